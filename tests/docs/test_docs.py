@@ -18,7 +18,6 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 ALL = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "demos/README.md", ROOT / "launch/README.md"]
 OTHERS = {"resampled", "pin_memory", "use_buffer_reader", "persistent_workers", "nranks", "local_rank"}
-OTHERS |= {"probabilities", "split_batches"}
 """Options of other libraries."""
 RANKS = {"README.md": 4, "evaluation.md": 2, "lengths.md": 4, "checkpoint.md": 2, "elastic.md": 2, "failures.md": 2}
 """Of the pages whose meshes have several."""
@@ -35,7 +34,7 @@ def without_blocks(text):
 
 def code_in(page):
     text = without_blocks(page.read_text())
-    if page.name == "migration.md":  # the code in its tables is other libraries', or run by test_migration.py
+    if page.name in ("from_paddle.md", "migration.md"):  # test_migration.py runs what is this library's in their tables
         text = re.sub(r"^\|.*\n", "", text, flags=re.MULTILINE)
     return re.findall(r"`([^`\n]+)`", text)
 
@@ -58,10 +57,11 @@ def test_the_python_of_a_page_runs(page, tmp_path):
 
 def test_scripts_of_other_libraries_are_python():
     """They stand beside those that replace them, in blocks of `py`, and do not run: their libraries are not here."""
-    blocks = re.findall(r"^```py\n(.*?)^```", (ROOT / "docs/migration.md").read_text(), re.MULTILINE | re.DOTALL)
-    assert blocks
-    for block in blocks:
-        compile(block, "docs/migration.md", "exec")
+    for page in (ROOT / "docs/from_paddle.md", ROOT / "docs/migration.md"):
+        blocks = re.findall(r"^```py\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+        assert blocks
+        for block in blocks:
+            compile(block, str(page), "exec")
 
 
 @pytest.mark.parametrize("page", ALL, ids=name_of)

@@ -1,4 +1,4 @@
-"""Each line of the tables of docs/migration.md keeps its promise: its new side runs as it stands on the page."""
+"""Each line of docs/from_paddle.md and docs/migration.md keeps its promise: its new side runs as it stands there."""
 
 import pkgutil
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""What the tests of the lines of docs/migration.md have in common, and what several lines promise."""
+"""What the tests of the lines of docs/from_paddle.md and docs/migration.md have in common."""
 
 import json
 import re
@@ -30,10 +30,13 @@ def launched(data, batch_size, **options):
 NAMES |= {"DistributedBatchSampler": launched}
 
 
+GUIDES = [ROOT / "docs/from_paddle.md", ROOT / "docs/migration.md"]
+
+
 def lines():
     """(section, old, new) of each line of each table that says what one gets."""
     found, section, head = [], "", ""
-    for line in (ROOT / "docs/migration.md").read_text().splitlines():
+    for line in "\n".join(page.read_text() for page in GUIDES).splitlines():
         if line.startswith("## "):
             section = line[3:].replace("`", "")
         if not line.startswith("|"):
