@@ -20,6 +20,7 @@ ALL = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "demos/README.md", ROOT / "launc
 OTHERS = {"resampled", "pin_memory", "use_buffer_reader", "persistent_workers", "nranks", "local_rank"}
 """Options of other libraries."""
 RANKS = {"README.md": 4, "evaluation.md": 2, "lengths.md": 4, "checkpoint.md": 2, "elastic.md": 2, "failures.md": 2}
+RANKS |= {"from_paddle.md": 2, "migration.md": 2}
 """Of the pages whose meshes have several."""
 EXTRAS = {"streams.md": ["PIL"], "migration.md": ["PIL", "webdataset", "datasets", "grain"]}
 
