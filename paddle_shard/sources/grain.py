@@ -47,7 +47,7 @@ class GrainDataset:
             )
         for node in _nodes(map_dataset):
             step = getattr(node, "_step", 1)
-            if type(node).__name__ == "SliceMapDataset" and step != 1:
+            if type(node).__name__ == "SliceMapDataset" and abs(step) != 1:
                 raise SplitError(
                     f"map_dataset is cut already, by a slice with step {step} ({node}): each rank would read only its "
                     "share of that again. Give it uncut; the loader cuts it for the mesh."

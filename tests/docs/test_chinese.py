@@ -53,4 +53,4 @@ def test_a_page_in_chinese_says_what_the_english_one_says(page):
 
 
 def test_the_pages_that_a_newcomer_needs_are_there():
-    assert {"checkpoint.md", "trainers.md"} <= {page.name for page in PAGES}
+    assert {"checkpoint.md", "from_paddle.md", "trainers.md", "troubleshooting.md"} <= {page.name for page in PAGES}

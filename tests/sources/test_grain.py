@@ -39,6 +39,7 @@ def test_it_has_a_length_and_ends_there():
     dataset = grain_dataset(grain.MapDataset.range(10)[2:8].map(lambda x: x * x))
 
     assert (len(dataset), list(dataset)) == (6, [4, 9, 16, 25, 36, 49])
+    assert list(grain_dataset(grain.MapDataset.range(4)[::-1])) == [3, 2, 1, 0], "the other way round is not cut"
     assert dataset[np.int64(1)] == 9
     for index in (6, -1):
         with pytest.raises(IndexError, match=f"{index} is not in range"):

@@ -1,16 +1,20 @@
 import sys
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import pytest
+from paddle.io import DataLoader
 
 from paddle_shard.testing import run_ranks
+from paddle_shard.testing.simulated import on_each_rank
 from tests.adapters.claims import check
+from tests.helpers import DP2, ONE, local, sharded
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "demos/adapters"))
 from mds_recipe import _as_often_as, import_streaming
 
-MDSWriter = import_streaming().MDSWriter
+LocalDataset, MDSWriter = import_streaming().LocalDataset, import_streaming().MDSWriter
 WORKER = Path(__file__).parent / "mds_worker.py"
 
 
@@ -56,6 +60,22 @@ def test_mds_keeps_every_claim(num_ranks, data, tmp_path):
         assert "no state of the mds loader" in refused["state"]
         assert "torch.distributed runs in this process" in refused["torch.distributed"]
     assert leftovers(tmp_path / "tmp") == before, "nothing is left behind, by passes that were given up neither"
+
+
+@pytest.mark.filterwarnings("ignore:unclosed file")  # the library leaves its index open
+def test_files_on_the_host_have_an_index_and_resume_on_another_mesh(data):
+    def rows(meshes, state=None, stop=None):
+        loader = sharded(DataLoader(LocalDataset(str(data / "plain")), batch_size=8, shuffle=True), meshes)
+        if state is not None:
+            loader.load_state_dict(state)
+        batches = iter(loader)
+        return [local(batch["id"]) for batch in islice(batches, stop)], loader.state_dict()
+
+    straight, _ = rows(ONE)
+    assert sorted(i for batch in straight for i in batch) == list(range(23))
+    begun = on_each_rank((0, 1), lambda: rows(DP2, stop=2))
+    assert [one + two for one, two in zip(begun[0][0], begun[1][0], strict=True)] == straight[:2]
+    assert rows(ONE, begun[0][1])[0] == straight[2:]
 
 
 def test_what_the_library_repeats_is_left_out():
