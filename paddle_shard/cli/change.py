@@ -16,6 +16,7 @@ from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.plan.mixture import source_and_index
 from paddle_shard.plan.partition import check_batch_size
 from paddle_shard.plan.parts import PartsPlan
+from paddle_shard.plan.shard_plan import ShardPlan
 from paddle_shard.plan.state import LoaderState
 from paddle_shard.record.places import Meshes, groups_of, parts_of, places_in
 from paddle_shard.record.timeline import Job, Leg, Timeline
@@ -104,11 +105,32 @@ def _skip(options: argparse.Namespace) -> Answer:
     for step in options.step:
         epoch, legs = leg_of(run, epoch, step)
         hits += [(leg, step) for leg in legs]
-    job, steps = hits[0][0].job, f"range({options.step.start}, {options.step.stop})"
+    (leg, first_step), job, steps = hits[0], hits[0][0].job, options.step
     if "files" in job.facts["data"]:
         raise ArgumentError(f"the steps of a stream cannot be left out: {job.unknown}.")
-    lines, found = _without(run, hits, f"loader.skip(steps={steps}, epoch={epoch})")
-    return Answer(found=found, said=["# Steps are counted in batches of the size that the run had there.", *lines])
+    size = "of the size that the run had there"
+    if job.unknown is None:  # counted as the job goes on that is resumed from before them
+        first, end = leg.plan.first_position(step=first_step), max(_end_of(*hit) for hit in hits)
+        size = f"of {_size_at(leg.plan, first)} rows"
+        steps = range(first_step, leg.plan.step_of(position=end - 1) + 1)
+        if _end_of(leg, steps[-1]) != end:
+            raise ArgumentError(
+                f"--step: the batches of these steps are of several sizes, and batches {size} do not end where they "
+                "end. Give a stretch that was delivered in batches of one size; paddle-shard verify lists them."
+            )
+    lines, found = _without(run, hits, f"loader.skip(steps={steps!r}, epoch={epoch})")
+    return Answer(found=found, said=[f"# Steps are counted in batches {size}.", *lines])
+
+
+def _size_at(plan: ShardPlan, position: int) -> int:
+    """Return the rows of a global batch at a position of an epoch."""
+    return [size for first, size in plan.segments or ((0, plan.batch_size),) if first <= position][-1]
+
+
+def _end_of(leg: Leg, step: int) -> int:
+    """Return the position of the epoch at which a step ends."""
+    plan = leg.plan
+    return plan.num_positions if step + 1 >= plan.num_steps else plan.first_position(step=step + 1)
 
 
 # diff
@@ -118,7 +140,8 @@ def _diff(options: argparse.Namespace) -> Answer:
     run = run_of(options.record)
     state = run.saved[-1].state if run.saved else LoaderState()
     before = _described(run.last, run.last.meshes, state, None)
-    after = _described(run.last, with_data_axes(options.mesh, options.data_axes), state, options.batch_size)
+    meshes = with_data_axes(options.mesh, options.data_axes) if options.mesh else run.last.meshes
+    after = _described(run.last, meshes, state, options.batch_size)
     both = {**before, **after}
     whole = [{"what": one, "before": before.get(one), "after": after.get(one)} for one in both if isinstance(one, str)]
     ranks = sorted(one for one in both if isinstance(one, int))
@@ -154,8 +177,7 @@ def _described(job: Job, meshes: Meshes, state: LoaderState, batch_size: int | N
     elif job.unknown is None:
         plan = job.batches(state.history, **now).plan_of(state)
         if batch_size is None:  # the next one, as a schedule may have changed it
-            size = [rows for first, rows in plan.segments or ((0, plan.batch_size),) if first <= state.samples][-1]
-            found["rows of a step"] = size
+            found["rows of a step"] = size = _size_at(plan, state.samples)
         found["steps left in the epoch"] = 0 if state.ended else plan.num_steps - state.steps
         found["rows of the last step"] = plan.num_rows(step=plan.num_steps - 1)
     for at, group in enumerate(groups_of(meshes)):

@@ -198,8 +198,40 @@ def test_the_lines_of_skip_leave_out_the_steps_and_nothing_else(tmp_path):
     gone = {i for _, step, of in run.steps for i in of if step in (4, 5)}
     seen = Counter(i for _, _, of in [*run.steps[:3], *again.steps] for i in of)
     assert seen == Counter(set(range(LENGTH)) - gone)
-    assert "# Steps are counted in batches of the size that the run had there." in asked("skip", run.path, "--step", 7)
+    assert "# Steps are counted in batches of 4 rows." in asked("skip", run.path, "--step", 7)
     assert "step 4 of epoch 0 was not delivered" not in asked("verify", run.path)
+
+
+def test_steps_of_several_sizes_are_left_out_in_those_of_the_job_that_is_resumed(tmp_path):
+    run = Run(tmp_path / "run.jsonl").go(6)
+    wide = Run(run.path, batch_size=8)
+    wide.loader.load_state_dict(run.states[0, 6])
+    wide.go(9)  # 4 rows a step up to step 6, then 8
+    first = run.steps[:3]
+    gone = {i for _, step, of in [*run.steps, *wide.steps] for i in of if step in (4, 5, 6, 7)}
+
+    said = asked("skip", run.path, "--step", "4-7")
+    assert "# Steps are counted in batches of 4 rows." in said
+    assert "loader.skip(steps=range(4, 10), epoch=0)" in said
+    again = run.resumed_by(asked("skip", run.path, "--step", "4-7", "--json")).go()
+    assert Counter(i for _, _, of in [*first, *again.steps] for i in of) == Counter(set(range(LENGTH)) - gone)
+
+
+def test_steps_whose_ends_no_batches_of_one_size_share_are_refused(tmp_path):
+    run = Run(tmp_path / "run.jsonl").go(6)
+    wide = Run(run.path, batch_size=6)
+    wide.loader.load_state_dict(run.states[0, 6])
+    wide.go(9)
+    said = asked("skip", run.path, "--step", "4-6", code=2)
+    assert "the batches of these steps are of several sizes, and batches of 4 rows do not end where they end" in said
+    assert "loader.skip(steps=range(4, 9), epoch=0)" in asked("skip", run.path, "--step", "4-7")
+    assert "loader.skip(steps=range(6, 8), epoch=0)" in asked("skip", run.path, "--step", "6-7")
+
+
+def test_diff_without_a_mesh_keeps_it(tmp_path):
+    Run(tmp_path / "run.jsonl").go(6)
+    found = asked("diff", tmp_path / "run.jsonl", "--batch-size", 8, "--json")
+    assert found["ranks"] == [{"rank": 0, "before": "data rank 0, 4 rows", "after": "data rank 0, 8 rows"}]
 
 
 @pytest.mark.parametrize(
