@@ -8,7 +8,8 @@ On CPUs, over gloo, or on GPUs, one process each:
 Run it on a node of the cluster (`RAY_ADDRESS`, or the cluster of this host). Each rank is a process of its own beside
 an actor, which takes `--cpus` CPUs, and a GPU with `--gpus`. Ranks of a node follow each other. All ranks start
 together, once there is room for all; each is told what Paddle's launcher tells. The script and its directory must be
-there on every node, at the same path; `--working-dir .` sends them instead, and the ranks run in it.
+there on every node, at the same path, and so must be the folder in which you type this: ranks run in it, so relative
+paths are those that you see. `--working-dir .` sends a folder instead, and the ranks run in that.
 
 Global rank 0's output is copied to the terminal as it comes. When a rank fails, all are killed, the end of each
 one's output is shown, and the exit code is that of the first to fail; 130 after Ctrl-C, 2 for wrong arguments, and 0
@@ -56,11 +57,15 @@ class Rank:
                 probe.close()
         return ray.util.get_node_ip_address(), free, list(map(str, ray.get_gpu_ids()))
 
-    def start(self, command: list[str], variables: dict[str, str], ip: str) -> None:
-        """Start the script. It is killed if this actor dies."""
+    def start(self, command: list[str], variables: dict[str, str], ip: str, folder: str | None) -> None:
+        """Start the script in a folder, None: in the actor's own. It is killed if this actor dies."""
         import ctypes
         import subprocess
         import tempfile
+        import threading
+
+        if folder is not None and not os.path.isdir(folder):
+            raise NotADirectoryError(f"node {ip} has no {folder}")
 
         ours = ("PADDLE_", "POD_", "TRAINER_", "FLAGS_selected_", "RAY_JOB_", "RAY_RAYLET_")
         env = {name: value for name, value in os.environ.items() if not name.startswith(ours)} | variables
@@ -70,6 +75,7 @@ class Rank:
         kill_with_parent = ctypes.CDLL(None).prctl
         self._process = subprocess.Popen(
             command,
+            cwd=folder,
             env=env,
             stdin=subprocess.DEVNULL,
             stdout=self._log,
@@ -77,13 +83,20 @@ class Rank:
             start_new_session=True,
             preexec_fn=lambda: kill_with_parent(1, signal.SIGKILL),
         )
+        self._ended = float("inf")
+        threading.Thread(target=self._wait, daemon=True).start()
 
-    def look(self, offset: int) -> tuple[bytes, int | None]:
-        """Return the output from an offset on (from the end, if negative), and the exit code, None while it runs."""
-        code = self._process.poll()
+    def _wait(self) -> None:
+        self._process.wait()
+        self._ended = time.time()
+
+    def look(self, offset: int) -> tuple[bytes, int | None, float]:
+        """Return the output from an offset on (from the end, if negative), the exit code, None while it runs, and when
+        it ended."""
+        code = self._process.returncode if self._ended < float("inf") else None
         size = os.fstat(self._log.fileno()).st_size
         first = max(0, size + offset) if offset < 0 else offset
-        return os.pread(self._log.fileno(), max(0, size - first), first), code
+        return os.pread(self._log.fileno(), max(0, size - first), first), code, self._ended
 
     def stop(self) -> None:
         """Kill the process, and those that it has started."""
@@ -232,7 +245,14 @@ def run(options: argparse.Namespace, ranks: list[Any], received: list[int]) -> i
 
     ranks, variables, ips = told(options, ranks)
     command = [sys.executable, "-u", options.script, *options.arguments]
-    ray.get([rank.start.remote(command, mine, ip) for rank, mine, ip in zip(ranks, variables, ips, strict=True)])
+    folder = None if options.working_dir else os.getcwd()
+    of_ranks = zip(ranks, variables, ips, strict=True)
+    try:
+        ray.get([rank.start.remote(command, mine, ip, folder) for rank, mine, ip in of_ranks])
+    except ray.exceptions.RayTaskError as error:
+        way_out = "run this in a folder that every node has, or give --working-dir"
+        say(f"the ranks cannot be started: {str(error.cause).splitlines()[0]}; {way_out}")
+        return 2
     offset, codes = 0, list[int | None]()
     while True:
         try:
@@ -242,7 +262,7 @@ def run(options: argparse.Namespace, ranks: list[Any], received: list[int]) -> i
             return 1
         sys.stdout.buffer.write(looks[0][0])
         sys.stdout.flush()
-        offset, codes = offset + len(looks[0][0]), [code for _, code in looks]
+        offset, codes = offset + len(looks[0][0]), [code for _, code, _ in looks]
         if received or any(codes) or None not in codes:
             break
         time.sleep(POLL_SECONDS)
@@ -253,7 +273,8 @@ def run(options: argparse.Namespace, ranks: list[Any], received: list[int]) -> i
         return 128 + received[0]
     if not any(codes):
         return 0
-    first = next(rank for rank, code in enumerate(codes) if code)
+    # Others fail because one has: a little later, by clocks of hosts that agree.
+    first = min((rank for rank, code in enumerate(codes) if code), key=lambda rank: looks[rank][2])
     for rank in [*(rank for rank in range(len(ranks)) if rank != first), first]:  # the cause comes last
         print(f"--- rank {rank} on {ips[rank]} ---", ends[rank][0].decode(errors="replace"), sep="\n", file=sys.stderr)
     code = codes[first] or 1

@@ -312,8 +312,8 @@ class ShardDataloader(PaddleShardDataloader):
         """Mix the sources of a `Mixture` with other weights, from the first step that no rank has requested yet.
 
         The call is collective: every rank calls it, at the same step, with the same weights. Steps that were
-        prefetched keep the old weights; what a schedule, or an earlier call, has set for later no longer holds. The switch is part of the saved state,
-        so a resumed or replayed run makes it at the same sample.
+        prefetched keep the old weights; what a schedule, or an earlier call, has set for later no longer holds. The
+        switch is part of the saved state, so a resumed or replayed run makes it at the same sample.
 
         Args:
             weights: Name -> a number >= 0, for every source; see `Mixture`.

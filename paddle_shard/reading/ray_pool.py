@@ -7,6 +7,7 @@ may die, and another is asked the same again.
 from __future__ import annotations
 
 import logging
+import os
 import pickle
 import time
 from collections import Counter, deque
@@ -78,16 +79,24 @@ class RayReaders:
 class ReadingActor:
     """What runs in an actor: a worker, or several if it stands in for others."""
 
-    def __init__(self, settings: list[Any], seed: int) -> None:
+    def __init__(self, settings: list[Any], seed: int, folder: str | None) -> None:
         """Prepare.
 
         Args:
             settings: Ray's reference to the pickled `WorkerSettings`, in a list, so that Ray does not resolve it.
             seed: Seed of the workers' random generators.
+            folder: The rank's working directory, from which relative paths are meant; None: the actor's own, by its
+                runtime environment.
         """
         self._settings, self._seed = settings, seed
         self._workers: dict[int, tuple[Reader, ReadFailure | None, Any]] = {}
         self._where = f" on node {_own_address()}"
+        if folder is not None:
+            try:
+                os.chdir(folder)
+            except OSError:
+                os.chdir("/proc")  # where no file of a user has the name of one that is meant
+                self._where += f" (where relative paths lead nowhere, as it has no folder {folder})"
         self._guard = paddle.base.dygraph.guard(place=paddle.CPUPlace())
         self._guard.__enter__()
 
@@ -197,11 +206,15 @@ class RayPool(WorkerPool):
         """Requests that no actor has yet, in order."""
         self._early_deaths: list[str] = []
         """Why actors have died before they could read, since one could."""
-        self._looked = 0.0
+        self._wanted, self._looked = 1, 0.0
+        """How many are asked for: the first one, and all once it reads. So no rank takes a whole cluster that is small
+        before others have one; and when Ray was last asked."""
 
     def start(self) -> None:
         """Ask for the actors. What fails is told as the failure of the first batch, on all ranks."""
         self._broken = None
+        if not self._actors:
+            self._wanted = 1
         try:
             if self._sent is None:
                 self._connect()
@@ -281,10 +294,12 @@ class RayPool(WorkerPool):
 
         most, self._looked = self._readers.per_node, time.monotonic()
         options: dict[str, Any] = {"num_cpus": 1, "max_restarts": 0, "scheduling_strategy": "SPREAD"}
-        if self._readers.runtime_env is not None:
-            options["runtime_env"] = dict(self._readers.runtime_env)
+        env = dict(self._readers.runtime_env or {})
+        if env:
+            options["runtime_env"] = env
+        folder = None if "working_dir" in env else os.getcwd()
         there = Counter(actor.node for actor in self._actors)
-        for number in sorted(set(range(self.num_workers)) - {actor.number for actor in self._actors}):
+        for number in sorted(set(range(self._wanted)) - {actor.number for actor in self._actors}):
             node = None
             if most is not None:
                 nodes = [one["NodeID"] for one in ray.nodes() if one["Alive"] and one["Resources"].get("CPU")]
@@ -294,7 +309,7 @@ class RayPool(WorkerPool):
                 there[node] += 1
                 strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
                 options["scheduling_strategy"] = strategy
-            handle = ray.remote(ReadingActor).options(**options).remote([self._sent], self._seed)
+            handle = ray.remote(ReadingActor).options(**options).remote([self._sent], self._seed, folder)
             self._actors.append(_Actor(number, handle, node, handle.where.remote()))
 
     def _look(self, seconds: float) -> None:
@@ -302,7 +317,7 @@ class RayPool(WorkerPool):
         import ray
 
         try:
-            if len(self._actors) < self.num_workers and time.monotonic() - self._looked >= _NODES_SECONDS:
+            if len(self._actors) < self._wanted and time.monotonic() - self._looked >= _NODES_SECONDS:
                 self._add_actors()
             refs = {actor.told: actor for actor in self._actors if actor.told is not None}
             refs |= {ref: actor for actor in self._actors for ref in actor.asked}
@@ -330,7 +345,11 @@ class RayPool(WorkerPool):
             return self._replace(actor, error)
         if ref is actor.told:
             actor.told, actor.where = None, found
-            return self._early_deaths.clear()
+            self._early_deaths.clear()
+            if self._wanted < self.num_workers:
+                self._wanted = self.num_workers
+                self._add_actors()
+            return None
         asked = actor.asked.pop(ref)
         try:
             if isinstance(found, list):  # Ray's arrays are read-only, and take its memory as long as they exist
@@ -352,7 +371,7 @@ class RayPool(WorkerPool):
         early = actor.told is not None or not unanswered
         deaths = self._early_deaths if early else unanswered[0].deaths
         reason = " ".join(str(error).split())
-        deaths.append(f"{actor.where.removeprefix(' on ') or 'not placed yet'}: {type(error).__name__}: {reason:.600}")
+        deaths.append(f"{actor.where.removeprefix(' on ') or 'not placed yet'}: {type(error).__name__}: {reason:.200}")
         number = actor.number if early else unanswered[0].number
         if len(deaths) >= MOST_DEATHS * (self.num_workers if early else 1):
             doing = "before they could read" if early else "while they read the same rows"
@@ -415,8 +434,9 @@ class RayPool(WorkerPool):
             import ray
 
             free, of_all = ray.available_resources().get("CPU", 0), ray.cluster_resources().get("CPU", 0)
-            text += f". Each takes one CPU, and {free:g} of the cluster's {of_all:g} are not taken yet"
-        return f"{text}. Other loaders with persistent_workers keep theirs; a node that is added is used at once."
+            text += f". Each takes one CPU, and a while to start; of the cluster's {of_all:g} CPUs, {free:g} are free"
+        others = "What other ranks take, and other loaders with persistent_workers, they keep"
+        return f"{text}. {others}; a node that is added is used at once."
 
     def _kill(self, actor: _Actor) -> None:
         with ignoring(Exception):

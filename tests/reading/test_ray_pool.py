@@ -29,6 +29,7 @@ from tests.helpers import ONE, Made, sharded
 from tests.reading.fake_ray import Pickler, all_answer, faked
 
 WORKERS, AHEAD = 3, 2
+READING_ACTOR = ray_pool.ReadingActor
 
 
 class FakeActor:
@@ -36,7 +37,7 @@ class FakeActor:
 
     log = []
 
-    def __init__(self, settings, seed):
+    def __init__(self, settings, seed, folder):
         self.mine = []
         FakeActor.log.append(self.mine)
 
@@ -239,7 +240,9 @@ def test_an_actor_that_is_late_is_waited_for_and_then_an_error(monkeypatch):
         pool.start()
         pool.send(0, 0)
         assert not pool.has_answer(0)
-        with pytest.raises(WorkersLostError, match="for 0.05 s.*0 of 3 actors that read have begun.*0 of the cluster"):
+        with pytest.raises(
+            WorkersLostError, match="for 0.05 s.*0 of 3 actors that read have begun.*the cluster's 1 CPUs, 0 are free"
+        ):
             pool.receive(0)
 
 
@@ -305,11 +308,54 @@ def test_a_forked_child_leaves_the_actors_to_its_parent(monkeypatch):
     with faked(monkeypatch) as ray:
         pool = pool_of()
         pool.start()
+        assert answers(pool, 10) == list(range(10))
         if (child := os.fork()) == 0:
             pool.shut_down()
             os._exit(0 if len(ray.living) == WORKERS else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        assert answers(pool, 10) == list(range(10))
+        assert answers(pool, 10, 10) == list(range(10, 20))
+
+
+def test_a_rank_leaves_room_for_the_first_actor_of_others(monkeypatch):
+    """Two ranks in a cluster for three actors: Ray places what comes first."""
+
+    def turn(ray):
+        for actor in ray.living[:3]:
+            actor.place()
+            actor.answer()
+
+    with faked(monkeypatch, turn) as ray:
+        pools = [pool_of(), pool_of()]
+        for _ in range(2):  # two passes
+            for pool in pools:
+                pool.start()
+            assert len(ray.living) == len(pools)
+            for _ in range(2):
+                for pool in pools:
+                    assert answers(pool, 10) == list(range(10))
+            for pool in pools:
+                pool.shut_down()
+
+
+def test_an_actor_reads_from_the_folder_of_its_rank(monkeypatch, tmp_path):
+    """Files that are called alike in the folder in which Ray was started are others."""
+    monkeypatch.setattr(ray_pool, "ReadingActor", READING_ACTOR)
+    here = tmp_path / "rank"
+    here.mkdir()
+    (here / "a.txt").write_text("mine")
+    with faked(monkeypatch, all_answer) as ray:
+        monkeypatch.chdir(here)
+        for env, folder in ((None, str(here)), ({"working_dir": "."}, None)):
+            pool = pool_of(**({} if env is None else {"runtime_env": env}))
+            pool.start()
+            assert ray.actors[-1].args[2] == folder
+        monkeypatch.chdir(tmp_path)
+        READING_ACTOR([None], 0, str(here))
+        assert os.getcwd() == str(here)
+        monkeypatch.chdir(tmp_path)
+        gone = READING_ACTOR([None], 0, str(tmp_path / "nowhere"))
+        assert f"where relative paths lead nowhere, as it has no folder {tmp_path}/nowhere" in gone.where()
+        assert not os.path.exists("a.txt")
 
 
 def test_without_ray_the_extra_is_named(monkeypatch):
@@ -370,7 +416,7 @@ def test_a_loader_reads_by_actors(monkeypatch):
 class Reads:
     """An actor without what only a process of its own needs."""
 
-    def __init__(self, settings, seed):
+    def __init__(self, settings, seed, folder):
         self.settings = pickle.loads(settings[0].value)
 
     def where(self):

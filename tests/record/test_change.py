@@ -153,8 +153,8 @@ def test_weights_that_were_switched_since_hold_again_from_the_same_sample(prefet
     """However far the two jobs have read ahead."""
 
     def loader():
-        sources = {name: Made(lambda i, first=first: np.array([first + i]), 30) for name, first in [("a", 0), ("b", 100)]}
-        mixture = Mixture(sources, {"a": 1, "b": 1})
+        made = [Made(lambda i, first=first: np.array([first + i]), 30) for first in (0, 100)]
+        mixture = Mixture(dict(zip("ab", made, strict=True)), {"a": 1, "b": 1})
         return sharded(DataLoader(mixture, batch_size=4), ONE, record=tmp_path / "run.jsonl", prefetch=prefetch)
 
     def rows(batches, most=None):

@@ -2,9 +2,11 @@
 
 import os
 import sys
+import tempfile
 import threading
 import time
 
+import numpy as np
 import paddle.distributed as dist
 import ray
 import ray.data
@@ -124,8 +126,28 @@ def killed():
     threading.Event().wait()
 
 
+def relative():
+    """Files of this rank's folder, by relative names, for a data set and a stream."""
+    folder = tempfile.mkdtemp()
+    os.chdir(folder)
+    with open("lines.txt", "w") as file:
+        file.writelines(f"{number}\n" for number in range(40))
+    stream = paddle_shard.Stream.lines("lines.txt", counts=True).map(np.int64)
+    found = []
+    for data in (DataLoader(readings.Opens("lines.txt"), batch_size=4), DataLoader(stream, batch_size=4)):
+        loader = paddle_shard.shard_dataloader(
+            data, readings.MESH, shard_dims="dp", readers=paddle_shard.RayReaders(num=2)
+        )
+        found.append([number for batch in loader for number in batch._local_value().numpy().tolist()])
+    return {"found": found}
+
+
 if __name__ == "__main__":
     case = sys.argv[1]
     if "RAY_ADDRESS" in os.environ:
         ray.init(address="auto", log_to_driver=False)
-    report({"leader": leader, "host": host, "data": data, "growing": growing, "killed": killed}[case]())
+    report(
+        {"leader": leader, "host": host, "data": data, "growing": growing, "killed": killed, "relative": relative}[
+            case
+        ]()
+    )

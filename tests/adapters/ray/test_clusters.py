@@ -41,6 +41,12 @@ def test_ranks_share_a_data_set_of_ray_data_and_make_equal_steps(cluster, tmp_pa
         assert "another process reads the share of data rank 0" in twice
 
 
+def test_relative_paths_are_meant_from_the_folder_of_the_rank(cluster, tmp_path):
+    (report,) = run_ranks(WORKER, 1, tmp_path, args=["relative"], env={**ENV, "RAY_ADDRESS": cluster}, timeout=2 * HANG)
+
+    assert [sorted(one) for one in report["found"]] == [list(range(40))] * 2
+
+
 def test_a_cluster_that_grows_while_it_reads_is_used(tmp_path):
     report = run_ranks(WORKER, 1, tmp_path, args=["growing"], env=ENV, timeout=2 * HANG)[0]
 

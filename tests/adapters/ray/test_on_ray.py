@@ -22,6 +22,15 @@ rank, total = dist.get_rank(), paddle.to_tensor([dist.get_rank() + 1.0])
 dist.all_reduce(total)
 print(f"rank {rank} of {dist.get_world_size()}: sum {total.item()}, {sys.argv[1:]}", flush=True)
 open(f"{sys.argv[1]}/{rank}", "w").write(str(os.getpid()))
+dist.barrier()
+print(f"in {os.getcwd()}", flush=True)
+if "follows" in sys.argv:
+    if rank == 1:
+        os._exit(7)
+    while os.path.exists(f"/proc/{open(sys.argv[1] + '/1').read() or 0}/fd/0"):
+        pass
+    time.sleep(0.05)  # it has noticed that it has lost another, and ends
+    os._exit(1)
 if "fails" in sys.argv and rank == 1:
     print("it failed here", flush=True)
     os._exit(7)
@@ -48,7 +57,8 @@ def launch(cluster, tmp_path):
             tmp_path / "ranks",
             *arguments,
         ]
-        return subprocess.Popen(command, env=env | more, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        return subprocess.Popen(command, env=env | more, cwd=tmp_path, **pipes)
 
     yield start, tmp_path / "ranks"
     until(lambda: not alive(tmp_path / "ranks"))
@@ -72,6 +82,7 @@ def test_ranks_meet_and_the_first_ones_output_is_shown(launch):
     assert process.returncode == 0, err
     assert f"rank 0 of 2: sum 3.0, ['{ranks}', '--lr', '3']" in out
     assert "rank 1" not in out
+    assert f"in {ranks.parent}\n" in out, "relative paths are those that the user sees"
     assert sorted(path.name for path in ranks.iterdir()) == ["0", "1"]
 
 
@@ -82,6 +93,14 @@ def test_when_a_rank_fails_all_end_and_its_code_is_that_of_the_command(launch):
     assert process.returncode == 7
     assert "rank 1 of 2 failed with exit code 7" in err.splitlines()[-1]
     assert "it failed here" in err
+
+
+def test_the_rank_that_fails_first_is_named_and_not_one_that_fails_for_it(launch):
+    start, _ = launch
+    _, err = (process := start("follows")).communicate(timeout=HANG)
+
+    assert process.returncode == 7, err
+    assert "rank 1 of 2 failed with exit code 7" in err.splitlines()[-1]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
