@@ -33,6 +33,8 @@ def _without(run: Timeline, hits: Sequence[tuple[Leg, int]], skip: str) -> tuple
         state, line = saved.state, saved.line
         place = {"epoch": state.epoch, "step": state.steps, "line": line["number"], "time": line["time"]}
         where = f"at step {state.steps} of epoch {state.epoch} (line {line['number']}, {line['time']})"
+        if (step := line.get("saved_as")) is not None:
+            place["saved_as"], where = step, f"{where} by Checkpoints.save({step})"
         lines = [f"# Load the model and the state that were saved {where}:", "loader.load_state_dict(state)"]
         lines += [*_left_out_since(run, state), skip]
         return lines, {"resume": place, "python": "\n".join(lines)}

@@ -106,8 +106,9 @@ def _group(size: int, options: argparse.Namespace, versions: Mapping[str, str]) 
         found["an agreement"] = f"{1e6 * statistics.median(times):.0f} us, the median of {_STEPS}"
         works = gather_of(ranks, _collective(timeout), 2 * timeout, "doctor, after the collectives")
     except PeerLostError as lost:
-        what, _, remedy = str(lost).partition(". ")
-        return [(what, remedy or "Look for the reason in the logs of these ranks")], found
+        who = f"ranks {list(lost.ranks)} do" if lost.ranks else "a rank does"
+        what = f"{who} not answer within {timeout:g} s" if lost.timeout else str(lost).rstrip(".")
+        return [(what, "Look for the reason in their logs: each runs paddle-shard doctor, and can reach rank 0")], found
     found["an all-reduce"] = works[0]
     failed = [(rank, one) for rank, one in enumerate(works) if not one.startswith("works")]
     remedy = "Check the network, drivers and GLOO_SOCKET_IFNAME"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 from array import array
 from collections import Counter, defaultdict
@@ -21,7 +22,7 @@ from paddle_shard.errors import ArgumentError, MissingDependencyError, ShardRead
 from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.plan.parts import check_count
 from paddle_shard.plan.seeding import derive_seed
-from paddle_shard.sources.files import base_name, matched, shown
+from paddle_shard.sources.files import base_name, is_remote, local_path, matched, shown
 from paddle_shard.sources.parquet import parquet_source
 from paddle_shard.sources.shards import ShardSource
 from paddle_shard.sources.text import CSV_DICTS, JSON_LINES, LINES, text_source
@@ -47,6 +48,7 @@ KINDS: dict[str, tuple[tuple[str, ...], Callable[[str], ShardSource]]] = {
 
 _REMEDIES = {
     "unreadable": "Write the file anew; on_error='skip' leaves out a sample if those after it can be read",
+    "missing": "Correct the path",
     "empty": "Leave the file out",
     "same key": "Keep one of them, or give them different keys",
     "other fields": "Samples of a batch need the same fields: write them anew, or map or filter them",
@@ -68,6 +70,8 @@ class _Shard:
     name: str
     unreadable: list[tuple[int, str]] = field(default_factory=list)
     """(number of the sample in the file, why it cannot be read)."""
+    missing: bool = False
+    """True if there is no such file."""
     keys: array[int] = field(default_factory=lambda: array("Q"))
     """A hash of each sample's key; 0 if it has none."""
     forms: Counter[tuple[str | None, Any]] = field(default_factory=Counter)
@@ -148,7 +152,9 @@ def _read(name: str, kind: str, options: argparse.Namespace, decode: Decode | No
         raise_if_a_handlers(error)
         if kind == "parquet" and isinstance(error, ArgumentError) and "have no row" in str(error):
             return found  # it is empty
-        found.unreadable.append((len(found.keys), f"{described(error)} (no sample from there on is read)"))
+        found.missing = not is_remote(name) and not os.path.exists(local_path(name))
+        after = "" if found.missing else " (no sample from there on is read)"
+        found.unreadable.append((len(found.keys), f"{described(error)}{after}"))
     return found
 
 
@@ -187,7 +193,7 @@ def _unlike(shards: Sequence[_Shard], ragged: Collection[str]) -> Iterator[dict[
             examples.setdefault(what, (shard, *example))
     for (name, form), num in sorted(forms.items(), key=lambda one: (isinstance(one[0][1], _Further), -one[1])):
         shard, number, value = examples[name, form]
-        most, so_many = usual.setdefault(name, value), f" ({num} like it)"
+        most, so_many = usual.setdefault(name, value), f" ({num} of this kind)"
         if name is None:
             differ = [f"no {one!r}" for one in sorted(most - value)] + [f"also {one!r}" for one in sorted(value - most)]
             if differ:
@@ -224,7 +230,11 @@ def _lint(options: argparse.Namespace) -> Answer:
         for _ in as_completed(tasks):
             progress.add()
         shards = [task.result() for task in tasks]
-    faults = [_fault("unreadable", shard, *one) for shard in shards for one in shard.unreadable]
+    faults = [
+        _fault("missing" if shard.missing else "unreadable", shard, *one)
+        for shard in shards
+        for one in shard.unreadable
+    ]
     empty = [shard for shard in shards if not shard.keys and not shard.unreadable]
     faults += [_fault("empty", shard, 0, "there is no sample") for shard in empty]
     ragged = _ragged(shards)
@@ -232,7 +242,8 @@ def _lint(options: argparse.Namespace) -> Answer:
     counts, total = Counter[str](), sum(len(shard.keys) for shard in shards)
     for one in faults:
         counts[one["fault"]] += one["samples"]
-    hazards = [(f"{num} times: {fault}", _REMEDIES[fault]) for fault, num in counts.items()]
+    often = {fault: "once" if num == 1 else f"{num} times" for fault, num in counts.items()}
+    hazards = [(f"{times}: {fault}", _REMEDIES[fault]) for fault, times in often.items()]
     if total and options.key != _KEY and not any(any(shard.keys) for shard in shards):
         hazards.append((f"no sample has the field {options.key!r}", "Give another --key"))
     some = [one for kind in counts for one in [one for one in faults if one["fault"] == kind][:_MOST_SHOWN]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 
@@ -53,7 +54,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         said = f"{record} is damaged ({described(error)}); paddle-shard verify tells where"
         print(f"paddle-shard {options.command}: {said}", file=sys.stderr)
         return 2
-    print(json.dumps(answer.found, indent=2) if options.json else answer)
+    try:
+        print(json.dumps(answer.found, indent=2) if options.json else answer, flush=True)
+    except BrokenPipeError as error:  # whoever reads it, such as `head`, has seen enough
+        raise_if_a_handlers(error)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return int(answer.failed)
 
 

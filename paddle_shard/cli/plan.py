@@ -135,7 +135,8 @@ def planned(options: argparse.Namespace) -> Planned:
     check_count("--epoch", options.epoch or 0, 0)
     if options.record is not None:
         return _of_record(options)
-    if not options.mesh or options.batch_size is None or not (options.samples or options.source or options.files):
+    known = options.source or options.files or options.samples is not None
+    if not (known and options.mesh and options.batch_size is not None):
         data = "--samples, or --source for each source of a mixture, or --files"
         raise ArgumentError(f"give a record; or --mesh, --batch-size, and the data: {data}.")
     meshes = with_data_axes(options.mesh, options.data_axes)
@@ -192,9 +193,9 @@ def _look_at_files(options: argparse.Namespace, found: Planned, cut: dict[str, i
     source = ShardSource(names, lambda name, skip: iter(()))
     local = [name for name in names if not is_remote(name)]
     if gone := [name for name in local if not os.path.exists(local_path(name))]:
-        found.hazards.append(
-            (f"{len(gone)} files do not exist: {gone[0]}{', ...' * (len(gone) > 1)}", "Correct the paths")
-        )
+        what = f"{gone[0]} does not exist" + f", nor do {len(gone) - 1} more of the files" * (len(gone) > 1)
+        found.hazards.append((what, "Correct the paths"))
+        return
     if len(local) == len(names) and not any(re.search(r"\.(gz|tgz|bz2|xz)$", name) for name in names):
         found.where = (
             ". (Such files are counted when the stream is made, unless index=False or counts=False says not to)"
@@ -213,6 +214,7 @@ def _look_at_files(options: argparse.Namespace, found: Planned, cut: dict[str, i
         return
     held = [plan.parts_of(data_rank) for data_rank in range(plan.num_data_ranks)]
     of_ranks = [{"data_rank": at, "parts": of, "bytes": sum(sizes[part] for part in of)} for at, of in enumerate(held)]
+    found.facts |= {"files": source.num_shards, "parts": parts, "bytes": of_ranks}
     found.said += [f"{source.num_shards} files in {parts} parts", of_ranks]
     mean = max(1, sum(sizes)) / parts
     lost = 1 - min(sizes) / mean if plan.ending.drops else 1 - mean / max(1, *sizes)
@@ -327,8 +329,8 @@ def _starved(plan: ShardPlan, epoch: int) -> Iterator[Hazard]:
     size, ranks = plan.micro_size(step=step), range(plan.num_data_ranks)
     none = [rank for rank in ranks if not real[slice_rows(rows, len(ranks), rank, size)].any()]
     if none:
-        what = f"step {step}, the last of the epoch, has {real.sum()} samples and {(~real).sum()} rows of padding"
-        what += f": data ranks {cell(none)} get nothing else"
+        what = f"the last step of the epoch, {step}, has {(~real).sum()} of {rows} rows of padding"
+        what += f", and nothing else on {len(none)} of its data ranks: {cell(none)}"
         remedy = "A mean over the valid rows of such a rank divides by 0: divide the sum of all ranks by their count"
         yield what, f"{remedy}. tail='drop' leaves such a step out"
 

@@ -264,6 +264,8 @@ class Certificate:
             what += f" that {self.drawn_by} drew"
         if self.exact:
             return f"epoch {self.epoch}: {what} exactly once"
+        if not self.delivered and self.num_samples:  # a finished job that was started again asks, too
+            return f"epoch {self.epoch} has not begun, as far as this run knows: " + "; ".join(self.problems)
         return f"epoch {self.epoch}: NOT {what} exactly once: " + "; ".join(self.problems)
 
 

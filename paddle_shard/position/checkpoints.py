@@ -36,6 +36,7 @@ from paddle_shard.plan.handlers import ignoring, raise_if_a_handlers
 from paddle_shard.plan.parts import check_count
 from paddle_shard.position.folder import folder_of, written_by
 from paddle_shard.position.parts import fill, is_dist, is_split, kind_of
+from paddle_shard.position.run import saved_as
 from paddle_shard.ranks.agreeing import gather_of
 from paddle_shard.ranks.rendezvous import num_ranks
 
@@ -111,7 +112,8 @@ class Checkpoints:
             if not what:
                 raise ArgumentError("save(): there is nothing to save. Name it: save(step, model=model, data=loader).")
             counted = [name for name, value in what.items() if _is_counted(value)]
-            states = {name: one.state_dict() if hasattr(one, "state_dict") else one for name, one in what.items()}
+            with saved_as(step):
+                states = {name: one.state_dict() if hasattr(one, "state_dict") else one for name, one in what.items()}
             leaves.update(_leaves(states))
             own = [path for path, leaf in leaves.items() if not is_dist(leaf)]
             told = [[step, *sorted(what), len(own), _checksum_of(own)], any(map(is_split, leaves.values())), counted]

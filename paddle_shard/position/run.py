@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
 from itertools import count
 from types import MappingProxyType
@@ -359,8 +361,9 @@ class Run:
     def save(self) -> dict[str, Any]:
         """Return the position of the run as the user saves it."""
         state = self.state()
-        if self._told != (told := (state.epoch, state.samples, state.steps, state.ended, state.history)):
-            self._note("checkpoint", state)
+        step = _saved_as.get()
+        if self._told != (told := (step, state.epoch, state.samples, state.steps, state.ended, state.history)):
+            self._note("checkpoint", state, **({} if step is None else {"saved_as": step}))
             self._told = told
         return state.to_dict()
 
@@ -621,6 +624,20 @@ class Run:
             passes = tuple((progress, progress.at) for progress, _ in of_one.passes)
             self._epochs[one] = OfEpoch(merged(accounts[one])[0], passes=passes, end=of_one.end)
         return found
+
+
+_saved_as = ContextVar[int | None]("saved_as", default=None)
+"""Under which step of the user's a state is saved now; None: nobody says."""
+
+
+@contextmanager
+def saved_as(step: int) -> Iterator[None]:
+    """Let the record say under which step of the user's states are saved in the block."""
+    before = _saved_as.set(step)
+    try:
+        yield
+    finally:
+        _saved_as.reset(before)
 
 
 def gathered(said: Any, ranks: tuple[int, ...], timeout: float | None, call: str) -> list[Any]:

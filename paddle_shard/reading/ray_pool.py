@@ -94,7 +94,8 @@ class ReadingActor:
         if folder is not None:
             try:
                 os.chdir(folder)
-            except OSError:
+            except OSError as error:
+                raise_if_a_handlers(error)
                 os.chdir("/proc")  # where no file of a user has the name of one that is meant
                 self._where += f" (where relative paths lead nowhere, as it has no folder {folder})"
         self._guard = paddle.base.dygraph.guard(place=paddle.CPUPlace())

@@ -98,8 +98,8 @@ class _StrictInfo(tarfile.TarInfo):
             if type(error).__name__ == "EOFHeaderError":
                 raise
             raise tarfile.ReadError(
-                f"the tar is damaged or cut off: {error} at byte {archive.offset}, where a file or the end of the tar "
-                "should be"
+                f"it is no tar, or is damaged or cut off: {error} at byte {archive.offset}, where a file or the "
+                "end of the tar should be"
             ) from error
 
 

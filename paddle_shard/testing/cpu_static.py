@@ -112,6 +112,8 @@ def _prepare(engine: Any, timeout: float) -> None:
             programs["train"] = programs.get("train", []) + parts
         groups = {mode: _groups(of_mode, engine._cur_rank) for mode, of_mode in programs.items()}
         _agree(engine, groups, timeout)
+        # Where a program communicates in no group, as on a mesh of replicas, Paddle still meets all ranks at its start.
+        groups = {mode: used or [tuple(range(engine._nranks))] for mode, used in groups.items()}
     except Exception:
         paddle.disable_static()  # as `train` and `eval` do when they return
         raise

@@ -48,7 +48,7 @@ def faults(*arguments):
     found = asked("lint", *arguments, "--json", code=1)
     kinds = [one["fault"] for one in found["faults"]]
     assert sorted(hazard["what"] for hazard in found["hazards"]) == sorted(
-        f"{kinds.count(kind)} times: {kind}" for kind in set(kinds)
+        f"{'once' if kinds.count(kind) == 1 else f'{kinds.count(kind)} times'}: {kind}" for kind in set(kinds)
     )
     return [f"{one['fault']}: sample {one['sample']} of {one['file']}: {one['why']}" for one in found["faults"]]
 
@@ -119,8 +119,8 @@ def test_fields_that_are_missing_or_there_besides_are_named(tmp_path):
     found = faults(write(tmp_path, a=a, b=b))
 
     assert sorted(found) == [
-        f"other fields: sample 1 of {tmp_path}/b.tar: also 'txt' (1 like it)",
-        f"other fields: sample 2 of {tmp_path}/a.tar: no 'cls' (1 like it)",
+        f"other fields: sample 1 of {tmp_path}/b.tar: also 'txt' (1 of this kind)",
+        f"other fields: sample 2 of {tmp_path}/a.tar: no 'cls' (1 of this kind)",
     ]
 
 
@@ -140,7 +140,7 @@ def test_shapes_and_dtypes_that_would_make_no_batch_are_named_and_others_not(odd
         assert "sample 1" in faults(urls)[0]
         return
     (found,) = faults(urls)
-    assert found == f"other form: sample 1 of {tmp_path}/b.tar: {reason} (1 like it)"
+    assert found == f"other form: sample 1 of {tmp_path}/b.tar: {reason} (1 of this kind)"
 
 
 def test_lists_of_different_lengths_make_no_batch(tmp_path):
@@ -216,7 +216,7 @@ def test_a_limit_reads_the_first_samples_of_each_shard_only(tmp_path):
 def test_an_empty_file_and_one_that_is_not_there_are_named(tmp_path):
     (tmp_path / "a.txt").write_text("")
     found = faults(tmp_path / "a.txt", tmp_path / "none.txt")
-    assert [one.partition(": ")[0] for one in found] == ["unreadable", "empty"]
+    assert [one.partition(": ")[0] for one in found] == ["missing", "empty"]
     assert f"sample 0 of {tmp_path}/none.txt: " in found[0]
     assert f"sample 0 of {tmp_path}/a.txt: there is no sample" in found[1]
 
@@ -274,3 +274,9 @@ def test_it_needs_no_paddle(tmp_path):
 def test_a_column_without_a_name_is_a_field_as_others(tmp_path):
     (tmp_path / "a.csv").write_text(",id\n1,2\n3,4\n")
     assert asked("lint", tmp_path / "a.csv", "--json")["samples"] == 2
+
+
+def test_a_file_that_is_not_there_is_missing_and_not_damaged(tmp_path):
+    (found,) = faults(tmp_path / "none.jsonl")
+    assert found.startswith(f"missing: sample 0 of {tmp_path}/none.jsonl: ")
+    assert "HAZARD: once: missing. Correct the path." in asked("lint", tmp_path / "none.jsonl", code=1)

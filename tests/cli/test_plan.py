@@ -1,6 +1,8 @@
 """`paddle-shard plan`: what it shows is what loaders deliver, and each hazard is named with its remedy."""
 
 import json
+import subprocess
+import sys
 import tarfile
 
 import numpy as np
@@ -14,6 +16,7 @@ from paddle_shard.cli.main import COMMANDS, main
 from paddle_shard.inputs.stream import stage_of
 from paddle_shard.stages.stage import Opening
 from paddle_shard.testing.simulated import on_each_rank, simulated_rank
+from tests.deadlines import HANG
 from tests.helpers import Made, sharded
 from tests.record.runs import asked
 from tests.sources.http_server import serving
@@ -92,7 +95,9 @@ def test_the_plan_is_what_loaders_deliver(
     assert real["reads of each sample"] == len(groups[0])
     starved = [at for at, ranks in enumerate(groups) if not any(one is not None for one in per_rank[ranks[0]][-1])]
     told = [one["what"] for one in found["hazards"] if "nothing else" in one["what"]]
-    assert [one.partition("data ranks ")[2] for one in told] == [f"{cell(starved)} get nothing else"] * bool(starved)
+    assert [one.partition("nothing else on ")[2] for one in told] == [
+        f"{len(starved)} of its data ranks: {cell(starved)}"
+    ] * bool(starved)
     for step in {0, steps // 2, steps - 1}:
         for one in planned(capsys, *flags, "--step", step)["step"]:
             assert [per_rank[rank][step] for rank in one["ranks"]] == [one["samples"]] * len(one["ranks"])
@@ -155,7 +160,7 @@ FINE = ["--samples", "64", "--batch-size", "8", "--mesh", "dp=4"]
         ),
         (
             [*FINE[:4], "--mesh", "dp=4", "--samples", "66"],
-            "step 8, the last of the epoch, has 2 samples and 2 rows of padding: data ranks 2 3 get nothing else",
+            "the last step of the epoch, 8, has 2 of 4 rows of padding, and nothing else on 2 of its data ranks: 2 3",
             "tail='drop' leaves such a step out",
         ),
         ([*FINE, "--tail", "error", "--samples", "70"], "70 samples do not fill the last batch of 8", "tail='pad'"),
@@ -282,7 +287,8 @@ def test_files_that_a_stream_would_count_are_told_as_that_and_those_that_are_not
     said = asked("plan", "--files", tmp_path / "*.jsonl", *flags, code=1)
     assert "Such files are counted when the stream is made, unless index=False or counts=False says not to" in said
     said = asked("plan", "--files", tmp_path / "0.jsonl", tmp_path / "none.jsonl", *flags, code=1)
-    assert f"HAZARD: 1 files do not exist: {tmp_path / 'none.jsonl'}. Correct the paths." in said
+    assert f"HAZARD: {tmp_path / 'none.jsonl'} does not exist. Correct the paths." in said
+    assert said.count("HAZARD") == 1
 
 
 def test_a_file_that_cannot_be_is_a_hazard():
@@ -307,3 +313,16 @@ def test_a_file_that_cannot_be_written_exits_with_2(command, tmp_path, monkeypat
     with tarfile.open("some.tar", "w") as archive:
         archive.add("data_of_this.py", "0.txt")
     assert "No such file or directory: " in asked(*command, "no/such/folder", code=2)
+
+
+def test_whoever_stops_reading_a_long_answer_has_seen_enough():
+    command = f"{sys.executable} -m paddle_shard plan --samples 5000 --batch-size 4000 --mesh dp=2000 --step 0 --json"
+    done = subprocess.run(
+        ["bash", "-c", f"{command} | head -1; exit ${{PIPESTATUS[0]}}"], capture_output=True, text=True, timeout=HANG
+    )
+    assert (done.stdout, done.stderr) == ("{\n", "")
+    assert done.returncode in (0, 1)
+
+
+def test_no_samples_are_told_as_such():
+    assert "num_samples" in asked("plan", "--samples", 0, "--batch-size", 4, "--mesh", "dp=2", code=1)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from paddle.io import BatchSampler, DataLoader
 
-from paddle_shard import Mixture, Stream
+from paddle_shard import Checkpoints, Mixture, Stream
 from paddle_shard.cli.main import COMMANDS, main
 from paddle_shard.errors import ArgumentError, StateError
 from paddle_shard.testing.simulated import on_each_rank
@@ -84,6 +84,19 @@ def test_the_lines_of_forget_resume_from_before_the_first_of_the_samples(tmp_pat
     assert "skipped by the user) exactly once" in asked("verify", run.path)
     for one in gone:
         assert asked("where", run.path, "--sample", one, "--json")["places"] == []
+
+
+def test_the_checkpoint_to_load_is_named_by_the_step_that_it_was_saved_under(tmp_path):
+    run = Run(tmp_path / "run.jsonl")
+    batches, checkpoints = iter(run.loader), Checkpoints(tmp_path / "checkpoints")
+    for step in range(104, 108):
+        next(batches)
+        run.loader.state_dict()
+        checkpoints.save(step, data=run.loader)
+    answer = asked("skip", run.path, "--step", 2, "--json")
+    assert answer["resume"]["saved_as"] == 105
+    assert "by Checkpoints.save(105):" in answer["python"]
+    assert sum(line["line"] == "checkpoint" for line in map(json.loads, run.path.read_text().splitlines())) == 8
 
 
 def test_samples_from_before_every_checkpoint_need_a_run_from_the_beginning(tmp_path, ids):

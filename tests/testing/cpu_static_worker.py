@@ -123,6 +123,15 @@ def parity():
         return {"dynamic": dynamic(DP), "static": steps(model, DP)}
 
 
+def replicas():
+    """No operator of the program communicates."""
+    mesh = dist.ProcessMesh([list(range(WORLD))], ["dp", "mp"])
+    with cpu_static():
+        model = to_static(mesh)
+        model.train()
+        return {"dynamic": dynamic(mesh), "static": [float(model(x, y)) for x, y in batches(mesh)]}
+
+
 def losses_in_numpy(weights):
     rng = np.random.default_rng(7)
     for _ in range(STEPS):

@@ -7,7 +7,7 @@ import pytest
 pytestmark = pytest.mark.multiprocess
 WORKER = Path(__file__).with_name("cpu_static_worker.py")
 # The cases of each number of ranks are run by one job.
-CASES = {2: ["parity", "second_model", "one_rank", "undo", "late"], 4: ["parity", "other_groups", "two_groups"]}
+CASES = {2: ["parity", "replicas", "second_model", "one_rank", "undo", "late"], 4: ["parity", "other_groups", "two_groups"]}
 
 
 @pytest.fixture
@@ -21,6 +21,11 @@ def test_static_losses_are_the_dynamic_ones(num_ranks, of_ranks):
     for report in of_ranks(num_ranks, "parity"):
         assert report["static"] == pytest.approx(report["dynamic"], abs=1e-5)
         assert len(set(report["static"])) == 5
+
+
+def test_ranks_that_are_replicas_alone_train(of_ranks):
+    for report in of_ranks(2, "replicas"):
+        assert report["static"] == pytest.approx(report["dynamic"], abs=1e-5)
 
 
 def test_a_second_model_of_the_process_trains_and_evaluates(of_ranks):
