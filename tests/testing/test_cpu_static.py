@@ -7,7 +7,10 @@ import pytest
 pytestmark = pytest.mark.multiprocess
 WORKER = Path(__file__).with_name("cpu_static_worker.py")
 # The cases of each number of ranks are run by one job.
-CASES = {2: ["parity", "replicas", "second_model", "one_rank", "undo", "late"], 4: ["parity", "other_groups", "two_groups"]}
+CASES = {
+    2: ["parity", "replicas", "second_model", "one_rank", "undo", "late"],
+    4: ["parity", "other_groups", "two_groups"],
+}
 
 
 @pytest.fixture
