@@ -16,14 +16,14 @@ LAUNCH = Path(__file__).parents[2] / "launch"
 WORKER = Path(__file__).with_name("linear_worker.py")
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("", 0))
         return probe.getsockname()[1]
 
 
 def start_by_hosts_sh(commands, hosts, reports):
-    master = f"{hosts[0].ip}:{_free_port()}"
+    master = f"{hosts[0].ip}:{free_port()}"
     for rank, host in enumerate(hosts):
         commands.start(
             f"host-{rank}",
