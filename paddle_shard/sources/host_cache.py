@@ -158,6 +158,9 @@ class HostCache:
         if size is None:
             say_once("%s is not kept in cache_dir: its server does not tell its size.", shown(name))
             return False
+        if size > most:
+            say_once("cache_bytes=%d has no room for %s of %d bytes, which is not kept.", most, shown(name), size)
+            return False
         taken = size + sum(bytes for _, bytes, _ in copies)
         for _, bytes, path in sorted(copies):
             if taken > most and _removed(path):

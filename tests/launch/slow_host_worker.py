@@ -1,4 +1,4 @@
-"""One of four ranks on two hosts, of which one reads slowly: what does it say of that? slow_host_worker.py <directory>."""
+"""One of four ranks on two hosts, of which one reads slowly: slow_host_worker.py <directory>."""
 
 import socket
 import sys

@@ -100,6 +100,14 @@ def test_the_copy_that_was_not_used_for_the_longest_time_goes_first(tmp_path):
         assert {name.rpartition("-")[2] for name in copies(tmp_path)} == {"0.txt", "1.txt", "3.txt"}
 
 
+def test_a_file_that_has_no_room_at_all_takes_none_from_others(tmp_path, caplog):
+    with serving({"a.txt": b"a\n", "b.txt": b"b\n" * 100}) as server:
+        for name in ("a.txt", "b.txt", "a.txt"):
+            samples_of(Stream.lines(f"{server.url}/{name}", cache_dir=tmp_path, cache_bytes=100), parts=1)
+        assert [name for name, _ in server.asked].count("a.txt") == 1
+        assert f"cache_bytes=100 has no room for {server.url}/b.txt of 200 bytes" in caplog.text
+
+
 def test_a_copy_that_is_being_read_stays_and_what_has_no_room_beside_it_is_read_from_its_server(tmp_path, caplog):
     long = b"".join(b"%06d\n" % number for number in range(200_000))
     with serving({"a.txt": long, "b.txt": b"b\n"}) as server:
