@@ -372,7 +372,8 @@ class RayPool(WorkerPool):
         early = actor.told is not None or not unanswered
         deaths = self._early_deaths if early else unanswered[0].deaths
         reason = " ".join(str(error).split())
-        deaths.append(f"{actor.where.removeprefix(' on ') or 'not placed yet'}: {type(error).__name__}: {reason:.200}")
+        reason = reason[: 600 if early else 200]  # why it could not begin comes late in it
+        deaths.append(f"{actor.where.removeprefix(' on ') or 'not placed yet'}: {type(error).__name__}: {reason}")
         number = actor.number if early else unanswered[0].number
         if len(deaths) >= MOST_DEATHS * (self.num_workers if early else 1):
             doing = "before they could read" if early else "while they read the same rows"
