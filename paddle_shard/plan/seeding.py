@@ -40,20 +40,20 @@ def mix(key: int, value: int) -> int:
 
 class _Parts(threading.local):
     def __init__(self) -> None:
-        self.seed: Callable[[int], None] | None = None
+        self.seed: Callable[[int | None], None] | None = None
 
 
 parts = _Parts()
 """`seed` seeds the generators for a part of the sample that this thread reads; None where samples are not seeded."""
 
 
-def seed_part(number: int) -> None:
+def seed_part(number: int | None) -> None:
     """Seed for a part of a sample that may be read for other samples, too, such as a document of several packed rows.
 
     So all of them hold the same draw of it.
 
     Args:
-        number: What tells the part from others of the data set.
+        number: What tells the part from others; None: for what is drawn for the sample after its parts.
     """
     if parts.seed is not None:
         parts.seed(number)

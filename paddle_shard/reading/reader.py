@@ -22,6 +22,7 @@ from paddle_shard.clock import COLLATING, READING, SLOW, Cause, clock, named
 from paddle_shard.collate import DtypesDifferError, check_dtypes, collate, no_rows, stack
 from paddle_shard.errors import described
 from paddle_shard.plan.handlers import raise_if_a_handlers, raised_by_a_handler
+from paddle_shard.plan.mixture import is_sample_id
 from paddle_shard.plan.seeding import derive_seed, mix, parts
 from paddle_shard.plan.step import Content, Step
 from paddle_shard.reading.batch import Chunk
@@ -208,8 +209,10 @@ class IdReader(Reader):
         self._draws: bool | None = None
         """True if reading is known to draw random numbers, False if not; None: not known."""
         self._stand_in: Any = None
-        self._seeded = self._part_key = 0
-        """What the generators were last seeded with, and what the seeds of a sample's parts depend on."""
+        self._seeded = self._sample_seed = self._part_key = 0
+        """What the generators were last seeded with, and for a sample, and what the seeds of its parts depend on."""
+        self._part_drew = False
+        """True if reading a part of a sample drew."""
         self._left: Any = None
         """The generators after the last batch; None: they must be looked at before the next one, too."""
         self._loop_draws = False
@@ -413,17 +416,22 @@ class IdReader(Reader):
 
     def _seed_sample(self, key: int, index: Any) -> None:
         """Seed for a sample, and for the parts that it seeds for itself (`seed_part`)."""
-        self._part_key, parts.seed = _part_key_of(key, *index[:1] if isinstance(index, tuple) else ()), self._seed_part
-        self._seed(_seed_of(key, index))
+        of_mixture = isinstance(index, int) and is_sample_id(index)
+        # A source's epoch may go on in the next epoch of its mixture, and a document of it, too.
+        self._part_key = _part_key_of(self._how.seed, index >> 40) if of_mixture else _part_key_of(key)
+        self._sample_seed, parts.seed = _seed_of(key, index), self._seed_part
+        self._seed(self._sample_seed)
 
-    def _seed_part(self, number: int) -> None:
-        self._seed(mix(self._part_key, number))
+    def _seed_part(self, number: int | None) -> None:
+        if self._draws is None:  # the first batch shows whether reading draws
+            self._part_drew = self._drew_since()
+        self._seed(mix(self._sample_seed, 0) if number is None else mix(self._part_key, number))
 
     def _drew_since(self) -> bool:
         """Return whether something was drawn since the generators were seeded."""
         now = states(self.generators)
         self._seed(self._seeded)
-        return states(self.generators) != now
+        return self._part_drew or states(self.generators) != now
 
     @contextmanager
     def _apart(self) -> Iterator[None]:
@@ -457,9 +465,9 @@ def _key_of(*parts: int) -> int:
 
 
 @lru_cache(maxsize=64)
-def _part_key_of(key: int, *source: Any) -> int:
-    """Return the key of the seeds of the parts of samples, given the key of samples and perhaps the source."""
-    return derive_seed("part", key, *source)
+def _part_key_of(*of: int) -> int:
+    """Return the key of the seeds of parts of samples: of an epoch, or of an epoch of a source of a mixture."""
+    return derive_seed("part", *of)
 
 
 def _seed_of(key: int, index: Any) -> int:

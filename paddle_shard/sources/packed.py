@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import sys
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -20,7 +21,7 @@ from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.plan.order import Indices
 from paddle_shard.plan.packing import Packing, Piece
 from paddle_shard.plan.parts import check_count
-from paddle_shard.plan.seeding import seed_part
+from paddle_shard.plan.seeding import mix, seed_part
 from paddle_shard.say_once import say_once
 from paddle_shard.sources.arrays import check_indexed
 from paddle_shard.sources.counts import said_if_slow
@@ -162,6 +163,7 @@ class Packed:
         pieces = self.packing.pieces(row % len(self))
         names = [f"document {piece.document}" for piece in pieces]
         made = self.rows.row([(self._fields(piece), piece) for piece in pieces], names)
+        seed_part(None)
         if "labels" in made and "labels" not in (self.rows.labels, *self.rows.pad_values):
             say_once(
                 "Packed: the documents have 'labels' of their own, and the ends of rows are filled with 0, which a "
@@ -181,12 +183,12 @@ class Packed:
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what the rows depend on, for a saved state: JSON-able."""
-        lengths = np.ascontiguousarray(self.packing.lengths, np.int64)
-        return {
-            "length": self.packing.length,
-            "window": self.packing.window,
-            "documents": zlib.crc32(lengths.tobytes()),
-        }
+        found = {"length": self.packing.length, "window": self.packing.window}
+        return {**found, "documents": self._documents_crc}
+
+    @cached_property
+    def _documents_crc(self) -> int:
+        return zlib.crc32(np.ascontiguousarray(self.packing.lengths, np.int64).tobytes())
 
     @cached_property
     def _token_fields(self) -> frozenset[str]:
@@ -195,6 +197,8 @@ class Packed:
         # Documents that are in no row are not read otherwise: wrong lengths would lose them.
         some = np.concatenate([_spread(filled, _LOOKED_AT), _spread(left_out, _LOOKED_AT)])
         plain, drawn = replace(self.rows, labels=None), (np.random.get_state(), random.getstate())
+        paddles = getattr(sys.modules.get("paddle"), "framework", None)
+        paddle_drawn = None if paddles is None else paddles.core.default_cpu_generator().get_state()
         of_tokens, others = set[str](), set[str]()
         for at in some.tolist():
             try:
@@ -208,11 +212,14 @@ class Packed:
             others |= (document.keys() if isinstance(document, dict) else found.keys()) - found.keys()
         np.random.set_state(drawn[0])  # the sample that is being read has random numbers of its own
         random.setstate(drawn[1])
+        if paddles is not None:
+            paddles.core.default_cpu_generator().set_state(paddle_drawn)
         return frozenset(of_tokens - others)
 
     def _fields(self, piece: Piece) -> dict[str, npt.NDArray[Any]]:
         """Return the fields of a piece's document that have an entry for each token."""
-        seed_part(piece.document)  # the rows that hold pieces of it are cut from one draw
+        # The rows that hold pieces of it are cut from one draw.
+        seed_part(mix(self._documents_crc, piece.document))
         document, what = self.documents[piece.document], f"document {piece.document}"
         self._check_length(piece.document, document)
         found = self.rows.fields(document, what, self._token_fields)

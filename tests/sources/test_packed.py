@@ -458,3 +458,65 @@ def test_pieces_of_a_document_are_cut_from_one_draw(draw, of):
     resumed = loader(num_workers=1)
     resumed.load_state_dict(stopped.state_dict())
     assert begun + rows(resumed) == first
+
+
+class Drawn(Texts):
+    """Documents whose tokens are one number that was drawn for each."""
+
+    def __getitem__(self, index):
+        return {"input_ids": np.full(self.lengths[index], np.random.randint(1, 1 << 40))}
+
+
+def drawn_by_row(loader, epochs=1):
+    """[the numbers in each row], in order."""
+    rows = [row for _ in range(epochs) for batch in loader for row in batch["input_ids"]._local_value().numpy()]
+    return [sorted(set(row[row > 0].tolist())) for row in rows]
+
+
+def test_documents_that_are_drawn_again_have_other_numbers_and_so_have_those_of_other_sources():
+    small, large = Packed(Drawn([8] * 4), 8), Packed(Drawn([8] * 40), 8)
+    twin = Packed(Drawn([8] * 40), 8)
+    mixture = Mixture({"small": small, "large": large, "twin": twin}, {"small": 1, "large": 1, "twin": 1})
+    rows = drawn_by_row(sharded(DataLoader(mixture, batch_size=4, shuffle=True), ONE), epochs=2)
+    assert len({tuple(row) for row in rows}) == len(rows), "each has a number of its own"
+
+
+def test_pieces_of_a_document_are_of_one_draw_where_an_epoch_of_its_source_goes_on_in_the_next_one():
+    mixture = Mixture({"a": Packed(Drawn([40, 24, 33]), 8)}, num_samples=5)
+    rows = drawn_by_row(sharded(DataLoader(mixture, batch_size=1), ONE), epochs=5)  # the source has 13 rows
+    assert len({number for row in rows[:13] for number in row}) == 3
+    assert not {number for row in rows[:13] for number in row} & {number for row in rows[13:] for number in row}
+
+
+class Masked(paddle.io.Dataset):
+    """Draws for each row, too, after its documents."""
+
+    def __init__(self, packed):
+        self.packed = packed
+
+    def __len__(self):
+        return len(self.packed)
+
+    def __getitem__(self, row):
+        return {"input_ids": self.packed[row]["input_ids"], "mask": np.random.randint(1 << 40)}
+
+
+@pytest.mark.parametrize("documents", [Texts, Drawn])
+def test_what_is_drawn_for_a_row_is_of_its_own(documents):
+    loader = sharded(DataLoader(Masked(Packed(documents([40] * 4), 8)), batch_size=4), ONE)
+    masks = [int(one) for _ in range(2) for batch in loader for one in batch["mask"]._local_value().numpy()]
+    assert len(set(masks)) == len(masks) == 40
+
+
+def test_reading_a_row_oneself_draws_for_its_documents_only():
+    class Paddles(Texts):
+        def __getitem__(self, index):
+            return {"input_ids": paddle.randint(1, 1000, [self.lengths[index]]).numpy()}
+
+    def draws(packed):
+        paddle.seed(3)
+        first = packed[0]["input_ids"].tolist()
+        return first, paddle.rand([2]).tolist()
+
+    packed = Packed(Paddles([16] * 8), 8)
+    assert draws(packed) == draws(packed)
