@@ -6,6 +6,7 @@ import argparse
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any
 
 from paddle_shard.cli.answer import EPOCH, RECORD, Answer, Command, cell, leg_of, run_of, sample_of
@@ -52,10 +53,12 @@ def _left_out_since(run: Timeline, state: LoaderState) -> list[str]:
     if (mixture := job.facts["fingerprint"].get("mixture")) is not None:
         names = mixture["sources"]
         ids = [(names[source], index) for source, index in map(source_and_index, ids)]
+        began = [(one["from"], tuple(one["weights"])) for one in mixture["segments"]]  # those of the data set
+        known, made = [one[:2] for one in state.history.segments] or began, run.history.segments
+        alike = sum(1 for _ in takewhile(lambda two: two[0][:2] == two[1], zip(made, known, strict=False)))
+        alike -= 0 < alike == len(made) < len(known)  # what was set for later was taken back
         weights = [
-            f"loader.set_weights({dict(zip(names, one.parts, strict=False))!r}, at={one.first})"
-            for one in run.history.segments
-            if one.first and one not in state.history.segments
+            f"loader.set_weights({dict(zip(names, one.parts, strict=False))!r}, at={one.first})" for one in made[alike:]
         ]
     lines = [f"loader.skip(samples={ids!r})"] if ids else []
     for epoch, first, end in now.stretches:
@@ -110,18 +113,22 @@ def _skip(options: argparse.Namespace) -> Answer:
     (leg, first_step), job, steps = hits[0], hits[0][0].job, options.step
     if "files" in job.facts["data"]:
         raise ArgumentError(f"the steps of a stream cannot be left out: {job.unknown}.")
-    size = "of the size that the run had there"
+    size, rows = "of the size that the run had there", None
     if job.unknown is None:  # counted as the job goes on that is resumed from before them
         first, end = leg.plan.first_position(step=first_step), max(_end_of(*hit) for hit in hits)
-        size = f"of {_size_at(leg.plan, first)} rows"
-        steps = range(first_step, leg.plan.step_of(position=end - 1) + 1)
-        if _end_of(leg, steps[-1]) != end:
+        rows = _size_at(leg.plan, first)
+        size = f"of {rows} rows"
+        steps = range(first_step, min(leg.plan.step_of(position=end - 1) + 1, leg.plan.num_steps))
+        # What comes after the last step, tail="drop" leaves out anyway.
+        if (last := _end_of(leg, steps[-1])) > end or (last < end and steps.stop < leg.plan.num_steps):
             raise ArgumentError(
                 f"--step: the batches of these steps are of several sizes, and batches {size} do not end where they "
                 "end. Give a stretch that was delivered in batches of one size; paddle-shard verify lists them."
             )
+    comment = f"# Steps are counted in batches {size}."
     lines, found = _without(run, hits, f"loader.skip(steps={steps!r}, epoch={epoch})")
-    return Answer(found=found, said=[f"# Steps are counted in batches {size}.", *lines])
+    found |= {"batch_size": rows, "python": f"{comment}\n{found['python']}"}
+    return Answer(found=found, said=[comment, *lines])
 
 
 def _size_at(plan: ShardPlan, position: int) -> int:
@@ -132,7 +139,7 @@ def _size_at(plan: ShardPlan, position: int) -> int:
 def _end_of(leg: Leg, step: int) -> int:
     """Return the position of the epoch at which a step ends."""
     plan = leg.plan
-    return plan.num_positions if step + 1 >= plan.num_steps else plan.first_position(step=step + 1)
+    return plan.num_served if step + 1 >= plan.num_steps else plan.first_position(step=step + 1)
 
 
 # diff

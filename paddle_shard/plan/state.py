@@ -15,6 +15,7 @@ from typing import Any
 
 from paddle_shard.errors import StateError
 from paddle_shard.plan.certificate import Account, account_from_json, account_to_json
+from paddle_shard.plan.handlers import ignoring
 from paddle_shard.plan.mixture import Mixing, first_sample
 from paddle_shard.plan.shard_plan import ShardPlan, Stretches
 from paddle_shard.plan.shuffle import VERSION as ORDER_VERSION
@@ -160,7 +161,7 @@ class LoaderState:
             raise StateError(
                 f"state is damaged: missing {sorted(wanted - set(saved))}, unknown {sorted(set(saved) - wanted)}."
             )
-        if saved["checksum"] != sealed(saved)["checksum"]:
+        if saved["checksum"] not in (sealed(saved)["checksum"], sealed(saved, with_sampler=False)["checksum"]):
             raise StateError(
                 "state is damaged: its content is not that of its checksum. It was changed since it was saved; load "
                 "the file again, or an older state."
@@ -222,10 +223,13 @@ class LoaderState:
         return (*kept, (self.samples, batch_size))
 
 
-def sealed(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state with the CRC of its content, but for what the user's sampler saves: that may be of any kind."""
+def sealed(state: Mapping[str, Any], *, with_sampler: bool = True) -> dict[str, Any]:
+    """Return a state with the CRC of its content, and of what the user's sampler saves, if that is JSON-able."""
     covered = {name: value for name, value in state.items() if name not in ("sampler", "checksum")}
     text = json.dumps(covered, sort_keys=True, default=lambda other: type(other).__name__)
+    if with_sampler and state["sampler"] is not None:
+        with ignoring(TypeError, ValueError):  # it may be of any kind
+            text += json.dumps(json.loads(json.dumps(state["sampler"])), sort_keys=True)
     return {**state, "checksum": zlib.crc32(text.encode())}
 
 

@@ -35,7 +35,7 @@ from paddle_shard.plan.certificate import (
     plus,
     total_of,
 )
-from paddle_shard.plan.mixture import Drawn, Mixing, drawn_of
+from paddle_shard.plan.mixture import MAX_DRAWS, Drawn, Mixing, drawn_of
 from paddle_shard.plan.parts import MAX_PARTS, check_count
 from paddle_shard.plan.shard_plan import ShardPlan, Where, places_of
 from paddle_shard.plan.skips import Skips
@@ -175,8 +175,9 @@ class Run:
         self._shared = isinstance(self._sampler, paddle.io.DistributedBatchSampler)
         self._seen = self._epoch = self._samplers_epoch() or 0
         self._resumed: LoaderState | None = None
-        self.first_pass = 0
-        """Number of the first pass since a state was loaded: earlier ones are not of this run any more."""
+        self.first_pass = self._epoch_set = 0
+        """Number of the first pass since a state was loaded: earlier ones are not of this run any more; and since the
+        user has chosen the epoch."""
         self._newest: PassProgress | None = None
         """The pass that is the position of the run; None: the position is where a pass that is made now begins."""
         self._latest: PassProgress | None = None
@@ -233,7 +234,7 @@ class Run:
                 f"set_epoch({epoch}): the loaded state stands in epoch {loaded.epoch}, after {loaded.samples} samples, "
                 f"which no loop has continued yet. Begin with set_epoch({loaded.epoch}), or leave it out, to continue."
             )
-        self._epoch, self._seen = epoch, self._samplers_epoch() or 0
+        self._epoch, self._seen, self._epoch_set = epoch, self._samplers_epoch() or 0, next(numbers)
         if self._newest is not None and self._newest.epoch != self._epoch:
             self._newest = None
 
@@ -313,7 +314,8 @@ class Run:
         before = self._newest
         if progress.number >= self.first_pass and (before is None or progress.number > before.number):
             # Only now is the one before closed: `batches = iter(loader)` lets go of it after the next one has begun.
-            if before and before.closed and before.epoch == step.epoch and before.at.steps > progress.start.steps:
+            same = before is not None and before.epoch == step.epoch and before.number > self._epoch_set
+            if before is not None and same and before.closed and before.at.steps > progress.start.steps:
                 say_once(
                     "a loop over this loader was left before its end, and the next one begins the same epoch again. "
                     "Call loader.set_epoch(the next) before it; or keep the iterator, batches = iter(loader), to "
@@ -504,7 +506,7 @@ class Run:
         mixing = self._mixing(self._plan_from(LoaderState()), "set_weights()")
         position = self.state()
         if at is not None:
-            at = check_count("at", at, 0)
+            at = check_count("at", at, 0, MAX_DRAWS)
         parts = list(integer_weights(mixing.names, weights, mixing.segments[-1].lengths))
         after = f"step {position.steps} of epoch {position.epoch}"
         found = gathered(

@@ -1,5 +1,7 @@
 """Samplers that split already, that have a state, an epoch or holes."""
 
+import json
+
 import numpy as np
 import paddle
 import paddle.distributed as dist
@@ -281,3 +283,51 @@ def test_a_copy_of_a_sampler_shares_the_data_set_that_the_sampler_holds(given):
 
     for _ in range(2):  # the second pass needs a copy
         assert sorted(row for batch in locals_of(loader) for row in batch) == list(range(8))
+
+
+class Counts(BatchSampler):
+    """Batches of three, and a state that JSON changes: its keys are ints."""
+
+    def __init__(self, extra=None):
+        self.at, self.batch_size, self.extra = 0, 3, {10: 1, 9: (2,)} if extra is None else extra
+
+    def __len__(self):
+        return 10
+
+    def __iter__(self):
+        for at in range(self.at, 30, 3):
+            self.at = at + 3
+            yield [at, at + 1, at + 2]
+        self.at = 0
+
+    def state_dict(self):
+        return {"at": self.at, **self.extra}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+@pytest.mark.parametrize(
+    "way", [lambda state: state, lambda state: json.loads(json.dumps(state))], ids=["as it is", "JSON"]
+)
+def test_what_a_sampler_has_saved_is_covered_by_the_checksum_of_a_state(way):
+    def loader(extra=None):
+        return sharded(DataLoader(Made(np.int64, 30), batch_sampler=Counts(extra)), ONE)
+
+    begun = loader()
+    batches = iter(begun)
+    for _ in range(4):
+        next(batches)
+    resumed = loader()
+    resumed.load_state_dict(way(begun.state_dict()))
+    assert next(iter(resumed)).numpy().tolist() == [12, 13, 14]
+    changed = way(begun.state_dict())
+    changed["sampler"] = {**changed["sampler"], "now": {**changed["sampler"]["now"], "at": 15}}
+    with pytest.raises(StateError, match="its content is not that of its checksum"):
+        loader().load_state_dict(changed)
+    other = loader({"set": {1, 2}})  # which no JSON holds
+    batches = iter(other)
+    next(batches)
+    resumed = loader({"set": set()})
+    resumed.load_state_dict(other.state_dict())
+    assert next(iter(resumed)).numpy().tolist() == [3, 4, 5]

@@ -65,6 +65,9 @@ def test_a_loop_that_was_left_is_said_to_begin_again_once(caplog, monkeypatch):
     loader.set_epoch(3)
     for _ in loader:
         break
+    loader.set_epoch(3)  # it is meant
+    for _ in loader:
+        break
     loader.set_epoch(4)
     iterator = iter(loader)
     next(iterator)

@@ -260,8 +260,9 @@ def test_weights_that_are_to_hold_from_a_sample_on_are_those_of_a_schedule():
     begun = ids(batches, 1)
     with pytest.raises(ArgumentError, match=r"at=2, but a rank has requested the samples of the run up to \d+ already"):
         loader.set_weights(after, at=2)
-    with pytest.raises(ArgumentError, match="at must be an int >= 0, got 18.5"):
-        loader.set_weights(after, at=18.5)
+    for wrong in (18.5, -1, 1 << 60):
+        with pytest.raises(ArgumentError, match=f"at must be an int in .*, got {wrong}"):
+            loader.set_weights(after, at=wrong)
     assert loader.set_weights({"web": 0, "code": 1, "chat": 0}, at=30) == 30
     assert loader.set_weights(after, at=18) == 18
     assert flat(begun) + flat(ids(batches)) == want

@@ -161,8 +161,9 @@ def test_what_was_forgotten_stays_forgotten_when_the_run_goes_back_further(tmp_p
     assert asked("forget", run.path, "--samples", ids()).startswith("None of these samples was delivered")
 
 
+@pytest.mark.parametrize("begun", [0, 1])
 @pytest.mark.parametrize("prefetch", [0, 3])
-def test_weights_that_were_switched_since_hold_again_from_the_same_sample(prefetch, tmp_path):
+def test_weights_that_were_switched_since_hold_again_from_the_same_sample(prefetch, begun, tmp_path):
     """However far the two jobs have read ahead."""
 
     def loader():
@@ -171,11 +172,14 @@ def test_weights_that_were_switched_since_hold_again_from_the_same_sample(prefet
         return sharded(DataLoader(mixture, batch_size=4), ONE, record=tmp_path / "run.jsonl", prefetch=prefetch)
 
     def rows(batches, most=None):
-        return [batch.numpy().reshape(-1).tolist() for _, batch in zip(range(most or 99), batches, strict=False)]
+        return [
+            batch.numpy().reshape(-1).tolist()
+            for _, batch in zip(range(99 if most is None else most), batches, strict=False)
+        ]
 
     first = loader()
     batches = iter(first)
-    seen, state = rows(batches, 1), first.state_dict()
+    seen, state = rows(batches, 1) if begun else [], first.state_dict()
     for weights in ({"a": 3, "b": 1}, {"a": 0, "b": 1}):
         first.set_weights(weights)
         seen += rows(batches, 4)
@@ -184,7 +188,7 @@ def test_weights_that_were_switched_since_hold_again_from_the_same_sample(prefet
     answer = asked("skip", tmp_path / "run.jsonl", "--step", 3, "--json")
     again = loader()
     exec(answer["python"], {"loader": again, "state": state})
-    assert seen[:1] + rows(iter(again)) == [*seen[:3], *seen[4:]]
+    assert seen[:begun] + rows(iter(again)) == [*seen[:3], *seen[4:]]
 
 
 def test_a_sample_that_cannot_be_is_told_with_its_line(tmp_path, ids):
@@ -228,6 +232,27 @@ def test_steps_of_several_sizes_are_left_out_in_those_of_the_job_that_is_resumed
     assert "loader.skip(steps=range(4, 10), epoch=0)" in said
     again = run.resumed_by(asked("skip", run.path, "--step", "4-7", "--json")).go()
     assert Counter(i for _, _, of in [*first, *again.steps] for i in of) == Counter(set(range(LENGTH)) - gone)
+
+
+def test_the_last_step_ends_where_the_tail_drops(tmp_path):
+    """Of 46 samples in batches of 4 and then of 8, two are dropped, and then 6."""
+    run = Run(tmp_path / "run.jsonl", tail="drop").go(6)
+    wide = Run(run.path, batch_size=8, tail="drop")
+    wide.loader.load_state_dict(run.states[0, 6])
+    wide.go()
+    for steps, size, first in (("5-7", 4, 5), ("7", 8, 7)):
+        answer = asked("skip", run.path, "--epoch", 0, "--step", steps, "--json")
+        assert answer["batch_size"] == size
+        assert f"# Steps are counted in batches of {size} rows." in answer["python"]
+        assert f"loader.skip(steps=range({first}, " in answer["python"]
+        copy = tmp_path / f"{size}.jsonl"
+        copy.write_bytes(run.path.read_bytes())
+        again = Run(copy, batch_size=size, tail="drop")
+        state = {**run.states, **wide.states}[answer["resume"]["epoch"], answer["resume"]["step"]]
+        exec(answer["python"], {"loader": again.loader, "state": state})
+        again.go()
+        gone = {i for _, step, of in [*run.steps, *wide.steps] for i in of if step in (5, 6, 7) and step >= first}
+        assert not gone & {i for _, _, of in again.steps for i in of}
 
 
 def test_steps_whose_ends_no_batches_of_one_size_share_are_refused(tmp_path):
@@ -413,3 +438,21 @@ def test_the_commands_of_the_page_run(tmp_path, monkeypatch):
         asked_for.add(command[0])
         assert main(command) in (0, 1), command
     assert asked_for == set(COMMANDS) - {"doctor", "index", "lint", "lengths"}
+
+
+def test_a_switch_that_was_taken_back_since_a_state_was_saved_is_taken_back_again(tmp_path):
+    def loader():
+        made = [Made(lambda i, first=first: np.array([first + i]), 30) for first in (0, 100)]
+        mixture = Mixture(dict(zip("ab", made, strict=True)), {"a": 1, "b": 1})
+        return sharded(DataLoader(mixture, batch_size=4), ONE, record=tmp_path / "run.jsonl", prefetch=0)
+
+    first = loader()
+    first.set_weights({"a": 3, "b": 1}, at=20)
+    first.set_weights({"a": 0, "b": 1}, at=24)
+    state = first.state_dict()
+    first.set_weights({"a": 3, "b": 1}, at=20)
+    seen = [batch.numpy().reshape(-1).tolist() for batch in first]
+    answer = asked("skip", tmp_path / "run.jsonl", "--step", 8, "--json")
+    again = loader()
+    exec(answer["python"], {"loader": again, "state": state})
+    assert [batch.numpy().reshape(-1).tolist() for batch in again] == [*seen[:8], *seen[9:]]

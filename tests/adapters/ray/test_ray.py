@@ -115,7 +115,10 @@ def test_actors_read_no_more_than_the_loop_has_asked_for_ahead(tmp_path):
     num, ahead = 2, 3
     loader = loader_of(readings.Noting(tmp_path), RayReaders(num=num), {"prefetch_factor": ahead}, {"prefetch": 0})
     batches = iter(loader)
-    for taken in range(1, 8):
+    next(batches)
+    until(lambda: len(readings.actors_alive()) == num)  # the first one reads, and so the other is asked for
+    time.sleep(3)
+    for taken in range(2, 8):
         next(batches)
         until(lambda taken=taken: len(list(tmp_path.iterdir())) >= taken + num * ahead - num)
         time.sleep(0.5)  # what they read that was not asked for
