@@ -147,6 +147,8 @@ def _end_of(leg: Leg, step: int) -> int:
 
 def _diff(options: argparse.Namespace) -> Answer:
     run = run_of(options.record)
+    if options.data_axes is not None and not options.mesh:
+        raise ArgumentError("--data-axes are those of a --mesh, which is missing.")
     state = run.saved[-1].state if run.saved else LoaderState()
     before = _described(run.last, run.last.meshes, state, None)
     meshes = with_data_axes(options.mesh, options.data_axes) if options.mesh else run.last.meshes

@@ -270,6 +270,8 @@ def test_diff_without_a_mesh_keeps_it(tmp_path):
     Run(tmp_path / "run.jsonl").go(6)
     found = asked("diff", tmp_path / "run.jsonl", "--batch-size", 8, "--json")
     assert found["ranks"] == [{"rank": 0, "before": "data rank 0, 4 rows", "after": "data rank 0, 8 rows"}]
+    said = asked("diff", tmp_path / "run.jsonl", "--data-axes", "dp", code=2)
+    assert "--data-axes are those of a --mesh, which is missing" in said
 
 
 @pytest.mark.parametrize(
