@@ -6,7 +6,6 @@ import argparse
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import takewhile
 from typing import Any
 
 from paddle_shard.cli.answer import EPOCH, RECORD, Answer, Command, cell, leg_of, run_of, sample_of
@@ -55,8 +54,10 @@ def _left_out_since(run: Timeline, state: LoaderState) -> list[str]:
         ids = [(names[source], index) for source, index in map(source_and_index, ids)]
         began = [(one["from"], tuple(one["weights"])) for one in mixture["segments"]]  # those of the data set
         known, made = [one[:2] for one in state.history.segments] or began, run.history.segments
-        alike = sum(1 for _ in takewhile(lambda two: two[0][:2] == two[1], zip(made, known, strict=False)))
-        alike -= 0 < alike == len(made) < len(known)  # what was set for later was taken back
+        both = zip(made, known, strict=False)
+        alike = next((at for at, (now_is, was) in enumerate(both) if now_is[:2] != was), min(len(made), len(known)))
+        if 0 < alike == len(made) < len(known):  # what was set for later was taken back, as the last call does again
+            alike -= 1
         weights = [
             f"loader.set_weights({dict(zip(names, one.parts, strict=False))!r}, at={one.first})" for one in made[alike:]
         ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import re
 from array import array
 from collections import Counter, defaultdict
@@ -22,7 +21,7 @@ from paddle_shard.errors import ArgumentError, MissingDependencyError, ShardRead
 from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.plan.parts import check_count
 from paddle_shard.plan.seeding import derive_seed
-from paddle_shard.sources.files import base_name, is_remote, local_path, matched, shown
+from paddle_shard.sources.files import base_name, is_missing, matched, shown
 from paddle_shard.sources.parquet import parquet_source
 from paddle_shard.sources.shards import ShardSource
 from paddle_shard.sources.text import CSV_DICTS, JSON_LINES, LINES, text_source
@@ -152,7 +151,7 @@ def _read(name: str, kind: str, options: argparse.Namespace, decode: Decode | No
         raise_if_a_handlers(error)
         if kind == "parquet" and isinstance(error, ArgumentError) and "have no row" in str(error):
             return found  # it is empty
-        found.missing = not is_remote(name) and not os.path.exists(local_path(name))
+        found.missing = is_missing(name)
         after = "" if found.missing else " (no sample from there on is read)"
         found.unreadable.append((len(found.keys), f"{described(error)}{after}"))
     return found

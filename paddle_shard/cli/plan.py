@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -28,7 +27,7 @@ from paddle_shard.plan.skips import Skips
 from paddle_shard.plan.state import LoaderState
 from paddle_shard.plan.tails import TAILS
 from paddle_shard.record.places import Meshes, groups_of, parts_of, samples_of
-from paddle_shard.sources.files import failures_named, is_remote, local_path, local_size, matched, open_file
+from paddle_shard.sources.files import failures_named, is_missing, is_remote, local_size, matched, open_file
 from paddle_shard.sources.host_cache import least_bytes
 from paddle_shard.sources.mixture import Mixture
 from paddle_shard.sources.shards import ShardSource
@@ -192,7 +191,7 @@ def _look_at_files(options: argparse.Namespace, found: Planned, cut: dict[str, i
     names = matched(options.files)
     source = ShardSource(names, lambda name, skip: iter(()))
     local = [name for name in names if not is_remote(name)]
-    if gone := [name for name in local if not os.path.exists(local_path(name))]:
+    if gone := list(filter(is_missing, names)):
         what = f"{gone[0]} does not exist" + f", nor do {len(gone) - 1} more of the files" * (len(gone) > 1)
         found.hazards.append((what, "Correct the paths"))
         return

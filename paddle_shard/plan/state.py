@@ -161,7 +161,7 @@ class LoaderState:
             raise StateError(
                 f"state is damaged: missing {sorted(wanted - set(saved))}, unknown {sorted(set(saved) - wanted)}."
             )
-        if saved["checksum"] not in (sealed(saved)["checksum"], sealed(saved, with_sampler=False)["checksum"]):
+        if all(saved["checksum"] != sealed(saved, with_sampler=covered)["checksum"] for covered in (True, False)):
             raise StateError(
                 "state is damaged: its content is not that of its checksum. It was changed since it was saved; load "
                 "the file again, or an older state."

@@ -314,8 +314,8 @@ class Run:
         before = self._newest
         if progress.number >= self.first_pass and (before is None or progress.number > before.number):
             # Only now is the one before closed: `batches = iter(loader)` lets go of it after the next one has begun.
-            same = before is not None and before.epoch == step.epoch and before.number > self._epoch_set
-            if before is not None and same and before.closed and before.at.steps > progress.start.steps:
+            left = before if before is not None and before.closed and before.number > self._epoch_set else None
+            if left is not None and left.epoch == step.epoch and left.at.steps > progress.start.steps:
                 say_once(
                     "a loop over this loader was left before its end, and the next one begins the same epoch again. "
                     "Call loader.set_epoch(the next) before it; or keep the iterator, batches = iter(loader), to "

@@ -6,6 +6,7 @@ import re
 import resource
 import shlex
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -161,15 +162,17 @@ def test_what_was_forgotten_stays_forgotten_when_the_run_goes_back_further(tmp_p
     assert asked("forget", run.path, "--samples", ids()).startswith("None of these samples was delivered")
 
 
+def loader_of_mixture(path, prefetch):
+    made = [Made(lambda i, first=first: np.array([first + i]), 30) for first in (0, 100)]
+    mixture = Mixture(dict(zip("ab", made, strict=True)), {"a": 1, "b": 1})
+    return sharded(DataLoader(mixture, batch_size=4), ONE, record=path, prefetch=prefetch)
+
+
 @pytest.mark.parametrize("begun", [0, 1])
 @pytest.mark.parametrize("prefetch", [0, 3])
 def test_weights_that_were_switched_since_hold_again_from_the_same_sample(prefetch, begun, tmp_path):
     """However far the two jobs have read ahead."""
-
-    def loader():
-        made = [Made(lambda i, first=first: np.array([first + i]), 30) for first in (0, 100)]
-        mixture = Mixture(dict(zip("ab", made, strict=True)), {"a": 1, "b": 1})
-        return sharded(DataLoader(mixture, batch_size=4), ONE, record=tmp_path / "run.jsonl", prefetch=prefetch)
+    loader = partial(loader_of_mixture, tmp_path / "run.jsonl", prefetch)
 
     def rows(batches, most=None):
         return [
@@ -443,11 +446,7 @@ def test_the_commands_of_the_page_run(tmp_path, monkeypatch):
 
 
 def test_a_switch_that_was_taken_back_since_a_state_was_saved_is_taken_back_again(tmp_path):
-    def loader():
-        made = [Made(lambda i, first=first: np.array([first + i]), 30) for first in (0, 100)]
-        mixture = Mixture(dict(zip("ab", made, strict=True)), {"a": 1, "b": 1})
-        return sharded(DataLoader(mixture, batch_size=4), ONE, record=tmp_path / "run.jsonl", prefetch=0)
-
+    loader = partial(loader_of_mixture, tmp_path / "run.jsonl", 0)
     first = loader()
     first.set_weights({"a": 3, "b": 1}, at=20)
     first.set_weights({"a": 0, "b": 1}, at=24)
