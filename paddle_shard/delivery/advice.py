@@ -31,6 +31,7 @@ from paddle_shard.clock import (
     Cause,
     Spent,
 )
+from paddle_shard.delivery.memory import memory_by_owner
 
 RECENT = 64
 """Steps that a summary is made of."""
@@ -98,6 +99,8 @@ class Summary(NamedTuple):
     num_replicas: int
     num_cores: int
     host: str
+    memory: dict[str, int] | None = None
+    """Bytes of the rank's process alone, of its workers and of what they share; None: the kernel does not tell."""
 
 
 def summary_of(recent: Collection[Taken], num_workers: int, num_replicas: int) -> Summary | None:
@@ -130,6 +133,7 @@ def summary_of(recent: Collection[Taken], num_workers: int, num_replicas: int) -
         num_replicas=num_replicas,
         num_cores=len(os.sched_getaffinity(0)),
         host=socket.gethostname(),
+        memory=memory_by_owner(),
     )
 
 

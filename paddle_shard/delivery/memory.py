@@ -26,10 +26,8 @@ class Memory(NamedTuple):
 
     own: int
     """Of this rank's process alone."""
-    workers: int
-    """Of its child processes, each alone, added up."""
-    num_workers: int
-    """Its child processes."""
+    workers: tuple[int, ...]
+    """Of each of its child processes alone, the largest first."""
     shared: int
     """That this rank's process shares with others: batches on their way, and files that are mapped."""
     left: int
@@ -38,7 +36,10 @@ class Memory(NamedTuple):
     """That there is."""
 
     def __str__(self) -> str:
-        of_workers = f", its {self.num_workers} child processes {_gb(self.workers)}" if self.num_workers else ""
+        of_workers = ""
+        if self.workers:
+            largest = f" (the largest {_gb(self.workers[0])})" if len(self.workers) > 1 else ""
+            of_workers = f", its {len(self.workers)} child processes {_gb(sum(self.workers))}{largest}"
         left = f"{_gb(self.left)} of {_gb(self.whole)} left"
         return f"{_gb(self.own)} of its own{of_workers}, {_gb(self.shared)} shared; {left}"
 
@@ -50,16 +51,24 @@ def memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -
         with ignoring(OSError):  # the thread has just ended, or this kernel does not tell
             children.update((thread / "children").read_text().split())
     own, shared = _pages(proc, str(me))
-    workers = sum(_pages(proc, pid)[0] for pid in children)
+    workers = sorted((_pages(proc, pid)[0] for pid in children), reverse=True)
     left, whole = _left(proc, cgroups)
-    return Memory(own, workers, len(children), shared, left, whole)
+    return Memory(own, tuple(workers), shared, left, whole)
+
+
+def memory_by_owner() -> dict[str, int] | None:
+    """Return the bytes of this rank by whose they are, to tell other ranks; None: this kernel does not tell."""
+    with ignoring(*UNTOLD):
+        found = memory()
+        return {"rank": found.own, "workers": sum(found.workers), "shared": found.shared}
+    return None
 
 
 def shortage(found: Memory) -> str:
     """Return a line that says that memory is short, why, and what would help; "" if it is not short."""
     if found.left >= _SHORT * found.whole:
         return ""
-    if found.workers > max(found.own, found.shared):
+    if sum(found.workers) > max(found.own, found.shared):
         remedy = "Fewer workers (num_workers=), or samples in one array or memory map, which workers share, take less."
     elif found.shared > found.own:
         remedy = "A smaller prefetch_factor= holds fewer batches; files that are mapped are given back when needed."

@@ -36,7 +36,7 @@ class StatsCollector:
         self._tell, self._rank = tell, str(rank)
 
     def collect(self) -> Iterator[Any]:
-        """Yield the totals of this rank, and the seconds a step of each rank as the ranks have last told each other."""
+        """Yield the totals of this rank, and what each rank's steps take and it holds, as the ranks have last told."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         (total, of_ranks), rank = self._tell(), self._rank
@@ -56,6 +56,13 @@ class StatsCollector:
             for of, one in sorted(of_ranks.items()):
                 gauge.add_metric([str(of), one.host], getattr(one, name))
             yield gauge
+        held = GaugeMetricFamily(
+            "paddle_shard_memory_bytes", "Memory of each rank, by whose it is", labels=["rank", "host", "whose"]
+        )
+        for of, one in sorted(of_ranks.items()):
+            for whose, size in (one.memory or {}).items():
+                held.add_metric([str(of), one.host, whose], size)
+        yield held
 
 
 def serve(tell: Callable[[], Told], rank: int, port: int, address: str) -> Any:

@@ -6,7 +6,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -51,6 +51,14 @@ class Counts:
     """With `balance=`: the cost of the data rank that has most, added up over all micro-batches."""
     mean_cost: float = 0.0
     """With `balance=`: the mean cost of a data rank, added up over all micro-batches."""
+
+    def __add__(self, other: Counts) -> Counts:
+        """Return the counts of both periods."""
+        both = {
+            one.name: getattr(self, one.name) + getattr(other, one.name) for one in fields(self) if one.name != "waits"
+        }
+        waits = {kind: self.waits[kind] + other.waits[kind] for kind in KINDS}
+        return Counts(**both, waits=waits)
 
     @property
     def starved(self) -> float:
@@ -100,12 +108,22 @@ class LoaderStats:
             num_replicas: Ranks that read the same rows, each for itself; 1 if one reads for all of them.
             rank: This global rank.
         """
-        self.total, self.epoch, self._who_reads = Counts(), Counts(), who_reads
+        self.epoch, self._passes_before, self._who_reads = Counts(), Counts(), who_reads
         self._num_replicas, self._rank, self.num_workers = num_replicas, rank, 0
         self.recent: deque[Taken] = deque(maxlen=RECENT)
         """The newest steps of this rank, but for the first one of a pass."""
         self.of_ranks: Mapping[int, Summary] = {}
         """Global rank -> where its time went, when they last told each other: the same on all ranks."""
+
+    @property
+    def total(self) -> Counts:
+        """Counts of all passes of this rank."""
+        return self._passes_before + self.epoch
+
+    def begin_pass(self, num_workers: int) -> Counts:
+        """Begin the counts of another pass, and return them."""
+        self._passes_before, self.epoch, self.num_workers = self.total, Counts(), num_workers
+        return self.epoch
 
     def summary(self) -> Summary | None:
         """Return where the time of this rank went in its newest steps; None: it is not known yet."""
@@ -202,8 +220,7 @@ class PassClock:
     """Measures the time of one pass: how much is spent in the loader, for what, and how much in the user's code?"""
 
     def __init__(self, stats: LoaderStats, num_workers: int = 0) -> None:
-        stats.epoch, stats.num_workers = Counts(), num_workers
-        self._stats, self._counts = stats, (stats.epoch, stats.total)
+        self._stats, self._counts = stats, stats.begin_pass(num_workers)
         self._left: float | None = None
         self._step = 0.0
         self._outer: Any = None
@@ -221,11 +238,10 @@ class PassClock:
         self._outer = mine.begin(LOADER)
         now = mine.since  # its own times, so that the causes add up to the wait
         if self._left is not None:
-            self._step, noting = now - handed, handed - self._left
-            for counts in self._counts:
-                counts.step_seconds += self._step
-                counts.wait_seconds += noting
-                counts.waits[LOADER] += noting
+            counts, self._step, noting = self._counts, now - handed, handed - self._left
+            counts.step_seconds += self._step
+            counts.wait_seconds += noting
+            counts.waits[LOADER] += noting
         return now
 
     def leave(self, entered: float, batch: Batch) -> None:
@@ -235,14 +251,14 @@ class PassClock:
         samples = num_rows if whole else int(np.count_nonzero(batch.valid()))
         num_bytes, before = batch.placed.num_bytes, self._left
         taken = Taken(self._step, self._end(entered), samples, num_bytes)
-        for counts in self._counts:
-            counts.batches += 1
-            counts.samples += samples
-            counts.skipped += skipped
-            counts.padding += num_rows - samples - skipped
-            counts.bytes += num_bytes
-            counts.largest_cost += largest
-            counts.mean_cost += mean
+        counts = self._counts
+        counts.batches += 1
+        counts.samples += samples
+        counts.skipped += skipped
+        counts.padding += num_rows - samples - skipped
+        counts.bytes += num_bytes
+        counts.largest_cost += largest
+        counts.mean_cost += mean
         if before is not None:
             self._say_if_stalled(taken, batch)
             self._stats.recent.append(taken)
@@ -266,10 +282,9 @@ class PassClock:
         mine = clock()
         spent = mine.end(outer, "training thread")
         self._left = now = mine.since
-        for counts in self._counts:
-            counts.wait_seconds += now - entered
-            for (kind, _), seconds in spent.seconds.items():
-                counts.waits[kind] = counts.waits.get(kind, 0.0) + seconds
+        self._counts.wait_seconds += now - entered
+        for (kind, _), seconds in spent.seconds.items():
+            self._counts.waits[kind] += seconds
         return spent
 
     def _say_if_stalled(self, taken: Taken, batch: Batch) -> None:
