@@ -86,6 +86,7 @@ bench: $(READY)
 	$(PY) benchmarks/balance.py
 	$(PY) benchmarks/replicas.py
 	$(PY) benchmarks/agreement.py
+	$(PY) benchmarks/account.py
 	$(PY) benchmarks/loader.py
 
 ## bench-device: does delivery overlap what a device computes? On the device of tests/device, beside Paddle's loader
