@@ -2,10 +2,10 @@
 
     python benchmarks/account.py [trials]
 
-*Causes*: in each trial one thing is slow, at a place and by a time that are drawn at random, and `print(loader.stats)` has
-to name the rank, the place and what would help. The loops sleep; on 2 ranks each step ends with a collective. *Closes*: the
-causes of the account, added up, over what a watch around `next` shows. *Cost*: a step of the same loop, beside one in which
-the account does nothing, in turns in the same process.
+*Causes*: in each trial one thing is slow, at a place and by a time that are drawn at random, and `print(loader.stats)`
+has to name the rank, the place and what would help. The loops sleep; on 2 ranks each step ends with a collective.
+*Closes*: the causes of the account, added up, over what a watch around `next` shows. *Cost*: a step of the same loop,
+beside one in which the account does nothing, in turns in the same process.
 """
 
 import contextlib
@@ -87,7 +87,7 @@ def slow_file(draw):
     class Handler(http.server.BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
-        def do_GET(self):  # noqa: N802
+        def do_GET(self):
             body = "".join(f"{row:8000}\n" for row in range(150)).encode()
             self.send_response(200)
             self.send_header("Content-Length", str(len(body)))
