@@ -44,6 +44,8 @@ ALL: Owner = (-1, 1, 0)
 """The slices of all data ranks."""
 DRAWN: Owner = (-2, 1, 0)
 """What the user's sampler drew. What belongs somewhere are the positions of its order, those left out included."""
+_UNKNOWN = "not known"
+"""Is in each problem that tells of something missing in what this run knows, and of nothing wrong."""
 
 _KEYS = np.array([[derive_seed("certificate", number)] for number in range(2)], np.uint64)
 _MULTIPLY = np.uint64(0x9E3779B97F4A7C15)
@@ -191,7 +193,7 @@ def _of_all(account: Account, problems: list[str]) -> Account:
         if missing:
             found |= {(rank, *run): delivered for rank, delivered in slices.items()}
             problems.append(
-                f"what data ranks {missing} of {count} delivered in {_shown(most.once)} is not known: call "
+                f"what data ranks {missing} of {count} delivered in {_shown(most.once)} is {_UNKNOWN}: call "
                 "certificate() on all ranks before state_dict(), or load every rank's own state"
             )
             continue
@@ -266,7 +268,11 @@ class Certificate:
             return f"epoch {self.epoch}: {what} exactly once"
         if not self.delivered and self.num_samples:  # a finished job that was started again asks, too
             return f"epoch {self.epoch} has not begun, as far as this run knows: " + "; ".join(self.problems)
-        return f"epoch {self.epoch}: NOT {what} exactly once: " + "; ".join(self.problems)
+        if all(_UNKNOWN in problem for problem in self.problems):  # nothing is known to be wrong
+            what = f"not proved that {what} was delivered"
+        else:
+            what = f"NOT {what}"
+        return f"epoch {self.epoch}: {what} exactly once: " + "; ".join(self.problems)
 
 
 def certify(
@@ -311,7 +317,7 @@ def certify(
     for first, stop in (*delivered.once, (end or 0, end or 0)):
         if first > at and size(at, first):
             missed += size(at, first)
-            gap = "were not delivered" if known else "are not known to have been delivered by all data ranks"
+            gap = "were not delivered" if known else f"are {_UNKNOWN} to have been delivered by all data ranks"
             problems.append(f"positions [{at}, {first}) {gap}")
         at = max(at, stop)
     problems += [f"positions [{first}, {stop}) were delivered again" for first, stop in delivered.again]

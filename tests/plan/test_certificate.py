@@ -126,6 +126,19 @@ def test_a_data_rank_whose_leg_is_missing_is_named():
     assert "what data ranks [1] of 3 delivered in [0, 100) is not known" in str(certificate)
 
 
+def test_what_is_only_not_known_is_no_alarm():
+    """A run that is resumed from a state that was saved without `certificate()` has one rank's account."""
+    rest = [leg(samples(40, 100)[at::2], 40, 100, at, 2) for at in range(2)]
+    before = leg(samples(0, 20), 0, 40, 0, 2)
+
+    certificate = judged((before, rest[0]), (before, rest[1]))
+
+    assert not certificate.exact
+    assert str(certificate).startswith("epoch 0: not proved that each of 100 samples was delivered exactly once: what")
+    twice = judged((before, rest[0]), (before, leg([*samples(40, 100)[2::2], 0], 40, 100, 1, 2)))
+    assert str(twice).startswith("epoch 0: NOT each of 100 samples exactly once: ")
+
+
 def test_merging_again_changes_nothing_and_keeps_it_small():
     parts = [leg(samples(k, k + 10), k, k + 10) for k in range(0, 100, 10)]
     found, problems = merged([({}, added(*parts))])
