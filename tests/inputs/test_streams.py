@@ -1,6 +1,8 @@
 """What a stream promises, on simulated ranks and one process; `multiprocess/test_streams.py` has real ones."""
 
+import copy
 import json
+import pickle
 from collections import Counter
 
 import numpy as np
@@ -413,3 +415,14 @@ def test_an_epoch_that_has_ended_stays_as_it_was_delivered(change):
     assert list(again) == []
     assert again.epoch == 1
     assert len(list(again)) == len(again)
+
+
+def test_a_stage_of_another_library_is_told_by_its_name_here():
+    stream = Stream.of(range(4))
+
+    with pytest.raises(AttributeError, match=r"a Stream has no 'flatmap'. Use map\(function\).unbatch\(\)."):
+        stream.flatmap(len)
+    with pytest.raises(AttributeError, match="a Stream has no 'shufle'$"):
+        stream.shufle(10)
+    assert not hasattr(stream, "prefetch")
+    assert list(copy.deepcopy(pickle.loads(pickle.dumps(stream)))) == [0, 1, 2, 3]
