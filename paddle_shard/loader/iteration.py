@@ -166,10 +166,14 @@ def say_if_uneven(setup: PassSetup, epoch: int) -> None:
     if stream is None or stream.whole_items or stream.plan.repeats or stats.total.batches != stats.epoch.batches:
         return
     plan, source = stream.plan, stream.stage.source
-    counted = not isinstance(source, ShardSource) or source.lengths(Opening(parts=(0,), num_parts=1)) is not None
-    remedy = _OWN if stream.split_over is not None else _FILTERED if counted else _COUNT
-    if remedy is _FILTERED and source.num_shards is not None and source.num_shards % plan.num_parts:
-        remedy = _FEWER.format(source.num_shards, plan.num_parts)
+    of_files, shards = isinstance(source, ShardSource), source.num_shards
+    if stream.split_over is not None:
+        remedy = _OWN
+    elif of_files:
+        counted = source.lengths(Opening(parts=(0,), num_parts=1)) is not None
+        remedy = _FILTERED if counted else _COUNT
+    else:  # another library's shards, which are not cut
+        remedy = _FEWER.format(shards, plan.num_parts) if shards and shards % plan.num_parts else _FILTERED
     counts, rank = stats.epoch, setup.own_layout.global_rank
     rows = counts.samples + counts.padding + counts.skipped
     if plan.ending.pads and counts.batches and counts.padding * counts.batches >= rows:  # a whole batch

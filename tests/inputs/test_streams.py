@@ -3,6 +3,7 @@
 import copy
 import json
 import pickle
+import re
 from collections import Counter
 
 import numpy as np
@@ -426,3 +427,19 @@ def test_a_stage_of_another_library_is_told_by_its_name_here():
         stream.shufle(10)
     assert not hasattr(stream, "prefetch")
     assert list(copy.deepcopy(pickle.loads(pickle.dumps(stream)))) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("counts", "told"),
+    [(True, "The source cuts equal parts, and what stands behind it"), (False, "Files that are counted .* are cut")],
+)
+def test_uneven_parts_are_told_for_what_made_them_uneven(counts, told, tmp_path, caplog):
+    for number, lines in enumerate((40, 10, 10)):
+        (tmp_path / f"{number}.txt").write_text("".join(f"{line}\n" for line in range(lines)))
+    stream = Stream.lines(str(tmp_path / "*.txt"), counts=counts, shuffle_shards=False).map(int)
+    kept = stream.filter(lambda line: line < 10 or line > 30).in_parts(2)
+
+    list(sharded(kept, size=4))
+
+    assert re.search(told, caplog.text), caplog.text
+    assert "do not divide" not in caplog.text
