@@ -102,11 +102,6 @@ class Batch:
         found = self.served()
         return found if self.skipped is None else found & ~self.skipped
 
-    def num_skipped(self) -> int:
-        """Return how many rows are not real because their samples are left out or could not be read."""
-        lost = 0 if self.skipped is None else int(np.count_nonzero(self.skipped & self.served()))
-        return self.step.left_out + lost
-
     def own_ids(self, layout: Any, *, local: bool) -> tuple[Ids, int]:
         """Return the ids of the samples in this process's slice, without padding, and how many more were not read.
 

@@ -17,6 +17,7 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
+import numpy as np
 from paddle.base.framework import _current_expected_place_, _dygraph_place_guard
 from paddle.framework import core
 
@@ -29,10 +30,11 @@ from paddle_shard.reading.batch import Batch, Chunk, Even, as_they_are, joined
 from paddle_shard.reading.chunk_reader import OwnBatches
 from paddle_shard.reading.failure import ReadFailure
 from paddle_shard.reading.reader import DrewBesideError, Reader
-from paddle_shard.reading.tensors import ToTensors, arrays_of, begin_tensors
+from paddle_shard.reading.tensors import NO_TENSOR, arrays_of, is_tensor
 from paddle_shard.reading.worker_guards import in_use
 from paddle_shard.reading.workers import WorkerPool, WorkersLostError
 from paddle_shard.say_once import say_once
+from paddle_shard.tree import mapped
 
 
 class Executor:
@@ -136,14 +138,12 @@ def on_cpu() -> contextlib.AbstractContextManager[Any]:
 
     All threads of a process have the same current place, so only the caller's thread may do this.
     """
-    on_device = _on_device()
-    if on_device and threading.current_thread() is not threading.main_thread():
+    if isinstance(_current_expected_place_(), core.CPUPlace):
+        return contextlib.nullcontext()
+    if threading.current_thread() is not threading.main_thread():
         say_once(_OTHER_THREAD)
-    return _dygraph_place_guard(core.CPUPlace()) if on_device else contextlib.nullcontext()
-
-
-def _on_device() -> bool:
-    return not isinstance(_current_expected_place_(), core.CPUPlace)
+    guard: contextlib.AbstractContextManager[Any] = _dygraph_place_guard(core.CPUPlace())
+    return guard
 
 
 class InlineExecutor(_Reads):
@@ -160,7 +160,8 @@ class InlineExecutor(_Reads):
 
         So tensors that samples make would go to the device one by one, and wait for what it has to compute.
         """
-        return self._reader.runs_free and not (self._reader.makes_tensors and _on_device())
+        stays = not self._reader.makes_tensors or isinstance(_current_expected_place_(), core.CPUPlace)
+        return self._reader.runs_free and stays
 
     def submit(self, step: Step) -> None:
         """See `Executor`."""
@@ -379,19 +380,9 @@ def has_room(sizes: Sequence[int], most: int) -> bool:
     return len(sizes) < most and (not sizes or sum(sizes) + sizes[-1] <= MOST_BYTES)
 
 
-class Looked(Wrapper):
-    """Shows each batch to a function, and marks the first one of the pass."""
-
-    def __init__(self, inner: Executor, look: Callable[[Batch], None]) -> None:
-        super().__init__(inner)
-        self._look, self._any_taken = look, False
-
-    def take(self, *, beside: bool = False) -> Batch:
-        """See `Executor`."""
-        found = self._inner.take(beside=beside)
-        found.is_first, self._any_taken = not self._any_taken, True
-        self._look(found)
-        return found
+ToTensors = Callable[[Sequence[Any], bool], Callable[[], Sequence[Any]]]
+"""Begins to convert arrays and tensors to tensors, and returns a function that returns them. If nothing else refers to
+the arrays (True), the tensors may share their memory."""
 
 
 class Tensors(Wrapper):
@@ -405,17 +396,27 @@ class Tensors(Wrapper):
     has to compute after that.
     """
 
-    def __init__(self, inner: Executor, to_tensors: ToTensors, *, ahead: int = 0, patient: bool = False) -> None:
+    def __init__(
+        self,
+        inner: Executor,
+        to_tensors: ToTensors,
+        *,
+        look: Callable[[Batch], None] | None = None,
+        ahead: int = 0,
+        patient: bool = False,
+    ) -> None:
         """Wrap an executor.
 
         Args:
             inner: The executor.
             to_tensors: Makes the tensors of one pass.
+            look: Is shown each batch before.
             ahead: Batches whose copies are asked for before the one that is handed over is waited for.
             patient: True if the inner executor reads elsewhere, so that what it has not read yet is left to it.
         """
         super().__init__(inner)
-        self._to_tensors, self._ahead, self._patient = to_tensors, ahead, patient
+        self._to_tensors, self._look, self._ahead, self._patient = to_tensors, look, ahead, patient
+        self._any_taken = False
         self._begun: deque[tuple[Batch, Callable[[], Any]] | Exception] = deque()
         """Batches whose tensors are being made, and at last what the next one has failed with."""
 
@@ -427,11 +428,16 @@ class Tensors(Wrapper):
     def take(self, *, beside: bool = False) -> Batch:
         """See `Executor`."""
         begun = self._begun
-        while not begun or (not isinstance(begun[-1], Exception) and has_room(self._sizes(), self._ahead)):
-            if begun and self._patient and not self._inner.ready():
-                break
+        while not begun or (self._ahead and not isinstance(begun[-1], Exception)):
+            if begun:
+                sizes = [one[0].num_bytes for one in islice(begun, 1, None) if isinstance(one, tuple)]
+                if not has_room(sizes, self._ahead) or (self._patient and not self._inner.ready()):
+                    break
             try:
                 found = self._inner.take(beside=beside)
+                found.is_first, self._any_taken = not self._any_taken, True
+                if self._look is not None:
+                    self._look(found)
                 if self._ahead:
                     found.num_bytes = sum(getattr(leaf, "nbytes", 0) for leaf in arrays_of(found.value))
                 begin = partial(begin_tensors, found.value, self._to_tensors, found.owned)
@@ -452,10 +458,6 @@ class Tensors(Wrapper):
         batch.value = _made(batch, finish)
         return batch
 
-    def _sizes(self) -> list[int]:
-        """Return the bytes of the batches that are begun ahead of the one to hand over."""
-        return [one[0].num_bytes for one in islice(self._begun, 1, None) if isinstance(one, tuple)]
-
     def ready(self) -> bool:
         """See `Executor`."""
         return bool(self._begun) or self._inner.ready()
@@ -474,3 +476,60 @@ def _made(batch: Batch, make: Callable[[], Any]) -> Any:
     except Exception as error:
         raise_if_a_handlers(error)
         raise ReadFailure.of(error, what="making tensors of the batch").error(batch.step) from None
+
+
+def begin_tensors(value: Any, begin: ToTensors, owned: bool) -> Callable[[], Any]:
+    """Begin to make tensors of every array of a batch that can be one, and of every tensor.
+
+    Args:
+        value: The batch.
+        begin: Begins to convert arrays and tensors, all at once.
+        owned: True if nothing else refers to the arrays.
+
+    Returns:
+        A function that returns the batch with tensors in their places.
+
+    Raises:
+        TypeError: An array has a dtype or a byte order that Paddle does not have.
+    """
+    if type(value) is np.ndarray:
+        if not _check_dtype(value, ""):
+            return lambda: value
+        made = begin([value], owned)
+        return lambda: made()[0]
+    found: list[Any] = []
+
+    def note(leaf: Any, path: str) -> None:
+        if _check_dtype(leaf, path) if isinstance(leaf, np.ndarray) else is_tensor(leaf):
+            found.append(leaf)
+
+    mapped(value, note)
+    made, converted = begin(found, owned), set(map(id, found))
+
+    def finished() -> Any:
+        tensors = iter(made())
+        return mapped(value, lambda leaf, _: next(tensors) if id(leaf) in converted else leaf)
+
+    return finished
+
+
+def _check_dtype(array: np.ndarray[Any, Any], path: str) -> bool:
+    """Return whether an array can become a tensor.
+
+    Raises:
+        TypeError: It holds numbers, but Paddle does not have its dtype or its byte order.
+    """
+    kind, size = array.dtype.kind, array.dtype.itemsize
+    if kind in NO_TENSOR:
+        return False
+    at = f" at field {path}" if path else ""
+    if (kind == "u" and size > 2) or (kind == "f" and size > 8) or size > 16:
+        raise TypeError(
+            f"Paddle has no tensors of dtype {array.dtype}{at}; convert it, for instance with .astype('int64')."
+        )
+    if not array.dtype.isnative:
+        raise TypeError(
+            f"array of dtype {array.dtype!r}{at} is in another byte order than this machine's; convert it with "
+            f".astype({array.dtype.name!r})."
+        )
+    return True
