@@ -69,6 +69,8 @@ class Reader:
         """
         self.dataset, self.generators = dataset, generators
         self._collate_fn, self._skips = collate_fn, skips
+        self._seeded = 0
+        """What the generators were last seeded with."""
         self._collate = partial(collate, stack_other=_stack_tensors) if collate_fn is None else collate_fn
         self._reading: Cause = READING, named(type(dataset))
         self._collating: Cause = COLLATING, "stacking samples" if collate_fn is None else named(collate_fn)
@@ -78,6 +80,11 @@ class Reader:
         """True if another thread than the caller's may read: nothing here draws random numbers, as far as is known."""
         return False
 
+    @property
+    def seeds(self) -> bool:
+        """True if the generators are seeded for what is read."""
+        return True
+
     def read(self, asked: Any, worker: int | None) -> Chunk | ReadFailure:
         """Return what was asked for, or its failure.
 
@@ -85,24 +92,13 @@ class Reader:
             asked: A `Step`, or one of its parts.
             worker: Number of the worker process; None: the main process, whose generators stay as they are.
         """
-        raise NotImplementedError
-
-    def read_beside(self, asked: Any) -> Chunk:
-        """Read in another thread than the caller's, which may not touch the generators: without seeds.
-
-        Raises:
-            DrewBesideError: Something drew random numbers, or reading failed: the caller's thread must read it.
-        """
-        raise NotImplementedError
-
-    def tried(self, asked: Any, worker: int | None, *, seeded: bool) -> Chunk | ReadFailure:
-        """Read, with or without seeding the generators, which are left as they are then."""
         at: dict[str, Any] = {"what": "reading", "index": None}
+        users = states(self.generators) if worker is None and self.seeds else None
         mine, began = clock(), time.perf_counter()
         computed = time.thread_time() if mine.fine else 0.0
         before = mine.to(self._reading)
         try:
-            return self._rows(asked, at, seeded=seeded)
+            return self._rows(asked, at)
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # also SystemExit, which would end a worker silently
@@ -116,11 +112,21 @@ class Reader:
             took = time.perf_counter() - began
             mine.cpu += time.thread_time() - computed if mine.fine else took  # who is quick has not waited
             mine.read(took, asked.num_samples)
+            if users is not None:
+                restore(self.generators, users)
+
+    def read_beside(self, asked: Any) -> Chunk:
+        """Read in another thread than the caller's, which may not touch the generators: without seeds.
+
+        Raises:
+            DrewBesideError: Something drew random numbers, or reading failed: the caller's thread must read it.
+        """
+        raise NotImplementedError
 
     def close(self) -> None:
         """Drop what is open."""
 
-    def _rows(self, asked: Any, at: dict[str, Any], *, seeded: bool) -> Chunk:
+    def _rows(self, asked: Any, at: dict[str, Any]) -> Chunk:
         """Read and collate. `at` tells what is being done, for messages."""
         raise NotImplementedError
 
@@ -129,6 +135,7 @@ class Reader:
         raise NotImplementedError
 
     def _seed(self, seed: int) -> None:
+        self._seeded = seed
         for generator in self.generators:
             generator.seed(seed)
 
@@ -209,8 +216,8 @@ class IdReader(Reader):
         self._draws: bool | None = None
         """True if reading is known to draw random numbers, False if not; None: not known."""
         self._stand_in: Any = None
-        self._seeded = self._sample_seed = self._part_key = 0
-        """What the generators were last seeded with, and for a sample, and what the seeds of its parts depend on."""
+        self._sample_seed = self._part_key = 0
+        """What the generators were seeded with for a sample, and what the seeds of its parts depend on."""
         self._part_drew = False
         """True if reading a part of a sample drew."""
         self._left: Any = None
@@ -225,12 +232,17 @@ class IdReader(Reader):
         """See `Reader`."""
         return self._draws is False and not self._loop_draws
 
+    @property
+    def seeds(self) -> bool:
+        """See `Reader`."""
+        return self._draws is not False
+
     def read(self, asked: Step, worker: int | None) -> Chunk | ReadFailure:
         """See `Reader`."""
-        generators, left = self.generators, self._left
-        before = states(generators) if left is None else left
         if self._draws is False:
-            found = self.tried(asked, worker, seeded=False)
+            generators, left = self.generators, self._left
+            before = states(generators) if left is None else left
+            found = super().read(asked, worker)
             after = states(generators)
             if after == before:
                 self._left = None if self._loop_draws else after
@@ -238,7 +250,7 @@ class IdReader(Reader):
             if worker is None and left is not None:
                 # The loop may be the one that has drawn, and its numbers must stay. Reading once more tells. (If both
                 # begin to draw between the same two batches, the loop's numbers begin again from before them.)
-                found = self.tried(asked, worker, seeded=False)
+                found = super().read(asked, worker)
                 if states(generators) == after:
                     self._loop_draws, self._left = True, None
                     return found
@@ -248,21 +260,21 @@ class IdReader(Reader):
                 "for each sample and, if there are no workers, read on the thread of the training loop.",
                 type(self.dataset).__name__,
             )
-        self._left = None
-        try:
-            return self.tried(asked, worker, seeded=True)
-        finally:
             if worker is None:
                 restore(generators, before)
+        self._left = None
+        return super().read(asked, worker)
 
     def read_beside(self, asked: Step) -> Chunk:
         """See `Reader`."""
+        if self._draws is not False:  # another pass has found that something draws
+            raise DrewBesideError(False)
         before = states(self.generators)
         if self._left not in (None, before):
             self._loop_draws, self._left = True, None
             raise DrewBesideError(True)
         self._left = before
-        found = self.tried(asked, None, seeded=False)
+        found = super().read(asked, None)
         drew = states(self.generators) != before
         if drew or not isinstance(found, Chunk):  # it may have failed because of the thread
             raise DrewBesideError(drew)
@@ -275,25 +287,25 @@ class IdReader(Reader):
     def _explain(self, error: BaseException, asked: Step, at: dict[str, Any]) -> None:
         at["indices"] = tuple(map(self._name_of, asked.ids))
 
-    def _rows(self, asked: Step, at: dict[str, Any], *, seeded: bool) -> Chunk:
+    def _rows(self, asked: Step, at: dict[str, Any]) -> Chunk:
         """See `Reader`. The first batch, which is seeded, shows whether reading draws."""
         key = _key_of(self._how.seed, asked.epoch, *self._how.of_rank)
         ids = asked.ids.tolist() if isinstance(asked.ids, np.ndarray) else asked.ids
         if self._read_many is None:
-            return self._one_by_one(asked, ids, at, key, seeded=seeded)
+            return self._one_by_one(asked, ids, at, key)
         try:
-            return self._at_once(asked, ids, at, _seed_of(key, ids[0]), seeded=seeded)
+            return self._at_once(asked, ids, at, _seed_of(key, ids[0]))
         except Exception as error:
             raise_if_a_handlers(error)
             if not self._skips or not hasattr(self.dataset, "__getitem__"):
                 raise
-            return self._one_by_one(asked, ids, at, key, seeded=seeded)
+            return self._one_by_one(asked, ids, at, key)
 
-    def _at_once(self, step: Step, ids: Sequence[Any], at: dict[str, Any], seed: int, *, seeded: bool) -> Chunk:
+    def _at_once(self, step: Step, ids: Sequence[Any], at: dict[str, Any], seed: int) -> Chunk:
         """Read with the `__getitems__` of the data set, and collate."""
         assert self._read_many is not None
         at.update(what=f"reading {len(ids)} samples at once", index=None)
-        if seeded:
+        if self.seeds:
             self._seed(seed)
         samples = self._read_many(step.ids if isinstance(self.dataset, ArrayDataset) else ids)
         watched, drew = self._draws is None, self._draws is None and self._drew_since()
@@ -305,30 +317,30 @@ class IdReader(Reader):
             )
         at.update(what=f"collating {len(samples) if listed else 'the'} samples", index=None)
         clock().to(self._collating)
-        if seeded:
-            self._seed(self._collate_seed(step))
+        self._seed_collating(step)
         value = self._collate(samples) if listed or self._collate_fn is not None else samples
         if watched:
             self._draws = drew or self._drew_since()
         return Chunk(value, contents=contents)
 
-    def _collate_seed(self, step: Step) -> int:
-        """Return the seed of what is drawn while a step is collated: the same on all data ranks."""
-        return derive_seed(_key_of(self._how.seed, step.epoch), "collate", step.number)
+    def _seed_collating(self, step: Step) -> None:
+        """Seed what the user's function draws while it collates a step: the same on all data ranks."""
+        if self.seeds and self._collate_fn is not None:
+            self._seed(derive_seed(_key_of(self._how.seed, step.epoch), "collate", step.number))
 
-    def _one_by_one(self, step: Step, ids: Sequence[Any], at: dict[str, Any], key: int, *, seeded: bool) -> Chunk:
+    def _one_by_one(self, step: Step, ids: Sequence[Any], at: dict[str, Any], key: int) -> Chunk:
         """Read sample after sample, and collate."""
         samples, failed = list[Any](), dict[int, str]()
         threads = threading.enumerate() if step.contents else None
         read, catches, mine = self.dataset.__getitem__, Exception if self._skips else (), clock()
-        of_source = mine.fine > 0 and self._name_of is not _itself
+        seeds, of_source = self.seeds, mine.fine > 0 and self._name_of is not _itself
         now = time.perf_counter
         marks = [now()]
         """When reading of each sample begins."""
         for index in ids:
-            if of_source:
-                self._to_source(index)
-            if seeded:
+            if of_source and isinstance(name := self._name_of(index), tuple):  # of a mixture
+                mine.to((READING, f"source {name[0]!r}"))
+            if seeds:
                 self._seed_sample(key, index)
             try:
                 samples.append(read(index))
@@ -344,13 +356,12 @@ class IdReader(Reader):
         if marks[-1] - marks[0] > SLOW:
             took = np.diff(marks)
             slow = int(took.argmax())
-            mine.note(float(took[slow]), lambda: f"sample {self._name_of(ids[slow])!r}")
+            mine.note(float(took[slow]), f"sample {self._name_of(ids[slow])!r}")
         at.update(what=f"collating {len(samples)} samples", index=None)
         # Looking costs more than reading most samples: the last one must tell whether they draw.
         watched, drew = self._draws is None, self._draws is None and self._drew_since()
         contents = self.contents(step, ids, samples, drew=drew, threads=threads)  # before collating may change them
-        if seeded:
-            self._seed(self._collate_seed(step))
+        self._seed_collating(step)
         value, skipped = self._collated(
             samples,
             failed,
@@ -363,12 +374,6 @@ class IdReader(Reader):
             tensors = (leaf for leaf in leaves(samples[0]) if isinstance(leaf, paddle.Tensor))
             self.makes_tensors = any(tensor.place.is_cpu_place() for tensor in tensors)
         return Chunk(value, skipped=skipped, contents=contents)
-
-    def _to_source(self, index: Any) -> None:
-        """Book what follows to the source of a mixture that a sample is of."""
-        name = self._name_of(index)
-        if isinstance(name, tuple):
-            clock().to((READING, f"source {name[0]!r}"))
 
     def contents(
         self,
@@ -409,10 +414,6 @@ class IdReader(Reader):
         with self._apart():
             self._seed_sample(_key_of(self._how.seed, one.epoch), one.sample)
             return self.dataset[one.sample]
-
-    def _seed(self, seed: int) -> None:
-        self._seeded = seed
-        super()._seed(seed)
 
     def _seed_sample(self, key: int, index: Any) -> None:
         """Seed for a sample, and for the parts that it seeds for itself (`seed_part`)."""
