@@ -102,15 +102,14 @@ class Batch:
         found = self.served()
         return found if self.skipped is None else found & ~self.skipped
 
-    def own_ids(self, layout: Any, *, local: bool) -> tuple[Ids, int]:
+    def own_ids(self, layout: Any) -> tuple[Ids, int]:
         """Return the ids of the samples in this process's slice, without padding, and how many more were not read.
 
         Args:
             layout: Layout of the field whose rows this rank reads.
-            local: True if the rows are this rank's only.
         """
         ids = self.step.ids
-        if local or len(ids) != self.num_rows:
+        if len(ids) != self.num_rows:
             return ids, 0
         if not layout.on_mesh:
             return [], 0

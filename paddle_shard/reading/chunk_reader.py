@@ -15,12 +15,12 @@ from paddle_shard.clock import SLOW, clock
 from paddle_shard.errors import BatchStructureError, PaddleShardError
 from paddle_shard.plan.handlers import ignoring, raise_if_a_handlers
 from paddle_shard.plan.parts import PartsPlan
+from paddle_shard.plan.seeding import Generator
 from paddle_shard.plan.step import Content
 from paddle_shard.reading.batch import Batch, Chunk, take_rows
 from paddle_shard.reading.digest import WHOLE, TurnDigests, digest
 from paddle_shard.reading.reader import TRIED, Reader, in_words
 from paddle_shard.reading.tensors import num_rows_of
-from paddle_shard.samplers.randomness import Generator
 from paddle_shard.stages.cut import FAILED_AT, Stripe
 from paddle_shard.stages.stage import Opening, Stage, Stated, Unreadable
 from paddle_shard.stages.steps import in_rounds
@@ -63,11 +63,6 @@ class ChunkRequest:
     def position(self) -> int:
         """Number of samples of each part before this step."""
         return self.opening.skip + (self.step - self.first_step) // self.stride * self.plan.samples_per_part
-
-    @property
-    def num_samples(self) -> int:
-        """Number of samples to read."""
-        return self.plan.samples_per_part * len(self.opening.parts)
 
     @property
     def indices(self) -> list[tuple[int, int]]:
@@ -169,6 +164,7 @@ class ChunkReader(Reader):
                 for row in range(first, first + plan.stripe):
                     places.append((part, position + row))
                     real.append(row < count)
+        self.num_samples = len(real)
         value, skipped = None, list[tuple[int, str]]()
         if len(samples) == len(real):  # else rows are missing
             failed = dict[int, str]()

@@ -23,13 +23,12 @@ from paddle_shard.collate import DtypesDifferError, check_dtypes, collate, no_ro
 from paddle_shard.errors import described
 from paddle_shard.plan.handlers import raise_if_a_handlers, raised_by_a_handler
 from paddle_shard.plan.mixture import is_sample_id
-from paddle_shard.plan.seeding import derive_seed, mix, parts
+from paddle_shard.plan.seeding import Generator, derive_seed, kept, mix, parts, restore, states
 from paddle_shard.plan.step import Content, Step
 from paddle_shard.reading.batch import Chunk
 from paddle_shard.reading.digest import WHOLE, digest
 from paddle_shard.reading.failure import ReadFailure
 from paddle_shard.reading.tensors import dtype_of, is_tensor
-from paddle_shard.samplers.randomness import Generator, kept, restore, states
 from paddle_shard.say_once import say_once
 from paddle_shard.sources.arrays import ArrayDataset
 from paddle_shard.tree import leaves
@@ -53,6 +52,8 @@ class Reader:
 
     makes_tensors = False
     """True if samples were seen to hold Paddle's tensors in host memory."""
+    num_samples = 0
+    """Samples of the step that was read last."""
     owns_arrays = False
     """True if nothing else refers to the arrays of a batch, so that tensors may share their memory."""
 
@@ -111,7 +112,7 @@ class Reader:
             mine.to(before)
             took = time.perf_counter() - began
             mine.cpu += time.thread_time() - computed if mine.fine else took  # who is quick has not waited
-            mine.read(took, asked.num_samples)
+            mine.read(took, self.num_samples)
             if users is not None:
                 restore(self.generators, users)
 
@@ -291,6 +292,7 @@ class IdReader(Reader):
         """See `Reader`. The first batch, which is seeded, shows whether reading draws."""
         key = _key_of(self._how.seed, asked.epoch, *self._how.of_rank)
         ids = asked.ids.tolist() if isinstance(asked.ids, np.ndarray) else asked.ids
+        self.num_samples = len(ids)
         if self._read_many is None:
             return self._one_by_one(asked, ids, at, key)
         try:
