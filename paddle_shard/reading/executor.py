@@ -12,8 +12,7 @@ import logging
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
@@ -26,7 +25,7 @@ from paddle_shard.errors import DifferentDataError
 from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.plan.partition import Rows
 from paddle_shard.plan.step import Step
-from paddle_shard.reading.batch import Batch, Chunk, Even, as_they_are, joined
+from paddle_shard.reading.batch import Batch, Chunk, Even, joined
 from paddle_shard.reading.chunk_reader import OwnBatches
 from paddle_shard.reading.failure import ReadFailure
 from paddle_shard.reading.reader import DrewBesideError, Reader
@@ -85,15 +84,25 @@ class Executor:
         """
 
 
+@contextlib.contextmanager
+def told_of(step: Step, what: str) -> Iterator[None]:
+    """Raise an error inside as a `DataReadError` of a step, for which this was done."""
+    try:
+        yield
+    except Exception as error:
+        raise_if_a_handlers(error)
+        raise ReadFailure.of(error, what=what).error(step) from None
+
+
 class _Reads(Executor):
     """What the executors that read have in common: they join what several readers have read for a step."""
 
-    def __init__(self, places: Sequence[Rows] | None = None, even: Even = as_they_are) -> None:
+    def __init__(self, places: Sequence[Rows] | None = None, even: Even | None = None) -> None:
         """Set up.
 
         Args:
             places: For each part of a step, the places of its rows in the batch; None: a step has one part, in order.
-            even: Pads the rows of several parts to one length.
+            even: Pads the rows of several parts to one length; None: they must be alike.
         """
         self._places, self._even, self._own_batches = places, even, OwnBatches()
         self._steps: deque[Step] = deque()
@@ -115,15 +124,11 @@ class _Reads(Executor):
                 )
             for _, why in answer.skipped:
                 logging.getLogger("paddle_shard").warning("skipped %s", why)
-        try:
+        with told_of(step, "joining the rows of several workers"):
             found = joined(step, chunks, self._places, self._even)
             if step.parts and step.parts[0].whole_items:
                 self._own_batches.complete(found, step.parts[0])
-            return found
-        except Exception as error:
-            raise_if_a_handlers(error)
-            what = "joining the rows of several workers"
-            raise ReadFailure.of(error, what=what).error(step) from None
+        return found
 
 
 _OTHER_THREAD = (
@@ -202,7 +207,7 @@ class WorkerExecutor(_Reads):
         pool: WorkerPool,
         idle: list[WorkerPool],
         places: Sequence[Rows] | None = None,
-        even: Even = as_they_are,
+        even: Even | None = None,
     ) -> None:
         """Start a pass.
 
@@ -367,6 +372,7 @@ class Wrapper(Executor):
         self._inner.close(ended=ended)
 
 
+_MAKING = "making tensors of the batch"
 MOST_BYTES = 256 << 20
 """Bytes on a device that batches ahead of the one to hand over may take, if there is more than one of them."""
 
@@ -440,8 +446,8 @@ class Tensors(Wrapper):
                     self._look(found)
                 if self._ahead:
                     found.num_bytes = sum(getattr(leaf, "nbytes", 0) for leaf in arrays_of(found.value))
-                begin = partial(begin_tensors, found.value, self._to_tensors, found.owned)
-                begun.append((found, _made(found, begin)))
+                with in_use, at(TENSORS), told_of(found.step, _MAKING):
+                    begun.append((found, begin_tensors(found.value, self._to_tensors, found.owned)))
             except DrewBesideError:  # what is begun stays: the caller's thread takes it, and then reads on
                 raise
             except StopIteration:
@@ -455,7 +461,8 @@ class Tensors(Wrapper):
         if isinstance(first, Exception):
             raise first
         batch, finish = first
-        batch.value = _made(batch, finish)
+        with in_use, at(TENSORS), told_of(batch.step, _MAKING):
+            batch.value = finish()
         return batch
 
     def ready(self) -> bool:
@@ -466,16 +473,6 @@ class Tensors(Wrapper):
         """See `Executor`."""
         self._begun.clear()
         self._inner.close(ended=ended)
-
-
-def _made(batch: Batch, make: Callable[[], Any]) -> Any:
-    """Return what is made of a batch; name the step if that fails."""
-    try:
-        with in_use, at(TENSORS):
-            return make()
-    except Exception as error:
-        raise_if_a_handlers(error)
-        raise ReadFailure.of(error, what="making tensors of the batch").error(batch.step) from None
 
 
 def begin_tensors(value: Any, begin: ToTensors, owned: bool) -> Callable[[], Any]:

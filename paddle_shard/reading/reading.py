@@ -14,7 +14,7 @@ import paddle.io
 from paddle_shard.errors import BatchStructureError
 from paddle_shard.plan.partition import Rows
 from paddle_shard.plan.step import Content, Step
-from paddle_shard.reading.batch import Batch, Even, as_they_are
+from paddle_shard.reading.batch import Batch, Even
 from paddle_shard.reading.chunk_reader import ChunkReader
 from paddle_shard.reading.executor import Executor, InlineExecutor, Tensors, ToTensors, WorkerExecutor, Wrapper
 from paddle_shard.reading.ray_pool import RayPool, RayReaders
@@ -37,8 +37,8 @@ class StreamReading:
     """Number of worker processes; at most as many as parts."""
     places: Sequence[Rows]
     """For each part of a step, the places of its rows in the batch."""
-    even: Even = as_they_are
-    """Pads the rows of several parts to one length."""
+    even: Even | None = None
+    """Pads the rows of several parts to one length; None: they must be alike."""
 
 
 class Reading:
@@ -107,7 +107,7 @@ class Reading:
         """Start to read a new pass, in this process or in workers."""
         given, stream = self.dataloader, self._stream
         places, reads_all = None, False
-        even: Even = as_they_are
+        even: Even | None = None
         reader: Reader | None = self._id_reader
         if stream is not None:
             made, how = (stream.stage, given.dataset, given.collate_fn), self._how
