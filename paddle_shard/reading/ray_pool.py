@@ -389,8 +389,11 @@ class RayPool(WorkerPool):
         while self._waiting:
             asked = self._waiting.popleft()
             number, anew, actor = asked.number, False, None
-            if ready and number not in held_back:
-                actor, anew = self._holder(number, ready) if self._keeps_parts else (self._free(ready), False)
+            if ready and number not in held_back and self._keeps_parts:
+                actor, anew = self._holder(number, ready)
+            elif ready and number not in held_back:
+                least = min(ready, key=lambda actor: len(actor.asked))  # the one that has least to read
+                actor = least if len(least.asked) < self.num_ahead else None
             if actor is None:
                 held_back.add(number)
                 later.append(asked)
@@ -398,11 +401,6 @@ class RayPool(WorkerPool):
             of = number if self._keeps_parts else actor.number
             actor.asked[actor.handle.read.remote(of, asked.request, anew)] = asked
         self._waiting.extend(later)
-
-    def _free(self, ready: list[_Actor]) -> _Actor | None:
-        """Return the actor that has least to read, if it has room."""
-        least = min(ready, key=lambda actor: len(actor.asked))
-        return least if len(least.asked) < self.num_ahead else None
 
     def _holder(self, number: int, ready: list[_Actor]) -> tuple[_Actor | None, bool]:
         """Return the actor that a worker's parts are with, and whether it is to open them.
