@@ -128,7 +128,7 @@ class Clock:
         if spent is not None:
             for cause, seconds in (spent.work or made).items():
                 self._work[cause] = self._work.get(cause, 0.0) + seconds
-            self.note(spent.slowest[0], lambda: spent.slowest[1])
+            self.note(*spent.slowest)
             self.cpu += spent.cpu
             self._stretches += spent.stretches
 
@@ -136,10 +136,10 @@ class Clock:
         """Note how long the samples of a batch took."""
         self.fine = _FINE_FOR if seconds >= _FINE * num_samples else max(0, self.fine - 1)
 
-    def note(self, seconds: float, name: Callable[[], str]) -> None:
-        """Note how long a sample took; its name is only asked for if that matters."""
+    def note(self, seconds: float, name: str) -> None:
+        """Note how long a sample took, if that matters."""
         if seconds > max(self._slowest[0], SLOW):
-            self._slowest = seconds, name()
+            self._slowest = seconds, name
 
 
 class _Clocks(threading.local):

@@ -60,15 +60,12 @@ class Taken(NamedTuple):
 
     step: float
     """Seconds of the user's code before it."""
+    wait: float
+    """Seconds in the loader."""
     spent: Spent
-    """Where the time went in which the user waited for the batch."""
+    """Where they went."""
     samples: int
     num_bytes: int
-
-    @property
-    def wait(self) -> float:
-        """Seconds in the loader."""
-        return sum(self.spent.seconds.values())
 
 
 class Summary(NamedTuple):

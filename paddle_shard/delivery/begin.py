@@ -44,7 +44,7 @@ def begin(setup: PassSetup, start: LoaderState) -> StepPass:
     try:
         agreement = _agreement(setup, start, ends_must_agree=stream is None or source.tail.refuses, same=compares)
         shared = replicas.shared(core, reading.core, agreement)
-        look = partial(note_summary, setup, start)
+        look = None if setup.batch_check is None else partial(note_summary, setup, start)
         feed.executor = executor = reading.start(feed.more, shared, look, elsewhere=follows)
         # What a follower gets is read in another process. With workers its leader may tell it to read for itself.
         if setup.prefetch and (reading.num_workers or not follows):

@@ -196,7 +196,7 @@ def placed_of_stream(setup: PassSetup, start: LoaderState, num_steps: int | None
 
 
 def note_summary(setup: PassSetup, start: LoaderState, batch: Batch) -> None:
-    """Note what the ranks compare of a batch that was read, if they compare this one.
+    """Note what the ranks, which compare what they read, compare of a batch, if they compare this one.
 
     Args:
         setup: Of the loader.
@@ -204,8 +204,7 @@ def note_summary(setup: PassSetup, start: LoaderState, batch: Batch) -> None:
         batch: What was read. Arrays have not gone to a device yet, so that nothing is copied back.
     """
     every: Any = setup.options.verify
-    due = setup.batch_check is not None and (batch.is_first or (every != "first" and batch.step.number % every == 0))
-    if not due or batch.value is None:
+    if not (batch.is_first or (every != "first" and batch.step.number % every == 0)) or batch.value is None:
         return
     ids, stream = np.asarray(batch.step.ids).tolist(), setup.source.stream
     key = f"parts {stream.parts}" if stream is not None else f"{zlib.crc32(repr(ids).encode())} of {len(ids)}"

@@ -246,11 +246,14 @@ class PassClock:
 
     def leave(self, entered: float, batch: Batch) -> None:
         """Note that a batch is delivered."""
-        num_rows, skipped, (largest, mean) = batch.num_rows, batch.num_skipped(), batch.step.load
-        whole = batch.real is None and batch.skipped is None
-        samples = num_rows if whole else int(np.count_nonzero(batch.valid()))
-        num_bytes, before = batch.placed.num_bytes, self._left
-        taken = Taken(self._step, self._end(entered), samples, num_bytes)
+        samples = num_rows = batch.num_rows
+        skipped, (largest, mean) = batch.step.left_out, batch.step.load
+        if batch.skipped is not None:
+            skipped += int(np.count_nonzero(batch.skipped & batch.served()))
+        if batch.skipped is not None or not batch.whole:
+            samples = int(np.count_nonzero(batch.valid()))
+        num_bytes, before, spent = batch.placed.num_bytes, self._left, self._end(entered)
+        taken = Taken(self._step, sum(spent.seconds.values()), spent, samples, num_bytes)
         counts = self._counts
         counts.batches += 1
         counts.samples += samples
@@ -260,7 +263,8 @@ class PassClock:
         counts.largest_cost += largest
         counts.mean_cost += mean
         if before is not None:
-            self._say_if_stalled(taken, batch)
+            if taken.wait >= _STALL_SECONDS:
+                self._say_if_stalled(taken, batch)
             self._stats.recent.append(taken)
         if entered >= self._looks_at:
             self._looks_at = entered + LOOK_SECONDS
@@ -288,9 +292,9 @@ class PassClock:
         return spent
 
     def _say_if_stalled(self, taken: Taken, batch: Batch) -> None:
-        """Log a wait that is much longer than usual, once a pass."""
+        """Log a wait of a second or more that is much longer than usual, once a pass."""
         recent = self._stats.recent
-        if self._told_stall or taken.wait < _STALL_SECONDS or len(recent) < _STALL_AFTER:
+        if self._told_stall or len(recent) < _STALL_AFTER:
             return
         usual = sum(one.wait + one.step for one in recent) / len(recent)
         if taken.wait < _STALL * usual:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import paddle
@@ -13,67 +12,75 @@ from paddle.base.framework import _dygraph_place_guard
 from paddle.framework import core
 
 from paddle_shard.place.local_tensor import is_cpu
-from paddle_shard.samplers.randomness import Generator, NumpyGenerator, PythonGenerator
+from paddle_shard.plan.seeding import Generator, NumpyGenerator, PythonGenerator
 
 _PROBE = core.Generator()
 """Is given the state of Paddle's generator and asked for a number, so that the generator itself stays as it is."""
+_MOST = 0x7FFFFFFFFFFFFFFF
+"""The largest seed that Paddle takes."""
 
 
 @dataclass(frozen=True, slots=True)
 class _PaddleState:
-    """States of Paddle's generators. Paddle's own state objects cannot be compared."""
+    """A state of Paddle's generator. Paddle's own state objects cannot be compared."""
 
     mark: Any
     """Equal for two states if nothing was drawn between them."""
-    cpu: Any = field(compare=False)
-    device: Any = field(compare=False)
+    state: Any = field(compare=False)
 
 
 class PaddleGenerator:
-    """Paddle's generator of the CPU, the current place while samples are read; and those of devices, if asked for."""
-
-    def __init__(self, *, watched: bool = True, place: Any = None) -> None:
-        """Set it up.
-
-        Args:
-            watched: True if a state shows whether something was drawn on the CPU. Otherwise no two states are equal, as
-                if something was always drawn.
-            place: A device, if its generator and those of its kind are seeded and kept, too. Workers cannot use it.
-        """
-        self._watched, self._place, self._process = watched, place, os.getpid()
-
-    def __reduce__(self) -> Any:
-        """Pickle it for another process, which cannot use the device either."""
-        return partial(PaddleGenerator, watched=self._watched), ()
-
-    def _device(self) -> Any:
-        """Return the device, or None."""
-        return self._place if os.getpid() == self._process else None
+    """Paddle's generator of the CPU, the current place while samples are read."""
 
     def seed(self, seed: int) -> None:
-        """Seed the generators: 6 us."""
-        seed &= 0x7FFFFFFFFFFFFFFF
-        if (device := self._device()) is None:
-            core.default_cpu_generator().manual_seed(seed)
-        else:
-            with _dygraph_place_guard(device):
-                paddle.seed(seed)
+        """Seed it: 6 us."""
+        core.default_cpu_generator().manual_seed(seed & _MOST)
 
     def get_state(self) -> Any:
-        """Return their states: 1 us."""
-        cpu, of_devices = core.default_cpu_generator().get_state(), None
-        if (device := self._device()) is not None:
-            with _dygraph_place_guard(device):
-                of_devices = paddle.get_rng_state()
-        _PROBE.set_state(cpu)
-        return _PaddleState(_PROBE.random() if self._watched else object(), cpu, of_devices)
+        """Return its state: 1 us."""
+        state = core.default_cpu_generator().get_state()
+        _PROBE.set_state(state)
+        return _PaddleState(_PROBE.random(), state)
+
+    def set_state(self, state: Any) -> None:
+        """Restore a state."""
+        core.default_cpu_generator().set_state(state.state)
+
+
+class DeviceGenerator:
+    """The generators of a device and of those of its kind. No two states of them are equal, as if all samples drew.
+
+    The model draws from them, too. Only the process that has made it uses the device: workers cannot.
+    """
+
+    def __init__(self, place: Any = None) -> None:
+        """Set the device; None: there is none to seed."""
+        self._place, self._process = place, os.getpid()
+
+    def __reduce__(self) -> Any:
+        return DeviceGenerator, ()
+
+    def _here(self) -> bool:
+        return self._place is not None and os.getpid() == self._process
+
+    def seed(self, seed: int) -> None:
+        """Seed them, and that of the CPU alike."""
+        if self._here():
+            with _dygraph_place_guard(self._place):
+                paddle.seed(seed & _MOST)
+
+    def get_state(self) -> Any:
+        """Return their states."""
+        if not self._here():
+            return _PaddleState(object(), None)
+        with _dygraph_place_guard(self._place):
+            return _PaddleState(object(), paddle.get_rng_state())
 
     def set_state(self, state: Any) -> None:
         """Restore the states."""
-        if state.device is not None:
+        if state.state is not None:
             with _dygraph_place_guard(self._place):
-                paddle.set_rng_state(state.device)
-        core.default_cpu_generator().set_state(state.cpu)
+                paddle.set_rng_state(state.state)
 
 
 class TorchGenerator:
@@ -109,8 +116,9 @@ def generators_of(dataset: Any, place: Any = None) -> tuple[Generator, ...]:
         dataset: The data set.
         place: The loader's place; None: the CPU.
     """
-    paddles = PaddleGenerator()
+    found: list[Generator] = [NumpyGenerator(), PythonGenerator(), PaddleGenerator()]
     if getattr(dataset, "seed_paddle", False):
-        paddles = PaddleGenerator(watched=False, place=None if place is None or is_cpu(place) else place)
-    torchs = [TorchGenerator()] if "torch" in sys.modules else []
-    return (NumpyGenerator(), PythonGenerator(), paddles, *torchs)
+        found.append(DeviceGenerator(None if place is None or is_cpu(place) else place))
+    if "torch" in sys.modules:
+        found.append(TorchGenerator())
+    return tuple(found)

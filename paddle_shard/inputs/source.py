@@ -22,6 +22,7 @@ from paddle_shard.plan.handlers import length_or_none, raise_if_a_handlers
 from paddle_shard.plan.order import Ordering
 from paddle_shard.plan.orders import PaddleOrdering, PaddleSequential, find_ordering
 from paddle_shard.plan.partition import check_batch_size
+from paddle_shard.plan.seeding import NumpyGenerator, PythonGenerator
 from paddle_shard.plan.shard_plan import BatchSizes, ShardPlan
 from paddle_shard.plan.shuffle import MAX_SAMPLES
 from paddle_shard.plan.step import Deal
@@ -29,7 +30,6 @@ from paddle_shard.plan.tails import TAILS, Tail, find_tail
 from paddle_shard.reading.executor import on_cpu
 from paddle_shard.samplers import PlanBatches, UserBatches
 from paddle_shard.samplers.buckets import BucketBatchSampler
-from paddle_shard.samplers.randomness import NumpyGenerator, PythonGenerator
 from paddle_shard.say_once import say_once
 from paddle_shard.sources.grain import NO_REPEAT
 from paddle_shard.sources.mixture import DROPPED_OF_MIXTURE, Mixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import paddle.io
@@ -14,7 +15,7 @@ from paddle_shard.inputs.other_library import is_iterable_dataset
 from paddle_shard.plan.parts import check_count
 from paddle_shard.plan.shown import as_html
 from paddle_shard.plan.weights import integer_weights
-from paddle_shard.reading.worker_info import AsOneReader, SelfSplit
+from paddle_shard.reading.worker_info import SelfSplit, told
 from paddle_shard.say_once import say_once
 from paddle_shard.sources.external import ExternalSource, IterableSource
 from paddle_shard.sources.files import Paths
@@ -89,7 +90,7 @@ class Stream(paddle.io.IterableDataset):
             )
         if not isinstance(source, Stage):
             given: Any = source
-            source = IterableSource(AsOneReader(given) if is_iterable_dataset(given) else given)
+            source = IterableSource(partial(told, None, given) if is_iterable_dataset(given) else given)
         self._stage = source
         """The last stage, as the user put the stream together."""
         self._num_parts: int | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -83,7 +84,7 @@ class StreamOrder(Batches):
                 num_rows=size,
                 micro_size=micro_size,
                 num_real=plan.batch_size,
-                parts=tuple([replace(one, step=number) for one in asked]),
+                parts=tuple(map(partial(replace, step=number), asked)),
             )
 
     def _readers(self, start: LoaderState, compared: bool, tells: bool) -> list[ChunkRequest]:

@@ -31,7 +31,6 @@ from paddle_shard.ranks.agreeing import connect
 from paddle_shard.ranks.batch_check import BatchCheck
 from paddle_shard.ranks.rendezvous import num_ranks
 from paddle_shard.ranks.verdict import IF_SPLIT
-from paddle_shard.reading.batch import as_they_are
 from paddle_shard.reading.reader import HowToRead
 from paddle_shard.reading.reading import Reading, StreamReading, shallow_copy
 from paddle_shard.record.recorder import Recorder
@@ -140,7 +139,7 @@ def _reading(
         of_rank=(own.data_rank,) if source.split and own.on_mesh and not options.is_dataset_splitted else (),
         compared=compared,
     )
-    stream, even, read = source.stream, as_they_are if pads is None else pads.even, None
+    stream, even, read = source.stream, None if pads is None else pads.even, None
     if stream is not None:
         read = StreamReading(stage=stream.stage, num_workers=stream.num_workers, places=stream.places(), even=even)
     to_tensors = partial(TensorMaker, options.dataloader.places[0], ahead=on_device > 0)

@@ -104,8 +104,8 @@ class ShardIterator:
                 found = next(self._pass)
             if found.placed is None:
                 raise DataReadError(NO_STAND_IN.format("the run was resumed past the end of the stream"))
-            local = setup.source.split or bool(found.step.parts)
-            ids, lost = found.own_ids(setup.own_layout, local=local)
+            alone = setup.source.split or found.step.parts  # the rows that were read are this rank's only
+            ids, lost = (found.step.ids, 0) if alone else found.own_ids(setup.own_layout)
             self._clock.leave(entered, found)
             timer.after_reader()
             if found.contents:

@@ -85,11 +85,6 @@ class Step:
     digest: int = 0
     """Digest of what the user's sampler has drawn so far, or of how rows were dealt; the same on all ranks."""
 
-    @property
-    def num_samples(self) -> int:
-        """Number of samples to read."""
-        return len(self.ids)
-
     def to_read(self) -> Step:
         """Return the step without what only the state needs, to send it to a worker."""
         return replace(self, real=None, drawn=(), sampler_state=None) if self.sampler_state or len(self.drawn) else self

@@ -22,7 +22,7 @@ from paddle_shard.ranks.agreement import NOTICE, Agreement
 from paddle_shard.ranks.broadcast import Broadcast, Receiver, connected
 from paddle_shard.reading.batch import Batch
 from paddle_shard.reading.digest import digest
-from paddle_shard.reading.executor import Executor, Wrapper
+from paddle_shard.reading.executor import Executor, Wrapper, told_of
 from paddle_shard.reading.failure import ReadFailure
 
 BATCH, FAILED, STOP, READ_YOURSELF = range(4)
@@ -122,12 +122,9 @@ class Publishing(Wrapper):
         if alone:
             self._left -= 1
         else:
-            try:
+            what = "handing the batch to the ranks that share this rank's reader (replicas='each' reads on each)"
+            with told_of(found.step, what):
                 self._broadcast.send((BATCH, found))
-            except Exception as error:
-                raise_if_a_handlers(error)
-                what = "handing the batch to the ranks that share this rank's reader (replicas='each' reads on each)"
-                raise ReadFailure.of(error, what=what).error(found.step) from None
         self._before = time.perf_counter()
         if replicas.measured and alone == (len(replicas.took) >= _TRIALS):
             replicas.took.append(self._before - before)  # the pace of the loop, which the slowest rank sets

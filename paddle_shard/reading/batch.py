@@ -102,20 +102,14 @@ class Batch:
         found = self.served()
         return found if self.skipped is None else found & ~self.skipped
 
-    def num_skipped(self) -> int:
-        """Return how many rows are not real because their samples are left out or could not be read."""
-        lost = 0 if self.skipped is None else int(np.count_nonzero(self.skipped & self.served()))
-        return self.step.left_out + lost
-
-    def own_ids(self, layout: Any, *, local: bool) -> tuple[Ids, int]:
+    def own_ids(self, layout: Any) -> tuple[Ids, int]:
         """Return the ids of the samples in this process's slice, without padding, and how many more were not read.
 
         Args:
             layout: Layout of the field whose rows this rank reads.
-            local: True if the rows are this rank's only.
         """
         ids = self.step.ids
-        if local or len(ids) != self.num_rows:
+        if len(ids) != self.num_rows:
             return ids, 0
         if not layout.on_mesh:
             return [], 0
@@ -137,19 +131,14 @@ Even = Callable[[Sequence[Any], str], Sequence[Any]]
 """Pads the rows of several arrays to the same length, if lengths may differ, given the path of their field."""
 
 
-def as_they_are(arrays: Sequence[Any], path: str) -> Sequence[Any]:
-    """Return the arrays unchanged, as their rows must be alike."""
-    return arrays
-
-
-def joined(step: Step, chunks: Sequence[Chunk], places: Sequence[Rows] | None, even: Even = as_they_are) -> Batch:
+def joined(step: Step, chunks: Sequence[Chunk], places: Sequence[Rows] | None, even: Even | None = None) -> Batch:
     """Return the rows that all readers of a rank have read for a step, in the order of the global batch's rows.
 
     Args:
         step: The step.
         chunks: What its readers returned, as arrays if there are several.
         places: For each chunk, the places of its rows in the batch; None: there is one chunk, in order.
-        even: Pads the rows of several chunks to one length.
+        even: Pads the rows of several chunks to one length; None: they must be alike.
 
     Raises:
         ValueError: The chunks differ in structure or in the shape of a row; the text says where.
@@ -170,7 +159,7 @@ def joined(step: Step, chunks: Sequence[Chunk], places: Sequence[Rows] | None, e
     return found
 
 
-def _one_of(chunks: Sequence[Chunk], places: Sequence[Rows], even: Even) -> Chunk:
+def _one_of(chunks: Sequence[Chunk], places: Sequence[Rows], even: Even | None) -> Chunk:
     """Return the chunk that one reader of all parts would have returned."""
     order = np.argsort(np.concatenate(places), kind="stable")
     real = np.concatenate([np.frombuffer(chunk.real or b"", np.bool_) for chunk in chunks])[order]
@@ -190,7 +179,7 @@ def _one_of(chunks: Sequence[Chunk], places: Sequence[Rows], even: Even) -> Chun
 
 
 def take_rows(
-    batches: Sequence[Any], sizes: Sequence[int], rows: Rows, even: Even = as_they_are, path: str = ""
+    batches: Sequence[Any], sizes: Sequence[int], rows: Rows, even: Even | None = None, path: str = ""
 ) -> Any:
     """Return some rows of several batches, joined one after the other.
 
@@ -198,7 +187,7 @@ def take_rows(
         batches: Batches of the same structure. In a single one, what has no row for each sample stays as it is.
         sizes: Number of rows of each batch.
         rows: The rows to take, counted over all batches.
-        even: Pads the rows of several arrays to one length.
+        even: Pads the rows of several arrays to one length; None: they must be alike.
         path: Path of this field in the batches, for messages.
 
     Raises:
@@ -218,7 +207,8 @@ def take_rows(
                 f"{cannot}: shapes {[list(batch.shape) for batch in batches]} for {list(sizes)} rows. A collate_fn "
                 "must make one row a sample; add what is the same for all samples in the training loop."
             )
-        batches = even(batches, path)
+        if even is not None:
+            batches = even(batches, path)
         _check_alike([(list(batch.shape[1:]), dtype_of(batch)) for batch in batches], "row shape and dtype", at)
         return np.concatenate([as_array(batch) for batch in batches])[rows]
     if not is_sequence(first):

@@ -5,24 +5,22 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import islice, takewhile
 from typing import Any
 
 import numpy as np
 
-from paddle_shard.clock import clock
+from paddle_shard.clock import SLOW, clock
 from paddle_shard.errors import BatchStructureError, PaddleShardError
 from paddle_shard.plan.handlers import ignoring, raise_if_a_handlers
 from paddle_shard.plan.parts import PartsPlan
+from paddle_shard.plan.seeding import Generator
 from paddle_shard.plan.step import Content
 from paddle_shard.reading.batch import Batch, Chunk, take_rows
 from paddle_shard.reading.digest import WHOLE, TurnDigests, digest
-from paddle_shard.reading.failure import ReadFailure
 from paddle_shard.reading.reader import TRIED, Reader, in_words
 from paddle_shard.reading.tensors import num_rows_of
-from paddle_shard.samplers.randomness import Generator, kept
 from paddle_shard.stages.cut import FAILED_AT, Stripe
 from paddle_shard.stages.stage import Opening, Stage, Stated, Unreadable
 from paddle_shard.stages.steps import in_rounds
@@ -65,11 +63,6 @@ class ChunkRequest:
     def position(self) -> int:
         """Number of samples of each part before this step."""
         return self.opening.skip + (self.step - self.first_step) // self.stride * self.plan.samples_per_part
-
-    @property
-    def num_samples(self) -> int:
-        """Number of samples to read."""
-        return self.plan.samples_per_part * len(self.opening.parts)
 
     @property
     def indices(self) -> list[tuple[int, int]]:
@@ -115,11 +108,6 @@ class ChunkReader(Reader):
         self._told: list[Content] = []
         """The files and sources that were opened since the last step."""
 
-    def read(self, asked: ChunkRequest, worker: int | None) -> Chunk | ReadFailure:
-        """See `Reader`. Requests of a pass come in the order of their steps."""
-        with kept(self.generators) if worker is None else nullcontext():
-            return self.tried(asked, worker, seeded=True)
-
     def close(self) -> None:
         """Drop the open parts."""
         self._pass_number, self._parts = None, []
@@ -134,6 +122,8 @@ class ChunkReader(Reader):
         here = replace(opening, skip=asked.position)
         # Whole batches that several readers take in turns are made up for by the first one of the stream.
         self._padding = Padding(self._stage, here.uncut(here.skip) if asked.stride > 1 else here, whole=whole)
+        if not (asked.pad or self._skips):
+            self._padding.unknown.clear()  # no rows will be filled
         self._digests = TurnDigests(1 if whole else opening.num_parts * opening.stripe, apart=whole)
         # Readers that repeat their parts may begin a round at different steps. If samples become several after the cut,
         # a position does not tell how far a reader must have read.
@@ -153,8 +143,8 @@ class ChunkReader(Reader):
         with ignoring(Exception):  # what cannot be looked at is not told
             self._told += [one._replace(digest=digest(item, 0, WHOLE), shown=in_words(item)) for item in first] or [one]
 
-    def _rows(self, asked: ChunkRequest, at: dict[str, Any], *, seeded: bool) -> Chunk:
-        """See `Reader`."""
+    def _rows(self, asked: ChunkRequest, at: dict[str, Any]) -> Chunk:
+        """See `Reader`. Requests of a pass come in the order of their steps."""
         at["what"] = f"opening parts {list(asked.opening.parts)}"
         if asked.pass_number != self._pass_number:
             self._begin(asked)
@@ -174,11 +164,15 @@ class ChunkReader(Reader):
                 for row in range(first, first + plan.stripe):
                     places.append((part, position + row))
                     real.append(row < count)
+        self.num_samples = len(real)
         value, skipped = None, list[tuple[int, str]]()
         if len(samples) == len(real):  # else rows are missing
-            failed = {row: one.why for row, one in enumerate(samples) if isinstance(one, Unreadable)}
+            failed = dict[int, str]()
+            if self._skips:
+                failed = {row: one.why for row, one in enumerate(samples) if isinstance(one, Unreadable)}
             at.update(what=f"collating {len(samples)} samples", index=None)
-            self._seed(asked.opening.key(0, "collate", asked.step))  # the same for all readers of the step
+            if self._collate_fn is not None:
+                self._seed(asked.opening.key(0, "collate", asked.step))  # the same for all readers of the step
             value, skipped = self._collated(
                 samples,
                 failed,
@@ -186,7 +180,8 @@ class ChunkReader(Reader):
                 stand_in=lambda: self._padding.of(parts[0]),
                 name_of=lambda row: self._named(*places[row], asked),
             )
-            skipped = [one for one in skipped if real[one[0]]]
+            if skipped:
+                skipped = [one for one in skipped if real[one[0]]]
             if asked.local_rows is not None:
                 real = real * num_rows_of(value)
         state = None
@@ -198,12 +193,12 @@ class ChunkReader(Reader):
 
     def _columns(self, asked: ChunkRequest, at: dict[str, Any]) -> tuple[list[list[Any]], bool]:
         """Return the samples of each part, as many as there are, and whether any is of the part's first round."""
-        columns, fresh, size = list[list[Any]](), False, asked.plan.samples_per_part
+        columns, fresh, first, size = list[list[Any]](), False, asked.position, asked.plan.samples_per_part
         slowest, slow_at, began = 0.0, (0, 0), time.perf_counter()
         for part, items in zip(asked.opening.parts, self._parts, strict=True):
             column: list[Any] = []
             while len(column) < size:
-                number = asked.position + len(column)
+                number = first + len(column)
                 at.update(what=f"reading sample {number} of part {part}", index=(part, number))
                 found = next(items, None)
                 if found is None:
@@ -218,9 +213,10 @@ class ChunkReader(Reader):
                     sample, self._state = sample
                 column.append(sample)
             columns.append(column)
-            if asked.pad or self._skips:
+            if part in self._padding.unknown:
                 self._padding.note(part, column, ended=len(column) < size)
-        clock().note(slowest, lambda: self._named(*slow_at, asked))
+        if slowest > SLOW:
+            clock().note(slowest, self._named(*slow_at, asked))
         return columns, fresh
 
     def _fill(self, columns: list[list[Any]], asked: ChunkRequest, at: dict[str, Any]) -> str:
@@ -273,20 +269,20 @@ class Padding:
         """
         self._stage, self._whole = stage, whole
         self._opening = replace(opening, skip=0, state=None)
-        self._from_beginning = opening.skip == 0 and opening.state is None
+        self.unknown = set(opening.parts) if opening.skip == 0 and opening.state is None else set[int]()
+        """The opened parts whose first sample the pass has not read yet; none if it begins later."""
         self._most = TRIED if stage.endless else None
         self._num_noted: Counter[int] = Counter()
         self._first: dict[int, Any] = {}
 
     def note(self, part: int, samples: Sequence[Any], *, ended: bool) -> None:
-        """Note the samples of a part that the pass has read next, and whether the part has ended after them."""
-        if not self._from_beginning or part in self._first:
-            return
+        """Note the samples of an `unknown` part that were read next, and whether it has ended after them."""
         left = None if self._most is None else max(0, self._most - self._num_noted[part])
         self._num_noted[part] += len(samples)
         first = next(_readable(samples[:left]), _NOTHING)
         if ended or first is not _NOTHING:
             self._first[part] = first
+            self.unknown.discard(part)
 
     def of(self, part: int) -> Any:
         """Return the sample that fills a part's rows.
@@ -299,6 +295,7 @@ class Padding:
                 opening = replace(self._opening, parts=(candidate,), rounds=Counter())
                 opened = self._stage.open(opening)[0]
                 self._first[candidate] = next(_readable(islice(opened, self._most)), _NOTHING)
+                self.unknown.discard(candidate)
             if self._first[candidate] is not _NOTHING:
                 return self._first[candidate]
         raise LookupError("every part is empty, or none of its samples can be read")

@@ -37,7 +37,12 @@ def digest(value: Any, before: int = 0, most: int = _ITEMS) -> int:
             before = digest(value[key], zlib.crc32(repr(key).encode(), before), most)
         return before
     if isinstance(value, np.ndarray) or (hasattr(value, "shape") and hasattr(value, "numpy")):
-        return _of_array(value, before, most)
+        array = value if isinstance(value, np.ndarray) else np.asarray(value.numpy())
+        before = zlib.crc32(f"{array.shape}{array.dtype}".encode(), before)
+        some = array.reshape(-1)[:: max(1, array.size // most)]
+        if array.dtype.hasobject:
+            return digest(some.tolist(), before, most)
+        return zlib.crc32(np.ascontiguousarray(some).tobytes(), before)
     if isinstance(value, str | bytes):
         seen = value[:most] if isinstance(value, bytes) else value[:most].encode(errors="replace")
         return zlib.crc32(b"%d" % len(value) + seen, before)
@@ -56,15 +61,6 @@ def digest(value: Any, before: int = 0, most: int = _ITEMS) -> int:
     if not known and hasattr(value, "tobytes"):  # an image of PIL
         return zlib.crc32(value.tobytes()[:most], before)
     return zlib.crc32((repr(value) if known else type(value).__qualname__).encode(), before)
-
-
-def _of_array(value: Any, before: int, most: int) -> int:
-    array = value if isinstance(value, np.ndarray) else np.asarray(value.numpy())
-    before = zlib.crc32(f"{array.shape}{array.dtype}".encode(), before)
-    some = array.reshape(-1)[:: max(1, array.size // most)]
-    if array.dtype.hasobject:
-        return digest(some.tolist(), before, most)
-    return zlib.crc32(np.ascontiguousarray(some).tobytes(), before)
 
 
 class TurnDigests:

@@ -12,11 +12,11 @@ import logging
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
+import numpy as np
 from paddle.base.framework import _current_expected_place_, _dygraph_place_guard
 from paddle.framework import core
 
@@ -25,14 +25,15 @@ from paddle_shard.errors import DifferentDataError
 from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.plan.partition import Rows
 from paddle_shard.plan.step import Step
-from paddle_shard.reading.batch import Batch, Chunk, Even, as_they_are, joined
+from paddle_shard.reading.batch import Batch, Chunk, Even, joined
 from paddle_shard.reading.chunk_reader import OwnBatches
 from paddle_shard.reading.failure import ReadFailure
 from paddle_shard.reading.reader import DrewBesideError, Reader
-from paddle_shard.reading.tensors import ToTensors, arrays_of, begin_tensors
+from paddle_shard.reading.tensors import NO_TENSOR, arrays_of, is_tensor
 from paddle_shard.reading.worker_guards import in_use
 from paddle_shard.reading.workers import WorkerPool, WorkersLostError
 from paddle_shard.say_once import say_once
+from paddle_shard.tree import mapped
 
 
 class Executor:
@@ -83,15 +84,25 @@ class Executor:
         """
 
 
+@contextlib.contextmanager
+def told_of(step: Step, what: str) -> Iterator[None]:
+    """Raise an error inside as a `DataReadError` of a step, for which this was done."""
+    try:
+        yield
+    except Exception as error:
+        raise_if_a_handlers(error)
+        raise ReadFailure.of(error, what=what).error(step) from None
+
+
 class _Reads(Executor):
     """What the executors that read have in common: they join what several readers have read for a step."""
 
-    def __init__(self, places: Sequence[Rows] | None = None, even: Even = as_they_are) -> None:
+    def __init__(self, places: Sequence[Rows] | None = None, even: Even | None = None) -> None:
         """Set up.
 
         Args:
             places: For each part of a step, the places of its rows in the batch; None: a step has one part, in order.
-            even: Pads the rows of several parts to one length.
+            even: Pads the rows of several parts to one length; None: they must be alike.
         """
         self._places, self._even, self._own_batches = places, even, OwnBatches()
         self._steps: deque[Step] = deque()
@@ -113,15 +124,11 @@ class _Reads(Executor):
                 )
             for _, why in answer.skipped:
                 logging.getLogger("paddle_shard").warning("skipped %s", why)
-        try:
+        with told_of(step, "joining the rows of several workers"):
             found = joined(step, chunks, self._places, self._even)
             if step.parts and step.parts[0].whole_items:
                 self._own_batches.complete(found, step.parts[0])
-            return found
-        except Exception as error:
-            raise_if_a_handlers(error)
-            what = "joining the rows of several workers"
-            raise ReadFailure.of(error, what=what).error(step) from None
+        return found
 
 
 _OTHER_THREAD = (
@@ -136,14 +143,12 @@ def on_cpu() -> contextlib.AbstractContextManager[Any]:
 
     All threads of a process have the same current place, so only the caller's thread may do this.
     """
-    on_device = _on_device()
-    if on_device and threading.current_thread() is not threading.main_thread():
+    if isinstance(_current_expected_place_(), core.CPUPlace):
+        return contextlib.nullcontext()
+    if threading.current_thread() is not threading.main_thread():
         say_once(_OTHER_THREAD)
-    return _dygraph_place_guard(core.CPUPlace()) if on_device else contextlib.nullcontext()
-
-
-def _on_device() -> bool:
-    return not isinstance(_current_expected_place_(), core.CPUPlace)
+    guard: contextlib.AbstractContextManager[Any] = _dygraph_place_guard(core.CPUPlace())
+    return guard
 
 
 class InlineExecutor(_Reads):
@@ -160,7 +165,8 @@ class InlineExecutor(_Reads):
 
         So tensors that samples make would go to the device one by one, and wait for what it has to compute.
         """
-        return self._reader.runs_free and not (self._reader.makes_tensors and _on_device())
+        stays = not self._reader.makes_tensors or isinstance(_current_expected_place_(), core.CPUPlace)
+        return self._reader.runs_free and stays
 
     def submit(self, step: Step) -> None:
         """See `Executor`."""
@@ -201,7 +207,7 @@ class WorkerExecutor(_Reads):
         pool: WorkerPool,
         idle: list[WorkerPool],
         places: Sequence[Rows] | None = None,
-        even: Even = as_they_are,
+        even: Even | None = None,
     ) -> None:
         """Start a pass.
 
@@ -366,6 +372,7 @@ class Wrapper(Executor):
         self._inner.close(ended=ended)
 
 
+_MAKING = "making tensors of the batch"
 MOST_BYTES = 256 << 20
 """Bytes on a device that batches ahead of the one to hand over may take, if there is more than one of them."""
 
@@ -379,19 +386,9 @@ def has_room(sizes: Sequence[int], most: int) -> bool:
     return len(sizes) < most and (not sizes or sum(sizes) + sizes[-1] <= MOST_BYTES)
 
 
-class Looked(Wrapper):
-    """Shows each batch to a function, and marks the first one of the pass."""
-
-    def __init__(self, inner: Executor, look: Callable[[Batch], None]) -> None:
-        super().__init__(inner)
-        self._look, self._any_taken = look, False
-
-    def take(self, *, beside: bool = False) -> Batch:
-        """See `Executor`."""
-        found = self._inner.take(beside=beside)
-        found.is_first, self._any_taken = not self._any_taken, True
-        self._look(found)
-        return found
+ToTensors = Callable[[Sequence[Any], bool], Callable[[], Sequence[Any]]]
+"""Begins to convert arrays and tensors to tensors, and returns a function that returns them. If nothing else refers to
+the arrays (True), the tensors may share their memory."""
 
 
 class Tensors(Wrapper):
@@ -405,17 +402,27 @@ class Tensors(Wrapper):
     has to compute after that.
     """
 
-    def __init__(self, inner: Executor, to_tensors: ToTensors, *, ahead: int = 0, patient: bool = False) -> None:
+    def __init__(
+        self,
+        inner: Executor,
+        to_tensors: ToTensors,
+        *,
+        look: Callable[[Batch], None] | None = None,
+        ahead: int = 0,
+        patient: bool = False,
+    ) -> None:
         """Wrap an executor.
 
         Args:
             inner: The executor.
             to_tensors: Makes the tensors of one pass.
+            look: Is shown each batch before.
             ahead: Batches whose copies are asked for before the one that is handed over is waited for.
             patient: True if the inner executor reads elsewhere, so that what it has not read yet is left to it.
         """
         super().__init__(inner)
-        self._to_tensors, self._ahead, self._patient = to_tensors, ahead, patient
+        self._to_tensors, self._look, self._ahead, self._patient = to_tensors, look, ahead, patient
+        self._any_taken = False
         self._begun: deque[tuple[Batch, Callable[[], Any]] | Exception] = deque()
         """Batches whose tensors are being made, and at last what the next one has failed with."""
 
@@ -427,15 +434,20 @@ class Tensors(Wrapper):
     def take(self, *, beside: bool = False) -> Batch:
         """See `Executor`."""
         begun = self._begun
-        while not begun or (not isinstance(begun[-1], Exception) and has_room(self._sizes(), self._ahead)):
-            if begun and self._patient and not self._inner.ready():
-                break
+        while not begun or (self._ahead and not isinstance(begun[-1], Exception)):
+            if begun:
+                sizes = [one[0].num_bytes for one in islice(begun, 1, None) if isinstance(one, tuple)]
+                if not has_room(sizes, self._ahead) or (self._patient and not self._inner.ready()):
+                    break
             try:
                 found = self._inner.take(beside=beside)
+                found.is_first, self._any_taken = not self._any_taken, True
+                if self._look is not None:
+                    self._look(found)
                 if self._ahead:
                     found.num_bytes = sum(getattr(leaf, "nbytes", 0) for leaf in arrays_of(found.value))
-                begin = partial(begin_tensors, found.value, self._to_tensors, found.owned)
-                begun.append((found, _made(found, begin)))
+                with in_use, at(TENSORS), told_of(found.step, _MAKING):
+                    begun.append((found, begin_tensors(found.value, self._to_tensors, found.owned)))
             except DrewBesideError:  # what is begun stays: the caller's thread takes it, and then reads on
                 raise
             except StopIteration:
@@ -449,12 +461,9 @@ class Tensors(Wrapper):
         if isinstance(first, Exception):
             raise first
         batch, finish = first
-        batch.value = _made(batch, finish)
+        with in_use, at(TENSORS), told_of(batch.step, _MAKING):
+            batch.value = finish()
         return batch
-
-    def _sizes(self) -> list[int]:
-        """Return the bytes of the batches that are begun ahead of the one to hand over."""
-        return [one[0].num_bytes for one in islice(self._begun, 1, None) if isinstance(one, tuple)]
 
     def ready(self) -> bool:
         """See `Executor`."""
@@ -466,11 +475,58 @@ class Tensors(Wrapper):
         self._inner.close(ended=ended)
 
 
-def _made(batch: Batch, make: Callable[[], Any]) -> Any:
-    """Return what is made of a batch; name the step if that fails."""
-    try:
-        with in_use, at(TENSORS):
-            return make()
-    except Exception as error:
-        raise_if_a_handlers(error)
-        raise ReadFailure.of(error, what="making tensors of the batch").error(batch.step) from None
+def begin_tensors(value: Any, begin: ToTensors, owned: bool) -> Callable[[], Any]:
+    """Begin to make tensors of every array of a batch that can be one, and of every tensor.
+
+    Args:
+        value: The batch.
+        begin: Begins to convert arrays and tensors, all at once.
+        owned: True if nothing else refers to the arrays.
+
+    Returns:
+        A function that returns the batch with tensors in their places.
+
+    Raises:
+        TypeError: An array has a dtype or a byte order that Paddle does not have.
+    """
+    if type(value) is np.ndarray:
+        if not _check_dtype(value, ""):
+            return lambda: value
+        made = begin([value], owned)
+        return lambda: made()[0]
+    found: list[Any] = []
+
+    def note(leaf: Any, path: str) -> None:
+        if _check_dtype(leaf, path) if isinstance(leaf, np.ndarray) else is_tensor(leaf):
+            found.append(leaf)
+
+    mapped(value, note)
+    made, converted = begin(found, owned), set(map(id, found))
+
+    def finished() -> Any:
+        tensors = iter(made())
+        return mapped(value, lambda leaf, _: next(tensors) if id(leaf) in converted else leaf)
+
+    return finished
+
+
+def _check_dtype(array: np.ndarray[Any, Any], path: str) -> bool:
+    """Return whether an array can become a tensor.
+
+    Raises:
+        TypeError: It holds numbers, but Paddle does not have its dtype or its byte order.
+    """
+    kind, size = array.dtype.kind, array.dtype.itemsize
+    if kind in NO_TENSOR:
+        return False
+    at = f" at field {path}" if path else ""
+    if (kind == "u" and size > 2) or (kind == "f" and size > 8) or size > 16:
+        raise TypeError(
+            f"Paddle has no tensors of dtype {array.dtype}{at}; convert it, for instance with .astype('int64')."
+        )
+    if not array.dtype.isnative:
+        raise TypeError(
+            f"array of dtype {array.dtype!r}{at} is in another byte order than this machine's; convert it with "
+            f".astype({array.dtype.name!r})."
+        )
+    return True

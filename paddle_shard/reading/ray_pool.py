@@ -88,9 +88,11 @@ class ReadingActor:
             folder: The rank's working directory, from which relative paths are meant; None: the actor's own, by its
                 runtime environment.
         """
+        import ray
+
         self._settings, self._seed = settings, seed
         self._workers: dict[int, tuple[Reader, ReadFailure | None, Any]] = {}
-        self._where = f" on node {_own_address()}"
+        self._where = f" on node {ray.util.get_node_ip_address()}"
         if folder is not None:
             try:
                 os.chdir(folder)
@@ -139,12 +141,6 @@ class ReadingActor:
         reader, failed, paddle_worker._worker_info = self._workers[number]
         found = failed or reader.read(asked, number)
         return replace(found, where=self._where) if isinstance(found, ReadFailure) else found
-
-
-def _own_address() -> str:
-    import ray
-
-    return str(ray.util.get_node_ip_address())
 
 
 @dataclass(slots=True, eq=False)
@@ -217,8 +213,12 @@ class RayPool(WorkerPool):
         if not self._actors:
             self._wanted = 1
         try:
-            if self._sent is None:
-                self._connect()
+            if self._sent is None:  # what all actors need
+                connect()
+                import ray
+                from ray import cloudpickle
+
+                self._sent = ray.put(cloudpickle.dumps(self._settings))
             self._add_actors()
         except Exception as error:
             raise_if_a_handlers(error)
@@ -280,14 +280,6 @@ class RayPool(WorkerPool):
         """See `WorkerPool`."""
         _left_to_the_parent.append((self._actors, self._holders, self._sent))
         self._actors, self._holders, self._sent = [], {}, None
-
-    def _connect(self) -> None:
-        """Connect to Ray, and hand over what all actors need."""
-        import ray
-        from ray import cloudpickle
-
-        connect()
-        self._sent = ray.put(cloudpickle.dumps(self._settings))
 
     def _add_actors(self) -> None:
         """Ask Ray for the actors that are missing, as far as `per_node` allows."""
@@ -397,8 +389,11 @@ class RayPool(WorkerPool):
         while self._waiting:
             asked = self._waiting.popleft()
             number, anew, actor = asked.number, False, None
-            if ready and number not in held_back:
-                actor, anew = self._holder(number, ready) if self._keeps_parts else (self._free(ready), False)
+            if ready and number not in held_back and self._keeps_parts:
+                actor, anew = self._holder(number, ready)
+            elif ready and number not in held_back:
+                least = min(ready, key=lambda actor: len(actor.asked))  # the one that has least to read
+                actor = least if len(least.asked) < self.num_ahead else None
             if actor is None:
                 held_back.add(number)
                 later.append(asked)
@@ -406,11 +401,6 @@ class RayPool(WorkerPool):
             of = number if self._keeps_parts else actor.number
             actor.asked[actor.handle.read.remote(of, asked.request, anew)] = asked
         self._waiting.extend(later)
-
-    def _free(self, ready: list[_Actor]) -> _Actor | None:
-        """Return the actor that has least to read, if it has room."""
-        least = min(ready, key=lambda actor: len(actor.asked))
-        return least if len(least.asked) < self.num_ahead else None
 
     def _holder(self, number: int, ready: list[_Actor]) -> tuple[_Actor | None, bool]:
         """Return the actor that a worker's parts are with, and whether it is to open them.

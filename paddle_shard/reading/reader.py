@@ -21,15 +21,14 @@ import paddle
 from paddle_shard.clock import COLLATING, READING, SLOW, Cause, clock, named
 from paddle_shard.collate import DtypesDifferError, check_dtypes, collate, no_rows, stack
 from paddle_shard.errors import described
-from paddle_shard.plan.handlers import raise_if_a_handlers, raised_by_a_handler
+from paddle_shard.plan.handlers import ignoring, raise_if_a_handlers, raised_by_a_handler
 from paddle_shard.plan.mixture import is_sample_id
-from paddle_shard.plan.seeding import derive_seed, mix, parts
+from paddle_shard.plan.seeding import Generator, derive_seed, kept, mix, parts, restore, states
 from paddle_shard.plan.step import Content, Step
 from paddle_shard.reading.batch import Chunk
 from paddle_shard.reading.digest import WHOLE, digest
 from paddle_shard.reading.failure import ReadFailure
 from paddle_shard.reading.tensors import dtype_of, is_tensor
-from paddle_shard.samplers.randomness import Generator, kept, restore, states
 from paddle_shard.say_once import say_once
 from paddle_shard.sources.arrays import ArrayDataset
 from paddle_shard.tree import leaves
@@ -51,8 +50,12 @@ class DrewBesideError(Exception):
 class Reader:
     """Reads what a step asks for: the same bytes in every process that is asked."""
 
+    draws: bool | None = True
+    """False if reading is known to draw no random numbers, so that nothing is seeded; None: not known."""
     makes_tensors = False
     """True if samples were seen to hold Paddle's tensors in host memory."""
+    num_samples = 0
+    """Samples of the step that was read last."""
     owns_arrays = False
     """True if nothing else refers to the arrays of a batch, so that tensors may share their memory."""
 
@@ -69,6 +72,8 @@ class Reader:
         """
         self.dataset, self.generators = dataset, generators
         self._collate_fn, self._skips = collate_fn, skips
+        self._seeded = 0
+        """What the generators were last seeded with."""
         self._collate = partial(collate, stack_other=_stack_tensors) if collate_fn is None else collate_fn
         self._reading: Cause = READING, named(type(dataset))
         self._collating: Cause = COLLATING, "stacking samples" if collate_fn is None else named(collate_fn)
@@ -85,24 +90,13 @@ class Reader:
             asked: A `Step`, or one of its parts.
             worker: Number of the worker process; None: the main process, whose generators stay as they are.
         """
-        raise NotImplementedError
-
-    def read_beside(self, asked: Any) -> Chunk:
-        """Read in another thread than the caller's, which may not touch the generators: without seeds.
-
-        Raises:
-            DrewBesideError: Something drew random numbers, or reading failed: the caller's thread must read it.
-        """
-        raise NotImplementedError
-
-    def tried(self, asked: Any, worker: int | None, *, seeded: bool) -> Chunk | ReadFailure:
-        """Read, with or without seeding the generators, which are left as they are then."""
         at: dict[str, Any] = {"what": "reading", "index": None}
+        users = states(self.generators) if worker is None and self.draws is not False else None
         mine, began = clock(), time.perf_counter()
         computed = time.thread_time() if mine.fine else 0.0
         before = mine.to(self._reading)
         try:
-            return self._rows(asked, at, seeded=seeded)
+            return self._rows(asked, at)
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # also SystemExit, which would end a worker silently
@@ -115,12 +109,22 @@ class Reader:
             mine.to(before)
             took = time.perf_counter() - began
             mine.cpu += time.thread_time() - computed if mine.fine else took  # who is quick has not waited
-            mine.read(took, asked.num_samples)
+            mine.read(took, self.num_samples)
+            if users is not None:
+                restore(self.generators, users)
+
+    def read_beside(self, asked: Any) -> Chunk:
+        """Read in another thread than the caller's, which may not touch the generators: without seeds.
+
+        Raises:
+            DrewBesideError: Something drew random numbers, or reading failed: the caller's thread must read it.
+        """
+        raise NotImplementedError
 
     def close(self) -> None:
         """Drop what is open."""
 
-    def _rows(self, asked: Any, at: dict[str, Any], *, seeded: bool) -> Chunk:
+    def _rows(self, asked: Any, at: dict[str, Any]) -> Chunk:
         """Read and collate. `at` tells what is being done, for messages."""
         raise NotImplementedError
 
@@ -129,6 +133,7 @@ class Reader:
         raise NotImplementedError
 
     def _seed(self, seed: int) -> None:
+        self._seeded = seed
         for generator in self.generators:
             generator.seed(seed)
 
@@ -206,11 +211,10 @@ class IdReader(Reader):
         self._how = how
         self._read_many = None if how.items_are_batches else getattr(dataset, "__getitems__", None)
         self._name_of: Callable[[Any], Any] = getattr(dataset, "sample_name", _itself)
-        self._draws: bool | None = None
-        """True if reading is known to draw random numbers, False if not; None: not known."""
+        self.draws = None
         self._stand_in: Any = None
-        self._seeded = self._sample_seed = self._part_key = 0
-        """What the generators were last seeded with, and for a sample, and what the seeds of its parts depend on."""
+        self._sample_seed = self._part_key = 0
+        """What the generators were seeded with for a sample, and what the seeds of its parts depend on."""
         self._part_drew = False
         """True if reading a part of a sample drew."""
         self._left: Any = None
@@ -223,14 +227,14 @@ class IdReader(Reader):
     @property
     def runs_free(self) -> bool:
         """See `Reader`."""
-        return self._draws is False and not self._loop_draws
+        return self.draws is False and not self._loop_draws
 
     def read(self, asked: Step, worker: int | None) -> Chunk | ReadFailure:
         """See `Reader`."""
-        generators, left = self.generators, self._left
-        before = states(generators) if left is None else left
-        if self._draws is False:
-            found = self.tried(asked, worker, seeded=False)
+        if self.draws is False:
+            generators, left = self.generators, self._left
+            before = states(generators) if left is None else left
+            found = super().read(asked, worker)
             after = states(generators)
             if after == before:
                 self._left = None if self._loop_draws else after
@@ -238,31 +242,31 @@ class IdReader(Reader):
             if worker is None and left is not None:
                 # The loop may be the one that has drawn, and its numbers must stay. Reading once more tells. (If both
                 # begin to draw between the same two batches, the loop's numbers begin again from before them.)
-                found = self.tried(asked, worker, seeded=False)
+                found = super().read(asked, worker)
                 if states(generators) == after:
                     self._loop_draws, self._left = True, None
                     return found
-            self._draws = True
+            self.draws = True
             say_once(
                 "%s draws random numbers for some samples, and did not for the first ones. From now on it is seeded "
                 "for each sample and, if there are no workers, read on the thread of the training loop.",
                 type(self.dataset).__name__,
             )
-        self._left = None
-        try:
-            return self.tried(asked, worker, seeded=True)
-        finally:
             if worker is None:
                 restore(generators, before)
+        self._left = None
+        return super().read(asked, worker)
 
     def read_beside(self, asked: Step) -> Chunk:
         """See `Reader`."""
+        if self.draws is not False:  # another pass has found that something draws
+            raise DrewBesideError(False)
         before = states(self.generators)
         if self._left not in (None, before):
             self._loop_draws, self._left = True, None
             raise DrewBesideError(True)
         self._left = before
-        found = self.tried(asked, None, seeded=False)
+        found = super().read(asked, None)
         drew = states(self.generators) != before
         if drew or not isinstance(found, Chunk):  # it may have failed because of the thread
             raise DrewBesideError(drew)
@@ -275,28 +279,29 @@ class IdReader(Reader):
     def _explain(self, error: BaseException, asked: Step, at: dict[str, Any]) -> None:
         at["indices"] = tuple(map(self._name_of, asked.ids))
 
-    def _rows(self, asked: Step, at: dict[str, Any], *, seeded: bool) -> Chunk:
+    def _rows(self, asked: Step, at: dict[str, Any]) -> Chunk:
         """See `Reader`. The first batch, which is seeded, shows whether reading draws."""
-        key = _key_of(self._how.seed, asked.epoch, *self._how.of_rank)
+        key = _key_of("sample", self._how.seed, asked.epoch, *self._how.of_rank)
         ids = asked.ids.tolist() if isinstance(asked.ids, np.ndarray) else asked.ids
+        self.num_samples = len(ids)
         if self._read_many is None:
-            return self._one_by_one(asked, ids, at, key, seeded=seeded)
+            return self._one_by_one(asked, ids, at, key)
         try:
-            return self._at_once(asked, ids, at, _seed_of(key, ids[0]), seeded=seeded)
+            return self._at_once(asked, ids, at, _seed_of(key, ids[0]))
         except Exception as error:
             raise_if_a_handlers(error)
             if not self._skips or not hasattr(self.dataset, "__getitem__"):
                 raise
-            return self._one_by_one(asked, ids, at, key, seeded=seeded)
+            return self._one_by_one(asked, ids, at, key)
 
-    def _at_once(self, step: Step, ids: Sequence[Any], at: dict[str, Any], seed: int, *, seeded: bool) -> Chunk:
+    def _at_once(self, step: Step, ids: Sequence[Any], at: dict[str, Any], seed: int) -> Chunk:
         """Read with the `__getitems__` of the data set, and collate."""
         assert self._read_many is not None
         at.update(what=f"reading {len(ids)} samples at once", index=None)
-        if seeded:
+        if self.draws is not False:
             self._seed(seed)
         samples = self._read_many(step.ids if isinstance(self.dataset, ArrayDataset) else ids)
-        watched, drew = self._draws is None, self._draws is None and self._drew_since()
+        watched, drew = self.draws is None, self.draws is None and self._drew_since()
         contents, listed = self.contents(step), isinstance(samples, list)
         if listed and len(samples) != len(ids):
             raise ValueError(
@@ -305,30 +310,30 @@ class IdReader(Reader):
             )
         at.update(what=f"collating {len(samples) if listed else 'the'} samples", index=None)
         clock().to(self._collating)
-        if seeded:
-            self._seed(self._collate_seed(step))
+        self._seed_collating(step)
         value = self._collate(samples) if listed or self._collate_fn is not None else samples
         if watched:
-            self._draws = drew or self._drew_since()
+            self.draws = drew or self._drew_since()
         return Chunk(value, contents=contents)
 
-    def _collate_seed(self, step: Step) -> int:
-        """Return the seed of what is drawn while a step is collated: the same on all data ranks."""
-        return derive_seed(_key_of(self._how.seed, step.epoch), "collate", step.number)
+    def _seed_collating(self, step: Step) -> None:
+        """Seed what the user's function draws while it collates a step: the same on all data ranks."""
+        if self.draws is not False and self._collate_fn is not None:
+            self._seed(derive_seed(_key_of("sample", self._how.seed, step.epoch), "collate", step.number))
 
-    def _one_by_one(self, step: Step, ids: Sequence[Any], at: dict[str, Any], key: int, *, seeded: bool) -> Chunk:
+    def _one_by_one(self, step: Step, ids: Sequence[Any], at: dict[str, Any], key: int) -> Chunk:
         """Read sample after sample, and collate."""
         samples, failed = list[Any](), dict[int, str]()
         threads = threading.enumerate() if step.contents else None
         read, catches, mine = self.dataset.__getitem__, Exception if self._skips else (), clock()
-        of_source = mine.fine > 0 and self._name_of is not _itself
+        seeds, of_source = self.draws is not False, mine.fine > 0 and self._name_of is not _itself
         now = time.perf_counter
         marks = [now()]
         """When reading of each sample begins."""
         for index in ids:
-            if of_source:
-                self._to_source(index)
-            if seeded:
+            if of_source and isinstance(name := self._name_of(index), tuple):  # of a mixture
+                mine.to((READING, f"source {name[0]!r}"))
+            if seeds:
                 self._seed_sample(key, index)
             try:
                 samples.append(read(index))
@@ -344,13 +349,12 @@ class IdReader(Reader):
         if marks[-1] - marks[0] > SLOW:
             took = np.diff(marks)
             slow = int(took.argmax())
-            mine.note(float(took[slow]), lambda: f"sample {self._name_of(ids[slow])!r}")
+            mine.note(float(took[slow]), f"sample {self._name_of(ids[slow])!r}")
         at.update(what=f"collating {len(samples)} samples", index=None)
         # Looking costs more than reading most samples: the last one must tell whether they draw.
-        watched, drew = self._draws is None, self._draws is None and self._drew_since()
+        watched, drew = self.draws is None, self.draws is None and self._drew_since()
         contents = self.contents(step, ids, samples, drew=drew, threads=threads)  # before collating may change them
-        if seeded:
-            self._seed(self._collate_seed(step))
+        self._seed_collating(step)
         value, skipped = self._collated(
             samples,
             failed,
@@ -359,16 +363,10 @@ class IdReader(Reader):
             name_of=lambda row: f"sample {self._name_of(ids[row])!r}",
         )
         if watched:
-            self._draws = drew or self._drew_since()
+            self.draws = drew or self._drew_since()
             tensors = (leaf for leaf in leaves(samples[0]) if isinstance(leaf, paddle.Tensor))
             self.makes_tensors = any(tensor.place.is_cpu_place() for tensor in tensors)
         return Chunk(value, skipped=skipped, contents=contents)
-
-    def _to_source(self, index: Any) -> None:
-        """Book what follows to the source of a mixture that a sample is of."""
-        name = self._name_of(index)
-        if isinstance(name, tuple):
-            clock().to((READING, f"source {name[0]!r}"))
 
     def contents(
         self,
@@ -385,7 +383,7 @@ class IdReader(Reader):
         first is read again if other ranks read it, too, or samples draw, and each if its digest is not the expected
         one. Where reading has begun threads of the data set's own, which may draw now and then, it is several times.
         """
-        found, same, times = list[Content](), True, int(self._how.compared or drew or bool(self._draws))
+        found, same, times = list[Content](), True, int(self._how.compared or drew or bool(self.draws))
         begun = {*threading.enumerate()} - {*threads} if threads else ()
         if any(not thread.name.startswith("paddle_shard") for thread in begun):
             times = _TIMES
@@ -407,23 +405,19 @@ class IdReader(Reader):
     def _again(self, one: Content) -> Any:
         """Read a sample with its seed, and leave the generators as they are."""
         with self._apart():
-            self._seed_sample(_key_of(self._how.seed, one.epoch), one.sample)
+            self._seed_sample(_key_of("sample", self._how.seed, one.epoch), one.sample)
             return self.dataset[one.sample]
-
-    def _seed(self, seed: int) -> None:
-        self._seeded = seed
-        super()._seed(seed)
 
     def _seed_sample(self, key: int, index: Any) -> None:
         """Seed for a sample, and for the parts that it seeds for itself (`seed_part`)."""
         of_mixture = isinstance(index, int) and is_sample_id(index)
         # A source's epoch may go on in the next epoch of its mixture, and a document of it, too.
-        self._part_key = _part_key_of(self._how.seed, index >> 40) if of_mixture else _part_key_of(key)
+        self._part_key = _key_of("part", self._how.seed, index >> 40) if of_mixture else _key_of("part", key)
         self._sample_seed, parts.seed = _seed_of(key, index), self._seed_part
         self._seed(self._sample_seed)
 
     def _seed_part(self, number: int | None) -> None:
-        if self._draws is None:  # the first batch shows whether reading draws
+        if self.draws is None:  # the first batch shows whether reading draws
             self._part_drew = self._drew_since()
         self._seed(mix(self._sample_seed, 0) if number is None else mix(self._part_key, number))
 
@@ -449,25 +443,16 @@ class IdReader(Reader):
             with self._apart():  # seeding is not drawing
                 for index in range(min(TRIED, len(self.dataset))):
                     self._seed_sample(key, index)
-                    try:
+                    with ignoring(Exception):
                         self._stand_in = self.dataset[index]
                         return self._stand_in
-                    except Exception as error:
-                        raise_if_a_handlers(error)
             raise LookupError
         return self._stand_in
 
 
-@lru_cache(maxsize=16)
-def _key_of(*parts: int) -> int:
-    """Return the key of the seeds of an epoch's samples, given the seed, the epoch and perhaps the data rank."""
-    return derive_seed("sample", *parts)
-
-
-@lru_cache(maxsize=64)
-def _part_key_of(*of: int) -> int:
-    """Return the key of the seeds of parts of samples: of an epoch, or of an epoch of a source of a mixture."""
-    return derive_seed("part", *of)
+_key_of = lru_cache(maxsize=64)(derive_seed)
+"""Returns the key of the seeds of an epoch's samples, given "sample", the run's seed, the epoch and perhaps the data
+rank; or of parts of samples, given "part" and an epoch's key, or the seed and an epoch of a source of a mixture."""
 
 
 def _seed_of(key: int, index: Any) -> int:

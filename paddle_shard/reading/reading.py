@@ -14,12 +14,12 @@ import paddle.io
 from paddle_shard.errors import BatchStructureError
 from paddle_shard.plan.partition import Rows
 from paddle_shard.plan.step import Content, Step
-from paddle_shard.reading.batch import Batch, Even, as_they_are
+from paddle_shard.reading.batch import Batch, Even
 from paddle_shard.reading.chunk_reader import ChunkReader
-from paddle_shard.reading.executor import Executor, InlineExecutor, Looked, Tensors, WorkerExecutor, Wrapper
+from paddle_shard.reading.executor import Executor, InlineExecutor, Tensors, ToTensors, WorkerExecutor, Wrapper
 from paddle_shard.reading.ray_pool import RayPool, RayReaders
 from paddle_shard.reading.reader import HowToRead, IdReader, Reader
-from paddle_shard.reading.tensors import ToTensors, arrays_of
+from paddle_shard.reading.tensors import arrays_of
 from paddle_shard.reading.workers import WorkerPool
 from paddle_shard.sources.external import IterableSource
 from paddle_shard.stages.stage import Stage
@@ -37,8 +37,8 @@ class StreamReading:
     """Number of worker processes; at most as many as parts."""
     places: Sequence[Rows]
     """For each part of a step, the places of its rows in the batch."""
-    even: Even = as_they_are
-    """Pads the rows of several parts to one length."""
+    even: Even | None = None
+    """Pads the rows of several parts to one length; None: they must be alike."""
 
 
 class Reading:
@@ -86,7 +86,7 @@ class Reading:
         self,
         more: Callable[[], bool],
         core: Executor,
-        look: Callable[[Batch], None],
+        look: Callable[[Batch], None] | None,
         *,
         elsewhere: bool = False,
     ) -> Executor:
@@ -95,21 +95,19 @@ class Reading:
         Args:
             more: Submits the next step; returns False if there is none.
             core: Reads the steps.
-            look: Is shown each batch as the user's code leaves it.
+            look: Is shown each batch as the user's code leaves it; None: nothing is.
             elsewhere: True if another rank reads them.
         """
-        own = self._iterates_itself
-        inner = core if own else Looked(core, look)
-        patient = elsewhere or self.num_workers > 0
-        made = Tensors(inner, self._to_tensors(), ahead=self._ahead, patient=patient)
-        # What the user's code yields is tensors already.
-        return Looked(UserIterated(made, self.dataloader, more), look) if own else made
+        own, patient = self._iterates_itself, elsewhere or self.num_workers > 0
+        looks = None if own else look
+        made = Tensors(core, self._to_tensors(), look=looks, ahead=self._ahead, patient=patient)
+        return UserIterated(made, self.dataloader, more, look) if own else made
 
     def core(self) -> Executor:
         """Start to read a new pass, in this process or in workers."""
         given, stream = self.dataloader, self._stream
         places, reads_all = None, False
-        even: Even = as_they_are
+        even: Even | None = None
         reader: Reader | None = self._id_reader
         if stream is not None:
             made, how = (stream.stage, given.dataset, given.collate_fn), self._how
@@ -160,15 +158,19 @@ class UserIterated(Wrapper):
     It must yield one batch for each that it takes, in the same order.
     """
 
-    def __init__(self, inner: Executor, dataloader: Any, more: Callable[[], bool]) -> None:
+    def __init__(
+        self, inner: Executor, dataloader: Any, more: Callable[[], bool], look: Callable[[Batch], None] | None
+    ) -> None:
         """Wrap an executor.
 
         Args:
             inner: The executor, whose batches hold tensors.
             dataloader: The loader's copy of the user's DataLoader.
             more: Submits the next step; returns False if there is none.
+            look: Is shown each batch that the user's code yields: of tensors already.
         """
         super().__init__(inner)
+        self._look = look
         self._name = name = f"{type(dataloader).__name__}.__iter__"
         self._taken = taken = deque[Batch]()  # batches that the user's code has taken and not yielded yet
         self._left = 0  # steps that were submitted and whose batches were not yielded yet
@@ -224,6 +226,8 @@ class UserIterated(Wrapper):
         self._left -= 1
         found = self._taken.popleft()
         found.value = value
+        if self._look is not None:
+            self._look(found)
         return found
 
     def _check_turn(self, batch: Any) -> None:

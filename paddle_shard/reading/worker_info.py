@@ -28,27 +28,14 @@ def shown(info: WorkerInfo | None) -> Iterator[None]:
         paddle_worker._worker_info = own
 
 
-class AsOneReader:
-    """A user's stream that is not told of the workers, since it would give each worker only some of its samples.
+def told(info: WorkerInfo | None, dataset: Iterable[Any] | Callable[[], Iterable[Any]]) -> Iterator[Any]:
+    """Iterate over the user's stream, which sees `info` instead of its worker all the time.
 
-    Every reader reads the whole stream, which is cut later. If it split itself, it would be cut twice.
+    With None, it is not told of the workers, since it would give each only some of its samples. Every reader reads the
+    whole stream, which is cut later. If it split itself, it would be cut twice.
     """
-
-    def __init__(self, dataset: Iterable[Any]) -> None:
-        self._dataset = dataset
-
-    def __iter__(self) -> Iterator[Any]:
-        yield from _begun(self._dataset, None)
-
-
-def _begun(dataset: Iterable[Any] | Callable[[], Iterable[Any]], info: WorkerInfo | None) -> Iterator[Any]:
-    """Iterate over the user's stream, which sees `info` instead of its worker all the time."""
     with shown(info):
         items = iter(dataset if isinstance(dataset, Iterable) else dataset())
-    return _going_on(items, info)
-
-
-def _going_on(items: Iterator[Any], info: WorkerInfo | None) -> Iterator[Any]:
     while True:
         with shown(info):
             try:
@@ -86,7 +73,7 @@ class SelfSplit(Stage):
         opening.seed_generators(key)
         seed = key & 0x7FFFFFFF
         info = WorkerInfo(id=part, num_workers=opening.num_parts, dataset=self._dataset, seed=seed)
-        items = opening.drawn(_begun(self._dataset, info), part)
+        items = opening.drawn(told(info, self._dataset), part)
         first, failure = next(items, _END), None
         if first is _END:
             return

@@ -20,12 +20,12 @@ import paddle.io
 
 from paddle_shard.clock import WAITING, at
 from paddle_shard.plan.handlers import ignoring
+from paddle_shard.plan.seeding import NumpyGenerator, kept
 from paddle_shard.reading.channel import Channel
 from paddle_shard.reading.failure import ReadFailure
 from paddle_shard.reading.reader import Reader
 from paddle_shard.reading.worker import WorkerSettings, work
 from paddle_shard.reading.worker_guards import garbage_left_to_the_parent, in_use, signals_held
-from paddle_shard.samplers.randomness import NumpyGenerator, kept
 
 CLOSE_SECONDS = 1.0
 """Seconds that a worker has to finish its sample when its pass is closed. After that it is killed."""

@@ -10,7 +10,7 @@ import pytest
 
 import paddle_shard
 from paddle_shard import Stream
-from paddle_shard.inputs.generators import PaddleGenerator
+from paddle_shard.inputs.generators import DeviceGenerator, PaddleGenerator
 from tests.helpers import ONE, Made
 
 
@@ -143,5 +143,5 @@ def test_states_are_equal_only_if_nothing_was_drawn_between():
     one.set_state(first)
     assert one.get_state() == first
     assert noise().tolist() == drawn
-    told = PaddleGenerator(watched=False)
+    told = DeviceGenerator()
     assert told.get_state() != told.get_state()

@@ -17,12 +17,12 @@ import paddle_shard
 from paddle_shard import Stream
 from paddle_shard.errors import DataReadError
 from paddle_shard.plan.parts import PartsPlan, chunks_of
+from paddle_shard.plan.seeding import NumpyGenerator, PythonGenerator
 from paddle_shard.plan.step import Step
 from paddle_shard.reading.batch import Batch as ReadBatch
 from paddle_shard.reading.batch import Chunk, joined
 from paddle_shard.reading.chunk_reader import ChunkReader, ChunkRequest, OwnBatches
 from paddle_shard.reading.failure import ReadFailure
-from paddle_shard.samplers.randomness import NumpyGenerator, PythonGenerator
 from paddle_shard.sources.external import IterableSource
 from paddle_shard.stages import Batch, Filter, Map, Repeat, Shuffle, Stripe, Unbatch
 from paddle_shard.stages.stage import Opening, Stage

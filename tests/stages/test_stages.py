@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.parts import PartsPlan
+from paddle_shard.plan.seeding import NumpyGenerator, PythonGenerator
 from paddle_shard.reading.chunk_reader import ChunkReader, ChunkRequest
-from paddle_shard.samplers.randomness import NumpyGenerator, PythonGenerator
 from paddle_shard.sources.external import IterableSource
 from paddle_shard.sources.shards import ShardSource
 from paddle_shard.stages import Batch, Filter, Map, Pack, Repeat, Shuffle, Stripe, Unbatch
