@@ -4,8 +4,8 @@
 
 *Causes*: in each trial one thing is slow, at a place and by a time that are drawn at random, and `print(loader.stats)`
 has to name the rank, the place and what would help. The loops sleep; on 2 ranks each step ends with a collective.
-*Closes*: the causes of the account, added up, over what a watch around `next` shows. *Cost*: a step of the same loop,
-beside one in which the account does nothing, in turns in the same process.
+*Closes*: the causes of the account, added up, over what a watch around `iter` and `next` shows. *Cost*: a step of the
+same loop, beside one in which the account does nothing, in turns in the same process.
 """
 
 import contextlib
@@ -50,7 +50,9 @@ def sharded(data, mesh=None, **options):
 
 def loop(loader, step=0.004, steps=STEPS, after=lambda: None):
     """Train; return the seconds for which the loop has waited, by its own watch."""
-    waited, batches = 0.0, iter(loader)
+    began = time.perf_counter()
+    batches = iter(loader)
+    waited = time.perf_counter() - began
     for _ in range(steps):
         began = time.perf_counter()
         next(batches)
@@ -108,7 +110,7 @@ def slow_file(draw):
     loop(loader, step=0.003, steps=40)
     server.shutdown()
     server.server_close()
-    return str(loader.stats), rf"reading .*{slow}, [\d.]+ ms a sample"
+    return str(loader.stats), rf"reading .*{slow}, [\d.]+ ms a step"
 
 
 def slow_function(draw):
@@ -142,7 +144,7 @@ def slow_source(draw):
     mixture = paddle_shard.Mixture({name: Made(seconds if name == slow else 0.0) for name in names})
     loader = sharded(paddle.io.DataLoader(mixture, batch_size=12, shuffle=True))
     loop(loader)
-    return str(loader.stats), rf"reading source '{slow}', [\d.]+ ms a sample"
+    return str(loader.stats), rf"reading source '{slow}', [\d.]+ ms a step"
 
 
 def large_copies(draw):

@@ -54,6 +54,25 @@ class Spent(NamedTuple):
     stretches: tuple[Stretch, ...] = ()
     """Of the workers and threads that took part; the one that has made it is the last."""
 
+    @property
+    def made(self) -> dict[Cause, float]:
+        """What all readers together have done."""
+        return self.seconds if self.work is None else self.work
+
+    def after(self, before: Spent) -> Spent:
+        """Return this with what was spent directly before it."""
+        return Spent(
+            _added(before.seconds, self.seconds),
+            max(before.slowest, self.slowest),
+            _added(before.made, self.made),
+            before.cpu + self.cpu,
+            before.stretches + self.stretches,
+        )
+
+
+def _added(one: dict[Cause, float], other: dict[Cause, float]) -> dict[Cause, float]:
+    return {cause: one.get(cause, 0.0) + other.get(cause, 0.0) for cause in one | other}
+
 
 class Clock:
     """The clock of one thread."""
@@ -126,7 +145,7 @@ class Clock:
         for cause, seconds in (made if total else {(TRANSPORT, ""): 1.0}).items():
             self._seconds[cause] = self._seconds.get(cause, 0.0) + waited * seconds / (total or 1.0)
         if spent is not None:
-            for cause, seconds in (spent.work or made).items():
+            for cause, seconds in spent.made.items():
                 self._work[cause] = self._work.get(cause, 0.0) + seconds
             self.note(*spent.slowest)
             self.cpu += spent.cpu

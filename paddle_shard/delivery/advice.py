@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import socket
+import zlib
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
@@ -35,9 +36,9 @@ from paddle_shard.delivery.memory import memory_by_owner
 
 RECENT = 64
 """Steps that a summary is made of."""
-FIRST_TELLING, TELLING_SECONDS = 16, 5.0
-"""Step of a pass at which the ranks first tell each other their summaries, and seconds from one telling to the next."""
-_FEWEST = 4
+TELLING_SECONDS = 2.0
+"""Seconds after which the ranks tell each other their summaries anew."""
+FEWEST = 4
 """Steps of which something can be said."""
 _MATTERS, _MATTERS_SECONDS = 0.05, 50e-6
 """Share of a step, and seconds, from which on a wait is worth a word."""
@@ -51,15 +52,16 @@ _IDLE = 50
 """A loop does little else if its own code takes so many times less than its data."""
 _SMALL = 1e5
 """Bytes of a batch below which it matters little how large it is."""
-_SLOWER = 1.1
-"""The code of a rank is slow if it takes so many times as long as that of a quarter of the ranks, or more."""
+_SLOWER, _OWN = 1.1, 2.0
+"""The code of a rank is slow if it takes so many times as long as that of a quarter of the ranks, or more, and if what
+it takes longer is so many times what any rank waits for its data: else it may be a collective in which it waits."""
 
 
 class Taken(NamedTuple):
     """One step of a rank."""
 
     step: float
-    """Seconds of the user's code before it."""
+    """Seconds of the user's code before it; 0.0 for the first step of a pass."""
     wait: float
     """Seconds in the loader."""
     spent: Spent
@@ -95,6 +97,8 @@ class Summary(NamedTuple):
     num_workers: int
     num_replicas: int
     num_cores: int
+    cores: int
+    """Which cores these are: the same for ranks of a host that share them."""
     host: str
     memory: dict[str, int] | None = None
     """Bytes of the rank's process alone, of its workers and of what they share; None: the kernel does not tell."""
@@ -102,20 +106,21 @@ class Summary(NamedTuple):
 
 def summary_of(recent: Collection[Taken], num_workers: int, num_replicas: int) -> Summary | None:
     """Return the summary of some steps; None if they are too few."""
-    if len(recent) < _FEWEST:
+    if len(recent) < FEWEST:
         return None
     waits, work = defaultdict[Cause, float](float), defaultdict[Cause, float](float)
-    made = [one.spent.seconds if one.spent.work is None else one.spent.work for one in recent]
+    made = [one.spent.made for one in recent]
     for one, of_one in zip(recent, made, strict=True):
         for cause, seconds in one.spent.seconds.items():
             waits[cause] += seconds / len(recent)
         for cause, seconds in of_one.items():
             work[cause] += seconds / len(recent)
+    cores = sorted(os.sched_getaffinity(0))
     others = sum(waits.pop(cause, 0.0) for cause in [(RANKS, ""), (LEADER, "")])
     cause = max(waits, key=waits.__getitem__, default=(LOADER, ""))
     return Summary(
         num_steps=len(recent),
-        step=float(np.median([one.step for one in recent])),
+        step=float(np.median([one.step for one in recent if one.step] or [0.0])),
         wait=sum(waits.values()),
         others=others,
         cause=cause,
@@ -128,16 +133,11 @@ def summary_of(recent: Collection[Taken], num_workers: int, num_replicas: int) -
         num_bytes=sum(one.num_bytes for one in recent) / len(recent),
         num_workers=num_workers,
         num_replicas=num_replicas,
-        num_cores=len(os.sched_getaffinity(0)),
+        num_cores=len(cores),
+        cores=zlib.crc32(str(cores).encode()),
         host=socket.gethostname(),
         memory=memory_by_owner(),
     )
-
-
-def steps_to_next(told: Mapping[int, Summary]) -> int:
-    """Return after how many steps the ranks tell each other again, given what all have told: the same on all."""
-    longest = max(one.step + one.wait + one.others for one in told.values())
-    return max(FIRST_TELLING, min(1 << 20, int(TELLING_SECONDS / max(longest, 1e-6))))
 
 
 def advice(of_ranks: Mapping[int, Summary]) -> str:
@@ -149,25 +149,27 @@ def advice(of_ranks: Mapping[int, Summary]) -> str:
     if not of_ranks:
         return "Nothing is known yet: it takes some steps of a loop."
     rank, worst = max(of_ranks.items(), key=lambda item: item[1].wait)
+    late_rank, late = max(of_ranks.items(), key=lambda item: item[1].step)
+    usual = float(np.quantile([one.step for one in of_ranks.values()], 0.25, method="lower"))
+    late_by = late.step - usual if late.step > _SLOWER * usual else 0.0
     whole = worst.step + worst.wait + worst.others
-    if worst.wait >= max(_MATTERS * whole, _MATTERS_SECONDS):
+    if worst.wait >= max(_MATTERS * whole, _MATTERS_SECONDS, late_by / _OWN):
         whose = f"on {_named(rank, of_ranks, lambda one: one.wait)}, " if len(of_ranks) > 1 else ""
+        of_all = worst.cause[0] in MADE_BY_READERS and "`" in worst.cause[1]  # not one source, nor one file
         each = worst.cause_work / max(worst.samples, 1.0)
-        per = f"{in_ms(each)} a sample" if worst.cause[0] in MADE_BY_READERS else f"{in_ms(worst.cause_work)} a step"
+        per = f"{in_ms(each)} a sample" if of_all else f"{in_ms(worst.cause_work)} a step"
         return (
             f"Training waits for data {worst.wait / whole:.0%} of each step, which takes {in_ms(whole)} and would take "
-            f"{in_ms(worst.step)}: {whose}{shown(worst.cause)}, {per}. {_remedy(worst)}"
+            f"{in_ms(worst.step)}: {whose}{shown(worst.cause)}, {per}. {_remedy(worst, of_ranks.values())}"
         )
-    rank, late = max(of_ranks.items(), key=lambda item: item[1].step)
     waiting = max(of_ranks.values(), key=lambda one: one.others)
     whole = waiting.step + waiting.wait + waiting.others
-    usual = float(np.quantile([one.step for one in of_ranks.values()], 0.25, method="lower"))
     if waiting.others >= max(_MATTERS * whole, _MATTERS_SECONDS):
         share = f"Ranks wait for each other {waiting.others / whole:.0%} of each step, which takes {in_ms(whole)}"
-        if late.step > _SLOWER * usual:
+        if late_by:
             return (
                 f"{share}: the code between two batches takes {in_ms(late.step)} on "
-                f"{_named(rank, of_ranks, lambda one: one.step)}, and {in_ms(usual)} on others. "
+                f"{_named(late_rank, of_ranks, lambda one: one.step)}, and {in_ms(usual)} on others. "
                 "Data is ready when it is asked for: look at what is done there besides."
             )
         return f"{share}. Data is ready when it is asked for: no rank's own data is late."
@@ -189,7 +191,7 @@ def _named(rank: int, of_ranks: Mapping[int, Summary], late: Callable[[Summary],
     return f"global rank {rank} (host {host})"
 
 
-def _remedy(one: Summary) -> str:
+def _remedy(one: Summary, of_all: Collection[Summary]) -> str:
     """Return what would help a rank that waits for its data."""
     kind, size = one.cause[0], f"{one.num_bytes / 1e6:.3g} MB"
     if kind in MADE_BY_READERS:
@@ -206,12 +208,14 @@ def _remedy(one: Summary) -> str:
             return f"{differ} {more}prefetch_factor={ahead} evens that out."
         if one.step < one.wait / _IDLE:
             return "The loop does little else, so that any number of workers (num_workers=) makes it faster."
+        # Ranks that share cores compete for them.
+        cpu = sum(other.cpu for other in of_all if (other.host, other.cores) == (one.host, one.cores))
+        if _SPARE * cpu <= one.num_cores * one.step:
+            return f"{needed} worker{'s' * (needed > 1)} {had}(num_workers=) would hide it."
         once = f", or replicas='leader', which reads once for {one.num_replicas} ranks" * (one.num_replicas > 1)
-        if _SPARE * one.cpu <= one.num_cores * one.step:
-            return f"{needed} worker{'s' * (needed > 1)} {had}(num_workers=) would hide it{once}."
         more = f"{one.num_cores} workers (num_workers=) would hide a part. " if one.num_workers < one.num_cores else ""
         return (
-            f"{more}All of it would keep {one.cpu / max(one.step, 1e-6):.1f} of this host's {one.num_cores} cores "
+            f"{more}All of it would keep {cpu / max(one.step, 1e-6):.1f} of this host's {one.num_cores} cores "
             f"busy: make it cheaper, or read on other hosts, too (readers=RayReaders(...)){once}."
         )
     small = kind in (TRANSPORT, TENSORS) and one.num_bytes < _SMALL
@@ -219,11 +223,11 @@ def _remedy(one: Summary) -> str:
 
 
 _REMEDIES = {
-    SAMPLER: "It is made on the training thread: larger batches, or a quicker sampler of your own, make it cheaper.",
+    SAMPLER: "The training thread makes it: larger batches make it cheaper, and a quicker sampler, if it is yours.",
     STARTING: "persistent_workers=True starts them once, and not for each pass.",
     TRANSPORT: "A batch of {size} is handed over: smaller dtypes, such as uint8 for images, make it cheaper.",
     TENSORS: "A batch of {size} becomes tensors on the device: smaller dtypes make it cheaper.",
-    PLACING: "Fewer and larger fields make it cheaper.",
+    PLACING: "Larger batches make it cheaper, and fewer fields.",
     LOADER: "Larger batches make it cheaper.",
 }
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
+import time
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from paddle_shard.delivery import stopping
-from paddle_shard.delivery.advice import FIRST_TELLING, of_told, steps_to_next
+from paddle_shard.delivery.advice import FEWEST, TELLING_SECONDS, of_told
 from paddle_shard.delivery.placing import PassSetup
 from paddle_shard.errors import BatchStructureError, SplitError
 from paddle_shard.place.lengths import finished
@@ -21,7 +21,7 @@ from paddle_shard.reading.batch import Batch
 class StepNotes:
     """The notes that a rank sends and receives on the steps of a pass.
 
-    A note holds up to seven things:
+    A note holds up to eight things:
 
     - The dtype and shape of a row, when they change. If only they differed between ranks, the global batch would be
       ragged and no rank could see it. With `pad_to`, all ranks pad their rows to the longest.
@@ -31,7 +31,7 @@ class StepNotes:
     - What some samples hold that all ranks have read; of a stream, the files that the rank has opened. So the state of
       each rank knows those of all.
     - That the rank was asked to stop (`stopping`).
-    - Where its time went (`advice`), every few seconds, from all ranks at the same step.
+    - Where its time went (`advice`), when the first rank asks all ranks for it: every few seconds.
     """
 
     def __init__(self, setup: PassSetup) -> None:
@@ -48,17 +48,20 @@ class StepNotes:
         self._shapes: dict[int, Any] = {}
         self._rows: dict[int, int] = {}
         self._ranks, self._asked_to_stop = setup.agreeing_ranks, False
-        self._stats, self._tells_at = setup.stats, 0 if setup.stats.recent else FIRST_TELLING
+        self._stats, self._asks = setup.stats, setup.own_layout.global_rank == min(setup.agreeing_ranks)
+        self._asked, self._times = False, dict[int, Any]()
+        """True if the first rank has asked for summaries, and this one has not told its own; what was told since."""
 
     def say(self, batch: Batch) -> str | None:
         """Return the note on a step; None if there is nothing to say."""
         told: dict[str, Any] = {}
         if not self._asked_to_stop and stopping.has_news(self._ranks):
             self._asked_to_stop = told["stop"] = True
-        if batch.step.number >= self._tells_at and len(self._ranks) > 1:
-            summary = self._stats.summary()
-            self._tells_at = sys.maxsize  # until all have told
-            told["time"] = summary
+        if self._asked:
+            self._asked, told["time"] = False, self._stats.summary()
+        elif self._asks and len(self._stats.recent) >= FEWEST and time.perf_counter() > self._stats.tells_at:
+            self._stats.tells_at = time.perf_counter() + TELLING_SECONDS
+            told["ask"] = True
         if batch.placed is None:
             return json.dumps(told) if told else None
         if batch.placed.row_shapes != self._said and (self._holds_rows or self._pad_to is None):
@@ -91,9 +94,12 @@ class StepNotes:
         notes = [(rank, json.loads(said)) for rank, said in heard]
         if any("stop" in told for _, told in notes):
             stopping.agree(self._ranks)
-        if times := {rank: told["time"] for rank, told in notes if told.get("time")}:
-            self._stats.of_ranks = {rank: of_told(one) for rank, one in sorted(times.items())}
-            self._tells_at = batch.step.number + steps_to_next(self._stats.of_ranks)
+        if any("ask" in told for _, told in notes):
+            self._asked, self._times = True, {}
+        self._times |= {rank: told["time"] for rank, told in notes if "time" in told}
+        if len(self._times) == len(self._ranks):  # all ranks hear all notes at the same step, and so say the same
+            self._stats.of_ranks = {rank: of_told(one) for rank, one in sorted(self._times.items()) if one}
+            self._times = {}
         if batch.placed is None or not (heard or self._pad_to):
             return batch
         read, contents = dict[int, Any](), dict[int, Any]()

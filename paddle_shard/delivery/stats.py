@@ -111,7 +111,12 @@ class LoaderStats:
         self.epoch, self._passes_before, self._who_reads = Counts(), Counts(), who_reads
         self._num_replicas, self._rank, self.num_workers = num_replicas, rank, 0
         self.recent: deque[Taken] = deque(maxlen=RECENT)
-        """The newest steps of this rank, but for the first one of a pass."""
+        """The newest steps of this rank. The first one of a pass is among them if the pass before was as short as this,
+        so that the beginning of a pass is a part of each of its steps."""
+        self._short = False
+        """True if the pass before was short."""
+        self.tells_at = 0.0
+        """When the first rank asks all to tell each other next; in seconds of `time.perf_counter`."""
         self.of_ranks: Mapping[int, Summary] = {}
         """Global rank -> where its time went, when they last told each other: the same on all ranks."""
 
@@ -122,8 +127,14 @@ class LoaderStats:
 
     def begin_pass(self, num_workers: int) -> Counts:
         """Begin the counts of another pass, and return them."""
+        self._short = 0 < self.epoch.batches <= RECENT
         self._passes_before, self.epoch, self.num_workers = self.total, Counts(), num_workers
         return self.epoch
+
+    def note(self, taken: Taken, *, first: bool) -> None:
+        """Note a step."""
+        if not first or self._short:
+            self.recent.append(taken)
 
     def summary(self) -> Summary | None:
         """Return where the time of this rank went in its newest steps; None: it is not known yet."""
@@ -223,8 +234,14 @@ class PassClock:
         self._stats, self._counts = stats, stats.begin_pass(num_workers)
         self._left: float | None = None
         self._step = 0.0
-        self._outer: Any = None
         self._told_stall, self._looks_at = False, time.perf_counter() + LOOK_SECONDS
+        self._outer = clock().begin(LOADER)
+        self._began, self._opening = clock().since, Spent({})
+
+    def begun(self) -> None:
+        """Note that the pass has begun, as far as that is done before its first batch is asked for."""
+        self._opening = self._end(self._began)
+        self._left = None
 
     def enter(self, handed: float) -> float:
         """Note that the user asks for a batch; return the time.
@@ -253,6 +270,8 @@ class PassClock:
         if batch.skipped is not None or not batch.whole:
             samples = int(np.count_nonzero(batch.valid()))
         num_bytes, before, spent = batch.placed.num_bytes, self._left, self._end(entered)
+        if before is None:
+            spent = spent.after(self._opening)
         taken = Taken(self._step, sum(spent.seconds.values()), spent, samples, num_bytes)
         counts = self._counts
         counts.batches += 1
@@ -262,10 +281,9 @@ class PassClock:
         counts.bytes += num_bytes
         counts.largest_cost += largest
         counts.mean_cost += mean
-        if before is not None:
-            if taken.wait >= _STALL_SECONDS:
-                self._say_if_stalled(taken, batch)
-            self._stats.recent.append(taken)
+        if before is not None and taken.wait >= _STALL_SECONDS:
+            self._say_if_stalled(taken, batch)
+        self._stats.note(taken, first=before is None)
         if entered >= self._looks_at:
             self._looks_at = entered + LOOK_SECONDS
             with ignoring(*UNTOLD):

@@ -33,10 +33,11 @@ def events_of(recent: Iterable[Taken], rank: int) -> list[dict[str, Any]]:
 
     for one in recent:
         waited = one.spent.stretches[-1]
-        event(waited.who, "step", waited.began - one.step, one.step)
+        if one.step:
+            event(waited.who, "step", waited.began - one.step, one.step)
         for stretch in one.spent.stretches:
             took = stretch.ended - stretch.began
-            what = "waiting for data" if stretch is waited else "making a batch"
+            what = "waiting for data" if stretch.who == waited.who else "making a batch"
             event(stretch.who, what, stretch.began, took, rows=one.samples, bytes=one.num_bytes)
             at = stretch.began
             causes: list[tuple[Cause, float]] = sorted(stretch.seconds.items(), key=lambda item: -item[1])

@@ -79,7 +79,9 @@ class SlowSampler:
 
 def run(loader, step=STEP, steps=STEPS):
     """Go through some steps; return the seconds for which the loop has waited, by its own watch."""
-    waited, batches = 0.0, iter(loader)
+    began = time.perf_counter()
+    batches = iter(loader)
+    waited = time.perf_counter() - began
     for _ in range(steps):
         began = time.perf_counter()
         next(batches)
@@ -141,7 +143,7 @@ CAUSES = {
     ),
     "a slow source": (
         lambda _: DataLoader(Mixture({"web": Made(quick_row, 400), "chat": Made(slow_row, 400)}), batch_size=16),
-        r"reading source 'chat', [\d.]+ ms a sample",
+        r"reading source 'chat', [\d.]+ ms a step",
     ),
 }
 
@@ -175,7 +177,7 @@ def test_a_slow_file_is_named():
 
         run(loader, step=0.003, steps=40)
 
-    assert re.search(r"reading .*bad\.txt, [\d.]+ ms a sample", str(loader.stats)), str(loader.stats)
+    assert re.search(r"reading .*bad\.txt, [\d.]+ ms a step", str(loader.stats)), str(loader.stats)
 
 
 def test_copies_that_are_too_large_are_named_with_their_size():
@@ -204,6 +206,51 @@ def test_data_that_is_ready_long_before_it_is_asked_for_is_no_cause(workers):
 
     assert "reading `Made`" not in str(loader.stats), str(loader.stats)  # a busy machine may be slow at all else
     assert "num_workers" not in str(loader.stats)
+
+
+def starts_slowly(_):
+    pause(0.4)
+
+
+class DrawnBefore(SlowSampler):
+    """Draws all of an epoch before its first batch."""
+
+    def __iter__(self):
+        pause(0.4)
+        yield from ([first, first + 1] for first in range(0, 16, 2))
+
+    def __len__(self):
+        return 8
+
+
+@pytest.mark.parametrize(
+    ("given", "told", "kind"),
+    [
+        ({"batch_sampler": DrawnBefore()}, "the order of the samples", "sampler"),
+        (
+            {"batch_size": 2, "num_workers": 2, "worker_init_fn": starts_slowly},
+            "starting workers.* persistent_workers=True starts them once",
+            "starting_workers",
+        ),
+    ],
+)
+def test_what_the_beginning_of_a_pass_takes_is_a_part_of_short_passes(given, told, kind):
+    loader, waited = sharded(DataLoader(Made(quick_row, 16), **given), ONE, prefetch=0), 0.0
+    for _ in range(3):
+        began = time.perf_counter()
+        batches = iter(loader)
+        waited += time.perf_counter() - began
+        for _ in range(8):
+            began = time.perf_counter()
+            next(batches)
+            waited += time.perf_counter() - began
+            time.sleep(STEP)
+        batches.close()
+
+    assert 0.95 * waited <= sum(loader.stats.total.waits.values()) <= 1.001 * waited
+    assert loader.stats.scalars()[f"data/waits/{kind}"] > 0.35
+    assert re.search(told, str(loader.stats)), str(loader.stats)
+    assert 0.5 * waited < loader.stats.summary().wait * 24 < 1.1 * waited
 
 
 def test_nothing_is_claimed_if_nothing_is_planted():

@@ -21,6 +21,7 @@ USUAL = Summary(
     num_workers=2,
     num_replicas=1,
     num_cores=8,
+    cores=1,
     host="a",
 )
 
@@ -88,3 +89,41 @@ def test_of_rare_slow_samples_the_mean_tells_how_many_workers_and_the_slowest_ho
     """One sample in ten steps of 20 ms takes half a second, so that a step takes 50 ms of reading on average."""
     one = waiting(0.03, step=0.02, work=0.001, mean_work=0.05, slowest=(0.5, "sample 7"), num_workers=workers)
     assert remedy in advice({0: one}), advice({0: one})
+
+
+def test_the_larger_of_two_causes_is_told():
+    """One rank's code takes 30 ms more than that of the others, and its own data 4 ms."""
+    late = USUAL._replace(step=0.04, wait=0.004, cause=(LOADER, ""), cause_work=0.004)
+    said = advice(job(a=[USUAL._replace(others=0.03), late]))
+    assert "the code between two batches takes 40 ms on global rank 1, and 10 ms on others" in said
+    assert "on global rank 1, reading" in advice(job(a=[USUAL._replace(others=0.03), waiting(0.05, step=0.04)]))
+    # A collective of rank 0 takes the time in which rank 1 reads.
+    assert "on global rank 1, reading" in advice(job(a=[slow(0.09), waiting(0.07)]))
+
+
+def busy(cores):
+    """A rank that reads by 2 workers, for which they compute on so many cores all the time."""
+    cpu = cores * USUAL.step
+    return waiting(0.02, cpu=cpu, work=0.03, mean_work=0.03, num_cores=2)
+
+
+def test_ranks_that_share_cores_compete_for_them():
+    assert "4 workers instead of 2 (num_workers=) would hide it." in advice(job(a=[busy(1.0)]))
+    for_both = advice(job(a=[busy(1.5), busy(1.5)]))
+    assert "All of it would keep 3.0 of this host's 2 cores busy" in for_both
+    apart = [busy(1.5)._replace(cores=number) for number in (1, 2)]
+    assert "would hide it." in advice(job(a=apart))
+    assert "would hide it." in advice(job(a=[busy(1.5)], b=[busy(1.5)]))
+
+
+def test_one_reader_for_replicas_is_advised_where_cores_are_short_and_not_where_reads_wait():
+    replicas = {"num_replicas": 2}
+    assert "leader" not in advice(job(a=[busy(0.1)._replace(**replicas)] * 2))
+    said = advice(job(a=[busy(1.5)._replace(**replicas)] * 2))
+    assert "or replicas='leader', which reads once for 2 ranks" in said
+
+
+def test_what_some_of_the_samples_take_is_told_by_the_step():
+    one = waiting(0.02, cause_work=0.016)
+    assert "reading source 'chat', 16 ms a step" in advice({0: one._replace(cause=(READING, "source 'chat'"))})
+    assert "reading `Images`, 2 ms a sample" in advice({0: one._replace(cause=(READING, "`Images`"))})

@@ -98,7 +98,7 @@ class Rank:
         self.setups = [SimpleNamespace(agreeing_ranks=ranks, stats=LoaderStats()) for _ in range(2)]
         for setup in self.setups:
             setup.batch_check, setup.source = None, SimpleNamespace(split=False)
-            setup.placer, setup.own_layout = SimpleNamespace(pad_to=None), SimpleNamespace(on_mesh=True)
+            setup.placer, setup.own_layout = SimpleNamespace(pad_to=None), SimpleNamespace(on_mesh=True, global_rank=0)
 
     def doing(self, work, *args):
         stopping._heard, stopping._agreed = self.heard, self.agreed

@@ -19,22 +19,24 @@ MP = dist.ProcessMesh([0, 1], dim_names=["mp"])
 
 
 class Rows(paddle.io.Dataset):
-    def __init__(self, seconds):
-        self.seconds = seconds
+    def __init__(self, seconds, quick):
+        self.seconds, self.quick = seconds, quick
 
     def __len__(self):
-        return 2000
+        return 4000
 
     def __getitem__(self, index):
-        time.sleep(self.seconds)
+        time.sleep(self.seconds if index >= self.quick else 0.0)
         return np.full(4, index, "float32")
 
 
-def said(mesh, *, row=0.0, step=0.004, steps=32, workers=0, **options):
+def said(mesh, *, row=0.0, quick=0, step=0.004, steps=32, workers=0, **options):
     """What the statistics say after some steps, each of which ends with a collective, as that of a model does."""
-    given = paddle.io.DataLoader(Rows(row), batch_size=16, num_workers=workers)
+    given = paddle.io.DataLoader(Rows(row, quick), batch_size=16, num_workers=workers)
     loader = paddle_shard.shard_dataloader(given, mesh, shard_dims="dp" if mesh is DP else None, **options)
-    batches, waited = iter(loader), 0.0
+    began = time.perf_counter()
+    batches = iter(loader)
+    waited = time.perf_counter() - began
     for _ in range(steps):
         began = time.perf_counter()
         next(batches)
@@ -58,5 +60,7 @@ report(
         "each": said(MP, row=0.003),
         "a slow follower": said(MP, step=0.02 + 0.02 * ME, replicas="leader"),
         "a slow rank": said(DP, step=0.02 + 0.02 * ME),
+        # 200 steps of less than a millisecond and a collective, and then slow ones for 4 seconds.
+        "slow later": said(DP, row=0.01 * ME, quick=3200, step=0.0, steps=249),
     }
 )
