@@ -110,11 +110,31 @@ class NumpyGenerator:
 
 _private = threading.RLock()
 """Held while the global generators hold a sampler's private states, which no other thread may take for the user's."""
+_seeded = threading.RLock()
+"""Held while samples are read for which the global generators are seeded, and by a thread that reads without seeds."""
+_LONGEST = 5.0
+"""Seconds for which either waits for the other: who is read may itself wait for the other one's thread."""
 
 
 def _renew() -> None:
-    global _private
-    _private = threading.RLock()
+    global _private, _seeded
+    _private, _seeded = threading.RLock(), threading.RLock()
+
+
+@contextmanager
+def undisturbed(*, needed: bool = True) -> Iterator[bool]:
+    """Let no other thread read with, or without, seeds meanwhile; yield False if one did all the time.
+
+    Args:
+        needed: False: do nothing.
+    """
+    lock = _seeded  # a fork in between makes another one
+    mine = needed and lock.acquire(timeout=_LONGEST)
+    try:
+        yield mine
+    finally:
+        if mine:
+            lock.release()
 
 
 if hasattr(os, "register_at_fork"):  # a plan works on all systems

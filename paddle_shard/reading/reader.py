@@ -23,7 +23,7 @@ from paddle_shard.collate import DtypesDifferError, check_dtypes, collate, no_ro
 from paddle_shard.errors import described
 from paddle_shard.plan.handlers import ignoring, raise_if_a_handlers, raised_by_a_handler
 from paddle_shard.plan.mixture import is_sample_id
-from paddle_shard.plan.seeding import Generator, derive_seed, kept, mix, parts, restore, states
+from paddle_shard.plan.seeding import Generator, derive_seed, kept, mix, parts, restore, states, undisturbed
 from paddle_shard.plan.step import Content, Step
 from paddle_shard.reading.batch import Chunk
 from paddle_shard.reading.digest import WHOLE, digest
@@ -91,7 +91,12 @@ class Reader:
             worker: Number of the worker process; None: the main process, whose generators stay as they are.
         """
         at: dict[str, Any] = {"what": "reading", "index": None}
-        users = states(self.generators) if worker is None and self.draws is not False else None
+        seeds = worker is None and self.draws is not False
+        with undisturbed(needed=seeds):
+            return self._timed(asked, worker, at, states(self.generators) if seeds else None)
+
+    def _timed(self, asked: Any, worker: int | None, at: dict[str, Any], users: Any) -> Chunk | ReadFailure:
+        """Return what was asked for, or its failure; `users` are the states that the generators get back."""
         mine, began = clock(), time.perf_counter()
         computed = time.thread_time() if mine.fine else 0.0
         before = mine.to(self._reading)
@@ -261,13 +266,16 @@ class IdReader(Reader):
         """See `Reader`."""
         if self.draws is not False:  # another pass has found that something draws
             raise DrewBesideError(False)
-        before = states(self.generators)
-        if self._left not in (None, before):
-            self._loop_draws, self._left = True, None
-            raise DrewBesideError(True)
-        self._left = before
-        found = super().read(asked, None)
-        drew = states(self.generators) != before
+        with undisturbed() as alone:
+            if not alone:  # another loader's samples are read, and wait for this one
+                raise DrewBesideError(False)
+            before = states(self.generators)
+            if self._left not in (None, before):
+                self._loop_draws, self._left = True, None
+                raise DrewBesideError(True)
+            self._left = before
+            found = super().read(asked, None)
+            drew = states(self.generators) != before
         if drew or not isinstance(found, Chunk):  # it may have failed because of the thread
             raise DrewBesideError(drew)
         return found
@@ -432,7 +440,7 @@ class IdReader(Reader):
         """Seed and read samples in between, and leave all as it is."""
         seed = parts.seed
         try:
-            with kept(self.generators):
+            with undisturbed(), kept(self.generators):
                 yield
         finally:
             parts.seed = seed

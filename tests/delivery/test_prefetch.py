@@ -851,3 +851,64 @@ def test_a_loop_that_draws_costs_one_batch_that_is_read_twice_a_pass():
         for _ in loader:
             np.random.rand()
     assert len(dataset.read) == 2 * (40 + 4)
+
+
+def evaluated(training, evaluation, after, prefetch=None):
+    """Rows of evaluations between the steps of an open training loop."""
+    loader = sharded(training, size=8, prefetch=prefetch, shuffle=False)
+    other, found = sharded(evaluation, size=8, prefetch=prefetch, shuffle=False), []
+    for step, _ in enumerate(loader):
+        time.sleep(0.005)
+        if step in after:
+            other.set_epoch(step)
+            found += [rows(batch) for batch in other]
+    return found
+
+
+def test_an_evaluation_inside_a_training_loop_stops_no_thread(monkeypatch, caplog):
+    """Its first batch is seeded, which is not drawing."""
+    monkeypatch.setattr("paddle_shard.say_once._SAID", set())
+
+    def sample(index):
+        time.sleep(0.002)
+        return np.array([index])
+
+    evaluated(Made(sample, 240), Made(sample, 40), [2, 5, 8])
+
+    assert "was drawn from" not in caplog.text
+
+
+def test_an_evaluation_that_draws_beside_training_data_that_begins_to_draw_has_its_own_numbers():
+    def crop(index):
+        began, drawn = time.perf_counter(), 0.0
+        while time.perf_counter() < began + 0.01:
+            drawn = np.random.rand() if index >= 16 else 0.0
+            time.sleep(0.0003)
+        return np.array([drawn])
+
+    def augment(index):
+        first = np.random.rand()
+        time.sleep(0.001)
+        return np.array([index, first, np.random.rand()])
+
+    training, evaluation = Made(crop, 80), Made(augment, 64)
+    assert evaluated(training, evaluation, [0, 1, 2]) == evaluated(training, evaluation, [0, 1, 2], prefetch=0)
+
+
+def test_samples_that_wait_for_a_thread_of_another_loader_are_read(monkeypatch):
+    """The thread waits for those that are seeded, and gives up."""
+    monkeypatch.setattr("paddle_shard.plan.seeding._LONGEST", 0.2)
+
+    def slow(index):
+        time.sleep(0.002)
+        return np.array([index])
+
+    inner = iter(sharded(Made(slow, 160), prefetch=2, shuffle=False))
+    next(inner)
+
+    def nested(index):
+        np.random.rand()
+        return np.array(rows(next(inner))[0])
+
+    loader = sharded(Made(nested, 8), prefetch=0, shuffle=False, verify=None)
+    assert [row for batch in loader for row in rows(batch)] == [[number] for number in range(4, 36, 4)]
