@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import paddle
+import paddle.distributed as dist
 
 from paddle_shard.clock import COLLATING, READING, SLOW, Cause, clock, named
 from paddle_shard.collate import DtypesDifferError, check_dtypes, collate, no_rows, stack
@@ -35,6 +36,11 @@ from paddle_shard.tree import leaves
 
 TRIED = 64
 """Number of samples that are tried to find one that can be read."""
+_COLLATING_DRAWS = (
+    "%s draws random numbers. They are the same on all data ranks, and of a stream in all workers: right for what the "
+    "whole batch has in common, such as its size. What is drawn for each row, such as a mask, is the same for rows of "
+    "several ranks, and other numbers on another mesh: draw it in __getitem__, or in a stream's map()."
+)
 _TIMES = 3
 """How often a sample is read again, once a pass, if threads were begun that may draw."""
 
@@ -74,6 +80,8 @@ class Reader:
         self._collate_fn, self._skips = collate_fn, skips
         self._seeded = 0
         """What the generators were last seeded with."""
+        self._collated_before = collate_fn is None
+        """False until the user's function has shown whether it draws."""
         self._collate = partial(collate, stack_other=_stack_tensors) if collate_fn is None else collate_fn
         self._reading: Cause = READING, named(type(dataset))
         self._collating: Cause = COLLATING, "stacking samples" if collate_fn is None else named(collate_fn)
@@ -141,6 +149,23 @@ class Reader:
         self._seeded = seed
         for generator in self.generators:
             generator.seed(seed)
+
+    def _drew_since(self) -> bool:
+        """Return whether something was drawn since the generators were seeded, and leave them as they are."""
+        now = states(self.generators)
+        self._seed(self._seeded)
+        fresh = states(self.generators)
+        restore(self.generators, now)
+        return fresh != now
+
+    def _say_if_collating_draws(self) -> None:
+        """Log, after the first batch that the user's function makes of a seed, if it has drawn."""
+        before, self._collated_before = self._collated_before, True
+        if before or not self._drew_since():
+            return
+        worker = paddle.io.get_worker_info()
+        if (worker is None or worker.id == 0) and (worker is not None or dist.get_world_size() > 1):
+            say_once(_COLLATING_DRAWS, self._collating[1])
 
     def _collated(
         self,
@@ -227,6 +252,7 @@ class IdReader(Reader):
         self._loop_draws = False
         """True if the training loop has drawn between two batches of this pass."""
         stacks = self._read_many is None or in_memory
+        self._collated_before |= how.items_are_batches  # such a batch is the same on all ranks
         self.owns_arrays = collate_fn is None and stacks and not how.items_are_batches
 
     @property
@@ -309,7 +335,7 @@ class IdReader(Reader):
         if self.draws is not False:
             self._seed(seed)
         samples = self._read_many(step.ids if isinstance(self.dataset, ArrayDataset) else ids)
-        watched, drew = self.draws is None, self.draws is None and self._drew_since()
+        watched, drew = self.draws is None, self.draws is None and (self._part_drew or self._drew_since())
         contents, listed = self.contents(step), isinstance(samples, list)
         if listed and len(samples) != len(ids):
             raise ValueError(
@@ -321,7 +347,8 @@ class IdReader(Reader):
         self._seed_collating(step)
         value = self._collate(samples) if listed or self._collate_fn is not None else samples
         if watched:
-            self.draws = drew or self._drew_since()
+            self._say_if_collating_draws()
+            self.draws = drew or self._part_drew or self._drew_since()
         return Chunk(value, contents=contents)
 
     def _seed_collating(self, step: Step) -> None:
@@ -360,7 +387,7 @@ class IdReader(Reader):
             mine.note(float(took[slow]), f"sample {self._name_of(ids[slow])!r}")
         at.update(what=f"collating {len(samples)} samples", index=None)
         # Looking costs more than reading most samples: the last one must tell whether they draw.
-        watched, drew = self.draws is None, self.draws is None and self._drew_since()
+        watched, drew = self.draws is None, self.draws is None and (self._part_drew or self._drew_since())
         contents = self.contents(step, ids, samples, drew=drew, threads=threads)  # before collating may change them
         self._seed_collating(step)
         value, skipped = self._collated(
@@ -371,7 +398,8 @@ class IdReader(Reader):
             name_of=lambda row: f"sample {self._name_of(ids[row])!r}",
         )
         if watched:
-            self.draws = drew or self._drew_since()
+            self._say_if_collating_draws()
+            self.draws = drew or self._part_drew or self._drew_since()
             tensors = (leaf for leaf in leaves(samples[0]) if isinstance(leaf, paddle.Tensor))
             self.makes_tensors = any(tensor.place.is_cpu_place() for tensor in tensors)
         return Chunk(value, skipped=skipped, contents=contents)
@@ -426,14 +454,8 @@ class IdReader(Reader):
 
     def _seed_part(self, number: int | None) -> None:
         if self.draws is None:  # the first batch shows whether reading draws
-            self._part_drew = self._drew_since()
+            self._part_drew = self._part_drew or self._drew_since()
         self._seed(mix(self._sample_seed, 0) if number is None else mix(self._part_key, number))
-
-    def _drew_since(self) -> bool:
-        """Return whether something was drawn since the generators were seeded."""
-        now = states(self.generators)
-        self._seed(self._seeded)
-        return self._part_drew or states(self.generators) != now
 
     @contextmanager
     def _apart(self) -> Iterator[None]:
