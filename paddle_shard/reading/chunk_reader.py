@@ -171,7 +171,7 @@ class ChunkReader(Reader):
             if self._skips:
                 failed = {row: one.why for row, one in enumerate(samples) if isinstance(one, Unreadable)}
             at.update(what=f"collating {len(samples)} samples", index=None)
-            if self._collate_fn is not None:
+            if self._collate_fn is not None:  # stacking draws nothing
                 self._seed(asked.opening.key(0, "collate", asked.step))  # the same for all readers of the step
             value, skipped = self._collated(
                 samples,

@@ -33,7 +33,7 @@ from paddle_shard.reading.tensors import NO_TENSOR, arrays_of, is_tensor
 from paddle_shard.reading.worker_guards import in_use
 from paddle_shard.reading.workers import WorkerPool, WorkersLostError
 from paddle_shard.say_once import say_once
-from paddle_shard.tree import mapped
+from paddle_shard.tree import mapped, named_leaves
 
 
 class Executor:
@@ -494,13 +494,11 @@ def begin_tensors(value: Any, begin: ToTensors, owned: bool) -> Callable[[], Any
             return lambda: value
         made = begin([value], owned)
         return lambda: made()[0]
-    found: list[Any] = []
-
-    def note(leaf: Any, path: str) -> None:
-        if _check_dtype(leaf, path) if isinstance(leaf, np.ndarray) else is_tensor(leaf):
-            found.append(leaf)
-
-    mapped(value, note)
+    found = [
+        leaf
+        for path, leaf in named_leaves(value)
+        if (_check_dtype(leaf, path) if isinstance(leaf, np.ndarray) else is_tensor(leaf))
+    ]
     made, converted = begin(found, owned), set(map(id, found))
 
     def finished() -> Any:

@@ -260,10 +260,6 @@ class RayPool(WorkerPool):
                 self._look(min(_LOOK_SECONDS, self.worker_timeout - waited))
         return queue.popleft().answer
 
-    def interrupt(self) -> None:
-        """Make a call of `receive` in another thread end."""
-        self.interrupted = True
-
     def let_go(self) -> None:
         """End the actors: nothing more is asked of them."""
         self.shut_down()

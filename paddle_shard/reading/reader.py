@@ -99,6 +99,7 @@ class Reader:
             worker: Number of the worker process; None: the main process, whose generators stay as they are.
         """
         at: dict[str, Any] = {"what": "reading", "index": None}
+        # A worker's generators are nobody's; and what is not seeded must not be restored: it would hide what has drawn.
         seeds = worker is None and self.draws is not False
         with undisturbed(needed=seeds):
             return self._timed(asked, worker, at, states(self.generators) if seeds else None)
@@ -118,7 +119,7 @@ class Reader:
             self._explain(error, asked, at)
             return ReadFailure.of(error, worker=worker, **at)
         finally:
-            parts.seed = None
+            parts.seed = None  # else a sample that is read by hand in this thread would be seeded by its parts
             mine.to(before)
             took = time.perf_counter() - began
             mine.cpu += time.thread_time() - computed if mine.fine else took  # who is quick has not waited
@@ -283,7 +284,7 @@ class IdReader(Reader):
                 "for each sample and, if there are no workers, read on the thread of the training loop.",
                 type(self.dataset).__name__,
             )
-            if worker is None:
+            if worker is None:  # from here on, reading keeps them itself
                 restore(generators, before)
         self._left = None
         return super().read(asked, worker)
