@@ -121,20 +121,9 @@ def _renew() -> None:
     _private, _seeded = threading.RLock(), threading.RLock()
 
 
-@contextmanager
-def undisturbed(*, needed: bool = True) -> Iterator[bool]:
-    """Let no other thread read with, or without, seeds meanwhile; yield False if one did all the time.
-
-    Args:
-        needed: False: do nothing.
-    """
-    lock = _seeded  # a fork in between makes another one
-    mine = needed and lock.acquire(timeout=_LONGEST)
-    try:
-        yield mine
-    finally:
-        if mine:
-            lock.release()
+def hold() -> Any:
+    """Let no other thread read with, or without, seeds; return what to release then, None if one did all the time."""
+    return _seeded if _seeded.acquire(timeout=_LONGEST) else None
 
 
 if hasattr(os, "register_at_fork"):  # a plan works on all systems

@@ -24,7 +24,7 @@ from paddle_shard.collate import DtypesDifferError, check_dtypes, collate, no_ro
 from paddle_shard.errors import described
 from paddle_shard.plan.handlers import ignoring, raise_if_a_handlers, raised_by_a_handler
 from paddle_shard.plan.mixture import is_sample_id
-from paddle_shard.plan.seeding import Generator, derive_seed, kept, mix, parts, restore, states, undisturbed
+from paddle_shard.plan.seeding import Generator, derive_seed, hold, kept, mix, parts, restore, states
 from paddle_shard.plan.step import Content, Step
 from paddle_shard.reading.batch import Chunk
 from paddle_shard.reading.digest import WHOLE, digest
@@ -99,17 +99,13 @@ class Reader:
             worker: Number of the worker process; None: the main process, whose generators stay as they are.
         """
         at: dict[str, Any] = {"what": "reading", "index": None}
-        # A worker's generators are nobody's; and what is not seeded must not be restored: it would hide what has drawn.
-        seeds = worker is None and self.draws is not False
-        with undisturbed(needed=seeds):
-            return self._timed(asked, worker, at, states(self.generators) if seeds else None)
-
-    def _timed(self, asked: Any, worker: int | None, at: dict[str, Any], users: Any) -> Chunk | ReadFailure:
-        """Return what was asked for, or its failure; `users` are the states that the generators get back."""
         mine, began = clock(), time.perf_counter()
         computed = time.thread_time() if mine.fine else 0.0
-        before = mine.to(self._reading)
+        before, held, users = mine.to(self._reading), None, None
         try:
+            # A worker's generators are nobody's; and what is not seeded must not be restored: it would hide what drew.
+            if worker is None and self.draws is not False:
+                held, users = hold(), states(self.generators)
             return self._rows(asked, at)
         except KeyboardInterrupt:
             raise
@@ -126,6 +122,8 @@ class Reader:
             mine.read(took, self.num_samples)
             if users is not None:
                 restore(self.generators, users)
+            if held is not None:
+                held.release()
 
     def read_beside(self, asked: Any) -> Chunk:
         """Read in another thread than the caller's, which may not touch the generators: without seeds.
@@ -293,9 +291,10 @@ class IdReader(Reader):
         """See `Reader`."""
         if self.draws is not False:  # another pass has found that something draws
             raise DrewBesideError(False)
-        with undisturbed() as alone:
-            if not alone:  # another loader's samples are read, and wait for this one
-                raise DrewBesideError(False)
+        held = hold()
+        if held is None:  # another loader's samples are read, and wait for this one
+            raise DrewBesideError(False)
+        try:
             before = states(self.generators)
             if self._left not in (None, before):
                 self._loop_draws, self._left = True, None
@@ -303,6 +302,8 @@ class IdReader(Reader):
             self._left = before
             found = super().read(asked, None)
             drew = states(self.generators) != before
+        finally:
+            held.release()
         if drew or not isinstance(found, Chunk):  # it may have failed because of the thread
             raise DrewBesideError(drew)
         return found
@@ -461,12 +462,14 @@ class IdReader(Reader):
     @contextmanager
     def _apart(self) -> Iterator[None]:
         """Seed and read samples in between, and leave all as it is."""
-        seed = parts.seed
+        seed, held = parts.seed, hold()
         try:
-            with undisturbed(), kept(self.generators):
+            with kept(self.generators):
                 yield
         finally:
             parts.seed = seed
+            if held is not None:
+                held.release()
 
     def _readable(self, key: int) -> Any:
         """Return the first sample of the data set that can be read: the same one on every rank."""

@@ -36,9 +36,7 @@ def test_all_ranks_name_the_one_that_is_late_and_why(reports):
     assert "on global rank 0, reading `Rows`" in told["a leader"]
     assert two["a leader"][2]["leader"] > 0.3
     assert "workers (num_workers=) would hide it." in told["each"]
-    assert re.search(r"on global rank 1, reading `Rows`, [\d.]+ ms a sample", told["slow later"]), told[
-        "slow later"
-    ]
+    assert re.search(r"on global rank 1, reading `Rows`, [\d.]+ ms a sample", told["slow later"]), told["slow later"]
     for case in ready:
         assert "reading `Rows`" not in told[case], told[case]
 
