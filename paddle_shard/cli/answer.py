@@ -60,15 +60,21 @@ class Progress:
             self._due = time.monotonic() + 2
 
 
+Argument = tuple[str, Mapping[str, Any]]
+"""An argument, and what `argparse` wants to know of it."""
+
+
 class Command(NamedTuple):
     """A command of `paddle-shard`."""
 
-    does: str
-    """In a sentence."""
-    example: str
-    arguments: Sequence[tuple[str, Mapping[str, Any]]]
-    """Each with what `argparse` wants to know of it."""
     answer: Callable[[argparse.Namespace], Answer]
+    """It has the command's name. Its docstring is what `--help` says, with an example below."""
+    arguments: Sequence[Argument]
+
+
+def command(*arguments: Argument) -> Callable[[Callable[[argparse.Namespace], Answer]], Command]:
+    """Return the decorator that makes a command of the function that answers it."""
+    return lambda answer: Command(answer, arguments)
 
 
 RECORD = ("record", {"metavar": "RECORD", "help": "the file of shard_dataloader(record=)"})

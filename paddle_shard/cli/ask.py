@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterator
 from typing import Any
 
-from paddle_shard.cli.answer import EPOCH, RECORD, Answer, Command, leg_of, run_of, sample_of, shapes_of
+from paddle_shard.cli.answer import EPOCH, RECORD, Answer, command, leg_of, run_of, sample_of, shapes_of
 from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.plan.parts import PartsPlan
 from paddle_shard.record.lines import read
@@ -20,7 +20,12 @@ _LOST = (
 )
 
 
-def _verify(options: argparse.Namespace) -> Answer:
+@command(RECORD)
+def verify(options: argparse.Namespace) -> Answer:
+    """Was each sample delivered exactly once, over all jobs, and was no line of the record changed?
+
+    example: paddle-shard verify run.jsonl
+    """
     lines, damage = read(options.record)
     try:
         run = timeline(lines)
@@ -63,7 +68,14 @@ def told(leg: Leg, step: int) -> str:
     return "yes" if step < leg.steps else "not yet"
 
 
-def _where(options: argparse.Namespace) -> Answer:
+@command(
+    RECORD, ("--sample", {"type": sample_of, "required": True, "help": "its index; of a mixture, source:index"}), EPOCH
+)
+def where(options: argparse.Namespace) -> Answer:
+    """At which steps, on which ranks and in which rows was a sample delivered?
+
+    example: paddle-shard where run.jsonl --sample 12345
+    """
     places: list[dict[str, Any]] = []
     for leg, step, row in places_in(run_of(options.record), options.sample):
         if options.epoch not in (None, leg.epoch):
@@ -75,7 +87,12 @@ def _where(options: argparse.Namespace) -> Answer:
     return Answer(found={"sample": options.sample, "places": places}, said=said)
 
 
-def _batch(options: argparse.Namespace) -> Answer:
+@command(RECORD, ("--step", {"type": int, "required": True, "help": "step of the epoch, from 0"}), EPOCH)
+def batch(options: argparse.Namespace) -> Answer:
+    """Which samples did each rank get at a step?
+
+    example: paddle-shard batch run.jsonl --step 3
+    """
     epoch, legs = leg_of(run_of(options.record), options.epoch, options.step)
     found: list[dict[str, Any]] = []
     for leg in legs:
@@ -93,17 +110,3 @@ def _parts(leg: Leg, step: int) -> Iterator[dict[str, Any]]:
     first = leg.start.samples // plan.num_parts + (step - leg.start.steps) * plan.samples_per_part
     for group, parts in parts_of(leg.job.meshes, plan):
         yield {**group, "parts": parts, "first_in_each": first, "end_in_each": first + plan.samples_per_part}
-
-
-_SAMPLE = ("--sample", {"type": sample_of, "required": True, "help": "its index; of a mixture, source:index"})
-_STEP = ("--step", {"type": int, "required": True, "help": "step of the epoch, from 0"})
-_VERIFY = "Was each sample delivered exactly once, over all jobs, and was no line of the record changed?"
-_WHERE = "At which steps, on which ranks and in which rows was a sample delivered?"
-COMMANDS = {
-    "verify": Command(_VERIFY, "run.jsonl", [RECORD], _verify),
-    "where": Command(_WHERE, "run.jsonl --sample 12345", [RECORD, _SAMPLE, EPOCH], _where),
-    "batch": Command(
-        "Which samples did each rank get at a step?", "run.jsonl --step 3", [RECORD, _STEP, EPOCH], _batch
-    ),
-}
-"""The commands, by name."""

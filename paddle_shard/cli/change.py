@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from paddle_shard.cli.answer import EPOCH, RECORD, Answer, Command, cell, leg_of, run_of, sample_of
+from paddle_shard.cli.answer import EPOCH, RECORD, Answer, cell, command, leg_of, run_of, sample_of
 from paddle_shard.cli.ask import told
 from paddle_shard.cli.plan import MESH, rows_of, with_data_axes
 from paddle_shard.errors import ArgumentError
@@ -74,7 +74,15 @@ def _left_out_since(run: Timeline, state: LoaderState) -> list[str]:
     return [*weights, *(["# The run has left this out since then:", *lines] if lines else [])]
 
 
-def _forget(options: argparse.Namespace) -> Answer:
+@command(
+    RECORD,
+    ("--samples", {"required": True, "metavar": "FILE", "help": "a sample in each line: 17, or web:17 of a mixture"}),
+)
+def forget(options: argparse.Namespace) -> Answer:
+    """In which steps were some samples, and which lines of Python resume the run without them?
+
+    example: paddle-shard forget run.jsonl --samples ids.txt
+    """
     run, given, steps = run_of(options.record), dict[Any, None](), list[dict[str, Any]]()
     hits, number = list[tuple[Leg, int]](), 0
     try:
@@ -106,7 +114,16 @@ def _steps_of(text: str) -> range:
     return range(int(first), int(last or first) + 1)
 
 
-def _skip(options: argparse.Namespace) -> Answer:
+@command(
+    RECORD,
+    ("--step", {"type": _steps_of, "required": True, "help": "a step of the epoch, or a stretch: 3 or 3-6"}),
+    EPOCH,
+)
+def skip(options: argparse.Namespace) -> Answer:
+    """Which lines of Python resume the run without some of its steps?
+
+    example: paddle-shard skip run.jsonl --epoch 0 --step 1200-1229
+    """
     run, hits, epoch = run_of(options.record), list[tuple[Leg, int]](), options.epoch
     for step in options.step:
         epoch, legs = leg_of(run, epoch, step)
@@ -146,7 +163,16 @@ def _end_of(leg: Leg, step: int) -> int:
 # diff
 
 
-def _diff(options: argparse.Namespace) -> Answer:
+@command(
+    RECORD,
+    *MESH,
+    ("--batch-size", {"type": rows_of, "help": "rows of a global batch, before accumulation; else as it was"}),
+)
+def diff(options: argparse.Namespace) -> Answer:
+    """What changes for each rank if the run resumes from its last saved state on another mesh?
+
+    example: paddle-shard diff run.jsonl --mesh dp=2,mp=4
+    """
     run = run_of(options.record)
     if options.data_axes is not None and not options.mesh:
         raise ArgumentError("--data-axes are those of a --mesh, which is missing.")
@@ -200,17 +226,3 @@ def _described(job: Job, meshes: Meshes, state: LoaderState, batch_size: int | N
         for rank in group["ranks"]:
             found[rank] = what if found.get(rank, what) == what else f"{found[rank]}; mesh {group['mesh']}: {what}"
     return found
-
-
-_STEPS = {"type": _steps_of, "required": True, "help": "a step of the epoch, or a stretch: 3 or 3-6"}
-_SAMPLES = {"required": True, "metavar": "FILE", "help": "a sample in each line: 17, or web:17 of a mixture"}
-_SIZE = {"type": rows_of, "help": "rows of a global batch, before accumulation; else as it was"}
-_SKIP = "Which lines of Python resume the run without some of its steps?"
-_FORGET = "In which steps were some samples, and which lines of Python resume the run without them?"
-_DIFF = "What changes for each rank if the run resumes from its last saved state on another mesh?"
-COMMANDS = {
-    "skip": Command(_SKIP, "run.jsonl --epoch 0 --step 1200-1229", [RECORD, ("--step", _STEPS), EPOCH], _skip),
-    "forget": Command(_FORGET, "run.jsonl --samples ids.txt", [RECORD, ("--samples", _SAMPLES)], _forget),
-    "diff": Command(_DIFF, "run.jsonl --mesh dp=2,mp=4", [RECORD, *MESH, ("--batch-size", _SIZE)], _diff),
-}
-"""The commands, by name."""

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from paddle_shard.cli.answer import Answer, Command, Hazard, with_hazards
+from paddle_shard.cli.answer import Answer, Hazard, command, with_hazards
 from paddle_shard.cli.plan import MESH, with_data_axes
 from paddle_shard.errors import PeerLostError, described
 from paddle_shard.plan.handlers import ignoring, raise_if_a_handlers
@@ -45,7 +45,15 @@ def _installed(*names: str) -> str:
     return "not installed"
 
 
-def _doctor(options: argparse.Namespace) -> Answer:
+@command(
+    *MESH,
+    ("--timeout", {"type": int, "default": 60, "help": "under the launcher: seconds for which a rank is waited for"}),
+)
+def doctor(options: argparse.Namespace) -> Answer:
+    """Has this machine what loaders need? Under paddle.distributed.launch, also: do its ranks fit together?
+
+    example: paddle-shard doctor --json
+    """
     paddle, numpy, system = _installed("paddlepaddle-gpu", "paddlepaddle"), _installed("numpy"), platform.platform()
     found = {"paddle_shard": VERSION, "paddle": paddle, "numpy": numpy, "python": platform.python_version()}
     found |= {"system": system, "cores": str(os.cpu_count())}
@@ -137,12 +145,3 @@ def _collective(timeout: float) -> str:
         return f"not in {timeout:g} s" if isinstance(error, subprocess.TimeoutExpired) else described(error)
     said = [line for line in (done.stdout if done.returncode == 0 else done.stderr).splitlines() if line.strip()]
     return said[-1] if said else f"exit code {done.returncode}"
-
-
-_ARGUMENTS: Sequence[tuple[str, dict[str, Any]]] = [
-    *MESH,
-    ("--timeout", {"type": int, "default": 60, "help": "under the launcher: seconds for which a rank is waited for"}),
-]
-_DOES = "Has this machine what loaders need? Under paddle.distributed.launch, also: do its ranks fit together?"
-COMMANDS = {"doctor": Command(_DOES, "--json", _ARGUMENTS, _doctor)}
-"""The command, by name."""

@@ -6,14 +6,13 @@ import argparse
 import multiprocessing
 import os
 import threading
-from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
 import numpy as np
 
-from paddle_shard.cli.answer import Answer, Command, Hazard, Progress, with_hazards
+from paddle_shard.cli.answer import Answer, Hazard, Progress, command, with_hazards
 from paddle_shard.cli.show import OPEN, opened
 from paddle_shard.errors import ArgumentError, described
 from paddle_shard.plan.handlers import raise_if_a_handlers
@@ -104,7 +103,17 @@ def _count(documents: Any, key: str, path: str, workers: int) -> list[Hazard]:
     return hazards
 
 
-def _lengths(options: argparse.Namespace) -> Answer:
+@command(
+    ("--open", OPEN),
+    ("-o --output", {"required": True, "metavar": "FILE", "help": "the file of lengths, such as lengths.npz"}),
+    ("--key", {"default": "input_ids", "help": "field of the tokens, in documents that are dicts"}),
+    ("--workers", {"type": int, "default": os.cpu_count() or 1, "help": "processes that count"}),
+)
+def lengths(options: argparse.Namespace) -> Answer:
+    """Count the tokens of all documents, in parallel, for Packed(lengths=). Run it again after a kill: it goes on.
+
+    example: paddle-shard lengths --open my_module:documents -o lengths.npz
+    """
     documents, key, path = opened(options.open), options.key, options.output
     check_indexed(f"--open {options.open}", documents, "A stream is packed by its stage pack().")
     check_count("--workers", options.workers)
@@ -115,14 +124,3 @@ def _lengths(options: argparse.Namespace) -> Answer:
     tokens = int(check_lengths(path, documents, key).sum())
     said = f"{path}: {number} documents with {tokens} tokens"
     return Answer(found={"documents": number, "tokens": tokens}, said=[said])
-
-
-_ARGUMENTS: Sequence[tuple[str, dict[str, Any]]] = [
-    ("--open", OPEN),
-    ("-o --output", {"required": True, "metavar": "FILE", "help": "the file of lengths, such as lengths.npz"}),
-    ("--key", {"default": "input_ids", "help": "field of the tokens, in documents that are dicts"}),
-    ("--workers", {"type": int, "default": os.cpu_count() or 1, "help": "processes that count"}),
-]
-_DOES = "Count the tokens of all documents, in parallel, for Packed(lengths=). Run it again after a kill: it goes on."
-COMMANDS = {"lengths": Command(_DOES, "--open my_module:documents -o lengths.npz", _ARGUMENTS, _lengths)}
-"""The command, by name."""

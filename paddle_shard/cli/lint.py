@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from paddle_shard.cli.answer import Answer, Command, Progress, Rows, with_hazards
+from paddle_shard.cli.answer import Answer, Progress, Rows, command, with_hazards
 from paddle_shard.collate import collate
 from paddle_shard.errors import ArgumentError, MissingDependencyError, ShardReadError, described
 from paddle_shard.plan.handlers import raise_if_a_handlers
@@ -218,7 +218,19 @@ def _jobs(options: argparse.Namespace) -> Iterator[tuple[str, str]]:
             yield name, kinds[0]
 
 
-def _lint(options: argparse.Namespace) -> Answer:
+@command(
+    ("urls", {"nargs": "+", "metavar": "URL", "help": "files or URLs; patterns; for tars also braces: {00..99}.tar"}),
+    ("--kind", {"choices": list(KINDS), "help": "what the files hold; by default, their names tell"}),
+    ("--key", {"metavar": "FIELD", "default": _KEY, "help": "a field that no two samples share"}),
+    ("--decode", {"metavar": "HANDLER", "help": "also decode the images of tars, as WebDataset does: rgb8, pil, .."}),
+    ("--limit", {"type": int, "help": "read at most so many samples of each file"}),
+    ("--workers", {"type": int, "default": 8, "help": "files that are read at once"}),
+)
+def lint(options: argparse.Namespace) -> Answer:
+    """Read files of samples, and name what is unreadable, doubled, missing or of another shape. Exits with 1 if any is.
+
+    example: paddle-shard lint 'train-*.tar' --limit 100
+    """
     check_count("--workers", options.workers)
     check_count("--limit", 1 if options.limit is None else options.limit)
     jobs, decode = list(_jobs(options)), options.decode and [options.decode]
@@ -253,18 +265,3 @@ def _lint(options: argparse.Namespace) -> Answer:
         said.append(f"{what}: pad_to=, Packed or a collate_fn makes batches of such rows")
     files = {shard.name: len(shard.keys) for shard in shards}
     return with_hazards({"samples": total, "files": files, "faults": faults}, said, hazards)
-
-
-_ARGUMENTS: Sequence[tuple[str, dict[str, Any]]] = [
-    ("urls", {"nargs": "+", "metavar": "URL", "help": "files or URLs; patterns; for tars also braces: {00..99}.tar"}),
-    ("--kind", {"choices": list(KINDS), "help": "what the files hold; by default, their names tell"}),
-    ("--key", {"metavar": "FIELD", "default": _KEY, "help": "a field that no two samples share"}),
-    ("--decode", {"metavar": "HANDLER", "help": "also decode the images of tars, as WebDataset does: rgb8, pil, .."}),
-    ("--limit", {"type": int, "help": "read at most so many samples of each file"}),
-    ("--workers", {"type": int, "default": 8, "help": "files that are read at once"}),
-]
-_DOES = (
-    "Read files of samples, and name what is unreadable, doubled, missing or of another shape. Exits with 1 if any is."
-)
-COMMANDS = {"lint": Command(_DOES, "'train-*.tar' --limit 100", _ARGUMENTS, _lint)}
-"""The command, by name."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from paddle_shard.cli.answer import Answer, Command, Hazard, Rows, cell, run_of, with_hazards
+from paddle_shard.cli.answer import Answer, Argument, Hazard, Rows, cell, command, run_of, with_hazards
 from paddle_shard.cli.page import life_of, page_of, view_of
 from paddle_shard.cli.svg import svg_of
 from paddle_shard.errors import ArgumentError
@@ -356,8 +356,43 @@ def _drawn_too_often(mixing: Mixing, num_samples: int) -> Iterator[Hazard]:
 
 # How it is shown
 
+_AXES = "axes and sizes in row-major order: dp=4,mp=2; of other ranks than 0, 1, ..: dp=2,mp=1@3,1; once for each mesh"
+MESH: Sequence[Argument] = [
+    ("--mesh", {"type": mesh_of, "action": "append", "default": [], "help": _AXES}),
+    ("--data-axes", {"metavar": "AXES", "help": "axes that split the rows: dp or dp,sharding; '' for none"}),
+]
+"""The arguments that name meshes."""
+_SOURCE = {"type": _source_of, "action": "append", "help": "a source of a mixture, as samples and weight: web=1000:0.7"}
+PLANNED: Sequence[Argument] = [
+    ("record", {"nargs": "?", "metavar": "RECORD", "help": "the file of shard_dataloader(record=); or flags:"}),
+    *MESH,
+    ("--batch-size", {"type": rows_of, "help": "rows of a global batch, before accumulation"}),
+    ("--samples", {"type": int, "help": "length of the data set; of a mixture, samples of an epoch"}),
+    ("--source", _SOURCE),
+    ("--files", {"nargs": "+", "metavar": "FILE", "help": "files of a stream that are not counted; patterns, too"}),
+    ("--cache-bytes", {"type": int, "help": "is it enough for copies of --files? Asks servers how large they are"}),
+    ("--ranks-per-host", {"type": int, "help": "ranks that share a cache; else all do"}),
+    ("--tail", {"choices": list(TAILS), "default": "pad"}),
+    ("--shuffle", {"nargs": "?", "const": "True", "default": "False", "choices": list(map(str, ORDERINGS))}),
+    ("--seed", {"type": int, "default": 0}),
+    ("--accumulation", {"type": rows_of, "default": 1, "help": "micro-batches of a step"}),
+    ("--replicas", {"choices": ["each", "leader", "auto"], "default": "each"}),
+    ("--epoch", {"type": int, "help": "the epoch; by default the first one, or the newest of a record"}),
+]
+"""The arguments of commands that begin with a plan."""
 
-def _plan(options: argparse.Namespace) -> Answer:
+
+@command(
+    *PLANNED,
+    ("--step", {"type": int, "help": "also show the samples of each rank at this step"}),
+    ("--html", {"type": Path, "metavar": "FILE", "help": "also draw it, as a page that any browser opens"}),
+    ("--svg", {"type": Path, "metavar": "FILE", "help": "also draw the mesh and the step, as a picture for a paper"}),
+)
+def plan(options: argparse.Namespace) -> Answer:
+    """Who would read what, and what is wrong with it? Exits with 1 if there is a hazard.
+
+    example: paddle-shard plan --samples 50000 --batch-size 256 --mesh dp=4,mp=2 --data-axes dp --shuffle --step 3
+    """
     asked = planned(options)
     found: dict[str, Any] = {"meshes": list(groups_of(asked.meshes)), **asked.facts}
     said = [*(line for number in range(len(asked.meshes)) for line in _grid(asked.meshes, number)), *asked.said]
@@ -396,39 +431,3 @@ def _grid(meshes: Meshes, number: int) -> tuple[str, Rows]:
     if len(mesh.process_ids) > _MOST_SHOWN:
         return head, groups[:_MOST_SHOWN]
     return head, grid_of(mesh, axes)
-
-
-_AXES = "axes and sizes in row-major order: dp=4,mp=2; of other ranks than 0, 1, ..: dp=2,mp=1@3,1; once for each mesh"
-MESH: Sequence[tuple[str, dict[str, Any]]] = [
-    ("--mesh", {"type": mesh_of, "action": "append", "default": [], "help": _AXES}),
-    ("--data-axes", {"metavar": "AXES", "help": "axes that split the rows: dp or dp,sharding; '' for none"}),
-]
-"""The arguments that name meshes."""
-_SOURCE = {"type": _source_of, "action": "append", "help": "a source of a mixture, as samples and weight: web=1000:0.7"}
-PLANNED: Sequence[tuple[str, dict[str, Any]]] = [
-    ("record", {"nargs": "?", "metavar": "RECORD", "help": "the file of shard_dataloader(record=); or flags:"}),
-    *MESH,
-    ("--batch-size", {"type": rows_of, "help": "rows of a global batch, before accumulation"}),
-    ("--samples", {"type": int, "help": "length of the data set; of a mixture, samples of an epoch"}),
-    ("--source", _SOURCE),
-    ("--files", {"nargs": "+", "metavar": "FILE", "help": "files of a stream that are not counted; patterns, too"}),
-    ("--cache-bytes", {"type": int, "help": "is it enough for copies of --files? Asks servers how large they are"}),
-    ("--ranks-per-host", {"type": int, "help": "ranks that share a cache; else all do"}),
-    ("--tail", {"choices": list(TAILS), "default": "pad"}),
-    ("--shuffle", {"nargs": "?", "const": "True", "default": "False", "choices": list(map(str, ORDERINGS))}),
-    ("--seed", {"type": int, "default": 0}),
-    ("--accumulation", {"type": rows_of, "default": 1, "help": "micro-batches of a step"}),
-    ("--replicas", {"choices": ["each", "leader", "auto"], "default": "each"}),
-    ("--epoch", {"type": int, "help": "the epoch; by default the first one, or the newest of a record"}),
-]
-"""The arguments of commands that begin with a plan."""
-_ARGUMENTS: Sequence[tuple[str, dict[str, Any]]] = [
-    *PLANNED,
-    ("--step", {"type": int, "help": "also show the samples of each rank at this step"}),
-    ("--html", {"type": Path, "metavar": "FILE", "help": "also draw it, as a page that any browser opens"}),
-    ("--svg", {"type": Path, "metavar": "FILE", "help": "also draw the mesh and the step, as a picture for a paper"}),
-]
-_DOES = "Who would read what, and what is wrong with it? Exits with 1 if there is a hazard."
-_EXAMPLE = "--samples 50000 --batch-size 256 --mesh dp=4,mp=2 --data-axes dp --shuffle --step 3"
-COMMANDS = {"plan": Command(_DOES, _EXAMPLE, _ARGUMENTS, _plan)}
-"""The command, by name."""

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from paddle_shard.cli.answer import Answer, Command, Hazard, Progress, Rows, shapes_of, with_hazards
+from paddle_shard.cli.answer import Answer, Hazard, Progress, Rows, command, shapes_of, with_hazards
 from paddle_shard.cli.plan import PLANNED, Planned, hazards_of, planned
 from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.balance import Costs, dealt, loads
@@ -377,7 +377,17 @@ def _quality(plan: ShardPlan, epoch: int, all_of: _Part, found: _Found) -> tuple
     return {name: round(value, 4) for name, value in measures.items()}, hazards
 
 
-def _simulate(options: argparse.Namespace) -> Answer:
+@command(
+    *PLANNED,
+    ("--restarts", {"type": int, "default": 0, "help": "restarts at random steps, on random meshes (by --seed)"}),
+    ("--lengths", {"metavar": "FILE", "help": "the length of each sample: what `paddle-shard lengths` writes"}),
+    ("--seconds", {"type": float, "default": 50.0, "help": "what does not fit into this time is sampled"}),
+)
+def simulate(options: argparse.Namespace) -> Answer:
+    """Do the laws hold for the whole epoch, how good is the shuffle, how even are the ranks? Exits with 1 if not.
+
+    example: paddle-shard simulate --samples 1000000000 --batch-size 100000 --mesh dp=50000,mp=2 --shuffle --restarts 5
+    """
     began, asked = time.monotonic(), planned(options)
     if asked.plan is None:
         if asked.hazards:
@@ -429,15 +439,3 @@ def _simulate(options: argparse.Namespace) -> Answer:
             f"{len(legs) - 1} restarts instead of {options.restarts}: an epoch of {plan.num_steps} steps has no more"
         )
     return with_hazards(told, said, [*broken, *hazards, *hazards_of(asked)])
-
-
-_ARGUMENTS: Sequence[tuple[str, dict[str, Any]]] = [
-    *PLANNED,
-    ("--restarts", {"type": int, "default": 0, "help": "restarts at random steps, on random meshes (by --seed)"}),
-    ("--lengths", {"metavar": "FILE", "help": "the length of each sample: what `paddle-shard lengths` writes"}),
-    ("--seconds", {"type": float, "default": 50.0, "help": "what does not fit into this time is sampled"}),
-]
-_DOES = "Do the laws hold for the whole epoch, how good is the shuffle, how even are the ranks? Exits with 1 if not."
-_EXAMPLE = "--samples 1000000000 --batch-size 100000 --mesh dp=50000,mp=2 --shuffle --restarts 5"
-COMMANDS = {"simulate": Command(_DOES, _EXAMPLE, _ARGUMENTS, _simulate)}
-"""The command, by name."""
