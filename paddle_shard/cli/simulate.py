@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
+import math
 import os
 import random
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain, zip_longest
+from itertools import chain, pairwise, zip_longest
+from multiprocessing import get_all_start_methods, get_context
 from typing import Any
 
 import numpy as np
@@ -28,9 +29,9 @@ from paddle_shard.cli.plan import PLANNED, Planned, hazards_of, planned
 from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.balance import Costs, dealt, loads
 from paddle_shard.plan.blocks import Blocks
-from paddle_shard.plan.certificate import Total, minus, plus, total_of
+from paddle_shard.plan.certificate import Total, plus, total_of
 from paddle_shard.plan.mesh import MeshLayout
-from paddle_shard.plan.mixture import Mixing, MixtureOrder, sample_ids, source_and_index
+from paddle_shard.plan.mixture import Mixing, MixtureOrder, source_and_index
 from paddle_shard.plan.order import Indices
 from paddle_shard.plan.partition import place_of_rows, slice_rows
 from paddle_shard.plan.shard_plan import ShardPlan, global_batch, step_of_plan
@@ -43,6 +44,7 @@ from paddle_shard.sources.packed import read_lengths
 _ONCE = "each sample exactly once, as the tail says"
 _EQUAL = "equal steps and equal rows on all ranks"
 _ALIKE = "replicas get the same rows"
+_POSITIONS = "positions of the epoch"
 
 _CHUNK = 1 << 13
 """Positions whose ids are computed at once: they stay in the cache."""
@@ -51,8 +53,8 @@ _JOB = 1 << 20
 _FEW_JOBS = 16
 """Fewer jobs are done sooner than processes are begun."""
 _MOST_JOBS = 1 << 14
-_MOST_STEPS = 1024
-"""Steps at which all ranks are looked at."""
+_MOST_LOOKS = 1024
+"""Steps at which all ranks are looked at, and chunks of the order whose quality is."""
 _MOST_RANKS, _MOST_OF_RANKS = 8, 20_000
 """Ranks of a mesh that read: so many, or more as long as they have no more steps together."""
 _MOST_IN_TABLE = 50_000_000
@@ -225,75 +227,61 @@ def _in_lockstep(leg: _Leg, found: _Found, most_ranks: int, deadline: float) -> 
 # All samples
 
 
-@dataclass
-class _Part:
-    """What a thread has counted."""
-
-    num: int = 0
-    """Positions, or what belongs there."""
-    total: Total = field(default_factory=Total)
-    """The ids that were delivered there, minus those that belong: nothing, once all parts are added."""
-    lost: bool = False
-    """True if the way back, from samples to their positions, does not lead to where they came from."""
-    looked_at: int = 0
-    moved: float = 0.0
-    """Sum of how far samples lie from where they are in the data set, as shares of it."""
-    kept: float = 0.0
-    """Samples that follow the one that they follow in the data set."""
-    drift: float = 0.0
+def _ids_of_plan(plan: ShardPlan, epoch: int, first: int, end: int) -> Indices:
+    return plan.samples(epoch=epoch, first=first, end=end)
 
 
-def _counted(count: Callable[[_Part, int, int], None], first: int, end: int, deadline: float) -> _Part:
-    """Count from one number to another, a chunk at a time, as far as time allows."""
-    found = _Part()
+def _ids_of_source(order: MixtureOrder, source: int, first: int, end: int) -> Indices:
+    draws = np.arange(first, end)
+    return order.of_draws(np.full_like(draws, source), draws)
+
+
+def _counted(ids_of: Callable[[int, int], Indices], first: int, end: int, deadline: float) -> tuple[int, Total]:
+    """Count ids, a chunk at a time as far as time allows; return how many places were counted, and their total."""
+    num, total = 0, Total()
     for at in range(first, end, _CHUNK):
         if time.monotonic() > deadline:
             break
-        count(found, at, min(at + _CHUNK, end))
-        found.num += min(at + _CHUNK, end) - at
-    return found
+        ids = ids_of(at, min(at + _CHUNK, end))
+        num, total = num + min(_CHUNK, end - at), plus(total, total_of(ids))
+    return num, total
 
 
-def _of_plan(plan: ShardPlan, epoch: int, found: _Part, first: int, end: int) -> None:
-    """Count the samples at positions [first, end); of the first of them, look at what the order has done."""
-    ids, order = plan.samples(epoch=epoch, first=first, end=end), plan.order(epoch=epoch)
-    found.total = plus(found.total, total_of(ids))
-    if found.num == 0:
-        # The share of the pairs that are looked at, as if each sample was the second one of a pair.
-        found.looked_at, found.kept = len(ids), float(np.mean(np.diff(ids) == 1)) * len(ids) if len(ids) > 1 else 0.0
-        if isinstance(order, MixtureOrder):
-            found.drift = _drift(order, first, ids)
-        else:
-            found.moved = (
-                float(np.abs(ids - np.linspace(first, end, len(ids), endpoint=False)).sum()) / plan.num_samples
-            )
-            # The inverse of Paddle's order would need another table.
-            found.lost = not plan.ordering.pads_first and not np.array_equal(order.inverse(ids), np.arange(first, end))
+def _cover(legs: Sequence[_Leg], found: _Found, deadline: float, draw: random.Random) -> None:
+    """Count all samples of the epoch, each leg by its own order, or as many of them as there is time for."""
+    plan, epoch, jobs = legs[0].plan, legs[0].start.epoch, list[tuple[str, Any, int, int]]()
+    order, spans = plan.order(epoch=epoch), list[tuple[str, Any, int, int]]()
+    for leg in legs:
+        spans.append((_POSITIONS, partial(_ids_of_plan, leg.plan, leg.start.epoch), *leg.positions()))
+    if isinstance(order, MixtureOrder):
+        drawn = [order.mixing.draws.counts(order.first + at).tolist() for at in (0, plan.num_positions)]
+        for source, span in enumerate(zip(*drawn, strict=True)):
+            spans.append(("draws that belong there", partial(_ids_of_source, order, source), *span))
+    else:
+        spans.append(("samples that belong there", np.arange, 0, plan.num_samples))
+    for what, ids_of, first, end in spans:
+        starts = range(first, end, _JOB)
+        some = draw.sample(starts, min(len(starts), _MOST_JOBS))  # spread over the epoch, also where time is over
+        jobs += [(what, ids_of, at, min(at + _JOB, end)) for at in some]
+        found.add(_ONCE, what, 0, end - first)
+    draw.shuffle(jobs)
+    totals, progress = defaultdict[str, Total](Total), Progress("ids counted", sum(end - at for _, _, at, end in jobs))
+    number = min(len(jobs), os.cpu_count() or 1)
+    # Of many jobs, threads would wait for each other.
+    forks = len(jobs) >= _FEW_JOBS and "fork" in get_all_start_methods()
+    with ProcessPoolExecutor(number, get_context("fork")) if forks else ThreadPoolExecutor(number) as pool:
+        tasks = {pool.submit(_counted, ids_of, at, end, deadline): what for what, ids_of, at, end in jobs}
+        for task in as_completed(tasks):
+            (num, total), what = task.result(), tasks[task]
+            progress.add(num)
+            found.add(_ONCE, what, num, 0)
+            totals[what] = plus(totals[what], total)
+    complete = all(number == of for (law, _), (number, of) in found.counted.items() if law == _ONCE)
+    fine = not complete or len(set(totals.values())) == 1
+    found.expect(_ONCE, fine, "samples are missing, or there more than once")
 
 
-def _of_data(found: _Part, first: int, end: int) -> None:
-    """Take away the samples [first, end) of the data set."""
-    found.total = minus(found.total, total_of(np.arange(first, end)))
-
-
-def _of_source(order: MixtureOrder, source: int, found: _Part, first: int, end: int) -> None:
-    """Take away the ids that the draws [first, end) of a source have."""
-    draws, mixing = np.arange(first, end), order.mixing
-    sources = np.full_like(draws, source)
-    epochs, lengths, places = mixing.draws.epochs(sources, draws)
-    indices = order.many(sources, epochs, lengths, places) if mixing.shuffles else places
-    found.total = minus(found.total, total_of(sample_ids(sources, epochs, indices)))
-
-
-def _shares(mixing: Mixing, positions: Indices) -> tuple[Any, float]:
-    """Return the share of each source before some positions of the run, and the bound of the drift from it."""
-    shares, bound, ends = np.zeros((len(positions), len(mixing.names))), 0.0, [s.first for s in mixing.segments[1:]]
-    for segment, end in zip(mixing.segments, [*ends, int(positions[-1]) + 1], strict=True):
-        parts = np.array(segment.parts, float)
-        shares += np.clip(positions - segment.first, 0, end - segment.first)[:, None] * (parts / parts.sum())
-        if segment.first <= positions[-1] and (drawn := np.count_nonzero(parts)) > 1:
-            bound += 1 - 1 / (2 * drawn - 2)
-    return shares, bound
+# The answer
 
 
 def _drift(order: MixtureOrder, at: int, ids: Indices) -> float:
@@ -301,66 +289,43 @@ def _drift(order: MixtureOrder, at: int, ids: Indices) -> float:
     mixing, width = order.mixing, len(order.mixing.names)
     ids = ids[: max(1, _JOB // width)]
     drawn = source_and_index(ids)[0][:, None] == np.arange(width)
-    counts = mixing.draws.counts(order.first + at) + np.cumsum(drawn, axis=0)
-    return float(np.abs(counts - _shares(mixing, order.first + at + 1 + np.arange(len(ids)))[0]).max())
+    drift = mixing.draws.counts(order.first + at) + np.cumsum(drawn, axis=0, dtype=float)  # [position, source]
+    positions = order.first + at + 1 + np.arange(len(ids))[:, None]
+    for segment, end in zip(mixing.segments, [*(one.first for one in mixing.segments[1:]), math.inf], strict=True):
+        share = np.array(segment.parts) / sum(segment.parts)
+        drift -= np.clip(positions - segment.first, 0, end - segment.first) * share
+    return float(np.abs(drift).max())
 
 
-def _pool(num_jobs: int) -> Executor:
-    """Return processes that count, as threads would wait for each other; for a few jobs, threads."""
-    number = min(num_jobs, os.cpu_count() or 1)
-    if num_jobs < _FEW_JOBS or "fork" not in multiprocessing.get_all_start_methods():
-        return ThreadPoolExecutor(number)
-    return ProcessPoolExecutor(number, multiprocessing.get_context("fork"))
-
-
-def _cover(legs: Sequence[_Leg], found: _Found, deadline: float, draw: random.Random) -> _Part:
-    """Count all samples of the epoch, each leg by its own order, or as many of them as there is time for."""
-    plan, epoch, jobs = legs[0].plan, legs[0].start.epoch, list[tuple[str, Any, int, int]]()
-    order, belongs = plan.order(epoch=epoch), [("samples that belong there", _of_data, 0, plan.num_samples)]
-    if isinstance(order, MixtureOrder):
-        drawn = [order.mixing.draws.counts(order.first + at).tolist() for at in (0, plan.num_positions)]
-        spans = enumerate(zip(*drawn, strict=True))
-        belongs = [("draws that belong there", partial(_of_source, order, source), *span) for source, span in spans]
-    delivered = [
-        ("positions of the epoch", partial(_of_plan, leg.plan, leg.start.epoch), *leg.positions()) for leg in legs
-    ]
-    for what, count, first, end in (*delivered, *belongs):
-        starts = range(first, end, _JOB)
-        some = draw.sample(starts, min(len(starts), _MOST_JOBS))  # spread over the epoch, also where time is over
-        jobs += [(what, count, at, min(at + _JOB, end)) for at in some]
-        found.add(_ONCE, what, 0, end - first)
-    draw.shuffle(jobs)
-    all_of, progress = _Part(), Progress("ids counted", sum(end - first for _, _, first, end in jobs))
-    with _pool(len(jobs)) as pool:
-        tasks = {pool.submit(_counted, count, at, end, deadline): what for what, count, at, end in jobs}
-        for task in as_completed(tasks):
-            part = task.result()
-            progress.add(part.num)
-            found.add(_ONCE, tasks[task], part.num, 0)
-            all_of.total, all_of.drift = plus(all_of.total, part.total), max(all_of.drift, part.drift)
-            for name in ("lost", "looked_at", "moved", "kept"):
-                setattr(all_of, name, getattr(all_of, name) + getattr(part, name))
-    complete = all(number == of for (law, _), (number, of) in found.counted.items() if law == _ONCE)
-    found.expect(_ONCE, not complete or all_of.total == Total(), "samples are missing, or there more than once")
-    found.expect(_ONCE, not all_of.lost, "the order and its inverse do not fit together")
-    return all_of
-
-
-# The answer
-
-
-def _quality(plan: ShardPlan, epoch: int, all_of: _Part, found: _Found) -> tuple[dict[str, float], list[Hazard]]:
-    """Return measures of the order and of the shares, and what is wrong with them."""
-    looked, hazards = max(1, all_of.looked_at), list[Hazard]()
-    measures = {"neighbours that stay neighbours, of all": all_of.kept / looked}
+def _quality(
+    plan: ShardPlan, epoch: int, found: _Found, draw: random.Random, deadline: float
+) -> tuple[dict[str, float], list[Hazard]]:
+    """Return measures of the order, of some of its chunks, and of the shares, and what is wrong with them."""
+    order, hazards, looked, pairs, kept, moved, drift = plan.order(epoch=epoch), list[Hazard](), 0, 0, 0, 0.0, 0.0
+    starts = range(0, plan.num_positions, _CHUNK)
+    for first in draw.sample(starts, min(len(starts), _MOST_LOOKS)):
+        if time.monotonic() > deadline:
+            break
+        end = min(first + _CHUNK, plan.num_positions)
+        ids = plan.samples(epoch=epoch, first=first, end=end)
+        looked, pairs, kept = looked + len(ids), pairs + len(ids) - 1, kept + int(np.count_nonzero(np.diff(ids) == 1))
+        if isinstance(order, MixtureOrder):
+            drift = max(drift, _drift(order, first, ids))
+        else:
+            moved += np.abs(ids - np.linspace(first, end, len(ids), endpoint=False)).sum() / plan.num_samples
+            # The inverse of Paddle's order would need another table.
+            fine = plan.ordering.pads_first or np.array_equal(order.inverse(ids), np.arange(first, end))
+            found.expect(_ONCE, fine, "the order and its inverse do not fit together")
+    measures = {"neighbours that stay neighbours, of all": kept / max(1, pairs)}
     if isinstance(plan.ordering, Mixing):
         end = plan.ordering.first_position(epoch, plan.num_samples) + plan.num_samples
-        bound = _shares(plan.ordering, np.array([end]))[1]
-        measures |= {"drift of a source, in samples": all_of.drift, "bound of the drift": bound}
-        if all_of.drift > bound + 1e-6:
-            hazards.append((f"a source drifts by {all_of.drift:.3f} samples", "Report it: less is proved"))
+        drawn = [np.count_nonzero(segment.parts) for segment in plan.ordering.segments if segment.first <= end]
+        bound = sum(1 - 1 / (2 * number - 2) for number in drawn if number > 1)  # of `Chairman`, segments add up
+        measures |= {"drift of a source, in samples": drift, "bound of the drift": bound}
+        if drift > bound + 1e-6:
+            hazards.append((f"a source drifts by {drift:.3f} samples", "Report it: less is proved"))
     else:
-        measures["how far a sample moves, of all (mixed: 0.333)"] = all_of.moved / looked
+        measures["how far a sample moves, of all (mixed: 0.333)"] = moved / max(1, looked)
     if isinstance(plan.ordering, Blocks):
         few, blocks = float(np.mean(found.blocks)), -(-plan.num_samples // plan.ordering.size)
         measures |= {"blocks of which a batch is": few, "blocks of the data": blocks}
@@ -408,13 +373,13 @@ def simulate(options: argparse.Namespace) -> Answer:
         return with_hazards({}, [], [(what, "Use tail='pad', or a smaller batch")])
     draw, found, most_ranks = random.Random(options.seed), _Found(), max(_MOST_RANKS, _MOST_OF_RANKS // plan.num_steps)
     legs = _legs(asked, plan, options.restarts, draw)
-    for number, leg in enumerate(legs):
+    for leg in legs:
         _look_at_meshes(leg, found)
-        ends = (legs[number - 1].end, legs[number - 1].positions()[1]) if number else (0, 0)
-        what = f"leg {number} does not begin where the one before it has ended"
-        found.expect(_ONCE, (leg.start.steps, leg.start.samples) == ends, what)
+    for number, (before, leg) in enumerate(pairwise(legs), 1):
+        fine = (leg.start.steps, leg.start.samples) == (before.end, before.positions()[1])
+        found.expect(_ONCE, fine, f"leg {number} does not begin where the one before it has ended")
     seams, looked = [(leg, step) for leg in legs for step in (leg.start.steps, leg.end - 1)], 0
-    some = draw.sample(range(plan.num_steps), min(plan.num_steps, _MOST_STEPS))
+    some = draw.sample(range(plan.num_steps), min(plan.num_steps, _MOST_LOOKS))
     others = [(leg, step) for step in some for leg in legs if leg.start.steps < step < leg.end - 1]
     for leg, step in (*dict.fromkeys(seams), *others):
         if looked >= len(seams) and time.monotonic() > began + 0.1 * options.seconds:
@@ -424,13 +389,15 @@ def simulate(options: argparse.Namespace) -> Answer:
     found.add(_EQUAL, "steps, of all ranks", looked, plan.num_steps)
     for number, leg in enumerate(legs, 1):
         _in_lockstep(leg, found, most_ranks, began + options.seconds * (0.1 + 0.1 * number / len(legs)))
-    all_of = _cover(legs, found, began + 0.95 * options.seconds, draw)
+    _cover(legs, found, began + 0.95 * options.seconds, draw)
+    quality, hazards = _quality(plan, asked.epoch, found, draw, began + options.seconds)
     seconds = time.monotonic() - began
-    quality, hazards = _quality(plan, asked.epoch, all_of, found)
     broken = [(what, "This is a fault of the library: report it") for one in found.broken.values() for what in one]
     laws = [found.law(law) for law in (_ONCE, _EQUAL, _ALIKE)]
-    spans = [(leg.start.steps, leg.end, shapes_of(leg.meshes)) for leg in legs]
-    starts = [{"from_step": first, "steps": end - first, "mesh": mesh} for first, end, mesh in spans]
+    starts = [
+        {"from_step": leg.start.steps, "steps": leg.end - leg.start.steps, "mesh": shapes_of(leg.meshes)}
+        for leg in legs
+    ]
     head = f"{plan.num_samples} samples in {plan.num_steps} steps of {plan.batch_size}, simulated in {seconds:.1f} s"
     said: list[str | Rows] = [head, "", laws, starts, [{"what": name, "number": one} for name, one in quality.items()]]
     told = {"laws": laws, "starts": starts, "quality": quality, "seconds": seconds}
