@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
 from typing import Any
 
 from paddle_shard.cli.answer import EPOCH, RECORD, Answer, command, leg_of, run_of, sample_of, shapes_of
 from paddle_shard.plan.handlers import raise_if_a_handlers
-from paddle_shard.plan.parts import PartsPlan
 from paddle_shard.record.lines import read
-from paddle_shard.record.places import parts_of, places_in, samples_of, shares_of
+from paddle_shard.record.places import places_in, rows_of, samples_of, shares_of
 from paddle_shard.record.proof import proof_of
 from paddle_shard.record.timeline import Leg, timeline
 
@@ -50,17 +48,10 @@ def verify(options: argparse.Namespace) -> Answer:
 
 
 def _facts(leg: Leg, counts: str) -> dict[str, Any]:
-    facts, start = leg.job.facts, leg.start
-    size = facts["plan"] and facts["plan"]["batch_size"]
-    found = {
-        "job": leg.job.number,
-        "mesh": shapes_of(leg.job.meshes),
-        "batch_size": size,
-        "epoch": leg.epoch,
-        "counts": counts,
-    }
-    found |= {"first_step": start.steps, "end_step": leg.steps}
-    return {**found, "first_position": start.samples, "end_position": leg.samples}
+    size = leg.job.facts["plan"] and leg.job.facts["plan"]["batch_size"]
+    found = {"job": leg.job.number, "mesh": shapes_of(leg.job.meshes), "batch_size": size, "epoch": leg.epoch}
+    found |= {"counts": counts, "first_step": leg.start.steps, "end_step": leg.steps}
+    return found | {"first_position": leg.start.samples, "end_position": leg.samples}
 
 
 def told(leg: Leg, step: int) -> str:
@@ -81,7 +72,7 @@ def where(options: argparse.Namespace) -> Answer:
         if options.epoch not in (None, leg.epoch):
             continue
         place = {"epoch": leg.epoch, "step": step, "row": row, "job": leg.job.number, "told": told(leg, step)}
-        shares = shares_of(leg.job.holders, leg.plan.num_rows(step=step), leg.plan.micro_size(step=step))
+        shares = rows_of(leg.plan, leg.job.holders, step)
         places += [{**place, **group, "row_of_rank": rows.index(row)} for group, rows in shares if row in rows]
     said = [places] if places else [f"sample {options.sample} was not delivered, says the record"]
     return Answer(found={"sample": options.sample, "places": places}, said=said)
@@ -96,17 +87,13 @@ def batch(options: argparse.Namespace) -> Answer:
     epoch, legs = leg_of(run_of(options.record), options.epoch, options.step)
     found: list[dict[str, Any]] = []
     for leg in legs:
-        if "num_parts" in leg.job.facts["data"]:
-            rows = list(_parts(leg, options.step))
-        else:
+        plan, rows = leg.job.parts_plan(), list[dict[str, Any]]()
+        if plan is None:
             rows = samples_of(leg.plan, leg.job.holders, epoch, options.step, leg.skips)
+        else:
+            each = plan.samples_per_part
+            first = leg.start.samples // plan.num_parts + (options.step - leg.start.steps) * each
+            for group, parts in shares_of(leg.job.meshes, plan.parts_of):
+                rows.append({**group, "parts": parts, "first_in_each": first, "end_in_each": first + each})
         found += [{"job": leg.job.number, "told": told(leg, options.step), **row} for row in rows]
     return Answer(found={"epoch": epoch, "step": options.step, "delivered": found}, said=[found])
-
-
-def _parts(leg: Leg, step: int) -> Iterator[dict[str, Any]]:
-    """Yield the parts of a stream that each rank reads, and the positions in each of them."""
-    plan = PartsPlan(num_parts=leg.job.facts["data"]["num_parts"], **leg.job.facts["plan"])
-    first = leg.start.samples // plan.num_parts + (step - leg.start.steps) * plan.samples_per_part
-    for group, parts in parts_of(leg.job.meshes, plan):
-        yield {**group, "parts": parts, "first_in_each": first, "end_in_each": first + plan.samples_per_part}

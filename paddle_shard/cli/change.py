@@ -4,43 +4,43 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from paddle_shard.cli.answer import EPOCH, RECORD, Answer, cell, command, leg_of, run_of, sample_of
+from paddle_shard.cli.answer import EPOCH, RECORD, Answer, Rows, cell, command, leg_of, run_of, sample_of
 from paddle_shard.cli.ask import told
 from paddle_shard.cli.plan import MESH, rows_of, with_data_axes
 from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.plan.mixture import source_and_index
 from paddle_shard.plan.partition import check_batch_size
-from paddle_shard.plan.parts import PartsPlan
 from paddle_shard.plan.shard_plan import ShardPlan
 from paddle_shard.plan.state import LoaderState
-from paddle_shard.record.places import Meshes, groups_of, parts_of, places_in
-from paddle_shard.record.timeline import Job, Leg, Timeline
+from paddle_shard.record.places import Meshes, places_in, shares_of
+from paddle_shard.record.timeline import Job, Leg, Saved, Timeline
 
 # forget, skip
 
 
 def _without(run: Timeline, hits: Sequence[tuple[Leg, int]], skip: str) -> tuple[list[str], dict[str, Any]]:
     """Return the Python that resumes a run from before some steps, and what programs want to know of it."""
-    for saved in reversed(run.saved):
+
+    def before_all(saved: Saved) -> bool:
         reached = {(leg.job.number, leg.number): leg.steps for leg in saved.legs}
-        if any(step < reached.get((leg.job.number, leg.number), 0) for leg, step in hits):
-            continue
+        return all(step >= reached.get((leg.job.number, leg.number), 0) for leg, step in hits)
+
+    lines = ["# No state was saved before that: begin the run again, with a new loader."]
+    place, state = None, LoaderState()
+    if (saved := next(filter(before_all, reversed(run.saved)), None)) is not None:
         state, line = saved.state, saved.line
         place = {"epoch": state.epoch, "step": state.steps, "line": line["number"], "time": line["time"]}
         where = f"at step {state.steps} of epoch {state.epoch} (line {line['number']}, {line['time']})"
         if (step := line.get("saved_as")) is not None:
             place["saved_as"], where = step, f"{where} by Checkpoints.save({step})"
         lines = [f"# Load the model and the state that were saved {where}:", "loader.load_state_dict(state)"]
-        lines += [*_left_out_since(run, state), skip]
-        return lines, {"resume": place, "python": "\n".join(lines)}
-    lines = ["# No state was saved before that: begin the run again, with a new loader."]
-    lines += [*_left_out_since(run, LoaderState()), skip]
-    return lines, {"resume": None, "python": "\n".join(lines)}
+    lines += [*_left_out_since(run, state), skip]
+    return lines, {"resume": place, "python": "\n".join(lines)}
 
 
 def _left_out_since(run: Timeline, state: LoaderState) -> list[str]:
@@ -156,8 +156,7 @@ def _size_at(plan: ShardPlan, position: int) -> int:
 
 def _end_of(leg: Leg, step: int) -> int:
     """Return the position of the epoch at which a step ends."""
-    plan = leg.plan
-    return plan.num_served if step + 1 >= plan.num_steps else plan.first_position(step=step + 1)
+    return min(leg.plan.num_served, leg.plan.first_position(step=step + 1))
 
 
 # diff
@@ -177,20 +176,24 @@ def diff(options: argparse.Namespace) -> Answer:
     if options.data_axes is not None and not options.mesh:
         raise ArgumentError("--data-axes are those of a --mesh, which is missing.")
     state = run.saved[-1].state if run.saved else LoaderState()
-    before = _described(run.last, run.last.meshes, state, None)
+    before, ranks = _described(run.last, run.last.meshes, state, None)
     meshes = with_data_axes(options.mesh, options.data_axes) if options.mesh else run.last.meshes
-    after = _described(run.last, meshes, state, options.batch_size)
-    both = {**before, **after}
-    whole = [{"what": one, "before": before.get(one), "after": after.get(one)} for one in both if isinstance(one, str)]
-    ranks = sorted(one for one in both if isinstance(one, int))
-    of_ranks = [{"rank": rank, "before": before.get(rank), "after": after.get(rank)} for rank in ranks]
+    after, new_ranks = _described(run.last, meshes, state, options.batch_size)
+    whole = _beside("what", before, after)
+    of_ranks = sorted(_beside("rank", ranks, new_ranks), key=lambda row: row["rank"])
     where = f"The run resumes at step {state.steps} of epoch {state.epoch}, position {state.samples}. Its order stays."
     found = {"epoch": state.epoch, "step": state.steps, "position": state.samples, "run": whole, "ranks": of_ranks}
     return Answer(found=found, said=[where, whole, of_ranks])
 
 
-def _described(job: Job, meshes: Meshes, state: LoaderState, batch_size: int | None) -> dict[Any, Any]:
-    """Return how the run would continue, and by its number what each rank would have.
+def _beside(name: str, before: Mapping[Any, Any], after: Mapping[Any, Any]) -> Rows:
+    return [{name: one, "before": before.get(one), "after": after.get(one)} for one in {**before, **after}]
+
+
+def _described(
+    job: Job, meshes: Meshes, state: LoaderState, batch_size: int | None
+) -> tuple[dict[str, Any], dict[int, str]]:
+    """Return how the run would continue, and what each rank would have.
 
     Raises:
         ArgumentError: The loader would refuse it.
@@ -205,24 +208,24 @@ def _described(job: Job, meshes: Meshes, state: LoaderState, batch_size: int | N
         known["num_data_ranks"] = count
     del known["order_version"]
     LoaderState.from_dict(replace(state, fingerprint=job.facts["fingerprint"]).to_dict(), known)
-    found: dict[Any, Any] = {"data ranks": count, "rows of a step": size}
+    found = {"data ranks": count, "rows of a step": size}
     if size is not None:
         check_batch_size(size, count, times)
-    now, parts = {"batch_size": size, "num_data_ranks": count, "accumulation": times}, list[list[int]]()
-    if "num_parts" in job.facts["data"]:
-        plan_of_parts = PartsPlan(num_parts=job.facts["data"]["num_parts"], **now)
-        parts = [of for _, of in parts_of(meshes, plan_of_parts)]
-    elif job.unknown is None:
-        plan = job.batches(state.history, **now).plan_of(state)
+    parts = job.parts_plan(batch_size=size, num_data_ranks=count)
+    if parts is None and job.unknown is None:
+        plan = job.batches(state.history, batch_size=size, num_data_ranks=count).plan_of(state)
         if batch_size is None:  # the next one, as a schedule may have changed it
             found["rows of a step"] = size = _size_at(plan, state.samples)
         found["steps left in the epoch"] = 0 if state.ended else plan.num_steps - state.steps
         found["rows of the last step"] = plan.num_rows(step=plan.num_steps - 1)
-    for at, group in enumerate(groups_of(meshes)):
-        mesh, axes = meshes[group["mesh"]]
-        rows = "" if size is None else f", {size // mesh.num_data_ranks(axes)} rows"
-        what = f"data rank {group['data_rank']}{rows}"
-        what += f", parts {cell(parts[at])}" if parts else ""
+
+    def has(data_rank: int, num_data_ranks: int) -> str:
+        rows = "" if size is None else f", {size // num_data_ranks} rows"
+        held = "" if parts is None else f", parts {cell(parts.parts_of(data_rank, num_data_ranks))}"
+        return f"data rank {data_rank}{rows}{held}"
+
+    ranks = dict[int, str]()
+    for group, what in shares_of(meshes, has):
         for rank in group["ranks"]:
-            found[rank] = what if found.get(rank, what) == what else f"{found[rank]}; mesh {group['mesh']}: {what}"
-    return found
+            ranks[rank] = what if ranks.get(rank, what) == what else f"{ranks[rank]}; mesh {group['mesh']}: {what}"
+    return found, ranks

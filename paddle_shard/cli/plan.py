@@ -26,7 +26,7 @@ from paddle_shard.plan.shard_plan import ShardPlan, facts_of_plan
 from paddle_shard.plan.skips import Skips
 from paddle_shard.plan.state import LoaderState
 from paddle_shard.plan.tails import TAILS
-from paddle_shard.record.places import Meshes, groups_of, parts_of, samples_of
+from paddle_shard.record.places import Meshes, groups_of, samples_of, shares_of
 from paddle_shard.sources.files import failures_named, is_missing, is_remote, local_size, matched, open_file
 from paddle_shard.sources.host_cache import least_bytes
 from paddle_shard.sources.mixture import Mixture
@@ -138,10 +138,9 @@ def planned(options: argparse.Namespace) -> Planned:
     if not (known and options.mesh and options.batch_size is not None):
         data = "--samples, or --source for each source of a mixture, or --files"
         raise ArgumentError(f"give a record; or --mesh, --batch-size, and the data: {data}.")
-    meshes = with_data_axes(options.mesh, options.data_axes)
-    found = Planned(meshes=meshes, holders=meshes, replicas=options.replicas)
-    found.epoch, times = options.epoch or 0, options.accumulation
-    ranks = math.lcm(*(mesh.num_data_ranks(axes) for mesh, axes in found.meshes))
+    meshes, times = with_data_axes(options.mesh, options.data_axes), options.accumulation
+    found = Planned(meshes=meshes, holders=meshes, replicas=options.replicas, epoch=options.epoch or 0)
+    ranks = math.lcm(*(mesh.num_data_ranks(axes) for mesh, axes in meshes))
     cut = {"batch_size": options.batch_size * times, "num_data_ranks": ranks, "accumulation": times}
     samples = options.samples
     shuffle = find_ordering({str(name): name for name in ORDERINGS}[options.shuffle])
@@ -162,23 +161,20 @@ def planned(options: argparse.Namespace) -> Planned:
 
 def _of_record(options: argparse.Namespace) -> Planned:
     run = run_of(options.record)
-    job, newest = run.last, run.passes[-1][0] if run.passes else None
-    found = Planned(meshes=job.meshes, holders=job.holders, replicas=job.facts["options"]["replicas"])
-    if options.files and (parts := job.facts["data"].get("num_parts")) is not None:
-        plan = PartsPlan(num_parts=parts, tail=job.facts["fingerprint"]["tail"], **job.facts["plan"])
-        _look_at_cache(options, found, plan)
+    job, newest, view = run.last, run.passes[-1][0] if run.passes else None, life_of(run)
+    found = Planned(meshes=job.meshes, holders=job.holders, replicas=job.facts["options"]["replicas"], view=view)
+    if options.files and (parts := job.parts_plan()) is not None:
+        _look_at_cache(options, found, parts)
     if job.unknown is not None or newest is None:
         found.said.append(f"There is no plan to show: {job.unknown or 'nothing was delivered yet'}.")
-        if "num_parts" in job.facts["data"]:
-            found.plan_of_parts = PartsPlan(num_parts=job.facts["data"]["num_parts"], **job.facts["plan"])
-            found.said.append([{**group, "parts": of} for group, of in parts_of(job.meshes, found.plan_of_parts)])
-            found.view = life_of(run)
+        if (parts := job.parts_plan()) is not None:
+            found.plan_of_parts = parts
+            found.said.append([{**group, "parts": of} for group, of in shares_of(job.meshes, parts.parts_of)])
         return found
-    found.epoch = newest.epoch if options.epoch is None else options.epoch
-    found.view, found.skips = life_of(run), newest.skips
+    found.epoch, found.skips = newest.epoch if options.epoch is None else options.epoch, newest.skips
     # An epoch that was never begun is what the newest job would make of it.
-    plans = found.view["plans"]
-    found.plan = plans.setdefault(found.epoch, job.batches(newest.history).plan_of(LoaderState(epoch=found.epoch)))
+    anew = job.batches(newest.history).plan_of(LoaderState(epoch=found.epoch))
+    found.plan = view["plans"].setdefault(found.epoch, anew)
     step = vars(options).get("step") or 0  # other commands than `plan` show no step
     for leg in run.legs_of(found.epoch):
         if leg.start.steps <= step < leg.steps and leg.job.unknown is None:
@@ -190,15 +186,13 @@ def _look_at_files(options: argparse.Namespace, found: Planned, cut: dict[str, i
     """Look at files that are not counted, each of which belongs to one part as a whole."""
     names = matched(options.files)
     source = ShardSource(names, lambda name, skip: iter(()))
-    local = [name for name in names if not is_remote(name)]
     if gone := list(filter(is_missing, names)):
         what = f"{gone[0]} does not exist" + f", nor do {len(gone) - 1} more of the files" * (len(gone) > 1)
         found.hazards.append((what, "Correct the paths"))
         return
-    if len(local) == len(names) and not any(re.search(r"\.(gz|tgz|bz2|xz)$", name) for name in names):
-        found.where = (
-            ". (Such files are counted when the stream is made, unless index=False or counts=False says not to)"
-        )
+    if not any(is_remote(name) or re.search(r"\.(gz|tgz|bz2|xz)$", name) for name in names):
+        counted = "Such files are counted when the stream is made, unless index=False or counts=False says not to"
+        found.where = f". ({counted})"
     known = sorted((size, name) for size, name in zip(source.sizes(), names, strict=True) if size is not None)
     if known and known[-1][0] > (1 + _MUCH) * known[0][0]:
         (least, small), (most, large) = known[0], known[-1]
@@ -215,12 +209,11 @@ def _look_at_files(options: argparse.Namespace, found: Planned, cut: dict[str, i
     of_ranks = [{"data_rank": at, "parts": of, "bytes": sum(sizes[part] for part in of)} for at, of in enumerate(held)]
     found.facts |= {"files": source.num_shards, "parts": parts, "bytes": of_ranks}
     found.said += [f"{source.num_shards} files in {parts} parts", of_ranks]
-    mean = max(1, sum(sizes)) / parts
-    lost = 1 - min(sizes) / mean if plan.ending.drops else 1 - mean / max(1, *sizes)
-    if lost > _MUCH and (plan.ending.pads or plan.ending.drops):
-        what = "of the data is dropped" if plan.ending.drops else "of all rows are padding"
-        what = f"the parts differ in size: about {lost:.0%} {what}, since files that are not counted are not cut"
-        what += found.where
+    mean, drops = max(1, sum(sizes)) / parts, plan.ending.drops
+    lost = 1 - min(sizes) / mean if drops else 1 - mean / max(1, *sizes)
+    if lost > _MUCH and (plan.ending.pads or drops):
+        what = f"about {lost:.0%} {'of the data is dropped' if drops else 'of all rows are padding'}"
+        what = f"the parts differ in size: {what}, since files that are not counted are not cut{found.where}"
         found.hazards.append((what, "Count the samples (counts=True; for tars paddle-shard index), or use more files"))
 
 
@@ -235,20 +228,17 @@ def _look_at_cache(options: argparse.Namespace, found: Planned, plan: PartsPlan)
     ranks = sorted({rank for mesh, _ in found.meshes for rank in mesh.process_ids})
     each, files = options.ranks_per_host or len(ranks), 0
     for start in range(0, len(ranks), each):
-        readers = Counter[int]()
-        for group in groups_of(found.meshes):
-            here = len(set(ranks[start : start + each]).intersection(group["ranks"]))
-            mesh, axes = found.meshes[group["mesh"]]
-            for part in plan.parts_of(group["data_rank"], mesh.num_data_ranks(axes)):
-                readers[part] += min(1, here) if found.replicas == "leader" else here
+        host, readers = set(ranks[start : start + each]), Counter[int]()
+        for group, parts in shares_of(found.meshes, plan.parts_of):
+            here = len(host.intersection(group["ranks"]))
+            readers.update(dict.fromkeys(parts, min(1, here) if found.replicas == "leader" else here))
         # Ranks that read the same part are not at the same row: one may be in the next file already.
         files = max(files, sum(min(2, number) for number in readers.values()))
     found.facts["least cache_bytes"] = least = least_bytes(known, files)
-    found.said.append(
-        f"cache_bytes={least} would be enough for {each} ranks of a host, which read up to {files} files at once"
-    )
+    ranks_of_host = f"for {each} ranks of a host"
+    found.said.append(f"cache_bytes={least} would be enough {ranks_of_host}, which read up to {files} files at once")
     if given is not None and given < least:
-        what = f"cache_bytes={given} is too little for {each} ranks of a host: some files are read from their servers"
+        what = f"cache_bytes={given} is too little {ranks_of_host}: some files are read from their servers"
         found.hazards.append((f"{what}, by each process that needs them", f"cache_bytes={least} has room for all"))
 
 
@@ -291,13 +281,11 @@ def _hazards_of_mesh(mesh: MeshLayout, axes: Sequence[str], replicas: str) -> It
     sizes, ids = dict(zip(mesh.axes, mesh.shape, strict=True)), np.array(mesh.process_ids).reshape(mesh.shape)
     for axis, size in sizes.items():
         if axis in _DATA_AXES and axis not in axes and size > 1:
-            others = [other for other in axes if other not in _DATA_AXES]
-            instead = (
-                f"{[axis]!r} splits the rows over it instead of {', '.join(map(repr, others))}; " if others else ""
-            )
-            what = f"axis {axis!r} of {size} ranks carries no data: all of them get the same rows"
-            both = "over both" if others else "splits the rows over it, too"
-            yield what, f"shard_dims={instead}{[*axes, axis]!r} {both}"
+            remedy = f"shard_dims={[*axes, axis]!r} splits the rows over it, too"
+            if others := [other for other in axes if other not in _DATA_AXES]:
+                alone = f"shard_dims={[axis]!r} splits the rows over it instead of {', '.join(map(repr, others))}"
+                remedy = f"{alone}; {[*axes, axis]!r} over both"
+            yield f"axis {axis!r} of {size} ranks carries no data: all of them get the same rows", remedy
     # How far the ranks next to each other along an axis are apart, and the first two of them.
     far = {axis: np.median(np.abs(np.diff(ids, axis=at))) for at, axis in enumerate(sizes) if sizes[axis] > 1}
     first = {axis: ids.swapaxes(0, at).reshape(sizes[axis], -1)[:2, 0] for at, axis in enumerate(sizes)}
@@ -306,12 +294,10 @@ def _hazards_of_mesh(mesh: MeshLayout, axes: Sequence[str], replicas: str) -> It
         nearer = [one for one in axes if axis in far and one in far and far[one] < far[axis]]
         if nearer:
             (a, b), (c, d) = first[axis], first[nearer[0]]
-            what = (
-                f"axis {axis!r} is further apart than {nearer[0]!r}: ranks {a} and {b} share the work on the same rows"
-            )
+            what = f"axis {axis!r} is further apart than {nearer[0]!r}: ranks {a} and {b} share the work on the same"
             better = ",".join(f"{one}={sizes[one]}" for one in [*(o for o in sizes if o not in inner), *inner])
-            remedy = f"Ranks in a row are usually on one host, and {axis!r} sends in every layer"
-            yield f"{what}, and ranks {c} and {d}, which are nearer, do not", f"{remedy}: --mesh {better}"
+            remedy = f"Ranks in a row are usually on one host, and {axis!r} sends in every layer: --mesh {better}"
+            yield f"{what} rows, and ranks {c} and {d}, which are nearer, do not", remedy
     each = len(mesh.process_ids) // mesh.num_data_ranks(axes)
     if each > 1 and replicas == "each":
         what = f"{each} ranks of each replica group all read, transform and collate the same samples"

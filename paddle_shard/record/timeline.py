@@ -16,6 +16,7 @@ from typing import Any
 from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.mesh import MeshLayout
 from paddle_shard.plan.orders import ordering_of
+from paddle_shard.plan.parts import PartsPlan
 from paddle_shard.plan.shard_plan import BatchSizes, ShardPlan
 from paddle_shard.plan.skips import Skips
 from paddle_shard.plan.state import History, LoaderState, sealed
@@ -49,6 +50,11 @@ class Job:
         if ordering_of(self.facts["fingerprint"]) is None:
             return f"shuffle={self.facts['fingerprint']['shuffle']!r} is an order of your own"
         return None
+
+    def parts_plan(self, **others: Any) -> PartsPlan | None:
+        """Return how the batches of its stream are made of parts; None if it has none. `others`: see `batches`."""
+        parts = self.facts["data"].get("num_parts")
+        return None if parts is None else PartsPlan(num_parts=parts, **{**self.facts["plan"], **others})
 
     def batches(self, history: History, **others: Any) -> PlanBatches:
         """Return the order that this job served.
