@@ -46,27 +46,26 @@ def _without(run: Timeline, hits: Sequence[tuple[Leg, int]], skip: str) -> tuple
 def _left_out_since(run: Timeline, state: LoaderState) -> list[str]:
     """Return the Python that changes what the run has changed since a state: the state does not know it."""
     before, now, job = state.history.skips, run.history.skips, run.last
-    since = {sample for sample, *_ in now.samples} - {sample for sample, *_ in before.samples}
-    ids: list[Any] = [sample for sample, *_ in now.samples if sample in since]
+    known = {sample for sample, *_ in before.samples}
+    ids: list[Any] = [sample for sample, *_ in now.samples if sample not in known]
     weights = []
     if (mixture := job.facts["fingerprint"].get("mixture")) is not None:
         names = mixture["sources"]
         ids = [(names[source], index) for source, index in map(source_and_index, ids)]
         began = [(one["from"], tuple(one["weights"])) for one in mixture["segments"]]  # those of the data set
-        known, made = [one[:2] for one in state.history.segments] or began, run.history.segments
-        both = zip(made, known, strict=False)
-        alike = next((at for at, (now_is, was) in enumerate(both) if now_is[:2] != was), min(len(made), len(known)))
-        if 0 < alike == len(made) < len(known):  # what was set for later was taken back, as the last call does again
+        then, made = [one[:2] for one in state.history.segments] or began, run.history.segments
+        both = zip(made, then, strict=False)
+        alike = next((at for at, (now_is, was) in enumerate(both) if now_is[:2] != was), min(len(made), len(then)))
+        if 0 < alike == len(made) < len(then):  # what was set for later was taken back, as the last call does again
             alike -= 1
-        weights = [
-            f"loader.set_weights({dict(zip(names, one.parts, strict=False))!r}, at={one.first})" for one in made[alike:]
-        ]
+        for one in made[alike:]:
+            weights.append(f"loader.set_weights({dict(zip(names, one.parts, strict=False))!r}, at={one.first})")
     lines = [f"loader.skip(samples={ids!r})"] if ids else []
     for epoch, first, end in now.stretches:
         if before.joined([(epoch, first, end)], ()).stretches == before.stretches or epoch < state.epoch:
             continue
-        leg = next((leg for leg in reversed(run.legs) if leg.epoch == epoch), None)
-        plan = job.batches(state.history).plan_of(LoaderState(epoch=epoch)) if leg is None else leg.plan
+        legs = run.legs_of(epoch)
+        plan = legs[-1].plan if legs else job.batches(state.history).plan_of(LoaderState(epoch=epoch))
         at = max(first, state.samples if epoch == state.epoch else 0)
         if at < end:
             steps = range(plan.step_of(position=at), plan.step_of(position=end - 1) + 1)
@@ -83,8 +82,7 @@ def forget(options: argparse.Namespace) -> Answer:
 
     example: paddle-shard forget run.jsonl --samples ids.txt
     """
-    run, given, steps = run_of(options.record), dict[Any, None](), list[dict[str, Any]]()
-    hits, number = list[tuple[Leg, int]](), 0
+    run, given, hits, number = run_of(options.record), dict[Any, None](), list[tuple[Leg, int]](), 0
     try:
         with open(options.samples) as file:
             for line in file:
@@ -99,12 +97,12 @@ def forget(options: argparse.Namespace) -> Answer:
     if not hits:
         said = "None of these samples was delivered, or they are left out already: nothing has to be undone."
         return Answer(found={"steps": [], "resume": None, "python": ""}, said=[said])
-    for job, epoch, step, line in sorted({(leg.job.number, leg.epoch, step, told(leg, step)) for leg, step in hits}):
-        steps.append({"job": job, "epoch": epoch, "step": step, "told": line})
+    places = sorted({(leg.job.number, leg.epoch, step, told(leg, step)) for leg, step in hits})
+    steps = [{"job": job, "epoch": epoch, "step": step, "told": line} for job, epoch, step, line in places]
     samples = list(given)
     lines, found = _without(run, hits, f"loader.skip(samples={samples!r})")
     what = f"{len(samples)} samples were delivered {len(hits)} times, in {len(steps)} steps"
-    return Answer(found={"steps": steps, **found}, said=[what, *([steps] if steps else []), *lines])
+    return Answer(found={"steps": steps, **found}, said=[what, steps, *lines])
 
 
 def _steps_of(text: str) -> range:

@@ -128,11 +128,10 @@ def _group(size: int, options: argparse.Namespace, versions: Mapping[str, str]) 
 
 def _different(what: str, values: Sequence[Any]) -> list[Hazard]:
     """Return the hazard that not all ranks say the same."""
-    if all(value == values[0] for value in values):
-        return []
-    other = next(rank for rank, value in enumerate(values) if value != values[0])
-    text = f"{what} differs: {values[0]} on rank 0, {values[other]} on rank {other}"
-    return [(text, "All ranks need the same: install one version, and give all of them the same meshes")]
+    others = [(rank, value) for rank, value in enumerate(values) if value != values[0]]
+    text = f"{what} differs: {values[0]} on rank 0, "
+    remedy = "All ranks need the same: install one version, and give all of them the same meshes"
+    return [(f"{text}{value} on rank {rank}", remedy) for rank, value in others[:1]]
 
 
 def _collective(timeout: float) -> str:

@@ -42,16 +42,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         answer = COMMANDS[options.command].answer(options)
-    except (PaddleShardError, OSError) as error:  # also a file that cannot be written
-        raise_if_a_handlers(error)
-        print(f"paddle-shard {options.command}: {error}", file=sys.stderr)
-        return 2
     except Exception as error:
         raise_if_a_handlers(error)
-        record = getattr(options, "record", None)
-        if record is None or not read(record)[1]:
-            raise
-        said = f"{record} is damaged ({described(error)}); paddle-shard verify tells where"
+        said, record = str(error), getattr(options, "record", None)
+        if not isinstance(error, PaddleShardError | OSError):  # an OSError: a file cannot be written
+            if record is None or not read(record)[1]:
+                raise
+            said = f"{record} is damaged ({described(error)}); paddle-shard verify tells where"
         print(f"paddle-shard {options.command}: {said}", file=sys.stderr)
         return 2
     try:

@@ -20,7 +20,7 @@ from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.mesh import MeshLayout, grid_of
 from paddle_shard.plan.mixture import Mixing, drawn_of
 from paddle_shard.plan.orders import ORDERINGS, find_ordering
-from paddle_shard.plan.partition import slice_rows
+from paddle_shard.plan.partition import place_of_rows
 from paddle_shard.plan.parts import PartsPlan, check_count
 from paddle_shard.plan.shard_plan import ShardPlan, facts_of_plan
 from paddle_shard.plan.skips import Skips
@@ -311,8 +311,8 @@ def _starved(plan: ShardPlan, epoch: int) -> Iterator[Hazard]:
     real = plan.valid(epoch=epoch, step=step, rows=np.arange(rows))
     if real.all() or rows % plan.num_data_ranks:  # another mesh has read it
         return
-    size, ranks = plan.micro_size(step=step), range(plan.num_data_ranks)
-    none = [rank for rank in ranks if not real[slice_rows(rows, len(ranks), rank, size)].any()]
+    data_ranks, _ = place_of_rows(np.arange(rows), rows, plan.num_data_ranks, plan.micro_size(step=step))
+    none = sorted({*range(plan.num_data_ranks)}.difference(data_ranks[real].tolist()))
     if none:
         what = f"the last step of the epoch, {step}, has {(~real).sum()} of {rows} rows of padding"
         what += f", and nothing else on {len(none)} of its data ranks: {cell(none)}"
@@ -391,12 +391,11 @@ def plan(options: argparse.Namespace) -> Answer:
             found["step"] = samples_of(of, holders, asked.epoch, options.step, skips)
             said += [f"epoch {asked.epoch}, step {options.step}", found["step"]]
     hazards, drawn = list(hazards_of(asked)), plan or asked.plan_of_parts
-    if options.html is not None and drawn is not None:
-        view = view_of(drawn, *asked.meshes[0], **asked.view)
-        options.html.write_text(page_of(view, hazards), encoding="utf-8")
-        said.append(f"{options.html} shows it, in a browser")
-    elif options.html is not None:
+    if options.html is not None and drawn is None:
         hazards.append((f"{options.html} is not drawn: the order is not known here, or no plan fits", ""))
+    elif options.html is not None and drawn is not None:
+        options.html.write_text(page_of(view_of(drawn, *asked.meshes[0], **asked.view), hazards), encoding="utf-8")
+        said.append(f"{options.html} shows it, in a browser")
     if options.svg is not None and (plan is None or not plan.num_steps):
         hazards.append((f"{options.svg} is not drawn: there is no step", ""))
     elif options.svg is not None:

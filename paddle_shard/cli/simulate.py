@@ -159,15 +159,13 @@ def _some(numbers: Sequence[int], most: int) -> list[int]:
 
 def _look_at_meshes(leg: _Leg, found: _Found) -> None:
     """Check that the ranks of each mesh are cut into equal groups, each of one data rank."""
-    groups = list(groups_of(leg.meshes))
-    for number, (mesh, axes) in enumerate(leg.meshes):
-        mine = [group["ranks"] for group in groups if group["mesh"] == number]
-        what = f"the ranks of mesh {mesh.shape} are not cut into {mesh.num_data_ranks(axes)} equal groups"
-        sizes = {len(ranks) for ranks in mine}
-        fine = len(sizes) == 1 and len(mine) == mesh.num_data_ranks(axes)
-        found.expect(_EQUAL, fine and sorted(chain(*mine)) == sorted(mesh.process_ids), what)
-        whose = {rank: data_rank for data_rank, ranks in enumerate(mine) for rank in ranks}
-        asked = _some(mesh.process_ids, max(_MOST_RANKS, _MOST_SEARCHED // len(whose)))
+    for mesh, axes in leg.meshes:
+        groups, ids = [group["ranks"] for group in groups_of([(mesh, axes)])], mesh.process_ids
+        count = mesh.num_data_ranks(axes)
+        fine = sorted(chain(*groups)) == sorted(ids) and {*map(len, groups)} == {len(ids) // count}
+        found.expect(_EQUAL, fine, f"the ranks of mesh {mesh.shape} are not cut into {count} equal groups")
+        whose = {rank: data_rank for data_rank, ranks in enumerate(groups) for rank in ranks}
+        asked = _some(ids, max(_MOST_RANKS, _MOST_SEARCHED // len(whose)))
         wrong = [rank for rank in asked if mesh.data_rank(rank, axes) != whose[rank]]
         found.expect(_ALIKE, not wrong, f"ranks {wrong[:8]} of mesh {mesh.shape} read the rows of other data ranks")
         found.add(_ALIKE, "ranks and the data ranks that they take", len(asked), len(whose))
