@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -150,9 +151,18 @@ def leg_of(run: Timeline, epoch: int | None, step: int) -> tuple[int, list[Leg]]
     return epoch, found
 
 
+def parsed(pattern: str, text: str, kind: str) -> Sequence[str]:
+    """Return the groups of an argument that a pattern describes; of one that is not there, "".
+
+    Raises:
+        ArgumentTypeError: It is another one; `kind` says what it must be.
+    """
+    if (found := re.fullmatch(pattern, text)) is None:
+        raise argparse.ArgumentTypeError(f"must be {kind}, got {text!r}")
+    return found.groups("")
+
+
 def sample_of(text: str) -> Any:
     """Return the sample that a user names: 17, or web:17 of a mixture."""
-    source, colon, index = text.rpartition(":")
-    if not index.isdigit():
-        raise argparse.ArgumentTypeError(f"must be an index such as 17, or source:index of a mixture, got {text!r}")
-    return (source, int(index)) if colon else int(index)
+    source, name, index = parsed(r"((.*):)?(\d+)", text, "an index such as 17, or source:index of a mixture")
+    return (name, int(index)) if source else int(index)

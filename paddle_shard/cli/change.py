@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from paddle_shard.cli.answer import EPOCH, RECORD, Answer, Rows, cell, command, leg_of, run_of, sample_of
+from paddle_shard.cli.answer import EPOCH, RECORD, Answer, Rows, cell, command, leg_of, parsed, run_of, sample_of
 from paddle_shard.cli.ask import told
 from paddle_shard.cli.plan import MESH, rows_of, with_data_axes
 from paddle_shard.errors import ArgumentError
@@ -106,9 +106,9 @@ def forget(options: argparse.Namespace) -> Answer:
 
 
 def _steps_of(text: str) -> range:
-    first, dash, last = text.partition("-")
-    if not (first.isdigit() and (last.isdigit() or not dash) and int(first) <= int(last or first)):
-        raise argparse.ArgumentTypeError(f"must be a step or a stretch of them such as 3 or 3-6, got {text!r}")
+    first, last = parsed(r"(\d+)(?:-(\d+))?", text, kind := "a step or a stretch of them such as 3 or 3-6")
+    if int(first) > int(last or first):
+        raise argparse.ArgumentTypeError(f"must be {kind}, got {text!r}")
     return range(int(first), int(last or first) + 1)
 
 

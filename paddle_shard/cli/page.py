@@ -64,28 +64,28 @@ def view_of(
     Raises:
         ArgumentError: The page cannot compute the order.
     """
-    if isinstance(plan, ShardPlan) and plan.num_positions > MAX_SAMPLES:
-        raise ArgumentError(f"num_samples must be at most 2^52 for a page, got {plan.num_samples}.")
+    parts, known = (plan, None) if isinstance(plan, PartsPlan) else (None, plan)
+    if known is not None and known.num_positions > MAX_SAMPLES:
+        raise ArgumentError(f"num_samples must be at most 2^52 for a page, got {known.num_samples}.")
     data_ranks = mesh.num_data_ranks(data_axes)
     if plan.num_data_ranks % data_ranks:
         raise ArgumentError(
             f"data_axes: {data_axes!r} have {data_ranks} data ranks on the mesh {mesh.shape} of {mesh.axes}, which "
             f"do not divide the plan's num_data_ranks={plan.num_data_ranks}. Name the axes that the plan is for."
         )
-    skips = skips or Skips()
-    parts = plan if isinstance(plan, PartsPlan) else None
+    skips, epochs = skips or Skips(), {str(epoch): one for epoch, one in (plans or {}).items()}
     meshes = list[tuple[MeshLayout, tuple[int, ...]]]()
     ints = [sample for sample in skips.samples if isinstance(sample[0], int)]
     found = {
         "version": 1,
         "orderVersion": VERSION,
-        "seed": repr(plan.seed) if isinstance(plan, ShardPlan) else "",
+        "seed": "" if known is None else repr(known.seed),
         "batchSize": plan.batch_size,
         "dataRanks": data_ranks,
         "accumulation": plan.accumulation,
         "tail": str(plan.tail),
-        "order": _order(plan),
-        "epochs": {"any": _epoch(plan)} | {str(epoch): _epoch(one) for epoch, one in (plans or {}).items()},
+        "order": {"kind": "stream"} if known is None else _order(known),
+        "epochs": {} if known is None else {epoch: _epoch(one) for epoch, one in {"any": known, **epochs}.items()},
         "dealt": dealt,
         "parts": parts and parts.num_parts,
         "files": files,
@@ -176,10 +176,8 @@ def _stretch(stretch: Mapping[str, Any], meshes: list[tuple[MeshLayout, tuple[in
     return found
 
 
-def _order(plan: ShardPlan | PartsPlan) -> dict[str, Any]:
+def _order(plan: ShardPlan) -> dict[str, Any]:
     """Return which order the page computes, and what it depends on."""
-    if isinstance(plan, PartsPlan):
-        return {"kind": "stream", "padsFirst": False}
     ordering, kind = plan.ordering, _KINDS.get(type(plan.ordering))
     if kind is None:
         raise ArgumentError(
@@ -197,11 +195,8 @@ def _order(plan: ShardPlan | PartsPlan) -> dict[str, Any]:
     return found
 
 
-def _epoch(plan: ShardPlan | PartsPlan) -> dict[str, Any]:
-    """Return the steps of an epoch; of a stream, nobody knows them."""
-    if isinstance(plan, PartsPlan):
-        nothing = dict.fromkeys(("samples", "positions", "served", "steps", "lastRows"), 0)
-        return {**nothing, "segments": [[0, plan.batch_size]]}
+def _epoch(plan: ShardPlan) -> dict[str, Any]:
+    """Return the steps of an epoch."""
     found = {
         "samples": plan.num_samples,
         "positions": plan.num_positions,

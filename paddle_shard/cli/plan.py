@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from paddle_shard.cli.answer import Answer, Argument, Hazard, Rows, cell, command, run_of, with_hazards
+from paddle_shard.cli.answer import Answer, Argument, Hazard, Rows, cell, command, parsed, run_of, with_hazards
 from paddle_shard.cli.page import life_of, page_of, view_of
 from paddle_shard.cli.svg import svg_of
 from paddle_shard.errors import ArgumentError
@@ -79,16 +79,14 @@ class Planned:
 
 def mesh_of(text: str) -> MeshLayout:
     """Return the mesh that a user names: dp=4,mp=2, of the ranks 0 to 7, or dp=2,mp=1@3,1 of these ranks."""
-    shape, _, ranks = text.partition("@")
-    found = dict(entry.split("=") for entry in shape.split(",") if re.fullmatch(r"\w+=\d+", entry))
-    if len(found) != len(shape.split(",")) or not re.fullmatch(r"(\d+(,\d+)*)?", ranks):
-        raise argparse.ArgumentTypeError(f"must be axes and sizes such as dp=4,mp=2, got {text!r}")
-    sizes = tuple(map(int, found.values()))
+    shape, ranks = parsed(r"(\w+=\d+(?:,\w+=\d+)*)(?:@(\d+(?:,\d+)*))?", text, "axes and sizes such as dp=4,mp=2")
+    axes, numbers = zip(*(axis.split("=") for axis in shape.split(",")), strict=True)
+    sizes = tuple(map(int, numbers))
     if math.prod(sizes) > _MOST_RANKS:
         raise argparse.ArgumentTypeError(f"has {math.prod(sizes)} ranks; at most {_MOST_RANKS} are looked at")
     ids = tuple(map(int, ranks.split(","))) if ranks else tuple(range(math.prod(sizes)))
     try:
-        return MeshLayout(shape=sizes, axes=tuple(found), process_ids=ids)
+        return MeshLayout(shape=sizes, axes=axes, process_ids=ids)
     except ArgumentError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
@@ -119,10 +117,8 @@ def with_data_axes(meshes: Sequence[MeshLayout], axes: str | None) -> Meshes:
 
 
 def _source_of(text: str) -> tuple[str, int, float]:
-    found = re.fullmatch(r"(.+)=(\d+):(\d*\.?\d+)", text)
-    if not found:
-        raise argparse.ArgumentTypeError(f"must be name=samples:weight such as web=1000:0.7, got {text!r}")
-    return found[1], int(found[2]), float(found[3])
+    name, samples, weight = parsed(r"(.+)=(\d+):(\d*\.?\d+)", text, "name=samples:weight such as web=1000:0.7")
+    return name, int(samples), float(weight)
 
 
 def planned(options: argparse.Namespace) -> Planned:
@@ -381,9 +377,16 @@ def plan(options: argparse.Namespace) -> Answer:
     """
     asked = planned(options)
     found: dict[str, Any] = {"meshes": list(groups_of(asked.meshes)), **asked.facts}
-    said = [*(line for number in range(len(asked.meshes)) for line in _grid(asked.meshes, number)), *asked.said]
+    said: list[str | Rows] = []
+    for number, (mesh, axes) in enumerate(asked.meshes):
+        shape = ", ".join(f"{axis}={size}" for axis, size in zip(mesh.axes, mesh.shape, strict=True))
+        how = f"{' and '.join(axes) or 'nothing'} {'split' if len(axes) > 1 else 'splits'} the rows"
+        said.append(f"mesh {number}: {shape}; {how}: {mesh.num_data_ranks(axes)} data ranks")
+        few, groups = len(mesh.process_ids) <= _MOST_SHOWN, [one for one in found["meshes"] if one["mesh"] == number]
+        said.append(grid_of(mesh, axes) if few else groups[:_MOST_SHOWN])
+    said += asked.said
     if (plan := asked.plan) is not None:
-        readers = max(len(group["ranks"]) for group in groups_of(asked.meshes)) if asked.replicas == "each" else 1
+        readers = max(len(group["ranks"]) for group in found["meshes"]) if asked.replicas == "each" else 1
         facts = found["plan"] = {**facts_of_plan(plan), "reads of each sample": readers}
         said.append([{"what": name, "number": value} for name, value in facts.items()])
         of, meshes, holders, skips = asked.step_of or (plan, asked.meshes, asked.holders, asked.skips)
@@ -391,11 +394,11 @@ def plan(options: argparse.Namespace) -> Answer:
             found["step"] = samples_of(of, holders, asked.epoch, options.step, skips)
             said += [f"epoch {asked.epoch}, step {options.step}", found["step"]]
     hazards, drawn = list(hazards_of(asked)), plan or asked.plan_of_parts
-    if options.html is not None and drawn is None:
-        hazards.append((f"{options.html} is not drawn: the order is not known here, or no plan fits", ""))
-    elif options.html is not None and drawn is not None:
+    if options.html is not None and drawn is not None:
         options.html.write_text(page_of(view_of(drawn, *asked.meshes[0], **asked.view), hazards), encoding="utf-8")
         said.append(f"{options.html} shows it, in a browser")
+    elif options.html is not None:
+        hazards.append((f"{options.html} is not drawn: the order is not known here, or no plan fits", ""))
     if options.svg is not None and (plan is None or not plan.num_steps):
         hazards.append((f"{options.svg} is not drawn: there is no step", ""))
     elif options.svg is not None:
@@ -404,15 +407,3 @@ def plan(options: argparse.Namespace) -> Answer:
         options.svg.write_text(svg_of(meshes, given, f"epoch {asked.epoch}, step {step}"), encoding="utf-8")
         said.append(f"{options.svg} is the picture of step {step}")
     return with_hazards(found, said, hazards)
-
-
-def _grid(meshes: Meshes, number: int) -> tuple[str, Rows]:
-    """Return a mesh as a grid, whose columns are its last axis: each rank with its data rank."""
-    mesh, axes = meshes[number]
-    groups = [group for group in groups_of(meshes) if group["mesh"] == number]
-    shape = ", ".join(f"{axis}={size}" for axis, size in zip(mesh.axes, mesh.shape, strict=True))
-    verb = "split" if len(axes) > 1 else "splits"
-    head = f"mesh {number}: {shape}; {' and '.join(axes) or 'nothing'} {verb} the rows: {len(groups)} data ranks"
-    if len(mesh.process_ids) > _MOST_SHOWN:
-        return head, groups[:_MOST_SHOWN]
-    return head, grid_of(mesh, axes)

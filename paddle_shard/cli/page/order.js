@@ -311,7 +311,8 @@ function makePlan(view, blake2b) {
 
   const { order } = view;
   const draws = order.kind === "mixture" ? drawsOf(order) : null;
-  const epochOf = (epoch) => view.epochs[epoch] ?? view.epochs.any;
+  const unknown = { samples: 0, positions: 0, served: 0, steps: 0, lastRows: 0, segments: [[0, view.batchSize]] };
+  const epochOf = (epoch) => view.epochs[epoch] ?? view.epochs.any ?? unknown; // of a stream, nobody knows its steps
 
   /** The position of the run at which an epoch of a mixture begins: `first_sample`. */
   function firstOfRun(epoch) {
