@@ -40,9 +40,7 @@ Hazard = tuple[str, str]
 
 def with_hazards(found: Mapping[str, Any], said: Sequence[str | Rows], hazards: Sequence[Hazard]) -> Answer:
     """Return an answer that ends with what is wrong."""
-    shown = [
-        " ".join(f"{part.rstrip('.')}." for part in (f"HAZARD: {what}", remedy) if part) for what, remedy in hazards
-    ]
+    shown = [f"HAZARD: {what.rstrip('.')}." + f" {remedy.rstrip('.')}." * bool(remedy) for what, remedy in hazards]
     told = {"hazards": [{"what": what, "remedy": remedy} for what, remedy in hazards]}
     return Answer(found={**found, **told}, said=[*said, *(shown or ["no hazard was found"])], failed=bool(hazards))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from paddle_shard.cli.answer import EPOCH, RECORD, Answer, command, leg_of, run_of, sample_of, shapes_of
+from paddle_shard.cli.answer import EPOCH, RECORD, Answer, Rows, command, leg_of, run_of, sample_of, shapes_of
 from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.record.lines import read
 from paddle_shard.record.places import places_in, rows_of, samples_of, shares_of
@@ -34,10 +34,9 @@ def verify(options: argparse.Namespace) -> Answer:
             raise
         return Answer(found={"damage": damage}, said=damage, failed=True)
     legs = [_facts(leg, "yes") for leg in run.legs] + [_facts(leg, "no") for leg in run.lost]
-    said: list[Any] = damage or [f"{len(lines)} lines, of which none was changed or taken out"]
-    for line in lines:
-        if "mended" in line:
-            said.append(f"before line {line['number']}, {line['mended']} bytes of a line that a crash had cut are gone")
+    said: list[str | Rows] = [*(damage or [f"{len(lines)} lines, of which none was changed or taken out"])]
+    mended = [(line["number"], line["mended"]) for line in lines if "mended" in line]
+    said += [f"before line {at}, {cut} bytes of a line that a crash had cut are gone" for at, cut in mended]
     if (at := run.began_at) is not None:
         said.append(f"the run was resumed from step {at.steps} of epoch {at.epoch}, which no line tells of")
     said += ["", legs, *([_LOST] if run.lost else [])]

@@ -107,12 +107,11 @@ def with_data_axes(meshes: Sequence[MeshLayout], axes: str | None) -> Meshes:
     """
     found = []
     for mesh in meshes:
-        named = [axis for axis in mesh.axes if axis in _DATA_AXES][:1]
-        if axes is not None:
-            named = [axis for axis in axes.split(",") if axis]
-        elif not named:
+        likely = [axis for axis in mesh.axes if axis in _DATA_AXES][:1]
+        if axes is None and not likely:
             raise ArgumentError(f"--data-axes is missing: which of {', '.join(mesh.axes)} split the rows of a batch?")
-        found.append((mesh, [mesh.axes[axis] for axis in mesh.axis_indices(named)]))
+        named = likely if axes is None else filter(None, axes.split(","))
+        found.append((mesh, [mesh.axes[axis] for axis in mesh.axis_indices(tuple(named))]))
     return found
 
 

@@ -131,15 +131,15 @@ def _legs(asked: Planned, plan: ShardPlan, restarts: int, draw: random.Random) -
     history, known = History(skips=asked.skips), plan.fingerprint()
     rows = plan.batch_size // plan.accumulation
     # The loader would refuse to resume an order that depends on the number of data ranks on another number.
-    fine = [ranks for ranks in range(1, rows + 1) if rows % ranks == 0]
-    fine = [one for one in fine if replace(plan, num_data_ranks=one).fingerprint() == known]
+    plans = [replace(plan, num_data_ranks=ranks) for ranks in range(1, rows + 1) if rows % ranks == 0]
+    plans = [one for one in plans if one.fingerprint() == known]
     found, now, start, meshes = list[_Leg](), plan, LoaderState(epoch=asked.epoch, history=history), asked.meshes
     for stop in stops:
         found.append(_Leg(plan=now, meshes=meshes, start=start, end=stop))
         at, segments = now.first_position(step=stop), ((0, plan.batch_size),)
         state = replace(start, samples=at, steps=stop, segments=segments, fingerprint=known)
-        ranks, replicas = draw.choice(fine), draw.choice([1, 2, 3])
-        batches = PlanBatches(replace(plan, num_data_ranks=ranks))
+        other, replicas = draw.choice(plans), draw.choice([1, 2, 3])
+        ranks, batches = other.num_data_ranks, PlanBatches(other)
         start = LoaderState.from_dict(json.loads(json.dumps(state.to_dict())), batches.fingerprint())
         batches.resume(start)
         now = batches.plan_of(start)
