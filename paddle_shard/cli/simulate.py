@@ -14,7 +14,7 @@ import os
 import random
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -34,9 +34,9 @@ from paddle_shard.plan.mesh import MeshLayout
 from paddle_shard.plan.mixture import Mixing, MixtureOrder, source_and_index
 from paddle_shard.plan.order import Indices
 from paddle_shard.plan.partition import place_of_rows, slice_rows
-from paddle_shard.plan.shard_plan import ShardPlan, global_batch, step_of_plan
+from paddle_shard.plan.shard_plan import ShardPlan, step_of_plan, steps_of_plan
 from paddle_shard.plan.state import History, LoaderState
-from paddle_shard.plan.step import Step, rank_steps
+from paddle_shard.plan.step import Step
 from paddle_shard.record.places import Meshes, groups_of
 from paddle_shard.samplers import PlanBatches
 from paddle_shard.sources.packed import read_lengths
@@ -80,16 +80,11 @@ class _Leg:
         last = self.end == self.plan.num_steps
         return self.start.samples, self.plan.num_positions if last else self.plan.first_position(step=self.end)
 
-    def steps_of(self, mesh: MeshLayout, axes: Sequence[str], rank: int, steps: Iterable[int]) -> Iterator[Step]:
-        """Yield what a global rank reads at some steps, of which the first begins at the position of the start."""
-        plan, epoch, of = self.plan, self.start.epoch, (mesh.num_data_ranks(axes), mesh.data_rank(rank, axes))
-        return rank_steps(
-            (global_batch(plan, epoch, step) for step in steps),
-            epoch,
-            self.start.samples,
-            lambda num_rows, micro_size: slice_rows(num_rows, *of, micro_size),
-            skips=self.start.history.skips,
-        )
+    def steps_of(self, mesh: MeshLayout, axes: Sequence[str], rank: int, steps: Sequence[int]) -> Iterator[Step]:
+        """Yield what a global rank reads at some steps, one after the other."""
+        of = mesh.num_data_ranks(axes), mesh.data_rank(rank, axes)
+        rows_of = lambda num_rows, micro_size: slice_rows(num_rows, *of, micro_size)  # noqa: E731
+        return steps_of_plan(self.plan, self.start.epoch, steps, rows_of, self.start.history.skips)
 
 
 @dataclass
@@ -183,7 +178,6 @@ def _look_at_step(leg: _Leg, step: int, found: _Found, most_ranks: int, costs: C
     real, ids = np.ones(num_rows, bool) if batch.real is None else batch.real, np.asarray(batch.ids)
     fine = skips.concerns(epoch) or np.array_equal(ids[real], plan.samples(epoch=epoch, first=first, end=end))
     found.expect(_ONCE, fine, f"step {step} has other samples than its positions")
-    here = replace(leg, start=replace(leg.start, samples=first))
     for mesh, axes in leg.meshes:
         ranks, read_by = mesh.num_data_ranks(axes), _some(mesh.process_ids, most_ranks)
         data_rank, local = place_of_rows(rows, num_rows, ranks, micro_size)
@@ -192,7 +186,7 @@ def _look_at_step(leg: _Leg, step: int, found: _Found, most_ranks: int, costs: C
         found.expect(_EQUAL, fine, f"the ranks of {mesh.shape} do not share step {step} evenly")
         own = np.argsort(places).reshape(ranks, -1)
         for rank in read_by:
-            (read,), mine = here.steps_of(mesh, axes, rank, [step]), own[mesh.data_rank(rank, axes)]
+            (read,), mine = leg.steps_of(mesh, axes, rank, [step]), own[mesh.data_rank(rank, axes)]
             kept = np.ones(len(mine), bool) if read.real is None else read.real
             fine = np.array_equal(kept, real[mine]) and np.array_equal(np.asarray(read.ids)[kept], ids[mine[kept]])
             found.expect(_EQUAL, fine, f"rank {rank} of {mesh.shape} reads other rows at step {step} than its own")

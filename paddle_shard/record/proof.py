@@ -16,9 +16,8 @@ from paddle_shard.errors import ArgumentError
 from paddle_shard.plan import certificate as certificates
 from paddle_shard.plan.certificate import ALL, DRAWN, Account, Delivered, Owner, Total, plus, total_of_plan
 from paddle_shard.plan.partition import slice_rows
-from paddle_shard.plan.shard_plan import ShardPlan, global_batch
+from paddle_shard.plan.shard_plan import ShardPlan, steps_of_plan
 from paddle_shard.plan.skips import Skips, united
-from paddle_shard.plan.step import rank_steps
 from paddle_shard.record.timeline import Leg, Timeline
 
 _OTHERS = "the others made the same steps; with loader.certificate() before state_dict(), their sums are compared, too"
@@ -108,9 +107,8 @@ def _total(leg: Leg, owner: Owner, first: int, end: int) -> Total:
     if owner == ALL or owner[1] == 1:
         return total_of_plan(plan, epoch, skips)(first, end)
     steps = range(plan.step_of(position=first), plan.step_of(position=end - 1) + 1)
-    batches = (global_batch(plan, epoch, step) for step in steps)
-    mine = rank_steps(
-        batches, epoch, first, lambda num_rows, micro: slice_rows(num_rows, owner[1], owner[0], micro), skips=skips
+    mine = steps_of_plan(
+        plan, epoch, steps, lambda num_rows, micro: slice_rows(num_rows, owner[1], owner[0], micro), skips
     )
     ids = (np.asarray(step.ids)[slice(None) if step.real is None else step.real] for step in mine)
     return plus(*map(certificates.total_of, ids))
