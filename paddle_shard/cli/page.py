@@ -69,10 +69,9 @@ def view_of(
         raise ArgumentError(f"num_samples must be at most 2^52 for a page, got {known.num_samples}.")
     data_ranks = mesh.num_data_ranks(data_axes)
     if plan.num_data_ranks % data_ranks:
-        raise ArgumentError(
-            f"data_axes: {data_axes!r} have {data_ranks} data ranks on the mesh {mesh.shape} of {mesh.axes}, which "
-            f"do not divide the plan's num_data_ranks={plan.num_data_ranks}. Name the axes that the plan is for."
-        )
+        what = f"data_axes: {data_axes!r} have {data_ranks} data ranks on the mesh {mesh.shape} of {mesh.axes}"
+        over = f"which do not divide the plan's num_data_ranks={plan.num_data_ranks}"
+        raise ArgumentError(f"{what}, {over}. Name the axes that the plan is for.")
     skips, epochs = skips or Skips(), {str(epoch): one for epoch, one in (plans or {}).items()}
     meshes = list[tuple[MeshLayout, tuple[int, ...]]]()
     ints = [sample for sample in skips.samples if isinstance(sample[0], int)]
@@ -180,14 +179,12 @@ def _order(plan: ShardPlan) -> dict[str, Any]:
     """Return which order the page computes, and what it depends on."""
     ordering, kind = plan.ordering, _KINDS.get(type(plan.ordering))
     if kind is None:
-        raise ArgumentError(
-            f"shuffle: a page cannot compute the order of {ordering!r}, only the orders of this package."
-        )
+        what = f"shuffle: a page cannot compute the order of {ordering!r}"
+        raise ArgumentError(f"{what}, only the orders of this package.")
     if kind == "paddle" and plan.num_positions > MAX_TABLE:
-        raise ArgumentError(
-            f"shuffle='paddle' with {plan.num_samples} samples: a page draws Paddle's order as a table, of at most "
-            f"{MAX_TABLE} samples. Make the page of fewer samples, or with shuffle=True."
-        )
+        what = f"shuffle='paddle' with {plan.num_samples} samples: a page draws Paddle's order as a table"
+        way_out = "Make the page of fewer samples, or with shuffle=True."
+        raise ArgumentError(f"{what}, of at most {MAX_TABLE} samples. {way_out}")
     settings = ordering.fingerprint(num_data_ranks=plan.num_data_ranks, accumulation=plan.accumulation)
     found = {"kind": kind, "padsFirst": ordering.pads_first, **settings.get("mixture", settings)}
     if isinstance(ordering, Mixing):  # names as `derive_key` spells them

@@ -264,8 +264,7 @@ def hazards_of(asked: Planned) -> Iterator[Hazard]:
     if dropped > _MUCH * few:
         what = f"tail={plan.tail!r} drops {dropped} of {few} samples in each epoch"
         yield what, "tail='pad' serves them, and a smaller batch drops fewer"
-    advice = plan.ordering.advice(few, ranks, max(1, plan.batch_size // plan.accumulation))
-    if advice is not None:
+    if (advice := plan.ordering.advice(few, ranks, max(1, plan.batch_size // plan.accumulation))) is not None:
         what, _, way_out = advice.partition(". The order")
         yield what, f"The order{way_out}"
     if isinstance(plan.ordering, Mixing):
@@ -285,9 +284,8 @@ def _hazards_of_mesh(mesh: MeshLayout, axes: Sequence[str], replicas: str) -> It
     far = {axis: np.median(np.abs(np.diff(ids, axis=at))) for at, axis in enumerate(sizes) if sizes[axis] > 1}
     first = {axis: ids.swapaxes(0, at).reshape(sizes[axis], -1)[:2, 0] for at, axis in enumerate(sizes)}
     inner = [axis for axis in sizes if axis in _MODEL_AXES and axis not in axes]
-    for axis in inner:
-        nearer = [one for one in axes if axis in far and one in far and far[one] < far[axis]]
-        if nearer:
+    for axis in filter(far.__contains__, inner):
+        if nearer := [one for one in axes if one in far and far[one] < far[axis]]:
             (a, b), (c, d) = first[axis], first[nearer[0]]
             what = f"axis {axis!r} is further apart than {nearer[0]!r}: ranks {a} and {b} share the work on the same"
             better = ",".join(f"{one}={sizes[one]}" for one in [*(o for o in sizes if o not in inner), *inner])
@@ -321,14 +319,13 @@ def _drawn_too_often(mixing: Mixing, num_samples: int) -> Iterator[Hazard]:
     often = {name: drawn[name].weight / n for name, n in zip(mixing.names, lengths, strict=True) if n}
     slowest = min((name for name in often if often[name]), key=often.__getitem__)
     for name, length in zip(mixing.names, lengths, strict=True):
-        of = drawn[name]
+        of, what = drawn[name], f"source {name!r} has {length} samples"
         if of.drawn > _MOST_EPOCHS * length > 0:
-            what = f"source {name!r} has {length} samples, and an epoch draws {of.drawn}: each {of.epochs} times"
+            what += f", and an epoch draws {of.drawn}: each {of.epochs} times"
             share = _MOST_EPOCHS * length / num_samples
         elif length and often[name] > _MOST_EPOCHS * often[slowest]:
-            times = round(often[name] / often[slowest])
-            what = f"source {name!r} has {length} samples: while the run reads {slowest!r} once, each of them is drawn"
-            what, weight = f"{what} {times} times", _MOST_EPOCHS * length * often[slowest]
+            times, weight = round(often[name] / often[slowest]), _MOST_EPOCHS * length * often[slowest]
+            what += f": while the run reads {slowest!r} once, each of them is drawn {times} times"
             share = weight / (1 - of.weight + weight)
         else:
             continue

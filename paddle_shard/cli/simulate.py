@@ -386,15 +386,12 @@ def simulate(options: argparse.Namespace) -> Answer:
     seconds = time.monotonic() - began
     broken = [(what, "This is a fault of the library: report it") for one in found.broken.values() for what in one]
     laws = [found.law(law) for law in (_ONCE, _EQUAL, _ALIKE)]
-    starts = [
-        {"from_step": leg.start.steps, "steps": leg.end - leg.start.steps, "mesh": shapes_of(leg.meshes)}
-        for leg in legs
-    ]
+    spans = [(leg.start.steps, leg.end, shapes_of(leg.meshes)) for leg in legs]
+    starts = [{"from_step": first, "steps": end - first, "mesh": mesh} for first, end, mesh in spans]
     head = f"{plan.num_samples} samples in {plan.num_steps} steps of {plan.batch_size}, simulated in {seconds:.1f} s"
     said: list[str | Rows] = [head, "", laws, starts, [{"what": name, "number": one} for name, one in quality.items()]]
     told = {"laws": laws, "starts": starts, "quality": quality, "seconds": seconds}
     if len(legs) <= options.restarts:
-        said.append(
-            f"{len(legs) - 1} restarts instead of {options.restarts}: an epoch of {plan.num_steps} steps has no more"
-        )
+        few = f"{len(legs) - 1} restarts instead of {options.restarts}"
+        said.append(f"{few}: an epoch of {plan.num_steps} steps has no more")
     return with_hazards(told, said, [*broken, *hazards, *hazards_of(asked)])

@@ -52,15 +52,10 @@ def samples_at(plan: ShardPlan, epoch: int, step: int, skips: Skips) -> list[Any
     if found is None:  # all of it is
         return [None] * plan.num_rows(step=step)
     real = np.ones(len(found.ids), bool) if found.real is None else found.real
-    return [_name_of(plan, one) if kept else None for one, kept in zip(found.ids, real, strict=True)]
-
-
-def _name_of(plan: ShardPlan, sample: Any) -> Any:
-    """Return what users call a sample: its index; of a mixture, [source, index]."""
-    if not isinstance(plan.ordering, Mixing):
-        return int(sample)
-    source, index = source_and_index(int(sample))
-    return [plan.ordering.names[source], index]
+    names: list[Any] = np.asarray(found.ids).tolist()
+    if isinstance(plan.ordering, Mixing):
+        names = [[plan.ordering.names[source], index] for source, index in map(source_and_index, names)]
+    return [name if kept else None for name, kept in zip(names, real, strict=True)]
 
 
 def samples_of(plan: ShardPlan, meshes: Meshes, epoch: int, step: int, skips: Skips) -> list[dict[str, Any]]:

@@ -83,12 +83,11 @@ def _other_samples(run: Timeline, epoch: int, notes: list[str]) -> Iterator[str]
         # Each position is that of one pass, so that it is known which one has delivered it.
         once = united(stretches) == found.once and _length(stretches) == _length(found.once)
         wanted = plus(*(_total(leg, owner, first, end) for first, end, leg in pieces))
+        not_compared = f"what was read by {where} is not compared"
         if owner != ALL and run.last.facts["dealt"]:
-            notes.append(f"what was read by {where} is not compared: rows are dealt by cost (balance=)")
+            notes.append(f"{not_compared}: rows are dealt by cost (balance=)")
         elif found.again or not once:
-            notes.append(
-                f"what was read by {where} is not compared: some of it was delivered again, or before this record"
-            )
+            notes.append(f"{not_compared}: some of it was delivered again, or before this record")
         elif found.total.num < wanted.num:
             yield f"{wanted.num - found.total.num} samples of {where} could not be read"
         elif found.total != wanted:
