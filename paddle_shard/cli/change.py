@@ -137,11 +137,9 @@ def skip(options: argparse.Namespace) -> Answer:
         steps = range(first_step, min(leg.plan.step_of(position=end - 1) + 1, leg.plan.num_steps))
         # What comes after the last step, tail="drop" leaves out anyway.
         if (last := _end_of(leg, steps[-1])) > end or (last < end and steps.stop < leg.plan.num_steps):
-            what = (
-                f"--step: the batches of these steps are of several sizes, and batches {size} do not end where they end"
-            )
+            what = f"the batches of these steps are of several sizes, and batches {size} do not end where they end"
             way_out = "Give a stretch that was delivered in batches of one size; paddle-shard verify lists them."
-            raise ArgumentError(f"{what}. {way_out}")
+            raise ArgumentError(f"--step: {what}. {way_out}")
     comment = f"# Steps are counted in batches {size}."
     lines, found = _without(run, hits, f"loader.skip(steps={steps!r}, epoch={epoch})")
     found |= {"batch_size": rows, "python": f"{comment}\n{found['python']}"}

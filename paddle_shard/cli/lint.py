@@ -7,7 +7,7 @@ import re
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, islice
@@ -227,14 +227,14 @@ def lint(options: argparse.Namespace) -> Answer:
     """
     check_count("--workers", options.workers)
     check_count("--limit", 1 if options.limit is None else options.limit)
-    jobs, decode = list(_jobs(options)), options.decode and [options.decode]
-    decoder = Decode(*decode or ()) if any(kind == "webdataset" for _, kind in jobs) else None
+    jobs, shards = list(_jobs(options)), list[_Shard]()
     progress = Progress("files read", len(jobs))
+    given = [options.decode] if options.decode else []
+    decode = Decode(*given) if any(kind == "webdataset" for _, kind in jobs) else None
     with ThreadPoolExecutor(options.workers) as pool:
-        tasks = [pool.submit(_read, *job, options, decoder if job[1] == "webdataset" else None) for job in jobs]
-        for _ in as_completed(tasks):
+        for shard in pool.map(lambda job: _read(*job, options, decode if job[1] == "webdataset" else None), jobs):
+            shards.append(shard)
             progress.add()
-        shards = [task.result() for task in tasks]
     ragged = _ragged(shards)
     empty = [one.fault("empty", 0, "there is no sample") for one in shards if not one.keys and not one.faults]
     faults = [*chain(*(one.faults for one in shards)), *empty, *_doubled(shards), *_unlike(shards, ragged)]
