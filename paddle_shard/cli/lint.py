@@ -129,21 +129,23 @@ def _stand_in(value: Any) -> Any:
     return value[:_SHOWN] if isinstance(value, str | bytes) else value
 
 
-def _read(name: str, kind: str, options: argparse.Namespace, decode: Decode | None) -> _Shard:
-    """Read a file to its end, or so many samples of it, and note what it holds."""
+def _read(options: argparse.Namespace, decode: Decode | None, job: tuple[str, str]) -> _Shard:
+    """Read a file to its end, or so many samples of it, and note what it holds; see `_jobs`."""
+    name, kind = job
     found = _Shard(shown(name))
     try:
         (samples,) = KINDS[kind][1](name).open(Opening(parts=(0,), num_parts=1, skip_errors=True))
         for sample in islice(samples, options.limit):
             try:
-                value = sample if decode is None or isinstance(sample, Unreadable) else decode(sample)
+                if decode is not None and kind == "webdataset" and not isinstance(sample, Unreadable):
+                    sample = decode(sample)
             except ShardReadError as error:
-                value = Unreadable(str(error))
-            if isinstance(value, Unreadable):
-                found.faults.append(found.fault("unreadable", len(found.keys), value.why))
+                sample = Unreadable(str(error))
+            if isinstance(sample, Unreadable):
+                found.faults.append(found.fault("unreadable", len(found.keys), sample.why))
                 found.keys.append(0)
             else:
-                found.look(value, options.key)
+                found.look(sample, options.key)
     except MissingDependencyError:
         raise
     except Exception as error:  # whatever a file, a server or a store has to say
@@ -232,7 +234,7 @@ def lint(options: argparse.Namespace) -> Answer:
     given = [options.decode] if options.decode else []
     decode = Decode(*given) if any(kind == "webdataset" for _, kind in jobs) else None
     with ThreadPoolExecutor(options.workers) as pool:
-        for shard in pool.map(lambda job: _read(*job, options, decode if job[1] == "webdataset" else None), jobs):
+        for shard in pool.map(partial(_read, options, decode), jobs):
             shards.append(shard)
             progress.add()
     ragged = _ragged(shards)

@@ -99,6 +99,8 @@ class _Found:
     """Blocks on disk of which each of some batches is."""
     costs: list[tuple[float, float, float, float]] = field(default_factory=list)
     """(imbalance, the same with `balance=`, tokens, tokens with padding to the longest row) of some batches."""
+    hazards: list[Hazard] = field(default_factory=list)
+    """What is wrong with the order and the shares."""
 
     def expect(self, law: str, holds: Any, what: str) -> None:
         """Note that a law is broken, unless it holds."""
@@ -179,14 +181,12 @@ def _look_at_step(leg: _Leg, step: int, found: _Found, most_ranks: int, costs: C
     fine = skips.concerns(epoch) or np.array_equal(ids[real], plan.samples(epoch=epoch, first=first, end=end))
     found.expect(_ONCE, fine, f"step {step} has other samples than its positions")
     for mesh, axes in leg.meshes:
-        ranks, read_by = mesh.num_data_ranks(axes), _some(mesh.process_ids, most_ranks)
+        ranks = mesh.num_data_ranks(axes)
         data_rank, local = place_of_rows(rows, num_rows, ranks, micro_size)
-        places = data_rank * (num_rows // ranks) + local
-        fine = np.array_equal(np.sort(places), rows)
+        fine = np.array_equal(np.sort(data_rank * (num_rows // ranks) + local), rows)
         found.expect(_EQUAL, fine, f"the ranks of {mesh.shape} do not share step {step} evenly")
-        own = np.argsort(places).reshape(ranks, -1)
-        for rank in read_by:
-            (read,), mine = leg.steps_of(mesh, axes, rank, [step]), own[mesh.data_rank(rank, axes)]
+        for rank in _some(mesh.process_ids, most_ranks):
+            (read,), mine = leg.steps_of(mesh, axes, rank, [step]), rows[data_rank == mesh.data_rank(rank, axes)]
             kept = np.ones(len(mine), bool) if read.real is None else read.real
             fine = np.array_equal(kept, real[mine]) and np.array_equal(np.asarray(read.ids)[kept], ids[mine[kept]])
             found.expect(_EQUAL, fine, f"rank {rank} of {mesh.shape} reads other rows at step {step} than its own")
@@ -289,11 +289,9 @@ def _drift(order: MixtureOrder, at: int, ids: Indices) -> float:
     return float(np.abs(drift).max())
 
 
-def _quality(
-    plan: ShardPlan, epoch: int, found: _Found, draw: random.Random, deadline: float
-) -> tuple[dict[str, float], list[Hazard]]:
-    """Return measures of the order, of some of its chunks, and of the shares, and what is wrong with them."""
-    order, hazards, looked, pairs, kept, moved, drift = plan.order(epoch=epoch), list[Hazard](), 0, 0, 0, 0.0, 0.0
+def _quality(plan: ShardPlan, epoch: int, found: _Found, draw: random.Random, deadline: float) -> dict[str, float]:
+    """Return measures of the order, of some of its chunks, and of the shares."""
+    order, looked, pairs, kept, moved, drift = plan.order(epoch=epoch), 0, 0, 0, 0.0, 0.0
     starts = range(0, plan.num_positions, _CHUNK)
     for first in draw.sample(starts, min(len(starts), _MOST_LOOKS)):
         if time.monotonic() > deadline:
@@ -315,7 +313,7 @@ def _quality(
         bound = sum(1 - 1 / (2 * number - 2) for number in drawn if number > 1)  # of `Chairman`, segments add up
         measures |= {"drift of a source, in samples": drift, "bound of the drift": bound}
         if drift > bound + 1e-6:
-            hazards.append((f"a source drifts by {drift:.3f} samples", "Report it: less is proved"))
+            found.hazards.append((f"a source drifts by {drift:.3f} samples", "Report it: less is proved"))
     else:
         measures["how far a sample moves, of all (mixed: 0.333)"] = moved / max(1, looked)
     if isinstance(plan.ordering, Blocks):
@@ -323,15 +321,15 @@ def _quality(
         measures |= {"blocks of which a batch is": few, "blocks of the data": blocks}
         if few < min(_FEW_BLOCKS, blocks, plan.batch_size):
             what = f"a batch is of {few:.1f} blocks on average: samples that lie together are trained together"
-            hazards.append((what, "Blocks(window=) of more blocks, or a smaller size=, mixes more"))
+            found.hazards.append((what, "Blocks(window=) of more blocks, or a smaller size=, mixes more"))
     if found.costs:
         now, best, tokens, padded = np.mean(found.costs, axis=0).tolist()
         measures |= {"longest data rank, by the mean": now, "the same at the worst step": max(found.costs)[0]}
         measures |= {"the same with balance=": best, "padding to the longest row, of all": 1 - tokens / padded}
         if now > _UNEVEN and now - best > (now - 1) / 2:
             what = f"the data rank with most has {now:.2f} times the mean of its step, and the others wait for it"
-            hazards.append((what, f"balance= deals rows so that it has {best:.2f} times the mean"))
-    return {name: round(value, 4) for name, value in measures.items()}, hazards
+            found.hazards.append((what, f"balance= deals rows so that it has {best:.2f} times the mean"))
+    return {name: round(value, 4) for name, value in measures.items()}
 
 
 @command(
@@ -382,7 +380,7 @@ def simulate(options: argparse.Namespace) -> Answer:
     for number, leg in enumerate(legs, 1):
         _in_lockstep(leg, found, most_ranks, began + options.seconds * (0.1 + 0.1 * number / len(legs)))
     _cover(legs, found, began + 0.95 * options.seconds, draw)
-    quality, hazards = _quality(plan, asked.epoch, found, draw, began + options.seconds)
+    quality = _quality(plan, asked.epoch, found, draw, began + options.seconds)
     seconds = time.monotonic() - began
     broken = [(what, "This is a fault of the library: report it") for one in found.broken.values() for what in one]
     laws = [found.law(law) for law in (_ONCE, _EQUAL, _ALIKE)]
@@ -394,4 +392,4 @@ def simulate(options: argparse.Namespace) -> Answer:
     if len(legs) <= options.restarts:
         few = f"{len(legs) - 1} restarts instead of {options.restarts}"
         said.append(f"{few}: an epoch of {plan.num_steps} steps has no more")
-    return with_hazards(told, said, [*broken, *hazards, *hazards_of(asked)])
+    return with_hazards(told, said, [*broken, *found.hazards, *hazards_of(asked)])
