@@ -11,9 +11,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
 
 from paddle_shard.cli.answer import Answer, Hazard, command, with_hazards
 from paddle_shard.cli.plan import MESH, with_data_axes
@@ -94,7 +93,7 @@ def _group(size: int, options: argparse.Namespace, versions: Mapping[str, str]) 
     from paddle_shard.ranks.agreeing import gather_of, open_agreement
     from paddle_shard.ranks.verdict import Terms
 
-    ranks, found, timeout = tuple(range(size)), dict[str, str](), float(options.timeout)
+    ranks, found, hazards, timeout = tuple(range(size)), dict[str, str](), list[Hazard](), float(options.timeout)
     if options.data_axes is not None:
         with_data_axes(options.mesh, options.data_axes)  # refuses axes that a mesh does not have
     meshes = [f"{mesh.shape} of axes {mesh.axes} with ranks {mesh.process_ids}" for mesh in options.mesh]
@@ -103,7 +102,12 @@ def _group(size: int, options: argparse.Namespace, versions: Mapping[str, str]) 
         said = [json.loads(one) for one in gather_of(ranks, json.dumps(mine), timeout, "doctor")]
         hosts = dict.fromkeys(one.pop("host") for one in said)
         found["ranks"] = f"{size} on {len(hosts)} hosts: {', '.join(hosts)}"
-        hazards = [hazard for what in said[0] for hazard in _different(what, [one[what] for one in said])]
+        for what, first in said[0].items():
+            for rank in [rank for rank, one in enumerate(said) if one[what] != first][:1]:
+                text = f"{what} differs: {first} on rank 0, {said[rank][what]} on rank {rank}"
+                hazards.append(
+                    (text, "All ranks need the same: install one version, and give all of them the same meshes")
+                )
         times, agreement = list[float](), open_agreement(ranks, Terms(name="doctor", timeout=timeout))
         for step in range(_STEPS):
             begun = time.perf_counter()
@@ -124,14 +128,6 @@ def _group(size: int, options: argparse.Namespace, versions: Mapping[str, str]) 
     if missing := sorted({rank for mesh in options.mesh for rank in mesh.process_ids} - {*ranks}):
         hazards.append((f"--mesh has the ranks {missing}, and the job has {size}", "Start more ranks, or correct it"))
     return hazards, found
-
-
-def _different(what: str, values: Sequence[Any]) -> list[Hazard]:
-    """Return the hazard that not all ranks say the same."""
-    others = [(rank, value) for rank, value in enumerate(values) if value != values[0]]
-    text = f"{what} differs: {values[0]} on rank 0, "
-    remedy = "All ranks need the same: install one version, and give all of them the same meshes"
-    return [(f"{text}{value} on rank {rank}", remedy) for rank, value in others[:1]]
 
 
 def _collective(timeout: float) -> str:
