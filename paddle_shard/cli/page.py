@@ -73,7 +73,7 @@ def view_of(
         over = f"which do not divide the plan's num_data_ranks={plan.num_data_ranks}"
         raise ArgumentError(f"{what}, {over}. Name the axes that the plan is for.")
     skips, epochs = skips or Skips(), {str(epoch): one for epoch, one in (plans or {}).items()}
-    meshes = list[tuple[MeshLayout, tuple[int, ...]]]()
+    meshes = dict[tuple[MeshLayout, tuple[int, ...]], int]()
     ints = [sample for sample in skips.samples if isinstance(sample[0], int)]
     found = {
         "version": 1,
@@ -165,13 +165,12 @@ def _mesh(mesh: MeshLayout, data_axes: Axes, parts: PartsPlan | None) -> dict[st
     }
 
 
-def _stretch(stretch: Mapping[str, Any], meshes: list[tuple[MeshLayout, tuple[int, ...]]]) -> dict[str, Any]:
+def _stretch(stretch: Mapping[str, Any], meshes: dict[tuple[MeshLayout, tuple[int, ...]], int]) -> dict[str, Any]:
     """Return a stretch with the place of its mesh in `meshes`, to which it is added if it is a new one."""
     found = {name: value for name, value in stretch.items() if name not in ("mesh", "data_axes")}
     if "mesh" in stretch:
         mesh = stretch["mesh"], stretch["mesh"].axis_indices(stretch["data_axes"])
-        meshes += [] if mesh in meshes else [mesh]
-        found["mesh"] = meshes.index(mesh)
+        found["mesh"] = meshes.setdefault(mesh, len(meshes))
     return found
 
 
