@@ -44,7 +44,6 @@ from paddle_shard.sources.packed import read_lengths
 _ONCE = "each sample exactly once, as the tail says"
 _EQUAL = "equal steps and equal rows on all ranks"
 _ALIKE = "replicas get the same rows"
-_POSITIONS = "positions of the epoch"
 
 _CHUNK = 1 << 13
 """Positions whose ids are computed at once: they stay in the cache."""
@@ -244,7 +243,7 @@ def _cover(legs: Sequence[_Leg], found: _Found, deadline: float, draw: random.Ra
     plan, epoch, jobs = legs[0].plan, legs[0].start.epoch, list[tuple[str, Any, int, int]]()
     order, spans = plan.order(epoch=epoch), list[tuple[str, Any, int, int]]()
     for leg in legs:
-        spans.append((_POSITIONS, partial(_ids_of_plan, leg.plan, leg.start.epoch), *leg.positions()))
+        spans.append(("positions of the epoch", partial(_ids_of_plan, leg.plan, leg.start.epoch), *leg.positions()))
     if isinstance(order, MixtureOrder):
         drawn = [order.mixing.draws.counts(order.first + at).tolist() for at in (0, plan.num_positions)]
         for source, span in enumerate(zip(*drawn, strict=True)):
@@ -257,7 +256,8 @@ def _cover(legs: Sequence[_Leg], found: _Found, deadline: float, draw: random.Ra
         jobs += [(what, ids_of, at, min(at + _JOB, end)) for at in some]
         found.add(_ONCE, what, 0, end - first)
     draw.shuffle(jobs)
-    totals, progress = defaultdict[str, Total](Total), Progress("ids counted", sum(end - at for _, _, at, end in jobs))
+    totals = dict.fromkeys((what for what, *_ in spans), Total())
+    progress = Progress("ids counted", sum(end - at for _, _, at, end in jobs))
     number = min(len(jobs), os.cpu_count() or 1)
     # Of many jobs, threads would wait for each other.
     forks = len(jobs) >= _FEW_JOBS and "fork" in get_all_start_methods()
