@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -39,9 +40,7 @@ Hazard = tuple[str, str]
 
 def with_hazards(found: Mapping[str, Any], said: Sequence[str | Rows], hazards: Sequence[Hazard]) -> Answer:
     """Return an answer that ends with what is wrong."""
-    shown = [
-        " ".join(f"{part.rstrip('.')}." for part in (f"HAZARD: {what}", remedy) if part) for what, remedy in hazards
-    ]
+    shown = [f"HAZARD: {what.rstrip('.')}." + f" {remedy.rstrip('.')}." * bool(remedy) for what, remedy in hazards]
     told = {"hazards": [{"what": what, "remedy": remedy} for what, remedy in hazards]}
     return Answer(found={**found, **told}, said=[*said, *(shown or ["no hazard was found"])], failed=bool(hazards))
 
@@ -60,15 +59,21 @@ class Progress:
             self._due = time.monotonic() + 2
 
 
+Argument = tuple[str, Mapping[str, Any]]
+"""An argument, and what `argparse` wants to know of it."""
+
+
 class Command(NamedTuple):
     """A command of `paddle-shard`."""
 
-    does: str
-    """In a sentence."""
-    example: str
-    arguments: Sequence[tuple[str, Mapping[str, Any]]]
-    """Each with what `argparse` wants to know of it."""
     answer: Callable[[argparse.Namespace], Answer]
+    """It has the command's name. Its docstring is what `--help` says, with an example below."""
+    arguments: Sequence[Argument]
+
+
+def command(*arguments: Argument) -> Callable[[Callable[[argparse.Namespace], Answer]], Command]:
+    """Return the decorator that makes a command of the function that answers it."""
+    return lambda answer: Command(answer, arguments)
 
 
 RECORD = ("record", {"metavar": "RECORD", "help": "the file of shard_dataloader(record=)"})
@@ -144,9 +149,18 @@ def leg_of(run: Timeline, epoch: int | None, step: int) -> tuple[int, list[Leg]]
     return epoch, found
 
 
+def parsed(pattern: str, text: str, kind: str) -> Sequence[str]:
+    """Return the groups of an argument that a pattern describes; of one that is not there, "".
+
+    Raises:
+        ArgumentTypeError: It is another one; `kind` says what it must be.
+    """
+    if (found := re.fullmatch(pattern, text)) is None:
+        raise argparse.ArgumentTypeError(f"must be {kind}, got {text!r}")
+    return found.groups("")
+
+
 def sample_of(text: str) -> Any:
     """Return the sample that a user names: 17, or web:17 of a mixture."""
-    source, colon, index = text.rpartition(":")
-    if not index.isdigit():
-        raise argparse.ArgumentTypeError(f"must be an index such as 17, or source:index of a mixture, got {text!r}")
-    return (source, int(index)) if colon else int(index)
+    source, name, index = parsed(r"((.*):)?(\d+)", text, "an index such as 17, or source:index of a mixture")
+    return (name, int(index)) if source else int(index)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
 from typing import Any
 
-from paddle_shard.cli.answer import EPOCH, RECORD, Answer, Command, leg_of, run_of, sample_of, shapes_of
+from paddle_shard.cli.answer import EPOCH, RECORD, Answer, Rows, command, leg_of, run_of, sample_of, shapes_of
 from paddle_shard.plan.handlers import raise_if_a_handlers
-from paddle_shard.plan.parts import PartsPlan
 from paddle_shard.record.lines import read
-from paddle_shard.record.places import parts_of, places_in, samples_of, shares_of
+from paddle_shard.record.places import places_in, rows_of, samples_of, shares_of
 from paddle_shard.record.proof import proof_of
 from paddle_shard.record.timeline import Leg, timeline
 
@@ -20,7 +18,12 @@ _LOST = (
 )
 
 
-def _verify(options: argparse.Namespace) -> Answer:
+@command(RECORD)
+def verify(options: argparse.Namespace) -> Answer:
+    """Was each sample delivered exactly once, over all jobs, and was no line of the record changed?
+
+    example: paddle-shard verify run.jsonl
+    """
     lines, damage = read(options.record)
     try:
         run = timeline(lines)
@@ -31,10 +34,9 @@ def _verify(options: argparse.Namespace) -> Answer:
             raise
         return Answer(found={"damage": damage}, said=damage, failed=True)
     legs = [_facts(leg, "yes") for leg in run.legs] + [_facts(leg, "no") for leg in run.lost]
-    said: list[Any] = damage or [f"{len(lines)} lines, of which none was changed or taken out"]
-    for line in lines:
-        if "mended" in line:
-            said.append(f"before line {line['number']}, {line['mended']} bytes of a line that a crash had cut are gone")
+    said: list[str | Rows] = [*(damage or [f"{len(lines)} lines, of which none was changed or taken out"])]
+    mended = [(line["number"], line["mended"]) for line in lines if "mended" in line]
+    said += [f"before line {at}, {cut} bytes of a line that a crash had cut are gone" for at, cut in mended]
     if (at := run.began_at) is not None:
         said.append(f"the run was resumed from step {at.steps} of epoch {at.epoch}, which no line tells of")
     said += ["", legs, *([_LOST] if run.lost else [])]
@@ -45,17 +47,10 @@ def _verify(options: argparse.Namespace) -> Answer:
 
 
 def _facts(leg: Leg, counts: str) -> dict[str, Any]:
-    facts, start = leg.job.facts, leg.start
-    size = facts["plan"] and facts["plan"]["batch_size"]
-    found = {
-        "job": leg.job.number,
-        "mesh": shapes_of(leg.job.meshes),
-        "batch_size": size,
-        "epoch": leg.epoch,
-        "counts": counts,
-    }
-    found |= {"first_step": start.steps, "end_step": leg.steps}
-    return {**found, "first_position": start.samples, "end_position": leg.samples}
+    size = leg.job.facts["plan"] and leg.job.facts["plan"]["batch_size"]
+    found = {"job": leg.job.number, "mesh": shapes_of(leg.job.meshes), "batch_size": size, "epoch": leg.epoch}
+    found |= {"counts": counts, "first_step": leg.start.steps, "end_step": leg.steps}
+    return found | {"first_position": leg.start.samples, "end_position": leg.samples}
 
 
 def told(leg: Leg, step: int) -> str:
@@ -63,47 +58,41 @@ def told(leg: Leg, step: int) -> str:
     return "yes" if step < leg.steps else "not yet"
 
 
-def _where(options: argparse.Namespace) -> Answer:
+@command(
+    RECORD, ("--sample", {"type": sample_of, "required": True, "help": "its index; of a mixture, source:index"}), EPOCH
+)
+def where(options: argparse.Namespace) -> Answer:
+    """At which steps, on which ranks and in which rows was a sample delivered?
+
+    example: paddle-shard where run.jsonl --sample 12345
+    """
     places: list[dict[str, Any]] = []
     for leg, step, row in places_in(run_of(options.record), options.sample):
         if options.epoch not in (None, leg.epoch):
             continue
         place = {"epoch": leg.epoch, "step": step, "row": row, "job": leg.job.number, "told": told(leg, step)}
-        shares = shares_of(leg.job.holders, leg.plan.num_rows(step=step), leg.plan.micro_size(step=step))
+        shares = rows_of(leg.plan, leg.job.holders, step)
         places += [{**place, **group, "row_of_rank": rows.index(row)} for group, rows in shares if row in rows]
     said = [places] if places else [f"sample {options.sample} was not delivered, says the record"]
     return Answer(found={"sample": options.sample, "places": places}, said=said)
 
 
-def _batch(options: argparse.Namespace) -> Answer:
+@command(RECORD, ("--step", {"type": int, "required": True, "help": "step of the epoch, from 0"}), EPOCH)
+def batch(options: argparse.Namespace) -> Answer:
+    """Which samples did each rank get at a step?
+
+    example: paddle-shard batch run.jsonl --step 3
+    """
     epoch, legs = leg_of(run_of(options.record), options.epoch, options.step)
     found: list[dict[str, Any]] = []
     for leg in legs:
-        if "num_parts" in leg.job.facts["data"]:
-            rows = list(_parts(leg, options.step))
-        else:
+        plan, rows = leg.job.parts_plan(), list[dict[str, Any]]()
+        if plan is None:
             rows = samples_of(leg.plan, leg.job.holders, epoch, options.step, leg.skips)
+        else:
+            each = plan.samples_per_part
+            first = leg.start.samples // plan.num_parts + (options.step - leg.start.steps) * each
+            for group, parts in shares_of(leg.job.meshes, plan.parts_of):
+                rows.append({**group, "parts": parts, "first_in_each": first, "end_in_each": first + each})
         found += [{"job": leg.job.number, "told": told(leg, options.step), **row} for row in rows]
     return Answer(found={"epoch": epoch, "step": options.step, "delivered": found}, said=[found])
-
-
-def _parts(leg: Leg, step: int) -> Iterator[dict[str, Any]]:
-    """Yield the parts of a stream that each rank reads, and the positions in each of them."""
-    plan = PartsPlan(num_parts=leg.job.facts["data"]["num_parts"], **leg.job.facts["plan"])
-    first = leg.start.samples // plan.num_parts + (step - leg.start.steps) * plan.samples_per_part
-    for group, parts in parts_of(leg.job.meshes, plan):
-        yield {**group, "parts": parts, "first_in_each": first, "end_in_each": first + plan.samples_per_part}
-
-
-_SAMPLE = ("--sample", {"type": sample_of, "required": True, "help": "its index; of a mixture, source:index"})
-_STEP = ("--step", {"type": int, "required": True, "help": "step of the epoch, from 0"})
-_VERIFY = "Was each sample delivered exactly once, over all jobs, and was no line of the record changed?"
-_WHERE = "At which steps, on which ranks and in which rows was a sample delivered?"
-COMMANDS = {
-    "verify": Command(_VERIFY, "run.jsonl", [RECORD], _verify),
-    "where": Command(_WHERE, "run.jsonl --sample 12345", [RECORD, _SAMPLE, EPOCH], _where),
-    "batch": Command(
-        "Which samples did each rank get at a step?", "run.jsonl --step 3", [RECORD, _STEP, EPOCH], _batch
-    ),
-}
-"""The commands, by name."""

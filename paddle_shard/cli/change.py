@@ -4,69 +4,68 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from paddle_shard.cli.answer import EPOCH, RECORD, Answer, Command, cell, leg_of, run_of, sample_of
+from paddle_shard.cli.answer import EPOCH, RECORD, Answer, Rows, cell, command, leg_of, parsed, run_of, sample_of
 from paddle_shard.cli.ask import told
 from paddle_shard.cli.plan import MESH, rows_of, with_data_axes
 from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.plan.mixture import source_and_index
 from paddle_shard.plan.partition import check_batch_size
-from paddle_shard.plan.parts import PartsPlan
 from paddle_shard.plan.shard_plan import ShardPlan
 from paddle_shard.plan.state import LoaderState
-from paddle_shard.record.places import Meshes, groups_of, parts_of, places_in
-from paddle_shard.record.timeline import Job, Leg, Timeline
+from paddle_shard.record.places import Meshes, places_in, shares_of
+from paddle_shard.record.timeline import Job, Leg, Saved, Timeline
 
 # forget, skip
 
 
 def _without(run: Timeline, hits: Sequence[tuple[Leg, int]], skip: str) -> tuple[list[str], dict[str, Any]]:
     """Return the Python that resumes a run from before some steps, and what programs want to know of it."""
-    for saved in reversed(run.saved):
+
+    def before_all(saved: Saved) -> bool:
         reached = {(leg.job.number, leg.number): leg.steps for leg in saved.legs}
-        if any(step < reached.get((leg.job.number, leg.number), 0) for leg, step in hits):
-            continue
+        return all(step >= reached.get((leg.job.number, leg.number), 0) for leg, step in hits)
+
+    lines = ["# No state was saved before that: begin the run again, with a new loader."]
+    place, state = None, LoaderState()
+    if (saved := next(filter(before_all, reversed(run.saved)), None)) is not None:
         state, line = saved.state, saved.line
         place = {"epoch": state.epoch, "step": state.steps, "line": line["number"], "time": line["time"]}
         where = f"at step {state.steps} of epoch {state.epoch} (line {line['number']}, {line['time']})"
         if (step := line.get("saved_as")) is not None:
             place["saved_as"], where = step, f"{where} by Checkpoints.save({step})"
         lines = [f"# Load the model and the state that were saved {where}:", "loader.load_state_dict(state)"]
-        lines += [*_left_out_since(run, state), skip]
-        return lines, {"resume": place, "python": "\n".join(lines)}
-    lines = ["# No state was saved before that: begin the run again, with a new loader."]
-    lines += [*_left_out_since(run, LoaderState()), skip]
-    return lines, {"resume": None, "python": "\n".join(lines)}
+    lines += [*_left_out_since(run, state), skip]
+    return lines, {"resume": place, "python": "\n".join(lines)}
 
 
 def _left_out_since(run: Timeline, state: LoaderState) -> list[str]:
     """Return the Python that changes what the run has changed since a state: the state does not know it."""
     before, now, job = state.history.skips, run.history.skips, run.last
-    since = {sample for sample, *_ in now.samples} - {sample for sample, *_ in before.samples}
-    ids: list[Any] = [sample for sample, *_ in now.samples if sample in since]
+    known = {sample for sample, *_ in before.samples}
+    ids: list[Any] = [sample for sample, *_ in now.samples if sample not in known]
     weights = []
     if (mixture := job.facts["fingerprint"].get("mixture")) is not None:
         names = mixture["sources"]
         ids = [(names[source], index) for source, index in map(source_and_index, ids)]
         began = [(one["from"], tuple(one["weights"])) for one in mixture["segments"]]  # those of the data set
-        known, made = [one[:2] for one in state.history.segments] or began, run.history.segments
-        both = zip(made, known, strict=False)
-        alike = next((at for at, (now_is, was) in enumerate(both) if now_is[:2] != was), min(len(made), len(known)))
-        if 0 < alike == len(made) < len(known):  # what was set for later was taken back, as the last call does again
+        then, made = [one[:2] for one in state.history.segments] or began, run.history.segments
+        both = zip(made, then, strict=False)
+        alike = next((at for at, (now_is, was) in enumerate(both) if now_is[:2] != was), min(len(made), len(then)))
+        if 0 < alike == len(made) < len(then):  # what was set for later was taken back, as the last call does again
             alike -= 1
-        weights = [
-            f"loader.set_weights({dict(zip(names, one.parts, strict=False))!r}, at={one.first})" for one in made[alike:]
-        ]
+        for one in made[alike:]:
+            weights.append(f"loader.set_weights({dict(zip(names, one.parts, strict=False))!r}, at={one.first})")
     lines = [f"loader.skip(samples={ids!r})"] if ids else []
     for epoch, first, end in now.stretches:
         if before.joined([(epoch, first, end)], ()).stretches == before.stretches or epoch < state.epoch:
             continue
-        leg = next((leg for leg in reversed(run.legs) if leg.epoch == epoch), None)
-        plan = job.batches(state.history).plan_of(LoaderState(epoch=epoch)) if leg is None else leg.plan
+        legs = run.legs_of(epoch)
+        plan = legs[-1].plan if legs else job.batches(state.history).plan_of(LoaderState(epoch=epoch))
         at = max(first, state.samples if epoch == state.epoch else 0)
         if at < end:
             steps = range(plan.step_of(position=at), plan.step_of(position=end - 1) + 1)
@@ -74,9 +73,16 @@ def _left_out_since(run: Timeline, state: LoaderState) -> list[str]:
     return [*weights, *(["# The run has left this out since then:", *lines] if lines else [])]
 
 
-def _forget(options: argparse.Namespace) -> Answer:
-    run, given, steps = run_of(options.record), dict[Any, None](), list[dict[str, Any]]()
-    hits, number = list[tuple[Leg, int]](), 0
+@command(
+    RECORD,
+    ("--samples", {"required": True, "metavar": "FILE", "help": "a sample in each line: 17, or web:17 of a mixture"}),
+)
+def forget(options: argparse.Namespace) -> Answer:
+    """In which steps were some samples, and which lines of Python resume the run without them?
+
+    example: paddle-shard forget run.jsonl --samples ids.txt
+    """
+    run, given, hits, number = run_of(options.record), dict[Any, None](), list[tuple[Leg, int]](), 0
     try:
         with open(options.samples) as file:
             for line in file:
@@ -91,22 +97,31 @@ def _forget(options: argparse.Namespace) -> Answer:
     if not hits:
         said = "None of these samples was delivered, or they are left out already: nothing has to be undone."
         return Answer(found={"steps": [], "resume": None, "python": ""}, said=[said])
-    for job, epoch, step, line in sorted({(leg.job.number, leg.epoch, step, told(leg, step)) for leg, step in hits}):
-        steps.append({"job": job, "epoch": epoch, "step": step, "told": line})
+    places = sorted({(leg.job.number, leg.epoch, step, told(leg, step)) for leg, step in hits})
+    steps = [{"job": job, "epoch": epoch, "step": step, "told": line} for job, epoch, step, line in places]
     samples = list(given)
     lines, found = _without(run, hits, f"loader.skip(samples={samples!r})")
     what = f"{len(samples)} samples were delivered {len(hits)} times, in {len(steps)} steps"
-    return Answer(found={"steps": steps, **found}, said=[what, *([steps] if steps else []), *lines])
+    return Answer(found={"steps": steps, **found}, said=[what, steps, *lines])
 
 
 def _steps_of(text: str) -> range:
-    first, dash, last = text.partition("-")
-    if not (first.isdigit() and (last.isdigit() or not dash) and int(first) <= int(last or first)):
-        raise argparse.ArgumentTypeError(f"must be a step or a stretch of them such as 3 or 3-6, got {text!r}")
+    first, last = parsed(r"(\d+)(?:-(\d+))?", text, kind := "a step or a stretch of them such as 3 or 3-6")
+    if int(first) > int(last or first):
+        raise argparse.ArgumentTypeError(f"must be {kind}, got {text!r}")
     return range(int(first), int(last or first) + 1)
 
 
-def _skip(options: argparse.Namespace) -> Answer:
+@command(
+    RECORD,
+    ("--step", {"type": _steps_of, "required": True, "help": "a step of the epoch, or a stretch: 3 or 3-6"}),
+    EPOCH,
+)
+def skip(options: argparse.Namespace) -> Answer:
+    """Which lines of Python resume the run without some of its steps?
+
+    example: paddle-shard skip run.jsonl --epoch 0 --step 1200-1229
+    """
     run, hits, epoch = run_of(options.record), list[tuple[Leg, int]](), options.epoch
     for step in options.step:
         epoch, legs = leg_of(run, epoch, step)
@@ -122,10 +137,9 @@ def _skip(options: argparse.Namespace) -> Answer:
         steps = range(first_step, min(leg.plan.step_of(position=end - 1) + 1, leg.plan.num_steps))
         # What comes after the last step, tail="drop" leaves out anyway.
         if (last := _end_of(leg, steps[-1])) > end or (last < end and steps.stop < leg.plan.num_steps):
-            raise ArgumentError(
-                f"--step: the batches of these steps are of several sizes, and batches {size} do not end where they "
-                "end. Give a stretch that was delivered in batches of one size; paddle-shard verify lists them."
-            )
+            what = f"the batches of these steps are of several sizes, and batches {size} do not end where they end"
+            way_out = "Give a stretch that was delivered in batches of one size; paddle-shard verify lists them."
+            raise ArgumentError(f"--step: {what}. {way_out}")
     comment = f"# Steps are counted in batches {size}."
     lines, found = _without(run, hits, f"loader.skip(steps={steps!r}, epoch={epoch})")
     found |= {"batch_size": rows, "python": f"{comment}\n{found['python']}"}
@@ -139,32 +153,44 @@ def _size_at(plan: ShardPlan, position: int) -> int:
 
 def _end_of(leg: Leg, step: int) -> int:
     """Return the position of the epoch at which a step ends."""
-    plan = leg.plan
-    return plan.num_served if step + 1 >= plan.num_steps else plan.first_position(step=step + 1)
+    return min(leg.plan.num_served, leg.plan.first_position(step=step + 1))
 
 
 # diff
 
 
-def _diff(options: argparse.Namespace) -> Answer:
+@command(
+    RECORD,
+    *MESH,
+    ("--batch-size", {"type": rows_of, "help": "rows of a global batch, before accumulation; else as it was"}),
+)
+def diff(options: argparse.Namespace) -> Answer:
+    """What changes for each rank if the run resumes from its last saved state on another mesh?
+
+    example: paddle-shard diff run.jsonl --mesh dp=2,mp=4
+    """
     run = run_of(options.record)
     if options.data_axes is not None and not options.mesh:
         raise ArgumentError("--data-axes are those of a --mesh, which is missing.")
     state = run.saved[-1].state if run.saved else LoaderState()
-    before = _described(run.last, run.last.meshes, state, None)
+    before, ranks = _described(run.last, run.last.meshes, state, None)
     meshes = with_data_axes(options.mesh, options.data_axes) if options.mesh else run.last.meshes
-    after = _described(run.last, meshes, state, options.batch_size)
-    both = {**before, **after}
-    whole = [{"what": one, "before": before.get(one), "after": after.get(one)} for one in both if isinstance(one, str)]
-    ranks = sorted(one for one in both if isinstance(one, int))
-    of_ranks = [{"rank": rank, "before": before.get(rank), "after": after.get(rank)} for rank in ranks]
+    after, new_ranks = _described(run.last, meshes, state, options.batch_size)
+    whole = _beside("what", before, after)
+    of_ranks = sorted(_beside("rank", ranks, new_ranks), key=lambda row: row["rank"])
     where = f"The run resumes at step {state.steps} of epoch {state.epoch}, position {state.samples}. Its order stays."
     found = {"epoch": state.epoch, "step": state.steps, "position": state.samples, "run": whole, "ranks": of_ranks}
     return Answer(found=found, said=[where, whole, of_ranks])
 
 
-def _described(job: Job, meshes: Meshes, state: LoaderState, batch_size: int | None) -> dict[Any, Any]:
-    """Return how the run would continue, and by its number what each rank would have.
+def _beside(name: str, before: Mapping[Any, Any], after: Mapping[Any, Any]) -> Rows:
+    return [{name: one, "before": before.get(one), "after": after.get(one)} for one in {**before, **after}]
+
+
+def _described(
+    job: Job, meshes: Meshes, state: LoaderState, batch_size: int | None
+) -> tuple[dict[str, Any], dict[int, str]]:
+    """Return how the run would continue, and what each rank would have.
 
     Raises:
         ArgumentError: The loader would refuse it.
@@ -179,38 +205,24 @@ def _described(job: Job, meshes: Meshes, state: LoaderState, batch_size: int | N
         known["num_data_ranks"] = count
     del known["order_version"]
     LoaderState.from_dict(replace(state, fingerprint=job.facts["fingerprint"]).to_dict(), known)
-    found: dict[Any, Any] = {"data ranks": count, "rows of a step": size}
+    found = {"data ranks": count, "rows of a step": size}
     if size is not None:
         check_batch_size(size, count, times)
-    now, parts = {"batch_size": size, "num_data_ranks": count, "accumulation": times}, list[list[int]]()
-    if "num_parts" in job.facts["data"]:
-        plan_of_parts = PartsPlan(num_parts=job.facts["data"]["num_parts"], **now)
-        parts = [of for _, of in parts_of(meshes, plan_of_parts)]
-    elif job.unknown is None:
-        plan = job.batches(state.history, **now).plan_of(state)
+    parts = job.parts_plan(batch_size=size, num_data_ranks=count)
+    if parts is None and job.unknown is None:
+        plan = job.batches(state.history, batch_size=size, num_data_ranks=count).plan_of(state)
         if batch_size is None:  # the next one, as a schedule may have changed it
             found["rows of a step"] = size = _size_at(plan, state.samples)
         found["steps left in the epoch"] = 0 if state.ended else plan.num_steps - state.steps
         found["rows of the last step"] = plan.num_rows(step=plan.num_steps - 1)
-    for at, group in enumerate(groups_of(meshes)):
-        mesh, axes = meshes[group["mesh"]]
-        rows = "" if size is None else f", {size // mesh.num_data_ranks(axes)} rows"
-        what = f"data rank {group['data_rank']}{rows}"
-        what += f", parts {cell(parts[at])}" if parts else ""
+
+    def has(data_rank: int, num_data_ranks: int) -> str:
+        rows = "" if size is None else f", {size // num_data_ranks} rows"
+        held = "" if parts is None else f", parts {cell(parts.parts_of(data_rank, num_data_ranks))}"
+        return f"data rank {data_rank}{rows}{held}"
+
+    ranks = dict[int, str]()
+    for group, what in shares_of(meshes, has):
         for rank in group["ranks"]:
-            found[rank] = what if found.get(rank, what) == what else f"{found[rank]}; mesh {group['mesh']}: {what}"
-    return found
-
-
-_STEPS = {"type": _steps_of, "required": True, "help": "a step of the epoch, or a stretch: 3 or 3-6"}
-_SAMPLES = {"required": True, "metavar": "FILE", "help": "a sample in each line: 17, or web:17 of a mixture"}
-_SIZE = {"type": rows_of, "help": "rows of a global batch, before accumulation; else as it was"}
-_SKIP = "Which lines of Python resume the run without some of its steps?"
-_FORGET = "In which steps were some samples, and which lines of Python resume the run without them?"
-_DIFF = "What changes for each rank if the run resumes from its last saved state on another mesh?"
-COMMANDS = {
-    "skip": Command(_SKIP, "run.jsonl --epoch 0 --step 1200-1229", [RECORD, ("--step", _STEPS), EPOCH], _skip),
-    "forget": Command(_FORGET, "run.jsonl --samples ids.txt", [RECORD, ("--samples", _SAMPLES)], _forget),
-    "diff": Command(_DIFF, "run.jsonl --mesh dp=2,mp=4", [RECORD, *MESH, ("--batch-size", _SIZE)], _diff),
-}
-"""The commands, by name."""
+            ranks[rank] = what if ranks.get(rank, what) == what else f"{ranks[rank]}; mesh {group['mesh']}: {what}"
+    return found, ranks

@@ -11,11 +11,10 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
 
-from paddle_shard.cli.answer import Answer, Command, Hazard, with_hazards
+from paddle_shard.cli.answer import Answer, Hazard, command, with_hazards
 from paddle_shard.cli.plan import MESH, with_data_axes
 from paddle_shard.errors import PeerLostError, described
 from paddle_shard.plan.handlers import ignoring, raise_if_a_handlers
@@ -45,7 +44,15 @@ def _installed(*names: str) -> str:
     return "not installed"
 
 
-def _doctor(options: argparse.Namespace) -> Answer:
+@command(
+    *MESH,
+    ("--timeout", {"type": int, "default": 60, "help": "under the launcher: seconds for which a rank is waited for"}),
+)
+def doctor(options: argparse.Namespace) -> Answer:
+    """Has this machine what loaders need? Under paddle.distributed.launch, also: do its ranks fit together?
+
+    example: paddle-shard doctor --json
+    """
     paddle, numpy, system = _installed("paddlepaddle-gpu", "paddlepaddle"), _installed("numpy"), platform.platform()
     found = {"paddle_shard": VERSION, "paddle": paddle, "numpy": numpy, "python": platform.python_version()}
     found |= {"system": system, "cores": str(os.cpu_count())}
@@ -86,7 +93,7 @@ def _group(size: int, options: argparse.Namespace, versions: Mapping[str, str]) 
     from paddle_shard.ranks.agreeing import gather_of, open_agreement
     from paddle_shard.ranks.verdict import Terms
 
-    ranks, found, timeout = tuple(range(size)), dict[str, str](), float(options.timeout)
+    ranks, found, hazards, timeout = tuple(range(size)), dict[str, str](), list[Hazard](), float(options.timeout)
     if options.data_axes is not None:
         with_data_axes(options.mesh, options.data_axes)  # refuses axes that a mesh does not have
     meshes = [f"{mesh.shape} of axes {mesh.axes} with ranks {mesh.process_ids}" for mesh in options.mesh]
@@ -95,7 +102,12 @@ def _group(size: int, options: argparse.Namespace, versions: Mapping[str, str]) 
         said = [json.loads(one) for one in gather_of(ranks, json.dumps(mine), timeout, "doctor")]
         hosts = dict.fromkeys(one.pop("host") for one in said)
         found["ranks"] = f"{size} on {len(hosts)} hosts: {', '.join(hosts)}"
-        hazards = [hazard for what in said[0] for hazard in _different(what, [one[what] for one in said])]
+        for what, first in said[0].items():
+            for rank in [rank for rank, one in enumerate(said) if one[what] != first][:1]:
+                text = f"{what} differs: {first} on rank 0, {said[rank][what]} on rank {rank}"
+                hazards.append(
+                    (text, "All ranks need the same: install one version, and give all of them the same meshes")
+                )
         times, agreement = list[float](), open_agreement(ranks, Terms(name="doctor", timeout=timeout))
         for step in range(_STEPS):
             begun = time.perf_counter()
@@ -118,15 +130,6 @@ def _group(size: int, options: argparse.Namespace, versions: Mapping[str, str]) 
     return hazards, found
 
 
-def _different(what: str, values: Sequence[Any]) -> list[Hazard]:
-    """Return the hazard that not all ranks say the same."""
-    if all(value == values[0] for value in values):
-        return []
-    other = next(rank for rank, value in enumerate(values) if value != values[0])
-    text = f"{what} differs: {values[0]} on rank 0, {values[other]} on rank {other}"
-    return [(text, "All ranks need the same: install one version, and give all of them the same meshes")]
-
-
 def _collective(timeout: float) -> str:
     """Return how an all-reduce of all ranks went, in their own group."""
     try:
@@ -137,12 +140,3 @@ def _collective(timeout: float) -> str:
         return f"not in {timeout:g} s" if isinstance(error, subprocess.TimeoutExpired) else described(error)
     said = [line for line in (done.stdout if done.returncode == 0 else done.stderr).splitlines() if line.strip()]
     return said[-1] if said else f"exit code {done.returncode}"
-
-
-_ARGUMENTS: Sequence[tuple[str, dict[str, Any]]] = [
-    *MESH,
-    ("--timeout", {"type": int, "default": 60, "help": "under the launcher: seconds for which a rank is waited for"}),
-]
-_DOES = "Has this machine what loaders need? Under paddle.distributed.launch, also: do its ranks fit together?"
-COMMANDS = {"doctor": Command(_DOES, "--json", _ARGUMENTS, _doctor)}
-"""The command, by name."""

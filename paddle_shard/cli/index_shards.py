@@ -5,26 +5,24 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from typing import Any
 
-from paddle_shard.cli.answer import Answer, Command
+from paddle_shard.cli.answer import Answer, command
 from paddle_shard.errors import PaddleShardError
 from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.sources.counts import count_file
 from paddle_shard.sources.files import base_name, shown
 from paddle_shard.sources.webdataset import check_base_names, expand, tar_starts, write_index
 
-_DOES = "Count the samples of WebDataset tars, each read once to its end, and write the index file."
 
-
-_ARGUMENTS: Sequence[tuple[str, dict[str, Any]]] = [
+@command(
     ("urls", {"nargs": "+", "metavar": "URL", "help": "paths or URLs; braces and patterns: {00..99}.tar, '*.tar'"}),
     ("-o --output", {"required": True, "metavar": "FILE", "help": "the index file, such as index.json"}),
-]
-
-
+)
 def index(options: argparse.Namespace) -> Answer:
-    """Count, and write the index; nothing is written if a shard cannot be read whole."""
+    """Count the samples of WebDataset tars, each read once to its end, and write the index file.
+
+    example: paddle-shard index 'train-*.tar' -o index.json
+    """
     try:
         names = expand(options.urls)
         check_base_names(names)
@@ -46,10 +44,6 @@ def index(options: argparse.Namespace) -> Answer:
     return Answer(found={name: entry.samples for name, entry in entries.items()}, said=[text])
 
 
-COMMANDS = {"index": Command(_DOES, "'train-*.tar' -o index.json", _ARGUMENTS, index)}
-"""The command, by name."""
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command by its older name, `python -m paddle_shard.cli.index_shards`.
 
@@ -59,10 +53,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         0; 1 if a shard cannot be read whole: then nothing is written.
     """
-    parser = argparse.ArgumentParser(prog="python -m paddle_shard.cli.index_shards", description=_DOES)
-    for argument, how in _ARGUMENTS:
+    parser = argparse.ArgumentParser(prog="python -m paddle_shard.cli.index_shards", description=index.answer.__doc__)
+    for argument, how in index.arguments:
         parser.add_argument(*argument.split(), **how)
-    answer = index(parser.parse_args(arguments))
+    answer = index.answer(parser.parse_args(arguments))
     print(answer, file=sys.stderr)
     return int(answer.failed)
 

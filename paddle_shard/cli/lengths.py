@@ -6,17 +6,16 @@ import argparse
 import multiprocessing
 import os
 import threading
-from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
 import numpy as np
 
-from paddle_shard.cli.answer import Answer, Command, Hazard, Progress, with_hazards
+from paddle_shard.cli.answer import Answer, Hazard, Progress, command, with_hazards
 from paddle_shard.cli.show import OPEN, opened
 from paddle_shard.errors import ArgumentError, described
-from paddle_shard.plan.handlers import raise_if_a_handlers
+from paddle_shard.plan.handlers import ignoring, raise_if_a_handlers
 from paddle_shard.plan.parts import check_count
 from paddle_shard.sources.arrays import check_indexed
 from paddle_shard.sources.files import replacing
@@ -63,13 +62,10 @@ def _count(documents: Any, key: str, path: str, workers: int) -> list[Hazard]:
     if not os.path.exists(part):
         with replacing(part) as file:
             np.save(file, np.full(number, _UNKNOWN))
-    try:
-        known: Any = np.load(part)  # whole, since a file that is cut short is filled up when it is mapped
-        fine = known.ndim == 1 and known.dtype == np.int64
-    except (OSError, EOFError, ValueError) as error:
-        raise_if_a_handlers(error)
-        fine = False
-    if not fine:
+    known: Any = None
+    with ignoring(OSError, EOFError, ValueError):
+        known = np.load(part)  # whole, since a file that is cut short is filled up when it is mapped
+    if known is None or known.ndim != 1 or known.dtype != np.int64:
         raise ArgumentError(f"{part}, what an earlier run has counted, is damaged. {anew}")
     if len(known) != number:
         raise ArgumentError(f"{part} is of {len(known)} documents, and there are {number}. {anew}")
@@ -77,9 +73,8 @@ def _count(documents: Any, key: str, path: str, workers: int) -> list[Hazard]:
     done = np.flatnonzero(known >= 0)
     for at in done[np.linspace(0, len(done) - 1, min(len(done), _LOOKED_AT)).astype(int)].tolist():
         if known[at] != len(tokens_of(documents[at], key)):
-            raise ArgumentError(
-                f"{part} has another length of document {at}: it is damaged, or of other documents. {anew}"
-            )
+            what = f"{part} has another length of document {at}: it is damaged, or of other documents"
+            raise ArgumentError(f"{what}. {anew}")
     _given.update(documents=documents, key=key)
     size, hazards = max(1, min(_CHUNK, number // (8 * workers))), list[Hazard]()
     spans = [(at, min(at + size, number)) for at in range(0, number, size) if (known[at : at + size] < 0).any()]
@@ -104,7 +99,17 @@ def _count(documents: Any, key: str, path: str, workers: int) -> list[Hazard]:
     return hazards
 
 
-def _lengths(options: argparse.Namespace) -> Answer:
+@command(
+    ("--open", OPEN),
+    ("-o --output", {"required": True, "metavar": "FILE", "help": "the file of lengths, such as lengths.npz"}),
+    ("--key", {"default": "input_ids", "help": "field of the tokens, in documents that are dicts"}),
+    ("--workers", {"type": int, "default": os.cpu_count() or 1, "help": "processes that count"}),
+)
+def lengths(options: argparse.Namespace) -> Answer:
+    """Count the tokens of all documents, in parallel, for Packed(lengths=). Run it again after a kill: it goes on.
+
+    example: paddle-shard lengths --open my_module:documents -o lengths.npz
+    """
     documents, key, path = opened(options.open), options.key, options.output
     check_indexed(f"--open {options.open}", documents, "A stream is packed by its stage pack().")
     check_count("--workers", options.workers)
@@ -115,14 +120,3 @@ def _lengths(options: argparse.Namespace) -> Answer:
     tokens = int(check_lengths(path, documents, key).sum())
     said = f"{path}: {number} documents with {tokens} tokens"
     return Answer(found={"documents": number, "tokens": tokens}, said=[said])
-
-
-_ARGUMENTS: Sequence[tuple[str, dict[str, Any]]] = [
-    ("--open", OPEN),
-    ("-o --output", {"required": True, "metavar": "FILE", "help": "the file of lengths, such as lengths.npz"}),
-    ("--key", {"default": "input_ids", "help": "field of the tokens, in documents that are dicts"}),
-    ("--workers", {"type": int, "default": os.cpu_count() or 1, "help": "processes that count"}),
-]
-_DOES = "Count the tokens of all documents, in parallel, for Packed(lengths=). Run it again after a kill: it goes on."
-COMMANDS = {"lengths": Command(_DOES, "--open my_module:documents -o lengths.npz", _ARGUMENTS, _lengths)}
-"""The command, by name."""

@@ -7,15 +7,15 @@ import re
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from paddle_shard.cli.answer import Answer, Command, Progress, Rows, with_hazards
+from paddle_shard.cli.answer import Answer, Progress, Rows, command, with_hazards
 from paddle_shard.collate import collate
 from paddle_shard.errors import ArgumentError, MissingDependencyError, ShardReadError, described
 from paddle_shard.plan.handlers import raise_if_a_handlers
@@ -67,20 +67,16 @@ class _Shard:
     """What a file holds."""
 
     name: str
-    unreadable: list[tuple[int, str]] = field(default_factory=list)
-    """(number of the sample in the file, why it cannot be read)."""
-    missing: bool = False
-    """True if there is no such file."""
+    faults: list[dict[str, Any]] = field(default_factory=list)
+    """What is wrong with its samples, one by one."""
     keys: array[int] = field(default_factory=lambda: array("Q"))
     """A hash of each sample's key; 0 if it has none."""
-    forms: Counter[tuple[str | None, Any]] = field(default_factory=Counter)
-    """(field, shape and dtype of its value) -> how many samples have it; (None, names of all fields), too."""
-    num_forms: Counter[str | None] = field(default_factory=Counter)
-    """Field -> how many forms of it are in `forms`."""
+    forms: dict[str | None, dict[Any, list[Any]]] = field(default_factory=lambda: defaultdict(dict))
+    """Field -> the form of its value -> [how many samples have it, number of the first one, a value of this form].
+
+    Of None, the names of all fields are the form."""
     lengths: dict[str, Counter[int]] = field(default_factory=lambda: defaultdict(Counter))
     """Field of lists -> how many samples have it with which length."""
-    examples: dict[tuple[str | None, Any], tuple[int, Any]] = field(default_factory=dict)
-    """One of `forms` -> (number of the first sample that has it, a value of this form)."""
 
     def look(self, sample: Any, key: str) -> None:
         """Note what the next sample is made of."""
@@ -89,14 +85,17 @@ class _Shard:
         for name, value in [(None, frozenset(values)), *values.items()]:
             if name is not None and (length := _length(value)) is not None:
                 self.lengths[name][length] += 1
-            what = name, value if isinstance(value, frozenset) else _form(value)
-            if what not in self.forms and self.num_forms[name] >= _MOST_FORMS:
-                what = name, _Further(type(value).__name__)
-            if what not in self.forms:
-                self.num_forms[name] += 1
-                self.examples[what] = len(self.keys), _stand_in(value)
-            self.forms[what] += 1
+            forms, form = self.forms[name], value if name is None else _form(value)
+            if form not in forms and len(forms) >= _MOST_FORMS:
+                form = _Further(type(value).__name__)
+            if form not in forms:
+                forms[form] = [0, len(self.keys), _stand_in(value)]
+            forms[form][0] += 1
         self.keys.append(derive_seed(str(fields[key])) if key in fields else 0)
+
+    def fault(self, fault: str, number: int, why: str, samples: int = 1) -> dict[str, Any]:
+        """Return what is wrong with a sample, and with how many like it."""
+        return {"fault": fault, "file": self.name, "sample": number, "samples": samples, "why": why}
 
 
 def _length(value: Any) -> int | None:
@@ -130,48 +129,45 @@ def _stand_in(value: Any) -> Any:
     return value[:_SHOWN] if isinstance(value, str | bytes) else value
 
 
-def _read(name: str, kind: str, options: argparse.Namespace, decode: Decode | None) -> _Shard:
-    """Read a file to its end, or so many samples of it, and note what it holds."""
+def _read(options: argparse.Namespace, decode: Decode | None, job: tuple[str, str]) -> _Shard:
+    """Read a file to its end, or so many samples of it, and note what it holds; see `_jobs`."""
+    name, kind = job
     found = _Shard(shown(name))
     try:
         (samples,) = KINDS[kind][1](name).open(Opening(parts=(0,), num_parts=1, skip_errors=True))
         for sample in islice(samples, options.limit):
             try:
-                value = sample if decode is None or isinstance(sample, Unreadable) else decode(sample)
+                if decode is not None and kind == "webdataset" and not isinstance(sample, Unreadable):
+                    sample = decode(sample)
             except ShardReadError as error:
-                value = Unreadable(str(error))
-            if isinstance(value, Unreadable):
-                found.unreadable.append((len(found.keys), value.why))
+                sample = Unreadable(str(error))
+            if isinstance(sample, Unreadable):
+                found.faults.append(found.fault("unreadable", len(found.keys), sample.why))
                 found.keys.append(0)
             else:
-                found.look(value, options.key)
+                found.look(sample, options.key)
     except MissingDependencyError:
         raise
     except Exception as error:  # whatever a file, a server or a store has to say
         raise_if_a_handlers(error)
-        if kind == "parquet" and isinstance(error, ArgumentError) and "have no row" in str(error):
-            return found  # it is empty
-        found.missing = is_missing(name)
-        after = "" if found.missing else " (no sample from there on is read)"
-        found.unreadable.append((len(found.keys), f"{described(error)}{after}"))
+        if kind != "parquet" or not isinstance(error, ArgumentError) or "have no row" not in str(error):
+            missing = is_missing(name)
+            why = f"{described(error)}{'' if missing else ' (no sample from there on is read)'}"
+            found.faults.append(found.fault("missing" if missing else "unreadable", len(found.keys), why))
     return found
-
-
-def _fault(fault: str, shard: _Shard, number: int, why: str, samples: int = 1) -> dict[str, Any]:
-    return {"fault": fault, "file": shard.name, "sample": number, "samples": samples, "why": why}
 
 
 def _doubled(shards: Sequence[_Shard]) -> Iterator[dict[str, Any]]:
     """Yield the samples whose key one before them has."""
     keys = np.concatenate([np.array(shard.keys, np.uint64) for shard in shards])
-    firsts = np.cumsum([0, *(len(shard.keys) for shard in shards)])
-    order = np.argsort(keys, kind="stable")
-    again = np.flatnonzero((keys[order][1:] == keys[order][:-1]) & (keys[order][1:] != 0))
-    again = again[np.argsort(order[again + 1])]
-    of_shard = np.searchsorted(firsts, order, "right") - 1
-    places = [(shards[of_shard[at]], int(order[at] - firsts[of_shard[at]])) for one in again for at in (one, one + 1)]
-    for (first, number), (other, again_at) in zip(places[::2], places[1::2], strict=True):
-        yield _fault("same key", other, again_at, f"the key of sample {number} of {first.name}")
+    begins = np.cumsum([0, *(len(shard.keys) for shard in shards)])
+    _, firsts, numbers = np.unique(keys, return_index=True, return_inverse=True)
+    first_of_key = firsts[numbers]  # [sample]
+    again = np.flatnonzero((first_of_key < np.arange(len(keys))) & (keys != 0))
+    for both in zip(first_of_key[again].tolist(), again.tolist(), strict=True):
+        at, again_at = np.searchsorted(begins, both, "right") - 1
+        why = f"the key of sample {both[0] - begins[at]} of {shards[at].name}"
+        yield shards[again_at].fault("same key", both[1] - int(begins[again_at]), why)
 
 
 def _ragged(shards: Sequence[_Shard]) -> dict[str, Counter[int]]:
@@ -185,25 +181,25 @@ def _ragged(shards: Sequence[_Shard]) -> dict[str, Counter[int]]:
 
 def _unlike(shards: Sequence[_Shard], ragged: Collection[str]) -> Iterator[dict[str, Any]]:
     """Yield samples whose fields are not those of most, or that would make no batch with most."""
-    forms, examples, usual = Counter[Any](), dict[Any, tuple[_Shard, int, Any]](), dict[str | None, Any]()
+    kinds, usual = dict[tuple[str | None, Any], list[Any]](), dict[str | None, Any]()
     for shard in shards:
-        forms.update(shard.forms)
-        for what, example in shard.examples.items():
-            examples.setdefault(what, (shard, *example))
-    for (name, form), num in sorted(forms.items(), key=lambda one: (isinstance(one[0][1], _Further), -one[1])):
-        shard, number, value = examples[name, form]
+        for name, forms in shard.forms.items():
+            for form, (num, number, value) in forms.items():
+                kinds.setdefault((name, form), [0, shard, number, value])[0] += num
+    by_number = sorted(kinds.items(), key=lambda one: (isinstance(one[0][1], _Further), -one[1][0]))
+    for (name, _), (num, shard, number, value) in by_number:
         most, so_many = usual.setdefault(name, value), f" ({num} of this kind)"
         if name is None:
             differ = [f"no {one!r}" for one in sorted(most - value)] + [f"also {one!r}" for one in sorted(value - most)]
             if differ:
-                yield _fault("other fields", shard, number, f"{', '.join(differ)}{so_many}", num)
+                yield shard.fault("other fields", number, f"{', '.join(differ)}{so_many}", num)
             continue
         if name in ragged and _length(value) is not None:
             continue
         try:
             collate([most, value], path=f"[{name!r}]")
         except (TypeError, ValueError) as error:
-            yield _fault("other form", shard, number, f"{str(error).partition('. ')[0]}{so_many}", num)
+            yield shard.fault("other form", number, f"{str(error).partition('. ')[0]}{so_many}", num)
 
 
 def _jobs(options: argparse.Namespace) -> Iterator[tuple[str, str]]:
@@ -218,26 +214,32 @@ def _jobs(options: argparse.Namespace) -> Iterator[tuple[str, str]]:
             yield name, kinds[0]
 
 
-def _lint(options: argparse.Namespace) -> Answer:
+@command(
+    ("urls", {"nargs": "+", "metavar": "URL", "help": "files or URLs; patterns; for tars also braces: {00..99}.tar"}),
+    ("--kind", {"choices": list(KINDS), "help": "what the files hold; by default, their names tell"}),
+    ("--key", {"metavar": "FIELD", "default": _KEY, "help": "a field that no two samples share"}),
+    ("--decode", {"metavar": "HANDLER", "help": "also decode the images of tars, as WebDataset does: rgb8, pil, .."}),
+    ("--limit", {"type": int, "help": "read at most so many samples of each file"}),
+    ("--workers", {"type": int, "default": 8, "help": "files that are read at once"}),
+)
+def lint(options: argparse.Namespace) -> Answer:
+    """Read files of samples, and name what is unreadable, doubled, missing or of another shape. Exits with 1 if any is.
+
+    example: paddle-shard lint 'train-*.tar' --limit 100
+    """
     check_count("--workers", options.workers)
     check_count("--limit", 1 if options.limit is None else options.limit)
-    jobs, decode = list(_jobs(options)), options.decode and [options.decode]
-    decoder = Decode(*decode or ()) if any(kind == "webdataset" for _, kind in jobs) else None
+    jobs, shards = list(_jobs(options)), list[_Shard]()
     progress = Progress("files read", len(jobs))
+    given = [options.decode] if options.decode else []
+    decode = Decode(*given) if any(kind == "webdataset" for _, kind in jobs) else None
     with ThreadPoolExecutor(options.workers) as pool:
-        tasks = [pool.submit(_read, *job, options, decoder if job[1] == "webdataset" else None) for job in jobs]
-        for _ in as_completed(tasks):
+        for shard in pool.map(partial(_read, options, decode), jobs):
+            shards.append(shard)
             progress.add()
-        shards = [task.result() for task in tasks]
-    faults = [
-        _fault("missing" if shard.missing else "unreadable", shard, *one)
-        for shard in shards
-        for one in shard.unreadable
-    ]
-    empty = [shard for shard in shards if not shard.keys and not shard.unreadable]
-    faults += [_fault("empty", shard, 0, "there is no sample") for shard in empty]
     ragged = _ragged(shards)
-    faults += [*_doubled(shards), *_unlike(shards, ragged)]
+    empty = [one.fault("empty", 0, "there is no sample") for one in shards if not one.keys and not one.faults]
+    faults = [*chain(*(one.faults for one in shards)), *empty, *_doubled(shards), *_unlike(shards, ragged)]
     counts, total = Counter[str](), sum(len(shard.keys) for shard in shards)
     for one in faults:
         counts[one["fault"]] += one["samples"]
@@ -253,18 +255,3 @@ def _lint(options: argparse.Namespace) -> Answer:
         said.append(f"{what}: pad_to=, Packed or a collate_fn makes batches of such rows")
     files = {shard.name: len(shard.keys) for shard in shards}
     return with_hazards({"samples": total, "files": files, "faults": faults}, said, hazards)
-
-
-_ARGUMENTS: Sequence[tuple[str, dict[str, Any]]] = [
-    ("urls", {"nargs": "+", "metavar": "URL", "help": "files or URLs; patterns; for tars also braces: {00..99}.tar"}),
-    ("--kind", {"choices": list(KINDS), "help": "what the files hold; by default, their names tell"}),
-    ("--key", {"metavar": "FIELD", "default": _KEY, "help": "a field that no two samples share"}),
-    ("--decode", {"metavar": "HANDLER", "help": "also decode the images of tars, as WebDataset does: rgb8, pil, .."}),
-    ("--limit", {"type": int, "help": "read at most so many samples of each file"}),
-    ("--workers", {"type": int, "default": 8, "help": "files that are read at once"}),
-]
-_DOES = (
-    "Read files of samples, and name what is unreadable, doubled, missing or of another shape. Exits with 1 if any is."
-)
-COMMANDS = {"lint": Command(_DOES, "'train-*.tar' --limit 100", _ARGUMENTS, _lint)}
-"""The command, by name."""

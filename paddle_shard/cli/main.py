@@ -7,17 +7,17 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from inspect import cleandoc
 
 from paddle_shard.cli import ask, change, doctor, index_shards, lengths, lint, plan, show, simulate
 from paddle_shard.errors import PaddleShardError, described
 from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.record.lines import read
 
-COMMANDS = {
-    name: command
-    for of_file in (plan, simulate, ask, show, change, lint, index_shards, lengths, doctor)
-    for name, command in of_file.COMMANDS.items()
-}
+_OF_PLANS = plan.plan, simulate.simulate
+_OF_RECORDS = ask.verify, ask.where, ask.batch, show.show, change.skip, change.forget, change.diff
+_OF_FILES = lint.lint, index_shards.index, lengths.lengths
+COMMANDS = {one.answer.__name__: one for one in (*_OF_PLANS, *_OF_RECORDS, *_OF_FILES, doctor.doctor)}
 """All commands, by name."""
 
 
@@ -34,24 +34,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="paddle-shard", description=does)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
-        example = f"example: paddle-shard {name} {command.example}"
-        of_command = commands.add_parser(name, help=command.does, description=command.does, epilog=example)
+        does, _, example = cleandoc(command.answer.__doc__ or "").partition("\n\n")
+        of_command = commands.add_parser(name, help=does, description=does, epilog=example)
         of_command.add_argument("--json", action="store_true", help="print JSON")
         for argument, how in command.arguments:
             of_command.add_argument(*argument.split(), **how)
     options = parser.parse_args(arguments)
     try:
         answer = COMMANDS[options.command].answer(options)
-    except (PaddleShardError, OSError) as error:  # also a file that cannot be written
-        raise_if_a_handlers(error)
-        print(f"paddle-shard {options.command}: {error}", file=sys.stderr)
-        return 2
     except Exception as error:
         raise_if_a_handlers(error)
-        record = getattr(options, "record", None)
-        if record is None or not read(record)[1]:
-            raise
-        said = f"{record} is damaged ({described(error)}); paddle-shard verify tells where"
+        said, record = str(error), getattr(options, "record", None)
+        if not isinstance(error, PaddleShardError | OSError):  # an OSError: a file cannot be written
+            if record is None or not read(record)[1]:
+                raise
+            said = f"{record} is damaged ({described(error)}); paddle-shard verify tells where"
         print(f"paddle-shard {options.command}: {said}", file=sys.stderr)
         return 2
     try:

@@ -9,11 +9,12 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from paddle_shard.cli.answer import shapes_of
 from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.blocks import BlockOrder, Blocks
 from paddle_shard.plan.mesh import Axes, MeshLayout
 from paddle_shard.plan.mixture import Mixing, is_sample_id, source_and_index
-from paddle_shard.plan.orders import PaddleOrdering, Sequential, Shuffled
+from paddle_shard.plan.orders import PaddleOrdering, PaddleSequential, Sequential, Shuffled
 from paddle_shard.plan.parts import PartsPlan
 from paddle_shard.plan.shard_plan import ShardPlan
 from paddle_shard.plan.shuffle import VERSION
@@ -26,6 +27,11 @@ MAX_SAMPLES = 1 << 52
 MAX_TABLE = 1 << 22
 """Most samples in Paddle's order, which is a table that the page has to draw."""
 
+_KINDS: dict[type, str] = {
+    **{Sequential: "sequential", PaddleSequential: "sequential", Shuffled: "shuffled"},
+    **{Blocks: "blocks", PaddleOrdering: "paddle", Mixing: "mixture"},
+}
+"""The orders that `order.js` computes."""
 FILES = Path(__file__).parent / "page"
 SCRIPTS = ("drawing.js", "order.js", "page.js")
 
@@ -58,41 +64,39 @@ def view_of(
     Raises:
         ArgumentError: The page cannot compute the order.
     """
-    if isinstance(plan, ShardPlan) and plan.num_positions > MAX_SAMPLES:
-        raise ArgumentError(f"num_samples must be at most 2^52 for a page, got {plan.num_samples}.")
+    parts, known = (plan, None) if isinstance(plan, PartsPlan) else (None, plan)
+    if known is not None and known.num_positions > MAX_SAMPLES:
+        raise ArgumentError(f"num_samples must be at most 2^52 for a page, got {known.num_samples}.")
     data_ranks = mesh.num_data_ranks(data_axes)
     if plan.num_data_ranks % data_ranks:
-        raise ArgumentError(
-            f"data_axes: {data_axes!r} have {data_ranks} data ranks on the mesh {mesh.shape} of {mesh.axes}, which "
-            f"do not divide the plan's num_data_ranks={plan.num_data_ranks}. Name the axes that the plan is for."
-        )
-    skips = skips or Skips()
-    parts = plan if isinstance(plan, PartsPlan) else None
-    meshes = list[tuple[MeshLayout, tuple[int, ...]]]()
+        what = f"data_axes: {data_axes!r} have {data_ranks} data ranks on the mesh {mesh.shape} of {mesh.axes}"
+        over = f"which do not divide the plan's num_data_ranks={plan.num_data_ranks}"
+        raise ArgumentError(f"{what}, {over}. Name the axes that the plan is for.")
+    skips, epochs = skips or Skips(), {str(epoch): one for epoch, one in (plans or {}).items()}
+    meshes = dict[tuple[MeshLayout, tuple[int, ...]], int]()
     ints = [sample for sample in skips.samples if isinstance(sample[0], int)]
-    return {
+    found = {
         "version": 1,
         "orderVersion": VERSION,
-        "seed": repr(plan.seed) if isinstance(plan, ShardPlan) else "",
+        "seed": "" if known is None else repr(known.seed),
         "batchSize": plan.batch_size,
         "dataRanks": data_ranks,
         "accumulation": plan.accumulation,
         "tail": str(plan.tail),
-        "order": _order(plan),
-        "epochs": {"any": _epoch(plan)} | {str(epoch): _epoch(one) for epoch, one in (plans or {}).items()},
+        "order": {"kind": "stream"} if known is None else _order(known),
+        "epochs": {} if known is None else {epoch: _epoch(one) for epoch, one in {"any": known, **epochs}.items()},
         "dealt": dealt,
         "parts": parts and parts.num_parts,
-        "files": list(files),
+        "files": files,
         "mesh": _mesh(mesh, data_axes, parts),
         "skips": {
-            "stretches": [list(stretch) for stretch in skips.stretches],
-            "samples": [
-                [list(source_and_index(sample)) if is_sample_id(sample) else sample, *since] for sample, *since in ints
-            ],
+            "stretches": skips.stretches,
+            "samples": [[source_and_index(one) if is_sample_id(one) else one, *since] for one, *since in ints],
         },
         "stretches": [_stretch(stretch, meshes) for stretch in stretches],
         "meshes": [_mesh(*one, parts) for one in meshes],
     }
+    return dict(json.loads(json.dumps(found)))  # without tuples
 
 
 class Page(str):
@@ -122,9 +126,8 @@ def life_of(run: Timeline) -> dict[str, Any]:
 
 def _of_leg(leg: Leg, counts: bool) -> dict[str, Any]:
     job, facts, (mesh, data_axes) = leg.job, leg.job.facts, leg.job.meshes[0]
-    shapes = [",".join(f"{axis}={size}" for axis, size in zip(m.axes, m.shape, strict=True)) for m, _ in job.meshes]
     found: dict[str, Any] = {"epoch": leg.epoch, "first": leg.start.samples, "end": leg.samples, "counts": counts}
-    found |= {"run": f"job {job.number}: {' and '.join(shapes)}", "mesh": mesh, "data_axes": data_axes}
+    found |= {"run": f"job {job.number}: {shapes_of(job.meshes)}", "mesh": mesh, "data_axes": data_axes}
     return {**found, "accumulation": facts["plan"]["accumulation"] if facts["plan"] else 1, "dealt": facts["dealt"]}
 
 
@@ -152,83 +155,54 @@ def _mesh(mesh: MeshLayout, data_axes: Axes, parts: PartsPlan | None) -> dict[st
     count, names = mesh.num_data_ranks(data_axes), [mesh.axes[axis] for axis in mesh.axis_indices(data_axes)]
     data_rank = {rank: group["data_rank"] for group in groups_of([(mesh, names)]) for rank in group["ranks"]}
     return {
-        "axes": list(mesh.axes),
-        "shape": list(mesh.shape),
+        "axes": mesh.axes,
+        "shape": mesh.shape,
         "dataAxes": names,
-        "ranks": list(mesh.process_ids),
+        "ranks": mesh.process_ids,
         "dataRanks": [data_rank[rank] for rank in mesh.process_ids],
         "count": count,
-        "parts": parts and [list(parts.parts_of(data_rank, count)) for data_rank in range(count)],
+        "parts": parts and [parts.parts_of(data_rank, count) for data_rank in range(count)],
     }
 
 
-def _stretch(stretch: Mapping[str, Any], meshes: list[tuple[MeshLayout, tuple[int, ...]]]) -> dict[str, Any]:
+def _stretch(stretch: Mapping[str, Any], meshes: dict[tuple[MeshLayout, tuple[int, ...]], int]) -> dict[str, Any]:
     """Return a stretch with the place of its mesh in `meshes`, to which it is added if it is a new one."""
     found = {name: value for name, value in stretch.items() if name not in ("mesh", "data_axes")}
     if "mesh" in stretch:
         mesh = stretch["mesh"], stretch["mesh"].axis_indices(stretch["data_axes"])
-        meshes += [] if mesh in meshes else [mesh]
-        found["mesh"] = meshes.index(mesh)
+        found["mesh"] = meshes.setdefault(mesh, len(meshes))
     return found
 
 
-def _order(plan: ShardPlan | PartsPlan) -> dict[str, Any]:
-    """Return which order the page computes, and its settings."""
-    if isinstance(plan, PartsPlan):
-        return {"kind": "stream", "padsFirst": False}
-    ordering, found = plan.ordering, {"padsFirst": plan.ordering.pads_first, "name": repr(plan.ordering.name)}
-    if isinstance(ordering, PaddleOrdering) and ordering.shuffles:
-        if plan.num_positions > MAX_TABLE:
-            raise ArgumentError(
-                f"shuffle='paddle' with {plan.num_samples} samples: a page draws Paddle's order as a table, of at most "
-                f"{MAX_TABLE} samples. Make the page of fewer samples, or with shuffle=True."
-            )
-        return found | {"kind": "paddle"}
-    if isinstance(ordering, Sequential | PaddleOrdering):
-        return found | {"kind": "sequential"}
-    if isinstance(ordering, Shuffled):
-        return found | {"kind": "shuffled"}
-    if isinstance(ordering, Blocks):
-        return found | {"kind": "blocks", "size": ordering.size, "window": ordering.window}
-    if isinstance(ordering, Mixing):
-        return found | {
-            "kind": "mixture",
-            "names": list(ordering.names),
-            "keys": [repr(name) for name in ordering.names],  # as `derive_key` spells them
-            "shuffled": ordering.shuffles,
-            "lengths": [list(one) for one in ordering.lengths],
-            "segments": [
-                {"first": one.first, "weights": list(one.parts), "lengths": list(one.lengths)}
-                for one in ordering.segments
-            ],
-        }
-    raise ArgumentError(f"shuffle: a page cannot compute the order of {ordering!r}, only the orders of this package.")
+def _order(plan: ShardPlan) -> dict[str, Any]:
+    """Return which order the page computes, and what it depends on."""
+    ordering, kind = plan.ordering, _KINDS.get(type(plan.ordering))
+    if kind is None:
+        what = f"shuffle: a page cannot compute the order of {ordering!r}"
+        raise ArgumentError(f"{what}, only the orders of this package.")
+    if kind == "paddle" and plan.num_positions > MAX_TABLE:
+        what = f"shuffle='paddle' with {plan.num_samples} samples: a page draws Paddle's order as a table"
+        way_out = "Make the page of fewer samples, or with shuffle=True."
+        raise ArgumentError(f"{what}, of at most {MAX_TABLE} samples. {way_out}")
+    settings = ordering.fingerprint(num_data_ranks=plan.num_data_ranks, accumulation=plan.accumulation)
+    found = {"kind": kind, "padsFirst": ordering.pads_first, **settings.get("mixture", settings)}
+    if isinstance(ordering, Mixing):  # names as `derive_key` spells them
+        found |= {"keys": list(map(repr, ordering.names)), "lengths": ordering.lengths}
+    return found
 
 
-def _epoch(plan: ShardPlan | PartsPlan) -> dict[str, Any]:
-    """Return the steps of an epoch; of a stream, nobody knows them."""
-    if isinstance(plan, PartsPlan):
-        return {
-            "samples": 0,
-            "positions": 0,
-            "served": 0,
-            "steps": 0,
-            "lastRows": 0,
-            "segments": [[0, plan.batch_size]],
-        }
+def _epoch(plan: ShardPlan) -> dict[str, Any]:
+    """Return the steps of an epoch."""
     found = {
         "samples": plan.num_samples,
         "positions": plan.num_positions,
         "served": plan.num_served,
         "steps": plan.num_steps,
         "lastRows": plan.num_rows(step=plan.num_steps - 1) if plan.num_steps else 0,
-        "segments": [list(segment) for segment in plan.segments] or [[0, plan.batch_size]],
+        "segments": plan.segments or [[0, plan.batch_size]],
     }
     if isinstance(plan.ordering, Blocks):
         order = plan.order(epoch=0)
         assert isinstance(order, BlockOrder)
         found |= {"width": order.width, "parts": order.num_parts}
     return found
-
-
-# The command

@@ -13,20 +13,20 @@ from typing import Any
 
 import numpy as np
 
-from paddle_shard.cli.answer import Answer, Command, Hazard, Rows, cell, run_of, with_hazards
+from paddle_shard.cli.answer import Answer, Argument, Hazard, Rows, cell, command, parsed, run_of, with_hazards
 from paddle_shard.cli.page import life_of, page_of, view_of
 from paddle_shard.cli.svg import svg_of
 from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.mesh import MeshLayout, grid_of
 from paddle_shard.plan.mixture import Mixing, drawn_of
 from paddle_shard.plan.orders import ORDERINGS, find_ordering
-from paddle_shard.plan.partition import slice_rows
+from paddle_shard.plan.partition import place_of_rows
 from paddle_shard.plan.parts import PartsPlan, check_count
 from paddle_shard.plan.shard_plan import ShardPlan, facts_of_plan
 from paddle_shard.plan.skips import Skips
 from paddle_shard.plan.state import LoaderState
 from paddle_shard.plan.tails import TAILS
-from paddle_shard.record.places import Meshes, groups_of, parts_of, samples_of
+from paddle_shard.record.places import Meshes, groups_of, samples_of, shares_of
 from paddle_shard.sources.files import failures_named, is_missing, is_remote, local_size, matched, open_file
 from paddle_shard.sources.host_cache import least_bytes
 from paddle_shard.sources.mixture import Mixture
@@ -79,16 +79,14 @@ class Planned:
 
 def mesh_of(text: str) -> MeshLayout:
     """Return the mesh that a user names: dp=4,mp=2, of the ranks 0 to 7, or dp=2,mp=1@3,1 of these ranks."""
-    shape, _, ranks = text.partition("@")
-    found = dict(entry.split("=") for entry in shape.split(",") if re.fullmatch(r"\w+=\d+", entry))
-    if len(found) != len(shape.split(",")) or not re.fullmatch(r"(\d+(,\d+)*)?", ranks):
-        raise argparse.ArgumentTypeError(f"must be axes and sizes such as dp=4,mp=2, got {text!r}")
-    sizes = tuple(map(int, found.values()))
+    shape, ranks = parsed(r"(\w+=\d+(?:,\w+=\d+)*)(?:@(\d+(?:,\d+)*))?", text, "axes and sizes such as dp=4,mp=2")
+    axes, numbers = zip(*(axis.split("=") for axis in shape.split(",")), strict=True)
+    sizes = tuple(map(int, numbers))
     if math.prod(sizes) > _MOST_RANKS:
         raise argparse.ArgumentTypeError(f"has {math.prod(sizes)} ranks; at most {_MOST_RANKS} are looked at")
     ids = tuple(map(int, ranks.split(","))) if ranks else tuple(range(math.prod(sizes)))
     try:
-        return MeshLayout(shape=sizes, axes=tuple(found), process_ids=ids)
+        return MeshLayout(shape=sizes, axes=axes, process_ids=ids)
     except ArgumentError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
@@ -109,20 +107,17 @@ def with_data_axes(meshes: Sequence[MeshLayout], axes: str | None) -> Meshes:
     """
     found = []
     for mesh in meshes:
-        named = [axis for axis in mesh.axes if axis in _DATA_AXES][:1]
-        if axes is not None:
-            named = [axis for axis in axes.split(",") if axis]
-        elif not named:
+        likely = [axis for axis in mesh.axes if axis in _DATA_AXES][:1]
+        if axes is None and not likely:
             raise ArgumentError(f"--data-axes is missing: which of {', '.join(mesh.axes)} split the rows of a batch?")
-        found.append((mesh, [mesh.axes[axis] for axis in mesh.axis_indices(named)]))
+        named = likely if axes is None else filter(None, axes.split(","))
+        found.append((mesh, [mesh.axes[axis] for axis in mesh.axis_indices(tuple(named))]))
     return found
 
 
 def _source_of(text: str) -> tuple[str, int, float]:
-    found = re.fullmatch(r"(.+)=(\d+):(\d*\.?\d+)", text)
-    if not found:
-        raise argparse.ArgumentTypeError(f"must be name=samples:weight such as web=1000:0.7, got {text!r}")
-    return found[1], int(found[2]), float(found[3])
+    name, samples, weight = parsed(r"(.+)=(\d+):(\d*\.?\d+)", text, "name=samples:weight such as web=1000:0.7")
+    return name, int(samples), float(weight)
 
 
 def planned(options: argparse.Namespace) -> Planned:
@@ -138,10 +133,9 @@ def planned(options: argparse.Namespace) -> Planned:
     if not (known and options.mesh and options.batch_size is not None):
         data = "--samples, or --source for each source of a mixture, or --files"
         raise ArgumentError(f"give a record; or --mesh, --batch-size, and the data: {data}.")
-    meshes = with_data_axes(options.mesh, options.data_axes)
-    found = Planned(meshes=meshes, holders=meshes, replicas=options.replicas)
-    found.epoch, times = options.epoch or 0, options.accumulation
-    ranks = math.lcm(*(mesh.num_data_ranks(axes) for mesh, axes in found.meshes))
+    meshes, times = with_data_axes(options.mesh, options.data_axes), options.accumulation
+    found = Planned(meshes=meshes, holders=meshes, replicas=options.replicas, epoch=options.epoch or 0)
+    ranks = math.lcm(*(mesh.num_data_ranks(axes) for mesh, axes in meshes))
     cut = {"batch_size": options.batch_size * times, "num_data_ranks": ranks, "accumulation": times}
     samples = options.samples
     shuffle = find_ordering({str(name): name for name in ORDERINGS}[options.shuffle])
@@ -162,23 +156,20 @@ def planned(options: argparse.Namespace) -> Planned:
 
 def _of_record(options: argparse.Namespace) -> Planned:
     run = run_of(options.record)
-    job, newest = run.last, run.passes[-1][0] if run.passes else None
-    found = Planned(meshes=job.meshes, holders=job.holders, replicas=job.facts["options"]["replicas"])
-    if options.files and (parts := job.facts["data"].get("num_parts")) is not None:
-        plan = PartsPlan(num_parts=parts, tail=job.facts["fingerprint"]["tail"], **job.facts["plan"])
-        _look_at_cache(options, found, plan)
+    job, newest, view = run.last, run.passes[-1][0] if run.passes else None, life_of(run)
+    found = Planned(meshes=job.meshes, holders=job.holders, replicas=job.facts["options"]["replicas"], view=view)
+    if options.files and (parts := job.parts_plan()) is not None:
+        _look_at_cache(options, found, parts)
     if job.unknown is not None or newest is None:
         found.said.append(f"There is no plan to show: {job.unknown or 'nothing was delivered yet'}.")
-        if "num_parts" in job.facts["data"]:
-            found.plan_of_parts = PartsPlan(num_parts=job.facts["data"]["num_parts"], **job.facts["plan"])
-            found.said.append([{**group, "parts": of} for group, of in parts_of(job.meshes, found.plan_of_parts)])
-            found.view = life_of(run)
+        if (parts := job.parts_plan()) is not None:
+            found.plan_of_parts = parts
+            found.said.append([{**group, "parts": of} for group, of in shares_of(job.meshes, parts.parts_of)])
         return found
-    found.epoch = newest.epoch if options.epoch is None else options.epoch
-    found.view, found.skips = life_of(run), newest.skips
+    found.epoch, found.skips = newest.epoch if options.epoch is None else options.epoch, newest.skips
     # An epoch that was never begun is what the newest job would make of it.
-    plans = found.view["plans"]
-    found.plan = plans.setdefault(found.epoch, job.batches(newest.history).plan_of(LoaderState(epoch=found.epoch)))
+    anew = job.batches(newest.history).plan_of(LoaderState(epoch=found.epoch))
+    found.plan = view["plans"].setdefault(found.epoch, anew)
     step = vars(options).get("step") or 0  # other commands than `plan` show no step
     for leg in run.legs_of(found.epoch):
         if leg.start.steps <= step < leg.steps and leg.job.unknown is None:
@@ -190,15 +181,13 @@ def _look_at_files(options: argparse.Namespace, found: Planned, cut: dict[str, i
     """Look at files that are not counted, each of which belongs to one part as a whole."""
     names = matched(options.files)
     source = ShardSource(names, lambda name, skip: iter(()))
-    local = [name for name in names if not is_remote(name)]
     if gone := list(filter(is_missing, names)):
         what = f"{gone[0]} does not exist" + f", nor do {len(gone) - 1} more of the files" * (len(gone) > 1)
         found.hazards.append((what, "Correct the paths"))
         return
-    if len(local) == len(names) and not any(re.search(r"\.(gz|tgz|bz2|xz)$", name) for name in names):
-        found.where = (
-            ". (Such files are counted when the stream is made, unless index=False or counts=False says not to)"
-        )
+    if not any(is_remote(name) or re.search(r"\.(gz|tgz|bz2|xz)$", name) for name in names):
+        counted = "Such files are counted when the stream is made, unless index=False or counts=False says not to"
+        found.where = f". ({counted})"
     known = sorted((size, name) for size, name in zip(source.sizes(), names, strict=True) if size is not None)
     if known and known[-1][0] > (1 + _MUCH) * known[0][0]:
         (least, small), (most, large) = known[0], known[-1]
@@ -215,12 +204,11 @@ def _look_at_files(options: argparse.Namespace, found: Planned, cut: dict[str, i
     of_ranks = [{"data_rank": at, "parts": of, "bytes": sum(sizes[part] for part in of)} for at, of in enumerate(held)]
     found.facts |= {"files": source.num_shards, "parts": parts, "bytes": of_ranks}
     found.said += [f"{source.num_shards} files in {parts} parts", of_ranks]
-    mean = max(1, sum(sizes)) / parts
-    lost = 1 - min(sizes) / mean if plan.ending.drops else 1 - mean / max(1, *sizes)
-    if lost > _MUCH and (plan.ending.pads or plan.ending.drops):
-        what = "of the data is dropped" if plan.ending.drops else "of all rows are padding"
-        what = f"the parts differ in size: about {lost:.0%} {what}, since files that are not counted are not cut"
-        what += found.where
+    mean, drops = max(1, sum(sizes)) / parts, plan.ending.drops
+    lost = 1 - min(sizes) / mean if drops else 1 - mean / max(1, *sizes)
+    if lost > _MUCH and (plan.ending.pads or drops):
+        what = f"about {lost:.0%} {'of the data is dropped' if drops else 'of all rows are padding'}"
+        what = f"the parts differ in size: {what}, since files that are not counted are not cut{found.where}"
         found.hazards.append((what, "Count the samples (counts=True; for tars paddle-shard index), or use more files"))
 
 
@@ -235,20 +223,17 @@ def _look_at_cache(options: argparse.Namespace, found: Planned, plan: PartsPlan)
     ranks = sorted({rank for mesh, _ in found.meshes for rank in mesh.process_ids})
     each, files = options.ranks_per_host or len(ranks), 0
     for start in range(0, len(ranks), each):
-        readers = Counter[int]()
-        for group in groups_of(found.meshes):
-            here = len(set(ranks[start : start + each]).intersection(group["ranks"]))
-            mesh, axes = found.meshes[group["mesh"]]
-            for part in plan.parts_of(group["data_rank"], mesh.num_data_ranks(axes)):
-                readers[part] += min(1, here) if found.replicas == "leader" else here
+        host, readers = set(ranks[start : start + each]), Counter[int]()
+        for group, parts in shares_of(found.meshes, plan.parts_of):
+            here = len(host.intersection(group["ranks"]))
+            readers.update(dict.fromkeys(parts, min(1, here) if found.replicas == "leader" else here))
         # Ranks that read the same part are not at the same row: one may be in the next file already.
         files = max(files, sum(min(2, number) for number in readers.values()))
     found.facts["least cache_bytes"] = least = least_bytes(known, files)
-    found.said.append(
-        f"cache_bytes={least} would be enough for {each} ranks of a host, which read up to {files} files at once"
-    )
+    ranks_of_host = f"for {each} ranks of a host"
+    found.said.append(f"cache_bytes={least} would be enough {ranks_of_host}, which read up to {files} files at once")
     if given is not None and given < least:
-        what = f"cache_bytes={given} is too little for {each} ranks of a host: some files are read from their servers"
+        what = f"cache_bytes={given} is too little {ranks_of_host}: some files are read from their servers"
         found.hazards.append((f"{what}, by each process that needs them", f"cache_bytes={least} has room for all"))
 
 
@@ -279,8 +264,7 @@ def hazards_of(asked: Planned) -> Iterator[Hazard]:
     if dropped > _MUCH * few:
         what = f"tail={plan.tail!r} drops {dropped} of {few} samples in each epoch"
         yield what, "tail='pad' serves them, and a smaller batch drops fewer"
-    advice = plan.ordering.advice(few, ranks, max(1, plan.batch_size // plan.accumulation))
-    if advice is not None:
+    if (advice := plan.ordering.advice(few, ranks, max(1, plan.batch_size // plan.accumulation))) is not None:
         what, _, way_out = advice.partition(". The order")
         yield what, f"The order{way_out}"
     if isinstance(plan.ordering, Mixing):
@@ -291,27 +275,22 @@ def _hazards_of_mesh(mesh: MeshLayout, axes: Sequence[str], replicas: str) -> It
     sizes, ids = dict(zip(mesh.axes, mesh.shape, strict=True)), np.array(mesh.process_ids).reshape(mesh.shape)
     for axis, size in sizes.items():
         if axis in _DATA_AXES and axis not in axes and size > 1:
-            others = [other for other in axes if other not in _DATA_AXES]
-            instead = (
-                f"{[axis]!r} splits the rows over it instead of {', '.join(map(repr, others))}; " if others else ""
-            )
-            what = f"axis {axis!r} of {size} ranks carries no data: all of them get the same rows"
-            both = "over both" if others else "splits the rows over it, too"
-            yield what, f"shard_dims={instead}{[*axes, axis]!r} {both}"
+            remedy = f"shard_dims={[*axes, axis]!r} splits the rows over it, too"
+            if others := [other for other in axes if other not in _DATA_AXES]:
+                alone = f"shard_dims={[axis]!r} splits the rows over it instead of {', '.join(map(repr, others))}"
+                remedy = f"{alone}; {[*axes, axis]!r} over both"
+            yield f"axis {axis!r} of {size} ranks carries no data: all of them get the same rows", remedy
     # How far the ranks next to each other along an axis are apart, and the first two of them.
     far = {axis: np.median(np.abs(np.diff(ids, axis=at))) for at, axis in enumerate(sizes) if sizes[axis] > 1}
     first = {axis: ids.swapaxes(0, at).reshape(sizes[axis], -1)[:2, 0] for at, axis in enumerate(sizes)}
     inner = [axis for axis in sizes if axis in _MODEL_AXES and axis not in axes]
-    for axis in inner:
-        nearer = [one for one in axes if axis in far and one in far and far[one] < far[axis]]
-        if nearer:
+    for axis in filter(far.__contains__, inner):
+        if nearer := [one for one in axes if one in far and far[one] < far[axis]]:
             (a, b), (c, d) = first[axis], first[nearer[0]]
-            what = (
-                f"axis {axis!r} is further apart than {nearer[0]!r}: ranks {a} and {b} share the work on the same rows"
-            )
+            what = f"axis {axis!r} is further apart than {nearer[0]!r}: ranks {a} and {b} share the work on the same"
             better = ",".join(f"{one}={sizes[one]}" for one in [*(o for o in sizes if o not in inner), *inner])
-            remedy = f"Ranks in a row are usually on one host, and {axis!r} sends in every layer"
-            yield f"{what}, and ranks {c} and {d}, which are nearer, do not", f"{remedy}: --mesh {better}"
+            remedy = f"Ranks in a row are usually on one host, and {axis!r} sends in every layer: --mesh {better}"
+            yield f"{what} rows, and ranks {c} and {d}, which are nearer, do not", remedy
     each = len(mesh.process_ids) // mesh.num_data_ranks(axes)
     if each > 1 and replicas == "each":
         what = f"{each} ranks of each replica group all read, transform and collate the same samples"
@@ -325,8 +304,8 @@ def _starved(plan: ShardPlan, epoch: int) -> Iterator[Hazard]:
     real = plan.valid(epoch=epoch, step=step, rows=np.arange(rows))
     if real.all() or rows % plan.num_data_ranks:  # another mesh has read it
         return
-    size, ranks = plan.micro_size(step=step), range(plan.num_data_ranks)
-    none = [rank for rank in ranks if not real[slice_rows(rows, len(ranks), rank, size)].any()]
+    data_ranks, _ = place_of_rows(np.arange(rows), rows, plan.num_data_ranks, plan.micro_size(step=step))
+    none = sorted({*range(plan.num_data_ranks)}.difference(data_ranks[real].tolist()))
     if none:
         what = f"the last step of the epoch, {step}, has {(~real).sum()} of {rows} rows of padding"
         what += f", and nothing else on {len(none)} of its data ranks: {cell(none)}"
@@ -340,14 +319,13 @@ def _drawn_too_often(mixing: Mixing, num_samples: int) -> Iterator[Hazard]:
     often = {name: drawn[name].weight / n for name, n in zip(mixing.names, lengths, strict=True) if n}
     slowest = min((name for name in often if often[name]), key=often.__getitem__)
     for name, length in zip(mixing.names, lengths, strict=True):
-        of = drawn[name]
+        of, what = drawn[name], f"source {name!r} has {length} samples"
         if of.drawn > _MOST_EPOCHS * length > 0:
-            what = f"source {name!r} has {length} samples, and an epoch draws {of.drawn}: each {of.epochs} times"
+            what += f", and an epoch draws {of.drawn}: each {of.epochs} times"
             share = _MOST_EPOCHS * length / num_samples
         elif length and often[name] > _MOST_EPOCHS * often[slowest]:
-            times = round(often[name] / often[slowest])
-            what = f"source {name!r} has {length} samples: while the run reads {slowest!r} once, each of them is drawn"
-            what, weight = f"{what} {times} times", _MOST_EPOCHS * length * often[slowest]
+            times, weight = round(often[name] / often[slowest]), _MOST_EPOCHS * length * often[slowest]
+            what += f": while the run reads {slowest!r} once, each of them is drawn {times} times"
             share = weight / (1 - of.weight + weight)
         else:
             continue
@@ -356,56 +334,14 @@ def _drawn_too_often(mixing: Mixing, num_samples: int) -> Iterator[Hazard]:
 
 # How it is shown
 
-
-def _plan(options: argparse.Namespace) -> Answer:
-    asked = planned(options)
-    found: dict[str, Any] = {"meshes": list(groups_of(asked.meshes)), **asked.facts}
-    said = [*(line for number in range(len(asked.meshes)) for line in _grid(asked.meshes, number)), *asked.said]
-    if (plan := asked.plan) is not None:
-        readers = max(len(group["ranks"]) for group in groups_of(asked.meshes)) if asked.replicas == "each" else 1
-        facts = found["plan"] = {**facts_of_plan(plan), "reads of each sample": readers}
-        said.append([{"what": name, "number": value} for name, value in facts.items()])
-        of, meshes, holders, skips = asked.step_of or (plan, asked.meshes, asked.holders, asked.skips)
-        if options.step is not None:
-            found["step"] = samples_of(of, holders, asked.epoch, options.step, skips)
-            said += [f"epoch {asked.epoch}, step {options.step}", found["step"]]
-    hazards, drawn = list(hazards_of(asked)), plan or asked.plan_of_parts
-    if options.html is not None and drawn is not None:
-        view = view_of(drawn, *asked.meshes[0], **asked.view)
-        options.html.write_text(page_of(view, hazards), encoding="utf-8")
-        said.append(f"{options.html} shows it, in a browser")
-    elif options.html is not None:
-        hazards.append((f"{options.html} is not drawn: the order is not known here, or no plan fits", ""))
-    if options.svg is not None and (plan is None or not plan.num_steps):
-        hazards.append((f"{options.svg} is not drawn: there is no step", ""))
-    elif options.svg is not None:
-        step = options.step or 0
-        given = samples_of(of, holders, asked.epoch, step, skips)
-        options.svg.write_text(svg_of(meshes, given, f"epoch {asked.epoch}, step {step}"), encoding="utf-8")
-        said.append(f"{options.svg} is the picture of step {step}")
-    return with_hazards(found, said, hazards)
-
-
-def _grid(meshes: Meshes, number: int) -> tuple[str, Rows]:
-    """Return a mesh as a grid, whose columns are its last axis: each rank with its data rank."""
-    mesh, axes = meshes[number]
-    groups = [group for group in groups_of(meshes) if group["mesh"] == number]
-    shape = ", ".join(f"{axis}={size}" for axis, size in zip(mesh.axes, mesh.shape, strict=True))
-    verb = "split" if len(axes) > 1 else "splits"
-    head = f"mesh {number}: {shape}; {' and '.join(axes) or 'nothing'} {verb} the rows: {len(groups)} data ranks"
-    if len(mesh.process_ids) > _MOST_SHOWN:
-        return head, groups[:_MOST_SHOWN]
-    return head, grid_of(mesh, axes)
-
-
 _AXES = "axes and sizes in row-major order: dp=4,mp=2; of other ranks than 0, 1, ..: dp=2,mp=1@3,1; once for each mesh"
-MESH: Sequence[tuple[str, dict[str, Any]]] = [
+MESH: Sequence[Argument] = [
     ("--mesh", {"type": mesh_of, "action": "append", "default": [], "help": _AXES}),
     ("--data-axes", {"metavar": "AXES", "help": "axes that split the rows: dp or dp,sharding; '' for none"}),
 ]
 """The arguments that name meshes."""
 _SOURCE = {"type": _source_of, "action": "append", "help": "a source of a mixture, as samples and weight: web=1000:0.7"}
-PLANNED: Sequence[tuple[str, dict[str, Any]]] = [
+PLANNED: Sequence[Argument] = [
     ("record", {"nargs": "?", "metavar": "RECORD", "help": "the file of shard_dataloader(record=); or flags:"}),
     *MESH,
     ("--batch-size", {"type": rows_of, "help": "rows of a global batch, before accumulation"}),
@@ -422,13 +358,48 @@ PLANNED: Sequence[tuple[str, dict[str, Any]]] = [
     ("--epoch", {"type": int, "help": "the epoch; by default the first one, or the newest of a record"}),
 ]
 """The arguments of commands that begin with a plan."""
-_ARGUMENTS: Sequence[tuple[str, dict[str, Any]]] = [
+
+
+@command(
     *PLANNED,
     ("--step", {"type": int, "help": "also show the samples of each rank at this step"}),
     ("--html", {"type": Path, "metavar": "FILE", "help": "also draw it, as a page that any browser opens"}),
     ("--svg", {"type": Path, "metavar": "FILE", "help": "also draw the mesh and the step, as a picture for a paper"}),
-]
-_DOES = "Who would read what, and what is wrong with it? Exits with 1 if there is a hazard."
-_EXAMPLE = "--samples 50000 --batch-size 256 --mesh dp=4,mp=2 --data-axes dp --shuffle --step 3"
-COMMANDS = {"plan": Command(_DOES, _EXAMPLE, _ARGUMENTS, _plan)}
-"""The command, by name."""
+)
+def plan(options: argparse.Namespace) -> Answer:
+    """Who would read what, and what is wrong with it? Exits with 1 if there is a hazard.
+
+    example: paddle-shard plan --samples 50000 --batch-size 256 --mesh dp=4,mp=2 --data-axes dp --shuffle --step 3
+    """
+    asked = planned(options)
+    found: dict[str, Any] = {"meshes": list(groups_of(asked.meshes)), **asked.facts}
+    said: list[str | Rows] = []
+    for number, (mesh, axes) in enumerate(asked.meshes):
+        shape = ", ".join(f"{axis}={size}" for axis, size in zip(mesh.axes, mesh.shape, strict=True))
+        how = f"{' and '.join(axes) or 'nothing'} {'split' if len(axes) > 1 else 'splits'} the rows"
+        said.append(f"mesh {number}: {shape}; {how}: {mesh.num_data_ranks(axes)} data ranks")
+        few, groups = len(mesh.process_ids) <= _MOST_SHOWN, [one for one in found["meshes"] if one["mesh"] == number]
+        said.append(grid_of(mesh, axes) if few else groups[:_MOST_SHOWN])
+    said += asked.said
+    if (plan := asked.plan) is not None:
+        readers = max(len(group["ranks"]) for group in found["meshes"]) if asked.replicas == "each" else 1
+        facts = found["plan"] = {**facts_of_plan(plan), "reads of each sample": readers}
+        said.append([{"what": name, "number": value} for name, value in facts.items()])
+        of, meshes, holders, skips = asked.step_of or (plan, asked.meshes, asked.holders, asked.skips)
+        if options.step is not None:
+            found["step"] = samples_of(of, holders, asked.epoch, options.step, skips)
+            said += [f"epoch {asked.epoch}, step {options.step}", found["step"]]
+    hazards, drawn = list(hazards_of(asked)), plan or asked.plan_of_parts
+    if options.html is not None and drawn is not None:
+        options.html.write_text(page_of(view_of(drawn, *asked.meshes[0], **asked.view), hazards), encoding="utf-8")
+        said.append(f"{options.html} shows it, in a browser")
+    elif options.html is not None:
+        hazards.append((f"{options.html} is not drawn: the order is not known here, or no plan fits", ""))
+    if options.svg is not None and (plan is None or not plan.num_steps):
+        hazards.append((f"{options.svg} is not drawn: there is no step", ""))
+    elif options.svg is not None:
+        step = options.step or 0
+        given = samples_of(of, holders, asked.epoch, step, skips)
+        options.svg.write_text(svg_of(meshes, given, f"epoch {asked.epoch}, step {step}"), encoding="utf-8")
+        said.append(f"{options.svg} is the picture of step {step}")
+    return with_hazards(found, said, hazards)

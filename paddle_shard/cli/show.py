@@ -6,13 +6,12 @@ import argparse
 import importlib
 import os
 import sys
-from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
-from paddle_shard.cli.answer import EPOCH, RECORD, Answer, Command, cell, leg_of, run_of, sample_of
+from paddle_shard.cli.answer import EPOCH, RECORD, Answer, cell, command, leg_of, run_of, sample_of
 from paddle_shard.errors import ArgumentError, described
 from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.record.places import samples_at
@@ -49,7 +48,22 @@ def shown(value: Any) -> str:
     return text if len(text) <= _MOST_TEXT else f"{text[:_MOST_TEXT]} ..."
 
 
-def _show(options: argparse.Namespace) -> Answer:
+OPEN = {"required": True, "metavar": "MODULE:NAME", "help": "the data set, or a function that returns it"}
+
+
+@command(
+    RECORD,
+    ("--step", {"type": int, "help": "step of the epoch, from 0"}),
+    ("--sample", {"type": sample_of, "help": "one sample instead: its index; of a mixture, source:index"}),
+    ("--open", {**OPEN, "help": f"{OPEN['help']}; of a mixture, also a dict of its sources"}),
+    ("--decode", {"metavar": "MODULE:FUNCTION", "help": "makes of a sample what is shown, such as its text"}),
+    EPOCH,
+)
+def show(options: argparse.Namespace) -> Answer:
+    """What do the samples of a step hold?
+
+    example: paddle-shard show run.jsonl --epoch 0 --step 3 --open my_module:dataset
+    """
     if (options.step is None) == (options.sample is None):
         raise ArgumentError("give --step, or --sample.")
     samples = [options.sample]
@@ -70,15 +84,3 @@ def _show(options: argparse.Namespace) -> Answer:
             what = f"sample {cell([sample])} of {options.open} cannot be read"
             raise ArgumentError(f"{what}: {described(error)}") from error
     return Answer(found={"samples": found}, said=[f"{cell([one['sample']])}: {one['text']}" for one in found])
-
-
-OPEN = {"required": True, "metavar": "MODULE:NAME", "help": "the data set, or a function that returns it"}
-_ARGUMENTS: Sequence[tuple[str, dict[str, Any]]] = [
-    ("--step", {"type": int, "help": "step of the epoch, from 0"}),
-    ("--sample", {"type": sample_of, "help": "one sample instead: its index; of a mixture, source:index"}),
-    ("--open", {**OPEN, "help": f"{OPEN['help']}; of a mixture, also a dict of its sources"}),
-    ("--decode", {"metavar": "MODULE:FUNCTION", "help": "makes of a sample what is shown, such as its text"}),
-]
-_EXAMPLE = "run.jsonl --epoch 0 --step 3 --open my_module:dataset"
-COMMANDS = {"show": Command("What do the samples of a step hold?", _EXAMPLE, [RECORD, *_ARGUMENTS, EPOCH], _show)}
-"""The command, by name."""

@@ -9,33 +9,34 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
+import math
 import os
 import random
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain, zip_longest
+from itertools import chain, pairwise, zip_longest
+from multiprocessing import get_all_start_methods, get_context
 from typing import Any
 
 import numpy as np
 
-from paddle_shard.cli.answer import Answer, Command, Hazard, Progress, Rows, shapes_of, with_hazards
+from paddle_shard.cli.answer import Answer, Hazard, Progress, Rows, command, shapes_of, with_hazards
 from paddle_shard.cli.plan import PLANNED, Planned, hazards_of, planned
 from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.balance import Costs, dealt, loads
 from paddle_shard.plan.blocks import Blocks
-from paddle_shard.plan.certificate import Total, minus, plus, total_of
+from paddle_shard.plan.certificate import Total, plus, total_of
 from paddle_shard.plan.mesh import MeshLayout
-from paddle_shard.plan.mixture import Mixing, MixtureOrder, sample_ids, source_and_index
+from paddle_shard.plan.mixture import Mixing, MixtureOrder, source_and_index
 from paddle_shard.plan.order import Indices
 from paddle_shard.plan.partition import place_of_rows, slice_rows
-from paddle_shard.plan.shard_plan import ShardPlan, global_batch, step_of_plan
+from paddle_shard.plan.shard_plan import ShardPlan, step_of_plan, steps_of_plan
 from paddle_shard.plan.state import History, LoaderState
-from paddle_shard.plan.step import Step, rank_steps
+from paddle_shard.plan.step import Step
 from paddle_shard.record.places import Meshes, groups_of
 from paddle_shard.samplers import PlanBatches
 from paddle_shard.sources.packed import read_lengths
@@ -51,8 +52,8 @@ _JOB = 1 << 20
 _FEW_JOBS = 16
 """Fewer jobs are done sooner than processes are begun."""
 _MOST_JOBS = 1 << 14
-_MOST_STEPS = 1024
-"""Steps at which all ranks are looked at."""
+_MOST_LOOKS = 1024
+"""Steps at which all ranks are looked at, and chunks of the order whose quality is."""
 _MOST_RANKS, _MOST_OF_RANKS = 8, 20_000
 """Ranks of a mesh that read: so many, or more as long as they have no more steps together."""
 _MOST_IN_TABLE = 50_000_000
@@ -78,16 +79,11 @@ class _Leg:
         last = self.end == self.plan.num_steps
         return self.start.samples, self.plan.num_positions if last else self.plan.first_position(step=self.end)
 
-    def steps_of(self, mesh: MeshLayout, axes: Sequence[str], rank: int, steps: Iterable[int]) -> Iterator[Step]:
-        """Yield what a global rank reads at some steps, of which the first begins at the position of the start."""
-        plan, epoch, of = self.plan, self.start.epoch, (mesh.num_data_ranks(axes), mesh.data_rank(rank, axes))
-        return rank_steps(
-            (global_batch(plan, epoch, step) for step in steps),
-            epoch,
-            self.start.samples,
-            lambda num_rows, micro_size: slice_rows(num_rows, *of, micro_size),
-            skips=self.start.history.skips,
-        )
+    def steps_of(self, mesh: MeshLayout, axes: Sequence[str], rank: int, steps: Sequence[int]) -> Iterator[Step]:
+        """Yield what a global rank reads at some steps, one after the other."""
+        of = mesh.num_data_ranks(axes), mesh.data_rank(rank, axes)
+        rows_of = lambda num_rows, micro_size: slice_rows(num_rows, *of, micro_size)  # noqa: E731
+        return steps_of_plan(self.plan, self.start.epoch, steps, rows_of, self.start.history.skips)
 
 
 @dataclass
@@ -102,6 +98,8 @@ class _Found:
     """Blocks on disk of which each of some batches is."""
     costs: list[tuple[float, float, float, float]] = field(default_factory=list)
     """(imbalance, the same with `balance=`, tokens, tokens with padding to the longest row) of some batches."""
+    hazards: list[Hazard] = field(default_factory=list)
+    """What is wrong with the order and the shares."""
 
     def expect(self, law: str, holds: Any, what: str) -> None:
         """Note that a law is broken, unless it holds."""
@@ -129,15 +127,15 @@ def _legs(asked: Planned, plan: ShardPlan, restarts: int, draw: random.Random) -
     history, known = History(skips=asked.skips), plan.fingerprint()
     rows = plan.batch_size // plan.accumulation
     # The loader would refuse to resume an order that depends on the number of data ranks on another number.
-    fine = [ranks for ranks in range(1, rows + 1) if rows % ranks == 0]
-    fine = [one for one in fine if replace(plan, num_data_ranks=one).fingerprint() == known]
+    plans = [replace(plan, num_data_ranks=ranks) for ranks in range(1, rows + 1) if rows % ranks == 0]
+    plans = [one for one in plans if one.fingerprint() == known]
     found, now, start, meshes = list[_Leg](), plan, LoaderState(epoch=asked.epoch, history=history), asked.meshes
     for stop in stops:
         found.append(_Leg(plan=now, meshes=meshes, start=start, end=stop))
         at, segments = now.first_position(step=stop), ((0, plan.batch_size),)
         state = replace(start, samples=at, steps=stop, segments=segments, fingerprint=known)
-        ranks, replicas = draw.choice(fine), draw.choice([1, 2, 3])
-        batches = PlanBatches(replace(plan, num_data_ranks=ranks))
+        other, replicas = draw.choice(plans), draw.choice([1, 2, 3])
+        ranks, batches = other.num_data_ranks, PlanBatches(other)
         start = LoaderState.from_dict(json.loads(json.dumps(state.to_dict())), batches.fingerprint())
         batches.resume(start)
         now = batches.plan_of(start)
@@ -157,15 +155,13 @@ def _some(numbers: Sequence[int], most: int) -> list[int]:
 
 def _look_at_meshes(leg: _Leg, found: _Found) -> None:
     """Check that the ranks of each mesh are cut into equal groups, each of one data rank."""
-    groups = list(groups_of(leg.meshes))
-    for number, (mesh, axes) in enumerate(leg.meshes):
-        mine = [group["ranks"] for group in groups if group["mesh"] == number]
-        what = f"the ranks of mesh {mesh.shape} are not cut into {mesh.num_data_ranks(axes)} equal groups"
-        sizes = {len(ranks) for ranks in mine}
-        fine = len(sizes) == 1 and len(mine) == mesh.num_data_ranks(axes)
-        found.expect(_EQUAL, fine and sorted(chain(*mine)) == sorted(mesh.process_ids), what)
-        whose = {rank: data_rank for data_rank, ranks in enumerate(mine) for rank in ranks}
-        asked = _some(mesh.process_ids, max(_MOST_RANKS, _MOST_SEARCHED // len(whose)))
+    for mesh, axes in leg.meshes:
+        groups, ids = [group["ranks"] for group in groups_of([(mesh, axes)])], mesh.process_ids
+        count = mesh.num_data_ranks(axes)
+        fine = sorted(chain(*groups)) == sorted(ids) and {*map(len, groups)} == {len(ids) // count}
+        found.expect(_EQUAL, fine, f"the ranks of mesh {mesh.shape} are not cut into {count} equal groups")
+        whose = {rank: data_rank for data_rank, ranks in enumerate(groups) for rank in ranks}
+        asked = _some(ids, max(_MOST_RANKS, _MOST_SEARCHED // len(whose)))
         wrong = [rank for rank in asked if mesh.data_rank(rank, axes) != whose[rank]]
         found.expect(_ALIKE, not wrong, f"ranks {wrong[:8]} of mesh {mesh.shape} read the rows of other data ranks")
         found.add(_ALIKE, "ranks and the data ranks that they take", len(asked), len(whose))
@@ -183,16 +179,13 @@ def _look_at_step(leg: _Leg, step: int, found: _Found, most_ranks: int, costs: C
     real, ids = np.ones(num_rows, bool) if batch.real is None else batch.real, np.asarray(batch.ids)
     fine = skips.concerns(epoch) or np.array_equal(ids[real], plan.samples(epoch=epoch, first=first, end=end))
     found.expect(_ONCE, fine, f"step {step} has other samples than its positions")
-    here = replace(leg, start=replace(leg.start, samples=first))
     for mesh, axes in leg.meshes:
-        ranks, read_by = mesh.num_data_ranks(axes), _some(mesh.process_ids, most_ranks)
+        ranks = mesh.num_data_ranks(axes)
         data_rank, local = place_of_rows(rows, num_rows, ranks, micro_size)
-        places = data_rank * (num_rows // ranks) + local
-        fine = np.array_equal(np.sort(places), rows)
+        fine = np.array_equal(np.sort(data_rank * (num_rows // ranks) + local), rows)
         found.expect(_EQUAL, fine, f"the ranks of {mesh.shape} do not share step {step} evenly")
-        own = np.argsort(places).reshape(ranks, -1)
-        for rank in read_by:
-            (read,), mine = here.steps_of(mesh, axes, rank, [step]), own[mesh.data_rank(rank, axes)]
+        for rank in _some(mesh.process_ids, most_ranks):
+            (read,), mine = leg.steps_of(mesh, axes, rank, [step]), rows[data_rank == mesh.data_rank(rank, axes)]
             kept = np.ones(len(mine), bool) if read.real is None else read.real
             fine = np.array_equal(kept, real[mine]) and np.array_equal(np.asarray(read.ids)[kept], ids[mine[kept]])
             found.expect(_EQUAL, fine, f"rank {rank} of {mesh.shape} reads other rows at step {step} than its own")
@@ -225,75 +218,62 @@ def _in_lockstep(leg: _Leg, found: _Found, most_ranks: int, deadline: float) -> 
 # All samples
 
 
-@dataclass
-class _Part:
-    """What a thread has counted."""
-
-    num: int = 0
-    """Positions, or what belongs there."""
-    total: Total = field(default_factory=Total)
-    """The ids that were delivered there, minus those that belong: nothing, once all parts are added."""
-    lost: bool = False
-    """True if the way back, from samples to their positions, does not lead to where they came from."""
-    looked_at: int = 0
-    moved: float = 0.0
-    """Sum of how far samples lie from where they are in the data set, as shares of it."""
-    kept: float = 0.0
-    """Samples that follow the one that they follow in the data set."""
-    drift: float = 0.0
+def _ids_of_plan(plan: ShardPlan, epoch: int, first: int, end: int) -> Indices:
+    return plan.samples(epoch=epoch, first=first, end=end)
 
 
-def _counted(count: Callable[[_Part, int, int], None], first: int, end: int, deadline: float) -> _Part:
-    """Count from one number to another, a chunk at a time, as far as time allows."""
-    found = _Part()
+def _ids_of_source(order: MixtureOrder, source: int, first: int, end: int) -> Indices:
+    draws = np.arange(first, end)
+    return order.of_draws(np.full_like(draws, source), draws)
+
+
+def _counted(ids_of: Callable[[int, int], Indices], first: int, end: int, deadline: float) -> tuple[int, Total]:
+    """Count ids, a chunk at a time as far as time allows; return how many places were counted, and their total."""
+    num, total = 0, Total()
     for at in range(first, end, _CHUNK):
         if time.monotonic() > deadline:
             break
-        count(found, at, min(at + _CHUNK, end))
-        found.num += min(at + _CHUNK, end) - at
-    return found
+        ids = ids_of(at, min(at + _CHUNK, end))
+        num, total = num + min(_CHUNK, end - at), plus(total, total_of(ids))
+    return num, total
 
 
-def _of_plan(plan: ShardPlan, epoch: int, found: _Part, first: int, end: int) -> None:
-    """Count the samples at positions [first, end); of the first of them, look at what the order has done."""
-    ids, order = plan.samples(epoch=epoch, first=first, end=end), plan.order(epoch=epoch)
-    found.total = plus(found.total, total_of(ids))
-    if found.num == 0:
-        # The share of the pairs that are looked at, as if each sample was the second one of a pair.
-        found.looked_at, found.kept = len(ids), float(np.mean(np.diff(ids) == 1)) * len(ids) if len(ids) > 1 else 0.0
-        if isinstance(order, MixtureOrder):
-            found.drift = _drift(order, first, ids)
-        else:
-            found.moved = (
-                float(np.abs(ids - np.linspace(first, end, len(ids), endpoint=False)).sum()) / plan.num_samples
-            )
-            # The inverse of Paddle's order would need another table.
-            found.lost = not plan.ordering.pads_first and not np.array_equal(order.inverse(ids), np.arange(first, end))
+def _cover(legs: Sequence[_Leg], found: _Found, deadline: float, draw: random.Random) -> None:
+    """Count all samples of the epoch, each leg by its own order, or as many of them as there is time for."""
+    plan, epoch, jobs = legs[0].plan, legs[0].start.epoch, list[tuple[str, Any, int, int]]()
+    order, spans = plan.order(epoch=epoch), list[tuple[str, Any, int, int]]()
+    for leg in legs:
+        spans.append(("positions of the epoch", partial(_ids_of_plan, leg.plan, leg.start.epoch), *leg.positions()))
+    if isinstance(order, MixtureOrder):
+        drawn = [order.mixing.draws.counts(order.first + at).tolist() for at in (0, plan.num_positions)]
+        for source, span in enumerate(zip(*drawn, strict=True)):
+            spans.append(("draws that belong there", partial(_ids_of_source, order, source), *span))
+    else:
+        spans.append(("samples that belong there", np.arange, 0, plan.num_samples))
+    for what, ids_of, first, end in spans:
+        starts = range(first, end, _JOB)
+        some = draw.sample(starts, min(len(starts), _MOST_JOBS))  # spread over the epoch, also where time is over
+        jobs += [(what, ids_of, at, min(at + _JOB, end)) for at in some]
+        found.add(_ONCE, what, 0, end - first)
+    draw.shuffle(jobs)
+    totals = dict.fromkeys((what for what, *_ in spans), Total())
+    progress = Progress("ids counted", sum(end - at for _, _, at, end in jobs))
+    number = min(len(jobs), os.cpu_count() or 1)
+    # Of many jobs, threads would wait for each other.
+    forks = len(jobs) >= _FEW_JOBS and "fork" in get_all_start_methods()
+    with ProcessPoolExecutor(number, get_context("fork")) if forks else ThreadPoolExecutor(number) as pool:
+        tasks = {pool.submit(_counted, ids_of, at, end, deadline): what for what, ids_of, at, end in jobs}
+        for task in as_completed(tasks):
+            (num, total), what = task.result(), tasks[task]
+            progress.add(num)
+            found.add(_ONCE, what, num, 0)
+            totals[what] = plus(totals[what], total)
+    complete = all(number == of for (law, _), (number, of) in found.counted.items() if law == _ONCE)
+    fine = not complete or len(set(totals.values())) == 1
+    found.expect(_ONCE, fine, "samples are missing, or there more than once")
 
 
-def _of_data(found: _Part, first: int, end: int) -> None:
-    """Take away the samples [first, end) of the data set."""
-    found.total = minus(found.total, total_of(np.arange(first, end)))
-
-
-def _of_source(order: MixtureOrder, source: int, found: _Part, first: int, end: int) -> None:
-    """Take away the ids that the draws [first, end) of a source have."""
-    draws, mixing = np.arange(first, end), order.mixing
-    sources = np.full_like(draws, source)
-    epochs, lengths, places = mixing.draws.epochs(sources, draws)
-    indices = order.many(sources, epochs, lengths, places) if mixing.shuffles else places
-    found.total = minus(found.total, total_of(sample_ids(sources, epochs, indices)))
-
-
-def _shares(mixing: Mixing, positions: Indices) -> tuple[Any, float]:
-    """Return the share of each source before some positions of the run, and the bound of the drift from it."""
-    shares, bound, ends = np.zeros((len(positions), len(mixing.names))), 0.0, [s.first for s in mixing.segments[1:]]
-    for segment, end in zip(mixing.segments, [*ends, int(positions[-1]) + 1], strict=True):
-        parts = np.array(segment.parts, float)
-        shares += np.clip(positions - segment.first, 0, end - segment.first)[:, None] * (parts / parts.sum())
-        if segment.first <= positions[-1] and (drawn := np.count_nonzero(parts)) > 1:
-            bound += 1 - 1 / (2 * drawn - 2)
-    return shares, bound
+# The answer
 
 
 def _drift(order: MixtureOrder, at: int, ids: Indices) -> float:
@@ -301,83 +281,68 @@ def _drift(order: MixtureOrder, at: int, ids: Indices) -> float:
     mixing, width = order.mixing, len(order.mixing.names)
     ids = ids[: max(1, _JOB // width)]
     drawn = source_and_index(ids)[0][:, None] == np.arange(width)
-    counts = mixing.draws.counts(order.first + at) + np.cumsum(drawn, axis=0)
-    return float(np.abs(counts - _shares(mixing, order.first + at + 1 + np.arange(len(ids)))[0]).max())
+    drift = mixing.draws.counts(order.first + at) + np.cumsum(drawn, axis=0, dtype=float)  # [position, source]
+    positions = order.first + at + 1 + np.arange(len(ids))[:, None]
+    for segment, end in zip(mixing.segments, [*(one.first for one in mixing.segments[1:]), math.inf], strict=True):
+        share = np.array(segment.parts) / sum(segment.parts)
+        drift -= np.clip(positions - segment.first, 0, end - segment.first) * share
+    return float(np.abs(drift).max())
 
 
-def _pool(num_jobs: int) -> Executor:
-    """Return processes that count, as threads would wait for each other; for a few jobs, threads."""
-    number = min(num_jobs, os.cpu_count() or 1)
-    if num_jobs < _FEW_JOBS or "fork" not in multiprocessing.get_all_start_methods():
-        return ThreadPoolExecutor(number)
-    return ProcessPoolExecutor(number, multiprocessing.get_context("fork"))
-
-
-def _cover(legs: Sequence[_Leg], found: _Found, deadline: float, draw: random.Random) -> _Part:
-    """Count all samples of the epoch, each leg by its own order, or as many of them as there is time for."""
-    plan, epoch, jobs = legs[0].plan, legs[0].start.epoch, list[tuple[str, Any, int, int]]()
-    order, belongs = plan.order(epoch=epoch), [("samples that belong there", _of_data, 0, plan.num_samples)]
-    if isinstance(order, MixtureOrder):
-        drawn = [order.mixing.draws.counts(order.first + at).tolist() for at in (0, plan.num_positions)]
-        spans = enumerate(zip(*drawn, strict=True))
-        belongs = [("draws that belong there", partial(_of_source, order, source), *span) for source, span in spans]
-    delivered = [
-        ("positions of the epoch", partial(_of_plan, leg.plan, leg.start.epoch), *leg.positions()) for leg in legs
-    ]
-    for what, count, first, end in (*delivered, *belongs):
-        starts = range(first, end, _JOB)
-        some = draw.sample(starts, min(len(starts), _MOST_JOBS))  # spread over the epoch, also where time is over
-        jobs += [(what, count, at, min(at + _JOB, end)) for at in some]
-        found.add(_ONCE, what, 0, end - first)
-    draw.shuffle(jobs)
-    all_of, progress = _Part(), Progress("ids counted", sum(end - first for _, _, first, end in jobs))
-    with _pool(len(jobs)) as pool:
-        tasks = {pool.submit(_counted, count, at, end, deadline): what for what, count, at, end in jobs}
-        for task in as_completed(tasks):
-            part = task.result()
-            progress.add(part.num)
-            found.add(_ONCE, tasks[task], part.num, 0)
-            all_of.total, all_of.drift = plus(all_of.total, part.total), max(all_of.drift, part.drift)
-            for name in ("lost", "looked_at", "moved", "kept"):
-                setattr(all_of, name, getattr(all_of, name) + getattr(part, name))
-    complete = all(number == of for (law, _), (number, of) in found.counted.items() if law == _ONCE)
-    found.expect(_ONCE, not complete or all_of.total == Total(), "samples are missing, or there more than once")
-    found.expect(_ONCE, not all_of.lost, "the order and its inverse do not fit together")
-    return all_of
-
-
-# The answer
-
-
-def _quality(plan: ShardPlan, epoch: int, all_of: _Part, found: _Found) -> tuple[dict[str, float], list[Hazard]]:
-    """Return measures of the order and of the shares, and what is wrong with them."""
-    looked, hazards = max(1, all_of.looked_at), list[Hazard]()
-    measures = {"neighbours that stay neighbours, of all": all_of.kept / looked}
+def _quality(plan: ShardPlan, epoch: int, found: _Found, draw: random.Random, deadline: float) -> dict[str, float]:
+    """Return measures of the order, of some of its chunks, and of the shares."""
+    order, looked, pairs, kept, moved, drift = plan.order(epoch=epoch), 0, 0, 0, 0.0, 0.0
+    starts = range(0, plan.num_positions, _CHUNK)
+    for first in draw.sample(starts, min(len(starts), _MOST_LOOKS)):
+        if time.monotonic() > deadline:
+            break
+        end = min(first + _CHUNK, plan.num_positions)
+        ids = plan.samples(epoch=epoch, first=first, end=end)
+        looked, pairs, kept = looked + len(ids), pairs + len(ids) - 1, kept + int(np.count_nonzero(np.diff(ids) == 1))
+        if isinstance(order, MixtureOrder):
+            drift = max(drift, _drift(order, first, ids))
+        else:
+            moved += np.abs(ids - np.linspace(first, end, len(ids), endpoint=False)).sum() / plan.num_samples
+            # The inverse of Paddle's order would need another table.
+            fine = plan.ordering.pads_first or np.array_equal(order.inverse(ids), np.arange(first, end))
+            found.expect(_ONCE, fine, "the order and its inverse do not fit together")
+    measures = {"neighbours that stay neighbours, of all": kept / max(1, pairs)}
     if isinstance(plan.ordering, Mixing):
         end = plan.ordering.first_position(epoch, plan.num_samples) + plan.num_samples
-        bound = _shares(plan.ordering, np.array([end]))[1]
-        measures |= {"drift of a source, in samples": all_of.drift, "bound of the drift": bound}
-        if all_of.drift > bound + 1e-6:
-            hazards.append((f"a source drifts by {all_of.drift:.3f} samples", "Report it: less is proved"))
+        drawn = [np.count_nonzero(segment.parts) for segment in plan.ordering.segments if segment.first <= end]
+        bound = sum(1 - 1 / (2 * number - 2) for number in drawn if number > 1)  # of `Chairman`, segments add up
+        measures |= {"drift of a source, in samples": drift, "bound of the drift": bound}
+        if drift > bound + 1e-6:
+            found.hazards.append((f"a source drifts by {drift:.3f} samples", "Report it: less is proved"))
     else:
-        measures["how far a sample moves, of all (mixed: 0.333)"] = all_of.moved / looked
+        measures["how far a sample moves, of all (mixed: 0.333)"] = moved / max(1, looked)
     if isinstance(plan.ordering, Blocks):
         few, blocks = float(np.mean(found.blocks)), -(-plan.num_samples // plan.ordering.size)
         measures |= {"blocks of which a batch is": few, "blocks of the data": blocks}
         if few < min(_FEW_BLOCKS, blocks, plan.batch_size):
             what = f"a batch is of {few:.1f} blocks on average: samples that lie together are trained together"
-            hazards.append((what, "Blocks(window=) of more blocks, or a smaller size=, mixes more"))
+            found.hazards.append((what, "Blocks(window=) of more blocks, or a smaller size=, mixes more"))
     if found.costs:
         now, best, tokens, padded = np.mean(found.costs, axis=0).tolist()
         measures |= {"longest data rank, by the mean": now, "the same at the worst step": max(found.costs)[0]}
         measures |= {"the same with balance=": best, "padding to the longest row, of all": 1 - tokens / padded}
         if now > _UNEVEN and now - best > (now - 1) / 2:
             what = f"the data rank with most has {now:.2f} times the mean of its step, and the others wait for it"
-            hazards.append((what, f"balance= deals rows so that it has {best:.2f} times the mean"))
-    return {name: round(value, 4) for name, value in measures.items()}, hazards
+            found.hazards.append((what, f"balance= deals rows so that it has {best:.2f} times the mean"))
+    return {name: round(value, 4) for name, value in measures.items()}
 
 
-def _simulate(options: argparse.Namespace) -> Answer:
+@command(
+    *PLANNED,
+    ("--restarts", {"type": int, "default": 0, "help": "restarts at random steps, on random meshes (by --seed)"}),
+    ("--lengths", {"metavar": "FILE", "help": "the length of each sample: what `paddle-shard lengths` writes"}),
+    ("--seconds", {"type": float, "default": 50.0, "help": "what does not fit into this time is sampled"}),
+)
+def simulate(options: argparse.Namespace) -> Answer:
+    """Do the laws hold for the whole epoch, how good is the shuffle, how even are the ranks? Exits with 1 if not.
+
+    example: paddle-shard simulate --samples 1000000000 --batch-size 100000 --mesh dp=50000,mp=2 --shuffle --restarts 5
+    """
     began, asked = time.monotonic(), planned(options)
     if asked.plan is None:
         if asked.hazards:
@@ -398,13 +363,13 @@ def _simulate(options: argparse.Namespace) -> Answer:
         return with_hazards({}, [], [(what, "Use tail='pad', or a smaller batch")])
     draw, found, most_ranks = random.Random(options.seed), _Found(), max(_MOST_RANKS, _MOST_OF_RANKS // plan.num_steps)
     legs = _legs(asked, plan, options.restarts, draw)
-    for number, leg in enumerate(legs):
+    for leg in legs:
         _look_at_meshes(leg, found)
-        ends = (legs[number - 1].end, legs[number - 1].positions()[1]) if number else (0, 0)
-        what = f"leg {number} does not begin where the one before it has ended"
-        found.expect(_ONCE, (leg.start.steps, leg.start.samples) == ends, what)
+    for number, (before, leg) in enumerate(pairwise(legs), 1):
+        fine = (leg.start.steps, leg.start.samples) == (before.end, before.positions()[1])
+        found.expect(_ONCE, fine, f"leg {number} does not begin where the one before it has ended")
     seams, looked = [(leg, step) for leg in legs for step in (leg.start.steps, leg.end - 1)], 0
-    some = draw.sample(range(plan.num_steps), min(plan.num_steps, _MOST_STEPS))
+    some = draw.sample(range(plan.num_steps), min(plan.num_steps, _MOST_LOOKS))
     others = [(leg, step) for step in some for leg in legs if leg.start.steps < step < leg.end - 1]
     for leg, step in (*dict.fromkeys(seams), *others):
         if looked >= len(seams) and time.monotonic() > began + 0.1 * options.seconds:
@@ -414,9 +379,9 @@ def _simulate(options: argparse.Namespace) -> Answer:
     found.add(_EQUAL, "steps, of all ranks", looked, plan.num_steps)
     for number, leg in enumerate(legs, 1):
         _in_lockstep(leg, found, most_ranks, began + options.seconds * (0.1 + 0.1 * number / len(legs)))
-    all_of = _cover(legs, found, began + 0.95 * options.seconds, draw)
+    _cover(legs, found, began + 0.95 * options.seconds, draw)
+    quality = _quality(plan, asked.epoch, found, draw, began + options.seconds)
     seconds = time.monotonic() - began
-    quality, hazards = _quality(plan, asked.epoch, all_of, found)
     broken = [(what, "This is a fault of the library: report it") for one in found.broken.values() for what in one]
     laws = [found.law(law) for law in (_ONCE, _EQUAL, _ALIKE)]
     spans = [(leg.start.steps, leg.end, shapes_of(leg.meshes)) for leg in legs]
@@ -425,19 +390,6 @@ def _simulate(options: argparse.Namespace) -> Answer:
     said: list[str | Rows] = [head, "", laws, starts, [{"what": name, "number": one} for name, one in quality.items()]]
     told = {"laws": laws, "starts": starts, "quality": quality, "seconds": seconds}
     if len(legs) <= options.restarts:
-        said.append(
-            f"{len(legs) - 1} restarts instead of {options.restarts}: an epoch of {plan.num_steps} steps has no more"
-        )
-    return with_hazards(told, said, [*broken, *hazards, *hazards_of(asked)])
-
-
-_ARGUMENTS: Sequence[tuple[str, dict[str, Any]]] = [
-    *PLANNED,
-    ("--restarts", {"type": int, "default": 0, "help": "restarts at random steps, on random meshes (by --seed)"}),
-    ("--lengths", {"metavar": "FILE", "help": "the length of each sample: what `paddle-shard lengths` writes"}),
-    ("--seconds", {"type": float, "default": 50.0, "help": "what does not fit into this time is sampled"}),
-]
-_DOES = "Do the laws hold for the whole epoch, how good is the shuffle, how even are the ranks? Exits with 1 if not."
-_EXAMPLE = "--samples 1000000000 --batch-size 100000 --mesh dp=50000,mp=2 --shuffle --restarts 5"
-COMMANDS = {"simulate": Command(_DOES, _EXAMPLE, _ARGUMENTS, _simulate)}
-"""The command, by name."""
+        few = f"{len(legs) - 1} restarts instead of {options.restarts}"
+        said.append(f"{few}: an epoch of {plan.num_steps} steps has no more")
+    return with_hazards(told, said, [*broken, *found.hazards, *hazards_of(asked)])

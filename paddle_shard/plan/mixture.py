@@ -299,11 +299,14 @@ class MixtureOrder(Order):
 
     def __call__(self, positions: Indices) -> Indices:
         """Return the id of the sample at each position of the epoch: int64, same shape."""
-        flat = positions.reshape(-1)
-        sources, draws = self.mixing.draws.at(flat + self.first)
+        sources, draws = self.mixing.draws.at(positions.reshape(-1) + self.first)
+        return self.of_draws(sources, draws).reshape(positions.shape)
+
+    def of_draws(self, sources: Indices, draws: Indices) -> Indices:
+        """Return the id of the sample of some draws, each of a source by how often it was drawn in the run before."""
         epochs, lengths, places = self.mixing.draws.epochs(sources, draws)
         indices = self.many(sources, epochs, lengths, places) if self.mixing.shuffles else places
-        found: Indices = sample_ids(sources, epochs, indices).reshape(positions.shape)
+        found: Indices = sample_ids(sources, epochs, indices)
         return found
 
     def inverse(self, samples: Indices) -> Indices:

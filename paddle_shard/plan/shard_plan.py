@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -19,7 +20,7 @@ from paddle_shard.plan.parts import check_count
 from paddle_shard.plan.shown import as_html
 from paddle_shard.plan.shuffle import MAX_SAMPLES
 from paddle_shard.plan.skips import Skips
-from paddle_shard.plan.step import Deal, GlobalBatch, Step, all_rows, rank_steps
+from paddle_shard.plan.step import Deal, GlobalBatch, RowsOf, Step, all_rows, rank_steps
 from paddle_shard.plan.tails import Tail, find_tail
 
 # The steps of an epoch, if the batch size changes on the way
@@ -422,10 +423,17 @@ def positions_of(plan: ShardPlan, epoch: int, sample: Any) -> list[int]:
     return [int(order.inverse(np.array([sample], np.int64))[0])]
 
 
+def steps_of_plan(
+    plan: ShardPlan, epoch: int, steps: Sequence[int], rows_of: RowsOf, skips: Skips, deal: Deal | None = None
+) -> Iterator[Step]:
+    """Yield what a rank reads at some steps of a plan, one after the other; see `rank_steps`."""
+    batches, first = (global_batch(plan, epoch, step) for step in steps), plan.first_position(step=next(iter(steps), 0))
+    return rank_steps(batches, epoch, first, rows_of, skips=skips, deal=deal)
+
+
 def step_of_plan(plan: ShardPlan, epoch: int, step: int, skips: Skips, deal: Deal | None = None) -> Step | None:
     """Return a step of a plan with all its rows, without what is left out; None if nothing is left of it."""
-    batches, first = iter([global_batch(plan, epoch, step)]), plan.first_position(step=step)
-    return next(rank_steps(batches, epoch, first, all_rows, skips=skips, deal=deal), None)
+    return next(steps_of_plan(plan, epoch, [step], all_rows, skips, deal), None)
 
 
 def places_of(

@@ -16,9 +16,8 @@ from paddle_shard.errors import ArgumentError
 from paddle_shard.plan import certificate as certificates
 from paddle_shard.plan.certificate import ALL, DRAWN, Account, Delivered, Owner, Total, plus, total_of_plan
 from paddle_shard.plan.partition import slice_rows
-from paddle_shard.plan.shard_plan import ShardPlan, global_batch
+from paddle_shard.plan.shard_plan import ShardPlan, steps_of_plan
 from paddle_shard.plan.skips import Skips, united
-from paddle_shard.plan.step import rank_steps
 from paddle_shard.record.timeline import Leg, Timeline
 
 _OTHERS = "the others made the same steps; with loader.certificate() before state_dict(), their sums are compared, too"
@@ -84,12 +83,11 @@ def _other_samples(run: Timeline, epoch: int, notes: list[str]) -> Iterator[str]
         # Each position is that of one pass, so that it is known which one has delivered it.
         once = united(stretches) == found.once and _length(stretches) == _length(found.once)
         wanted = plus(*(_total(leg, owner, first, end) for first, end, leg in pieces))
+        not_compared = f"what was read by {where} is not compared"
         if owner != ALL and run.last.facts["dealt"]:
-            notes.append(f"what was read by {where} is not compared: rows are dealt by cost (balance=)")
+            notes.append(f"{not_compared}: rows are dealt by cost (balance=)")
         elif found.again or not once:
-            notes.append(
-                f"what was read by {where} is not compared: some of it was delivered again, or before this record"
-            )
+            notes.append(f"{not_compared}: some of it was delivered again, or before this record")
         elif found.total.num < wanted.num:
             yield f"{wanted.num - found.total.num} samples of {where} could not be read"
         elif found.total != wanted:
@@ -108,9 +106,8 @@ def _total(leg: Leg, owner: Owner, first: int, end: int) -> Total:
     if owner == ALL or owner[1] == 1:
         return total_of_plan(plan, epoch, skips)(first, end)
     steps = range(plan.step_of(position=first), plan.step_of(position=end - 1) + 1)
-    batches = (global_batch(plan, epoch, step) for step in steps)
-    mine = rank_steps(
-        batches, epoch, first, lambda num_rows, micro: slice_rows(num_rows, owner[1], owner[0], micro), skips=skips
+    mine = steps_of_plan(
+        plan, epoch, steps, lambda num_rows, micro: slice_rows(num_rows, owner[1], owner[0], micro), skips
     )
     ids = (np.asarray(step.ids)[slice(None) if step.real is None else step.real] for step in mine)
     return plus(*map(certificates.total_of, ids))

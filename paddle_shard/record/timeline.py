@@ -16,6 +16,7 @@ from typing import Any
 from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.mesh import MeshLayout
 from paddle_shard.plan.orders import ordering_of
+from paddle_shard.plan.parts import PartsPlan
 from paddle_shard.plan.shard_plan import BatchSizes, ShardPlan
 from paddle_shard.plan.skips import Skips
 from paddle_shard.plan.state import History, LoaderState, sealed
@@ -49,6 +50,11 @@ class Job:
         if ordering_of(self.facts["fingerprint"]) is None:
             return f"shuffle={self.facts['fingerprint']['shuffle']!r} is an order of your own"
         return None
+
+    def parts_plan(self, **others: Any) -> PartsPlan | None:
+        """Return how the batches of its stream are made of parts; None if it has none. `others`: see `batches`."""
+        parts = self.facts["data"].get("num_parts")
+        return None if parts is None else PartsPlan(num_parts=parts, **{**self.facts["plan"], **others})
 
     def batches(self, history: History, **others: Any) -> PlanBatches:
         """Return the order that this job served.
@@ -124,28 +130,29 @@ class _Stretch:
 
     job: Job
     resumed: LoaderState | None = None
-    lines: list[tuple[dict[str, Any], Any]] = field(default_factory=list)
-    """Each with the history of the run by then, as JSON."""
+    lines: list[dict[str, Any]] = field(default_factory=list)
+    """Each with the history of the run by then."""
     parent: tuple[_Stretch, int] | None = None
     """What it has continued, and how many lines of that there were by then; None: nothing that is known."""
 
     def state(self, at: int) -> LoaderState:
         """Return the state that a line holds, without what the loader alone needs."""
-        (line, history), fingerprint = self.lines[at], dict(self.job.facts["fingerprint"])
-        then = {"history": line["was"] if line["line"] == "resume" else history, "fingerprint": fingerprint}
+        line, fingerprint = self.lines[at], dict(self.job.facts["fingerprint"])
+        history = line["was" if line["line"] == "resume" else "history"]
+        then = {"history": history, "fingerprint": fingerprint}
         now = {name: value for name, value in fingerprint.items() if name != "order_version"}
         return LoaderState.from_dict(sealed({**line["state"], **then, "sampler": None, "contents": []}), now)
 
     def legs(self) -> Iterator[dict[int, Leg]]:
         """Yield the passes as of each line, one dict that is changed."""
         found: dict[int, Leg] = {}
-        for at, (line, history) in enumerate(self.lines):
+        for at, line in enumerate(self.lines):
             if line["line"] == "pass":
                 start, number = self.state(at), line["begins"]
                 found[number] = Leg(self.job, number, start, start.steps, start.samples, start.history)
             for number, steps, samples in line["passes"]:
                 if number in found and steps > found[number].steps:
-                    now = replace(History.from_json(history), skips=found[number].skips)
+                    now = replace(History.from_json(line["history"]), skips=found[number].skips)
                     found[number] = replace(found[number], steps=steps, samples=samples, history=now)
             if line["line"] == "end" and line["ends"] in found:
                 found[line["ends"]] = replace(found[line["ends"]], ended=True)
@@ -202,22 +209,22 @@ def timeline(lines: Sequence[dict[str, Any]]) -> Timeline:
     if not begun:
         raise ArgumentError("the record tells of no pass yet.")
     # What counts is the newest stretch, and what leads to it. A line of a load ends one stretch and begins the next.
-    newest = max(begun, key=lambda one: (one.lines[-1][0]["number"], one.lines[0][0]["number"]))
+    newest = max(begun, key=lambda one: (one.lines[-1]["number"], one.lines[0]["number"]))
     way, at = {id(newest): len(newest.lines)}, newest
     while at.parent is not None:
-        way[id(at.parent[0])] = at.parent[1]
-        at = at.parent[0]
-    found = Timeline(last=newest.job, began_at=at.resumed, history=History.from_json(newest.lines[-1][1]))
+        at, upto = at.parent
+        way[id(at)] = upto
+    found = Timeline(last=newest.job, began_at=at.resumed, history=History.from_json(newest.lines[-1]["history"]))
     for stretch in begun:
         counted: dict[int, Leg] = {}
         legs: dict[int, Leg] = {}
-        for number, legs in enumerate(stretch.legs(), 1):
-            if number > way.get(id(stretch), 0):
+        for at_line, legs in enumerate(stretch.legs()):
+            if at_line >= way.get(id(stretch), 0):
                 continue
-            line, counted = stretch.lines[number - 1][0], dict(legs)
+            line, counted = stretch.lines[at_line], dict(legs)
             if line["line"] in ("checkpoint", "end"):
                 by_then = (*found.legs, *filter(Leg.moved, counted.values()))
-                told = found.newest[line["state"]["epoch"]] = Saved(line, stretch.state(number - 1), by_then)
+                told = found.newest[line["state"]["epoch"]] = Saved(line, stretch.state(at_line), by_then)
                 found.saved += [told] if line["line"] == "checkpoint" else []
         for leg in counted.values():
             if leg.moved():
@@ -225,9 +232,9 @@ def timeline(lines: Sequence[dict[str, Any]]) -> Timeline:
             elif leg.ended or leg.start.ended:
                 # That there was no more is told of the pass that delivered the last of it.
                 found.legs = [replace(one, ended=one.ended or one.epoch == leg.epoch) for one in found.legs]
-        for leg in filter(Leg.moved, legs.values()):
-            upto = counted.get(leg.number)
-            start = leg.start if upto is None else replace(leg.start, steps=upto.steps, samples=upto.samples)
+        for leg in legs.values():
+            upto_here = counted.get(leg.number, leg.start)
+            start = replace(leg.start, steps=upto_here.steps, samples=upto_here.samples)
             found.lost += filter(Leg.moved, [replace(leg, start=start)])
         if stretch is newest and counted and not (last := counted[max(counted)]).ended:
             found.open = last
@@ -236,24 +243,19 @@ def timeline(lines: Sequence[dict[str, Any]]) -> Timeline:
 
 def _stretches(lines: Sequence[dict[str, Any]]) -> list[_Stretch]:
     """Return the stretches, each with what it has continued."""
-    found: list[_Stretch] = []
-    now: dict[str, _Stretch] = {}
-    histories: dict[str, Any] = {}
+    found, now = list[_Stretch](), dict[str, _Stretch]()
     for line in lines:
         if line["line"] == "begin":
-            now[line["digest"]] = _Stretch(job=Job(len(now) + 1, line))
-            found.append(now[line["digest"]])
-            continue
-        job = line["job"]
-        if job not in now:  # its first line is gone
-            continue
-        histories[job] = line.get("history", histories.get(job))
-        now[job].lines.append((line, histories[job]))
-        if line["line"] == "resume":  # it also says how far the passes before it have come
-            now[job] = _Stretch(job=now[job].job, lines=[(line, histories[job])])
-            now[job].resumed = resumed = now[job].state(0)
-            now[job].parent = _reached_by(found, resumed)
-            found.append(now[job])
+            one = now[line["digest"]] = _Stretch(job=Job(len(now) + 1, line))
+            found.append(one)
+        elif line["job"] in now:  # else its first line is gone
+            one = now[line["job"]]
+            one.lines.append({"history": one.lines[-1]["history"] if one.lines else None, **line})
+            if line["line"] == "resume":  # it also says how far the passes before it have come
+                one = now[line["job"]] = _Stretch(job=one.job, lines=one.lines[-1:])
+                one.resumed = one.state(0)
+                one.parent = _reached_by(found, one.resumed)
+                found.append(one)
     return found
 
 
@@ -261,7 +263,7 @@ def _reached_by(stretches: list[_Stretch], wanted: LoaderState) -> tuple[_Stretc
     """Return the newest stretch in which a state was saved, and the number of its lines by then."""
     found = None
     for one in reversed(stretches):
-        for at, (line, _) in reversed(list(enumerate(one.lines))):
+        for at, line in reversed(list(enumerate(one.lines))):
             # The epoch first: it takes long to read a whole state.
             if line["line"] != "checkpoint" or line["state"]["epoch"] != wanted.epoch:
                 continue

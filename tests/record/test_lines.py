@@ -255,6 +255,15 @@ def test_damage_fails_the_verification(tmp_path):
     assert "cannot be read" in asked("verify", tmp_path / "none", code=2)
 
 
+def test_programs_are_told_of_the_damage_and_nothing_else_in_its_place(tmp_path):
+    path = tmp_path / "run.jsonl"
+    list(loader_of(path))
+    path.write_bytes(path.read_bytes()[:-5])
+    _, damage = read(str(path))
+    assert asked("verify", path, "--json", code=1)["damage"] == damage
+    assert len(damage) == 1
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """The bytes of a record with two jobs, a skip and two epochs."""

@@ -146,7 +146,7 @@ function makePlan(view, blake2b) {
 
   // blocks.py
 
-  function blockOrder(length, { size, window: perWindow }, { width, parts }, epoch) {
+  function blockOrder(length, { block_size: size, window: perWindow }, { width, parts }, epoch) {
     const share = width / parts;
     const rows = Math.floor(length / width);
     const [whole, inRows, rest] = [rows * width, rows * share, length % width];
@@ -256,7 +256,7 @@ function makePlan(view, blake2b) {
 
   /** Which source is drawn at a position of the run, and in which epoch of it: `Draws`. */
   function drawsOf({ segments }) {
-    const firsts = segments.map((segment) => segment.first);
+    const firsts = segments.map((segment) => segment.from);
     const chairmen = kept(segments.length, (number) => chairman(segments[number].weights));
     const base = kept(segments.length, (number) => {
       if (number === 0) return zeros(segments[0].weights.length);
@@ -311,7 +311,8 @@ function makePlan(view, blake2b) {
 
   const { order } = view;
   const draws = order.kind === "mixture" ? drawsOf(order) : null;
-  const epochOf = (epoch) => view.epochs[epoch] ?? view.epochs.any;
+  const unknown = { samples: 0, positions: 0, served: 0, steps: 0, lastRows: 0, segments: [[0, view.batchSize]] };
+  const epochOf = (epoch) => view.epochs[epoch] ?? view.epochs.any ?? unknown; // of a stream, nobody knows its steps
 
   /** The position of the run at which an epoch of a mixture begins: `first_sample`. */
   function firstOfRun(epoch) {
@@ -417,7 +418,7 @@ function makePlan(view, blake2b) {
       let from = 0; // `padding_from`: a source from before may be gone
       if (draws) {
         const first = firstOfRun(epoch);
-        from = Math.max(0, order.segments[draws.segmentAt(first + positions - 1)].first - first);
+        from = Math.max(0, order.segments[draws.segmentAt(first + positions - 1)].from - first);
       }
       served = from + ((position - positions) % (positions - from));
     }

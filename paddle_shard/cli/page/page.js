@@ -48,7 +48,7 @@ function onColour(fill) {
   return 0.3 * parts[0] + 0.59 * parts[1] + 0.11 * parts[2] > 130 ? "#000" : "#fff";
 }
 
-const nameOf = (sample) => (Array.isArray(sample) ? `${order.names[sample[0]]}:${sample[1]}` : String(sample));
+const nameOf = (sample) => (Array.isArray(sample) ? `${order.sources[sample[0]]}:${sample[1]}` : String(sample));
 
 /** Ints as text, stretches of consecutive ones shortened. */
 function stretchesOf(values) {
@@ -438,7 +438,7 @@ function drawLoads(width) {
 // Sample x step. It takes a while if each window of blocks has a table of its own: so in pieces.
 
 const sourceSizes =
-  order.names?.map((_, source) => Math.max(...order.segments.map((one) => one.lengths[source]))) ?? [];
+  order.sources?.map((_, source) => Math.max(...order.segments.map((one) => one.lengths[source]))) ?? [];
 const sourceStarts = sourceSizes.map((_, source) => sourceSizes.slice(0, source).reduce((a, b) => a + b, 0));
 const heat = { epoch: null, found: [], done: false };
 
@@ -454,7 +454,7 @@ async function computeHeat(update) {
   Object.assign(heat, { found: [], done: false });
   document.body.dataset.busy = "yes";
   const { positions, steps } = plan.epochOf(epoch);
-  const slow = order.kind === "blocks" && order.size * order.window <= 4096 && positions > EVALUATED;
+  const slow = order.kind === "blocks" && order.block_size * order.window <= 4096 && positions > EVALUATED;
   const many = Math.min(positions, slow ? EVALUATED / 4 : EVALUATED);
   for (let at = 0, until = performance.now() + 30; at < many && steps; at++) {
     const position = positionOf(at, many, positions);
@@ -563,7 +563,7 @@ function drawHeat(width) {
         inset: steps / perX < 40 ? 0.25 : 0,
       }),
       Plot.ruleY(sourceStarts.slice(1), { stroke: "var(--paper)", strokeWidth: 1.5 }),
-      Plot.text(order.names ?? [], {
+      Plot.text(order.sources ?? [], {
         frameAnchor: "left",
         y: (_, at) => sourceStarts[at] + sourceSizes[at] / 2,
         text: (d) => d,
@@ -639,9 +639,9 @@ function drawDrift(width) {
     const position = at === many ? positions : positionOf(at, many, positions);
     return { position, ...plan.draws.drift(first + position) };
   });
-  const fill = colours(order.names);
+  const fill = colours(order.sources);
   const lines = found.flatMap(({ position, drift }) =>
-    drift.map((value, source) => ({ position, value, source: order.names[source] })),
+    drift.map((value, source) => ({ position, value, source: order.sources[source] })),
   );
   const picture = Plot.plot({
     width,
@@ -684,8 +684,8 @@ function drawDrift(width) {
   return {
     picture,
     caption,
-    legend: order.names.map((name) => [name, fill(name)]),
-    head: ["position", "bound", ...order.names],
+    legend: order.sources.map((name) => [name, fill(name)]),
+    head: ["position", "bound", ...order.sources],
     rows: () =>
       found.map((one) => [one.position, +one.bound.toFixed(6), ...one.drift.map((value) => +value.toFixed(6))]),
   };
@@ -843,7 +843,7 @@ function summary() {
   const names = {
     sequential: "in order",
     shuffled: "shuffled",
-    blocks: `shuffled in blocks of ${order.size}, ${order.window} at a time`,
+    blocks: `shuffled in blocks of ${order.block_size}, ${order.window} at a time`,
     paddle: "in Paddle's order",
     mixture: "of a mixture",
   };
