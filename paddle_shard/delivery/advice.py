@@ -32,7 +32,6 @@ from paddle_shard.clock import (
     Cause,
     Spent,
 )
-from paddle_shard.delivery.memory import memory_by_owner
 
 RECENT = 64
 """Steps that a summary is made of."""
@@ -44,6 +43,8 @@ _MATTERS, _MATTERS_SECONDS = 0.05, 50e-6
 """Share of a step, and seconds, from which on a wait is worth a word."""
 _SPARE = 1.1
 """Workers have to be so much faster than the loop: samples do not take the same time."""
+_UNEVEN = 1.5
+"""Steps are not alike if their mean is so many times the median."""
 _RARE = 1.5
 """A few samples take long if the mean of the work of a step is so many times the median."""
 _MOST_AHEAD = 64
@@ -75,13 +76,16 @@ class Summary(NamedTuple):
 
     num_steps: int
     step: float
-    """Of the user's code: the median, as a step that saves or evaluates is not usual."""
+    """Of the user's code: the median, as a step that saves or evaluates is not usual; if several steps are much longer,
+    as where gradients are accumulated, the mean of all but the longest."""
     wait: float
     """For data that this rank makes itself."""
     others: float
     """For other ranks."""
     cause: Cause
-    """What most of `wait` was spent for."""
+    """What the largest part of `wait` was spent for."""
+    cause_wait: float
+    """How much of it."""
     cause_work: float
     """That this takes all readers together."""
     work: float
@@ -95,16 +99,20 @@ class Summary(NamedTuple):
     samples: float
     num_bytes: float
     num_workers: int
+    most_workers: int | None
+    """Workers that have something to read."""
+    num_ahead: int
+    """Batches that each of them reads ahead."""
     num_replicas: int
     num_cores: int
     cores: int
     """Which cores these are: the same for ranks of a host that share them."""
     host: str
-    memory: dict[str, int] | None = None
-    """Bytes of the rank's process alone, of its workers and of what they share; None: the kernel does not tell."""
 
 
-def summary_of(recent: Collection[Taken], num_workers: int, num_replicas: int) -> Summary | None:
+def summary_of(
+    recent: Collection[Taken], num_workers: int, num_replicas: int, most_workers: int | None, num_ahead: int
+) -> Summary | None:
     """Return the summary of some steps; None if they are too few."""
     if len(recent) < FEWEST:
         return None
@@ -115,15 +123,18 @@ def summary_of(recent: Collection[Taken], num_workers: int, num_replicas: int) -
             waits[cause] += seconds / len(recent)
         for cause, seconds in of_one.items():
             work[cause] += seconds / len(recent)
+    steps = sorted(one.step for one in recent if one.step) or [0.0]
+    step, mean = float(np.median(steps)), float(np.mean(steps[:-1] or steps))
     cores = sorted(os.sched_getaffinity(0))
     others = sum(waits.pop(cause, 0.0) for cause in [(RANKS, ""), (LEADER, "")])
     cause = max(waits, key=waits.__getitem__, default=(LOADER, ""))
     return Summary(
         num_steps=len(recent),
-        step=float(np.median([one.step for one in recent if one.step] or [0.0])),
+        step=mean if mean > _UNEVEN * step else step,
         wait=sum(waits.values()),
         others=others,
         cause=cause,
+        cause_wait=waits[cause],
         cause_work=max(work[cause], waits[cause]) if cause[0] in MADE_BY_READERS else waits[cause],
         work=float(np.median([sum(s for (kind, _), s in one.items() if kind in MADE_BY_READERS) for one in made])),
         mean_work=sum(seconds for (kind, _), seconds in work.items() if kind in MADE_BY_READERS),
@@ -132,11 +143,12 @@ def summary_of(recent: Collection[Taken], num_workers: int, num_replicas: int) -
         samples=sum(one.samples for one in recent) / len(recent),
         num_bytes=sum(one.num_bytes for one in recent) / len(recent),
         num_workers=num_workers,
+        most_workers=most_workers,
+        num_ahead=num_ahead,
         num_replicas=num_replicas,
         num_cores=len(cores),
         cores=zlib.crc32(str(cores).encode()),
         host=socket.gethostname(),
-        memory=memory_by_owner(),
     )
 
 
@@ -157,10 +169,11 @@ def advice(of_ranks: Mapping[int, Summary]) -> str:
         whose = f"on {_named(rank, of_ranks, lambda one: one.wait)}, " if len(of_ranks) > 1 else ""
         of_all = worst.cause[0] in MADE_BY_READERS and "`" in worst.cause[1]  # not one source, nor one file
         each = worst.cause_work / max(worst.samples, 1.0)
+        first = "first of all " if worst.cause_wait < worst.wait / 2 else ""
         per = f"{in_ms(each)} a sample" if of_all else f"{in_ms(worst.cause_work)} a step"
         return (
             f"Training waits for data {worst.wait / whole:.0%} of each step, which takes {in_ms(whole)} and would take "
-            f"{in_ms(worst.step)}: {whose}{shown(worst.cause)}, {per}. {_remedy(worst, of_ranks.values())}"
+            f"{in_ms(worst.step)}: {whose}{first}{shown(worst.cause)}, {per}. {_remedy(worst, of_ranks.values())}"
         )
     waiting = max(of_ranks.values(), key=lambda one: one.others)
     whole = waiting.step + waiting.wait + waiting.others
@@ -198,16 +211,24 @@ def _remedy(one: Summary, of_all: Collection[Summary]) -> str:
         needed = math.ceil(_SPARE * one.work / max(one.step, 1e-6))
         (slow, name), had = one.slowest, f"instead of {one.num_workers} " if one.num_workers else ""
         in_all = math.ceil(_SPARE * one.mean_work / max(one.step, 1e-6))
+        if one.step < one.wait / _IDLE:
+            return "The loop does little else, so that any number of workers (num_workers=) makes it faster."
+        if one.most_workers is not None and max(needed, in_all) > one.most_workers:
+            return (
+                f"The stream's {one.most_workers} parts on this rank are work for as many workers (num_workers=): more "
+                "parts (in_parts()) or larger batches are work for more."
+            )
         if needed <= one.num_workers or one.mean_work > _RARE * one.work or slow > one.wait * one.num_steps / 2:
             several = max(1, one.num_workers, in_all)
             ahead = min(_MOST_AHEAD, max(2, math.ceil(slow / max(one.step, 1e-6) / several)))
             more = (
                 f"{several} worker{'s' * (several > 1)} {had}(num_workers=) with " if several > one.num_workers else ""
             )
-            differ = f"Samples differ: the slowest, {name}, took {in_ms(slow)}." if name else "Steps differ."
+            if not more and ahead <= one.num_ahead:  # it was not enough
+                ahead = 2 * one.num_ahead
+            rare = name and slow * one.samples > 2 * one.mean_work
+            differ = f"Samples differ: the slowest, {name}, took {in_ms(slow)}." if rare else "Steps differ."
             return f"{differ} {more}prefetch_factor={ahead} evens that out."
-        if one.step < one.wait / _IDLE:
-            return "The loop does little else, so that any number of workers (num_workers=) makes it faster."
         # Ranks that share cores compete for them.
         cpu = sum(other.cpu for other in of_all if (other.host, other.cores) == (one.host, one.cores))
         if _SPARE * cpu <= one.num_cores * one.step:

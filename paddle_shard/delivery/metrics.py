@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from paddle_shard.delivery.advice import Summary
+from paddle_shard.delivery.memory import UNTOLD, memory
+from paddle_shard.plan.handlers import ignoring
 from paddle_shard.sources.files import needs
 
 Told = tuple[Any, Mapping[int, Summary]]
@@ -36,7 +38,7 @@ class StatsCollector:
         self._tell, self._rank = tell, str(rank)
 
     def collect(self) -> Iterator[Any]:
-        """Yield the totals of this rank, and what each rank's steps take and it holds, as the ranks have last told."""
+        """Yield the totals and memory of this rank, and what each rank's steps take, as the ranks have last told."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         (total, of_ranks), rank = self._tell(), self._rank
@@ -56,13 +58,12 @@ class StatsCollector:
             for of, one in sorted(of_ranks.items()):
                 gauge.add_metric([str(of), one.host], getattr(one, name))
             yield gauge
-        held = GaugeMetricFamily(
-            "paddle_shard_memory_bytes", "Memory of each rank, by whose it is", labels=["rank", "host", "whose"]
-        )
-        for of, one in sorted(of_ranks.items()):
-            for whose, size in (one.memory or {}).items():
-                held.add_metric([str(of), one.host, whose], size)
-        yield held
+        with ignoring(*UNTOLD):
+            found = memory()
+            held = GaugeMetricFamily("paddle_shard_memory_bytes", "Memory of this rank", labels=["rank", "whose"])
+            for whose, size in (("rank", found.own), ("workers", sum(found.workers)), ("shared", found.shared)):
+                held.add_metric([rank, whose], size)
+            yield held
 
 
 def serve(tell: Callable[[], Told], rank: int, port: int, address: str) -> Any:

@@ -15,7 +15,7 @@ from paddle.profiler.utils import in_profiler_mode
 
 from paddle_shard.clock import KINDS, LOADER, Clock, Spent, clock
 from paddle_shard.delivery.advice import RECENT, Summary, Taken, advice, in_ms, shown, summary_of
-from paddle_shard.delivery.memory import LOOK_SECONDS, UNTOLD, Memory, memory, shortage
+from paddle_shard.delivery.memory import LOOK_SECONDS, UNTOLD, Memory, is_short, left_of_host, memory, shortage
 from paddle_shard.delivery.metrics import serve
 from paddle_shard.plan.handlers import ignoring
 from paddle_shard.plan.parts import check_count
@@ -100,16 +100,28 @@ class LoaderStats:
         Nothing is known yet: it takes some steps of a loop.
     """
 
-    def __init__(self, who_reads: Callable[[], str] = str, num_replicas: int = 1, rank: int = 0) -> None:
+    def __init__(
+        self,
+        who_reads: Callable[[], str] = str,
+        num_replicas: int = 1,
+        rank: int = 0,
+        *,
+        most_workers: int | None = None,
+        num_ahead: int = 2,
+    ) -> None:
         """Begin.
 
         Args:
             who_reads: Returns what is said of ranks that share a reader; empty if there are none.
             num_replicas: Ranks that read the same rows, each for itself; 1 if one reads for all of them.
             rank: This global rank.
+            most_workers: Workers that have something to read: the parts of a stream on this rank; None: any number.
+            num_ahead: Batches that a worker reads ahead.
         """
-        self.epoch, self._passes_before, self._who_reads = Counts(), Counts(), who_reads
-        self._num_replicas, self._rank, self.num_workers = num_replicas, rank, 0
+        self.epoch, self._closed, self._who_reads = Counts(), Counts(), who_reads
+        self._open = list[Counts]()
+        """Of passes that may deliver more."""
+        self._about, self._rank, self.num_workers = (num_replicas, most_workers, num_ahead), rank, 0
         self.recent: deque[Taken] = deque(maxlen=RECENT)
         """The newest steps of this rank. The first one of a pass is among them if the pass before was as short as this,
         so that the beginning of a pass is a part of each of its steps."""
@@ -123,13 +135,20 @@ class LoaderStats:
     @property
     def total(self) -> Counts:
         """Counts of all passes of this rank."""
-        return self._passes_before + self.epoch
+        return sum(self._open, self._closed)
 
     def begin_pass(self, num_workers: int) -> Counts:
         """Begin the counts of another pass, and return them."""
         self._short = 0 < self.epoch.batches <= RECENT
-        self._passes_before, self.epoch, self.num_workers = self.total, Counts(), num_workers
+        self.epoch, self.num_workers = Counts(), num_workers
+        self._open.append(self.epoch)
         return self.epoch
+
+    def end_pass(self, counts: Counts) -> None:
+        """Note that a pass delivers no more; safe to call again."""
+        still = [one for one in self._open if one is not counts]
+        if len(still) < len(self._open):
+            self._closed, self._open = self._closed + counts, still
 
     def note(self, taken: Taken, *, first: bool) -> None:
         """Note a step."""
@@ -138,7 +157,7 @@ class LoaderStats:
 
     def summary(self) -> Summary | None:
         """Return where the time of this rank went in its newest steps; None: it is not known yet."""
-        return summary_of(self.recent, self.num_workers, self._num_replicas)
+        return summary_of(self.recent, self.num_workers, *self._about)
 
     @property
     def memory(self) -> Memory:
@@ -287,14 +306,18 @@ class PassClock:
         if entered >= self._looks_at:
             self._looks_at = entered + LOOK_SECONDS
             with ignoring(*UNTOLD):
-                if short := shortage(memory()):
+                if is_short(*left_of_host()):
                     self._looks_at = math.inf  # once a pass
-                    say_once(short)
+                    say_once(shortage(memory()))
 
     def end(self, entered: float) -> None:
         """Note that there was no further batch."""
         self._end(entered)
         self._left = None
+
+    def close(self) -> None:
+        """Note that no more is delivered; safe to call again."""
+        self._stats.end_pass(self._counts)
 
     def _end(self, entered: float) -> Spent:
         """End the account of a batch, and return it; an error may come after that."""
@@ -320,8 +343,9 @@ class PassClock:
         self._told_stall = True
         cause, seconds = max(taken.spent.seconds.items(), key=lambda item: item[1])
         slow, name = taken.spent.slowest
+        part = "Most of it" if seconds > taken.wait / 2 else "The largest part of it"
         sample = f" The slowest sample, {name}, took {in_ms(slow)}." if slow > taken.wait / 2 else ""
         say_once(
             f"step {batch.step.number} of epoch {batch.step.epoch}: data came after {in_ms(taken.wait)}, and a step "
-            f"usually takes {in_ms(usual)}. Most of it was {shown(cause)} ({in_ms(seconds)}).{sample}"
+            f"usually takes {in_ms(usual)}. {part} was {shown(cause)} ({in_ms(seconds)}).{sample}"
         )

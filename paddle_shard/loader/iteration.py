@@ -150,6 +150,7 @@ class ShardIterator:
     def close(self) -> None:
         """End the workers and threads of the pass; safe to call again. Abandoning the iterator does it, too."""
         self._progress.closed = True
+        self._clock.close()
         self._pass.close()
 
     def __enter__(self) -> ShardIterator:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from paddle_shard.clock import LOADER, READING
-from paddle_shard.delivery.advice import Summary, advice
+from paddle_shard.clock import LOADER, READING, Spent
+from paddle_shard.delivery.advice import Summary, Taken, advice, summary_of
 
 USUAL = Summary(
     num_steps=64,
@@ -11,6 +11,7 @@ USUAL = Summary(
     wait=0.0,
     others=0.0,
     cause=(LOADER, ""),
+    cause_wait=0.0,
     cause_work=0.0,
     work=0.0,
     mean_work=0.0,
@@ -19,6 +20,8 @@ USUAL = Summary(
     samples=8.0,
     num_bytes=1e6,
     num_workers=2,
+    most_workers=None,
+    num_ahead=2,
     num_replicas=1,
     num_cores=8,
     cores=1,
@@ -28,7 +31,7 @@ USUAL = Summary(
 
 def waiting(seconds, **more):
     """A rank that waits so long for what it reads itself."""
-    found = {"cause_work": seconds, "work": 2 * seconds, "mean_work": 2 * seconds, **more}
+    found = {"cause_wait": seconds, "cause_work": seconds, "work": 2 * seconds, "mean_work": 2 * seconds, **more}
     return USUAL._replace(wait=seconds, cause=(READING, "file x.tar"), **found)
 
 
@@ -127,3 +130,40 @@ def test_what_some_of_the_samples_take_is_told_by_the_step():
     one = waiting(0.02, cause_work=0.016)
     assert "reading source 'chat', 16 ms a step" in advice({0: one._replace(cause=(READING, "source 'chat'"))})
     assert "reading `Images`, 2 ms a sample" in advice({0: one._replace(cause=(READING, "`Images`"))})
+
+
+def test_a_stream_is_not_told_to_have_more_workers_than_parts():
+    said = advice({0: waiting(0.05, work=0.07, mean_work=0.07, num_workers=4, most_workers=4)})
+    assert "The stream's 4 parts on this rank are work for as many workers" in said
+    assert "in_parts()" in said
+    assert "8 workers instead of 4" in advice(
+        {0: waiting(0.05, work=0.07, mean_work=0.07, num_workers=4, most_workers=8)}
+    )
+
+
+def test_what_is_set_already_is_not_advised():
+    one = waiting(0.01, step=0.02, work=0.01, mean_work=0.01, num_ahead=6)
+    assert "prefetch_factor=12 evens that out" in advice({0: one})
+    assert "the slowest" not in advice({0: one._replace(slowest=(0.002, "sample 3"))}), "which is like the others"
+
+
+def test_a_loop_without_a_step_is_not_told_a_number_of_workers():
+    said = advice({0: waiting(0.01, step=1e-6, slowest=(0.5, "sample 7"), mean_work=0.05)})
+    assert "any number of workers" in said
+
+
+@pytest.mark.parametrize(
+    ("steps", "told"),
+    [
+        ([0.01] * 63 + [5.0], 0.01),  # a checkpoint
+        ([0.002, 0.002, 0.002, 0.058] * 16, 0.0153),  # gradients of four batches
+        ([0.01, 0.011] * 32, 0.0105),
+    ],
+)
+def test_a_step_is_what_most_take_or_where_they_take_turns_the_mean(steps, told):
+    recent = [Taken(step, 0.001, Spent({(LOADER, ""): 0.001}), 8, 100) for step in steps]
+    assert summary_of(recent, 0, 1, None, 2).step == pytest.approx(told, rel=0.01)
+
+
+def test_a_cause_that_is_not_most_of_the_wait_is_not_said_to_be_it():
+    assert "10 ms: first of all reading file x.tar" in advice({0: waiting(0.02, cause_wait=0.008)})

@@ -10,7 +10,7 @@ import pytest
 from paddle.io import DataLoader
 
 from paddle_shard.delivery import memory as module
-from paddle_shard.delivery.memory import Memory, memory, shortage
+from paddle_shard.delivery.memory import Memory, is_short, left_of_host, memory, shortage
 from tests.helpers import ONE, Made, sharded
 
 MB = 1 << 20
@@ -60,20 +60,27 @@ def v2(path, limit, used, cached):
     ],
 )
 def test_what_is_left_is_that_of_the_tightest_limit(how, left, whole, tmp_path):
-    found = memory(*host(tmp_path, **how))
-    assert (found.left, found.whole) == (left * MB, whole * MB)
+    assert left_of_host(*host(tmp_path, **how)) == (left * MB, whole * MB)
 
 
-def test_a_process_has_what_it_has_written_and_shares_what_it_has_mapped():
+def test_a_process_has_what_it_has_written_and_shares_what_others_have_too():
     before = memory()
     assert 0 < before.left <= before.whole
     mine = np.ones(64 * MB, np.uint8)
-    with mmap.mmap(-1, 48 * MB) as shared:
-        for at in range(0, len(shared), 4096):
-            shared[at] = 1
+    with mmap.mmap(-1, 48 * MB) as mapped:
+        for at in range(0, len(mapped), 4096):
+            mapped[at] = 1
+        asked, answers = os.pipe()
+        child = os.fork()
+        if not child:  # it has all of it, and writes to none
+            os._exit(sum(mapped[at] for at in range(0, len(mapped), 4096)) - 12288 or os.read(asked, 1) != b"x")
+        time.sleep(0.3)
         after = memory()
-    assert after.own - before.own == pytest.approx(64 * MB, rel=0.2)
-    assert after.shared - before.shared == pytest.approx(48 * MB, rel=0.2)
+        os.write(answers, b"x")
+        assert os.waitpid(child, 0)[1] == 0
+        alone = memory()
+    assert alone.own - before.own == pytest.approx((64 + 48) * MB, rel=0.2)
+    assert after.shared - before.shared > (64 + 48) * MB * 0.8
     assert mine.sum() == 64 * MB
 
 
@@ -103,14 +110,28 @@ def test_workers_are_counted_with_what_each_has_of_its_own():
     batches.close()
 
 
+def test_what_workers_only_read_is_shared():
+    rows = np.ones((64, 1 * MB), np.uint8)
+    loader = sharded(DataLoader(Made(lambda index: rows[index, :8], 64), batch_size=4, num_workers=2), ONE)
+    before = loader.stats.memory
+    batches = iter(loader)
+    for _ in range(16):
+        next(batches)
+    found = loader.stats.memory
+    assert sum(found.workers) - sum(before.workers) < 48 * MB
+    assert found.shared - before.shared > 48 * MB
+    batches.close()
+
+
 def of(**more):
     known = {"own": 10**9, "workers": (), "shared": 10**8, "left": 10**9, "whole": 10**10}
     return Memory(**{**known, **more})
 
 
 def test_a_shortage_names_who_has_the_most_and_what_helps():
-    assert shortage(of()) == ""
-    assert shortage(of(left=5 * 10**8)) == ""
+    assert not is_short(10**9, 10**10)
+    assert not is_short(5 * 10**8, 10**10)
+    assert is_short(4 * 10**8, 10**10)
     assert "this process's own: the data set itself, or the model" in shortage(of(left=4 * 10**8))
     said = shortage(of(left=4 * 10**8, workers=(3 * 10**9, 10**9, 10**9, 10**9)))
     assert (
@@ -125,6 +146,7 @@ def test_a_loop_says_it_once_a_pass_and_goes_on_where_nothing_is_told(monkeypatc
     monkeypatch.setattr("paddle_shard.delivery.stats.LOOK_SECONDS", 0.01)
     found = [of(left=10**8)]
     monkeypatch.setattr("paddle_shard.delivery.stats.memory", lambda: found[0])
+    monkeypatch.setattr("paddle_shard.delivery.stats.left_of_host", lambda: (10**8, 10**10))
     loader = sharded(DataLoader(Made(lambda i: np.array([i]), 40), batch_size=4), ONE)
 
     def rows():
@@ -137,17 +159,17 @@ def test_a_loop_says_it_once_a_pass_and_goes_on_where_nothing_is_told(monkeypatc
         raise KeyError("MemAvailable:")
 
     monkeypatch.setattr("paddle_shard.delivery.stats.memory", untold)
+    monkeypatch.setattr("paddle_shard.delivery.stats.left_of_host", untold)
     assert rows() == 40
     assert "newest pass: 10 batches" in repr(loader.stats)
 
 
 def test_a_look_is_cheap():
-    memory()
     took = min(_timed() for _ in range(5))
     assert took < module.LOOK_SECONDS / 100
 
 
 def _timed():
     began = time.perf_counter()
-    memory(Path("/proc"))
+    left_of_host(Path("/proc"))
     return time.perf_counter() - began

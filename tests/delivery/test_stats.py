@@ -4,6 +4,7 @@ import re
 from dataclasses import fields
 from pathlib import Path
 
+import numpy as np
 import pytest
 from paddle.io import DataLoader
 
@@ -48,3 +49,14 @@ def test_a_pass_is_counted_anew_and_the_run_goes_on():
 
 def test_nothing_is_divided_by_nothing():
     assert [getattr(Counts(), name) for name in DERIVED] == [0.0, 1.0, 0.0]
+
+
+def test_a_look_at_another_batch_loses_no_count_of_the_pass_that_goes_on():
+    loader = sharded(DataLoader(Made(np.float32, 40), batch_size=4), ONE)
+    for step, _ in enumerate(loader):
+        if step == 3:
+            next(iter(loader))
+
+    assert loader.stats.total.batches == 11
+    assert sum(loader.stats.total.waits.values()) == pytest.approx(loader.stats.total.wait_seconds)
+    assert loader.stats.epoch.batches == 1, "of the newest pass"
