@@ -167,8 +167,8 @@ class Packed:
         if "labels" in made and "labels" not in (self.rows.labels, *self.rows.pad_values):
             say_once(
                 "Packed: the documents have 'labels' of their own, and the ends of rows are filled with 0, which a "
-                "loss takes for a token. Leave them out and give labels='labels' (the next token, and no label where a "
-                "document or a row ends); or give pad_values={'labels': -100} to keep them."
+                "loss takes for a token. Leave them out and give labels='labels' (the next token of the "
+                "same document, and no label behind its last one); or give pad_values={'labels': -100} to keep them."
             )
         return made
 
@@ -232,8 +232,9 @@ class Packed:
         num, said = len(tokens_of(document, self.rows.key)), int(self._said[number])
         if num != said:
             raise ValueError(
-                f"document {number} has {num} tokens, but lengths says {said}. Count the documents again: remove the "
-                "file of lengths, or leave lengths out."
+                f"document {number} has {num} tokens, but {said} when it was counted. If the data has changed since, "
+                "count again: remove the file of lengths=, or leave it out. A document must have as many tokens at "
+                "each reading: those of random length can be packed by Stream.pack."
             )
 
 

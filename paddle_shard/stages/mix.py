@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 from typing import Any
 
 import numpy as np
 
+from paddle_shard.plan.handlers import ignoring
 from paddle_shard.plan.parts import nothing_to_repeat
 from paddle_shard.plan.seeding import derive_seed
 from paddle_shard.plan.weights import chairman
+from paddle_shard.say_once import say_once
 from paddle_shard.stages.cut import FAILED_AT
 from paddle_shard.stages.stage import Opening, Stage, timed
 from paddle_shard.stages.steps import in_rounds
@@ -61,7 +63,8 @@ class Mix(Stage):
             one = replace(self._opening(opening, at), skip=drawn - back)
             opened.append((back, in_rounds(self._stages[at], one, None, self._names[at])))
         return [
-            self._mixed([(back, parts[at]) for back, parts in opened], opening.skip) for at in range(len(opening.parts))
+            self._mixed([(back, parts[at]) for back, parts in opened], opening.skip, tells=part == 0)
+            for at, part in enumerate(opening.parts)
         ]
 
     def _opening(self, opening: Opening, at: int) -> Opening:
@@ -69,14 +72,14 @@ class Mix(Stage):
         seed = derive_seed("source", self._names[at], opening.seed)
         return replace(opening, seed=seed, seen=None, rounds=Counter())
 
-    def _mixed(self, sources: list[tuple[int, Iterator[tuple[int, Any]]]], skip: int) -> Iterator[Any]:
+    def _mixed(self, sources: list[tuple[int, Iterator[tuple[int, Any]]]], skip: int, *, tells: bool) -> Iterator[Any]:
         ended = {at for at, (back, items) in enumerate(sources) if back and next(items)[0]}
         ends_at = len(sources) if self._every else 1
         if len(ended) >= ends_at:  # it ended before this position
             return
         items_of = [timed(items, f"source {name!r}") for name, (_, items) in zip(self._names, sources, strict=True)]
         for first in count(skip, _BLOCK):
-            for at in self._chairman.at(np.arange(first, first + _BLOCK))[0].tolist():
+            for position, at in enumerate(self._chairman.at(np.arange(first, first + _BLOCK))[0].tolist(), first):
                 try:
                     number, item = next(items_of[at])
                 except StopIteration:
@@ -88,8 +91,29 @@ class Mix(Stage):
                 if number and at not in ended:
                     ended.add(at)
                     if len(ended) >= ends_at:
+                        if tells and not self._every:
+                            self._say_what_is_left(items_of, self._chairman.counts(position).tolist(), ended)
                         return
                 yield item
+
+    def _say_what_is_left(
+        self, items_of: Sequence[Iterator[tuple[int, Any]]], drawn: Sequence[int], ended: Collection[int]
+    ) -> None:
+        """Log which sources are not read to their end in an epoch, since the next one begins them anew."""
+        left = []
+        for at, name in enumerate(self._names):
+            if at not in ended and not self._stages[at].endless:
+                with ignoring(Exception):  # one that cannot be read is of no importance any more
+                    if next(items_of[at])[0] == 0:
+                        left.append(f"{name!r} ({drawn[at]} samples of a part were read)")
+        if left:
+            say_once(
+                "Stream.mixture(stop='first'): an epoch ends with the source %s, and has not come to the end of %s. "
+                "The next epoch begins all of them anew, and never reads what lies behind, unless their order is "
+                "another. stop='all', or weights that are in proportion to the lengths, read all of them.",
+                " and ".join(repr(self._names[at]) for at in sorted(ended)),
+                " and ".join(left),
+            )
 
     def lengths(self, opening: Opening) -> list[int] | None:
         """Return the length of each part; None if a length that decides it is not known."""

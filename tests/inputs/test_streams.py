@@ -443,3 +443,32 @@ def test_uneven_parts_are_told_for_what_made_them_uneven(counts, told, tmp_path,
 
     assert re.search(told, caplog.text), caplog.text
     assert "do not divide" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("of_b", "options"),
+    [
+        (16, {}),
+        (16, {"stop": "all"}),
+        (400, {}),
+        (16, {"weights": {"a": 25, "b": 1}}),
+        (16, {"weights": {"a": 20, "b": 1}}),
+        (16, {"weights": {"a": 40, "b": 1}}),
+    ],
+)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_mixture_that_never_comes_to_the_end_of_a_source_says_so(of_b, options, workers, monkeypatch, tmp_path):
+    def say(text, *values):
+        with (tmp_path / "said").open("a") as file:
+            file.write(text % values + "\n")
+
+    monkeypatch.setattr("paddle_shard.stages.mix.say_once", say)
+    (tmp_path / "said").touch()
+    streams = {"a": Stream.of(range(400)), "b": Stream.of(range(1000, 1000 + of_b))}
+
+    rows_read = real_rows(sharded(Stream.mixture(streams, **options), size=8, workers=workers, num_parts=2))
+
+    said = (tmp_path / "said").read_text()
+    everything = {*range(400), *range(1000, 1000 + of_b)}
+    assert (said != "") == (not everything <= {row for batch in rows_read for row in batch}), said
+    assert said.count("\n") <= 1

@@ -210,7 +210,7 @@ def test_an_error_names_the_row_and_its_documents(workers):
 
 
 def test_lengths_that_are_wrong_are_found_when_the_document_is_read():
-    with pytest.raises(ValueError, match="document 1 has 3 tokens, but lengths says 2"):
+    with pytest.raises(ValueError, match="document 1 has 3 tokens, but 2 when it was counted"):
         rows(Packed(Texts([4, 3]), 8, lengths=[4, 2]))
 
 
@@ -338,7 +338,7 @@ def test_lengths_that_leave_out_a_document_which_has_tokens_are_refused(wrong):
     for number, length in wrong.items():
         lengths[number] = length
     rows = Packed(documents, 24, lengths=lengths, long="drop")
-    with pytest.raises(ValueError, match=r"document \d has \d+ tokens, but lengths says (0|90)"):
+    with pytest.raises(ValueError, match=r"document \d has \d+ tokens, but (0|90) when it was counted"):
         rows[0]
 
 
