@@ -21,7 +21,7 @@ from paddle_shard.plan.mesh import MeshLayout, grid_of
 from paddle_shard.plan.mixture import Mixing, drawn_of
 from paddle_shard.plan.orders import ORDERINGS, find_ordering
 from paddle_shard.plan.partition import place_of_rows
-from paddle_shard.plan.parts import PartsPlan, check_count
+from paddle_shard.plan.parts import PartsPlan, check_count, chunks_of
 from paddle_shard.plan.shard_plan import ShardPlan, facts_of_plan
 from paddle_shard.plan.skips import Skips
 from paddle_shard.plan.state import LoaderState
@@ -202,6 +202,12 @@ def _look_at_files(options: argparse.Namespace, found: Planned, cut: dict[str, i
         return
     held = [plan.parts_of(data_rank) for data_rank in range(plan.num_data_ranks)]
     of_ranks = [{"data_rank": at, "parts": of, "bytes": sum(sizes[part] for part in of)} for at, of in enumerate(held)]
+    if options.workers:
+        for row, of in zip(of_ranks, held, strict=True):
+            row["parts of each worker"] = [list(chunk) for chunk in chunks_of(of, options.workers)]
+        if (idle := options.workers - len(held[0])) > 0:
+            what = f"{options.workers} workers of each rank share {len(held[0])} parts: {idle} of them read nothing"
+            found.hazards.append((what, f"num_workers={len(held[0])}, or more parts (in_parts(), larger batches)"))
     found.facts |= {"files": source.num_shards, "parts": parts, "bytes": of_ranks}
     found.said += [f"{source.num_shards} files in {parts} parts", of_ranks]
     mean, drops = max(1, sum(sizes)) / parts, plan.ending.drops
@@ -353,6 +359,7 @@ PLANNED: Sequence[Argument] = [
     ("--tail", {"choices": list(TAILS), "default": "pad"}),
     ("--shuffle", {"nargs": "?", "const": "True", "default": "False", "choices": list(map(str, ORDERINGS))}),
     ("--seed", {"type": int, "default": 0}),
+    ("--workers", {"type": int, "default": 0, "help": "worker processes of each rank (num_workers=)"}),
     ("--accumulation", {"type": rows_of, "default": 1, "help": "micro-batches of a step"}),
     ("--replicas", {"choices": ["each", "leader", "auto"], "default": "each"}),
     ("--epoch", {"type": int, "help": "the epoch; by default the first one, or the newest of a record"}),
@@ -380,7 +387,11 @@ def plan(options: argparse.Namespace) -> Answer:
         said.append(f"mesh {number}: {shape}; {how}: {mesh.num_data_ranks(axes)} data ranks")
         few, groups = len(mesh.process_ids) <= _MOST_SHOWN, [one for one in found["meshes"] if one["mesh"] == number]
         said.append(grid_of(mesh, axes) if few else groups[:_MOST_SHOWN])
-    said += asked.said
+    leads, parts = asked.replicas == "leader", asked.plan_of_parts
+    reading = {min(one["ranks"]) if leads else rank for one in found["meshes"] for rank in one["ranks"]}
+    workers = options.workers if parts is None else min(options.workers, parts.num_parts // parts.num_data_ranks)
+    found["reading processes"] = len(reading) * max(1, workers)
+    said += [f"{found['reading processes']} processes read" + " (workers)" * (options.workers > 0), *asked.said]
     if (plan := asked.plan) is not None:
         readers = max(len(group["ranks"]) for group in found["meshes"]) if asked.replicas == "each" else 1
         facts = found["plan"] = {**facts_of_plan(plan), "reads of each sample": readers}
@@ -391,7 +402,8 @@ def plan(options: argparse.Namespace) -> Answer:
             said += [f"epoch {asked.epoch}, step {options.step}", found["step"]]
     hazards, drawn = list(hazards_of(asked)), plan or asked.plan_of_parts
     if options.html is not None and drawn is not None:
-        options.html.write_text(page_of(view_of(drawn, *asked.meshes[0], **asked.view), hazards), encoding="utf-8")
+        view = view_of(drawn, *asked.meshes[0], **asked.view, at=(asked.epoch, options.step or 0))
+        options.html.write_text(page_of(view, hazards), encoding="utf-8")
         said.append(f"{options.html} shows it, in a browser")
     elif options.html is not None:
         hazards.append((f"{options.html} is not drawn: the order is not known here, or no plan fits", ""))

@@ -326,3 +326,32 @@ def test_whoever_stops_reading_a_long_answer_has_seen_enough():
 
 def test_no_samples_are_told_as_such():
     assert "num_samples" in asked("plan", "--samples", 0, "--batch-size", 4, "--mesh", "dp=2", code=1)
+
+
+@pytest.mark.parametrize(("workers", "replicas", "processes"), [(0, "each", 8), (3, "each", 24), (3, "leader", 12)])
+def test_who_reads_is_counted_with_workers(workers, replicas, processes, capsys):
+    flags = "--samples", 64, "--batch-size", 8, "--mesh", "dp=4,mp=2", "--workers", workers, "--replicas", replicas
+    assert planned(capsys, *flags)["reading processes"] == processes
+
+
+def test_workers_of_a_stream_get_its_parts_and_more_than_these_are_a_hazard(capsys, tmp_path):
+    for number in range(8):
+        (tmp_path / f"{number}.txt").write_text("x\n" * 10)
+    flags = "--files", tmp_path / "*.txt", "--batch-size", 8, "--mesh", "dp=2"
+
+    found = planned(capsys, *flags, "--workers", 3)
+    for row, parts in zip(found["bytes"], ([0, 1, 2, 3], [4, 5, 6, 7]), strict=True):
+        shares = row["parts of each worker"]
+        assert sorted(part for share in shares for part in share) == row["parts"] == parts
+        assert sorted(map(len, shares)) == [1, 1, 2]
+    assert not any("read nothing" in one["what"] for one in found["hazards"])
+    found = planned(capsys, *flags, "--workers", 6)
+    assert found["reading processes"] == 8
+    (hazard,) = (one for one in found["hazards"] if "read nothing" in one["what"])
+    assert hazard["what"] == "6 workers of each rank share 4 parts: 2 of them read nothing"
+    assert "num_workers=4" in hazard["remedy"]
+
+
+def test_a_page_begins_with_the_step_that_was_asked_for(tmp_path, capsys):
+    asked("plan", *FINE, "--step", "3", "--epoch", "2", "--html", tmp_path / "plan.html")
+    assert '"at": [2, 3]' in (tmp_path / "plan.html").read_text(encoding="utf-8")

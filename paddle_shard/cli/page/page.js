@@ -898,7 +898,7 @@ byId("theme").addEventListener("change", (event) => (document.documentElement.da
 function fromHash() {
   const hash = new URLSearchParams(location.hash.slice(1));
   if (hash.has("theme")) document.documentElement.dataset.theme = byId("theme").value = hash.get("theme");
-  show(+hash.get("epoch"), +hash.get("step"));
+  show(+(hash.get("epoch") ?? view.at[0]), +(hash.get("step") ?? view.at[1]));
 }
 addEventListener("hashchange", fromHash);
 fromHash();
