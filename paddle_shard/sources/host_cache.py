@@ -29,6 +29,8 @@ _OURS = re.compile(r"\.?[0-9a-f]{16}-.*(?<!\.lock)")
 """Names of copies, and of those that are being made. The folder may hold other files, which are left alone."""
 
 
+_never_kept = set[tuple["HostCache", str]]()
+"""Caches and files that they have no room for, so that a server is not asked for the whole file in vain again."""
 _TOLD = "user.paddle_shard.told"
 """Attribute of a copy: the digest of what the server told of the file when it was downloaded."""
 
@@ -82,7 +84,7 @@ class HostCache:
         """
         path = os.path.join(self.folder, f"{derive_key(shown(name)).hex()}-{base_name(name)}")
         while (copy := _opened(path)) is None:  # again, if it was removed as soon as it was complete
-            if not self._download(name, path):
+            if (self, name) in _never_kept or not self._download(name, path):
                 return open_file(name, start)
         size = os.fstat(copy.fileno()).st_size
         with ignoring(OSError, ValueError):  # a file system without such attributes
@@ -157,9 +159,11 @@ class HostCache:
             raise OSError(errno.ENOLCK, "cache_bytes= needs a file system with locks, which this is not")
         if size is None:
             say_once("%s is not kept in cache_dir: its server does not tell its size.", shown(name))
+            _never_kept.add((self, name))
             return False
         if size > most:
             say_once("cache_bytes=%d has no room for %s of %d bytes, which is not kept.", most, shown(name), size)
+            _never_kept.add((self, name))
             return False
         taken = size + sum(bytes for _, bytes, _ in copies)
         for _, bytes, path in sorted(copies):

@@ -106,6 +106,9 @@ def test_a_file_that_has_no_room_at_all_takes_none_from_others(tmp_path, caplog)
             samples_of(Stream.lines(f"{server.url}/{name}", cache_dir=tmp_path, cache_bytes=100), parts=1)
         assert [name for name, _ in server.asked].count("a.txt") == 1
         assert f"cache_bytes=100 has no room for {server.url}/b.txt of 200 bytes" in caplog.text
+        before = len(server.asked)
+        samples_of(Stream.lines(f"{server.url}/b.txt", cache_dir=tmp_path, cache_bytes=100), parts=1)
+        assert len(server.asked) == before + 1, "and is not begun to be copied again"
 
 
 def test_a_copy_that_is_being_read_stays_and_what_has_no_room_beside_it_is_read_from_its_server(tmp_path, caplog):
