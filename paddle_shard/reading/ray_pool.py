@@ -359,8 +359,9 @@ class RayPool(WorkerPool):
         self._waiting.extendleft(reversed(unanswered))
         early = actor.told is not None or not unanswered
         deaths = self._early_deaths if early else unanswered[0].deaths
-        reason = " ".join(str(error).split())
-        reason = reason[: 600 if early else 200]  # why it could not begin comes late in it
+        whole = " ".join(str(error).split())
+        _, because, reason = whole.partition("The actor is dead because ")  # behind ids and addresses
+        reason = (reason if because else whole)[: 600 if early else 200]
         deaths.append(f"{actor.where.removeprefix(' on ') or 'not placed yet'}: {type(error).__name__}: {reason}")
         number = actor.number if early else unanswered[0].number
         if len(deaths) >= MOST_DEATHS * (self.num_workers if early else 1):
