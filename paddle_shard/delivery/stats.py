@@ -125,7 +125,7 @@ class LoaderStats:
         self.recent: deque[Taken] = deque(maxlen=RECENT)
         """The newest steps of this rank. The first one of a pass is among them if the pass before was as short as this,
         so that the beginning of a pass is a part of each of its steps."""
-        self._short = False
+        self.short = False
         """True if the pass before was short."""
         self.tells_at = 0.0
         """When the first rank asks all to tell each other next; in seconds of `time.perf_counter`."""
@@ -139,7 +139,7 @@ class LoaderStats:
 
     def begin_pass(self, num_workers: int) -> Counts:
         """Begin the counts of another pass, and return them."""
-        self._short = 0 < self.epoch.batches <= RECENT
+        self.short = 0 < self.epoch.batches <= RECENT
         self.epoch, self.num_workers = Counts(), num_workers
         self._open.append(self.epoch)
         return self.epoch
@@ -149,11 +149,6 @@ class LoaderStats:
         still = [one for one in self._open if one is not counts]
         if len(still) < len(self._open):
             self._closed, self._open = self._closed + counts, still
-
-    def note(self, taken: Taken, *, first: bool) -> None:
-        """Note a step."""
-        if not first or self._short:
-            self.recent.append(taken)
 
     def summary(self) -> Summary | None:
         """Return where the time of this rank went in its newest steps; None: it is not known yet."""
@@ -302,7 +297,8 @@ class PassClock:
         counts.mean_cost += mean
         if before is not None and taken.wait >= _STALL_SECONDS:
             self._say_if_stalled(taken, batch)
-        self._stats.note(taken, first=before is None)
+        if before is not None or self._stats.short:
+            self._stats.recent.append(taken)
         if entered >= self._looks_at:
             self._looks_at = entered + LOOK_SECONDS
             with ignoring(*UNTOLD):

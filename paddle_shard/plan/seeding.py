@@ -11,7 +11,7 @@ import os
 import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, Protocol
 
 import numpy as np
@@ -121,9 +121,26 @@ def _renew() -> None:
     _private, _seeded = threading.RLock(), threading.RLock()
 
 
-def hold() -> Any:
-    """Let no other thread read with, or without, seeds; return what to release then, None if one did all the time."""
-    return _seeded if _seeded.acquire(timeout=_LONGEST) else None
+class Undisturbed:
+    """Lets no other thread read with, or without, seeds until it is released, or dropped.
+
+    What a signal's handler raises may come before any line that would release it.
+    """
+
+    def __init__(self) -> None:
+        self._lock: Any = _seeded
+        self.alone = self._lock.acquire(timeout=_LONGEST)
+        """False if another thread did so all the time."""
+
+    def release(self) -> None:
+        """Let them; safe to call again."""
+        if self._lock is not None:
+            with suppress(RuntimeError):  # it is not this thread's, or was released before a handler has raised
+                self._lock.release()
+            self._lock = None
+
+    def __del__(self) -> None:
+        self.release()
 
 
 if hasattr(os, "register_at_fork"):  # a plan works on all systems

@@ -180,7 +180,7 @@ class ChunkReader(Reader):
                 stand_in=lambda: self._padding.of(parts[0]),
                 name_of=lambda row: self._named(*places[row], asked),
             )
-            if not asked.whole_items:
+            if not (self._collated_before or asked.whole_items):
                 self._say_if_collating_draws()
             if skipped:
                 skipped = [one for one in skipped if real[one[0]]]

@@ -24,7 +24,7 @@ from paddle_shard.collate import DtypesDifferError, check_dtypes, collate, no_ro
 from paddle_shard.errors import described
 from paddle_shard.plan.handlers import ignoring, raise_if_a_handlers, raised_by_a_handler
 from paddle_shard.plan.mixture import is_sample_id
-from paddle_shard.plan.seeding import Generator, derive_seed, hold, kept, mix, parts, restore, states
+from paddle_shard.plan.seeding import Generator, Undisturbed, derive_seed, kept, mix, parts, restore, states
 from paddle_shard.plan.step import Content, Step
 from paddle_shard.reading.batch import Chunk
 from paddle_shard.reading.digest import WHOLE, digest
@@ -105,7 +105,8 @@ class Reader:
         try:
             # A worker's generators are nobody's; and what is not seeded must not be restored: it would hide what drew.
             if worker is None and self.draws is not False:
-                held, users = hold(), states(self.generators)
+                held = Undisturbed()
+                users = states(self.generators)
             return self._rows(asked, at)
         except KeyboardInterrupt:
             raise
@@ -159,8 +160,8 @@ class Reader:
 
     def _say_if_collating_draws(self) -> None:
         """Log, after the first batch that the user's function makes of a seed, if it has drawn."""
-        before, self._collated_before = self._collated_before, True
-        if before or not self._drew_since():
+        self._collated_before = True
+        if not self._drew_since():
             return
         worker = paddle.io.get_worker_info()
         if (worker is None or worker.id == 0) and (worker is not None or dist.get_world_size() > 1):
@@ -291,10 +292,10 @@ class IdReader(Reader):
         """See `Reader`."""
         if self.draws is not False:  # another pass has found that something draws
             raise DrewBesideError(False)
-        held = hold()
-        if held is None:  # another loader's samples are read, and wait for this one
-            raise DrewBesideError(False)
+        held = Undisturbed()
         try:
+            if not held.alone:  # another loader's samples are read, and wait for this one
+                raise DrewBesideError(False)
             before = states(self.generators)
             if self._left not in (None, before):
                 self._loop_draws, self._left = True, None
@@ -349,7 +350,8 @@ class IdReader(Reader):
         self._seed_collating(step)
         value = self._collate(samples) if listed or self._collate_fn is not None else samples
         if watched:
-            self._say_if_collating_draws()
+            if not self._collated_before:
+                self._say_if_collating_draws()
             self.draws = drew or self._part_drew or self._drew_since()
         return Chunk(value, contents=contents)
 
@@ -400,7 +402,8 @@ class IdReader(Reader):
             name_of=lambda row: f"sample {self._name_of(ids[row])!r}",
         )
         if watched:
-            self._say_if_collating_draws()
+            if not self._collated_before:
+                self._say_if_collating_draws()
             self.draws = drew or self._part_drew or self._drew_since()
             tensors = (leaf for leaf in leaves(samples[0]) if isinstance(leaf, paddle.Tensor))
             self.makes_tensors = any(tensor.place.is_cpu_place() for tensor in tensors)
@@ -462,14 +465,13 @@ class IdReader(Reader):
     @contextmanager
     def _apart(self) -> Iterator[None]:
         """Seed and read samples in between, and leave all as it is."""
-        seed, held = parts.seed, hold()
+        seed, held = parts.seed, Undisturbed()
         try:
             with kept(self.generators):
                 yield
         finally:
             parts.seed = seed
-            if held is not None:
-                held.release()
+            held.release()
 
     def _readable(self, key: int) -> Any:
         """Return the first sample of the data set that can be read: the same one on every rank."""
