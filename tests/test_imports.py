@@ -21,7 +21,7 @@ FLOORS = {  # room -> what it may import of ours, and which third parties
     "say_once": (set(), set()),
     "clock": (set(), set()),
     "samplers": (PURE, {"numpy"}),
-    "stages": (PURE | {"clock"}, {"numpy"}),
+    "stages": (PURE | {"clock", "say_once"}, {"numpy"}),
     "sources": (
         PURE | {"clock", "stages", "say_once"},
         {"numpy", "webdataset", "fsspec", "pyarrow", "datasets", "grain", "ray", "torch"},

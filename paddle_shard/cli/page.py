@@ -46,7 +46,6 @@ def view_of(
     stretches: Sequence[Mapping[str, Any]] = (),
     dealt: bool = False,
     files: Sequence[str] = (),
-    at: tuple[int, int] = (0, 0),
 ) -> dict[str, Any]:
     """Return what the page needs to know about a plan, as JSON values.
 
@@ -61,7 +60,6 @@ def view_of(
             with "accumulation" and "dealt"; and "counts": False if the run was resumed from before it.
         dealt: Whether rows are dealt by costs (`balance=`), so that nobody knows here who has which.
         files: Names of the files of a stream.
-        at: Epoch and step that are shown first.
 
     Raises:
         ArgumentError: The page cannot compute the order.
@@ -90,7 +88,7 @@ def view_of(
         "dealt": dealt,
         "parts": parts and parts.num_parts,
         "files": files,
-        "at": at,
+        "at": (0, 0),  # epoch and step that are shown first
         "mesh": _mesh(mesh, data_axes, parts),
         "skips": {
             "stretches": skips.stretches,

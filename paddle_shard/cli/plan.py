@@ -402,7 +402,7 @@ def plan(options: argparse.Namespace) -> Answer:
             said += [f"epoch {asked.epoch}, step {options.step}", found["step"]]
     hazards, drawn = list(hazards_of(asked)), plan or asked.plan_of_parts
     if options.html is not None and drawn is not None:
-        view = view_of(drawn, *asked.meshes[0], **asked.view, at=(asked.epoch, options.step or 0))
+        view = view_of(drawn, *asked.meshes[0], **asked.view) | {"at": (asked.epoch, options.step or 0)}
         options.html.write_text(page_of(view, hazards), encoding="utf-8")
         said.append(f"{options.html} shows it, in a browser")
     elif options.html is not None:

@@ -30,6 +30,7 @@ from paddle_shard.position.run import Run
 from paddle_shard.ranks.agreeing import connect
 from paddle_shard.ranks.batch_check import BatchCheck
 from paddle_shard.ranks.rendezvous import num_ranks
+from paddle_shard.ranks.replicas import Replicas
 from paddle_shard.ranks.verdict import IF_SPLIT
 from paddle_shard.reading.reader import HowToRead
 from paddle_shard.reading.reading import Reading, StreamReading, shallow_copy
@@ -104,13 +105,7 @@ def setup_of(options: LoaderOptions) -> PassSetup:
         rows=LoaderRows(source, layouts, own),
         reading=_reading(options, source, own, on_device, pads=pad_to, compared=len(agreeing) > 1),
         run=run,
-        stats=LoaderStats(
-            replicas.__str__,
-            replicas.num_alike,
-            me,
-            most_workers=None if source.stream is None else len(source.stream.parts),
-            num_ahead=options.dataloader.prefetch_factor,
-        ),
+        stats=_stats(options, source, replicas, me),
         agreeing_ranks=agreeing,
         facts={"data set": name, **_facts(options, source, placer)},
         batch_check=batch_check,
@@ -118,6 +113,13 @@ def setup_of(options: LoaderOptions) -> PassSetup:
         prefetch=prefetch,
         if_worth_it=if_worth_it,
     )
+
+
+def _stats(options: LoaderOptions, source: Source, replicas: Replicas, me: int) -> LoaderStats:
+    """Return the statistics of a loader, before its first pass."""
+    parts = None if source.stream is None else len(source.stream.parts)
+    ahead = options.dataloader.prefetch_factor
+    return LoaderStats(replicas.__str__, replicas.num_alike, me, most_workers=parts, num_ahead=ahead)
 
 
 def _say_what_is_not_split(own: FieldLayout) -> None:

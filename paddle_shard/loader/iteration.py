@@ -61,21 +61,21 @@ class ShardIterator:
             loader: Its `repr`.
             begun: A pass from the present position, whose first batch was looked at; None: a new one.
         """
-        self._setup, self._loader = setup, loader
-        self.start = start = setup.run.start()
-        self.epoch = start.epoch
-        self._current: Batch | None = None
-        self._valid: tuple[Batch, Any] | None = None
-        self._make = TensorMaker(setup.options.dataloader.places[0], ahead=False)
-        self._clock = clock = PassClock(setup.stats, setup.reading.num_workers)
-        # By this Paddle's profiler knows whose reading it times. It keeps it, so it is not this object.
-        self._timed = SimpleNamespace(_dataset=setup.options.dataloader.dataset)
-        # The pass does not refer to this object, so that abandoning it ends its workers at once.
+        self._clock = PassClock(setup.stats, setup.reading.num_workers)
         try:
+            self._setup, self._loader = setup, loader
+            self.start = start = setup.run.start()
+            self.epoch = start.epoch
+            self._current: Batch | None = None
+            self._valid: tuple[Batch, Any] | None = None
+            self._make = TensorMaker(setup.options.dataloader.places[0], ahead=False)
+            # By this Paddle's profiler knows whose reading it times. It keeps it, so it is not this object.
+            self._timed = SimpleNamespace(_dataset=setup.options.dataloader.dataset)
+            # The pass does not refer to this object, so that abandoning it ends its workers at once.
             self._pass = begin(setup, start) if begun is None else begun
+            self._progress = setup.run.begin(start)  # at last: the run counts what it delivers until it is closed
         finally:
-            clock.begun()
-        self._progress = setup.run.begin(start)  # at last: the run counts what it delivers until it is closed
+            self._clock.begun()
 
     @property
     def step(self) -> int:
