@@ -50,6 +50,21 @@ def places_in(value, way=()):
         yield from places_in(one, (*way, key))
 
 
+def waited_in(loader, step, steps, after=lambda: None):
+    """Go through some steps of a pass; return the seconds for which the loop has waited, by its own watch."""
+    began = time.perf_counter()
+    batches = iter(loader)
+    found = time.perf_counter() - began
+    for _ in range(steps):
+        began = time.perf_counter()
+        next(batches)
+        found += time.perf_counter() - began
+        time.sleep(step)
+        after()
+    batches.close()
+    return found
+
+
 def keeps_idle_memory_at_hand():
     """True if code that was not run for a third of a second runs as quickly as before.
 

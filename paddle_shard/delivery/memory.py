@@ -29,7 +29,7 @@ class Memory(NamedTuple):
     workers: tuple[int, ...]
     """Of each of its child processes alone, the largest first."""
     shared: int
-    """That this rank's process shares with others: batches on their way, and files that are mapped."""
+    """That this rank's process shares with others: batches on their way, and what its forked workers have only read."""
     left: int
     """That is left on this host, or to this container."""
     whole: int

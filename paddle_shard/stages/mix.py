@@ -62,10 +62,11 @@ class Mix(Stage):
             back = int(drawn > 0)  # the draw before tells whether the source has been opened again by now
             one = replace(self._opening(opening, at), skip=drawn - back)
             opened.append((back, in_rounds(self._stages[at], one, None, self._names[at])))
-        return [
-            self._mixed([(back, parts[at]) for back, parts in opened], opening.skip, tells=part == 0)
-            for at, part in enumerate(opening.parts)
-        ]
+        mixed = []
+        for at, part in enumerate(opening.parts):
+            tells = part == 0 and not self._every  # where one source ends, others may not have come to their end
+            mixed.append(self._mixed([(back, parts[at]) for back, parts in opened], opening.skip, tells=tells))
+        return mixed
 
     def _opening(self, opening: Opening, at: int) -> Opening:
         """Return the opening of a source, which has random numbers of its own."""
@@ -91,7 +92,7 @@ class Mix(Stage):
                 if number and at not in ended:
                     ended.add(at)
                     if len(ended) >= ends_at:
-                        if tells and not self._every:
+                        if tells:
                             self._say_what_is_left(items_of, self._chairman.counts(position).tolist(), ended)
                         return
                 yield item

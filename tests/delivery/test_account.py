@@ -3,13 +3,14 @@
 import logging
 import re
 import time
+from functools import partial
 
 import numpy as np
 import pytest
 from paddle.io import DataLoader
 
 from paddle_shard import Mixture, Stream
-from tests.helpers import ONE, Made, keeps_idle_memory_at_hand, sharded
+from tests.helpers import ONE, Made, keeps_idle_memory_at_hand, sharded, waited_in
 from tests.sources.http_server import serving
 
 # What is planted are a few milliseconds, and so is what a busy machine takes at times: there, the loader is right to
@@ -77,18 +78,7 @@ class SlowSampler:
         return 100
 
 
-def run(loader, step=STEP, steps=STEPS):
-    """Go through some steps; return the seconds for which the loop has waited, by its own watch."""
-    began = time.perf_counter()
-    batches = iter(loader)
-    waited = time.perf_counter() - began
-    for _ in range(steps):
-        began = time.perf_counter()
-        next(batches)
-        waited += time.perf_counter() - began
-        time.sleep(step)
-    batches.close()
-    return waited
+run = partial(waited_in, step=STEP, steps=STEPS)
 
 
 def kinds():

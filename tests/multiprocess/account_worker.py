@@ -10,6 +10,7 @@ import paddle.distributed as dist
 
 import paddle_shard
 from paddle_shard.testing import report
+from tests.helpers import waited_in
 
 dist.init_parallel_env()
 TRACE = sys.argv[1]
@@ -34,16 +35,7 @@ def said(mesh, *, row=0.0, quick=0, step=0.004, steps=32, workers=0, **options):
     """What the statistics say after some steps, each of which ends with a collective, as that of a model does."""
     given = paddle.io.DataLoader(Rows(row, quick), batch_size=16, num_workers=workers)
     loader = paddle_shard.shard_dataloader(given, mesh, shard_dims="dp" if mesh is DP else None, **options)
-    began = time.perf_counter()
-    batches = iter(loader)
-    waited = time.perf_counter() - began
-    for _ in range(steps):
-        began = time.perf_counter()
-        next(batches)
-        waited += time.perf_counter() - began
-        time.sleep(step)
-        dist.all_reduce(paddle.ones([1]))
-    batches.close()
+    waited = waited_in(loader, step, steps, after=lambda: dist.all_reduce(paddle.ones([1])))
     loader.trace(TRACE)
     shares = {kind: seconds / waited for kind, seconds in loader.stats.epoch.waits.items()}
     dist.barrier()

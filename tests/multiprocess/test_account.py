@@ -17,7 +17,8 @@ pytestmark = pytest.mark.multiprocess
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory):
     folder = tmp_path_factory.mktemp("account")
-    return run_ranks(WORKER, 2, folder / "job", args=[folder / "trace.json"], timeout=2 * HANG)
+    given = {"args": [folder / "trace.json"], "env": {"PYTHONPATH": str(WORKER.parents[2])}}
+    return run_ranks(WORKER, 2, folder / "job", timeout=2 * HANG, **given)
 
 
 def test_all_ranks_name_the_one_that_is_late_and_why(reports):
