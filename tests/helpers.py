@@ -63,17 +63,3 @@ def waited_in(loader, step, steps, after=lambda: None):
         after()
     batches.close()
     return found
-
-
-def keeps_idle_memory_at_hand():
-    """True if code that was not run for a third of a second runs as quickly as before.
-
-    Some virtual machines take back what is idle: a batch of Paddle's own loader then takes some 20 ms.
-    """
-    took, batches = [], iter(paddle.io.DataLoader(Made(np.float32, 64), batch_size=8))
-    for _ in range(6):
-        began = time.perf_counter()
-        next(batches)
-        took.append(time.perf_counter() - began)
-        time.sleep(0.3)
-    return sorted(took)[3] < 0.003

@@ -10,7 +10,7 @@ import pytest
 from paddle.io import DataLoader
 
 from paddle_shard import Mixture, Stream
-from tests.helpers import ONE, Made, keeps_idle_memory_at_hand, sharded, waited_in
+from tests.helpers import ONE, Made, sharded, waited_in
 from tests.sources.http_server import serving
 
 # What is planted are a few milliseconds, and so is what a busy machine takes at times: there, the loader is right to
@@ -246,10 +246,11 @@ def test_what_the_beginning_of_a_pass_takes_is_a_part_of_short_passes(given, tol
 def test_nothing_is_claimed_if_nothing_is_planted():
     loader = sharded(DataLoader(Made(quick_row, 800), batch_size=8), ONE)
 
-    run(loader, step=0.3, steps=8)
+    waited = run(loader, step=0.3, steps=8)
 
+    # Some virtual machines take back what was idle for 0.3 s: each batch then takes 20 ms and more, Paddle's too.
     said = str(loader.stats)
-    assert said.endswith("Data is ready when it is asked for.") or not keeps_idle_memory_at_hand(), said
+    assert said.endswith("Data is ready when it is asked for.") or waited > 0.03 * 8 * 0.3, said
     assert "reading" not in said
     assert "Nothing is known yet" in str(sharded(DataLoader(Made(), batch_size=8), ONE).stats)
 

@@ -40,7 +40,7 @@ def said(mesh, *, row=0.0, quick=0, step=0.004, steps=32, workers=0, **options):
     shares = {kind: seconds / waited for kind, seconds in loader.stats.epoch.waits.items()}
     dist.barrier()
     with open(TRACE) as file:
-        return [str(loader.stats), sum(shares.values()), shares, json.load(file)["traceEvents"]]
+        return [str(loader.stats), sum(shares.values()), shares, json.load(file)["traceEvents"], waited / steps]
 
 
 report(

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from tests.deadlines import HANG
-from tests.helpers import keeps_idle_memory_at_hand
 from tests.jobs import run_ranks
 
 WORKER = Path(__file__).parent / "account_worker.py"
@@ -24,15 +23,15 @@ def reports(tmp_path_factory):
 def test_all_ranks_name_the_one_that_is_late_and_why(reports):
     one, two = reports
 
-    # These wait for so little that a busy machine's own pauses count.
-    ready = ("nothing", "a slow follower", "a slow rank")
+    # Their data is ready at once, as the loop's own watch says where no other process takes the machine's time.
+    ready = {"nothing": 0.3, "a slow follower": 0.02, "a slow rank": 0.02}
     for case in one:
         assert one[case][0] == two[case][0], case
         for _, closes, *_ in (one[case], two[case]) if case not in ready else ():
             assert 0.95 <= closes <= 1.001, case
     told = {case: found[0] for case, found in one.items()}
-    at_hand = keeps_idle_memory_at_hand()
-    assert "Data is ready when it is asked for" in told["nothing"] or not at_hand, told["nothing"]
+    quiet = {case for case, step in ready.items() if max(one[case][4], two[case][4]) < 0.03 * step}
+    assert "Data is ready when it is asked for" in told["nothing"] or "nothing" not in quiet, told["nothing"]
     for case in ("slow rows of rank 1", "slow rows of rank 1, workers"):
         assert re.search(r"on global rank 1, reading `Rows`, [\d.]+ ms a sample", told[case]), told[case]
     assert "workers instead of 1 (num_workers=) would hide it" in told["slow rows of rank 1, workers"]
@@ -41,8 +40,8 @@ def test_all_ranks_name_the_one_that_is_late_and_why(reports):
     assert two["a leader"][2]["leader"] > 0.3
     assert "workers (num_workers=) would hide it." in told["each"]
     assert re.search(r"on global rank 1, reading `Rows`, [\d.]+ ms a sample", told["slow later"]), told["slow later"]
-    for case in ("a slow follower", "a slow rank"):
-        assert "reading `Rows`" not in told[case] or not at_hand, told[case]
+    for case in quiet:
+        assert "reading `Rows`" not in told[case], told[case]
 
 
 def test_a_worker_that_has_nothing_to_do_is_not_shown_as_busy(reports):
