@@ -111,7 +111,7 @@ def _group(size: int, options: argparse.Namespace, versions: Mapping[str, str]) 
         times, agreement = list[float](), open_agreement(ranks, Terms(name="doctor", timeout=timeout))
         for step in range(_STEPS):
             begun = time.perf_counter()
-            agreement.announce_ok()
+            agreement.announce()
             agreement.deliver(step)
             times.append(time.perf_counter() - begun)
         agreement.close()

@@ -14,7 +14,7 @@ from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.plan.step import Step
 from paddle_shard.ranks.agreement import Agreement, AloneAgreement
 from paddle_shard.ranks.replicas import LeaderStoppedError
-from paddle_shard.ranks.verdict import failure_of_another, report_of
+from paddle_shard.ranks.verdict import END, FAIL, failure_of_another, report_of
 from paddle_shard.reading.batch import Batch
 from paddle_shard.reading.executor import Executor
 from paddle_shard.reading.worker_guards import in_use
@@ -210,7 +210,7 @@ class StepPass:
         except StopIteration:
             self._over = True
             self._executor.stop()
-            agreement.announce_end()
+            agreement.announce(END)
         except LeaderStoppedError as stopped:  # it says why, once this rank has said that nothing is wrong here
             self._over, self._stopped = True, stopped
             agreement.announce_unread()
@@ -218,10 +218,7 @@ class StepPass:
             raise_if_a_handlers(failure)
             self._over, self._failure = True, failure
             self._executor.stop()
-            agreement.announce_failure("" if self._alone else report_of(failure))
+            agreement.announce(FAIL, report="" if self._alone else report_of(failure))
         else:
             self._announced += 1
-            if made.exhausted:
-                agreement.announce_exhausted()
-            else:
-                agreement.announce_ok()
+            agreement.announce(exhausted=made.exhausted)

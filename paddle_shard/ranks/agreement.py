@@ -187,41 +187,46 @@ class Agreement:
         """Return what all ranks say, by rank. The pass consists of this: it has one step, of which each has a note."""
         try:
             self.note(payload)
-            self.announce_ok()
+            self.announce()
             self.deliver(0)
             return [said for _, said in sorted(self.take_notes(0))]
         finally:
             self.close()
 
-    def announce_ok(self, steps: int = 1) -> None:
-        """Announce that the next step, or the next `steps`, can be served with real rows."""
-        self._announce(OK, steps=steps)
+    def announce(self, kind: int = OK, *, steps: int = 1, exhausted: bool = False, report: str = "") -> None:
+        """Announce whether the next step can be served.
 
-    def announce_exhausted(self) -> None:
-        """Announce that the next step can be served, but that this rank has no real rows from that step on.
-
-        The pass ends at the first step that all ranks have announced as exhausted.
+        Args:
+            kind: `OK`: it can. `END`: it cannot, and the pass ends there, or earlier, on all ranks. `FAIL`: reading it
+                failed, and all ranks raise the report there, or stop earlier.
+            steps: The next so many steps can be served.
+            exhausted: True if this rank has no real rows from that step on. The pass ends at the first step that all
+                ranks have announced as exhausted.
+            report: What the others need in order to raise the error; cut at 64 KB.
         """
-        self._announce(OK, exhausted=True)
+        with self._changed:
+            mine = self.outlook
+            if mine.kind == CLOSED or self._verdict is not None:
+                return  # a prefetch thread may be one step behind
+            if mine.kind != OK:
+                raise ArgumentError(f"step {mine.step} was announced as the last: nothing can be announced after it.")
+            if exhausted:
+                mine.exhausted = min(mine.exhausted, mine.step)
+            elif kind == OK and mine.exhausted < NEVER:
+                raise ArgumentError(
+                    f"step {mine.step} was announced with real rows, but step {mine.exhausted} as exhausted. "
+                    "Announce every later step as exhausted, too."
+                )
+            mine.kind, mine.report = kind, report or mine.report
+            mine.step += steps if kind == OK else 0
+            self._tell()
 
     def announce_unread(self) -> None:
         """Announce that this rank reads no further, because another has stopped, and that nothing is wrong here.
 
         That is said of two steps: enough for the verdict, which lies before them.
         """
-        self._announce(OK, exhausted=self.outlook.exhausted < NEVER, steps=2)
-
-    def announce_end(self) -> None:
-        """Announce that the next step cannot be served. The pass ends there, or earlier, on all ranks."""
-        self._announce(END)
-
-    def announce_failure(self, report: str) -> None:
-        """Announce that reading the next step failed. All ranks raise the report there, or stop earlier.
-
-        Args:
-            report: What the others need in order to raise the error; cut at 64 KB.
-        """
-        self._announce(FAIL, report=report)
+        self.announce(exhausted=self.outlook.exhausted < NEVER, steps=2)
 
     def wanted(self, step: int) -> int:
         """Return how many steps should be announced before `step` is asked for.
@@ -268,7 +273,7 @@ class Agreement:
     def fail(self, report: str) -> None:
         """Have the others raise why a call of the user's has failed here, in this pass or one that this rank leaves."""
         with self._changed:
-            self.announce_failure(report)
+            self.announce(FAIL, report=report)
             self.close()
             self._coordinator.untold = True
 
@@ -344,24 +349,6 @@ class Agreement:
         if len(set(left.values())) > 1:
             self.noticed = True
             self.terms.log_parted(left)
-
-    def _announce(self, kind: int, exhausted: bool = False, report: str = "", steps: int = 1) -> None:
-        with self._changed:
-            mine = self.outlook
-            if mine.kind == CLOSED or self._verdict is not None:
-                return  # a prefetch thread may be one step behind
-            if mine.kind != OK:
-                raise ArgumentError(f"step {mine.step} was announced as the last: nothing can be announced after it.")
-            if exhausted:
-                mine.exhausted = min(mine.exhausted, mine.step)
-            elif kind == OK and mine.exhausted < NEVER:
-                raise ArgumentError(
-                    f"step {mine.step} was announced with real rows, but step {mine.exhausted} as exhausted. "
-                    "Announce every later step as exhausted, too."
-                )
-            mine.kind, mine.report = kind, report or mine.report
-            mine.step += steps if kind == OK else 0
-            self._tell()
 
     def _tell(self) -> None:
         """Tell the others, on the table and by the coordinator, what was announced; called with the lock held."""

@@ -630,17 +630,17 @@ def test_a_thread_starts_once_the_last_reads_took_a_millisecond_on_average(secon
 @pytest.mark.parametrize("kind", ["index", "stream"])
 def test_only_the_callers_thread_places_and_announces(kind, monkeypatch):
     """Else a step could be announced before it is noted what is to be said of it."""
-    by, announce, place = [], AloneAgreement.announce_ok, placing.placed
+    by, announce, place = [], AloneAgreement.announce, placing.placed
 
-    def noted(agreement, *count):
+    def noted(agreement, *kind, **what):
         by.append(threading.current_thread())
-        announce(agreement, *count)
+        announce(agreement, *kind, **what)
 
     def also_noted(setup, batch):
         by.append(threading.current_thread())
         return place(setup, batch)
 
-    monkeypatch.setattr(AloneAgreement, "announce_ok", noted)
+    monkeypatch.setattr(AloneAgreement, "announce", noted)
     monkeypatch.setattr(begin, "placed", also_noted)
     monkeypatch.setattr(placing, "placed", also_noted)
     stream = Stream.of(lambda: (np.array([number]) for number in range(256)))

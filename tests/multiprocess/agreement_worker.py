@@ -14,7 +14,7 @@ from paddle_shard.errors import AgreedFailure, PeerLostError
 from paddle_shard.ranks.agreeing import meet
 from paddle_shard.ranks.agreement import Coordinator
 from paddle_shard.ranks.star import group_of
-from paddle_shard.ranks.verdict import Terms
+from paddle_shard.ranks.verdict import END, FAIL, Terms
 from paddle_shard.testing import report
 
 
@@ -34,7 +34,7 @@ class Job:
         try:
             while step < steps:
                 while agreement.outlook.step < agreement.wanted(step):
-                    (announce or (lambda a: a.announce_ok()))(agreement)
+                    (announce or (lambda a: a.announce()))(agreement)
                 if not agreement.deliver(step):
                     return [step, "ended"]
                 if each is not None:
@@ -52,15 +52,17 @@ class Job:
 
     def ends(self):
         last = 20 + 3 * self.rank
-        return self.run(announce=lambda a: a.announce_end() if a.outlook.step == last else a.announce_ok())
+        return self.run(announce=lambda a: a.announce(END) if a.outlook.step == last else a.announce())
 
     def exhausted(self):
         last = 5 + 4 * self.rank
-        return self.run(announce=lambda a: a.announce_exhausted() if a.outlook.step >= last else a.announce_ok())
+        return self.run(announce=lambda a: a.announce(exhausted=True) if a.outlook.step >= last else a.announce())
 
     def fails(self):
         bad = 13 if self.rank == self.size - 1 else -1
-        return self.run(announce=lambda a: a.announce_failure("no disk") if a.outlook.step == bad else a.announce_ok())
+        return self.run(
+            announce=lambda a: a.announce(FAIL, report="no disk") if a.outlook.step == bad else a.announce()
+        )
 
     def breaks(self):
         return [self.run(steps=steps) for steps in (4, 0, 11)] + [self.ends()]
@@ -74,7 +76,7 @@ class Job:
             dist.all_reduce(x)
             sums.append(x.item())
 
-        ended = self.run(announce=lambda a: a.announce_end() if a.outlook.step == 60 else a.announce_ok(), each=each)
+        ended = self.run(announce=lambda a: a.announce(END) if a.outlook.step == 60 else a.announce(), each=each)
         return [ended, sums]
 
     # Cases in which a rank goes wrong; they run alone.
@@ -135,7 +137,7 @@ class ReadAhead:
             with self.changed:
                 self.changed.wait_for(lambda: self.over or self.read < self.agreement.wanted(self.step))
             time.sleep(0.008)
-            self.agreement.announce_ok()
+            self.agreement.announce()
             with self.changed:
                 self.read += 1
                 self.changed.notify_all()

@@ -9,7 +9,7 @@ from paddle_shard.errors import AgreedFailure, ArgumentError, DifferentDataError
 from paddle_shard.ranks import agreement as agreements
 from paddle_shard.ranks.agreement import WINDOW, Agreement, AloneAgreement, Coordinator
 from paddle_shard.ranks.group import PASSES, ProgressTable, TwoLevelGroup
-from paddle_shard.ranks.verdict import NEVER, OK, REPORT_LIMIT, Outlook, Terms
+from paddle_shard.ranks.verdict import END, FAIL, NEVER, OK, REPORT_LIMIT, Outlook, Terms
 from tests.deadlines import HANG
 from tests.ranks.simulated_group import SimulatedGroup, World, end
 from tests.ranks.trial import Script, ahead, led_script, outcome, random_script, run_job
@@ -161,7 +161,7 @@ def test_ranks_with_a_table_need_no_rounds_while_nothing_happens():
         agreement = coordinator.open(Terms())
         for step in range(400):
             while agreement.outlook.step < agreement.wanted(step):
-                agreement.announce_ok()
+                agreement.announce()
             assert agreement.deliver(step)
             if step in (20, 399):
                 reached.wait(HANG)
@@ -182,7 +182,7 @@ def test_passes_beyond_the_table_go_on_by_rounds():
         for step in range(3):
             for agreement in agreements:
                 while agreement.outlook.step < agreement.wanted(step):
-                    agreement.announce_ok()
+                    agreement.announce()
                 assert agreement.deliver(step)
         for agreement in agreements:
             agreement.close()
@@ -257,7 +257,7 @@ def iterate(agreement, steps=10**6, step_time=0.0):
     """Deliver up to `steps` steps of data that never ends; return how many were."""
     for step in range(steps):
         while agreement.outlook.step < agreement.wanted(step):
-            agreement.announce_ok()
+            agreement.announce()
         if not agreement.deliver(step):
             return step
         time.sleep(step_time)
@@ -277,15 +277,15 @@ def test_a_rank_that_leaves_after_it_has_announced_all_steps_does_not_end_the_ot
         left.wait(HANG)
         for step in range(5):
             if step == 0:
-                agreement.announce_ok(4)
-                agreement.announce_end()
+                agreement.announce(steps=4)
+                agreement.announce(END)
             if not agreement.deliver(step):
                 return step
         return None
 
     def leaves():
         agreement = second.open(Terms(ends_must_agree=True))
-        agreement.announce_ok(4 if taken > 2 else 2)
+        agreement.announce(steps=4 if taken > 2 else 2)
         left.set()
         for step in range(taken):
             assert agreement.deliver(step)
@@ -306,7 +306,7 @@ def test_training_waits_for_no_one_in_steady_state():
         waits = []
         for step in range(60):
             while agreement.outlook.step < agreement.wanted(step):
-                agreement.announce_ok()
+                agreement.announce()
             before = agreement.waited
             agreement.deliver(step)
             waits.append(agreement.waited > before)
@@ -328,7 +328,7 @@ def test_reading_ahead_is_spread_over_the_steps():
     for step in range(30):
         reads.append(0)
         while agreement.outlook.step < agreement.wanted(step):
-            agreement.announce_ok()
+            agreement.announce()
             reads[-1] += 1
         assert agreement.deliver(step)
 
@@ -345,12 +345,12 @@ def test_a_rank_stuck_elsewhere_when_another_is_lost_is_ended_if_that_is_wanted(
         one, two = (Coordinator(SimulatedGroup(world, r), timeout=2, end_process=ended[r].set) for r in range(2))
         passes = [c.open(Terms(exit_when_lost=exits)) for c in (one, two)]
         for agreement in passes:
-            agreement.announce_ok()
+            agreement.announce()
         assert together(*(lambda a=a: a.deliver(0) for a in passes)) == [True, True]
         caplog.clear()
         world.kill(1)
         if not stuck:  # its training thread comes by and hears of it
-            passes[0].announce_ok()
+            passes[0].announce()
             with pytest.raises(PeerLostError):
                 passes[0].deliver(1)
         assert ended[0].wait(1.5) == (exits and stuck)
@@ -361,8 +361,8 @@ def test_a_rank_stuck_elsewhere_when_another_is_lost_is_ended_if_that_is_wanted(
 
 def test_a_rank_alone_delivers_what_it_has_announced_and_fails_where_it_failed():
     agreement = AloneAgreement()
-    agreement.announce_ok()
-    agreement.announce_failure("why")
+    agreement.announce()
+    agreement.announce(FAIL, report="why")
 
     assert agreement.deliver(0)
     with pytest.raises(AgreedFailure) as caught:
@@ -398,7 +398,7 @@ def test_who_leaves_behind_the_end_disturbs_no_one():
         agreement = second.open(Terms())
         for step in range(100):
             while agreement.outlook.step < agreement.wanted(step):
-                agreement.announce_end() if agreement.outlook.step == 7 else agreement.announce_ok()
+                agreement.announce(END) if agreement.outlook.step == 7 else agreement.announce()
             if not agreement.deliver(step):
                 return step
         return None
@@ -422,7 +422,7 @@ def test_passes_that_overlap_are_kept_apart(seed):
             for i, agreement in enumerate(passes):
                 while agreement.outlook.step < agreement.wanted(steps[i]):
                     at_end = agreement.outlook.step == ends[i][rank]
-                    agreement.announce_end() if at_end else agreement.announce_ok()
+                    agreement.announce(END) if at_end else agreement.announce()
             for i in rng.sample([i for i in range(2) if not over[i]], 2 - sum(over)):  # no rank knows another's order
                 over[i] = not passes[i].deliver(steps[i])
                 steps[i] += not over[i]
@@ -475,7 +475,7 @@ def test_what_each_rank_says_reaches_all_and_a_loop_at_that_time_is_an_error_tha
 def test_a_silent_rank_is_named_at_the_deadline():
     first, second, third = pair(timeout=0.5, size=3)
     silent = second.open(Terms())
-    silent.announce_ok()  # and then nothing
+    silent.announce()  # and then nothing
     start = time.monotonic()
     told = together(lambda: iterate(first.open(Terms())), lambda: iterate(third.open(Terms())))
 
@@ -504,7 +504,7 @@ def test_a_rank_that_waits_is_told_in_which_call_another_waits_for_it():
     def calls():
         agreement = second.open(Terms(name="the data"))
         try:
-            agreement.announce_ok()
+            agreement.announce()
             second.open(Terms(name="certificate()", is_call=True, timeout=1.5)).exchange("mine")
         finally:
             agreement.close()
@@ -522,7 +522,7 @@ def test_a_rank_that_has_left_its_loop_logs_that_others_have_not_once_and_not_if
     opened = [one.open(Terms(name="the data", first_step=10)) for one in (first, second)]
 
     def take_three(of_rank):
-        of_rank.announce_ok(4)
+        of_rank.announce(steps=4)
         return [of_rank.deliver(step) for step in range(3)]
 
     assert together(*(lambda one=one: take_three(one) for one in opened)) == [[True] * 3] * 2
@@ -533,11 +533,11 @@ def test_a_rank_that_has_left_its_loop_logs_that_others_have_not_once_and_not_if
     time.sleep(0.2)
     opened[1].close()
     ending, other = (one.open(Terms()) for one in (first, second))
-    together(lambda: ending.announce_ok(3), lambda: other.announce_ok(3))
-    ending.announce_end()
+    together(lambda: ending.announce(steps=3), lambda: other.announce(steps=3))
+    ending.announce(END)
     ending.close()  # behind the last step: it keeps the others from nothing
     time.sleep(0.2)
-    other.announce_end()
+    other.announce(END)
 
     [text] = caplog.messages
     assert text.startswith(
@@ -561,7 +561,7 @@ def test_ranks_that_leave_one_step_apart_are_told_and_those_that_leave_alike_are
         agreement = coordinator.open(Terms(name="the data"))
         for step in range(count):
             while agreement.outlook.kind == OK and agreement.outlook.step < agreement.wanted(step):
-                agreement.announce_end() if agreement.outlook.step == end else agreement.announce_ok()
+                agreement.announce(END) if agreement.outlook.step == end else agreement.announce()
             if not agreement.deliver(step):
                 break
         agreement.close()
@@ -598,7 +598,7 @@ def test_a_long_report_is_cut_and_says_so():
     ("use", "message"),
     [
         (lambda c: c.open(Terms()).deliver(1), "step=1 cannot be delivered: 0 comes next"),
-        (lambda c: (a := c.open(Terms()), a.announce_exhausted(), a.announce_ok())[0], "Announce every later step"),
+        (lambda c: (a := c.open(Terms()), a.announce(exhausted=True), a.announce())[0], "Announce every later step"),
         (lambda c: Coordinator(c.group, timeout=0, end_process=end_nothing), "timeout must be positive, got 0"),
     ],
 )
@@ -663,12 +663,12 @@ def reads(coordinator, digests, *, prefetch, exhausted=False, real=None, first_s
                 at = agreement.outlook.step
                 if at < (len(digests) if real is None else real):
                     agreement.note_read(digests[at])
-                    agreement.announce_ok()
+                    agreement.announce()
                 elif exhausted:  # it has read on to the end of the stream
                     agreement.note_read(digests[min(at, len(digests) - 1)])
-                    agreement.announce_exhausted()
+                    agreement.announce(exhausted=True)
                 else:
-                    agreement.announce_end()
+                    agreement.announce(END)
             time.sleep(pace)
             if not agreement.deliver(step):
                 return step, "ended"
@@ -732,7 +732,7 @@ def test_steps_in_messages_are_those_of_the_epoch():
     assert all("At step 72 of words" in text for _, text in told)
 
     first, second = pair(timeout=0.5)
-    second.open(Terms(first_step=70)).announce_ok()  # and then nothing
+    second.open(Terms(first_step=70)).announce()  # and then nothing
     (error,) = together(lambda: iterate(first.open(Terms(first_step=70))))
     assert "to reach step 71 of" in str(error)
     assert "global rank 1 has read up to step 71" in str(error)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from paddle_shard.errors import AgreedFailure, PeerLostError, UnequalEndsError
 from paddle_shard.ranks.agreement import Coordinator
-from paddle_shard.ranks.verdict import CLOSED, OK, Terms
+from paddle_shard.ranks.verdict import CLOSED, END, FAIL, OK, Terms
 from tests.deadlines import HANG
 from tests.ranks.simulated_group import SimulatedGroup, World, end
 
@@ -124,11 +124,11 @@ class Rank:
         if (text := note_of(self.rank, step, script)) is not None:
             agreement.note(text)
         if script.fails.get(self.rank) == step:
-            agreement.announce_failure(report_of(self.rank))
+            agreement.announce(FAIL, report=report_of(self.rank))
         elif script.ends.get(self.rank) == step:
-            agreement.announce_end()
+            agreement.announce(END)
         elif script.exhausted.get(self.rank, step + 1) <= step:
-            agreement.announce_exhausted()
+            agreement.announce(exhausted=True)
         else:
             special = {script.fails.get(self.rank), script.ends.get(self.rank), script.exhausted.get(self.rank)}
             upto = step + 1
@@ -136,7 +136,7 @@ class Rank:
                 if upto in special or note_of(self.rank, upto, script) is not None:
                     break
                 upto += 1
-            agreement.announce_ok(upto - step)
+            agreement.announce(steps=upto - step)
 
     def has_stopped(self, script, agreement):
         """Announce that nothing more is read, and return True, if the rank that reads for this one has left."""
