@@ -66,7 +66,10 @@ def shortage(found: Memory) -> str:
     if sum(found.workers) > max(found.own, found.shared):
         remedy = "Fewer workers (num_workers=), or samples in one array or memory map, which workers share, take less."
     elif found.shared > found.own:
-        remedy = "A smaller prefetch_factor= holds fewer batches; files that are mapped are given back when needed."
+        remedy = (
+            "What is shared is there once for all workers. If it is batches on their way, a smaller prefetch_factor= "
+            "holds fewer; if it is the data set, a memory map of files is given back when needed."
+        )
     else:
         remedy = "Most of it is this process's own: the data set itself, or the model."
     return f"memory is short, and processes will soon be killed. This rank has {found}. {remedy}"

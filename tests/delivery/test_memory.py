@@ -139,7 +139,9 @@ def test_a_shortage_names_who_has_the_most_and_what_helps():
         "0.4 GB of 10.0 GB left." in said
     )
     assert "Fewer workers (num_workers=)" in said
-    assert "prefetch_factor=" in shortage(of(left=4 * 10**8, shared=2 * 10**9))
+    said = shortage(of(left=4 * 10**8, shared=2 * 10**9))
+    assert "a smaller prefetch_factor= holds fewer" in said
+    assert "if it is the data set" in said, "which forked workers only read"
 
 
 def test_a_loop_says_it_once_a_pass_and_goes_on_where_nothing_is_told(monkeypatch, caplog):
