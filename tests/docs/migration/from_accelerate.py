@@ -1,5 +1,6 @@
 """Lines for those who come from Accelerate."""
 
+import numpy as np
 import pytest
 from paddle.io import DataLoader
 
@@ -54,6 +55,23 @@ def equal_steps(new, old):
     given = DataLoader(Made(length=17), batch_size=8)  # the last batch has a row for one rank only
     found = on_each_rank((0, 1), lambda: [local(batch) for batch in sharded(given, **new())])
     assert [len(batch) for batch in found[0]] == [len(batch) for batch in found[1]] == [4, 4, 1]
+
+
+def padded_to_the_longest(rows):
+    longest = max(len(row["ids"]) for row in rows)
+    return {"ids": np.array([np.pad(row["ids"], (0, longest - len(row["ids"]))) for row in rows])}
+
+
+@case(ACCELERATE, "collate_fn= that pads to the longest row, pad_across_processes")
+def as_long_as_the_longest(new, old):
+    data = Made(lambda i: {"ids": np.full(1 + i, i)}, 24)
+    whole = [batch["ids"].tolist() for batch in DataLoader(data, batch_size=8, collate_fn=padded_to_the_longest)]
+    given = DataLoader(data, batch_size=8, collate_fn=padded_to_the_longest)
+    # Ranks that are simulated tell each other nothing: the longest row of each batch is rank 1's.
+    found = on_each_rank((0, 1), lambda: [local(batch["ids"]) for batch in sharded(given, **new())])
+    for mine, others, rows in zip(found[1], found[0], whole, strict=True):
+        assert mine == rows[4:]
+        assert [row + [0] * 4 for row in others] == rows[:4]
 
 
 case(ACCELERATE, "accelerator.gather_for_metrics(values)")(counts_real_rows)

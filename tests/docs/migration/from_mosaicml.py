@@ -4,7 +4,7 @@ from fractions import Fraction
 
 from paddle.io import DataLoader
 
-from paddle_shard import Blocks
+from paddle_shard import Blocks, Mixture
 from tests.docs.migration import DATA, case, flat, real, steps
 from tests.docs.migration.claims import (
     by_a_recipe,
@@ -65,6 +65,14 @@ def samples_of_an_epoch(new, old):
     assert len(rows) == 3 * 48
     web = [row for row in rows if row < 1000]
     assert len(set(web[:70])) == 70, "an epoch of the mixture is no end for its sources"
+
+
+@case(MOSAIC, "proportion= without epoch_size=")
+def as_many_as_there_are(new, old):
+    rows = flat(real(sharded(DataLoader(new(web=WEB, code=CODE), batch_size=8, shuffle=True), ONE)))
+    assert len(rows) == 100
+    shorter = Mixture({"web": WEB, "code": CODE}, weights={"web": 0.1, "code": 0.9})
+    assert len(shorter) == 34, "code has been read once"
 
 
 case(MOSAIC, "replication=2")(replicas_agree)

@@ -1,6 +1,6 @@
 """Lines for those who come from torch and torchdata."""
 
-from paddle.io import BatchSampler, DataLoader
+from paddle.io import BatchSampler, DataLoader, Sampler
 
 from tests.docs.migration import DATA, IDS, case, cut, flat, shuffled, steps, stopped
 from tests.docs.migration.claims import (
@@ -140,7 +140,7 @@ class Backwards(BatchSampler):
         self.at, Backwards.loaded = state["at"], state["at"]
 
 
-@case(STATEFUL, "a sampler with state_dict")
+@case(STATEFUL, "a batch sampler with state_dict")
 def sampler_with_a_state(new, old):
     loader = sharded(new(sampler=Backwards()), ONE)
     batches = iter(loader)
@@ -151,6 +151,42 @@ def sampler_with_a_state(new, old):
     again.load_state_dict(state)
     assert [first, *(local(batch) for batch in again)] == cut(IDS[::-1])
     assert Backwards.loaded is not None
+
+
+class IndicesBackwards(Sampler):
+    """A sampler of indices with a state of its own."""
+
+    def __init__(self):
+        self.at, self.loaded = 0, None
+
+    def __iter__(self):
+        while self.at < 24:
+            self.at += 1
+            yield 24 - self.at
+        self.at = 0
+
+    def __len__(self):
+        return 24
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = self.loaded = state["at"]
+
+
+@case(STATEFUL, "sampler=sampler, which yields indices, with state_dict")
+def sampler_of_indices_with_a_state(new, old):
+    for after in (1, 2):
+        loader = sharded(new(sampler=IndicesBackwards()), ONE)
+        batches = iter(loader)
+        begun, state = [local(next(batches)) for _ in range(after)], loader.state_dict()
+        batches.close()
+        own = IndicesBackwards()
+        again = sharded(new(sampler=own), ONE)
+        again.load_state_dict(state)
+        assert begun + [local(batch) for batch in again] == cut(IDS[::-1])
+        assert own.loaded is not None
 
 
 case(STATEFUL, "torchdata.nodes, or a loader that has to stay")(by_a_recipe("torchdata", "torchdata_recipe"))
