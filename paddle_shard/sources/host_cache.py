@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-from paddle_shard.errors import ArgumentError
+from paddle_shard.errors import ArgumentError, ArgumentTypeError
 from paddle_shard.plan.handlers import ignoring, raise_if_a_handlers
 from paddle_shard.plan.parts import check_count
 from paddle_shard.plan.seeding import derive_key
@@ -61,13 +61,21 @@ class HostCache:
         """Return the cache that the arguments of a source describe.
 
         Raises:
-            ArgumentError: `cache_bytes` is less than 1, or given without `cache_dir`.
+            ArgumentError: `cache_dir` is no local folder; `cache_bytes` is less than 1, or given without `cache_dir`.
+            ArgumentTypeError: `cache_dir` is no path.
         """
         if cache_bytes is not None:
             check_count("cache_bytes", cache_bytes)
             if cache_dir is None:
                 raise ArgumentError(f"cache_bytes={cache_bytes} limits cache_dir, which is not given. Give both.")
-        return None if cache_dir is None else cls(os.path.expanduser(os.fspath(cache_dir)), cache_bytes)
+        if cache_dir is None:
+            return None
+        if not isinstance(cache_dir, str | os.PathLike):
+            raise ArgumentTypeError(f"cache_dir must be the path of a folder, got {cache_dir!r}.")
+        folder = os.path.expanduser(os.fspath(cache_dir))
+        if not folder or is_remote(folder):
+            raise ArgumentError(f"cache_dir must be a folder of this host, where copies are kept, got {cache_dir!r}.")
+        return cls(folder, cache_bytes)
 
     def open(self, name: str, start: int = 0) -> tuple[BinaryIO, int | None]:
         """Open the copy of a remote file at a byte; download it if there is none.

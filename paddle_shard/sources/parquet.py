@@ -85,7 +85,7 @@ def parquet_source(
         raise ArgumentTypeError(f"columns must be a list of names, got one string: {columns!r}. Give [{columns!r}].")
     if columns is not None and (not columns or len(set(columns)) < len(columns)):
         raise ArgumentError(f"columns must be one or more names, each once, or None for all, got {columns!r}.")
-    chosen = None if columns is None else list(columns)
+    chosen, cache = None if columns is None else list(columns), HostCache.of(cache_dir, cache_bytes)
     files = matched(paths)
     if not files:
         raise ArgumentError("paths names no file. Give at least one.")
@@ -104,13 +104,7 @@ def parquet_source(
         raise ArgumentError(f"paths: {len(files)} Parquet files have no row: {', '.join(map(shown, files[:3]))}.")
     return ShardSource(
         list(groups),
-        partial(
-            _read_group,
-            groups=groups,
-            columns=chosen,
-            allow_nulls=allow_nulls,
-            cache=HostCache.of(cache_dir, cache_bytes),
-        ),
+        partial(_read_group, groups=groups, columns=chosen, allow_nulls=allow_nulls, cache=cache),
         files=[file for file, _ in groups.values()],
         counts=counts,
         shuffle_shards=shuffle_shards,

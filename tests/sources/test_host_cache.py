@@ -17,7 +17,7 @@ import pytest
 
 import paddle_shard
 from paddle_shard import Stream
-from paddle_shard.errors import ArgumentError, StateError
+from paddle_shard.errors import ArgumentError, ArgumentTypeError, StateError
 from paddle_shard.inputs.stream import stage_of
 from paddle_shard.sources import host_cache
 from paddle_shard.sources.files import held
@@ -249,3 +249,12 @@ def test_a_run_is_resumed_with_or_without_copies_unless_the_file_has_changed(fir
             batch = next(iter(resumed))
             batch = batch[0] if isinstance(batch, list) else batch
             assert batch._local_value().numpy()[:, 0].tolist() == [4, 5, 6, 7]
+
+
+@pytest.mark.parametrize("kind", CACHED)
+@pytest.mark.parametrize("given", [5, b"cache", "", "s3://bucket/cache", "https://host/cache"])
+def test_a_cache_that_is_no_folder_of_this_host_is_refused(kind, given):
+    error = ArgumentError if isinstance(given, str) else ArgumentTypeError
+
+    with pytest.raises(error, match=f"cache_dir must be .*got {given!r}"):
+        CACHED[kind]("https://host/data", cache_dir=given)
