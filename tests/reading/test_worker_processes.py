@@ -303,7 +303,7 @@ def test_a_worker_whose_own_child_lives_on_is_missed_at_once(code, tmp_path):
 
 
 def test_a_worker_that_is_stopped_counts_as_hung_when_the_timeout_is_over():
-    loader = sharded(Ends(lambda: os.kill(os.getpid(), signal.SIGSTOP)), timeout=1)
+    loader = sharded(Ends(lambda: os.kill(os.getpid(), signal.SIGSTOP)), timeout=4)
     before = children()
     found, error = failure(loader, within=HANG)
 
