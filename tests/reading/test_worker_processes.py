@@ -308,7 +308,7 @@ def test_a_worker_that_is_stopped_counts_as_hung_when_the_timeout_is_over():
     found, error = failure(loader, within=HANG)
 
     assert found == list(range(16))
-    assert "worker 0 has said nothing for 1 s" in str(error)
+    assert "worker 0 has said nothing for 4 s" in str(error)
     assert gone(children() - before, seconds=HANG)
 
 
