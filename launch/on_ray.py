@@ -141,9 +141,11 @@ def main() -> int:
     runtime_env = {"working_dir": options.working_dir} if options.working_dir else None
     try:
         ray.init(address="auto", runtime_env=runtime_env, log_to_driver=False)
-    except ConnectionError as error:
-        say(f"no Ray cluster: {error}. Start one with: ray start --head; or set RAY_ADDRESS")
+    except (ConnectionError, ValueError) as error:
+        say(f"no Ray cluster: {error}. Start one with: ray start --head; or correct RAY_ADDRESS, or unset it")
         return 2
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, frame: received.append(number))
     try:

@@ -26,22 +26,24 @@ def connect() -> None:
     """Connect this process to Ray, unless it is.
 
     Raises:
-        ConnectionError: Nothing answers at the address that `RAY_ADDRESS` names. Ray itself would try for minutes.
+        ConnectionError: `RAY_ADDRESS` is no address, or nothing answers there. Ray itself would try for minutes.
     """
     import ray
 
     if ray.is_initialized():
         return
-    address = os.environ.get("RAY_ADDRESS", "")
+    address, way_out = os.environ.get("RAY_ADDRESS", ""), "Start one there (ray start --head), or correct or unset it"
     if found := re.fullmatch(r"(?:ray://)?\[?([^/]+?)\]?:(\d+)", address):
         try:
             socket.create_connection((found[1], int(found[2])), _CONNECT_SECONDS).close()
         except OSError as error:
             raise_if_a_handlers(error)
-            way_out = "Start one there (ray start --head), or correct or unset RAY_ADDRESS"
             raise ConnectionError(f"no Ray cluster answers at RAY_ADDRESS={address} ({error}). {way_out}.") from error
     ours = signal.getsignal(signal.SIGTERM)
-    ray.init(address="auto")
+    try:
+        ray.init(address="auto")
+    except ValueError as error:
+        raise ConnectionError(f"RAY_ADDRESS={address} names no Ray cluster ({error}). {way_out}.") from error
     if threading.current_thread() is threading.main_thread():  # Ray takes the signal; it is the user's
         signal.signal(signal.SIGTERM, ours)
 

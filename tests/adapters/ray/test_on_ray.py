@@ -121,3 +121,30 @@ def test_a_script_that_is_not_there_is_told(tmp_path):
 
     assert done.returncode == 2
     assert "script 'nothing.py' is not a file, seen from" in done.stderr
+
+
+def test_an_address_that_is_none_is_named_without_a_traceback(launch):
+    start, _ = launch
+
+    run = start(RAY_ADDRESS="nonsense")
+    _, err = run.communicate(timeout=HANG)
+
+    assert run.returncode == 2
+    assert "on_ray.py: no Ray cluster: Invalid address format: nonsense. Start one with: ray start --head" in err
+    assert "Traceback" not in err
+
+
+def test_a_loader_names_an_address_that_is_none(launch):
+    code = "from paddle_shard.sources.ray_data import connect; connect()"
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "RAY_ADDRESS": "nonsense"},
+        capture_output=True,
+        text=True,
+        timeout=HANG,
+    )
+
+    assert (
+        "ConnectionError: RAY_ADDRESS=nonsense names no Ray cluster (Invalid address format: nonsense). Start one"
+        in run.stderr
+    )
