@@ -91,9 +91,10 @@ class TrainerCallback:
         """Put the loader where it stood."""
         saved, self._loaded = self._loaded, None
         if saved is not None:
-            loader = self._loader(others.get("train_dataloader"))
-            loader.load_state_dict(saved)
-            loader.set_epoch(saved["epoch"] + saved["ended"])
+            # All of them, since the one that will be trained on has delivered nothing yet by which to tell it.
+            for loader in self._made_of(others.get("train_dataloader")):
+                loader.load_state_dict(saved)
+                loader.set_epoch(saved["epoch"] + saved["ended"])
 
     def on_log(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Give the statistics of the data to the writer."""
@@ -126,17 +127,29 @@ class TrainerCallback:
             return lambda *args, **others: None  # an event that does not matter here
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
-    def _loader(self, given: Any) -> ShardDataloader:
-        """Return the loader of the trainer's own DataLoader, of which a static model's trainer makes two."""
+    def _made_of(self, given: Any) -> list[ShardDataloader]:
+        """Return the loaders of the trainer's DataLoader.
+
+        A static model's trainer makes two, and one that trains again makes another.
+        """
         if isinstance(given, ShardDataloader):
-            return given
+            return [given]
         found = [loader for loader in self._loaders if given is None or loader.given is given]
         if not found:
             raise ArgumentError(
                 "TrainerCallback has not seen the loader that the trainer trains on. Give its `add` to the patch, "
                 "before the trainer is imported: paddle_shard.patch_paddle(on_loader=callback.add)."
             )
-        return found[0]
+        if len({id(loader.given) for loader in found}) > 1:
+            raise ArgumentError(
+                f"TrainerCallback has seen loaders of {len({id(loader.given) for loader in found})} DataLoaders, and "
+                "the trainer does not say which one it trains on (train_dataloader=). Give `add` that one's only."
+            )
+        return found
+
+    def _loader(self, given: Any) -> ShardDataloader:
+        """Return the one of them that is trained on: it has delivered last."""
+        return max(self._made_of(given), key=lambda loader: loader._run.delivered_at)
 
 
 def _name(rank: int) -> str:

@@ -208,6 +208,11 @@ class Run:
         newest = self._newest
         return self.start() if newest is None or newest.epoch != self.epoch else newest.start
 
+    @property
+    def delivered_at(self) -> float:
+        """When the newest batch was handed over since a state was loaded, by `time.perf_counter`; 0.0: none was."""
+        return 0.0 if self._latest is None else self._latest.noted_at
+
     # The epoch
 
     def _samplers_epoch(self) -> int | None:

@@ -68,6 +68,43 @@ def test_a_run_goes_on_at_any_step_in_the_order_of_its_epoch(stop, static, tmp_p
     assert begun + rest == straight
 
 
+@pytest.mark.parametrize("passed", [True, False])
+@pytest.mark.parametrize("static", [False, True])
+def test_a_trainer_that_trains_again_goes_on_where_it_was(passed, static, tmp_path):
+    given, position = paddle.io.DataLoader(Ids(), batch_size=4), paddle_shard.TrainerCallback()
+    args = SimpleNamespace(output_dir=str(tmp_path), ignore_data_skip=False, resume_from_checkpoint=None)
+    state, named = SimpleNamespace(global_step=0), {"train_dataloader": given} if passed else {}
+    position.on_init_end(args, state, None)
+
+    def train(upto):
+        with paddle_shard.patch_paddle(on_loader=position.add):
+            loader = sharded(given)
+            if static:
+                next(sharded(given)())
+        position.on_train_begin(args, state, None, **named)
+        position.on_epoch_begin(args, state, None, **named)
+        found = []
+        for batch in loader:
+            found += batch._local_value().numpy().tolist()
+            state.global_step += 1
+            position.on_save(args, state, None, **named)
+            if state.global_step == upto:
+                break
+        return found
+
+    assert [train(1), train(3), train(EPOCH)] == [[0, 1, 2, 3], list(range(4, 12)), list(range(12, 20))]
+
+
+def test_a_trainer_that_does_not_say_on_which_of_two_it_trains_is_asked(tmp_path):
+    position = paddle_shard.TrainerCallback()
+    with paddle_shard.patch_paddle(on_loader=position.add):
+        for _ in range(2):
+            sharded(paddle.io.DataLoader(Ids(), batch_size=4))
+
+    with pytest.raises(ArgumentError, match=r"loaders of 2 DataLoaders, .* \(train_dataloader=\)"):
+        position.on_save(SimpleNamespace(output_dir=str(tmp_path)), SimpleNamespace(global_step=1), None)
+
+
 def test_a_checkpoint_elsewhere_is_given_and_one_without_a_position_is_refused(tmp_path):
     trained(tmp_path / "old", paddle_shard.TrainerCallback(), stop=2)
 
