@@ -121,7 +121,7 @@ class StepNotes:
             raise SplitError(
                 f"the data is split already, and the ranks' batches have different numbers of rows: {shown}. Give "
                 "every data rank as many rows at each step; a last batch that is short is filled with tail='fill', or "
-                "left out with tail='drop'."
+                "left out with tail='drop', if the batch_sampler has a batch_size by which it is known to be short."
             )
         if self._pad_to is not None:
             batch.value = finished(batch.value, self._shapes)

@@ -20,6 +20,7 @@ from paddle_shard.plan.state import LoaderState
 from paddle_shard.plan.step import Deal, GlobalBatch, Step, as_ids
 from paddle_shard.plan.tails import Tail
 from paddle_shard.samplers.plan_batches import IndexBatches
+from paddle_shard.say_once import say_once
 
 Value = TypeVar("Value")
 Drawn = tuple[list[Any], Any]
@@ -71,6 +72,9 @@ class UserBatches(IndexBatches):
     must draw alike; empty before that is known."""
     _ends: dict[int, Any] = field(default_factory=dict, compare=False)
     """Epoch -> the sampler's own state after a pass has seen its end."""
+    _trusted: list[bool] = field(default_factory=list, compare=False)
+    """[True] if a copy of the sampler that is given its state goes on as the sampler does; empty before that is known.
+    If not, a run that is resumed draws the epoch again up to its position."""
     _begun: list[int] = field(default_factory=list, compare=False)
     """Epochs of the passes that were begun on a sampler that can serve only one."""
 
@@ -232,9 +236,15 @@ class UserBatches(IndexBatches):
         if own_state:
             draw.load(saved["now"], saved["began"])
         elif start.samples:
+            if "began" in saved:  # its own state would not resume it
+                self._trusted[:] = [False]
+                draw.load(saved["began"], saved["began"])
             drawn = self._replay(drawn, start, draw)
-        number, least = start.steps, self.nominal_size or 0
+        number, least, before = start.steps, self.nominal_size or 0, list[Any]()
         for (batch, state), last in seen_ahead(drawn, lambda one: len(one[0]) % self._unit or len(one[0]) < least):
+            if before and not self._trusted:
+                self._trusted.append(self._goes_on(draw, before[0], batch))
+            before = [] if draw.owner is None else [state]
             padding: list[Any] | None = []
             if last:
                 # A sampler that was resumed with its own state has not drawn the first samples again.
@@ -253,6 +263,24 @@ class UserBatches(IndexBatches):
             )
         if draw.owner is not None:
             self._ends[draw.epoch] = copy.deepcopy(draw.owner.state_dict())
+
+    def _goes_on(self, draw: Draw, state: Any, batch: list[Any]) -> bool:
+        """Return whether a copy of the sampler that is given its state draws the batch that has come next."""
+        again = Draw(self._copy(), draw.epoch, self)
+        try:
+            again.load(state, draw.began)
+            found, _ = next(iter(again), ([], None))
+        except Exception as error:
+            raise_if_a_handlers(error)
+            found = [f"{type(error).__name__}: {error}"]
+        if found != batch:
+            say_once(
+                f"the batch_sampler {self._name} does not go on where its state_dict() says that it is: given that "
+                f"state, a copy draws {_some(found)} next, and not {_some(batch)}. So a run that is resumed draws the "
+                "epoch again up to its position; only a state from the first step of a run is taken at its word. A "
+                "state has to count a batch when it is yielded: `self.position += 1` stands before `yield`."
+            )
+        return found == batch
 
     def _head(self, draw: Draw) -> list[Any]:
         """Return the first samples of an epoch that was resumed with the sampler's own state."""
@@ -375,7 +403,9 @@ class Draw:
         self.head_size = of.nominal_size or of.num_data_ranks * of.accumulation
         self.owner = owner_of(sampler)
         """The object that holds the sampler's state, or None."""
-        self._hash = hashlib.blake2b(digest_size=8)
+        self._hash, self._trusted = hashlib.blake2b(digest_size=8), of._trusted
+        self._whole = True
+        """True if the draws so far are those of the epoch."""
         with self._randomness():
             self.began = self._state()
             """The owner's state at the beginning of the epoch."""
@@ -393,7 +423,7 @@ class Draw:
             )
         with self._randomness():
             self.owner.load_state_dict(copy.deepcopy(now))  # which the sampler may keep and change
-        self.began = began
+        self.began, self._whole = began, now is began
 
     def __iter__(self) -> Iterator[Drawn]:
         with self._randomness():  # some samplers draw the whole order here, others in each `next`
@@ -417,10 +447,11 @@ class Draw:
     def noted(self, batch: list[Any], state: Any) -> dict[str, Any]:
         """Record that a batch is served; return its samples and the state that resumes the sampler after it."""
         ids = as_ids(batch)
-        if self.owner is not None:
-            return {"drawn": ids, "sampler_state": {"now": state, "began": self.began}}
         self._hash.update(ids.tobytes())
-        return {"drawn": ids, "sampler_state": {"drawn": self.digest}}
+        saved: dict[str, Any] = {"drawn": self.digest} if self._whole else {}
+        if self.owner is not None:
+            saved = {"now": state, "began": self.began} if self._trusted != [False] else {**saved, "began": self.began}
+        return {"drawn": ids, "sampler_state": saved}
 
 
 _END = object()
@@ -435,6 +466,10 @@ def owner_of(sampler: Any) -> Any:
     """Return the batch sampler or its sampler, whichever has a state; None if neither has one."""
     wanted = ("state_dict", "load_state_dict")
     return next((s for s in samplers(sampler) if all(callable(getattr(s, name, None)) for name in wanted)), None)
+
+
+def _some(batch: list[Any]) -> str:
+    return repr(batch) if len(batch) <= 4 else f"[{', '.join(map(repr, batch[:4]))}, ...]"
 
 
 def _indices(found: Any, step: int) -> list[Any]:

@@ -331,3 +331,125 @@ def test_what_a_sampler_has_saved_is_covered_by_the_checksum_of_a_state(way):
     resumed = loader({"set": set()})
     resumed.load_state_dict(other.state_dict())
     assert next(iter(resumed)).numpy().tolist() == [3, 4, 5]
+
+
+# Samplers whose state is not where they are
+
+
+class Right(BatchSampler):
+    """Shuffled by its own epoch, which its state holds; it counts a batch before it yields it."""
+
+    def __init__(self):
+        self.position, self.ended, self.batch_size, self.drop_last = 0, 0, 4, False
+
+    def order(self):
+        return np.random.RandomState(self.ended).permutation(40).reshape(10, 4).tolist()
+
+    def __iter__(self):
+        batches = self.order()
+        while self.position < 10:
+            self.position += 1
+            yield batches[self.position - 1]
+        self.position, self.ended = 0, self.ended + 1
+
+    def __len__(self):
+        return 10
+
+    def state_dict(self):
+        return {"position": self.position, "ended": self.ended}
+
+    def load_state_dict(self, state):
+        self.position, self.ended = state["position"], state["ended"]
+
+
+class CountsAfterwards(Right):
+    def __iter__(self):
+        batches = self.order()
+        while self.position < 10:
+            yield batches[self.position]
+            self.position += 1
+        self.position, self.ended = 0, self.ended + 1
+
+
+class KnowsItsEpochOnly(Right):
+    def state_dict(self):
+        return {"position": 0, "ended": self.ended}
+
+
+class BeginsAnew(Right):
+    """A state that was loaded is lost when it is iterated over."""
+
+    def __iter__(self):
+        self.position = 0
+        return super().__iter__()
+
+
+class IsOneBehind(Right):
+    def state_dict(self):
+        return {"position": max(0, self.position - 1), "ended": self.ended}
+
+
+@pytest.mark.parametrize("inner", [False, True])
+@pytest.mark.parametrize("cls", [Right, CountsAfterwards, KnowsItsEpochOnly, BeginsAnew, IsOneBehind])
+@pytest.mark.parametrize("stops", [(2,), (7,), (12,), (2, 3, 4), (10, 5)])
+def test_each_sample_is_drawn_once_whatever_a_samplers_state_says(stops, cls, inner):
+    def made():
+        sampler = cls() if not inner else BatchSampler(sampler=OfBatches(cls()), batch_size=4)
+        return sharded(DataLoader(Made(length=40), batch_sampler=sampler), ONE)
+
+    def steps(loader, most):
+        found = []
+        while len(found) < most and loader.epoch < 2:
+            batches = iter(loader)
+            for batch in batches:
+                found.append(local(batch))
+                if len(found) == most:
+                    break
+            state = json.loads(json.dumps(loader.state_dict()))
+            batches.close()
+        return found, state
+
+    found, state = steps(made(), stops[0])
+    for stop in (*stops[1:], 100):
+        loader = made()
+        loader.load_state_dict(state)
+        more, state = steps(loader, stop)
+        found += more
+
+    assert found == locals_of(made()) + np.random.RandomState(1).permutation(40).reshape(10, 4).tolist()
+
+
+def test_a_sampler_that_does_not_go_on_where_its_state_says_is_named_at_the_beginning_of_a_run(caplog):
+    class OneTooFew(CountsAfterwards):
+        pass
+
+    class Exact(Right):
+        pass
+
+    for cls in (OneTooFew, Exact):
+        assert len(locals_of(sharded(DataLoader(Made(length=40), batch_sampler=cls()), ONE))) == 10
+
+    (said,) = [record.getMessage() for record in caplog.records if "does not go on" in record.getMessage()]
+    assert "the batch_sampler OneTooFew does not go on where its state_dict() says that it is" in said
+    assert "a copy draws [22, 20, 25, 4] next, and not [10, 15, 28, 11]" in said
+    assert "`self.position += 1` stands before `yield`" in said
+
+
+class OfBatches:
+    """The indices of a batch sampler, one by one, with its state: right between two batches only."""
+
+    def __init__(self, of):
+        self.of = of
+
+    def __iter__(self):
+        for batch in self.of:
+            yield from batch
+
+    def __len__(self):
+        return 40
+
+    def state_dict(self):
+        return self.of.state_dict()
+
+    def load_state_dict(self, state):
+        self.of.load_state_dict(state)
