@@ -15,6 +15,9 @@ from paddle_shard.plan.parts import check_count
 MAX_WINDOW = 1 << 16
 """Most pieces of a window: their numbers in it take 2 bytes."""
 
+_MOST_PIECES = 1 << 32
+"""Most pieces of a plan, which would take 40 GB."""
+
 _FEWER = 0.2
 """Share of the rows that are left to be opened later, when it is known what does not fit into the first ones."""
 _PAIR = MAX_WINDOW
@@ -141,6 +144,11 @@ class Packing:
         self._first_piece = None if (counts == 1).all() else np.concatenate([[0], np.cumsum(counts)])
         self.num_pieces = len(lengths) if self._first_piece is None else int(self._first_piece[-1])
         """Documents, and the stretches of long ones."""
+        if self.num_pieces > _MOST_PIECES:
+            raise ArgumentError(
+                f"lengths: the longest document has {int(lengths.max())} tokens, and all together fill "
+                f"{self.num_pieces} pieces of up to {self.length}, more than a plan can hold. Are these numbers of tokens?"
+            )
         orders, sizes, self.most_pieces = [], [], 0
         for first in range(0, self.num_pieces, self.window):
             _, begins, ends = self._cut(np.arange(first, min(first + self.window, self.num_pieces)))

@@ -130,6 +130,11 @@ def _timed(function):
         ([1], {"length": True}, "length must be an int in"),
         ([1], {"window": 0}, "window must be an int in"),
         ([1], {"window": 65537}, "window must be an int in"),
+        (
+            [2**40, 1],
+            {},
+            r"the longest document has 1099511627776 tokens, .* 274877906945 pieces of up to 4, more than",
+        ),
     ],
 )
 def test_bad_arguments_are_named(lengths, options, says):
