@@ -147,7 +147,7 @@ class Packing:
         if self.num_pieces > _MOST_PIECES:
             raise ArgumentError(
                 f"lengths: the longest document has {int(lengths.max())} tokens, and all together fill "
-                f"{self.num_pieces} pieces of up to {self.length}, more than a plan can hold. Are these numbers of tokens?"
+                f"{self.num_pieces} pieces of up to {self.length}, more than a plan can hold. Are these tokens?"
             )
         orders, sizes, self.most_pieces = [], [], 0
         for first in range(0, self.num_pieces, self.window):
