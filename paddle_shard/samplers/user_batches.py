@@ -266,7 +266,11 @@ class UserBatches(IndexBatches):
 
     def _goes_on(self, draw: Draw, state: Any, batch: list[Any]) -> bool:
         """Return whether a copy of the sampler that is given its state draws the batch that has come next."""
-        again = Draw(self._copy(), draw.epoch, self)
+        try:
+            again = Draw(self._own(draw.epoch), draw.epoch, self)
+        except Exception as error:  # it cannot be copied
+            raise_if_a_handlers(error)
+            return True
         try:
             again.load(state, draw.began)
             found, _ = next(iter(again), ([], None))

@@ -1,6 +1,7 @@
 """Samplers that split already, that have a state, an epoch or holes."""
 
 import json
+import threading
 
 import numpy as np
 import paddle
@@ -426,8 +427,15 @@ def test_a_sampler_that_does_not_go_on_where_its_state_says_is_named_at_the_begi
     class Exact(Right):
         pass
 
-    for cls in (OneTooFew, Exact):
+    class NotToBeCopied(CountsAfterwards):
+        def __init__(self):
+            super().__init__()
+            self.lock = threading.Lock()
+
+    for cls in (OneTooFew, Exact, NotToBeCopied):
         assert len(locals_of(sharded(DataLoader(Made(length=40), batch_sampler=cls()), ONE))) == 10
+    short = BatchSampler(sampler=OfBatches(Exact()), batch_size=32, drop_last=True)
+    assert len(locals_of(sharded(DataLoader(Made(length=40), batch_sampler=short), ONE))) == 1
 
     (said,) = [record.getMessage() for record in caplog.records if "does not go on" in record.getMessage()]
     assert "the batch_sampler OneTooFew does not go on where its state_dict() says that it is" in said
