@@ -32,7 +32,8 @@ def connect() -> None:
 
     if ray.is_initialized():
         return
-    address, way_out = os.environ.get("RAY_ADDRESS", ""), "Start one there (ray start --head), or correct or unset it"
+    address = os.environ.get("RAY_ADDRESS", "")
+    way_out = "Start one there (ray start --head), or correct or unset RAY_ADDRESS"
     if found := re.fullmatch(r"(?:ray://)?\[?([^/]+?)\]?:(\d+)", address):
         try:
             socket.create_connection((found[1], int(found[2])), _CONNECT_SECONDS).close()

@@ -36,7 +36,7 @@ class Run:
     def go(self, most=None, save_every=3):
         batches = iter(self.loader)
         for batch in batches:
-            ids, valid = batch.numpy().reshape(-1), batches.valid.numpy()
+            ids, valid = (one._local_value().numpy().reshape(-1) for one in (batch, batches.valid))
             self.steps.append((batches.epoch, batches.step - 1, ids[valid].tolist()))
             if batches.step % save_every == 0:
                 state = json.loads(json.dumps(self.loader.state_dict()))
@@ -176,7 +176,7 @@ def test_weights_that_were_switched_since_hold_again_from_the_same_sample(prefet
 
     def rows(batches, most=None):
         return [
-            batch.numpy().reshape(-1).tolist()
+            batch._local_value().numpy().reshape(-1).tolist()
             for _, batch in zip(range(99 if most is None else most), batches, strict=False)
         ]
 
@@ -452,8 +452,8 @@ def test_a_switch_that_was_taken_back_since_a_state_was_saved_is_taken_back_agai
     first.set_weights({"a": 0, "b": 1}, at=24)
     state = first.state_dict()
     first.set_weights({"a": 3, "b": 1}, at=20)
-    seen = [batch.numpy().reshape(-1).tolist() for batch in first]
+    seen = [batch._local_value().numpy().reshape(-1).tolist() for batch in first]
     answer = asked("skip", tmp_path / "run.jsonl", "--step", 8, "--json")
     again = loader()
     exec(answer["python"], {"loader": again, "state": state})
-    assert [batch.numpy().reshape(-1).tolist() for batch in again] == [*seen[:8], *seen[9:]]
+    assert [batch._local_value().numpy().reshape(-1).tolist() for batch in again] == [*seen[:8], *seen[9:]]
