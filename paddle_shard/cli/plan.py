@@ -127,6 +127,7 @@ def planned(options: argparse.Namespace) -> Planned:
         ArgumentError: They do not say it.
     """
     check_count("--epoch", options.epoch or 0, 0)
+    check_count("--ranks-per-host", 1 if options.ranks_per_host is None else options.ranks_per_host)
     if options.record is not None:
         return _of_record(options)
     known = options.source or options.files or options.samples is not None
@@ -164,7 +165,9 @@ def _of_record(options: argparse.Namespace) -> Planned:
         found.said.append(f"There is no plan to show: {job.unknown or 'nothing was delivered yet'}.")
         if (parts := job.parts_plan()) is not None:
             found.plan_of_parts = parts
-            found.said.append([{**group, "parts": of} for group, of in shares_of(job.meshes, parts.parts_of)])
+            shares = [{**group, "parts": of} for group, of in shares_of(job.meshes, parts.parts_of)]
+            found.facts["parts"] = _with_workers(found, shares, options.workers)
+            found.said.append(found.facts["parts"])
         return found
     found.epoch, found.skips = newest.epoch if options.epoch is None else options.epoch, newest.skips
     # An epoch that was never begun is what the newest job would make of it.
@@ -197,25 +200,46 @@ def _look_at_files(options: argparse.Namespace, found: Planned, cut: dict[str, i
     found.view = {"files": names}
     _look_at_cache(options, found, plan)
     sizes = source.part_sizes(Opening(parts=tuple(range(parts)), num_parts=parts, seed=options.seed, epoch=found.epoch))
+    shares: list[dict[str, Any]] = [{"data_rank": at, "parts": plan.parts_of(at)} for at in range(plan.num_data_ranks)]
+    for share in shares:
+        share["bytes"] = None if sizes is None else sum(sizes[part] for part in share["parts"])
+    found.facts |= {"files": source.num_shards, "parts": parts}
+    found.facts["bytes"] = of_ranks = _with_workers(found, shares, options.workers)
+    found.said += [f"{source.num_shards} files in {parts} parts", of_ranks]
     if sizes is None:
         found.said.append("The sizes of the files are not known here, and so neither is what the parts differ by.")
         return
-    held = [plan.parts_of(data_rank) for data_rank in range(plan.num_data_ranks)]
-    of_ranks = [{"data_rank": at, "parts": of, "bytes": sum(sizes[part] for part in of)} for at, of in enumerate(held)]
-    if options.workers:
-        for row, of in zip(of_ranks, held, strict=True):
-            row["parts of each worker"] = [list(chunk) for chunk in chunks_of(of, options.workers)]
-        if (idle := options.workers - len(held[0])) > 0:
-            what = f"{options.workers} workers of each rank share {len(held[0])} parts: {idle} of them read nothing"
-            found.hazards.append((what, f"num_workers={len(held[0])}, or more parts (in_parts(), larger batches)"))
-    found.facts |= {"files": source.num_shards, "parts": parts, "bytes": of_ranks}
-    found.said += [f"{source.num_shards} files in {parts} parts", of_ranks]
     mean, drops = max(1, sum(sizes)) / parts, plan.ending.drops
     lost = 1 - min(sizes) / mean if drops else 1 - mean / max(1, *sizes)
     if lost > _MUCH and (plan.ending.pads or drops):
         what = f"about {lost:.0%} {'of the data is dropped' if drops else 'of all rows are padding'}"
         what = f"the parts differ in size: {what}, since files that are not counted are not cut{found.where}"
         found.hazards.append((what, "Count the samples (counts=True; for tars paddle-shard index), or use more files"))
+
+
+def _with_workers(found: Planned, shares: Rows, workers: int) -> Rows:
+    """Return who holds which parts, with the parts of each of its workers; those that would get none are a hazard."""
+    if not workers:
+        return shares
+    if (idle := workers - (held := min(len(share["parts"]) for share in shares))) > 0:
+        what = f"{workers} workers of each rank share {held} parts: {idle} of them read nothing"
+        found.hazards.append((what, f"num_workers={held}, or more parts (in_parts(), larger batches)"))
+    return [{**one, "parts of each worker": [[*of] for of in chunks_of(one["parts"], workers)]} for one in shares]
+
+
+def _reading(asked: Planned, options: argparse.Namespace) -> dict[int, int]:
+    """Return the ranks that read, each with its host. A leader reads for those of its host that get the same rows.
+
+    Ranks are on hosts in their order; all are on one if it is not known how many a host has.
+    """
+    rows, first, each = dict[int, tuple[Any, ...]](), dict[Any, int](), options.ranks_per_host
+    for group, share in shares_of(asked.meshes, lambda *mine: (mine,)):
+        for rank in group["ranks"]:
+            rows[rank] = tuple(dict.fromkeys(rows[rank] + share)) if rank in rows else share
+    for rank in sorted(rows):
+        host = rank // each if each else 0
+        first.setdefault((host, rank if asked.replicas == "each" else rows[rank]), rank)
+    return {rank: host for (host, _), rank in first.items()}
 
 
 def _look_at_cache(options: argparse.Namespace, found: Planned, plan: PartsPlan) -> None:
@@ -226,18 +250,15 @@ def _look_at_cache(options: argparse.Namespace, found: Planned, plan: PartsPlan)
     if len(known) < len(sizes):
         found.said.append("How large cache_bytes must be is not known: --cache-bytes asks the servers for the sizes.")
         return
-    ranks = sorted({rank for mesh, _ in found.meshes for rank in mesh.process_ids})
-    each, files = options.ranks_per_host or len(ranks), 0
-    for start in range(0, len(ranks), each):
-        host, readers = set(ranks[start : start + each]), Counter[int]()
-        for group, parts in shares_of(found.meshes, plan.parts_of):
-            here = len(host.intersection(group["ranks"]))
-            readers.update(dict.fromkeys(parts, min(1, here) if found.replicas == "leader" else here))
-        # Ranks that read the same part are not at the same row: one may be in the next file already.
-        files = max(files, sum(min(2, number) for number in readers.values()))
-    found.facts["least cache_bytes"] = least = least_bytes(known, files)
+    reading, readers, files = _reading(found, options), Counter[tuple[int, int]](), Counter[int]()
+    for group, parts in shares_of(found.meshes, plan.parts_of):
+        readers.update((reading[rank], part) for rank in reading.keys() & group["ranks"] for part in parts)
+    for (host, _), number in readers.items():
+        files[host] += min(2, number)  # they are not at the same row: one may be in the next file already
+    found.facts["least cache_bytes"] = least = least_bytes(known, most := max(files.values()))
+    each = options.ranks_per_host or len({rank for mesh, _ in found.meshes for rank in mesh.process_ids})
     ranks_of_host = f"for {each} ranks of a host"
-    found.said.append(f"cache_bytes={least} would be enough {ranks_of_host}, which read up to {files} files at once")
+    found.said.append(f"cache_bytes={least} would be enough {ranks_of_host}, which read up to {most} files at once")
     if given is not None and given < least:
         what = f"cache_bytes={given} is too little {ranks_of_host}: some files are read from their servers"
         found.hazards.append((f"{what}, by each process that needs them", f"cache_bytes={least} has room for all"))
@@ -355,7 +376,7 @@ PLANNED: Sequence[Argument] = [
     ("--source", _SOURCE),
     ("--files", {"nargs": "+", "metavar": "FILE", "help": "files of a stream that are not counted; patterns, too"}),
     ("--cache-bytes", {"type": int, "help": "is it enough for copies of --files? Asks servers how large they are"}),
-    ("--ranks-per-host", {"type": int, "help": "ranks that share a cache; else all do"}),
+    ("--ranks-per-host", {"type": int, "help": "ranks that share a cache and a leader; else all do"}),
     ("--tail", {"choices": list(TAILS), "default": "pad"}),
     ("--shuffle", {"nargs": "?", "const": "True", "default": "False", "choices": list(map(str, ORDERINGS))}),
     ("--seed", {"type": int, "default": 0}),
@@ -387,13 +408,17 @@ def plan(options: argparse.Namespace) -> Answer:
         said.append(f"mesh {number}: {shape}; {how}: {mesh.num_data_ranks(axes)} data ranks")
         few, groups = len(mesh.process_ids) <= _MOST_SHOWN, [one for one in found["meshes"] if one["mesh"] == number]
         said.append(grid_of(mesh, axes) if few else groups[:_MOST_SHOWN])
-    leads, parts = asked.replicas == "leader", asked.plan_of_parts
-    reading = {min(one["ranks"]) if leads else rank for one in found["meshes"] for rank in one["ranks"]}
+    parts, reading = asked.plan_of_parts, _reading(asked, options)
     workers = options.workers if parts is None else min(options.workers, parts.num_parts // parts.num_data_ranks)
     found["reading processes"] = len(reading) * max(1, workers)
-    said += [f"{found['reading processes']} processes read" + " (workers)" * (options.workers > 0), *asked.said]
+    who = f"{found['reading processes']} processes read" + " (workers)" * (options.workers > 0)
+    if asked.replicas != "each":
+        each = options.ranks_per_host
+        hosts = f"{each} ranks share a host" if each else "all share one (else give --ranks-per-host)"
+        who += f", one of the ranks of a host that get the same rows: {hosts}"
+    said += [who, *asked.said]
     if (plan := asked.plan) is not None:
-        readers = max(len(group["ranks"]) for group in found["meshes"]) if asked.replicas == "each" else 1
+        readers = max(len(reading.keys() & group["ranks"]) for group in found["meshes"])
         facts = found["plan"] = {**facts_of_plan(plan), "reads of each sample": readers}
         said.append([{"what": name, "number": value} for name, value in facts.items()])
         of, meshes, holders, skips = asked.step_of or (plan, asked.meshes, asked.holders, asked.skips)
