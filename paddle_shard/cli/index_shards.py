@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
 
 from paddle_shard.cli.answer import Answer, command
 from paddle_shard.errors import PaddleShardError
@@ -42,24 +41,3 @@ def index(options: argparse.Namespace) -> Answer:
     total = sum(entry.samples for entry in entries.values())
     text = f"{options.output}: {total} samples in {len(entries)} shards"
     return Answer(found={name: entry.samples for name, entry in entries.items()}, said=[text])
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command by its older name, `python -m paddle_shard.cli.index_shards`.
-
-    Args:
-        arguments: Of the command line; None: those of this process.
-
-    Returns:
-        0; 1 if a shard cannot be read whole: then nothing is written.
-    """
-    parser = argparse.ArgumentParser(prog="python -m paddle_shard.cli.index_shards", description=index.answer.__doc__)
-    for argument, how in index.arguments:
-        parser.add_argument(*argument.split(), **how)
-    answer = index.answer(parser.parse_args(arguments))
-    print(answer, file=sys.stderr)
-    return int(answer.failed)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -56,12 +56,6 @@ _REMEDIES = {
 """What may be wrong with a sample, and what helps."""
 
 
-class _Further(NamedTuple):
-    """Stands for the forms of a field beyond those that are told apart: all that are of one type."""
-
-    kind: str
-
-
 @dataclass
 class _Shard:
     """What a file holds."""
@@ -87,7 +81,7 @@ class _Shard:
                 self.lengths[name][length] += 1
             forms, form = self.forms[name], value if name is None else _form(value)
             if form not in forms and len(forms) >= _MOST_FORMS:
-                form = _Further(type(value).__name__)
+                form = type(value)  # stands for all further ones of this type
             if form not in forms:
                 forms[form] = [0, len(self.keys), _stand_in(value)]
             forms[form][0] += 1
@@ -186,7 +180,7 @@ def _unlike(shards: Sequence[_Shard], ragged: Collection[str]) -> Iterator[dict[
         for name, forms in shard.forms.items():
             for form, (num, number, value) in forms.items():
                 kinds.setdefault((name, form), [0, shard, number, value])[0] += num
-    by_number = sorted(kinds.items(), key=lambda one: (isinstance(one[0][1], _Further), -one[1][0]))
+    by_number = sorted(kinds.items(), key=lambda one: (isinstance(one[0][1], type), -one[1][0]))
     for (name, _), (num, shard, number, value) in by_number:
         most, so_many = usual.setdefault(name, value), f" ({num} of this kind)"
         if name is None:

@@ -12,14 +12,13 @@ from typing import Any
 from paddle_shard.cli.answer import shapes_of
 from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.blocks import BlockOrder, Blocks
-from paddle_shard.plan.mesh import Axes, MeshLayout
+from paddle_shard.plan.mesh import Axes, MeshLayout, replica_groups
 from paddle_shard.plan.mixture import Mixing, is_sample_id, source_and_index
 from paddle_shard.plan.orders import PaddleOrdering, PaddleSequential, Sequential, Shuffled
 from paddle_shard.plan.parts import PartsPlan
 from paddle_shard.plan.shard_plan import ShardPlan
 from paddle_shard.plan.shuffle import VERSION
 from paddle_shard.plan.skips import Skips
-from paddle_shard.record.places import groups_of
 from paddle_shard.record.timeline import Leg, Timeline
 
 MAX_SAMPLES = 1 << 52
@@ -154,7 +153,7 @@ def page_of(view: Mapping[str, Any], hazards: Iterable[tuple[str, str]] = ()) ->
 def _mesh(mesh: MeshLayout, data_axes: Axes, parts: PartsPlan | None) -> dict[str, Any]:
     """Return a mesh; of a stream, with the parts of each data rank."""
     count, names = mesh.num_data_ranks(data_axes), [mesh.axes[axis] for axis in mesh.axis_indices(data_axes)]
-    data_rank = {rank: group["data_rank"] for group in groups_of([(mesh, names)]) for rank in group["ranks"]}
+    data_rank = {rank: at for at, group in enumerate(replica_groups(mesh, names)) for rank in group}
     return {
         "axes": mesh.axes,
         "shape": mesh.shape,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import random
 import time
@@ -30,14 +29,14 @@ from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.balance import Costs, dealt, loads
 from paddle_shard.plan.blocks import Blocks
 from paddle_shard.plan.certificate import Total, plus, total_of
-from paddle_shard.plan.mesh import MeshLayout
-from paddle_shard.plan.mixture import Mixing, MixtureOrder, source_and_index
+from paddle_shard.plan.mesh import MeshLayout, replica_groups
+from paddle_shard.plan.mixture import Mixing, MixtureOrder, drift_bound, drift_of
 from paddle_shard.plan.order import Indices
 from paddle_shard.plan.partition import place_of_rows, slice_rows
 from paddle_shard.plan.shard_plan import ShardPlan, step_of_plan, steps_of_plan
 from paddle_shard.plan.state import History, LoaderState
 from paddle_shard.plan.step import Step
-from paddle_shard.record.places import Meshes, groups_of
+from paddle_shard.record.places import Meshes
 from paddle_shard.samplers import PlanBatches
 from paddle_shard.sources.packed import read_lengths
 
@@ -156,8 +155,7 @@ def _some(numbers: Sequence[int], most: int) -> list[int]:
 def _look_at_meshes(leg: _Leg, found: _Found) -> None:
     """Check that the ranks of each mesh are cut into equal groups, each of one data rank."""
     for mesh, axes in leg.meshes:
-        groups, ids = [group["ranks"] for group in groups_of([(mesh, axes)])], mesh.process_ids
-        count = mesh.num_data_ranks(axes)
+        groups, ids, count = replica_groups(mesh, axes), mesh.process_ids, mesh.num_data_ranks(axes)
         fine = sorted(chain(*groups)) == sorted(ids) and {*map(len, groups)} == {len(ids) // count}
         found.expect(_EQUAL, fine, f"the ranks of mesh {mesh.shape} are not cut into {count} equal groups")
         whose = {rank: data_rank for data_rank, ranks in enumerate(groups) for rank in ranks}
@@ -218,38 +216,34 @@ def _in_lockstep(leg: _Leg, found: _Found, most_ranks: int, deadline: float) -> 
 # All samples
 
 
-def _ids_of_plan(plan: ShardPlan, epoch: int, first: int, end: int) -> Indices:
-    return plan.samples(epoch=epoch, first=first, end=end)
-
-
 def _ids_of_source(order: MixtureOrder, source: int, first: int, end: int) -> Indices:
     draws = np.arange(first, end)
     return order.of_draws(np.full_like(draws, source), draws)
 
 
-def _counted(ids_of: Callable[[int, int], Indices], first: int, end: int, deadline: float) -> tuple[int, Total]:
+def _counted(ids_of: Callable[..., Indices], first: int, end: int, deadline: float) -> tuple[int, Total]:
     """Count ids, a chunk at a time as far as time allows; return how many places were counted, and their total."""
     num, total = 0, Total()
     for at in range(first, end, _CHUNK):
         if time.monotonic() > deadline:
             break
-        ids = ids_of(at, min(at + _CHUNK, end))
-        num, total = num + min(_CHUNK, end - at), plus(total, total_of(ids))
+        stop = min(at + _CHUNK, end)
+        num, total = num + stop - at, plus(total, total_of(ids_of(first=at, end=stop)))
     return num, total
 
 
 def _cover(legs: Sequence[_Leg], found: _Found, deadline: float, draw: random.Random) -> None:
     """Count all samples of the epoch, each leg by its own order, or as many of them as there is time for."""
     plan, epoch, jobs = legs[0].plan, legs[0].start.epoch, list[tuple[str, Any, int, int]]()
-    order, spans = plan.order(epoch=epoch), list[tuple[str, Any, int, int]]()
-    for leg in legs:
-        spans.append(("positions of the epoch", partial(_ids_of_plan, leg.plan, leg.start.epoch), *leg.positions()))
+    order, what = plan.order(epoch=epoch), "positions of the epoch"
+    spans = [(what, partial(leg.plan.samples, epoch=epoch), *leg.positions()) for leg in legs]
     if isinstance(order, MixtureOrder):
         drawn = [order.mixing.draws.counts(order.first + at).tolist() for at in (0, plan.num_positions)]
         for source, span in enumerate(zip(*drawn, strict=True)):
             spans.append(("draws that belong there", partial(_ids_of_source, order, source), *span))
     else:
-        spans.append(("samples that belong there", np.arange, 0, plan.num_samples))
+        in_order = partial(replace(plan, shuffle=False).samples, epoch=epoch)
+        spans.append(("samples that belong there", in_order, 0, plan.num_samples))
     for what, ids_of, first, end in spans:
         starts = range(first, end, _JOB)
         some = draw.sample(starts, min(len(starts), _MOST_JOBS))  # spread over the epoch, also where time is over
@@ -276,19 +270,6 @@ def _cover(legs: Sequence[_Leg], found: _Found, deadline: float, draw: random.Ra
 # The answer
 
 
-def _drift(order: MixtureOrder, at: int, ids: Indices) -> float:
-    """Return how far a source is from its share, at most, after each of the samples from a position on."""
-    mixing, width = order.mixing, len(order.mixing.names)
-    ids = ids[: max(1, _JOB // width)]
-    drawn = source_and_index(ids)[0][:, None] == np.arange(width)
-    drift = mixing.draws.counts(order.first + at) + np.cumsum(drawn, axis=0, dtype=float)  # [position, source]
-    positions = order.first + at + 1 + np.arange(len(ids))[:, None]
-    for segment, end in zip(mixing.segments, [*(one.first for one in mixing.segments[1:]), math.inf], strict=True):
-        share = np.array(segment.parts) / sum(segment.parts)
-        drift -= np.clip(positions - segment.first, 0, end - segment.first) * share
-    return float(np.abs(drift).max())
-
-
 def _quality(plan: ShardPlan, epoch: int, found: _Found, draw: random.Random, deadline: float) -> dict[str, float]:
     """Return measures of the order, of some of its chunks, and of the shares."""
     order, looked, pairs, kept, moved, drift = plan.order(epoch=epoch), 0, 0, 0, 0.0, 0.0
@@ -300,7 +281,7 @@ def _quality(plan: ShardPlan, epoch: int, found: _Found, draw: random.Random, de
         ids = plan.samples(epoch=epoch, first=first, end=end)
         looked, pairs, kept = looked + len(ids), pairs + len(ids) - 1, kept + int(np.count_nonzero(np.diff(ids) == 1))
         if isinstance(order, MixtureOrder):
-            drift = max(drift, _drift(order, first, ids))
+            drift = max(drift, drift_of(order, first, ids[: max(1, _JOB // len(order.mixing.names))]))
         else:
             moved += np.abs(ids - np.linspace(first, end, len(ids), endpoint=False)).sum() / plan.num_samples
             # The inverse of Paddle's order would need another table.
@@ -309,8 +290,7 @@ def _quality(plan: ShardPlan, epoch: int, found: _Found, draw: random.Random, de
     measures = {"neighbours that stay neighbours, of all": kept / max(1, pairs)}
     if isinstance(plan.ordering, Mixing):
         end = plan.ordering.first_position(epoch, plan.num_samples) + plan.num_samples
-        drawn = [np.count_nonzero(segment.parts) for segment in plan.ordering.segments if segment.first <= end]
-        bound = sum(1 - 1 / (2 * number - 2) for number in drawn if number > 1)  # of `Chairman`, segments add up
+        bound = drift_bound(plan.ordering, end)
         measures |= {"drift of a source, in samples": drift, "bound of the drift": bound}
         if drift > bound + 1e-6:
             found.hazards.append((f"a source drifts by {drift:.3f} samples", "Report it: less is proved"))

@@ -130,8 +130,24 @@ class MeshLayout:
             global_rank: Paddle's process id; must be on the mesh.
             data_axes: Names or indices of axes, or one of them.
         """
-        mine = self.data_rank(global_rank, data_axes)
-        return tuple(rank for rank in self.process_ids if self.data_rank(rank, data_axes) == mine)
+        return tuple(replica_groups(self, data_axes)[self.data_rank(global_rank, data_axes)])
+
+
+def replica_groups(mesh: MeshLayout, data_axes: Axes) -> list[list[int]]:
+    """Return the ranks of each data rank, in mesh order: all of them get the same data.
+
+    Args:
+        mesh: The mesh.
+        data_axes: Its data axes.
+
+    Examples:
+        >>> replica_groups(MeshLayout(shape=(2, 2), axes=("mp", "dp"), process_ids=(0, 1, 2, 3)), "dp")
+        [[0, 2], [1, 3]]
+    """
+    axes, ids = mesh.axis_indices(data_axes), np.array(mesh.process_ids).reshape(mesh.shape)
+    # [data axes, other axes] -> [data rank, replica]
+    by_data_rank = np.moveaxis(ids, axes, range(len(axes))).reshape(mesh.num_data_ranks(data_axes), -1)
+    return [group.tolist() for group in by_data_rank]
 
 
 def grid_of(mesh: MeshLayout, data_axes: Axes) -> list[dict[str, str]]:

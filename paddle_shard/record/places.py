@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from paddle_shard.plan.mesh import MeshLayout
+from paddle_shard.plan.mesh import MeshLayout, replica_groups
 from paddle_shard.plan.mixture import Mixing, source_and_index
 from paddle_shard.plan.partition import slice_rows
 from paddle_shard.plan.shard_plan import ShardPlan, Where, places_of, step_of_plan
@@ -22,9 +22,7 @@ Meshes = Sequence[tuple[MeshLayout, Sequence[str]]]
 def groups_of(meshes: Meshes) -> Iterator[dict[str, Any]]:
     """Yield the replica groups: {"mesh": its number, "data_rank": .., "ranks": global ranks in mesh order}."""
     for number, (mesh, axes) in enumerate(meshes):
-        of_axes, ids = mesh.axis_indices(axes), np.array(mesh.process_ids).reshape(mesh.shape)
-        by_data_rank = np.moveaxis(ids, of_axes, range(len(of_axes))).reshape(mesh.num_data_ranks(axes), -1)
-        for data_rank, group in enumerate(by_data_rank.tolist()):
+        for data_rank, group in enumerate(replica_groups(mesh, axes)):
             yield {"mesh": number, "data_rank": data_rank, "ranks": group}
 
 
