@@ -27,7 +27,7 @@ from paddle_shard.plan.skips import Skips
 from paddle_shard.plan.state import LoaderState
 from paddle_shard.plan.tails import TAILS
 from paddle_shard.record.places import Meshes, groups_of, samples_of, shares_of
-from paddle_shard.sources.files import failures_named, is_missing, is_remote, local_size, matched, open_file
+from paddle_shard.sources.files import asked_size, is_missing, is_remote, local_size, matched
 from paddle_shard.sources.host_cache import least_bytes
 from paddle_shard.sources.mixture import Mixture
 from paddle_shard.sources.shards import ShardSource
@@ -245,7 +245,7 @@ def _reading(asked: Planned, options: argparse.Namespace) -> dict[int, int]:
 def _look_at_cache(options: argparse.Namespace, found: Planned, plan: PartsPlan) -> None:
     """Say how many bytes a host's copies of the files need; its ranks follow each other."""
     given, names = options.cache_bytes, matched(options.files)
-    sizes = [local_size(name) if given is None else _size_of(name) for name in names]  # servers are asked if need be
+    sizes = [local_size(name) if given is None else asked_size(name) for name in names]  # servers are asked if need be
     known = [size for size in sizes if size is not None]
     if len(known) < len(sizes):
         found.said.append("How large cache_bytes must be is not known: --cache-bytes asks the servers for the sizes.")
@@ -262,13 +262,6 @@ def _look_at_cache(options: argparse.Namespace, found: Planned, plan: PartsPlan)
     if given is not None and given < least:
         what = f"cache_bytes={given} is too little {ranks_of_host}: some files are read from their servers"
         found.hazards.append((f"{what}, by each process that needs them", f"cache_bytes={least} has room for all"))
-
-
-def _size_of(name: str) -> int | None:
-    with failures_named(name, lambda: ("asking for its size", None)):
-        file, size = open_file(name)
-        file.close()
-        return size
 
 
 # What is wrong with it

@@ -16,8 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from paddle_shard.plan.mixture import Mixing, source_and_index
+from paddle_shard.plan.partition import slice_rows
 from paddle_shard.plan.seeding import derive_seed
-from paddle_shard.plan.shard_plan import ShardPlan
+from paddle_shard.plan.shard_plan import ShardPlan, steps_of_plan
 from paddle_shard.plan.shown import as_html
 from paddle_shard.plan.skips import Skips, counted, united
 from paddle_shard.plan.step import Ids, as_ids
@@ -347,6 +348,16 @@ def certify(
 def total_of_plan(plan: ShardPlan, epoch: int, skips: Skips) -> Callable[[int, int], Total]:
     """Return the function that tells what belongs at positions [first, end) of a plan."""
     return cache(lambda first, end: plus(*map(total_of, _kept(plan, epoch, skips, first, end))))
+
+
+def total_of_owner(owner: Owner, plan: ShardPlan, epoch: int, skips: Skips, first: int, end: int) -> Total:
+    """Return the total of the rows of a data rank, or of all, in the steps at positions [first, end) of a plan."""
+    data_rank, count, _ = owner
+    if owner == ALL or count == 1:
+        return total_of_plan(plan, epoch, skips)(first, end)
+    steps = range(plan.step_of(position=first), plan.step_of(position=end - 1) + 1)
+    mine = steps_of_plan(plan, epoch, steps, lambda rows, micro: slice_rows(rows, count, data_rank, micro), skips)
+    return plus(*(total_of(np.asarray(one.ids)[slice(None) if one.real is None else one.real]) for one in mine))
 
 
 def _kept(plan: ShardPlan, epoch: int, skips: Skips, first: int, end: int) -> Iterator[npt.NDArray[np.int64]]:

@@ -10,15 +10,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
 from typing import Any
 
-import numpy as np
-
 from paddle_shard.errors import ArgumentError
 from paddle_shard.plan import certificate as certificates
-from paddle_shard.plan.certificate import ALL, DRAWN, Account, Delivered, Owner, Total, plus, total_of_plan
-from paddle_shard.plan.partition import slice_rows
-from paddle_shard.plan.shard_plan import ShardPlan, steps_of_plan
+from paddle_shard.plan.certificate import ALL, DRAWN, Account, Delivered, Total, plus, total_of_owner, total_of_plan
+from paddle_shard.plan.shard_plan import ShardPlan
 from paddle_shard.plan.skips import Skips, united
-from paddle_shard.record.timeline import Leg, Timeline
+from paddle_shard.record.timeline import Timeline
 
 _OTHERS = "the others made the same steps; with loader.certificate() before state_dict(), their sums are compared, too"
 
@@ -82,7 +79,7 @@ def _other_samples(run: Timeline, epoch: int, notes: list[str]) -> Iterator[str]
         stretches = [(first, end) for first, end, _ in pieces]
         # Each position is that of one pass, so that it is known which one has delivered it.
         once = united(stretches) == found.once and _length(stretches) == _length(found.once)
-        wanted = plus(*(_total(leg, owner, first, end) for first, end, leg in pieces))
+        wanted = plus(*(total_of_owner(owner, leg.plan, epoch, leg.skips, *piece) for *piece, leg in pieces))
         not_compared = f"what was read by {where} is not compared"
         if owner != ALL and run.last.facts["dealt"]:
             notes.append(f"{not_compared}: rows are dealt by cost (balance=)")
@@ -98,16 +95,3 @@ def _other_samples(run: Timeline, epoch: int, notes: list[str]) -> Iterator[str]
 
 def _length(stretches: Iterable[tuple[int, int]]) -> int:
     return sum(end - first for first, end in stretches)
-
-
-def _total(leg: Leg, owner: Owner, first: int, end: int) -> Total:
-    """Return the total of the rows of a data rank, or of all, at positions [first, end) of what was delivered."""
-    plan, skips, epoch = leg.plan, leg.skips, leg.epoch
-    if owner == ALL or owner[1] == 1:
-        return total_of_plan(plan, epoch, skips)(first, end)
-    steps = range(plan.step_of(position=first), plan.step_of(position=end - 1) + 1)
-    mine = steps_of_plan(
-        plan, epoch, steps, lambda num_rows, micro: slice_rows(num_rows, owner[1], owner[0], micro), skips
-    )
-    ids = (np.asarray(step.ids)[slice(None) if step.real is None else step.real] for step in mine)
-    return plus(*map(certificates.total_of, ids))
