@@ -6,6 +6,7 @@ import argparse
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any
 
 from paddle_shard.cli.answer import EPOCH, RECORD, Answer, Rows, cell, command, leg_of, parsed, run_of, sample_of
@@ -13,7 +14,8 @@ from paddle_shard.cli.ask import told
 from paddle_shard.cli.plan import MESH, rows_of, with_data_axes
 from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.handlers import raise_if_a_handlers
-from paddle_shard.plan.mixture import source_and_index
+from paddle_shard.plan.mixture import Mixing
+from paddle_shard.plan.orders import ordering_of
 from paddle_shard.plan.partition import check_batch_size
 from paddle_shard.plan.shard_plan import ShardPlan
 from paddle_shard.plan.state import LoaderState
@@ -49,17 +51,14 @@ def _left_out_since(run: Timeline, state: LoaderState) -> list[str]:
     known = {sample for sample, *_ in before.samples}
     ids: list[Any] = [sample for sample, *_ in now.samples if sample not in known]
     weights = []
-    if (mixture := job.facts["fingerprint"].get("mixture")) is not None:
-        names = mixture["sources"]
-        ids = [(names[source], index) for source, index in map(source_and_index, ids)]
-        began = [(one["from"], tuple(one["weights"])) for one in mixture["segments"]]  # those of the data set
-        then, made = [one[:2] for one in state.history.segments] or began, run.history.segments
-        both = zip(made, then, strict=False)
-        alike = next((at for at, (now_is, was) in enumerate(both) if now_is[:2] != was), min(len(made), len(then)))
+    if isinstance(mixing := ordering_of(job.facts["fingerprint"]), Mixing):
+        ids = [mixing.named(sample) for sample in ids]
+        then, made = state.history.segments or mixing.segments, run.history.segments
+        alike = sum(1 for _ in takewhile(lambda both: both[0][:2] == both[1][:2], zip(made, then, strict=False)))
         if 0 < alike == len(made) < len(then):  # what was set for later was taken back, as the last call does again
             alike -= 1
         for one in made[alike:]:
-            weights.append(f"loader.set_weights({dict(zip(names, one.parts, strict=False))!r}, at={one.first})")
+            weights.append(f"loader.set_weights({dict(zip(mixing.names, one.parts, strict=False))!r}, at={one.first})")
     lines = [f"loader.skip(samples={ids!r})"] if ids else []
     for epoch, first, end in now.stretches:
         if before.joined([(epoch, first, end)], ()).stretches == before.stretches or epoch < state.epoch:

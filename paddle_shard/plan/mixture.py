@@ -156,6 +156,15 @@ class Mixing(Ordering):
             )
         return source, int(index)
 
+    def named(self, sample: int) -> tuple[str, int]:
+        """Return the sample of an id as a user names it: the reverse of `numbers_of`.
+
+        Args:
+            sample: Its id.
+        """
+        source, index = source_and_index(sample)
+        return self.names[source], index
+
     # The run
 
     def first_position(self, epoch: int, length: int) -> int:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from paddle_shard.plan.mesh import MeshLayout, replica_groups
-from paddle_shard.plan.mixture import Mixing, source_and_index
+from paddle_shard.plan.mixture import Mixing
 from paddle_shard.plan.partition import slice_rows
 from paddle_shard.plan.shard_plan import ShardPlan, Where, places_of, step_of_plan
 from paddle_shard.plan.skips import Skips
@@ -52,7 +52,7 @@ def samples_at(plan: ShardPlan, epoch: int, step: int, skips: Skips) -> list[Any
     real = np.ones(len(found.ids), bool) if found.real is None else found.real
     names: list[Any] = np.asarray(found.ids).tolist()
     if isinstance(plan.ordering, Mixing):
-        names = [[plan.ordering.names[source], index] for source, index in map(source_and_index, names)]
+        names = [list(plan.ordering.named(sample)) for sample in names]
     return [name if kept else None for name, kept in zip(names, real, strict=True)]
 
 
