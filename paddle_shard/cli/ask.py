@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from paddle_shard.cli.answer import EPOCH, RECORD, Answer, Rows, command, leg_of, run_of, sample_of, shapes_of
+from paddle_shard.cli.answer import EPOCH, RECORD, Answer, Rows, command, leg_of, run_of, sample_of
 from paddle_shard.plan.handlers import raise_if_a_handlers
+from paddle_shard.plan.places import rows_of, samples_of, shapes_of, shares_of
 from paddle_shard.record.lines import read
-from paddle_shard.record.places import places_in, rows_of, samples_of, shares_of
 from paddle_shard.record.proof import proof_of
-from paddle_shard.record.timeline import Leg, timeline
+from paddle_shard.record.timeline import Leg, places_in, timeline
 
 _LOST = (
     "What does not count was delivered after the position from which the run was resumed. A job that was killed may "

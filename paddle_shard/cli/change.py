@@ -17,10 +17,10 @@ from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.plan.mixture import Mixing
 from paddle_shard.plan.orders import ordering_of
 from paddle_shard.plan.partition import check_batch_size
+from paddle_shard.plan.places import Meshes, shares_of
 from paddle_shard.plan.shard_plan import ShardPlan
 from paddle_shard.plan.state import LoaderState
-from paddle_shard.record.places import Meshes, places_in, shares_of
-from paddle_shard.record.timeline import Job, Leg, Saved, Timeline
+from paddle_shard.record.timeline import Job, Leg, Saved, Timeline, places_in
 
 # forget, skip
 
@@ -51,7 +51,9 @@ def _left_out_since(run: Timeline, state: LoaderState) -> list[str]:
     known = {sample for sample, *_ in before.samples}
     ids: list[Any] = [sample for sample, *_ in now.samples if sample not in known]
     weights = []
-    if isinstance(mixing := ordering_of(job.facts["fingerprint"]), Mixing):
+    if "mixture" in job.facts["fingerprint"]:
+        mixing = ordering_of(job.facts["fingerprint"])
+        assert isinstance(mixing, Mixing)
         ids = [mixing.named(sample) for sample in ids]
         then, made = state.history.segments or mixing.segments, run.history.segments
         alike = sum(1 for _ in takewhile(lambda both: both[0][:2] == both[1][:2], zip(made, then, strict=False)))

@@ -9,13 +9,13 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from paddle_shard.cli.answer import shapes_of
 from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.blocks import BlockOrder, Blocks
 from paddle_shard.plan.mesh import Axes, MeshLayout, replica_groups
 from paddle_shard.plan.mixture import Mixing, is_sample_id, source_and_index
 from paddle_shard.plan.orders import PaddleOrdering, PaddleSequential, Sequential, Shuffled
 from paddle_shard.plan.parts import PartsPlan
+from paddle_shard.plan.places import shapes_of
 from paddle_shard.plan.shard_plan import ShardPlan
 from paddle_shard.plan.shuffle import VERSION
 from paddle_shard.plan.skips import Skips

@@ -22,11 +22,11 @@ from paddle_shard.plan.mixture import Mixing, drawn_of
 from paddle_shard.plan.orders import ORDERINGS, find_ordering
 from paddle_shard.plan.partition import place_of_rows
 from paddle_shard.plan.parts import PartsPlan, check_count, chunks_of
+from paddle_shard.plan.places import Meshes, groups_of, samples_of, shares_of
 from paddle_shard.plan.shard_plan import ShardPlan, facts_of_plan
 from paddle_shard.plan.skips import Skips
 from paddle_shard.plan.state import LoaderState
 from paddle_shard.plan.tails import TAILS
-from paddle_shard.record.places import Meshes, groups_of, samples_of, shares_of
 from paddle_shard.sources.files import asked_size, is_missing, is_remote, local_size, matched
 from paddle_shard.sources.host_cache import least_bytes
 from paddle_shard.sources.mixture import Mixture
@@ -278,7 +278,7 @@ def hazards_of(asked: Planned) -> Iterator[Hazard]:
     if few < ranks:
         what = f"{ranks} data ranks share {few} samples: {ranks - few} of them get nothing but padding"
         yield what, f"Use a mesh with at most {few} data ranks"
-    elif asked.holders:
+    elif asked.holders and plan.num_steps:
         yield from _starved(plan, asked.epoch)
     dropped = plan.num_positions - plan.num_served
     if dropped > _MUCH * few:
@@ -319,15 +319,14 @@ def _hazards_of_mesh(mesh: MeshLayout, axes: Sequence[str], replicas: str) -> It
 
 def _starved(plan: ShardPlan, epoch: int) -> Iterator[Hazard]:
     """Yield whether data ranks have no real row in the last step."""
-    step = plan.num_steps - 1
-    rows = plan.num_rows(step=step) if plan.num_steps else 0
-    real = plan.valid(epoch=epoch, step=step, rows=np.arange(rows))
-    if real.all() or rows % plan.num_data_ranks:  # another mesh has read it
+    step, ranks = plan.num_steps - 1, plan.num_data_ranks
+    rows = np.arange(plan.num_rows(step=step))
+    if len(rows) % ranks:  # another mesh has read it
         return
-    data_ranks, _ = place_of_rows(np.arange(rows), rows, plan.num_data_ranks, plan.micro_size(step=step))
-    none = sorted({*range(plan.num_data_ranks)}.difference(data_ranks[real].tolist()))
-    if none:
-        what = f"the last step of the epoch, {step}, has {(~real).sum()} of {rows} rows of padding"
+    real = plan.valid(epoch=epoch, step=step, rows=rows)
+    data_ranks, _ = place_of_rows(rows, len(rows), ranks, plan.micro_size(step=step))
+    if none := np.setdiff1d(np.arange(ranks), data_ranks[real]).tolist():
+        what = f"the last step of the epoch, {step}, has {(~real).sum()} of {len(rows)} rows of padding"
         what += f", and nothing else on {len(none)} of its data ranks: {cell(none)}"
         remedy = "A mean over the valid rows of such a rank divides by 0: divide the sum of all ranks by their count"
         yield what, f"{remedy}. tail='drop' leaves such a step out"

@@ -14,7 +14,7 @@ import numpy as np
 from paddle_shard.cli.answer import EPOCH, RECORD, Answer, cell, command, leg_of, run_of, sample_of
 from paddle_shard.errors import ArgumentError, described
 from paddle_shard.plan.handlers import raise_if_a_handlers
-from paddle_shard.record.places import samples_at
+from paddle_shard.plan.places import samples_at
 
 _MOST_TEXT = 2000
 _MOST_VALUES = 16

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from paddle_shard.cli.answer import Answer, Hazard, Progress, Rows, command, shapes_of, with_hazards
+from paddle_shard.cli.answer import Answer, Hazard, Progress, Rows, command, with_hazards
 from paddle_shard.cli.plan import PLANNED, Planned, hazards_of, planned
 from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.balance import Costs, dealt, loads
@@ -33,10 +33,10 @@ from paddle_shard.plan.mesh import MeshLayout, replica_groups
 from paddle_shard.plan.mixture import Mixing, MixtureOrder, drift_bound, drift_of
 from paddle_shard.plan.order import Indices
 from paddle_shard.plan.partition import place_of_rows, slice_rows
+from paddle_shard.plan.places import Meshes, shapes_of
 from paddle_shard.plan.shard_plan import ShardPlan, step_of_plan, steps_of_plan
 from paddle_shard.plan.state import History, LoaderState
 from paddle_shard.plan.step import Step
-from paddle_shard.record.places import Meshes
 from paddle_shard.samplers import PlanBatches
 from paddle_shard.sources.packed import read_lengths
 

@@ -123,6 +123,21 @@ def added(*accounts: Account) -> Account:
     return found
 
 
+def account_of_all(plan: ShardPlan | None, epoch: int, stretches: Iterable[tuple[int, int, Skips]]) -> Account:
+    """Return the account of positions that all data ranks have delivered, as they were drawn.
+
+    Args:
+        plan: The order of the epoch; None if it is not known, so that only the number of samples is.
+        epoch: The epoch.
+        stretches: (first position, position after the last, what was left out then).
+    """
+    found: list[Account] = []
+    for first, end, skips in stretches:
+        total = Total(end - first, end - first) if plan is None else total_of_plan(plan, epoch, skips)(first, end)
+        found.append(dict.fromkeys((ALL, DRAWN), Delivered(((first, end),), (), total)))
+    return added(*found)
+
+
 def account_to_json(account: Account) -> list[Any]:
     """Return an account as lists: [data rank, number of data ranks, resumed at, once, again, total] for each owner."""
     rows = [[*owner, *delivered] for owner, delivered in sorted(account.items())]

@@ -389,8 +389,8 @@ def drift_bound(mixing: Mixing, end: int) -> float:
         >>> drift_bound(Mixing(("web", "code", "chat"), (Segment(0, (7, 2, 1), (9, 9, 9)),)), 100)
         0.75
     """
-    drawn = [np.count_nonzero(segment.parts) for segment in mixing.segments if segment.first <= end]
-    return float(sum(1 - 1 / (2 * number - 2) for number in drawn if number > 1))
+    drawn = [sum(map(bool, segment.parts)) for segment in mixing.segments if segment.first <= end]
+    return sum(1 - 1 / (2 * number - 2) for number in drawn if number > 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Which rank has which row of a step, and where was a sample?"""
+"""Which ranks of some meshes have which rows of a step, and which samples?"""
 
 from __future__ import annotations
 
@@ -10,13 +10,18 @@ import numpy as np
 from paddle_shard.plan.mesh import MeshLayout, replica_groups
 from paddle_shard.plan.mixture import Mixing
 from paddle_shard.plan.partition import slice_rows
-from paddle_shard.plan.shard_plan import ShardPlan, Where, places_of, step_of_plan
+from paddle_shard.plan.shard_plan import ShardPlan, step_of_plan
 from paddle_shard.plan.skips import Skips
-from paddle_shard.record.timeline import Leg, Timeline
 
 _T = TypeVar("_T")
 Meshes = Sequence[tuple[MeshLayout, Sequence[str]]]
 """Each mesh with its data axes."""
+
+
+def shapes_of(meshes: Meshes) -> str:
+    """Return the axes and sizes of meshes, such as dp=2,mp=4."""
+    shapes = (zip(mesh.axes, mesh.shape, strict=True) for mesh, _ in meshes)
+    return " and ".join(",".join(f"{axis}={size}" for axis, size in shape) for shape in shapes)
 
 
 def groups_of(meshes: Meshes) -> Iterator[dict[str, Any]]:
@@ -60,18 +65,3 @@ def samples_of(plan: ShardPlan, meshes: Meshes, epoch: int, step: int, skips: Sk
     """Return each replica group with the samples of its rows at a step."""
     samples = samples_at(plan, epoch, step, skips)
     return [{**group, "samples": [samples[row] for row in rows]} for group, rows in rows_of(plan, meshes, step)]
-
-
-def places_in(run: Timeline, sample: Any) -> Iterator[tuple[Leg, int, int]]:
-    """Yield (what has delivered it, step, row of the global batch) for each delivery of a sample.
-
-    The newest pass may have delivered it after the newest line, too: at a step that is not before `leg.steps`.
-    """
-    for leg, end_step in run.passes:
-        plan = leg.plan
-        found = places_of(plan, leg.epoch, sample, leg.skips)
-        for one in [found] if isinstance(found, Where) else found or []:
-            # A short last batch that cannot be split has no data ranks: it was never delivered.
-            if leg.start.steps <= one.step < end_step and one.data_rank is not None:
-                num_rows, micro_size = plan.num_rows(step=one.step), plan.micro_size(step=one.step)
-                yield leg, one.step, int(slice_rows(num_rows, plan.num_data_ranks, one.data_rank, micro_size)[one.row])
