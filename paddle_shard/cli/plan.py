@@ -20,10 +20,9 @@ from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.mesh import MeshLayout, grid_of
 from paddle_shard.plan.mixture import Mixing, drawn_of
 from paddle_shard.plan.orders import ORDERINGS, find_ordering
-from paddle_shard.plan.partition import place_of_rows
 from paddle_shard.plan.parts import PartsPlan, check_count, chunks_of
-from paddle_shard.plan.places import Meshes, groups_of, samples_of, shares_of
-from paddle_shard.plan.shard_plan import ShardPlan, facts_of_plan
+from paddle_shard.plan.places import Meshes, groups_of, readers_of, samples_of, shares_of
+from paddle_shard.plan.shard_plan import ShardPlan, facts_of_plan, real_rows
 from paddle_shard.plan.skips import Skips
 from paddle_shard.plan.state import LoaderState
 from paddle_shard.plan.tails import TAILS
@@ -227,21 +226,6 @@ def _with_workers(found: Planned, shares: Rows, workers: int) -> Rows:
     return [{**one, "parts of each worker": [[*of] for of in chunks_of(one["parts"], workers)]} for one in shares]
 
 
-def _reading(asked: Planned, options: argparse.Namespace) -> dict[int, int]:
-    """Return the ranks that read, each with its host. A leader reads for those of its host that get the same rows.
-
-    Ranks are on hosts in their order; all are on one if it is not known how many a host has.
-    """
-    rows, first, each = dict[int, tuple[Any, ...]](), dict[Any, int](), options.ranks_per_host
-    for group, share in shares_of(asked.meshes, lambda *mine: (mine,)):
-        for rank in group["ranks"]:
-            rows[rank] = tuple(dict.fromkeys(rows[rank] + share)) if rank in rows else share
-    for rank in sorted(rows):
-        host = rank // each if each else 0
-        first.setdefault((host, rank if asked.replicas == "each" else rows[rank]), rank)
-    return {rank: host for (host, _), rank in first.items()}
-
-
 def _look_at_cache(options: argparse.Namespace, found: Planned, plan: PartsPlan) -> None:
     """Say how many bytes a host's copies of the files need; its ranks follow each other."""
     given, names = options.cache_bytes, matched(options.files)
@@ -250,7 +234,11 @@ def _look_at_cache(options: argparse.Namespace, found: Planned, plan: PartsPlan)
     if len(known) < len(sizes):
         found.said.append("How large cache_bytes must be is not known: --cache-bytes asks the servers for the sizes.")
         return
-    reading, readers, files = _reading(found, options), Counter[tuple[int, int]](), Counter[int]()
+    reading, readers, files = (
+        readers_of(found.meshes, found.replicas, options.ranks_per_host),
+        Counter[tuple[int, int]](),
+        Counter[int](),
+    )
     for group, parts in shares_of(found.meshes, plan.parts_of):
         readers.update((reading[rank], part) for rank in reading.keys() & group["ranks"] for part in parts)
     for (host, _), number in readers.items():
@@ -319,14 +307,12 @@ def _hazards_of_mesh(mesh: MeshLayout, axes: Sequence[str], replicas: str) -> It
 
 def _starved(plan: ShardPlan, epoch: int) -> Iterator[Hazard]:
     """Yield whether data ranks have no real row in the last step."""
-    step, ranks = plan.num_steps - 1, plan.num_data_ranks
-    rows = np.arange(plan.num_rows(step=step))
-    if len(rows) % ranks:  # another mesh has read it
+    step, rows = plan.num_steps - 1, plan.num_rows(step=plan.num_steps - 1)
+    if rows % plan.num_data_ranks:  # another mesh has read it
         return
-    real = plan.valid(epoch=epoch, step=step, rows=rows)
-    data_ranks, _ = place_of_rows(rows, len(rows), ranks, plan.micro_size(step=step))
-    if none := np.setdiff1d(np.arange(ranks), data_ranks[real]).tolist():
-        what = f"the last step of the epoch, {step}, has {(~real).sum()} of {len(rows)} rows of padding"
+    real = real_rows(plan, epoch, step)
+    if none := np.flatnonzero(real == 0).tolist():
+        what = f"the last step of the epoch, {step}, has {rows - real.sum()} of {rows} rows of padding"
         what += f", and nothing else on {len(none)} of its data ranks: {cell(none)}"
         remedy = "A mean over the valid rows of such a rank divides by 0: divide the sum of all ranks by their count"
         yield what, f"{remedy}. tail='drop' leaves such a step out"
@@ -400,7 +386,7 @@ def plan(options: argparse.Namespace) -> Answer:
         said.append(f"mesh {number}: {shape}; {how}: {mesh.num_data_ranks(axes)} data ranks")
         few, groups = len(mesh.process_ids) <= _MOST_SHOWN, [one for one in found["meshes"] if one["mesh"] == number]
         said.append(grid_of(mesh, axes) if few else groups[:_MOST_SHOWN])
-    parts, reading = asked.plan_of_parts, _reading(asked, options)
+    parts, reading = asked.plan_of_parts, readers_of(asked.meshes, asked.replicas, options.ranks_per_host)
     workers = options.workers if parts is None else min(options.workers, parts.num_parts // parts.num_data_ranks)
     found["reading processes"] = len(reading) * max(1, workers)
     who = f"{found['reading processes']} processes read" + " (workers)" * (options.workers > 0)

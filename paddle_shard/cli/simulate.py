@@ -26,7 +26,7 @@ import numpy as np
 from paddle_shard.cli.answer import Answer, Hazard, Progress, Rows, command, with_hazards
 from paddle_shard.cli.plan import PLANNED, Planned, hazards_of, planned
 from paddle_shard.errors import ArgumentError
-from paddle_shard.plan.balance import Costs, dealt, loads
+from paddle_shard.plan.balance import Costs, unevenness
 from paddle_shard.plan.blocks import Blocks
 from paddle_shard.plan.certificate import Total, plus, total_of
 from paddle_shard.plan.mesh import MeshLayout, replica_groups
@@ -190,11 +190,9 @@ def _look_at_step(leg: _Leg, step: int, found: _Found, most_ranks: int, costs: C
     if isinstance(plan.ordering, Blocks):
         found.blocks.append(len(np.unique(ids[real] // plan.ordering.size)))
     if costs is not None:
-        ranks, of_rows = plan.num_data_ranks, costs[ids]
-        parts = [loads(of_rows[at : at + micro_size], ranks) for at in range(0, num_rows, micro_size)]
-        most, mean = np.sum(parts, axis=0) + 1e-9
-        _, (best, _) = dealt(ids, micro_size, num_data_ranks=ranks, costs_of=costs.__getitem__)
-        found.costs.append((most / mean, best / mean, of_rows.sum(), len(of_rows) * max(1.0, of_rows.max())))
+        of_rows = costs[ids]
+        uneven = unevenness(of_rows, micro_size, plan.num_data_ranks)
+        found.costs.append((*uneven, of_rows.sum(), len(of_rows) * max(1.0, of_rows.max())))
 
 
 def _in_lockstep(leg: _Leg, found: _Found, most_ranks: int, deadline: float) -> None:
@@ -216,11 +214,6 @@ def _in_lockstep(leg: _Leg, found: _Found, most_ranks: int, deadline: float) -> 
 # All samples
 
 
-def _ids_of_source(order: MixtureOrder, source: int, first: int, end: int) -> Indices:
-    draws = np.arange(first, end)
-    return order.of_draws(np.full_like(draws, source), draws)
-
-
 def _counted(ids_of: Callable[..., Indices], first: int, end: int, deadline: float) -> tuple[int, Total]:
     """Count ids, a chunk at a time as far as time allows; return how many places were counted, and their total."""
     num, total = 0, Total()
@@ -240,7 +233,7 @@ def _cover(legs: Sequence[_Leg], found: _Found, deadline: float, draw: random.Ra
     if isinstance(order, MixtureOrder):
         drawn = [order.mixing.draws.counts(order.first + at).tolist() for at in (0, plan.num_positions)]
         for source, span in enumerate(zip(*drawn, strict=True)):
-            spans.append(("draws that belong there", partial(_ids_of_source, order, source), *span))
+            spans.append(("draws that belong there", partial(order.of_source, source), *span))
     else:
         in_order = partial(replace(plan, shuffle=False).samples, epoch=epoch)
         spans.append(("samples that belong there", in_order, 0, plan.num_samples))

@@ -319,6 +319,11 @@ class MixtureOrder(Order):
         found: Indices = sample_ids(sources, epochs, indices)
         return found
 
+    def of_source(self, source: int, first: int, end: int) -> Indices:
+        """Return the ids of the samples of the draws [first, end) of a source."""
+        draws = np.arange(first, end)
+        return self.of_draws(np.full_like(draws, source), draws)
+
     def inverse(self, samples: Indices) -> Indices:
         """Return the position in the epoch of each id; -1 if the epoch does not deliver it."""
         flat = samples.reshape(-1)

@@ -38,6 +38,31 @@ def shares_of(meshes: Meshes, share: Callable[[int, int], _T]) -> Iterator[tuple
         yield group, share(group["data_rank"], mesh.num_data_ranks(axes))
 
 
+def readers_of(meshes: Meshes, replicas: str, ranks_per_host: int | None) -> dict[int, int]:
+    """Return the ranks that read, each with its host.
+
+    Unless each rank reads for itself, the first of the ranks of a host that get the same rows reads for them.
+
+    Args:
+        meshes: The meshes.
+        replicas: See `shard_dataloader`.
+        ranks_per_host: The ranks of a host, one after the other; None: all ranks are on one host.
+
+    Examples:
+        >>> mesh = MeshLayout(shape=(2, 2), axes=("dp", "mp"), process_ids=(0, 1, 2, 3))
+        >>> readers_of([(mesh, ["dp"])], "leader", None), readers_of([(mesh, ["dp"])], "leader", 1)
+        ({0: 0, 2: 0}, {0: 0, 1: 1, 2: 2, 3: 3})
+    """
+    rows, first = dict[int, tuple[Any, ...]](), dict[Any, int]()
+    for group, share in shares_of(meshes, lambda *mine: (mine,)):
+        for rank in group["ranks"]:
+            rows[rank] = tuple(dict.fromkeys(rows[rank] + share)) if rank in rows else share
+    for rank in sorted(rows):
+        host = rank // ranks_per_host if ranks_per_host else 0
+        first.setdefault((host, rank if replicas == "each" else rows[rank]), rank)
+    return {rank: host for (host, _), rank in first.items()}
+
+
 def rows_of(plan: ShardPlan, meshes: Meshes, step: int) -> Iterator[tuple[dict[str, Any], Sequence[int]]]:
     """Yield each replica group with its rows of the global batch at a step, in the order in which it has them.
 
