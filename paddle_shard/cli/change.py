@@ -18,7 +18,7 @@ from paddle_shard.plan.mixture import Mixing
 from paddle_shard.plan.orders import ordering_of
 from paddle_shard.plan.partition import check_batch_size
 from paddle_shard.plan.places import Meshes, shares_of
-from paddle_shard.plan.shard_plan import ShardPlan
+from paddle_shard.plan.shard_plan import end_of, size_at
 from paddle_shard.plan.state import LoaderState
 from paddle_shard.record.timeline import Job, Leg, Saved, Timeline, places_in
 
@@ -132,12 +132,12 @@ def skip(options: argparse.Namespace) -> Answer:
         raise ArgumentError(f"the steps of a stream cannot be left out: {job.unknown}.")
     size, rows = "of the size that the run had there", None
     if job.unknown is None:  # counted as the job goes on that is resumed from before them
-        first, end = leg.plan.first_position(step=first_step), max(_end_of(*hit) for hit in hits)
-        rows = _size_at(leg.plan, first)
+        first, end = leg.plan.first_position(step=first_step), max(end_of(one.plan, step) for one, step in hits)
+        rows = size_at(leg.plan, first)
         size = f"of {rows} rows"
         steps = range(first_step, min(leg.plan.step_of(position=end - 1) + 1, leg.plan.num_steps))
         # What comes after the last step, tail="drop" leaves out anyway.
-        if (last := _end_of(leg, steps[-1])) > end or (last < end and steps.stop < leg.plan.num_steps):
+        if (last := end_of(leg.plan, steps[-1])) > end or (last < end and steps.stop < leg.plan.num_steps):
             what = f"the batches of these steps are of several sizes, and batches {size} do not end where they end"
             way_out = "Give a stretch that was delivered in batches of one size; paddle-shard verify lists them."
             raise ArgumentError(f"--step: {what}. {way_out}")
@@ -145,16 +145,6 @@ def skip(options: argparse.Namespace) -> Answer:
     lines, found = _without(run, hits, f"loader.skip(steps={steps!r}, epoch={epoch})")
     found |= {"batch_size": rows, "python": f"{comment}\n{found['python']}"}
     return Answer(found=found, said=[comment, *lines])
-
-
-def _size_at(plan: ShardPlan, position: int) -> int:
-    """Return the rows of a global batch at a position of an epoch."""
-    return [size for first, size in plan.segments or ((0, plan.batch_size),) if first <= position][-1]
-
-
-def _end_of(leg: Leg, step: int) -> int:
-    """Return the position of the epoch at which a step ends."""
-    return min(leg.plan.num_served, leg.plan.first_position(step=step + 1))
 
 
 # diff
@@ -213,7 +203,7 @@ def _described(
     if parts is None and job.unknown is None:
         plan = job.batches(state.history, batch_size=size, num_data_ranks=count).plan_of(state)
         if batch_size is None:  # the next one, as a schedule may have changed it
-            found["rows of a step"] = size = _size_at(plan, state.samples)
+            found["rows of a step"] = size = size_at(plan, state.samples)
         found["steps left in the epoch"] = 0 if state.ended else plan.num_steps - state.steps
         found["rows of the last step"] = plan.num_rows(step=plan.num_steps - 1)
 

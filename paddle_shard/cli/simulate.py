@@ -31,7 +31,7 @@ from paddle_shard.plan.blocks import Blocks
 from paddle_shard.plan.certificate import Total, plus, total_of
 from paddle_shard.plan.mesh import MeshLayout, replica_groups
 from paddle_shard.plan.mixture import Mixing, MixtureOrder, drift_bound, drift_of
-from paddle_shard.plan.order import Indices
+from paddle_shard.plan.order import Indices, spread
 from paddle_shard.plan.partition import place_of_rows, slice_rows
 from paddle_shard.plan.places import Meshes, shapes_of
 from paddle_shard.plan.shard_plan import ShardPlan, step_of_plan, steps_of_plan
@@ -144,11 +144,6 @@ def _legs(asked: Planned, plan: ShardPlan, restarts: int, draw: random.Random) -
     return [*found, _Leg(plan=now, meshes=meshes, start=start, end=now.num_steps)]
 
 
-def _some(numbers: Sequence[int], most: int) -> list[int]:
-    """Return some numbers, spread evenly, with the first and the last one."""
-    return [numbers[at] for at in np.unique(np.linspace(0, len(numbers) - 1, min(most, len(numbers))).astype(int))]
-
-
 # Who reads what
 
 
@@ -159,7 +154,7 @@ def _look_at_meshes(leg: _Leg, found: _Found) -> None:
         fine = sorted(chain(*groups)) == sorted(ids) and {*map(len, groups)} == {len(ids) // count}
         found.expect(_EQUAL, fine, f"the ranks of mesh {mesh.shape} are not cut into {count} equal groups")
         whose = {rank: data_rank for data_rank, ranks in enumerate(groups) for rank in ranks}
-        asked = _some(ids, max(_MOST_RANKS, _MOST_SEARCHED // len(whose)))
+        asked = spread(ids, max(_MOST_RANKS, _MOST_SEARCHED // len(whose)))
         wrong = [rank for rank in asked if mesh.data_rank(rank, axes) != whose[rank]]
         found.expect(_ALIKE, not wrong, f"ranks {wrong[:8]} of mesh {mesh.shape} read the rows of other data ranks")
         found.add(_ALIKE, "ranks and the data ranks that they take", len(asked), len(whose))
@@ -182,7 +177,7 @@ def _look_at_step(leg: _Leg, step: int, found: _Found, most_ranks: int, costs: C
         data_rank, local = place_of_rows(rows, num_rows, ranks, micro_size)
         fine = np.array_equal(np.sort(data_rank * (num_rows // ranks) + local), rows)
         found.expect(_EQUAL, fine, f"the ranks of {mesh.shape} do not share step {step} evenly")
-        for rank in _some(mesh.process_ids, most_ranks):
+        for rank in spread(mesh.process_ids, most_ranks):
             (read,), mine = leg.steps_of(mesh, axes, rank, [step]), rows[data_rank == mesh.data_rank(rank, axes)]
             kept = np.ones(len(mine), bool) if read.real is None else read.real
             fine = np.array_equal(kept, real[mine]) and np.array_equal(np.asarray(read.ids)[kept], ids[mine[kept]])
@@ -198,7 +193,7 @@ def _look_at_step(leg: _Leg, step: int, found: _Found, most_ranks: int, costs: C
 def _in_lockstep(leg: _Leg, found: _Found, most_ranks: int, deadline: float) -> None:
     """Check that some ranks make the same steps, from the first one to the last."""
     for mesh, axes in leg.meshes:
-        ranks, number, steps = _some(mesh.process_ids, most_ranks), leg.start.steps, range(leg.start.steps, leg.end)
+        ranks, number, steps = spread(mesh.process_ids, most_ranks), leg.start.steps, range(leg.start.steps, leg.end)
         for of_ranks in zip_longest(*(leg.steps_of(mesh, axes, rank, steps) for rank in ranks)):
             if time.monotonic() > deadline:
                 break

@@ -105,8 +105,8 @@ def unevenness(costs: Costs, micro_size: int, num_data_ranks: int) -> tuple[floa
         num_data_ranks: It divides the rows of each micro-batch.
 
     Examples:
-        >>> unevenness(np.array([[9.0], [8.0], [2.0], [1.0]]), 4, 2)
-        (1.7, 1.0)
+        >>> [round(one, 3) for one in unevenness(np.array([[9.0], [8.0], [2.0], [1.0]]), 4, 2)]
+        [1.7, 1.0]
     """
     parts = [loads(costs[at : at + micro_size], num_data_ranks) for at in range(0, len(costs), micro_size)]
     most, mean = np.sum(parts, axis=0) + 1e-9
