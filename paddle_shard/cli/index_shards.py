@@ -6,9 +6,9 @@ import argparse
 import sys
 
 from paddle_shard.cli.answer import Answer, command
-from paddle_shard.errors import PaddleShardError
+from paddle_shard.errors import described, text_of
 from paddle_shard.plan.handlers import raise_if_a_handlers
-from paddle_shard.sources.counts import count_file
+from paddle_shard.sources.counts import ShardEntry, count_file
 from paddle_shard.sources.files import base_name, shown
 from paddle_shard.sources.webdataset import check_base_names, expand, tar_starts, write_index
 
@@ -22,21 +22,19 @@ def index(options: argparse.Namespace) -> Answer:
 
     example: paddle-shard index 'train-*.tar' -o index.json
     """
+    entries, at = dict[str, ShardEntry](), ""
     try:
         names = expand(options.urls)
         check_base_names(names)
-    except PaddleShardError as error:
-        return Answer(found={"error": str(error)}, said=[str(error)], failed=True)
-    entries = {}
-    for number, name in enumerate(names, 1):
-        try:
+        for number, name in enumerate(names, 1):
+            at = shown(name)
             entry = entries[base_name(name)] = count_file(name, tar_starts)
-        except Exception as error:  # whatever a tar, a server or a store has to say
-            raise_if_a_handlers(error)
-            text = f"{shown(name)}: {type(error).__name__}: {error}\nNothing is written."
-            return Answer(found={"error": text}, said=[text], failed=True)
-        text = f"[{number}/{len(names)}] {shown(name)}: {entry.samples} samples, {entry.size} bytes"
-        print(text, file=sys.stderr, flush=True)
+            text = f"[{number}/{len(names)}] {at}: {entry.samples} samples, {entry.size} bytes"
+            print(text, file=sys.stderr, flush=True)
+    except Exception as error:  # whatever a tar, a server or a store has to say
+        raise_if_a_handlers(error)
+        text = f"{at}: {described(error)}\nNothing is written." if at else text_of(error)
+        return Answer(found={"error": text}, said=[text], failed=True)
     write_index(options.output, entries)
     total = sum(entry.samples for entry in entries.values())
     text = f"{options.output}: {total} samples in {len(entries)} shards"

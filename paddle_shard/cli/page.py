@@ -119,7 +119,7 @@ def life_of(run: Timeline) -> dict[str, Any]:
     """
     stretches = [_of_leg(leg, True) for leg in run.legs] + [_of_leg(leg, False) for leg in run.lost]
     plans = {leg.epoch: leg.plan for leg, _ in run.passes if leg.job.unknown is None}
-    facts, skips = run.last.facts, run.passes[-1][0].skips if run.passes else Skips()
+    facts, skips = run.last.facts, run.passes[-1][0].history.skips if run.passes else Skips()
     files = facts["data"].get("files", ())
     return {"plans": plans, "skips": skips, "stretches": stretches, "dealt": facts["dealt"], "files": files}
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import math
 import re
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +16,7 @@ from paddle_shard.cli.answer import Answer, Argument, Hazard, Rows, cell, comman
 from paddle_shard.cli.page import life_of, page_of, view_of
 from paddle_shard.cli.svg import svg_of
 from paddle_shard.errors import ArgumentError
-from paddle_shard.plan.mesh import MeshLayout, grid_of
+from paddle_shard.plan.mesh import MeshLayout, distances, grid_of
 from paddle_shard.plan.mixture import Mixing, drawn_of
 from paddle_shard.plan.orders import ORDERINGS, find_ordering
 from paddle_shard.plan.parts import PartsPlan, check_count, chunks_of
@@ -27,7 +26,7 @@ from paddle_shard.plan.skips import Skips
 from paddle_shard.plan.state import LoaderState
 from paddle_shard.plan.tails import TAILS
 from paddle_shard.sources.files import asked_size, is_missing, is_remote, local_size, matched
-from paddle_shard.sources.host_cache import least_bytes
+from paddle_shard.sources.host_cache import files_at_once, least_bytes
 from paddle_shard.sources.mixture import Mixture
 from paddle_shard.sources.shards import ShardSource
 from paddle_shard.stages.cut import chosen_num_parts
@@ -168,14 +167,14 @@ def _of_record(options: argparse.Namespace) -> Planned:
             found.facts["parts"] = _with_workers(found, shares, options.workers)
             found.said.append(found.facts["parts"])
         return found
-    found.epoch, found.skips = newest.epoch if options.epoch is None else options.epoch, newest.skips
+    found.epoch, found.skips = newest.epoch if options.epoch is None else options.epoch, newest.history.skips
     # An epoch that was never begun is what the newest job would make of it.
     anew = job.batches(newest.history).plan_of(LoaderState(epoch=found.epoch))
     found.plan = view["plans"].setdefault(found.epoch, anew)
     step = vars(options).get("step") or 0  # other commands than `plan` show no step
     for leg in run.legs_of(found.epoch):
         if leg.start.steps <= step < leg.steps and leg.job.unknown is None:
-            found.step_of = leg.plan, leg.job.meshes, leg.job.holders, leg.skips
+            found.step_of = leg.plan, leg.job.meshes, leg.job.holders, leg.history.skips
     return found
 
 
@@ -208,10 +207,8 @@ def _look_at_files(options: argparse.Namespace, found: Planned, cut: dict[str, i
     if sizes is None:
         found.said.append("The sizes of the files are not known here, and so neither is what the parts differ by.")
         return
-    mean, drops = max(1, sum(sizes)) / parts, plan.ending.drops
-    lost = 1 - min(sizes) / mean if drops else 1 - mean / max(1, *sizes)
-    if lost > _MUCH and (plan.ending.pads or drops):
-        what = f"about {lost:.0%} {'of the data is dropped' if drops else 'of all rows are padding'}"
+    if (lost := plan.ending.lost(sizes)) > _MUCH:
+        what = f"about {lost:.0%} {'of the data is dropped' if plan.ending.drops else 'of all rows are padding'}"
         what = f"the parts differ in size: {what}, since files that are not counted are not cut{found.where}"
         found.hazards.append((what, "Count the samples (counts=True; for tars paddle-shard index), or use more files"))
 
@@ -234,16 +231,10 @@ def _look_at_cache(options: argparse.Namespace, found: Planned, plan: PartsPlan)
     if len(known) < len(sizes):
         found.said.append("How large cache_bytes must be is not known: --cache-bytes asks the servers for the sizes.")
         return
-    reading, readers, files = (
-        readers_of(found.meshes, found.replicas, options.ranks_per_host),
-        Counter[tuple[int, int]](),
-        Counter[int](),
-    )
-    for group, parts in shares_of(found.meshes, plan.parts_of):
-        readers.update((reading[rank], part) for rank in reading.keys() & group["ranks"] for part in parts)
-    for (host, _), number in readers.items():
-        files[host] += min(2, number)  # they are not at the same row: one may be in the next file already
-    found.facts["least cache_bytes"] = least = least_bytes(known, most := max(files.values()))
+    reading = readers_of(found.meshes, found.replicas, options.ranks_per_host)
+    held = [(group["ranks"], parts) for group, parts in shares_of(found.meshes, plan.parts_of)]
+    most = files_at_once((reading[rank], of) for ranks, of in held for rank in reading.keys() & ranks)
+    found.facts["least cache_bytes"] = least = least_bytes(known, most)
     each = options.ranks_per_host or len({rank for mesh, _ in found.meshes for rank in mesh.process_ids})
     ranks_of_host = f"for {each} ranks of a host"
     found.said.append(f"cache_bytes={least} would be enough {ranks_of_host}, which read up to {most} files at once")
@@ -280,7 +271,7 @@ def hazards_of(asked: Planned) -> Iterator[Hazard]:
 
 
 def _hazards_of_mesh(mesh: MeshLayout, axes: Sequence[str], replicas: str) -> Iterator[Hazard]:
-    sizes, ids = dict(zip(mesh.axes, mesh.shape, strict=True)), np.array(mesh.process_ids).reshape(mesh.shape)
+    sizes, apart = dict(zip(mesh.axes, mesh.shape, strict=True)), distances(mesh)
     for axis, size in sizes.items():
         if axis in _DATA_AXES and axis not in axes and size > 1:
             remedy = f"shard_dims={[*axes, axis]!r} splits the rows over it, too"
@@ -288,13 +279,10 @@ def _hazards_of_mesh(mesh: MeshLayout, axes: Sequence[str], replicas: str) -> It
                 alone = f"shard_dims={[axis]!r} splits the rows over it instead of {', '.join(map(repr, others))}"
                 remedy = f"{alone}; {[*axes, axis]!r} over both"
             yield f"axis {axis!r} of {size} ranks carries no data: all of them get the same rows", remedy
-    # How far the ranks next to each other along an axis are apart, and the first two of them.
-    far = {axis: np.median(np.abs(np.diff(ids, axis=at))) for at, axis in enumerate(sizes) if sizes[axis] > 1}
-    first = {axis: ids.swapaxes(0, at).reshape(sizes[axis], -1)[:2, 0] for at, axis in enumerate(sizes)}
     inner = [axis for axis in sizes if axis in _MODEL_AXES and axis not in axes]
-    for axis in filter(far.__contains__, inner):
-        if nearer := [one for one in axes if one in far and far[one] < far[axis]]:
-            (a, b), (c, d) = first[axis], first[nearer[0]]
+    for axis in filter(apart.__contains__, inner):
+        if nearer := [one for one in axes if one in apart and apart[one][0] < apart[axis][0]]:
+            (_, a, b), (_, c, d) = apart[axis], apart[nearer[0]]
             what = f"axis {axis!r} is further apart than {nearer[0]!r}: ranks {a} and {b} share the work on the same"
             better = ",".join(f"{one}={sizes[one]}" for one in [*(o for o in sizes if o not in inner), *inner])
             remedy = f"Ranks in a row are usually on one host, and {axis!r} sends in every layer: --mesh {better}"

@@ -69,7 +69,7 @@ def show(options: argparse.Namespace) -> Answer:
     samples = [options.sample]
     if options.step is not None:
         _, legs = leg_of(run_of(options.record), options.epoch, options.step)
-        plan, skips = legs[-1].plan, legs[-1].skips
+        plan, skips = legs[-1].plan, legs[-1].history.skips
         samples = [one for one in samples_at(plan, legs[-1].epoch, options.step, skips) if one is not None]
     dataset, decode = opened(options.open), shown if options.decode is None else named(options.decode)
     found = []

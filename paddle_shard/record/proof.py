@@ -26,7 +26,7 @@ def proof_of(run: Timeline, epoch: int) -> dict[str, Any]:
     legs, before, notes = run.legs_of(epoch), run.began_at, list[str]()
     newest, is_open = legs[-1], run.legs[-1].epoch == epoch and not any(leg.ended for leg in legs)
     # What was left out when it was delivered may be less than what is left out now.
-    stretches = [(leg.start.samples, leg.samples, leg.skips) for leg in legs]
+    stretches = [(leg.start.samples, leg.samples, leg.history.skips) for leg in legs]
     if before is not None and before.epoch == epoch and before.samples:
         stretches.insert(0, (0, before.samples, before.history.skips))
         notes.append(f"positions [0, {before.samples}) were delivered before this record begins, says the loaded state")
@@ -39,10 +39,10 @@ def proof_of(run: Timeline, epoch: int) -> dict[str, Any]:
     delivered = account_of_all(plan, epoch, stretches)[ALL]
     at = delivered.once[-1][1]
     # What the epoch that the run is in has still to deliver is not missing.
-    to_come = [(at, end, newest.skips)] if is_open and at < end else []
+    to_come = [(at, end, newest.history.skips)] if is_open and at < end else []
     account = account_of_all(plan, epoch, [*stretches, *to_come])
     seen_to = at if is_open or newest.ended else None
-    found = certify([(account, {})], epoch, plan, newest.skips, seen_to, "the loader's order")
+    found = certify([(account, {})], epoch, plan, newest.history.skips, seen_to, "the loader's order")
     if plan is None:
         notes.append(f"which samples these are is not known: {newest.job.unknown}")
     else:
@@ -64,10 +64,10 @@ def _other_samples(run: Timeline, epoch: int, notes: list[str]) -> Iterator[str]
         mine = [leg for leg in legs if owner == ALL or leg.job.facts["data_rank"] == list(owner[:2])]
         cut = [(max(leg.start.samples, a), min(leg.samples, b), leg) for leg in mine for a, b in found.once]
         pieces = [(first, end, leg) for first, end, leg in cut if first < end]
-        known = account_of_all(None, epoch, [(first, end, leg.skips) for first, end, leg in pieces])
+        known = account_of_all(None, epoch, [(first, end, leg.history.skips) for first, end, leg in pieces])
         # Each position is that of one pass, so that it is known which one has delivered it.
         once = known.get(ALL, Delivered())[:2] == (found.once, ())
-        wanted = plus(*(total_of_owner(owner, leg.plan, epoch, leg.skips, *piece) for *piece, leg in pieces))
+        wanted = plus(*(total_of_owner(owner, leg.plan, epoch, leg.history.skips, *piece) for *piece, leg in pieces))
         not_compared = f"what was read by {where} is not compared"
         if owner != ALL and run.last.facts["dealt"]:
             notes.append(f"{not_compared}: rows are dealt by cost (balance=)")

@@ -19,7 +19,6 @@ from paddle_shard.plan.orders import ordering_of
 from paddle_shard.plan.partition import slice_rows
 from paddle_shard.plan.parts import PartsPlan
 from paddle_shard.plan.shard_plan import BatchSizes, ShardPlan, Where, places_of
-from paddle_shard.plan.skips import Skips
 from paddle_shard.plan.state import History, LoaderState, sealed
 from paddle_shard.samplers import PlanBatches
 
@@ -99,11 +98,6 @@ class Leg:
         """The epoch."""
         return self.start.epoch
 
-    @property
-    def skips(self) -> Skips:
-        """What it left out."""
-        return self.history.skips
-
     @cached_property
     def plan(self) -> ShardPlan:
         """The order of its epoch, as it was served; an ArgumentError if nobody but the loader knows it."""
@@ -148,7 +142,7 @@ class _Stretch:
                 found[number] = Leg(self.job, number, start, start.steps, start.samples, start.history)
             for number, steps, samples in line["passes"]:
                 if number in found and steps > found[number].steps:
-                    now = replace(History.from_json(line["history"]), skips=found[number].skips)
+                    now = replace(History.from_json(line["history"]), skips=found[number].history.skips)
                     found[number] = replace(found[number], steps=steps, samples=samples, history=now)
             if line["line"] == "end" and line["ends"] in found:
                 found[line["ends"]] = replace(found[line["ends"]], ended=True)
@@ -279,7 +273,7 @@ def places_in(run: Timeline, sample: Any) -> Iterator[tuple[Leg, int, int]]:
     """
     for leg, end_step in run.passes:
         plan = leg.plan
-        found = places_of(plan, leg.epoch, sample, leg.skips)
+        found = places_of(plan, leg.epoch, sample, leg.history.skips)
         for one in [found] if isinstance(found, Where) else found or []:
             # A short last batch that cannot be split has no data ranks: it was never delivered.
             if leg.start.steps <= one.step < end_step and one.data_rank is not None:
