@@ -17,6 +17,7 @@ from paddle_shard.plan.orders import PaddleOrdering, PaddleSequential, Sequentia
 from paddle_shard.plan.parts import PartsPlan
 from paddle_shard.plan.places import shapes_of
 from paddle_shard.plan.shard_plan import ShardPlan
+from paddle_shard.plan.shown import Page
 from paddle_shard.plan.shuffle import VERSION
 from paddle_shard.plan.skips import Skips
 from paddle_shard.record.timeline import Leg, Timeline
@@ -97,18 +98,6 @@ def view_of(
         "meshes": [_mesh(*one, parts) for one in meshes],
     }
     return dict(json.loads(json.dumps(found)))  # without tuples
-
-
-class Page(str):
-    """A page of HTML, which shows itself in a notebook."""
-
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        return f"<a page of HTML, {len(self)} characters>"
-
-    def _repr_html_(self) -> str:
-        return f'<iframe srcdoc="{escape(self)}" style="width: 100%; height: 60rem; border: 0"></iframe>'
 
 
 def life_of(run: Timeline) -> dict[str, Any]:

@@ -164,8 +164,8 @@ def _of_record(options: argparse.Namespace) -> Planned:
         if (parts := job.parts_plan()) is not None:
             found.plan_of_parts = parts
             shares = [{**group, "parts": of} for group, of in shares_of(job.meshes, parts.parts_of)]
-            found.facts["parts"] = _with_workers(found, shares, options.workers)
-            found.said.append(found.facts["parts"])
+            found.facts["shares"] = _with_workers(found, shares, options.workers)
+            found.said.append(found.facts["shares"])
         return found
     found.epoch, found.skips = newest.epoch if options.epoch is None else options.epoch, newest.history.skips
     # An epoch that was never begun is what the newest job would make of it.
@@ -198,9 +198,8 @@ def _look_at_files(options: argparse.Namespace, found: Planned, cut: dict[str, i
     found.view = {"files": names}
     _look_at_cache(options, found, plan)
     sizes = source.part_sizes(Opening(parts=tuple(range(parts)), num_parts=parts, seed=options.seed, epoch=found.epoch))
-    shares: list[dict[str, Any]] = [{"data_rank": at, "parts": plan.parts_of(at)} for at in range(plan.num_data_ranks)]
-    for share in shares:
-        share["bytes"] = None if sizes is None else sum(sizes[part] for part in share["parts"])
+    held = [(at, plan.parts_of(at)) for at in range(plan.num_data_ranks)]
+    shares = [{"data_rank": at, "parts": of, "bytes": sizes and sum(sizes[one] for one in of)} for at, of in held]
     found.facts |= {"files": source.num_shards, "parts": parts}
     found.facts["bytes"] = of_ranks = _with_workers(found, shares, options.workers)
     found.said += [f"{source.num_shards} files in {parts} parts", of_ranks]

@@ -428,7 +428,7 @@ def test_parts_of_workers_are_told_of_remote_files_too_whose_sizes_are_not_asked
 def test_workers_are_asked_about_a_record_as_well(workers, shares, idle, capsys, tmp_path):
     record = record_of("dp=1", "each", tmp_path)
     found = planned(capsys, record, "--workers", workers)
-    (row,) = found["parts"]
+    (row,) = found["shares"]
     assert sorted(part for share in row["parts of each worker"] for part in share) == row["parts"] == [0, 1, 2, 3]
     assert sorted(map(len, row["parts of each worker"])) == shares
     assert found["reading processes"] == len(shares)
