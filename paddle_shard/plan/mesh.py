@@ -146,8 +146,8 @@ def replica_groups(mesh: MeshLayout, data_axes: Axes) -> list[list[int]]:
     """
     axes, ids = mesh.axis_indices(data_axes), np.array(mesh.process_ids).reshape(mesh.shape)
     # [data axes, other axes] -> [data rank, replica]
-    by_data_rank = np.moveaxis(ids, axes, range(len(axes))).reshape(mesh.num_data_ranks(data_axes), -1)
-    return [group.tolist() for group in by_data_rank]
+    groups = np.moveaxis(ids, axes, range(len(axes))).reshape(mesh.num_data_ranks(data_axes), -1)
+    return list(groups.tolist())
 
 
 def distances(mesh: MeshLayout) -> dict[str, tuple[float, int, int]]:

@@ -33,9 +33,9 @@ def groups_of(meshes: Meshes) -> Iterator[dict[str, Any]]:
 
 def shares_of(meshes: Meshes, share: Callable[[int, int], _T]) -> Iterator[tuple[dict[str, Any], _T]]:
     """Yield each replica group with what a function says of (data rank, number of data ranks of the mesh)."""
+    counts = [mesh.num_data_ranks(axes) for mesh, axes in meshes]
     for group in groups_of(meshes):
-        mesh, axes = meshes[group["mesh"]]
-        yield group, share(group["data_rank"], mesh.num_data_ranks(axes))
+        yield group, share(group["data_rank"], counts[group["mesh"]])
 
 
 def readers_of(meshes: Meshes, replicas: str, ranks_per_host: int | None) -> dict[int, int]:
@@ -53,14 +53,17 @@ def readers_of(meshes: Meshes, replicas: str, ranks_per_host: int | None) -> dic
         >>> readers_of([(mesh, ["dp"])], "leader", None), readers_of([(mesh, ["dp"])], "leader", 1)
         ({0: 0, 2: 0}, {0: 0, 1: 1, 2: 2, 3: 3})
     """
+    ranks = sorted({rank for mesh, _ in meshes for rank in mesh.process_ids})
+    hosts = {rank: rank // ranks_per_host if ranks_per_host else 0 for rank in ranks}
+    if replicas == "each":
+        return hosts
     rows, first = dict[int, tuple[Any, ...]](), dict[Any, int]()
     for group, share in shares_of(meshes, lambda *mine: (mine,)):
         for rank in group["ranks"]:
             rows[rank] = tuple(dict.fromkeys(rows[rank] + share)) if rank in rows else share
-    for rank in sorted(rows):
-        host = rank // ranks_per_host if ranks_per_host else 0
-        first.setdefault((host, rank if replicas == "each" else rows[rank]), rank)
-    return {rank: host for (host, _), rank in first.items()}
+    for rank, host in hosts.items():
+        first.setdefault((host, rows[rank]), rank)
+    return {rank: hosts[rank] for rank in first.values()}
 
 
 def rows_of(plan: ShardPlan, meshes: Meshes, step: int) -> Iterator[tuple[dict[str, Any], Sequence[int]]]:
