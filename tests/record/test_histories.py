@@ -178,7 +178,7 @@ def test_the_record_tells_what_each_rank_was_given(jobs, accumulation, kind, tai
 
 def _rows(leg, step):
     """What the record says each rank has had."""
-    shares = samples_of(leg.plan, leg.job.meshes, leg.epoch, step, leg.skips)
+    shares = samples_of(leg.plan, leg.job.meshes, leg.epoch, step, leg.history.skips)
     number = {"a": 0, "b": 1000}
     return [[number[one[0]] + one[1] if isinstance(one, list) else one for one in of["samples"]] for of in shares]
 
