@@ -17,7 +17,7 @@ from paddle_shard.cli.page import life_of, page_of, view_of
 from paddle_shard.cli.svg import svg_of
 from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.mesh import MeshLayout, distances, grid_of
-from paddle_shard.plan.mixture import Mixing, drawn_of
+from paddle_shard.plan.mixture import Mixing, drawn_too_often
 from paddle_shard.plan.orders import ORDERINGS, find_ordering
 from paddle_shard.plan.parts import PartsPlan, check_count, chunks_of
 from paddle_shard.plan.places import Meshes, groups_of, readers_of, samples_of, shares_of
@@ -38,8 +38,6 @@ _DATA_AXES = ("dp", "data", "fsdp", "sharding", "batch")
 """What an axis that carries data is usually called."""
 _MODEL_AXES = ("mp", "tp", "tensor", "model", "sep", "cp", "sp", "context", "sequence")
 """What an axis is usually called whose ranks wait for each other in every layer."""
-_MOST_EPOCHS = 4
-"""How often a source may be read in an epoch of its mixture before it is a hazard."""
 _MUCH = 0.01
 """Share of the data that is dropped, or of the rows that are padding, which is a hazard."""
 _MOST_SHOWN = 64
@@ -266,7 +264,7 @@ def hazards_of(asked: Planned) -> Iterator[Hazard]:
         what, _, way_out = advice.partition(". The order")
         yield what, f"The order{way_out}"
     if isinstance(plan.ordering, Mixing):
-        yield from _drawn_too_often(plan.ordering, few)
+        yield from drawn_too_often(plan.ordering, few)
 
 
 def _hazards_of_mesh(mesh: MeshLayout, axes: Sequence[str], replicas: str) -> Iterator[Hazard]:
@@ -303,25 +301,6 @@ def _starved(plan: ShardPlan, epoch: int) -> Iterator[Hazard]:
         what += f", and nothing else on {len(none)} of its data ranks: {cell(none)}"
         remedy = "A mean over the valid rows of such a rank divides by 0: divide the sum of all ranks by their count"
         yield what, f"{remedy}. tail='drop' leaves such a step out"
-
-
-def _drawn_too_often(mixing: Mixing, num_samples: int) -> Iterator[Hazard]:
-    lengths, drawn = mixing.segments[-1].lengths, drawn_of(mixing, num_samples)
-    # How often a sample of a source is drawn while one unit of weight is.
-    often = {name: drawn[name].weight / n for name, n in zip(mixing.names, lengths, strict=True) if n}
-    slowest = min((name for name in often if often[name]), key=often.__getitem__)
-    for name, length in zip(mixing.names, lengths, strict=True):
-        of, what = drawn[name], f"source {name!r} has {length} samples"
-        if of.drawn > _MOST_EPOCHS * length > 0:
-            what += f", and an epoch draws {of.drawn}: each {of.epochs} times"
-            share = _MOST_EPOCHS * length / num_samples
-        elif length and often[name] > _MOST_EPOCHS * often[slowest]:
-            times, weight = round(often[name] / often[slowest]), _MOST_EPOCHS * length * often[slowest]
-            what += f": while the run reads {slowest!r} once, each of them is drawn {times} times"
-            share = weight / (1 - of.weight + weight)
-        else:
-            continue
-        yield what, f"A share of {share:.2g} instead of {of.weight:.2g} is {_MOST_EPOCHS} times"
 
 
 # How it is shown
