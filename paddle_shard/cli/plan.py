@@ -40,6 +40,8 @@ _MODEL_AXES = ("mp", "tp", "tensor", "model", "sep", "cp", "sp", "context", "seq
 """What an axis is usually called whose ranks wait for each other in every layer."""
 _MUCH = 0.01
 """Share of the data that is dropped, or of the rows that are padding, which is a hazard."""
+_TOLD = "mesh", "data_axes", "batch_size", "samples", "source", "tail", "shuffle", "accumulation", "replicas"
+"""Arguments that a record answers itself."""
 _MOST_SHOWN = 64
 """Ranks of a mesh that is shown as a grid."""
 
@@ -125,17 +127,22 @@ def planned(options: argparse.Namespace) -> Planned:
     check_count("--epoch", options.epoch or 0, 0)
     check_count("--ranks-per-host", 1 if options.ranks_per_host is None else options.ranks_per_host)
     if options.record is not None:
+        names = _TOLD if "restarts" in options else (*_TOLD, "seed")  # which also draws the restarts of `simulate`
+        if more := [f"--{name.replace('_', '-')}" for name in names if getattr(options, name) not in (None, [])]:
+            way_out = "Leave it out, or the record; paddle-shard diff compares a run with another mesh or batch size."
+            raise ArgumentError(f"{', '.join(more)}: the record tells that. {way_out}")
         return _of_record(options)
     known = options.source or options.files or options.samples is not None
     if not (known and options.mesh and options.batch_size is not None):
         data = "--samples, or --source for each source of a mixture, or --files"
         raise ArgumentError(f"give a record; or --mesh, --batch-size, and the data: {data}.")
-    meshes, times = with_data_axes(options.mesh, options.data_axes), options.accumulation
-    found = Planned(meshes=meshes, holders=meshes, replicas=options.replicas, epoch=options.epoch or 0)
+    meshes, samples = with_data_axes(options.mesh, options.data_axes), options.samples
+    found = Planned(meshes=meshes, holders=meshes, replicas=options.replicas or "each", epoch=options.epoch or 0)
     ranks = math.lcm(*(mesh.num_data_ranks(axes) for mesh, axes in meshes))
-    cut = {"batch_size": options.batch_size * times, "num_data_ranks": ranks, "accumulation": times}
-    samples = options.samples
-    shuffle = find_ordering({str(name): name for name in ORDERINGS}[options.shuffle])
+    times = 1 if options.accumulation is None else options.accumulation
+    cut: dict[str, Any] = {"batch_size": options.batch_size * times, "num_data_ranks": ranks, "accumulation": times}
+    cut["tail"] = options.tail or "pad"
+    shuffle = find_ordering({str(name): name for name in ORDERINGS}[options.shuffle or "False"])
     if options.source:
         sources = {name: range(count) for name, count, _ in options.source}
         mixture = Mixture(sources, {name: weight for name, _, weight in options.source}, num_samples=samples)
@@ -144,7 +151,7 @@ def planned(options: argparse.Namespace) -> Planned:
         if options.files:
             _look_at_files(options, found, cut)
         else:
-            found.plan = ShardPlan(num_samples=samples, shuffle=shuffle, seed=options.seed, tail=options.tail, **cut)
+            found.plan = ShardPlan(num_samples=samples, shuffle=shuffle, seed=options.seed or 0, **cut)
     except ArgumentError as error:
         what, _, remedy = str(error).partition(". ")
         found.hazards.append((f"{what}{'' if what.startswith('batch_size') else found.where}", remedy))
@@ -176,7 +183,7 @@ def _of_record(options: argparse.Namespace) -> Planned:
     return found
 
 
-def _look_at_files(options: argparse.Namespace, found: Planned, cut: dict[str, int]) -> None:
+def _look_at_files(options: argparse.Namespace, found: Planned, cut: dict[str, Any]) -> None:
     """Look at files that are not counted, each of which belongs to one part as a whole."""
     names = matched(options.files)
     source = ShardSource(names, lambda name, skip: iter(()))
@@ -192,10 +199,11 @@ def _look_at_files(options: argparse.Namespace, found: Planned, cut: dict[str, i
         (least, small), (most, large) = known[0], known[-1]
         found.where = f". The largest is {large} with {most} bytes, the smallest {small} with {least}{found.where}"
     parts = chosen_num_parts(source, options.batch_size, cut["num_data_ranks"])
-    plan = found.plan_of_parts = PartsPlan(num_parts=parts, tail=options.tail, **cut)
+    plan = found.plan_of_parts = PartsPlan(num_parts=parts, **cut)
     found.view = {"files": names}
     _look_at_cache(options, found, plan)
-    sizes = source.part_sizes(Opening(parts=tuple(range(parts)), num_parts=parts, seed=options.seed, epoch=found.epoch))
+    opening = Opening(parts=tuple(range(parts)), num_parts=parts, seed=options.seed or 0, epoch=found.epoch)
+    sizes = source.part_sizes(opening)
     held = [(at, plan.parts_of(at)) for at in range(plan.num_data_ranks)]
     shares = [{"data_rank": at, "parts": of, "bytes": sizes and sum(sizes[one] for one in of)} for at, of in held]
     found.facts |= {"files": source.num_shards, "parts": parts}
@@ -321,12 +329,12 @@ PLANNED: Sequence[Argument] = [
     ("--files", {"nargs": "+", "metavar": "FILE", "help": "files of a stream that are not counted; patterns, too"}),
     ("--cache-bytes", {"type": int, "help": "is it enough for copies of --files? Asks servers how large they are"}),
     ("--ranks-per-host", {"type": int, "help": "ranks that share a cache and a leader; else all do"}),
-    ("--tail", {"choices": list(TAILS), "default": "pad"}),
-    ("--shuffle", {"nargs": "?", "const": "True", "default": "False", "choices": list(map(str, ORDERINGS))}),
-    ("--seed", {"type": int, "default": 0}),
+    ("--tail", {"choices": list(TAILS), "help": "pad, unless another is named"}),
+    ("--shuffle", {"nargs": "?", "const": "True", "choices": list(map(str, ORDERINGS))}),
+    ("--seed", {"type": int, "help": "0, unless another is given"}),
     ("--workers", {"type": int, "default": 0, "help": "worker processes of each rank (num_workers=)"}),
-    ("--accumulation", {"type": rows_of, "default": 1, "help": "micro-batches of a step"}),
-    ("--replicas", {"choices": ["each", "leader", "auto"], "default": "each"}),
+    ("--accumulation", {"type": rows_of, "help": "micro-batches of a step"}),
+    ("--replicas", {"choices": ["each", "leader", "auto"]}),
     ("--epoch", {"type": int, "help": "the epoch; by default the first one, or the newest of a record"}),
 ]
 """The arguments of commands that begin with a plan."""

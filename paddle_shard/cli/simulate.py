@@ -329,7 +329,8 @@ def simulate(options: argparse.Namespace) -> Answer:
     if not plan.num_steps:
         what = f"tail={plan.tail!r} leaves no step: {plan.num_samples} samples fill no batch of {plan.batch_size}"
         return with_hazards({}, [], [(what, "Use tail='pad', or a smaller batch")])
-    draw, found, most_ranks = random.Random(options.seed), _Found(), max(_MOST_RANKS, _MOST_OF_RANKS // plan.num_steps)
+    draw, found = random.Random(options.seed or 0), _Found()
+    most_ranks = max(_MOST_RANKS, _MOST_OF_RANKS // plan.num_steps)
     legs = _legs(asked, plan, options.restarts, draw)
     for leg in legs:
         _look_at_meshes(leg, found)

@@ -245,8 +245,8 @@ def test_the_least_cache_is_what_readers_of_a_host_need_and_less_is_a_hazard(
         return "is too little" in caplog.text
 
     with serving(contents) as server:
-        flags = ["--files", *(f"{server.url}/{name}" for name in contents), "--batch-size", 4, "--mesh", mesh]
-        flags += ["--data-axes", "dp", "--replicas", replicas, "--ranks-per-host", ranks]
+        files = ["--files", *(f"{server.url}/{name}" for name in contents), "--ranks-per-host", ranks]
+        flags = [*files, "--batch-size", 4, "--mesh", mesh, "--data-axes", "dp", "--replicas", replicas]
         assert "least cache_bytes" not in planned(capsys, *flags)
         assert {span for _, span in server.asked} == set()  # servers are not asked
         found = planned(capsys, *flags, "--cache-bytes", 1)
@@ -255,7 +255,7 @@ def test_the_least_cache_is_what_readers_of_a_host_need_and_less_is_a_hazard(
         assert what.startswith("cache_bytes=1 is too little for")
         enough = planned(capsys, *flags, "--cache-bytes", least)
         assert not [one for one in enough["hazards"] if "cache_bytes" in one["what"]]
-        recorded = planned(capsys, record_of(mesh, replicas, tmp_path), *flags, "--cache-bytes", least - 1)
+        recorded = planned(capsys, record_of(mesh, replicas, tmp_path), *files, "--cache-bytes", least - 1)
         assert recorded["least cache_bytes"] == least
         assert [one for one in recorded["hazards"] if "cache_bytes" in one["what"]]
         assert not is_too_little(least)
@@ -435,6 +435,25 @@ def test_workers_are_asked_about_a_record_as_well(workers, shares, idle, capsys,
     told = [one["what"] for one in found["hazards"] if "read nothing" in one["what"]]
     assert told == [f"{workers} workers of each rank share 4 parts: {idle} of them read nothing"] * bool(idle)
     assert "parts of each worker" in asked("plan", record, "--workers", workers, code=int(bool(found["hazards"])))
+
+
+TOLD = {
+    **{"--mesh": "dp=1", "--data-axes": "dp", "--batch-size": 4, "--samples": 8, "--source": "web=9:1"},
+    **{"--tail": "pad", "--shuffle": "False", "--accumulation": 1, "--replicas": "each"},
+}
+
+
+@pytest.mark.parametrize("command", ["plan", "simulate"])
+@pytest.mark.parametrize("flag", TOLD)
+def test_what_a_record_tells_cannot_be_asked_otherwise_without_a_word(flag, command, tmp_path):
+    said = asked(command, record_of("dp=1", "each", tmp_path), flag, TOLD[flag], code=2)
+    assert f"{flag}: the record tells that" in said
+    assert "paddle-shard diff" in said
+
+
+def test_the_seed_of_a_record_is_its_own_and_that_of_a_simulation_draws_its_restarts(tmp_path):
+    assert "--seed: the record tells that" in asked("plan", record_of("dp=1", "each", tmp_path), "--seed", 0, code=2)
+    assert "--seed: the record" not in asked("simulate", tmp_path / "run.jsonl", "--seed", 1, code=2)  # of a stream
 
 
 def test_a_page_begins_with_the_step_that_was_asked_for(tmp_path, capsys):
