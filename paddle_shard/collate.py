@@ -85,6 +85,40 @@ def collate(
     raise no_rows(samples, path)
 
 
+def form_of(value: Any) -> Any:
+    """Return what has to be the same in all rows that `collate` stacks, if it may be: something that can be hashed.
+
+    Examples:
+        >>> form_of({"image": np.zeros((3, 8)), "label": 1})
+        (('image', ('float64', (3, 8))), ('label', 'int'))
+    """
+    if isinstance(value, np.ndarray | np.generic):
+        return str(value.dtype), value.shape
+    if isinstance(value, Mapping):
+        return tuple((str(name), form_of(one)) for name, one in value.items())
+    if isinstance(value, list | tuple):
+        return len(value), tuple(dict.fromkeys(map(form_of, value)))
+    if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+        return "int of more than 64 bits"
+    return type(value).__name__
+
+
+def stand_in(value: Any) -> Any:
+    """Return a value of the same form that needs little memory.
+
+    Examples:
+        >>> stand_in({"image": np.ones((1, 2)), "text": "short"})
+        {'image': array([[0., 0.]]), 'text': 'short'}
+    """
+    if isinstance(value, np.ndarray):
+        return np.broadcast_to(np.zeros((), value.dtype), value.shape)
+    if isinstance(value, Mapping):
+        return {name: stand_in(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [stand_in(one) for one in value]
+    return value[:_SHOWN] if isinstance(value, str | bytes) else value
+
+
 def no_rows(samples: Sequence[Any], path: str) -> TypeError:
     """Return the error for samples of a type that cannot be stacked."""
     return TypeError(

@@ -1,1 +1,1 @@
-"""Commands, one a file: `python -m paddle_shard.cli.<command> --help`."""
+"""The commands of `paddle-shard`, a file for each kind of question."""

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 from paddle_shard.errors import ArgumentError
 from paddle_shard.record.lines import read
-from paddle_shard.record.places import Meshes
 from paddle_shard.record.timeline import Leg, Timeline, timeline
 
 Rows = Sequence[Mapping[str, Any]]
@@ -112,12 +111,6 @@ def cell(value: Any) -> str:
         else:
             found.append([name])
     return " ".join(f"{one[0]}-{one[-1]}" if len(one) > 2 else " ".join(map(cell, one)) for one in found)
-
-
-def shapes_of(meshes: Meshes) -> str:
-    """Return the axes and sizes of meshes, such as dp=2,mp=4."""
-    shapes = (zip(mesh.axes, mesh.shape, strict=True) for mesh, _ in meshes)
-    return " and ".join(",".join(f"{axis}={size}" for axis, size in shape) for shape in shapes)
 
 
 def run_of(path: str) -> Timeline:

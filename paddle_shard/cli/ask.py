@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from paddle_shard.cli.answer import EPOCH, RECORD, Answer, Rows, command, leg_of, run_of, sample_of, shapes_of
+from paddle_shard.cli.answer import EPOCH, RECORD, Answer, Rows, command, leg_of, run_of, sample_of
 from paddle_shard.plan.handlers import raise_if_a_handlers
+from paddle_shard.plan.places import rows_of, samples_of, shapes_of, shares_of
 from paddle_shard.record.lines import read
-from paddle_shard.record.places import places_in, rows_of, samples_of, shares_of
 from paddle_shard.record.proof import proof_of
-from paddle_shard.record.timeline import Leg, timeline
+from paddle_shard.record.timeline import Leg, places_in, timeline
 
 _LOST = (
     "What does not count was delivered after the position from which the run was resumed. A job that was killed may "
@@ -86,13 +86,11 @@ def batch(options: argparse.Namespace) -> Answer:
     epoch, legs = leg_of(run_of(options.record), options.epoch, options.step)
     found: list[dict[str, Any]] = []
     for leg in legs:
-        plan, rows = leg.job.parts_plan(), list[dict[str, Any]]()
-        if plan is None:
-            rows = samples_of(leg.plan, leg.job.holders, epoch, options.step, leg.skips)
+        if (plan := leg.job.parts_plan()) is None:
+            rows = samples_of(leg.plan, leg.job.holders, epoch, options.step, leg.history.skips)
         else:
-            each = plan.samples_per_part
-            first = leg.start.samples // plan.num_parts + (options.step - leg.start.steps) * each
-            for group, parts in shares_of(leg.job.meshes, plan.parts_of):
-                rows.append({**group, "parts": parts, "first_in_each": first, "end_in_each": first + each})
+            first = leg.start.samples // plan.num_parts + (options.step - leg.start.steps) * plan.samples_per_part
+            span = {"first_in_each": first, "end_in_each": first + plan.samples_per_part}
+            rows = [{**group, "parts": parts, **span} for group, parts in shares_of(leg.job.meshes, plan.parts_of)]
         found += [{"job": leg.job.number, "told": told(leg, options.step), **row} for row in rows]
     return Answer(found={"epoch": epoch, "step": options.step, "delivered": found}, said=[found])

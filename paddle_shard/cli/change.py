@@ -6,6 +6,7 @@ import argparse
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any
 
 from paddle_shard.cli.answer import EPOCH, RECORD, Answer, Rows, cell, command, leg_of, parsed, run_of, sample_of
@@ -13,12 +14,13 @@ from paddle_shard.cli.ask import told
 from paddle_shard.cli.plan import MESH, rows_of, with_data_axes
 from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.handlers import raise_if_a_handlers
-from paddle_shard.plan.mixture import source_and_index
+from paddle_shard.plan.mixture import Mixing
+from paddle_shard.plan.orders import ordering_of
 from paddle_shard.plan.partition import check_batch_size
-from paddle_shard.plan.shard_plan import ShardPlan
+from paddle_shard.plan.places import Meshes, shares_of
+from paddle_shard.plan.shard_plan import end_of, size_at
 from paddle_shard.plan.state import LoaderState
-from paddle_shard.record.places import Meshes, places_in, shares_of
-from paddle_shard.record.timeline import Job, Leg, Saved, Timeline
+from paddle_shard.record.timeline import Job, Leg, Saved, Timeline, places_in
 
 # forget, skip
 
@@ -49,17 +51,16 @@ def _left_out_since(run: Timeline, state: LoaderState) -> list[str]:
     known = {sample for sample, *_ in before.samples}
     ids: list[Any] = [sample for sample, *_ in now.samples if sample not in known]
     weights = []
-    if (mixture := job.facts["fingerprint"].get("mixture")) is not None:
-        names = mixture["sources"]
-        ids = [(names[source], index) for source, index in map(source_and_index, ids)]
-        began = [(one["from"], tuple(one["weights"])) for one in mixture["segments"]]  # those of the data set
-        then, made = [one[:2] for one in state.history.segments] or began, run.history.segments
-        both = zip(made, then, strict=False)
-        alike = next((at for at, (now_is, was) in enumerate(both) if now_is[:2] != was), min(len(made), len(then)))
+    if "mixture" in job.facts["fingerprint"]:
+        mixing = ordering_of(job.facts["fingerprint"])
+        assert isinstance(mixing, Mixing)
+        ids = [mixing.named(sample) for sample in ids]
+        then, made = state.history.segments or mixing.segments, run.history.segments
+        alike = sum(1 for _ in takewhile(lambda both: both[0][:2] == both[1][:2], zip(made, then, strict=False)))
         if 0 < alike == len(made) < len(then):  # what was set for later was taken back, as the last call does again
             alike -= 1
         for one in made[alike:]:
-            weights.append(f"loader.set_weights({dict(zip(names, one.parts, strict=False))!r}, at={one.first})")
+            weights.append(f"loader.set_weights({dict(zip(mixing.names, one.parts, strict=False))!r}, at={one.first})")
     lines = [f"loader.skip(samples={ids!r})"] if ids else []
     for epoch, first, end in now.stretches:
         if before.joined([(epoch, first, end)], ()).stretches == before.stretches or epoch < state.epoch:
@@ -131,12 +132,12 @@ def skip(options: argparse.Namespace) -> Answer:
         raise ArgumentError(f"the steps of a stream cannot be left out: {job.unknown}.")
     size, rows = "of the size that the run had there", None
     if job.unknown is None:  # counted as the job goes on that is resumed from before them
-        first, end = leg.plan.first_position(step=first_step), max(_end_of(*hit) for hit in hits)
-        rows = _size_at(leg.plan, first)
+        first, end = leg.plan.first_position(step=first_step), max(end_of(one.plan, step) for one, step in hits)
+        rows = size_at(leg.plan, first)
         size = f"of {rows} rows"
         steps = range(first_step, min(leg.plan.step_of(position=end - 1) + 1, leg.plan.num_steps))
         # What comes after the last step, tail="drop" leaves out anyway.
-        if (last := _end_of(leg, steps[-1])) > end or (last < end and steps.stop < leg.plan.num_steps):
+        if (last := end_of(leg.plan, steps[-1])) > end or (last < end and steps.stop < leg.plan.num_steps):
             what = f"the batches of these steps are of several sizes, and batches {size} do not end where they end"
             way_out = "Give a stretch that was delivered in batches of one size; paddle-shard verify lists them."
             raise ArgumentError(f"--step: {what}. {way_out}")
@@ -144,16 +145,6 @@ def skip(options: argparse.Namespace) -> Answer:
     lines, found = _without(run, hits, f"loader.skip(steps={steps!r}, epoch={epoch})")
     found |= {"batch_size": rows, "python": f"{comment}\n{found['python']}"}
     return Answer(found=found, said=[comment, *lines])
-
-
-def _size_at(plan: ShardPlan, position: int) -> int:
-    """Return the rows of a global batch at a position of an epoch."""
-    return [size for first, size in plan.segments or ((0, plan.batch_size),) if first <= position][-1]
-
-
-def _end_of(leg: Leg, step: int) -> int:
-    """Return the position of the epoch at which a step ends."""
-    return min(leg.plan.num_served, leg.plan.first_position(step=step + 1))
 
 
 # diff
@@ -212,7 +203,7 @@ def _described(
     if parts is None and job.unknown is None:
         plan = job.batches(state.history, batch_size=size, num_data_ranks=count).plan_of(state)
         if batch_size is None:  # the next one, as a schedule may have changed it
-            found["rows of a step"] = size = _size_at(plan, state.samples)
+            found["rows of a step"] = size = size_at(plan, state.samples)
         found["steps left in the epoch"] = 0 if state.ended else plan.num_steps - state.steps
         found["rows of the last step"] = plan.num_rows(step=plan.num_steps - 1)
 

@@ -102,12 +102,11 @@ def _group(size: int, options: argparse.Namespace, versions: Mapping[str, str]) 
         said = [json.loads(one) for one in gather_of(ranks, json.dumps(mine), timeout, "doctor")]
         hosts = dict.fromkeys(one.pop("host") for one in said)
         found["ranks"] = f"{size} on {len(hosts)} hosts: {', '.join(hosts)}"
+        remedy = "All ranks need the same: install one version, and give all of them the same meshes"
         for what, first in said[0].items():
             for rank in [rank for rank, one in enumerate(said) if one[what] != first][:1]:
                 text = f"{what} differs: {first} on rank 0, {said[rank][what]} on rank {rank}"
-                hazards.append(
-                    (text, "All ranks need the same: install one version, and give all of them the same meshes")
-                )
+                hazards.append((text, remedy))
         times, agreement = list[float](), open_agreement(ranks, Terms(name="doctor", timeout=timeout))
         for step in range(_STEPS):
             begun = time.perf_counter()

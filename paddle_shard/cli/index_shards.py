@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
 
 from paddle_shard.cli.answer import Answer, command
-from paddle_shard.errors import PaddleShardError
+from paddle_shard.errors import described, text_of
 from paddle_shard.plan.handlers import raise_if_a_handlers
-from paddle_shard.sources.counts import count_file
+from paddle_shard.sources.counts import ShardEntry, count_file
 from paddle_shard.sources.files import base_name, shown
 from paddle_shard.sources.webdataset import check_base_names, expand, tar_starts, write_index
 
@@ -23,43 +22,20 @@ def index(options: argparse.Namespace) -> Answer:
 
     example: paddle-shard index 'train-*.tar' -o index.json
     """
+    entries, at = dict[str, ShardEntry](), ""
     try:
         names = expand(options.urls)
         check_base_names(names)
-    except PaddleShardError as error:
-        return Answer(found={"error": str(error)}, said=[str(error)], failed=True)
-    entries = {}
-    for number, name in enumerate(names, 1):
-        try:
+        for number, name in enumerate(names, 1):
+            at = shown(name)
             entry = entries[base_name(name)] = count_file(name, tar_starts)
-        except Exception as error:  # whatever a tar, a server or a store has to say
-            raise_if_a_handlers(error)
-            text = f"{shown(name)}: {type(error).__name__}: {error}\nNothing is written."
-            return Answer(found={"error": text}, said=[text], failed=True)
-        text = f"[{number}/{len(names)}] {shown(name)}: {entry.samples} samples, {entry.size} bytes"
-        print(text, file=sys.stderr, flush=True)
+            text = f"[{number}/{len(names)}] {at}: {entry.samples} samples, {entry.size} bytes"
+            print(text, file=sys.stderr, flush=True)
+    except Exception as error:  # whatever a tar, a server or a store has to say
+        raise_if_a_handlers(error)
+        text = f"{at}: {described(error)}\nNothing is written." if at else text_of(error)
+        return Answer(found={"error": text}, said=[text], failed=True)
     write_index(options.output, entries)
     total = sum(entry.samples for entry in entries.values())
     text = f"{options.output}: {total} samples in {len(entries)} shards"
     return Answer(found={name: entry.samples for name, entry in entries.items()}, said=[text])
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command by its older name, `python -m paddle_shard.cli.index_shards`.
-
-    Args:
-        arguments: Of the command line; None: those of this process.
-
-    Returns:
-        0; 1 if a shard cannot be read whole: then nothing is written.
-    """
-    parser = argparse.ArgumentParser(prog="python -m paddle_shard.cli.index_shards", description=index.answer.__doc__)
-    for argument, how in index.arguments:
-        parser.add_argument(*argument.split(), **how)
-    answer = index.answer(parser.parse_args(arguments))
-    print(answer, file=sys.stderr)
-    return int(answer.failed)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -16,6 +16,7 @@ from paddle_shard.cli.answer import Answer, Hazard, Progress, command, with_haza
 from paddle_shard.cli.show import OPEN, opened
 from paddle_shard.errors import ArgumentError, described
 from paddle_shard.plan.handlers import ignoring, raise_if_a_handlers
+from paddle_shard.plan.order import spread
 from paddle_shard.plan.parts import check_count
 from paddle_shard.sources.arrays import check_indexed
 from paddle_shard.sources.files import replacing
@@ -71,7 +72,7 @@ def _count(documents: Any, key: str, path: str, workers: int) -> list[Hazard]:
         raise ArgumentError(f"{part} is of {len(known)} documents, and there are {number}. {anew}")
     known = np.load(part, mmap_mode="r+")  # a kill leaves what is in it
     done = np.flatnonzero(known >= 0)
-    for at in done[np.linspace(0, len(done) - 1, min(len(done), _LOOKED_AT)).astype(int)].tolist():
+    for at in spread(done, _LOOKED_AT):
         if known[at] != len(tokens_of(documents[at], key)):
             what = f"{part} has another length of document {at}: it is damaged, or of other documents"
             raise ArgumentError(f"{what}. {anew}")

@@ -11,12 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from paddle_shard.cli.answer import Answer, Progress, Rows, command, with_hazards
-from paddle_shard.collate import collate
+from paddle_shard.collate import collate, form_of, stand_in
 from paddle_shard.errors import ArgumentError, MissingDependencyError, ShardReadError, described
 from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.plan.parts import check_count
@@ -29,7 +29,7 @@ from paddle_shard.sources.webdataset import Decode, expand, webdataset_source
 from paddle_shard.stages.stage import Opening, Unreadable
 
 # Of each field in a file, so many forms are told apart; further ones by their type only.
-_MOST_FORMS, _MOST_SHOWN, _SHOWN = 64, 20, 40
+_MOST_FORMS, _MOST_SHOWN = 64, 20
 _USUAL, _FEW = 0.9, 16
 """A field of lists is ragged, as tokens are, if no length has so many of its samples; of a few, that is not known."""
 _KEY = "__key__"
@@ -56,12 +56,6 @@ _REMEDIES = {
 """What may be wrong with a sample, and what helps."""
 
 
-class _Further(NamedTuple):
-    """Stands for the forms of a field beyond those that are told apart: all that are of one type."""
-
-    kind: str
-
-
 @dataclass
 class _Shard:
     """What a file holds."""
@@ -85,11 +79,11 @@ class _Shard:
         for name, value in [(None, frozenset(values)), *values.items()]:
             if name is not None and (length := _length(value)) is not None:
                 self.lengths[name][length] += 1
-            forms, form = self.forms[name], value if name is None else _form(value)
+            forms, form = self.forms[name], value if name is None else form_of(value)
             if form not in forms and len(forms) >= _MOST_FORMS:
-                form = _Further(type(value).__name__)
+                form = type(value)  # stands for all further ones of this type
             if form not in forms:
-                forms[form] = [0, len(self.keys), _stand_in(value)]
+                forms[form] = [0, len(self.keys), stand_in(value)]
             forms[form][0] += 1
         self.keys.append(derive_seed(str(fields[key])) if key in fields else 0)
 
@@ -103,30 +97,6 @@ def _length(value: Any) -> int | None:
     if isinstance(value, np.ndarray):
         return len(value) if value.ndim == 1 else None
     return len(value) if isinstance(value, list) else None
-
-
-def _form(value: Any) -> Any:
-    """Return what has to be the same in all rows of a batch, if it may be: something that can be hashed."""
-    if isinstance(value, np.ndarray | np.generic):
-        return str(value.dtype), value.shape
-    if isinstance(value, Mapping):
-        return tuple((str(name), _form(one)) for name, one in value.items())
-    if isinstance(value, list | tuple):
-        return len(value), tuple(dict.fromkeys(map(_form, value)))
-    if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
-        return "int of more than 64 bits"
-    return type(value).__name__
-
-
-def _stand_in(value: Any) -> Any:
-    """Return a value of the same form that needs little memory."""
-    if isinstance(value, np.ndarray):
-        return np.broadcast_to(np.zeros((), value.dtype), value.shape)
-    if isinstance(value, Mapping):
-        return {name: _stand_in(one) for name, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_stand_in(one) for one in value]
-    return value[:_SHOWN] if isinstance(value, str | bytes) else value
 
 
 def _read(options: argparse.Namespace, decode: Decode | None, job: tuple[str, str]) -> _Shard:
@@ -186,7 +156,7 @@ def _unlike(shards: Sequence[_Shard], ragged: Collection[str]) -> Iterator[dict[
         for name, forms in shard.forms.items():
             for form, (num, number, value) in forms.items():
                 kinds.setdefault((name, form), [0, shard, number, value])[0] += num
-    by_number = sorted(kinds.items(), key=lambda one: (isinstance(one[0][1], _Further), -one[1][0]))
+    by_number = sorted(kinds.items(), key=lambda one: (isinstance(one[0][1], type), -one[1][0]))
     for (name, _), (num, shard, number, value) in by_number:
         most, so_many = usual.setdefault(name, value), f" ({num} of this kind)"
         if name is None:

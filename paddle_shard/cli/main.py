@@ -57,7 +57,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise_if_a_handlers(error)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return int(answer.failed)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

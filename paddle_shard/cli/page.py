@@ -9,17 +9,17 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from paddle_shard.cli.answer import shapes_of
 from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.blocks import BlockOrder, Blocks
-from paddle_shard.plan.mesh import Axes, MeshLayout
+from paddle_shard.plan.mesh import Axes, MeshLayout, replica_groups
 from paddle_shard.plan.mixture import Mixing, is_sample_id, source_and_index
 from paddle_shard.plan.orders import PaddleOrdering, PaddleSequential, Sequential, Shuffled
 from paddle_shard.plan.parts import PartsPlan
+from paddle_shard.plan.places import shapes_of
 from paddle_shard.plan.shard_plan import ShardPlan
+from paddle_shard.plan.shown import Page
 from paddle_shard.plan.shuffle import VERSION
 from paddle_shard.plan.skips import Skips
-from paddle_shard.record.places import groups_of
 from paddle_shard.record.timeline import Leg, Timeline
 
 MAX_SAMPLES = 1 << 52
@@ -100,18 +100,6 @@ def view_of(
     return dict(json.loads(json.dumps(found)))  # without tuples
 
 
-class Page(str):
-    """A page of HTML, which shows itself in a notebook."""
-
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        return f"<a page of HTML, {len(self)} characters>"
-
-    def _repr_html_(self) -> str:
-        return f'<iframe srcdoc="{escape(self)}" style="width: 100%; height: 60rem; border: 0"></iframe>'
-
-
 def life_of(run: Timeline) -> dict[str, Any]:
     """Return what the page of a run shows beside its plan, as arguments of `view_of`: each leg on its job's first mesh.
 
@@ -120,7 +108,7 @@ def life_of(run: Timeline) -> dict[str, Any]:
     """
     stretches = [_of_leg(leg, True) for leg in run.legs] + [_of_leg(leg, False) for leg in run.lost]
     plans = {leg.epoch: leg.plan for leg, _ in run.passes if leg.job.unknown is None}
-    facts, skips = run.last.facts, run.passes[-1][0].skips if run.passes else Skips()
+    facts, skips = run.last.facts, run.passes[-1][0].history.skips if run.passes else Skips()
     files = facts["data"].get("files", ())
     return {"plans": plans, "skips": skips, "stretches": stretches, "dealt": facts["dealt"], "files": files}
 
@@ -154,7 +142,7 @@ def page_of(view: Mapping[str, Any], hazards: Iterable[tuple[str, str]] = ()) ->
 def _mesh(mesh: MeshLayout, data_axes: Axes, parts: PartsPlan | None) -> dict[str, Any]:
     """Return a mesh; of a stream, with the parts of each data rank."""
     count, names = mesh.num_data_ranks(data_axes), [mesh.axes[axis] for axis in mesh.axis_indices(data_axes)]
-    data_rank = {rank: group["data_rank"] for group in groups_of([(mesh, names)]) for rank in group["ranks"]}
+    data_rank = {rank: at for at, group in enumerate(replica_groups(mesh, names)) for rank in group}
     return {
         "axes": mesh.axes,
         "shape": mesh.shape,

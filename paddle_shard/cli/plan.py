@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import math
 import re
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,18 +16,17 @@ from paddle_shard.cli.answer import Answer, Argument, Hazard, Rows, cell, comman
 from paddle_shard.cli.page import life_of, page_of, view_of
 from paddle_shard.cli.svg import svg_of
 from paddle_shard.errors import ArgumentError
-from paddle_shard.plan.mesh import MeshLayout, grid_of
-from paddle_shard.plan.mixture import Mixing, drawn_of
+from paddle_shard.plan.mesh import MeshLayout, distances, grid_of
+from paddle_shard.plan.mixture import Mixing, drawn_too_often
 from paddle_shard.plan.orders import ORDERINGS, find_ordering
-from paddle_shard.plan.partition import place_of_rows
 from paddle_shard.plan.parts import PartsPlan, check_count, chunks_of
-from paddle_shard.plan.shard_plan import ShardPlan, facts_of_plan
+from paddle_shard.plan.places import Meshes, groups_of, readers_of, samples_of, shares_of
+from paddle_shard.plan.shard_plan import ShardPlan, facts_of_plan, real_rows
 from paddle_shard.plan.skips import Skips
 from paddle_shard.plan.state import LoaderState
 from paddle_shard.plan.tails import TAILS
-from paddle_shard.record.places import Meshes, groups_of, samples_of, shares_of
-from paddle_shard.sources.files import failures_named, is_missing, is_remote, local_size, matched, open_file
-from paddle_shard.sources.host_cache import least_bytes
+from paddle_shard.sources.files import asked_size, is_missing, is_remote, local_size, matched
+from paddle_shard.sources.host_cache import files_at_once, least_bytes
 from paddle_shard.sources.mixture import Mixture
 from paddle_shard.sources.shards import ShardSource
 from paddle_shard.stages.cut import chosen_num_parts
@@ -40,10 +38,10 @@ _DATA_AXES = ("dp", "data", "fsdp", "sharding", "batch")
 """What an axis that carries data is usually called."""
 _MODEL_AXES = ("mp", "tp", "tensor", "model", "sep", "cp", "sp", "context", "sequence")
 """What an axis is usually called whose ranks wait for each other in every layer."""
-_MOST_EPOCHS = 4
-"""How often a source may be read in an epoch of its mixture before it is a hazard."""
 _MUCH = 0.01
 """Share of the data that is dropped, or of the rows that are padding, which is a hazard."""
+_TOLD = "mesh", "data_axes", "batch_size", "samples", "source", "tail", "shuffle", "accumulation", "replicas"
+"""Arguments that a record answers itself."""
 _MOST_SHOWN = 64
 """Ranks of a mesh that is shown as a grid."""
 
@@ -127,18 +125,24 @@ def planned(options: argparse.Namespace) -> Planned:
         ArgumentError: They do not say it.
     """
     check_count("--epoch", options.epoch or 0, 0)
+    check_count("--ranks-per-host", 1 if options.ranks_per_host is None else options.ranks_per_host)
     if options.record is not None:
+        names = _TOLD if "restarts" in options else (*_TOLD, "seed")  # which also draws the restarts of `simulate`
+        if more := [f"--{name.replace('_', '-')}" for name in names if getattr(options, name) not in (None, [])]:
+            way_out = "Leave it out, or the record; paddle-shard diff compares a run with another mesh or batch size."
+            raise ArgumentError(f"{', '.join(more)}: the record tells that. {way_out}")
         return _of_record(options)
     known = options.source or options.files or options.samples is not None
     if not (known and options.mesh and options.batch_size is not None):
         data = "--samples, or --source for each source of a mixture, or --files"
         raise ArgumentError(f"give a record; or --mesh, --batch-size, and the data: {data}.")
-    meshes, times = with_data_axes(options.mesh, options.data_axes), options.accumulation
-    found = Planned(meshes=meshes, holders=meshes, replicas=options.replicas, epoch=options.epoch or 0)
+    meshes, samples = with_data_axes(options.mesh, options.data_axes), options.samples
+    found = Planned(meshes=meshes, holders=meshes, replicas=options.replicas or "each", epoch=options.epoch or 0)
     ranks = math.lcm(*(mesh.num_data_ranks(axes) for mesh, axes in meshes))
-    cut = {"batch_size": options.batch_size * times, "num_data_ranks": ranks, "accumulation": times}
-    samples = options.samples
-    shuffle = find_ordering({str(name): name for name in ORDERINGS}[options.shuffle])
+    times = 1 if options.accumulation is None else options.accumulation
+    cut: dict[str, Any] = {"batch_size": options.batch_size * times, "num_data_ranks": ranks, "accumulation": times}
+    cut["tail"] = options.tail or "pad"
+    shuffle = find_ordering({str(name): name for name in ORDERINGS}[options.shuffle or "False"])
     if options.source:
         sources = {name: range(count) for name, count, _ in options.source}
         mixture = Mixture(sources, {name: weight for name, _, weight in options.source}, num_samples=samples)
@@ -147,7 +151,7 @@ def planned(options: argparse.Namespace) -> Planned:
         if options.files:
             _look_at_files(options, found, cut)
         else:
-            found.plan = ShardPlan(num_samples=samples, shuffle=shuffle, seed=options.seed, tail=options.tail, **cut)
+            found.plan = ShardPlan(num_samples=samples, shuffle=shuffle, seed=options.seed or 0, **cut)
     except ArgumentError as error:
         what, _, remedy = str(error).partition(". ")
         found.hazards.append((f"{what}{'' if what.startswith('batch_size') else found.where}", remedy))
@@ -164,20 +168,22 @@ def _of_record(options: argparse.Namespace) -> Planned:
         found.said.append(f"There is no plan to show: {job.unknown or 'nothing was delivered yet'}.")
         if (parts := job.parts_plan()) is not None:
             found.plan_of_parts = parts
-            found.said.append([{**group, "parts": of} for group, of in shares_of(job.meshes, parts.parts_of)])
+            shares = [{**group, "parts": of} for group, of in shares_of(job.meshes, parts.parts_of)]
+            found.facts["shares"] = _with_workers(found, shares, options.workers)
+            found.said.append(found.facts["shares"])
         return found
-    found.epoch, found.skips = newest.epoch if options.epoch is None else options.epoch, newest.skips
+    found.epoch, found.skips = newest.epoch if options.epoch is None else options.epoch, newest.history.skips
     # An epoch that was never begun is what the newest job would make of it.
     anew = job.batches(newest.history).plan_of(LoaderState(epoch=found.epoch))
     found.plan = view["plans"].setdefault(found.epoch, anew)
     step = vars(options).get("step") or 0  # other commands than `plan` show no step
     for leg in run.legs_of(found.epoch):
         if leg.start.steps <= step < leg.steps and leg.job.unknown is None:
-            found.step_of = leg.plan, leg.job.meshes, leg.job.holders, leg.skips
+            found.step_of = leg.plan, leg.job.meshes, leg.job.holders, leg.history.skips
     return found
 
 
-def _look_at_files(options: argparse.Namespace, found: Planned, cut: dict[str, int]) -> None:
+def _look_at_files(options: argparse.Namespace, found: Planned, cut: dict[str, Any]) -> None:
     """Look at files that are not counted, each of which belongs to one part as a whole."""
     names = matched(options.files)
     source = ShardSource(names, lambda name, skip: iter(()))
@@ -193,61 +199,53 @@ def _look_at_files(options: argparse.Namespace, found: Planned, cut: dict[str, i
         (least, small), (most, large) = known[0], known[-1]
         found.where = f". The largest is {large} with {most} bytes, the smallest {small} with {least}{found.where}"
     parts = chosen_num_parts(source, options.batch_size, cut["num_data_ranks"])
-    plan = found.plan_of_parts = PartsPlan(num_parts=parts, tail=options.tail, **cut)
+    plan = found.plan_of_parts = PartsPlan(num_parts=parts, **cut)
     found.view = {"files": names}
     _look_at_cache(options, found, plan)
-    sizes = source.part_sizes(Opening(parts=tuple(range(parts)), num_parts=parts, seed=options.seed, epoch=found.epoch))
+    opening = Opening(parts=tuple(range(parts)), num_parts=parts, seed=options.seed or 0, epoch=found.epoch)
+    sizes = source.part_sizes(opening)
+    held = [(at, plan.parts_of(at)) for at in range(plan.num_data_ranks)]
+    shares = [{"data_rank": at, "parts": of, "bytes": sizes and sum(sizes[one] for one in of)} for at, of in held]
+    found.facts |= {"files": source.num_shards, "parts": parts}
+    found.facts["bytes"] = of_ranks = _with_workers(found, shares, options.workers)
+    found.said += [f"{source.num_shards} files in {parts} parts", of_ranks]
     if sizes is None:
         found.said.append("The sizes of the files are not known here, and so neither is what the parts differ by.")
         return
-    held = [plan.parts_of(data_rank) for data_rank in range(plan.num_data_ranks)]
-    of_ranks = [{"data_rank": at, "parts": of, "bytes": sum(sizes[part] for part in of)} for at, of in enumerate(held)]
-    if options.workers:
-        for row, of in zip(of_ranks, held, strict=True):
-            row["parts of each worker"] = [list(chunk) for chunk in chunks_of(of, options.workers)]
-        if (idle := options.workers - len(held[0])) > 0:
-            what = f"{options.workers} workers of each rank share {len(held[0])} parts: {idle} of them read nothing"
-            found.hazards.append((what, f"num_workers={len(held[0])}, or more parts (in_parts(), larger batches)"))
-    found.facts |= {"files": source.num_shards, "parts": parts, "bytes": of_ranks}
-    found.said += [f"{source.num_shards} files in {parts} parts", of_ranks]
-    mean, drops = max(1, sum(sizes)) / parts, plan.ending.drops
-    lost = 1 - min(sizes) / mean if drops else 1 - mean / max(1, *sizes)
-    if lost > _MUCH and (plan.ending.pads or drops):
-        what = f"about {lost:.0%} {'of the data is dropped' if drops else 'of all rows are padding'}"
+    if (lost := plan.ending.lost(sizes)) > _MUCH:
+        what = f"about {lost:.0%} {'of the data is dropped' if plan.ending.drops else 'of all rows are padding'}"
         what = f"the parts differ in size: {what}, since files that are not counted are not cut{found.where}"
         found.hazards.append((what, "Count the samples (counts=True; for tars paddle-shard index), or use more files"))
+
+
+def _with_workers(found: Planned, shares: Rows, workers: int) -> Rows:
+    """Return who holds which parts, with the parts of each of its workers; those that would get none are a hazard."""
+    if not workers:
+        return shares
+    if (idle := workers - (held := min(len(share["parts"]) for share in shares))) > 0:
+        what = f"{workers} workers of each rank share {held} parts: {idle} of them read nothing"
+        found.hazards.append((what, f"num_workers={held}, or more parts (in_parts(), larger batches)"))
+    return [{**one, "parts of each worker": [[*of] for of in chunks_of(one["parts"], workers)]} for one in shares]
 
 
 def _look_at_cache(options: argparse.Namespace, found: Planned, plan: PartsPlan) -> None:
     """Say how many bytes a host's copies of the files need; its ranks follow each other."""
     given, names = options.cache_bytes, matched(options.files)
-    sizes = [local_size(name) if given is None else _size_of(name) for name in names]  # servers are asked if need be
+    sizes = [local_size(name) if given is None else asked_size(name) for name in names]  # servers are asked if need be
     known = [size for size in sizes if size is not None]
     if len(known) < len(sizes):
         found.said.append("How large cache_bytes must be is not known: --cache-bytes asks the servers for the sizes.")
         return
-    ranks = sorted({rank for mesh, _ in found.meshes for rank in mesh.process_ids})
-    each, files = options.ranks_per_host or len(ranks), 0
-    for start in range(0, len(ranks), each):
-        host, readers = set(ranks[start : start + each]), Counter[int]()
-        for group, parts in shares_of(found.meshes, plan.parts_of):
-            here = len(host.intersection(group["ranks"]))
-            readers.update(dict.fromkeys(parts, min(1, here) if found.replicas == "leader" else here))
-        # Ranks that read the same part are not at the same row: one may be in the next file already.
-        files = max(files, sum(min(2, number) for number in readers.values()))
-    found.facts["least cache_bytes"] = least = least_bytes(known, files)
+    reading = readers_of(found.meshes, found.replicas, options.ranks_per_host)
+    held = [(group["ranks"], parts) for group, parts in shares_of(found.meshes, plan.parts_of)]
+    most = files_at_once((reading[rank], of) for ranks, of in held for rank in reading.keys() & ranks)
+    found.facts["least cache_bytes"] = least = least_bytes(known, most)
+    each = options.ranks_per_host or len({rank for mesh, _ in found.meshes for rank in mesh.process_ids})
     ranks_of_host = f"for {each} ranks of a host"
-    found.said.append(f"cache_bytes={least} would be enough {ranks_of_host}, which read up to {files} files at once")
+    found.said.append(f"cache_bytes={least} would be enough {ranks_of_host}, which read up to {most} files at once")
     if given is not None and given < least:
         what = f"cache_bytes={given} is too little {ranks_of_host}: some files are read from their servers"
         found.hazards.append((f"{what}, by each process that needs them", f"cache_bytes={least} has room for all"))
-
-
-def _size_of(name: str) -> int | None:
-    with failures_named(name, lambda: ("asking for its size", None)):
-        file, size = open_file(name)
-        file.close()
-        return size
 
 
 # What is wrong with it
@@ -264,7 +262,7 @@ def hazards_of(asked: Planned) -> Iterator[Hazard]:
     if few < ranks:
         what = f"{ranks} data ranks share {few} samples: {ranks - few} of them get nothing but padding"
         yield what, f"Use a mesh with at most {few} data ranks"
-    elif asked.holders:
+    elif asked.holders and plan.num_steps:
         yield from _starved(plan, asked.epoch)
     dropped = plan.num_positions - plan.num_served
     if dropped > _MUCH * few:
@@ -274,11 +272,11 @@ def hazards_of(asked: Planned) -> Iterator[Hazard]:
         what, _, way_out = advice.partition(". The order")
         yield what, f"The order{way_out}"
     if isinstance(plan.ordering, Mixing):
-        yield from _drawn_too_often(plan.ordering, few)
+        yield from drawn_too_often(plan.ordering, few)
 
 
 def _hazards_of_mesh(mesh: MeshLayout, axes: Sequence[str], replicas: str) -> Iterator[Hazard]:
-    sizes, ids = dict(zip(mesh.axes, mesh.shape, strict=True)), np.array(mesh.process_ids).reshape(mesh.shape)
+    sizes, apart = dict(zip(mesh.axes, mesh.shape, strict=True)), distances(mesh)
     for axis, size in sizes.items():
         if axis in _DATA_AXES and axis not in axes and size > 1:
             remedy = f"shard_dims={[*axes, axis]!r} splits the rows over it, too"
@@ -286,13 +284,10 @@ def _hazards_of_mesh(mesh: MeshLayout, axes: Sequence[str], replicas: str) -> It
                 alone = f"shard_dims={[axis]!r} splits the rows over it instead of {', '.join(map(repr, others))}"
                 remedy = f"{alone}; {[*axes, axis]!r} over both"
             yield f"axis {axis!r} of {size} ranks carries no data: all of them get the same rows", remedy
-    # How far the ranks next to each other along an axis are apart, and the first two of them.
-    far = {axis: np.median(np.abs(np.diff(ids, axis=at))) for at, axis in enumerate(sizes) if sizes[axis] > 1}
-    first = {axis: ids.swapaxes(0, at).reshape(sizes[axis], -1)[:2, 0] for at, axis in enumerate(sizes)}
     inner = [axis for axis in sizes if axis in _MODEL_AXES and axis not in axes]
-    for axis in filter(far.__contains__, inner):
-        if nearer := [one for one in axes if one in far and far[one] < far[axis]]:
-            (a, b), (c, d) = first[axis], first[nearer[0]]
+    for axis in filter(apart.__contains__, inner):
+        if nearer := [one for one in axes if one in apart and apart[one][0] < apart[axis][0]]:
+            (_, a, b), (_, c, d) = apart[axis], apart[nearer[0]]
             what = f"axis {axis!r} is further apart than {nearer[0]!r}: ranks {a} and {b} share the work on the same"
             better = ",".join(f"{one}={sizes[one]}" for one in [*(o for o in sizes if o not in inner), *inner])
             remedy = f"Ranks in a row are usually on one host, and {axis!r} sends in every layer: --mesh {better}"
@@ -305,37 +300,15 @@ def _hazards_of_mesh(mesh: MeshLayout, axes: Sequence[str], replicas: str) -> It
 
 def _starved(plan: ShardPlan, epoch: int) -> Iterator[Hazard]:
     """Yield whether data ranks have no real row in the last step."""
-    step = plan.num_steps - 1
-    rows = plan.num_rows(step=step) if plan.num_steps else 0
-    real = plan.valid(epoch=epoch, step=step, rows=np.arange(rows))
-    if real.all() or rows % plan.num_data_ranks:  # another mesh has read it
+    step, rows = plan.num_steps - 1, plan.num_rows(step=plan.num_steps - 1)
+    if rows % plan.num_data_ranks:  # another mesh has read it
         return
-    data_ranks, _ = place_of_rows(np.arange(rows), rows, plan.num_data_ranks, plan.micro_size(step=step))
-    none = sorted({*range(plan.num_data_ranks)}.difference(data_ranks[real].tolist()))
-    if none:
-        what = f"the last step of the epoch, {step}, has {(~real).sum()} of {rows} rows of padding"
+    real = real_rows(plan, epoch, step)
+    if none := np.flatnonzero(real == 0).tolist():
+        what = f"the last step of the epoch, {step}, has {rows - real.sum()} of {rows} rows of padding"
         what += f", and nothing else on {len(none)} of its data ranks: {cell(none)}"
         remedy = "A mean over the valid rows of such a rank divides by 0: divide the sum of all ranks by their count"
         yield what, f"{remedy}. tail='drop' leaves such a step out"
-
-
-def _drawn_too_often(mixing: Mixing, num_samples: int) -> Iterator[Hazard]:
-    lengths, drawn = mixing.segments[-1].lengths, drawn_of(mixing, num_samples)
-    # How often a sample of a source is drawn while one unit of weight is.
-    often = {name: drawn[name].weight / n for name, n in zip(mixing.names, lengths, strict=True) if n}
-    slowest = min((name for name in often if often[name]), key=often.__getitem__)
-    for name, length in zip(mixing.names, lengths, strict=True):
-        of, what = drawn[name], f"source {name!r} has {length} samples"
-        if of.drawn > _MOST_EPOCHS * length > 0:
-            what += f", and an epoch draws {of.drawn}: each {of.epochs} times"
-            share = _MOST_EPOCHS * length / num_samples
-        elif length and often[name] > _MOST_EPOCHS * often[slowest]:
-            times, weight = round(often[name] / often[slowest]), _MOST_EPOCHS * length * often[slowest]
-            what += f": while the run reads {slowest!r} once, each of them is drawn {times} times"
-            share = weight / (1 - of.weight + weight)
-        else:
-            continue
-        yield what, f"A share of {share:.2g} instead of {of.weight:.2g} is {_MOST_EPOCHS} times"
 
 
 # How it is shown
@@ -355,13 +328,13 @@ PLANNED: Sequence[Argument] = [
     ("--source", _SOURCE),
     ("--files", {"nargs": "+", "metavar": "FILE", "help": "files of a stream that are not counted; patterns, too"}),
     ("--cache-bytes", {"type": int, "help": "is it enough for copies of --files? Asks servers how large they are"}),
-    ("--ranks-per-host", {"type": int, "help": "ranks that share a cache; else all do"}),
-    ("--tail", {"choices": list(TAILS), "default": "pad"}),
-    ("--shuffle", {"nargs": "?", "const": "True", "default": "False", "choices": list(map(str, ORDERINGS))}),
-    ("--seed", {"type": int, "default": 0}),
+    ("--ranks-per-host", {"type": int, "help": "ranks that share a cache and a leader; else all do"}),
+    ("--tail", {"choices": list(TAILS), "help": "pad, unless another is named"}),
+    ("--shuffle", {"nargs": "?", "const": "True", "choices": list(map(str, ORDERINGS))}),
+    ("--seed", {"type": int, "help": "0, unless another is given"}),
     ("--workers", {"type": int, "default": 0, "help": "worker processes of each rank (num_workers=)"}),
-    ("--accumulation", {"type": rows_of, "default": 1, "help": "micro-batches of a step"}),
-    ("--replicas", {"choices": ["each", "leader", "auto"], "default": "each"}),
+    ("--accumulation", {"type": rows_of, "help": "micro-batches of a step"}),
+    ("--replicas", {"choices": ["each", "leader", "auto"]}),
     ("--epoch", {"type": int, "help": "the epoch; by default the first one, or the newest of a record"}),
 ]
 """The arguments of commands that begin with a plan."""
@@ -387,13 +360,17 @@ def plan(options: argparse.Namespace) -> Answer:
         said.append(f"mesh {number}: {shape}; {how}: {mesh.num_data_ranks(axes)} data ranks")
         few, groups = len(mesh.process_ids) <= _MOST_SHOWN, [one for one in found["meshes"] if one["mesh"] == number]
         said.append(grid_of(mesh, axes) if few else groups[:_MOST_SHOWN])
-    leads, parts = asked.replicas == "leader", asked.plan_of_parts
-    reading = {min(one["ranks"]) if leads else rank for one in found["meshes"] for rank in one["ranks"]}
+    parts, reading = asked.plan_of_parts, readers_of(asked.meshes, asked.replicas, options.ranks_per_host)
     workers = options.workers if parts is None else min(options.workers, parts.num_parts // parts.num_data_ranks)
     found["reading processes"] = len(reading) * max(1, workers)
-    said += [f"{found['reading processes']} processes read" + " (workers)" * (options.workers > 0), *asked.said]
+    who = f"{found['reading processes']} processes read" + " (workers)" * (options.workers > 0)
+    if asked.replicas != "each":
+        each = options.ranks_per_host
+        hosts = f"{each} ranks share a host" if each else "all share one (else give --ranks-per-host)"
+        who += f", one of the ranks of a host that get the same rows: {hosts}"
+    said += [who, *asked.said]
     if (plan := asked.plan) is not None:
-        readers = max(len(group["ranks"]) for group in found["meshes"]) if asked.replicas == "each" else 1
+        readers = max(len(reading.keys() & group["ranks"]) for group in found["meshes"])
         facts = found["plan"] = {**facts_of_plan(plan), "reads of each sample": readers}
         said.append([{"what": name, "number": value} for name, value in facts.items()])
         of, meshes, holders, skips = asked.step_of or (plan, asked.meshes, asked.holders, asked.skips)

@@ -14,7 +14,7 @@ import numpy as np
 from paddle_shard.cli.answer import EPOCH, RECORD, Answer, cell, command, leg_of, run_of, sample_of
 from paddle_shard.errors import ArgumentError, described
 from paddle_shard.plan.handlers import raise_if_a_handlers
-from paddle_shard.record.places import samples_at
+from paddle_shard.plan.places import samples_at
 
 _MOST_TEXT = 2000
 _MOST_VALUES = 16
@@ -69,7 +69,7 @@ def show(options: argparse.Namespace) -> Answer:
     samples = [options.sample]
     if options.step is not None:
         _, legs = leg_of(run_of(options.record), options.epoch, options.step)
-        plan, skips = legs[-1].plan, legs[-1].skips
+        plan, skips = legs[-1].plan, legs[-1].history.skips
         samples = [one for one in samples_at(plan, legs[-1].epoch, options.step, skips) if one is not None]
     dataset, decode = opened(options.open), shown if options.decode is None else named(options.decode)
     found = []

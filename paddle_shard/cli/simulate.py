@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import random
 import time
@@ -24,20 +23,20 @@ from typing import Any
 
 import numpy as np
 
-from paddle_shard.cli.answer import Answer, Hazard, Progress, Rows, command, shapes_of, with_hazards
+from paddle_shard.cli.answer import Answer, Hazard, Progress, Rows, command, with_hazards
 from paddle_shard.cli.plan import PLANNED, Planned, hazards_of, planned
 from paddle_shard.errors import ArgumentError
-from paddle_shard.plan.balance import Costs, dealt, loads
+from paddle_shard.plan.balance import Costs, unevenness
 from paddle_shard.plan.blocks import Blocks
 from paddle_shard.plan.certificate import Total, plus, total_of
-from paddle_shard.plan.mesh import MeshLayout
-from paddle_shard.plan.mixture import Mixing, MixtureOrder, source_and_index
-from paddle_shard.plan.order import Indices
+from paddle_shard.plan.mesh import MeshLayout, replica_groups
+from paddle_shard.plan.mixture import Mixing, MixtureOrder, drift_bound, drift_of
+from paddle_shard.plan.order import Indices, spread
 from paddle_shard.plan.partition import place_of_rows, slice_rows
+from paddle_shard.plan.places import Meshes, shapes_of
 from paddle_shard.plan.shard_plan import ShardPlan, step_of_plan, steps_of_plan
 from paddle_shard.plan.state import History, LoaderState
 from paddle_shard.plan.step import Step
-from paddle_shard.record.places import Meshes, groups_of
 from paddle_shard.samplers import PlanBatches
 from paddle_shard.sources.packed import read_lengths
 
@@ -145,23 +144,17 @@ def _legs(asked: Planned, plan: ShardPlan, restarts: int, draw: random.Random) -
     return [*found, _Leg(plan=now, meshes=meshes, start=start, end=now.num_steps)]
 
 
-def _some(numbers: Sequence[int], most: int) -> list[int]:
-    """Return some numbers, spread evenly, with the first and the last one."""
-    return [numbers[at] for at in np.unique(np.linspace(0, len(numbers) - 1, min(most, len(numbers))).astype(int))]
-
-
 # Who reads what
 
 
 def _look_at_meshes(leg: _Leg, found: _Found) -> None:
     """Check that the ranks of each mesh are cut into equal groups, each of one data rank."""
     for mesh, axes in leg.meshes:
-        groups, ids = [group["ranks"] for group in groups_of([(mesh, axes)])], mesh.process_ids
-        count = mesh.num_data_ranks(axes)
+        groups, ids, count = replica_groups(mesh, axes), mesh.process_ids, mesh.num_data_ranks(axes)
         fine = sorted(chain(*groups)) == sorted(ids) and {*map(len, groups)} == {len(ids) // count}
         found.expect(_EQUAL, fine, f"the ranks of mesh {mesh.shape} are not cut into {count} equal groups")
         whose = {rank: data_rank for data_rank, ranks in enumerate(groups) for rank in ranks}
-        asked = _some(ids, max(_MOST_RANKS, _MOST_SEARCHED // len(whose)))
+        asked = spread(ids, max(_MOST_RANKS, _MOST_SEARCHED // len(whose)))
         wrong = [rank for rank in asked if mesh.data_rank(rank, axes) != whose[rank]]
         found.expect(_ALIKE, not wrong, f"ranks {wrong[:8]} of mesh {mesh.shape} read the rows of other data ranks")
         found.add(_ALIKE, "ranks and the data ranks that they take", len(asked), len(whose))
@@ -184,7 +177,7 @@ def _look_at_step(leg: _Leg, step: int, found: _Found, most_ranks: int, costs: C
         data_rank, local = place_of_rows(rows, num_rows, ranks, micro_size)
         fine = np.array_equal(np.sort(data_rank * (num_rows // ranks) + local), rows)
         found.expect(_EQUAL, fine, f"the ranks of {mesh.shape} do not share step {step} evenly")
-        for rank in _some(mesh.process_ids, most_ranks):
+        for rank in spread(mesh.process_ids, most_ranks):
             (read,), mine = leg.steps_of(mesh, axes, rank, [step]), rows[data_rank == mesh.data_rank(rank, axes)]
             kept = np.ones(len(mine), bool) if read.real is None else read.real
             fine = np.array_equal(kept, real[mine]) and np.array_equal(np.asarray(read.ids)[kept], ids[mine[kept]])
@@ -192,17 +185,15 @@ def _look_at_step(leg: _Leg, step: int, found: _Found, most_ranks: int, costs: C
     if isinstance(plan.ordering, Blocks):
         found.blocks.append(len(np.unique(ids[real] // plan.ordering.size)))
     if costs is not None:
-        ranks, of_rows = plan.num_data_ranks, costs[ids]
-        parts = [loads(of_rows[at : at + micro_size], ranks) for at in range(0, num_rows, micro_size)]
-        most, mean = np.sum(parts, axis=0) + 1e-9
-        _, (best, _) = dealt(ids, micro_size, num_data_ranks=ranks, costs_of=costs.__getitem__)
-        found.costs.append((most / mean, best / mean, of_rows.sum(), len(of_rows) * max(1.0, of_rows.max())))
+        of_rows = costs[ids]
+        uneven = unevenness(of_rows, micro_size, plan.num_data_ranks)
+        found.costs.append((*uneven, of_rows.sum(), len(of_rows) * max(1.0, of_rows.max())))
 
 
 def _in_lockstep(leg: _Leg, found: _Found, most_ranks: int, deadline: float) -> None:
     """Check that some ranks make the same steps, from the first one to the last."""
     for mesh, axes in leg.meshes:
-        ranks, number, steps = _some(mesh.process_ids, most_ranks), leg.start.steps, range(leg.start.steps, leg.end)
+        ranks, number, steps = spread(mesh.process_ids, most_ranks), leg.start.steps, range(leg.start.steps, leg.end)
         for of_ranks in zip_longest(*(leg.steps_of(mesh, axes, rank, steps) for rank in ranks)):
             if time.monotonic() > deadline:
                 break
@@ -218,38 +209,29 @@ def _in_lockstep(leg: _Leg, found: _Found, most_ranks: int, deadline: float) -> 
 # All samples
 
 
-def _ids_of_plan(plan: ShardPlan, epoch: int, first: int, end: int) -> Indices:
-    return plan.samples(epoch=epoch, first=first, end=end)
-
-
-def _ids_of_source(order: MixtureOrder, source: int, first: int, end: int) -> Indices:
-    draws = np.arange(first, end)
-    return order.of_draws(np.full_like(draws, source), draws)
-
-
-def _counted(ids_of: Callable[[int, int], Indices], first: int, end: int, deadline: float) -> tuple[int, Total]:
+def _counted(ids_of: Callable[..., Indices], first: int, end: int, deadline: float) -> tuple[int, Total]:
     """Count ids, a chunk at a time as far as time allows; return how many places were counted, and their total."""
     num, total = 0, Total()
     for at in range(first, end, _CHUNK):
         if time.monotonic() > deadline:
             break
-        ids = ids_of(at, min(at + _CHUNK, end))
-        num, total = num + min(_CHUNK, end - at), plus(total, total_of(ids))
+        stop = min(at + _CHUNK, end)
+        num, total = num + stop - at, plus(total, total_of(ids_of(first=at, end=stop)))
     return num, total
 
 
 def _cover(legs: Sequence[_Leg], found: _Found, deadline: float, draw: random.Random) -> None:
     """Count all samples of the epoch, each leg by its own order, or as many of them as there is time for."""
     plan, epoch, jobs = legs[0].plan, legs[0].start.epoch, list[tuple[str, Any, int, int]]()
-    order, spans = plan.order(epoch=epoch), list[tuple[str, Any, int, int]]()
-    for leg in legs:
-        spans.append(("positions of the epoch", partial(_ids_of_plan, leg.plan, leg.start.epoch), *leg.positions()))
+    order, what = plan.order(epoch=epoch), "positions of the epoch"
+    spans = [(what, partial(leg.plan.samples, epoch=epoch), *leg.positions()) for leg in legs]
     if isinstance(order, MixtureOrder):
         drawn = [order.mixing.draws.counts(order.first + at).tolist() for at in (0, plan.num_positions)]
         for source, span in enumerate(zip(*drawn, strict=True)):
-            spans.append(("draws that belong there", partial(_ids_of_source, order, source), *span))
+            spans.append(("draws that belong there", partial(order.of_source, source), *span))
     else:
-        spans.append(("samples that belong there", np.arange, 0, plan.num_samples))
+        in_order = partial(replace(plan, shuffle=False).samples, epoch=epoch)
+        spans.append(("samples that belong there", in_order, 0, plan.num_samples))
     for what, ids_of, first, end in spans:
         starts = range(first, end, _JOB)
         some = draw.sample(starts, min(len(starts), _MOST_JOBS))  # spread over the epoch, also where time is over
@@ -276,19 +258,6 @@ def _cover(legs: Sequence[_Leg], found: _Found, deadline: float, draw: random.Ra
 # The answer
 
 
-def _drift(order: MixtureOrder, at: int, ids: Indices) -> float:
-    """Return how far a source is from its share, at most, after each of the samples from a position on."""
-    mixing, width = order.mixing, len(order.mixing.names)
-    ids = ids[: max(1, _JOB // width)]
-    drawn = source_and_index(ids)[0][:, None] == np.arange(width)
-    drift = mixing.draws.counts(order.first + at) + np.cumsum(drawn, axis=0, dtype=float)  # [position, source]
-    positions = order.first + at + 1 + np.arange(len(ids))[:, None]
-    for segment, end in zip(mixing.segments, [*(one.first for one in mixing.segments[1:]), math.inf], strict=True):
-        share = np.array(segment.parts) / sum(segment.parts)
-        drift -= np.clip(positions - segment.first, 0, end - segment.first) * share
-    return float(np.abs(drift).max())
-
-
 def _quality(plan: ShardPlan, epoch: int, found: _Found, draw: random.Random, deadline: float) -> dict[str, float]:
     """Return measures of the order, of some of its chunks, and of the shares."""
     order, looked, pairs, kept, moved, drift = plan.order(epoch=epoch), 0, 0, 0, 0.0, 0.0
@@ -300,7 +269,7 @@ def _quality(plan: ShardPlan, epoch: int, found: _Found, draw: random.Random, de
         ids = plan.samples(epoch=epoch, first=first, end=end)
         looked, pairs, kept = looked + len(ids), pairs + len(ids) - 1, kept + int(np.count_nonzero(np.diff(ids) == 1))
         if isinstance(order, MixtureOrder):
-            drift = max(drift, _drift(order, first, ids))
+            drift = max(drift, drift_of(order, first, ids[: max(1, _JOB // len(order.mixing.names))]))
         else:
             moved += np.abs(ids - np.linspace(first, end, len(ids), endpoint=False)).sum() / plan.num_samples
             # The inverse of Paddle's order would need another table.
@@ -309,8 +278,7 @@ def _quality(plan: ShardPlan, epoch: int, found: _Found, draw: random.Random, de
     measures = {"neighbours that stay neighbours, of all": kept / max(1, pairs)}
     if isinstance(plan.ordering, Mixing):
         end = plan.ordering.first_position(epoch, plan.num_samples) + plan.num_samples
-        drawn = [np.count_nonzero(segment.parts) for segment in plan.ordering.segments if segment.first <= end]
-        bound = sum(1 - 1 / (2 * number - 2) for number in drawn if number > 1)  # of `Chairman`, segments add up
+        bound = drift_bound(plan.ordering, end)
         measures |= {"drift of a source, in samples": drift, "bound of the drift": bound}
         if drift > bound + 1e-6:
             found.hazards.append((f"a source drifts by {drift:.3f} samples", "Report it: less is proved"))
@@ -361,7 +329,8 @@ def simulate(options: argparse.Namespace) -> Answer:
     if not plan.num_steps:
         what = f"tail={plan.tail!r} leaves no step: {plan.num_samples} samples fill no batch of {plan.batch_size}"
         return with_hazards({}, [], [(what, "Use tail='pad', or a smaller batch")])
-    draw, found, most_ranks = random.Random(options.seed), _Found(), max(_MOST_RANKS, _MOST_OF_RANKS // plan.num_steps)
+    draw, found = random.Random(options.seed or 0), _Found()
+    most_ranks = max(_MOST_RANKS, _MOST_OF_RANKS // plan.num_steps)
     legs = _legs(asked, plan, options.restarts, draw)
     for leg in legs:
         _look_at_meshes(leg, found)

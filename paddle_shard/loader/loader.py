@@ -15,7 +15,7 @@ import numpy as np
 import paddle.io
 from paddle.distributed.auto_parallel.api import ShardDataloader as PaddleShardDataloader
 
-from paddle_shard.cli.page import Page, page_of
+from paddle_shard.cli.page import page_of
 from paddle_shard.delivery import stopping
 from paddle_shard.delivery.begin import begin
 from paddle_shard.delivery.placing import PassSetup
@@ -32,7 +32,7 @@ from paddle_shard.plan.handlers import raised_by_a_handler
 from paddle_shard.plan.mesh import grid_of
 from paddle_shard.plan.mixture import Drawn
 from paddle_shard.plan.shard_plan import ShardPlan, Where, facts_of_plan
-from paddle_shard.plan.shown import as_html
+from paddle_shard.plan.shown import Page, as_html
 from paddle_shard.plan.state import LoaderState
 from paddle_shard.ranks.agreeing import fails_on_all_ranks, gather_of
 from paddle_shard.reading.batch import NO_STAND_IN

@@ -16,8 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from paddle_shard.plan.mixture import Mixing, source_and_index
+from paddle_shard.plan.partition import slice_rows
 from paddle_shard.plan.seeding import derive_seed
-from paddle_shard.plan.shard_plan import ShardPlan
+from paddle_shard.plan.shard_plan import ShardPlan, steps_of_plan
 from paddle_shard.plan.shown import as_html
 from paddle_shard.plan.skips import Skips, counted, united
 from paddle_shard.plan.step import Ids, as_ids
@@ -120,6 +121,21 @@ def added(*accounts: Account) -> Account:
             plus(sofar.total, more.total),
         )
     return found
+
+
+def account_of_all(plan: ShardPlan | None, epoch: int, stretches: Iterable[tuple[int, int, Skips]]) -> Account:
+    """Return the account of positions that all data ranks have delivered, as they were drawn.
+
+    Args:
+        plan: The order of the epoch; None if it is not known, so that only the number of samples is.
+        epoch: The epoch.
+        stretches: (first position, position after the last, what was left out then).
+    """
+    found: list[Account] = []
+    for first, end, skips in stretches:
+        total = Total(end - first, end - first) if plan is None else total_of_plan(plan, epoch, skips)(first, end)
+        found.append(dict.fromkeys((ALL, DRAWN), Delivered(((first, end),), (), total)))
+    return added(*found)
 
 
 def account_to_json(account: Account) -> list[Any]:
@@ -347,6 +363,16 @@ def certify(
 def total_of_plan(plan: ShardPlan, epoch: int, skips: Skips) -> Callable[[int, int], Total]:
     """Return the function that tells what belongs at positions [first, end) of a plan."""
     return cache(lambda first, end: plus(*map(total_of, _kept(plan, epoch, skips, first, end))))
+
+
+def total_of_owner(owner: Owner, plan: ShardPlan, epoch: int, skips: Skips, first: int, end: int) -> Total:
+    """Return the total of the rows of a data rank, or of all, in the steps at positions [first, end) of a plan."""
+    data_rank, count, _ = owner
+    if owner == ALL or count == 1:
+        return total_of_plan(plan, epoch, skips)(first, end)
+    steps = range(plan.step_of(position=first), plan.step_of(position=end - 1) + 1)
+    mine = steps_of_plan(plan, epoch, steps, lambda rows, micro: slice_rows(rows, count, data_rank, micro), skips)
+    return plus(*(total_of(np.asarray(one.ids)[slice(None) if one.real is None else one.real]) for one in mine))
 
 
 def _kept(plan: ShardPlan, epoch: int, skips: Skips, first: int, end: int) -> Iterator[npt.NDArray[np.int64]]:

@@ -130,8 +130,42 @@ class MeshLayout:
             global_rank: Paddle's process id; must be on the mesh.
             data_axes: Names or indices of axes, or one of them.
         """
-        mine = self.data_rank(global_rank, data_axes)
-        return tuple(rank for rank in self.process_ids if self.data_rank(rank, data_axes) == mine)
+        return tuple(replica_groups(self, data_axes)[self.data_rank(global_rank, data_axes)])
+
+
+def replica_groups(mesh: MeshLayout, data_axes: Axes) -> list[list[int]]:
+    """Return the ranks of each data rank, in mesh order: all of them get the same data.
+
+    Args:
+        mesh: The mesh.
+        data_axes: Its data axes.
+
+    Examples:
+        >>> replica_groups(MeshLayout(shape=(2, 2), axes=("mp", "dp"), process_ids=(0, 1, 2, 3)), "dp")
+        [[0, 2], [1, 3]]
+    """
+    axes, ids = mesh.axis_indices(data_axes), np.array(mesh.process_ids).reshape(mesh.shape)
+    # [data axes, other axes] -> [data rank, replica]
+    groups = np.moveaxis(ids, axes, range(len(axes))).reshape(mesh.num_data_ranks(data_axes), -1)
+    return list(groups.tolist())
+
+
+def distances(mesh: MeshLayout) -> dict[str, tuple[float, int, int]]:
+    """Return how far apart ranks next to each other along an axis are in the median, and the first two of them.
+
+    Args:
+        mesh: The mesh. Axes of one rank are left out.
+
+    Examples:
+        >>> distances(MeshLayout(shape=(2, 1, 2), axes=("mp", "pp", "dp"), process_ids=(0, 1, 2, 3)))
+        {'mp': (2.0, 0, 2), 'dp': (1.0, 0, 1)}
+    """
+    ids, found = np.array(mesh.process_ids).reshape(mesh.shape), dict[str, tuple[float, int, int]]()
+    for at, (axis, size) in enumerate(zip(mesh.axes, mesh.shape, strict=True)):
+        if size > 1:
+            first, second = ids.swapaxes(0, at).reshape(size, -1)[:2, 0].tolist()
+            found[axis] = float(np.median(np.abs(np.diff(ids, axis=at)))), first, second
+    return found
 
 
 def grid_of(mesh: MeshLayout, data_axes: Axes) -> list[dict[str, str]]:

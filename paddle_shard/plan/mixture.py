@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, ClassVar
@@ -154,6 +155,15 @@ class Mixing(Ordering):
                 + (f", and {self.names[source]!r} has {most} samples." if fine else ".")
             )
         return source, int(index)
+
+    def named(self, sample: int) -> tuple[str, int]:
+        """Return the sample of an id as a user names it: the reverse of `numbers_of`.
+
+        Args:
+            sample: Its id.
+        """
+        source, index = source_and_index(sample)
+        return self.names[source], index
 
     # The run
 
@@ -309,6 +319,11 @@ class MixtureOrder(Order):
         found: Indices = sample_ids(sources, epochs, indices)
         return found
 
+    def of_source(self, source: int, first: int, end: int) -> Indices:
+        """Return the ids of the samples of the draws [first, end) of a source."""
+        draws = np.arange(first, end)
+        return self.of_draws(np.full_like(draws, source), draws)
+
     def inverse(self, samples: Indices) -> Indices:
         """Return the position in the epoch of each id; -1 if the epoch does not deliver it."""
         flat = samples.reshape(-1)
@@ -350,6 +365,39 @@ class MixtureOrder(Order):
         return [position - self.first for position in positions.tolist()]
 
 
+def drift_of(order: MixtureOrder, first: int, ids: Indices) -> float:
+    """Return how far a source is from its share, at most, after each of some samples.
+
+    Args:
+        order: The order of an epoch.
+        first: Position in the epoch of the first of the samples.
+        ids: The samples at consecutive positions.
+    """
+    mixing, at = order.mixing, order.first + first
+    drawn = source_and_index(ids)[0][:, None] == np.arange(len(mixing.names))
+    drift = mixing.draws.counts(at) + np.cumsum(drawn, axis=0, dtype=float)  # [position, source]
+    positions = at + 1 + np.arange(len(ids))[:, None]
+    for segment, end in zip(mixing.segments, [*(one.first for one in mixing.segments[1:]), math.inf], strict=True):
+        share = np.array(segment.parts) / sum(segment.parts)
+        drift -= np.clip(positions - segment.first, 0, end - segment.first) * share
+    return float(np.abs(drift).max())
+
+
+def drift_bound(mixing: Mixing, end: int) -> float:
+    """Return what `drift_of` is at most in a run up to a position: the bounds of its segments add up.
+
+    Args:
+        mixing: The order of the run.
+        end: The position of the run.
+
+    Examples:
+        >>> drift_bound(Mixing(("web", "code", "chat"), (Segment(0, (7, 2, 1), (9, 9, 9)),)), 100)
+        0.75
+    """
+    drawn = [sum(map(bool, segment.parts)) for segment in mixing.segments if segment.first <= end]
+    return sum(1 - 1 / (2 * number - 2) for number in drawn if number > 1)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawn:
     """What a run has drawn of one source."""
@@ -380,3 +428,32 @@ def drawn_of(mixing: Mixing, position: int) -> Mapping[str, Drawn]:
         )
         for at, name in enumerate(mixing.names)
     }
+
+
+_MOST_EPOCHS = 4
+"""How often a source may be read in an epoch of its mixture, or while another is read once."""
+
+
+def drawn_too_often(mixing: Mixing, num_samples: int) -> Iterator[tuple[str, str]]:
+    """Yield a warning, and what would help, for each source that the weights of now draw again and again.
+
+    Args:
+        mixing: The order of the run.
+        num_samples: Samples of the first epoch.
+    """
+    lengths, drawn = mixing.segments[-1].lengths, drawn_of(mixing, num_samples)
+    # How often a sample of a source is drawn while one unit of weight is.
+    often = {name: drawn[name].weight / n for name, n in zip(mixing.names, lengths, strict=True) if n}
+    slowest = min((name for name in often if often[name]), key=often.__getitem__)
+    for name, length in zip(mixing.names, lengths, strict=True):
+        of, what = drawn[name], f"source {name!r} has {length} samples"
+        if of.drawn > _MOST_EPOCHS * length > 0:
+            what += f", and an epoch draws {of.drawn}: each {of.epochs} times"
+            share = _MOST_EPOCHS * length / num_samples
+        elif length and often[name] > _MOST_EPOCHS * often[slowest]:
+            times, weight = round(often[name] / often[slowest]), _MOST_EPOCHS * length * often[slowest]
+            what += f": while the run reads {slowest!r} once, each of them is drawn {times} times"
+            share = weight / (1 - of.weight + weight)
+        else:
+            continue
+        yield what, f"A share of {share:.2g} instead of {of.weight:.2g} is {_MOST_EPOCHS} times"

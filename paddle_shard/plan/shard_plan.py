@@ -401,6 +401,23 @@ def facts_of_plan(plan: ShardPlan) -> dict[str, int]:
     }
 
 
+def size_at(plan: ShardPlan, position: int) -> int:
+    """Return the rows of a full global batch at a position of an epoch."""
+    return [size for first, size in plan.segments or ((0, plan.batch_size),) if first <= position][-1]
+
+
+def end_of(plan: ShardPlan, step: int) -> int:
+    """Return the position of an epoch at which a step ends."""
+    return min(plan.num_served, plan.first_position(step=step + 1))
+
+
+def real_rows(plan: ShardPlan, epoch: int, step: int) -> Indices:
+    """Return how many real rows each data rank has at a step that all can share evenly: int64[num_data_ranks]."""
+    rows = np.arange(plan.num_rows(step=step))
+    data_ranks, _ = place_of_rows(rows, len(rows), plan.num_data_ranks, plan.micro_size(step=step))
+    return np.bincount(data_ranks[plan.valid(epoch=epoch, step=step, rows=rows)], minlength=plan.num_data_ranks)
+
+
 def global_batch(plan: ShardPlan, epoch: int, step: int) -> GlobalBatch:
     """Return the global batch of a plan at a step of an epoch, of which a rank takes its rows."""
     first, num_rows, micro_size = plan._extent(step)

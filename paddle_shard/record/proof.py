@@ -6,19 +6,13 @@ read: of its own rows, or of all rows where the run called `certificate()`. They
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from typing import Any
 
-import numpy as np
-
 from paddle_shard.errors import ArgumentError
-from paddle_shard.plan import certificate as certificates
-from paddle_shard.plan.certificate import ALL, DRAWN, Account, Delivered, Owner, Total, plus, total_of_plan
-from paddle_shard.plan.partition import slice_rows
-from paddle_shard.plan.shard_plan import ShardPlan, steps_of_plan
-from paddle_shard.plan.skips import Skips, united
-from paddle_shard.record.timeline import Leg, Timeline
+from paddle_shard.plan.certificate import ALL, Delivered, account_of_all, certify, plus, total_of_owner
+from paddle_shard.record.timeline import Timeline
 
 _OTHERS = "the others made the same steps; with loader.certificate() before state_dict(), their sums are compared, too"
 
@@ -32,7 +26,7 @@ def proof_of(run: Timeline, epoch: int) -> dict[str, Any]:
     legs, before, notes = run.legs_of(epoch), run.began_at, list[str]()
     newest, is_open = legs[-1], run.legs[-1].epoch == epoch and not any(leg.ended for leg in legs)
     # What was left out when it was delivered may be less than what is left out now.
-    stretches = [(leg.start.samples, leg.samples, leg.skips) for leg in legs]
+    stretches = [(leg.start.samples, leg.samples, leg.history.skips) for leg in legs]
     if before is not None and before.epoch == epoch and before.samples:
         stretches.insert(0, (0, before.samples, before.history.skips))
         notes.append(f"positions [0, {before.samples}) were delivered before this record begins, says the loaded state")
@@ -42,13 +36,13 @@ def proof_of(run: Timeline, epoch: int) -> dict[str, Any]:
             raise ArgumentError(f"the record is damaged: {what}.")
     plan = None if newest.job.unknown is not None else newest.plan
     end = 0 if plan is None else plan.num_served
-    delivered = _of_all(plan, epoch, stretches)[ALL]
+    delivered = account_of_all(plan, epoch, stretches)[ALL]
     at = delivered.once[-1][1]
     # What the epoch that the run is in has still to deliver is not missing.
-    to_come = [(at, end, newest.skips)] if is_open and at < end else []
-    account = _of_all(plan, epoch, [*stretches, *to_come])
+    to_come = [(at, end, newest.history.skips)] if is_open and at < end else []
+    account = account_of_all(plan, epoch, [*stretches, *to_come])
     seen_to = at if is_open or newest.ended else None
-    found = certificates.certify([(account, {})], epoch, plan, newest.skips, seen_to, "the loader's order")
+    found = certify([(account, {})], epoch, plan, newest.history.skips, seen_to, "the loader's order")
     if plan is None:
         notes.append(f"which samples these are is not known: {newest.job.unknown}")
     else:
@@ -56,15 +50,6 @@ def proof_of(run: Timeline, epoch: int) -> dict[str, Any]:
     text = f"{found}, so far: at positions [0, {at}), in {newest.steps} steps" if is_open else str(found)
     found = replace(found, delivered=delivered.total.num)
     return {**asdict(found), "text": text, "notes": notes, "again": delivered.again}
-
-
-def _of_all(plan: ShardPlan | None, epoch: int, stretches: list[tuple[int, int, Skips]]) -> Account:
-    """Return the account of stretches that all data ranks have delivered, as they were drawn."""
-    found: list[Account] = []
-    for first, end, skips in stretches:
-        total = Total(end - first, end - first) if plan is None else total_of_plan(plan, epoch, skips)(first, end)
-        found.append(dict.fromkeys((ALL, DRAWN), Delivered(((first, end),), (), total)))
-    return certificates.added(*found)
 
 
 def _other_samples(run: Timeline, epoch: int, notes: list[str]) -> Iterator[str]:
@@ -79,10 +64,10 @@ def _other_samples(run: Timeline, epoch: int, notes: list[str]) -> Iterator[str]
         mine = [leg for leg in legs if owner == ALL or leg.job.facts["data_rank"] == list(owner[:2])]
         cut = [(max(leg.start.samples, a), min(leg.samples, b), leg) for leg in mine for a, b in found.once]
         pieces = [(first, end, leg) for first, end, leg in cut if first < end]
-        stretches = [(first, end) for first, end, _ in pieces]
+        known = account_of_all(None, epoch, [(first, end, leg.history.skips) for first, end, leg in pieces])
         # Each position is that of one pass, so that it is known which one has delivered it.
-        once = united(stretches) == found.once and _length(stretches) == _length(found.once)
-        wanted = plus(*(_total(leg, owner, first, end) for first, end, leg in pieces))
+        once = known.get(ALL, Delivered())[:2] == (found.once, ())
+        wanted = plus(*(total_of_owner(owner, leg.plan, epoch, leg.history.skips, *piece) for *piece, leg in pieces))
         not_compared = f"what was read by {where} is not compared"
         if owner != ALL and run.last.facts["dealt"]:
             notes.append(f"{not_compared}: rows are dealt by cost (balance=)")
@@ -94,20 +79,3 @@ def _other_samples(run: Timeline, epoch: int, notes: list[str]) -> Iterator[str]
             yield f"{where} read other samples than those of the order"
         elif owner != ALL and owner[1] > 1:
             notes.append(f"the sums of what was read by {where} are those of the order; {_OTHERS}")
-
-
-def _length(stretches: Iterable[tuple[int, int]]) -> int:
-    return sum(end - first for first, end in stretches)
-
-
-def _total(leg: Leg, owner: Owner, first: int, end: int) -> Total:
-    """Return the total of the rows of a data rank, or of all, at positions [first, end) of what was delivered."""
-    plan, skips, epoch = leg.plan, leg.skips, leg.epoch
-    if owner == ALL or owner[1] == 1:
-        return total_of_plan(plan, epoch, skips)(first, end)
-    steps = range(plan.step_of(position=first), plan.step_of(position=end - 1) + 1)
-    mine = steps_of_plan(
-        plan, epoch, steps, lambda num_rows, micro: slice_rows(num_rows, owner[1], owner[0], micro), skips
-    )
-    ids = (np.asarray(step.ids)[slice(None) if step.real is None else step.real] for step in mine)
-    return plus(*map(certificates.total_of, ids))

@@ -16,9 +16,9 @@ from typing import Any
 from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.mesh import MeshLayout
 from paddle_shard.plan.orders import ordering_of
+from paddle_shard.plan.partition import slice_rows
 from paddle_shard.plan.parts import PartsPlan
-from paddle_shard.plan.shard_plan import BatchSizes, ShardPlan
-from paddle_shard.plan.skips import Skips
+from paddle_shard.plan.shard_plan import BatchSizes, ShardPlan, Where, places_of
 from paddle_shard.plan.state import History, LoaderState, sealed
 from paddle_shard.samplers import PlanBatches
 
@@ -68,13 +68,8 @@ class Job:
         """
         if (why := self.unknown) is not None:
             raise ArgumentError(f"job {self.number}: {why}, so the record has positions and no samples.")
-        known, sizes = self.facts["fingerprint"], self.facts["sizes"]
-        same = {name: known[name] for name in ("num_samples", "seed", "tail")}
-        plan = ShardPlan(shuffle=ordering_of(known) or False, **same, **{**self.facts["plan"], **others})
-        data = {name: known[name] for name in ("packed",) if name in known}
-        found = PlanBatches(plan, data, sizes and BatchSizes(tuple(map(tuple, sizes))))
-        found.resume(LoaderState(history=history, fingerprint=found.fingerprint()))
-        return found
+        sizes = self.facts["sizes"] and BatchSizes(tuple(map(tuple, self.facts["sizes"])))
+        return PlanBatches.of_run(self.facts["fingerprint"], sizes, history, **{**self.facts["plan"], **others})
 
 
 @dataclass(frozen=True)
@@ -102,11 +97,6 @@ class Leg:
     def epoch(self) -> int:
         """The epoch."""
         return self.start.epoch
-
-    @property
-    def skips(self) -> Skips:
-        """What it left out."""
-        return self.history.skips
 
     @cached_property
     def plan(self) -> ShardPlan:
@@ -152,7 +142,7 @@ class _Stretch:
                 found[number] = Leg(self.job, number, start, start.steps, start.samples, start.history)
             for number, steps, samples in line["passes"]:
                 if number in found and steps > found[number].steps:
-                    now = replace(History.from_json(line["history"]), skips=found[number].skips)
+                    now = replace(History.from_json(line["history"]), skips=found[number].history.skips)
                     found[number] = replace(found[number], steps=steps, samples=samples, history=now)
             if line["line"] == "end" and line["ends"] in found:
                 found[line["ends"]] = replace(found[line["ends"]], ended=True)
@@ -274,3 +264,18 @@ def _reached_by(stretches: list[_Stretch], wanted: LoaderState) -> tuple[_Stretc
             if found is None and replace(state, certificate=wanted.certificate) == wanted:
                 found = one, at + 1
     return found
+
+
+def places_in(run: Timeline, sample: Any) -> Iterator[tuple[Leg, int, int]]:
+    """Yield (what has delivered it, step, row of the global batch) for each delivery of a sample.
+
+    The newest pass may have delivered it after the newest line, too: at a step that is not before `leg.steps`.
+    """
+    for leg, end_step in run.passes:
+        plan = leg.plan
+        found = places_of(plan, leg.epoch, sample, leg.history.skips)
+        for one in [found] if isinstance(found, Where) else found or []:
+            # A short last batch that cannot be split has no data ranks: it was never delivered.
+            if leg.start.steps <= one.step < end_step and one.data_rank is not None:
+                num_rows, micro_size = plan.num_rows(step=one.step), plan.micro_size(step=one.step)
+                yield leg, one.step, int(slice_rows(num_rows, plan.num_data_ranks, one.data_rank, micro_size)[one.row])

@@ -8,6 +8,7 @@ from typing import Any
 
 from paddle_shard.errors import StateError
 from paddle_shard.plan.mixture import Mixing, first_sample
+from paddle_shard.plan.orders import ordering_of
 from paddle_shard.plan.shard_plan import BatchSizes, ShardPlan, global_batch
 from paddle_shard.plan.skips import Skips
 from paddle_shard.plan.state import History, LoaderState, grown
@@ -102,6 +103,22 @@ class PlanBatches(IndexBatches):
         """Position of a mixture's run after the last sample that this process has requested."""
         self._changed: tuple[History, ShardPlan] = History(), plan
         """The changes of the run, and the plan with them: one value, as passes in other threads look at it."""
+
+    @staticmethod
+    def of_run(fingerprint: Mapping[str, Any], sizes: BatchSizes | None, history: History, **cut: Any) -> PlanBatches:
+        """Return the batches of a run, of which a saved state or a record tells this, with all its changes.
+
+        Args:
+            fingerprint: See `fingerprint`; of an order of this package.
+            sizes: See `__init__`.
+            history: What was changed in the run.
+            cut: The batch size, the accumulation and the number of data ranks.
+        """
+        same = {name: fingerprint[name] for name in ("num_samples", "seed", "tail")}
+        plan = ShardPlan(shuffle=ordering_of(fingerprint) or False, **same, **cut)
+        found = PlanBatches(plan, {name: fingerprint[name] for name in ("packed",) if name in fingerprint}, sizes)
+        found.resume(LoaderState(history=history, fingerprint=found.fingerprint()))
+        return found
 
     @property
     def history(self) -> History:

@@ -290,6 +290,18 @@ def open_file(name: str, start: int = 0) -> tuple[BinaryIO, int | None]:
     return io.BufferedReader(remote, BUFFER), remote.size
 
 
+def asked_size(name: str) -> int | None:
+    """Return the size of a local or remote file in bytes; None if its server does not say.
+
+    Raises:
+        ShardReadError: It cannot be opened.
+    """
+    with failures_named(name, lambda: ("asking for its size", None)):
+        file, size = open_file(name)
+        file.close()
+        return size
+
+
 _PACKED: tuple[tuple[bytes, Callable[[Any], Any]], ...] = (
     (b"\x1f\x8b", gzip.open),
     (b"BZh", bz2.open),

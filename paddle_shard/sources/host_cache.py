@@ -12,7 +12,8 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, BinaryIO
@@ -210,6 +211,24 @@ class HostCache:
                 f"cache_dir {self.folder!r} is full: {why}. Make room, limit it by cache_bytes=, or choose another "
                 "cache_dir",
             ) from error
+
+
+def files_at_once(readers: Iterable[tuple[int, Iterable[int]]]) -> int:
+    """Return how many files the readers of one host read at the same time, at most.
+
+    Readers of the same part are not at the same row: one may be in the next file already.
+
+    Args:
+        readers: The host of each reader, and the parts that it holds.
+
+    Examples:
+        >>> files_at_once([(0, [0, 1]), (0, [0, 1]), (0, [0, 1]), (1, [2, 3])])
+        4
+    """
+    files = Counter[int]()
+    for (host, _), number in Counter((host, part) for host, parts in readers for part in parts).items():
+        files[host] += min(2, number)
+    return max(files.values())
 
 
 def least_bytes(sizes: Sequence[int], at_once: int) -> int:

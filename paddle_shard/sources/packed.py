@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from paddle_shard.errors import ArgumentError, StateError, described
 from paddle_shard.plan.handlers import raise_if_a_handlers
-from paddle_shard.plan.order import Indices
+from paddle_shard.plan.order import Indices, spread
 from paddle_shard.plan.packing import Packing, Piece
 from paddle_shard.plan.parts import check_count
 from paddle_shard.plan.seeding import mix, seed_part
@@ -195,12 +195,12 @@ class Packed:
         """The fields that have an entry for each token, by some documents that are spread over the data set."""
         filled, left_out = np.flatnonzero(self.packing.lengths), np.flatnonzero(self.packing.lengths == 0)
         # Documents that are in no row are not read otherwise: wrong lengths would lose them.
-        some = np.concatenate([_spread(filled, _LOOKED_AT), _spread(left_out, _LOOKED_AT)])
+        some = [*spread(filled, _LOOKED_AT), *spread(left_out, _LOOKED_AT)]
         plain, drawn = replace(self.rows, labels=None), (np.random.get_state(), random.getstate())
         paddles = getattr(sys.modules.get("paddle"), "framework", None)
         paddle_drawn = None if paddles is None else paddles.core.default_cpu_generator().get_state()
         of_tokens, others = set[str](), set[str]()
-        for at in some.tolist():
+        for at in some:
             try:
                 document = self.documents[at]
                 found = plain.fields(document, f"document {at}")
@@ -236,11 +236,6 @@ class Packed:
                 "count again: remove the file of lengths=, or leave it out. A document must have as many tokens at "
                 "each reading: those of random length can be packed by Stream.pack."
             )
-
-
-def _spread(numbers: Indices, most: int) -> Indices:
-    """Return some of the numbers, spread over all of them."""
-    return numbers[np.unique(np.linspace(0, len(numbers) - 1, min(len(numbers), most)).astype(np.int64))]
 
 
 VERSION = 1
@@ -345,7 +340,7 @@ def check_lengths(file: str | os.PathLike[str], documents: Any, key: str) -> Ind
             f"Packed: {str(file)!r} has {len(lengths)} lengths of the field {about.get('key')!r} (version "
             f"{about.get('version')}), but there are {len(documents)} documents with the field {key!r}. {way_out}"
         )
-    for number in _spread(np.arange(len(documents)), CHECKED).tolist():
+    for number in spread(range(len(documents)), CHECKED):
         found = len(tokens_of(documents[number], key))
         if found != lengths[number]:
             raise StateError(

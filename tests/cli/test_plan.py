@@ -13,7 +13,9 @@ from paddle.io import BatchSampler, DataLoader
 from paddle_shard import Mixture, Stream, say_once
 from paddle_shard.cli.answer import cell
 from paddle_shard.cli.main import COMMANDS, main
+from paddle_shard.delivery.replicas import replicas_of
 from paddle_shard.inputs.stream import stage_of
+from paddle_shard.ranks.replicas import Replicas
 from paddle_shard.stages.stage import Opening
 from paddle_shard.testing.simulated import on_each_rank, simulated_rank
 from tests.deadlines import HANG
@@ -243,8 +245,8 @@ def test_the_least_cache_is_what_readers_of_a_host_need_and_less_is_a_hazard(
         return "is too little" in caplog.text
 
     with serving(contents) as server:
-        flags = ["--files", *(f"{server.url}/{name}" for name in contents), "--batch-size", 4, "--mesh", mesh]
-        flags += ["--data-axes", "dp", "--replicas", replicas, "--ranks-per-host", ranks]
+        files = ["--files", *(f"{server.url}/{name}" for name in contents), "--ranks-per-host", ranks]
+        flags = [*files, "--batch-size", 4, "--mesh", mesh, "--data-axes", "dp", "--replicas", replicas]
         assert "least cache_bytes" not in planned(capsys, *flags)
         assert {span for _, span in server.asked} == set()  # servers are not asked
         found = planned(capsys, *flags, "--cache-bytes", 1)
@@ -253,7 +255,7 @@ def test_the_least_cache_is_what_readers_of_a_host_need_and_less_is_a_hazard(
         assert what.startswith("cache_bytes=1 is too little for")
         enough = planned(capsys, *flags, "--cache-bytes", least)
         assert not [one for one in enough["hazards"] if "cache_bytes" in one["what"]]
-        recorded = planned(capsys, record_of(mesh, replicas, tmp_path), *flags, "--cache-bytes", least - 1)
+        recorded = planned(capsys, record_of(mesh, replicas, tmp_path), *files, "--cache-bytes", least - 1)
         assert recorded["least cache_bytes"] == least
         assert [one for one in recorded["hazards"] if "cache_bytes" in one["what"]]
         assert not is_too_little(least)
@@ -334,6 +336,67 @@ def test_who_reads_is_counted_with_workers(workers, replicas, processes, capsys)
     assert planned(capsys, *flags)["reading processes"] == processes
 
 
+LED = [  # meshes, their ids, ranks of a host
+    (["dp=2,mp=4"], [[[0, 1, 2, 3], [4, 5, 6, 7]]], 2),
+    (["mp=4,dp=2"], [[[0, 1], [2, 3], [4, 5], [6, 7]]], 2),
+    (["mp=4,dp=2"], [[[0, 1], [2, 3], [4, 5], [6, 7]]], 4),
+    (["dp=2,mp=3"], [[[0, 1, 2], [3, 4, 5]]], 4),
+    (["dp=2,mp=2@7,1,2,4"], [[[7, 1], [2, 4]]], 3),
+    (["dp=2,mp=2", "dp=2,mp=2@4,5,6,7"], [[[0, 1], [2, 3]], [[4, 5], [6, 7]]], 8),  # stages of a pipeline
+    (["dp=2,mp=2", "dp=2,mp=2@4,5,6,7"], [[[0, 1], [2, 3]], [[4, 5], [6, 7]]], 4),
+    (["dp=2,mp=2", "dp=4,mp=1"], [[[0, 1], [2, 3]], [[0], [1], [2], [3]]], 4),  # one rank, two kinds of rows
+]
+
+
+@pytest.mark.parametrize(("texts", "ids", "ranks_per_host"), LED)
+def test_with_a_leader_one_rank_of_a_host_reads_for_all_of_it_that_want_the_same_rows(
+    texts, ids, ranks_per_host, capsys, monkeypatch
+):
+    meshes = [
+        dist.ProcessMesh(one, dim_names=[axis.split("=")[0] for axis in text.partition("@")[0].split(",")])
+        for text, one in zip(texts, ids, strict=True)
+    ]
+    ranks = sorted({int(rank) for one in ids for rank in np.ravel(one)})
+    hosts = [f"host-{rank // ranks_per_host}" for rank in range(max(ranks) + 1)]
+    monkeypatch.setattr("paddle_shard.delivery.replicas.hosts_of_ranks", lambda: hosts)
+    data, decided = DataLoader(Made(lambda i: (np.array([i]), np.array([i])), 64), batch_size=8), []
+
+    def of_all_ranks(options, source, layouts, me):
+        decided.append(replicas_of(options, source, layouts, ranks))
+        return Replicas()  # this is the only process
+
+    monkeypatch.setattr("paddle_shard.loader.assembly.replicas_of", of_all_ranks)
+
+    def reads():
+        sharded(data, meshes, "dp", replicas="leader")
+        return not decided.pop().follows
+
+    reading = [rank for rank, one in on_each_rank(ranks, reads).items() if one]
+    flags = "--samples", 64, "--batch-size", 8, *(flag for text in texts for flag in ("--mesh", text))
+    flags = *flags, "--ranks-per-host", ranks_per_host, "--replicas", "leader"
+    for workers in (0, 3):
+        found = planned(capsys, *flags, "--workers", workers)
+        assert found["reading processes"] == max(1, workers) * len(reading)
+    groups = [group["ranks"] for group in found["meshes"]]
+    assert found["plan"]["reads of each sample"] == max(len({*group} & {*reading}) for group in groups)
+    said = asked("plan", *flags, code=int(bool(found["hazards"])))
+    assert f"{len(reading)} processes read, one of the ranks of a host that get the same rows" in said
+    assert f": {ranks_per_host} ranks share a host" in said
+
+
+def test_without_the_ranks_of_a_host_a_plan_with_a_leader_says_that_it_counts_one_host():
+    flags = "--samples", 64, "--batch-size", 8, "--mesh", "dp=4,mp=2", "--replicas"
+    for replicas in ("leader", "auto"):
+        assert "4 processes read, one of the ranks of a host that get the same rows: all share one (else" in asked(
+            "plan", *flags, replicas
+        )
+    assert "8 processes read\n" in asked("plan", *flags, "each", code=1)
+
+
+def test_ranks_of_a_host_are_at_least_one():
+    assert "--ranks-per-host must be an int >= 1, got 0" in asked("plan", *FINE, "--ranks-per-host", 0, code=2)
+
+
 def test_workers_of_a_stream_get_its_parts_and_more_than_these_are_a_hazard(capsys, tmp_path):
     for number in range(8):
         (tmp_path / f"{number}.txt").write_text("x\n" * 10)
@@ -350,6 +413,47 @@ def test_workers_of_a_stream_get_its_parts_and_more_than_these_are_a_hazard(caps
     (hazard,) = (one for one in found["hazards"] if "read nothing" in one["what"])
     assert hazard["what"] == "6 workers of each rank share 4 parts: 2 of them read nothing"
     assert "num_workers=4" in hazard["remedy"]
+
+
+def test_parts_of_workers_are_told_of_remote_files_too_whose_sizes_are_not_asked_for(capsys):
+    files = [f"https://host.invalid/{number}.jsonl" for number in range(8)]
+    flags = "--files", *files, "--batch-size", 8, "--mesh", "dp=2"
+    shares = planned(capsys, *flags, "--workers", 2)["bytes"]
+    assert [share["parts of each worker"] for share in shares] == [[[0, 2], [1, 3]], [[4, 6], [5, 7]]]
+    assert [share["bytes"] for share in shares] == [None, None]
+    assert "The sizes of the files are not known here" in asked("plan", *flags)
+
+
+@pytest.mark.parametrize(("workers", "shares", "idle"), [(3, [1, 1, 2], 0), (4, [1] * 4, 0), (6, [1] * 4, 2)])
+def test_workers_are_asked_about_a_record_as_well(workers, shares, idle, capsys, tmp_path):
+    record = record_of("dp=1", "each", tmp_path)
+    found = planned(capsys, record, "--workers", workers)
+    (row,) = found["shares"]
+    assert sorted(part for share in row["parts of each worker"] for part in share) == row["parts"] == [0, 1, 2, 3]
+    assert sorted(map(len, row["parts of each worker"])) == shares
+    assert found["reading processes"] == len(shares)
+    told = [one["what"] for one in found["hazards"] if "read nothing" in one["what"]]
+    assert told == [f"{workers} workers of each rank share 4 parts: {idle} of them read nothing"] * bool(idle)
+    assert "parts of each worker" in asked("plan", record, "--workers", workers, code=int(bool(found["hazards"])))
+
+
+TOLD = {
+    **{"--mesh": "dp=1", "--data-axes": "dp", "--batch-size": 4, "--samples": 8, "--source": "web=9:1"},
+    **{"--tail": "pad", "--shuffle": "False", "--accumulation": 1, "--replicas": "each"},
+}
+
+
+@pytest.mark.parametrize("command", ["plan", "simulate"])
+@pytest.mark.parametrize("flag", TOLD)
+def test_what_a_record_tells_cannot_be_asked_otherwise_without_a_word(flag, command, tmp_path):
+    said = asked(command, record_of("dp=1", "each", tmp_path), flag, TOLD[flag], code=2)
+    assert f"{flag}: the record tells that" in said
+    assert "paddle-shard diff" in said
+
+
+def test_the_seed_of_a_record_is_its_own_and_that_of_a_simulation_draws_its_restarts(tmp_path):
+    assert "--seed: the record tells that" in asked("plan", record_of("dp=1", "each", tmp_path), "--seed", 0, code=2)
+    assert "--seed: the record" not in asked("simulate", tmp_path / "run.jsonl", "--seed", 1, code=2)  # of a stream
 
 
 def test_a_page_begins_with_the_step_that_was_asked_for(tmp_path, capsys):

@@ -17,7 +17,7 @@ from paddle.io import DataLoader
 
 import paddle_shard
 from paddle_shard import Stream
-from paddle_shard.cli.index_shards import main as index_command
+from paddle_shard.cli.main import main
 from paddle_shard.errors import ArgumentError, DataReadError, StateError
 from paddle_shard.sources import files
 from paddle_shard.sources.host_cache import HostCache
@@ -70,7 +70,7 @@ def folder(tmp_path):
     folder.mkdir()
     for name, content in TARS.items():
         (folder / name).write_bytes(content)
-    index_command([f"{folder}/{{000..003}}.tar", "-o", f"{folder}/index.json"])
+    main(["index", f"{folder}/{{000..003}}.tar", "-o", f"{folder}/index.json"])
     return folder
 
 

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paddle_shard import ShardPlan
+from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.certificate import (
     ALL,
     DRAWN,
@@ -18,9 +19,14 @@ from paddle_shard.plan.certificate import (
     added,
     certify,
     merged,
+    plus,
     total_of,
+    total_of_owner,
+    total_of_plan,
 )
 from paddle_shard.plan.skips import Skips
+from tests.orders_and_tails import ALL as ALL_ORDERS
+from tests.orders_and_tails import SERVING_TAILS
 
 PLAN = ShardPlan(num_samples=100, batch_size=10, num_data_ranks=2, shuffle=True)
 
@@ -177,6 +183,26 @@ def test_an_account_stays_small_however_often_an_epoch_is_begun_again():
         assert found.repeated or end == 1
 
     assert len(json.dumps(account_to_json(account))) < 200
+
+
+@pytest.mark.parametrize("shuffle", ALL_ORDERS)
+@pytest.mark.parametrize("tail", SERVING_TAILS)
+@given(num_samples=st.integers(1, 60), ranks=st.integers(1, 4), rows=st.integers(1, 4), times=st.integers(1, 2))
+def test_what_belongs_to_the_data_ranks_adds_up_to_what_belongs_to_the_steps(
+    shuffle, tail, num_samples, ranks, rows, times
+):
+    cut = {"batch_size": ranks * rows * times, "num_data_ranks": ranks, "accumulation": times}
+    try:
+        plan = ShardPlan(num_samples=num_samples, shuffle=shuffle, tail=tail, **cut)
+    except ArgumentError:  # blocks that these data ranks cannot share
+        return
+    skips = Skips().joined([(0, 2, 4)], [(num_samples - 1, 0, 0)])
+    end = plan.num_served
+    for first in {0, plan.batch_size, 2 * plan.batch_size}:
+        if first < end and not plan.num_rows(step=plan.num_steps - 1) % (ranks * times):
+            of_ranks = [total_of_owner((rank, ranks, 0), plan, 0, skips, first, end) for rank in range(ranks)]
+            assert plus(*of_ranks) == total_of_plan(plan, 0, skips)(first, end)
+            assert total_of_owner(ALL, plan, 0, skips, first, end) == plus(*of_ranks)
 
 
 @given(st.lists(st.integers(0, 2**62), min_size=1, max_size=20))

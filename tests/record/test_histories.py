@@ -15,10 +15,10 @@ from paddle.io import BatchSampler, DataLoader
 from paddle_shard import Mixture, ShardPlan
 from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.orders import ordering_of
+from paddle_shard.plan.places import samples_of
 from paddle_shard.record.lines import read
-from paddle_shard.record.places import places_in, samples_of
 from paddle_shard.record.proof import proof_of
-from paddle_shard.record.timeline import timeline
+from paddle_shard.record.timeline import places_in, timeline
 from paddle_shard.testing.simulated import simulated_rank
 from tests.helpers import Made, mesh, sharded
 from tests.orders_and_tails import ALL, BLOCKS, UNNAMED
@@ -178,7 +178,7 @@ def test_the_record_tells_what_each_rank_was_given(jobs, accumulation, kind, tai
 
 def _rows(leg, step):
     """What the record says each rank has had."""
-    shares = samples_of(leg.plan, leg.job.meshes, leg.epoch, step, leg.skips)
+    shares = samples_of(leg.plan, leg.job.meshes, leg.epoch, step, leg.history.skips)
     number = {"a": 0, "b": 1000}
     return [[number[one[0]] + one[1] if isinstance(one, list) else one for one in of["samples"]] for of in shares]
 

@@ -5,7 +5,7 @@ from importlib.util import find_spec
 import pytest
 
 from paddle_shard import Stream
-from paddle_shard.cli.index_shards import main as index_command
+from paddle_shard.cli.main import main
 from paddle_shard.errors import ArgumentError
 from paddle_shard.inputs.stream import stage_of
 from paddle_shard.sources.files import matched
@@ -69,7 +69,7 @@ def test_names_that_look_like_patterns_are_files_where_they_are_there(tmp_path):
 
 @pytest.mark.skipif(not find_spec("webdataset"), reason="needs webdataset")
 def test_the_index_command_takes_patterns(folder, capsys):
-    assert index_command([f"{folder}/*.tar", "-o", f"{folder}/index.json"]) == 0
-    assert "in 8 shards" in capsys.readouterr().err
-    assert index_command([f"{folder}/x*.tar", "-o", f"{folder}/index.json"]) == 1
-    assert "matches no file" in capsys.readouterr().err
+    assert main(["index", f"{folder}/*.tar", "-o", f"{folder}/index.json"]) == 0
+    assert "in 8 shards" in capsys.readouterr().out
+    assert main(["index", f"{folder}/x*.tar", "-o", f"{folder}/index.json"]) == 1
+    assert "matches no file" in capsys.readouterr().out

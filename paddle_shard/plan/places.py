@@ -1,4 +1,4 @@
-"""Which rank has which row of a step, and where was a sample?"""
+"""Which ranks of some meshes have which rows of a step, and which samples?"""
 
 from __future__ import annotations
 
@@ -7,32 +7,63 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from paddle_shard.plan.mesh import MeshLayout
-from paddle_shard.plan.mixture import Mixing, source_and_index
+from paddle_shard.plan.mesh import MeshLayout, replica_groups
+from paddle_shard.plan.mixture import Mixing
 from paddle_shard.plan.partition import slice_rows
-from paddle_shard.plan.shard_plan import ShardPlan, Where, places_of, step_of_plan
+from paddle_shard.plan.shard_plan import ShardPlan, step_of_plan
 from paddle_shard.plan.skips import Skips
-from paddle_shard.record.timeline import Leg, Timeline
 
 _T = TypeVar("_T")
 Meshes = Sequence[tuple[MeshLayout, Sequence[str]]]
 """Each mesh with its data axes."""
 
 
+def shapes_of(meshes: Meshes) -> str:
+    """Return the axes and sizes of meshes, such as dp=2,mp=4."""
+    shapes = (zip(mesh.axes, mesh.shape, strict=True) for mesh, _ in meshes)
+    return " and ".join(",".join(f"{axis}={size}" for axis, size in shape) for shape in shapes)
+
+
 def groups_of(meshes: Meshes) -> Iterator[dict[str, Any]]:
     """Yield the replica groups: {"mesh": its number, "data_rank": .., "ranks": global ranks in mesh order}."""
     for number, (mesh, axes) in enumerate(meshes):
-        of_axes, ids = mesh.axis_indices(axes), np.array(mesh.process_ids).reshape(mesh.shape)
-        by_data_rank = np.moveaxis(ids, of_axes, range(len(of_axes))).reshape(mesh.num_data_ranks(axes), -1)
-        for data_rank, group in enumerate(by_data_rank.tolist()):
+        for data_rank, group in enumerate(replica_groups(mesh, axes)):
             yield {"mesh": number, "data_rank": data_rank, "ranks": group}
 
 
 def shares_of(meshes: Meshes, share: Callable[[int, int], _T]) -> Iterator[tuple[dict[str, Any], _T]]:
     """Yield each replica group with what a function says of (data rank, number of data ranks of the mesh)."""
+    counts = [mesh.num_data_ranks(axes) for mesh, axes in meshes]
     for group in groups_of(meshes):
-        mesh, axes = meshes[group["mesh"]]
-        yield group, share(group["data_rank"], mesh.num_data_ranks(axes))
+        yield group, share(group["data_rank"], counts[group["mesh"]])
+
+
+def readers_of(meshes: Meshes, replicas: str, ranks_per_host: int | None) -> dict[int, int]:
+    """Return the ranks that read, each with its host.
+
+    Unless each rank reads for itself, the first of the ranks of a host that get the same rows reads for them.
+
+    Args:
+        meshes: The meshes.
+        replicas: See `shard_dataloader`.
+        ranks_per_host: The ranks of a host, one after the other; None: all ranks are on one host.
+
+    Examples:
+        >>> mesh = MeshLayout(shape=(2, 2), axes=("dp", "mp"), process_ids=(0, 1, 2, 3))
+        >>> readers_of([(mesh, ["dp"])], "leader", None), readers_of([(mesh, ["dp"])], "leader", 1)
+        ({0: 0, 2: 0}, {0: 0, 1: 1, 2: 2, 3: 3})
+    """
+    ranks = sorted({rank for mesh, _ in meshes for rank in mesh.process_ids})
+    hosts = {rank: rank // ranks_per_host if ranks_per_host else 0 for rank in ranks}
+    if replicas == "each":
+        return hosts
+    rows, first = dict[int, tuple[Any, ...]](), dict[Any, int]()
+    for group, share in shares_of(meshes, lambda *mine: (mine,)):
+        for rank in group["ranks"]:
+            rows[rank] = tuple(dict.fromkeys(rows[rank] + share)) if rank in rows else share
+    for rank, host in hosts.items():
+        first.setdefault((host, rows[rank]), rank)
+    return {rank: hosts[rank] for rank in first.values()}
 
 
 def rows_of(plan: ShardPlan, meshes: Meshes, step: int) -> Iterator[tuple[dict[str, Any], Sequence[int]]]:
@@ -54,7 +85,7 @@ def samples_at(plan: ShardPlan, epoch: int, step: int, skips: Skips) -> list[Any
     real = np.ones(len(found.ids), bool) if found.real is None else found.real
     names: list[Any] = np.asarray(found.ids).tolist()
     if isinstance(plan.ordering, Mixing):
-        names = [[plan.ordering.names[source], index] for source, index in map(source_and_index, names)]
+        names = [list(plan.ordering.named(sample)) for sample in names]
     return [name if kept else None for name, kept in zip(names, real, strict=True)]
 
 
@@ -62,18 +93,3 @@ def samples_of(plan: ShardPlan, meshes: Meshes, epoch: int, step: int, skips: Sk
     """Return each replica group with the samples of its rows at a step."""
     samples = samples_at(plan, epoch, step, skips)
     return [{**group, "samples": [samples[row] for row in rows]} for group, rows in rows_of(plan, meshes, step)]
-
-
-def places_in(run: Timeline, sample: Any) -> Iterator[tuple[Leg, int, int]]:
-    """Yield (what has delivered it, step, row of the global batch) for each delivery of a sample.
-
-    The newest pass may have delivered it after the newest line, too: at a step that is not before `leg.steps`.
-    """
-    for leg, end_step in run.passes:
-        plan = leg.plan
-        found = places_of(plan, leg.epoch, sample, leg.skips)
-        for one in [found] if isinstance(found, Where) else found or []:
-            # A short last batch that cannot be split has no data ranks: it was never delivered.
-            if leg.start.steps <= one.step < end_step and one.data_rank is not None:
-                num_rows, micro_size = plan.num_rows(step=one.step), plan.micro_size(step=one.step)
-                yield leg, one.step, int(slice_rows(num_rows, plan.num_data_ranks, one.data_rank, micro_size)[one.row])
