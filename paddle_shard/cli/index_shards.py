@@ -6,7 +6,7 @@ import argparse
 import sys
 
 from paddle_shard.cli.answer import Answer, command
-from paddle_shard.errors import described, text_of
+from paddle_shard.errors import described
 from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.sources.counts import ShardEntry, count_file
 from paddle_shard.sources.files import base_name, shown
@@ -22,10 +22,9 @@ def index(options: argparse.Namespace) -> Answer:
 
     example: paddle-shard index 'train-*.tar' -o index.json
     """
-    entries, at = dict[str, ShardEntry](), ""
+    entries, names, at = dict[str, ShardEntry](), expand(options.urls), ""
+    check_base_names(names)
     try:
-        names = expand(options.urls)
-        check_base_names(names)
         for number, name in enumerate(names, 1):
             at = shown(name)
             entry = entries[base_name(name)] = count_file(name, tar_starts)
@@ -33,7 +32,7 @@ def index(options: argparse.Namespace) -> Answer:
             print(text, file=sys.stderr, flush=True)
     except Exception as error:  # whatever a tar, a server or a store has to say
         raise_if_a_handlers(error)
-        text = f"{at}: {described(error)}\nNothing is written." if at else text_of(error)
+        text = f"{at}: {described(error)}\nNothing is written."
         return Answer(found={"error": text}, said=[text], failed=True)
     write_index(options.output, entries)
     total = sum(entry.samples for entry in entries.values())

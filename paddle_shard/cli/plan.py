@@ -169,7 +169,7 @@ def _of_record(options: argparse.Namespace) -> Planned:
         if (parts := job.parts_plan()) is not None:
             found.plan_of_parts = parts
             shares = [{**group, "parts": of} for group, of in shares_of(job.meshes, parts.parts_of)]
-            found.facts["shares"] = _with_workers(found, shares, options.workers)
+            found.facts["shares"] = _with_workers(found, shares, vars(options).get("workers", 0))
             found.said.append(found.facts["shares"])
         return found
     found.epoch, found.skips = newest.epoch if options.epoch is None else options.epoch, newest.history.skips
@@ -207,7 +207,7 @@ def _look_at_files(options: argparse.Namespace, found: Planned, cut: dict[str, A
     held = [(at, plan.parts_of(at)) for at in range(plan.num_data_ranks)]
     shares = [{"data_rank": at, "parts": of, "bytes": sizes and sum(sizes[one] for one in of)} for at, of in held]
     found.facts |= {"files": source.num_shards, "parts": parts}
-    found.facts["bytes"] = of_ranks = _with_workers(found, shares, options.workers)
+    found.facts["bytes"] = of_ranks = _with_workers(found, shares, vars(options).get("workers", 0))
     found.said += [f"{source.num_shards} files in {parts} parts", of_ranks]
     if sizes is None:
         found.said.append("The sizes of the files are not known here, and so neither is what the parts differ by.")
@@ -332,7 +332,6 @@ PLANNED: Sequence[Argument] = [
     ("--tail", {"choices": list(TAILS), "help": "pad, unless another is named"}),
     ("--shuffle", {"nargs": "?", "const": "True", "choices": list(map(str, ORDERINGS))}),
     ("--seed", {"type": int, "help": "0, unless another is given"}),
-    ("--workers", {"type": int, "default": 0, "help": "worker processes of each rank (num_workers=)"}),
     ("--accumulation", {"type": rows_of, "help": "micro-batches of a step"}),
     ("--replicas", {"choices": ["each", "leader", "auto"]}),
     ("--epoch", {"type": int, "help": "the epoch; by default the first one, or the newest of a record"}),
@@ -342,6 +341,7 @@ PLANNED: Sequence[Argument] = [
 
 @command(
     *PLANNED,
+    ("--workers", {"type": int, "default": 0, "help": "worker processes of each rank (num_workers=)"}),
     ("--step", {"type": int, "help": "also show the samples of each rank at this step"}),
     ("--html", {"type": Path, "metavar": "FILE", "help": "also draw it, as a page that any browser opens"}),
     ("--svg", {"type": Path, "metavar": "FILE", "help": "also draw the mesh and the step, as a picture for a paper"}),

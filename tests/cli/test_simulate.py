@@ -335,3 +335,10 @@ def test_a_plan_that_cannot_be_made_is_a_hazard_with_its_remedy(capsys):
     assert "6 cannot be split evenly over 4" in hazard["what"]
     (hazard,) = simulated(capsys, *FINE, "--samples", 7, "--tail", "drop")["hazards"]
     assert "leaves no step" in hazard["what"]
+
+
+def test_it_takes_no_number_of_workers_on_which_nothing_of_it_depends(capsys):
+    with pytest.raises(SystemExit):
+        main(["simulate", "--samples", "50", "--batch-size", "8", "--mesh", "dp=2", "--workers", "2"])
+
+    assert "unrecognized arguments: --workers" in capsys.readouterr().err
