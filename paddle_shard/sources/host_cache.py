@@ -93,7 +93,12 @@ class HostCache:
         """
         path = os.path.join(self.folder, f"{derive_key(shown(name)).hex()}-{base_name(name)}")
         while (copy := _opened(path)) is None:  # again, if it was removed as soon as it was complete
-            if (self, name) in _never_kept or not self._download(name, path):
+            if (self, name) in _never_kept:
+                return open_file(name, start)
+            if (remote := self._download(name, path)) is not None:
+                if start == 0:
+                    return remote
+                remote[0].close()
                 return open_file(name, start)
         size = os.fstat(copy.fileno()).st_size
         with ignoring(OSError, ValueError):  # a file system without such attributes
@@ -101,22 +106,24 @@ class HostCache:
         copy.seek(start)
         return io.BufferedReader(copy, BUFFER), size
 
-    def _download(self, name: str, path: str) -> bool:
-        """Make a copy of a file, unless another process has; return False if there is no room for it."""
+    def _download(self, name: str, path: str) -> tuple[BinaryIO, int | None] | None:
+        """Make a copy of a file, unless another process has; return the remote file if there is no room for one."""
         with ExitStack() as stack:
             with self._explained(name):
                 os.makedirs(self.folder, exist_ok=True)
                 lock = stack.enter_context(open(os.path.join(self.folder, f".{os.path.basename(path)}.lock"), "wb"))
                 stack.enter_context(held(lock))
             if os.path.exists(path):
-                return True
+                return None
             source, size = open_file(name)
-            stack.enter_context(source)
+            opened = stack.enter_context(ExitStack())
+            opened.enter_context(source)
             made = stack.enter_context(ExitStack())
             with self._explained(name, size):
                 target = self._room(made, name, path, size)
             if target is None:
-                return False
+                opened.pop_all()
+                return source, size
             copied = 0
             while piece := source.read(BUFFER):
                 # Reading is outside: only what fails in writing is about the cache.
@@ -131,7 +138,7 @@ class HostCache:
                 os.fsync(target.fileno())  # otherwise a crash could leave an empty file with the right name
                 with self._alone():  # else who looks meanwhile might see neither of its names
                     made.close()
-        return True
+        return None
 
     @contextmanager
     def _alone(self) -> Iterator[bool]:

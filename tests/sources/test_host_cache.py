@@ -120,6 +120,7 @@ def test_a_copy_that_is_being_read_stays_and_what_has_no_room_beside_it_is_read_
         assert next(half_read) == "000000"
         second = Stream.lines(f"{server.url}/b.txt", cache_dir=tmp_path, cache_bytes=limit)
         assert samples_of(second, parts=1) == ["b"]
+        assert [name for name, _ in server.asked].count("b.txt") == 1, "and was not begun to be copied in vain"
         assert f"cache_bytes={limit} is too little" in caplog.text
         assert len(copies(tmp_path)) == 1
         assert len(list(half_read)) == 199_999
