@@ -80,7 +80,7 @@ def _settle_draws(setup: PassSetup, start: LoaderState) -> None:
     batches, own, ranks = setup.source.batches, setup.own_layout, setup.agreeing_ranks
     if not (setup.source.split and isinstance(batches, UserBatches)) or is_plain(batches.batch_sampler):
         return
-    if batches.draws_for or len(ranks) == 1:
+    if batches.draws_for or own.num_data_ranks == 1 or len(ranks) == 1:
         return
     told = set(gather_of(ranks, batches.first_draw(start.epoch), setup.options.timeout, "iter(loader)"))
     if told != {""}:

@@ -282,7 +282,7 @@ def _packed_override(state: Mapping[str, Any], now: Mapping[str, Any], override:
                 "continued. Give them under new names, and the old ones as None with the weight 0."
             )
         return override if changed else [*override, "packed"]
-    if "packed" in override and state["samples"]:
+    if "packed" in override and state["samples"] and not state["ended"]:
         raise StateError(
             "override=['packed']: the documents are packed into other rows than those of the state, so the epoch that "
             "was begun cannot be continued: documents would be lost and repeated. Load a state from the end of an "
@@ -293,7 +293,7 @@ def _packed_override(state: Mapping[str, Any], now: Mapping[str, Any], override:
 
 def _bound(state: LoaderState, then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Return what else to do if the epoch that was begun cannot be continued with any `override`; "" if it can."""
-    if not state.samples or "shuffle" not in then or "mixture" in {**then, **now}:
+    if not state.samples or state.ended or "shuffle" not in then or "mixture" in {**then, **now}:
         return ""
     if then.get("packed") != now.get("packed"):
         return "load a state from the end of an epoch: an epoch that was begun needs the same rows."
@@ -305,7 +305,7 @@ def _bound(state: LoaderState, then: Mapping[str, Any], now: Mapping[str, Any]) 
 # Changes
 
 
-def grown(saved: Mapping[str, Any], history: History, plan: ShardPlan, epoch: int, samples: int) -> History:
+def grown(saved: Mapping[str, Any], plan: ShardPlan, state: LoaderState) -> History:
     """Return the history of a run that resumes with data that has grown, or with other sources or weights.
 
     The epoch that was begun ends with the old length; the next one has the new length. A mixture has the sources and
@@ -313,15 +313,14 @@ def grown(saved: Mapping[str, Any], history: History, plan: ShardPlan, epoch: in
 
     Args:
         saved: Fingerprint of the saved state.
-        history: Its history.
         plan: The plan of the data as it is now.
-        epoch: Epoch of the state.
-        samples: Samples of the epoch that were delivered.
+        state: The saved state.
 
     Raises:
         StateError: The old order cannot be continued with this data.
     """
     before, now = int(saved["num_samples"]), plan.num_samples
+    history, epoch, samples = state.history, state.epoch, state.samples
     then = history.length(before, epoch)
     first_new = epoch + (samples > 0)  # an epoch that was begun keeps its length
     lengths = tuple(entry for entry in history.lengths or ((0, before),) if entry[0] < first_new)
@@ -331,7 +330,7 @@ def grown(saved: Mapping[str, Any], history: History, plan: ShardPlan, epoch: in
         lengths = ()
     mixing = plan.ordering
     if not isinstance(mixing, Mixing):
-        if samples and now < then:
+        if samples and not state.ended and now < then:
             raise StateError(
                 f"override=['num_samples']: the data had {then} samples and has {now} now, in the middle of epoch "
                 f"{epoch}. Only data that has grown can be continued; begin a new epoch, without this state."

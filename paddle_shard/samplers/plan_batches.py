@@ -171,7 +171,7 @@ class PlanBatches(IndexBatches):
         """See `Batches`; what was requested before is forgotten."""
         history, saved, now = state.history, state.fingerprint, self.fingerprint()
         if any(saved.get(name) != now.get(name) for name in ("num_samples", "mixture")):
-            history = grown(saved, history, self.plan, state.epoch, state.samples)
+            history = grown(saved, self.plan, state)
         self._changed = history, history.plan(self.plan)
         plan = self.plan_of(LoaderState(epoch=state.epoch))
         if isinstance(plan.ordering, Mixing):

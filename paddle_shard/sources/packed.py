@@ -319,7 +319,7 @@ def read_lengths(file: str | os.PathLike[str]) -> tuple[Indices, dict[str, Any]]
             return np.asarray(kept["lengths"]), dict(json.loads(str(kept["about"])))
     except Exception as error:
         raise_if_a_handlers(error)
-        way_out = _WAY_OUT.format(str(file))
+        way_out = "Give the path of one, or where one is to be written; remove it if it was one that is damaged now."
         raise StateError(f"Packed: {str(file)!r} is no file of lengths: {described(error)}. {way_out}") from error
 
 

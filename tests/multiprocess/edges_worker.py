@@ -361,6 +361,25 @@ def nothing_ahead():
     return [len(data.read) for _ in sharded(data, prefetch=0)]
 
 
+class OwnGenerator(paddle.io.DistributedBatchSampler):
+    """Draws from a generator of its own, so that each epoch is another."""
+
+    def __init__(self, data):
+        super().__init__(data, 4, num_replicas=1, rank=0)
+        self.random = np.random.RandomState(3)
+
+    def __iter__(self):
+        return iter(self.random.permutation(8).reshape(2, 4).tolist())
+
+
+def one_data_rank():
+    """Three epochs of a sampler of data that is split already, where one data rank has all of it."""
+    data = Numbers(8)
+    given = paddle.io.DataLoader(data, batch_sampler=OwnGenerator(data))
+    loader = paddle_shard.shard_dataloader(given, mesh([list(range(SIZE))], ("dp", "mp")), shard_dims="dp")
+    return [steps_of(loader) for _ in range(3)]
+
+
 def alone():
     """Rank 0 takes a batch before the others, which join when it has said that it waits."""
     agreements.NOTICE = 0.5

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import paddle.distributed as dist
 import paddle.io
 import pytest
@@ -30,6 +31,7 @@ CASES = {
         "forked",
         "resumed_apart",
         "nothing_ahead",
+        "one_data_rank",
     ],
     3: ["on_the_mesh_only", "on_no_mesh", "stages"],
 }
@@ -212,6 +214,14 @@ def test_a_loop_that_changes_its_data_has_nothing_read_ahead(of_ranks):
         looked_at = read[0] - 2  # by which the ranks see that they have the same data
         assert 1 <= looked_at <= 3
         assert [count - looked_at for count in read] == [2, 4, 6, 8, 10, 12, 14, 16]
+
+
+def test_a_sampler_with_a_generator_of_its_own_draws_on_where_one_data_rank_has_all(of_ranks):
+    """How it splits need not be found out, for which each pass would have a copy of it as it was in the beginning."""
+    own = np.random.RandomState(3)
+    epochs = [own.permutation(8).reshape(2, 4).tolist() for _ in range(3)]
+
+    assert of_ranks(2, "one_data_rank") == [epochs, epochs]
 
 
 def test_forked_children_of_ranks_that_have_met_meet_themselves(of_ranks):

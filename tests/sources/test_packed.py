@@ -14,7 +14,7 @@ from paddle.io import DataLoader
 from paddle_shard import Mixture, Packed
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, DataReadError, StateError
 from paddle_shard.testing.simulated import on_each_rank
-from tests.helpers import ONE, mesh, sharded
+from tests.helpers import ONE, local, mesh, sharded
 from tests.trials import trials
 
 
@@ -520,3 +520,27 @@ def test_reading_a_row_oneself_draws_for_its_documents_only():
 
     packed = Packed(Paddles([16] * 8), 8)
     assert draws(packed) == draws(packed)
+
+
+@pytest.mark.parametrize("lengths", [[3, 7, 12, 5, 5, 1, 9, 2, 4, 6, 6], [3, 7, 12, 5]])
+@pytest.mark.parametrize("in_the_loop", [True, False])
+def test_documents_that_have_grown_or_shrunk_are_resumed_from_the_end_of_an_epoch(lengths, in_the_loop):
+    def loader(lengths):
+        documents = [np.full(length, number) for number, length in enumerate(lengths)]
+        return sharded(DataLoader(Packed(documents, length=6), batch_size=2, shuffle=True), ONE)
+
+    begun = loader([3, 7, 12, 5, 5, 1, 9, 2, 4])
+    batches = iter(begun)
+    for _ in range(len(begun)):
+        next(batches)
+    if not in_the_loop:
+        assert next(batches, None) is None
+    resumed, fresh = loader(lengths), loader(lengths)
+    resumed.load_state_dict(begun.state_dict(), override=["packed", "num_samples"])
+    fresh.set_epoch(1)
+
+    if in_the_loop:
+        assert list(resumed) == [], "nothing is left of that epoch"
+    rows = [[local(batch["input_ids"]) for batch in one] for one in (resumed, fresh)]
+    assert rows[0] == rows[1]
+    assert len(resumed) == len(rows[0]) == len(fresh)
