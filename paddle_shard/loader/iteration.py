@@ -22,6 +22,7 @@ from paddle_shard.place.local_tensor import TensorMaker
 from paddle_shard.plan.shard_plan import ShardPlan
 from paddle_shard.plan.state import LoaderState
 from paddle_shard.plan.step import Content
+from paddle_shard.ranks.agreeing import tell_failed
 from paddle_shard.reading.batch import NO_STAND_IN, Batch
 from paddle_shard.reading.worker_info import SelfSplit
 from paddle_shard.say_once import say_once
@@ -121,7 +122,11 @@ class ShardIterator:
         except StopIteration:
             self.close()
             self._clock.end(entered)
-            setup.run.finished(self._progress)
+            try:
+                setup.run.finished(self._progress)
+            except Exception as error:  # by the user's sampler; the others hear of it in their next loop
+                tell_failed("the end of its loop failed", error, setup.agreeing_ranks)
+                raise
             say_if_uneven(setup, self.epoch)
             raise
         except BaseException as error:

@@ -23,6 +23,7 @@ CALLS = {
     "weights of no mixture": "its set_weights() failed: set_weights() is for a loader over a paddle_shard.Mixture",
     "a loop": "its iter(loader) failed: no more processes",
     "a loop that was agreed on": "its iter(loader) failed: no more processes",
+    "the end of a loop": "the end of its loop failed: no more processes",
     "gather_valid: rows": "its gather_valid() failed: values must have a row for each",
     "gather_valid: type": "its gather_valid() failed: gather_valid: values must be a paddle.Tensor",
     "gather_valid: valid": "its gather_valid() failed: valid must be the iterator's `valid`",

@@ -72,6 +72,25 @@ def gathered(loader, wrong):
     return paddle_shard.gather_valid(values, valid)
 
 
+class Ending(paddle.io.BatchSampler):
+    """On one rank, it cannot be set to where its copy is at the end of an epoch."""
+
+    def state_dict(self):
+        return {"epoch": 0}
+
+    def load_state_dict(self, state):
+        if ME:
+            fail()
+
+
+def ending():
+    data, size = Numbers(), dist.get_world_size()
+    given = paddle.io.DataLoader(data, batch_sampler=Ending(dataset=data, batch_size=2 * size))
+    return paddle_shard.shard_dataloader(
+        given, dist.ProcessMesh(list(range(size)), dim_names=["dp"]), shard_dims="dp", timeout=HANG
+    )
+
+
 # (how the loader is made, the call where it fails, the call of the others)
 CALLS = {
     "not made": (lambda: None, lambda loader: made(tail="none"), lambda loader: made()),
@@ -105,6 +124,7 @@ CALLS = {
     ),
     "a loop": (made, lambda loader: broken(loader, "early"), list),
     "a loop that was agreed on": (made, lambda loader: broken(loader, "late"), list),
+    "the end of a loop": (ending, list, list),
     **{
         f"gather_valid: {wrong}": (
             made,
