@@ -135,7 +135,7 @@ class PartsPlan:
 def nothing_to_repeat(part: int, num_parts: int, source: str = "") -> ArgumentError:
     """Return the error for a part, perhaps of a source of a mixture, that is to be read again and has no sample."""
     whose = f"Stream.mixture: source {source!r}: " if source else ""
-    way_out = "leave an empty source out" if source else "tail='pad' or 'drop'"
+    way_out = "leave an empty source out" if source else "tail='pad' or 'drop' without num_batches="
     text = f"{whose}part {part} of {num_parts} has no sample to repeat. Use fewer parts (in_parts()), or {way_out}."
     return ArgumentError(text)
 
