@@ -33,6 +33,9 @@ def tokens_of(document: Any, key: str) -> Any:
     return tokens
 
 
+_INT64 = np.iinfo(np.int64)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedRows:
     """The form of packed rows; `sources.packed.Packed` describes their fields."""
@@ -51,7 +54,8 @@ class PackedRows:
     """For each field, the number that fills the end of a row."""
 
     def __post_init__(self) -> None:
-        if self.labels is not None and not isinstance(self.labels, str):
+        check_count("ignore_index", self.ignore_index, _INT64.min, _INT64.max)
+        if self.labels is not None and not (self.labels and isinstance(self.labels, str)):
             raise ArgumentError(f"labels must be the name of a field or None, got {self.labels!r}.")
         if self.key in MADE or self.labels in (*MADE, self.key):
             raise ArgumentError(
@@ -83,6 +87,8 @@ class PackedRows:
         }
         for name, array in found.items():
             if array.dtype.kind == "u" and array.dtype.itemsize > 1:  # Paddle would take uint16 for bfloat16
+                if array.dtype.itemsize == 8 and array.size and array.max() > _INT64.max:
+                    raise ValueError(f"{what} has {array.max()} in the field {name!r}, which int64 cannot hold.")
                 found[name] = array.astype(np.int64)
         if taken := sorted(set(found) & {*MADE, self.labels}):
             raise ValueError(f"{what} has the fields {taken} already, which packing makes itself.")

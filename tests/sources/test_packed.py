@@ -235,6 +235,9 @@ def test_documents_of_other_fields_or_dtypes_are_named():
         ({"documents": [1, 2], "lengths": None}, ArgumentError, "tokens of document 0 cannot be counted"),
         ({"key": "cu_seqlens"}, ArgumentError, "must differ from each other"),
         ({"labels": "input_ids"}, ArgumentError, "must differ from each other"),
+        ({"labels": ""}, ArgumentError, "labels must be the name of a field or None, got ''"),
+        ({"ignore_index": 1.5}, ArgumentError, "ignore_index must be an int in .*, got 1.5"),
+        ({"ignore_index": 2**70}, ArgumentError, "ignore_index must be an int in"),
     ],
 )
 def test_bad_arguments_are_named(options, error, says):
@@ -252,6 +255,13 @@ def test_a_field_that_happens_to_be_as_long_as_a_document_is_no_field_of_tokens(
     assert {tuple(sorted(packed[row])) for row in range(len(packed))} == {
         ("cu_seqlens", "input_ids", "mask", "max_seqlen", "position_ids", "segment_ids")
     }
+
+
+def test_a_token_that_int64_cannot_hold_is_named():
+    packed = Packed([np.array([1, 2**63 + 5], np.uint64)], 8)
+
+    with pytest.raises(ValueError, match="document 0 has 9223372036854775813 in the field 'input_ids', which int64"):
+        packed[0]
 
 
 def test_a_document_without_a_field_of_tokens_is_named():
