@@ -24,7 +24,10 @@ def raised_by_a_handler(error: BaseException) -> bool:
 def raise_if_a_handlers(error: BaseException) -> None:
     """Raise the exception unchanged if a signal handler raised it; return otherwise."""
     if raised_by_a_handler(error):
-        raise error
+        try:
+            raise error
+        finally:
+            del error  # the traceback has this frame, which would hold the exception, and what its frames hold
 
 
 @contextmanager

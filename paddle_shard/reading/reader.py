@@ -116,15 +116,17 @@ class Reader:
             self._explain(error, asked, at)
             return ReadFailure.of(error, worker=worker, **at)
         finally:
-            parts.seed = None  # else a sample that is read by hand in this thread would be seeded by its parts
-            mine.to(before)
-            took = time.perf_counter() - began
-            mine.cpu += time.thread_time() - computed if mine.fine else took  # who is quick has not waited
-            mine.read(took, self.num_samples)
-            if users is not None:
-                restore(self.generators, users)
-            if held is not None:
-                held.release()
+            try:
+                parts.seed = None  # else a sample that is read by hand in this thread would be seeded by its parts
+                mine.to(before)
+                took = time.perf_counter() - began
+                mine.cpu += time.thread_time() - computed if mine.fine else took  # who is quick has not waited
+                mine.read(took, self.num_samples)
+                if users is not None:
+                    restore(self.generators, users)
+            finally:  # also if a handler has raised meanwhile: not only when a collector finds what it has cut off
+                if held is not None:
+                    held.release()
 
     def read_beside(self, asked: Any) -> Chunk:
         """Read in another thread than the caller's, which may not touch the generators: without seeds.
@@ -470,8 +472,10 @@ class IdReader(Reader):
             with kept(self.generators):
                 yield
         finally:
-            parts.seed = seed
-            held.release()
+            try:
+                parts.seed = seed
+            finally:
+                held.release()
 
     def _readable(self, key: int) -> Any:
         """Return the first sample of the data set that can be read: the same one on every rank."""

@@ -24,6 +24,7 @@ from paddle_shard import Stream
 from paddle_shard.delivery import begin, placing
 from paddle_shard.delivery.step_pass import Feed, StepPass
 from paddle_shard.errors import ArgumentError, DataReadError, PeerLostError
+from paddle_shard.plan.seeding import Undisturbed
 from paddle_shard.plan.step import Step
 from paddle_shard.ranks.agreement import AloneAgreement, Coordinator
 from paddle_shard.ranks.verdict import Terms
@@ -504,6 +505,20 @@ class Doubled(paddle.io.IterableDataset):
         return iter([np.array([i, 2 * i]) for i in range(64)])
 
 
+def another_thread_may_read():
+    found = []
+
+    def look():
+        held = Undisturbed()
+        found.append(held.alone)
+        held.release()
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join(HANG)
+    return found == [True]
+
+
 @pytest.mark.parametrize(
     ("workers", "stream", "room", "every"),
     [(0, False, "", 17), (0, True, "", 61), (2, False, "", 151), (2, True, "", 211), (0, False, "position", 1)],
@@ -536,6 +551,7 @@ def test_what_a_handler_raises_at_any_line_comes_out_as_itself_and_leaves_all_as
                 gc.collect()  # what was cut off before anything held it may be a circle
             assert soon(lambda: not threads() and not multiprocessing.active_children()), where
             assert {number: signal.getsignal(number) for number in handlers} == handlers, where
+            assert another_thread_may_read(), where
             assert sorted(row[0] for batch in loader for row in rows(batch)) == list(range(64)), where
             at += every
     finally:
