@@ -45,7 +45,7 @@ ALL: Owner = (-1, 1, 0)
 """The slices of all data ranks."""
 DRAWN: Owner = (-2, 1, 0)
 """What the user's sampler drew. What belongs somewhere are the positions of its order, those left out included."""
-_UNKNOWN = "not known"
+UNKNOWN = "not known"
 """Is in each problem that tells of something missing in what this run knows, and of nothing wrong."""
 
 _KEYS = np.array([[derive_seed("certificate", number)] for number in range(2)], np.uint64)
@@ -123,16 +123,16 @@ def added(*accounts: Account) -> Account:
     return found
 
 
-def account_of_all(plan: ShardPlan | None, epoch: int, stretches: Iterable[tuple[int, int, Skips]]) -> Account:
+def account_of_all(epoch: int, stretches: Iterable[tuple[int, int, Skips, ShardPlan | None]]) -> Account:
     """Return the account of positions that all data ranks have delivered, as they were drawn.
 
     Args:
-        plan: The order of the epoch; None if it is not known, so that only the number of samples is.
         epoch: The epoch.
-        stretches: (first position, position after the last, what was left out then).
+        stretches: (first position, position after the last, what was left out then, the order by which they were
+            delivered; None if it is not known, so that only the number of samples is).
     """
     found: list[Account] = []
-    for first, end, skips in stretches:
+    for first, end, skips, plan in stretches:
         total = Total(end - first, end - first) if plan is None else total_of_plan(plan, epoch, skips)(first, end)
         found.append(dict.fromkeys((ALL, DRAWN), Delivered(((first, end),), (), total)))
     return added(*found)
@@ -209,7 +209,7 @@ def _of_all(account: Account, problems: list[str]) -> Account:
         if missing:
             found |= {(rank, *run): delivered for rank, delivered in slices.items()}
             problems.append(
-                f"what data ranks {missing} of {count} delivered in {_shown(most.once)} is {_UNKNOWN}: call "
+                f"what data ranks {missing} of {count} delivered in {_shown(most.once)} is {UNKNOWN}: call "
                 "certificate() on all ranks before state_dict(), or load every rank's own state"
             )
             continue
@@ -284,7 +284,7 @@ class Certificate:
             return f"epoch {self.epoch}: {what} exactly once"
         if not self.delivered and self.num_samples:  # a finished job that was started again asks, too
             return f"epoch {self.epoch} has not begun, as far as this run knows: " + "; ".join(self.problems)
-        if all(_UNKNOWN in problem for problem in self.problems):  # nothing is known to be wrong
+        if all(UNKNOWN in problem for problem in self.problems):  # nothing is known to be wrong
             what = f"not proved that {what} was delivered"
         else:
             what = f"NOT {what}"
@@ -333,7 +333,7 @@ def certify(
     for first, stop in (*delivered.once, (end or 0, end or 0)):
         if first > at and size(at, first):
             missed += size(at, first)
-            gap = "were not delivered" if known else f"are {_UNKNOWN} to have been delivered by all data ranks"
+            gap = "were not delivered" if known else f"are {UNKNOWN} to have been delivered by all data ranks"
             problems.append(f"positions [{at}, {first}) {gap}")
         at = max(at, stop)
     problems += [f"positions [{first}, {stop}) were delivered again" for first, stop in delivered.again]

@@ -6,13 +6,13 @@ read: of its own rows, or of all rows where the run called `certificate()`. They
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
 from paddle_shard.errors import ArgumentError
-from paddle_shard.plan.certificate import ALL, Delivered, account_of_all, certify, plus, total_of_owner
-from paddle_shard.record.timeline import Timeline
+from paddle_shard.plan.certificate import ALL, UNKNOWN, Delivered, account_of_all, certify, plus, total_of_owner
+from paddle_shard.record.timeline import Leg, Timeline
 
 _OTHERS = "the others made the same steps; with loader.certificate() before state_dict(), their sums are compared, too"
 
@@ -25,31 +25,44 @@ def proof_of(run: Timeline, epoch: int) -> dict[str, Any]:
     """
     legs, before, notes = run.legs_of(epoch), run.began_at, list[str]()
     newest, is_open = legs[-1], run.legs[-1].epoch == epoch and not any(leg.ended for leg in legs)
-    # What was left out when it was delivered may be less than what is left out now.
-    stretches = [(leg.start.samples, leg.samples, leg.history.skips) for leg in legs]
+    plan = None if newest.job.unknown is not None else newest.plan
+    # What was left out when it was delivered may be less than what is left out now, and the order another.
+    stretches = [
+        (leg.start.samples, leg.samples, leg.history.skips, plan if plan is None or leg.job.unknown else leg.plan)
+        for leg in legs
+    ]
     if before is not None and before.epoch == epoch and before.samples:
-        stretches.insert(0, (0, before.samples, before.history.skips))
+        stretches.insert(0, (0, before.samples, before.history.skips, plan))
         notes.append(f"positions [0, {before.samples}) were delivered before this record begins, says the loaded state")
     for leg in legs:  # else all positions up to there would be counted, however many
         if leg.job.unknown is None and leg.samples > leg.plan.num_positions:
             what = f"epoch {epoch} has {leg.plan.num_positions} positions, and a line tells of {leg.samples}"
             raise ArgumentError(f"the record is damaged: {what}.")
-    plan = None if newest.job.unknown is not None else newest.plan
     end = 0 if plan is None else plan.num_served
-    delivered = account_of_all(plan, epoch, stretches)[ALL]
+    delivered = account_of_all(epoch, stretches)[ALL]
     at = delivered.once[-1][1]
     # What the epoch that the run is in has still to deliver is not missing.
-    to_come = [(at, end, newest.history.skips)] if is_open and at < end else []
-    account = account_of_all(plan, epoch, [*stretches, *to_come])
+    to_come = [(at, end, newest.history.skips, plan)] if is_open and at < end else []
+    account = account_of_all(epoch, [*stretches, *to_come])
     seen_to = at if is_open or newest.ended else None
     found = certify([(account, {})], epoch, plan, newest.history.skips, seen_to, "the loader's order")
     if plan is None:
         notes.append(f"which samples these are is not known: {newest.job.unknown}")
+        found = replace(found, problems=(*found.problems, *_other_orders(legs)))
     else:
         found = replace(found, problems=(*found.problems, *_other_samples(run, epoch, notes)))
     text = f"{found}, so far: at positions [0, {at}), in {newest.steps} steps" if is_open else str(found)
     found = replace(found, delivered=delivered.total.num)
     return {**asdict(found), "text": text, "notes": notes, "again": delivered.again}
+
+
+def _other_orders(legs: Sequence[Leg]) -> Iterator[str]:
+    """Yield where a run went on in the middle of an epoch with another order than it had, as it was told to."""
+    for leg in legs:
+        if leg.override and leg.start.samples:
+            how = f"the run was resumed there with override={list(leg.override)}"
+            what = f"whether the samples from position {leg.start.samples} on are those that were left is"
+            yield f"{what} {UNKNOWN}: {how}"
 
 
 def _other_samples(run: Timeline, epoch: int, notes: list[str]) -> Iterator[str]:
@@ -64,7 +77,7 @@ def _other_samples(run: Timeline, epoch: int, notes: list[str]) -> Iterator[str]
         mine = [leg for leg in legs if owner == ALL or leg.job.facts["data_rank"] == list(owner[:2])]
         cut = [(max(leg.start.samples, a), min(leg.samples, b), leg) for leg in mine for a, b in found.once]
         pieces = [(first, end, leg) for first, end, leg in cut if first < end]
-        known = account_of_all(None, epoch, [(first, end, leg.history.skips) for first, end, leg in pieces])
+        known = account_of_all(epoch, [(first, end, leg.history.skips, None) for first, end, leg in pieces])
         # Each position is that of one pass, so that it is known which one has delivered it.
         once = known.get(ALL, Delivered())[:2] == (found.once, ())
         wanted = plus(*(total_of_owner(owner, leg.plan, epoch, leg.history.skips, *piece) for *piece, leg in pieces))

@@ -88,6 +88,8 @@ class Leg:
     """What was changed in the run: the weights as of its end, and what is left out as of its beginning."""
     ended: bool = False
     """True if the pass came to the end of the epoch."""
+    override: tuple[str, ...] = ()
+    """What was another in the state that it was resumed from, as `load_state_dict` was told."""
 
     def moved(self) -> bool:
         """Return whether it has delivered anything."""
@@ -136,10 +138,12 @@ class _Stretch:
     def legs(self) -> Iterator[dict[int, Leg]]:
         """Yield the passes as of each line, one dict that is changed."""
         found: dict[int, Leg] = {}
+        override = () if self.resumed is None else tuple(self.lines[0]["override"])
         for at, line in enumerate(self.lines):
             if line["line"] == "pass":
                 start, number = self.state(at), line["begins"]
-                found[number] = Leg(self.job, number, start, start.steps, start.samples, start.history)
+                leg = Leg(self.job, number, start, start.steps, start.samples, start.history)
+                found[number] = replace(leg, override=override)
             for number, steps, samples in line["passes"]:
                 if number in found and steps > found[number].steps:
                     now = replace(History.from_json(line["history"]), skips=found[number].history.skips)

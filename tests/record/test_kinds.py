@@ -8,9 +8,9 @@ import pytest
 from paddle.io import DataLoader, DistributedBatchSampler
 
 import paddle_shard
-from paddle_shard import ExternalLoader, Mixture, Packed
+from paddle_shard import ExternalLoader, Mixture, Packed, Stream
 from tests import helpers
-from tests.helpers import ONE, Made, sharded
+from tests.helpers import ONE, Made, local, sharded
 from tests.loader.test_settings import CHANGES, DOCUMENTS, FILES, folder  # noqa: F401  (a fixture)
 from tests.record.runs import asked
 
@@ -79,3 +79,57 @@ def test_a_run_of_any_kind_is_recorded_and_verified(made, tmp_path, monkeypatch)
     else:
         assert "which samples these are is not known: the order is that of" in first["notes"][0]
         assert "There is no plan to show" in asked("plan", path)
+
+
+@pytest.mark.parametrize("name", ["seed", "shuffle"])
+@pytest.mark.parametrize("stop", [3, 10])
+def test_an_epoch_that_went_on_in_another_order_is_not_proved(name, stop, tmp_path):
+    """Unless all of it was delivered by then."""
+    record, found = tmp_path / "run.jsonl", []
+
+    def loader(**options):
+        given = DataLoader(Made(length=40), batch_size=4)
+        return sharded(given, ONE, record=record, **{"shuffle": True, "seed": 1, **options})
+
+    first = loader()
+    batches = iter(first)
+    found += [row for _ in range(stop) for row in local(next(batches))]
+    state = first.state_dict()
+    batches.close()
+    other = loader(**({"seed": 2} if name == "seed" else {"shuffle": False}))
+    other.load_state_dict(state, override=[name])
+    found += [row for batch in other for row in local(batch)]
+
+    said = asked("verify", record, code=int(stop == 3))
+
+    assert (sorted(found) == list(range(40))) == (stop == 10)
+    if stop == 3:
+        assert "epoch 0: NOT each of 40 samples exactly once: in" in said
+        assert "some samples were missed and as many repeated" in said
+    else:
+        assert "epoch 0: each of 40 samples exactly once" in said
+
+
+def test_a_stream_that_went_on_with_other_files_is_not_proved(tmp_path):
+    record, paths = tmp_path / "run.jsonl", [tmp_path / f"{number}.txt" for number in range(2)]
+    for path, rows in zip(paths, (range(14), range(14, 40)), strict=True):
+        path.write_text("".join(f"{row}\n" for row in rows))
+
+    def loader(paths):
+        stream = Stream.lines(paths, shuffle_shards=False).map(lambda line: np.array(int(line)))
+        return sharded(DataLoader(stream, batch_size=4), ONE, record=record)
+
+    first = loader(paths)
+    batches = iter(first)
+    found = [row for _ in range(3) for row in local(next(batches))]
+    state = first.state_dict()
+    batches.close()
+    other = loader(paths[::-1])
+    other.load_state_dict(state, override=["stream", "contents"])
+    found += [row for batch in other for row in local(batch)]
+
+    said = asked("verify", record, code=1)
+
+    assert sorted(found) != list(range(40))
+    assert "epoch 0: not proved that each of 40 samples" in said
+    assert "from position 12 on are those that were left is not known: the run was resumed there with override=" in said
