@@ -203,7 +203,7 @@ def timeline(lines: Sequence[dict[str, Any]]) -> Timeline:
     if not begun:
         raise ArgumentError("the record tells of no pass yet.")
     # What counts is the newest stretch, and what leads to it. A line of a load ends one stretch and begins the next.
-    newest = max(begun, key=lambda one: (one.lines[-1]["number"], one.lines[0]["number"]))
+    newest = max(reversed(begun), key=lambda one: (one.lines[-1]["number"], one.lines[0]["number"]))
     way, at = {id(newest): len(newest.lines)}, newest
     while at.parent is not None:
         at, upto = at.parent

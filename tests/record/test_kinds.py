@@ -133,3 +133,31 @@ def test_a_stream_that_went_on_with_other_files_is_not_proved(tmp_path):
     assert sorted(found) != list(range(40))
     assert "epoch 0: not proved that each of 40 samples" in said
     assert "from position 12 on are those that were left is not known: the run was resumed there with override=" in said
+
+
+def test_a_job_that_has_loaded_and_not_begun_changes_no_answer(tmp_path):
+    """As one that died while it built its model, or does so still."""
+    record = tmp_path / "run.jsonl"
+
+    def loader():
+        return sharded(DataLoader(Made(length=40), batch_size=4, shuffle=True), ONE, record=record)
+
+    def answers():
+        return [
+            asked("verify", record).splitlines()[-2:],
+            [one for one in asked("where", record, "--sample", 3, "--json")["places"] if one["told"] == "yes"],
+            asked("batch", record, "--epoch", 0, "--step", 2, "--json"),
+        ]
+
+    first = loader()
+    list(first)
+    batches = iter(first)
+    for _ in range(3):
+        next(batches)
+    state = first.state_dict()
+    batches.close()
+    before = answers()
+    loader()
+    assert answers() == before, "made"
+    loader().load_state_dict(state)
+    assert answers() == before, "loaded"
