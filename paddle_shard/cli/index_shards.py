@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 
 from paddle_shard.cli.answer import Answer, command
-from paddle_shard.errors import described
+from paddle_shard.errors import ArgumentError, described
 from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.sources.counts import ShardEntry, count_file
 from paddle_shard.sources.files import base_name, shown
@@ -24,6 +25,10 @@ def index(options: argparse.Namespace) -> Answer:
     """
     entries, names, at = dict[str, ShardEntry](), expand(options.urls), ""
     check_base_names(names)
+    if os.path.exists(options.output):  # a shell makes `-o first.tar second.tar` of `-o *.tar`
+        with open(options.output, "rb") as there:
+            if there.read(1) not in (b"", b"{"):
+                raise ArgumentError(f"--output {options.output} is there already, and is no index. Name another file.")
     try:
         for number, name in enumerate(names, 1):
             at = shown(name)

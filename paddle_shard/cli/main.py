@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from inspect import cleandoc
@@ -42,6 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         answer = COMMANDS[options.command].answer(options)
+    except KeyboardInterrupt:
+        print(f"paddle-shard {options.command}: stopped", file=sys.stderr)
+        return 128 + signal.SIGINT
     except Exception as error:
         raise_if_a_handlers(error)
         said, record = str(error), getattr(options, "record", None)

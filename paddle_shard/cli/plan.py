@@ -178,6 +178,8 @@ def _of_record(options: argparse.Namespace) -> Planned:
     found.plan = view["plans"].setdefault(found.epoch, anew)
     step = vars(options).get("step") or 0  # other commands than `plan` show no step
     for leg in run.legs_of(found.epoch):
+        found.meshes, found.holders = leg.job.meshes, leg.job.holders  # those of its last job
+        found.replicas = leg.job.facts["options"]["replicas"]
         if leg.start.steps <= step < leg.steps and leg.job.unknown is None:
             found.step_of = leg.plan, leg.job.meshes, leg.job.holders, leg.history.skips
     return found

@@ -447,13 +447,17 @@ def drawn_too_often(mixing: Mixing, num_samples: int) -> Iterator[tuple[str, str
     slowest = min((name for name in often if often[name]), key=often.__getitem__)
     for name, length in zip(mixing.names, lengths, strict=True):
         of, what = drawn[name], f"source {name!r} has {length} samples"
+        weight = _MOST_EPOCHS * length * often[slowest]
+        share = weight / (1 - of.weight + weight)  # with which it is read so often while that one is read once
         if of.drawn > _MOST_EPOCHS * length > 0:
             what += f", and an epoch draws {of.drawn}: each {of.epochs} times"
-            share = _MOST_EPOCHS * length / num_samples
+            share = min(share, _MOST_EPOCHS * length / num_samples)
         elif length and often[name] > _MOST_EPOCHS * often[slowest]:
-            times, weight = round(often[name] / often[slowest]), _MOST_EPOCHS * length * often[slowest]
+            times = round(often[name] / often[slowest])
             what += f": while the run reads {slowest!r} once, each of them is drawn {times} times"
-            share = weight / (1 - of.weight + weight)
         else:
             continue
-        yield what, f"A share of {share:.2g} instead of {of.weight:.2g} is {_MOST_EPOCHS} times"
+        # Two digits, rounded down: with as much as is too often it would be said again.
+        digit = 10.0 ** (math.floor(math.log10(share)) - 1)
+        share = digit * (math.ceil(share / digit) - 1)
+        yield what, f"A share of {share:.2g} instead of {of.weight:.2g} is {_MOST_EPOCHS} times at most"

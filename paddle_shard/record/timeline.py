@@ -275,11 +275,20 @@ def places_in(run: Timeline, sample: Any) -> Iterator[tuple[Leg, int, int]]:
 
     The newest pass may have delivered it after the newest line, too: at a step that is not before `leg.steps`.
     """
+    unknown: ArgumentError | None = None
+    known = False
     for leg, end_step in run.passes:
         plan = leg.plan
-        found = places_of(plan, leg.epoch, sample, leg.history.skips)
+        try:
+            found = places_of(plan, leg.epoch, sample, leg.history.skips)
+        except ArgumentError as error:  # data that has grown has it later
+            unknown = error
+            continue
+        known = True
         for one in [found] if isinstance(found, Where) else found or []:
             # A short last batch that cannot be split has no data ranks: it was never delivered.
             if leg.start.steps <= one.step < end_step and one.data_rank is not None:
                 num_rows, micro_size = plan.num_rows(step=one.step), plan.micro_size(step=one.step)
                 yield leg, one.step, int(slice_rows(num_rows, plan.num_data_ranks, one.data_rank, micro_size)[one.row])
+    if unknown is not None and not known:
+        raise unknown

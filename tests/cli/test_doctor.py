@@ -75,3 +75,13 @@ def test_a_rank_that_is_missing_is_named_after_the_timeout(missing, tmp_path):
 
 def test_a_timeout_that_is_none_exits_with_2():
     assert "--timeout must be an int >= 1" in asked("doctor", "--timeout", "0", code=2)
+
+
+def test_what_is_stopped_by_ctrl_c_says_so_in_a_line(monkeypatch, capsys):
+    def stopped(options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(COMMANDS, "doctor", COMMANDS["doctor"]._replace(answer=stopped))
+
+    assert main(["doctor"]) == 130
+    assert capsys.readouterr().err == "paddle-shard doctor: stopped\n"

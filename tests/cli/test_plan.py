@@ -1,6 +1,8 @@
 """`paddle-shard plan`: what it shows is what loaders deliver, and each hazard is named with its remedy."""
 
 import json
+import random
+import re
 import subprocess
 import sys
 import tarfile
@@ -143,12 +145,12 @@ FINE = ["--samples", "64", "--batch-size", "8", "--mesh", "dp=4"]
         (
             ["--source", "web=100:0.5", "--source", "chat=2:0.5", *FINE],
             "source 'chat' has 2 samples, and an epoch draws 32: each 16 times",
-            "is 4 times",
+            "is 4 times at most",
         ),
         (
             ["--source", "web=1000:0.7", "--source", "chat=10:0.3", "--samples", "32", *FINE[2:]],
             "source 'chat' has 10 samples: while the run reads 'web' once, each of them is drawn 43 times",
-            "A share of 0.038 instead of 0.3 is 4 times",
+            "A share of 0.038 instead of 0.3 is 4 times at most",
         ),
         (
             [*FINE[:4], "--mesh", "mp=2,dp=2", "--replicas", "leader"],
@@ -459,3 +461,18 @@ def test_the_seed_of_a_record_is_its_own_and_that_of_a_simulation_draws_its_rest
 def test_a_page_begins_with_the_step_that_was_asked_for(tmp_path, capsys):
     asked("plan", *FINE, "--step", "3", "--epoch", "2", "--html", tmp_path / "plan.html")
     assert '"at": [2, 3]' in (tmp_path / "plan.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_a_source_with_the_share_that_is_advised_is_no_longer_drawn_too_often(seed):
+    draw = random.Random(seed)
+    small, large = draw.randrange(2, 40), draw.randrange(400, 5000)
+    share = draw.choice([0.3, 0.5, 0.7, 0.9])
+
+    def said(share, code):
+        sources = ["--source", f"large={large}:{1 - share:.9f}", "--source", f"small={small}:{share:.9f}"]
+        return asked("plan", *sources, "--batch-size", "1", "--mesh", "dp=1", code=code)
+
+    advised = re.search(r"A share of (\S+) instead of", said(share, 1))[1]
+
+    assert "source 'small'" not in said(float(advised), 0)

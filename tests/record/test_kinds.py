@@ -161,3 +161,21 @@ def test_a_job_that_has_loaded_and_not_begun_changes_no_answer(tmp_path):
     assert answers() == before, "made"
     loader().load_state_dict(state)
     assert answers() == before, "loaded"
+
+
+def test_samples_that_came_later_are_found_and_an_older_epoch_is_drawn_on_its_own_mesh(tmp_path):
+    record, state = tmp_path / "run.jsonl", None
+    for length, batch_size, override in ((40, 3, ()), (50, 8, ["num_samples"])):
+        given = DataLoader(Made(length=length), batch_size=batch_size, shuffle=True)
+        loader = sharded(given, ONE if length == 50 else helpers.mesh([[0]], "mp", "dp"), record=record)
+        if state is not None:
+            loader.load_state_dict(state, override=override)
+        list(loader)
+        state = loader.state_dict()
+
+    (place,) = asked("where", record, "--sample", 45, "--json")["places"]
+    assert (place["epoch"], place["job"]) == (1, 2)
+    assert "must be an int in" in asked("where", record, "--sample", 50, code=2)
+    found = asked("plan", record, "--epoch", 0, "--html", tmp_path / "page.html", "--json")
+    assert {tuple(group["ranks"]) for group in found["meshes"]} == {(0,)}
+    assert (tmp_path / "page.html").stat().st_size > 10_000

@@ -556,6 +556,17 @@ def test_an_index_without_places_serves_as_well(folder, tmp_path):
     assert sorted(key for part in keys_of(source, 7) for key in part) == sorted(KEYS)
 
 
+def test_an_index_replaces_no_file_of_another_kind(folder, tmp_path, capsys):
+    copy = tmp_path / "000.tar"
+    copy.write_bytes((folder / "000.tar").read_bytes())
+
+    assert main(["index", str(copy), "-o", str(copy)]) == 2
+    assert f"--output {copy} is there already, and is no index" in capsys.readouterr().err
+    assert copy.read_bytes() == (folder / "000.tar").read_bytes()
+    for _ in range(2):
+        assert main(["index", str(copy), "-o", f"{tmp_path}/index.json"]) == 0
+
+
 def test_shards_that_an_index_could_not_tell_apart_are_refused(folder, tmp_path, capsys):
     (tmp_path / "000.tar").write_bytes(CUT)
 
