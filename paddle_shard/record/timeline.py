@@ -90,6 +90,8 @@ class Leg:
     """True if the pass came to the end of the epoch."""
     override: tuple[str, ...] = ()
     """What was another in the state that it was resumed from, as `load_state_dict` was told."""
+    closed_by: Leg | None = None
+    """The pass that has found that nothing was left of the epoch, as in larger batches with `tail="drop"`."""
 
     def moved(self) -> bool:
         """Return whether it has delivered anything."""
@@ -103,6 +105,8 @@ class Leg:
     @cached_property
     def plan(self) -> ShardPlan:
         """The order of its epoch, as it was served; an ArgumentError if nobody but the loader knows it."""
+        if self.closed_by is not None:
+            return self.closed_by.plan
         return self.job.batches(self.history).plan_of(self.start)
 
 
@@ -225,7 +229,10 @@ def timeline(lines: Sequence[dict[str, Any]]) -> Timeline:
                 found.legs.append(leg)
             elif leg.ended or leg.start.ended:
                 # That there was no more is told of the pass that delivered the last of it.
-                found.legs = [replace(one, ended=one.ended or one.epoch == leg.epoch) for one in found.legs]
+                for number, one in enumerate(found.legs):
+                    if one.epoch == leg.epoch and one.samples == leg.start.samples and not one.ended:
+                        same = one.job.facts["fingerprint"] == leg.job.facts["fingerprint"]
+                        found.legs[number] = replace(one, ended=True, closed_by=leg if same else None)
         for leg in legs.values():
             upto_here = counted.get(leg.number, leg.start)
             start = replace(leg.start, steps=upto_here.steps, samples=upto_here.samples)

@@ -179,3 +179,19 @@ def test_samples_that_came_later_are_found_and_an_older_epoch_is_drawn_on_its_ow
     found = asked("plan", record, "--epoch", 0, "--html", tmp_path / "page.html", "--json")
     assert {tuple(group["ranks"]) for group in found["meshes"]} == {(0,)}
     assert (tmp_path / "page.html").stat().st_size > 10_000
+
+
+def test_what_larger_batches_have_left_of_an_epoch_is_dropped_and_not_missing(tmp_path):
+    record, state = tmp_path / "run.jsonl", None
+    for batch_size, steps in ((3, 20), (6, 0)):
+        given = DataLoader(Made(length=64), batch_size=batch_size, shuffle=True)
+        loader = sharded(given, ONE, record=record, tail="drop")
+        if state is not None:
+            loader.load_state_dict(state)
+        batches = iter(loader)
+        for _ in range(steps):
+            next(batches)
+        state = loader.state_dict()
+    assert list(batches) == []
+
+    assert "epoch 0: each of 60 samples (of 64; tail='drop' leaves out 4) exactly once" in asked("verify", record)
