@@ -387,9 +387,11 @@ class ShardPlan:
 
 def facts_of_plan(plan: ShardPlan) -> dict[str, int]:
     """Return numbers of an epoch, by what they count."""
-    last, padding = plan.num_steps - 1, plan.num_positions - plan.num_samples
-    if plan.num_steps and not plan.ordering.pads_first:
-        padding = plan.padding(step=last)
+    last, padding = plan.num_steps - 1, 0
+    if plan.num_steps:
+        padding = max(0, plan.first_position(step=last) + plan.num_rows(step=last) - plan.num_positions)
+    if plan.ordering.pads_first:  # Paddle's order repeats samples before the tail does
+        padding += plan.num_positions - plan.num_samples
     return {
         "samples of an epoch": plan.num_samples,
         "steps of an epoch": plan.num_steps,

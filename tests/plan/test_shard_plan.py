@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from paddle_shard import ShardPlan
 from paddle_shard.errors import ArgumentError, BatchSizeError
+from paddle_shard.plan.shard_plan import facts_of_plan
 from tests.orders_and_tails import SERVING_TAILS
 
 plans = st.builds(
@@ -125,3 +126,18 @@ def test_what_is_out_of_range_is_named():
         plan.indices(epoch=0, step=3, data_rank=0)
     with pytest.raises(ValueError, match="Pass the data rank, not the global rank"):
         plan.indices(epoch=0, step=0, data_rank=2)
+
+
+@pytest.mark.parametrize("tail", ["pad", "fill"])
+@pytest.mark.parametrize("shuffle", [False, True, "paddle"])
+def test_the_rows_of_padding_of_an_epoch_are_those_that_are_not_valid(shuffle, tail):
+    for num_samples, batch_size, ranks in ((8, 5, 1), (8, 6, 3), (7, 4, 2), (12, 4, 4), (1, 6, 2), (25, 6, 3)):
+        plan = ShardPlan(
+            num_samples=num_samples, batch_size=batch_size, num_data_ranks=ranks, shuffle=shuffle, tail=tail
+        )
+        for epoch in range(3):
+            rows = [
+                plan.valid(epoch=epoch, step=step, rows=np.arange(plan.num_rows(step=step)))
+                for step in range(plan.num_steps)
+            ]
+            assert facts_of_plan(plan)["rows of padding in an epoch"] == sum(int((~valid).sum()) for valid in rows)
