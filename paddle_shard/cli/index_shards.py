@@ -25,6 +25,8 @@ def index(options: argparse.Namespace) -> Answer:
     """
     entries, names, at = dict[str, ShardEntry](), expand(options.urls), ""
     check_base_names(names)
+    if os.path.isdir(options.output) or not os.path.isdir(os.path.dirname(options.output) or "."):
+        raise ArgumentError(f"--output {options.output} is not a file in a folder that exists.")
     if os.path.exists(options.output):  # a shell makes `-o first.tar second.tar` of `-o *.tar`
         with open(options.output, "rb") as there:
             if there.read(1) not in (b"", b"{"):

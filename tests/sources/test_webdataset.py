@@ -565,6 +565,9 @@ def test_an_index_replaces_no_file_of_another_kind(folder, tmp_path, capsys):
     assert copy.read_bytes() == (folder / "000.tar").read_bytes()
     for _ in range(2):
         assert main(["index", str(copy), "-o", f"{tmp_path}/index.json"]) == 0
+    for nowhere in (tmp_path, tmp_path / "none" / "index.json"):
+        assert main(["index", str(copy), "-o", str(nowhere)]) == 2
+        assert f"--output {nowhere} is not a file in a folder that exists" in capsys.readouterr().err
 
 
 def test_shards_that_an_index_could_not_tell_apart_are_refused(folder, tmp_path, capsys):
