@@ -53,7 +53,8 @@ def pickled(message: Any, kind: Any = pickle.Pickler) -> list[memoryview]:
     others = copyreg.dispatch_table if kind is pickle.Pickler else kind.dispatch_table
     pickler.dispatch_table = {**others, **_REDUCERS}
     pickler.dump(message)
-    return [text.getbuffer(), *[array.raw() for array in arrays]]
+    # Not `getbuffer()`: from Python 3.13 on, a buffer that is dropped before its view is told on stderr.
+    return [memoryview(text.getvalue()), *[array.raw() for array in arrays]]
 
 
 def layout(lengths: Sequence[int]) -> tuple[list[int], int]:

@@ -278,7 +278,8 @@ def test_breaking_off_repeats_the_epoch_and_after_a_load_its_rest():
     assert rest(other) == whole
 
 
-def test_another_epoch_than_the_loaded_one_that_no_loop_has_continued_is_a_line_in_the_log(caplog):
+def test_another_epoch_than_the_loaded_one_that_no_loop_has_continued_is_a_line_in_the_log(caplog, monkeypatch):
+    monkeypatch.setattr("paddle_shard.say_once._SAID", set())
     straight = make(24, 4)
     rest(straight)
     next(iter(straight))

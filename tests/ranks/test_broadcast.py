@@ -131,6 +131,7 @@ def test_each_follower_gets_every_message_whenever_it_connects_and_looks(sizes, 
 
 
 def test_memory_is_used_again_and_followers_that_are_gone_are_not_waited_for():
+    gc.collect()
     before = memory_files()
     opened = Pass(3)
     quick, slow, gone = (opened.join(follower) for follower in range(3))

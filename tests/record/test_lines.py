@@ -112,7 +112,7 @@ def kinds(path):
             r"record='.*run.jsonl' cannot be written .*Give a file in a folder that",
         ),
         ("", ArgumentError, "cannot be written .*Is a directory"),
-        ("a\0b", ArgumentError, "cannot be written .*null byte"),
+        ("a\0b", ArgumentError, "cannot be written .*null"),
         (7, ArgumentTypeError, "record must be the path of a file, got int: 7"),
         ("other.txt", ArgumentError, "other.txt' is a file of something else"),
     ],
