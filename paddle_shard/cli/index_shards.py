@@ -25,8 +25,9 @@ def index(options: argparse.Namespace) -> Answer:
     """
     entries, names, at = dict[str, ShardEntry](), expand(options.urls), ""
     check_base_names(names)
-    if os.path.isdir(options.output) or not os.path.isdir(os.path.dirname(options.output) or "."):
-        raise ArgumentError(f"--output {options.output} is not a file in a folder that exists.")
+    if not os.path.isdir(folder := os.path.dirname(options.output) or ".") or os.path.isdir(options.output):
+        why = "it is a folder" if os.path.isdir(folder) else f"No such file or directory: {folder!r}"
+        raise ArgumentError(f"--output {options.output} cannot be written: {why}.")
     if os.path.exists(options.output):  # a shell makes `-o first.tar second.tar` of `-o *.tar`
         with open(options.output, "rb") as there:
             if there.read(1) not in (b"", b"{"):
