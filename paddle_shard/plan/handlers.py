@@ -37,6 +37,7 @@ def ignoring(*kinds: type[BaseException]) -> Iterator[None]:
         yield
     except kinds as error:
         raise_if_a_handlers(error)
+        error.__traceback__ = None  # else its frames, and what they hold, stay until a collection (Python 3.13)
 
 
 def length_or_none(something: Any) -> int | None:
