@@ -25,9 +25,11 @@ def index(options: argparse.Namespace) -> Answer:
     """
     entries, names, at = dict[str, ShardEntry](), expand(options.urls), ""
     check_base_names(names)
-    if not os.path.isdir(folder := os.path.dirname(options.output) or ".") or os.path.isdir(options.output):
-        why = "it is a folder" if os.path.isdir(folder) else f"No such file or directory: {folder!r}"
-        raise ArgumentError(f"--output {options.output} cannot be written: {why}.")
+    folder, cannot = os.path.dirname(options.output) or ".", f"--output {options.output} cannot be written"
+    if not os.path.isdir(folder):
+        raise ArgumentError(f"{cannot}: No such file or directory: {folder!r}.")
+    if os.path.isdir(options.output):
+        raise ArgumentError(f"{cannot}: it is a folder.")
     if os.path.exists(options.output):  # a shell makes `-o first.tar second.tar` of `-o *.tar`
         with open(options.output, "rb") as there:
             if there.read(1) not in (b"", b"{"):

@@ -169,7 +169,7 @@ def _of_record(options: argparse.Namespace) -> Planned:
         if (parts := job.parts_plan()) is not None:
             found.plan_of_parts = parts
             shares = [{**group, "parts": of} for group, of in shares_of(job.meshes, parts.parts_of)]
-            found.facts["shares"] = _with_workers(found, shares, vars(options).get("workers", 0))
+            found.facts["shares"] = _with_workers(found, shares, options)
             found.said.append(found.facts["shares"])
         return found
     found.epoch, found.skips = newest.epoch if options.epoch is None else options.epoch, newest.history.skips
@@ -209,7 +209,7 @@ def _look_at_files(options: argparse.Namespace, found: Planned, cut: dict[str, A
     held = [(at, plan.parts_of(at)) for at in range(plan.num_data_ranks)]
     shares = [{"data_rank": at, "parts": of, "bytes": sizes and sum(sizes[one] for one in of)} for at, of in held]
     found.facts |= {"files": source.num_shards, "parts": parts}
-    found.facts["bytes"] = of_ranks = _with_workers(found, shares, vars(options).get("workers", 0))
+    found.facts["bytes"] = of_ranks = _with_workers(found, shares, options)
     found.said += [f"{source.num_shards} files in {parts} parts", of_ranks]
     if sizes is None:
         found.said.append("The sizes of the files are not known here, and so neither is what the parts differ by.")
@@ -220,8 +220,9 @@ def _look_at_files(options: argparse.Namespace, found: Planned, cut: dict[str, A
         found.hazards.append((what, "Count the samples (counts=True; for tars paddle-shard index), or use more files"))
 
 
-def _with_workers(found: Planned, shares: Rows, workers: int) -> Rows:
+def _with_workers(found: Planned, shares: Rows, options: argparse.Namespace) -> Rows:
     """Return who holds which parts, with the parts of each of its workers; those that would get none are a hazard."""
+    workers = vars(options).get("workers", 0)  # other commands than `plan` ask for none
     if not workers:
         return shares
     if (idle := workers - (held := min(len(share["parts"]) for share in shares))) > 0:

@@ -140,9 +140,9 @@ class TrainerCallback:
                 "TrainerCallback has not seen the loader that the trainer trains on. Give its `add` to the patch, "
                 "before the trainer is imported: paddle_shard.patch_paddle(on_loader=callback.add)."
             )
-        if len({id(loader.given) for loader in found}) > 1:
+        if (number := len({id(loader.given) for loader in found})) > 1:
             raise ArgumentError(
-                f"TrainerCallback has seen loaders of {len({id(loader.given) for loader in found})} DataLoaders, and "
+                f"TrainerCallback has seen loaders of {number} DataLoaders, and "
                 "the trainer does not say which one it trains on (train_dataloader=). Give `add` that one's only."
             )
         return found

@@ -276,6 +276,10 @@ class ShardPlan:
             raise ArgumentError(
                 "padding: the padding of Paddle's order depends on the epoch; use valid(epoch=, step=, rows=)."
             )
+        return self._past_the_end(step)
+
+    def _past_the_end(self, step: int) -> int:
+        """Return how many rows of the global batch at `step` lie past the last position of the epoch."""
         first, num_rows, _ = self._extent(step)
         return max(0, first + num_rows - self.num_positions)
 
@@ -387,9 +391,8 @@ class ShardPlan:
 
 def facts_of_plan(plan: ShardPlan) -> dict[str, int]:
     """Return numbers of an epoch, by what they count."""
-    last, padding = plan.num_steps - 1, 0
-    if plan.num_steps:
-        padding = max(0, plan.first_position(step=last) + plan.num_rows(step=last) - plan.num_positions)
+    last = plan.num_steps - 1
+    padding = plan._past_the_end(last) if plan.num_steps else 0
     if plan.ordering.pads_first:  # Paddle's order repeats samples before the tail does
         padding += plan.num_positions - plan.num_samples
     return {

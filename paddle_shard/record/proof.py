@@ -27,10 +27,8 @@ def proof_of(run: Timeline, epoch: int) -> dict[str, Any]:
     newest, is_open = legs[-1], run.legs[-1].epoch == epoch and not any(leg.ended for leg in legs)
     plan = None if newest.job.unknown is not None else newest.plan
     # What was left out when it was delivered may be less than what is left out now, and the order another.
-    stretches = [
-        (leg.start.samples, leg.samples, leg.history.skips, plan if plan is None or leg.job.unknown else leg.plan)
-        for leg in legs
-    ]
+    orders = [leg.plan if plan is not None and leg.job.unknown is None else plan for leg in legs]
+    stretches = [(leg.start.samples, leg.samples, leg.history.skips, by) for leg, by in zip(legs, orders, strict=True)]
     if before is not None and before.epoch == epoch and before.samples:
         stretches.insert(0, (0, before.samples, before.history.skips, plan))
         notes.append(f"positions [0, {before.samples}) were delivered before this record begins, says the loaded state")

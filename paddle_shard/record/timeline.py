@@ -146,8 +146,8 @@ class _Stretch:
         for at, line in enumerate(self.lines):
             if line["line"] == "pass":
                 start, number = self.state(at), line["begins"]
-                leg = Leg(self.job, number, start, start.steps, start.samples, start.history)
-                found[number] = replace(leg, override=override)
+                now_at = start.steps, start.samples, start.history
+                found[number] = Leg(self.job, number, start, *now_at, override=override)
             for number, steps, samples in line["passes"]:
                 if number in found and steps > found[number].steps:
                     now = replace(History.from_json(line["history"]), skips=found[number].history.skips)
@@ -282,20 +282,18 @@ def places_in(run: Timeline, sample: Any) -> Iterator[tuple[Leg, int, int]]:
 
     The newest pass may have delivered it after the newest line, too: at a step that is not before `leg.steps`.
     """
-    unknown: ArgumentError | None = None
-    known = False
-    for leg, end_step in run.passes:
+    passes, unknown = run.passes, list[ArgumentError]()
+    for leg, end_step in passes:
         plan = leg.plan
         try:
             found = places_of(plan, leg.epoch, sample, leg.history.skips)
         except ArgumentError as error:  # data that has grown has it later
-            unknown = error
+            unknown.append(error)
             continue
-        known = True
         for one in [found] if isinstance(found, Where) else found or []:
             # A short last batch that cannot be split has no data ranks: it was never delivered.
             if leg.start.steps <= one.step < end_step and one.data_rank is not None:
                 num_rows, micro_size = plan.num_rows(step=one.step), plan.micro_size(step=one.step)
                 yield leg, one.step, int(slice_rows(num_rows, plan.num_data_ranks, one.data_rank, micro_size)[one.row])
-    if unknown is not None and not known:
-        raise unknown
+    if passes and len(unknown) == len(passes):
+        raise unknown[-1]
