@@ -156,7 +156,7 @@ class Given:
 
         return [(first, shares(sources)) for first, sources in self.schedule()]
 
-    def too_short(self, oracle, epoch, samples):
+    def too_short(self, oracle, epoch, begun):
         """Whether a saved position cannot be continued with sources of this length."""
         return any(0 < length < oracle.longest(name) for name, (_, length) in self.sources.items())
 
@@ -193,8 +193,8 @@ class GivenOne(Given):
     def order(self):
         return []
 
-    def too_short(self, oracle, epoch, samples):
-        return samples > 0 and self.epoch_length() < oracle.length(epoch)
+    def too_short(self, oracle, epoch, begun):
+        return begun and self.epoch_length() < oracle.length(epoch)
 
     def data(self):
         return Made(length=self.epoch_length())
@@ -362,7 +362,7 @@ class Job:
         assert (state["epoch"], state["samples"]) == (self.epoch, self.at)
         if self.passes:
             self.each(lambda rank: self.passes[rank].close())
-        before = self.given
+        before, begun = self.given, self.at > 0 and any(any(rows) for _, _, rows in self.left())
         given = edited(self.given, edits)
         given.ranks, given.rows = ranks, rows
         given = given if possible(given) else copy.deepcopy(before)
@@ -377,7 +377,7 @@ class Job:
             return loader
 
         self.given = given
-        if given.too_short(self.oracle, epoch, samples) and override:
+        if given.too_short(self.oracle, epoch, begun) and override:
             with pytest.raises(StateError, match="Only data that has grown can be continued"):
                 self.each(load)
             self.given = given = copy.deepcopy(before)
