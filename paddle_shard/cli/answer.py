@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from paddle_shard.errors import ArgumentError
+from paddle_shard.plan.hazards import Hazard
 from paddle_shard.record.lines import read
 from paddle_shard.record.timeline import Leg, Timeline, timeline
 
@@ -31,10 +32,6 @@ class Answer:
 
     def __str__(self) -> str:
         return "\n".join(one if isinstance(one, str) else f"{table(one)}\n" for one in self.said if one != [])
-
-
-Hazard = tuple[str, str]
-"""What is wrong, and its remedy."""
 
 
 def with_hazards(found: Mapping[str, Any], said: Sequence[str | Rows], hazards: Sequence[Hazard]) -> Answer:

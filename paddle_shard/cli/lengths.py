@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from paddle_shard.cli.answer import Answer, Hazard, Progress, command, with_hazards
+from paddle_shard.cli.answer import Answer, Progress, command, with_hazards
 from paddle_shard.cli.show import OPEN, opened
 from paddle_shard.errors import ArgumentError, described
 from paddle_shard.plan.handlers import ignoring, raise_if_a_handlers
+from paddle_shard.plan.hazards import Hazard
 from paddle_shard.plan.order import spread
 from paddle_shard.plan.parts import check_count
 from paddle_shard.sources.arrays import check_indexed

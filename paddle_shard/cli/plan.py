@@ -10,18 +10,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from paddle_shard.cli.answer import Answer, Argument, Hazard, Rows, cell, command, parsed, run_of, with_hazards
+from paddle_shard.cli.answer import Answer, Argument, Rows, command, parsed, run_of, with_hazards
 from paddle_shard.cli.page import life_of, page_of, view_of
 from paddle_shard.cli.svg import svg_of
 from paddle_shard.errors import ArgumentError
-from paddle_shard.plan.mesh import MeshLayout, distances, grid_of
-from paddle_shard.plan.mixture import Mixing, drawn_too_often
+from paddle_shard.plan import hazards
+from paddle_shard.plan.hazards import DATA_AXES, MUCH, Hazard
+from paddle_shard.plan.mesh import MeshLayout, grid_of
 from paddle_shard.plan.orders import ORDERINGS, find_ordering
 from paddle_shard.plan.parts import PartsPlan, check_count, chunks_of
-from paddle_shard.plan.places import Meshes, groups_of, readers_of, samples_of, shares_of
-from paddle_shard.plan.shard_plan import ShardPlan, facts_of_plan, real_rows
+from paddle_shard.plan.places import Meshes, groups_of, readers_of, reads_of_a_row, samples_of, shares_of
+from paddle_shard.plan.shard_plan import ShardPlan, facts_of_plan
 from paddle_shard.plan.skips import Skips
 from paddle_shard.plan.state import LoaderState
 from paddle_shard.plan.tails import TAILS
@@ -34,14 +33,13 @@ from paddle_shard.stages.stage import Opening
 
 _MOST_RANKS, _MOST_ROWS = 10**7, 10**8
 """Ranks of a mesh, and rows of a batch, that are looked at: each is held in memory."""
-_DATA_AXES = ("dp", "data", "fsdp", "sharding", "batch")
-"""What an axis that carries data is usually called."""
-_MODEL_AXES = ("mp", "tp", "tensor", "model", "sep", "cp", "sp", "context", "sequence")
-"""What an axis is usually called whose ranks wait for each other in every layer."""
-_MUCH = 0.01
-"""Share of the data that is dropped, or of the rows that are padding, which is a hazard."""
 _TOLD = "mesh", "data_axes", "batch_size", "samples", "source", "tail", "shuffle", "accumulation", "replicas"
 """Arguments that a record answers itself."""
+_TOLD_BY_RECORD = (
+    "the record tells that. Leave it out, or the record; paddle-shard diff compares a run with another mesh or batch "
+    "size."
+)
+_NOT_OF_FILES = "which samples are where in files that are not counted is not known here. Leave it out, or --files."
 _MOST_SHOWN = 64
 """Ranks of a mesh that is shown as a grid."""
 
@@ -54,6 +52,7 @@ class Planned:
     holders: Meshes
     """Those that have the rows of a step; none if rows are dealt by costs that are not known here."""
     replicas: str
+    ranks_per_host: int | None
     plan: ShardPlan | None = None
     """The order; None if there is none, for a reason that is said or is a hazard."""
     plan_of_parts: PartsPlan | None = None
@@ -105,7 +104,7 @@ def with_data_axes(meshes: Sequence[MeshLayout], axes: str | None) -> Meshes:
     """
     found = []
     for mesh in meshes:
-        likely = [axis for axis in mesh.axes if axis in _DATA_AXES][:1]
+        likely = [axis for axis in mesh.axes if axis in DATA_AXES][:1]
         if axes is None and not likely:
             raise ArgumentError(f"--data-axes is missing: which of {', '.join(mesh.axes)} split the rows of a batch?")
         named = likely if axes is None else filter(None, axes.split(","))
@@ -126,18 +125,24 @@ def planned(options: argparse.Namespace) -> Planned:
     """
     check_count("--epoch", options.epoch or 0, 0)
     check_count("--ranks-per-host", 1 if options.ranks_per_host is None else options.ranks_per_host)
+    for needless, names, why in (
+        # The seed also draws the restarts of `simulate`.
+        (options.record, _TOLD if "restarts" in options else (*_TOLD, "seed"), _TOLD_BY_RECORD),
+        (options.files and not options.record, ("samples", "source", "shuffle", "step"), _NOT_OF_FILES),
+        (not options.files, ("cache_bytes",), "is it enough for the copies of which files? Give --files, too."),
+    ):
+        given = [f"--{name.replace('_', '-')}" for name in names if vars(options).get(name) not in (None, [])]
+        if needless and given:
+            raise ArgumentError(f"{', '.join(given)}: {why}")
     if options.record is not None:
-        names = _TOLD if "restarts" in options else (*_TOLD, "seed")  # which also draws the restarts of `simulate`
-        if more := [f"--{name.replace('_', '-')}" for name in names if getattr(options, name) not in (None, [])]:
-            way_out = "Leave it out, or the record; paddle-shard diff compares a run with another mesh or batch size."
-            raise ArgumentError(f"{', '.join(more)}: the record tells that. {way_out}")
         return _of_record(options)
     known = options.source or options.files or options.samples is not None
     if not (known and options.mesh and options.batch_size is not None):
         data = "--samples, or --source for each source of a mixture, or --files"
         raise ArgumentError(f"give a record; or --mesh, --batch-size, and the data: {data}.")
     meshes, samples = with_data_axes(options.mesh, options.data_axes), options.samples
-    found = Planned(meshes=meshes, holders=meshes, replicas=options.replicas or "each", epoch=options.epoch or 0)
+    replicas, hosts = options.replicas or "each", options.ranks_per_host
+    found = Planned(meshes=meshes, holders=meshes, replicas=replicas, ranks_per_host=hosts, epoch=options.epoch or 0)
     ranks = math.lcm(*(mesh.num_data_ranks(axes) for mesh, axes in meshes))
     times = 1 if options.accumulation is None else options.accumulation
     cut: dict[str, Any] = {"batch_size": options.batch_size * times, "num_data_ranks": ranks, "accumulation": times}
@@ -161,7 +166,13 @@ def planned(options: argparse.Namespace) -> Planned:
 def _of_record(options: argparse.Namespace) -> Planned:
     run = run_of(options.record)
     job, newest, view = run.last, run.passes[-1][0] if run.passes else None, life_of(run)
-    found = Planned(meshes=job.meshes, holders=job.holders, replicas=job.facts["options"]["replicas"], view=view)
+    found = Planned(
+        meshes=job.meshes,
+        holders=job.holders,
+        replicas=job.facts["options"]["replicas"],
+        view=view,
+        ranks_per_host=options.ranks_per_host,
+    )
     if options.files and (parts := job.parts_plan()) is not None:
         _look_at_cache(options, found, parts)
     if job.unknown is not None or newest is None:
@@ -197,7 +208,7 @@ def _look_at_files(options: argparse.Namespace, found: Planned, cut: dict[str, A
         counted = "Such files are counted when the stream is made, unless index=False or counts=False says not to"
         found.where = f". ({counted})"
     known = sorted((size, name) for size, name in zip(source.sizes(), names, strict=True) if size is not None)
-    if known and known[-1][0] > (1 + _MUCH) * known[0][0]:
+    if known and known[-1][0] > (1 + MUCH) * known[0][0]:
         (least, small), (most, large) = known[0], known[-1]
         found.where = f". The largest is {large} with {most} bytes, the smallest {small} with {least}{found.where}"
     parts = chosen_num_parts(source, options.batch_size, cut["num_data_ranks"])
@@ -214,7 +225,7 @@ def _look_at_files(options: argparse.Namespace, found: Planned, cut: dict[str, A
     if sizes is None:
         found.said.append("The sizes of the files are not known here, and so neither is what the parts differ by.")
         return
-    if (lost := plan.ending.lost(sizes)) > _MUCH:
+    if (lost := plan.ending.lost(sizes)) > MUCH:
         what = f"about {lost:.0%} {'of the data is dropped' if plan.ending.drops else 'of all rows are padding'}"
         what = f"the parts differ in size: {what}, since files that are not counted are not cut{found.where}"
         found.hazards.append((what, "Count the samples (counts=True; for tars paddle-shard index), or use more files"))
@@ -251,67 +262,11 @@ def _look_at_cache(options: argparse.Namespace, found: Planned, plan: PartsPlan)
         found.hazards.append((f"{what}, by each process that needs them", f"cache_bytes={least} has room for all"))
 
 
-# What is wrong with it
-
-
 def hazards_of(asked: Planned) -> Iterator[Hazard]:
     """Yield what is wrong with a plan, and what would help."""
     yield from asked.hazards
-    for mesh, axes in asked.meshes:
-        yield from _hazards_of_mesh(mesh, axes, asked.replicas)
-    if (plan := asked.plan) is None:
-        return
-    few, ranks = plan.num_samples, plan.num_data_ranks
-    if few < ranks:
-        what = f"{ranks} data ranks share {few} samples: {ranks - few} of them get nothing but padding"
-        yield what, f"Use a mesh with at most {few} data ranks"
-    elif asked.holders and plan.num_steps:
-        yield from _starved(plan, asked.epoch)
-    dropped = plan.num_positions - plan.num_served
-    if dropped > _MUCH * few:
-        what = f"tail={plan.tail!r} drops {dropped} of {few} samples in each epoch"
-        yield what, "tail='pad' serves them, and a smaller batch drops fewer"
-    if (advice := plan.ordering.advice(few, ranks, max(1, plan.batch_size // plan.accumulation))) is not None:
-        what, _, way_out = advice.partition(". The order")
-        yield what, f"The order{way_out}"
-    if isinstance(plan.ordering, Mixing):
-        yield from drawn_too_often(plan.ordering, few)
-
-
-def _hazards_of_mesh(mesh: MeshLayout, axes: Sequence[str], replicas: str) -> Iterator[Hazard]:
-    sizes, apart = dict(zip(mesh.axes, mesh.shape, strict=True)), distances(mesh)
-    for axis, size in sizes.items():
-        if axis in _DATA_AXES and axis not in axes and size > 1:
-            remedy = f"shard_dims={[*axes, axis]!r} splits the rows over it, too"
-            if others := [other for other in axes if other not in _DATA_AXES]:
-                alone = f"shard_dims={[axis]!r} splits the rows over it instead of {', '.join(map(repr, others))}"
-                remedy = f"{alone}; {[*axes, axis]!r} over both"
-            yield f"axis {axis!r} of {size} ranks carries no data: all of them get the same rows", remedy
-    inner = [axis for axis in sizes if axis in _MODEL_AXES and axis not in axes]
-    for axis in filter(apart.__contains__, inner):
-        if nearer := [one for one in axes if one in apart and apart[one][0] < apart[axis][0]]:
-            (_, a, b), (_, c, d) = apart[axis], apart[nearer[0]]
-            what = f"axis {axis!r} is further apart than {nearer[0]!r}: ranks {a} and {b} share the work on the same"
-            better = ",".join(f"{one}={sizes[one]}" for one in [*(o for o in sizes if o not in inner), *inner])
-            remedy = f"Ranks in a row are usually on one host, and {axis!r} sends in every layer: --mesh {better}"
-            yield f"{what} rows, and ranks {c} and {d}, which are nearer, do not", remedy
-    each = len(mesh.process_ids) // mesh.num_data_ranks(axes)
-    if each > 1 and replicas == "each":
-        what = f"{each} ranks of each replica group all read, transform and collate the same samples"
-        yield what, 'replicas="leader" lets one rank on each host read for the others'
-
-
-def _starved(plan: ShardPlan, epoch: int) -> Iterator[Hazard]:
-    """Yield whether data ranks have no real row in the last step."""
-    step, rows = plan.num_steps - 1, plan.num_rows(step=plan.num_steps - 1)
-    if rows % plan.num_data_ranks:  # another mesh has read it
-        return
-    real = real_rows(plan, epoch, step)
-    if none := np.flatnonzero(real == 0).tolist():
-        what = f"the last step of the epoch, {step}, has {rows - real.sum()} of {rows} rows of padding"
-        what += f", and nothing else on {len(none)} of its data ranks: {cell(none)}"
-        remedy = "A mean over the valid rows of such a rank divides by 0: divide the sum of all ranks by their count"
-        yield what, f"{remedy}. tail='drop' leaves such a step out"
+    how = asked.meshes, asked.replicas, asked.ranks_per_host, asked.epoch
+    yield from hazards.hazards_of(asked.plan, *how, dealt=not asked.holders)
 
 
 # How it is shown
@@ -373,8 +328,8 @@ def plan(options: argparse.Namespace) -> Answer:
         who += f", one of the ranks of a host that get the same rows: {hosts}"
     said += [who, *asked.said]
     if (plan := asked.plan) is not None:
-        readers = max(len(reading.keys() & group["ranks"]) for group in found["meshes"])
-        facts = found["plan"] = {**facts_of_plan(plan), "reads of each sample": readers}
+        reads = reads_of_a_row(asked.meshes, reading)
+        facts = found["plan"] = {**facts_of_plan(plan), "reads of each sample": reads}
         said.append([{"what": name, "number": value} for name, value in facts.items()])
         of, meshes, holders, skips = asked.step_of or (plan, asked.meshes, asked.holders, asked.skips)
         if options.step is not None:

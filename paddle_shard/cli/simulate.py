@@ -23,12 +23,13 @@ from typing import Any
 
 import numpy as np
 
-from paddle_shard.cli.answer import Answer, Hazard, Progress, Rows, command, with_hazards
+from paddle_shard.cli.answer import Answer, Progress, Rows, command, with_hazards
 from paddle_shard.cli.plan import PLANNED, Planned, hazards_of, planned
 from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.balance import Costs, unevenness
 from paddle_shard.plan.blocks import Blocks
 from paddle_shard.plan.certificate import Total, plus, total_of
+from paddle_shard.plan.hazards import Hazard
 from paddle_shard.plan.mesh import MeshLayout, replica_groups
 from paddle_shard.plan.mixture import Mixing, MixtureOrder, drift_bound, drift_of
 from paddle_shard.plan.order import Indices, spread

@@ -15,7 +15,6 @@ import numpy as np
 import paddle.io
 from paddle.distributed.auto_parallel.api import ShardDataloader as PaddleShardDataloader
 
-from paddle_shard.cli.page import page_of
 from paddle_shard.delivery import stopping
 from paddle_shard.delivery.begin import begin
 from paddle_shard.delivery.placing import PassSetup
@@ -26,7 +25,7 @@ from paddle_shard.inputs.options import LoaderOptions
 from paddle_shard.loader.assembly import setup_of
 from paddle_shard.loader.compat import asked_by_to_static, mend_process_mesh
 from paddle_shard.loader.iteration import ShardIterator, describe, warn_if_batches_differ
-from paddle_shard.loader.recording import view_of_loader
+from paddle_shard.loader.recording import page_of_loader
 from paddle_shard.plan.certificate import Certificate
 from paddle_shard.plan.handlers import raised_by_a_handler
 from paddle_shard.plan.mesh import grid_of
@@ -134,7 +133,9 @@ class ShardDataloader(PaddleShardDataloader):
         return as_html(self, facts, lambda: grid_of(own.layout, own.data_axes) if few else [])
 
     def explain(self, path: str | os.PathLike[str] | None = None) -> Page:
-        """Return a page of HTML that draws who reads which sample, when. It loads nothing: it computes the order.
+        """Return a page of HTML that draws who reads which sample, when, and says what is wrong with that.
+
+        It loads nothing: it computes the order.
 
         With `record=`, on the rank that writes it, the page shows the life of the run as its lines tell it, as
         `paddle-shard plan run.jsonl --html` does. Otherwise it shows the run up to its position. Nothing is read.
@@ -148,7 +149,7 @@ class ShardDataloader(PaddleShardDataloader):
         Examples:
             >>> page = loader.explain("plan.html")  # doctest: +SKIP
         """
-        page = page_of(view_of_loader(self._shared.setup))
+        page = page_of_loader(self._shared.setup)
         if path is not None:
             Path(path).write_text(page, encoding="utf-8")
         return page

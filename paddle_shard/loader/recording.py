@@ -9,13 +9,15 @@ from typing import Any
 import numpy as np
 import paddle
 
-from paddle_shard.cli.page import life_of, view_of
+from paddle_shard.cli.page import life_of, page_of, view_of
 from paddle_shard.delivery.placing import PassSetup
 from paddle_shard.errors import ArgumentError
 from paddle_shard.inputs.options import LoaderOptions
 from paddle_shard.inputs.source import Source
 from paddle_shard.place.field import FieldLayout
 from paddle_shard.plan.handlers import length_or_none
+from paddle_shard.plan.hazards import hazards_of
+from paddle_shard.plan.shown import Page
 from paddle_shard.plan.shuffle import VERSION as ORDER_VERSION
 from paddle_shard.position.run import Run
 from paddle_shard.record.lines import read
@@ -64,8 +66,8 @@ def facts_of_run(
     }
 
 
-def view_of_loader(setup: PassSetup) -> dict[str, Any]:
-    """Return what the page of a loader shows; see `view_of`.
+def page_of_loader(setup: PassSetup) -> Page:
+    """Return the page of a loader, with what is wrong with its plan on its meshes.
 
     Args:
         setup: Of the loader.
@@ -78,16 +80,21 @@ def view_of_loader(setup: PassSetup) -> dict[str, Any]:
     drawn: Any = plan if stream is None else stream.plan
     if drawn is None or source.item_is_batch:
         raise ArgumentError(f"explain: the order is that of {run.no_order()}, so only its steps are known.")
+    dealt = source.costs is not None
     lines = [] if run.recorder is None else read(run.recorder.path)[0]
     if any(line["line"] == "pass" for line in lines):
         more = life_of(timeline(lines))
     else:
         at = run.state()
         told = {"epoch": at.epoch, "first": 0, "end": at.samples, "run": "this run"}
-        more = {"skips": run.skips, "stretches": [told] if at.samples else [], "dealt": source.costs is not None}
+        more = {"skips": run.skips, "stretches": [told] if at.samples else [], "dealt": dealt}
     if plan is not None:
         more["plans"] = {**more.get("plans", {}), run.epoch: plan}
-    return view_of(drawn, own.layout, own.data_axes, **more)
+    meshes: dict[Any, None] = {}
+    for layout in setup.placer.layouts:
+        meshes[layout.layout, tuple(layout.layout.axes[axis] for axis in layout.data_axes)] = None
+    hazards = hazards_of(plan, list(meshes), setup.options.replicas, None, run.epoch, dealt=dealt)
+    return page_of(view_of(drawn, own.layout, own.data_axes, **more), hazards)
 
 
 def _mesh(layout: FieldLayout) -> dict[str, Any]:

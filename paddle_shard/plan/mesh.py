@@ -150,24 +150,6 @@ def replica_groups(mesh: MeshLayout, data_axes: Axes) -> list[list[int]]:
     return list(groups.tolist())
 
 
-def distances(mesh: MeshLayout) -> dict[str, tuple[float, int, int]]:
-    """Return how far apart ranks next to each other along an axis are in the median, and the first two of them.
-
-    Args:
-        mesh: The mesh. Axes of one rank are left out.
-
-    Examples:
-        >>> distances(MeshLayout(shape=(2, 1, 2), axes=("mp", "pp", "dp"), process_ids=(0, 1, 2, 3)))
-        {'mp': (2.0, 0, 2), 'dp': (1.0, 0, 1)}
-    """
-    ids, found = np.array(mesh.process_ids).reshape(mesh.shape), dict[str, tuple[float, int, int]]()
-    for at, (axis, size) in enumerate(zip(mesh.axes, mesh.shape, strict=True)):
-        if size > 1:
-            first, second = ids.swapaxes(0, at).reshape(size, -1)[:2, 0].tolist()
-            found[axis] = float(np.median(np.abs(np.diff(ids, axis=at)))), first, second
-    return found
-
-
 def grid_of(mesh: MeshLayout, data_axes: Axes) -> list[dict[str, str]]:
     """Return a mesh as rows of a table, whose columns are its last axis: each rank with its data rank.
 

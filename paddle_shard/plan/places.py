@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -64,6 +66,25 @@ def readers_of(meshes: Meshes, replicas: str, ranks_per_host: int | None) -> dic
     for rank, host in hosts.items():
         first.setdefault((host, rows[rank]), rank)
     return {rank: hosts[rank] for rank in first.values()}
+
+
+def reads_of_a_row(meshes: Meshes, reading: Collection[int]) -> int:
+    """Return how many of the ranks that read, read the same row; the most, where rows differ.
+
+    Args:
+        meshes: The meshes. All of them get each row.
+        reading: The ranks that read.
+
+    Examples:
+        >>> two = [(MeshLayout(shape=(2,), axes=("dp",), process_ids=ids), ["dp"]) for ids in ((0, 1), (2, 3))]
+        >>> reads_of_a_row(two, range(4)), reads_of_a_row(two, [0, 1])
+        (2, 1)
+    """
+    count, who = math.lcm(*(mesh.num_data_ranks(axes) for mesh, axes in meshes)), defaultdict[int, set[int]](set)
+    for group, (one, of) in shares_of(meshes, lambda *mine: mine):
+        for at in range(one * count // of, (one + 1) * count // of):
+            who[at].update(set(group["ranks"]).intersection(reading))
+    return max(map(len, who.values()))
 
 
 def rows_of(plan: ShardPlan, meshes: Meshes, step: int) -> Iterator[tuple[dict[str, Any], Sequence[int]]]:

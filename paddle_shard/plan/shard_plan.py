@@ -416,13 +416,6 @@ def end_of(plan: ShardPlan, step: int) -> int:
     return min(plan.num_served, plan.first_position(step=step + 1))
 
 
-def real_rows(plan: ShardPlan, epoch: int, step: int) -> Indices:
-    """Return how many real rows each data rank has at a step that all can share evenly: int64[num_data_ranks]."""
-    rows = np.arange(plan.num_rows(step=step))
-    data_ranks, _ = place_of_rows(rows, len(rows), plan.num_data_ranks, plan.micro_size(step=step))
-    return np.bincount(data_ranks[plan.valid(epoch=epoch, step=step, rows=rows)], minlength=plan.num_data_ranks)
-
-
 def global_batch(plan: ShardPlan, epoch: int, step: int) -> GlobalBatch:
     """Return the global batch of a plan at a step of an epoch, of which a rank takes its rows."""
     first, num_rows, micro_size = plan._extent(step)

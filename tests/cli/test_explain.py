@@ -184,10 +184,13 @@ def test_a_loader_explains_itself_as_the_command_explains_the_plan(tmp_path):
         page = loader.explain(tmp_path / f"plan-{dist.get_rank()}.html")
         plan = loader.plan
         layout = MeshLayout(shape=(2, 2), axes=("mp", "dp"), process_ids=(0, 1, 2, 3))
-        return page, page_of(view_of(plan, layout, "dp", plans={0: plan}, skips=loader._run.skips))
+        return page, view_of(plan, layout, "dp", plans={0: plan}, skips=loader._run.skips)
 
-    for rank, (page, expected) in on_each_rank(range(4), explained).items():
-        assert page == expected
+    flags = "--samples", len(Named()), "--batch-size", 8, "--mesh", "mp=2,dp=2", "--shuffle"
+    hazards = [(one["what"], one["remedy"]) for one in asked("plan", *flags, "--json", code=1)["hazards"]]
+    assert len(hazards) == 2
+    for rank, (page, view) in on_each_rank(range(4), explained).items():
+        assert page == page_of(view, hazards)
         assert (tmp_path / f"plan-{rank}.html").read_text(encoding="utf-8") == page
         assert view_in(page)["skips"]["stretches"] == [[0, 16, 24]]
         assert len(repr(page)) < 100

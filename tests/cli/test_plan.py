@@ -13,7 +13,6 @@ import pytest
 from paddle.io import BatchSampler, DataLoader
 
 from paddle_shard import Mixture, Stream, say_once
-from paddle_shard.cli.answer import cell
 from paddle_shard.cli.main import COMMANDS, main
 from paddle_shard.delivery.replicas import replicas_of
 from paddle_shard.inputs.stream import stage_of
@@ -100,7 +99,7 @@ def test_the_plan_is_what_loaders_deliver(
     starved = [at for at, ranks in enumerate(groups) if not any(one is not None for one in per_rank[ranks[0]][-1])]
     told = [one["what"] for one in found["hazards"] if "nothing else" in one["what"]]
     assert [one.partition("nothing else on ")[2] for one in told] == [
-        f"{len(starved)} of its data ranks: {cell(starved)}"
+        f"{len(starved)} of its data ranks: {', '.join(map(str, starved))}"
     ] * bool(starved)
     for step in {0, steps // 2, steps - 1}:
         for one in planned(capsys, *flags, "--step", step)["step"]:
@@ -120,6 +119,12 @@ def test_the_plan_of_a_mixture_is_what_a_loader_delivers(capsys):
 
     shown = [[1000 * list(sources).index(name) + at for name, at in one["samples"]] for one in found]
     assert shown == [per_rank[0][4], per_rank[2][4]]
+
+
+TOLD = {
+    **{"--mesh": "dp=1", "--data-axes": "dp", "--batch-size": 4, "--samples": 8, "--source": "web=9:1"},
+    **{"--tail": "pad", "--shuffle": "False", "--accumulation": 1, "--replicas": "each"},
+}
 
 
 FINE = ["--samples", "64", "--batch-size", "8", "--mesh", "dp=4"]
@@ -164,7 +169,7 @@ FINE = ["--samples", "64", "--batch-size", "8", "--mesh", "dp=4"]
         ),
         (
             [*FINE[:4], "--mesh", "dp=4", "--samples", "66"],
-            "the last step of the epoch, 8, has 2 of 4 rows of padding, and nothing else on 2 of its data ranks: 2 3",
+            "the last step of the epoch, 8, has 2 of 4 rows of padding, and nothing else on 2 of its data ranks: 2, 3",
             "tail='drop' leaves such a step out",
         ),
         ([*FINE, "--tail", "error", "--samples", "70"], "70 samples do not fill the last batch of 8", "tail='pad'"),
@@ -379,8 +384,9 @@ def test_with_a_leader_one_rank_of_a_host_reads_for_all_of_it_that_want_the_same
     for workers in (0, 3):
         found = planned(capsys, *flags, "--workers", workers)
         assert found["reading processes"] == max(1, workers) * len(reading)
-    groups = [group["ranks"] for group in found["meshes"]]
-    assert found["plan"]["reads of each sample"] == max(len({*group} & {*reading}) for group in groups)
+    groups = [[one["ranks"] for one in found["meshes"] if one["mesh"] == number] for number in range(len(texts))]
+    holders = [{rank for of in groups for rank in of[row * len(of) // 8]} for row in range(8)]  # of a global batch
+    assert found["plan"]["reads of each sample"] == max(len(of_row & {*reading}) for of_row in holders)
     said = asked("plan", *flags, code=int(bool(found["hazards"])))
     assert f"{len(reading)} processes read, one of the ranks of a host that get the same rows" in said
     assert f": {ranks_per_host} ranks share a host" in said
@@ -393,6 +399,35 @@ def test_without_the_ranks_of_a_host_a_plan_with_a_leader_says_that_it_counts_on
             "plan", *flags, replicas
         )
     assert "8 processes read\n" in asked("plan", *flags, "each", code=1)
+
+
+def test_a_leader_is_advised_only_where_ranks_of_a_host_get_the_same_rows(capsys):
+    flags = [*FINE[:4], "--mesh", "mp=2,dp=2", "--ranks-per-host"]
+    for ranks, advised in [(1, False), (2, False), (3, True), (4, True)]:  # ranks 0 and 2 get the same
+        said = [one["remedy"] for one in planned(capsys, *flags, ranks)["hazards"]]
+        assert any("leader" in one for one in said) == advised
+
+
+@pytest.mark.parametrize("command", ["plan", "simulate"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        *(["--files", "a.tar", flag, value] for flag, value in TOLD.items() if flag in ("--samples", "--source")),
+        ["--files", "a.tar", "--shuffle"],
+        ["--samples", "64", "--cache-bytes", "9"],
+    ],
+)
+def test_a_flag_that_says_nothing_here_is_refused(flags, command):
+    said = asked(command, *FINE[2:], *flags, code=2)
+    assert f"{flags[2]}: " in said
+    assert "Give --files, too" in said or "Leave it out, or --files" in said
+
+
+def test_files_have_no_step_whose_samples_are_known(tmp_path):
+    (tmp_path / "a.txt").write_text("1\n")
+    assert "--step: which samples are where in files" in asked(
+        "plan", "--files", tmp_path / "a.txt", *FINE[2:], "--step", 0, code=2
+    )
 
 
 def test_ranks_of_a_host_are_at_least_one():
@@ -437,12 +472,6 @@ def test_workers_are_asked_about_a_record_as_well(workers, shares, idle, capsys,
     told = [one["what"] for one in found["hazards"] if "read nothing" in one["what"]]
     assert told == [f"{workers} workers of each rank share 4 parts: {idle} of them read nothing"] * bool(idle)
     assert "parts of each worker" in asked("plan", record, "--workers", workers, code=int(bool(found["hazards"])))
-
-
-TOLD = {
-    **{"--mesh": "dp=1", "--data-axes": "dp", "--batch-size": 4, "--samples": 8, "--source": "web=9:1"},
-    **{"--tail": "pad", "--shuffle": "False", "--accumulation": 1, "--replicas": "each"},
-}
 
 
 @pytest.mark.parametrize("command", ["plan", "simulate"])
