@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 import time
@@ -108,6 +109,14 @@ def cell(value: Any) -> str:
         else:
             found.append([name])
     return " ".join(f"{one[0]}-{one[-1]}" if len(one) > 2 else " ".join(map(cell, one)) for one in found)
+
+
+def check_output(path: str) -> None:
+    """Refuse a file that cannot be written, before there is anything to write."""
+    folder = os.path.dirname(os.path.abspath(path))
+    if os.path.isdir(path) or not os.path.isdir(folder):
+        why = "it is a folder" if os.path.isdir(path) else f"No such file or directory: {folder}"
+        raise ArgumentError(f"--output {path} cannot be written: {why}.")
 
 
 def run_of(path: str) -> Timeline:

@@ -8,9 +8,10 @@ from typing import Any
 from paddle_shard.cli.answer import EPOCH, RECORD, Answer, Rows, command, leg_of, run_of, sample_of
 from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.plan.places import rows_of, samples_of, shapes_of, shares_of
+from paddle_shard.plan.skips import Skips
 from paddle_shard.record.lines import read
 from paddle_shard.record.proof import proof_of
-from paddle_shard.record.timeline import Leg, places_in, timeline
+from paddle_shard.record.timeline import Leg, Timeline, places_in, timeline
 
 _LOST = (
     "What does not count was delivered after the position from which the run was resumed. A job that was killed may "
@@ -67,14 +68,26 @@ def where(options: argparse.Namespace) -> Answer:
     example: paddle-shard where run.jsonl --sample 12345
     """
     places: list[dict[str, Any]] = []
-    for leg, step, row in places_in(run_of(options.record), options.sample):
+    run = run_of(options.record)
+    for leg, step, row in places_in(run, options.sample):
         if options.epoch not in (None, leg.epoch):
             continue
         place = {"epoch": leg.epoch, "step": step, "row": row, "job": leg.job.number, "told": told(leg, step)}
         shares = rows_of(leg.plan, leg.job.holders, step)
         places += [{**place, **group, "row_of_rank": rows.index(row)} for group, rows in shares if row in rows]
-    said = [places] if places else [f"sample {options.sample} was not delivered, says the record"]
+    what = f"sample {options.sample} was not delivered, says the record"
+    what += "; the run leaves out samples or steps (loader.skip)" * (run.history.skips != Skips())
+    said = [*([places] if places else [what]), *_unread(run)]
     return Answer(found={"sample": options.sample, "places": places}, said=said)
+
+
+def _unread(run: Timeline) -> list[str]:
+    """Return what has to be known of the samples of a run that leaves out those that cannot be read."""
+    if not any(leg.job.facts["options"].get("on_error") == "skip" for leg in run.legs):
+        return []
+    return [
+        "With on_error='skip', a sample that could not be read was left out there. verify counts them; see the log."
+    ]
 
 
 @command(RECORD, ("--step", {"type": int, "required": True, "help": "step of the epoch, from 0"}), EPOCH)
@@ -83,7 +96,8 @@ def batch(options: argparse.Namespace) -> Answer:
 
     example: paddle-shard batch run.jsonl --step 3
     """
-    epoch, legs = leg_of(run_of(options.record), options.epoch, options.step)
+    run = run_of(options.record)
+    epoch, legs = leg_of(run, options.epoch, options.step)
     found: list[dict[str, Any]] = []
     for leg in legs:
         if (plan := leg.job.parts_plan()) is None:
@@ -93,4 +107,4 @@ def batch(options: argparse.Namespace) -> Answer:
             span = {"first_in_each": first, "end_in_each": first + plan.samples_per_part}
             rows = [{**group, "parts": parts, **span} for group, parts in shares_of(leg.job.meshes, plan.parts_of)]
         found += [{"job": leg.job.number, "told": told(leg, options.step), **row} for row in rows]
-    return Answer(found={"epoch": epoch, "step": options.step, "delivered": found}, said=[found])
+    return Answer(found={"epoch": epoch, "step": options.step, "delivered": found}, said=[found, *_unread(run)])

@@ -6,7 +6,7 @@ import argparse
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import takewhile
+from itertools import takewhile, zip_longest
 from typing import Any
 
 from paddle_shard.cli.answer import EPOCH, RECORD, Answer, Rows, cell, command, leg_of, parsed, run_of, sample_of
@@ -14,7 +14,6 @@ from paddle_shard.cli.ask import told
 from paddle_shard.cli.plan import MESH, rows_of, with_data_axes
 from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.handlers import raise_if_a_handlers
-from paddle_shard.plan.mixture import Mixing
 from paddle_shard.plan.orders import ordering_of
 from paddle_shard.plan.partition import check_batch_size
 from paddle_shard.plan.places import Meshes, shares_of
@@ -41,6 +40,10 @@ def _without(run: Timeline, hits: Sequence[tuple[Leg, int]], skip: str) -> tuple
         if (step := line.get("saved_as")) is not None:
             place["saved_as"], where = step, f"{where} by Checkpoints.save({step})"
         lines = [f"# Load the model and the state that were saved {where}:", "loader.load_state_dict(state)"]
+        now = run.last.facts["fingerprint"]
+        if others := [name for name in now if now[name] != state.fingerprint.get(name)]:
+            lines[1:] = [f"loader.load_state_dict(state, override={others!r})"]
+            lines.append("# What the run was resumed with later holds from here on: what follows is in another order.")
     lines += [*_left_out_since(run, state), skip]
     return lines, {"resume": place, "python": "\n".join(lines)}
 
@@ -50,17 +53,20 @@ def _left_out_since(run: Timeline, state: LoaderState) -> list[str]:
     before, now, job = state.history.skips, run.history.skips, run.last
     known = {sample for sample, *_ in before.samples}
     ids: list[Any] = [sample for sample, *_ in now.samples if sample not in known]
-    weights = []
+    weights = list[str]()
     if "mixture" in job.facts["fingerprint"]:
-        mixing = ordering_of(job.facts["fingerprint"])
-        assert isinstance(mixing, Mixing)
+        mixing: Any = ordering_of(job.facts["fingerprint"])
+        before_it: Any = ordering_of(state.fingerprint) if state.fingerprint else mixing
         ids = [mixing.named(sample) for sample in ids]
-        then, made = state.history.segments or mixing.segments, run.history.segments
-        alike = sum(1 for _ in takewhile(lambda both: both[0][:2] == both[1][:2], zip(made, then, strict=False)))
+
+        def named(segments: Any) -> list[Any]:  # a source that came later has no weight before
+            return [(one.first, dict(zip_longest(mixing.names, one.parts, fillvalue=0))) for one in segments]
+
+        then, made = named(state.history.segments or before_it.segments), named(run.history.segments)
+        alike = sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(made, then, strict=False)))
         if 0 < alike == len(made) < len(then):  # what was set for later was taken back, as the last call does again
             alike -= 1
-        for one in made[alike:]:
-            weights.append(f"loader.set_weights({dict(zip(mixing.names, one.parts, strict=False))!r}, at={one.first})")
+        weights = [f"loader.set_weights({parts!r}, at={first})" for first, parts in made[alike:]]
     lines = [f"loader.skip(samples={ids!r})"] if ids else []
     for epoch, first, end in now.stretches:
         if before.joined([(epoch, first, end)], ()).stretches == before.stretches or epoch < state.epoch:

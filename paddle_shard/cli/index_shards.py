@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 
-from paddle_shard.cli.answer import Answer, command
+from paddle_shard.cli.answer import Answer, check_output, command
 from paddle_shard.errors import ArgumentError, described
 from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.sources.counts import ShardEntry, count_file
@@ -25,11 +25,7 @@ def index(options: argparse.Namespace) -> Answer:
     """
     entries, names, at = dict[str, ShardEntry](), expand(options.urls), ""
     check_base_names(names)
-    folder, cannot = os.path.dirname(options.output) or ".", f"--output {options.output} cannot be written"
-    if not os.path.isdir(folder):
-        raise ArgumentError(f"{cannot}: No such file or directory: {folder!r}.")
-    if os.path.isdir(options.output):
-        raise ArgumentError(f"{cannot}: it is a folder.")
+    check_output(options.output)
     if os.path.exists(options.output):  # a shell makes `-o first.tar second.tar` of `-o *.tar`
         with open(options.output, "rb") as there:
             if there.read(1) not in (b"", b"{"):

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from paddle_shard.cli.answer import Answer, Progress, command, with_hazards
+from paddle_shard.cli.answer import Answer, Progress, check_output, command, with_hazards
 from paddle_shard.cli.show import OPEN, opened
 from paddle_shard.errors import ArgumentError, described
 from paddle_shard.plan.handlers import ignoring, raise_if_a_handlers
@@ -59,8 +59,7 @@ def _counted(first: int, end: int) -> tuple[int, list[int], list[str]]:
 def _count(documents: Any, key: str, path: str, workers: int) -> list[Hazard]:
     """Count the documents, and write the file when all are counted; return what was in the way."""
     number, part, anew = len(documents), f"{path}.{key}.part", "Remove it to count anew."
-    if not os.path.isdir(folder := os.path.dirname(os.path.abspath(path))):
-        raise ArgumentError(f"--output {path}: No such file or directory: {folder}. Make it.")
+    check_output(path)
     if not os.path.exists(part):
         with replacing(part) as file:
             np.save(file, np.full(number, _UNKNOWN))

@@ -94,9 +94,8 @@ class _Shard:
 
 def _length(value: Any) -> int | None:
     """Return the length of a list, such as the tokens or the boxes of a sample; None if it is none."""
-    if isinstance(value, np.ndarray):
-        return len(value) if value.ndim == 1 else None
-    return len(value) if isinstance(value, list) else None
+    flat = isinstance(value, list) or (isinstance(value, np.ndarray) and value.ndim == 1)
+    return len(value) if flat else None
 
 
 def _read(options: argparse.Namespace, decode: Decode | None, job: tuple[str, str]) -> _Shard:

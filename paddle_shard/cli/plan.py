@@ -19,7 +19,7 @@ from paddle_shard.plan.hazards import DATA_AXES, MUCH, Hazard
 from paddle_shard.plan.mesh import MeshLayout, grid_of
 from paddle_shard.plan.orders import ORDERINGS, find_ordering
 from paddle_shard.plan.parts import PartsPlan, check_count, chunks_of
-from paddle_shard.plan.places import Meshes, groups_of, readers_of, reads_of_a_row, samples_of, shares_of
+from paddle_shard.plan.places import Meshes, groups_of, readers_of, reads_of_a_row, samples_of, shapes_of, shares_of
 from paddle_shard.plan.shard_plan import ShardPlan, facts_of_plan
 from paddle_shard.plan.skips import Skips
 from paddle_shard.plan.state import LoaderState
@@ -28,6 +28,7 @@ from paddle_shard.sources.files import asked_size, is_missing, is_remote, local_
 from paddle_shard.sources.host_cache import files_at_once, least_bytes
 from paddle_shard.sources.mixture import Mixture
 from paddle_shard.sources.shards import ShardSource
+from paddle_shard.sources.webdataset import expand
 from paddle_shard.stages.cut import chosen_num_parts
 from paddle_shard.stages.stage import Opening
 
@@ -36,8 +37,7 @@ _MOST_RANKS, _MOST_ROWS = 10**7, 10**8
 _TOLD = "mesh", "data_axes", "batch_size", "samples", "source", "tail", "shuffle", "accumulation", "replicas"
 """Arguments that a record answers itself."""
 _TOLD_BY_RECORD = (
-    "the record tells that. Leave it out, or the record; paddle-shard diff compares a run with another mesh or batch "
-    "size."
+    "the record tells that. Leave it out, or the record; paddle-shard diff takes another mesh or batch size."
 )
 _NOT_OF_FILES = "which samples are where in files that are not counted is not known here. Leave it out, or --files."
 _MOST_SHOWN = 64
@@ -52,7 +52,6 @@ class Planned:
     holders: Meshes
     """Those that have the rows of a step; none if rows are dealt by costs that are not known here."""
     replicas: str
-    ranks_per_host: int | None
     plan: ShardPlan | None = None
     """The order; None if there is none, for a reason that is said or is a hazard."""
     plan_of_parts: PartsPlan | None = None
@@ -124,12 +123,13 @@ def planned(options: argparse.Namespace) -> Planned:
         ArgumentError: They do not say it.
     """
     check_count("--epoch", options.epoch or 0, 0)
-    check_count("--ranks-per-host", 1 if options.ranks_per_host is None else options.ranks_per_host)
+    for flag, number in (("--ranks-per-host", options.ranks_per_host), ("--parts", options.parts)):
+        check_count(flag, 1 if number is None else number)
     for needless, names, why in (
         # The seed also draws the restarts of `simulate`.
         (options.record, _TOLD if "restarts" in options else (*_TOLD, "seed"), _TOLD_BY_RECORD),
         (options.files and not options.record, ("samples", "source", "shuffle", "step"), _NOT_OF_FILES),
-        (not options.files, ("cache_bytes",), "is it enough for the copies of which files? Give --files, too."),
+        (not options.files, ("cache_bytes", "parts"), "of which files? Give --files, too."),
     ):
         given = [f"--{name.replace('_', '-')}" for name in names if vars(options).get(name) not in (None, [])]
         if needless and given:
@@ -141,8 +141,7 @@ def planned(options: argparse.Namespace) -> Planned:
         data = "--samples, or --source for each source of a mixture, or --files"
         raise ArgumentError(f"give a record; or --mesh, --batch-size, and the data: {data}.")
     meshes, samples = with_data_axes(options.mesh, options.data_axes), options.samples
-    replicas, hosts = options.replicas or "each", options.ranks_per_host
-    found = Planned(meshes=meshes, holders=meshes, replicas=replicas, ranks_per_host=hosts, epoch=options.epoch or 0)
+    found = Planned(meshes=meshes, holders=meshes, replicas=options.replicas or "each", epoch=options.epoch or 0)
     ranks = math.lcm(*(mesh.num_data_ranks(axes) for mesh, axes in meshes))
     times = 1 if options.accumulation is None else options.accumulation
     cut: dict[str, Any] = {"batch_size": options.batch_size * times, "num_data_ranks": ranks, "accumulation": times}
@@ -166,13 +165,7 @@ def planned(options: argparse.Namespace) -> Planned:
 def _of_record(options: argparse.Namespace) -> Planned:
     run = run_of(options.record)
     job, newest, view = run.last, run.passes[-1][0] if run.passes else None, life_of(run)
-    found = Planned(
-        meshes=job.meshes,
-        holders=job.holders,
-        replicas=job.facts["options"]["replicas"],
-        view=view,
-        ranks_per_host=options.ranks_per_host,
-    )
+    found = Planned(meshes=job.meshes, holders=job.holders, replicas=job.facts["options"]["replicas"], view=view)
     if options.files and (parts := job.parts_plan()) is not None:
         _look_at_cache(options, found, parts)
     if job.unknown is not None or newest is None:
@@ -196,9 +189,14 @@ def _of_record(options: argparse.Namespace) -> Planned:
     return found
 
 
+def _names(files: Sequence[str]) -> list[str]:
+    """Return the files that a user names, as streams find them: braces are those of tars."""
+    return (expand if any("{" in name for name in files) else matched)(files)
+
+
 def _look_at_files(options: argparse.Namespace, found: Planned, cut: dict[str, Any]) -> None:
     """Look at files that are not counted, each of which belongs to one part as a whole."""
-    names = matched(options.files)
+    names = _names(options.files)
     source = ShardSource(names, lambda name, skip: iter(()))
     if gone := list(filter(is_missing, names)):
         what = f"{gone[0]} does not exist" + f", nor do {len(gone) - 1} more of the files" * (len(gone) > 1)
@@ -211,7 +209,7 @@ def _look_at_files(options: argparse.Namespace, found: Planned, cut: dict[str, A
     if known and known[-1][0] > (1 + MUCH) * known[0][0]:
         (least, small), (most, large) = known[0], known[-1]
         found.where = f". The largest is {large} with {most} bytes, the smallest {small} with {least}{found.where}"
-    parts = chosen_num_parts(source, options.batch_size, cut["num_data_ranks"])
+    parts = options.parts or chosen_num_parts(source, options.batch_size, cut["num_data_ranks"])
     plan = found.plan_of_parts = PartsPlan(num_parts=parts, **cut)
     found.view = {"files": names}
     _look_at_cache(options, found, plan)
@@ -244,7 +242,7 @@ def _with_workers(found: Planned, shares: Rows, options: argparse.Namespace) -> 
 
 def _look_at_cache(options: argparse.Namespace, found: Planned, plan: PartsPlan) -> None:
     """Say how many bytes a host's copies of the files need; its ranks follow each other."""
-    given, names = options.cache_bytes, matched(options.files)
+    given, names = options.cache_bytes, _names(options.files)
     sizes = [local_size(name) if given is None else asked_size(name) for name in names]  # servers are asked if need be
     known = [size for size in sizes if size is not None]
     if len(known) < len(sizes):
@@ -262,11 +260,11 @@ def _look_at_cache(options: argparse.Namespace, found: Planned, plan: PartsPlan)
         found.hazards.append((f"{what}, by each process that needs them", f"cache_bytes={least} has room for all"))
 
 
-def hazards_of(asked: Planned) -> Iterator[Hazard]:
+def hazards_of(asked: Planned, ranks_per_host: int | None) -> Iterator[Hazard]:
     """Yield what is wrong with a plan, and what would help."""
     yield from asked.hazards
-    how = asked.meshes, asked.replicas, asked.ranks_per_host, asked.epoch
-    yield from hazards.hazards_of(asked.plan, *how, dealt=not asked.holders)
+    dealt = not asked.holders
+    yield from hazards.hazards_of(asked.plan, asked.meshes, asked.replicas, ranks_per_host, asked.epoch, dealt=dealt)
 
 
 # How it is shown
@@ -285,6 +283,7 @@ PLANNED: Sequence[Argument] = [
     ("--samples", {"type": int, "help": "length of the data set; of a mixture, samples of an epoch"}),
     ("--source", _SOURCE),
     ("--files", {"nargs": "+", "metavar": "FILE", "help": "files of a stream that are not counted; patterns, too"}),
+    ("--parts", {"type": int, "help": "parts of the stream of --files (in_parts()); by default as it chooses them"}),
     ("--cache-bytes", {"type": int, "help": "is it enough for copies of --files? Asks servers how large they are"}),
     ("--ranks-per-host", {"type": int, "help": "ranks that share a cache and a leader; else all do"}),
     ("--tail", {"choices": list(TAILS), "help": "pad, unless another is named"}),
@@ -313,9 +312,8 @@ def plan(options: argparse.Namespace) -> Answer:
     found: dict[str, Any] = {"meshes": list(groups_of(asked.meshes)), **asked.facts}
     said: list[str | Rows] = []
     for number, (mesh, axes) in enumerate(asked.meshes):
-        shape = ", ".join(f"{axis}={size}" for axis, size in zip(mesh.axes, mesh.shape, strict=True))
         how = f"{' and '.join(axes) or 'nothing'} {'split' if len(axes) > 1 else 'splits'} the rows"
-        said.append(f"mesh {number}: {shape}; {how}: {mesh.num_data_ranks(axes)} data ranks")
+        said.append(f"mesh {number}: {shapes_of([(mesh, axes)])}; {how}: {mesh.num_data_ranks(axes)} data ranks")
         few, groups = len(mesh.process_ids) <= _MOST_SHOWN, [one for one in found["meshes"] if one["mesh"] == number]
         said.append(grid_of(mesh, axes) if few else groups[:_MOST_SHOWN])
     parts, reading = asked.plan_of_parts, readers_of(asked.meshes, asked.replicas, options.ranks_per_host)
@@ -323,9 +321,8 @@ def plan(options: argparse.Namespace) -> Answer:
     found["reading processes"] = len(reading) * max(1, workers)
     who = f"{found['reading processes']} processes read" + " (workers)" * (options.workers > 0)
     if asked.replicas != "each":
-        each = options.ranks_per_host
-        hosts = f"{each} ranks share a host" if each else "all share one (else give --ranks-per-host)"
-        who += f", one of the ranks of a host that get the same rows: {hosts}"
+        hosts = f"{options.ranks_per_host or 'all'} ranks share a host"
+        who += f", one of the ranks of a host that get the same rows: {hosts} (--ranks-per-host)"
     said += [who, *asked.said]
     if (plan := asked.plan) is not None:
         reads = reads_of_a_row(asked.meshes, reading)
@@ -335,7 +332,7 @@ def plan(options: argparse.Namespace) -> Answer:
         if options.step is not None:
             found["step"] = samples_of(of, holders, asked.epoch, options.step, skips)
             said += [f"epoch {asked.epoch}, step {options.step}", found["step"]]
-    hazards, drawn = list(hazards_of(asked)), plan or asked.plan_of_parts
+    hazards, drawn = list(hazards_of(asked, options.ranks_per_host)), plan or asked.plan_of_parts
     if options.html is not None and drawn is not None:
         view = view_of(drawn, *asked.meshes[0], **asked.view) | {"at": (asked.epoch, options.step or 0)}
         options.html.write_text(page_of(view, hazards), encoding="utf-8")

@@ -328,8 +328,7 @@ def simulate(options: argparse.Namespace) -> Answer:
     if costs is not None and (len(costs) != plan.num_samples or plan.ordering.own_ids):
         raise ArgumentError(f"--lengths {options.lengths} has {len(costs)} lengths, not one for each sample.")
     if not plan.num_steps:
-        what = f"tail={plan.tail!r} leaves no step: {plan.num_samples} samples fill no batch of {plan.batch_size}"
-        return with_hazards({}, [], [(what, "Use tail='pad', or a smaller batch")])
+        return with_hazards({}, [], list(hazards_of(asked, options.ranks_per_host)))
     draw, found = random.Random(options.seed or 0), _Found()
     most_ranks = max(_MOST_RANKS, _MOST_OF_RANKS // plan.num_steps)
     legs = _legs(asked, plan, options.restarts, draw)
@@ -360,6 +359,6 @@ def simulate(options: argparse.Namespace) -> Answer:
     said: list[str | Rows] = [head, "", laws, starts, [{"what": name, "number": one} for name, one in quality.items()]]
     told = {"laws": laws, "starts": starts, "quality": quality, "seconds": seconds}
     if len(legs) <= options.restarts:
-        few = f"{len(legs) - 1} restarts instead of {options.restarts}"
-        said.append(f"{few}: an epoch of {plan.num_steps} steps has no more")
-    return with_hazards(told, said, [*broken, *found.hazards, *hazards_of(asked)])
+        few = f"an epoch of {plan.num_steps} steps has no more"
+        said.append(f"{len(legs) - 1} restarts instead of {options.restarts}: {few}")
+    return with_hazards(told, said, [*broken, *found.hazards, *hazards_of(asked, options.ranks_per_host)])

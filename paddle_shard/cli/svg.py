@@ -7,7 +7,7 @@ from html import escape
 from typing import Any
 
 from paddle_shard.cli.answer import cell
-from paddle_shard.plan.places import Meshes
+from paddle_shard.plan.places import Meshes, shapes_of
 
 _COLOURS = ("4269d0", "efb118", "ff725c", "6cc5b0", "3ca951", "ff8ab7", "a463f2", "97bbf5", "9c6b4e", "9498a0")
 _WIDTH, _BOX, _LINE, _MOST_LINES, _MOST_TEXT = 720, 40, 18, 64, 96
@@ -29,8 +29,8 @@ def svg_of(meshes: Meshes, given: Sequence[Mapping[str, Any]], title: str) -> st
         box = f'<rect x="{x:g}" y="{y}" width="{wide - 2:g}" height="22" {_fill(data_rank)}>'
         marks.append(f"{box}<title>rank {rank}: data rank {data_rank}</title></rect>")
         marks += [_text(x + wide / 2 - 1, y + 15, str(rank), ' text-anchor="middle"')] if wide > 20 else []
-    shape = " x ".join(f"{axis}={size}" for axis, size in zip(mesh.axes, mesh.shape, strict=True))
-    marks.append(_text(10, 36, f"ranks on {shape}, columns along {mesh.axes[-1]}; a colour is a data rank"))
+    what = f"ranks on {shapes_of(meshes[:1])}, columns along {mesh.axes[-1]}; a colour is a data rank"
+    marks.append(_text(10, 36, what))
     top = 60 + 24 * min(-(-len(mesh.process_ids) // columns), _MOST_LINES)
     of_mesh = [group for group in given if group["mesh"] in (0, None)]
     for line, group in enumerate(of_mesh[:_MOST_LINES]):

@@ -94,12 +94,14 @@ class Blocks(Ordering):
         parts = num_parts(num_samples, self, width)
         if parts % num_data_ranks == 0:
             return None
+        way_out = "choose a batch size with other divisors, or a smaller Blocks(size=...)"
+        if num_data_ranks > MAX_PARTS:
+            way_out = f"use at most {MAX_PARTS} data ranks, or shuffle=True"
         return (
             f"shuffle='blocks': the order has {parts} parts, which {num_data_ranks} data ranks cannot share evenly, so "
             "several data ranks open the same blocks. The order is still correct. (The number of parts is the largest "
             f"divisor, up to {MAX_PARTS}, of the {width} rows of a micro-batch that is not larger than the "
-            f"{-(-num_samples // self.size)} blocks.) To avoid shared reads, choose a batch size with other divisors, "
-            "or a smaller Blocks(size=...)."
+            f"{-(-num_samples // self.size)} blocks.) To avoid shared reads, {way_out}."
         )
 
 

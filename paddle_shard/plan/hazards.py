@@ -54,7 +54,10 @@ def hazards_of(
     dropped = plan.num_positions - plan.num_served
     if dropped > MUCH * few:
         what = f"tail={plan.tail!r} drops {dropped} of {few} samples in each epoch"
-        yield what, "tail='pad' serves them, and a smaller batch drops fewer"
+        yield (
+            what + " and leaves no step" * (not plan.num_steps),
+            "tail='pad' serves them, and a smaller batch drops fewer",
+        )
     if (advice := plan.ordering.advice(few, ranks, max(1, plan.batch_size // plan.accumulation))) is not None:
         what, _, way_out = advice.partition(". The order")
         yield what, f"The order{way_out}"

@@ -451,11 +451,11 @@ def step_of_plan(plan: ShardPlan, epoch: int, step: int, skips: Skips, deal: Dea
     return next(steps_of_plan(plan, epoch, [step], all_rows, skips, deal), None)
 
 
-def places_of(
+def rows_of_sample(
     plan: ShardPlan, epoch: int, sample: Any, skips: Skips, deal: Deal | None = None
-) -> Where | list[Where] | None:
-    """Return where a sample is delivered, with what is left out and how rows are dealt; see `ShardPlan.where`."""
-    order, found = plan.order(epoch=epoch), []
+) -> Iterator[tuple[int, int]]:
+    """Yield (step, row of its global batch) for each delivery of a sample in an epoch; see `places_of`."""
+    order = plan.order(epoch=epoch)
     for position in positions_of(plan, epoch, sample):
         step, row = plan._stretches.step_and_row(position)
         ids = order(np.array([position]))
@@ -466,6 +466,15 @@ def places_of(
             assert dealt is not None  # it holds this row
             mine = np.asarray(dealt.ids) == ids
             row = int((mine if dealt.real is None else mine & dealt.real).argmax())
+        yield step, row
+
+
+def places_of(
+    plan: ShardPlan, epoch: int, sample: Any, skips: Skips, deal: Deal | None = None
+) -> Where | list[Where] | None:
+    """Return where a sample is delivered, with what is left out and how rows are dealt; see `ShardPlan.where`."""
+    found = []
+    for step, row in rows_of_sample(plan, epoch, sample, skips, deal):
         _, num_rows, micro_size = plan._extent(step)
         if num_rows % plan.num_data_ranks or micro_size % plan.num_data_ranks:
             found.append(Where(step=step, data_rank=None, row=None))

@@ -50,6 +50,9 @@ def proof_of(run: Timeline, epoch: int) -> dict[str, Any]:
     else:
         found = replace(found, problems=(*found.problems, *_other_samples(run, epoch, notes)))
     text = f"{found}, so far: at positions [0, {at}), in {newest.steps} steps" if is_open else str(found)
+    if "files" in newest.job.facts["data"]:
+        text = text.replace("samples that the loader's order drew", "positions of the stream")
+        notes.append("rows of padding, and samples that could not be read, have positions, too")
     found = replace(found, delivered=delivered.total.num)
     return {**asdict(found), "text": text, "notes": notes, "again": delivered.again}
 

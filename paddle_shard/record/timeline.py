@@ -16,9 +16,8 @@ from typing import Any
 from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.mesh import MeshLayout
 from paddle_shard.plan.orders import ordering_of
-from paddle_shard.plan.partition import slice_rows
 from paddle_shard.plan.parts import PartsPlan
-from paddle_shard.plan.shard_plan import BatchSizes, ShardPlan, Where, places_of
+from paddle_shard.plan.shard_plan import BatchSizes, ShardPlan, rows_of_sample
 from paddle_shard.plan.state import History, LoaderState, sealed
 from paddle_shard.samplers import PlanBatches
 
@@ -90,8 +89,8 @@ class Leg:
     """True if the pass came to the end of the epoch."""
     override: tuple[str, ...] = ()
     """What was another in the state that it was resumed from, as `load_state_dict` was told."""
-    closed_by: Leg | None = None
-    """The pass that has found that nothing was left of the epoch, as in larger batches with `tail="drop"`."""
+    closed: bool = False
+    """Whether a later pass has found that nothing is left of the epoch, as in larger batches with `tail="drop"`."""
 
     def moved(self) -> bool:
         """Return whether it has delivered anything."""
@@ -105,9 +104,11 @@ class Leg:
     @cached_property
     def plan(self) -> ShardPlan:
         """The order of its epoch, as it was served; an ArgumentError if nobody but the loader knows it."""
-        if self.closed_by is not None:
-            return self.closed_by.plan
-        return self.job.batches(self.history).plan_of(self.start)
+        plan = self.job.batches(self.history).plan_of(self.start)
+        if not self.closed or self.samples >= plan.num_served:
+            return plan
+        size = plan.batch_size
+        return replace(plan, segments=(*(plan.segments or ((0, size),)), (self.samples, size)), ended=True)
 
 
 @dataclass(frozen=True)
@@ -232,7 +233,7 @@ def timeline(lines: Sequence[dict[str, Any]]) -> Timeline:
                 for number, one in enumerate(found.legs):
                     if one.epoch == leg.epoch and one.samples == leg.start.samples and not one.ended:
                         same = one.job.facts["fingerprint"] == leg.job.facts["fingerprint"]
-                        found.legs[number] = replace(one, ended=True, closed_by=leg if same else None)
+                        found.legs[number] = replace(one, ended=True, closed=same)
         for leg in legs.values():
             upto_here = counted.get(leg.number, leg.start)
             start = replace(leg.start, steps=upto_here.steps, samples=upto_here.samples)
@@ -284,16 +285,15 @@ def places_in(run: Timeline, sample: Any) -> Iterator[tuple[Leg, int, int]]:
     """
     passes, unknown = run.passes, list[ArgumentError]()
     for leg, end_step in passes:
-        plan = leg.plan
+        plan, ranks = leg.plan, leg.job.facts["plan"]["num_data_ranks"]
         try:
-            found = places_of(plan, leg.epoch, sample, leg.history.skips)
+            found = list(rows_of_sample(plan, leg.epoch, sample, leg.history.skips))
         except ArgumentError as error:  # data that has grown has it later
             unknown.append(error)
             continue
-        for one in [found] if isinstance(found, Where) else found or []:
-            # A short last batch that cannot be split has no data ranks: it was never delivered.
-            if leg.start.steps <= one.step < end_step and one.data_rank is not None:
-                num_rows, micro_size = plan.num_rows(step=one.step), plan.micro_size(step=one.step)
-                yield leg, one.step, int(slice_rows(num_rows, plan.num_data_ranks, one.data_rank, micro_size)[one.row])
+        for step, row in found:
+            # A short last batch that cannot be split was never delivered.
+            if leg.start.steps <= step < end_step and plan.num_rows(step=step) % ranks == 0:
+                yield leg, step, row
     if passes and len(unknown) == len(passes):
         raise unknown[-1]

@@ -195,4 +195,4 @@ def test_of_many_documents_that_cannot_be_counted_some_are_shown(tmp_path, modul
 
 def test_a_folder_that_is_not_there_is_named(module):
     said = asked("lengths", "--open", module("for_nowhere"), "-o", "nowhere/a.npz", code=2)
-    assert re.search(r"--output nowhere/a.npz: No such file or directory: .*/nowhere. Make it.", said)
+    assert re.search(r"--output nowhere/a.npz cannot be written: No such file or directory: .*/nowhere", said)

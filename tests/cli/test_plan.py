@@ -300,6 +300,19 @@ def test_files_that_a_stream_would_count_are_told_as_that_and_those_that_are_not
     assert said.count("HAZARD") == 1
 
 
+def test_braces_are_those_of_tars_and_parts_are_as_many_as_were_asked_for(capsys, tmp_path):
+    for number in range(8):
+        (tmp_path / f"{number}.tar").write_bytes(b"x" * 10240)
+    flags = "--files", f"{tmp_path}/{{0..7}}.tar", "--batch-size", 8, "--mesh", "dp=2"
+    assert planned(capsys, *flags)["files"] == 8
+    for parts in (2, 4, 8):
+        found = planned(capsys, *flags, "--parts", parts)
+        assert found["parts"] == parts
+        assert [len(one["parts"]) for one in found["bytes"]] == [parts // 2] * 2
+    assert "--parts must be an int >= 1, got 0" in asked("plan", *flags, "--parts", 0, code=2)
+    assert "--parts: of which files?" in asked("plan", *FINE, "--parts", 2, code=2)
+
+
 def test_a_file_that_cannot_be_is_a_hazard():
     said = asked("plan", "--files", "a\0b", "--batch-size", "4", "--mesh", "dp=2", code=1)
     assert r"HAZARD: 'a\x00b': a path has no null bytes. Give another" in said
@@ -395,9 +408,8 @@ def test_with_a_leader_one_rank_of_a_host_reads_for_all_of_it_that_want_the_same
 def test_without_the_ranks_of_a_host_a_plan_with_a_leader_says_that_it_counts_one_host():
     flags = "--samples", 64, "--batch-size", 8, "--mesh", "dp=4,mp=2", "--replicas"
     for replicas in ("leader", "auto"):
-        assert "4 processes read, one of the ranks of a host that get the same rows: all share one (else" in asked(
-            "plan", *flags, replicas
-        )
+        said = asked("plan", *flags, replicas)
+        assert "4 processes read, one of the ranks of a host that get the same rows: all ranks share a host" in said
     assert "8 processes read\n" in asked("plan", *flags, "each", code=1)
 
 

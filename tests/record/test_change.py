@@ -19,6 +19,7 @@ from paddle_shard.errors import ArgumentError, StateError
 from paddle_shard.testing.simulated import on_each_rank
 from tests.helpers import ONE, Made, mesh, sharded
 from tests.record.runs import asked
+from tests.sources.http_server import serving
 
 LENGTH = 46
 
@@ -192,6 +193,45 @@ def test_weights_that_were_switched_since_hold_again_from_the_same_sample(prefet
     again = loader()
     exec(answer["python"], {"loader": again, "state": state})
     assert seen[:begun] + rows(iter(again)) == [*seen[:3], *seen[4:]]
+
+
+def test_the_lines_of_forget_resume_a_run_that_got_another_source_later(tmp_path, ids):
+    def made(*names, record=tmp_path / "run.jsonl"):
+        sources = {name: Made(lambda i, at=at: np.array(1000 * at + i), 40) for at, name in enumerate(names)}
+        data = Mixture(sources, dict.fromkeys(names, 1), num_samples=48)
+        return sharded(DataLoader(data, batch_size=4), ONE, record=record)
+
+    loader = made("web", "code")
+    with iter(loader) as batches:
+        for _ in range(3):
+            next(batches)
+        first = loader.state_dict()
+        for _ in range(3):
+            gone = int(next(batches)._local_value().numpy()[0])
+        second = loader.state_dict()
+    loader = made("web", "code", "chat")
+    loader.load_state_dict(second, override=["mixture"])
+    with iter(loader) as batches:
+        for _ in range(2):
+            late = int(next(batches)._local_value().numpy()[0])
+        third = loader.state_dict()
+        for _ in range(2):
+            last = int(next(batches)._local_value().numpy()[0])
+        loader.state_dict()
+    named = [f"{('web', 'code', 'chat')[one // 1000]}:{one % 1000}" for one in (gone, late, last)]
+    for name, one, state, others in [
+        (named[0], gone, first, ", override=['mixture']"),
+        (named[1], late, second, ", override=['mixture']"),
+        (named[2], last, third, ""),
+    ]:
+        answer = asked("forget", tmp_path / "run.jsonl", "--samples", ids(name), "--json")
+        assert f"loader.load_state_dict(state{others})" in answer["python"]
+        assert ("in another order" in answer["python"]) == bool(others)
+        again = made("web", "code", "chat", record=None)
+        exec(answer["python"], {"loader": again, "state": state})
+        rest = [row for batch in again for row in batch._local_value().numpy().tolist()]
+        assert rest
+        assert one not in rest
 
 
 def test_a_sample_that_cannot_be_is_told_with_its_line(tmp_path, ids):
@@ -439,9 +479,11 @@ def test_the_commands_of_the_page_run(tmp_path, monkeypatch):
         (tmp_path / f"train-{number}.tar").write_bytes(b"x" * 1000)
 
     asked_for = set()
-    for command in commands_of_the_page():
-        asked_for.add(command[0])
-        assert main(command) in (0, 1), command
+    with serving({f"{number}.tar": b"x" * 1000 for number in range(10)}) as server:
+        for command in commands_of_the_page():
+            asked_for.add(command[0])
+            assert main([one.replace("https://host", server.url) for one in command]) in (0, 1), command
+        assert server.asked  # for the sizes
     assert asked_for == set(COMMANDS) - {"doctor", "index", "lint", "lengths"}
 
 

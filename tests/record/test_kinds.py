@@ -131,8 +131,30 @@ def test_a_stream_that_went_on_with_other_files_is_not_proved(tmp_path):
     said = asked("verify", record, code=1)
 
     assert sorted(found) != list(range(40))
-    assert "epoch 0: not proved that each of 40 samples" in said
+    assert "epoch 0: not proved that each of 40 positions of the stream" in said
     assert "from position 12 on are those that were left is not known: the run was resumed there with override=" in said
+
+
+def test_of_a_stream_positions_are_counted_and_not_samples(tmp_path):
+    """It has 21 samples, of which one cannot be read; the last batch has rows of padding."""
+
+    def read(number):
+        if number == 5:
+            raise ValueError("damaged")
+        return np.array(number)
+
+    stream = Stream.of(range(21)).map(read).in_parts(2)
+    loader = sharded(DataLoader(stream, batch_size=4), ONE, record=tmp_path / "run.jsonl", on_error="skip")
+    batches = iter(loader)
+    real = sum(int(batches.valid._local_value().numpy().sum()) for _ in batches)
+
+    said = asked("verify", tmp_path / "run.jsonl")
+    assert real == 20
+    assert "epoch 0: each of 24 positions of the stream exactly once" in said
+    assert "rows of padding, and samples that could not be read, have positions, too" in said
+    assert "With on_error='skip', a sample that could not be read was left out there" in asked(
+        "batch", tmp_path / "run.jsonl", "--step", 1
+    )
 
 
 def test_a_job_that_has_loaded_and_not_begun_changes_no_answer(tmp_path):
