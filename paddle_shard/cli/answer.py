@@ -131,15 +131,24 @@ def run_of(path: str) -> Timeline:
     return timeline(lines)
 
 
+def check_epoch(run: Timeline, epoch: int | None) -> int:
+    """Return an epoch that the run has begun; None is the one of which it has delivered something, if that is one."""
+    known = sorted({leg.epoch for leg, _ in run.passes})
+    if epoch is None and len(only := run.epochs or known) == 1:
+        return only[0]
+    if epoch is None or epoch not in known:
+        what = "--epoch is missing" if epoch is None else f"--epoch {epoch} was not begun"
+        raise ArgumentError(f"{what}: the run has the epochs {cell(known)}. Give one of them.")
+    return epoch
+
+
 def leg_of(run: Timeline, epoch: int | None, step: int) -> tuple[int, list[Leg]]:
     """Return the epoch that is meant, and what has delivered a step of it.
 
     Raises:
         ArgumentError: The step was not delivered; or several epochs have it, and none was named.
     """
-    epoch = run.epochs[0] if epoch is None and len(run.epochs) == 1 else epoch
-    if epoch is None:
-        raise ArgumentError(f"--epoch is missing: the run has the epochs {cell(run.epochs)}. Give one of them.")
+    epoch = check_epoch(run, epoch)
     found = [leg for leg, end in run.passes if leg.epoch == epoch and leg.start.steps <= step < end]
     if not found:
         known = ", ".join(f"[{leg.start.steps}, {leg.steps})" for leg in run.legs_of(epoch)) or "none"

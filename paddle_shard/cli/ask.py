@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from paddle_shard.cli.answer import EPOCH, RECORD, Answer, Rows, command, leg_of, run_of, sample_of
+from paddle_shard.cli.answer import EPOCH, RECORD, Answer, Rows, check_epoch, command, leg_of, run_of, sample_of
 from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.plan.places import rows_of, samples_of, shapes_of, shares_of
 from paddle_shard.plan.skips import Skips
@@ -69,6 +69,8 @@ def where(options: argparse.Namespace) -> Answer:
     """
     places: list[dict[str, Any]] = []
     run = run_of(options.record)
+    if options.epoch is not None:
+        check_epoch(run, options.epoch)
     for leg, step, row in places_in(run, options.sample):
         if options.epoch not in (None, leg.epoch):
             continue
@@ -78,7 +80,7 @@ def where(options: argparse.Namespace) -> Answer:
     what = f"sample {options.sample} was not delivered, says the record"
     what += "; the run leaves out samples or steps (loader.skip)" * (run.history.skips != Skips())
     said = [*([places] if places else [what]), *_unread(run)]
-    return Answer(found={"sample": options.sample, "places": places}, said=said)
+    return Answer(found={"sample": options.sample, "places": places, "notes": _unread(run)}, said=said)
 
 
 def _unread(run: Timeline) -> list[str]:
@@ -97,7 +99,7 @@ def batch(options: argparse.Namespace) -> Answer:
     example: paddle-shard batch run.jsonl --step 3
     """
     run = run_of(options.record)
-    epoch, legs = leg_of(run, options.epoch, options.step)
+    (epoch, legs), notes = leg_of(run, options.epoch, options.step), _unread(run)
     found: list[dict[str, Any]] = []
     for leg in legs:
         if (plan := leg.job.parts_plan()) is None:
@@ -107,4 +109,6 @@ def batch(options: argparse.Namespace) -> Answer:
             span = {"first_in_each": first, "end_in_each": first + plan.samples_per_part}
             rows = [{**group, "parts": parts, **span} for group, parts in shares_of(leg.job.meshes, plan.parts_of)]
         found += [{"job": leg.job.number, "told": told(leg, options.step), **row} for row in rows]
-    return Answer(found={"epoch": epoch, "step": options.step, "delivered": found}, said=[found, *_unread(run)])
+    return Answer(
+        found={"epoch": epoch, "step": options.step, "delivered": found, "notes": notes}, said=[found, *notes]
+    )

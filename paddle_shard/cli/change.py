@@ -24,8 +24,17 @@ from paddle_shard.record.timeline import Job, Leg, Saved, Timeline, places_in
 # forget, skip
 
 
-def _without(run: Timeline, hits: Sequence[tuple[Leg, int]], skip: str) -> tuple[list[str], dict[str, Any]]:
-    """Return the Python that resumes a run from before some steps, and what programs want to know of it."""
+def _without(
+    run: Timeline, hits: Sequence[tuple[Leg, int]], stretches: Sequence[tuple[int, int, int]], *others: str
+) -> tuple[list[str], dict[str, Any]]:
+    """Return the Python that resumes a run from before some steps, and what programs want to know of it.
+
+    Args:
+        run: The run.
+        hits: The steps, each with what has delivered it.
+        stretches: (epoch, first position, the one after the last) of what is left out, beside what the run left out.
+        others: Further lines of Python.
+    """
 
     def before_all(saved: Saved) -> bool:
         reached = {(leg.job.number, leg.number): leg.steps for leg in saved.legs}
@@ -41,21 +50,28 @@ def _without(run: Timeline, hits: Sequence[tuple[Leg, int]], skip: str) -> tuple
             place["saved_as"], where = step, f"{where} by Checkpoints.save({step})"
         lines = [f"# Load the model and the state that were saved {where}:", "loader.load_state_dict(state)"]
         now = run.last.facts["fingerprint"]
-        if others := [name for name in now if now[name] != state.fingerprint.get(name)]:
-            lines[1:] = [f"loader.load_state_dict(state, override={others!r})"]
+        if differ := [name for name in now if now[name] != state.fingerprint.get(name)]:
+            lines[1:] = [f"loader.load_state_dict(state, override={differ!r})"]
             lines.append("# What the run was resumed with later holds from here on: what follows is in another order.")
-    lines += [*_left_out_since(run, state), skip]
-    return lines, {"resume": place, "python": "\n".join(lines)}
+    before = state.history.skips
+    since = [one for one in run.history.skips.stretches if before.joined([one], ()).stretches != before.stretches]
+    steps, rows = _in_steps(run, hits[0][0], state, [*since, *stretches])
+    weights, left_out = _changed_since(run, state)
+    left_out += filter(None, steps[: len(since)])
+    lines += [*weights, *(["# The run has left this out since then:", *left_out] if left_out else [])]
+    lines += [*filter(None, steps[len(since) :]), *others]
+    if rows is not None:
+        lines.insert(0, f"# Steps are counted in batches of {rows} rows.")
+    return lines, {"resume": place, "batch_size": rows, "python": "\n".join(lines)}
 
 
-def _left_out_since(run: Timeline, state: LoaderState) -> list[str]:
-    """Return the Python that changes what the run has changed since a state: the state does not know it."""
-    before, now, job = state.history.skips, run.history.skips, run.last
-    known = {sample for sample, *_ in before.samples}
-    ids: list[Any] = [sample for sample, *_ in now.samples if sample not in known]
-    weights = list[str]()
-    if "mixture" in job.facts["fingerprint"]:
-        mixing: Any = ordering_of(job.facts["fingerprint"])
+def _changed_since(run: Timeline, state: LoaderState) -> tuple[list[str], list[str]]:
+    """Return the Python that switches weights, and that leaves out samples, as the run has done since a state."""
+    known, weights = {sample for sample, *_ in state.history.skips.samples}, list[str]()
+    ids: list[Any] = [sample for sample, *_ in run.history.skips.samples if sample not in known]
+    fingerprint = run.last.facts["fingerprint"]
+    if "mixture" in fingerprint:
+        mixing: Any = ordering_of(fingerprint)
         before_it: Any = ordering_of(state.fingerprint) if state.fingerprint else mixing
         ids = [mixing.named(sample) for sample in ids]
 
@@ -67,17 +83,40 @@ def _left_out_since(run: Timeline, state: LoaderState) -> list[str]:
         if 0 < alike == len(made) < len(then):  # what was set for later was taken back, as the last call does again
             alike -= 1
         weights = [f"loader.set_weights({parts!r}, at={first})" for first, parts in made[alike:]]
-    lines = [f"loader.skip(samples={ids!r})"] if ids else []
-    for epoch, first, end in now.stretches:
-        if before.joined([(epoch, first, end)], ()).stretches == before.stretches or epoch < state.epoch:
-            continue
-        legs = run.legs_of(epoch)
-        plan = legs[-1].plan if legs else job.batches(state.history).plan_of(LoaderState(epoch=epoch))
-        at = max(first, state.samples if epoch == state.epoch else 0)
-        if at < end:
-            steps = range(plan.step_of(position=at), plan.step_of(position=end - 1) + 1)
-            lines.append(f"loader.skip(steps={steps!r}, epoch={epoch})")
-    return [*weights, *(["# The run has left this out since then:", *lines] if lines else [])]
+    return weights, [f"loader.skip(samples={ids!r})"] if ids else []
+
+
+def _in_steps(
+    run: Timeline, leg: Leg, state: LoaderState, stretches: Sequence[tuple[int, int, int]]
+) -> tuple[list[str], int | None]:
+    """Return the Python that leaves out each stretch after a state, or "", and the rows of the batches it counts.
+
+    The batches are those that the job of a leg makes when it resumes from the state; or those of the newest job.
+
+    Raises:
+        ArgumentError: A stretch begins or ends within a batch.
+    """
+    for job, history in ((leg.job, leg.history), (run.last, run.history)) if stretches else ():
+        lines, size = list[str](), None
+        for epoch, first, end in stretches:
+            plan = job.batches(history).plan_of(state if epoch == state.epoch else LoaderState(epoch=epoch))
+            at = max(first, state.samples if epoch == state.epoch else 0)
+            if epoch < state.epoch or at >= min(end, plan.num_served):
+                lines.append("")
+                continue
+            steps = range(plan.step_of(position=at), min(plan.step_of(position=end - 1) + 1, plan.num_steps))
+            last, size = end_of(plan, steps[-1]), size or size_at(plan, at)
+            # What comes after the last step, tail="drop" leaves out anyway.
+            if plan.first_position(step=steps[0]) == at and (
+                last == end or (last < end and steps.stop == plan.num_steps)
+            ):
+                lines.append(f"loader.skip(steps={steps!r}, epoch={epoch})")
+        if len(lines) == len(stretches):
+            return lines, size
+    if not stretches:
+        return [], None
+    what = "batches of one size, from the saved state on, do not end where those end that are left out"
+    raise ArgumentError(f"--step: {what}. Give a stretch of one size; paddle-shard verify lists them.")
 
 
 @command(
@@ -107,7 +146,7 @@ def forget(options: argparse.Namespace) -> Answer:
     places = sorted({(leg.job.number, leg.epoch, step, told(leg, step)) for leg, step in hits})
     steps = [{"job": job, "epoch": epoch, "step": step, "told": line} for job, epoch, step, line in places]
     samples = list(given)
-    lines, found = _without(run, hits, f"loader.skip(samples={samples!r})")
+    lines, found = _without(run, hits, [], f"loader.skip(samples={samples!r})")
     what = f"{len(samples)} samples were delivered {len(hits)} times, in {len(steps)} steps"
     return Answer(found={"steps": steps, **found}, said=[what, steps, *lines])
 
@@ -133,24 +172,16 @@ def skip(options: argparse.Namespace) -> Answer:
     for step in options.step:
         epoch, legs = leg_of(run, epoch, step)
         hits += [(leg, step) for leg in legs]
-    (leg, first_step), job, steps = hits[0], hits[0][0].job, options.step
+    job = hits[0][0].job
     if "files" in job.facts["data"]:
         raise ArgumentError(f"the steps of a stream cannot be left out: {job.unknown}.")
-    size, rows = "of the size that the run had there", None
-    if job.unknown is None:  # counted as the job goes on that is resumed from before them
-        first, end = leg.plan.first_position(step=first_step), max(end_of(one.plan, step) for one, step in hits)
-        rows = size_at(leg.plan, first)
-        size = f"of {rows} rows"
-        steps = range(first_step, min(leg.plan.step_of(position=end - 1) + 1, leg.plan.num_steps))
-        # What comes after the last step, tail="drop" leaves out anyway.
-        if (last := end_of(leg.plan, steps[-1])) > end or (last < end and steps.stop < leg.plan.num_steps):
-            what = f"the batches of these steps are of several sizes, and batches {size} do not end where they end"
-            way_out = "Give a stretch that was delivered in batches of one size; paddle-shard verify lists them."
-            raise ArgumentError(f"--step: {what}. {way_out}")
-    comment = f"# Steps are counted in batches {size}."
-    lines, found = _without(run, hits, f"loader.skip(steps={steps!r}, epoch={epoch})")
-    found |= {"batch_size": rows, "python": f"{comment}\n{found['python']}"}
-    return Answer(found=found, said=[comment, *lines])
+    if job.unknown is None:
+        first, end = hits[0][0].plan.first_position(step=hits[0][1]), max(end_of(leg.plan, step) for leg, step in hits)
+        lines, found = _without(run, hits, [(hits[0][0].epoch, first, end)])
+    else:
+        comment = "# Steps are counted in batches of the size that the run had there."
+        lines, found = _without(run, hits, [], comment, f"loader.skip(steps={options.step!r}, epoch={epoch})")
+    return Answer(found=found, said=lines)
 
 
 # diff

@@ -24,8 +24,9 @@ from paddle_shard.version import VERSION
 
 _FILES = 4096
 _SHARED_MB = 256
+# Agreements that are timed.
 _STEPS = 200
-"""Agreements that are timed."""
+# In a process of its own: it may hang or crash, and is ended then.
 _ALL_REDUCE = """
 import paddle, paddle.distributed as dist
 dist.init_parallel_env()
@@ -35,7 +36,6 @@ assert ones.tolist() == [dist.get_world_size()] * 4, f"the sum of ones over all 
 dist.barrier()
 print("works by", dist.get_backend())
 """
-"""In a process of its own: it may hang or crash, and is ended then."""
 
 
 def _installed(*names: str) -> str:

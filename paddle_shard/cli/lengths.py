@@ -22,13 +22,13 @@ from paddle_shard.plan.parts import check_count
 from paddle_shard.sources.arrays import check_indexed
 from paddle_shard.sources.files import replacing
 from paddle_shard.sources.packed import check_lengths, write_lengths
-from paddle_shard.stages.pack import tokens_of
+from paddle_shard.stages.pack import PackedRows, tokens_of
 
+# Documents that are counted at a time; those of an earlier run that are looked at again; failures that are shown.
 _CHUNK, _LOOKED_AT, _MOST_SHOWN = 1024, 16, 20
-"""Documents that are counted at a time; those of an earlier run that are looked at again; failures that are shown."""
 _UNKNOWN = -1
+# The documents and how they will be packed, for processes that are forked.
 _given: dict[str, Any] = {}
-"""The documents and their key, for processes that are forked."""
 
 
 def _begin() -> None:
@@ -48,7 +48,8 @@ def _counted(first: int, end: int) -> tuple[int, list[int], list[str]]:
     found, failed = list[int](), list[str]()
     for number in range(first, end):
         try:
-            found.append(len(tokens_of(_given["documents"][number], _given["key"])))
+            fields = _given["rows"].fields(_given["documents"][number], "it")  # refused as it will be when it is packed
+            found.append(len(fields[_given["rows"].key]))
         except (Exception, SystemExit) as error:  # whatever the user's data set raises
             raise_if_a_handlers(error)
             found.append(_UNKNOWN)
@@ -76,7 +77,7 @@ def _count(documents: Any, key: str, path: str, workers: int) -> list[Hazard]:
         if known[at] != len(tokens_of(documents[at], key)):
             what = f"{part} has another length of document {at}: it is damaged, or of other documents"
             raise ArgumentError(f"{what}. {anew}")
-    _given.update(documents=documents, key=key)
+    _given.update(documents=documents, rows=PackedRows(length=1, most_pieces=1, key=key))
     size, hazards = max(1, min(_CHUNK, number // (8 * workers))), list[Hazard]()
     spans = [(at, min(at + size, number)) for at in range(0, number, size) if (known[at : at + size] < 0).any()]
     progress = Progress("documents counted", sum(end - first for first, end in spans))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 from array import array
 from collections import Counter, defaultdict
@@ -30,10 +31,10 @@ from paddle_shard.stages.stage import Opening, Unreadable
 
 # Of each field in a file, so many forms are told apart; further ones by their type only.
 _MOST_FORMS, _MOST_SHOWN = 64, 20
+# A field of lists is ragged, as tokens are, if no length has so many of its samples; of a few, that is not known.
 _USUAL, _FEW = 0.9, 16
-"""A field of lists is ragged, as tokens are, if no length has so many of its samples; of a few, that is not known."""
+# Field of a WebDataset sample; those that begin with two underscores tell where it is from.
 _KEY = "__key__"
-"""Field of a WebDataset sample; those that begin with two underscores tell where it is from."""
 
 KINDS: dict[str, tuple[tuple[str, ...], Callable[[str], ShardSource]]] = {
     "webdataset": ((".tar", ".tgz"), partial(webdataset_source, index=False)),
@@ -45,6 +46,7 @@ KINDS: dict[str, tuple[tuple[str, ...], Callable[[str], ShardSource]]] = {
 """Sources of files by name: how their files end, and what reads one."""
 
 
+# What may be wrong with a sample, and what helps.
 _REMEDIES = {
     "unreadable": "Write the file anew; on_error='skip' leaves out a sample if those after it can be read",
     "missing": "Correct the path",
@@ -53,7 +55,6 @@ _REMEDIES = {
     "other fields": "Samples of a batch need the same fields: write them anew, or map or filter them",
     "other form": "Make arrays of one shape and dtype of them by map, or pad them in a collate_fn",
 }
-"""What may be wrong with a sample, and what helps."""
 
 
 @dataclass
@@ -166,9 +167,12 @@ def _unlike(shards: Sequence[_Shard], ragged: Collection[str]) -> Iterator[dict[
         if name in ragged and _length(value) is not None:
             continue
         try:
-            collate([most, value], path=f"[{name!r}]")
+            form, usual_form = (form_of(collate([most, one], path=f"[{name!r}]")) for one in (value, most))
+            why = "" if form == usual_form else f"[{name!r}] makes batches of {form}, and most make {usual_form}"
         except (TypeError, ValueError) as error:
-            yield shard.fault("other form", number, f"{str(error).partition('. ')[0]}{so_many}", num)
+            why = str(error).partition(". ")[0]
+        if why:
+            yield shard.fault("other form", number, f"{why}{so_many}", num)
 
 
 def _jobs(options: argparse.Namespace) -> Iterator[tuple[str, str]]:
@@ -176,6 +180,8 @@ def _jobs(options: argparse.Namespace) -> Iterator[tuple[str, str]]:
     for url in options.urls:
         ending = re.sub(r"\.(gz|bz2|xz)$", "", base_name(url).lower())
         kinds = [options.kind] if options.kind else [name for name, (ends, _) in KINDS.items() if ending.endswith(ends)]
+        if os.path.isdir(url):
+            raise ArgumentError(f"{url} is a folder. Give its files, such as '{url}/*.tar'.")
         if not kinds:
             what = f"{shown(url)}: its name does not tell what it holds"
             raise ArgumentError(f"{what}. Give --kind {' or '.join(KINDS)}.")

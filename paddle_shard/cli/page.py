@@ -27,11 +27,11 @@ MAX_SAMPLES = 1 << 52
 MAX_TABLE = 1 << 22
 """Most samples in Paddle's order, which is a table that the page has to draw."""
 
+# The orders that `order.js` computes.
 _KINDS: dict[type, str] = {
     **{Sequential: "sequential", PaddleSequential: "sequential", Shuffled: "shuffled"},
     **{Blocks: "blocks", PaddleOrdering: "paddle", Mixing: "mixture"},
 }
-"""The orders that `order.js` computes."""
 FILES = Path(__file__).parent / "page"
 SCRIPTS = ("drawing.js", "order.js", "page.js")
 

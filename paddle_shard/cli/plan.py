@@ -6,7 +6,7 @@ import argparse
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,9 @@ from paddle_shard.cli.page import life_of, page_of, view_of
 from paddle_shard.cli.svg import svg_of
 from paddle_shard.errors import ArgumentError
 from paddle_shard.plan import hazards
-from paddle_shard.plan.hazards import DATA_AXES, MUCH, Hazard
+from paddle_shard.plan.hazards import MUCH, Hazard, carries_data
 from paddle_shard.plan.mesh import MeshLayout, grid_of
+from paddle_shard.plan.mixture import Mixing, drawn_of
 from paddle_shard.plan.orders import ORDERINGS, find_ordering
 from paddle_shard.plan.parts import PartsPlan, check_count, chunks_of
 from paddle_shard.plan.places import Meshes, groups_of, readers_of, reads_of_a_row, samples_of, shapes_of, shares_of
@@ -32,16 +33,16 @@ from paddle_shard.sources.webdataset import expand
 from paddle_shard.stages.cut import chosen_num_parts
 from paddle_shard.stages.stage import Opening
 
+# Ranks of a mesh, and rows of a batch, that are looked at: each is held in memory.
 _MOST_RANKS, _MOST_ROWS = 10**7, 10**8
-"""Ranks of a mesh, and rows of a batch, that are looked at: each is held in memory."""
+# Arguments that a record answers itself.
 _TOLD = "mesh", "data_axes", "batch_size", "samples", "source", "tail", "shuffle", "accumulation", "replicas"
-"""Arguments that a record answers itself."""
 _TOLD_BY_RECORD = (
     "the record tells that. Leave it out, or the record; paddle-shard diff takes another mesh or batch size."
 )
 _NOT_OF_FILES = "which samples are where in files that are not counted is not known here. Leave it out, or --files."
+# Ranks of a mesh that is shown as a grid.
 _MOST_SHOWN = 64
-"""Ranks of a mesh that is shown as a grid."""
 
 
 @dataclass(kw_only=True)
@@ -103,7 +104,7 @@ def with_data_axes(meshes: Sequence[MeshLayout], axes: str | None) -> Meshes:
     """
     found = []
     for mesh in meshes:
-        likely = [axis for axis in mesh.axes if axis in DATA_AXES][:1]
+        likely = list(filter(carries_data, mesh.axes))[:1]
         if axes is None and not likely:
             raise ArgumentError(f"--data-axes is missing: which of {', '.join(mesh.axes)} split the rows of a batch?")
         named = likely if axes is None else filter(None, axes.split(","))
@@ -122,9 +123,9 @@ def planned(options: argparse.Namespace) -> Planned:
     Raises:
         ArgumentError: They do not say it.
     """
-    check_count("--epoch", options.epoch or 0, 0)
-    for flag, number in (("--ranks-per-host", options.ranks_per_host), ("--parts", options.parts)):
-        check_count(flag, 1 if number is None else number)
+    for name in ("epoch", "workers", "ranks_per_host", "parts", "batch_size", "accumulation"):
+        if (number := vars(options).get(name)) is not None:
+            check_count(f"--{name.replace('_', '-')}", number, int(name not in ("epoch", "workers")))
     for needless, names, why in (
         # The seed also draws the restarts of `simulate`.
         (options.record, _TOLD if "restarts" in options else (*_TOLD, "seed"), _TOLD_BY_RECORD),
@@ -149,6 +150,8 @@ def planned(options: argparse.Namespace) -> Planned:
     shuffle = find_ordering({str(name): name for name in ORDERINGS}[options.shuffle or "False"])
     if options.source:
         sources = {name: range(count) for name, count, _ in options.source}
+        if len(sources) < len(options.source):
+            raise ArgumentError(f"--source: two of {[name for name, *_ in options.source]} have one name.")
         mixture = Mixture(sources, {name: weight for name, _, weight in options.source}, num_samples=samples)
         samples, shuffle = len(mixture), mixture.ordering(shuffle)
     try:
@@ -158,7 +161,7 @@ def planned(options: argparse.Namespace) -> Planned:
             found.plan = ShardPlan(num_samples=samples, shuffle=shuffle, seed=options.seed or 0, **cut)
     except ArgumentError as error:
         what, _, remedy = str(error).partition(". ")
-        found.hazards.append((f"{what}{'' if what.startswith('batch_size') else found.where}", remedy))
+        found.hazards.append((f"{what}{'' if what.startswith(('batch_size', 'tail')) else found.where}", remedy))
     return found
 
 
@@ -166,7 +169,9 @@ def _of_record(options: argparse.Namespace) -> Planned:
     run = run_of(options.record)
     job, newest, view = run.last, run.passes[-1][0] if run.passes else None, life_of(run)
     found = Planned(meshes=job.meshes, holders=job.holders, replicas=job.facts["options"]["replicas"], view=view)
-    if options.files and (parts := job.parts_plan()) is not None:
+    if options.files:
+        if (parts := job.parts_plan()) is None:
+            raise ArgumentError("--files: the data of this run has no parts, whose files could be looked at.")
         _look_at_cache(options, found, parts)
     if job.unknown is not None or newest is None:
         found.said.append(f"There is no plan to show: {job.unknown or 'nothing was delivered yet'}.")
@@ -223,10 +228,7 @@ def _look_at_files(options: argparse.Namespace, found: Planned, cut: dict[str, A
     if sizes is None:
         found.said.append("The sizes of the files are not known here, and so neither is what the parts differ by.")
         return
-    if (lost := plan.ending.lost(sizes)) > MUCH:
-        what = f"about {lost:.0%} {'of the data is dropped' if plan.ending.drops else 'of all rows are padding'}"
-        what = f"the parts differ in size: {what}, since files that are not counted are not cut{found.where}"
-        found.hazards.append((what, "Count the samples (counts=True; for tars paddle-shard index), or use more files"))
+    found.hazards += hazards.hazards_of_parts(plan, sizes, found.where)
 
 
 def _with_workers(found: Planned, shares: Rows, options: argparse.Namespace) -> Rows:
@@ -326,8 +328,12 @@ def plan(options: argparse.Namespace) -> Answer:
     said += [who, *asked.said]
     if (plan := asked.plan) is not None:
         reads = reads_of_a_row(asked.meshes, reading)
-        facts = found["plan"] = {**facts_of_plan(plan), "reads of each sample": reads}
+        facts = found["plan"] = {**facts_of_plan(plan), "reads of each row": reads}
         said.append([{"what": name, "number": value} for name, value in facts.items()])
+        if isinstance(plan.ordering, Mixing):
+            sources = drawn_of(plan.ordering, plan.num_samples)  # in the first epoch
+            found["sources"] = [{"source": name, **asdict(one)} for name, one in sources.items()]
+            said.append(found["sources"])
         of, meshes, holders, skips = asked.step_of or (plan, asked.meshes, asked.holders, asked.skips)
         if options.step is not None:
             found["step"] = samples_of(of, holders, asked.epoch, options.step, skips)

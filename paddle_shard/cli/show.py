@@ -6,6 +6,7 @@ import argparse
 import importlib
 import os
 import sys
+from collections.abc import Mapping
 from operator import attrgetter
 from typing import Any
 
@@ -13,8 +14,9 @@ import numpy as np
 
 from paddle_shard.cli.answer import EPOCH, RECORD, Answer, cell, command, leg_of, run_of, sample_of
 from paddle_shard.errors import ArgumentError, described
-from paddle_shard.plan.handlers import raise_if_a_handlers
+from paddle_shard.plan.handlers import length_or_none, raise_if_a_handlers
 from paddle_shard.plan.places import samples_at
+from paddle_shard.record.timeline import places_in
 
 _MOST_TEXT = 2000
 _MOST_VALUES = 16
@@ -43,7 +45,7 @@ def opened(path: str) -> Any:
 
 def shown(value: Any) -> str:
     """Return a sample as text, long arrays and texts cut."""
-    with np.printoptions(threshold=_MOST_VALUES):
+    with np.printoptions(threshold=_MOST_VALUES, linewidth=_MOST_TEXT):
         text = value if isinstance(value, str) else repr(value)
     return text if len(text) <= _MOST_TEXT else f"{text[:_MOST_TEXT]} ..."
 
@@ -66,13 +68,18 @@ def show(options: argparse.Namespace) -> Answer:
     """
     if (options.step is None) == (options.sample is None):
         raise ArgumentError("give --step, or --sample.")
-    samples = [options.sample]
-    if options.step is not None:
-        _, legs = leg_of(run_of(options.record), options.epoch, options.step)
+    run, samples = run_of(options.record), [options.sample]
+    if options.step is None:
+        list(places_in(run, options.sample))  # refuses one that cannot be
+    else:
+        _, legs = leg_of(run, options.epoch, options.step)
         plan, skips = legs[-1].plan, legs[-1].history.skips
         samples = [one for one in samples_at(plan, legs[-1].epoch, options.step, skips) if one is not None]
     dataset, decode = opened(options.open), shown if options.decode is None else named(options.decode)
-    found = []
+    lengths = run.last.facts["data"].get("length"), length_or_none(dataset)
+    if None not in lengths and lengths[0] != lengths[1] and not isinstance(dataset, Mapping):
+        raise ArgumentError(f"--open {options.open} has {lengths[1]} samples, and the data of the run {lengths[0]}.")
+    found, failed = list[dict[str, Any]](), False
     for sample in samples:
         try:
             # A mixture's samples are those of its sources, which a dict of them serves as well.
@@ -81,6 +88,7 @@ def show(options: argparse.Namespace) -> Answer:
             found.append({"sample": sample, "text": shown(decode(of[index]))})
         except Exception as error:  # whatever the user's data set raises
             raise_if_a_handlers(error)
-            what = f"sample {cell([sample])} of {options.open} cannot be read"
-            raise ArgumentError(f"{what}: {described(error)}") from error
-    return Answer(found={"samples": found}, said=[f"{cell([one['sample']])}: {one['text']}" for one in found])
+            failed = True
+            found.append({"sample": sample, "text": f"cannot be read: {described(error)}"})
+    said = [f"{cell([one['sample']])}: {one['text']}" for one in found]
+    return Answer(found={"samples": found}, said=said, failed=failed)

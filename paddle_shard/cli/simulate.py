@@ -45,21 +45,21 @@ _ONCE = "each sample exactly once, as the tail says"
 _EQUAL = "equal steps and equal rows on all ranks"
 _ALIKE = "replicas get the same rows"
 
+# Positions whose ids are computed at once: they stay in the cache.
 _CHUNK = 1 << 13
-"""Positions whose ids are computed at once: they stay in the cache."""
+# Positions that a process counts before it takes others.
 _JOB = 1 << 20
-"""Positions that a process counts before it takes others."""
+# Fewer jobs are done sooner than processes are begun.
 _FEW_JOBS = 16
-"""Fewer jobs are done sooner than processes are begun."""
 _MOST_JOBS = 1 << 14
+# Steps at which all ranks are looked at, and chunks of the order whose quality is.
 _MOST_LOOKS = 1024
-"""Steps at which all ranks are looked at, and chunks of the order whose quality is."""
+# Ranks of a mesh that read: so many, or more as long as they have no more steps together.
 _MOST_RANKS, _MOST_OF_RANKS = 8, 20_000
-"""Ranks of a mesh that read: so many, or more as long as they have no more steps together."""
+# Samples of an order that is a table, so that it stays below 1 GB.
 _MOST_IN_TABLE = 50_000_000
-"""Samples of an order that is a table, so that it stays below 1 GB."""
+# Ranks of a mesh that are searched, to ask some of them for their data rank.
 _MOST_SEARCHED = 1 << 24
-"""Ranks of a mesh that are searched, to ask some of them for their data rank."""
 _UNEVEN = 1.1
 _FEW_BLOCKS = 16
 

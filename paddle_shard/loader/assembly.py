@@ -95,7 +95,7 @@ def setup_of(options: LoaderOptions) -> PassSetup:
     elif compares and own.on_mesh and own.num_data_ranks > 1:
         batch_check = BatchCheck((own.layout, own.data_axes))
     run = Run(source, own, members, options.timeout)
-    if options.record is not None and me == members[0]:
+    if options.record is not None and me == min(rank for layout in layouts for rank in layout.layout.process_ids):
         run.recorder = Recorder(options.record, facts_of_run(options, source, run, layouts, own))
     return PassSetup(
         options=options,

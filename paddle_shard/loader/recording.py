@@ -16,12 +16,14 @@ from paddle_shard.inputs.options import LoaderOptions
 from paddle_shard.inputs.source import Source
 from paddle_shard.place.field import FieldLayout
 from paddle_shard.plan.handlers import length_or_none
-from paddle_shard.plan.hazards import hazards_of
+from paddle_shard.plan.hazards import hazards_of, hazards_of_parts
 from paddle_shard.plan.shown import Page
 from paddle_shard.plan.shuffle import VERSION as ORDER_VERSION
+from paddle_shard.plan.state import LoaderState
 from paddle_shard.position.run import Run
 from paddle_shard.record.lines import read
 from paddle_shard.record.timeline import timeline
+from paddle_shard.sources.shards import ShardSource
 from paddle_shard.version import VERSION
 
 _TOLD_OTHERWISE = {"dataloader", "meshes", "shard_dims", "batch_size", "balance", "record"}
@@ -93,7 +95,10 @@ def page_of_loader(setup: PassSetup) -> Page:
     meshes: dict[Any, None] = {}
     for layout in setup.placer.layouts:
         meshes[layout.layout, tuple(layout.layout.axes[axis] for axis in layout.data_axes)] = None
-    hazards = hazards_of(plan, list(meshes), setup.options.replicas, None, run.epoch, dealt=dealt)
+    hazards = list(hazards_of(plan, list(meshes), setup.options.replicas, None, run.epoch, dealt=dealt))
+    if stream is not None and isinstance(stream.stage.source, ShardSource):
+        sizes = stream.stage.source.part_sizes(stream.opening(LoaderState(epoch=run.epoch)))
+        hazards += [] if sizes is None else hazards_of_parts(stream.plan, sizes)
     return page_of(view_of(drawn, own.layout, own.data_axes, **more), hazards)
 
 

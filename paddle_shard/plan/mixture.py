@@ -460,4 +460,5 @@ def drawn_too_often(mixing: Mixing, num_samples: int) -> Iterator[tuple[str, str
         # Two digits, rounded down: with as much as is too often it would be said again.
         digit = 10.0 ** (math.floor(math.log10(share)) - 1)
         share = digit * (math.ceil(share / digit) - 1)
-        yield what, f"A share of {share:.2g} instead of {of.weight:.2g} is {_MOST_EPOCHS} times at most"
+        remedy = f"A share of {share:.2g} instead of {of.weight:.2g}, of weights that add up to 1"
+        yield what, f"{remedy}, is {_MOST_EPOCHS} times at most"

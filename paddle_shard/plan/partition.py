@@ -86,7 +86,11 @@ def check_batch_size(batch_size: int, num_data_ranks: int, accumulation: int = 1
         over = f"{num_data_ranks} data ranks"
         if accumulation > 1:
             over += f" times {accumulation} accumulation steps"
+        sizes = nearest_multiples(batch_size, unit)
+        can = " or ".join(map(str, sizes))
+        if accumulation > 1:
+            can += f", micro-batches of {' or '.join(str(size // accumulation) for size in sizes)} rows"
         raise BatchSizeError(
-            f"batch_size: a global batch of {batch_size} cannot be split evenly over {over}. "
-            f"Nearest sizes that can: {' or '.join(map(str, nearest_multiples(batch_size, unit)))}."
+            f"batch_size: a global batch of {batch_size} cannot be split evenly over {over}. Nearest sizes that can: "
+            f"{can}."
         )

@@ -232,8 +232,7 @@ def timeline(lines: Sequence[dict[str, Any]]) -> Timeline:
                 # That there was no more is told of the pass that delivered the last of it.
                 for number, one in enumerate(found.legs):
                     if one.epoch == leg.epoch and one.samples == leg.start.samples and not one.ended:
-                        same = one.job.facts["fingerprint"] == leg.job.facts["fingerprint"]
-                        found.legs[number] = replace(one, ended=True, closed=same)
+                        found.legs[number] = replace(one, ended=True, closed=True)
         for leg in legs.values():
             upto_here = counted.get(leg.number, leg.start)
             start = replace(leg.start, steps=upto_here.steps, samples=upto_here.samples)

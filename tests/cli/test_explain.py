@@ -311,6 +311,15 @@ def test_a_source_that_is_called_like_a_mark_of_the_page_stays_a_name(tmp_path):
     assert "__HAZARDS__" in page.partition('id="view">')[2]
 
 
+@pytest.mark.parametrize("counts", [False, True])
+def test_the_page_of_a_stream_of_files_says_that_its_parts_differ(counts, tmp_path):
+    for number in range(4):
+        (tmp_path / f"{number}.txt").write_text("a line\n" * (10 + 90 * (number == 2)))
+    stream = Stream.lines(tmp_path / "*.txt", counts=counts).in_parts(4)
+    page = sharded(DataLoader(stream, batch_size=8), ONE).explain()
+    assert ("the parts differ in size: about 68% of all rows are padding" in page) == (not counts)
+
+
 def test_the_page_has_the_hazards(tmp_path):
     flags = "--samples", 5, "--batch-size", 8, "--mesh", "dp=8", "--html", tmp_path / "a.html"
     asked("plan", *flags, code=1)

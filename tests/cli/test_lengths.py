@@ -57,6 +57,20 @@ def reads(tmp_path):
     return Counter(map(int, (tmp_path / "read.txt").read_text().split()))
 
 
+def test_documents_that_packed_refuses_have_no_length(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "odd_documents.py").write_text(
+        "import numpy as np\n"
+        "pairs = [([1, 2], [3]), ([1], [2])]\n"
+        "tables = [np.zeros((3, 4), int)] * 2\n"
+        "floats = [[1.5, 2.5]] * 2\n"
+    )
+    for name in ("pairs", "tables", "floats"):
+        said = asked("lengths", "--open", f"odd_documents:{name}", "-o", tmp_path / "a.npz", "--workers", 1, code=1)
+        assert "the tokens of document 0 cannot be counted" in said
+        assert not (tmp_path / "a.npz").exists()
+
+
 @pytest.mark.parametrize("workers", [1, 3])
 def test_the_file_is_what_packed_writes_itself_and_reads(workers, tmp_path, module):
     name = module("documents_of_lengths")

@@ -67,6 +67,20 @@ def test_files_of_every_source_that_are_fine_have_no_hazard_and_are_read_to_thei
     assert found["files"] == {name: sum(1 for _ in stream([name]).in_parts(1)) for name in filled}
 
 
+def test_a_number_that_makes_batches_of_another_dtype_is_of_another_form(tmp_path):
+    """Alone it can be stacked with the others; but the batch is of floats then, on this rank and not on others."""
+    lines = [{"n": number, "x": 1.5} for number in range(40)]
+    lines[7]["n"], lines[9]["x"] = 1.5, 2
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+    found = faults(tmp_path / "a.jsonl")
+    assert [one.split(" of ")[0] for one in found] == ["other form: sample 7"]
+    assert "['n'] makes batches of ('float64', (2,)), and most make ('int64', (2,))" in found[0]
+
+
+def test_a_folder_is_told_as_that(tmp_path):
+    assert f"{tmp_path} is a folder. Give its files" in asked("lint", tmp_path, code=2)
+
+
 def test_unreadable_samples_are_named_by_shard_and_number_with_the_reason(tmp_path):
     good = [sample(number) for number in range(6)]
     cut = tar([sample(number) for number in range(10, 16)])

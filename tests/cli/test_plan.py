@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import tarfile
+from collections import Counter
 
 import numpy as np
 import paddle.distributed as dist
@@ -95,12 +96,19 @@ def test_the_plan_is_what_loaders_deliver(
     )
     served = sum(row is not None for of_step in rows for row in of_step)
     assert real["samples dropped in an epoch"] == (samples - served if shuffle != "paddle" else 4 * (tail == "drop"))
-    assert real["reads of each sample"] == len(groups[0])
+    assert real["reads of each row"] == len(groups[0])
     starved = [at for at, ranks in enumerate(groups) if not any(one is not None for one in per_rank[ranks[0]][-1])]
     told = [one["what"] for one in found["hazards"] if "nothing else" in one["what"]]
-    assert [one.partition("nothing else on ")[2] for one in told] == [
-        f"{len(starved)} of its data ranks: {', '.join(map(str, starved))}"
-    ] * bool(starved)
+    micro = batch_size // len(groups) if shuffle != "paddle" else 99  # rows of a data rank in a micro-batch
+    of_last = [per_rank[ranks[0]][-1] for ranks in groups]
+    micro = min(micro, max(1, len(of_last[0]) // accumulation))
+    cut = [rows[at : at + micro] for rows in of_last for at in range(0, len(rows), micro)]
+    empty = sum(all(one is None for one in rows) for rows in cut)
+    if starved:
+        expected = [f"on {len(starved)} of its data ranks: {', '.join(map(str, starved))}"]
+    else:
+        expected = [f"in {empty} micro-batches of its data ranks"] * (empty > 0)
+    assert [one.partition("nothing else ")[2] for one in told] == expected
     for step in {0, steps // 2, steps - 1}:
         for one in planned(capsys, *flags, "--step", step)["step"]:
             assert [per_rank[rank][step] for rank in one["ranks"]] == [one["samples"]] * len(one["ranks"])
@@ -119,6 +127,10 @@ def test_the_plan_of_a_mixture_is_what_a_loader_delivers(capsys):
 
     shown = [[1000 * list(sources).index(name) + at for name, at in one["samples"]] for one in found]
     assert shown == [per_rank[0][4], per_rank[2][4]]
+    drawn = Counter(int(one) // 1000 for ranks in (per_rank[0], per_rank[2]) for of in ranks for one in of)
+    told = planned(capsys, *flags, "--mesh", "dp=2,mp=2", "--shuffle")["sources"]
+    assert {one["source"]: one["drawn"] for one in told} == {"web": drawn[0], "code": drawn[1]}
+    assert "two of ['web', 'web', 'code'] have one name" in asked("plan", *flags[:2], *flags, "--mesh", "dp=2", code=2)
 
 
 TOLD = {
@@ -134,6 +146,22 @@ FINE = ["--samples", "64", "--batch-size", "8", "--mesh", "dp=4"]
     ("flags", "what", "remedy"),
     [
         (["--samples", "64", "--batch-size", "6", "--mesh", "dp=4"], "6 cannot be split evenly over 4", "4 or 8"),
+        (
+            ["--samples", "64", "--batch-size", "10", "--accumulation", "2", "--mesh", "dp=4"],
+            "a global batch of 20 cannot be split evenly over 4 data ranks times 2 accumulation steps",
+            "16 or 24, micro-batches of 8 or 12 rows",
+        ),
+        ([*FINE[:4], "--mesh", "dp_replicate=2,dp_shard=2", "--replicas", "leader"], "'dp_shard' of 2 ranks", "dims"),
+        (
+            ["--samples", "1044", "--batch-size", "64", "--accumulation", "4", "--mesh", "dp=8"],
+            "12 of 32 rows of padding, and nothing else in 12 micro-batches of its data ranks",
+            "by their count",
+        ),
+        (
+            [*FINE[:4], "--mesh", "dp=2,mp=2", "--mesh", "dp=2,mp=2@4,6,5,7", "--replicas", "leader"],
+            "mesh 1: axis 'mp' is further apart than 'dp': ranks 4 and 6",
+            "--mesh dp=2,mp=2@4,5,6,7",
+        ),
         (["--samples", "3", "--batch-size", "8", "--mesh", "dp=4"], "1 of them get nothing but padding", "at most 3"),
         (
             [*FINE[:4], "--mesh", "dp=2,sharding=2", "--replicas", "leader"],
@@ -155,7 +183,7 @@ FINE = ["--samples", "64", "--batch-size", "8", "--mesh", "dp=4"]
         (
             ["--source", "web=1000:0.7", "--source", "chat=10:0.3", "--samples", "32", *FINE[2:]],
             "source 'chat' has 10 samples: while the run reads 'web' once, each of them is drawn 43 times",
-            "A share of 0.038 instead of 0.3 is 4 times at most",
+            "A share of 0.038 instead of 0.3, of weights that add up to 1, is 4 times at most",
         ),
         (
             [*FINE[:4], "--mesh", "mp=2,dp=2", "--replicas", "leader"],
@@ -399,7 +427,7 @@ def test_with_a_leader_one_rank_of_a_host_reads_for_all_of_it_that_want_the_same
         assert found["reading processes"] == max(1, workers) * len(reading)
     groups = [[one["ranks"] for one in found["meshes"] if one["mesh"] == number] for number in range(len(texts))]
     holders = [{rank for of in groups for rank in of[row * len(of) // 8]} for row in range(8)]  # of a global batch
-    assert found["plan"]["reads of each sample"] == max(len(of_row & {*reading}) for of_row in holders)
+    assert found["plan"]["reads of each row"] == max(len(of_row & {*reading}) for of_row in holders)
     said = asked("plan", *flags, code=int(bool(found["hazards"])))
     assert f"{len(reading)} processes read, one of the ranks of a host that get the same rows" in said
     assert f": {ranks_per_host} ranks share a host" in said
@@ -411,6 +439,13 @@ def test_without_the_ranks_of_a_host_a_plan_with_a_leader_says_that_it_counts_on
         said = asked("plan", *flags, replicas)
         assert "4 processes read, one of the ranks of a host that get the same rows: all ranks share a host" in said
     assert "8 processes read\n" in asked("plan", *flags, "each", code=1)
+
+
+def test_a_model_axis_whose_groups_are_each_on_one_host_is_not_far_apart(capsys):
+    for ranks, apart in [(2, True), (4, False), (8, False)]:
+        flags = [*FINE[:4], "--mesh", "pp=2,mp=2,dp=2", "--replicas", "leader", "--ranks-per-host", ranks]
+        said = [one["what"] for one in planned(capsys, *flags)["hazards"]]
+        assert any("'mp' is further apart than 'dp'" in one for one in said) == apart
 
 
 def test_a_leader_is_advised_only_where_ranks_of_a_host_get_the_same_rows(capsys):
@@ -433,6 +468,38 @@ def test_a_flag_that_says_nothing_here_is_refused(flags, command):
     said = asked(command, *FINE[2:], *flags, code=2)
     assert f"{flags[2]}: " in said
     assert "Give --files, too" in said or "Leave it out, or --files" in said
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "least"),
+    [("--batch-size", 0, 1), ("--accumulation", -2, 1), ("--workers", -1, 0), ("--ranks-per-host", 0, 1)],
+)
+@pytest.mark.parametrize("data", [["--samples", 64], ["--files", __file__]])
+def test_numbers_that_cannot_be_are_refused_by_the_name_of_their_flag(data, flag, value, least):
+    assert f"{flag} must be an int >= {least}, got {value}" in asked("plan", *data, *FINE[2:], flag, value, code=2)
+
+
+def test_parts_that_differ_are_refused_by_a_tail_that_refuses_what_is_left(capsys, tmp_path):
+    for number, size in enumerate((10, 10, 22)):
+        (tmp_path / f"{number}.txt").write_text("1\n" * size)
+    flags = "--files", tmp_path / "*.txt", "--batch-size", 3, "--mesh", "dp=3", "--parts", 3, "--tail"
+    [hazard] = planned(capsys, *flags, "error")["hazards"]
+    assert hazard["what"].startswith("tail='error' is refused unless all parts end together, and they differ in size")
+    [hazard] = planned(capsys, *flags, "fill")["hazards"]
+    assert "tail must be one of" in hazard["what"]
+    assert "The largest" not in hazard["what"]
+    (tmp_path / "2.txt").write_text("1\n" * 10)
+    assert planned(capsys, *flags, "error")["hazards"] == []
+
+
+@pytest.mark.parametrize("samples", range(1, 7))
+@pytest.mark.parametrize("tail", ["pad", "fill"])
+def test_data_ranks_without_a_sample_are_counted_where_there_are_more_ranks_than_samples(samples, tail, capsys):
+    flags = "--samples", samples, "--batch-size", 18, "--mesh", "dp=6", "--tail", tail
+    found = planned(capsys, *flags, "--step", 0)
+    empty = sum(all(one is None for one in of["samples"]) for of in found["step"])
+    said = [one["what"] for one in found["hazards"] if "nothing but padding" in one["what"]]
+    assert said == [f"6 data ranks share {samples} samples: {empty} of them get nothing but padding"] * (samples < 6)
 
 
 def test_files_have_no_step_whose_samples_are_known(tmp_path):

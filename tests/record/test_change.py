@@ -250,6 +250,13 @@ def test_a_file_of_something_else_is_refused(text, tmp_path):
     assert "It has a sample in each line" in asked("forget", run.path, "--samples", tmp_path / "none", code=2)
 
 
+def test_an_epoch_that_was_not_begun_is_told(tmp_path):
+    run = Run(tmp_path / "run.jsonl").go(4)
+    assert "--epoch 7 was not begun: the run has the epochs 0" in asked(
+        "where", run.path, "--sample", 3, "--epoch", 7, code=2
+    )
+
+
 def test_the_lines_of_skip_leave_out_the_steps_and_nothing_else(tmp_path):
     run = Run(tmp_path / "run.jsonl").go(9)
     answer = asked("skip", run.path, "--step", "4-5", "--json")
@@ -298,13 +305,36 @@ def test_the_last_step_ends_where_the_tail_drops(tmp_path):
         assert not gone & {i for _, _, of in again.steps for i in of}
 
 
+def test_what_was_left_out_in_other_batches_is_left_out_in_those_of_the_job_that_is_resumed(tmp_path, ids):
+    """A step of 4 rows is left out in the second job; what is forgotten was in a step of 8, before that."""
+    run = Run(tmp_path / "run.jsonl", batch_size=8).go(3)
+    small = Run(run.path, batch_size=4)
+    small.loader.load_state_dict(run.states[0, 3])
+    small.loader.skip(steps=[5])  # positions 32 to 35, behind 24
+    small.go()
+    order = run.loader.plan.samples(epoch=0, first=0, end=LENGTH).tolist()
+    gone = order[9]
+
+    answer = asked("forget", run.path, "--samples", ids(gone), "--json")
+
+    size = answer["batch_size"]
+    assert f"# Steps are counted in batches of {size} rows." in answer["python"]
+    again = Run(tmp_path / "other.jsonl", batch_size=size)
+    state = run.states[answer["resume"]["epoch"], answer["resume"]["step"]] if answer["resume"] else None
+    at = 0 if state is None else state["samples"]
+    exec(answer["python"], {"loader": again.loader, "state": state})
+    again.go()
+    seen = Counter(i for _, _, of in again.steps for i in of)
+    assert seen == Counter(set(order[at:]) - {gone} - set(order[32:36]))
+
+
 def test_steps_whose_ends_no_batches_of_one_size_share_are_refused(tmp_path):
     run = Run(tmp_path / "run.jsonl").go(6)
     wide = Run(run.path, batch_size=6)
     wide.loader.load_state_dict(run.states[0, 6])
     wide.go(9)
     said = asked("skip", run.path, "--step", "4-6", code=2)
-    assert "the batches of these steps are of several sizes, and batches of 4 rows do not end where they end" in said
+    assert "batches of one size, from the saved state on, do not end where those end that are left out" in said
     assert "loader.skip(steps=range(4, 9), epoch=0)" in asked("skip", run.path, "--step", "4-7")
     assert "loader.skip(steps=range(6, 8), epoch=0)" in asked("skip", run.path, "--step", "6-7")
 
@@ -323,7 +353,7 @@ def test_diff_without_a_mesh_keeps_it(tmp_path):
         (["--step", "99"], "step 99 of epoch 0 was not delivered, says the record; of this epoch it has [0, 9)"),
         (["--step", "12"], "step 12 of epoch 0 was not delivered"),
         (["--step", "3-"], "must be a step or a stretch of them"),
-        (["--step", "3", "--epoch", "4"], "of this epoch it has none"),
+        (["--step", "3", "--epoch", "4"], "--epoch 4 was not begun: the run has the epochs 0. Give one of them"),
     ],
 )
 def test_steps_that_were_not_delivered_cannot_be_skipped(flags, text, tmp_path):
@@ -430,6 +460,9 @@ def made():
     return dataset
 def text(sample):
     return sample["text"]
+short = ["a", "b", "c"]
+
+
 def broken(sample):
     raise ValueError("cannot be decoded")
 """
@@ -447,9 +480,12 @@ def test_show_opens_the_samples_of_a_step(tmp_path, monkeypatch):
     flags = "--open", "my_data_of_show:dataset", "--decode", "my_data_of_show:text"
     assert asked("show", run.path, "--sample", 7, *flags) == "7: text of 7\n"
     broken = *flags[:2], "--decode", "my_data_of_show:broken"
-    assert "sample 7 of my_data_of_show:dataset cannot be read: ValueError: cannot be decoded" in asked(
-        "show", run.path, "--sample", 7, *broken, code=2
+    assert (
+        asked("show", run.path, "--sample", 7, *broken, code=1) == "7: cannot be read: ValueError: cannot be decoded\n"
     )
+    said = asked("show", run.path, "--sample", 7, "--open", "my_data_of_show:short", code=2)
+    assert f"--open my_data_of_show:short has 3 samples, and the data of the run {LENGTH}" in said
+    assert "sample must be an int in range(46), got 99" in asked("show", run.path, "--sample", 99, *flags, code=2)
     assert "Give module:name" in asked("show", run.path, "--sample", 7, "--open", "my_data_of_show:none", code=2)
     assert "give --step, or --sample" in asked("show", run.path, "--open", "my_data_of_show:dataset", code=2)
 
