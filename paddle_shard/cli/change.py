@@ -61,7 +61,9 @@ def _without(
     lines += [*weights, *(["# The run has left this out since then:", *left_out] if left_out else [])]
     lines += [*filter(None, steps[len(since) :]), *others]
     if rows is not None:
-        lines.insert(0, f"# Steps are counted in batches of {rows} rows.")
+        changes = hits[0][0].job.facts["sizes"] is not None
+        rows, of = (None, "the run's schedule") if changes else (rows, f"{rows} rows")
+        lines.insert(0, f"# Steps are counted in batches of {of}.")
     return lines, {"resume": place, "batch_size": rows, "python": "\n".join(lines)}
 
 
@@ -173,8 +175,9 @@ def skip(options: argparse.Namespace) -> Answer:
         epoch, legs = leg_of(run, epoch, step)
         hits += [(leg, step) for leg in legs]
     job = hits[0][0].job
-    if "files" in job.facts["data"]:
-        raise ArgumentError(f"the steps of a stream cannot be left out: {job.unknown}.")
+    sized = job.facts["plan"] is None or job.facts["plan"]["batch_size"] is not None
+    if "files" in job.facts["data"] or job.facts["options"]["is_dataset_splitted"] or not sized:
+        raise ArgumentError(f"the steps of this run cannot be left out: {job.unknown}.")
     if job.unknown is None:
         first, end = hits[0][0].plan.first_position(step=hits[0][1]), max(end_of(leg.plan, step) for leg, step in hits)
         lines, found = _without(run, hits, [(hits[0][0].epoch, first, end)])
@@ -229,6 +232,11 @@ def _described(
         raise ArgumentError("each item of the data set is a global batch: its rows are only known when it is read.")
     count, times = math.lcm(*(mesh.num_data_ranks(axes) for mesh, axes in meshes)), order["accumulation"]
     size = order["batch_size"] if batch_size is None else batch_size * times
+    if job.facts["options"]["is_dataset_splitted"] and count != order["num_data_ranks"]:
+        what = "the data is split already: each rank loads its own state"
+        raise ArgumentError(f"{what}, on a mesh with as many data ranks as before, {order['num_data_ranks']}.")
+    if "batch_sampler" in known and "sampler" not in known and size != order["batch_size"]:
+        raise ArgumentError(f"--batch-size: {job.unknown}, whose batches are its own.")
     if "num_data_ranks" in known:  # an order that is bound to the number of its readers
         known["num_data_ranks"] = count
     del known["order_version"]

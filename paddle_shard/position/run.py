@@ -630,6 +630,8 @@ class Run:
             of_one = self._epochs.get(one, OfEpoch())
             passes = tuple((progress, progress.at) for progress, _ in of_one.passes)
             self._epochs[one] = OfEpoch(merged(accounts[one])[0], passes=passes, end=of_one.end)
+        if last is not None:
+            self._note("certificate", self._counted(last if isinstance(last, LoaderState) else last.at))
         return found
 
 

@@ -221,7 +221,7 @@ def timeline(lines: Sequence[dict[str, Any]]) -> Timeline:
             if at_line >= way.get(id(stretch), 0):
                 continue
             line, counted = stretch.lines[at_line], dict(legs)
-            if line["line"] in ("checkpoint", "end"):
+            if line["line"] in ("checkpoint", "end", "certificate"):
                 by_then = (*found.legs, *filter(Leg.moved, counted.values()))
                 told = found.newest[line["state"]["epoch"]] = Saved(line, stretch.state(at_line), by_then)
                 found.saved += [told] if line["line"] == "checkpoint" else []

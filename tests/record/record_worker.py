@@ -18,7 +18,7 @@ from tests.helpers import Made
 SOURCES = {"web": 40, "code": 11, "chat": 3}
 
 
-def data_of(kind):
+def data_of(kind, broken):
     if kind == "mixture":
         sources = {
             name: Made(lambda i, at=at: np.array([1000 * at + i]), length)
@@ -27,11 +27,17 @@ def data_of(kind):
         return Mixture(sources, {"web": 5, "code": 3, "chat": 1}, num_samples=96)
     if kind == "stream":
         return Stream.of(lambda: (np.array([i]) for i in range(64))).sharding_filter().in_parts(4)
-    return Made(lambda i: np.array([i]), int(kind))
+
+    def row(i):
+        if i in broken:
+            raise ValueError("damaged")
+        return np.array([i])
+
+    return Made(row, int(kind))
 
 
 def loader_of(job, mesh):
-    data, options = data_of(job["data"]), dict(job.get("options", {}))
+    data, options = data_of(job["data"], job.get("broken", ())), dict(job.get("options", {}))
     if "balance" in options:
         options["balance"] = np.arange(len(data)) % 7
     if job["data"] == "stream":

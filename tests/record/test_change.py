@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from paddle.io import BatchSampler, DataLoader
 
-from paddle_shard import Checkpoints, Mixture, Stream
+from paddle_shard import BucketBatchSampler, Checkpoints, Mixture, Stream
 from paddle_shard.cli.main import COMMANDS, main
 from paddle_shard.errors import ArgumentError, StateError
 from paddle_shard.testing.simulated import on_each_rank
@@ -339,6 +339,43 @@ def test_steps_whose_ends_no_batches_of_one_size_share_are_refused(tmp_path):
     assert "loader.skip(steps=range(6, 8), epoch=0)" in asked("skip", run.path, "--step", "6-7")
 
 
+def test_what_the_loader_would_refuse_of_orders_of_your_own_is_refused(tmp_path):
+    class Batches:
+        def __iter__(self):
+            yield from (list(range(at, at + 4)) for at in range(0, 40, 4))
+
+        def __len__(self):
+            return 10
+
+    data = Made(length=40)
+    reverse = BatchSampler(sampler=list(range(40))[::-1], batch_size=4)
+    loaders = {
+        "split": ({"batch_size": 4}, {"is_dataset_splitted": True}),
+        "buckets": ({"batch_sampler": BucketBatchSampler(lengths=list(range(1, 41)), batch_size=4)}, {}),
+        "own": ({"batch_sampler": Batches()}, {}),
+        "reverse": ({"batch_sampler": reverse}, {}),
+        "schedule": ({"batch_size": 4}, {"batch_size": [(0, 5), (10, 2)]}),
+    }
+    for name, (how, options) in loaders.items():
+        path = tmp_path / f"{name}.jsonl"
+        loader = sharded(DataLoader(data, **how), ONE, record=path, **options)
+        with iter(loader) as batches:
+            for _ in range(3):
+                next(batches)
+            loader.state_dict()
+        if name in ("split", "own"):
+            assert "the steps of this run cannot be left out" in asked("skip", path, "--step", 2, code=2)
+        else:
+            assert "loader.skip(steps=range(2, 3), epoch=0)" in asked("skip", path, "--step", 2)
+        if name in ("buckets", "own"):
+            assert "whose batches are its own" in asked("diff", path, "--batch-size", 8, code=2)
+        else:
+            assert "rows of a step" in asked("diff", path, "--batch-size", 8)
+        if name == "split":
+            assert "on a mesh with as many data ranks as before, 1" in asked("diff", path, "--mesh", "dp=2", code=2)
+    assert "# Steps are counted in batches of the run's schedule." in asked("skip", path, "--step", 2)
+
+
 def test_diff_without_a_mesh_keeps_it(tmp_path):
     Run(tmp_path / "run.jsonl").go(6)
     found = asked("diff", tmp_path / "run.jsonl", "--batch-size", 8, "--json")
@@ -370,7 +407,7 @@ def test_steps_of_whole_batches_can_be_skipped_and_those_of_a_stream_not(tmp_pat
     stream = Stream.of(range(64)).sharding_filter().in_parts(2)
     batches = iter(sharded(DataLoader(stream, batch_size=4), ONE, record=tmp_path / "b.jsonl"))
     next(batches)
-    assert "the steps of a stream cannot be left out" in asked(
+    assert "the steps of this run cannot be left out: the order is that of a stream" in asked(
         "skip", tmp_path / "b.jsonl", "--epoch", 0, "--step", 0, code=2
     )
 

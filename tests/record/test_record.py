@@ -113,6 +113,18 @@ def test_of_an_order_of_your_own_positions_are_known_and_why_there_are_no_sample
     assert "the order is that of the loader's own BatchSampler" in asked("where", given.record, "--sample", 3, code=2)
 
 
+@pytest.mark.parametrize("broken", [27, 28])  # on one rank and on the other
+def test_what_the_certificate_of_an_epoch_knows_is_known_to_its_record(broken, tmp_path):
+    """The epoch has ended before the ranks tell each other, and the state that is saved then is of the next one."""
+    given = Given(tmp_path)
+    how = {"broken": [broken], "options": {"on_error": "skip"}, "certificates": True}
+    given.job([0, 1], ["dp"], "dp", 8, ["take", 99], ["save", "a"], data="46", **how)
+    for _, of_ranks in given.rows[0]:
+        assert len(of_ranks) == 2
+    found = asked("verify", given.record, "--json", code=1)["epochs"]
+    assert ["1 samples of all ranks" in one for one in found[0]["problems"]] == [True]
+
+
 def test_of_a_stream_the_parts_of_each_rank_are_known(tmp_path):
     given = Given(tmp_path)
     given.job([[0, 1]], ["mp", "dp"], "dp", 8, ["take", 3], ["save", "a"], data="stream")
@@ -156,7 +168,8 @@ def test_the_page_has_the_life_of_the_run(run, tmp_path):
 def test_no_line_is_written_for_a_step(run):
     lines = [json.loads(line) for line in run.record.read_text().splitlines()]
     counts = Counter(line["line"] for line in lines)
-    assert counts == {"begin": 3, "pass": 4, "checkpoint": 4, "resume": 2, "skip": 1, "weights": 1, "end": 1}
+    events = {"begin": 3, "pass": 4, "checkpoint": 4, "resume": 2, "skip": 1, "weights": 1, "end": 1}
+    assert counts == {**events, "certificate": 4}
 
 
 def test_the_command_answers_on_a_machine_without_paddle(run):
