@@ -82,8 +82,9 @@ def reads_of_a_row(meshes: Meshes, reading: Collection[int]) -> int:
     """
     count, who = math.lcm(*(mesh.num_data_ranks(axes) for mesh, axes in meshes)), defaultdict[int, set[int]](set)
     for group, (one, of) in shares_of(meshes, lambda *mine: mine):
+        readers = [rank for rank in group["ranks"] if rank in reading]
         for at in range(one * count // of, (one + 1) * count // of):
-            who[at].update(set(group["ranks"]).intersection(reading))
+            who[at].update(readers)
     return max(map(len, who.values()))
 
 
