@@ -295,8 +295,9 @@ def _quality(plan: ShardPlan, epoch: int, found: _Found, draw: random.Random, de
         now, best, tokens, padded = np.mean(found.costs, axis=0).tolist()
         measures |= {"longest data rank, by the mean": now, "the same at the worst step": max(found.costs)[0]}
         measures |= {"the same with balance=": best, "padding to the longest row, of all": 1 - tokens / padded}
+        of = "step" if plan.accumulation == 1 else "micro-batch"
         if now > _UNEVEN and now - best > (now - 1) / 2:
-            what = f"the data rank with most has {now:.2f} times the mean of its step, and the others wait for it"
+            what = f"the data rank with most has {now:.2f} times the mean of its {of}, and the others wait for it"
             found.hazards.append((what, f"balance= deals rows so that it has {best:.2f} times the mean"))
     return {name: round(value, 4) for name, value in measures.items()}
 
