@@ -72,7 +72,9 @@ class Forks(Processes):
         changed = sorted(name for name, value in variables.items() if value != self._environment.get(name))
         if at_import := [name for name in changed if name.startswith(_READ_AT_IMPORT)]:
             raise ValueError(f"env: {at_import} is read when Paddle is imported, before ranks are forked.")
-        return Fork(self, self._ask("start", list(command), dict(variables), str(log), os.getcwd()))
+        pid = self._ask("start", list(command), dict(variables), str(log), os.getcwd())
+        self._ended.pop(pid, None)  # of one that had the same number before: the system begins again at 32768
+        return Fork(self, pid)
 
     def ended(self) -> Mapping[int, int]:
         """Return the exit code of each process that was started and has ended; -n for signal n."""
