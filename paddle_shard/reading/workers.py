@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import paddle.io
 
-from paddle_shard.clock import WAITING, at
+from paddle_shard.clock import STARTING, WAITING, at
 from paddle_shard.plan.handlers import ignoring
 from paddle_shard.plan.seeding import NumpyGenerator, kept
 from paddle_shard.reading.channel import Channel
@@ -162,7 +162,7 @@ class WorkerPool:
             _processes.add(os.getpid())
             multiprocessing.util.Finalize(None, _shut_down_all, exitpriority=0)
         try:
-            with garbage_left_to_the_parent(), signals_held():
+            with at(STARTING), garbage_left_to_the_parent(), signals_held():
                 for number in range(self.num_workers):
                     with in_use:  # no other thread may fork before the new socket is noted
                         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -1,6 +1,7 @@
 """Does `loader.stats` account for all of the time that the loop waits, and does it name the cause?"""
 
 import logging
+import multiprocessing
 import re
 import time
 from functools import partial
@@ -241,6 +242,23 @@ def test_what_the_beginning_of_a_pass_takes_is_a_part_of_short_passes(given, tol
     assert loader.stats.scalars()[f"data/waits/{kind}"] > 0.35
     assert re.search(told, str(loader.stats)), str(loader.stats)
     assert 0.5 * waited < loader.stats.summary().wait * 24 < 1.1 * waited
+
+
+def test_workers_that_are_slow_to_start_are_told_as_that(monkeypatch):
+    """As on a busy machine, where the training thread itself waits for each fork."""
+    start = multiprocessing.Process.start
+
+    def slowly(worker):
+        time.sleep(0.05)
+        start(worker)
+
+    monkeypatch.setattr(multiprocessing.Process, "start", slowly)
+    loader = sharded(DataLoader(Made(quick_row, 16), batch_size=2, num_workers=2), ONE, prefetch=0)
+    for _ in range(3):
+        for _ in loader:
+            time.sleep(STEP)
+    assert loader.stats.total.waits["starting workers"] >= 3 * 2 * 0.05
+    assert loader.stats.total.waits["loader"] < 0.1
 
 
 def test_nothing_is_claimed_if_nothing_is_planted():
