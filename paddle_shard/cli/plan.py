@@ -252,7 +252,8 @@ def _look_at_cache(options: argparse.Namespace, found: Planned, plan: PartsPlan)
         return
     reading = readers_of(found.meshes, found.replicas, options.ranks_per_host)
     held = [(group["ranks"], parts) for group, parts in shares_of(found.meshes, plan.parts_of)]
-    most = files_at_once((reading[rank], of) for ranks, of in held for rank in reading.keys() & ranks)
+    each_reads = ((reading[rank], of) for ranks, of in held for rank in reading.keys() & ranks)
+    most = min(len(known), files_at_once(each_reads))
     found.facts["least cache_bytes"] = least = least_bytes(known, most)
     each = options.ranks_per_host or len({rank for mesh, _ in found.meshes for rank in mesh.process_ids})
     ranks_of_host = f"for {each} ranks of a host"
