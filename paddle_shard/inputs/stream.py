@@ -19,6 +19,7 @@ from paddle_shard.reading.worker_info import SelfSplit, told
 from paddle_shard.say_once import say_once
 from paddle_shard.sources.external import ExternalSource, IterableSource
 from paddle_shard.sources.files import Paths
+from paddle_shard.sources.host_cache import HostCache
 from paddle_shard.sources.huggingface import HuggingFaceSource
 from paddle_shard.sources.parquet import parquet_source
 from paddle_shard.sources.ray_data import ray_loader
@@ -209,18 +210,9 @@ class Stream(paddle.io.IterableDataset):
         Examples:
             >>> stream = Stream.csv("data/*.csv").map(lambda row: float(row["x"]))  # doctest: +SKIP
         """
-        form = CSV_DICTS if header else CSV_ROWS
-        return cls(
-            text_source(
-                paths,
-                form,
-                counts=counts,
-                shuffle_shards=shuffle_shards,
-                resample=resample,
-                cache_dir=cache_dir,
-                cache_bytes=cache_bytes,
-            )
-        )
+        form, cache = CSV_DICTS if header else CSV_ROWS, HostCache.of(cache_dir, cache_bytes)
+        source = text_source(paths, form, counts=counts, shuffle_shards=shuffle_shards, resample=resample, cache=cache)
+        return cls(source)
 
     @classmethod
     def lines(
@@ -255,17 +247,9 @@ class Stream(paddle.io.IterableDataset):
         Examples:
             >>> stream = Stream.lines(["a.txt", "b.txt.gz"]).shuffle(10_000)  # doctest: +SKIP
         """
-        return cls(
-            text_source(
-                paths,
-                LINES,
-                counts=counts,
-                shuffle_shards=shuffle_shards,
-                resample=resample,
-                cache_dir=cache_dir,
-                cache_bytes=cache_bytes,
-            )
-        )
+        cache = HostCache.of(cache_dir, cache_bytes)
+        source = text_source(paths, LINES, counts=counts, shuffle_shards=shuffle_shards, resample=resample, cache=cache)
+        return cls(source)
 
     @classmethod
     def jsonl(
@@ -295,17 +279,11 @@ class Stream(paddle.io.IterableDataset):
         Examples:
             >>> stream = Stream.jsonl("data/*.jsonl").map(lambda value: value["text"])  # doctest: +SKIP
         """
-        return cls(
-            text_source(
-                paths,
-                JSON_LINES,
-                counts=counts,
-                shuffle_shards=shuffle_shards,
-                resample=resample,
-                cache_dir=cache_dir,
-                cache_bytes=cache_bytes,
-            )
+        cache = HostCache.of(cache_dir, cache_bytes)
+        source = text_source(
+            paths, JSON_LINES, counts=counts, shuffle_shards=shuffle_shards, resample=resample, cache=cache
         )
+        return cls(source)
 
     @classmethod
     def webdataset(
@@ -345,14 +323,9 @@ class Stream(paddle.io.IterableDataset):
             >>> tars = Stream.webdataset("data/train-{000..099}.tar")  # doctest: +SKIP
             >>> stream = tars.shuffle(1000).decode("rgb8").map(lambda s: (s["jpg"], s["cls"]))  # doctest: +SKIP
         """
+        cache = HostCache.of(cache_dir, cache_bytes)
         source = webdataset_source(
-            urls,
-            shuffle_shards=shuffle_shards,
-            resample=resample,
-            index=index,
-            cache_dir=cache_dir,
-            cache_bytes=cache_bytes,
-            select=select,
+            urls, shuffle_shards=shuffle_shards, resample=resample, index=index, cache=cache, select=select
         )
         return cls(source)
 
@@ -391,14 +364,14 @@ class Stream(paddle.io.IterableDataset):
         Examples:
             >>> stream = Stream.parquet("data/*.parquet", columns=["x", "y"]).shuffle(1000)  # doctest: +SKIP
         """
+        cache = HostCache.of(cache_dir, cache_bytes)
         source = parquet_source(
             paths,
             columns=columns,
             allow_nulls=allow_nulls,
             shuffle_shards=shuffle_shards,
             resample=resample,
-            cache_dir=cache_dir,
-            cache_bytes=cache_bytes,
+            cache=cache,
         )
         return cls(source)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -41,8 +40,7 @@ def parquet_source(
     allow_nulls: bool = False,
     shuffle_shards: bool = True,
     resample: bool = False,
-    cache_dir: str | os.PathLike[str] | None = None,
-    cache_bytes: int | None = None,
+    cache: HostCache | None = None,
 ) -> ShardSource:
     """Return the source of the rows of Parquet files: dicts by column. Each row group is a shard.
 
@@ -68,9 +66,7 @@ def parquet_source(
         shuffle_shards: If True, permute the row groups, in another order each epoch. Rows keep their order within a row
             group: add a `Shuffle` to permute them, too.
         resample: If True, each part is an endless stream of row groups, sampled with replacement.
-        cache_dir: A folder in which copies of remote files are kept, for all processes of the host. Then files are
-            downloaded whole.
-        cache_bytes: Most bytes that all copies in the folder may have; None: no limit.
+        cache: Keeps copies of remote files, for all processes of the host. Then files are downloaded whole.
 
     Raises:
         MissingDependencyError: pyarrow, or a package that a URL needs, is not installed.
@@ -85,7 +81,7 @@ def parquet_source(
         raise ArgumentTypeError(f"columns must be a list of names, got one string: {columns!r}. Give [{columns!r}].")
     if columns is not None and (not columns or len(set(columns)) < len(columns)):
         raise ArgumentError(f"columns must be one or more names, each once, or None for all, got {columns!r}.")
-    chosen, cache = None if columns is None else list(columns), HostCache.of(cache_dir, cache_bytes)
+    chosen = None if columns is None else list(columns)
     files = matched(paths)
     if not files:
         raise ArgumentError("paths names no file. Give at least one.")

@@ -6,7 +6,6 @@ import codecs
 import csv
 import io
 import json
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -37,8 +36,7 @@ def text_source(
     counts: bool | None = None,
     shuffle_shards: bool = True,
     resample: bool = False,
-    cache_dir: str | os.PathLike[str] | None = None,
-    cache_bytes: int | None = None,
+    cache: HostCache | None = None,
 ) -> ShardSource:
     """Return the source of text files.
 
@@ -52,15 +50,14 @@ def text_source(
             later runs.
         shuffle_shards: If True, permute the files, in another order each epoch.
         resample: If True, each part is an endless stream of files, sampled with replacement.
-        cache_dir: A folder in which copies of remote files are kept, for all processes of the host.
-        cache_bytes: Most bytes that all copies in the folder may have; None: no limit.
+        cache: Keeps copies of remote files, for all processes of the host.
 
     Raises:
         ArgumentTypeError: `paths` is neither a path nor a list of paths.
         ArgumentError: There is no file, or none that matches a pattern.
         ShardReadError: A file cannot be read to count it.
     """
-    names, cache = matched(paths), HostCache.of(cache_dir, cache_bytes)
+    names = matched(paths)
     if resample and counts is None:
         counts = False
     entries = count_files(names, form.kind, partial(_of_text, find=form.starts), counts, cache)

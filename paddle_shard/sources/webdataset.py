@@ -169,8 +169,7 @@ def webdataset_source(
     shuffle_shards: bool = True,
     resample: bool = False,
     index: str | os.PathLike[str] | bool | None = None,
-    cache_dir: str | os.PathLike[str] | None = None,
-    cache_bytes: int | None = None,
+    cache: HostCache | None = None,
     select: Callable[[str], bool] | None = None,
 ) -> ShardSource:
     """Return the source of raw samples: dicts of bytes by file ending, with `__key__` and `__url__`.
@@ -190,8 +189,7 @@ def webdataset_source(
             None: count the shards now by their headers, if all are local, none is compressed, and neither `select` nor
             `resample` is given. The counts are kept in the user's cache directory (`$XDG_CACHE_HOME`, `~/.cache`) for
             other ranks and later runs. False: count nothing.
-        cache_dir: A folder in which copies of remote shards are kept, for all processes of the host.
-        cache_bytes: Most bytes that all copies in the folder may have; None: no limit.
+        cache: Keeps copies of remote shards, for all processes of the host.
         select: Called with a member's name; True: the member is read. None: all members are read. An index does not fit
             if whole samples are left out.
 
@@ -203,7 +201,7 @@ def webdataset_source(
         ShardReadError: A shard cannot be read to count it.
 
     Examples:
-        >>> source = webdataset_source("https://host/train-{000..099}.tar", cache_dir="/data/cache")  # doctest: +SKIP
+        >>> source = webdataset_source("https://host/train-{000..099}.tar", index=True)  # doctest: +SKIP
         >>> Map(source, Decode("rgb8"))  # doctest: +SKIP
     """
     names = expand(urls)
@@ -216,7 +214,7 @@ def webdataset_source(
         names,
         partial(tar_samples, select=select),
         entries,
-        cache=HostCache.of(cache_dir, cache_bytes),
+        cache=cache,
         shuffle_shards=shuffle_shards,
         resample=resample,
     )

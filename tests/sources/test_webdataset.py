@@ -20,6 +20,7 @@ import pytest
 from paddle_shard.cli.main import main
 from paddle_shard.errors import ArgumentError, MissingDependencyError, ShardReadError, StateError
 from paddle_shard.sources import files
+from paddle_shard.sources.host_cache import HostCache
 from paddle_shard.sources.webdataset import Decode, webdataset_source
 from paddle_shard.stages import Map, Shuffle
 from paddle_shard.stages.stage import Opening
@@ -137,9 +138,8 @@ def test_it_is_the_same_wherever_the_shards_are(folder, where, index, tmp_path):
     memory.pipe({f"/w/{path.name}": path.read_bytes() for path in folder.iterdir()})
     with serving({path.name: path.read_bytes() for path in folder.iterdir()}) as server:
         base = {"file": folder.as_uri(), "memory": "memory://w"}.get(where, server.url)
-        source = webdataset_source(
-            base + "/{000..009}.tar", index=index, cache_dir=tmp_path if "cached" in where else None
-        )
+        cache = HostCache(str(tmp_path), None) if "cached" in where else None
+        source = webdataset_source(base + "/{000..009}.tar", index=index, cache=cache)
         found = [[{**s, "__url__": None} for s in items] for items in source.open(opening(2, skip=100))]
 
     assert found == expected
@@ -341,7 +341,7 @@ def test_a_shard_that_was_empty_when_the_index_was_made_is_no_longer_passed_over
 
 def test_twelve_openings_at_once_download_each_shard_once(tmp_path):
     with serving(SHARDS) as server:
-        source = webdataset_source(server.url + "/{000..009}.tar", cache_dir=tmp_path)
+        source = webdataset_source(server.url + "/{000..009}.tar", cache=HostCache(str(tmp_path), None))
         found, threads = [], []
         for _ in range(12):
             threads.append(threading.Thread(target=lambda: found.append(keys_of(source, 5))))
@@ -361,8 +361,10 @@ def test_processes_at_once_download_each_shard_once(tmp_path):
         script = (
             "import sys\n"
             "from paddle_shard.stages.stage import Opening\n"
+            "from paddle_shard.sources.host_cache import HostCache\n"
             "from paddle_shard.sources.webdataset import webdataset_source\n"
-            "source = webdataset_source(sys.argv[1] + '/{000..009}.tar', cache_dir=sys.argv[2])\n"
+            "cache = HostCache(sys.argv[2], None)\n"
+            "source = webdataset_source(sys.argv[1] + '/{000..009}.tar', cache=cache)\n"
             "print(sum(1 for _ in source.open(Opening(parts=(0,), num_parts=1, epoch=int(sys.argv[3])))[0]))\n"
         )
         command = [sys.executable, "-c", script, server.url, str(tmp_path)]
@@ -388,14 +390,14 @@ def test_a_full_disk_is_said_and_leaves_no_half_file(tmp_path, monkeypatch):
         serving({"001.tar": SHARDS["001.tar"]}) as server,
         pytest.raises(ShardReadError, match=rf"is full: {server.url}/001\.tar has {len(SHARDS['001.tar'])} bytes"),
     ):
-        keys_of(webdataset_source(f"{server.url}/001.tar", cache_dir=tmp_path))
+        keys_of(webdataset_source(f"{server.url}/001.tar", cache=HostCache(str(tmp_path), None)))
 
     assert [path.name for path in tmp_path.iterdir() if not path.name.endswith(".lock")] == []
 
 
 def test_a_download_that_drops_is_finished_and_what_a_killed_one_left_is_removed(tmp_path):
     with serving({"001.tar": SHARDS["001.tar"]}, drops=[5_000, 0, 5_000]) as server:
-        source = webdataset_source(f"{server.url}/001.tar", cache_dir=tmp_path)
+        source = webdataset_source(f"{server.url}/001.tar", cache=HostCache(str(tmp_path), None))
         assert keys_of(source)[0] == KEYS[7:157]
         [kept] = [path for path in tmp_path.iterdir() if path.suffix == ".tar"]
         left = tmp_path / f".{kept.name}.abc.part"
