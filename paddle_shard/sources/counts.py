@@ -24,6 +24,7 @@ from paddle_shard.plan.seeding import derive_key
 from paddle_shard.plan.skips import counted
 from paddle_shard.sources import files
 from paddle_shard.sources.host_cache import HostCache, open_through
+from paddle_shard.sources.locks import held
 from paddle_shard.sources.shards import RECOUNT, ShardSource
 
 KEPT = 64
@@ -231,7 +232,7 @@ def _kept(kind: str, paths: list[str]) -> Iterator[dict[str, Any]]:
     with ExitStack() as stack:
         with ignoring(OSError):
             file.parent.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(files.held(stack.enter_context(file.open("ab"))))
+            stack.enter_context(held(stack.enter_context(file.open("ab"))))
         known: dict[str, Any] = {}
         with ignoring(OSError, ValueError, TypeError):
             known = dict(json.loads(file.read_bytes()))

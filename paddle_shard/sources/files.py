@@ -20,10 +20,10 @@ import urllib.error
 import urllib.request
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import IO, Any, BinaryIO, TypeVar, cast
+from typing import Any, BinaryIO, TypeVar, cast
 from urllib.parse import urlsplit
 
 from paddle_shard.errors import (
@@ -472,18 +472,3 @@ def replacing(path: str | os.PathLike[str], mode: int = 0o600, *, buffering: int
         with ignoring(OSError):
             os.unlink(part)
         raise
-
-
-@contextmanager
-def held(file: IO[bytes]) -> Iterator[bool]:
-    """Hold a lock among processes and threads; yield False if the file cannot be locked."""
-    with ExitStack() as stack:
-        locked = False
-        with ignoring(ImportError, OSError):
-            import fcntl
-
-            fcntl.flock(file, fcntl.LOCK_EX)
-            # Closing is not enough: a child that was forked meanwhile has the file open, too.
-            stack.callback(fcntl.flock, file, fcntl.LOCK_UN)
-            locked = True
-        yield locked

@@ -23,7 +23,8 @@ from paddle_shard.plan.handlers import ignoring, raise_if_a_handlers
 from paddle_shard.plan.parts import check_count
 from paddle_shard.plan.seeding import derive_key
 from paddle_shard.say_once import say_once
-from paddle_shard.sources.files import BUFFER, base_name, held, is_remote, open_file, replacing, shown, version_of
+from paddle_shard.sources.files import BUFFER, base_name, is_remote, open_file, replacing, shown, version_of
+from paddle_shard.sources.locks import flocked, held
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _OURS = re.compile(r"\.?[0-9a-f]{16}-.*(?<!\.lock)")
@@ -45,7 +46,7 @@ class _Copy(io.FileIO):
     def close(self) -> None:
         """Unlock it. Closing is not enough: a child that was forked meanwhile has the file open, too."""
         if not self.closed:
-            _flocked(self, "LOCK_UN")
+            flocked(self, "LOCK_UN")
         super().close()
 
 
@@ -259,7 +260,7 @@ def _opened(path: str) -> _Copy | None:
     """Open a copy and lock it against removal; return None if there is none."""
     with ignoring(FileNotFoundError):
         copy = _Copy(path)
-        _flocked(copy, "LOCK_SH")
+        flocked(copy, "LOCK_SH")
         with ignoring(FileNotFoundError):  # it was removed before it was locked
             if os.stat(path).st_ino == os.fstat(copy.fileno()).st_ino:
                 with ignoring(OSError):  # the folder may be another user's
@@ -274,18 +275,8 @@ def _removed(path: str) -> bool:
     """Remove a copy, or a half one, that no process has locked; return whether it is gone."""
     with ignoring(FileNotFoundError), open(path, "rb") as file:
         with ignoring(OSError):
-            if _flocked(file, "LOCK_EX", "LOCK_NB"):
+            if flocked(file, "LOCK_EX", "LOCK_NB"):
                 os.unlink(path)
                 return True
         return False
     return True
-
-
-def _flocked(file: Any, *flags: str) -> bool:
-    """Lock or unlock a file by flags of `fcntl`; return False if another process has it, or there are no locks."""
-    with ignoring(ImportError, OSError):
-        import fcntl
-
-        fcntl.flock(file, sum(getattr(fcntl, flag) for flag in flags))
-        return True
-    return False

@@ -25,7 +25,8 @@ from paddle_shard.plan.seeding import mix, seed_part
 from paddle_shard.say_once import say_once
 from paddle_shard.sources.arrays import check_indexed
 from paddle_shard.sources.counts import said_if_slow
-from paddle_shard.sources.files import held, replacing
+from paddle_shard.sources.files import replacing
+from paddle_shard.sources.locks import held
 from paddle_shard.stages.pack import LONG, PackedRows, tokens_of
 
 _LOOKED_AT = 8
@@ -293,9 +294,6 @@ def _counted(documents: Any, key: str) -> Indices:
     return found
 
 
-_WAY_OUT = "Remove {!r} to count again, or give another path."
-
-
 def write_lengths(file: str | os.PathLike[str], lengths: Indices, key: str) -> None:
     """Write a file of lengths, which `Packed(lengths=)` reads; nobody ever reads half of it.
 
@@ -334,7 +332,7 @@ def check_lengths(file: str | os.PathLike[str], documents: Any, key: str) -> Ind
     Raises:
         StateError: It is of other documents.
     """
-    way_out, (lengths, about) = _WAY_OUT.format(str(file)), read_lengths(file)
+    way_out, (lengths, about) = f"Remove {str(file)!r} to count again, or give another path.", read_lengths(file)
     if about != {"version": VERSION, "key": key} or lengths.shape != (len(documents),):
         raise StateError(
             f"Packed: {str(file)!r} has {len(lengths)} lengths of the field {about.get('key')!r} (version "

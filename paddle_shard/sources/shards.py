@@ -91,15 +91,14 @@ class ShardSource(Stage):
         self._total = 0 if self._counts is None else int(self._counts.sum())
         self._files = self._names if files is None else [str(file) for file in files]
         self._digest: str | None = None
-        self._read, self._shuffle, self._resample = read, bool(shuffle_shards), bool(resample)
-        self.endless, self._versioned = self._resample, versioned
+        self._read, self._shuffle, self._versioned, self.endless = read, bool(shuffle_shards), versioned, bool(resample)
 
     @property
     def most_even_parts(self) -> int:
         """Most parts for which a part with the largest file is at most a third longer than the mean, by known sizes."""
         sizes = self.sizes()
         known = [size for size in sizes if size is not None]
-        if self._resample or len(known) < len(sizes) or not any(known):
+        if self.endless or len(known) < len(sizes) or not any(known):
             return self.num_shards
         return max(1, min(self.num_shards, 4 * sum(known) // (3 * max(known))))
 
@@ -118,13 +117,13 @@ class ShardSource(Stage):
     def lengths(self, opening: Opening) -> list[int] | None:
         """Return the lengths of the parts; None if the shards are not counted or are resampled."""
         self._check(opening)
-        if self._counts is None or self._resample:
+        if self._counts is None or self.endless:
             return None
         return [stop - start for start, stop in (self._cut(part, opening.num_parts) for part in opening.parts)]
 
     def origin(self, opening: Opening, part: int, number: int) -> str | None:
         """Return the shard and the sample's number in it; None if the shards are not counted or are resampled."""
-        if self._counts is None or self._resample:
+        if self._counts is None or self.endless:
             return None
         shard, offset, _ = next(self._cut_out(opening, part, number), (None, 0, None))
         return None if shard is None else f"sample {offset} of {shown(self._names[shard])}"
@@ -136,7 +135,7 @@ class ShardSource(Stage):
     def part_sizes(self, opening: Opening) -> list[int] | None:
         """Return the total size in bytes of each part's files; None if it is not known or parts are not whole files."""
         sizes = self.sizes()
-        if self._counts is not None or self._resample or None in sizes:
+        if self._counts is not None or self.endless or None in sizes:
             return None
         return [sum(sizes[shard] or 0 for shard, _, _ in self._assigned(opening, part)) for part in opening.parts]
 
@@ -151,17 +150,13 @@ class ShardSource(Stage):
         """Return what the order depends on, with a digest of the counts and of the names within their common folder."""
         if self._digest is None:
             # Two sums, of which the second depends on the places: they tell which one of the files has changed.
-            found = list(self._known())
+            # Files that are not counted are identified by their sizes, if these cost no request.
+            known: Any = [("size", size) for size in self.sizes()] if self._counts is None else self._counts.tolist()
+            files = zip(within_their_folder(self._files), known, strict=True)
+            found = [derive_seed(*file) % _PRIME for file in files]
             sums = sum(place * one for place, one in enumerate(found, 1)), sum(found)
             self._digest = "".join(f"{one % _PRIME:016x}" for one in sums)
-        return [["shards", len(self._names), self._digest, self._shuffle, self._resample]]
-
-    def _known(self) -> Iterator[int]:
-        """Yield a hash of what is known of each shard."""
-        # Files that are not counted are identified by their sizes, if these cost no request.
-        known: Any = [("size", size) for size in self.sizes()] if self._counts is None else self._counts.tolist()
-        for name, one in zip(within_their_folder(self._files), known, strict=True):
-            yield derive_seed(name, one) % _PRIME
+        return [["shards", len(self._names), self._digest, self._shuffle, self.endless]]
 
     def differs(self, saved: list[Any]) -> list[str]:
         """Return how the list of files and its order differ from those of a saved fingerprint."""
@@ -170,8 +165,8 @@ class ShardSource(Stage):
                 pass
             case _:
                 return []
-        if resampled != self._resample:  # files are not counted then
-            return [f"resample was {resampled}, and is {self._resample} now"]
+        if resampled != self.endless:  # files are not counted then
+            return [f"resample was {resampled}, and is {self.endless} now"]
         if shuffled != self._shuffle:
             order = f"shuffle_shards was {shuffled}, and is {self._shuffle} now"
             return [order, *self.differs([*saved[:3], self._shuffle, resampled])]
@@ -196,7 +191,7 @@ class ShardSource(Stage):
 
     def _check(self, opening: Opening) -> None:
         shards, parts = len(self._names), opening.num_parts
-        if self._counts is None and not self._resample and shards < parts:
+        if self._counts is None and not self.endless and shards < parts:
             raise ArgumentError(
                 f"in_parts({parts}): {shards} shards cannot be assigned to {parts} parts, which need one each. Ways "
                 f"that work: in_parts() with at most {shards}; counted samples, so that shards are cut in mid-file "
@@ -212,7 +207,7 @@ class ShardSource(Stage):
                 self._look(0, opening)
             if part == opening.num_parts - 1 > 0:
                 self._look(part, opening)
-        if self._resample:
+        if self.endless:
             segments = self._drawn(opening, part, first)
         elif self._counts is None:
             segments = self._assigned(opening, part)
@@ -281,7 +276,7 @@ class ShardSource(Stage):
                 number += 1
                 yield item
             empty = empty + 1 if number == before else 0
-            if self._resample and empty > 100 + 10 * len(self._names):
+            if self.endless and empty > 100 + 10 * len(self._names):
                 raise ShardReadError.of(
                     f"resample=True: {empty} shards in a row, drawn from {len(self._names)}, have no sample.",
                     shown(self._names[segment[0]]),

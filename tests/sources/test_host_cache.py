@@ -20,7 +20,7 @@ from paddle_shard import Stream
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, StateError
 from paddle_shard.inputs.stream import stage_of
 from paddle_shard.sources import host_cache
-from paddle_shard.sources.files import held
+from paddle_shard.sources.locks import held
 from paddle_shard.stages.stage import Opening
 from tests.deadlines import HANG
 from tests.sources.http_server import serving
