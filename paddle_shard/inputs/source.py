@@ -91,27 +91,21 @@ def read_source(options: LoaderOptions, layouts: Sequence[FieldLayout]) -> Sourc
     if not plain:
         _check_own_order(options, tail)
         ranks = _check_split(sampler, layouts) if split else ranks
-    planned = partial(_planned, options, num_data_ranks=ranks, accumulation=accumulation, tail=tail)
-    if plain:
-        rows = sampler.batch_size * accumulation
-        batches: Any = planned(sampler.sampler.data_source, shuffle=_ordering(options), batch_size=rows)
-    elif paddles:  # its order over all its ranks; each takes the slice that the sampler gives it
-        order = PaddleOrdering() if sampler.shuffle else PaddleSequential()
-        batches = planned(sampler.dataset, shuffle=order, batch_size=sampler.batch_size * nranks * accumulation)
-        split = False
-    else:
-        batches = _users(options, 1 if split else ranks, accumulation, tail, deal, split=split)
-    if plain or paddles:
-        batches.deal = deal
-    return Source(
-        batches=batches,
-        batch_size=batches.plan.batch_size if plain or paddles else batches.nominal_size,
-        accumulation=accumulation,
-        split=split,
-        tail=tail,
-        custom_sampler=None if plain else sampler,
-        costs=costs,
+    source = partial(
+        Source, accumulation=accumulation, tail=tail, custom_sampler=None if plain else sampler, costs=costs
     )
+    if not (plain or paddles):
+        users = _users(options, 1 if split else ranks, accumulation, tail, deal, split=split)
+        return source(batches=users, batch_size=users.nominal_size, split=split)
+    if plain:
+        data, shuffle, size = sampler.sampler.data_source, _ordering(options), sampler.batch_size
+    else:  # its order over all its ranks; each takes the slice that the sampler gives it
+        data, shuffle = sampler.dataset, PaddleOrdering() if sampler.shuffle else PaddleSequential()
+        size = sampler.batch_size * nranks
+    cut = {"batch_size": size * accumulation, "num_data_ranks": ranks, "accumulation": accumulation}
+    planned = _planned(options, data, shuffle=shuffle, tail=tail, **cut)
+    planned.deal = deal
+    return source(batches=planned, batch_size=planned.plan.batch_size)
 
 
 def _ordering(options: LoaderOptions) -> Ordering:
@@ -165,8 +159,7 @@ def _planned(options: LoaderOptions, dataset: Any, **settings: Any) -> PlanBatch
     advice = plan.ordering.advice(plan.num_samples, plan.num_data_ranks, micro_rows)
     if advice is not None:
         warnings.warn(advice, stacklevel=5)
-    found = dataset.fingerprint() if isinstance(dataset, Mixture | Packed) else {}
-    return PlanBatches(plan, {"packed": found} if found else {}, sizes)
+    return PlanBatches(plan, dataset.fingerprint() if isinstance(dataset, Mixture | Packed) else None, sizes)
 
 
 def _users(

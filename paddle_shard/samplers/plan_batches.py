@@ -87,15 +87,15 @@ class IndexBatches(Batches):
 class PlanBatches(IndexBatches):
     """The batches of a plan, whose mixture may get other weights during a run."""
 
-    def __init__(self, plan: ShardPlan, data: Mapping[str, Any] | None = None, sizes: BatchSizes | None = None) -> None:
+    def __init__(self, plan: ShardPlan, packed: dict[str, Any] | None = None, sizes: BatchSizes | None = None) -> None:
         """Begin a run.
 
         Args:
             plan: The plan of the data set as it is now.
-            data: What the data set's samples depend on, for the fingerprint: JSON-able.
+            packed: Fingerprint of the rows of a packed data set, or of the packed sources of a mixture: JSON-able.
             sizes: The batch sizes of the run; None: always that of the plan.
         """
-        self._data, self._sizes = dict(data or {}), sizes
+        self._packed, self._sizes = packed or {}, sizes
         self.deal: Deal | None = None
         self.plan = plan
         """The plan without the changes of the run."""
@@ -116,7 +116,7 @@ class PlanBatches(IndexBatches):
         """
         same = {name: fingerprint[name] for name in ("num_samples", "seed", "tail")}
         plan = ShardPlan(shuffle=ordering_of(fingerprint) or False, **same, **cut)
-        found = PlanBatches(plan, {name: fingerprint[name] for name in ("packed",) if name in fingerprint}, sizes)
+        found = PlanBatches(plan, fingerprint.get("packed"), sizes)
         found.resume(LoaderState(history=history, fingerprint=found.fingerprint()))
         return found
 
@@ -165,7 +165,7 @@ class PlanBatches(IndexBatches):
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what the order depends on: JSON-able, without the batch size."""
-        return self.plan.fingerprint() | self._data
+        return self.plan.fingerprint() | ({"packed": self._packed} if self._packed else {})
 
     def resume(self, state: LoaderState) -> None:
         """See `Batches`; what was requested before is forgotten."""
@@ -175,8 +175,7 @@ class PlanBatches(IndexBatches):
         self._changed = history, history.plan(self.plan)
         plan = self.plan_of(LoaderState(epoch=state.epoch))
         if isinstance(plan.ordering, Mixing):
-            if packed := {**saved.get("packed", {}), **self._data.get("packed", {})}:  # of a source that is gone, too
-                self._data["packed"] = packed
+            self._packed = {**saved.get("packed", {}), **self._packed}  # of a source that is gone, too
             self.drawn = plan.ordering.first_position(state.epoch, plan.num_samples) + state.samples
 
     def set_weights(self, at: int, parts: tuple[int, ...]) -> None:
