@@ -198,6 +198,12 @@ class Mixing(Ordering):
         return {}  # a dict, since the value is frozen
 
 
+def segments_of(mixture: Mapping[str, Any]) -> tuple[Segment, ...]:
+    """Return the segments that the fingerprint of a mixture names."""
+    entries = mixture["segments"]
+    return tuple(Segment(one["from"], tuple(one["weights"]), tuple(one["lengths"])) for one in entries)
+
+
 class Draws:
     """Which source is drawn at a position of a run, and in which epoch of it, for weights and sources that change.
 

@@ -11,10 +11,9 @@ import numpy as np
 
 from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.blocks import Blocks
-from paddle_shard.plan.mixture import Mixing
+from paddle_shard.plan.mixture import Mixing, segments_of
 from paddle_shard.plan.order import Identity, Indices, Order, Ordering
 from paddle_shard.plan.shuffle import permutation
-from paddle_shard.plan.weights import Segment
 
 Shuffle: TypeAlias = bool | str | Ordering
 """A name in `ORDERINGS`, or an ordering."""
@@ -132,8 +131,7 @@ def find_ordering(shuffle: Any, dataset: Any = None) -> Ordering:
     """
     if isinstance(shuffle, Ordering):
         return shuffle
-    known = isinstance(shuffle, bool | str) and shuffle in ORDERINGS
-    if not known:
+    if not isinstance(shuffle, bool | str) or shuffle not in ORDERINGS:
         names = ", ".join(map(repr, ORDERINGS))
         raise ArgumentError(f"shuffle must be one of {names}, or a paddle_shard.Blocks, got {shuffle!r}.")
     return ORDERINGS[shuffle].for_dataset(dataset)
@@ -149,9 +147,7 @@ def ordering_of(fingerprint: Mapping[str, Any]) -> Ordering | None:
     name = fingerprint["shuffle"]
     if name == Mixing.name:
         mixture = fingerprint["mixture"]
-        entries = ((entry["from"], entry["weights"], entry["lengths"]) for entry in mixture["segments"])
-        segments = tuple(Segment(first, tuple(parts), tuple(lengths)) for first, parts, lengths in entries)
-        return Mixing(tuple(mixture["sources"]), segments, mixture["shuffled"])
+        return Mixing(tuple(mixture["sources"]), segments_of(mixture), mixture["shuffled"])
     if name == Blocks.name:
         return Blocks(size=fingerprint["block_size"], window=fingerprint["window"])
     return PaddleSequential() if name == PaddleSequential.name else ORDERINGS.get(name)

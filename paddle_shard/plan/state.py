@@ -16,7 +16,7 @@ from typing import Any
 from paddle_shard.errors import StateError
 from paddle_shard.plan.certificate import Account, account_from_json, account_to_json
 from paddle_shard.plan.handlers import ignoring
-from paddle_shard.plan.mixture import Mixing, first_sample
+from paddle_shard.plan.mixture import Mixing, first_sample, segments_of
 from paddle_shard.plan.shard_plan import ShardPlan, Stretches
 from paddle_shard.plan.shuffle import VERSION as ORDER_VERSION
 from paddle_shard.plan.skips import Skips, counted
@@ -346,9 +346,7 @@ def grown(saved: Mapping[str, Any], plan: ShardPlan, state: LoaderState) -> Hist
             "the old ones first, in their order, and new ones after them. A source that is gone is given as None, with "
             "the weight 0."
         )
-    segments = history.segments or tuple(
-        Segment(entry["from"], tuple(entry["weights"]), tuple(entry["lengths"])) for entry in mixture["segments"]
-    )
+    segments = history.segments or segments_of(mixture)
     for number, (name, has) in enumerate(zip(old, mixing.segments[-1].lengths, strict=False)):
         was = max(segment.lengths[number] for segment in segments)  # also of one that was gone in between
         if 0 < has < was:
