@@ -39,16 +39,16 @@ class Mix(Stage):
             weights: The integer weight of each.
             stop: "first" or "all".
         """
-        self._names = [name for name, part in zip(stages, weights, strict=True) if part]
-        self._stages = [stages[name] for name in self._names]
+        self._stages = {name: stages[name] for name, part in zip(stages, weights, strict=True) if part}
+        self._names = list(self._stages)
         self._parts = tuple(part for part in weights if part)
         self._chairman = chairman(self._parts)
         self._every = stop == "all"
         # No end comes: of any source, or with "first" of every one.
-        self.endless = (any if self._every else all)(stage.endless for stage in self._stages)
+        self.endless = (any if self._every else all)(stage.endless for stage in self._stages.values())
         # Fewest files of a source, if a part cannot have less than one.
         one = Opening(parts=(0,), num_parts=1)
-        shards = [stage.source.num_shards for stage in self._stages if stage.lengths(one) is None]
+        shards = [stage.source.num_shards for stage in self._stages.values() if stage.lengths(one) is None]
         self.num_shards = min((number for number in shards if number is not None), default=None)
 
     cuts = True
@@ -58,20 +58,19 @@ class Mix(Stage):
         """Return the samples of each part."""
         counts = self._chairman.counts(opening.skip).tolist()
         opened = []
-        for at, drawn in enumerate(counts):
+        for (name, stage), drawn in zip(self._stages.items(), counts, strict=True):
             back = int(drawn > 0)  # the draw before tells whether the source has been opened again by now
-            one = replace(self._opening(opening, at), skip=drawn - back)
-            opened.append((back, in_rounds(self._stages[at], one, None, self._names[at])))
+            one = replace(self._opening(opening, name), skip=drawn - back)
+            opened.append((back, in_rounds(stage, one, None, name)))
         mixed = []
         for at, part in enumerate(opening.parts):
             tells = part == 0 and not self._every  # where one source ends, others may not have come to their end
             mixed.append(self._mixed([(back, parts[at]) for back, parts in opened], opening.skip, tells=tells))
         return mixed
 
-    def _opening(self, opening: Opening, at: int) -> Opening:
+    def _opening(self, opening: Opening, name: str) -> Opening:
         """Return the opening of a source, which has random numbers of its own."""
-        seed = derive_seed("source", self._names[at], opening.seed)
-        return replace(opening, seed=seed, seen=None, rounds=Counter())
+        return replace(opening, seed=derive_seed("source", name, opening.seed), seen=None, rounds=Counter())
 
     def _mixed(self, sources: list[tuple[int, Iterator[tuple[int, Any]]]], skip: int, *, tells: bool) -> Iterator[Any]:
         ended = {at for at, (back, items) in enumerate(sources) if back and next(items)[0]}
@@ -102,8 +101,8 @@ class Mix(Stage):
     ) -> None:
         """Log which sources are not read to their end in an epoch, since the next one begins them anew."""
         left = []
-        for at, name in enumerate(self._names):
-            if at not in ended and not self._stages[at].endless:
+        for at, (name, stage) in enumerate(self._stages.items()):
+            if at not in ended and not stage.endless:
                 with ignoring(Exception):  # one that cannot be read is of no importance any more
                     if next(items_of[at])[0] == 0:
                         left.append(f"{name!r} ({drawn[at]} samples of a part were read)")
@@ -121,12 +120,12 @@ class Mix(Stage):
         if self.endless:
             return None
         ends = []
-        for at, stage in enumerate(self._stages):
-            found = [] if stage.endless else stage.lengths(self._opening(opening, at))
+        for at, (name, stage) in enumerate(self._stages.items()):
+            found = [] if stage.endless else stage.lengths(self._opening(opening, name))
             if found is None:
                 return None
             if 0 in found:
-                raise nothing_to_repeat(opening.parts[found.index(0)], opening.num_parts, self._names[at])
+                raise nothing_to_repeat(opening.parts[found.index(0)], opening.num_parts, name)
             if found:
                 ends.append(self._chairman.inverse(np.full(len(found), at, np.int64), np.array(found, np.int64)))
         return list((np.max if self._every else np.min)(np.array(ends), axis=0).tolist())
@@ -134,27 +133,26 @@ class Mix(Stage):
     def origin(self, opening: Opening, part: int, number: int) -> str | None:
         """Return the source of a sample, and its place in a file if that is known."""
         sources, draws = self._chairman.at(np.array([number], np.int64))
-        at = int(sources[0])
-        found = self._stages[at].origin(self._opening(opening, at), part, int(draws[0]))
-        return f"source {self._names[at]!r}" + ("" if found is None else f", {found}")
+        name = self._names[int(sources[0])]
+        found = self._stages[name].origin(self._opening(opening, name), part, int(draws[0]))
+        return f"source {name!r}" + ("" if found is None else f", {found}")
 
     @property
     def most_even_parts(self) -> int | None:
         """Fewest parts to which the files of a source can be assigned evenly."""
-        found = [stage.source.most_even_parts for stage in self._stages]
+        found = [stage.source.most_even_parts for stage in self._stages.values()]
         return min((parts for parts in found if parts is not None), default=None)
 
     @property
     def files(self) -> list[str]:
         """The first files of each source."""
-        stages = zip(self._names, self._stages, strict=True)
-        return [f"{name}: {file}" for name, stage in stages for file in stage.source.files]
+        return [f"{name}: {file}" for name, stage in self._stages.items() for file in stage.source.files]
 
     def fingerprint(self) -> list[Any]:
         """Return the names, weights and fingerprints of the sources."""
         sources = [
             [name, part, stage.fingerprint()]
-            for name, part, stage in zip(self._names, self._parts, self._stages, strict=True)
+            for (name, stage), part in zip(self._stages.items(), self._parts, strict=True)
         ]
         return [["mixture", "all" if self._every else "first", sources]]
 
@@ -168,6 +166,5 @@ class Mix(Stage):
         if was != now:
             found.append(f"its weights were {was}, and are {now} now")
         of_source = {name: marks for name, _, marks in sources}
-        stages = zip(self._names, self._stages, strict=True)
-        both = [(name, stage) for name, stage in stages if name in of_source]
+        both = [(name, stage) for name, stage in self._stages.items() if name in of_source]
         return found + [f"source {name!r}: {how}" for name, stage in both for how in stage.changed(of_source[name])]
