@@ -84,11 +84,11 @@ class PartsPlan:
             raise ArgumentError(
                 f"in_parts({self.num_parts}): the number of parts must divide the {self.micro_rows} rows of "
                 f"{'the global batch' if self.accumulation == 1 else 'a micro-batch'}. Values that work for "
-                f"{self.num_data_ranks} data ranks: {_listed(works)}."
+                f"{self.num_data_ranks} data ranks: {listed(works)}."
             )
         raise ArgumentError(
             f"in_parts({self.num_parts}): {self.num_data_ranks} data ranks cannot share the stream's parts evenly. "
-            f"Values that work with this batch: {_listed(works)}."
+            f"Values that work with this batch: {listed(works)}."
         )
 
     def parts_of(self, data_rank: int, num_data_ranks: int | None = None) -> tuple[int, ...]:
@@ -125,7 +125,7 @@ class PartsPlan:
         size = self.samples_per_part
         if self.ending.refuses and (min(lengths) != max(lengths) or lengths[0] % size):
             raise ArgumentError(
-                f"tail='error': the stream's {self.num_parts} parts have {_listed(lengths)} samples, so they do not "
+                f"tail='error': the stream's {self.num_parts} parts have {listed(lengths)} samples, so they do not "
                 f"end together with a whole batch ({size} of each part). Choose tail='pad', 'drop' or 'repeat', or "
                 "num_batches=."
             )
@@ -204,5 +204,6 @@ def check_count(name: str, value: object, least: int = 1, most: int | None = Non
     return int(value)
 
 
-def _listed(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers[:12])) + (", ..." if len(numbers) > 12 else "")
+def listed(values: Sequence[object], most: int = 12) -> str:
+    """Return the first of some values in a line, with dots if there are more."""
+    return ", ".join(map(str, values[:most])) + (", ..." if len(values) > most else "")

@@ -49,8 +49,7 @@ def mix(key: int, value: int) -> int:
 
 
 class _Parts(threading.local):
-    def __init__(self) -> None:
-        self.seed: Callable[[int | None], None] | None = None
+    seed: Callable[[int | None], None] | None = None
 
 
 parts = _Parts()

@@ -52,26 +52,23 @@ class Permutation(Order):
             raise ValueError(f"num_samples must be in [1, 2^62], got {num_samples}.")
         super().__init__(num_samples)
         keys = np.frombuffer(key, dtype="<u8").astype(np.uint64)
-        self._table = self._inverse_table = None
+        self._tables: tuple[Indices, Indices] | None = None
         if num_samples <= TABLE_MAX:
-            self._table = draw_tables(keys[None], num_samples)[0].astype(np.int64)
-            self._inverse_table = np.argsort(self._table, kind="stable").astype(np.int64)
+            table = draw_tables(keys[None], num_samples)[0].astype(np.int64)
+            self._tables = table, np.argsort(table, kind="stable").astype(np.int64)
         self._limit, self._sizes, self._rounds = np.uint64(num_samples), network_sizes(num_samples), list(keys[:ROUNDS])
 
     def __call__(self, positions: Indices) -> Indices:
         """Return the sample at each position: int64, same shape."""
-        if self._table is not None:
-            found: Indices = self._table[positions]
-            return found
         return self._apply(positions, backward=False)
 
     def inverse(self, samples: Indices) -> Indices:
         """Return the position of each sample: int64, same shape."""
-        if self._inverse_table is not None:
-            return self._inverse_table[samples]
         return self._apply(samples, backward=True)
 
     def _apply(self, values: Indices, *, backward: bool) -> Indices:
+        if self._tables is not None:
+            return self._tables[backward][values]
         return walk(values, self._limit, lambda x, _: network(x, self._sizes, self._rounds, backward=backward))
 
 

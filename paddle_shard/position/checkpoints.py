@@ -33,7 +33,7 @@ from paddle_shard.errors import (
     described,
 )
 from paddle_shard.plan.handlers import ignoring, raise_if_a_handlers
-from paddle_shard.plan.parts import check_count
+from paddle_shard.plan.parts import check_count, listed
 from paddle_shard.position.folder import folder_of, written_by
 from paddle_shard.position.parts import fill, is_dist, is_split, kind_of
 from paddle_shard.position.run import saved_as
@@ -335,8 +335,8 @@ class Checkpoints:
                 names = [one.name for one in _parameters_of(value)]
                 if saved_for and names and not any(one.startswith(f"{name}_") for one in saved_for for name in names):
                     raise StateError(
-                        f"{key}: {_few(saved_for)} are in {name}, and this optimizer has the parameters "
-                        f"{_few(names)}. Make the model as it was when it was saved: Paddle numbers its layers, "
+                        f"{key}: {listed(saved_for, 2)} are in {name}, and this optimizer has the parameters "
+                        f"{listed(names, 2)}. Make the model as it was when it was saved: Paddle numbers its layers, "
                         "and names a parameter that is a distributed tensor with '.dist', also on one rank."
                     )
         setters: dict[str, Callable[[Any], Any]] = {}
@@ -432,10 +432,6 @@ def _parameters_of(optimizer: Any) -> list[Any]:
     for one in optimizer._parameter_list or ():
         found += one["params"] if isinstance(one, dict) else [one]
     return found
-
-
-def _few(names: Sequence[str]) -> str:
-    return ", ".join(names[:2]) + ", ..." * (len(names) > 2)
 
 
 def _leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[str, Any]]:

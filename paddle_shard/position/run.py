@@ -514,10 +514,8 @@ class Run:
             at = check_count("at", at, 0, MAX_DRAWS)
         parts = list(integer_weights(mixing.names, weights, mixing.segments[-1].lengths))
         after = f"step {position.steps} of epoch {position.epoch}"
-        found = gathered(
-            {"parts": parts, "drawn": batches.drawn, "after": after, "at": at},
-            *(self.ranks, self._timeout, "set_weights()"),
-        )
+        said = {"parts": parts, "drawn": batches.drawn, "after": after, "at": at}
+        found = gathered(said, self.ranks, self._timeout, "set_weights()")
         for rank, one in zip(self.ranks, found, strict=True):
             if one["parts"] != found[0]["parts"]:
                 raise ArgumentError(

@@ -15,6 +15,7 @@ import numpy as np
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, PaddleShardError, StateError
 from paddle_shard.plan.handlers import length_or_none, raise_if_a_handlers
 from paddle_shard.plan.partition import check_batch_size
+from paddle_shard.plan.parts import listed
 from paddle_shard.plan.seeding import Generator, PrivateRandomness, derive_seed
 from paddle_shard.plan.state import LoaderState
 from paddle_shard.plan.step import Deal, GlobalBatch, Step, as_ids
@@ -105,8 +106,7 @@ class UserBatches(IndexBatches):
     def finished(self, epoch: int) -> None:
         """Set the user's sampler to the state that the pass's copy has at its end."""
         if epoch in self._ends:
-            owner = owner_of(self.batch_sampler)
-            owner.load_state_dict(self._ends.pop(epoch))
+            owner_of(self.batch_sampler).load_state_dict(self._ends.pop(epoch))
 
     def __len__(self) -> int:
         if (known := self.known_steps(LoaderState())) is not None:
@@ -226,7 +226,7 @@ class UserBatches(IndexBatches):
                 continue
             state = found.step.sampler_state
             if draw.epoch in self._ends:  # a state that is saved here knows where the next epoch begins
-                state = {**(state or {}), "end": self._ends[draw.epoch]}
+                state = {**state, "end": self._ends[draw.epoch]}
             yield found._replace(step=replace(found.step, last=True, sampler_state=state))
 
     def _batches(self, draw: Draw, start: LoaderState) -> Iterator[GlobalBatch]:
@@ -473,7 +473,7 @@ def owner_of(sampler: Any) -> Any:
 
 
 def _some(batch: list[Any]) -> str:
-    return repr(batch) if len(batch) <= 4 else f"[{', '.join(map(repr, batch[:4]))}, ...]"
+    return f"[{listed(list(map(repr, batch)), 4)}]"
 
 
 def _indices(found: Any, step: int) -> list[Any]:

@@ -78,13 +78,15 @@ class Mixture:
                 raise ArgumentTypeError(f"Mixture: the name of a source must be a str, got {name!r}.")
         self.sources: dict[str, Any] = dict(sources)
         """The data sets, by name."""
-        names, lengths = tuple(self.sources), tuple(_length(name, source) for name, source in self.sources.items())
+        self._names, lengths = tuple(sources), tuple(_length(name, source) for name, source in self.sources.items())
         if isinstance(num_samples, bool) or not isinstance(num_samples, int | np.integer | None):
             raise ArgumentTypeError(f"Mixture: num_samples must be an int, got {num_samples!r}.")
         if stop not in STOPS:
             raise ArgumentError(f"Mixture: stop must be {' or '.join(map(repr, STOPS))}, got {stop!r}.")
         _check_rows(self.sources)
-        self.segments = tuple(Segment(first, parts, lengths) for first, parts in _schedule(names, lengths, weights))
+        self.segments = tuple(
+            Segment(first, parts, lengths) for first, parts in _schedule(self._names, lengths, weights)
+        )
         """The stretches of the run with the same weights."""
         found = num_samples if num_samples is not None else num_positions_to_read(self.segments, every=stop == "all")
         if found is None:
@@ -96,7 +98,6 @@ class Mixture:
             raise ArgumentError(f"Mixture: num_samples must be in [1, 2^50], got {found}.")
         self._num_samples = int(found)
         self._first_epoch = self.ordering(Sequential()).order(self._num_samples, 0, 0, 1)
-        self._names = names
 
     def __len__(self) -> int:
         return self._num_samples
@@ -148,7 +149,7 @@ class Mixture:
                 f"shuffle={inner.name!r}: the sources of a Mixture are shuffled (True) or read in their own order "
                 f"(False), got {inner!r}."
             )
-        return Mixing(tuple(self.sources), self.segments, inner.shuffles)
+        return Mixing(self._names, self.segments, inner.shuffles)
 
     def locate(self, index: int) -> tuple[int, int]:
         """Return (number of the source, index in the source) of a sample.

@@ -13,6 +13,7 @@ from typing import Any, BinaryIO, cast
 
 from paddle_shard.errors import ArgumentError, ShardReadError, StateError, described
 from paddle_shard.plan.handlers import raise_if_a_handlers
+from paddle_shard.plan.parts import listed
 from paddle_shard.sources.counts import ShardEntry, count_files, source_of_files
 from paddle_shard.sources.files import BUFFER, Paths, base_name, is_remote, matched, needs, open_file, replacing, shown
 from paddle_shard.sources.host_cache import HostCache
@@ -146,8 +147,8 @@ def read_index(path: str, names: Sequence[str]) -> dict[str, ShardEntry]:
     check_base_names(names)
     unknown = [name for name in names if base_name(name) not in shards]
     if unknown:
-        listed = ", ".join(base_name(name) for name in unknown[:5]) + (", ..." if len(unknown) > 5 else "")
-        raise ArgumentError(f"index={path!r} does not know {len(unknown)} of the shards: {listed}. Make it: {RECOUNT}.")
+        some = listed(list(map(base_name, unknown)), 5)
+        raise ArgumentError(f"index={path!r} does not know {len(unknown)} of the shards: {some}. Make it: {RECOUNT}.")
     return {name: shards[base_name(name)] for name in names}
 
 
@@ -240,8 +241,7 @@ class Decode:
             import webdataset.autodecode  # type: ignore[import-untyped]
         autodecode = webdataset.autodecode
         for handler in handlers:
-            known = handler in autodecode.imagespecs if isinstance(handler, str) else callable(handler)
-            if not known:
+            if not (handler in autodecode.imagespecs if isinstance(handler, str) else callable(handler)):
                 raise ArgumentError(
                     f"decode: {handler!r} is neither a function nor one of {', '.join(autodecode.imagespecs)}."
                 )
