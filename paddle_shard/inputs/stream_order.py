@@ -90,18 +90,12 @@ class StreamOrder(Batches):
     def _readers(self, start: LoaderState, compared: bool, tells: bool) -> list[ChunkRequest]:
         """Return the first request to each reader of a pass; the later ones differ only in their step."""
         plan, opening = self.plan, replace(self.opening(start), skip=start.samples // self.plan.num_parts)
-        request = ChunkRequest(
-            pass_number=next(_numbers),
-            opening=opening,
-            step=start.steps,
-            first_step=start.steps,
-            plan=plan,
-            repeat=plan.repeats,
-            compared=compared,
-            tells=tells,
+        request = partial(
+            ChunkRequest, pass_number=next(_numbers), step=start.steps, plan=plan, compared=compared, tells=tells
         )
         if not self.whole_items:
-            return [replace(request, opening=replace(opening, parts=parts)) for parts in self.chunks]
+            request = partial(request, first_step=start.steps, repeat=plan.repeats)
+            return [request(opening=replace(opening, parts=parts)) for parts in self.chunks]
         readers, local = max(1, self.num_workers), None
         foreign = isinstance(self.stage, ExternalSource)  # it is told for which data rank it reads
         if self.split_over is not None:
@@ -112,20 +106,16 @@ class StreamOrder(Batches):
                     "data rank's own library has a state of its own: save it on every rank, and load that."
                 )
         state = None if local is None or plan.repeats else local["library"]
-        request = replace(
-            request,
-            stride=readers,
-            repeat=plan.repeats and local is not None,  # what all ranks read alike was repeated before it was cut
-            whole_items=True,
-            local_rows=None if local is None else local["rows"],
-        )
+        repeat = plan.repeats and local is not None  # what all ranks read alike was repeated before it was cut
+        rows = None if local is None else local["rows"]
+        request = partial(request, stride=readers, repeat=repeat, whole_items=True, local_rows=rows)
         found = []
         for step in range(start.steps, start.steps + readers):
             part = self.parts if foreign else (step % readers,)
             num_parts = self.split_over or 1 if foreign else readers
             skip = step // readers if state is None else 0
             at = replace(opening, parts=part, num_parts=num_parts, skip=skip, state=state)
-            found.append(replace(request, opening=at, first_step=step))
+            found.append(request(opening=at, first_step=step))
         return found
 
     def resume(self, state: LoaderState) -> None:
