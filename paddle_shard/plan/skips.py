@@ -41,8 +41,8 @@ class Skips:
             of_epochs[epoch].append((first, end))
         found = [(epoch, *stretch) for epoch in sorted(of_epochs) for stretch in united(of_epochs[epoch])]
         earliest: dict[int | str, tuple[int, int]] = {}
-        for sample, *since in (*self.samples, *samples):
-            earliest[sample] = min(earliest.get(sample, (since[0], since[1])), (since[0], since[1]))
+        for sample, epoch, position in (*self.samples, *samples):
+            earliest[sample] = min(earliest.get(sample, (epoch, position)), (epoch, position))
         known = sorted(earliest, key=lambda one: (isinstance(one, str), one))
         return Skips(tuple(found), tuple((sample, *earliest[sample]) for sample in known))
 
