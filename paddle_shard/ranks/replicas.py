@@ -44,14 +44,6 @@ class LeaderStoppedError(PeerLostError):
     """The rank that reads for this one has stopped, and the agreement on steps tells why."""
 
 
-class _ReadYourselfError(Exception):
-    """The leader has said that this rank must read itself."""
-
-    def __init__(self, num_steps: float) -> None:
-        super().__init__(num_steps)
-        self.num_steps = num_steps
-
-
 @dataclass(slots=True, kw_only=True)
 class Replicas:
     """How a loader shares its reading; one for all its passes."""
@@ -92,7 +84,7 @@ class Replicas:
             agreement: Of all ranks, on the steps of the pass.
         """
         if core is None:
-            return Subscribing(_Received(self, agreement), read)
+            return Subscribing(self, agreement, read)
         if not self.ranks or dist.get_rank() != self.ranks[0]:
             return core
         name = agreement.name_of(self.ranks[0])
@@ -166,56 +158,27 @@ class Publishing(Wrapper):
 
 
 class Subscribing(Wrapper):
-    """Takes what another rank of this host has read for the same steps; reads itself while that rank says so."""
+    """Takes what another rank of this host has read for the same steps; reads itself while that rank says so.
 
-    def __init__(self, received: _Received, read: Callable[[], Executor]) -> None:
-        super().__init__(received)
-        self._received, self._read = received, read
+    It connects when it first waits for a batch.
+    """
+
+    def __init__(self, replicas: Replicas, agreement: Agreement, read: Callable[[], Executor]) -> None:
+        super().__init__(Executor())  # none, while the leader reads
+        self._replicas, self._agreement, self._leader = replicas, agreement, replicas.ranks[0]
+        self._named = f"global rank {self._leader}, which reads for global rank {dist.get_rank()} too"
+        self._receiver: Receiver | None = None
+        self._closed = self._noticed = False
+        self._steps: deque[Step] = deque()
+        """Steps that were submitted and whose batches were not taken."""
+        self._nobody, self._read = self._inner, read
         self._own: Executor | None = None
         self._left = 0.0
         """Number of steps that this rank reads itself before it receives again."""
 
     def submit(self, step: Step) -> None:
         """See `Executor`."""
-        self._received.submit(step)
-
-    def take(self, *, beside: bool = False) -> Batch:
-        """See `Executor`."""
-        while not self._left:
-            self._inner = self._received
-            try:
-                return self._received.take(beside=beside)
-            except _ReadYourselfError as told:
-                self._left = told.num_steps
-        if not self._received.steps:
-            raise StopIteration
-        if self._own is None:
-            self._own = self._read()
-        self._inner, self._left = self._own, self._left - 1
-        self._own.submit(self._received.steps.popleft())
-        return self._own.take(beside=beside)
-
-    def close(self, *, ended: bool = False) -> None:
-        """See `Executor`."""
-        self._received.close()
-        if self._own is not None:
-            self._own.close(ended=ended)
-
-
-class _Received(Executor):
-    """Takes what another rank has read. It connects when it first waits for a batch."""
-
-    def __init__(self, replicas: Replicas, agreement: Agreement) -> None:
-        self._replicas, self._agreement, self._leader = replicas, agreement, replicas.ranks[0]
-        self._named = f"global rank {self._leader}, which reads for global rank {dist.get_rank()} too"
-        self._receiver: Receiver | None = None
-        self._closed = self._noticed = False
-        self.steps: deque[Step] = deque()
-        """Steps that were submitted and whose batches were not taken."""
-
-    def submit(self, step: Step) -> None:
-        """See `Executor`."""
-        self.steps.append(step)
+        self._steps.append(step)
 
     def take(self, *, beside: bool = False) -> Batch:
         """See `Executor`.
@@ -226,16 +189,26 @@ class _Received(Executor):
             PeerLostError: The leader is lost, or has said nothing for too long.
             DifferentDataError: The leader has read other samples.
         """
-        if not self.steps:
+        if not self._steps:
             raise StopIteration
-        with at(LEADER):
-            kind, content = self._receive()
-        if kind == STOP:
-            raise self._stopped()
-        if kind == READ_YOURSELF:
+        while not self._left:
+            self._inner = self._nobody
+            with at(LEADER):
+                kind, content = self._receive()
+            if kind == STOP:
+                raise self._stopped()
+            if kind != READ_YOURSELF:
+                return self._received(self._steps.popleft(), kind, content)
             self._replicas.on_each = content is None
-            raise _ReadYourselfError(math.inf if content is None else content)
-        step = self.steps.popleft()
+            self._left = math.inf if content is None else content
+        if self._own is None:
+            self._own = self._read()
+        self._inner, self._left = self._own, self._left - 1
+        self._own.submit(self._steps.popleft())
+        return self._own.take(beside=beside)
+
+    def _received(self, step: Step, kind: int, content: Any) -> Batch:
+        """Return what the leader has sent for a step."""
         if kind == FAILED:
             raise content.error(step)
         found: Batch = content
@@ -251,10 +224,13 @@ class _Received(Executor):
 
     def ready(self) -> bool:
         """See `Executor`."""
+        if self._inner is self._own:
+            return self._own.ready()
         return self._receiver is not None and self._receiver.wait(0)
 
     def interrupt(self) -> None:
         """See `Executor`."""
+        self._inner.interrupt()
         self._closed = True
         if self._receiver is not None:
             self._receiver.interrupt()
@@ -264,6 +240,8 @@ class _Received(Executor):
         self._closed = True
         if self._receiver is not None:
             self._receiver.close()
+        if self._own is not None:
+            self._own.close(ended=ended)
 
     def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
         if not ending():
