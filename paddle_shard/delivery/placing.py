@@ -141,11 +141,8 @@ def _say_what_counts_anew(setup: PassSetup, value: Any, num_rows: int) -> None:
         return
     named = set[str]()
     for key, entry in setup.placer.overrides.items():
-        at = (
-            {f"[{key!r}][{i}]": one for i, one in enumerate(entry)}
-            if isinstance(entry, list)
-            else {f"[{key!r}]": entry}
-        )
+        path = f"[{key!r}]"
+        at = {f"{path}[{i}]": one for i, one in enumerate(entry)} if isinstance(entry, list) else {path: entry}
         named |= {path for path, layout in at.items() if layout.row_index}
     leaves_of = [(path, leaf) for path, leaf in named_leaves(value) if isinstance(leaf, paddle.Tensor)]
     found = [path for path, leaf in leaves_of if path not in named and counts_anew(leaf, num_rows)]

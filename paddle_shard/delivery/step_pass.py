@@ -14,7 +14,7 @@ from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.plan.step import Step
 from paddle_shard.ranks.agreement import Agreement, AloneAgreement
 from paddle_shard.ranks.replicas import LeaderStoppedError
-from paddle_shard.ranks.verdict import END, FAIL, failure_of_another, report_of
+from paddle_shard.ranks.verdict import END, FAIL, error_of_another, report_of
 from paddle_shard.reading.batch import Batch
 from paddle_shard.reading.executor import Executor
 from paddle_shard.reading.worker_guards import in_use
@@ -131,7 +131,7 @@ class StepPass:
         except AgreedFailure as failure:
             self.close()
             mine = self._failure is not None and failure.step == self._announced
-            raise (self._failure if mine else failure_of_another(failure)) from None  # type: ignore[misc]
+            raise (self._failure if mine else error_of_another(*failure.reports[0])) from None  # type: ignore[misc]
         except PeerLostError as lost:  # it may have timed out because of the failure on this rank
             if self._failure is None or self._announced != step:
                 raise

@@ -6,7 +6,7 @@ import functools
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from difflib import get_close_matches
 from os import PathLike
@@ -37,19 +37,16 @@ def _refuses_on_all_ranks(function: Callable[P, R]) -> Callable[P, R]:
     """Have a function tell the other ranks of its meshes why it fails, also because of an argument that it has not."""
     known, of_loader = inspect.signature(function).parameters, inspect.signature(paddle.io.DataLoader).parameters
 
-    def check(names: Iterable[str]) -> None:
-        for name in names:
-            if name not in known:
-                close = get_close_matches(name, known, 1)
-                way_out = f"Did you mean {close[0]}=?" if close else f"It has {', '.join(known)}."
-                if name in of_loader:
-                    way_out = "It is the DataLoader's: give it to that."
-                raise ArgumentTypeError(f"{function.__name__} has no argument {name}=. {way_out}")
-
     @functools.wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
-            check(kwargs)
+            for name in kwargs:
+                if name not in known:
+                    close = get_close_matches(name, known, 1)
+                    way_out = f"Did you mean {close[0]}=?" if close else f"It has {', '.join(known)}."
+                    if name in of_loader:
+                        way_out = "It is the DataLoader's: give it to that."
+                    raise ArgumentTypeError(f"{function.__name__} has no argument {name}=. {way_out}")
             return function(*args, **kwargs)
         except Exception as error:
             meshes = leaves({**dict(zip(known, args, strict=False)), **kwargs}.get("meshes"))

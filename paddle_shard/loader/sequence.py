@@ -153,9 +153,8 @@ class SequenceSplit:
                 found[name] = ends
         if "max_seqlen" in fields and "cu_seqlens" in fields:
             given = np.asarray(fields["max_seqlen"])
-            found["max_seqlen"] = (
-                np.diff(found["cu_seqlens"], axis=1).max(axis=1).astype(given.dtype).reshape(given.shape)
-            )
+            longest = np.diff(found["cu_seqlens"], axis=1).max(axis=1)
+            found["max_seqlen"] = longest.astype(given.dtype).reshape(given.shape)
         found["token_index"] = order
         return found
 

@@ -367,11 +367,6 @@ def report_of(failure: Any, call: str = "") -> str:
     return json.dumps({**begin, "kind": type(failure).__name__, "text": text, **told}, default=repr)
 
 
-def failure_of_another(failure: errors.AgreedFailure) -> Exception:
-    """Return the error of the rank that failed, as every other rank raises it."""
-    return error_of_another(*failure.reports[0])
-
-
 def error_of_another(rank: int, report: str) -> Exception:
     """Return the error of another rank from its report."""
     try:

@@ -489,11 +489,6 @@ def begin_tensors(value: Any, begin: ToTensors, owned: bool) -> Callable[[], Any
     Raises:
         TypeError: An array has a dtype or a byte order that Paddle does not have.
     """
-    if type(value) is np.ndarray:
-        if not _check_dtype(value, ""):
-            return lambda: value
-        made = begin([value], owned)
-        return lambda: made()[0]
     found = [
         leaf
         for path, leaf in named_leaves(value)

@@ -14,7 +14,7 @@ import pytest
 import paddle_shard
 from paddle_shard import Stream
 from paddle_shard.errors import AgreedFailure, ArgumentError, ArgumentTypeError, DataReadError, StateError
-from paddle_shard.ranks.verdict import failure_of_another, report_of
+from paddle_shard.ranks.verdict import error_of_another, report_of
 from paddle_shard.stages.stage import Stage
 from paddle_shard.testing.simulated import on_each_rank
 
@@ -226,7 +226,7 @@ def test_a_long_failure_reaches_the_other_ranks_with_its_place():
     agreed = AgreedFailure("")
     agreed.reports = ((5, report_of(error)),)
 
-    other = failure_of_another(agreed)
+    other = error_of_another(*agreed.reports[0])
 
     assert isinstance(other, DataReadError)
     assert (other.index, other.step) == ((3, 4), 7)
