@@ -171,6 +171,7 @@ class DeviceFeed:
         """Set the device; the first call of `push` starts the reader."""
         self._place = place
         self._started: tuple[Any, Any] | None = None
+        """The queue and the reader."""
 
     def push(self, tensors: Sequence[Any]) -> None:
         """Ask for a batch to be moved.
@@ -182,24 +183,21 @@ class DeviceFeed:
         for tensor in tensors:
             batch.append(tensor)
         if self._started is None:
-            self._started = self._start()
+            queue = core.init_dense_tensor_blocking_queue(core.Variable(), _MOST_PUSHED, False)
+            # As `paddle.io.DataLoader` does: no names, shapes and dtypes, double buffering, no pinned memory.
+            how: tuple[Any, ...] = (queue, [], [], [], [], [self._place], True, True, False)
+            try:
+                reader = core.create_py_reader(*how, 2)
+            except TypeError:  # Paddle < 3.1 does not take the last argument
+                reader = core.create_py_reader(*how)
+            weakref.finalize(self, _end, queue, reader, os.getpid())
+            self._started = queue, reader
         self._started[0].push(batch)
 
     def pull(self) -> list[Any]:
         """Return the tensors of the first batch that was not pulled yet, on the device."""
         assert self._started is not None
         return list(core.eager.read_next_tensor_list(self._started[1].read_next_list()[0]))
-
-    def _start(self) -> tuple[Any, Any]:
-        queue = core.init_dense_tensor_blocking_queue(core.Variable(), _MOST_PUSHED, False)
-        # As `paddle.io.DataLoader` does: no names, shapes and dtypes, double buffering, no pinned memory.
-        how: tuple[Any, ...] = (queue, [], [], [], [], [self._place], True, True, False)
-        try:
-            reader = core.create_py_reader(*how, 2)
-        except TypeError:  # Paddle < 3.1 does not take the last argument
-            reader = core.create_py_reader(*how)
-        weakref.finalize(self, _end, queue, reader, os.getpid())
-        return queue, reader
 
 
 def _end(queue: Any, reader: Any, process: int) -> None:

@@ -131,20 +131,20 @@ Even = Callable[[Sequence[Any], str], Sequence[Any]]
 """Pads the rows of several arrays to the same length, if lengths may differ, given the path of their field."""
 
 
-def joined(step: Step, chunks: Sequence[Chunk], places: Sequence[Rows] | None, even: Even | None = None) -> Batch:
+def joined(step: Step, chunks: Sequence[Chunk], places: Sequence[Rows], even: Even | None = None) -> Batch:
     """Return the rows that all readers of a rank have read for a step, in the order of the global batch's rows.
 
     Args:
         step: The step.
         chunks: What its readers returned, as arrays if there are several.
-        places: For each chunk, the places of its rows in the batch; None: there is one chunk, in order.
+        places: For each chunk, the places of its rows in the batch; not used if there is one chunk, which is in order.
         even: Pads the rows of several chunks to one length; None: they must be alike.
 
     Raises:
         ValueError: The chunks differ in structure or in the shape of a row; the text says where.
         LookupError: Some rows are real, and no sample can fill the missing ones.
     """
-    one = chunks[0] if places is None else _one_of(chunks, places, even)
+    one = chunks[0] if len(chunks) == 1 else _one_of(chunks, places, even)
     if one.state is not None:
         step = replace(step, sampler_state=one.state)
     found = Batch(step=step, value=one.value, real=step.real, fresh=one.fresh, why=one.why, contents=one.contents)

@@ -97,11 +97,11 @@ def told_of(step: Step, what: str) -> Iterator[None]:
 class _Reads(Executor):
     """What the executors that read have in common: they join what several readers have read for a step."""
 
-    def __init__(self, places: Sequence[Rows] | None = None, even: Even | None = None) -> None:
+    def __init__(self, places: Sequence[Rows] = (), even: Even | None = None) -> None:
         """Set up.
 
         Args:
-            places: For each part of a step, the places of its rows in the batch; None: a step has one part, in order.
+            places: For each part of a step, the places of its rows in the batch; empty: a step has one part, in order.
             even: Pads the rows of several parts to one length; None: they must be alike.
         """
         self._places, self._even, self._own_batches = places, even, OwnBatches()
@@ -206,7 +206,7 @@ class WorkerExecutor(_Reads):
         self,
         pool: WorkerPool,
         idle: list[WorkerPool],
-        places: Sequence[Rows] | None = None,
+        places: Sequence[Rows] = (),
         even: Even | None = None,
     ) -> None:
         """Start a pass.
@@ -218,7 +218,7 @@ class WorkerExecutor(_Reads):
             even: See `_Reads`.
         """
         super().__init__(places, even)
-        self._pool, self._idle, self._num_parts = pool, idle, 1 if places is None else len(places)
+        self._pool, self._idle, self._num_parts = pool, idle, len(places) or 1
         self._num_taken = self._num_sent = 0
         self._unsent: deque[Any] = deque()
         """Requests that follow those that were sent."""

@@ -106,13 +106,13 @@ class Reading:
     def core(self) -> Executor:
         """Start to read a new pass, in this process or in workers."""
         given, stream = self.dataloader, self._stream
-        places, reads_all = None, False
-        even: Even | None = None
+        places: Sequence[Rows] = ()
+        even, reads_all = None, False
         reader: Reader | None = self._id_reader
         if stream is not None:
             made, how = (stream.stage, given.dataset, given.collate_fn), self._how
             reader = ChunkReader(*made, how.generators, skips=how.skip_errors)
-            places, even = stream.places if len(stream.places) > 1 else None, stream.even
+            places, even = stream.places, stream.even
             reads_all = isinstance(stream.stage.source, IterableSource)
         assert reader is not None
         if not self.num_workers:

@@ -66,8 +66,7 @@ def signals_held() -> Iterator[None]:
         yield
         return
     heard: list[int] = []
-    handlers = {int(number): signal.getsignal(number) for number in signal.valid_signals()}
-    before = {number: handler for number, handler in handlers.items() if callable(handler)}
+    before = {int(at): handler for at in signal.valid_signals() if callable(handler := signal.getsignal(at))}
     try:
         for number in before:  # the handler of a signal that is not delayed yet may raise
             signal.signal(number, lambda number, _: heard.append(number))

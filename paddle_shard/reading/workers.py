@@ -112,8 +112,27 @@ class WorkerPool:
         """Start the workers that a pass needs; the previous pass must have ended."""
         if not all(worker.is_alive() for worker in self._workers):
             self.shut_down()
-        if not self._workers:
-            self._start_workers()
+        if self._workers:
+            return
+        settings, seed = self._settings, drawn_seed()
+        if os.getpid() not in _processes:
+            _processes.add(os.getpid())
+            multiprocessing.util.Finalize(None, _shut_down_all, exitpriority=0)
+        try:
+            with at(STARTING), garbage_left_to_the_parent(), signals_held():
+                for number in range(self.num_workers):
+                    with in_use:  # no other thread may fork before the new socket is noted
+                        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                        ours.setblocking(False)
+                        self._channels.append(Channel(ours, settings.num_ahead))
+                        name, args = f"paddle_shard-worker-{number}", (number, theirs, settings, seed)
+                        with theirs:
+                            worker = multiprocessing.Process(target=work, args=args, name=name, daemon=True)
+                            worker.start()
+                        self._workers.append(worker)
+        except BaseException:
+            self.shut_down()
+            raise
 
     def send(self, number: int, request: Any) -> None:
         """Send a worker a request; see `Channel.send`."""
@@ -155,28 +174,6 @@ class WorkerPool:
         # Else the interpreter would end the workers together with this process.
         multiprocessing.process._children.difference_update(self._workers)  # type: ignore[attr-defined]
         self._workers, self._channels = [], []
-
-    def _start_workers(self) -> None:
-        settings, seed = self._settings, drawn_seed()
-        if os.getpid() not in _processes:
-            _processes.add(os.getpid())
-            multiprocessing.util.Finalize(None, _shut_down_all, exitpriority=0)
-        try:
-            with at(STARTING), garbage_left_to_the_parent(), signals_held():
-                for number in range(self.num_workers):
-                    with in_use:  # no other thread may fork before the new socket is noted
-                        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-                        ours.setblocking(False)
-                        self._channels.append(Channel(ours, settings.num_ahead))
-                        name, args = f"paddle_shard-worker-{number}", (number, theirs, settings, seed)
-                        with theirs:
-                            worker = multiprocessing.Process(target=work, args=args, name=name, daemon=True)
-                            worker.start()
-                        self._workers.append(worker)
-        except BaseException:
-            self.shut_down()
-            raise
-
     def receive(self, number: int) -> Any:
         """Return the next answer of a worker.
 

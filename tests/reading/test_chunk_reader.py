@@ -123,7 +123,7 @@ def served(stage, plan, num_data_ranks, num_workers, turns, *, start=0, upto, re
         chunks = chunks_of(parts, num_workers)
         own = readers or [ChunkReader(stage(), None, collated, GENERATORS) for _ in chunks]
         rows = plan.rows_of(parts)
-        places = [np.searchsorted(rows, plan.rows_of(held)) for held in chunks] if len(chunks) > 1 else None
+        places = [np.searchsorted(rows, plan.rows_of(held)) for held in chunks]
         depth, ahead, batches = turns.randint(1, 4), [[] for _ in chunks], []
         asked = [start] * len(chunks)
         while len(batches) < upto - start:
@@ -776,7 +776,7 @@ def items_served(stage, num_workers, steps, *, start=0, tail="drop", collate_fn=
             first - start,
         )
         assert isinstance(chunk, Chunk), chunk
-        found.append(joined(STEP, [chunk], None))
+        found.append(joined(STEP, [chunk], ()))
     return found
 
 
