@@ -6,6 +6,7 @@ import math
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -45,7 +46,7 @@ class LoaderRows:
             own_layout: Layout of the field whose rows this rank reads.
         """
         self._source, self._layouts, self._own = source, layouts, own_layout
-        self._of_size: dict[tuple[int, int], BatchRows] = {}
+        self._of_samples = lru_cache(maxsize=64)(partial(_rows_of_samples, source, layouts))
 
     def to_read(self, num_rows: int, micro_size: int) -> Rows | range:
         """Return which rows of a global batch this rank reads: the order's `RowsOf`."""
@@ -78,16 +79,12 @@ class LoaderRows:
             )
         return BatchRows(num_rows, num_rows // source.accumulation, self._layouts, read=np.arange(num_rows))
 
-    def _of_samples(self, num_rows: int, micro_size: int) -> BatchRows:
-        """Return the rows of a global batch of samples."""
-        key, source = (num_rows, micro_size), self._source
-        if key not in self._of_size:
-            if len(self._of_size) > 64:
-                self._of_size.clear()
-            apart = isinstance(source.custom_sampler, paddle.io.DistributedBatchSampler)
-            read = None if source.stream is None else source.stream.read_rows()
-            self._of_size[key] = BatchRows(num_rows, micro_size, self._layouts, read=read, apart=apart)
-        return self._of_size[key]
+
+def _rows_of_samples(source: Source, layouts: Sequence[FieldLayout], num_rows: int, micro_size: int) -> BatchRows:
+    """Return the rows of a global batch of samples."""
+    apart = isinstance(source.custom_sampler, paddle.io.DistributedBatchSampler)
+    read = None if source.stream is None else source.stream.read_rows()
+    return BatchRows(num_rows, micro_size, layouts, read=read, apart=apart)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -54,11 +54,9 @@ class Counts:
 
     def __add__(self, other: Counts) -> Counts:
         """Return the counts of both periods."""
-        both = {
-            one.name: getattr(self, one.name) + getattr(other, one.name) for one in fields(self) if one.name != "waits"
-        }
+        names = [one.name for one in fields(self) if one.name != "waits"]
         waits = {kind: self.waits[kind] + other.waits[kind] for kind in KINDS}
-        return Counts(**both, waits=waits)
+        return Counts(waits=waits, **{name: getattr(self, name) + getattr(other, name) for name in names})
 
     @property
     def starved(self) -> float:

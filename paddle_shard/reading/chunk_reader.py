@@ -15,11 +15,10 @@ from paddle_shard.clock import SLOW, clock
 from paddle_shard.errors import BatchStructureError, PaddleShardError
 from paddle_shard.plan.handlers import ignoring, raise_if_a_handlers
 from paddle_shard.plan.parts import PartsPlan
-from paddle_shard.plan.seeding import Generator
 from paddle_shard.plan.step import Content
 from paddle_shard.reading.batch import Batch, Chunk, take_rows
 from paddle_shard.reading.digest import WHOLE, TurnDigests, digest
-from paddle_shard.reading.reader import TRIED, Reader, in_words
+from paddle_shard.reading.reader import TRIED, HowToRead, Reader, in_words
 from paddle_shard.reading.tensors import num_rows_of
 from paddle_shard.stages.cut import FAILED_AT, Stripe
 from paddle_shard.stages.stage import Opening, Stage, Stated, Unreadable
@@ -79,25 +78,16 @@ class ChunkReader(Reader):
     It runs in a worker, or in the main process if there are no workers. It keeps the parts of its pass open.
     """
 
-    def __init__(
-        self,
-        stage: Stage,
-        dataset: Any,
-        collate_fn: Callable[[Any], Any] | None,
-        generators: Sequence[Generator],
-        *,
-        skips: bool = False,
-    ) -> None:
+    def __init__(self, stage: Stage, dataset: Any, collate_fn: Callable[[Any], Any] | None, how: HowToRead) -> None:
         """Set up the reader.
 
         Args:
             stage: The stage that opens the parts.
-            dataset: The data set that the user's functions see.
-            collate_fn: The user's function, or None to stack the samples with `collate`.
-            generators: Global generators to seed before each call of the user's code.
-            skips: True if a sample on which the user's code fails becomes an invalid row.
+            dataset: See `Reader`.
+            collate_fn: See `Reader`.
+            how: See `Reader`.
         """
-        super().__init__(dataset, collate_fn, generators, skips=skips)
+        super().__init__(dataset, collate_fn, how)
         self._stage = stage
         self._pass_number: int | None = None
         self._next_step = 0
@@ -116,13 +106,13 @@ class ChunkReader(Reader):
         """Open the parts at a step: the first of the pass, unless another reader has read those before it."""
         self._told = []
         opened = self._opened if asked.tells else None
-        opening = replace(asked.opening, seed_generators=self._seed, skip_errors=self._skips, opened=opened)
+        opening = replace(asked.opening, seed_generators=self._seed, skip_errors=self._how.skip_errors, opened=opened)
         self._pass_number, self._next_step, self._parts = asked.pass_number, asked.step, []
         self._state, whole = opening.state, asked.whole_items
         here = replace(opening, skip=asked.position)
         # Whole batches that several readers take in turns are made up for by the first one of the stream.
         self._padding = Padding(self._stage, here.uncut(here.skip) if asked.stride > 1 else here, whole=whole)
-        if not (asked.pad or self._skips):
+        if not (asked.pad or self._how.skip_errors):
             self._padding.unknown.clear()  # no rows will be filled
         self._digests = TurnDigests(1 if whole else opening.num_parts * opening.stripe, apart=whole)
         # Readers that repeat their parts may begin a round at different steps. If samples become several after the cut,
@@ -168,7 +158,7 @@ class ChunkReader(Reader):
         value, skipped = None, list[tuple[int, str]]()
         if len(samples) == len(real):  # else rows are missing
             failed = dict[int, str]()
-            if self._skips:
+            if self._how.skip_errors:
                 failed = {row: one.why for row, one in enumerate(samples) if isinstance(one, Unreadable)}
             at.update(what=f"collating {len(samples)} samples", index=None)
             if self._collate_fn is not None:  # stacking draws nothing
@@ -180,7 +170,7 @@ class ChunkReader(Reader):
                 stand_in=lambda: self._padding.of(parts[0]),
                 name_of=lambda row: self._named(*places[row], asked),
             )
-            if not (self._collated_before or asked.whole_items):
+            if not asked.whole_items:
                 self._say_if_collating_draws()
             if skipped:
                 skipped = [one for one in skipped if real[one[0]]]

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import islice
 from typing import Any
@@ -53,6 +53,24 @@ class DrewBesideError(Exception):
         self.drew = drew
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HowToRead:
+    """What a reader must know of its loader."""
+
+    generators: Sequence[Generator]
+    """Global generators to seed before each call of the user's code."""
+    seed: int = 0
+    """Seed of the run."""
+    skip_errors: bool = False
+    """True if a sample that cannot be read becomes an invalid row."""
+    items_are_batches: bool = False
+    """True if an item of the data set is a whole batch (`batch_size=None`)."""
+    of_rank: tuple[int, ...] = ()
+    """(data rank,) if what a sample draws is its own on each."""
+    compared: bool = False
+    """True if other ranks read some of the same samples, to compare them."""
+
+
 class Reader:
     """Reads what a step asks for: the same bytes in every process that is asked."""
 
@@ -65,19 +83,16 @@ class Reader:
     owns_arrays = False
     """True if nothing else refers to the arrays of a batch, so that tensors may share their memory."""
 
-    def __init__(
-        self, dataset: Any, collate_fn: Callable[[Any], Any] | None, generators: Sequence[Generator], *, skips: bool
-    ) -> None:
+    def __init__(self, dataset: Any, collate_fn: Callable[[Any], Any] | None, how: HowToRead) -> None:
         """Set up the reader.
 
         Args:
             dataset: The data set that the user's functions see.
             collate_fn: The user's function, or None to stack the samples with `collate`.
-            generators: Global generators to seed before each call of the user's code.
-            skips: True if a sample that cannot be read becomes an invalid row.
+            how: What it must know of its loader.
         """
-        self.dataset, self.generators = dataset, generators
-        self._collate_fn, self._skips = collate_fn, skips
+        self.dataset, self.generators = dataset, how.generators
+        self._collate_fn, self._how = collate_fn, how
         self._seeded = 0
         """What the generators were last seeded with."""
         self._collated_before = collate_fn is None
@@ -162,8 +177,8 @@ class Reader:
 
     def _say_if_collating_draws(self) -> None:
         """Log, after the first batch that the user's function makes of a seed, if it has drawn."""
-        self._collated_before = True
-        if not self._drew_since():
+        before, self._collated_before = self._collated_before, True
+        if before or not self._drew_since():
             return
         worker = paddle.io.get_worker_info()
         if (worker is None or worker.id == 0) and (worker is not None or dist.get_world_size() > 1):
@@ -190,7 +205,7 @@ class Reader:
         clock().to(self._collating)  # the last thing that a reader does for a step
         if whole:
             return samples[0] if self._collate_fn is None else self._collate_fn(samples[0]), []
-        if not self._skips:
+        if not self._how.skip_errors:
             try:
                 return self._collate(samples), []
             except DtypesDifferError as error:
@@ -198,24 +213,6 @@ class Reader:
                 raise
         value = collate_skipping(samples, failed, self._collate, stand_in, name_of)
         return value, [(row, f"{name_of(row)}: {why}") for row, why in sorted(failed.items())]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HowToRead:
-    """What a reader must know of its loader."""
-
-    generators: Sequence[Generator]
-    """Global generators to seed before each call of the user's code."""
-    seed: int = 0
-    """Seed of the run."""
-    skip_errors: bool = False
-    """True if a sample that cannot be read becomes an invalid row."""
-    items_are_batches: bool = False
-    """True if an item of the data set is a whole batch (`batch_size=None`)."""
-    of_rank: tuple[int, ...] = ()
-    """(data rank,) if what a sample draws is its own on each."""
-    compared: bool = False
-    """True if other ranks read some of the same samples, to compare them."""
 
 
 class IdReader(Reader):
@@ -228,19 +225,11 @@ class IdReader(Reader):
     """
 
     def __init__(self, dataset: Any, collate_fn: Callable[[Any], Any] | None, how: HowToRead) -> None:
-        """Set up the reader.
-
-        Args:
-            dataset: The data set.
-            collate_fn: The user's function, or None to stack the samples with `collate`.
-            how: What it must know of its loader.
-        """
+        """See `Reader`."""
         # Arrays in memory draw nothing, so that nothing has to be looked at.
         in_memory = type(dataset) is ArrayDataset and dataset.gathers
-        super().__init__(
-            dataset, collate_fn, () if in_memory and collate_fn is None else how.generators, skips=how.skip_errors
-        )
-        self._how = how
+        how = replace(how, generators=()) if in_memory and collate_fn is None else how
+        super().__init__(dataset, collate_fn, how)
         self._read_many = None if how.items_are_batches else getattr(dataset, "__getitems__", None)
         self._name_of: Callable[[Any], Any] = getattr(dataset, "sample_name", _itself)
         self.draws = None
@@ -329,7 +318,7 @@ class IdReader(Reader):
             return self._at_once(asked, ids, at, _seed_of(key, ids[0]))
         except Exception as error:
             raise_if_a_handlers(error)
-            if not self._skips or not hasattr(self.dataset, "__getitem__"):
+            if not self._how.skip_errors or not hasattr(self.dataset, "__getitem__"):
                 raise
             return self._one_by_one(asked, ids, at, key)
 
@@ -352,8 +341,7 @@ class IdReader(Reader):
         self._seed_collating(step)
         value = self._collate(samples) if listed or self._collate_fn is not None else samples
         if watched:
-            if not self._collated_before:
-                self._say_if_collating_draws()
+            self._say_if_collating_draws()
             self.draws = drew or self._part_drew or self._drew_since()
         return Chunk(value, contents=contents)
 
@@ -366,7 +354,7 @@ class IdReader(Reader):
         """Read sample after sample, and collate."""
         samples, failed = list[Any](), dict[int, str]()
         threads = threading.enumerate() if step.contents else None
-        read, catches, mine = self.dataset.__getitem__, Exception if self._skips else (), clock()
+        read, catches, mine = self.dataset.__getitem__, Exception if self._how.skip_errors else (), clock()
         seeds, of_source = self.draws is not False, mine.fine > 0 and self._name_of is not _itself
         now = time.perf_counter
         marks = [now()]
@@ -404,8 +392,7 @@ class IdReader(Reader):
             name_of=lambda row: f"sample {self._name_of(ids[row])!r}",
         )
         if watched:
-            if not self._collated_before:
-                self._say_if_collating_draws()
+            self._say_if_collating_draws()
             self.draws = drew or self._part_drew or self._drew_since()
             tensors = (leaf for leaf in leaves(samples[0]) if isinstance(leaf, paddle.Tensor))
             self.makes_tensors = any(tensor.place.is_cpu_place() for tensor in tensors)

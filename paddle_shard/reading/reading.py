@@ -58,7 +58,7 @@ class Reading:
 
         Args:
             dataloader: The user's DataLoader, perhaps of a subclass.
-            how: What a reader of data with an index must know.
+            how: What a reader must know of the loader.
             to_tensors: Returns what makes the tensors of one pass, on the loader's place.
             ahead: Batches whose copies to a device are asked for ahead.
             worker_timeout: Seconds after which a worker that has not answered counts as hung.
@@ -110,8 +110,7 @@ class Reading:
         even, reads_all = None, False
         reader: Reader | None = self._id_reader
         if stream is not None:
-            made, how = (stream.stage, given.dataset, given.collate_fn), self._how
-            reader = ChunkReader(*made, how.generators, skips=how.skip_errors)
+            reader = ChunkReader(stream.stage, given.dataset, given.collate_fn, self._how)
             places, even = stream.places, stream.even
             reads_all = isinstance(stream.stage.source, IterableSource)
         assert reader is not None

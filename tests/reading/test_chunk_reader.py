@@ -23,12 +23,14 @@ from paddle_shard.reading.batch import Batch as ReadBatch
 from paddle_shard.reading.batch import Chunk, joined
 from paddle_shard.reading.chunk_reader import ChunkReader, ChunkRequest, OwnBatches
 from paddle_shard.reading.failure import ReadFailure
+from paddle_shard.reading.reader import HowToRead
 from paddle_shard.sources.external import IterableSource
 from paddle_shard.stages import Batch, Filter, Map, Repeat, Shuffle, Stripe, Unbatch
 from paddle_shard.stages.stage import Opening, Stage
 from tests.trials import trials
 
 GENERATORS = (NumpyGenerator(), PythonGenerator())
+HOW, DRAWS = HowToRead(generators=()), HowToRead(generators=GENERATORS)
 MISSING = "missing"
 STEP = Step(epoch=0, number=0, num_rows=0, micro_size=0, num_real=0)  # readers are told what they read by its parts
 WORKERS = range(6)
@@ -121,7 +123,7 @@ def served(stage, plan, num_data_ranks, num_workers, turns, *, start=0, upto, re
     for rank in range(num_data_ranks):
         parts = plan.parts_of(rank, num_data_ranks)
         chunks = chunks_of(parts, num_workers)
-        own = readers or [ChunkReader(stage(), None, collated, GENERATORS) for _ in chunks]
+        own = readers or [ChunkReader(stage(), None, collated, DRAWS) for _ in chunks]
         rows = plan.rows_of(parts)
         places = [np.searchsorted(rows, plan.rows_of(held)) for held in chunks]
         depth, ahead, batches = turns.randint(1, 4), [[] for _ in chunks], []
@@ -343,7 +345,7 @@ def test_what_a_tail_delivers_of_each_part_is_what_it_says(data, num_parts):
 def test_a_reader_serves_one_pass_after_another_and_each_begins_where_it_says():
     plan = PartsPlan(batch_size=4, num_parts=4, num_data_ranks=1, tail="drop")
     stage = Map(Shuffle(Parts([list(range(100 * p, 100 * p + 9)) for p in range(4)]), 9), drawn)
-    readers = [ChunkReader(stage, None, collated, GENERATORS) for _ in range(2)]
+    readers = [ChunkReader(stage, None, collated, DRAWS) for _ in range(2)]
     turns = random.Random(0)
 
     def epoch(number, epoch, **where):
@@ -369,7 +371,7 @@ def test_a_reader_serves_one_pass_after_another_and_each_begins_where_it_says():
 @pytest.mark.parametrize("tail", ["drop", "pad"])
 def test_missing_rows_are_told_in_the_order_of_the_rows(tail):
     plan = PartsPlan(batch_size=8, num_parts=2, num_data_ranks=1, accumulation=2, tail=tail)
-    chunk = ChunkReader(Parts([[1, 2, 3], [4]]), None, None, ()).read(request(plan, (0, 1), 0), None)
+    chunk = ChunkReader(Parts([[1, 2, 3], [4]]), None, None, HOW).read(request(plan, (0, 1), 0), None)
 
     # Rows of the micro-batches: parts 0, 0, 1, 1 and again; part 0 has three samples, part 1 one.
     assert list(chunk.real) == [1, 1, 1, 0, 1, 0, 0, 0]
@@ -394,7 +396,7 @@ def test_a_part_that_is_empty_is_all_padding_on_whatever_reader():
 @pytest.mark.parametrize("start", [0, 2])
 def test_a_part_that_is_empty_cannot_be_repeated(says, start):
     plan = PartsPlan(batch_size=4, num_parts=2, num_data_ranks=1, tail="repeat")
-    failure = ChunkReader(Parts([[1, 2], []], says), None, None, ()).read(request(plan, (0, 1), start, start), 3)
+    failure = ChunkReader(Parts([[1, 2], []], says), None, None, HOW).read(request(plan, (0, 1), start, start), 3)
 
     assert (failure.cause_type, failure.index, failure.worker) == ("ArgumentError", (1, 2 * start), 3)
     assert "part 1 of 2 has no sample to repeat" in failure.cause
@@ -403,7 +405,7 @@ def test_a_part_that_is_empty_cannot_be_repeated(says, start):
 
 def test_a_reader_without_a_sample_makes_no_rows_up():
     plan = PartsPlan(batch_size=4, num_parts=2, num_data_ranks=1)
-    chunk = ChunkReader(Parts([[], []]), None, None, ()).read(request(plan, (0, 1), 0), None)
+    chunk = ChunkReader(Parts([[], []]), None, None, HOW).read(request(plan, (0, 1), 0), None)
 
     assert (chunk.value, list(chunk.real)) == (None, [0, 0, 0, 0])
 
@@ -450,7 +452,7 @@ def test_a_sample_that_fails_is_named_with_part_and_position_at_its_step_only(
 
     for rank in range(plan.num_data_ranks):
         for worker, held in enumerate(chunks_of(plan.parts_of(rank), workers)):
-            reader = ChunkReader(stage, None, None, ())
+            reader = ChunkReader(stage, None, None, HOW)
             for step in range(start, at + 1):
                 found = reader.read(request(plan, held, step, start), worker)
                 if part not in held or step < at:
@@ -467,7 +469,7 @@ def test_a_sample_that_fails_is_named_with_part_and_position_at_its_step_only(
 def test_no_kind_of_exception_ends_a_part_in_silence(error):
     plan = PartsPlan(batch_size=2, num_parts=2, num_data_ranks=1)
     stage = Map(Parts([[0, 1], [2, 3]]), raising(2, error))
-    failure = ChunkReader(stage, None, None, ()).read(request(plan, (0, 1), 0), None)
+    failure = ChunkReader(stage, None, None, HOW).read(request(plan, (0, 1), 0), None)
 
     assert isinstance(failure, ReadFailure)
     assert failure.index == (1, 0)
@@ -479,14 +481,14 @@ def test_what_fails_while_collating_is_no_single_samples_fault():
         raise Broken(f"{samples}")
 
     plan = PartsPlan(batch_size=4, num_parts=2, num_data_ranks=1)
-    failure = ChunkReader(Parts([[0, 1], [2, 3]]), None, collate, ()).read(request(plan, (0, 1), 0), 1)
+    failure = ChunkReader(Parts([[0, 1], [2, 3]]), None, collate, HOW).read(request(plan, (0, 1), 0), 1)
 
     assert (failure.what, failure.index, failure.cause) == ("collating 4 samples", None, "[0, 1, 2, 3]")
 
 
 def test_steps_out_of_turn_are_refused_and_not_served_from_somewhere_else():
     plan = PartsPlan(batch_size=2, num_parts=2, num_data_ranks=1)
-    reader = ChunkReader(Parts([[0, 1, 2], [3, 4, 5]]), None, None, ())
+    reader = ChunkReader(Parts([[0, 1, 2], [3, 4, 5]]), None, None, HOW)
     assert reader.read(request(plan, (0, 1), 0), None).value.tolist() == [0, 3]
 
     failure = reader.read(request(plan, (0, 1), 2), None)
@@ -515,7 +517,7 @@ def test_a_reader_that_takes_over_at_a_step_answers_as_the_one_that_began(kind, 
     plan = PartsPlan(batch_size=8, num_parts=4, num_data_ranks=1, tail=tail)
 
     def answers(first, *, start=0):
-        reader = ChunkReader(stage, None, list, GENERATORS)
+        reader = ChunkReader(stage, None, list, DRAWS)
         asked = [replace(request(plan, (1, 3), step, start), compared=True) for step in range(first, 9)]
         return [reader.read(one, 0) for one in asked]
 
@@ -528,7 +530,7 @@ def test_a_reader_that_takes_over_at_a_step_answers_as_the_one_that_began(kind, 
 
 def test_a_sample_that_fails_before_the_cut_is_named_as_what_it_is():
     plan = PartsPlan(batch_size=2, num_parts=2, num_data_ranks=2)
-    reader = ChunkReader(Stripe(Map(IterableSource(range(6)), raising(3, Broken()))), None, None, ())
+    reader = ChunkReader(Stripe(Map(IterableSource(range(6)), raising(3, Broken()))), None, None, HOW)
     found = [reader.read(request(plan, (0,), step), None) for step in range(3)]
 
     (failure,) = (one for one in found if isinstance(one, ReadFailure))
@@ -579,8 +581,8 @@ def test_samples_are_stacked_without_a_collate_fn_and_the_users_sees_them_in_the
     parts = [[0, 1, 2, 3], [10, 11, 12, 13]]
     expected = [0, 1, 10, 11, 2, 3, 12, 13]
 
-    assert ChunkReader(Parts(parts), None, None, ()).read(request(plan, (0, 1), 0), None).value.tolist() == expected
-    assert ChunkReader(Parts(parts), None, list, ()).read(request(plan, (0, 1), 0), None).value == expected
+    assert ChunkReader(Parts(parts), None, None, HOW).read(request(plan, (0, 1), 0), None).value.tolist() == expected
+    assert ChunkReader(Parts(parts), None, list, HOW).read(request(plan, (0, 1), 0), None).value == expected
 
 
 def test_a_collate_fn_that_draws_does_not_see_what_was_drawn_outside():
@@ -588,7 +590,7 @@ def test_a_collate_fn_that_draws_does_not_see_what_was_drawn_outside():
     found = []
     for outside in (1, 2):
         seed_all(outside)
-        reader = ChunkReader(Parts([[1], [2]]), None, lambda samples: np.random.rand(len(samples)), GENERATORS)
+        reader = ChunkReader(Parts([[1], [2]]), None, lambda samples: np.random.rand(len(samples)), DRAWS)
         found.append(reader.read(request(plan, (0, 1), 0), None).value.tolist())
 
     assert found[0] == found[1]
@@ -708,7 +710,7 @@ def test_an_array_that_has_no_row_for_each_sample_is_refused():
 def test_a_list_with_a_dict_for_each_row_keeps_its_rows_or_is_refused():
     plan = PartsPlan(batch_size=4, num_parts=2, num_data_ranks=1)
     reader = [
-        ChunkReader(Parts([[0, 1], [2, 3]]), None, lambda samples: [{"id": s} for s in samples], ()) for _ in range(2)
+        ChunkReader(Parts([[0, 1], [2, 3]]), None, lambda samples: [{"id": s} for s in samples], HOW) for _ in range(2)
     ]
     one = reader[0].read(request(plan, (0, 1), 0, number=1), None).value
     chunks = [reader[part].read(request(plan, (part,), 0), None) for part in range(2)]
@@ -727,7 +729,7 @@ def test_parts_that_are_opened_at_a_position_share_a_reading():
     called = []
     stage = Stripe(Map(IterableSource(list(range(40))), lambda sample: called.append(sample) or sample))
     plan = PartsPlan(batch_size=4, num_parts=4, num_data_ranks=1)
-    reader = ChunkReader(stage, None, None, ())
+    reader = ChunkReader(stage, None, None, HOW)
     for step in range(1, 10):
         reader.read(request(plan, (0, 1, 2, 3), step, start=1), None)
 
@@ -738,14 +740,14 @@ def test_what_is_skipped_at_a_resume_costs_no_call_of_a_map_where_lengths_are_no
     called = []
     stage = Map(Parts([list(range(10))], says_lengths=False), lambda sample: called.append(sample) or sample)
     plan = PartsPlan(batch_size=2, num_parts=1, num_data_ranks=1)
-    ChunkReader(stage, None, None, ()).read(request(plan, (0,), 4, start=4), None)
+    ChunkReader(stage, None, None, HOW).read(request(plan, (0,), 4, start=4), None)
 
     assert called == [8, 9]
 
 
 def test_a_stream_that_can_be_read_once_is_not_opened_again_for_padding():
     plan = PartsPlan(batch_size=4, num_parts=4, num_data_ranks=2)
-    chunk = ChunkReader(Stripe(IterableSource(iter(range(6)))), None, None, ()).read(
+    chunk = ChunkReader(Stripe(IterableSource(iter(range(6)))), None, None, HOW).read(
         request(plan, (2, 3), 1, start=1), None
     )
 
@@ -758,7 +760,7 @@ def test_a_stream_that_can_be_read_once_is_not_opened_again_for_padding():
 def items_served(stage, num_workers, steps, *, start=0, tail="drop", collate_fn=None, repeat=False):
     """What a loader of whole items gets: reader after reader, by turns."""
     width = max(1, num_workers)
-    readers = [ChunkReader(stage, None, collate_fn, GENERATORS) for _ in range(width)]
+    readers = [ChunkReader(stage, None, collate_fn, DRAWS) for _ in range(width)]
     found = []
     for step in range(start, start + steps):
         first = start + (step - start) % width
@@ -840,7 +842,7 @@ def test_a_whole_item_that_fails_is_named_as_that_one_of_its_workers():
         plan=PartsPlan(batch_size=1, num_parts=1, num_data_ranks=1, tail="drop"),
         whole_items=True,
     )
-    reader = ChunkReader(stage, None, None, ())
+    reader = ChunkReader(stage, None, None, HOW)
 
     assert reader.read(asked, 2).value == 3
     failure = reader.read(replace(asked, step=7), 2)

@@ -15,6 +15,7 @@ from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.parts import PartsPlan
 from paddle_shard.plan.seeding import NumpyGenerator, PythonGenerator
 from paddle_shard.reading.chunk_reader import ChunkReader, ChunkRequest
+from paddle_shard.reading.reader import HowToRead
 from paddle_shard.sources.external import IterableSource
 from paddle_shard.sources.shards import ShardSource
 from paddle_shard.stages import Batch, Filter, Map, Pack, Repeat, Shuffle, Stripe, Unbatch
@@ -618,8 +619,8 @@ def test_two_shuffles_in_a_row_have_keys_of_their_own():
 )
 def test_readers_that_read_the_same_stream_never_say_that_they_differ(before, after, length, stripe, per_step, num):
     """Each holds one part, and compares what all of them have read up to a step."""
-    generators = NumpyGenerator(), PythonGenerator()
-    readers = [ChunkReader(chained("function", before, after, [length]), None, list, generators) for _ in range(num)]
+    how = HowToRead(generators=(NumpyGenerator(), PythonGenerator()))
+    readers = [ChunkReader(chained("function", before, after, [length]), None, list, how) for _ in range(num)]
     plan = PartsPlan(
         batch_size=num * stripe * per_step, num_parts=num, num_data_ranks=num, accumulation=per_step, tail="drop"
     )
