@@ -232,7 +232,7 @@ class Subscribing(Wrapper):
         """See `Executor`."""
         self._inner.interrupt()
         self._closed = True
-        if self._receiver is not None:
+        if self._receiver is not None and self._inner is self._nobody:
             self._receiver.interrupt()
 
     def close(self, *, ended: bool = False) -> None:
@@ -244,8 +244,8 @@ class Subscribing(Wrapper):
             self._own.close(ended=ended)
 
     def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
-        if not ending():
-            self.close()
+        if not ending() and self._receiver is not None:  # what reads here ends by itself
+            self._receiver.close()
 
     def _receive(self) -> tuple[int, Any]:
         """Return the next message."""
