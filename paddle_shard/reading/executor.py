@@ -29,7 +29,7 @@ from paddle_shard.reading.batch import Batch, Chunk, Even, joined
 from paddle_shard.reading.chunk_reader import OwnBatches
 from paddle_shard.reading.failure import ReadFailure
 from paddle_shard.reading.reader import DrewBesideError, Reader
-from paddle_shard.reading.tensors import NO_TENSOR, arrays_of, is_tensor
+from paddle_shard.reading.tensors import arrays_of, becomes_tensor
 from paddle_shard.reading.worker_guards import in_use
 from paddle_shard.reading.workers import WorkerPool, WorkersLostError
 from paddle_shard.say_once import say_once
@@ -239,8 +239,7 @@ class WorkerExecutor(_Reads):
     def submit(self, step: Step) -> None:
         """See `Executor`."""
         self._steps.append(step)
-        for part in step.parts or (step.to_read(),):
-            self._unsent.append(part)
+        self._unsent.extend(step.parts or (step.to_read(),))
         if self._pool is not None:
             self._send(self._pool)
 
@@ -489,11 +488,11 @@ def begin_tensors(value: Any, begin: ToTensors, owned: bool) -> Callable[[], Any
     Raises:
         TypeError: An array has a dtype or a byte order that Paddle does not have.
     """
-    found = [
-        leaf
-        for path, leaf in named_leaves(value)
-        if (_check_dtype(leaf, path) if isinstance(leaf, np.ndarray) else is_tensor(leaf))
-    ]
+    found = []
+    for path, leaf in named_leaves(value):
+        if becomes_tensor(leaf):
+            _check_dtype(leaf, path)
+            found.append(leaf)
     made, converted = begin(found, owned), set(map(id, found))
 
     def finished() -> Any:
@@ -503,15 +502,15 @@ def begin_tensors(value: Any, begin: ToTensors, owned: bool) -> Callable[[], Any
     return finished
 
 
-def _check_dtype(array: np.ndarray[Any, Any], path: str) -> bool:
-    """Return whether an array can become a tensor.
+def _check_dtype(array: Any, path: str) -> None:
+    """Refuse an array of numbers that Paddle cannot hold; a tensor is fine.
 
     Raises:
-        TypeError: It holds numbers, but Paddle does not have its dtype or its byte order.
+        TypeError: Paddle does not have its dtype or its byte order.
     """
+    if not isinstance(array, np.ndarray):
+        return
     kind, size = array.dtype.kind, array.dtype.itemsize
-    if kind in NO_TENSOR:
-        return False
     at = f" at field {path}" if path else ""
     if (kind == "u" and size > 2) or (kind == "f" and size > 8) or size > 16:
         raise TypeError(
@@ -522,4 +521,3 @@ def _check_dtype(array: np.ndarray[Any, Any], path: str) -> bool:
             f"array of dtype {array.dtype!r}{at} is in another byte order than this machine's; convert it with "
             f".astype({array.dtype.name!r})."
         )
-    return True
