@@ -174,6 +174,7 @@ class WorkerPool:
         # Else the interpreter would end the workers together with this process.
         multiprocessing.process._children.difference_update(self._workers)  # type: ignore[attr-defined]
         self._workers, self._channels = [], []
+
     def receive(self, number: int) -> Any:
         """Return the next answer of a worker.
 
