@@ -48,12 +48,11 @@ test-gpu:
 
 ## test-oldest: all tests on Paddle 3.0.0
 test-oldest: $(OLDEST)/.ready
-	$(OLDEST)/bin/python -m pytest $(SIDE_BY_SIDE)
+	$(PYTHON) tests/versions.py $(OLDEST) -- $(SIDE_BY_SIDE)
 
 ## test-pythons: all tests on each version of Python that is there, from 3.10 to 3.13 (PYTHONS="3.13": only that)
 test-pythons: $(PYTHONS:%=.venv-python%/.ready)
-	for version in $(PYTHONS); do echo "== Python $$version"; \
-	.venv-python$$version/bin/python -m pytest -q $(SIDE_BY_SIDE) || exit 1; done
+	$(PYTHON) tests/versions.py $(PYTHONS:%=.venv-python%) -- $(SIDE_BY_SIDE)
 
 ## test-adapters: other data libraries, readers on Ray, VisualDL, and their demos, each in its own environment (ADAPTERS="mds dali": only these)
 test-adapters: $(ADAPTERS:%=.venv-%/.ready)
