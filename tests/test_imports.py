@@ -1,6 +1,7 @@
 """Which room may import which, and what `import paddle_shard` loads."""
 
 import ast
+import importlib
 import itertools
 import subprocess
 import sys
@@ -280,3 +281,16 @@ def test_a_planted_function_that_is_too_large_is_found(text, planted, tmp_path):
     (tmp_path / "plan" / "mesh.py").write_text(text)
 
     assert bool(too_large(tmp_path)) == planted
+
+
+@pytest.mark.parametrize("folder", ["demos", "benchmarks", "launch"])
+def test_what_demos_import_of_the_package_is_there(folder):
+    """Some of them run in environments of their own only, and so not in each run of the tests."""
+    missing = []
+    for path in (PACKAGE.parent / folder).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "paddle_shard":
+                module = importlib.import_module(node.module)
+                names = [one.name for one in node.names if not hasattr(module, one.name)]
+                missing += [(path.name, node.module, name) for name in names]
+    assert missing == []

@@ -32,7 +32,8 @@ from paddle_shard.errors import ArgumentError, MissingDependencyError, SplitErro
 from paddle_shard.plan.handlers import ignoring
 from paddle_shard.plan.seeding import derive_seed
 from paddle_shard.sources.external import ExternalLoader, ShardOptions
-from paddle_shard.sources.files import held, needs
+from paddle_shard.sources.files import needs
+from paddle_shard.sources.locks import held
 
 _ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 _OURS = {
