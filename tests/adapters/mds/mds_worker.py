@@ -12,6 +12,8 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "demos/adapters"))
 from mds_recipe import mds_stream
 from observe import SEED, loader_of, main, observe, refusal, steps_of
 
+from paddle_shard.plan.state import sealed
+
 ZIPPED = {"shuffle_algo": "py1br", "shuffle_block_size": 8, "predownload": 4}
 DATA = Path(sys.argv[1])
 
@@ -45,9 +47,8 @@ def observed():
     begun = steps_of(state, 1)
     other = loader_of(stream("zipped"), seed=SEED)
     saved = state.state_dict()
-    other.load_state_dict(
-        {**saved, "sampler": {**saved["sampler"], "library": {"at": 1, "saved": {}}}} if "sampler" in saved else saved
-    )
+    # As that of another library's data, whole and with its checksum.
+    other.load_state_dict(sealed({**saved, "sampler": {**saved["sampler"], "library": {"at": 1, "saved": {}}}}))
     found["refused"] = {
         "batch size": refusal(lambda: steps_of(loader_of(mds_stream(local=DATA / "plain", batch_size=5)), 1)),
         "streams": refusal(lambda: mds_stream(local=DATA, batch_size=6, streams=[])),
