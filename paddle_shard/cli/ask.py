@@ -69,6 +69,7 @@ def where(options: argparse.Namespace) -> Answer:
     """
     places: list[dict[str, Any]] = []
     run = run_of(options.record)
+    notes = _unread(run)
     if options.epoch is not None:
         check_epoch(run, options.epoch)
     for leg, step, row in places_in(run, options.sample):
@@ -79,8 +80,8 @@ def where(options: argparse.Namespace) -> Answer:
         places += [{**place, **group, "row_of_rank": rows.index(row)} for group, rows in shares if row in rows]
     what = f"sample {options.sample} was not delivered, says the record"
     what += "; the run leaves out samples or steps (loader.skip)" * (run.history.skips != Skips())
-    said = [*([places] if places else [what]), *_unread(run)]
-    return Answer(found={"sample": options.sample, "places": places, "notes": _unread(run)}, said=said)
+    said = [places or what, *notes]
+    return Answer(found={"sample": options.sample, "places": places, "notes": notes}, said=said)
 
 
 def _unread(run: Timeline) -> list[str]:

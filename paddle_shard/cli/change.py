@@ -60,11 +60,11 @@ def _without(
     left_out += filter(None, steps[: len(since)])
     lines += [*weights, *(["# The run has left this out since then:", *left_out] if left_out else [])]
     lines += [*filter(None, steps[len(since) :]), *others]
+    scheduled = hits[0][0].job.facts["sizes"] is not None
     if rows is not None:
-        changes = hits[0][0].job.facts["sizes"] is not None
-        rows, of = (None, "the run's schedule") if changes else (rows, f"{rows} rows")
+        of = "the run's schedule" if scheduled else f"{rows} rows"
         lines.insert(0, f"# Steps are counted in batches of {of}.")
-    return lines, {"resume": place, "batch_size": rows, "python": "\n".join(lines)}
+    return lines, {"resume": place, "batch_size": None if scheduled else rows, "python": "\n".join(lines)}
 
 
 def _changed_since(run: Timeline, state: LoaderState) -> tuple[list[str], list[str]]:
@@ -98,27 +98,26 @@ def _in_steps(
     Raises:
         ArgumentError: A stretch begins or ends within a batch.
     """
-    for job, history in ((leg.job, leg.history), (run.last, run.history)) if stretches else ():
-        lines, size = list[str](), None
+    if not stretches:
+        return [], None
+    for job, history in ((leg.job, leg.history), (run.last, run.history)):
+        batches, lines, size = job.batches(history), list[str](), None
         for epoch, first, end in stretches:
-            plan = job.batches(history).plan_of(state if epoch == state.epoch else LoaderState(epoch=epoch))
-            at = max(first, state.samples if epoch == state.epoch else 0)
+            start = state if epoch == state.epoch else LoaderState(epoch=epoch)
+            plan, at = batches.plan_of(start), max(first, start.samples)
             if epoch < state.epoch or at >= min(end, plan.num_served):
                 lines.append("")
                 continue
             steps = range(plan.step_of(position=at), min(plan.step_of(position=end - 1) + 1, plan.num_steps))
             last, size = end_of(plan, steps[-1]), size or size_at(plan, at)
             # What comes after the last step, tail="drop" leaves out anyway.
-            if plan.first_position(step=steps[0]) == at and (
-                last == end or (last < end and steps.stop == plan.num_steps)
-            ):
+            ends = last == end or (last < end and steps.stop == plan.num_steps)
+            if ends and plan.first_position(step=steps[0]) == at:
                 lines.append(f"loader.skip(steps={steps!r}, epoch={epoch})")
         if len(lines) == len(stretches):
             return lines, size
-    if not stretches:
-        return [], None
     what = "batches of one size, from the saved state on, do not end where those end that are left out"
-    raise ArgumentError(f"--step: {what}. Give a stretch of one size; paddle-shard verify lists them.")
+    raise ArgumentError(f"{what}. Give a stretch of one size; paddle-shard verify lists them.")
 
 
 @command(
@@ -174,13 +173,14 @@ def skip(options: argparse.Namespace) -> Answer:
     for step in options.step:
         epoch, legs = leg_of(run, epoch, step)
         hits += [(leg, step) for leg in legs]
-    job = hits[0][0].job
+    first_leg, first_step = hits[0]
+    job = first_leg.job
     sized = job.facts["plan"] is None or job.facts["plan"]["batch_size"] is not None
     if "files" in job.facts["data"] or job.facts["options"]["is_dataset_splitted"] or not sized:
         raise ArgumentError(f"the steps of this run cannot be left out: {job.unknown}.")
     if job.unknown is None:
-        first, end = hits[0][0].plan.first_position(step=hits[0][1]), max(end_of(leg.plan, step) for leg, step in hits)
-        lines, found = _without(run, hits, [(hits[0][0].epoch, first, end)])
+        first, end = first_leg.plan.first_position(step=first_step), max(end_of(leg.plan, step) for leg, step in hits)
+        lines, found = _without(run, hits, [(first_leg.epoch, first, end)])
     else:
         comment = "# Steps are counted in batches of the size that the run had there."
         lines, found = _without(run, hits, [], comment, f"loader.skip(steps={options.step!r}, epoch={epoch})")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,7 @@ from paddle_shard.cli.answer import Answer, Argument, Rows, command, parsed, run
 from paddle_shard.cli.page import life_of, page_of, view_of
 from paddle_shard.cli.svg import svg_of
 from paddle_shard.errors import ArgumentError
-from paddle_shard.plan import hazards
-from paddle_shard.plan.hazards import MUCH, Hazard, carries_data
+from paddle_shard.plan.hazards import MUCH, Hazard, carries_data, hazards_of, hazards_of_parts
 from paddle_shard.plan.mesh import MeshLayout, grid_of
 from paddle_shard.plan.mixture import Mixing, drawn_of
 from paddle_shard.plan.orders import ORDERINGS, find_ordering
@@ -228,7 +227,7 @@ def _look_at_files(options: argparse.Namespace, found: Planned, cut: dict[str, A
     if sizes is None:
         found.said.append("The sizes of the files are not known here, and so neither is what the parts differ by.")
         return
-    found.hazards += hazards.hazards_of_parts(plan, sizes, found.where)
+    found.hazards += hazards_of_parts(plan, sizes, found.where)
 
 
 def _with_workers(found: Planned, shares: Rows, options: argparse.Namespace) -> Rows:
@@ -263,11 +262,10 @@ def _look_at_cache(options: argparse.Namespace, found: Planned, plan: PartsPlan)
         found.hazards.append((f"{what}, by each process that needs them", f"cache_bytes={least} has room for all"))
 
 
-def hazards_of(asked: Planned, ranks_per_host: int | None) -> Iterator[Hazard]:
-    """Yield what is wrong with a plan, and what would help."""
-    yield from asked.hazards
-    dealt = not asked.holders
-    yield from hazards.hazards_of(asked.plan, asked.meshes, asked.replicas, ranks_per_host, asked.epoch, dealt=dealt)
+def hazards_in(asked: Planned, ranks_per_host: int | None) -> list[Hazard]:
+    """Return what is wrong with what is asked about, and what would help."""
+    dealt, how = not asked.holders, (asked.replicas, ranks_per_host, asked.epoch)
+    return [*asked.hazards, *hazards_of(asked.plan, asked.meshes, *how, dealt=dealt)]
 
 
 # How it is shown
@@ -339,7 +337,7 @@ def plan(options: argparse.Namespace) -> Answer:
         if options.step is not None:
             found["step"] = samples_of(of, holders, asked.epoch, options.step, skips)
             said += [f"epoch {asked.epoch}, step {options.step}", found["step"]]
-    hazards, drawn = list(hazards_of(asked, options.ranks_per_host)), plan or asked.plan_of_parts
+    hazards, drawn = hazards_in(asked, options.ranks_per_host), plan or asked.plan_of_parts
     if options.html is not None and drawn is not None:
         view = view_of(drawn, *asked.meshes[0], **asked.view) | {"at": (asked.epoch, options.step or 0)}
         options.html.write_text(page_of(view, hazards), encoding="utf-8")

@@ -69,12 +69,12 @@ def show(options: argparse.Namespace) -> Answer:
     if (options.step is None) == (options.sample is None):
         raise ArgumentError("give --step, or --sample.")
     run, samples = run_of(options.record), [options.sample]
-    if options.step is None:
-        list(places_in(run, options.sample))  # refuses one that cannot be
-    else:
+    if options.step is not None:
         _, legs = leg_of(run, options.epoch, options.step)
         plan, skips = legs[-1].plan, legs[-1].history.skips
         samples = [one for one in samples_at(plan, legs[-1].epoch, options.step, skips) if one is not None]
+    elif all(leg.job.unknown is None for leg, _ in run.passes):
+        list(places_in(run, options.sample))  # refuses one that cannot be
     dataset, decode = opened(options.open), shown if options.decode is None else named(options.decode)
     lengths = run.last.facts["data"].get("length"), length_or_none(dataset)
     if None not in lengths and lengths[0] != lengths[1] and not isinstance(dataset, Mapping):

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from paddle_shard.cli.answer import Answer, Progress, Rows, command, with_hazards
-from paddle_shard.cli.plan import PLANNED, Planned, hazards_of, planned
+from paddle_shard.cli.plan import PLANNED, Planned, hazards_in, planned
 from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.balance import Costs, unevenness
 from paddle_shard.plan.blocks import Blocks
@@ -329,7 +329,7 @@ def simulate(options: argparse.Namespace) -> Answer:
     if costs is not None and (len(costs) != plan.num_samples or plan.ordering.own_ids):
         raise ArgumentError(f"--lengths {options.lengths} has {len(costs)} lengths, not one for each sample.")
     if not plan.num_steps:
-        return with_hazards({}, [], list(hazards_of(asked, options.ranks_per_host)))
+        return with_hazards({}, [], hazards_in(asked, options.ranks_per_host))
     draw, found = random.Random(options.seed or 0), _Found()
     most_ranks = max(_MOST_RANKS, _MOST_OF_RANKS // plan.num_steps)
     legs = _legs(asked, plan, options.restarts, draw)
@@ -362,4 +362,4 @@ def simulate(options: argparse.Namespace) -> Answer:
     if len(legs) <= options.restarts:
         few = f"an epoch of {plan.num_steps} steps has no more"
         said.append(f"{len(legs) - 1} restarts instead of {options.restarts}: {few}")
-    return with_hazards(told, said, [*broken, *found.hazards, *hazards_of(asked, options.ranks_per_host)])
+    return with_hazards(told, said, [*broken, *found.hazards, *hazards_in(asked, options.ranks_per_host)])

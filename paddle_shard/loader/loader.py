@@ -111,7 +111,7 @@ class ShardDataloader(PaddleShardDataloader):
             order = f"shuffled with seed {self.seed}"
         return (
             f"{type(self).__name__}({type(self.dataset).__name__}, {order}, global batch {source.batch_size}, "
-            f"tail {source.tail!r}, split over {[own.layout.axes[axis] for axis in own.data_axes]} = "
+            f"tail {source.tail!r}, split over {list(own.data_axis_names)} = "
             f"{own.num_data_ranks} data ranks of the mesh "
             f"{dict(zip(own.layout.axes, own.layout.shape, strict=True))}, epoch {self.epoch}"
             + (f", {self.stats.who_reads})" if self.stats.who_reads else ")")
@@ -125,8 +125,7 @@ class ShardDataloader(PaddleShardDataloader):
             source, plan = self._shared.setup.source, self.plan
             found = {"data set": type(self.dataset).__name__, "epoch": self.epoch, "tail": source.tail}
             found["mesh"] = ", ".join(f"{axis}={size}" for axis, size in axes.items())
-            split = [own.layout.axes[axis] for axis in own.data_axes]
-            found["split over"] = f"{', '.join(split) or 'nothing'}: {own.num_data_ranks} data ranks"
+            found["split over"] = f"{', '.join(own.data_axis_names) or 'nothing'}: {own.num_data_ranks} data ranks"
             return {**found, **({"rows of a step": source.batch_size} if plan is None else facts_of_plan(plan))}
 
         few = len(own.layout.process_ids) <= _MOST_SHOWN

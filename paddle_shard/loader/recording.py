@@ -92,10 +92,8 @@ def page_of_loader(setup: PassSetup) -> Page:
         more = {"skips": run.skips, "stretches": [told] if at.samples else [], "dealt": dealt}
     if plan is not None:
         more["plans"] = {**more.get("plans", {}), run.epoch: plan}
-    meshes: dict[Any, None] = {}
-    for layout in setup.placer.layouts:
-        meshes[layout.layout, tuple(layout.layout.axes[axis] for axis in layout.data_axes)] = None
-    hazards = list(hazards_of(plan, list(meshes), setup.options.replicas, None, run.epoch, dealt=dealt))
+    meshes = list(dict.fromkeys((one.layout, one.data_axis_names) for one in setup.placer.layouts))
+    hazards = list(hazards_of(plan, meshes, setup.options.replicas, None, run.epoch, dealt=dealt))
     if stream is not None and isinstance(stream.stage.source, ShardSource):
         sizes = stream.stage.source.part_sizes(stream.opening(LoaderState(epoch=run.epoch)))
         hazards += [] if sizes is None else hazards_of_parts(stream.plan, sizes)
@@ -104,9 +102,13 @@ def page_of_loader(setup: PassSetup) -> Page:
 
 def _mesh(layout: FieldLayout) -> dict[str, Any]:
     axes = dict(zip(layout.layout.axes, layout.layout.shape, strict=True))
-    split = [layout.layout.axes[axis] for axis in layout.data_axes]
     others = {layout.layout.axes[axis]: dim for axis, dim in layout.dims if dim}
-    return {"axes": axes, "process_ids": layout.layout.process_ids, "data_axes": split, "other_dims": others}
+    return {
+        "axes": axes,
+        "process_ids": layout.layout.process_ids,
+        "data_axes": layout.data_axis_names,
+        "other_dims": others,
+    }
 
 
 def _shown(value: Any) -> Any:

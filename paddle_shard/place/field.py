@@ -60,6 +60,11 @@ class FieldLayout:
         return tuple(axis for axis, dim in self.dims if dim == 0)
 
     @cached_property
+    def data_axis_names(self) -> tuple[str, ...]:
+        """Their names."""
+        return tuple(self.layout.axes[axis] for axis in self.data_axes)
+
+    @cached_property
     def num_data_ranks(self) -> int:
         """Number of slices that the rows are cut into."""
         return self.layout.num_data_ranks(self.data_axes)

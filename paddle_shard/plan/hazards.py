@@ -10,7 +10,7 @@ import numpy.typing as npt
 from paddle_shard.plan.mesh import MeshLayout
 from paddle_shard.plan.mixture import Mixing, drawn_too_often
 from paddle_shard.plan.partition import place_of_rows
-from paddle_shard.plan.parts import PartsPlan
+from paddle_shard.plan.parts import PartsPlan, listed
 from paddle_shard.plan.places import Meshes, readers_of
 from paddle_shard.plan.shard_plan import ShardPlan
 
@@ -23,7 +23,6 @@ _MODEL_AXES = ("mp", "tp", "tensor", "model", "sep", "cp", "sp", "context", "seq
 """What an axis is usually called whose ranks wait for each other in every layer."""
 MUCH = 0.01
 """Share of the data that is dropped, or of the rows that are padding, which is a hazard."""
-_MOST_SHOWN = 8
 
 
 def hazards_of(
@@ -50,7 +49,8 @@ def hazards_of(
         return
     few, ranks = plan.num_samples, plan.num_data_ranks
     if few < ranks and plan.num_steps:
-        none = ranks if dealt else int((_real_rows(plan, epoch, 0).sum(axis=0) == 0).sum())
+        real = None if dealt else _real_rows(plan, epoch, 0)
+        none = ranks - few if real is None else int((real.sum(axis=0) == 0).sum())
         what = f"{ranks} data ranks share {few} samples: {none} of them get nothing but padding"
         yield what, f"Use a mesh with at most {few} data ranks" + ", and tail='pad'" * (plan.tail == "fill")
     elif not dealt and plan.num_steps:
@@ -58,10 +58,8 @@ def hazards_of(
     dropped = plan.num_positions - plan.num_served
     if dropped > MUCH * few:
         what = f"tail={plan.tail!r} drops {dropped} of {few} samples in each epoch"
-        yield (
-            what + " and leaves no step" * (not plan.num_steps),
-            "tail='pad' serves them, and a smaller batch drops fewer",
-        )
+        what += " and leaves no step" * (not plan.num_steps)
+        yield what, "tail='pad' serves them, and a smaller batch drops fewer"
     if (advice := plan.ordering.advice(few, ranks, max(1, plan.batch_size // plan.accumulation))) is not None:
         what, _, way_out = advice.partition(". The order")
         yield what, f"The order{way_out}"
@@ -135,9 +133,14 @@ def _distances(mesh: MeshLayout) -> dict[str, tuple[float, int, int]]:
     return found
 
 
-def _real_rows(plan: ShardPlan, epoch: int, step: int) -> npt.NDArray[np.int64]:
-    """Return how many real rows each data rank has at a step that all can share: int64[micro-batch, data rank]."""
+def _real_rows(plan: ShardPlan, epoch: int, step: int) -> npt.NDArray[np.int64] | None:
+    """Return how many real rows each data rank has at a step: int64[micro-batch, data rank].
+
+    It is None for a step that these data ranks cannot share: another mesh has read it.
+    """
     rows, micro_size = np.arange(plan.num_rows(step=step)), plan.micro_size(step=step)
+    if len(rows) % plan.num_data_ranks:
+        return None
     data_ranks, _ = place_of_rows(rows, len(rows), plan.num_data_ranks, micro_size)
     valid = plan.valid(epoch=epoch, step=step, rows=rows)
     found = np.zeros((-(-len(rows) // micro_size), plan.num_data_ranks), np.int64)
@@ -148,14 +151,13 @@ def _real_rows(plan: ShardPlan, epoch: int, step: int) -> npt.NDArray[np.int64]:
 def _starved(plan: ShardPlan, epoch: int) -> Iterator[Hazard]:
     """Yield whether data ranks have no real row in the last step."""
     step = plan.num_steps - 1
-    if (num_rows := plan.num_rows(step=step)) % plan.num_data_ranks:  # another mesh has read it
+    if (real := _real_rows(plan, epoch, step)) is None:
         return
-    real = _real_rows(plan, epoch, step)
+    num_rows = plan.num_rows(step=step)
     what = f"the last step of the epoch, {step}, has {num_rows - real.sum()} of {num_rows} rows of padding"
     leaves_out = "tail='drop' leaves such a step out"
     if none := np.flatnonzero(real.sum(axis=0) == 0).tolist():
-        shown = f"{', '.join(map(str, none[:_MOST_SHOWN]))}{', ..' * (len(none) > _MOST_SHOWN)}"
-        what += f", and nothing else on {len(none)} of its data ranks: {shown}"
+        what += f", and nothing else on {len(none)} of its data ranks: {listed(none)}"
         remedy = "A mean over the valid rows of such a rank divides by 0: divide the sum of all ranks by their count"
         yield what, f"{remedy}. {leaves_out}"
     elif few := int((real == 0).sum()):

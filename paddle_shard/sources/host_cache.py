@@ -94,13 +94,13 @@ class HostCache:
         """
         path = os.path.join(self.folder, f"{derive_key(shown(name)).hex()}-{base_name(name)}")
         while (copy := _opened(path)) is None:  # again, if it was removed as soon as it was complete
-            if (self, name) not in _never_kept:
-                if (remote := self._download(name, path)) is None:
-                    continue
+            if (self, name) in _never_kept:
+                return open_file(name, start)
+            if (remote := self._download(name, path)) is not None:
                 if start == 0:
                     return remote
                 remote[0].close()
-            return open_file(name, start)
+                return open_file(name, start)
         size = os.fstat(copy.fileno()).st_size
         with ignoring(OSError, ValueError):  # a file system without such attributes
             copy.told = int(os.getxattr(copy.fileno(), _TOLD))

@@ -13,10 +13,11 @@ import paddle.distributed as dist
 import pytest
 from paddle.io import BatchSampler, DataLoader
 
-from paddle_shard import Mixture, Stream, say_once
+from paddle_shard import MeshLayout, Mixture, ShardPlan, Stream, say_once
 from paddle_shard.cli.main import COMMANDS, main
 from paddle_shard.delivery.replicas import replicas_of
 from paddle_shard.inputs.stream import stage_of
+from paddle_shard.plan.hazards import hazards_of
 from paddle_shard.ranks.replicas import Replicas
 from paddle_shard.stages.stage import Opening
 from paddle_shard.testing.simulated import on_each_rank, simulated_rank
@@ -500,6 +501,14 @@ def test_data_ranks_without_a_sample_are_counted_where_there_are_more_ranks_than
     empty = sum(all(one is None for one in of["samples"]) for of in found["step"])
     said = [one["what"] for one in found["hazards"] if "nothing but padding" in one["what"]]
     assert said == [f"6 data ranks share {samples} samples: {empty} of them get nothing but padding"] * (samples < 6)
+
+
+def test_where_rows_are_dealt_or_another_mesh_has_read_them_as_many_ranks_have_nothing_as_there_are_no_samples_for():
+    meshes = [(MeshLayout(shape=(4,), axes=("dp",), process_ids=range(4)), ["dp"])]
+    how = {"num_samples": 3, "batch_size": 4, "num_data_ranks": 4}
+    for plan, dealt in ((ShardPlan(**how), True), (ShardPlan(**how, segments=((0, 1), (1, 4))), False)):
+        [(what, _)] = hazards_of(plan, meshes, "each", None, 0, dealt=dealt)
+        assert what == "4 data ranks share 3 samples: 1 of them get nothing but padding"
 
 
 def test_files_have_no_step_whose_samples_are_known(tmp_path):

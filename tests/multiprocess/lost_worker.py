@@ -105,12 +105,8 @@ def stopped(victim):
     except PeerLostError as error:
         report([list(error.ranks), time.monotonic() - began])
     # Who has named it stays until the others have, whose time is over a little later: else they would name this rank.
-    others = [rank for rank in range(dist.get_world_size()) if rank != int(victim)]
-    reports, deadline = (
-        [Path(os.environ["PADDLE_SHARD_REPORT_DIR"], f"rank-{rank}.json") for rank in others],
-        began + 30,
-    )
-    while time.monotonic() < deadline and not all(one.exists() for one in reports):
+    others, folder = {*range(dist.get_world_size())} - {int(victim)}, Path(os.environ["PADDLE_SHARD_REPORT_DIR"])
+    while time.monotonic() < began + 30 and not all((folder / f"rank-{rank}.json").exists() for rank in others):
         time.sleep(0.05)
     os._exit(0)
 

@@ -527,6 +527,17 @@ def test_show_opens_the_samples_of_a_step(tmp_path, monkeypatch):
     assert "give --step, or --sample" in asked("show", run.path, "--open", "my_data_of_show:dataset", code=2)
 
 
+def test_show_opens_a_sample_also_of_a_run_whose_order_only_the_loader_knows(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_data_of_a_sampler.py").write_text("dataset = [f'text {i}' for i in range(40)]\n")
+    sampler = BatchSampler(sampler=list(range(40))[::-1], batch_size=4)
+    loader = sharded(DataLoader(Made(length=40), batch_sampler=sampler), ONE, record=tmp_path / "run.jsonl")
+    next(iter(loader))
+    loader.state_dict()
+    flags = "--sample", 7, "--open", "my_data_of_a_sampler:dataset"
+    assert asked("show", tmp_path / "run.jsonl", *flags) == "7: text 7\n"
+
+
 def test_what_the_machine_has_is_told():
     found = asked("doctor", "--json", code=main(["doctor"]))
     assert found["machine"]["paddle"].startswith("paddlepaddle")
