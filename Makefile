@@ -144,7 +144,7 @@ $(READY): setup.py
 
 .venv-docs/.ready: setup.py
 	test -x .venv-docs/bin/python || $(PYTHON) -m venv .venv-docs
-	.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check mkdocs-material==9.* 'mkdocstrings[python]==1.*' ruff
+	.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check mkdocs-material==9.* 'mkdocstrings[python]==1.*' jieba ruff
 	touch $@
 
 $(OLDEST)/.ready: setup.py

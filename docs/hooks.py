@@ -4,6 +4,7 @@ import os
 import re
 from pathlib import Path
 
+import jieba  # by which the search finds Chinese words
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[1]
@@ -19,6 +20,9 @@ PAGES = {
 """File of the repository -> page of the site."""
 URL = os.environ.get("PADDLE_SHARD_URL", "")
 """Where the repository's files can be read; without it, links to files that are no pages are shown as code."""
+
+
+jieba.setLogLevel("ERROR")  # it tells what it loads
 
 
 def on_files(files, config):

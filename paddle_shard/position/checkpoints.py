@@ -352,9 +352,10 @@ class Checkpoints:
                 setters.pop(key)(states[key])
             except StateError as error:
                 text = (
-                    f"found = {{}}; checkpoints.load(..., {key}=found); loader.load_state_dict(found, override=[...])"
+                    f" With Checkpoints that is: found = {{}}; checkpoints.load(..., {key}=found); "
+                    "loader.load_state_dict(found, override=[...])."
                 )
-                raise StateError(f"{key}: {error} With Checkpoints that is: {text}.") from None
+                raise StateError(f"{key}: {error}{text * ('state, override=' in str(error))}") from None
         fill(filled, whole, directory)
         for key, setter in setters.items():
             setter(states[key])

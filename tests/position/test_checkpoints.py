@@ -128,6 +128,18 @@ def test_another_batch_size_goes_on_where_the_saved_one_stopped(tmp_path):
     assert second.loader.certificate().exact
 
 
+def test_what_cannot_be_overridden_is_refused_without_the_way_to_override_it(tmp_path):
+    in_two, in_four = (
+        sharded(paddle.io.DataLoader(paddle_shard.Stream.of(range(16)).in_parts(parts), batch_size=4), ONE)
+        for parts in (2, 4)
+    )
+    next(iter(in_two))
+    Checkpoints(tmp_path).save(1, data=in_two)
+    with pytest.raises(StateError, match="num_parts cannot be overridden") as why:
+        Checkpoints(tmp_path).load(data=in_four)
+    assert "override=" not in str(why.value)
+
+
 def test_a_loader_that_refuses_its_state_leaves_the_model_as_it_was_and_says_the_way_out(tmp_path):
     first, other = Parts(), sharded(paddle.io.DataLoader(Made(length=12), batch_size=4), ONE, tail="drop")
     saved, model = paddle.nn.Linear(2, 1), paddle.nn.Linear(2, 1)
