@@ -103,8 +103,9 @@ class Stream(paddle.io.IterableDataset):
 
         Args:
             iterable: A list, a data set, or a function that returns a generator.
-            splits_itself: If True, the iterable yields other samples for each `paddle.io.get_worker_info()`. It is
-                shown "worker p of P" for part p, and each sample is read once. If False, every reader reads all of it.
+            splits_itself: If True, the iterable yields other samples for each `paddle.io.get_worker_info()`, or
+                torch's. It is shown "worker p of P" for part p, and each sample is read once. If False, every reader
+                reads all of it.
 
         Raises:
             ArgumentTypeError: The iterable cannot be iterated, or is a path.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,13 +20,17 @@ _END = object()
 
 @contextmanager
 def shown(info: WorkerInfo | None) -> Iterator[None]:
-    """Let `paddle.io.get_worker_info()` return `info` inside the `with` block."""
-    own = paddle_worker._worker_info
-    paddle_worker._worker_info = info
+    """Let `paddle.io.get_worker_info()`, and torch's if that is loaded, return `info` inside the `with` block."""
+    of_torch: Any = sys.modules.get("torch.utils.data._utils.worker")
+    modules = [paddle_worker] if of_torch is None else [paddle_worker, of_torch]
+    own = [module._worker_info for module in modules]
+    for module in modules:
+        module._worker_info = info
     try:
         yield
     finally:
-        paddle_worker._worker_info = own
+        for module, before in zip(modules, own, strict=True):
+            module._worker_info = before
 
 
 def told(info: WorkerInfo | None, dataset: Iterable[Any] | Callable[[], Iterable[Any]]) -> Iterator[Any]:
@@ -45,8 +50,19 @@ def told(info: WorkerInfo | None, dataset: Iterable[Any] | Callable[[], Iterable
         yield item
 
 
+class _Part(WorkerInfo):  # type: ignore[misc]
+    """ "Worker p of P", as it is shown to a stream that splits itself; and whether it has looked."""
+
+    looked = False
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("id", "num_workers"):
+            vars(self)["looked"] = True  # a `WorkerInfo` cannot be changed otherwise
+        return super().__getattribute__(name)
+
+
 class SelfSplit(Stage):
-    """A user's stream that splits itself by `paddle.io.get_worker_info()`: it is shown "worker p of P".
+    """A user's stream that splits itself by `paddle.io.get_worker_info()` or torch's: it is shown "worker p of P".
 
     So each sample is read once, whatever the number of readers. The stream must yield different samples for each p,
     and the same samples each time it is opened for an epoch.
@@ -72,11 +88,17 @@ class SelfSplit(Stage):
         key = opening.key(part, "source")
         opening.seed_generators(key)
         seed = key & 0x7FFFFFFF
-        info = WorkerInfo(id=part, num_workers=opening.num_parts, dataset=self._dataset, seed=seed)
+        info = _Part(id=part, num_workers=opening.num_parts, dataset=self._dataset, seed=seed)
         items = opening.drawn(told(info, self._dataset), part)
         first, failure = next(items, _END), None
         if first is _END:
             return
+        name = type(self._dataset).__name__
+        if opening.num_parts > 1 and not info.looked:
+            raise SplitError(
+                f"splits_itself=True, but the {name} asks neither paddle.io.get_worker_info() nor torch's which part "
+                "to read, so each part would be all of it. Leave splits_itself out."
+            )
         try:
             second = next(items, _END)
         except Exception as error:  # it is raised below, at its own sample
@@ -88,7 +110,7 @@ class SelfSplit(Stage):
             if len(begun) == len(opening.parts) > 1 and len(set(begun.values())) == 1 and len(set(mine)) > 1:
                 raise SplitError(
                     f"splits_itself=True, but the parts {str(list(opening.parts))[1:-1]} begin with the same samples: "
-                    f"the {type(self._dataset).__name__} does not split itself by paddle.io.get_worker_info(), so each "
+                    f"the {name} does not split itself by paddle.io.get_worker_info(), so each "
                     "part would be all of it. Leave splits_itself out."
                 )
         yield first

@@ -9,6 +9,7 @@ import numpy as np
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, SplitError
 from paddle_shard.plan.seeding import derive_key
+from paddle_shard.say_once import say_once
 from paddle_shard.sources.external import ROUND
 from paddle_shard.sources.files import needs, within_their_folder
 from paddle_shard.stages.stage import Opening, Stage
@@ -16,6 +17,12 @@ from paddle_shard.stages.stage import Opening, Stage
 _MOST_SHOWN = 1000
 _SEEDS = 1 << 64
 """Seeds of this size and above come from the operating system and differ between processes."""
+_BY_PART = (
+    "Stream.huggingface: datasets does %s in each part by itself, and this stream is in %d parts. So which samples "
+    "there are depends on the number of parts, which the batch size decides unless in_parts() does. Give the same "
+    "in_parts() to data that must not overlap, as for training and validation. Or use what is done to the whole data: "
+    "Stream.of(dataset), of which every reader reads all, and Stream.mixture in place of interleave_datasets()."
+)
 
 
 class HuggingFaceSource(Stage):
@@ -69,6 +76,7 @@ class HuggingFaceSource(Stage):
                 "state_dict says where the run resumes."
             )
         self._generators = list(_generators(dataset._ex_iterable))
+        self._by_part = ", ".join(dict.fromkeys(_done_by_part(dataset._ex_iterable)))
         self._dataset = dataset
         self.num_shards: int = int(dataset.num_shards)
 
@@ -82,6 +90,8 @@ class HuggingFaceSource(Stage):
             ArgumentError: There are fewer shards than parts.
         """
         self._check(opening)
+        if self._by_part and opening.num_parts > 1:
+            say_once(_BY_PART, self._by_part, opening.num_parts)
         return [self._items(part, opening) for part in opening.parts]
 
     def lengths(self, opening: Opening) -> list[int] | None:
@@ -136,6 +146,20 @@ def _walked(node: Any) -> Iterator[Any]:
     for value in vars(node).values():
         for found in value if isinstance(value, list | tuple) else [value]:
             yield from _walked(found) if type(found).__module__.startswith("datasets.iterable_dataset") else [found]
+
+
+def _done_by_part(node: Any) -> Iterator[str]:
+    """Yield the steps of a data set whose result depends on where it is cut; the last step first."""
+    for found in _walked(node):
+        held, kind = getattr(found, "__dict__", {}), type(found).__name__
+        if "stopping_strategy" in held:
+            yield "interleave_datasets()"
+        elif "ex_iterable" in held and isinstance(held.get("n"), int):
+            yield f"{'take' if kind.startswith('Take') else 'skip'}({held['n']})"
+        elif held.get("with_indices"):
+            yield f"{'filter' if kind.startswith('Filter') else 'map'}(with_indices=True)"
+        elif held.get("drop_last_batch"):
+            yield "map(drop_last_batch=True)"
 
 
 def _rows_of(shard: Any) -> str:

@@ -3,8 +3,11 @@
 import copy
 import json
 import pickle
+import random
 import re
+import sys
 from collections import Counter
+from types import ModuleType
 
 import numpy as np
 import paddle
@@ -148,12 +151,44 @@ def test_a_function_that_splits_itself_is_called_for_each_part(workers):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_stream_that_does_not_split_itself_though_it_was_said_is_refused_before_anything_is_delivered(workers):
-    stream = Stream.of(lambda: iter(range(32)), splits_itself=True)
+    def asks_only(rows):
+        assert paddle.io.get_worker_info().num_workers == 8  # as one that seeds by it
+        return iter(rows)
+
+    stream = Stream.of(lambda: asks_only(range(32)), splits_itself=True)
 
     with pytest.raises(DataReadError, match="splits_itself=True, but the parts .* does not split itself"):
         next(iter(sharded(stream, workers=workers)))
 
-    assert len(real_rows(sharded(Stream.of(lambda: iter([7] * 4), splits_itself=True), workers=workers))) > 0
+    assert len(real_rows(sharded(Stream.of(lambda: asks_only([7] * 4), splits_itself=True), workers=workers))) > 0
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_that_does_not_ask_which_part_to_read_is_refused_though_its_samples_are_random(workers):
+    def augmented():
+        return (row + random.random() for row in range(32))
+
+    with pytest.raises(DataReadError, match=r"asks neither paddle\.io\.get_worker_info\(\) nor torch's"):
+        next(iter(sharded(Stream.of(augmented, splits_itself=True), workers=workers)))
+
+    in_one = Stream.of(augmented, splits_itself=True).in_parts(1)
+    assert len(flat(real_rows(sharded(in_one, workers=workers)))) == 32
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_that_splits_itself_as_torch_does_is_shown_its_part_there(workers, monkeypatch):
+    of_torch = ModuleType("torch.utils.data._utils.worker")  # tests/adapters/torchdata has the real one
+    of_torch._worker_info = None
+    monkeypatch.setitem(sys.modules, of_torch.__name__, of_torch)
+
+    def own_share():
+        info = of_torch._worker_info
+        return (row + 0.5 * random.random() for row in range(info.id, 32, info.num_workers))
+
+    found = real_rows(sharded(Stream.of(own_share, splits_itself=True), workers=workers))
+
+    assert sorted(int(row) for row in flat(found)) == list(range(32))
+    assert of_torch._worker_info is None
 
 
 def test_a_failing_second_sample_of_a_stream_that_splits_itself_is_raised_at_its_place():

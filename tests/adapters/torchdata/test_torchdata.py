@@ -1,7 +1,10 @@
 from pathlib import Path
 
+import paddle
 import pytest
+import torch
 
+import paddle_shard
 from paddle_shard.testing import run_ranks
 from tests.adapters.claims import check
 
@@ -25,3 +28,24 @@ def test_torchdata_keeps_every_claim(num_ranks, tmp_path):
         assert "cannot be split evenly over 2 data ranks" in refused["batch size"]
         assert refused["sampler"].startswith("ArgumentError: stateful_dataloader: sampler")
         assert "dataset must have a length and an index" in refused["iterable"]
+
+
+class Noisy(torch.utils.data.IterableDataset):
+    """Splits itself among the workers as torch's own guide does it, and draws."""
+
+    def __iter__(self):
+        info = torch.utils.data.get_worker_info()
+        return (row + 0.5 * torch.rand(()).item() for row in range(info.id, 103, info.num_workers))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_torchs_iterable_data_set_that_splits_itself_is_read_once(workers):
+    mesh = paddle.distributed.ProcessMesh([0], dim_names=["dp"])
+    given = paddle.io.DataLoader(
+        paddle_shard.Stream.of(Noisy(), splits_itself=True), batch_size=16, num_workers=workers
+    )
+    batches = iter(paddle_shard.shard_dataloader(given, mesh, shard_dims="dp"))
+    rows = [int(row) for batch in batches for row in paddle_shard.gather_valid(batch, batches.valid).numpy()]
+
+    assert sorted(rows) == list(range(103))
+    assert torch.utils.data.get_worker_info() is None

@@ -1,6 +1,6 @@
 """Lines for those who come from torch and torchdata."""
 
-from paddle.io import BatchSampler, DataLoader, Sampler
+from paddle.io import BatchSampler, DataLoader, IterableDataset, Sampler, get_worker_info
 
 from tests.docs.migration import DATA, IDS, case, cut, flat, shuffled, steps, stopped
 from tests.docs.migration.claims import (
@@ -72,6 +72,40 @@ def a_state_with_workers(new, old):
         return [first, *(local(batch) for batch in again)]
 
     assert run() == cut(IDS)
+
+
+case(STATEFUL, "StatefulDataLoader(data, sampler=StatefulDistributedSampler(data))")(epochs_differ)
+
+
+class Unsplit(IterableDataset):
+    """Samples one after the other."""
+
+    def __iter__(self):
+        return iter(range(24))
+
+
+class Split(IterableDataset):
+    """Each worker has samples of its own."""
+
+    def __iter__(self):
+        info = get_worker_info()
+        return iter(range(info.id, 24, info.num_workers))
+
+
+def each_once(make):
+    for workers in (0, 2):
+        found = steps(lambda workers=workers: sharded(make(workers)))
+        assert sorted(flat(found)) == IDS
+
+
+@case(STATEFUL, "StatefulDataLoader(iterable, batch_size=b)")
+def iterable(new, old):
+    each_once(lambda workers: DataLoader(new(iterable=Unsplit()).dataset, batch_size=8, num_workers=workers))
+
+
+@case(STATEFUL, "an IterableDataset that splits itself by get_worker_info()")
+def splits_itself(new, old):
+    each_once(lambda workers: DataLoader(new(iterable=Split()).dataset, batch_size=8, num_workers=workers))
 
 
 case(STATEFUL, "loader.state_dict()")(counts_delivered)
