@@ -125,6 +125,8 @@ class LoaderStats:
         so that the beginning of a pass is a part of each of its steps."""
         self.short = False
         """True if the pass before was short."""
+        self.most_lost = 0.0
+        """Largest share of the rows of a pass of which it was logged that they are padding, or were dropped."""
         self.tells_at = 0.0
         """When the first rank asks all to tell each other next; in seconds of `time.perf_counter`."""
         self.of_ranks: Mapping[int, Summary] = {}

@@ -601,8 +601,8 @@ class Stream(paddle.io.IterableDataset):
         """Return the stream with P parts, whatever the batch size and the number of files. P is part of its order.
 
         It divides the rows of a micro-batch, and the number of data ranks divides it. Without `in_parts`, it is the
-        largest divisor of the rows up to 64; for files that are not counted, at most their number, or what their sizes
-        allow to be balanced. A saved state is bound to it.
+        largest divisor of the rows up to 64; for files that are not counted, at most their number, or fewer if one is
+        much larger than the others. A saved state is bound to it.
 
         Args:
             num_parts: P.

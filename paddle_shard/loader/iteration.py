@@ -170,9 +170,12 @@ class ShardIterator:
 
 
 def say_if_uneven(setup: PassSetup, epoch: int) -> None:
-    """Log, at the end of a loader's first pass, how many of this rank's rows were padding, or what was dropped."""
+    """Log, at the end of a pass, how many of this rank's rows were padding, or what was dropped: once, and if it is more.
+
+    The files of a part may be others in each epoch.
+    """
     stream, stats = setup.source.stream, setup.stats
-    if stream is None or stream.whole_items or stream.plan.repeats or stats.total.batches != stats.epoch.batches:
+    if stream is None or stream.whole_items or stream.plan.repeats:
         return
     plan, source = stream.plan, stream.stage.source
     of_files, shards = isinstance(source, ShardSource), source.num_shards
@@ -185,7 +188,9 @@ def say_if_uneven(setup: PassSetup, epoch: int) -> None:
         remedy = _FEWER.format(shards, plan.num_parts) if shards and shards % plan.num_parts else _FILTERED
     counts, rank = stats.epoch, setup.own_layout.global_rank
     rows = counts.samples + counts.padding + counts.skipped
-    if plan.ending.pads and counts.batches and counts.padding * counts.batches >= rows:  # a whole batch
+    lost = counts.padding / max(1, rows)
+    if plan.ending.pads and counts.batches and lost * counts.batches >= 1 and lost > stats.most_lost:  # a whole batch
+        stats.most_lost = lost
         say_once(
             f"tail='pad': {counts.padding} of the {rows} rows that rank {rank} was given in this epoch are padding, "
             f"because the stream's {plan.num_parts} parts end at different times. {remedy}"
@@ -195,7 +200,9 @@ def say_if_uneven(setup: PassSetup, epoch: int) -> None:
         sizes = source.part_sizes(opening) if isinstance(source, ShardSource) else None
         # Of the bytes, what lies behind the end of the shortest part.
         share = 1 - min(sizes) * len(sizes) / sum(sizes) if sizes and sum(sizes) else None
-        if share is None or share > 0.01:
+        lost = 0.02 if share is None else share
+        if lost > max(0.01, stats.most_lost):
+            stats.most_lost = lost
             much = "how much is not known" if share is None else f"about {share:.0%} of the data, by its files' sizes"
             say_once(
                 f"tail='drop': this loop had {counts.batches} batches, {counts.batches * plan.batch_size} rows, and "

@@ -50,14 +50,14 @@ def told(info: WorkerInfo | None, dataset: Iterable[Any] | Callable[[], Iterable
         yield item
 
 
-class _Part(WorkerInfo):  # type: ignore[misc]
+class _Part(WorkerInfo):
     """ "Worker p of P", as it is shown to a stream that splits itself; and whether it has looked."""
 
     looked = False
 
     def __getattribute__(self, name: str) -> Any:
         if name in ("id", "num_workers"):
-            vars(self)["looked"] = True  # a `WorkerInfo` cannot be changed otherwise
+            self.__dict__["looked"] = True  # a `WorkerInfo` cannot be changed otherwise
         return super().__getattribute__(name)
 
 
