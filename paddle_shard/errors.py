@@ -161,9 +161,9 @@ class ShardReadError(PaddleShardError, RuntimeError):
 
 
 def text_of(error: BaseException) -> str:
-    """Return an exception's text, even if its own `__str__` fails."""
+    """Return an exception's text, even if its own `__str__` fails; and the sample that has it, if its stage says so."""
     try:
-        return str(error)
+        return f"{error}{getattr(error, 'of_sample', '')}"
     except Exception as other:
         return f"(its text cannot be had: {type(other).__name__})"
 

@@ -125,6 +125,7 @@ def placed(setup: PassSetup, batch: Batch) -> Batch:
     batch.value, batch.placed = setup.placer.place(value, setup.rows.of(batch, setup.placer))
     if first:
         _say_what_counts_anew(setup, value, len(batch.placed.rows.read))
+        _say_what_has_no_rows(setup, value)
     if first and isinstance(value, Mapping) and len(batch.value) < len(value):
         left_out = [key for key in value if key not in batch.value]
         say_once("input_keys=%s: the keys %s of the batch are left out.", repr(list(batch.value)), repr(left_out))
@@ -147,6 +148,18 @@ def _say_what_counts_anew(setup: PassSetup, value: Any, num_rows: int) -> None:
         say_once(
             f"fields {', '.join(found)} count 0, 1, .. for the rows that this rank has read, as if they were all. If a "
             "collate_fn writes there which row of the batch is meant, say so: placements={field: 'row index'}."
+        )
+
+
+def _say_what_has_no_rows(setup: PassSetup, value: Any) -> None:
+    """Log which fields of a first batch of this data rank's own are one number, as those of a sample are."""
+    if not setup.source.split or setup.own_layout.num_data_ranks == 1:
+        return
+    found = [path for path, leaf in named_leaves(value) if tuple(getattr(leaf, "shape", (None,))) == ()]
+    if found:
+        say_once(
+            f"fields {', '.join(found)} are one number, and not one for each row: each data rank keeps its own. If the "
+            "loader yields samples, have it yield batches: the rows of another field would be taken for a batch."
         )
 
 

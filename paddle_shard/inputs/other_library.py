@@ -35,10 +35,9 @@ def check_is_paddles(given: Any, loader: paddle.io.DataLoader | None = None) -> 
         return
     if "IterableDataset" in kind:
         size = "..." if loader is None else loader.batch_size
-        way = (
-            f"Give paddle.io.DataLoader(paddle_shard.Stream.of(dataset), batch_size={size}), or batch_size=None if its "
-            "items are whole global batches"
-        )
+        way = f"Give paddle.io.DataLoader(paddle_shard.Stream.of(dataset), batch_size={size})"
+        if size is not None:
+            way += ", or batch_size=None if its items are whole global batches"
     else:
         way = (
             "Give its data set to Paddle's: paddle.io.DataLoader(dataset, batch_size=...), with "
@@ -57,6 +56,6 @@ def check_is_paddles(given: Any, loader: paddle.io.DataLoader | None = None) -> 
             "mds_stream makes of its files, which is a recipe in demos/adapters"
         )
     if "webdataset" in of:
-        way += ". Of tars: paddle_shard.Stream.webdataset(urls), of which each is read by one reader only"
+        way = f"Make it of the tars: paddle_shard.Stream.webdataset(urls), of which each is read by one reader only. Or: {way}"
     where = "dataloader is" if loader is None else "the DataLoader's data set is"
     raise ArgumentTypeError(f"{where} a {type(given).__name__}, which is {' and '.join(sorted(of))}'s. {way}.")

@@ -170,7 +170,7 @@ class ShardIterator:
 
 
 def say_if_uneven(setup: PassSetup, epoch: int) -> None:
-    """Log, at the end of a pass, how many of this rank's rows were padding, or what was dropped: once, and if it is more.
+    """Log, at the end of a pass, how many rows of this rank were padding, or what was dropped: once, and if it is more.
 
     The files of a part may be others in each epoch.
     """

@@ -149,8 +149,9 @@ class LoaderState:
         if not isinstance(saved, Mapping) or "version" not in saved:
             what = f"a dict of {sorted(map(str, saved))}" if isinstance(saved, Mapping) else type(saved).__name__
             raise StateError(f"state must be what the loader's state_dict() returned, got {what}.")
-        if isinstance(override, str):
-            raise StateError(f"override must be a list of names, got {override!r}. Write override=[{override!r}].")
+        if isinstance(override, str) or not isinstance(override, Collection):
+            way = f" Write override=[{override!r}]." if isinstance(override, str) else ""
+            raise StateError(f"override must be a list of names, got {override!r}.{way}")
         if saved.get("version") != VERSION:
             raise StateError(
                 f"state has version {saved.get('version')!r}, but this paddle_shard reads version {VERSION} only. Load "

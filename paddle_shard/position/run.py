@@ -49,6 +49,8 @@ from paddle_shard.record.recorder import Recorder, position
 from paddle_shard.samplers.user_batches import owner_of, samplers
 from paddle_shard.say_once import say_once
 
+_CONTINUED = {CONTENTS, "mixture", "num_samples", "packed", "tail"}
+"""Names in `override` with which an epoch that was begun goes on with the samples that are left."""
 _MOST_TEXT = 2000
 """Characters of an error that the record has."""
 MOST_FILES = MAX_PARTS + 2
@@ -406,12 +408,15 @@ class Run:
         batches.resume(resumed)
         if unlike := batches.unlike_before(resumed):
             say_once(unlike)
-        saved = resumed.fingerprint.get("stream")
-        if resumed.samples and not resumed.ended and saved != batches.fingerprint().get("stream"):
+        then, now = resumed.fingerprint, batches.fingerprint()
+        # Of data that has grown, and of other weights, the epoch that was begun is continued.
+        others = [name for name in override if name not in _CONTINUED and then.get(name) != now.get(name)]
+        if resumed.samples and not resumed.ended and others:
+            what = "stream" if "stream" in others else "order"
             say_once(
-                f"override=['stream']: {batches.explained(saved) or 'the stream is another than that of the state'}. "
+                f"override={others}: {batches.explained(then.get('stream')) or f'the {what} is not that of the state'}. "
                 f"Epoch {resumed.epoch} was begun, and the {resumed.samples} samples that it has delivered are left "
-                "out by their positions in the stream as it is now. If other samples are there, samples of this epoch "
+                f"out by their positions in the {what} as it is now. If other samples are there, samples of this epoch "
                 "are lost, and others are delivered twice; later epochs are whole. A state from the end of an epoch "
                 "does not have this."
             )

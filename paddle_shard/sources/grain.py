@@ -91,6 +91,7 @@ def grain_loader(build: Callable[[ShardOptions], Any]) -> ExternalLoader:
 
     Raises:
         MissingDependencyError: grain is not installed.
+        ArgumentTypeError: `build` is no function.
 
     Examples:
         >>> def build(share):  # doctest: +SKIP
@@ -100,6 +101,11 @@ def grain_loader(build: Callable[[ShardOptions], Any]) -> ExternalLoader:
     """
     with needs("grain"):
         import grain
+    if not callable(build):
+        raise ArgumentTypeError(
+            f"build must be a function of share that makes the data set, got {type(build).__name__}. Give "
+            "lambda share: ..., which cuts it by share.shard and share.num_shards, and ends with .batch(rows of a rank)."
+        )
 
     def iterator(share: ShardOptions) -> Any:
         dataset = build_watched(build, share, "grain")

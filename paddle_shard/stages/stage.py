@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count, islice
 from typing import Any, ClassVar, NamedTuple
@@ -71,21 +71,23 @@ class Opening:
 
     def tried(self, function: Callable[[Any], Any], sample: Any, cause: Cause) -> Any:
         """Return the result of the user's function for a sample; `Unreadable` if it fails and errors are skipped."""
-        mine = clock()
-        if not (mine.fine or self.skip_errors):
-            return function(sample)
         if isinstance(sample, Unreadable):
             return Unreadable(sample.why)  # drop a group's items: the function has not changed them
-        before = mine.to(cause)
+        mine = clock()
+        before = mine.to(cause) if mine.fine else None
         try:
             return function(sample)
         except Exception as error:
             raise_if_a_handlers(error)
+            if isinstance(sample, Mapping) and "__key__" in sample:  # of a tar: its place in the stream does not tell
+                file = str(sample.get("__url__", "")).partition("?")[0].rpartition("/")[2]
+                error.__dict__["of_sample"] = f" (sample {sample['__key__']!r} of {file})"
             if not self.skip_errors:
                 raise
             return Unreadable(described(error))
         finally:
-            mine.to(before)
+            if before is not None:
+                mine.to(before)
 
     def windows(self, items: Iterator[Any], size: int, part: int) -> Iterator[list[Any]]:
         """Yield lists of the next `size` samples of a part; the last one may be shorter.

@@ -154,6 +154,8 @@ def test_an_override_that_is_a_text_is_refused():
     loader = sharded(DataLoader(Made(), batch_size=2), ONE)
     with pytest.raises(StateError, match=r"override must be a list of names, got 'tail'. Write override=\['tail'\]"):
         loader.load_state_dict(loader.state_dict(), override="tail")
+    with pytest.raises(StateError, match=r"override must be a list of names, got None\.$"):
+        loader.load_state_dict(loader.state_dict(), override=None)
 
 
 @pytest.mark.parametrize("data", [iter(range(4)), type("It", (), {"__iter__": lambda self: iter(())})()])

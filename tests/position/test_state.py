@@ -406,6 +406,33 @@ def test_an_order_of_blocks_is_bound_to_its_blocks_and_to_the_accumulation_not_t
         make(shuffle=BLOCKS, accumulation=2).load_state_dict(state)
 
 
+@pytest.mark.parametrize(
+    ("change", "override", "told"),
+    [
+        ({"seed": 1}, ["seed"], True),
+        ({"shuffle": False}, ["shuffle"], True),
+        ({"seed": 1}, ["seed", "tail"], True),
+        ({}, ["seed"], False),
+        ({"tail": "drop"}, ["tail"], False),
+        ({"length": 26}, ["num_samples"], False),
+    ],
+)
+@pytest.mark.parametrize("steps", [0, 2, 6])
+def test_an_epoch_that_goes_on_in_another_order_is_told_to_lose_samples(change, override, told, steps, caplog):
+    loader = make()
+    batches = iter(loader)
+    begun = [sample for _ in range(steps) for sample in content(next(batches))]
+    state = loader.state_dict()
+    _SAID.clear()
+    caplog.clear()
+
+    other = make(**change)
+    other.load_state_dict(state, override=override)
+
+    assert len(rest(other)) + len(begun) > 0
+    assert ("are lost, and others are delivered twice" in caplog.text) == (told and steps == 2), caplog.text
+
+
 def test_a_field_may_be_overridden_by_name():
     state = make().state_dict()
     loader = make(tail="drop")

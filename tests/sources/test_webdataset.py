@@ -15,10 +15,12 @@ import threading
 from itertools import islice
 
 import numpy as np
+import paddle
 import pytest
 
+from paddle_shard import Stream
 from paddle_shard.cli.main import main
-from paddle_shard.errors import ArgumentError, MissingDependencyError, ShardReadError, StateError
+from paddle_shard.errors import ArgumentError, DataReadError, MissingDependencyError, ShardReadError, StateError
 from paddle_shard.sources import files
 from paddle_shard.sources.host_cache import HostCache
 from paddle_shard.sources.webdataset import Decode, webdataset_source
@@ -26,6 +28,7 @@ from paddle_shard.stages import Map, Shuffle
 from paddle_shard.stages.stage import Opening
 from tests.deadlines import HANG
 from tests.extras import needs
+from tests.helpers import ONE, sharded
 from tests.sources.http_server import serving
 
 needs("webdataset")
@@ -461,6 +464,21 @@ def test_a_file_that_cannot_be_decoded_is_named():
     assert Decode("pil", only="cls")(sample)["png"] == b"no picture"
     with pytest.raises(ArgumentError, match="'rgb9' is neither a function nor one of l8, rgb8"):
         Decode("rgb9")
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("stage", ["map", "filter"])
+def test_a_sample_on_which_a_function_of_the_users_fails_is_named_by_its_key_and_tar(stage, workers, tmp_path, caplog):
+    members = [(f"{i:03d}.{'cls' if i != 5 else 'txt'}", b"1") for i in range(12)]
+    (tmp_path / "a.tar").write_bytes(tar(members))
+    stream = getattr(Stream.webdataset(f"{tmp_path}/a.tar").shuffle(8), stage)(lambda sample: int(sample["cls"]) > 0)
+    stream = stream if stage == "map" else stream.map(lambda sample: int(sample["cls"]))
+
+    with pytest.raises(DataReadError, match=r"KeyError: 'cls' \(sample '005' of a\.tar\)"):
+        list(sharded(paddle.io.DataLoader(stream, batch_size=4, num_workers=workers), ONE))
+
+    list(sharded(paddle.io.DataLoader(stream, batch_size=4, num_workers=workers), ONE, on_error="skip"))
+    assert "KeyError: 'cls' (sample '005' of a.tar)" in caplog.text
 
 
 @pytest.mark.parametrize("call", [lambda: webdataset_source("a.tar"), lambda: Decode("pil")])
