@@ -56,6 +56,7 @@ def check_is_paddles(given: Any, loader: paddle.io.DataLoader | None = None) -> 
             "mds_stream makes of its files, which is a recipe in demos/adapters"
         )
     if "webdataset" in of:
-        way = f"Make it of the tars: paddle_shard.Stream.webdataset(urls), of which each is read by one reader only. Or: {way}"
+        of_tars = "Make it of the tars: paddle_shard.Stream.webdataset(urls), of which each is read by one reader only"
+        way = f"{of_tars}. Or: {way}"
     where = "dataloader is" if loader is None else "the DataLoader's data set is"
     raise ArgumentTypeError(f"{where} a {type(given).__name__}, which is {' and '.join(sorted(of))}'s. {way}.")

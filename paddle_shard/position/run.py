@@ -413,8 +413,9 @@ class Run:
         others = [name for name in override if name not in _CONTINUED and then.get(name) != now.get(name)]
         if resumed.samples and not resumed.ended and others:
             what = "stream" if "stream" in others else "order"
+            why = batches.explained(then.get("stream")) or f"the {what} is not that of the state"
             say_once(
-                f"override={others}: {batches.explained(then.get('stream')) or f'the {what} is not that of the state'}. "
+                f"override={others}: {why}. "
                 f"Epoch {resumed.epoch} was begun, and the {resumed.samples} samples that it has delivered are left "
                 f"out by their positions in the {what} as it is now. If other samples are there, samples of this epoch "
                 "are lost, and others are delivered twice; later epochs are whole. A state from the end of an epoch "

@@ -104,7 +104,7 @@ def grain_loader(build: Callable[[ShardOptions], Any]) -> ExternalLoader:
     if not callable(build):
         raise ArgumentTypeError(
             f"build must be a function of share that makes the data set, got {type(build).__name__}. Give "
-            "lambda share: ..., which cuts it by share.shard and share.num_shards, and ends with .batch(rows of a rank)."
+            "lambda share: ..., which cuts it by share.shard and share.num_shards, and makes batches of a rank's rows."
         )
 
     def iterator(share: ShardOptions) -> Any:
