@@ -13,6 +13,7 @@ import paddle.distributed as dist
 
 from paddle_shard.errors import ArgumentError, StateError
 from paddle_shard.loader.loader import ShardDataloader
+from paddle_shard.plan.handlers import length_or_none
 from paddle_shard.say_once import say_once
 
 FILE = "paddle_shard.json"
@@ -80,7 +81,15 @@ class TrainerCallback:
                 "or leave the callback out, if that was made without it: the trainer then reads the data again up to "
                 "there."
             )
-        self._loaded = json.loads(found[0].read_text())
+        self._loaded = saved = json.loads(found[0].read_text())
+        steps = (length_or_none(others.get("train_dataloader")) or 0) // getattr(args, "gradient_accumulation_steps", 1)
+        trained, epoch = state.global_step // max(1, steps), saved["epoch"] + saved["ended"]
+        if steps and trained != epoch:
+            say_once(
+                f"the data resumes in epoch {epoch}, but the trainer counts {steps} steps an epoch, by which global "
+                f"step {state.global_step} is in epoch {trained}. So it will not end after num_train_epochs of the "
+                "data. Give it max_steps=; or the batch size and the number of ranks of the checkpoint."
+            )
         if not args.ignore_data_skip:
             raise ArgumentError(
                 "TrainerCallback puts the data where it stood, and this trainer would then skip as much again: give "

@@ -19,10 +19,10 @@ _SHOWN = 8
 
 _SAME_DATA = (
     "Each rank must be given the whole data set, and the same one: this loader splits it. Likely reasons: each rank "
-    "was given a part of its own (a Subset, .shard(), split_dataset_by_node): give it the whole, or "
-    "is_dataset_splitted=True and a sampler that does not split it again; one machine has another version of the "
-    "files; or samples draw random numbers from a generator that each rank seeds in its own way, or keep "
-    "what they drew. With verify=None nobody looks, and then samples may be lost."
+    "was given a part of its own (a Subset, .shard(), split_dataset_by_node, a stream that asks for its rank): give it "
+    "the whole, or is_dataset_splitted=True and a sampler that does not split it again; one machine has other files; "
+    "or samples draw random numbers from a generator that each rank seeds in its own way, or keep what they drew. With "
+    "verify=None nobody looks, and then samples may be lost."
 )
 
 _SPLIT = "the data is split already, by is_dataset_splitted=True or by the loader's sampler"

@@ -5,13 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from paddle.io.dataloader import worker as paddle_worker
 from paddle.io.dataloader.worker import WorkerInfo
 
 from paddle_shard.errors import ArgumentTypeError, SplitError
-from paddle_shard.plan.handlers import raise_if_a_handlers
+from paddle_shard.plan.handlers import ignoring, raise_if_a_handlers
 from paddle_shard.reading.digest import digest
 from paddle_shard.stages.stage import Opening, Stage
 
@@ -82,14 +83,23 @@ class SelfSplit(Stage):
     def open(self, opening: Opening) -> list[Iterator[Any]]:
         """Return the samples of each part."""
         begun: dict[int, tuple[int, int]] = {}
+        if opening.opened is not None and opening.round == 0 and 0 not in opening.parts:
+            # All readers look at one part: to a stream that also asks for its rank, it is another one on each.
+            look = replace(opening, opened=None, parts=(0,), skip=0)
+            with ignoring(Exception):  # what cannot be looked at is not told
+                one, other = (next(self._begun(0, look)[1]) for _ in range(2))
+                opening.opened(opening.first_of(0), *[one] * (digest(one) == digest(other)))
         return [self._items(part, opening, begun) for part in opening.parts]
 
-    def _items(self, part: int, opening: Opening, begun: dict[int, tuple[int, int]]) -> Iterator[Any]:
+    def _begun(self, part: int, opening: Opening) -> tuple[_Part, Iterator[Any]]:
+        """Return what the stream is shown for a part, and its samples."""
         key = opening.key(part, "source")
         opening.seed_generators(key)
-        seed = key & 0x7FFFFFFF
-        info = _Part(id=part, num_workers=opening.num_parts, dataset=self._dataset, seed=seed)
-        items = opening.drawn(told(info, self._dataset), part)
+        info = _Part(id=part, num_workers=opening.num_parts, dataset=self._dataset, seed=key & 0x7FFFFFFF)
+        return info, opening.drawn(told(info, self._dataset), part)
+
+    def _items(self, part: int, opening: Opening, begun: dict[int, tuple[int, int]]) -> Iterator[Any]:
+        info, items = self._begun(part, opening)
         first, failure = next(items, _END), None
         if first is _END:
             return

@@ -26,9 +26,9 @@ def sharded(given):
     return dist.shard_dataloader(given, dist.ProcessMesh([0]), shard_dims=0)
 
 
-def trained(folder, position, *, stop=None, global_step=0, epochs=3, static=False):
+def trained(folder, position, *, stop=None, global_step=0, epochs=3, static=False, rows=4):
     """The rows of each step of a trainer that saves at each, up to a step; it goes on from a global step."""
-    given = paddle.io.DataLoader(Ids(), batch_size=4, shuffle=True)
+    given = paddle.io.DataLoader(Ids(), batch_size=rows, shuffle=True)
     args = SimpleNamespace(output_dir=str(folder), ignore_data_skip=False, resume_from_checkpoint=None)
     state = SimpleNamespace(global_step=global_step)
     told = (args, state, SimpleNamespace())
@@ -66,6 +66,20 @@ def test_a_run_goes_on_at_any_step_in_the_order_of_its_epoch(stop, static, tmp_p
     rest = trained(tmp_path, position, global_step=stop, static=static)
 
     assert begun + rest == straight
+
+
+@pytest.mark.parametrize("rows", [2, 4, 10])
+@pytest.mark.parametrize("stop", [4, EPOCH, EPOCH + 1, 2 * EPOCH + 3])
+def test_a_trainer_that_counts_other_epochs_than_the_data_is_told(rows, stop, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr("paddle_shard.say_once._SAID", set())
+    trained(tmp_path, paddle_shard.TrainerCallback(), stop=stop)
+    caplog.clear()
+    trained(tmp_path, paddle_shard.TrainerCallback(), global_step=stop, rows=rows)
+
+    steps = 4 * EPOCH // rows
+    told = f"the trainer counts {steps} steps an epoch, by which global step {stop} is in epoch {stop // steps}."
+    assert (told in caplog.text) == (stop // steps != stop // EPOCH)
+    assert caplog.text.count("Give it max_steps=") == (stop // steps != stop // EPOCH)
 
 
 @pytest.mark.parametrize("passed", [True, False])

@@ -4,6 +4,7 @@ import gzip
 import sys
 from pathlib import Path
 
+import numpy as np
 import paddle
 import paddle.distributed as dist
 
@@ -64,6 +65,19 @@ def mixed(cut):
     return Stream.mixture({"own": Stream.of(cut(list(range(40)))), "all": Stream.of(range(40))}, {"own": 1, "all": 1})
 
 
+def splits_itself(by_rank, noise=0.0):
+    """A stream that splits itself among the workers; and also among the ranks, as is usual with torch."""
+
+    def own_rows():
+        info = paddle.io.get_worker_info()
+        first, step = info.id, info.num_workers
+        if by_rank:
+            first, step = RANK * step + first, 2 * step
+        return (row + noise * np.random.rand() for row in range(first, 44, step))
+
+    return Stream.of(own_rows, splits_itself=True)
+
+
 class OfRank0(paddle.io.BatchSampler):
     def __init__(self):
         self.batch_size = 8
@@ -99,6 +113,9 @@ cases = {
     "with an index, alike": lambda: iterable(lambda data: data.shuffle(seed=0)),
     "a list in a mixture": lambda: mixed(lambda data: data[RANK::2]),
     "a list in a mixture, alike": lambda: mixed(lambda data: data[::2]),
+    "splits itself": lambda: splits_itself(by_rank=False),
+    "splits itself and draws": lambda: splits_itself(by_rank=False, noise=0.5),
+    "splits itself by rank": lambda: splits_itself(by_rank=True),
     "taken alike": lambda: hugging_face(lambda whole: whole.take(22)),
 }
 found = {}

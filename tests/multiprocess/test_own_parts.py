@@ -18,6 +18,11 @@ def test_data_that_differ_by_rank_are_told_and_copies_are_not(tmp_path):
         assert "files: 'own: a list from 0 to 38' is on global rank 0, and not on" in found["a list in a mixture"]
         assert "steps" in found["a list in a mixture, alike"]
         assert "DifferentDataError: the ranks hold different data: the file " in found["gz, other contents"]
+        assert "6 steps" in found["splits itself"]
+        assert "6 steps" in found["splits itself and draws"]
+        told = "DifferentDataError: the ranks hold different data: the first sample of part 0 is 0"
+        assert told in found["splits itself by rank"]
+        assert "a stream that asks for its rank" in found["splits itself by rank"]
         assert "drew exactly once" in found["sampler"]
         assert "over a data set of 50 drew" in found["sampler"]
         assert "num_samples: 26 on global rank 0, 25 on global rank 1" in found["26 and 25"]
