@@ -30,6 +30,7 @@ from paddle_shard.plan.tails import TAILS, Tail, find_tail
 from paddle_shard.reading.executor import on_cpu
 from paddle_shard.samplers import PlanBatches, UserBatches
 from paddle_shard.samplers.buckets import BucketBatchSampler
+from paddle_shard.samplers.user_batches import samplers
 from paddle_shard.say_once import say_once
 from paddle_shard.sources.grain import NO_REPEAT
 from paddle_shard.sources.mixture import DROPPED_OF_MIXTURE, Mixture
@@ -74,6 +75,14 @@ def read_source(options: LoaderOptions, layouts: Sequence[FieldLayout]) -> Sourc
     nranks = getattr(sampler, "nranks", 1)
     distributed = isinstance(sampler, paddle.io.DistributedBatchSampler) or (isinstance(nranks, int) and nranks > 1)
     split = options.is_dataset_splitted or distributed
+    for one in samplers(sampler):  # torch's DistributedSampler, and those that are derived from it
+        parts = getattr(one, "num_replicas", 1)
+        if not split and isinstance(parts, int) and parts > 1 and hasattr(one, "rank"):
+            raise SplitError(
+                f"the loader's {type(one).__name__} draws for rank={one.rank} of num_replicas={parts}, and would be "
+                "split again. Leave it out: paddle.io.DataLoader(dataset, batch_size=rows of all ranks, shuffle=True). "
+                "Or, if it cuts for the data ranks of these meshes, say is_dataset_splitted=True."
+            )
     ranks = math.lcm(*(layout.num_data_ranks for layout in layouts))
     tail = find_tail(options.tail, drop_last=bool(getattr(sampler, "drop_last", False)))
     accumulation = getattr(sampler, "_acc_steps", 1)

@@ -40,8 +40,8 @@ _FEWER = (
     f"Hugging Face: to_iterable_dataset(num_shards=)) makes them more alike. {_REPEAT}"
 )
 _FILTERED = (
-    "The source cuts equal parts, and what stands behind it (a filter, a batch) has left more of some than of others: "
-    f"fewer parts (in_parts()), or a shuffle in front of it, make them more alike. {_REPEAT}"
+    "The source cuts equal parts, to within a sample; what stands behind it, if anything (a filter, a batch), has left "
+    f"more of some than of others: fewer parts (in_parts()), or a shuffle before it, make them more alike. {_REPEAT}"
 )
 _OWN = f"Give every data rank as much data. {_REPEAT}"
 

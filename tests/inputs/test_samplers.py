@@ -42,6 +42,32 @@ def test_a_sampler_with_nranks_is_not_split_again():
     assert got == {0: [[0, 1, 2, 3], [8, 9, 10, 11]], 1: [[4, 5, 6, 7], [12, 13, 14, 15]]}
 
 
+class OfTorch:
+    """As torch's `DistributedSampler`, whose indices a batch sampler puts together."""
+
+    def __init__(self, length, num_replicas, rank):
+        self.length, self.num_replicas, self.rank = length, num_replicas, rank
+
+    def __iter__(self):
+        return iter(range(self.rank, self.length, self.num_replicas))
+
+    def __len__(self):
+        return len(range(self.rank, self.length, self.num_replicas))
+
+
+def test_a_sampler_of_indices_that_draws_for_one_rank_is_refused_with_the_way_out_unless_that_is_said():
+    def run(num_replicas=2, **options):
+        sampler = BatchSampler(sampler=OfTorch(16, num_replicas, dist.get_rank() % num_replicas), batch_size=4)
+        return locals_of(sharded(DataLoader(Made(), batch_sampler=sampler), **options))
+
+    with pytest.raises(SplitError, match=r"OfTorch draws for rank=\d of num_replicas=2.*batch_size=rows of all ranks"):
+        on_each_rank(range(2), run)
+    got = on_each_rank(range(2), lambda: run(is_dataset_splitted=True))
+    assert got == {0: [[0, 2, 4, 6], [8, 10, 12, 14]], 1: [[1, 3, 5, 7], [9, 11, 13, 15]]}
+    whole = on_each_rank(range(2), lambda: run(1))
+    assert [row for step in zip(*whole.values(), strict=True) for rows in step for row in rows] == list(range(16))
+
+
 def distributed(length=16, batch_size=2, ranks=2, cls=DistributedBatchSampler, **options):
     return cls(Made(length=length), batch_size, num_replicas=ranks, rank=dist.get_rank(), **options)
 

@@ -212,7 +212,7 @@ CASES = {
     "augmented": lambda: read(sampled(clas.RepeatedAugmentation)),
     "augmented, workers": lambda: read(sampled(clas.RepeatedAugmentation, workers=1)),
     "one order": lambda: read(sampled(clas.OneOrderCut, is_dataset_splitted=True), epochs=2),
-    "scales": lambda: read(sampled(clas.MultiScale, data=clas.Scaled())),
+    "scales": lambda: refused(lambda: sampled(clas.MultiScale, data=clas.Scaled())),
     "scales, split": lambda: read(sampled(clas.MultiScale, data=clas.Scaled(), is_dataset_splitted=True)),
 }
 
