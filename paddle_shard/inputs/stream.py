@@ -150,8 +150,8 @@ class Stream(paddle.io.IterableDataset):
         """
         if not isinstance(sources, Mapping) or not all(isinstance(stream, Stream) for stream in sources.values()):
             raise ArgumentTypeError(
-                "Stream.mixture: sources must be a dict of named Streams (Stream.of(iterable), Stream.huggingface(dataset)"
-                f", ...); data sets with an index are mixed by paddle_shard.Mixture. Got {sources!r}."
+                "Stream.mixture: sources must be a dict of named Streams (Stream.of(iterable), Stream.huggingface(it), "
+                f"...); data sets with an index are mixed by paddle_shard.Mixture. Got {sources!r}."
             )
         if stop not in ("first", "all"):
             raise ArgumentError(f"Stream.mixture: stop must be 'first' or 'all', got {stop!r}.")

@@ -461,6 +461,8 @@ class Coordinator:
         """True if a call has failed here since the ranks have told each other how far they are."""
         self._failed: dict[int, tuple[int, str]] = {}
         """Global rank -> (pass, report) of a call that has failed there, as they have told."""
+        self._silence: PeerLostError | None = None
+        """What was raised last because other ranks were silent for too long."""
         self._leaves = False
         """True if the process ends before the ranks have met, so that nobody need be told who is lost."""
         self._heard = False
@@ -498,7 +500,8 @@ class Coordinator:
             self.changed.wait_for(lambda: self.lost or not self.untold or self.group.absent(), told)
         if self.group.absent() and self._thread is not None:
             self._leaves = True
-            self.group.close()  # a thread in the store's client, when the interpreter is gone, would abort the process
+            # A thread in the store's client, when the interpreter is gone, would abort the process.
+            self.group.close(self._silence)
             self._thread.join(_LEAVE)
 
     def cause_of(self, ranks: Sequence[int]) -> Exception | None:
@@ -541,7 +544,8 @@ class Coordinator:
             if behind:
                 agreement.terms.log_wait(self.name, step, waited, behind)
         elif over >= grace or behind:
-            raise agreement.terms.silence(step, behind)
+            self._silence = agreement.terms.silence(step, behind)
+            raise self._silence
         return 0.0  # no rank is late: the next round releases the step, or the next answer differs
 
     def _behind(self, agreement: Agreement, step: int) -> dict[int, str]:

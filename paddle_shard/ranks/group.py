@@ -58,8 +58,12 @@ class Group:
             found[rank] = everything[start - length : start]
         return [found[rank] for rank in range(self.size)]
 
-    def close(self) -> None:
-        """Leave the group, and wake a call that waits in another thread. The others learn of it in their next call."""
+    def close(self, why: PeerLostError | None = None) -> None:
+        """Leave the group, and wake a call that waits in another thread. The others learn of it in their next call.
+
+        Args:
+            why: Whom this rank has waited for in vain, which the others raise instead of naming this rank.
+        """
 
     def _exchange(self, payload: bytes, merge: Callable[[Sequence[bytes]], bytes]) -> bytes:
         """Return the merge of all ranks' payloads. `merge` takes payloads and merged payloads, in any grouping."""
@@ -96,10 +100,10 @@ class TwoLevelGroup(Group):
         # The first rank of this host may be silent because it waits for another host.
         return [] if self._across is None and found == [self._local.names[0]] else found
 
-    def close(self) -> None:
+    def close(self, why: PeerLostError | None = None) -> None:
         """Leave both groups."""
         for level in self._levels:
-            level.close()
+            level.close(why)
 
     def _exchange(self, payload: bytes, merge: Callable[[Sequence[bytes]], bytes]) -> bytes:
         """Return the merge of all ranks' payloads: sent up to the first members, across, and down again."""

@@ -15,6 +15,7 @@ import json
 import select
 import socket
 import struct
+import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
@@ -76,7 +77,8 @@ class StarGroup(Group):
         self._peers: dict[int, socket.socket] = {}  # on rank 0: by position; on the others: only 0
         self._missing = [0] if rank else list(range(1, self.size))
         """Positions that have not connected to rank 0 yet, or for which the present call has waited for long."""
-        self._closed = False
+        self._closed, self._sending = False, threading.RLock()
+        """The lock is held while a message is sent: `close` may send one from another thread."""
         self._looks_at = 0.0
         """When the store is asked again whether a rank that has not connected has ended."""
 
@@ -84,8 +86,11 @@ class StarGroup(Group):
         """See `Group`."""
         return [self.names[position] for position in self._missing]
 
-    def close(self) -> None:
+    def close(self, why: PeerLostError | None = None) -> None:
         """Leave the group; a call that waits in another thread ends with PeerLostError."""
+        if why is not None and not self._closed and self._sending.acquire(timeout=_GRACE):
+            self._tell(LOST, told_loss(why), ())
+            self._sending.release()
         self._closed = True
         for peer in list(self._peers.values()):
             with ignoring(OSError):
@@ -107,7 +112,8 @@ class StarGroup(Group):
                 parts[position] = _receive(self._peers[position], deadline)[1]
             result = merge([parts[position] for position in range(self.size)])
             for position in self._peers:
-                _send(self._peers[position], FINE, result, deadline)
+                with self._sending:
+                    _send(self._peers[position], FINE, result, deadline)
         except OSError:
             raise self._lose({position}, "has ended or was killed") from None
         self._missing = []
@@ -169,9 +175,9 @@ class StarGroup(Group):
 
     def _tell(self, kind: bytes, payload: bytes, others: Collection[int]) -> None:
         """Send a message to all ranks that this one is connected to, except for some; who is gone is found later."""
-        for position, peer in self._peers.items():
+        for position, peer in list(self._peers.items()):
             if position not in others:
-                with ignoring(OSError):
+                with ignoring(OSError), self._sending:
                     _send(peer, kind, payload, time.monotonic() + _GRACE)
 
     def _listen(self, deadline: float) -> None:

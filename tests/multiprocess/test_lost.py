@@ -232,6 +232,20 @@ def test_who_ends_before_all_have_met_is_named_to_those_who_wait_and_those_who_c
         assert error.ranks == (5,)
 
 
+@pytest.mark.parametrize("waited", [True, False])
+def test_a_first_rank_that_leaves_says_for_whom_it_has_waited_in_vain(waited, meeting):
+    start, groups = meeting
+    first, second = start(0), start(1)
+    until(lambda: groups[1].absent() == [6])
+    why = PeerLostError.of("Waited 4 s for the other ranks: global rank 6 has not answered.", [6], 4.0)
+    groups[0].close(why if waited else None)
+    until(lambda: first and second)
+
+    [error] = second
+    assert error.ranks == ((6,) if waited else (4,))
+    assert str(error) == (str(why) if waited else "Global rank 4 has ended or was killed; its own log may say why.")
+
+
 def test_a_forked_child_does_not_keep_the_connections_of_its_rank():
     store, found = Store(), {}
     groups = [StarGroup(rank, (0, 1), lambda wanted: store, "127.0.0.1", "test", HANG) for rank in range(2)]

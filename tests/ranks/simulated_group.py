@@ -89,7 +89,7 @@ class SimulatedGroup:
     def meet(self):
         return ProgressTable(self.world.words, self.rank, self.size), {}
 
-    def close(self):
+    def close(self, why=None):
         if self.rank not in self.world.gave_up:
             self.world.kill(self.rank)
 
