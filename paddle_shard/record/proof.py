@@ -20,10 +20,11 @@ _OTHERS = "the others made the same steps; with loader.certificate() before stat
 def proof_of(run: Timeline, epoch: int) -> dict[str, Any]:
     """Return what the record proves of an epoch: the fields of a `Certificate`, of what all jobs have delivered.
 
-    Also its "text", "notes" with what cannot be known and why, and "again": the stretches [first, end) of positions
-    that were delivered more than once.
+    Its `repeated` is called "repeated_positions": under another order they may have other samples. Also its "text",
+    "notes" with what cannot be known and why, and "again": the stretches [first, end) of positions that were delivered
+    more than once.
     """
-    legs, before, notes = run.legs_of(epoch), run.began_at, list[str]()
+    legs, before, notes, unread = run.legs_of(epoch), run.began_at, list[str](), 0
     newest, is_open = legs[-1], run.legs[-1].epoch == epoch and not any(leg.ended for leg in legs)
     plan = None if newest.job.unknown is not None else newest.plan
     # What was left out when it was delivered may be less than what is left out now, and the order another.
@@ -48,13 +49,15 @@ def proof_of(run: Timeline, epoch: int) -> dict[str, Any]:
         notes.append(f"which samples these are is not known: {newest.job.unknown}")
         found = replace(found, problems=(*found.problems, *_other_orders(legs)))
     else:
-        found = replace(found, problems=(*found.problems, *_other_samples(run, epoch, notes)))
+        problems, unread = _other_samples(run, epoch, notes)
+        found = replace(found, problems=(*found.problems, *problems))
     text = f"{found}, so far: at positions [0, {at}), in {newest.steps} steps" if is_open else str(found)
     if "files" in newest.job.facts["data"]:
         text = text.replace("samples that the loader's order drew", "positions of the stream")
         notes.append("rows of padding, and samples that could not be read, have positions, too")
-    found = replace(found, delivered=delivered.total.num)
-    return {**asdict(found), "text": text, "notes": notes, "again": delivered.again}
+    found = replace(found, delivered=delivered.total.num - unread, missed=found.missed + unread)
+    facts = {"repeated_positions" if name == "repeated" else name: value for name, value in asdict(found).items()}
+    return {**facts, "text": text, "notes": notes, "again": delivered.again}
 
 
 def _other_orders(legs: Sequence[Leg]) -> Iterator[str]:
@@ -66,11 +69,12 @@ def _other_orders(legs: Sequence[Leg]) -> Iterator[str]:
             yield f"{what} {UNKNOWN}: {how}"
 
 
-def _other_samples(run: Timeline, epoch: int, notes: list[str]) -> Iterator[str]:
-    """Yield what the sums of the ids that were read say against the order."""
+def _other_samples(run: Timeline, epoch: int, notes: list[str]) -> tuple[list[str], int]:
+    """Return what the sums of the ids that were read say against the order, and how many could not be read."""
+    problems, unread = list[str](), 0
     if (newest := run.newest.get(epoch)) is None:
         notes.append("what was read is not compared: no state was saved in this epoch, and no pass has come to its end")
-        return
+        return problems, unread
     legs = [leg for leg in newest.legs if leg.epoch == epoch]
     for owner, found in sorted(newest.state.certificate.items()):
         whose = "all ranks" if owner == ALL else f"data rank {owner[0]} of {owner[1]}"
@@ -88,8 +92,10 @@ def _other_samples(run: Timeline, epoch: int, notes: list[str]) -> Iterator[str]
         elif found.again or not once:
             notes.append(f"{not_compared}: some of it was delivered again, or before this record")
         elif found.total.num < wanted.num:
-            yield f"{wanted.num - found.total.num} samples of {where} could not be read"
+            unread += wanted.num - found.total.num
+            problems.append(f"{wanted.num - found.total.num} samples of {where} could not be read")
         elif found.total != wanted:
-            yield f"{where} read other samples than those of the order"
+            problems.append(f"{where} read other samples than those of the order")
         elif owner != ALL and owner[1] > 1:
             notes.append(f"the sums of what was read by {where} are those of the order; {_OTHERS}")
+    return problems, unread

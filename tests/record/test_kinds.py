@@ -106,6 +106,7 @@ def test_an_epoch_that_went_on_in_another_order_is_not_proved(name, stop, tmp_pa
     if stop == 3:
         assert "epoch 0: NOT each of 40 samples exactly once: in" in said
         assert "some samples were missed and as many repeated" in said
+        assert asked("verify", record, "--json", code=1)["epochs"][0]["repeated_positions"] == 0  # not of samples
     else:
         assert "epoch 0: each of 40 samples exactly once" in said
 

@@ -123,6 +123,7 @@ def test_what_the_certificate_of_an_epoch_knows_is_known_to_its_record(broken, t
         assert len(of_ranks) == 2
     found = asked("verify", given.record, "--json", code=1)["epochs"]
     assert ["1 samples of all ranks" in one for one in found[0]["problems"]] == [True]
+    assert (found[0]["delivered"], found[0]["missed"], found[0]["repeated_positions"]) == (45, 1, 0)
 
 
 def test_of_a_stream_the_parts_of_each_rank_are_known(tmp_path):
