@@ -208,6 +208,8 @@ def lint(options: argparse.Namespace) -> Answer:
     progress = Progress("files read", len(jobs))
     given = [options.decode] if options.decode else []
     decode = Decode(*given) if any(kind == "webdataset" for _, kind in jobs) else None
+    if given and decode is None:
+        raise ArgumentError(f"--decode {options.decode}: none of these files is a tar. Leave it out.")
     with ThreadPoolExecutor(options.workers) as pool:
         for shard in pool.map(partial(_read, options, decode), jobs):
             shards.append(shard)

@@ -273,6 +273,7 @@ def test_shards_are_read_from_s3(monkeypatch):
         (["a.txt", "--limit", "0"], "--limit must be an int >= 1"),
         (["a.txt", "--workers", "0"], "--workers must be an int >= 1"),
         (["a.tar", "--decode", "rgb9"], "'rgb9' is neither a function nor one of"),
+        (["a.txt", "--decode", "rgb8"], "--decode rgb8: none of these files is a tar"),
         ([], "required: URL"),
     ],
 )
