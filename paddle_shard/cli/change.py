@@ -17,7 +17,7 @@ from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.plan.orders import ordering_of
 from paddle_shard.plan.partition import check_batch_size
 from paddle_shard.plan.places import Meshes, shares_of
-from paddle_shard.plan.shard_plan import end_of, size_at
+from paddle_shard.plan.shard_plan import end_of, num_steps_left_out, size_at
 from paddle_shard.plan.state import LoaderState
 from paddle_shard.record.timeline import Job, Leg, Saved, Timeline, places_in
 
@@ -249,7 +249,8 @@ def _described(
         plan = job.batches(state.history, batch_size=size, num_data_ranks=count).plan_of(state)
         if batch_size is None:  # the next one, as a schedule may have changed it
             found["rows of a step"] = size = size_at(plan, state.samples)
-        found["steps left in the epoch"] = 0 if state.ended else plan.num_steps - state.steps
+        gone = num_steps_left_out(plan, state.epoch, state.history.skips, state.steps)
+        found["steps left in the epoch"] = 0 if state.ended else plan.num_steps - state.steps - gone
         found["rows of the last step"] = plan.num_rows(step=plan.num_steps - 1)
 
     def has(data_rank: int, num_data_ranks: int) -> str:

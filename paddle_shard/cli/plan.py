@@ -20,7 +20,7 @@ from paddle_shard.plan.mixture import Mixing, drawn_of
 from paddle_shard.plan.orders import ORDERINGS, find_ordering
 from paddle_shard.plan.parts import PartsPlan, check_count, chunks_of
 from paddle_shard.plan.places import Meshes, groups_of, readers_of, reads_of_a_row, samples_of, shapes_of, shares_of
-from paddle_shard.plan.shard_plan import ShardPlan, facts_of_plan
+from paddle_shard.plan.shard_plan import ShardPlan, facts_of_plan, num_steps_left_out
 from paddle_shard.plan.skips import Skips
 from paddle_shard.plan.state import LoaderState
 from paddle_shard.plan.tails import TAILS
@@ -327,7 +327,9 @@ def plan(options: argparse.Namespace) -> Answer:
     said += [who, *asked.said]
     if (plan := asked.plan) is not None:
         reads = reads_of_a_row(asked.meshes, reading)
-        facts = found["plan"] = {**facts_of_plan(plan), "reads of each row": reads}
+        gone = num_steps_left_out(plan, asked.epoch, asked.skips)
+        facts = {**facts_of_plan(plan), "steps left out of an epoch": gone, "reads of each row": reads}
+        found["plan"] = facts
         said.append([{"what": name, "number": value} for name, value in facts.items()])
         if isinstance(plan.ordering, Mixing):
             sources = drawn_of(plan.ordering, plan.num_samples)  # in the first epoch

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paddle_shard.errors import ArgumentError
-from paddle_shard.plan.mixture import Mixing, MixtureOrder
+from paddle_shard.plan.mixture import Mixing, MixtureOrder, source_and_index
 from paddle_shard.plan.order import Indices, Order, Ordering
 from paddle_shard.plan.orders import Shuffle, find_ordering
 from paddle_shard.plan.partition import Rows, check_batch_size, nearest_multiples, place_of_rows, slice_rows
@@ -449,6 +449,33 @@ def steps_of_plan(
 def step_of_plan(plan: ShardPlan, epoch: int, step: int, skips: Skips, deal: Deal | None = None) -> Step | None:
     """Return a step of a plan with all its rows, without what is left out; None if nothing is left of it."""
     return next(steps_of_plan(plan, epoch, [step], all_rows, skips, deal), None)
+
+
+def num_steps_left_out(plan: ShardPlan, epoch: int, skips: Skips, since: int = 0) -> int:
+    """Return how many steps of an epoch, from one on, are left out as a whole."""
+    if not skips.concerns(epoch):
+        return 0
+    # Steps inside a stretch are left out as a whole; those that hold its ends, or a sample, are looked at one by one.
+    inside: list[range] = []
+    perhaps = set[int]()
+    for _, first, end in (stretch for stretch in skips.stretches if stretch[0] == epoch):
+        low, high = plan.step_of(position=first), plan.step_of(position=end - 1)
+        inside.append(range(max(low + 1, since), min(high, plan.num_steps)))
+        perhaps |= {low, high}
+    for sample, _, _ in skips.samples:
+        order = plan.order(epoch=epoch)
+        if isinstance(order, MixtureOrder) and isinstance(sample, int):
+            positions = order.occurrences(*source_and_index(sample))  # in any epoch of its source
+        elif isinstance(sample, int) and sample < plan.num_samples:
+            positions = positions_of(plan, epoch, sample)
+        else:
+            continue
+        perhaps |= {plan.step_of(position=position) for position in positions}
+    perhaps = {
+        step for step in perhaps if since <= step < plan.num_steps and not any(step in steps for steps in inside)
+    }
+    left_out = sum(step_of_plan(plan, epoch, step, skips) is None for step in perhaps)
+    return sum(map(len, inside)) + left_out
 
 
 def rows_of_sample(

@@ -10,9 +10,9 @@ import paddle.io
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError
 from paddle_shard.inputs.source import Source
-from paddle_shard.plan.mixture import Mixing, MixtureOrder, sample_ids, source_and_index
-from paddle_shard.plan.shard_plan import ShardPlan, positions_of, step_of_plan
-from paddle_shard.plan.skips import Skips, Stretch
+from paddle_shard.plan.mixture import Mixing, sample_ids
+from paddle_shard.plan.shard_plan import ShardPlan
+from paddle_shard.plan.skips import Stretch
 from paddle_shard.plan.state import LoaderState
 from paddle_shard.samplers.buckets import BucketBatchSampler
 
@@ -93,28 +93,3 @@ def _number(rule: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise ArgumentTypeError(f"skip: {rule}, got {value!r}.")
     return int(value)
-
-
-def num_steps_left_out(plan: ShardPlan, epoch: int, skips: Skips) -> int:
-    """Return how many steps of an epoch are left out as a whole."""
-    if not skips.concerns(epoch):
-        return 0
-    # Steps inside a stretch are left out as a whole; those that hold its ends, or a sample, are looked at one by one.
-    inside: list[range] = []
-    perhaps = set[int]()
-    for _, first, end in (stretch for stretch in skips.stretches if stretch[0] == epoch):
-        low, high = plan.step_of(position=first), plan.step_of(position=end - 1)
-        inside.append(range(low + 1, min(high, plan.num_steps)))
-        perhaps |= {low, high}
-    for sample, _, _ in skips.samples:
-        order = plan.order(epoch=epoch)
-        if isinstance(order, MixtureOrder) and isinstance(sample, int):
-            positions = order.occurrences(*source_and_index(sample))  # in any epoch of its source
-        elif isinstance(sample, int) and sample < plan.num_samples:
-            positions = positions_of(plan, epoch, sample)
-        else:
-            continue
-        perhaps |= {plan.step_of(position=position) for position in positions}
-    perhaps = {step for step in perhaps if step < plan.num_steps and not any(step in steps for steps in inside)}
-    left_out = sum(step_of_plan(plan, epoch, step, skips) is None for step in perhaps)
-    return sum(map(len, inside)) + left_out

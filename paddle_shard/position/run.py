@@ -37,12 +37,12 @@ from paddle_shard.plan.certificate import (
 )
 from paddle_shard.plan.mixture import MAX_DRAWS, Drawn, Mixing, drawn_of
 from paddle_shard.plan.parts import MAX_PARTS, check_count
-from paddle_shard.plan.shard_plan import ShardPlan, Where, places_of
+from paddle_shard.plan.shard_plan import ShardPlan, Where, num_steps_left_out, places_of
 from paddle_shard.plan.skips import Skips
 from paddle_shard.plan.state import CONTENTS, History, LoaderState
 from paddle_shard.plan.step import Content, Ids, Step
 from paddle_shard.plan.weights import integer_weights
-from paddle_shard.position.leaving_out import num_steps_left_out, numbers_of, stretches_of
+from paddle_shard.position.leaving_out import numbers_of, stretches_of
 from paddle_shard.ranks.agreeing import gather_of
 from paddle_shard.ranks.batch_check import NEVER_THE_SAME
 from paddle_shard.record.recorder import Recorder, position

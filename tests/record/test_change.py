@@ -438,6 +438,18 @@ def test_diff_tells_what_each_rank_has_after_the_change(tmp_path):
     assert [one["before"] for one in answer["ranks"]] == ["data rank 0, 8 rows", None, None, None]
 
 
+def test_steps_that_are_left_out_are_none_of_the_steps_that_diff_and_plan_count(tmp_path):
+    run = Run(tmp_path / "run.jsonl")
+    run.loader.skip(steps=[1, 4, 5, 6])
+    run.go(4)
+    left = {one["what"]: one["before"] for one in asked("diff", run.path, "--json")["run"]}["steps left in the epoch"]
+    counts = asked("plan", run.path, "--json")["plan"]
+    assert counts["steps of an epoch"] - counts["steps left out of an epoch"] == len(run.loader)
+    other = Run(tmp_path / "other.jsonl")
+    other.loader.load_state_dict(run.states[0, 3])
+    assert left == len(other.go().steps)
+
+
 @pytest.mark.parametrize("steps", ["3-1", "-1", "1-", "x"])
 def test_steps_that_are_none_are_refused_before_the_record_is_read(steps, tmp_path):
     said = asked("skip", tmp_path / "none.jsonl", f"--step={steps}", code=2)
