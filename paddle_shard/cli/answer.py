@@ -142,8 +142,8 @@ def check_epoch(run: Timeline, epoch: int | None) -> int:
     return epoch
 
 
-def leg_of(run: Timeline, epoch: int | None, step: int) -> tuple[int, list[Leg]]:
-    """Return the epoch that is meant, and what has delivered a step of it.
+def legs_at(run: Timeline, epoch: int | None, step: int) -> list[Leg]:
+    """Return what has delivered a step of the epoch that is meant, at least one.
 
     Raises:
         ArgumentError: The step was not delivered; or several epochs have it, and none was named.
@@ -154,7 +154,7 @@ def leg_of(run: Timeline, epoch: int | None, step: int) -> tuple[int, list[Leg]]
         known = ", ".join(f"[{leg.start.steps}, {leg.steps})" for leg in run.legs_of(epoch)) or "none"
         what = f"step {step} of epoch {epoch} was not delivered, says the record"
         raise ArgumentError(f"{what}; of this epoch it has {known}.")
-    return epoch, found
+    return found
 
 
 def parsed(pattern: str, text: str, kind: str) -> Sequence[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from paddle_shard.cli.answer import EPOCH, RECORD, Answer, Rows, check_epoch, command, leg_of, run_of, sample_of
+from paddle_shard.cli.answer import EPOCH, RECORD, Answer, Rows, check_epoch, command, legs_at, run_of, sample_of
 from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.plan.places import rows_of, samples_of, shapes_of, shares_of
 from paddle_shard.plan.skips import Skips
@@ -67,8 +67,7 @@ def where(options: argparse.Namespace) -> Answer:
 
     example: paddle-shard where run.jsonl --sample 12345
     """
-    places: list[dict[str, Any]] = []
-    run = run_of(options.record)
+    run, places = run_of(options.record), list[dict[str, Any]]()
     notes = _unread(run)
     if options.epoch is not None:
         check_epoch(run, options.epoch)
@@ -86,11 +85,8 @@ def where(options: argparse.Namespace) -> Answer:
 
 def _unread(run: Timeline) -> list[str]:
     """Return what has to be known of the samples of a run that leaves out those that cannot be read."""
-    if not any(leg.job.facts["options"].get("on_error") == "skip" for leg in run.legs):
-        return []
-    return [
-        "With on_error='skip', a sample that could not be read was left out there. verify counts them; see the log."
-    ]
+    said = "With on_error='skip', a sample that could not be read was left out there. verify counts them; see the log."
+    return [said] * any(leg.job.facts["options"].get("on_error") == "skip" for leg in run.legs)
 
 
 @command(RECORD, ("--step", {"type": int, "required": True, "help": "step of the epoch, from 0"}), EPOCH)
@@ -100,16 +96,14 @@ def batch(options: argparse.Namespace) -> Answer:
     example: paddle-shard batch run.jsonl --step 3
     """
     run = run_of(options.record)
-    (epoch, legs), notes = leg_of(run, options.epoch, options.step), _unread(run)
-    found: list[dict[str, Any]] = []
+    legs, notes, found = legs_at(run, options.epoch, options.step), _unread(run), list[dict[str, Any]]()
     for leg in legs:
         if (plan := leg.job.parts_plan()) is None:
-            rows = samples_of(leg.plan, leg.job.holders, epoch, options.step, leg.history.skips)
+            rows = samples_of(leg.plan, leg.job.holders, leg.epoch, options.step, leg.history.skips)
         else:
             first = leg.start.samples // plan.num_parts + (options.step - leg.start.steps) * plan.samples_per_part
             span = {"first_in_each": first, "end_in_each": first + plan.samples_per_part}
             rows = [{**group, "parts": parts, **span} for group, parts in shares_of(leg.job.meshes, plan.parts_of)]
         found += [{"job": leg.job.number, "told": told(leg, options.step), **row} for row in rows]
-    return Answer(
-        found={"epoch": epoch, "step": options.step, "delivered": found, "notes": notes}, said=[found, *notes]
-    )
+    told_all = {"epoch": legs[0].epoch, "step": options.step, "delivered": found, "notes": notes}
+    return Answer(found=told_all, said=[found, *notes])

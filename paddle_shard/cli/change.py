@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import takewhile, zip_longest
 from typing import Any
 
-from paddle_shard.cli.answer import EPOCH, RECORD, Answer, Rows, cell, command, leg_of, parsed, run_of, sample_of
+from paddle_shard.cli.answer import EPOCH, RECORD, Answer, Rows, cell, command, legs_at, parsed, run_of, sample_of
 from paddle_shard.cli.ask import told
 from paddle_shard.cli.plan import MESH, rows_of, with_data_axes
 from paddle_shard.errors import ArgumentError
@@ -132,8 +132,7 @@ def forget(options: argparse.Namespace) -> Answer:
     run, given, hits, number = run_of(options.record), dict[Any, None](), list[tuple[Leg, int]](), 0
     try:
         with open(options.samples) as file:
-            for line in file:
-                number += 1
+            for number, line in enumerate(file, 1):
                 if line.strip() and (sample := sample_of(line.strip())) not in given:
                     given[sample] = None
                     hits += [(leg, step) for leg, step, _ in places_in(run, sample)]
@@ -169,10 +168,8 @@ def skip(options: argparse.Namespace) -> Answer:
 
     example: paddle-shard skip run.jsonl --epoch 0 --step 1200-1229
     """
-    run, hits, epoch = run_of(options.record), list[tuple[Leg, int]](), options.epoch
-    for step in options.step:
-        epoch, legs = leg_of(run, epoch, step)
-        hits += [(leg, step) for leg in legs]
+    run = run_of(options.record)
+    hits = [(leg, step) for step in options.step for leg in legs_at(run, options.epoch, step)]
     first_leg, first_step = hits[0]
     job = first_leg.job
     sized = job.facts["plan"] is None or job.facts["plan"]["batch_size"] is not None
@@ -183,7 +180,7 @@ def skip(options: argparse.Namespace) -> Answer:
         lines, found = _without(run, hits, [(first_leg.epoch, first, end)])
     else:
         comment = "# Steps are counted in batches of the size that the run had there."
-        lines, found = _without(run, hits, [], comment, f"loader.skip(steps={options.step!r}, epoch={epoch})")
+        lines, found = _without(run, hits, [], comment, f"loader.skip(steps={options.step!r}, epoch={first_leg.epoch})")
     return Answer(found=found, said=lines)
 
 

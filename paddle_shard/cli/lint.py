@@ -107,15 +107,12 @@ def _read(options: argparse.Namespace, decode: Decode | None, job: tuple[str, st
         (samples,) = KINDS[kind][1](name).open(Opening(parts=(0,), num_parts=1, skip_errors=True))
         for sample in islice(samples, options.limit):
             try:
-                if decode is not None and kind == "webdataset" and not isinstance(sample, Unreadable):
-                    sample = decode(sample)
+                if isinstance(sample, Unreadable):
+                    raise ShardReadError(sample.why)
+                found.look(decode(sample) if decode is not None and kind == "webdataset" else sample, options.key)
             except ShardReadError as error:
-                sample = Unreadable(str(error))
-            if isinstance(sample, Unreadable):
-                found.faults.append(found.fault("unreadable", len(found.keys), sample.why))
+                found.faults.append(found.fault("unreadable", len(found.keys), str(error)))
                 found.keys.append(0)
-            else:
-                found.look(sample, options.key)
     except MissingDependencyError:
         raise
     except Exception as error:  # whatever a file, a server or a store has to say
@@ -206,10 +203,10 @@ def lint(options: argparse.Namespace) -> Answer:
     check_count("--limit", 1 if options.limit is None else options.limit)
     jobs, shards = list(_jobs(options)), list[_Shard]()
     progress = Progress("files read", len(jobs))
-    given = [options.decode] if options.decode else []
-    decode = Decode(*given) if any(kind == "webdataset" for _, kind in jobs) else None
-    if given and decode is None:
+    tars = any(kind == "webdataset" for _, kind in jobs)
+    if options.decode and not tars:
         raise ArgumentError(f"--decode {options.decode}: none of these files is a tar. Leave it out.")
+    decode = Decode(*filter(None, [options.decode])) if tars else None
     with ThreadPoolExecutor(options.workers) as pool:
         for shard in pool.map(partial(_read, options, decode), jobs):
             shards.append(shard)

@@ -167,14 +167,15 @@ def planned(options: argparse.Namespace) -> Planned:
 def _of_record(options: argparse.Namespace) -> Planned:
     run = run_of(options.record)
     job, newest, view = run.last, run.passes[-1][0] if run.passes else None, life_of(run)
+    parts = job.parts_plan()
     found = Planned(meshes=job.meshes, holders=job.holders, replicas=job.facts["options"]["replicas"], view=view)
     if options.files:
-        if (parts := job.parts_plan()) is None:
+        if parts is None:
             raise ArgumentError("--files: the data of this run has no parts, whose files could be looked at.")
         _look_at_cache(options, found, parts)
     if job.unknown is not None or newest is None:
         found.said.append(f"There is no plan to show: {job.unknown or 'nothing was delivered yet'}.")
-        if (parts := job.parts_plan()) is not None:
+        if parts is not None:
             found.plan_of_parts = parts
             shares = [{**group, "parts": of} for group, of in shares_of(job.meshes, parts.parts_of)]
             found.facts["shares"] = _with_workers(found, shares, options)
@@ -328,9 +329,8 @@ def plan(options: argparse.Namespace) -> Answer:
     if (plan := asked.plan) is not None:
         reads = reads_of_a_row(asked.meshes, reading)
         gone = num_steps_left_out(plan, asked.epoch, asked.skips)
-        facts = {**facts_of_plan(plan), "steps left out of an epoch": gone, "reads of each row": reads}
-        found["plan"] = facts
-        said.append([{"what": name, "number": value} for name, value in facts.items()])
+        found["plan"] = {**facts_of_plan(plan), "steps left out of an epoch": gone, "reads of each row": reads}
+        said.append([{"what": name, "number": value} for name, value in found["plan"].items()])
         if isinstance(plan.ordering, Mixing):
             sources = drawn_of(plan.ordering, plan.num_samples)  # in the first epoch
             found["sources"] = [{"source": name, **asdict(one)} for name, one in sources.items()]

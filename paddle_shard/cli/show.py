@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from paddle_shard.cli.answer import EPOCH, RECORD, Answer, cell, command, leg_of, run_of, sample_of
+from paddle_shard.cli.answer import EPOCH, RECORD, Answer, cell, command, legs_at, run_of, sample_of
 from paddle_shard.errors import ArgumentError, described
 from paddle_shard.plan.handlers import length_or_none, raise_if_a_handlers
 from paddle_shard.plan.places import samples_at
@@ -70,9 +70,9 @@ def show(options: argparse.Namespace) -> Answer:
         raise ArgumentError("give --step, or --sample.")
     run, samples = run_of(options.record), [options.sample]
     if options.step is not None:
-        _, legs = leg_of(run, options.epoch, options.step)
-        plan, skips = legs[-1].plan, legs[-1].history.skips
-        samples = [one for one in samples_at(plan, legs[-1].epoch, options.step, skips) if one is not None]
+        leg = legs_at(run, options.epoch, options.step)[-1]
+        rows = samples_at(leg.plan, leg.epoch, options.step, leg.history.skips)
+        samples = [one for one in rows if one is not None]
     elif all(leg.job.unknown is None for leg, _ in run.passes):
         list(places_in(run, options.sample))  # refuses one that cannot be
     dataset, decode = opened(options.open), shown if options.decode is None else named(options.decode)

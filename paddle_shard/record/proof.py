@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from paddle_shard.errors import ArgumentError
-from paddle_shard.plan.certificate import ALL, UNKNOWN, Delivered, account_of_all, certify, plus, total_of_owner
+from paddle_shard.plan.certificate import ALL, UNKNOWN, Delivered, account_of_all, added, certify, plus, total_of_owner
 from paddle_shard.record.timeline import Leg, Timeline
 
 _OTHERS = "the others made the same steps; with loader.certificate() before state_dict(), their sums are compared, too"
@@ -24,7 +24,7 @@ def proof_of(run: Timeline, epoch: int) -> dict[str, Any]:
     "notes" with what cannot be known and why, and "again": the stretches [first, end) of positions that were delivered
     more than once.
     """
-    legs, before, notes, unread = run.legs_of(epoch), run.began_at, list[str](), 0
+    legs, before, notes = run.legs_of(epoch), run.began_at, list[str]()
     newest, is_open = legs[-1], run.legs[-1].epoch == epoch and not any(leg.ended for leg in legs)
     plan = None if newest.job.unknown is not None else newest.plan
     # What was left out when it was delivered may be less than what is left out now, and the order another.
@@ -38,43 +38,41 @@ def proof_of(run: Timeline, epoch: int) -> dict[str, Any]:
             what = f"epoch {epoch} has {leg.plan.num_positions} positions, and a line tells of {leg.samples}"
             raise ArgumentError(f"the record is damaged: {what}.")
     end = 0 if plan is None else plan.num_served
-    delivered = account_of_all(epoch, stretches)[ALL]
+    delivered = (account := account_of_all(epoch, stretches))[ALL]
     at = delivered.once[-1][1]
     # What the epoch that the run is in has still to deliver is not missing.
     to_come = [(at, end, newest.history.skips, plan)] if is_open and at < end else []
-    account = account_of_all(epoch, [*stretches, *to_come])
+    account = added(account, account_of_all(epoch, to_come))
     seen_to = at if is_open or newest.ended else None
     found = certify([(account, {})], epoch, plan, newest.history.skips, seen_to, "the loader's order")
     if plan is None:
         notes.append(f"which samples these are is not known: {newest.job.unknown}")
-        found = replace(found, problems=(*found.problems, *_other_orders(legs)))
-    else:
-        problems, unread = _other_samples(run, epoch, notes)
-        found = replace(found, problems=(*found.problems, *problems))
+    others = dict(_other_orders(legs) if plan is None else _other_samples(run, epoch, notes))
+    found = replace(found, problems=(*found.problems, *others))
     text = f"{found}, so far: at positions [0, {at}), in {newest.steps} steps" if is_open else str(found)
     if "files" in newest.job.facts["data"]:
         text = text.replace("samples that the loader's order drew", "positions of the stream")
         notes.append("rows of padding, and samples that could not be read, have positions, too")
+    unread = sum(others.values())
     found = replace(found, delivered=delivered.total.num - unread, missed=found.missed + unread)
     facts = {"repeated_positions" if name == "repeated" else name: value for name, value in asdict(found).items()}
     return {**facts, "text": text, "notes": notes, "again": delivered.again}
 
 
-def _other_orders(legs: Sequence[Leg]) -> Iterator[str]:
-    """Yield where a run went on in the middle of an epoch with another order than it had, as it was told to."""
+def _other_orders(legs: Sequence[Leg]) -> Iterator[tuple[str, int]]:
+    """Yield where a run went on in the middle of an epoch with another order, as it was told to; see below."""
     for leg in legs:
         if leg.override and leg.start.samples:
             how = f"the run was resumed there with override={list(leg.override)}"
             what = f"whether the samples from position {leg.start.samples} on are those that were left is"
-            yield f"{what} {UNKNOWN}: {how}"
+            yield f"{what} {UNKNOWN}: {how}", 0
 
 
-def _other_samples(run: Timeline, epoch: int, notes: list[str]) -> tuple[list[str], int]:
-    """Return what the sums of the ids that were read say against the order, and how many could not be read."""
-    problems, unread = list[str](), 0
+def _other_samples(run: Timeline, epoch: int, notes: list[str]) -> Iterator[tuple[str, int]]:
+    """Yield what the sums of the ids that were read say against the order, and how many samples could not be read."""
     if (newest := run.newest.get(epoch)) is None:
         notes.append("what was read is not compared: no state was saved in this epoch, and no pass has come to its end")
-        return problems, unread
+        return
     legs = [leg for leg in newest.legs if leg.epoch == epoch]
     for owner, found in sorted(newest.state.certificate.items()):
         whose = "all ranks" if owner == ALL else f"data rank {owner[0]} of {owner[1]}"
@@ -92,10 +90,9 @@ def _other_samples(run: Timeline, epoch: int, notes: list[str]) -> tuple[list[st
         elif found.again or not once:
             notes.append(f"{not_compared}: some of it was delivered again, or before this record")
         elif found.total.num < wanted.num:
-            unread += wanted.num - found.total.num
-            problems.append(f"{wanted.num - found.total.num} samples of {where} could not be read")
+            unread = wanted.num - found.total.num
+            yield f"{unread} samples of {where} could not be read", unread
         elif found.total != wanted:
-            problems.append(f"{where} read other samples than those of the order")
+            yield f"{where} read other samples than those of the order", 0
         elif owner != ALL and owner[1] > 1:
             notes.append(f"the sums of what was read by {where} are those of the order; {_OTHERS}")
-    return problems, unread
