@@ -79,8 +79,7 @@ def where(options: argparse.Namespace) -> Answer:
         places += [{**place, **group, "row_of_rank": rows.index(row)} for group, rows in shares if row in rows]
     what = f"sample {options.sample} was not delivered, says the record"
     what += "; the run leaves out samples or steps (loader.skip)" * (run.history.skips != Skips())
-    said = [places or what, *notes]
-    return Answer(found={"sample": options.sample, "places": places, "notes": notes}, said=said)
+    return Answer(found={"sample": options.sample, "places": places, "notes": notes}, said=[places or what, *notes])
 
 
 def _unread(run: Timeline) -> list[str]:

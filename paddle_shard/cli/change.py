@@ -132,7 +132,8 @@ def forget(options: argparse.Namespace) -> Answer:
     run, given, hits, number = run_of(options.record), dict[Any, None](), list[tuple[Leg, int]](), 0
     try:
         with open(options.samples) as file:
-            for number, line in enumerate(file, 1):
+            for line in file:
+                number += 1
                 if line.strip() and (sample := sample_of(line.strip())) not in given:
                     given[sample] = None
                     hits += [(leg, step) for leg, step, _ in places_in(run, sample)]

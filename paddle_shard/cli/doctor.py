@@ -106,8 +106,7 @@ def _group(size: int, options: argparse.Namespace, versions: Mapping[str, str]) 
         remedy = "All ranks need the same: install one version, and give all of them the same meshes"
         for what, first in said[0].items():
             for rank in [rank for rank, one in enumerate(said) if one[what] != first][:1]:
-                text = f"{what} differs: {first} on rank 0, {said[rank][what]} on rank {rank}"
-                hazards.append((text, remedy))
+                hazards.append((f"{what} differs: {first} on rank 0, {said[rank][what]} on rank {rank}", remedy))
         times, agreement = list[float](), open_agreement(ranks, Terms(name="doctor", timeout=timeout))
         for step in range(_STEPS):
             begun = time.perf_counter()

@@ -41,6 +41,5 @@ def index(options: argparse.Namespace) -> Answer:
         text = f"{at}: {described(error)}\nNothing is written."
         return Answer(found={"error": text}, said=[text], failed=True)
     write_index(options.output, entries)
-    total = sum(entry.samples for entry in entries.values())
-    text = f"{options.output}: {total} samples in {len(entries)} shards"
-    return Answer(found={name: entry.samples for name, entry in entries.items()}, said=[text])
+    counts = {name: entry.samples for name, entry in entries.items()}
+    return Answer(found=counts, said=[f"{options.output}: {sum(counts.values())} samples in {len(counts)} shards"])

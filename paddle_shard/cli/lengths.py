@@ -72,8 +72,7 @@ def _count(documents: Any, key: str, path: str, workers: int) -> list[Hazard]:
     if len(known) != number:
         raise ArgumentError(f"{part} is of {len(known)} documents, and there are {number}. {anew}")
     known = np.load(part, mmap_mode="r+")  # a kill leaves what is in it
-    done = np.flatnonzero(known >= 0)
-    for at in spread(done, _LOOKED_AT):
+    for at in spread(np.flatnonzero(known >= 0), _LOOKED_AT):
         if known[at] != len(tokens_of(documents[at], key)):
             what = f"{part} has another length of document {at}: it is damaged, or of other documents"
             raise ArgumentError(f"{what}. {anew}")

@@ -123,14 +123,13 @@ class _Found:
 
 
 def _legs(asked: Planned, plan: ShardPlan, restarts: int, draw: random.Random) -> list[_Leg]:
-    stops = sorted(draw.sample(range(1, plan.num_steps), max(0, min(restarts, plan.num_steps - 1))))
     history, known = History(skips=asked.skips), plan.fingerprint()
     rows = plan.batch_size // plan.accumulation
     # The loader would refuse to resume an order that depends on the number of data ranks on another number.
     plans = [replace(plan, num_data_ranks=ranks) for ranks in range(1, rows + 1) if rows % ranks == 0]
     plans = [one for one in plans if one.fingerprint() == known]
     found, now, start, meshes = list[_Leg](), plan, LoaderState(epoch=asked.epoch, history=history), asked.meshes
-    for stop in stops:
+    for stop in sorted(draw.sample(range(1, plan.num_steps), max(0, min(restarts, plan.num_steps - 1)))):
         found.append(_Leg(plan=now, meshes=meshes, start=start, end=stop))
         at, segments = now.first_position(step=stop), ((0, plan.batch_size),)
         state = replace(start, samples=at, steps=stop, segments=segments, fingerprint=known)

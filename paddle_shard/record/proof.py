@@ -63,9 +63,8 @@ def _other_orders(legs: Sequence[Leg]) -> Iterator[tuple[str, int]]:
     """Yield where a run went on in the middle of an epoch with another order, as it was told to; see below."""
     for leg in legs:
         if leg.override and leg.start.samples:
-            how = f"the run was resumed there with override={list(leg.override)}"
             what = f"whether the samples from position {leg.start.samples} on are those that were left is"
-            yield f"{what} {UNKNOWN}: {how}", 0
+            yield f"{what} {UNKNOWN}: the run was resumed there with override={list(leg.override)}", 0
 
 
 def _other_samples(run: Timeline, epoch: int, notes: list[str]) -> Iterator[tuple[str, int]]:

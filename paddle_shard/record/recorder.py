@@ -54,8 +54,7 @@ class Recorder:
             raise
         except (OSError, ValueError) as error:  # a ValueError: its name has a null byte
             raise_if_a_handlers(error)
-            what = f"record={self.path!r} cannot be written ({error})"
-            raise ArgumentError(f"{what}. {_WAY_OUT}") from error
+            raise ArgumentError(f"record={self.path!r} cannot be written ({error}). {_WAY_OUT}") from error
 
     def note(self, kind: str, history: Any, **facts: Any) -> None:
         """Write a line; if that is impossible, say so once and write no more.

@@ -134,9 +134,8 @@ class _Stretch:
 
     def state(self, at: int) -> LoaderState:
         """Return the state that a line holds, without what the loader alone needs."""
-        line, fingerprint = self.lines[at], dict(self.job.facts["fingerprint"])
-        history = line["was" if line["line"] == "resume" else "history"]
-        then = {"history": history, "fingerprint": fingerprint}
+        line, fingerprint = self.lines[at], self.job.facts["fingerprint"]
+        then = {"history": line["was" if line["line"] == "resume" else "history"], "fingerprint": fingerprint}
         now = {name: value for name, value in fingerprint.items() if name != "order_version"}
         return LoaderState.from_dict(sealed({**line["state"], **then, "sampler": None, "contents": []}), now)
 
