@@ -133,7 +133,7 @@ def run_of(path: str) -> Timeline:
 
 def check_epoch(run: Timeline, epoch: int | None) -> int:
     """Return an epoch that the run has begun; None is the one of which it has delivered something, if that is one."""
-    known = sorted({leg.epoch for leg, _ in run.passes})
+    known = sorted({leg.start.epoch for leg, _ in run.passes})
     if epoch is None and len(only := run.epochs or known) == 1:
         return only[0]
     if epoch is None or epoch not in known:
@@ -149,7 +149,7 @@ def legs_at(run: Timeline, epoch: int | None, step: int) -> list[Leg]:
         ArgumentError: The step was not delivered; or several epochs have it, and none was named.
     """
     epoch = check_epoch(run, epoch)
-    found = [leg for leg, end in run.passes if leg.epoch == epoch and leg.start.steps <= step < end]
+    found = [leg for leg, end in run.passes if leg.start.epoch == epoch and leg.start.steps <= step < end]
     if not found:
         known = ", ".join(f"[{leg.start.steps}, {leg.steps})" for leg in run.legs_of(epoch)) or "none"
         what = f"step {step} of epoch {epoch} was not delivered, says the record"

@@ -49,7 +49,7 @@ def verify(options: argparse.Namespace) -> Answer:
 
 def _facts(leg: Leg, counts: str) -> dict[str, Any]:
     size = leg.job.facts["plan"] and leg.job.facts["plan"]["batch_size"]
-    found = {"job": leg.job.number, "mesh": shapes_of(leg.job.meshes), "batch_size": size, "epoch": leg.epoch}
+    found = {"job": leg.job.number, "mesh": shapes_of(leg.job.meshes), "batch_size": size, "epoch": leg.start.epoch}
     found |= {"counts": counts, "first_step": leg.start.steps, "end_step": leg.steps}
     return found | {"first_position": leg.start.samples, "end_position": leg.samples}
 
@@ -72,9 +72,9 @@ def where(options: argparse.Namespace) -> Answer:
     if options.epoch is not None:
         check_epoch(run, options.epoch)
     for leg, step, row in places_in(run, options.sample):
-        if options.epoch not in (None, leg.epoch):
+        if options.epoch not in (None, leg.start.epoch):
             continue
-        place = {"epoch": leg.epoch, "step": step, "row": row, "job": leg.job.number, "told": told(leg, step)}
+        place = {"epoch": leg.start.epoch, "step": step, "row": row, "job": leg.job.number, "told": told(leg, step)}
         shares = rows_of(leg.plan, leg.job.holders, step)
         places += [{**place, **group, "row_of_rank": rows.index(row)} for group, rows in shares if row in rows]
     what = f"sample {options.sample} was not delivered, says the record"
@@ -98,11 +98,11 @@ def batch(options: argparse.Namespace) -> Answer:
     legs, notes, found = legs_at(run, options.epoch, options.step), _unread(run), list[dict[str, Any]]()
     for leg in legs:
         if (plan := leg.job.parts_plan()) is None:
-            rows = samples_of(leg.plan, leg.job.holders, leg.epoch, options.step, leg.history.skips)
+            rows = samples_of(leg.plan, leg.job.holders, leg.start.epoch, options.step, leg.history.skips)
         else:
             first = leg.start.samples // plan.num_parts + (options.step - leg.start.steps) * plan.samples_per_part
             span = {"first_in_each": first, "end_in_each": first + plan.samples_per_part}
             rows = [{**group, "parts": parts, **span} for group, parts in shares_of(leg.job.meshes, plan.parts_of)]
         found += [{"job": leg.job.number, "told": told(leg, options.step), **row} for row in rows]
-    told_all = {"epoch": legs[0].epoch, "step": options.step, "delivered": found, "notes": notes}
+    told_all = {"epoch": legs[0].start.epoch, "step": options.step, "delivered": found, "notes": notes}
     return Answer(found=told_all, said=[found, *notes])

@@ -144,7 +144,7 @@ def forget(options: argparse.Namespace) -> Answer:
     if not hits:
         said = "None of these samples was delivered, or they are left out already: nothing has to be undone."
         return Answer(found={"steps": [], "resume": None, "python": ""}, said=[said])
-    places = sorted({(leg.job.number, leg.epoch, step, told(leg, step)) for leg, step in hits})
+    places = sorted({(leg.job.number, leg.start.epoch, step, told(leg, step)) for leg, step in hits})
     steps = [{"job": job, "epoch": epoch, "step": step, "told": line} for job, epoch, step, line in places]
     samples = list(given)
     lines, found = _without(run, hits, [], f"loader.skip(samples={samples!r})")
@@ -172,16 +172,16 @@ def skip(options: argparse.Namespace) -> Answer:
     run = run_of(options.record)
     hits = [(leg, step) for step in options.step for leg in legs_at(run, options.epoch, step)]
     first_leg, first_step = hits[0]
-    job = first_leg.job
+    job, epoch = first_leg.job, first_leg.start.epoch
     sized = job.facts["plan"] is None or job.facts["plan"]["batch_size"] is not None
     if "files" in job.facts["data"] or job.facts["options"]["is_dataset_splitted"] or not sized:
         raise ArgumentError(f"the steps of this run cannot be left out: {job.unknown}.")
     if job.unknown is None:
         first, end = first_leg.plan.first_position(step=first_step), max(end_of(leg.plan, step) for leg, step in hits)
-        lines, found = _without(run, hits, [(first_leg.epoch, first, end)])
+        lines, found = _without(run, hits, [(epoch, first, end)])
     else:
         comment = "# Steps are counted in batches of the size that the run had there."
-        lines, found = _without(run, hits, [], comment, f"loader.skip(steps={options.step!r}, epoch={first_leg.epoch})")
+        lines, found = _without(run, hits, [], comment, f"loader.skip(steps={options.step!r}, epoch={epoch})")
     return Answer(found=found, said=lines)
 
 

@@ -132,8 +132,7 @@ def _group(size: int, options: argparse.Namespace, versions: Mapping[str, str]) 
 def _collective(timeout: float) -> str:
     """Return how an all-reduce of all ranks went, in their own group."""
     try:
-        command = [sys.executable, "-c", _ALL_REDUCE]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+        done = subprocess.run([sys.executable, "-c", _ALL_REDUCE], capture_output=True, text=True, timeout=timeout)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise_if_a_handlers(error)
         return f"not in {timeout:g} s" if isinstance(error, subprocess.TimeoutExpired) else described(error)

@@ -23,7 +23,7 @@ def index(options: argparse.Namespace) -> Answer:
 
     example: paddle-shard index 'train-*.tar' -o index.json
     """
-    entries, names, at = dict[str, ShardEntry](), expand(options.urls), ""
+    entries, names = dict[str, ShardEntry](), expand(options.urls)
     check_base_names(names)
     check_output(options.output)
     if os.path.exists(options.output):  # a shell makes `-o first.tar second.tar` of `-o *.tar`
@@ -32,13 +32,12 @@ def index(options: argparse.Namespace) -> Answer:
                 raise ArgumentError(f"--output {options.output} is there already, and is no index. Name another file.")
     try:
         for number, name in enumerate(names, 1):
-            at = shown(name)
             entry = entries[base_name(name)] = count_file(name, tar_starts)
-            text = f"[{number}/{len(names)}] {at}: {entry.samples} samples, {entry.size} bytes"
+            text = f"[{number}/{len(names)}] {shown(name)}: {entry.samples} samples, {entry.size} bytes"
             print(text, file=sys.stderr, flush=True)
     except Exception as error:  # whatever a tar, a server or a store has to say
         raise_if_a_handlers(error)
-        text = f"{at}: {described(error)}\nNothing is written."
+        text = f"{shown(name)}: {described(error)}\nNothing is written."
         return Answer(found={"error": text}, said=[text], failed=True)
     write_index(options.output, entries)
     counts = {name: entry.samples for name, entry in entries.items()}

@@ -33,14 +33,8 @@ _given: dict[str, Any] = {}
 
 def _begin() -> None:
     """In a worker: end when the process that has forked it has been killed."""
-    threading.Thread(target=_end_with_the_parent, daemon=True).start()
-
-
-def _end_with_the_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
+    parent: Any = multiprocessing.parent_process()
+    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
 
 def _counted(first: int, end: int) -> tuple[int, list[int], list[str]]:

@@ -95,8 +95,7 @@ class _Shard:
 
 def _length(value: Any) -> int | None:
     """Return the length of a list, such as the tokens or the boxes of a sample; None if it is none."""
-    flat = isinstance(value, list) or (isinstance(value, np.ndarray) and value.ndim == 1)
-    return len(value) if flat else None
+    return len(value) if isinstance(value, list) or (isinstance(value, np.ndarray) and value.ndim == 1) else None
 
 
 def _read(options: argparse.Namespace, decode: Decode | None, job: tuple[str, str]) -> _Shard:
@@ -160,16 +159,14 @@ def _unlike(shards: Sequence[_Shard], ragged: Collection[str]) -> Iterator[dict[
             differ = [f"no {one!r}" for one in sorted(most - value)] + [f"also {one!r}" for one in sorted(value - most)]
             if differ:
                 yield shard.fault("other fields", number, f"{', '.join(differ)}{so_many}", num)
-            continue
-        if name in ragged and _length(value) is not None:
-            continue
-        try:
-            form, usual_form = (form_of(collate([most, one], path=f"[{name!r}]")) for one in (value, most))
-            why = "" if form == usual_form else f"[{name!r}] makes batches of {form}, and most make {usual_form}"
-        except (TypeError, ValueError) as error:
-            why = str(error).partition(". ")[0]
-        if why:
-            yield shard.fault("other form", number, f"{why}{so_many}", num)
+        elif name not in ragged or _length(value) is None:
+            try:
+                form, usual_form = (form_of(collate([most, one], path=f"[{name!r}]")) for one in (value, most))
+                why = "" if form == usual_form else f"[{name!r}] makes batches of {form}, and most make {usual_form}"
+            except (TypeError, ValueError) as error:
+                why = str(error).partition(". ")[0]
+            if why:
+                yield shard.fault("other form", number, f"{why}{so_many}", num)
 
 
 def _jobs(options: argparse.Namespace) -> Iterator[tuple[str, str]]:

@@ -75,6 +75,7 @@ def view_of(
     skips, epochs = skips or Skips(), {str(epoch): one for epoch, one in (plans or {}).items()}
     meshes = dict[tuple[MeshLayout, tuple[int, ...]], int]()
     ints = [sample for sample in skips.samples if isinstance(sample[0], int)]
+    left_out = [[source_and_index(one) if is_sample_id(one) else one, *since] for one, *since in ints]
     found = {
         "version": 1,
         "orderVersion": VERSION,
@@ -90,10 +91,7 @@ def view_of(
         "files": files,
         "at": (0, 0),  # epoch and step that are shown first
         "mesh": _mesh(mesh, data_axes, parts),
-        "skips": {
-            "stretches": skips.stretches,
-            "samples": [[source_and_index(one) if is_sample_id(one) else one, *since] for one, *since in ints],
-        },
+        "skips": {"stretches": skips.stretches, "samples": left_out},
         "stretches": [_stretch(stretch, meshes) for stretch in stretches],
         "meshes": [_mesh(*one, parts) for one in meshes],
     }
@@ -107,7 +105,7 @@ def life_of(run: Timeline) -> dict[str, Any]:
         run: What a record tells.
     """
     stretches = [_of_leg(leg, True) for leg in run.legs] + [_of_leg(leg, False) for leg in run.lost]
-    plans = {leg.epoch: leg.plan for leg, _ in run.passes if leg.job.unknown is None}
+    plans = {leg.start.epoch: leg.plan for leg, _ in run.passes if leg.job.unknown is None}
     facts, skips = run.last.facts, run.passes[-1][0].history.skips if run.passes else Skips()
     files = facts["data"].get("files", ())
     return {"plans": plans, "skips": skips, "stretches": stretches, "dealt": facts["dealt"], "files": files}
@@ -115,7 +113,7 @@ def life_of(run: Timeline) -> dict[str, Any]:
 
 def _of_leg(leg: Leg, counts: bool) -> dict[str, Any]:
     job, facts, (mesh, data_axes) = leg.job, leg.job.facts, leg.job.meshes[0]
-    found: dict[str, Any] = {"epoch": leg.epoch, "first": leg.start.samples, "end": leg.samples, "counts": counts}
+    found: dict[str, Any] = {"epoch": leg.start.epoch, "first": leg.start.samples, "end": leg.samples, "counts": counts}
     found |= {"run": f"job {job.number}: {shapes_of(job.meshes)}", "mesh": mesh, "data_axes": data_axes}
     return {**found, "accumulation": facts["plan"]["accumulation"] if facts["plan"] else 1, "dealt": facts["dealt"]}
 

@@ -56,12 +56,11 @@ class Planned:
     """The order; None if there is none, for a reason that is said or is a hazard."""
     plan_of_parts: PartsPlan | None = None
     """Of a stream."""
-    skips: Skips = field(default_factory=Skips)
     epoch: int = 0
     step_of: tuple[ShardPlan, Meshes, Meshes, Skips] | None = None
     """The plan, meshes, holders and skips of who has delivered the step that is asked about, if somebody has."""
-    view: dict[str, Any] = field(default_factory=dict)
-    """What a page shows beside the plan, as arguments of `view_of`."""
+    view: dict[str, Any] = field(default_factory=lambda: {"skips": Skips()})
+    """What a page shows beside the plan, as arguments of `view_of`; of these, `skips` are always there."""
     facts: dict[str, Any] = field(default_factory=dict)
     """What else programs are told."""
     hazards: list[Hazard] = field(default_factory=list)
@@ -142,10 +141,9 @@ def planned(options: argparse.Namespace) -> Planned:
         raise ArgumentError(f"give a record; or --mesh, --batch-size, and the data: {data}.")
     meshes, samples = with_data_axes(options.mesh, options.data_axes), options.samples
     found = Planned(meshes=meshes, holders=meshes, replicas=options.replicas or "each", epoch=options.epoch or 0)
-    ranks = math.lcm(*(mesh.num_data_ranks(axes) for mesh, axes in meshes))
-    times = 1 if options.accumulation is None else options.accumulation
-    cut: dict[str, Any] = {"batch_size": options.batch_size * times, "num_data_ranks": ranks, "accumulation": times}
-    cut["tail"] = options.tail or "pad"
+    cut: dict[str, Any] = {"tail": options.tail or "pad", "accumulation": options.accumulation or 1}
+    cut["batch_size"] = options.batch_size * cut["accumulation"]
+    cut["num_data_ranks"] = math.lcm(*(mesh.num_data_ranks(axes) for mesh, axes in meshes))
     shuffle = find_ordering({str(name): name for name in ORDERINGS}[options.shuffle or "False"])
     if options.source:
         sources = {name: range(count) for name, count, _ in options.source}
@@ -181,7 +179,7 @@ def _of_record(options: argparse.Namespace) -> Planned:
             found.facts["shares"] = _with_workers(found, shares, options)
             found.said.append(found.facts["shares"])
         return found
-    found.epoch, found.skips = newest.epoch if options.epoch is None else options.epoch, newest.history.skips
+    found.epoch = newest.start.epoch if options.epoch is None else options.epoch
     # An epoch that was never begun is what the newest job would make of it.
     anew = job.batches(newest.history).plan_of(LoaderState(epoch=found.epoch))
     found.plan = view["plans"].setdefault(found.epoch, anew)
@@ -216,7 +214,7 @@ def _look_at_files(options: argparse.Namespace, found: Planned, cut: dict[str, A
         found.where = f". The largest is {large} with {most} bytes, the smallest {small} with {least}{found.where}"
     parts = options.parts or chosen_num_parts(source, options.batch_size, cut["num_data_ranks"])
     plan = found.plan_of_parts = PartsPlan(num_parts=parts, **cut)
-    found.view = {"files": names}
+    found.view["files"] = names
     _look_at_cache(options, found, plan)
     opening = Opening(parts=tuple(range(parts)), num_parts=parts, seed=options.seed or 0, epoch=found.epoch)
     sizes = source.part_sizes(opening)
@@ -328,20 +326,20 @@ def plan(options: argparse.Namespace) -> Answer:
     said += [who, *asked.said]
     if (plan := asked.plan) is not None:
         reads = reads_of_a_row(asked.meshes, reading)
-        gone = num_steps_left_out(plan, asked.epoch, asked.skips)
+        gone = num_steps_left_out(plan, asked.epoch, asked.view["skips"])
         found["plan"] = {**facts_of_plan(plan), "steps left out of an epoch": gone, "reads of each row": reads}
         said.append([{"what": name, "number": value} for name, value in found["plan"].items()])
         if isinstance(plan.ordering, Mixing):
             sources = drawn_of(plan.ordering, plan.num_samples)  # in the first epoch
             found["sources"] = [{"source": name, **asdict(one)} for name, one in sources.items()]
             said.append(found["sources"])
-        of, meshes, holders, skips = asked.step_of or (plan, asked.meshes, asked.holders, asked.skips)
+        of, meshes, holders, skips = asked.step_of or (plan, asked.meshes, asked.holders, asked.view["skips"])
         if options.step is not None:
             found["step"] = samples_of(of, holders, asked.epoch, options.step, skips)
             said += [f"epoch {asked.epoch}, step {options.step}", found["step"]]
-    hazards, drawn = hazards_in(asked, options.ranks_per_host), plan or asked.plan_of_parts
+    hazards, drawn, step = hazards_in(asked, options.ranks_per_host), plan or asked.plan_of_parts, options.step or 0
     if options.html is not None and drawn is not None:
-        view = view_of(drawn, *asked.meshes[0], **asked.view) | {"at": (asked.epoch, options.step or 0)}
+        view = view_of(drawn, *asked.meshes[0], **asked.view) | {"at": (asked.epoch, step)}
         options.html.write_text(page_of(view, hazards), encoding="utf-8")
         said.append(f"{options.html} shows it, in a browser")
     elif options.html is not None:
@@ -349,7 +347,6 @@ def plan(options: argparse.Namespace) -> Answer:
     if options.svg is not None and (plan is None or not plan.num_steps):
         hazards.append((f"{options.svg} is not drawn: there is no step", ""))
     elif options.svg is not None:
-        step = options.step or 0
         given = samples_of(of, holders, asked.epoch, step, skips)
         options.svg.write_text(svg_of(meshes, given, f"epoch {asked.epoch}, step {step}"), encoding="utf-8")
         said.append(f"{options.svg} is the picture of step {step}")

@@ -35,7 +35,7 @@ from paddle_shard.plan.mixture import Mixing, MixtureOrder, drift_bound, drift_o
 from paddle_shard.plan.order import Indices, spread
 from paddle_shard.plan.partition import place_of_rows, slice_rows
 from paddle_shard.plan.places import Meshes, shapes_of
-from paddle_shard.plan.shard_plan import ShardPlan, step_of_plan, steps_of_plan
+from paddle_shard.plan.shard_plan import ShardPlan, end_of, step_of_plan, steps_of_plan
 from paddle_shard.plan.state import History, LoaderState
 from paddle_shard.plan.step import Step
 from paddle_shard.samplers import PlanBatches
@@ -123,7 +123,7 @@ class _Found:
 
 
 def _legs(asked: Planned, plan: ShardPlan, restarts: int, draw: random.Random) -> list[_Leg]:
-    history, known = History(skips=asked.skips), plan.fingerprint()
+    history, known = History(skips=asked.view["skips"]), plan.fingerprint()
     rows = plan.batch_size // plan.accumulation
     # The loader would refuse to resume an order that depends on the number of data ranks on another number.
     plans = [replace(plan, num_data_ranks=ranks) for ranks in range(1, rows + 1) if rows % ranks == 0]
@@ -165,8 +165,7 @@ def _look_at_step(leg: _Leg, step: int, found: _Found, most_ranks: int, costs: C
     plan, epoch, skips = leg.plan, leg.start.epoch, leg.start.history.skips
     num_rows, micro_size, first = plan.num_rows(step=step), plan.micro_size(step=step), plan.first_position(step=step)
     end, rows = min(first + num_rows, plan.num_positions), np.arange(num_rows)
-    fine = end == (plan.num_served if step + 1 == plan.num_steps else plan.first_position(step=step + 1))
-    found.expect(_ONCE, fine, f"step {step} does not end where the next one begins")
+    found.expect(_ONCE, end == end_of(plan, step), f"step {step} does not end where the next one begins")
     if (batch := step_of_plan(plan, epoch, step, skips)) is None:  # all of it is left out
         return
     real, ids = np.ones(num_rows, bool) if batch.real is None else batch.real, np.asarray(batch.ids)
@@ -234,8 +233,8 @@ def _cover(legs: Sequence[_Leg], found: _Found, deadline: float, draw: random.Ra
         spans.append(("samples that belong there", in_order, 0, plan.num_samples))
     for what, ids_of, first, end in spans:
         starts = range(first, end, _JOB)
-        some = draw.sample(starts, min(len(starts), _MOST_JOBS))  # spread over the epoch, also where time is over
-        jobs += [(what, ids_of, at, min(at + _JOB, end)) for at in some]
+        # Spread over the epoch, also where time is over.
+        jobs += [(what, ids_of, at, min(at + _JOB, end)) for at in draw.sample(starts, min(len(starts), _MOST_JOBS))]
         found.add(_ONCE, what, 0, end - first)
     draw.shuffle(jobs)
     totals = dict.fromkeys((what for what, *_ in spans), Total())
@@ -250,9 +249,8 @@ def _cover(legs: Sequence[_Leg], found: _Found, deadline: float, draw: random.Ra
             progress.add(num)
             found.add(_ONCE, what, num, 0)
             totals[what] = plus(totals[what], total)
-    complete = all(number == of for (law, _), (number, of) in found.counted.items() if law == _ONCE)
-    fine = not complete or len(set(totals.values())) == 1
-    found.expect(_ONCE, fine, "samples are missing, or there more than once")
+    if all(number == of for (law, _), (number, of) in found.counted.items() if law == _ONCE):  # there was time for all
+        found.expect(_ONCE, len(set(totals.values())) == 1, "samples are missing, or there more than once")
 
 
 # The answer

@@ -34,11 +34,10 @@ def svg_of(meshes: Meshes, given: Sequence[Mapping[str, Any]], title: str) -> st
     top = 60 + 24 * min(-(-len(mesh.process_ids) // columns), _MOST_LINES)
     of_mesh = [group for group in given if group["mesh"] in (0, None)]
     for line, group in enumerate(of_mesh[:_MOST_LINES]):
-        who = "rows that are dealt by cost"
-        if group["data_rank"] is not None:
-            who = f"data rank {group['data_rank']}, on ranks {cell(group['ranks'])}"
+        data_rank, ranks = group["data_rank"], cell(group["ranks"])
+        who = "rows that are dealt by cost" if data_rank is None else f"data rank {data_rank}, on ranks {ranks}"
         y, text = top + line * _LINE, f"{who}: {cell(group['samples'])}"
-        marks.append(f'<rect x="10" y="{y}" width="12" height="12" {_fill(group["data_rank"])}/>')
+        marks.append(f'<rect x="10" y="{y}" width="12" height="12" {_fill(data_rank)}/>')
         marks.append(_text(28, y + 10, text if len(text) <= _MOST_TEXT else f"{text[:_MOST_TEXT]} ..."))
     height = top + _LINE * min(len(of_mesh), _MOST_LINES) + 10
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" font-family="sans-serif"'

@@ -25,7 +25,7 @@ def proof_of(run: Timeline, epoch: int) -> dict[str, Any]:
     more than once.
     """
     legs, before, notes = run.legs_of(epoch), run.began_at, list[str]()
-    newest, is_open = legs[-1], run.legs[-1].epoch == epoch and not any(leg.ended for leg in legs)
+    newest, is_open = legs[-1], run.legs[-1].start.epoch == epoch and not any(leg.ended for leg in legs)
     plan = None if newest.job.unknown is not None else newest.plan
     # What was left out when it was delivered may be less than what is left out now, and the order another.
     orders = [leg.plan if plan is not None and leg.job.unknown is None else plan for leg in legs]
@@ -72,7 +72,7 @@ def _other_samples(run: Timeline, epoch: int, notes: list[str]) -> Iterator[tupl
     if (newest := run.newest.get(epoch)) is None:
         notes.append("what was read is not compared: no state was saved in this epoch, and no pass has come to its end")
         return
-    legs = [leg for leg in newest.legs if leg.epoch == epoch]
+    legs = [leg for leg in newest.legs if leg.start.epoch == epoch]
     for owner, found in sorted(newest.state.certificate.items()):
         whose = "all ranks" if owner == ALL else f"data rank {owner[0]} of {owner[1]}"
         where = f"{whose} at positions {', '.join(f'[{first}, {end})' for first, end in found.once)}"

@@ -96,11 +96,6 @@ class Leg:
         """Return whether it has delivered anything."""
         return self.steps > self.start.steps
 
-    @property
-    def epoch(self) -> int:
-        """The epoch."""
-        return self.start.epoch
-
     @cached_property
     def plan(self) -> ShardPlan:
         """The order of its epoch, as it was served; an ArgumentError if nobody but the loader knows it."""
@@ -181,11 +176,11 @@ class Timeline:
     @property
     def epochs(self) -> list[int]:
         """The epochs of which something was delivered."""
-        return sorted({leg.epoch for leg in self.legs})
+        return sorted({leg.start.epoch for leg in self.legs})
 
     def legs_of(self, epoch: int) -> list[Leg]:
         """Return what was delivered of an epoch."""
-        return [leg for leg in self.legs if leg.epoch == epoch]
+        return [leg for leg in self.legs if leg.start.epoch == epoch]
 
     @property
     def passes(self) -> list[tuple[Leg, float]]:
@@ -214,23 +209,21 @@ def timeline(lines: Sequence[dict[str, Any]]) -> Timeline:
         way[id(at)] = upto
     found = Timeline(last=newest.job, began_at=at.resumed, history=History.from_json(newest.lines[-1]["history"]))
     for stretch in begun:
-        counted: dict[int, Leg] = {}
-        legs: dict[int, Leg] = {}
+        counted, legs = dict[int, Leg](), dict[int, Leg]()
         for at_line, legs in enumerate(stretch.legs()):
-            if at_line >= way.get(id(stretch), 0):
-                continue
-            line, counted = stretch.lines[at_line], dict(legs)
-            if line["line"] in ("checkpoint", "end", "certificate"):
-                by_then = (*found.legs, *filter(Leg.moved, counted.values()))
-                told = found.newest[line["state"]["epoch"]] = Saved(line, stretch.state(at_line), by_then)
-                found.saved += [told] if line["line"] == "checkpoint" else []
+            if at_line < way.get(id(stretch), 0):
+                line, counted = stretch.lines[at_line], dict(legs)
+                if line["line"] in ("checkpoint", "end", "certificate"):
+                    by_then = (*found.legs, *filter(Leg.moved, counted.values()))
+                    told = found.newest[line["state"]["epoch"]] = Saved(line, stretch.state(at_line), by_then)
+                    found.saved += [told] if line["line"] == "checkpoint" else []
         for leg in counted.values():
             if leg.moved():
                 found.legs.append(leg)
             elif leg.ended or leg.start.ended:
                 # That there was no more is told of the pass that delivered the last of it.
                 for number, one in enumerate(found.legs):
-                    if one.epoch == leg.epoch and one.samples == leg.start.samples and not one.ended:
+                    if one.start.epoch == leg.start.epoch and one.samples == leg.start.samples and not one.ended:
                         found.legs[number] = replace(one, ended=True, closed=True)
         for leg in legs.values():
             upto_here = counted.get(leg.number, leg.start)
@@ -285,7 +278,7 @@ def places_in(run: Timeline, sample: Any) -> Iterator[tuple[Leg, int, int]]:
     for leg, end_step in passes:
         plan, ranks = leg.plan, leg.job.facts["plan"]["num_data_ranks"]
         try:
-            found = list(rows_of_sample(plan, leg.epoch, sample, leg.history.skips))
+            found = list(rows_of_sample(plan, leg.start.epoch, sample, leg.history.skips))
         except ArgumentError as error:  # data that has grown has it later
             unknown.append(error)
             continue

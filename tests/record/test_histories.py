@@ -154,7 +154,7 @@ def test_the_record_tells_what_each_rank_was_given(jobs, accumulation, kind, tai
     if not told:
         return
     run = timeline(lines)
-    ours = [(leg.epoch, step, _rows(leg, step)) for leg in run.legs for step in range(leg.start.steps, leg.steps)]
+    ours = [(leg.start.epoch, step, _rows(leg, step)) for leg in run.legs for step in range(leg.start.steps, leg.steps)]
     ours = [one for one in ours if any(row is not None for of_rank in one[2] for row in of_rank)]  # else left out
     assert ours == [tuple(one) for _, *one in delivered]
     wanted = Counter((epoch, one) for epoch, _, rows in ours for of in rows for one in of if one is not None)
@@ -170,14 +170,14 @@ def test_the_record_tells_what_each_rank_was_given(jobs, accumulation, kind, tai
                 assert len(of_epoch) == proof["num_samples"]
     for sample in {one for _, one in wanted}:
         name = sample if kind != "mixture" else ("ab"[sample // 1000], sample % 1000)
-        places = [(leg.epoch, step) for leg, step, _ in places_in(run, name) if step < leg.steps]
+        places = [(leg.start.epoch, step) for leg, step, _ in places_in(run, name) if step < leg.steps]
         hits = [(epoch, step) for _, epoch, step, rows in delivered for of in rows for one in of if one == sample]
         assert places == hits
 
 
 def _rows(leg, step):
     """What the record says each rank has had."""
-    shares = samples_of(leg.plan, leg.job.meshes, leg.epoch, step, leg.history.skips)
+    shares = samples_of(leg.plan, leg.job.meshes, leg.start.epoch, step, leg.history.skips)
     number = {"a": 0, "b": 1000}
     return [[number[one[0]] + one[1] if isinstance(one, list) else one for one in of["samples"]] for of in shares]
 
