@@ -178,12 +178,11 @@ def say_if_uneven(setup: PassSetup, epoch: int) -> None:
     if stream is None or stream.whole_items or stream.plan.repeats:
         return
     plan, source = stream.plan, stream.stage.source
-    of_files, shards = isinstance(source, ShardSource), source.num_shards
+    shards = source.num_shards
     if stream.split_over is not None:
         remedy = _OWN
-    elif of_files:
-        counted = source.lengths(Opening(parts=(0,), num_parts=1)) is not None
-        remedy = _FILTERED if counted else _COUNT
+    elif isinstance(source, ShardSource):
+        remedy = _COUNT if source.lengths(Opening(parts=(0,), num_parts=1)) is None else _FILTERED
     else:  # another library's shards, which are not cut
         remedy = _FEWER.format(shards, plan.num_parts) if shards and shards % plan.num_parts else _FILTERED
     counts, rank = stats.epoch, setup.own_layout.global_rank
@@ -195,7 +194,7 @@ def say_if_uneven(setup: PassSetup, epoch: int) -> None:
             f"tail='pad': {counts.padding} of the {rows} rows that rank {rank} was given in this epoch are padding, "
             f"because the stream's {plan.num_parts} parts end at different times. {remedy}"
         )
-    if plan.ending.drops and rank == 0 and source.num_shards is not None and stream.known_steps(LoaderState()) is None:
+    if plan.ending.drops and rank == 0 and shards is not None and stream.known_steps(LoaderState()) is None:
         opening = stream.opening(LoaderState(epoch=epoch))
         sizes = source.part_sizes(opening) if isinstance(source, ShardSource) else None
         # Of the bytes, what lies behind the end of the shortest part.

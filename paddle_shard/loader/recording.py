@@ -101,13 +101,11 @@ def page_of_loader(setup: PassSetup) -> Page:
 
 
 def _mesh(layout: FieldLayout) -> dict[str, Any]:
-    axes = dict(zip(layout.layout.axes, layout.layout.shape, strict=True))
-    others = {layout.layout.axes[axis]: dim for axis, dim in layout.dims if dim}
     return {
-        "axes": axes,
+        "axes": dict(zip(layout.layout.axes, layout.layout.shape, strict=True)),
         "process_ids": layout.layout.process_ids,
         "data_axes": layout.data_axis_names,
-        "other_dims": others,
+        "other_dims": {layout.layout.axes[axis]: dim for axis, dim in layout.dims if dim},
     }
 
 

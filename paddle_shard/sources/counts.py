@@ -175,14 +175,8 @@ def source_of_files(
         if not entry.samples:  # it is never read, so that only this shows that it was empty when it was counted
             with files.failures_named(name, lambda: ("opening", None)):
                 next(read(name, 0), None)
-    return ShardSource(
-        names,
-        read,
-        counts=None if entries is None else [entries[name].samples for name in names],
-        shuffle_shards=shuffle_shards,
-        resample=resample,
-        versioned=True,
-    )
+    counts = None if entries is None else [entries[name].samples for name in names]
+    return ShardSource(names, read, counts=counts, shuffle_shards=shuffle_shards, resample=resample, versioned=True)
 
 
 def _read(

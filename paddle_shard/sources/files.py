@@ -280,8 +280,7 @@ def open_file(name: str, start: int = 0) -> tuple[BinaryIO, int | None]:
     if name.startswith("pipe:"):
         raise ArgumentError(f"{name!r}: commands are not run. Give the URL itself: http, s3, gs, or what fsspec opens.")
     if not is_remote(name):
-        path = local_path(name)
-        file = open(path, "rb", buffering=BUFFER)  # noqa: SIM115
+        file = open(local_path(name), "rb", buffering=BUFFER)  # noqa: SIM115
         if start:
             file.seek(start)
         return file, os.fstat(file.fileno()).st_size

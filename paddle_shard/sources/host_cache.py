@@ -101,11 +101,10 @@ class HostCache:
                     return remote
                 remote[0].close()
                 return open_file(name, start)
-        size = os.fstat(copy.fileno()).st_size
         with ignoring(OSError, ValueError):  # a file system without such attributes
             copy.told = int(os.getxattr(copy.fileno(), _TOLD))
         copy.seek(start)
-        return io.BufferedReader(copy, BUFFER), size
+        return io.BufferedReader(copy, BUFFER), os.fstat(copy.fileno()).st_size
 
     def _download(self, name: str, path: str) -> tuple[BinaryIO, int | None] | None:
         """Make a copy of a file, unless another process has; return the remote file if there is no room for one."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import sys
 import zlib
 from collections.abc import Mapping, Sequence
@@ -21,7 +20,7 @@ from paddle_shard.plan.handlers import raise_if_a_handlers
 from paddle_shard.plan.order import Indices, spread
 from paddle_shard.plan.packing import Packing, Piece
 from paddle_shard.plan.parts import check_count
-from paddle_shard.plan.seeding import mix, seed_part
+from paddle_shard.plan.seeding import NumpyGenerator, PythonGenerator, kept, mix, seed_part
 from paddle_shard.say_once import say_once
 from paddle_shard.sources.arrays import check_indexed
 from paddle_shard.sources.counts import said_if_slow
@@ -184,8 +183,7 @@ class Packed:
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what the rows depend on, for a saved state: JSON-able."""
-        found = {"length": self.packing.length, "window": self.packing.window}
-        return {**found, "documents": self._documents_crc}
+        return {"length": self.packing.length, "window": self.packing.window, "documents": self._documents_crc}
 
     @cached_property
     def _documents_crc(self) -> int:
@@ -197,24 +195,21 @@ class Packed:
         filled, left_out = np.flatnonzero(self.packing.lengths), np.flatnonzero(self.packing.lengths == 0)
         # Documents that are in no row are not read otherwise: wrong lengths would lose them.
         some = [*spread(filled, _LOOKED_AT), *spread(left_out, _LOOKED_AT)]
-        plain, drawn = replace(self.rows, labels=None), (np.random.get_state(), random.getstate())
-        paddles = getattr(sys.modules.get("paddle"), "framework", None)
-        paddle_drawn = None if paddles is None else paddles.core.default_cpu_generator().get_state()
-        of_tokens, others = set[str](), set[str]()
-        for at in some:
-            try:
-                document = self.documents[at]
-                found = plain.fields(document, f"document {at}")
-            except Exception as error:  # it is raised when its row is read
-                raise_if_a_handlers(error)
-                continue
-            self._check_length(at, document)
-            of_tokens |= found.keys()
-            others |= (document.keys() if isinstance(document, dict) else found.keys()) - found.keys()
-        np.random.set_state(drawn[0])  # the sample that is being read has random numbers of its own
-        random.setstate(drawn[1])
-        if paddles is not None:
-            paddles.core.default_cpu_generator().set_state(paddle_drawn)
+        generators: list[Any] = [NumpyGenerator(), PythonGenerator()]
+        if (paddles := getattr(sys.modules.get("paddle"), "framework", None)) is not None:
+            generators.append(paddles.core.default_cpu_generator())
+        plain, of_tokens, others = replace(self.rows, labels=None), set[str](), set[str]()
+        with kept(generators):  # the sample that is being read has random numbers of its own
+            for at in some:
+                try:
+                    document = self.documents[at]
+                    found = plain.fields(document, f"document {at}")
+                except Exception as error:  # it is raised when its row is read
+                    raise_if_a_handlers(error)
+                    continue
+                self._check_length(at, document)
+                of_tokens |= found.keys()
+                others |= (document.keys() if isinstance(document, dict) else found.keys()) - found.keys()
         return frozenset(of_tokens - others)
 
     def _fields(self, piece: Piece) -> dict[str, npt.NDArray[Any]]:

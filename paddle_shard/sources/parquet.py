@@ -178,11 +178,10 @@ def _check_columns(files: list[str], footers: list[_Footer], columns: list[str] 
 def _footer(file: str) -> _Footer:
     with failures_named(file, lambda: ("reading its footer", None)), _opened(file) as (parquet, _):
         metadata, schema = parquet.metadata, parquet.schema_arrow
-        rows = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
         if len(set(schema.names)) < len(schema.names):
             raise ValueError(f"a column name stands twice among {schema.names}")
-        types = {name: schema.field(name).type for name in schema.names}
-    return rows, types
+        rows = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
+        return rows, {name: schema.field(name).type for name in schema.names}
 
 
 @contextmanager

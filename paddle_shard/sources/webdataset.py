@@ -211,14 +211,8 @@ def webdataset_source(
         entries = count_files(names, "samples of tars", tar_starts, None)
     elif index is not None and index is not False:
         entries = read_index(_beside(names[0]) if index is True else os.fspath(index), names)
-    return source_of_files(
-        names,
-        partial(tar_samples, select=select),
-        entries,
-        cache=cache,
-        shuffle_shards=shuffle_shards,
-        resample=resample,
-    )
+    samples = partial(tar_samples, select=select)
+    return source_of_files(names, samples, entries, cache=cache, shuffle_shards=shuffle_shards, resample=resample)
 
 
 class Decode:
