@@ -141,9 +141,8 @@ class SequenceSplit:
         fields.setdefault("position_ids", np.broadcast_to(np.arange(length), (rows, length)))
         whole = -(-length // self.unit) * self.unit
         order = np.stack([self._order(row, whole) for row in padded(segments, [whole], 0)])
-        found: Arrays = {}
+        found: Arrays = dict(fields)
         for name, value in fields.items():
-            found[name] = value
             if name not in _OF_ROWS and getattr(value, "shape", ())[:2] == (rows, length):
                 tokens = padded(value, [whole, *value.shape[2:]], self._pads.get(name, 0))
                 found[name] = np.take_along_axis(tokens, order.reshape(rows, whole, *(1,) * (value.ndim - 2)), axis=1)

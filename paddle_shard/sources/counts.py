@@ -95,11 +95,10 @@ def count_file(name: str, samples: Samples, most: int | None = None, cache: Host
     number, every = 0, EVERY
     with opened, files.decompressed(opened) as file:
         for number, (start, _) in enumerate(samples(file, name, 0), 1):
-            if (number - 1) % every:
-                continue
-            if len(kept) == most:
-                kept, every = kept[::2], 2 * every
-            kept.append(start)
+            if (number - 1) % every == 0:
+                if len(kept) == most:
+                    kept, every = kept[::2], 2 * every
+                kept.append(start)
         starts = tuple(kept) if file is opened else ()  # in a compressed file, no sample can be found by its byte
         return ShardEntry(samples=number, size=opened.tell() if size is None else size, starts=starts, every=every)
 

@@ -173,12 +173,11 @@ class HostCache:
         most = self.most_bytes or 0
         if not alone:
             raise OSError(errno.ENOLCK, "cache_bytes= needs a file system with locks, which this is not")
-        if size is None:
-            say_once("%s is not kept in cache_dir: its server does not tell its size.", shown(name))
-            _never_kept.add((self, name))
-            return False
-        if size > most:
-            say_once("cache_bytes=%d has no room for %s of %d bytes, which is not kept.", most, shown(name), size)
+        if size is None or size > most:
+            if size is None:
+                say_once("%s is not kept in cache_dir: its server does not tell its size.", shown(name))
+            else:
+                say_once("cache_bytes=%d has no room for %s of %d bytes, which is not kept.", most, shown(name), size)
             _never_kept.add((self, name))
             return False
         taken = size + sum(bytes for _, bytes, _ in copies)

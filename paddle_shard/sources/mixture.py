@@ -84,9 +84,7 @@ class Mixture:
         if stop not in STOPS:
             raise ArgumentError(f"Mixture: stop must be {' or '.join(map(repr, STOPS))}, got {stop!r}.")
         _check_rows(self.sources)
-        self.segments = tuple(
-            Segment(first, parts, lengths) for first, parts in _schedule(self._names, lengths, weights)
-        )
+        self.segments = _schedule(self._names, lengths, weights)
         """The stretches of the run with the same weights."""
         found = num_samples if num_samples is not None else num_positions_to_read(self.segments, every=stop == "all")
         if found is None:
@@ -203,14 +201,12 @@ def _length(name: str, source: Any) -> int:
     return length
 
 
-def _schedule(
-    names: tuple[str, ...], lengths: tuple[int, ...], weights: Any
-) -> tuple[tuple[int, tuple[int, ...]], ...]:
-    """Return (first sample of the run, integer weights) of each stretch."""
+def _schedule(names: tuple[str, ...], lengths: tuple[int, ...], weights: Any) -> tuple[Segment, ...]:
+    """Return the stretches of the run, each with its weights."""
     if weights is None:
         weights = dict(zip(names, lengths, strict=True))
     if isinstance(weights, Mapping):
-        return ((0, integer_weights(names, weights, lengths)),)
+        return (Segment(0, integer_weights(names, weights, lengths), lengths),)
     fine = isinstance(weights, Sequence) and all(
         isinstance(entry, tuple | list) and len(entry) == 2 and isinstance(entry[0], int | np.integer)
         for entry in weights
@@ -223,6 +219,5 @@ def _schedule(
     firsts = [int(first) for first, _ in weights]
     if not firsts or firsts[0] != 0 or any(one >= other for one, other in pairwise(firsts)):
         raise ArgumentError(f"Mixture: weights that change must begin at sample 0 and ascend, got {firsts}.")
-    return tuple(
-        (first, integer_weights(names, found, lengths)) for first, (_, found) in zip(firsts, weights, strict=True)
-    )
+    parts = [integer_weights(names, found, lengths) for _, found in weights]
+    return tuple(Segment(first, each, lengths) for first, each in zip(firsts, parts, strict=True))
