@@ -26,7 +26,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from paddle_shard.plan.handlers import ignoring
+from paddle_shard.handlers import ignoring
 from paddle_shard.testing.job import Processes, arm_stack_dump
 
 _PR_SET_CHILD_SUBREAPER = 36

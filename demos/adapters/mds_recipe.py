@@ -29,7 +29,7 @@ import shares
 
 from paddle_shard.collate import collate
 from paddle_shard.errors import ArgumentError, MissingDependencyError, SplitError
-from paddle_shard.plan.handlers import ignoring
+from paddle_shard.handlers import ignoring
 from paddle_shard.plan.seeding import derive_seed
 from paddle_shard.sources.external import ExternalLoader, ShardOptions
 from paddle_shard.sources.files import needs

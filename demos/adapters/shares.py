@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from paddle_shard.checks import check_count
 from paddle_shard.errors import SplitError, StateError
 from paddle_shard.plan.partition import check_batch_size
-from paddle_shard.plan.parts import check_count
 from paddle_shard.plan.seeding import derive_seed
 from paddle_shard.sources.external import ShardOptions
 

@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from paddle_shard.cli.answer import EPOCH, RECORD, Answer, Rows, check_epoch, command, legs_at, run_of, sample_of
-from paddle_shard.plan.handlers import raise_if_a_handlers
+from paddle_shard.handlers import raise_if_a_handlers
 from paddle_shard.plan.places import rows_of, samples_of, shapes_of, shares_of
 from paddle_shard.plan.skips import Skips
 from paddle_shard.record.lines import read

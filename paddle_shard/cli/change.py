@@ -13,7 +13,7 @@ from paddle_shard.cli.answer import EPOCH, RECORD, Answer, Rows, cell, command, 
 from paddle_shard.cli.ask import told
 from paddle_shard.cli.plan import MESH, rows_of, with_data_axes
 from paddle_shard.errors import ArgumentError
-from paddle_shard.plan.handlers import raise_if_a_handlers
+from paddle_shard.handlers import raise_if_a_handlers
 from paddle_shard.plan.orders import ordering_of
 from paddle_shard.plan.partition import check_batch_size
 from paddle_shard.plan.places import Meshes, shares_of

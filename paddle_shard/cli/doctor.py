@@ -14,12 +14,12 @@ import time
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 
+from paddle_shard.checks import check_count
 from paddle_shard.cli.answer import Answer, command, with_hazards
 from paddle_shard.cli.plan import MESH, with_data_axes
 from paddle_shard.errors import PeerLostError, described
-from paddle_shard.plan.handlers import ignoring, raise_if_a_handlers
+from paddle_shard.handlers import ignoring, raise_if_a_handlers
 from paddle_shard.plan.hazards import Hazard
-from paddle_shard.plan.parts import check_count
 from paddle_shard.version import VERSION
 
 _FILES = 4096

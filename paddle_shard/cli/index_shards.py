@@ -8,7 +8,7 @@ import sys
 
 from paddle_shard.cli.answer import Answer, check_output, command
 from paddle_shard.errors import ArgumentError, described
-from paddle_shard.plan.handlers import raise_if_a_handlers
+from paddle_shard.handlers import raise_if_a_handlers
 from paddle_shard.sources.counts import ShardEntry, count_file
 from paddle_shard.sources.files import base_name, shown
 from paddle_shard.sources.webdataset import check_base_names, expand, tar_starts, write_index

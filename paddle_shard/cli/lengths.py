@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 
+from paddle_shard.checks import check_count
 from paddle_shard.cli.answer import Answer, Progress, check_output, command, with_hazards
 from paddle_shard.cli.show import OPEN, opened
 from paddle_shard.errors import ArgumentError, described
-from paddle_shard.plan.handlers import ignoring, raise_if_a_handlers
+from paddle_shard.handlers import ignoring, raise_if_a_handlers
 from paddle_shard.plan.hazards import Hazard
 from paddle_shard.plan.order import spread
-from paddle_shard.plan.parts import check_count
 from paddle_shard.sources.arrays import check_indexed
 from paddle_shard.sources.files import replacing
 from paddle_shard.sources.packed import check_lengths, write_lengths

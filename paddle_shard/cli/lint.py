@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 
+from paddle_shard.checks import check_count
 from paddle_shard.cli.answer import Answer, Progress, Rows, command, with_hazards
 from paddle_shard.collate import collate, form_of, stand_in
 from paddle_shard.errors import ArgumentError, MissingDependencyError, ShardReadError, described
-from paddle_shard.plan.handlers import raise_if_a_handlers
-from paddle_shard.plan.parts import check_count
+from paddle_shard.handlers import raise_if_a_handlers
 from paddle_shard.plan.seeding import derive_seed
 from paddle_shard.sources.files import base_name, is_missing, matched, shown
 from paddle_shard.sources.parquet import parquet_source

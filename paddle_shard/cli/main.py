@@ -12,7 +12,7 @@ from inspect import cleandoc
 
 from paddle_shard.cli import ask, change, doctor, index_shards, lengths, lint, plan, show, simulate
 from paddle_shard.errors import PaddleShardError, described
-from paddle_shard.plan.handlers import raise_if_a_handlers
+from paddle_shard.handlers import raise_if_a_handlers
 from paddle_shard.record.lines import read
 
 _OF_PLANS = plan.plan, simulate.simulate

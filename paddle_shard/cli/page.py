@@ -17,10 +17,10 @@ from paddle_shard.plan.orders import PaddleOrdering, PaddleSequential, Sequentia
 from paddle_shard.plan.parts import PartsPlan
 from paddle_shard.plan.places import shapes_of
 from paddle_shard.plan.shard_plan import ShardPlan
-from paddle_shard.plan.shown import Page
 from paddle_shard.plan.shuffle import VERSION
 from paddle_shard.plan.skips import Skips
 from paddle_shard.record.timeline import Leg, Timeline
+from paddle_shard.shown import Page
 
 MAX_SAMPLES = 1 << 52
 """Most samples of a page: numbers of JavaScript are exact up to 2^53, and so are sums of two positions."""

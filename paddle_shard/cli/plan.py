@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from paddle_shard.checks import check_count
 from paddle_shard.cli.answer import Answer, Argument, Rows, command, parsed, run_of, with_hazards
 from paddle_shard.cli.page import life_of, page_of, view_of
 from paddle_shard.cli.svg import svg_of
@@ -18,7 +19,7 @@ from paddle_shard.plan.hazards import MUCH, Hazard, carries_data, hazards_of, ha
 from paddle_shard.plan.mesh import MeshLayout, grid_of
 from paddle_shard.plan.mixture import Mixing, drawn_of
 from paddle_shard.plan.orders import ORDERINGS, find_ordering
-from paddle_shard.plan.parts import PartsPlan, check_count, chunks_of
+from paddle_shard.plan.parts import PartsPlan, chunks_of
 from paddle_shard.plan.places import Meshes, groups_of, readers_of, reads_of_a_row, samples_of, shapes_of, shares_of
 from paddle_shard.plan.shard_plan import ShardPlan, facts_of_plan, num_steps_left_out
 from paddle_shard.plan.skips import Skips

@@ -14,7 +14,7 @@ import numpy as np
 
 from paddle_shard.cli.answer import EPOCH, RECORD, Answer, cell, command, legs_at, run_of, sample_of
 from paddle_shard.errors import ArgumentError, described
-from paddle_shard.plan.handlers import length_or_none, raise_if_a_handlers
+from paddle_shard.handlers import length_or_none, raise_if_a_handlers
 from paddle_shard.plan.places import samples_at
 from paddle_shard.record.timeline import places_in
 

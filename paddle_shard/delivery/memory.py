@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-from paddle_shard.plan.handlers import ignoring
+from paddle_shard.handlers import ignoring
 
 LOOK_SECONDS = 5.0
 """Seconds from one look to the next."""

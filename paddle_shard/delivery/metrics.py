@@ -10,7 +10,7 @@ from typing import Any
 
 from paddle_shard.delivery.advice import Summary
 from paddle_shard.delivery.memory import UNTOLD, memory
-from paddle_shard.plan.handlers import ignoring
+from paddle_shard.handlers import ignoring
 from paddle_shard.sources.files import needs
 
 Told = tuple[Any, Mapping[int, Summary]]

@@ -13,15 +13,15 @@ import numpy as np
 from paddle.profiler import RecordEvent
 from paddle.profiler.utils import in_profiler_mode
 
+from paddle_shard.checks import check_count
 from paddle_shard.clock import KINDS, LOADER, Clock, Spent, clock
 from paddle_shard.delivery.advice import RECENT, Summary, Taken, advice, in_ms, shown, summary_of
 from paddle_shard.delivery.memory import LOOK_SECONDS, UNTOLD, Memory, is_short, left_of_host, memory, shortage
 from paddle_shard.delivery.metrics import serve
-from paddle_shard.plan.handlers import ignoring
-from paddle_shard.plan.parts import check_count
-from paddle_shard.plan.shown import as_html
+from paddle_shard.handlers import ignoring
 from paddle_shard.reading.batch import Batch
 from paddle_shard.say_once import say_once
+from paddle_shard.shown import as_html
 
 _STALL, _STALL_SECONDS, _STALL_AFTER = 10.0, 1.0, 8
 """A wait is a stall if it takes so many times the usual step, and so many seconds, after so many steps."""

@@ -10,7 +10,7 @@ from copy import copy
 from paddle_shard.clock import PLACING, RANKS, SAMPLER, at
 from paddle_shard.delivery.notes import StepNotes
 from paddle_shard.errors import AgreedFailure, ArgumentError, PeerLostError
-from paddle_shard.plan.handlers import raise_if_a_handlers
+from paddle_shard.handlers import raise_if_a_handlers
 from paddle_shard.plan.step import Step
 from paddle_shard.ranks.agreement import Agreement, AloneAgreement
 from paddle_shard.ranks.replicas import LeaderStoppedError

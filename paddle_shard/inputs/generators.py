@@ -12,7 +12,7 @@ from paddle.base.framework import _dygraph_place_guard
 from paddle.framework import core
 
 from paddle_shard.place.local_tensor import is_cpu
-from paddle_shard.plan.seeding import Generator, NumpyGenerator, PythonGenerator
+from paddle_shard.randomness import Generator, NumpyGenerator, PythonGenerator
 
 _PROBE = core.Generator()
 """Is given the state of Paddle's generator and asked for a number, so that the generator itself stays as it is."""

@@ -12,21 +12,21 @@ from typing import Any
 import paddle.io
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, SplitError
+from paddle_shard.handlers import length_or_none, raise_if_a_handlers
 from paddle_shard.inputs.costs import SampleCosts, costs_of
 from paddle_shard.inputs.generators import PaddleGenerator
 from paddle_shard.inputs.options import DEALS, DECIDES, LoaderOptions
 from paddle_shard.inputs.stream_order import StreamOrder
 from paddle_shard.place.field import FieldLayout
 from paddle_shard.plan.balance import dealt
-from paddle_shard.plan.handlers import length_or_none, raise_if_a_handlers
 from paddle_shard.plan.order import Ordering
 from paddle_shard.plan.orders import PaddleOrdering, PaddleSequential, find_ordering
 from paddle_shard.plan.partition import check_batch_size
-from paddle_shard.plan.seeding import NumpyGenerator, PythonGenerator
 from paddle_shard.plan.shard_plan import BatchSizes, ShardPlan
 from paddle_shard.plan.shuffle import MAX_SAMPLES
 from paddle_shard.plan.step import Deal
 from paddle_shard.plan.tails import TAILS, Tail, find_tail
+from paddle_shard.randomness import NumpyGenerator, PythonGenerator
 from paddle_shard.reading.executor import on_cpu
 from paddle_shard.samplers import PlanBatches, UserBatches
 from paddle_shard.samplers.buckets import BucketBatchSampler

@@ -10,13 +10,13 @@ from typing import Any, Literal
 
 import paddle.io
 
+from paddle_shard.checks import check_count
 from paddle_shard.errors import ArgumentError, ArgumentTypeError
 from paddle_shard.inputs.other_library import is_iterable_dataset
-from paddle_shard.plan.parts import check_count
-from paddle_shard.plan.shown import as_html
 from paddle_shard.plan.weights import integer_weights
 from paddle_shard.reading.worker_info import SelfSplit, told
 from paddle_shard.say_once import say_once
+from paddle_shard.shown import as_html
 from paddle_shard.sources.external import ExternalSource, IterableSource
 from paddle_shard.sources.files import Paths
 from paddle_shard.sources.host_cache import HostCache

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from paddle_shard.errors import ArgumentTypeError, StateError
-from paddle_shard.plan.handlers import ignoring
+from paddle_shard.handlers import ignoring
 from paddle_shard.plan.partition import Rows
 from paddle_shard.plan.parts import PartsPlan, chunks_of
 from paddle_shard.plan.state import LoaderState

@@ -21,20 +21,20 @@ from paddle_shard.delivery.placing import PassSetup
 from paddle_shard.delivery.step_pass import StepPass
 from paddle_shard.delivery.trace import events_of
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, DataReadError
+from paddle_shard.handlers import raised_by_a_handler
 from paddle_shard.inputs.options import LoaderOptions
 from paddle_shard.loader.assembly import setup_of
 from paddle_shard.loader.compat import asked_by_to_static, mend_process_mesh
 from paddle_shard.loader.iteration import ShardIterator, describe, warn_if_batches_differ
 from paddle_shard.loader.recording import page_of_loader
 from paddle_shard.plan.certificate import Certificate
-from paddle_shard.plan.handlers import raised_by_a_handler
 from paddle_shard.plan.mesh import grid_of
 from paddle_shard.plan.mixture import Drawn
 from paddle_shard.plan.shard_plan import ShardPlan, Where, facts_of_plan
-from paddle_shard.plan.shown import Page, as_html
 from paddle_shard.plan.state import LoaderState
 from paddle_shard.ranks.agreeing import fails_on_all_ranks, gather_of
 from paddle_shard.reading.batch import NO_STAND_IN
+from paddle_shard.shown import Page, as_html
 
 _MOST_SHOWN = 64
 """Ranks of a mesh that is shown as a grid."""

@@ -12,17 +12,17 @@ import paddle
 from paddle_shard.cli.page import life_of, page_of, view_of
 from paddle_shard.delivery.placing import PassSetup
 from paddle_shard.errors import ArgumentError
+from paddle_shard.handlers import length_or_none
 from paddle_shard.inputs.options import LoaderOptions
 from paddle_shard.inputs.source import Source
 from paddle_shard.place.field import FieldLayout
-from paddle_shard.plan.handlers import length_or_none
 from paddle_shard.plan.hazards import hazards_of, hazards_of_parts
-from paddle_shard.plan.shown import Page
 from paddle_shard.plan.shuffle import VERSION as ORDER_VERSION
 from paddle_shard.plan.state import LoaderState
 from paddle_shard.position.run import Run
 from paddle_shard.record.lines import read
 from paddle_shard.record.timeline import timeline
+from paddle_shard.shown import Page
 from paddle_shard.sources.shards import ShardSource
 from paddle_shard.version import VERSION
 

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import paddle
 
+from paddle_shard.checks import holds
 from paddle_shard.errors import ArgumentError, BatchStructureError
 from paddle_shard.place.field import FieldLayout
-from paddle_shard.plan.parts import holds
 from paddle_shard.tree import mapped
 
 LONGEST = "longest"

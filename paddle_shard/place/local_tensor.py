@@ -14,7 +14,7 @@ import numpy as np
 import paddle
 from paddle.framework import core
 
-from paddle_shard.plan.handlers import ignoring
+from paddle_shard.handlers import ignoring
 
 _MOST_PUSHED = 8
 """Batches that fit into the queue of a feed: more than are ever pushed and not pulled."""

@@ -9,9 +9,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from paddle_shard.checks import check_count
 from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.order import Indices, Order, Ordering
-from paddle_shard.plan.parts import MAX_PARTS, check_count, choose_num_parts
+from paddle_shard.plan.parts import MAX_PARTS, choose_num_parts
 from paddle_shard.plan.seeding import derive_key
 from paddle_shard.plan.shuffle import Permutation
 

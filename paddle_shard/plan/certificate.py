@@ -19,9 +19,9 @@ from paddle_shard.plan.mixture import Mixing, source_and_index
 from paddle_shard.plan.partition import slice_rows
 from paddle_shard.plan.seeding import derive_seed
 from paddle_shard.plan.shard_plan import ShardPlan, steps_of_plan
-from paddle_shard.plan.shown import as_html
 from paddle_shard.plan.skips import Skips, counted, united
 from paddle_shard.plan.step import Ids, as_ids
+from paddle_shard.shown import as_html
 
 
 class Total(NamedTuple):

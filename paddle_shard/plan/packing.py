@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from paddle_shard.checks import check_count
 from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.order import Indices
-from paddle_shard.plan.parts import check_count
 
 MAX_WINDOW = 1 << 16
 """Most pieces of a window: their numbers in it take 2 bytes."""

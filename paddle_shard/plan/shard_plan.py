@@ -11,17 +11,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from paddle_shard.checks import check_count
 from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.mixture import Mixing, MixtureOrder, source_and_index
 from paddle_shard.plan.order import Indices, Order, Ordering
 from paddle_shard.plan.orders import Shuffle, find_ordering
 from paddle_shard.plan.partition import Rows, check_batch_size, nearest_multiples, place_of_rows, slice_rows
-from paddle_shard.plan.parts import check_count
-from paddle_shard.plan.shown import as_html
 from paddle_shard.plan.shuffle import MAX_SAMPLES
 from paddle_shard.plan.skips import Skips
 from paddle_shard.plan.step import Deal, GlobalBatch, RowsOf, Step, all_rows, rank_steps
 from paddle_shard.plan.tails import Tail, find_tail
+from paddle_shard.shown import as_html
 
 # The steps of an epoch, if the batch size changes on the way
 

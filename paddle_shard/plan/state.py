@@ -14,8 +14,8 @@ from functools import partial
 from typing import Any
 
 from paddle_shard.errors import StateError
+from paddle_shard.handlers import ignoring
 from paddle_shard.plan.certificate import Account, account_from_json, account_to_json
-from paddle_shard.plan.handlers import ignoring
 from paddle_shard.plan.mixture import Mixing, first_sample, segments_of
 from paddle_shard.plan.shard_plan import ShardPlan, Stretches
 from paddle_shard.plan.shuffle import VERSION as ORDER_VERSION

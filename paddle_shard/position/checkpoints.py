@@ -24,6 +24,7 @@ from typing import Any
 import paddle
 import paddle.distributed as dist
 
+from paddle_shard.checks import check_count, listed
 from paddle_shard.errors import (
     ArgumentError,
     CheckpointError,
@@ -32,8 +33,7 @@ from paddle_shard.errors import (
     TakenOverError,
     described,
 )
-from paddle_shard.plan.handlers import ignoring, raise_if_a_handlers
-from paddle_shard.plan.parts import check_count, listed
+from paddle_shard.handlers import ignoring, raise_if_a_handlers
 from paddle_shard.position.folder import folder_of, written_by
 from paddle_shard.position.parts import fill, is_dist, is_split, kind_of
 from paddle_shard.position.run import saved_as

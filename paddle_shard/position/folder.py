@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from paddle_shard.errors import ArgumentError
-from paddle_shard.plan.handlers import ignoring
+from paddle_shard.handlers import ignoring
 from paddle_shard.sources.files import is_remote, local_path, remote_file, shown
 
 

@@ -16,6 +16,7 @@ import numpy as np
 import paddle.distributed as dist
 import paddle.io
 
+from paddle_shard.checks import check_count
 from paddle_shard.errors import ArgumentError, PeerLostError, StateError, described
 from paddle_shard.inputs.source import Source
 from paddle_shard.place.field import FieldLayout
@@ -36,7 +37,7 @@ from paddle_shard.plan.certificate import (
     total_of,
 )
 from paddle_shard.plan.mixture import MAX_DRAWS, Drawn, Mixing, drawn_of
-from paddle_shard.plan.parts import MAX_PARTS, check_count
+from paddle_shard.plan.parts import MAX_PARTS
 from paddle_shard.plan.shard_plan import ShardPlan, Where, num_steps_left_out, places_of
 from paddle_shard.plan.skips import Skips
 from paddle_shard.plan.state import CONTENTS, History, LoaderState

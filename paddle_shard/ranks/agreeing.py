@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 import paddle.distributed as dist
 from paddle.framework import core
 
-from paddle_shard.plan.handlers import ignoring, raised_by_a_handler
+from paddle_shard.handlers import ignoring, raised_by_a_handler
 from paddle_shard.ranks.agreement import Agreement, Coordinator
 from paddle_shard.ranks.broadcast import own_name
 from paddle_shard.ranks.group import PASSES, Group, ProgressTable

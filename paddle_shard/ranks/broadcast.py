@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from paddle_shard.plan.handlers import ignoring, raise_if_a_handlers
+from paddle_shard.handlers import ignoring, raise_if_a_handlers
 from paddle_shard.ranks.rendezvous import noted
 from paddle_shard.reading.channel import HEAD, MEMORY, Channel, Slots, ample, framed
 from paddle_shard.reading.worker_guards import signals_held

@@ -18,7 +18,7 @@ import struct
 import time
 from types import TracebackType
 
-from paddle_shard.plan.handlers import ignoring, raise_if_a_handlers
+from paddle_shard.handlers import ignoring, raise_if_a_handlers
 from paddle_shard.ranks.rendezvous import noted
 
 _HELLO = struct.Struct("<16sI")

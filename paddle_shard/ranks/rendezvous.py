@@ -25,7 +25,7 @@ import paddle.distributed as dist
 from paddle.framework import core
 
 from paddle_shard.errors import ArgumentError, PeerLostError
-from paddle_shard.plan.handlers import ignoring, raise_if_a_handlers
+from paddle_shard.handlers import ignoring, raise_if_a_handlers
 
 _PAUSE = 0.02
 """Seconds between two attempts to reach a store that its owner may not have made yet."""

@@ -16,7 +16,7 @@ import paddle.distributed as dist
 
 from paddle_shard.clock import LEADER, at
 from paddle_shard.errors import DifferentDataError, PeerLostError
-from paddle_shard.plan.handlers import raise_if_a_handlers
+from paddle_shard.handlers import raise_if_a_handlers
 from paddle_shard.plan.step import Step
 from paddle_shard.ranks.agreement import NOTICE, Agreement
 from paddle_shard.ranks.broadcast import Broadcast, Receiver, connected

@@ -23,7 +23,7 @@ from typing import Any
 import paddle.distributed as dist
 
 from paddle_shard.errors import PeerLostError
-from paddle_shard.plan.handlers import ignoring
+from paddle_shard.handlers import ignoring
 from paddle_shard.ranks.group import ABSENT, FINE, LOST, Group, TwoLevelGroup, loss, told_loss
 from paddle_shard.ranks.reception import Reception, hello
 from paddle_shard.ranks.rendezvous import connected, gone, hosts_of_ranks, rendezvous_of

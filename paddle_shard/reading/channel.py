@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Callable
 from typing import Any
 
-from paddle_shard.plan.handlers import raise_if_a_handlers
+from paddle_shard.handlers import raise_if_a_handlers
 from paddle_shard.reading.serialization import layout, pickled, read, write
 
 HEAD = struct.Struct("<BxxxIQQ")

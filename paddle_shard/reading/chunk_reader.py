@@ -13,7 +13,7 @@ import numpy as np
 
 from paddle_shard.clock import SLOW, clock
 from paddle_shard.errors import BatchStructureError, PaddleShardError
-from paddle_shard.plan.handlers import ignoring, raise_if_a_handlers
+from paddle_shard.handlers import ignoring, raise_if_a_handlers
 from paddle_shard.plan.parts import PartsPlan
 from paddle_shard.plan.step import Content
 from paddle_shard.reading.batch import Batch, Chunk, take_rows

@@ -22,7 +22,7 @@ from paddle.framework import core
 
 from paddle_shard.clock import TENSORS, TRANSPORT, at
 from paddle_shard.errors import DifferentDataError
-from paddle_shard.plan.handlers import raise_if_a_handlers
+from paddle_shard.handlers import raise_if_a_handlers
 from paddle_shard.plan.partition import Rows
 from paddle_shard.plan.step import Step
 from paddle_shard.reading.batch import Batch, Chunk, Even, joined

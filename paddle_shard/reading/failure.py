@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from paddle_shard.errors import DataReadError, text_of
-from paddle_shard.plan.handlers import raise_if_a_handlers
+from paddle_shard.handlers import raise_if_a_handlers
 from paddle_shard.plan.step import Step
 
 _SHOWN = 16

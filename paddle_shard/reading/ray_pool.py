@@ -20,10 +20,10 @@ import paddle
 import paddle.io
 from paddle.io.dataloader import worker as paddle_worker
 
+from paddle_shard.checks import check_count
 from paddle_shard.clock import WAITING, at
 from paddle_shard.errors import ArgumentTypeError, described
-from paddle_shard.plan.handlers import ignoring, raise_if_a_handlers
-from paddle_shard.plan.parts import check_count
+from paddle_shard.handlers import ignoring, raise_if_a_handlers
 from paddle_shard.reading.chunk_reader import ChunkReader
 from paddle_shard.reading.failure import ReadFailure
 from paddle_shard.reading.reader import Reader

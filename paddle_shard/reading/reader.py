@@ -22,10 +22,11 @@ import paddle.distributed as dist
 from paddle_shard.clock import COLLATING, READING, SLOW, Cause, clock, named
 from paddle_shard.collate import DtypesDifferError, check_dtypes, collate, no_rows, stack
 from paddle_shard.errors import described
-from paddle_shard.plan.handlers import ignoring, raise_if_a_handlers, raised_by_a_handler
+from paddle_shard.handlers import ignoring, raise_if_a_handlers, raised_by_a_handler
 from paddle_shard.plan.mixture import is_sample_id
-from paddle_shard.plan.seeding import Generator, Undisturbed, derive_seed, kept, mix, parts, restore, states
+from paddle_shard.plan.seeding import derive_seed, mix
 from paddle_shard.plan.step import Content, Step
+from paddle_shard.randomness import Generator, Undisturbed, kept, parts, restore, states
 from paddle_shard.reading.batch import Chunk
 from paddle_shard.reading.digest import WHOLE, digest
 from paddle_shard.reading.failure import ReadFailure

@@ -12,7 +12,7 @@ from paddle.io.dataloader import worker as paddle_worker
 from paddle.io.dataloader.worker import WorkerInfo
 
 from paddle_shard.errors import ArgumentTypeError, SplitError
-from paddle_shard.plan.handlers import ignoring, raise_if_a_handlers
+from paddle_shard.handlers import ignoring, raise_if_a_handlers
 from paddle_shard.reading.digest import digest
 from paddle_shard.stages.stage import Opening, Stage
 

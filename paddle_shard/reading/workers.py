@@ -19,8 +19,8 @@ import numpy as np
 import paddle.io
 
 from paddle_shard.clock import STARTING, WAITING, at
-from paddle_shard.plan.handlers import ignoring
-from paddle_shard.plan.seeding import NumpyGenerator, kept
+from paddle_shard.handlers import ignoring
+from paddle_shard.randomness import NumpyGenerator, kept
 from paddle_shard.reading.channel import Channel
 from paddle_shard.reading.failure import ReadFailure
 from paddle_shard.reading.reader import Reader

@@ -15,7 +15,7 @@ from hashlib import blake2b
 from typing import Any, BinaryIO
 
 from paddle_shard.errors import ArgumentError
-from paddle_shard.plan.handlers import raise_if_a_handlers
+from paddle_shard.handlers import raise_if_a_handlers
 
 FORMAT = 1
 """Version of the lines; no other is read."""

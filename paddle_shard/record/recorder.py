@@ -10,7 +10,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError
-from paddle_shard.plan.handlers import raise_if_a_handlers
+from paddle_shard.handlers import raise_if_a_handlers
 from paddle_shard.plan.state import LoaderState
 from paddle_shard.record.lines import FORMAT, append
 

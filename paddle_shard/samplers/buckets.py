@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from paddle_shard.checks import check_count
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, StateError
 from paddle_shard.plan.order import Indices
-from paddle_shard.plan.parts import check_count
 from paddle_shard.plan.seeding import derive_key
 from paddle_shard.plan.shuffle import Permutation
 

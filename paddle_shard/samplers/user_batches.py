@@ -12,14 +12,15 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from paddle_shard.checks import listed
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, PaddleShardError, StateError
-from paddle_shard.plan.handlers import length_or_none, raise_if_a_handlers
+from paddle_shard.handlers import length_or_none, raise_if_a_handlers
 from paddle_shard.plan.partition import check_batch_size
-from paddle_shard.plan.parts import listed
-from paddle_shard.plan.seeding import Generator, PrivateRandomness, derive_seed
+from paddle_shard.plan.seeding import derive_seed
 from paddle_shard.plan.state import LoaderState
 from paddle_shard.plan.step import Deal, GlobalBatch, Step, as_ids
 from paddle_shard.plan.tails import Tail
+from paddle_shard.randomness import Generator, PrivateRandomness
 from paddle_shard.samplers.plan_batches import IndexBatches
 from paddle_shard.say_once import say_once
 

@@ -19,7 +19,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from paddle_shard.plan.handlers import ignoring
+from paddle_shard.handlers import ignoring
 from paddle_shard.plan.seeding import derive_key
 from paddle_shard.plan.skips import counted
 from paddle_shard.sources import files

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, SplitError, StateError
-from paddle_shard.plan.handlers import ignoring
+from paddle_shard.handlers import ignoring
 from paddle_shard.plan.seeding import mix
 from paddle_shard.stages.stage import Opening, Stage, Stated
 

@@ -34,7 +34,7 @@ from paddle_shard.errors import (
     ShardReadError,
     described,
 )
-from paddle_shard.plan.handlers import ignoring, raise_if_a_handlers
+from paddle_shard.handlers import ignoring, raise_if_a_handlers
 from paddle_shard.plan.seeding import derive_key
 from paddle_shard.plan.step import Content
 

@@ -18,9 +18,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
+from paddle_shard.checks import check_count
 from paddle_shard.errors import ArgumentError, ArgumentTypeError
-from paddle_shard.plan.handlers import ignoring, raise_if_a_handlers
-from paddle_shard.plan.parts import check_count
+from paddle_shard.handlers import ignoring, raise_if_a_handlers
 from paddle_shard.plan.seeding import derive_key
 from paddle_shard.say_once import say_once
 from paddle_shard.sources.files import BUFFER, base_name, is_remote, open_file, replacing, shown, version_of

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import IO, Any
 
-from paddle_shard.plan.handlers import ignoring
+from paddle_shard.handlers import ignoring
 
 
 def flocked(file: Any, *flags: str) -> bool:

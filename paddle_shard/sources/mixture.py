@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError
-from paddle_shard.plan.handlers import raise_if_a_handlers
+from paddle_shard.handlers import raise_if_a_handlers
 from paddle_shard.plan.mixture import MAX_DRAWS, MAX_LENGTH, MAX_SOURCES, Mixing, is_sample_id, source_and_index
 from paddle_shard.plan.order import Ordering
 from paddle_shard.plan.orders import Sequential, Shuffled

@@ -15,12 +15,13 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from paddle_shard.checks import check_count
 from paddle_shard.errors import ArgumentError, StateError, described
-from paddle_shard.plan.handlers import raise_if_a_handlers
+from paddle_shard.handlers import raise_if_a_handlers
 from paddle_shard.plan.order import Indices, spread
 from paddle_shard.plan.packing import Packing, Piece
-from paddle_shard.plan.parts import check_count
-from paddle_shard.plan.seeding import NumpyGenerator, PythonGenerator, kept, mix, seed_part
+from paddle_shard.plan.seeding import mix
+from paddle_shard.randomness import NumpyGenerator, PythonGenerator, kept, seed_part
 from paddle_shard.say_once import say_once
 from paddle_shard.sources.arrays import check_indexed
 from paddle_shard.sources.counts import said_if_slow

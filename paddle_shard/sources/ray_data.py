@@ -11,9 +11,9 @@ from collections.abc import Iterable
 from itertools import count
 from typing import Any
 
+from paddle_shard.checks import check_count
 from paddle_shard.errors import ArgumentError, ArgumentTypeError
-from paddle_shard.plan.handlers import raise_if_a_handlers
-from paddle_shard.plan.parts import check_count
+from paddle_shard.handlers import raise_if_a_handlers
 from paddle_shard.sources.external import ExternalLoader, ShardOptions
 from paddle_shard.sources.files import needs
 

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from paddle_shard.checks import check_count
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, ShardReadError, described
-from paddle_shard.plan.handlers import ignoring
-from paddle_shard.plan.parts import check_count
+from paddle_shard.handlers import ignoring
 from paddle_shard.plan.seeding import derive_key, derive_seed, mix
 from paddle_shard.plan.shuffle import Permutation
 from paddle_shard.plan.step import Content

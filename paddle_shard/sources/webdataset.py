@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, BinaryIO, cast
 
+from paddle_shard.checks import listed
 from paddle_shard.errors import ArgumentError, ShardReadError, StateError, described
-from paddle_shard.plan.handlers import raise_if_a_handlers
-from paddle_shard.plan.parts import listed
+from paddle_shard.handlers import raise_if_a_handlers
 from paddle_shard.sources.counts import ShardEntry, count_files, source_of_files
 from paddle_shard.sources.files import BUFFER, Paths, base_name, is_remote, matched, needs, open_file, replacing, shown
 from paddle_shard.sources.host_cache import HostCache

@@ -10,7 +10,7 @@ from typing import Any
 from weakref import ref
 
 from paddle_shard.errors import ArgumentError
-from paddle_shard.plan.handlers import ignoring
+from paddle_shard.handlers import ignoring
 from paddle_shard.plan.parts import choose_num_parts
 from paddle_shard.stages.stage import Opening, Stage, Transform
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from paddle_shard.plan.handlers import ignoring
+from paddle_shard.handlers import ignoring
 from paddle_shard.plan.parts import nothing_to_repeat
 from paddle_shard.plan.seeding import derive_seed
 from paddle_shard.plan.weights import chairman

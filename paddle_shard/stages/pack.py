@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from paddle_shard.checks import check_count, holds
 from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.packing import MAX_WINDOW, Packing, Piece
-from paddle_shard.plan.parts import check_count, holds
 from paddle_shard.stages.stage import Opening, Search, Stage, Transform, Unreadable
 
 MADE = ("position_ids", "segment_ids", "cu_seqlens", "max_seqlen")

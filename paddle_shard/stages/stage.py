@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from paddle_shard.clock import READING, Cause, clock
 from paddle_shard.errors import ArgumentError, described
-from paddle_shard.plan.handlers import raise_if_a_handlers
+from paddle_shard.handlers import raise_if_a_handlers
 from paddle_shard.plan.seeding import derive_seed, mix
 from paddle_shard.plan.step import Content
 

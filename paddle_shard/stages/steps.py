@@ -9,8 +9,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from paddle_shard.checks import check_count
 from paddle_shard.clock import FUNCTION, named
-from paddle_shard.plan.parts import check_count, nothing_to_repeat
+from paddle_shard.plan.parts import nothing_to_repeat
 from paddle_shard.plan.seeding import derive_key, mix
 from paddle_shard.plan.shuffle import Permutation
 from paddle_shard.stages.stage import Opening, Search, Stage, Transform, Unreadable

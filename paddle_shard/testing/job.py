@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from paddle_shard.plan.handlers import ignoring
+from paddle_shard.handlers import ignoring
 
 _REPORT_DIR = "PADDLE_SHARD_REPORT_DIR"
 """Environment variable: where a rank's `report` goes."""

@@ -24,8 +24,8 @@ from paddle_shard import Stream
 from paddle_shard.delivery import begin, placing
 from paddle_shard.delivery.step_pass import Feed, StepPass
 from paddle_shard.errors import ArgumentError, DataReadError, PeerLostError
-from paddle_shard.plan.seeding import Undisturbed
 from paddle_shard.plan.step import Step
+from paddle_shard.randomness import Undisturbed
 from paddle_shard.ranks.agreement import AloneAgreement, Coordinator
 from paddle_shard.ranks.verdict import Terms
 from paddle_shard.reading import prefetcher
@@ -913,7 +913,7 @@ def test_an_evaluation_that_draws_beside_training_data_that_begins_to_draw_has_i
 
 def test_samples_that_wait_for_a_thread_of_another_loader_are_read(monkeypatch):
     """The thread waits for those that are seeded, and gives up."""
-    monkeypatch.setattr("paddle_shard.plan.seeding._LONGEST", 0.2)
+    monkeypatch.setattr("paddle_shard.randomness._LONGEST", 0.2)
 
     def slow(index):
         time.sleep(0.002)

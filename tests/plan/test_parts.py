@@ -6,9 +6,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from paddle_shard.checks import check_count
 from paddle_shard.errors import ArgumentError, BatchSizeError
 from paddle_shard.plan.partition import slice_rows
-from paddle_shard.plan.parts import MAX_PARTS, PartsPlan, check_count, choose_num_parts, chunks_of
+from paddle_shard.plan.parts import MAX_PARTS, PartsPlan, choose_num_parts, chunks_of
 from paddle_shard.plan.tails import STREAM_TAILS
 from tests.trials import trials
 

@@ -17,8 +17,8 @@ import paddle_shard
 from paddle_shard import Stream
 from paddle_shard.errors import DataReadError
 from paddle_shard.plan.parts import PartsPlan, chunks_of
-from paddle_shard.plan.seeding import NumpyGenerator, PythonGenerator
 from paddle_shard.plan.step import Step
+from paddle_shard.randomness import NumpyGenerator, PythonGenerator
 from paddle_shard.reading.batch import Batch as ReadBatch
 from paddle_shard.reading.batch import Chunk, joined
 from paddle_shard.reading.chunk_reader import ChunkReader, ChunkRequest, OwnBatches

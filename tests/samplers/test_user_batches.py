@@ -4,9 +4,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, BatchSizeError
-from paddle_shard.plan.seeding import NumpyGenerator, PrivateRandomness, PythonGenerator
 from paddle_shard.plan.state import LoaderState
 from paddle_shard.plan.tails import find_tail
+from paddle_shard.randomness import NumpyGenerator, PrivateRandomness, PythonGenerator
 from paddle_shard.samplers import UserBatches
 
 BOTH = (NumpyGenerator(), PythonGenerator())

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.parts import PartsPlan
-from paddle_shard.plan.seeding import NumpyGenerator, PythonGenerator
+from paddle_shard.randomness import NumpyGenerator, PythonGenerator
 from paddle_shard.reading.chunk_reader import ChunkReader, ChunkRequest
 from paddle_shard.reading.reader import HowToRead
 from paddle_shard.sources.external import IterableSource

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paddle_shard.plan.seeding import NumpyGenerator, PythonGenerator, kept
+from paddle_shard.randomness import NumpyGenerator, PythonGenerator, kept
 
 DRAWS = {
     "numpy": [

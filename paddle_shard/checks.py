@@ -1,0 +1,50 @@
+"""Is an argument what it must be?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from paddle_shard.errors import ArgumentError
+
+
+def holds(kind: str, number: float) -> bool:
+    """Return whether numbers of a kind, such as "bool", "int32" or "float16", can be this one.
+
+    Examples:
+        >>> holds("uint8", -1), holds("int64", 0.5), holds("bool", 1), holds("float16", 1e6)
+        (False, False, True, False)
+    """
+    value = float(number)
+    if kind == "bool":
+        return value in (0.0, 1.0)
+    if kind.startswith(("int", "uint")):
+        limits = np.iinfo(kind)
+        return math.isfinite(value) and value.is_integer() and bool(limits.min <= int(number) <= limits.max)
+    return not math.isfinite(value) or abs(value) <= _LARGEST.get(kind, math.inf)
+
+
+_LARGEST = {"float16": 65504.0, "bfloat16": 3.3895e38, "float32": 3.4028235e38, "float64": 1.7976931348623157e308}
+
+
+def check_count(name: str, value: object, least: int = 1, most: int | None = None, meaning: str = "") -> int:
+    """Return an argument as an int; refuse what is not an int of at least `least` and at most `most`.
+
+    Args:
+        name: Its name in the error.
+        value: The argument: an int or one of numpy's.
+        least: The least that is allowed.
+        most: The most that is allowed; None: anything.
+        meaning: What it counts, for the error.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least or value > (most or value):
+        allowed = f">= {least}" if most is None else f"in [{least}, {most}]"
+        raise ArgumentError(f"{name} must be an int {allowed}{meaning and f' ({meaning})'}, got {value!r}.")
+    return int(value)
+
+
+def listed(values: Sequence[object], most: int = 12) -> str:
+    """Return the first of some values in a line, with dots if there are more."""
+    return ", ".join(map(str, values[:most])) + (", ..." if len(values) > most else "")
