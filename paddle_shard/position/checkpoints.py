@@ -15,6 +15,7 @@ import re
 import socket
 import time
 import zlib
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
@@ -92,8 +93,9 @@ class Checkpoints:
             step: Steps of the run so far.
             what: What to save, by name: objects with a `state_dict` (model, optimizer, scheduler, loader), or what
                 `paddle.save` takes. Of distributed tensors that are split, each rank saves its part, by
-                `dist.save_state_dict`. All else is saved by the first rank, so it must be the same on all. The state
-                of a loader knows what all ranks have delivered, so that its certificate continues.
+                `dist.save_state_dict`; of a loader of data that is split already, its own state. All else is saved by
+                the first rank, so it must be the same on all. The state of a loader knows what all ranks have
+                delivered, so that its certificate continues.
 
         Returns:
             The path or URL of the checkpoint.
@@ -106,6 +108,8 @@ class Checkpoints:
         """
         self._claim()
         leaves: dict[str, Any] = {}
+        own: dict[str, Any] = {}
+        """What each rank saves for itself: the states of loaders of data that is split already."""
 
         def begin() -> list[Any]:
             check_count("step", step, 0)
@@ -114,9 +118,14 @@ class Checkpoints:
             counted = [name for name, value in what.items() if _is_counted(value)]
             with saved_as(step):
                 states = {name: one.state_dict() if hasattr(one, "state_dict") else one for name, one in what.items()}
-            leaves.update(_leaves(states))
-            own = [path for path, leaf in leaves.items() if not is_dist(leaf)]
-            told = [[step, *sorted(what), len(own), _checksum_of(own)], any(map(is_split, leaves.values())), counted]
+            own.update({name: states.pop(name) for name, one in what.items() if _is_split_data(one)})
+            leaves.update(_leaves(states) if states else ())
+            alike = [path for path, leaf in leaves.items() if not is_dist(leaf)]
+            told = [
+                [step, *sorted(what), len(alike), _checksum_of(alike)],
+                any(map(is_split, leaves.values())),
+                counted,
+            ]
             if self._rank:
                 return told
             self._check_fence()
@@ -140,7 +149,7 @@ class Checkpoints:
         self._generation = int(name.partition("-")[0])
         try:
             with self._folder.filled(name) as directory:
-                self._on_all(lambda: self._write(directory, leaves, savers, splits), "save()")
+                self._on_all(lambda: self._write(directory, leaves, own, savers, splits), "save()")
                 # Only now, since any rank may have written Paddle's metadata.
                 written = self._on_all(lambda: self._kept(name, directory), "save()")
             self._on_all(lambda: self._finish(name, written), "save()")
@@ -149,7 +158,14 @@ class Checkpoints:
                 self._clean()
         return f"{self._folder.name}/{name}"
 
-    def _write(self, directory: Path, leaves: Mapping[str, Any], savers: Mapping[str, int], splits: bool) -> None:
+    def _write(
+        self,
+        directory: Path,
+        leaves: Mapping[str, Any],
+        own: Mapping[str, Any],
+        savers: Mapping[str, int],
+        splits: bool,
+    ) -> None:
         """Write this rank's files. `savers`: the ranks that save what the first rank does not, by its name."""
         whole, split, shapes = dict[str, Any](), dict[str, Any](), dict[str, Any]()
         for path, leaf in leaves.items():
@@ -167,8 +183,8 @@ class Checkpoints:
             whole |= {path: leaf} if first else {}
         if splits:
             dist.save_state_dict(split, str(directory), unique_id=0)
-        if whole or shapes:
-            paddle.save({"whole": whole, "split": shapes}, str(directory / f"{self._rank}_values.pdparams"))
+        if whole or shapes or own:
+            paddle.save({"whole": whole, "split": shapes, "own": own}, str(directory / f"{self._rank}_values.pdparams"))
 
     def _kept(self, name: str, directory: Path) -> dict[str, list[int]]:
         """Have this rank's files kept; return the size and the checksum of each."""
@@ -310,8 +326,13 @@ class Checkpoints:
         states: dict[str, Any] = {}
         whole: dict[str, Any] = {}
         filled: dict[str, Any] = {}  # what is filled in place, from parts or with a part
+        savers = Counter[str]()
+        """How many ranks have saved a state of their own, by its name."""
         for file in sorted(directory.glob("*_values.pdparams")):
             saved = paddle.load(str(file))
+            savers.update(saved["own"].keys())
+            if file.name == f"{self._rank}_values.pdparams":
+                states |= saved["own"]
             whole |= saved["whole"]
             kinds = saved["split"] | {path: kind_of(leaf) for path, leaf in whole.items() if is_dist(known.get(path))}
             for path, kind in kinds.items():
@@ -321,6 +342,12 @@ class Checkpoints:
                         raise StateError(f"{name} holds {kind} for {path}, and not {kind_of(filled[path])}.")
         for path, leaf in {**whole, **filled}.items():
             _put(states, path, leaf)
+        for key in savers.keys() & what.keys():
+            if savers[key] != len(self._ranks):
+                raise StateError(
+                    f"{key}: the data is split already, so {name} holds a state of each of {savers[key]} ranks, and "
+                    f"there are {len(self._ranks)} now. Resume on as many ranks."
+                )
         lacking = sorted(what.keys() - states.keys())
         if lacking:
             raise StateError(f"{name} holds {sorted(states)}, and not {lacking}. Load what was saved, by its names.")
@@ -416,6 +443,11 @@ def _check_same(call: str, told: Sequence[Any], meaning: str = "") -> None:
             raise ArgumentError(
                 f"{call}(): all ranks {call} the same, but global rank 0 has {told[0]} and rank {rank} {one}{meaning}."
             )
+
+
+def _is_split_data(value: Any) -> bool:
+    """Return whether a value is a loader of data that is split already, of which each rank has a state of its own."""
+    return hasattr(value, "certificate") and getattr(value, "is_dataset_splitted", False) is True
 
 
 def _is_counted(value: Any) -> bool:

@@ -83,3 +83,23 @@ def test_what_fails_on_one_rank_fails_on_all_and_an_overtaken_job_ends_on_all(tm
         assert "failed on global rank 0: OSError: the disk of this rank is full" in full
         assert over.startswith("TakenOverError: generation 99 of this job has taken over ")
         assert "(claimed now by process 7 on host other). Generation 1, of host " in over
+
+
+@pytest.mark.multiprocess
+def test_each_rank_gets_its_own_state_of_data_that_is_split_already_and_on_other_ranks_that_is_refused(tmp_path):
+    worker = Path(__file__).parent / "split_checkpoints_worker.py"
+
+    def run(name, ranks, steps):
+        return run_ranks(worker, ranks, tmp_path / name, args=[tmp_path / "saved", steps], timeout=HANG)
+
+    first, rest = run("first", 2, 5), run("rest", 2, 100)
+
+    assert [one["error"] for one in (*first, *rest)] == [""] * 4
+    assert [one["step"] for one in (*first, *rest)] == [None, None, 5, 5]
+    for name in ("sampler", "library"):
+        for begun, ended in zip(first, rest, strict=True):
+            assert len(begun[name]) == 10
+            assert len(ended[name]) == 14
+        assert sorted(row for one in (*first, *rest) for row in one[name]) == list(range(48))
+    for one in run("three", 3, 5):
+        assert re.search(r"holds a state of each of 2 ranks, and there are 3 now", one["error"])
