@@ -30,7 +30,7 @@ from paddle_shard.randomness import NumpyGenerator, PythonGenerator
 from paddle_shard.reading.executor import on_cpu
 from paddle_shard.samplers import PlanBatches, UserBatches
 from paddle_shard.samplers.buckets import BucketBatchSampler
-from paddle_shard.samplers.user_batches import samplers
+from paddle_shard.samplers.user_batches import owner_of, samplers
 from paddle_shard.say_once import say_once
 from paddle_shard.sources.grain import NO_REPEAT
 from paddle_shard.sources.mixture import DROPPED_OF_MIXTURE, Mixture
@@ -104,7 +104,8 @@ def read_source(options: LoaderOptions, layouts: Sequence[FieldLayout]) -> Sourc
         Source, accumulation=accumulation, tail=tail, custom_sampler=None if plain else sampler, costs=costs
     )
     if not (plain or paddles):
-        users = _users(options, 1 if split else ranks, accumulation, tail, deal, split=split)
+        mine = next((layout.data_rank for layout in layouts if layout.on_mesh), 0) if split else None
+        users = _users(options, 1 if split else ranks, accumulation, tail, deal, mine)
         return source(batches=users, batch_size=users.nominal_size, split=split)
     if plain:
         data, shuffle, size = sampler.sampler.data_source, _ordering(options), sampler.batch_size
@@ -172,9 +173,12 @@ def _planned(options: LoaderOptions, dataset: Any, **settings: Any) -> PlanBatch
 
 
 def _users(
-    options: LoaderOptions, num_data_ranks: int, accumulation: int, tail: Tail, deal: Deal | None, *, split: bool
+    options: LoaderOptions, num_data_ranks: int, accumulation: int, tail: Tail, deal: Deal | None, mine: int | None
 ) -> UserBatches:
-    """Return the order of the user's own sampler, or of the batches that each data rank has for itself."""
+    """Return the order of the user's own sampler, or of the batches that each data rank has for itself.
+
+    `mine` is this data rank, if the data is split already.
+    """
     dataset, sampler = options.dataloader.dataset, options.dataloader.batch_sampler
     if isinstance(sampler, BucketBatchSampler) and length_or_none(dataset) not in (None, sampler.num_samples):
         raise ArgumentError(
@@ -190,7 +194,9 @@ def _users(
             cut = {"batch_size": nominal, "num_data_ranks": num_data_ranks, "accumulation": accumulation}
             num_steps = _plan(sampler.sampler, tail=tail, **cut).num_steps
     lengths: dict[str, int] = {}  # without the batch size, which may change
-    if not split:
+    if mine is not None and owner_of(sampler) is not None:
+        lengths = {"data_rank": mine}  # another one's sampler stands elsewhere
+    if mine is None:
         of = {"num_samples": dataset, "sampler_length": getattr(sampler, "sampler", None)}
         of |= {} if nominal is not None else {"num_batches": sampler}
         lengths = {name: length for name, one in of.items() if (length := length_or_none(one)) is not None}
@@ -203,7 +209,7 @@ def _users(
         tail=tail,
         nominal_size=nominal,
         num_steps=num_steps,
-        accumulation=1 if split else accumulation,
+        accumulation=accumulation if mine is None else 1,
         seed=options.seed,
         generators=(NumpyGenerator(), PythonGenerator(), PaddleGenerator()),
         around=on_cpu,

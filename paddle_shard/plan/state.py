@@ -186,6 +186,12 @@ class LoaderState:
                 f"{now.get('num_parts')}, which hold other samples. Give it in_parts({then.get('num_parts')}), and a "
                 "batch size that it divides; num_parts cannot be overridden."
             )
+        if "data_rank" in different and None not in (then.get("data_rank"), now.get("data_rank")):
+            raise StateError(
+                f"state is of data rank {then['data_rank']}, but this rank reads as data rank {now['data_rank']}. The "
+                "data is split already, and each rank's sampler stands where it stands: save the state on every rank, "
+                "and load that. (Checkpoints does so.)"
+            )
         names = {*now, *then, CONTENTS}
         if unknown := sorted(set(override) - names):
             raise StateError(f"override names {unknown}; the fingerprint has {sorted(names)}.")

@@ -2,6 +2,7 @@
 
 import json
 import threading
+from itertools import chain
 
 import numpy as np
 import paddle
@@ -66,6 +67,48 @@ def test_a_sampler_of_indices_that_draws_for_one_rank_is_refused_with_the_way_ou
     assert got == {0: [[0, 2, 4, 6], [8, 10, 12, 14]], 1: [[1, 3, 5, 7], [9, 11, 13, 15]]}
     whole = on_each_rank(range(2), lambda: run(1))
     assert [row for step in zip(*whole.values(), strict=True) for rows in step for row in rows] == list(range(16))
+
+
+class Own(BatchSampler):
+    """Draws for one data rank, and has a state."""
+
+    def __init__(self):
+        self.batch_size, self.rest = 2, list(range(dist.get_rank(), 16, 2))
+
+    def __iter__(self):
+        while self.rest:
+            batch, self.rest = self.rest[:2], self.rest[2:]
+            yield batch
+
+    def __len__(self):
+        return 4
+
+    def state_dict(self):
+        return {"rest": self.rest}
+
+    def load_state_dict(self, state):
+        self.rest = list(state["rest"])
+
+
+def test_a_samplers_state_is_of_its_data_rank_and_another_one_refuses_it():
+    def made():
+        return sharded(DataLoader(Made(), batch_sampler=Own()), is_dataset_splitted=True)
+
+    def stopped():
+        loader = made()
+        return local(next(iter(loader))), loader.state_dict()
+
+    begun = on_each_rank(range(2), stopped)
+
+    def resumed(given):
+        loader = made()
+        loader.load_state_dict(begun[given(dist.get_rank())][1])
+        return locals_of(loader)
+
+    rest = on_each_rank(range(2), lambda: resumed(lambda rank: rank))
+    assert sorted([*begun[0][0], *begun[1][0], *chain(*rest[0], *rest[1])]) == list(range(16))
+    with pytest.raises(StateError, match="state is of data rank 0, but this rank reads as data rank 1"):
+        on_each_rank(range(2), lambda: resumed(lambda rank: 0))
 
 
 def distributed(length=16, batch_size=2, ranks=2, cls=DistributedBatchSampler, **options):
