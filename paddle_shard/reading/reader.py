@@ -455,13 +455,13 @@ class IdReader(Reader):
     @contextmanager
     def _apart(self) -> Iterator[None]:
         """Seed and read samples in between, and leave all as it is."""
-        seed, held = parts.seed, Undisturbed()
+        seed, seeded, held = parts.seed, (self._seeded, self._sample_seed, self._part_key), Undisturbed()
         try:
             with kept(self.generators):
                 yield
         finally:
-            try:
-                parts.seed = seed
+            try:  # else it would look as if what is read here had drawn
+                parts.seed, (self._seeded, self._sample_seed, self._part_key) = seed, seeded
             finally:
                 held.release()
 
