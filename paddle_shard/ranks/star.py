@@ -34,6 +34,8 @@ _POLL = 0.02
 _GRACE = 2.0
 """Seconds in which rank 0 tells who is missing after a timeout: the others wait so much longer, and name the same
 ranks."""
+_LINGER = 1.0
+"""Seconds for which rank 0 stays, if a rank is lost, for those that have not connected yet and shall hear of it."""
 _SILENT = 3.0
 """Seconds after which rank 0 is named, if it has said nothing; it tells the others earlier for whom it waits."""
 
@@ -182,34 +184,47 @@ class StarGroup(Group):
 
     def _listen(self, deadline: float) -> None:
         """Let the others connect to this rank; all learn who is missing, and who has ended meanwhile."""
-        with Reception(self._host, several_hosts=self._several_hosts) as reception:
-            store = self._connect_store(lambda: not self._closed)
-            key = self._key_of(store)
-            store.set(f"{key}/address", f"{reception.port} {reception.token.hex()}")
-            store.add(f"{key}/there", 1)
-            try:
-                while self._missing and not self._closed:
-                    if time.monotonic() >= deadline:
-                        what = f"did not connect within {self.timeout:g} s"
-                        raise self._lose(set(self._missing), what, self.timeout)
-                    self._look_for_gone(store)
-                    # Not longer, so that this loop sees if the group was closed.
-                    ready = {number for number, _ in reception.poll.poll(10_000 * _POLL)}
-                    ended = {position for position, peer in self._peers.items() if peer.fileno() in ready}
-                    if ended:
-                        raise self._lose(ended, "has ended or was killed")
-                    for position, peer in reception.arrived():
-                        if position in self._missing:
-                            self._adopt(position, peer)
-                            reception.poll.register(peer, select.POLLRDHUP)
-                            self._miss([other for other in self._missing if other != position])
-                        else:
-                            peer.close()
-            except PeerLostError as lost:
-                store.set(f"{key}/address", told_loss(lost).decode())  # for those who come later
-                raise
-            if self._missing:
-                raise self._lose(set(self._missing), "is not there")
+        store: Any = None
+        try:
+            with Reception(self._host, several_hosts=self._several_hosts) as reception:
+                store = self._connect_store(lambda: not self._closed)
+                key = self._key_of(store)
+                store.set(f"{key}/address", f"{reception.port} {reception.token.hex()}")
+                store.add(f"{key}/there", 1)
+                try:
+                    self._receive_all(reception, store, deadline)
+                except PeerLostError as lost:
+                    store.set(f"{key}/address", told_loss(lost).decode())  # for those who come later
+                    raise
+        except PeerLostError as lost:
+            # This rank may have the store, and end as soon as it knows: who has not connected yet is to hear it first.
+            later, until = {self.names[one] for one in self._missing} - {*lost.ranks}, time.monotonic() + _LINGER
+            while store and later and time.monotonic() < until and not self._closed:
+                if store.add(f"{key}/heard", 0) >= len(later):
+                    break
+                time.sleep(_POLL)
+            raise
+        if self._missing:
+            raise self._lose(set(self._missing), "is not there")
+
+    def _receive_all(self, reception: Reception, store: Any, deadline: float) -> None:
+        """Take in who connects, until nobody is missing or this rank leaves."""
+        while self._missing and not self._closed:
+            if time.monotonic() >= deadline:
+                raise self._lose(set(self._missing), f"did not connect within {self.timeout:g} s", self.timeout)
+            self._look_for_gone(store)
+            # Not longer, so that this loop sees if the group was closed.
+            ready = {number for number, _ in reception.poll.poll(10_000 * _POLL)}
+            ended = {position for position, peer in self._peers.items() if peer.fileno() in ready}
+            if ended:
+                raise self._lose(ended, "has ended or was killed")
+            for position, peer in reception.arrived():
+                if position in self._missing:
+                    self._adopt(position, peer)
+                    reception.poll.register(peer, select.POLLRDHUP)
+                    self._miss([other for other in self._missing if other != position])
+                else:
+                    peer.close()
 
     def _join(self, deadline: float) -> None:
         """Connect to rank 0 of the group."""
@@ -225,6 +240,9 @@ class StarGroup(Group):
             address, peer = "", None
             while peer is None:
                 before, address = address, store.get(f"{key}/address").decode()
+                if address.startswith("["):  # the error of rank 0
+                    store.add(f"{key}/heard", 1)
+                    raise loss(address)
                 try:
                     peer = self._knock(address, deadline)
                 except ConnectionError:  # if rank 0 has given up, it has written why before it stopped to listen
@@ -251,8 +269,6 @@ class StarGroup(Group):
 
     def _knock(self, address: str, deadline: float) -> socket.socket | None:
         """Return a connection on which rank 0 has told who is missing; None if it was dropped among many strangers."""
-        if address.startswith("["):
-            raise loss(address)
         port, token = address.split()
         peer = connected(self._host, int(port), max(deadline - time.monotonic(), _POLL))
         with contextlib.ExitStack() as stack, contextlib.suppress(ConnectionError):

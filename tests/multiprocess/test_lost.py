@@ -232,6 +232,27 @@ def test_who_ends_before_all_have_met_is_named_to_those_who_wait_and_those_who_c
         assert error.ranks == (5,)
 
 
+def test_a_first_rank_with_the_store_stays_until_those_who_are_about_to_connect_have_heard_who_is_lost(meeting):
+    start, groups = meeting
+    store = groups[0]._connect_store(True)
+    first, _ = start(0), start(1)
+    until(lambda: groups[1].absent() == [6])
+    get = store.get
+
+    def of_a_process_that_ends_as_soon_as_it_knows(key):
+        if first:
+            raise RuntimeError("the store has gone")
+        return get(key)
+
+    store.get = of_a_process_that_ends_as_soon_as_it_knows
+    groups[1].close()
+    time.sleep(0.3)
+    late = start(2)
+    until(lambda: first and late)
+
+    assert [error.ranks for [error] in (first, late)] == [(5,), (5,)]
+
+
 @pytest.mark.parametrize("waited", [True, False])
 def test_a_first_rank_that_leaves_says_for_whom_it_has_waited_in_vain(waited, meeting):
     start, groups = meeting
