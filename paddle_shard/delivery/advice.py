@@ -51,6 +51,10 @@ _MOST_AHEAD = 64
 """The largest `prefetch_factor` that is advised."""
 _IDLE = 50
 """A loop does little else if its own code takes so many times less than its data."""
+_COPIED = 2e9
+"""Bytes a second from which on making a batch is little more than copying it, which handing it over is, too."""
+_BESIDE = 0.2
+"""Share of a step for which a thread may compute beside the training loop before that is worth a word."""
 _SMALL = 1e5
 """Bytes of a batch below which it matters little how large it is."""
 _SLOWER, _OWN = 1.1, 2.0
@@ -186,10 +190,18 @@ def advice(of_ranks: Mapping[int, Summary]) -> str:
                 "Data is ready when it is asked for: look at what is done there besides."
             )
         return f"{share}. Data is ready when it is asked for: no rank's own data is late."
+    whole = worst.step + worst.wait + worst.others
+    beside = "" if worst.num_workers or worst.cpu < max(_BESIDE * whole, 2 * worst.wait) else _READ_BESIDE
     return (
         f"Training waits for data {worst.wait / whole:.1%} of each step, which takes {in_ms(whole)}. "
-        "Data is ready when it is asked for."
+        f"Data is ready when it is asked for.{beside.format(cpu=in_ms(worst.cpu))}"
     )
+
+
+_READ_BESIDE = (
+    " A thread beside your loop computes it, {cpu} a step: as far as that is Python code, your loop stands still "
+    "meanwhile, and would not with 1 worker (num_workers=)."
+)
 
 
 def _named(rank: int, of_ranks: Mapping[int, Summary], late: Callable[[Summary], float]) -> str:
@@ -211,8 +223,13 @@ def _remedy(one: Summary, of_all: Collection[Summary]) -> str:
         needed = math.ceil(_SPARE * one.work / max(one.step, 1e-6))
         (slow, name), had = one.slowest, f"instead of {one.num_workers} " if one.num_workers else ""
         in_all = math.ceil(_SPARE * one.mean_work / max(one.step, 1e-6))
+        if one.work * _COPIED < one.num_bytes:
+            return f"That is copying {size}, and workers would copy it once more: smaller dtypes make it cheaper."
         if one.step < one.wait / _IDLE:
-            return "The loop does little else, so that any number of workers (num_workers=) makes it faster."
+            computes, busy = 2 * one.cpu > one.mean_work, one.num_workers >= one.num_cores
+            if not (computes and (busy or one.num_cores == 1)):
+                workers = f"up to {one.num_cores} workers make" if computes else "any number of workers makes"
+                return f"The loop does little else: {workers} it faster (num_workers=)."
         if one.most_workers is not None and max(needed, in_all) > one.most_workers:
             return (
                 f"The stream's {one.most_workers} parts on this rank are work for as many workers (num_workers=): more "
@@ -224,10 +241,15 @@ def _remedy(one: Summary, of_all: Collection[Summary]) -> str:
             more = (
                 f"{several} worker{'s' * (several > 1)} {had}(num_workers=) with " if several > one.num_workers else ""
             )
-            if not more and ahead <= one.num_ahead:  # it was not enough
-                ahead = 2 * one.num_ahead
             rare = name and slow * one.samples > 2 * one.mean_work
             differ = f"Samples differ: the slowest, {name}, took {in_ms(slow)}." if rare else "Steps differ."
+            if rare and not more and 2 * ahead <= one.num_ahead:
+                return (
+                    f"{differ} prefetch_factor={one.num_ahead} should even that out: perhaps slow ones all come in one "
+                    f"worker's turn. {one.num_workers + 1} workers (num_workers=) or shuffle=True spread them."
+                )
+            if not more and ahead <= one.num_ahead:  # it was not enough
+                ahead = 2 * one.num_ahead
             return f"{differ} {more}prefetch_factor={ahead} evens that out."
         # Ranks that share cores compete for them.
         cpu = sum(other.cpu for other in of_all if (other.host, other.cores) == (one.host, one.cores))
@@ -240,7 +262,10 @@ def _remedy(one: Summary, of_all: Collection[Summary]) -> str:
             f"busy: make it cheaper, or read on other hosts, too (readers=RayReaders(...)){once}."
         )
     small = kind in (TRANSPORT, TENSORS) and one.num_bytes < _SMALL
-    return _REMEDIES[LOADER if small else kind].format(size=size)
+    remedy = _REMEDIES[LOADER if small else kind].format(size=size)
+    if kind == TRANSPORT and not small and one.num_workers and one.work < one.cause_wait:
+        remedy += f" Making it takes {in_ms(one.work)}; without workers (num_workers=0) it is not handed over."
+    return remedy
 
 
 _REMEDIES = {

@@ -7,7 +7,7 @@ rank, and a row is its training thread, its prefetching thread or one of its wor
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from paddle_shard.clock import Cause
@@ -15,36 +15,51 @@ from paddle_shard.delivery.advice import Taken, shown
 
 
 def events_of(recent: Iterable[Taken], rank: int) -> list[dict[str, Any]]:
-    """Return the events of a rank's newest steps.
+    """Return the events of a rank's newest steps, with times in whole nanoseconds since 1970; see `in_microseconds`.
 
     The causes of a stretch are shown one after the other below it, the longest first: their sums are known, and not
     their order.
     """
-    to_epoch = time.time() - time.perf_counter()
+    to_epoch = time.time_ns() - time.perf_counter_ns()
     rows: dict[str, int] = {}
     events: list[dict[str, Any]] = [_named("process", f"global rank {rank}", rank, 0)]
 
-    def event(who: str, name: str, began: float, seconds: float, **args: Any) -> None:
+    def event(who: str, name: str, began: float, ended: float, **args: Any) -> None:
         if who not in rows:
             rows[who] = len(rows)
             events.append(_named("thread", who, rank, rows[who]))
-        at = {"ts": (began + to_epoch) * 1e6, "dur": seconds * 1e6, "pid": rank, "tid": rows[who]}
+        first, last = (round(at * 1e9) + to_epoch for at in (began, ended))
+        at = {"ts": first, "dur": last - first, "pid": rank, "tid": rows[who]}
         events.append({"name": name, "ph": "X", **at, "args": args})
 
     for one in recent:
         waited = one.spent.stretches[-1]
         if one.step:
-            event(waited.who, "step", waited.began - one.step, one.step)
+            event(waited.who, "step", waited.began - one.step, waited.began)
         for stretch in one.spent.stretches:
-            took = stretch.ended - stretch.began
             what = "waiting for data" if stretch.who == waited.who else "making a batch"
-            event(stretch.who, what, stretch.began, took, rows=one.samples, bytes=one.num_bytes)
+            event(stretch.who, what, stretch.began, stretch.ended, rows=one.samples, bytes=one.num_bytes)
             at = stretch.began
             causes: list[tuple[Cause, float]] = sorted(stretch.seconds.items(), key=lambda item: -item[1])
             for cause, seconds in causes:
-                event(stretch.who, shown(cause), at, seconds)
-                at += seconds
+                after = min(at + seconds, stretch.ended)
+                event(stretch.who, shown(cause), at, after)
+                at = after
     return events
+
+
+def in_microseconds(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return events of all ranks as viewers read them: microseconds, counted from the first one.
+
+    As floats since 1970, events that follow each other would overlap a little, and viewers drop such. So would they if
+    a float was a little too small, as Perfetto cuts it to a nanosecond.
+    """
+    first = min((event["ts"] for event in events if "ts" in event), default=0)
+
+    def told(event: dict[str, Any]) -> dict[str, Any]:
+        return {"ts": (event["ts"] - first + 0.5) / 1e3, "dur": (event["dur"] + 0.5) / 1e3} if "ts" in event else {}
+
+    return [event | told(event) for event in events]
 
 
 def _named(what: str, name: str, pid: int, tid: int) -> dict[str, Any]:

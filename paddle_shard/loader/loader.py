@@ -19,7 +19,7 @@ from paddle_shard.delivery import stopping
 from paddle_shard.delivery.begin import begin
 from paddle_shard.delivery.placing import PassSetup
 from paddle_shard.delivery.step_pass import StepPass
-from paddle_shard.delivery.trace import events_of
+from paddle_shard.delivery.trace import events_of, in_microseconds
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, DataReadError
 from paddle_shard.handlers import raised_by_a_handler
 from paddle_shard.inputs.options import LoaderOptions
@@ -389,7 +389,7 @@ class ShardDataloader(PaddleShardDataloader):
         ranks, me = setup.agreeing_ranks, setup.own_layout.global_rank
         told = gather_of(ranks, json.dumps(events_of(self.stats.recent, me)), setup.options.timeout, "trace()")
         if me == ranks[0]:
-            events = [event for of_rank in told for event in json.loads(of_rank)]
+            events = in_microseconds([event for of_rank in told for event in json.loads(of_rank)])
             with open(path, "w") as file:
                 json.dump({"traceEvents": events, "displayTimeUnit": "ms"}, file)
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from paddle_shard.clock import LOADER, READING, Spent
+from paddle_shard.clock import LOADER, READING, TRANSPORT, Spent
 from paddle_shard.delivery.advice import Summary, Taken, advice, summary_of
 
 USUAL = Summary(
@@ -145,6 +145,47 @@ def test_what_is_set_already_is_not_advised():
     one = waiting(0.01, step=0.02, work=0.01, mean_work=0.01, num_ahead=6)
     assert "prefetch_factor=12 evens that out" in advice({0: one})
     assert "the slowest" not in advice({0: one._replace(slowest=(0.002, "sample 3"))}), "which is like the others"
+
+
+def test_what_is_little_more_than_copying_is_not_told_to_be_copied_once_more():
+    copies = waiting(0.002, work=0.004, mean_work=0.004, num_bytes=16e6, num_workers=0)
+    assert "That is copying 16 MB, and workers would copy it once more: smaller dtypes" in advice({0: copies})
+    assert "would hide it" in advice({0: copies._replace(num_bytes=1e6)})
+    handed = copies._replace(cause=(TRANSPORT, ""), num_workers=2, work=0.001)
+    assert advice({0: handed}).endswith(
+        "cheaper. Making it takes 1 ms; without workers (num_workers=0) it is not handed over."
+    )
+    assert "without workers" not in advice({0: handed._replace(work=0.02)})
+
+
+def test_a_slow_sample_that_always_comes_in_the_turn_of_one_worker_is_not_told_to_be_read_further_ahead_for_ever():
+    one = waiting(0.01, step=0.02, work=0.01, mean_work=0.02, slowest=(0.16, "sample 64"))
+    said = [advice({0: one._replace(num_ahead=ahead)}) for ahead in (2, 4, 8, 16)]
+    assert ["evens that out" in text for text in said] == [True, True, False, False]
+    assert "3 workers (num_workers=) or shuffle=True spread them" in said[-1]
+
+
+def test_a_thread_that_computes_beside_the_loop_is_told_where_it_may_hold_it_up():
+    beside = USUAL._replace(num_workers=0, cpu=0.006)
+    assert "Data is ready when it is asked for. A thread beside your loop computes it, 6 ms a step" in advice(
+        {0: beside}
+    )
+    for other in (beside._replace(cpu=0.0005), beside._replace(num_workers=1)):
+        assert advice({0: other}).endswith("Data is ready when it is asked for.")
+
+
+@pytest.mark.parametrize(
+    ("cpu", "workers", "cores", "told"),
+    [
+        (0.0, 0, 2, "any number of workers makes it faster"),
+        (0.9, 0, 4, "up to 4 workers make it faster"),
+        (0.9, 4, 4, "of this host's 4 cores busy"),
+        (0.9, 0, 1, "of this host's 1 cores busy"),
+    ],
+)
+def test_a_loop_that_does_little_else_is_told_no_more_workers_than_its_cores_are_for(cpu, workers, cores, told):
+    one = waiting(1.0, step=0.001, work=1.0, mean_work=1.0, cpu=cpu, num_workers=workers, num_cores=cores)
+    assert told in advice({0: one})
 
 
 def test_a_loop_without_a_step_is_not_told_a_number_of_workers():

@@ -71,6 +71,15 @@ def test_a_trace_shows_all_ranks_workers_and_steps_in_their_time(reports):
         assert all(e["dur"] >= 4000 for e in steps)
         made = [e for e in spans if e["pid"] == rank and e["name"] == "making a batch"]
         assert all(one["ts"] + one["dur"] <= other["ts"] + 1 for one, other in itertools.pairwise(made))
+        for row in {e["tid"] for e in spans if e["pid"] == rank}:  # viewers drop what is only partly in another event
+            open_until = []
+            for event in (e for e in spans if (e["pid"], e["tid"]) == (rank, row)):
+                first = int(event["ts"] * 1000.0)  # as Perfetto reads it
+                last = first + int(event["dur"] * 1000.0)
+                while open_until and open_until[-1] <= first:
+                    open_until.pop()
+                assert not open_until or last <= open_until[-1], event
+                open_until.append(last)
         reading = [
             e["dur"]
             for e in spans
