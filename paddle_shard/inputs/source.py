@@ -14,7 +14,7 @@ import paddle.io
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, SplitError
 from paddle_shard.handlers import length_or_none, raise_if_a_handlers
 from paddle_shard.inputs.costs import SampleCosts, costs_of
-from paddle_shard.inputs.generators import PaddleGenerator
+from paddle_shard.inputs.generators import generators_of
 from paddle_shard.inputs.options import DEALS, DECIDES, LoaderOptions
 from paddle_shard.inputs.stream_order import StreamOrder
 from paddle_shard.place.field import FieldLayout
@@ -26,7 +26,6 @@ from paddle_shard.plan.shard_plan import BatchSizes, ShardPlan
 from paddle_shard.plan.shuffle import MAX_SAMPLES
 from paddle_shard.plan.step import Deal
 from paddle_shard.plan.tails import TAILS, Tail, find_tail
-from paddle_shard.randomness import NumpyGenerator, PythonGenerator
 from paddle_shard.reading.executor import on_cpu
 from paddle_shard.samplers import PlanBatches, UserBatches
 from paddle_shard.samplers.buckets import BucketBatchSampler
@@ -211,7 +210,7 @@ def _users(
         num_steps=num_steps,
         accumulation=accumulation if mine is None else 1,
         seed=options.seed,
-        generators=(NumpyGenerator(), PythonGenerator(), PaddleGenerator()),
+        generators=generators_of(None),
         around=on_cpu,
         takes_epoch=isinstance(sampler, paddle.io.DistributedBatchSampler),
         consecutive=consecutive,

@@ -91,7 +91,7 @@ class Stream(paddle.io.IterableDataset):
             )
         if not isinstance(source, Stage):
             given: Any = source
-            source = IterableSource(partial(told, None, given) if is_iterable_dataset(given) else given)
+            source = IterableSource(partial(told, None, given) if is_iterable_dataset(given) else given, dataset=given)
         self._stage = source
         """The last stage, as the user put the stream together."""
         self._num_parts: int | None = None

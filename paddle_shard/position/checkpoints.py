@@ -342,6 +342,45 @@ class Checkpoints:
                         raise StateError(f"{name} holds {kind} for {path}, and not {kind_of(filled[path])}.")
         for path, leaf in {**whole, **filled}.items():
             _put(states, path, leaf)
+        self._check_fits(what, states, targets, savers, name)
+        setters: dict[str, Callable[[Any], Any]] = {}
+        for key, value in what.items():
+            setter = getattr(value, "set_state_dict", None) or getattr(value, "load_state_dict", None)
+            if setter is None and not isinstance(value, dict):
+                kind = type(value).__name__
+                raise ArgumentError(f"load({key}=): give an object with a state_dict, or a dict, not {kind}.")
+            setters[key] = setter or value.update
+        loaders = [key for key, value in what.items() if hasattr(value, "certificate")]
+        for key in loaders:  # before anything else is filled: it may refuse the state
+            try:
+                setters.pop(key)(states[key])
+            except StateError as error:
+                text = (
+                    f" With Checkpoints that is: found = {{}}; checkpoints.load(..., {key}=found); "
+                    "loader.load_state_dict(found, override=[...])."
+                )
+                raise StateError(f"{key}: {error}{text * ('state, override=' in str(error))}") from None
+        fill(filled, whole, directory)
+        for key, setter in setters.items():
+            setter(states[key])
+
+    def _check_fits(
+        self,
+        what: Mapping[str, Any],
+        states: Mapping[str, Any],
+        targets: Mapping[str, Any],
+        savers: Mapping[str, int],
+        name: str,
+    ) -> None:
+        """Refuse states that are not those of these objects.
+
+        Args:
+            what: The objects, by name.
+            states: The states that were loaded, by name.
+            targets: The states that the objects have now; of loaders none.
+            savers: How many ranks have saved a state of their own, by its name.
+            name: Of the checkpoint.
+        """
         for key in savers.keys() & what.keys():
             if savers[key] != len(self._ranks):
                 raise StateError(
@@ -366,26 +405,6 @@ class Checkpoints:
                         f"{listed(names, 2)}. Make the model as it was when it was saved: Paddle numbers its layers, "
                         "and names a parameter that is a distributed tensor with '.dist', also on one rank."
                     )
-        setters: dict[str, Callable[[Any], Any]] = {}
-        for key, value in what.items():
-            setter = getattr(value, "set_state_dict", None) or getattr(value, "load_state_dict", None)
-            if setter is None and not isinstance(value, dict):
-                kind = type(value).__name__
-                raise ArgumentError(f"load({key}=): give an object with a state_dict, or a dict, not {kind}.")
-            setters[key] = setter or value.update
-        loaders = [key for key, value in what.items() if hasattr(value, "certificate")]
-        for key in loaders:  # before anything else is filled: it may refuse the state
-            try:
-                setters.pop(key)(states[key])
-            except StateError as error:
-                text = (
-                    f" With Checkpoints that is: found = {{}}; checkpoints.load(..., {key}=found); "
-                    "loader.load_state_dict(found, override=[...])."
-                )
-                raise StateError(f"{key}: {error}{text * ('state, override=' in str(error))}") from None
-        fill(filled, whole, directory)
-        for key, setter in setters.items():
-            setter(states[key])
 
     # What both need
 

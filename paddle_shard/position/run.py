@@ -464,7 +464,10 @@ class Run:
                 "another way?"
             )
             if now.epoch is not None and (epoch != now.epoch or self._source.stream is not None):
-                say_once(f"{what} If samples are made in another way in each epoch, or each time, all is well.")
+                say_once(
+                    f"{what} If samples are made in another way in each epoch, or each time, all is well. If the order "
+                    "is another, samples of the epoch that was begun are lost, and others come twice."
+                )
                 continue
             raise StateError(
                 f"{what} Give the loader the data of the state; or, to resume with this data, load_state_dict(state, "

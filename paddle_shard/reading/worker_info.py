@@ -14,6 +14,7 @@ from paddle.io.dataloader.worker import WorkerInfo
 from paddle_shard.errors import ArgumentTypeError, SplitError
 from paddle_shard.handlers import ignoring, raise_if_a_handlers
 from paddle_shard.reading.digest import digest
+from paddle_shard.sources.external import tell_epoch
 from paddle_shard.stages.stage import Opening, Stage
 
 _END = object()
@@ -95,6 +96,7 @@ class SelfSplit(Stage):
         """Return what the stream is shown for a part, and its samples."""
         key = opening.key(part, "source")
         opening.seed_generators(key)
+        tell_epoch(self._dataset, opening)
         info = _Part(id=part, num_workers=opening.num_parts, dataset=self._dataset, seed=key & 0x7FFFFFFF)
         return info, opening.drawn(told(info, self._dataset), part)
 

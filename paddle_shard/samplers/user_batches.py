@@ -14,7 +14,7 @@ import numpy as np
 
 from paddle_shard.checks import listed
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, PaddleShardError, StateError
-from paddle_shard.handlers import length_or_none, raise_if_a_handlers
+from paddle_shard.handlers import ignoring, length_or_none, raise_if_a_handlers
 from paddle_shard.plan.partition import check_batch_size
 from paddle_shard.plan.seeding import derive_seed
 from paddle_shard.plan.state import LoaderState
@@ -105,9 +105,23 @@ class UserBatches(IndexBatches):
         return {"now": state, "began": state}
 
     def finished(self, epoch: int) -> None:
-        """Set the user's sampler to the state that the pass's copy has at its end."""
+        """Set the user's sampler to the state that the pass's copy has at its end.
+
+        If it would yield nothing then, it stays as it was: torchdata's keep in it how many samples were drawn, which
+        they begin behind when it is loaded.
+        """
         if epoch in self._ends:
-            owner_of(self.batch_sampler).load_state_dict(self._ends.pop(epoch))
+            owner = owner_of(self.batch_sampler)
+            before = copy.deepcopy(owner.state_dict())
+            owner.load_state_dict(self._ends.pop(epoch))
+            if not self._yields(epoch + 1):
+                owner.load_state_dict(before)
+
+    def _yields(self, epoch: int) -> bool:
+        """Return whether a copy of the sampler yields a batch; True if that cannot be seen."""
+        with ignoring(Exception):
+            return next(iter(Draw(self._copy(), epoch, self)), None) is not None
+        return True
 
     def __len__(self) -> int:
         if (known := self.known_steps(LoaderState())) is not None:

@@ -67,6 +67,12 @@ class ExternalLoader:
         self.build, self.name, self.save, self.repeatable = build, name, save, repeatable
 
 
+def tell_epoch(dataset: Any, opening: Opening) -> None:
+    """Tell a data set of the user's the epoch that is read, if it has a `set_epoch`, as torch's and others have."""
+    if callable(set_epoch := getattr(dataset, "set_epoch", None)):
+        set_epoch(opening.epoch + opening.round * ROUND)
+
+
 class ExternalSource(Stage):
     """An external loader as a source. Part p of P is what the library reads as shard p of P."""
 
@@ -138,12 +144,13 @@ class IterableSource(Stage):
     round, number of the sample), so every reader sees the same stream.
     """
 
-    def __init__(self, iterable: Iterable[Any] | Callable[[], Iterable[Any]]) -> None:
+    def __init__(self, iterable: Iterable[Any] | Callable[[], Iterable[Any]], dataset: Any = None) -> None:
         """Set up the source.
 
         Args:
             iterable: Iterated once per epoch. A generator can be read in one epoch only; to read it in several, give
                 the function that makes it, without calling it.
+            dataset: The user's data set, if the iterable only stands for it.
 
         Raises:
             ArgumentTypeError: The argument is neither iterable nor callable.
@@ -153,7 +160,7 @@ class IterableSource(Stage):
                 f"a stream must be iterable, or a function that returns something iterable, got "
                 f"{type(iterable).__name__}: {iterable!r}."
             )
-        self._iterable = iterable
+        self._iterable, self._dataset = iterable, dataset
         self._indexed = (
             hasattr(iterable, "__getitem__") and hasattr(iterable, "__len__") and not isinstance(iterable, Mapping)
         )
@@ -191,10 +198,11 @@ class IterableSource(Stage):
                 yield self._iterable[number]  # type: ignore[index]
             return
         seed(key)
-        yield from opening.drawn(self._begin(), 0)
+        yield from opening.drawn(self._begin(opening), 0)
 
-    def _begin(self) -> Iterator[Any]:
+    def _begin(self, opening: Opening) -> Iterator[Any]:
         if not self.once:
+            tell_epoch(self._iterable if self._dataset is None else self._dataset, opening)
             return iter(self._iterable if isinstance(self._iterable, Iterable) else self._iterable())
         if self._used:
             raise ArgumentError(

@@ -111,6 +111,46 @@ def test_a_samplers_state_is_of_its_data_rank_and_another_one_refuses_it():
         on_each_rank(range(2), lambda: resumed(lambda rank: 0))
 
 
+class Yielded(RandomSampler):
+    """As torchdata's: its state is how many samples it has yielded, behind which it begins after it was loaded."""
+
+    def __init__(self):
+        self.yielded, self.next_yielded = 0, None
+
+    def __iter__(self):
+        rest = list(range(16))[self.next_yielded or 0 :]
+        self.yielded, self.next_yielded = 16 - len(rest), None
+        for index in rest:
+            self.yielded += 1
+            yield index
+
+    def __len__(self):
+        return 16
+
+    def state_dict(self):
+        return {"yielded": self.yielded}
+
+    def load_state_dict(self, state):
+        self.next_yielded = state["yielded"]
+
+
+@pytest.mark.parametrize("stop", [None, 1, 3, 4, 5, 8])
+def test_a_sampler_that_begins_behind_what_its_state_says_it_has_yielded_serves_every_epoch(stop):
+    def made():
+        return sharded(DataLoader(Made(), batch_sampler=BatchSampler(sampler=Yielded(), batch_size=4)), ONE)
+
+    loader, rows = made(), []
+    while len(rows) < 12:
+        for batch in loader:
+            rows.append(local(batch))
+            if len(rows) == stop:
+                state, loader = loader.state_dict(), made()
+                loader.load_state_dict(state)
+                break
+
+    assert rows == [[first, first + 1, first + 2, first + 3] for first in (0, 4, 8, 12)] * 3
+
+
 def distributed(length=16, batch_size=2, ranks=2, cls=DistributedBatchSampler, **options):
     return cls(Made(length=length), batch_size, num_replicas=ranks, rank=dist.get_rank(), **options)
 

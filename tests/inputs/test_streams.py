@@ -191,6 +191,43 @@ def test_a_stream_that_splits_itself_as_torch_does_is_shown_its_part_there(worke
     assert of_torch._worker_info is None
 
 
+class ByEpoch(paddle.io.IterableDataset):
+    """Shuffles by the epoch that it is told, as torch's data sets do."""
+
+    def __init__(self, splits):
+        self.epoch, self.splits = 0, splits
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        order = np.random.default_rng(self.epoch).permutation(32)
+        info = paddle.io.get_worker_info()
+        return iter(order[info.id :: info.num_workers] if self.splits else order)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("splits", [True, False])
+def test_a_data_set_with_a_set_epoch_is_told_each_epoch_also_after_a_resume(splits, workers):
+    def made():
+        stream = Stream.of(ByEpoch(splits), splits_itself=True) if splits else ByEpoch(splits)
+        return sharded(stream, workers=workers)
+
+    loader = made()
+    epochs = [flat(real_rows(loader)) for _ in range(3)]
+    assert [sorted(rows) for rows in epochs] == [list(range(32))] * 3
+    assert len({str(rows) for rows in epochs}) == 3
+    if not splits:
+        assert epochs[1] == np.random.default_rng(1).permutation(32).tolist()
+
+    loader = made()
+    flat(real_rows(loader))
+    begun = flat(real_rows(loader, 2))
+    other = made()
+    other.load_state_dict(loader.state_dict())
+    assert begun + flat(real_rows(other)) == epochs[1]
+
+
 def test_a_failing_second_sample_of_a_stream_that_splits_itself_is_raised_at_its_place():
     def broken():
         info = paddle.io.get_worker_info()

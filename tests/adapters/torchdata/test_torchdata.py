@@ -49,3 +49,23 @@ def test_torchs_iterable_data_set_that_splits_itself_is_read_once(workers):
 
     assert sorted(rows) == list(range(103))
     assert torch.utils.data.get_worker_info() is None
+
+
+def test_torchs_samplers_draw_by_the_seed_and_are_resumed():
+    data = list(range(48))
+    mesh = paddle.distributed.ProcessMesh([0], dim_names=["dp"])
+
+    def made():
+        sampler = paddle.io.BatchSampler(sampler=torch.utils.data.RandomSampler(data), batch_size=8)
+        given = paddle.io.DataLoader(data, batch_sampler=sampler)
+        return paddle_shard.shard_dataloader(given, mesh, shard_dims="dp", seed=5)
+
+    straight = [batch.numpy().tolist() for batch in made()]
+    loader = made()
+    batches = iter(loader)
+    begun = [next(batches).numpy().tolist() for _ in range(2)]
+    other = made()
+    other.load_state_dict(loader.state_dict())
+
+    assert begun + [batch.numpy().tolist() for batch in other] == straight
+    assert sorted(row for batch in straight for row in batch) == data
