@@ -159,10 +159,10 @@ def shard_dataloader(
             loop on one rank alone, give a mesh of that rank.
         prefetch: Number of batches that a thread of its own keeps ready while the model computes. 0: no thread, and
             without workers each batch is read when it is asked for. None: two batches, if reading one takes 1 ms or
-            more, the DataLoader has `use_buffer_reader`, and there are no workers (which prefetch anyway) or batches go
-            to a device. Without workers, a thread reads a data set only if it draws nothing from numpy's, Python's and
-            Paddle's global generators, and never a stream. If anything draws while it reads, the thread of the training
-            loop reads from there on, which is said in one line.
+            more, the DataLoader has `use_buffer_reader`, and there are no workers, which read ahead anyway. (To a
+            device, two batches are on their way in any case.) Without workers, a thread reads a data set only if it
+            draws nothing from numpy's, Python's and Paddle's global generators, and never a stream. If anything draws
+            while it reads, the thread of the training loop reads from there on, which is said in one line.
         readers: `RayReaders(num=...)`: actors of a Ray cluster read in place of the DataLoader's worker processes, as
             many as these say, with its `worker_init_fn`, `prefetch_factor`, `timeout` and `persistent_workers`. The
             batches are the same. None: worker processes as the DataLoader says.
