@@ -149,8 +149,8 @@ AGREEMENT = ("agreement", "group", "verdict")  # of `ranks`: pure, so that it is
 
 
 def impurities(package):
-    """What the files of the agreement import besides each other, our errors and modules without state."""
-    mine = {f"paddle_shard.ranks.{name}" for name in AGREEMENT} | {"paddle_shard.errors"}
+    """What the files of the agreement import besides each other, our errors and clock, and modules without state."""
+    mine = {f"paddle_shard.ranks.{name}" for name in AGREEMENT} | {"paddle_shard.errors", "paddle_shard.clock"}
     stateless = {"__future__", "atexit", "collections.abc", "dataclasses", "json", "logging", "struct", "threading"}
     stateless |= {"time", "typing", "zlib"}
     return [

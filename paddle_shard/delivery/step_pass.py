@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from copy import copy
 
-from paddle_shard.clock import PLACING, RANKS, SAMPLER, at
+from paddle_shard.clock import PLACING, SAMPLER, at
 from paddle_shard.delivery.notes import StepNotes
 from paddle_shard.errors import AgreedFailure, ArgumentError, PeerLostError
 from paddle_shard.handlers import raise_if_a_handlers
@@ -121,9 +121,7 @@ class StepPass:
                 break
             self._read()
         try:
-            with at(RANKS):
-                more = agreement.deliver(step)
-            if not more:
+            if not agreement.deliver(step):
                 self._over = True
                 agreement.close()
                 self._executor.close(ended=True)

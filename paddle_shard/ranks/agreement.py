@@ -27,6 +27,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from paddle_shard.clock import RANKS, at
 from paddle_shard.errors import ArgumentError, PeerLostError
 from paddle_shard.ranks.group import Group, ProgressTable
 from paddle_shard.ranks.verdict import (
@@ -255,7 +256,7 @@ class Agreement:
             state = "the pass is closed" if self._closed else f"{self.outlook.delivered} comes next"
             raise ArgumentError(f"step={step} cannot be delivered: {state}. Ask for the steps in order.")
         if not self._may_deliver(step):  # looked at without the lock: most steps are released long before
-            with self._changed:
+            with at(RANKS), self._changed:
                 self._wait(step)
             if not self._may_deliver(step):
                 assert self._verdict is not None
