@@ -24,7 +24,7 @@ from paddle_shard.plan.state import LoaderState
 from paddle_shard.plan.step import Content
 from paddle_shard.ranks.agreeing import tell_failed
 from paddle_shard.reading.batch import NO_STAND_IN, Batch
-from paddle_shard.reading.worker_info import SelfSplit
+from paddle_shard.reading.worker_info import LOOK, SelfSplit
 from paddle_shard.say_once import say_once
 from paddle_shard.sources.shards import ShardSource
 from paddle_shard.stages.stage import Opening
@@ -212,7 +212,7 @@ def say_if_uneven(setup: PassSetup, epoch: int) -> None:
 
 def say_if_unsplit(source: Source, contents: Sequence[Content]) -> None:
     """Log if the parts of a stream that is said to split itself begin with the same sample, as all ranks tell."""
-    begin = {one.sample: one.digest for one in contents if one.epoch is not None}
+    begin = {one.sample: one.digest for one in contents if one.epoch is not None and not one.sample.endswith(LOOK)}
     unsplit = source.stream is not None and isinstance(source.stream.stage.source, SelfSplit)
     if unsplit and len(set(begin.values())) < len(begin):
         say_once(

@@ -111,7 +111,8 @@ class ChunkReader(Reader):
         self._state, whole = opening.state, asked.whole_items
         here = replace(opening, skip=asked.position)
         # Whole batches that several readers take in turns are made up for by the first one of the stream.
-        self._padding = Padding(self._stage, here.uncut(here.skip) if asked.stride > 1 else here, whole=whole)
+        fills = replace(here.uncut(here.skip) if asked.stride > 1 else here, opened=None)  # what it opens was told
+        self._padding = Padding(self._stage, fills, whole=whole)
         if not (asked.pad or self._how.skip_errors):
             self._padding.unknown.clear()  # no rows will be filled
         self._digests = TurnDigests(1 if whole else opening.num_parts * opening.stripe, apart=whole)

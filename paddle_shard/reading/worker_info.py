@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from types import FunctionType
 from typing import Any
 
 from paddle.io.dataloader import worker as paddle_worker
@@ -18,6 +20,10 @@ from paddle_shard.sources.external import tell_epoch
 from paddle_shard.stages.stage import Opening, Stage
 
 _END = object()
+LOOK = "/look"
+"""Ends what the sample that all readers look at is known by."""
+_LOOKS = 3
+"""How often each reader looks at the first sample of part 0, to see whether it is the same each time."""
 
 
 @contextmanager
@@ -84,21 +90,26 @@ class SelfSplit(Stage):
     def open(self, opening: Opening) -> list[Iterator[Any]]:
         """Return the samples of each part."""
         begun: dict[int, tuple[int, int]] = {}
-        if opening.opened is not None and opening.round == 0 and 0 not in opening.parts:
-            # All readers look at one part: to a stream that also asks for its rank, it is another one on each.
+        if opening.opened is not None and opening.round == 0 and opening.num_parts > 1:
+            # All readers look at one part: to a stream that also asks for its rank, it is another one on each. One that
+            # shuffles without a seed may begin alike by chance.
             look = replace(opening, opened=None, parts=(0,), skip=0)
             with ignoring(Exception):  # what cannot be looked at is not told
-                one, other = (next(self._begun(0, look)[1]) for _ in range(2))
-                opening.opened(opening.first_of(0), *[one] * (digest(one) == digest(other)))
+                first, *others = (next(self._begun(0, look)[1]) for _ in range(_LOOKS))
+                name = f"{opening.seed & 0xFFFFFFFF:x}{LOOK}"
+                known = opening.first_of(0)._replace(sample=name, reader=name)
+                opening.opened(known, *[first] * all(digest(one) == digest(first) for one in others))
         return [self._items(part, opening, begun) for part in opening.parts]
 
     def _begun(self, part: int, opening: Opening) -> tuple[_Part, Iterator[Any]]:
         """Return what the stream is shown for a part, and its samples."""
         key = opening.key(part, "source")
         opening.seed_generators(key)
-        tell_epoch(self._dataset, opening)
-        info = _Part(id=part, num_workers=opening.num_parts, dataset=self._dataset, seed=key & 0x7FFFFFFF)
-        return info, opening.drawn(told(info, self._dataset), part)
+        # As with workers, each part has a data set of its own, which may hold where it stands.
+        dataset = self._dataset if isinstance(self._dataset, FunctionType) else copy.copy(self._dataset)
+        tell_epoch(dataset, opening)
+        info = _Part(id=part, num_workers=opening.num_parts, dataset=dataset, seed=key & 0x7FFFFFFF)
+        return info, opening.drawn(told(info, dataset), part)
 
     def _items(self, part: int, opening: Opening, begun: dict[int, tuple[int, int]]) -> Iterator[Any]:
         info, items = self._begun(part, opening)
@@ -106,16 +117,16 @@ class SelfSplit(Stage):
         if first is _END:
             return
         name = type(self._dataset).__name__
-        if opening.num_parts > 1 and not info.looked:
-            raise SplitError(
-                f"splits_itself=True, but the {name} asks neither paddle.io.get_worker_info() nor torch's which part "
-                "to read, so each part would be all of it. Leave splits_itself out."
-            )
         try:
             second = next(items, _END)
         except Exception as error:  # it is raised below, at its own sample
             raise_if_a_handlers(error)
             second, failure = _END, error
+        if opening.num_parts > 1 and not info.looked and failure is None:
+            raise SplitError(
+                f"splits_itself=True, but the {name} asks neither paddle.io.get_worker_info() nor torch's which part "
+                "to read, so each part would be all of it. Leave splits_itself out."
+            )
         if second is not _END:
             mine = begun[part] = digest(first), digest(second)
             # All parts that are opened here begin with the same two different samples.

@@ -191,6 +191,27 @@ def test_a_stream_that_splits_itself_as_torch_does_is_shown_its_part_there(worke
     assert of_torch._worker_info is None
 
 
+class Standing(paddle.io.IterableDataset):
+    """Holds where it stands, as a data set may of which each worker has a copy; its first sample says what follows."""
+
+    def __iter__(self):
+        yield -1.0
+        info = paddle.io.get_worker_info()
+        self.at, self.step = info.id, info.num_workers
+        while self.at < 32:
+            yield float(self.at)
+            self.at += self.step
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_that_splits_itself_may_hold_where_it_stands_and_ask_after_its_first_sample(workers):
+    rows = flat(
+        real_rows(sharded(Stream.of(Standing(), splits_itself=True).filter(lambda row: row >= 0), workers=workers))
+    )
+
+    assert sorted(rows) == list(range(32))
+
+
 class ByEpoch(paddle.io.IterableDataset):
     """Shuffles by the epoch that it is told, as torch's data sets do."""
 

@@ -78,6 +78,36 @@ def splits_itself(by_rank, noise=0.0):
     return Stream.of(own_rows, splits_itself=True)
 
 
+def unseeded(shuffles):
+    """A stream that splits itself, draws without a seed, and has parts of different lengths."""
+
+    def own_rows():
+        info, rng = paddle.io.get_worker_info(), np.random.default_rng()
+        rows = np.arange(info.id, 36 if info.id else 44, info.num_workers)
+        return (row + 0.5 * rng.random() for row in (rng.permutation(rows) if shuffles else rows))
+
+    return Stream.of(own_rows, splits_itself=True)
+
+
+def resumed(stream):
+    """What is said of a run that is stopped after two steps and goes on."""
+    try:
+        loaders = [
+            paddle_shard.shard_dataloader(
+                paddle.io.DataLoader(stream.in_parts(2), batch_size=8), mesh, shard_dims="dp", timeout=60
+            )
+            for _ in range(2)
+        ]
+        batches = iter(loaders[0])
+        next(batches), next(batches)
+        state = loaders[0].state_dict()
+        batches.close()
+        loaders[1].load_state_dict(state)
+        return f"{2 + sum(1 for _ in loaders[1])} steps"
+    except paddle_shard.errors.PaddleShardError as error:
+        return f"{type(error).__name__}: {error}"
+
+
 class OfRank0(paddle.io.BatchSampler):
     def __init__(self):
         self.batch_size = 8
@@ -124,6 +154,8 @@ for name, made in cases.items():
         found[name] = said(paddle.io.DataLoader(made().in_parts(2), batch_size=8))
     except ImportError:
         found[name] = None
+found["unseeded, resumed"] = resumed(unseeded(shuffles=False))
+found["shuffled without a seed, resumed"] = resumed(unseeded(shuffles=True))
 found["sampler"] = said(paddle.io.DataLoader(list(range(50)), batch_sampler=OfRank0()))
 found["26 and 25"] = said(paddle.io.DataLoader(list(range(26 - RANK)), batch_size=8))
 report(found)

@@ -20,6 +20,8 @@ def test_data_that_differ_by_rank_are_told_and_copies_are_not(tmp_path):
         assert "DifferentDataError: the ranks hold different data: the file " in found["gz, other contents"]
         assert "6 steps" in found["splits itself"]
         assert "6 steps" in found["splits itself and draws"]
+        assert "6 steps" in found["unseeded, resumed"]
+        assert "6 steps" in found["shuffled without a seed, resumed"]
         told = "DifferentDataError: the ranks hold different data: the first sample of part 0 is 0"
         assert told in found["splits itself by rank"]
         assert "a stream that asks for its rank" in found["splits itself by rank"]
