@@ -212,9 +212,10 @@ def say_if_uneven(setup: PassSetup, epoch: int) -> None:
 
 def say_if_unsplit(source: Source, contents: Sequence[Content]) -> None:
     """Log if the parts of a stream that is said to split itself begin with the same sample, as all ranks tell."""
+    if source.stream is None or not isinstance(source.stream.stage.source, SelfSplit):
+        return
     begin = {one.sample: one.digest for one in contents if one.epoch is not None and not one.sample.endswith(LOOK)}
-    unsplit = source.stream is not None and isinstance(source.stream.stage.source, SelfSplit)
-    if unsplit and len(set(begin.values())) < len(begin):
+    if len(set(begin.values())) < len(begin):
         say_once(
             "splits_itself=True, but the first and the last part of the stream begin with the same sample. If it does "
             "not split itself by paddle.io.get_worker_info(), each part is all of it: leave splits_itself out. If some "
