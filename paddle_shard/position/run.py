@@ -273,9 +273,8 @@ class Run:
             self._resumed = None
         if progress.epoch == self.epoch:
             self._epoch = progress.epoch + 1
-            if owner_of(self._sampler) is None:  # as a run does that is resumed here; others move on by their state
-                self._tell_samplers(self._epoch)
-            elif self._shared:
+            self._tell_samplers(self._epoch)  # as a run does that is resumed here
+            if self._shared and owner_of(self._sampler) is not None:
                 self._sampler.epoch = self._epoch
             self._seen = self._samplers_epoch() or 0
             self._newest = None

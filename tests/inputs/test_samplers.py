@@ -134,21 +134,41 @@ class Yielded(RandomSampler):
         self.next_yielded = state["yielded"]
 
 
-@pytest.mark.parametrize("stop", [None, 1, 3, 4, 5, 8])
-def test_a_sampler_that_begins_behind_what_its_state_says_it_has_yielded_serves_every_epoch(stop):
+class ByEpoch(Yielded):
+    """As torchdata's `StatefulDistributedSampler`: its order depends on the epoch, which its state does not have."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        order = np.random.default_rng(self.epoch).permutation(16).tolist()
+        return (order[index] for index in super(ByEpoch, self).__iter__())
+
+
+@pytest.mark.parametrize("kind", [Yielded, ByEpoch])
+@pytest.mark.parametrize("stop", [1, 3, 4, 5, 8])
+def test_a_sampler_that_begins_behind_what_its_state_says_it_has_yielded_serves_every_epoch(kind, stop):
     def made():
-        return sharded(DataLoader(Made(), batch_sampler=BatchSampler(sampler=Yielded(), batch_size=4)), ONE)
+        return sharded(DataLoader(Made(), batch_sampler=BatchSampler(sampler=kind(), batch_size=4)), ONE)
 
-    loader, rows = made(), []
-    while len(rows) < 12:
-        for batch in loader:
-            rows.append(local(batch))
-            if len(rows) == stop:
-                state, loader = loader.state_dict(), made()
-                loader.load_state_dict(state)
-                break
+    def run(stop):
+        loader, rows = made(), []
+        while len(rows) < 12:
+            for batch in loader:
+                rows.append(local(batch))
+                if len(rows) == stop:
+                    state, loader = loader.state_dict(), made()
+                    loader.load_state_dict(state)
+                    break
+        return rows
 
-    assert rows == [[first, first + 1, first + 2, first + 3] for first in (0, 4, 8, 12)] * 3
+    straight = run(None)
+    epochs = [list(chain(*straight[first : first + 4])) for first in (0, 4, 8)]
+    assert [sorted(epoch) for epoch in epochs] == [list(range(16))] * 3
+    assert len({str(epoch) for epoch in epochs}) == (1 if kind is Yielded else 3)
+    assert run(stop) == straight
 
 
 def distributed(length=16, batch_size=2, ranks=2, cls=DistributedBatchSampler, **options):
