@@ -144,7 +144,7 @@ class ByEpoch(Yielded):
 
     def __iter__(self):
         order = np.random.default_rng(self.epoch).permutation(16).tolist()
-        return (order[index] for index in super(ByEpoch, self).__iter__())
+        return (order[index] for index in super().__iter__())
 
 
 @pytest.mark.parametrize("kind", [Yielded, ByEpoch])
