@@ -124,8 +124,8 @@ class SelfSplit(Stage):
             second, failure = _END, error
         if opening.num_parts > 1 and not info.looked and failure is None:
             raise SplitError(
-                f"splits_itself=True, but the {name} asks neither paddle.io.get_worker_info() nor torch's which part "
-                "to read, so each part would be all of it. Leave splits_itself out."
+                f"splits_itself=True, but the {name} asks neither paddle.io.get_worker_info() nor torch's (imported "
+                "before) which part to read, so each part would be all of it. Leave splits_itself out."
             )
         if second is not _END:
             mine = begun[part] = digest(first), digest(second)
