@@ -116,8 +116,8 @@ class Rendezvous:
         while True:
             try:  # first by a plain connection: Paddle's client would try for longer than its timeout (3.3.1)
                 connected(self.host, self.port, timeout).close()
-                break
-            except OSError as error:
+                return core.TCPStore(self.host, self.port, False, size, max(1, int(timeout)))
+            except (OSError, RuntimeError, ValueError) as error:  # Paddle raises the last two if its process ends now
                 if self.early and wanted():
                     time.sleep(_PAUSE)
                     continue
@@ -128,7 +128,6 @@ class Rendezvous:
                     "its own log.",
                     [self.owner],
                 ) from error
-        return core.TCPStore(self.host, self.port, False, size, max(1, int(timeout)))
 
 
 def rendezvous_of(ranks: Sequence[int]) -> Rendezvous:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import islice
 from types import FunctionType
 from typing import Any
 
@@ -15,6 +16,7 @@ from paddle.io.dataloader.worker import WorkerInfo
 
 from paddle_shard.errors import ArgumentTypeError, SplitError
 from paddle_shard.handlers import ignoring, raise_if_a_handlers
+from paddle_shard.plan.step import Content
 from paddle_shard.reading.digest import digest
 from paddle_shard.sources.external import tell_epoch
 from paddle_shard.stages.stage import Opening, Stage
@@ -22,8 +24,8 @@ from paddle_shard.stages.stage import Opening, Stage
 _END = object()
 LOOK = "/look"
 """Ends what the sample that all readers look at is known by."""
-_LOOKS = 3
-"""How often each reader looks at the first sample of part 0, to see whether it is the same each time."""
+_LOOKS, _LOOKED_AT = 3, 3
+"""How often each reader looks at the first samples of part 0, to see whether they are the same each time; how many."""
 
 
 @contextmanager
@@ -95,9 +97,9 @@ class SelfSplit(Stage):
             # shuffles without a seed may begin alike by chance.
             look = replace(opening, opened=None, parts=(0,), skip=0)
             with ignoring(Exception):  # what cannot be looked at is not told
-                first, *others = (next(self._begun(0, look)[1]) for _ in range(_LOOKS))
-                name = f"{opening.seed & 0xFFFFFFFF:x}{LOOK}"
-                known = opening.first_of(0)._replace(sample=name, reader=name)
+                first, *others = (list(islice(self._begun(0, look)[1], _LOOKED_AT)) for _ in range(_LOOKS))
+                key = f"{opening.seed & 0xFFFFFFFF:x}{LOOK}"
+                known = Content(opening.epoch, key, name="what part 0 begins with", reader=key)
                 opening.opened(known, *[first] * all(digest(one) == digest(first) for one in others))
         return [self._items(part, opening, begun) for part in opening.parts]
 

@@ -152,7 +152,7 @@ def _done_by_part(node: Any) -> Iterator[str]:
     """Yield the steps of a data set whose result depends on where it is cut; the last step first."""
     for found in _walked(node):
         held, kind = getattr(found, "__dict__", {}), type(found).__name__
-        if "stopping_strategy" in held:
+        if kind.endswith("CyclingMultiSourcesExamplesIterable"):
             yield "interleave_datasets()"
         elif "ex_iterable" in held and isinstance(held.get("n"), int):
             yield f"{'take' if kind.startswith('Take') else 'skip'}({held['n']})"

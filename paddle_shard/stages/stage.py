@@ -89,11 +89,6 @@ class Opening:
             if before is not None:
                 mine.to(before)
 
-    def first_of(self, part: int) -> Content:
-        """Return what the first sample of a part is known by; its digest is not known yet."""
-        source = f"{self.seed & 0xFFFFFFFF:x}/first {part}"
-        return Content(self.epoch, source, name=f"the first sample of part {part}", reader=source)
-
     def windows(self, items: Iterator[Any], size: int, part: int) -> Iterator[list[Any]]:
         """Yield lists of the next `size` samples of a part; the last one may be shorter.
 
@@ -121,7 +116,7 @@ class Opening:
             part: Whose items they are.
             first: Number of the first item.
         """
-        key = self.key(part, "source")
+        key, source = self.key(part, "source"), f"{self.seed & 0xFFFFFFFF:x}/first {part}"
         tell = self.opened if self.round == 0 and part in (0, self.num_parts - 1) else None
         for number in count(first):
             if number:
@@ -131,7 +126,7 @@ class Opening:
             except StopIteration:
                 return
             if number == 0 and tell is not None:  # a resumed run reads it, too
-                tell(self.first_of(part), item)
+                tell(Content(self.epoch, source, name=f"the first sample of part {part}", reader=source), item)
             if number >= first + self.skip:
                 yield item
 

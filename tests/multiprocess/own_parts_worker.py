@@ -65,15 +65,17 @@ def mixed(cut):
     return Stream.mixture({"own": Stream.of(cut(list(range(40)))), "all": Stream.of(range(40))}, {"own": 1, "all": 1})
 
 
-def splits_itself(by_rank, noise=0.0):
+def splits_itself(by_rank, noise=0.0, header=False):
     """A stream that splits itself among the workers; and also among the ranks, as is usual with torch."""
 
     def own_rows():
+        if header:
+            yield -1.0
         info = paddle.io.get_worker_info()
         first, step = info.id, info.num_workers
         if by_rank:
             first, step = RANK * step + first, 2 * step
-        return (row + noise * np.random.rand() for row in range(first, 44, step))
+        yield from (row + noise * np.random.rand() for row in range(first, 44, step))
 
     return Stream.of(own_rows, splits_itself=True)
 
@@ -146,6 +148,7 @@ cases = {
     "splits itself": lambda: splits_itself(by_rank=False),
     "splits itself and draws": lambda: splits_itself(by_rank=False, noise=0.5),
     "splits itself by rank": lambda: splits_itself(by_rank=True),
+    "splits itself by rank, behind a header": lambda: splits_itself(by_rank=True, header=True),
     "taken alike": lambda: hugging_face(lambda whole: whole.take(22)),
 }
 found = {}

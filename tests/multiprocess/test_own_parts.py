@@ -22,9 +22,10 @@ def test_data_that_differ_by_rank_are_told_and_copies_are_not(tmp_path):
         assert "6 steps" in found["splits itself and draws"]
         assert "6 steps" in found["unseeded, resumed"]
         assert "6 steps" in found["shuffled without a seed, resumed"]
-        told = "DifferentDataError: the ranks hold different data: the first sample of part 0 is 0"
+        told = "DifferentDataError: the ranks hold different data: what part 0 begins with is "
         assert told in found["splits itself by rank"]
         assert "a stream that asks for its rank" in found["splits itself by rank"]
+        assert told in found["splits itself by rank, behind a header"]
         assert "drew exactly once" in found["sampler"]
         assert "over a data set of 50 drew" in found["sampler"]
         assert "num_samples: 26 on global rank 0, 25 on global rank 1" in found["26 and 25"]
