@@ -57,7 +57,8 @@ class Prefetcher(Wrapper):
         """Steps that were submitted and whose batches were not read yet."""
         self._done: deque[Batch | BaseException] = deque()
         """What the thread has read, and at last what it has failed with."""
-        self._seconds = 0.0
+        self._seconds, self._num_read = 0.0, 0
+        """What a read takes on the caller's thread, and how many it has made."""
         self._thread: threading.Thread | None = None
         self._running = False
         self._over = False
@@ -99,7 +100,10 @@ class Prefetcher(Wrapper):
         found = self._read(beside=False)
         self._left -= 1
         took = time.perf_counter() - began
-        self._seconds = _KEPT * self._seconds + (1 - _KEPT) * took if self._seconds else took
+        self._num_read += 1
+        if self._num_read > 1:  # at the first one more is done than reading
+            kept = _KEPT if self._num_read > 2 else 0.0
+            self._seconds = kept * self._seconds + (1 - kept) * took
         return found
 
     def ready(self) -> bool:

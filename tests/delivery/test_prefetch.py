@@ -622,7 +622,8 @@ def test_slow_reads_get_a_thread_by_default(seconds, quick, alone, monkeypatch):
     ("seconds", "first"),
     [
         ([0.0009] * 20, None),
-        ([0.0011] * 20, 1),
+        ([0.0011] * 20, 2),
+        ([0.05] + [0.0001] * 19, None),  # the first one, at which more is done
         ([0.0001] * 10 + [0.0021] * 10, 11),
         ([0.0001] * 10 + [0.0015] + [0.0001] * 9, None),  # a single read that is slower
     ],
