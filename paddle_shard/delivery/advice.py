@@ -113,6 +113,11 @@ class Summary(NamedTuple):
     """Which cores these are: the same for ranks of a host that share them."""
     host: str
 
+    @property
+    def whole(self) -> float:
+        """What a step takes."""
+        return self.step + self.wait + self.others
+
 
 def summary_of(
     recent: Collection[Taken], num_workers: int, num_replicas: int, most_workers: int | None, num_ahead: int
@@ -168,7 +173,7 @@ def advice(of_ranks: Mapping[int, Summary]) -> str:
     late_rank, late = max(of_ranks.items(), key=lambda item: item[1].step)
     usual = float(np.quantile([one.step for one in of_ranks.values()], 0.25, method="lower"))
     late_by = late.step - usual if late.step > _SLOWER * usual else 0.0
-    whole = worst.step + worst.wait + worst.others
+    whole = worst.whole
     if worst.wait >= max(_MATTERS * whole, _MATTERS_SECONDS, late_by / _OWN):
         whose = f"on {_named(rank, of_ranks, lambda one: one.wait)}, " if len(of_ranks) > 1 else ""
         of_all = worst.cause[0] in MADE_BY_READERS and "`" in worst.cause[1]  # not one source, nor one file
@@ -180,9 +185,9 @@ def advice(of_ranks: Mapping[int, Summary]) -> str:
             f"{in_ms(worst.step)}: {whose}{first}{shown(worst.cause)}, {per}. {_remedy(worst, of_ranks.values())}"
         )
     waiting = max(of_ranks.values(), key=lambda one: one.others)
-    whole = waiting.step + waiting.wait + waiting.others
-    if waiting.others >= max(_MATTERS * whole, _MATTERS_SECONDS):
-        share = f"Ranks wait for each other {waiting.others / whole:.0%} of each step, which takes {in_ms(whole)}"
+    if waiting.others >= max(_MATTERS * waiting.whole, _MATTERS_SECONDS):
+        share = f"Ranks wait for each other {waiting.others / waiting.whole:.0%} of each step, which takes "
+        share += in_ms(waiting.whole)
         if late_by:
             return (
                 f"{share}: the code between two batches takes {in_ms(late.step)} on "
@@ -190,7 +195,6 @@ def advice(of_ranks: Mapping[int, Summary]) -> str:
                 "Data is ready when it is asked for: look at what is done there besides."
             )
         return f"{share}. Data is ready when it is asked for: no rank's own data is late."
-    whole = worst.step + worst.wait + worst.others
     beside = "" if worst.num_workers or worst.cpu < max(_BESIDE * whole, 2 * worst.wait) else _READ_BESIDE
     return (
         f"Training waits for data {worst.wait / whole:.1%} of each step, which takes {in_ms(whole)}. "
@@ -226,8 +230,8 @@ def _remedy(one: Summary, of_all: Collection[Summary]) -> str:
         if one.work * _COPIED < one.num_bytes:
             return f"That is copying {size}, and workers would copy it once more: smaller dtypes make it cheaper."
         if one.step < one.wait / _IDLE:
-            computes, busy = 2 * one.cpu > one.mean_work, one.num_workers >= one.num_cores
-            if not (computes and (busy or one.num_cores == 1)):
+            computes = 2 * one.cpu > one.mean_work
+            if not computes or max(1, one.num_workers) < one.num_cores:
                 workers = f"up to {one.num_cores} workers make" if computes else "any number of workers makes"
                 return f"The loop does little else: {workers} it faster (num_workers=)."
         if one.most_workers is not None and max(needed, in_all) > one.most_workers:

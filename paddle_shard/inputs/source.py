@@ -74,14 +74,6 @@ def read_source(options: LoaderOptions, layouts: Sequence[FieldLayout]) -> Sourc
     nranks = getattr(sampler, "nranks", 1)
     distributed = isinstance(sampler, paddle.io.DistributedBatchSampler) or (isinstance(nranks, int) and nranks > 1)
     split = options.is_dataset_splitted or distributed
-    for one in samplers(sampler):  # torch's DistributedSampler, and those that are derived from it
-        parts = getattr(one, "num_replicas", 1)
-        if not split and isinstance(parts, int) and parts > 1 and hasattr(one, "rank"):
-            raise SplitError(
-                f"the loader's {type(one).__name__} draws for rank={one.rank} of num_replicas={parts}, and would be "
-                "split again. Leave it out: paddle.io.DataLoader(dataset, batch_size=rows of all ranks, shuffle=True). "
-                "Or, if it cuts for the data ranks of these meshes, say is_dataset_splitted=True."
-            )
     ranks = math.lcm(*(layout.num_data_ranks for layout in layouts))
     tail = find_tail(options.tail, drop_last=bool(getattr(sampler, "drop_last", False)))
     accumulation = getattr(sampler, "_acc_steps", 1)
@@ -98,7 +90,10 @@ def read_source(options: LoaderOptions, layouts: Sequence[FieldLayout]) -> Sourc
     plain = not split and is_plain(sampler)
     if not plain:
         _check_own_order(options, tail)
-        ranks = _check_split(sampler, layouts) if split else ranks
+        if split:
+            ranks = _check_split(sampler, layouts)
+        else:
+            _check_unsplit(sampler)
     source = partial(
         Source, accumulation=accumulation, tail=tail, custom_sampler=None if plain else sampler, costs=costs
     )
@@ -169,6 +164,18 @@ def _planned(options: LoaderOptions, dataset: Any, **settings: Any) -> PlanBatch
     if advice is not None:
         warnings.warn(advice, stacklevel=5)
     return PlanBatches(plan, dataset.fingerprint() if isinstance(dataset, Mixture | Packed) else None, sizes)
+
+
+def _check_unsplit(sampler: Any) -> None:
+    """Refuse torch's `DistributedSampler`, and what is derived from it, where data is split here."""
+    for one in samplers(sampler):
+        parts = getattr(one, "num_replicas", 1)
+        if isinstance(parts, int) and parts > 1 and hasattr(one, "rank"):
+            raise SplitError(
+                f"the loader's {type(one).__name__} draws for rank={one.rank} of num_replicas={parts}, and would be "
+                "split again. Leave it out: paddle.io.DataLoader(dataset, batch_size=rows of all ranks, shuffle=True). "
+                "Or, if it cuts for the data ranks of these meshes, say is_dataset_splitted=True."
+            )
 
 
 def _users(

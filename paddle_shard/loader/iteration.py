@@ -19,6 +19,7 @@ from paddle_shard.delivery.step_pass import StepPass
 from paddle_shard.errors import ArgumentError, BatchStructureError, DataReadError, PaddleShardError, UnequalEndsError
 from paddle_shard.inputs.source import Source
 from paddle_shard.place.local_tensor import TensorMaker
+from paddle_shard.plan.hazards import MUCH
 from paddle_shard.plan.shard_plan import ShardPlan
 from paddle_shard.plan.state import LoaderState
 from paddle_shard.plan.step import Content
@@ -197,10 +198,9 @@ def say_if_uneven(setup: PassSetup, epoch: int) -> None:
     if plan.ending.drops and rank == 0 and shards is not None and stream.known_steps(LoaderState()) is None:
         opening = stream.opening(LoaderState(epoch=epoch))
         sizes = source.part_sizes(opening) if isinstance(source, ShardSource) else None
-        # Of the bytes, what lies behind the end of the shortest part.
-        share = 1 - min(sizes) * len(sizes) / sum(sizes) if sizes and sum(sizes) else None
-        lost = 0.02 if share is None else share
-        if lost > max(0.01, stats.most_lost):
+        share = plan.ending.lost(sizes) if sizes and any(sizes) else None
+        lost = 2 * MUCH if share is None else share  # what is not known is told, too
+        if lost > max(MUCH, stats.most_lost):
             stats.most_lost = lost
             much = "how much is not known" if share is None else f"about {share:.0%} of the data, by its files' sizes"
             say_once(

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
-from types import FunctionType
 from typing import Any
 
 from paddle.io.dataloader import worker as paddle_worker
@@ -108,7 +107,7 @@ class SelfSplit(Stage):
         key = opening.key(part, "source")
         opening.seed_generators(key)
         # As with workers, each part has a data set of its own, which may hold where it stands.
-        dataset = self._dataset if isinstance(self._dataset, FunctionType) else copy.copy(self._dataset)
+        dataset = copy.copy(self._dataset)
         tell_epoch(dataset, opening)
         info = _Part(id=part, num_workers=opening.num_parts, dataset=dataset, seed=key & 0x7FFFFFFF)
         return info, opening.drawn(told(info, dataset), part)

@@ -10,7 +10,7 @@ import numpy as np
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, SplitError
 from paddle_shard.plan.seeding import derive_key
 from paddle_shard.say_once import say_once
-from paddle_shard.sources.external import ROUND
+from paddle_shard.sources.external import tell_epoch
 from paddle_shard.sources.files import needs, within_their_folder
 from paddle_shard.stages.stage import Opening, Stage
 
@@ -136,7 +136,7 @@ class HuggingFaceSource(Stage):
     def _items(self, part: int, opening: Opening) -> Iterator[Any]:
         opening.seed_generators(opening.key(part, "source"))
         mine = self._dataset.shard(num_shards=opening.num_parts, index=part)  # a copy, so that its epoch can be set
-        mine.set_epoch(opening.epoch + opening.round * ROUND)
+        tell_epoch(mine, opening)
         yield from opening.drawn(iter(mine), part)
 
 
@@ -154,12 +154,18 @@ def _done_by_part(node: Any) -> Iterator[str]:
         held, kind = getattr(found, "__dict__", {}), type(found).__name__
         if kind.endswith("CyclingMultiSourcesExamplesIterable"):
             yield "interleave_datasets()"
-        elif "ex_iterable" in held and isinstance(held.get("n"), int):
-            yield f"{'take' if kind.startswith('Take') else 'skip'}({held['n']})"
+        elif (number := _num_cut(found)) is not None:
+            yield f"{'take' if kind.startswith('Take') else 'skip'}({number})"
         elif held.get("with_indices"):
             yield f"{'filter' if kind.startswith('Filter') else 'map'}(with_indices=True)"
         elif held.get("drop_last_batch"):
             yield "map(drop_last_batch=True)"
+
+
+def _num_cut(step: Any) -> int | None:
+    """Return how many samples a `take()` or `skip()` is of; None: it is another step."""
+    number = getattr(step, "n", None)
+    return number if hasattr(step, "ex_iterable") and isinstance(number, int) else None
 
 
 def _rows_of(shard: Any) -> str:
@@ -173,8 +179,8 @@ def _rows_of(shard: Any) -> str:
 def _generators(node: Any) -> Iterator[str]:
     """Yield the states of the generators of a data set's steps, and what is taken or skipped; the last step first."""
     for found in _walked(node):
-        if hasattr(found, "ex_iterable") and isinstance(getattr(found, "n", None), int):
-            yield f"{type(found).__name__} {found.n}"  # of take() and skip(): ranks must not cut by these
+        if (number := _num_cut(found)) is not None:
+            yield f"{type(found).__name__} {number}"  # of take() and skip(): ranks must not cut by these
         if isinstance(found, np.random.Generator):
             entropy = getattr(found.bit_generator.seed_seq, "entropy", None)
             if entropy is None or (isinstance(entropy, int) and entropy >= _SEEDS):
