@@ -13,6 +13,7 @@ from pathlib import Path
 
 from paddle_shard.errors import PaddleShardError
 from tests.deadlines import HANG
+from tests.descriptors import open_files
 
 KEPT = re.compile(r"^paddle_shard-(agree|reception)")
 """Threads that live as long as the process."""
@@ -94,12 +95,7 @@ def shared_memory():
 
 def descriptors():
     """How many sockets, pipes and other things are open."""
-    kinds = Counter()
-    for number in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # the listing's own
-            target = os.readlink(f"/proc/self/fd/{number}")
-            kinds[target.partition(":")[0] if ":" in target else "file"] += 1
-    return kinds
+    return Counter(one.kind for one in open_files())
 
 
 class Traces:

@@ -29,6 +29,7 @@ from paddle_shard.reading.failure import ReadFailure
 from paddle_shard.reading.workers import WorkerPool
 from paddle_shard.sources.arrays import ArrayDataset
 from tests.deadlines import HANG
+from tests.descriptors import open_files
 
 LARGE = 20_000
 """So many numbers go through shared memory."""
@@ -388,10 +389,10 @@ def test_a_worker_holds_no_batch_that_it_has_sent():
 
 
 def test_many_steps_ahead_take_few_open_files():
-    files, before = [], len(os.listdir("/proc/self/fd"))
+    files, before = [], open_files()
     with reading(lambda step: [np.zeros(LARGE)], steps_of(400), prefetch_factor=100) as batches:
         for _ in batches:
-            files.append(len(os.listdir("/proc/self/fd")) - before)
+            files.append(len(open_files() - before))
 
     assert max(files) < 30
 

@@ -6,7 +6,6 @@ import io
 import json
 import lzma
 import multiprocessing
-import os
 import random
 import subprocess
 import sys
@@ -27,6 +26,7 @@ from paddle_shard.sources.webdataset import Decode, webdataset_source
 from paddle_shard.stages import Map, Shuffle
 from paddle_shard.stages.stage import Opening
 from tests.deadlines import HANG
+from tests.descriptors import open_files
 from tests.extras import needs
 from tests.helpers import ONE, sharded
 from tests.sources.http_server import serving
@@ -610,14 +610,14 @@ def test_resampled_shards_go_on_without_end_and_resume(folder):
 
 
 def test_files_are_closed_when_a_part_is_left(folder):
-    def open_files():
-        return sum(os.path.realpath(f"/proc/self/fd/{fd}").endswith(".tar") for fd in os.listdir("/proc/self/fd"))
+    def open_tars():
+        return sum(one.target.endswith(".tar") for one in open_files())
 
     items = webdataset_source(f"{folder}/{{000..009}}.tar", index=True).open(opening(skip=10))[0]
     next(items)
-    assert open_files() == 1
+    assert open_tars() == 1
     items.close()
-    assert open_files() == 0
+    assert open_tars() == 0
 
 
 def test_a_connection_error_of_the_http_library_counts_as_dropped(monkeypatch):
