@@ -17,8 +17,8 @@ Cause = tuple[str, str]
 
 READING, FUNCTION, COLLATING, SAMPLER = "reading", "function", "collating", "sampler"
 STARTING, TRANSPORT, TENSORS, PLACING = "starting workers", "transport", "tensors", "placing"
-RANKS, LEADER, LOADER = "other ranks", "leader", "loader"
-KINDS = (READING, FUNCTION, COLLATING, SAMPLER, STARTING, TRANSPORT, TENSORS, PLACING, RANKS, LEADER, LOADER)
+RANKS, LEADER, LOADER, DEVICE = "other ranks", "leader", "loader", "device"
+KINDS = (READING, FUNCTION, COLLATING, SAMPLER, STARTING, TRANSPORT, TENSORS, PLACING, RANKS, LEADER, LOADER, DEVICE)
 """All kinds of causes; `docs/speed.md` tells what they are."""
 MADE_BY_READERS = {READING, FUNCTION, COLLATING}
 """The kinds that more readers would share."""

@@ -36,7 +36,7 @@ FLOORS = {  # room -> what it may import of ours, and which third parties
         PURE | {"clock", "tree", "collate", "say_once", "samplers", "stages", "sources"},
         {"numpy", "paddle", "ray"},
     ),
-    "place": (PURE | {"tree"}, {"numpy", "paddle"}),
+    "place": (PURE | {"clock", "tree"}, {"numpy", "paddle"}),
     "ranks": (PURE | {"clock", "say_once", "reading"}, {"numpy", "paddle"}),
     "inputs": (
         PURE | {"say_once", "samplers", "stages", "sources", "reading", "place"},

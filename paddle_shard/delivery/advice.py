@@ -18,6 +18,7 @@ import numpy as np
 
 from paddle_shard.clock import (
     COLLATING,
+    DEVICE,
     FUNCTION,
     LEADER,
     LOADER,
@@ -74,14 +75,24 @@ class Taken(NamedTuple):
     samples: int
     num_bytes: int
 
+    @property
+    def hidden(self) -> bool:
+        """True if the time in the loader cost nothing: after it, the device still had several steps to compute."""
+        return (DEVICE, "") in self.spent.seconds
+
+    @property
+    def code(self) -> float:
+        """Seconds that the step takes if its data is there at once."""
+        return self.step + self.wait if self.hidden else self.step
+
 
 class Summary(NamedTuple):
     """Where the time of a rank went in its newest steps; all times are seconds a step. JSON-able."""
 
     num_steps: int
     step: float
-    """Of the user's code: the median, as a step that saves or evaluates is not usual; if several steps are much longer,
-    as where gradients are accumulated, the mean of all but the longest."""
+    """Of the user's code, and of the device where that is behind it: the median, as a step that saves or evaluates is
+    not usual; if several steps are much longer, as where gradients are accumulated, the mean of all but the longest."""
     wait: float
     """For data that this rank makes itself."""
     others: float
@@ -128,11 +139,11 @@ def summary_of(
     waits, work = defaultdict[Cause, float](float), defaultdict[Cause, float](float)
     made = [one.spent.made for one in recent]
     for one, of_one in zip(recent, made, strict=True):
-        for cause, seconds in one.spent.seconds.items():
+        for cause, seconds in () if one.hidden else one.spent.seconds.items():
             waits[cause] += seconds / len(recent)
         for cause, seconds in of_one.items():
             work[cause] += seconds / len(recent)
-    steps = sorted(one.step for one in recent if one.step) or [0.0]
+    steps = sorted(one.code for one in recent if one.step) or [0.0]
     step, mean = float(np.median(steps)), float(np.mean(steps[:-1] or steps))
     cores = sorted(os.sched_getaffinity(0))
     others = sum(waits.pop(cause, 0.0) for cause in [(RANKS, ""), (LEADER, "")])
@@ -301,6 +312,7 @@ _WORDS = {
     RANKS: "waiting for other ranks",
     LEADER: "waiting for the rank that reads for this one",
     LOADER: "the loader itself",
+    DEVICE: "waiting for the device",
 }
 
 

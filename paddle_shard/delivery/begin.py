@@ -45,10 +45,11 @@ def begin(setup: PassSetup, start: LoaderState) -> StepPass:
         agreement = _agreement(setup, start, ends_must_agree=stream is None or source.tail.refuses, same=compares)
         shared = replicas.shared(core, reading.core, agreement)
         look = None if setup.batch_check is None else partial(note_summary, setup, start)
-        feed.executor = executor = reading.start(feed.more, shared, look, elsewhere=follows)
+        feed.executor = executor = reading.start(feed.more, shared, look)
         # What a follower gets is read in another process. With workers its leader may tell it to read for itself.
         if setup.prefetch and (reading.num_workers or not follows):
-            feed.executor = Prefetcher(executor, setup.prefetch, always=not setup.if_worth_it)
+            always, elsewhere = not setup.if_worth_it, reading.num_workers > 0
+            feed.executor = Prefetcher(executor, setup.prefetch, always=always, elsewhere=elsewhere)
         if reading.num_workers:  # they begin to read before the first batch is asked for
             feed.fill(0)
         return StepPass(

@@ -45,6 +45,9 @@ class Counts:
     """Seconds spent in the loader: reading (without workers), placing, and waiting for data."""
     waits: dict[str, float] = field(default_factory=lambda: dict.fromkeys(KINDS, 0.0))
     """`wait_seconds` by what they were spent for; they add up to it."""
+    hidden_seconds: float = 0.0
+    """Of `wait_seconds`, those that cost nothing: the loop waited for the device then, which had earlier steps to
+    compute."""
     step_seconds: float = 0.0
     """Seconds that the user's code spent between two batches."""
     largest_cost: float = 0.0
@@ -60,9 +63,9 @@ class Counts:
 
     @property
     def starved(self) -> float:
-        """Share of the time that was spent in the loader, from 0 to 1; 0.1 is a lot."""
+        """Share of the time that was spent in the loader and not hidden by the device, from 0 to 1; 0.1 is a lot."""
         total = self.wait_seconds + self.step_seconds
-        return self.wait_seconds / total if total else 0.0
+        return (self.wait_seconds - self.hidden_seconds) / total if total else 0.0
 
     @property
     def imbalance(self) -> float:
@@ -295,7 +298,9 @@ class PassClock:
         counts.bytes += num_bytes
         counts.largest_cost += largest
         counts.mean_cost += mean
-        if before is not None and taken.wait >= _STALL_SECONDS:
+        if taken.hidden:
+            counts.hidden_seconds += taken.wait
+        elif before is not None and taken.wait >= _STALL_SECONDS:
             self._say_if_stalled(taken, batch)
         if before is not None or self._stats.short:
             self._stats.recent.append(taken)

@@ -13,7 +13,6 @@ from typing import Any
 import paddle.io
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError
-from paddle_shard.place.local_tensor import is_cpu
 from paddle_shard.plan.orders import Shuffle
 from paddle_shard.reading.ray_pool import RayReaders
 from paddle_shard.say_once import say_once
@@ -118,34 +117,27 @@ class LoaderOptions:
                 raise ArgumentError(f"{name}={value!r:.60}: {why} Leave {name} out.")
 
 
-_ON_DEVICE = 2
-"""Batches whose copies to a device are asked for ahead, as by Paddle's own loader."""
-
-
-def checked_prefetch(options: LoaderOptions, *, stream: bool) -> tuple[int, bool, int]:
+def checked_prefetch(options: LoaderOptions, *, stream: bool) -> tuple[int, bool]:
     """Return what is read ahead and when: the one place that decides it.
 
-    If a DataLoader's `use_buffer_reader` is set, Paddle moves batches to the device in a thread, and without workers
-    also reads in a thread. So a thread is the default here, too, if it pays off.
+    If a DataLoader's `use_buffer_reader` is set, Paddle reads, or takes from its workers, in a thread. So a thread is
+    the default here, too, if it pays off.
 
     Args:
         options: The loader's options.
         stream: True if the data is a stream.
 
     Returns:
-        How many batches a thread keeps ready; whether the thread starts only if reading takes long enough; and how
-        many batches are on their way to the device before the one that is handed over.
+        How many batches a thread keeps ready; and whether the thread starts only if reading takes long enough.
 
     Raises:
         ArgumentError: `prefetch` is not an int >= 0, or the DataLoader cannot be read in another thread.
     """
     prefetch, dataloader = options.prefetch, options.dataloader
     own = type(dataloader).__iter__ is not paddle.io.DataLoader.__iter__
-    buffers = dataloader.use_buffer_reader if prefetch is None else prefetch
-    moves = _ON_DEVICE if buffers and not is_cpu(dataloader.places[0]) else 0
     if prefetch is None:
-        helps = buffers and not (own or stream or dataloader.num_workers)
-        return (2, True, moves) if helps else (0, False, moves)
+        helps = dataloader.use_buffer_reader and not own and (dataloader.num_workers or not stream)
+        return (2, True) if helps else (0, False)
     if isinstance(prefetch, bool) or not isinstance(prefetch, numbers.Integral) or prefetch < 0:
         raise ArgumentError(f"prefetch must be None or an int >= 0, got {prefetch!r}.")
     if prefetch and own:
@@ -159,5 +151,5 @@ def checked_prefetch(options: LoaderOptions, *, stream: bool) -> tuple[int, bool
             "while the training waits for it. Give the DataLoader workers (num_workers=) to read ahead.",
             prefetch,
         )
-        return 0, False, moves
-    return int(prefetch), False, moves
+        return 0, False
+    return int(prefetch), False

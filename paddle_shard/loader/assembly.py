@@ -81,7 +81,7 @@ def setup_of(options: LoaderOptions) -> PassSetup:
         source = read_source(options, layouts) if stream is None else read_stream(options, layouts, own)
     except BatchSizeError as error:
         raise BatchSizeError(str(error) if options.is_dataset_splitted else f"{error} {IF_SPLIT} {_WHOLE}") from None
-    prefetch, if_worth_it, on_device = checked_prefetch(options, stream=stream is not None)
+    prefetch, if_worth_it = checked_prefetch(options, stream=stream is not None)
     if pad_to is not None and agreeing != members:
         raise ArgumentError(
             f"pad_to={options.pad_to!r}: global rank {me} is on none of the meshes, so nobody tells it "
@@ -103,7 +103,7 @@ def setup_of(options: LoaderOptions) -> PassSetup:
         placer=placer,
         own_layout=own,
         rows=LoaderRows(source, layouts, own),
-        reading=_reading(options, source, own, on_device, pads=pad_to, compared=len(agreeing) > 1),
+        reading=_reading(options, source, own, pads=pad_to, compared=len(agreeing) > 1),
         run=run,
         stats=_stats(options, source, replicas, me),
         agreeing_ranks=agreeing,
@@ -133,7 +133,7 @@ def _say_what_is_not_split(own: FieldLayout) -> None:
 
 
 def _reading(
-    options: LoaderOptions, source: Source, own: FieldLayout, on_device: int, *, pads: PadTo | None, compared: bool
+    options: LoaderOptions, source: Source, own: FieldLayout, *, pads: PadTo | None, compared: bool
 ) -> Reading:
     """Return how steps are read, here or in workers."""
     given = options.dataloader
@@ -150,9 +150,9 @@ def _reading(
     stream, even, read = source.stream, None if pads is None else pads.even, None
     if stream is not None:
         read = StreamReading(stage=stream.stage, num_workers=stream.num_workers, places=stream.places(), even=even)
-    to_tensors = partial(TensorMaker, options.dataloader.places[0], ahead=on_device > 0)
+    to_tensors = partial(TensorMaker, options.dataloader.places[0])
     # Workers have less time than the other ranks, so that these are told what it is.
-    return Reading(options.dataloader, how, to_tensors, on_device, 0.9 * options.timeout, read, options.readers)
+    return Reading(options.dataloader, how, to_tensors, 0.9 * options.timeout, read, options.readers)
 
 
 def _facts(options: LoaderOptions, source: Source, placer: BatchPlacer) -> dict[str, Any]:

@@ -70,7 +70,7 @@ class ShardIterator:
             self.epoch = start.epoch
             self._current: Batch | None = None
             self._valid: tuple[Batch, Any] | None = None
-            self._make = TensorMaker(setup.options.dataloader.places[0], ahead=False)
+            self._make = TensorMaker(setup.options.dataloader.places[0])
             # By this Paddle's profiler knows whose reading it times. It keeps it, so it is not this object.
             self._timed = SimpleNamespace(_dataset=setup.options.dataloader.dataset)
             # The pass does not refer to this object, so that abandoning it ends its workers at once.

@@ -61,8 +61,10 @@ class Batch:
     """True if nothing else refers to its arrays, so that tensors may share their memory."""
     is_first: bool = False
     """True for the first step of its pass."""
+    completed: Callable[[], Any] | None = None
+    """Returns `value` with its tensors, if another thread has only begun to make them; `executor.complete` calls it."""
     num_bytes: int = 0
-    """Size in bytes of its arrays; counted only where batches are kept ahead."""
+    """Size in bytes of its arrays, if another thread has taken it."""
     spent: Spent | None = None
     """Where the time of making it went, if that was in another thread."""
 

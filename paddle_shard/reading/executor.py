@@ -13,7 +13,6 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -28,7 +27,7 @@ from paddle_shard.plan.step import Step
 from paddle_shard.reading.batch import Batch, Chunk, Even, joined
 from paddle_shard.reading.chunk_reader import OwnBatches
 from paddle_shard.reading.failure import ReadFailure
-from paddle_shard.reading.reader import DrewBesideError, Reader
+from paddle_shard.reading.reader import Reader
 from paddle_shard.reading.tensors import arrays_of, becomes_tensor
 from paddle_shard.reading.worker_guards import in_use
 from paddle_shard.reading.workers import WorkerPool, WorkersLostError
@@ -372,106 +371,50 @@ class Wrapper(Executor):
 
 
 _MAKING = "making tensors of the batch"
-MOST_BYTES = 256 << 20
-"""Bytes on a device that batches ahead of the one to hand over may take, if there is more than one of them."""
-
-
-def has_room(sizes: Sequence[int], most: int) -> bool:
-    """Return whether one more batch may be ahead on the device, beside those of these sizes in bytes.
-
-    There may be `most`, but only one where two take more than `MOST_BYTES`: these are copied for 10 ms and more each,
-    so that a second one hides no more of it, and the model needs the memory.
-    """
-    return len(sizes) < most and (not sizes or sum(sizes) + sizes[-1] <= MOST_BYTES)
-
-
 ToTensors = Callable[[Sequence[Any], bool], Callable[[], Sequence[Any]]]
 """Begins to convert arrays and tensors to tensors, and returns a function that returns them. If nothing else refers to
 the arrays (True), the tensors may share their memory."""
 
 
 class Tensors(Wrapper):
-    """Makes tensors of the arrays of each batch, on the loader's place; on a device, some batches ahead of the caller.
+    """Makes tensors of the arrays of each batch, on the loader's place.
 
-    read k+2, ask for its copy     read k+3, ask for its copy     ...      the thread that takes
-          copy k+1 to the device         copy k+2                          Paddle's reader, on a stream of its own
-      hand over k                    hand over k+1                         the training loop
-
-    So the training loop waits for a batch's copy only if the device is two steps behind, and never for what the device
-    has to compute after that.
+    A batch that another thread takes is ready but for what is the caller's to do (`complete`): its copy to a device.
     """
 
-    def __init__(
-        self,
-        inner: Executor,
-        to_tensors: ToTensors,
-        *,
-        look: Callable[[Batch], None] | None = None,
-        ahead: int = 0,
-        patient: bool = False,
-    ) -> None:
+    def __init__(self, inner: Executor, to_tensors: ToTensors, look: Callable[[Batch], None] | None = None) -> None:
         """Wrap an executor.
 
         Args:
             inner: The executor.
             to_tensors: Makes the tensors of one pass.
             look: Is shown each batch before.
-            ahead: Batches whose copies are asked for before the one that is handed over is waited for.
-            patient: True if the inner executor reads elsewhere, so that what it has not read yet is left to it.
         """
         super().__init__(inner)
-        self._to_tensors, self._look, self._ahead, self._patient = to_tensors, look, ahead, patient
+        self._to_tensors, self._look = to_tensors, look
         self._any_taken = False
-        self._begun: deque[tuple[Batch, Callable[[], Any]] | Exception] = deque()
-        """Batches whose tensors are being made, and at last what the next one has failed with."""
-
-    @property
-    def depth(self) -> int:
-        """See `Executor`."""
-        return self._inner.depth + self._ahead
 
     def take(self, *, beside: bool = False) -> Batch:
         """See `Executor`."""
-        begun = self._begun
-        while not begun or (self._ahead and not isinstance(begun[-1], Exception)):
-            if begun:
-                sizes = [one[0].num_bytes for one in islice(begun, 1, None) if isinstance(one, tuple)]
-                if not has_room(sizes, self._ahead) or (self._patient and not self._inner.ready()):
-                    break
-            try:
-                found = self._inner.take(beside=beside)
-                found.is_first, self._any_taken = not self._any_taken, True
-                if self._look is not None:
-                    self._look(found)
-                if self._ahead:
-                    found.num_bytes = sum(getattr(leaf, "nbytes", 0) for leaf in arrays_of(found.value))
-                with in_use, at(TENSORS), told_of(found.step, _MAKING):
-                    begun.append((found, begin_tensors(found.value, self._to_tensors, found.owned)))
-            except DrewBesideError:  # what is begun stays: the caller's thread takes it, and then reads on
-                raise
-            except StopIteration:
-                if not begun:
-                    raise
-                break
-            except Exception as error:  # raised when its own turn has come
-                raise_if_a_handlers(error)
-                begun.append(error)
-        first = begun.popleft()
-        if isinstance(first, Exception):
-            raise first
-        batch, finish = first
+        found = self._inner.take(beside=beside)
+        found.is_first, self._any_taken = not self._any_taken, True
+        if self._look is not None:
+            self._look(found)
+        with in_use, at(TENSORS), told_of(found.step, _MAKING):
+            rest = begin_tensors(found.value, self._to_tensors, found.owned)
+            if not beside:
+                found.value = rest()
+        if beside:
+            found.num_bytes = sum(getattr(leaf, "nbytes", 0) for leaf in arrays_of(found.value))
+            found.value, found.completed = None, rest
+        return found
+
+
+def complete(batch: Batch) -> None:
+    """Do the rest of making a batch's tensors, on the thread that computes with them."""
+    if batch.completed is not None:
         with in_use, at(TENSORS), told_of(batch.step, _MAKING):
-            batch.value = finish()
-        return batch
-
-    def ready(self) -> bool:
-        """See `Executor`."""
-        return bool(self._begun) or self._inner.ready()
-
-    def close(self, *, ended: bool = False) -> None:
-        """See `Executor`."""
-        self._begun.clear()
-        self._inner.close(ended=ended)
+            batch.value, batch.completed = batch.completed(), None
 
 
 def begin_tensors(value: Any, begin: ToTensors, owned: bool) -> Callable[[], Any]:

@@ -12,13 +12,15 @@ from collections import deque
 from paddle_shard.clock import TRANSPORT, WAITING, at, clock
 from paddle_shard.plan.step import Step
 from paddle_shard.reading.batch import Batch
-from paddle_shard.reading.executor import Executor, Wrapper, has_room
+from paddle_shard.reading.executor import Executor, Wrapper, complete
 from paddle_shard.reading.reader import DrewBesideError
 from paddle_shard.reading.worker_guards import signals_held
 from paddle_shard.say_once import say_once
 
 QUICK = 0.001
 """Seconds of a read below which handing it from thread to thread costs more than it saves."""
+MOST_BYTES = 256 << 20
+"""Bytes that batches ahead may take, if there is more than one of them and the user has not said how many."""
 _KEPT = 0.5
 """Share of the earlier estimate of a read's seconds that is kept at each further read."""
 _JOIN_SECONDS = 1.0
@@ -40,16 +42,18 @@ class Prefetcher(Wrapper):
     loop. Until it runs, the caller's thread reads. One thread at a time uses the inner executor.
     """
 
-    def __init__(self, inner: Executor, count: int, *, always: bool) -> None:
+    def __init__(self, inner: Executor, count: int, *, always: bool, elsewhere: bool) -> None:
         """Wrap an executor.
 
         Args:
             inner: The executor.
             count: Most batches that are kept ready.
             always: True if the thread is started in any case; False: once a read takes a millisecond or more.
+            elsewhere: True if other processes read. Then a read takes what is done to have it here, without waiting.
         """
         super().__init__(inner)
         self._count, self._always = count, always
+        self._now = time.thread_time if elsewhere else time.perf_counter
         self._changed = threading.Condition()
         self._waiting: deque[Step] = deque()
         """Steps that were submitted here, and not to the inner executor yet."""
@@ -94,12 +98,13 @@ class Prefetcher(Wrapper):
                 if isinstance(found, BaseException):
                     raise found
                 mine.blame(found.spent)
+                complete(found)
                 return found
             mine.blame(None)
-        began = time.perf_counter()
+        began = self._now()
         found = self._read(beside=False)
         self._left -= 1
-        took = time.perf_counter() - began
+        took = self._now() - began
         self._num_read += 1
         if self._num_read > 1:  # at the first one more is done than reading
             kept = _KEPT if self._num_read > 2 else 0.0
@@ -138,9 +143,10 @@ class Prefetcher(Wrapper):
         return self._inner.take(beside=beside)
 
     def _has_room(self) -> bool:
-        if self._always:  # the user's number
+        if self._always or not self._done:  # the user's number
             return len(self._done) < self._count
-        return has_room([found.num_bytes for found in self._done if isinstance(found, Batch)], self._count)
+        sizes = [found.num_bytes for found in self._done if isinstance(found, Batch)]
+        return len(self._done) < self._count and sum(sizes) + max(sizes, default=0) <= MOST_BYTES
 
     def _may_run(self) -> bool:
         return not self._over and (self._always or self._seconds >= QUICK) and self._inner.runs_free

@@ -49,7 +49,6 @@ class Reading:
         dataloader: paddle.io.DataLoader,
         how: HowToRead,
         to_tensors: Callable[[], ToTensors],
-        ahead: int,
         worker_timeout: float,
         stream: StreamReading | None = None,
         readers: RayReaders | None = None,
@@ -60,13 +59,12 @@ class Reading:
             dataloader: The user's DataLoader, perhaps of a subclass.
             how: What a reader must know of the loader.
             to_tensors: Returns what makes the tensors of one pass, on the loader's place.
-            ahead: Batches whose copies to a device are asked for ahead.
             worker_timeout: Seconds after which a worker that has not answered counts as hung.
             stream: How it is read, if the data is a stream.
             readers: What takes the place of worker processes.
         """
         self._how, self._stream, self._worker_timeout, self._readers = how, stream, worker_timeout, readers
-        self._to_tensors, self._ahead = to_tensors, ahead
+        self._to_tensors = to_tensors
         # Of data with an index, one for all passes: it knows whether reading draws.
         self._id_reader = IdReader(dataloader.dataset, dataloader.collate_fn, how) if stream is None else None
         self._idle: list[WorkerPool] = []
@@ -87,8 +85,6 @@ class Reading:
         more: Callable[[], bool],
         core: Executor,
         look: Callable[[Batch], None] | None,
-        *,
-        elsewhere: bool = False,
     ) -> Executor:
         """Return the executor of a new pass, which makes tensors; any number may be open at once.
 
@@ -96,11 +92,9 @@ class Reading:
             more: Submits the next step; returns False if there is none.
             core: Reads the steps.
             look: Is shown each batch as the user's code leaves it; None: nothing is.
-            elsewhere: True if another rank reads them.
         """
-        own, patient = self._iterates_itself, elsewhere or self.num_workers > 0
-        looks = None if own else look
-        made = Tensors(core, self._to_tensors(), look=looks, ahead=self._ahead, patient=patient)
+        own = self._iterates_itself
+        made = Tensors(core, self._to_tensors(), None if own else look)
         return UserIterated(made, self.dataloader, more, look) if own else made
 
     def core(self) -> Executor:

@@ -370,7 +370,7 @@ def test_a_thread_whose_work_is_broken_does_not_leave_the_caller_waiting():
         if number == 3:
             raise RuntimeError("broken")
 
-    ahead = Prefetcher(Numbers(broken), 3, always=True)
+    ahead = Prefetcher(Numbers(broken), 3, always=True, elsewhere=False)
     for step in steps(6):
         ahead.submit(step)
     assert [ahead.take().value for _ in range(3)] == [0, 1, 2]
@@ -609,7 +609,10 @@ def test_slow_reads_get_a_thread_by_default(seconds, quick, alone, monkeypatch):
     reading = sharded(dataset)._shared.setup.reading
     reading = reading.start(lambda: False, reading.core(), lambda batch: None)
     batches = step_pass(
-        Prefetcher(reading, 2, always=False), AloneAgreement() if alone else agreement_of_one(2), 100, num_steps=100
+        Prefetcher(reading, 2, always=False, elsewhere=False),
+        AloneAgreement() if alone else agreement_of_one(2),
+        100,
+        num_steps=100,
     )
     delivered = [row for batch in batches for row in batch.value.numpy()[:, 0].tolist()]
 
@@ -637,11 +640,53 @@ def test_a_thread_starts_once_the_last_reads_took_a_millisecond_on_average(secon
 
     monkeypatch.setattr(prefetcher, "time", SimpleNamespace(perf_counter=lambda: now))
     numbers = Numbers(pass_time)
-    batches = step_pass(Prefetcher(numbers, 2, always=False), AloneAgreement(), 20)
+    batches = step_pass(Prefetcher(numbers, 2, always=False, elsewhere=False), AloneAgreement(), 20)
 
     assert [batch.value for batch in batches] == list(range(20))
     by_caller = [thread is threading.current_thread() for thread in numbers.threads]
     assert by_caller == [first is None or number < first for number in range(20)]
+
+
+class Sized(Numbers):
+    """Batches of 1000 bytes each."""
+
+    def take(self, *, beside=False):
+        found = super().take(beside=beside)
+        found.num_bytes = 1000
+        return found
+
+
+@pytest.mark.parametrize(("most", "always", "ahead"), [(2000, False, 2), (1999, False, 1), (1, False, 1), (1, True, 2)])
+def test_fewer_batches_are_kept_ready_where_they_are_large_unless_the_user_has_said_how_many(
+    most, always, ahead, monkeypatch
+):
+    monkeypatch.setattr(prefetcher, "MOST_BYTES", most)
+    monkeypatch.setattr(prefetcher, "QUICK", 0.0)
+    numbers = Sized(lambda number: None)
+    batches = step_pass(Prefetcher(numbers, 2, always=always, elsewhere=False), AloneAgreement(), 20)
+    for _ in range(5):
+        next(batches)
+    soon(lambda: len(numbers.threads) == 5 + ahead)
+    time.sleep(0.05)
+
+    assert len(numbers.threads) == 5 + ahead
+    batches.close()
+
+
+def test_what_workers_read_is_taken_by_a_thread_once_having_it_here_takes_a_millisecond(monkeypatch):
+    """Waiting for them does not count: a thread would wait as well."""
+    now = 0.0
+
+    def pass_time(number):
+        nonlocal now
+        now += 0.0001 if number < 10 else 0.0021
+
+    monkeypatch.setattr(prefetcher, "time", SimpleNamespace(perf_counter=None, thread_time=lambda: now))
+    numbers = Numbers(pass_time)
+    batches = step_pass(Prefetcher(numbers, 2, always=False, elsewhere=True), AloneAgreement(), 20)
+
+    assert [batch.value for batch in batches] == list(range(20))
+    assert [thread is threading.current_thread() for thread in numbers.threads] == [number < 11 for number in range(20)]
 
 
 @pytest.mark.parametrize("kind", ["index", "stream"])

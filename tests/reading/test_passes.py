@@ -61,7 +61,7 @@ def reading(dataset, sampler_fails_at, skip, collate_fn=None, ahead=0):
     reader, feed = IdReader(dataset, collate_fn, how), Feed(steps())
     feed.executor = Tensors(InlineExecutor(reader), maker)
     if ahead:
-        feed.executor = Prefetcher(feed.executor, ahead, always=True)
+        feed.executor = Prefetcher(feed.executor, ahead, always=True, elsewhere=False)
     return StepPass(feed, AloneAgreement(), place=lambda batch: batch)
 
 

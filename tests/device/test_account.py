@@ -1,0 +1,74 @@
+"""Is training starved, if the host runs ahead of the device? What the device hides costs nothing."""
+
+import json
+import time
+
+import numpy as np
+import paddle
+import paddle.distributed as dist
+import pytest
+
+import paddle_shard
+from paddle_shard.delivery.advice import RECENT
+
+MESH = dist.ProcessMesh([0], dim_names=["dp"])
+COMPUTE = paddle.device.current_stream("standin:0").stream_base.raw_stream
+STEPS = RECENT + 8
+WAYS = {"default": ({}, {}), "prefetch 0": ({}, {"prefetch": 0}), "workers": ({"num_workers": 2}, {})}
+
+
+class Data(paddle.io.Dataset):
+    def __init__(self, read):
+        self.read = read
+
+    def __getitem__(self, index):
+        time.sleep(self.read * (index % 2))
+        return np.zeros(16, "float32"), index
+
+    def __len__(self):
+        return 2 * STEPS
+
+
+def trained(plugin, way, *, host, device, read):
+    """The loader after a pass in which nobody waits for the device; all times are milliseconds a step."""
+    given, options = WAYS[way]
+    dataloader = paddle.io.DataLoader(Data(read / 1000), batch_size=2, **given)
+    loader = paddle_shard.shard_dataloader(dataloader, MESH, shard_dims="dp", **options)
+    for _ in loader:
+        time.sleep(host / 1000)
+        plugin.standin_work(COMPUTE, device * 1000)
+    plugin.standin_wait(COMPUTE)
+    return loader
+
+
+@pytest.mark.parametrize("read", [0, 4])
+@pytest.mark.parametrize("way", WAYS)
+def test_where_the_device_is_behind_the_loop_data_is_not_late(way, read, plugin):
+    """Also not data that is read on the training thread, in the time of which the device computes earlier steps."""
+    stats = trained(plugin, way, host=1, device=10, read=read).stats
+
+    assert "Data is ready when it is asked for" in str(stats)
+    assert stats.epoch.starved < 0.1
+    assert stats.epoch.waits["device"] > 0.3 * stats.epoch.wait_seconds
+    assert sum(stats.epoch.waits.values()) == pytest.approx(stats.epoch.wait_seconds)
+    (summary,) = stats.told().values()
+    assert summary.step > 0.9 * summary.whole, "with data at once a step would take as long"
+    assert {"data/hidden_seconds", "data/waits/device"} <= set(stats.scalars())
+
+
+@pytest.mark.flaky(reruns=2)  # of planted milliseconds, on a busy machine
+@pytest.mark.parametrize("way", ["prefetch 0", "workers"])
+def test_where_the_device_waits_for_data_it_is_told(way, plugin):
+    stats = trained(plugin, way, host=1, device=2, read=20).stats
+
+    assert "Training waits for data" in str(stats)
+    assert "reading `Data`" in str(stats)
+    assert stats.epoch.starved > 0.5
+    assert stats.epoch.hidden_seconds < 0.1 * stats.epoch.wait_seconds
+
+
+def test_a_step_that_waited_for_the_device_is_told_in_the_trace(plugin, tmp_path):
+    trained(plugin, "default", host=0, device=5, read=0).trace(tmp_path / "steps.json")
+    events = json.loads((tmp_path / "steps.json").read_text())["traceEvents"]
+
+    assert "waiting for the device" in {event["name"] for event in events}
