@@ -88,19 +88,19 @@ class Prefetcher(Wrapper):
         """See `Executor`."""
         if not self._running and self._may_run():
             self._start()
-        with self._changed:
-            with at(WAITING) as mine:
-                while self._running and self._left and not self._done:
-                    self._changed.wait()
-            if self._done:
-                found = self._done.popleft()
+        if self._running or self._done:
+            with self._changed:
+                with at(WAITING) as mine:
+                    while self._running and self._left and not self._done:
+                        self._changed.wait()
+                found = self._done.popleft() if self._done else None
                 self._changed.notify_all()
-                if isinstance(found, BaseException):
-                    raise found
-                mine.blame(found.spent)
+            mine.blame(getattr(found, "spent", None))
+            if isinstance(found, BaseException):
+                raise found
+            if found is not None:
                 complete(found)
                 return found
-            mine.blame(None)
         began = self._now()
         found = self._read(beside=False)
         self._left -= 1
