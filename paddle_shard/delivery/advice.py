@@ -74,16 +74,8 @@ class Taken(NamedTuple):
     """Where they went."""
     samples: int
     num_bytes: int
-
-    @property
-    def hidden(self) -> bool:
-        """True if the time in the loader cost nothing: after it, the device still had several steps to compute."""
-        return (DEVICE, "") in self.spent.seconds
-
-    @property
-    def code(self) -> float:
-        """Seconds that the step takes if its data is there at once."""
-        return self.step + self.wait if self.hidden else self.step
+    hidden: bool
+    """True if the time in the loader cost nothing: after it, the device still had several steps to compute."""
 
 
 class Summary(NamedTuple):
@@ -143,7 +135,7 @@ def summary_of(
             waits[cause] += seconds / len(recent)
         for cause, seconds in of_one.items():
             work[cause] += seconds / len(recent)
-    steps = sorted(one.code for one in recent if one.step) or [0.0]
+    steps = sorted(one.step + one.wait * one.hidden for one in recent if one.step) or [0.0]
     step, mean = float(np.median(steps)), float(np.mean(steps[:-1] or steps))
     cores = sorted(os.sched_getaffinity(0))
     others = sum(waits.pop(cause, 0.0) for cause in [(RANKS, ""), (LEADER, "")])

@@ -14,7 +14,7 @@ from paddle.profiler import RecordEvent
 from paddle.profiler.utils import in_profiler_mode
 
 from paddle_shard.checks import check_count
-from paddle_shard.clock import KINDS, LOADER, Clock, Spent, clock
+from paddle_shard.clock import DEVICE, KINDS, LOADER, Clock, Spent, clock
 from paddle_shard.delivery.advice import RECENT, Summary, Taken, advice, in_ms, shown, summary_of
 from paddle_shard.delivery.memory import LOOK_SECONDS, UNTOLD, Memory, is_short, left_of_host, memory, shortage
 from paddle_shard.delivery.metrics import serve
@@ -289,7 +289,8 @@ class PassClock:
         num_bytes, before, spent = batch.placed.num_bytes, self._left, self._end(entered)
         if before is None:
             spent = spent.after(self._opening)
-        taken = Taken(self._step, sum(spent.seconds.values()), spent, samples, num_bytes)
+        hidden = (DEVICE, "") in spent.seconds
+        taken = Taken(self._step, sum(spent.seconds.values()), spent, samples, num_bytes, hidden)
         counts = self._counts
         counts.batches += 1
         counts.samples += samples
@@ -298,7 +299,7 @@ class PassClock:
         counts.bytes += num_bytes
         counts.largest_cost += largest
         counts.mean_cost += mean
-        if taken.hidden:
+        if hidden:
             counts.hidden_seconds += taken.wait
         elif before is not None and taken.wait >= _STALL_SECONDS:
             self._say_if_stalled(taken, batch)

@@ -326,12 +326,13 @@ class IdReader(Reader):
     def _at_once(self, step: Step, ids: Sequence[Any], at: dict[str, Any], seed: int) -> Chunk:
         """Read with the `__getitems__` of the data set, and collate."""
         assert self._read_many is not None
+        contents = self.contents(step)  # before: the data set may read each time into the same memory
         at.update(what=f"reading {len(ids)} samples at once", index=None)
         if self.draws is not False:
             self._seed(seed)
         samples = self._read_many(step.ids if isinstance(self.dataset, ArrayDataset) else ids)
         watched, drew = self.draws is None, self.draws is None and (self._part_drew or self._drew_since())
-        contents, listed = self.contents(step), isinstance(samples, list)
+        listed = isinstance(samples, list)
         if listed and len(samples) != len(ids):
             raise ValueError(
                 f"__getitems__ returned {len(samples)} samples for {len(ids)} indices; return one for each, or "
