@@ -70,12 +70,12 @@ class Taken(NamedTuple):
     """Seconds of the user's code before it; 0.0 for the first step of a pass."""
     wait: float
     """Seconds in the loader."""
+    hidden: float
+    """Of these, those in which a device was still busy with earlier steps, or would be if data came at once."""
     spent: Spent
     """Where they went."""
     samples: int
     num_bytes: int
-    hidden: bool
-    """True if the time in the loader cost nothing: after it, the device still had several steps to compute."""
 
 
 class Summary(NamedTuple):
@@ -131,11 +131,12 @@ def summary_of(
     waits, work = defaultdict[Cause, float](float), defaultdict[Cause, float](float)
     made = [one.spent.made for one in recent]
     for one, of_one in zip(recent, made, strict=True):
-        for cause, seconds in () if one.hidden else one.spent.seconds.items():
-            waits[cause] += seconds / len(recent)
+        late = 1.0 - one.hidden / one.wait if one.wait else 1.0
+        for cause, seconds in one.spent.seconds.items():
+            waits[cause] += late * seconds / len(recent)
         for cause, seconds in of_one.items():
             work[cause] += seconds / len(recent)
-    steps = sorted(one.step + one.wait * one.hidden for one in recent if one.step) or [0.0]
+    steps = sorted(one.step + one.hidden for one in recent if one.step) or [0.0]
     step, mean = float(np.median(steps)), float(np.mean(steps[:-1] or steps))
     cores = sorted(os.sched_getaffinity(0))
     others = sum(waits.pop(cause, 0.0) for cause in [(RANKS, ""), (LEADER, "")])

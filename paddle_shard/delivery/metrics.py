@@ -23,7 +23,7 @@ _TOTALS = {
     "skipped": "Rows of samples that could not be read, or are left out",
     "bytes": "Size of the rows that this rank reads",
     "step_seconds": "Time of the training loop between two batches",
-    "hidden_seconds": "Time in the loader that cost nothing, as the device had earlier steps to compute",
+    "hidden_seconds": "Time in the loader that cost nothing, as the device was busy",
 }
 _OF_STEPS = {
     "step": "Time of the training loop between two batches",

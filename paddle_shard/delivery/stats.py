@@ -14,11 +14,12 @@ from paddle.profiler import RecordEvent
 from paddle.profiler.utils import in_profiler_mode
 
 from paddle_shard.checks import check_count
-from paddle_shard.clock import DEVICE, KINDS, LOADER, Clock, Spent, clock
+from paddle_shard.clock import KINDS, LOADER, Clock, Spent, clock
 from paddle_shard.delivery.advice import RECENT, Summary, Taken, advice, in_ms, shown, summary_of
 from paddle_shard.delivery.memory import LOOK_SECONDS, UNTOLD, Memory, is_short, left_of_host, memory, shortage
 from paddle_shard.delivery.metrics import serve
 from paddle_shard.handlers import ignoring
+from paddle_shard.place.device import DeviceWatch
 from paddle_shard.reading.batch import Batch
 from paddle_shard.say_once import say_once
 from paddle_shard.shown import as_html
@@ -46,8 +47,7 @@ class Counts:
     waits: dict[str, float] = field(default_factory=lambda: dict.fromkeys(KINDS, 0.0))
     """`wait_seconds` by what they were spent for; they add up to it."""
     hidden_seconds: float = 0.0
-    """Of `wait_seconds`, those that cost nothing: the loop waited for the device then, which had earlier steps to
-    compute."""
+    """Of `wait_seconds`, those that cost nothing: a device was busy, or would have been if data had come at once."""
     step_seconds: float = 0.0
     """Seconds that the user's code spent between two batches."""
     largest_cost: float = 0.0
@@ -247,8 +247,8 @@ class LoaderStats:
 class PassClock:
     """Measures the time of one pass: how much is spent in the loader, for what, and how much in the user's code?"""
 
-    def __init__(self, stats: LoaderStats, num_workers: int = 0) -> None:
-        self._stats, self._counts = stats, stats.begin_pass(num_workers)
+    def __init__(self, stats: LoaderStats, num_workers: int = 0, watch: DeviceWatch | None = None) -> None:
+        self._stats, self._counts, self._watch = stats, stats.begin_pass(num_workers), watch
         self._left: float | None = None
         self._step = 0.0
         self._told_stall, self._looks_at = False, time.perf_counter() + LOOK_SECONDS
@@ -276,6 +276,8 @@ class PassClock:
             counts.step_seconds += self._step
             counts.wait_seconds += noting
             counts.waits[LOADER] += noting
+            if self._watch is not None:
+                self._watch.asked()
         return now
 
     def leave(self, entered: float, batch: Batch) -> None:
@@ -289,8 +291,10 @@ class PassClock:
         num_bytes, before, spent = batch.placed.num_bytes, self._left, self._end(entered)
         if before is None:
             spent = spent.after(self._opening)
-        hidden = (DEVICE, "") in spent.seconds
-        taken = Taken(self._step, sum(spent.seconds.values()), spent, samples, num_bytes, hidden)
+        wait, hidden = sum(spent.seconds.values()), 0.0
+        if self._watch is not None and before is not None:
+            hidden = self._watch.hidden(self._step, wait, entered + wait)
+        taken = Taken(self._step, wait, hidden, spent, samples, num_bytes)
         counts = self._counts
         counts.batches += 1
         counts.samples += samples
@@ -299,9 +303,8 @@ class PassClock:
         counts.bytes += num_bytes
         counts.largest_cost += largest
         counts.mean_cost += mean
-        if hidden:
-            counts.hidden_seconds += taken.wait
-        elif before is not None and taken.wait >= _STALL_SECONDS:
+        counts.hidden_seconds += hidden
+        if before is not None and wait - hidden >= _STALL_SECONDS:
             self._say_if_stalled(taken, batch)
         if before is not None or self._stats.short:
             self._stats.recent.append(taken)

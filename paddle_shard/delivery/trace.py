@@ -38,7 +38,7 @@ def events_of(recent: Iterable[Taken], rank: int) -> list[dict[str, Any]]:
             event(waited.who, "step", waited.began - one.step, waited.began)
         for stretch in one.spent.stretches:
             what = (
-                f"waiting for {'the device' if one.hidden else 'data'}"
+                f"waiting for {'the device' if one.hidden > one.wait / 2 else 'data'}"
                 if stretch.who == waited.who
                 else "making a batch"
             )

@@ -11,7 +11,7 @@ import paddle
 from paddle.base.framework import _dygraph_place_guard
 from paddle.framework import core
 
-from paddle_shard.place.local_tensor import is_cpu
+from paddle_shard.place.device import is_cpu
 from paddle_shard.randomness import Generator, NumpyGenerator, PythonGenerator
 
 _PROBE = core.Generator()

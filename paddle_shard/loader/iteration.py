@@ -18,6 +18,7 @@ from paddle_shard.delivery.stats import PassClock
 from paddle_shard.delivery.step_pass import StepPass
 from paddle_shard.errors import ArgumentError, BatchStructureError, DataReadError, PaddleShardError, UnequalEndsError
 from paddle_shard.inputs.source import Source
+from paddle_shard.place.device import watch_of
 from paddle_shard.place.local_tensor import TensorMaker
 from paddle_shard.plan.hazards import MUCH
 from paddle_shard.plan.shard_plan import ShardPlan
@@ -63,7 +64,7 @@ class ShardIterator:
             loader: Its `repr`.
             begun: A pass from the present position, whose first batch was looked at; None: a new one.
         """
-        self._clock = PassClock(setup.stats, setup.reading.num_workers)
+        self._clock = PassClock(setup.stats, setup.reading.num_workers, watch_of(setup.options.dataloader.places[0]))
         try:
             self._setup, self._loader = setup, loader
             self.start = start = setup.run.start()

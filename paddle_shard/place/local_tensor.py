@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import os
-import time
-import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,13 +9,7 @@ import numpy as np
 import paddle
 from paddle.framework import core
 
-from paddle_shard.clock import DEVICE, at
-
-_PAUSE = 0.0005
-"""Seconds between two looks at an event that is waited for."""
-_MOST_QUEUED = 2
-"""Batches whose copies are queued behind the device's work before the oldest is waited for, so that the loop is at most
-so many steps ahead of the device: each holds host memory."""
+from paddle_shard.place.device import DeviceQueue, is_cpu, name_of
 
 
 class TensorMaker:
@@ -33,7 +22,7 @@ class TensorMaker:
         """Set the place: a `CPUPlace`, `CUDAPlace` or the like."""
         if type(place) is core.Place and str(place) != str(core.Place()):
             # A tensor's place is such an object, which has no stream.
-            place = paddle.device._convert_to_place(str(place)[len("Place(") : -1])
+            place = paddle.device._convert_to_place(name_of(place))
         self._place, self._on_cpu = place, is_cpu(place)
         self._queue = None if self._on_cpu else DeviceQueue(place)
         # From other memory a GPU's copy is not asynchronous.
@@ -85,62 +74,3 @@ class TensorMaker:
             return found
 
         return made_tensors
-
-
-def is_cpu(place: Any) -> bool:
-    """Return whether a place is the CPU. Paddle has two classes for it."""
-    return isinstance(place, core.CPUPlace) or (isinstance(place, core.Place) and place.is_cpu_place())
-
-
-class DeviceQueue:
-    """Queues the copies of batches to a device behind what it has to compute, in the stream that computes.
-
-    So neither the host nor the device ever waits for the other to ask: what is computed from a batch is queued behind
-    its copy. Paddle's own reader copies in a stream and a thread of its own, and each copy first waits for all that was
-    queued when it was asked for: copies come in bursts, and the device stands still between them (docs/speed.md).
-    """
-
-    def __init__(self, place: Any) -> None:
-        """Set the device."""
-        self._place = place
-        self._held = deque[tuple[Any, Sequence[Any]]]()
-        """Of the last batches, an event that is passed when it was copied, and its tensors in host memory."""
-        weakref.finalize(self, _wait_for_all, self._held, os.getpid())
-
-    def copied(self, tensors: Sequence[Any]) -> list[Any]:
-        """Queue the copies of a batch, and return its tensors on the device.
-
-        Args:
-            tensors: One or more tensors in host memory, which nothing else writes to.
-        """
-        held = self._held
-        # As much is queued as keeps the device busy; more would only hold more of the host's memory.
-        while held and (len(held) >= _MOST_QUEUED or held[0][0].query()):
-            _wait_for(held[0][0])
-            held.popleft()
-        made, place = [tensor._copy_to(self._place, False) for tensor in tensors], self._place
-        if isinstance(place, core.XPUPlace):  # it has copied, and Paddle 3.0 has no event for it
-            return made
-        # `paddle.device.Event` is the current place's, which is the same for all threads: it must not be changed here.
-        if isinstance(place, core.CustomPlace):
-            event = core.CustomDeviceEvent(place.get_device_type(), place.get_device_id(), False, False, False)
-        else:
-            event = core.CUDAEvent(False, False, False)  # of the thread's current device, which a copy sets
-        event.record(paddle.device.current_stream(place).stream_base)
-        held.append((event, tensors))
-        return made
-
-
-def _wait_for_all(held: deque[tuple[Any, Sequence[Any]]], process: int) -> None:
-    if os.getpid() != process:  # a forked child has no device: even dropping an event may wait for its parent's threads
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(tuple(held)))
-    elif held:
-        _wait_for(held[-1][0])
-
-
-def _wait_for(event: Any) -> None:
-    if event.query():
-        return
-    with at(DEVICE):
-        while not event.query():  # `synchronize` would hold the GIL, so that no other thread could run
-            time.sleep(_PAUSE)

@@ -384,7 +384,7 @@ class IdReader(Reader):
         at.update(what=f"collating {len(samples)} samples", index=None)
         # Looking costs more than reading most samples: the last one must tell whether they draw.
         watched, drew = self.draws is None, self.draws is None and (self._part_drew or self._drew_since())
-        contents = self.contents(step, ids, samples, drew=drew, threads=threads)  # before collating may change them
+        known = _known(step, ids, samples)  # before collating may change them
         self._seed_collating(step)
         value, skipped = self._collated(
             samples,
@@ -398,18 +398,14 @@ class IdReader(Reader):
             self.draws = drew or self._part_drew or self._drew_since()
             tensors = (leaf for leaf in leaves(samples[0]) if isinstance(leaf, paddle.Tensor))
             self.makes_tensors = any(tensor.place.is_cpu_place() for tensor in tensors)
+        # After collating: the data set may read each time into memory that the batch's samples have.
+        contents = self.contents(step, known, drew=drew, threads=threads)
         return Chunk(value, skipped=skipped, contents=contents)
 
     def contents(
-        self,
-        step: Step,
-        ids: Sequence[Any] = (),
-        samples: Sequence[Any] = (),
-        *,
-        drew: bool = False,
-        threads: Any = None,
+        self, step: Step, known: Mapping[int, tuple[int, str]] | None = None, *, drew: bool = False, threads: Any = None
     ) -> tuple[Content, ...]:
-        """Return what a step's `contents` hold, of which some may be among the samples that were just read.
+        """Return what a step's `contents` hold, of which some may be among the samples that were just read: `known`.
 
         What cannot be read has no digest. Neither has any if one differs when it is read again with the same seed: the
         first is read again if other ranks read it, too, or samples draw, and each if its digest is not the expected
@@ -422,13 +418,10 @@ class IdReader(Reader):
         for asked in step.contents:
             one = asked._replace(name=f"sample {self._name_of(asked.sample)!r}")
             try:
-                here = one.epoch == step.epoch and one.sample in ids
-                sample = samples[ids.index(one.sample)] if here else None
-                sample = self._again(one) if sample is None else sample
-                told = digest(sample, 0, WHOLE)
+                told, shown = (known or {}).get(len(found)) or _told(self._again(one))
                 again = times * (not found) if one.digest is None else int(one.digest != told)
                 same = same and all(digest(self._again(one), 0, WHOLE) == told for _ in range(again))
-                found.append(one._replace(digest=told if same else None, shown=in_words(sample)))
+                found.append(one._replace(digest=told if same else None, shown=shown))
             except Exception as error:
                 raise_if_a_handlers(error)
                 found.append(one._replace(digest=None, shown=described(error)))
@@ -487,6 +480,22 @@ rank; or of parts of samples, given "part" and an epoch's key, or the seed and a
 def _seed_of(key: int, index: Any) -> int:
     """Return the seed of a sample."""
     return mix(key, index) if isinstance(index, int) else derive_seed(key, index)
+
+
+def _known(step: Step, ids: Sequence[Any], samples: Sequence[Any]) -> dict[int, tuple[int, str]]:
+    """Return what is told of those of a step's `contents`, by number, that are among the samples that were read."""
+    found = {}
+    for number, one in enumerate(step.contents):
+        sample = samples[ids.index(one.sample)] if one.epoch == step.epoch and one.sample in ids else None
+        if sample is not None:
+            with ignoring(Exception):  # it is read again, and said
+                found[number] = _told(sample)
+    return found
+
+
+def _told(sample: Any) -> tuple[int, str]:
+    """Return a digest of a sample, and a few words about it."""
+    return digest(sample, 0, WHOLE), in_words(sample)
 
 
 def in_words(sample: Any) -> str:

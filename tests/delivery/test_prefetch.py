@@ -210,6 +210,35 @@ def test_a_data_set_may_use_its_memory_again_for_the_next_batch(options):
         assert [row for batch in held for row in batch[field]._local_value().numpy().tolist()] == list(range(64))
 
 
+class Ring(Rows):
+    """Reads each sample of a batch into memory of its own, which the next batch uses again."""
+
+    def __init__(self):
+        super().__init__()
+        self.ring, self.at = np.zeros((8, 2), "int64"), 0
+
+    def __getitem__(self, index):
+        self.at = (self.at + 1) % 8
+        self.ring[self.at] = index
+        return self.ring[self.at]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_data_set_may_use_the_memory_of_samples_again_also_where_a_run_resumes(workers):
+    """Samples that the state knows, and others that ranks compare, are read beside those of the first batch."""
+    data = Ring()
+    loader = sharded(data, size=8, workers=workers, shuffle=False)
+    batches = iter(loader)
+    found = [rows(next(batches)) for _ in range(2)]
+    state = loader.state_dict()
+    batches.close()
+    loader = sharded(data, size=8, workers=workers, shuffle=False)
+    loader.load_state_dict(state)
+    found += [rows(batch) for batch in loader]
+
+    assert [first for batch in found for first, _ in batch] == list(range(64))
+
+
 def test_a_training_loop_that_draws_gets_the_same_numbers_and_the_same_batches():
     class Rarely(Rows):
         def __getitem__(self, index):

@@ -278,6 +278,49 @@ def test_valid_does_not_wait_for_what_the_device_has_to_compute(plugin):
     assert found[0]._local_value().numpy().all()
 
 
+def test_what_is_queued_of_a_batch_that_does_not_fit_on_the_device_keeps_its_memory():
+    """The device reads it after the error, when it has done what was queued before."""
+    code = """
+import ctypes, gc, os
+import numpy as np, paddle, paddle.distributed as dist
+paddle.set_device("standin:0")
+import paddle_shard
+from paddle_shard.errors import DataReadError
+plugin = ctypes.CDLL(os.environ["CUSTOM_DEVICE_ROOT"] + "/libstandin.so")
+stream = ctypes.c_void_p(paddle.device.current_stream("standin:0").stream_base.raw_stream)
+class Growing(paddle.io.Dataset):
+    def __getitem__(self, index):
+        return np.zeros(20 << 20, "float32"), np.zeros((12 + 12 * index) << 20, "float32")
+    def __len__(self):
+        return 4
+given = paddle.io.DataLoader(Growing(), batch_size=1)
+loader = paddle_shard.shard_dataloader(given, dist.ProcessMesh([0], dim_names=["dp"]), shard_dims="dp", prefetch=0)
+batches = iter(loader)
+first = next(batches)
+plugin.standin_wait(stream)
+plugin.standin_work(stream, ctypes.c_long(700000))
+try:
+    next(batches)
+except DataReadError as error:
+    print("not there", "making tensors of the batch" in str(error))
+del batches, loader
+gc.collect()
+plugin.standin_wait(stream)
+print("lives")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"STANDIN_MEMORY_MB": "270"},
+        capture_output=True,
+        text=True,
+        timeout=HANG,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout == "not there True\nlives\n"
+
+
 def test_too_little_memory_on_the_device_names_the_step_and_does_not_hang():
     code = """
 import numpy as np, paddle, paddle.distributed as dist

@@ -8,7 +8,8 @@ import pytest
 from paddle.framework import core
 from paddle.io import DataLoader
 
-from paddle_shard.place.local_tensor import DeviceQueue, TensorMaker
+from paddle_shard.place.device import DeviceQueue
+from paddle_shard.place.local_tensor import TensorMaker
 
 CPU = DataLoader([0], batch_size=1).places[0]
 DTYPES = [
