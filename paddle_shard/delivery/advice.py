@@ -36,8 +36,9 @@ from paddle_shard.clock import (
 
 RECENT = 64
 """Steps that a summary is made of."""
-TELLING_SECONDS = 2.0
-"""Seconds after which the ranks tell each other their summaries anew."""
+TELLING_SECONDS = 0.1, 2.0
+"""Seconds after which the ranks first tell each other their summaries anew, and at most; each time it is twice as many:
+the first steps of a run are not like the others."""
 FEWEST = 4
 """Steps of which something can be said."""
 _MATTERS, _MATTERS_SECONDS = 0.05, 50e-6
@@ -178,6 +179,10 @@ def advice(of_ranks: Mapping[int, Summary]) -> str:
     usual = float(np.quantile([one.step for one in of_ranks.values()], 0.25, method="lower"))
     late_by = late.step - usual if late.step > _SLOWER * usual else 0.0
     whole = worst.whole
+    would = f"would take {in_ms(worst.step)}"
+    if late_by and late_rank != rank:
+        by_itself = f"is what the code of {_named(late_rank, of_ranks, lambda one: one.step)} takes by itself"
+        would += f" (or {in_ms(late.step)}, if that {by_itself}, and no wait for others in it)"
     if worst.wait >= max(_MATTERS * whole, _MATTERS_SECONDS, late_by / _OWN):
         whose = f"on {_named(rank, of_ranks, lambda one: one.wait)}, " if len(of_ranks) > 1 else ""
         of_all = worst.cause[0] in MADE_BY_READERS and "`" in worst.cause[1]  # not one source, nor one file
@@ -185,8 +190,8 @@ def advice(of_ranks: Mapping[int, Summary]) -> str:
         first = "first of all " if worst.cause_wait < worst.wait / 2 else ""
         per = f"{in_ms(each)} a sample" if of_all else f"{in_ms(worst.cause_work)} a step"
         return (
-            f"Training waits for data {worst.wait / whole:.0%} of each step, which takes {in_ms(whole)} and would take "
-            f"{in_ms(worst.step)}: {whose}{first}{shown(worst.cause)}, {per}. {_remedy(worst, of_ranks.values())}"
+            f"Training waits for data {worst.wait / whole:.0%} of each step, which takes {in_ms(whole)} and {would}: "
+            f"{whose}{first}{shown(worst.cause)}, {per}. {_remedy(worst, of_ranks.values())}"
         )
     waiting = max(of_ranks.values(), key=lambda one: one.others)
     if waiting.others >= max(_MATTERS * waiting.whole, _MATTERS_SECONDS):

@@ -60,7 +60,8 @@ class StepNotes:
         if self._asked:
             self._asked, told["time"] = False, self._stats.summary()
         elif self._asks and len(self._stats.recent) >= FEWEST and time.perf_counter() > self._stats.tells_at:
-            self._stats.tells_at = time.perf_counter() + TELLING_SECONDS
+            self._stats.tells_at = time.perf_counter() + self._stats.tells_after
+            self._stats.tells_after = min(2 * self._stats.tells_after, TELLING_SECONDS[1])
             told["ask"] = True
         if batch.placed is None:
             return json.dumps(told) if told else None

@@ -15,7 +15,7 @@ from paddle.profiler.utils import in_profiler_mode
 
 from paddle_shard.checks import check_count
 from paddle_shard.clock import KINDS, LOADER, Clock, Spent, clock
-from paddle_shard.delivery.advice import RECENT, Summary, Taken, advice, in_ms, shown, summary_of
+from paddle_shard.delivery.advice import RECENT, TELLING_SECONDS, Summary, Taken, advice, in_ms, shown, summary_of
 from paddle_shard.delivery.memory import LOOK_SECONDS, UNTOLD, Memory, is_short, left_of_host, memory, shortage
 from paddle_shard.delivery.metrics import serve
 from paddle_shard.handlers import ignoring
@@ -130,8 +130,8 @@ class LoaderStats:
         """True if the pass before was short."""
         self.most_lost = 0.0
         """Largest share of the rows of a pass of which it was logged that they are padding, or were dropped."""
-        self.tells_at = 0.0
-        """When the first rank asks all to tell each other next; in seconds of `time.perf_counter`."""
+        self.tells_at, self.tells_after = 0.0, TELLING_SECONDS[0]
+        """When the first rank asks all to tell each other next, by `time.perf_counter`; and how long after that again."""
         self.of_ranks: Mapping[int, Summary] = {}
         """Global rank -> where its time went, when they last told each other: the same on all ranks."""
 
@@ -217,7 +217,7 @@ class LoaderStats:
         def facts() -> dict[str, Any]:
             of_epoch = self.epoch
             counts = f"{of_epoch.batches} batches, {of_epoch.samples} samples, {of_epoch.bytes / 1e6:.1f} MB"
-            loop = f"{of_epoch.step_seconds:.2f} s in the step, {of_epoch.wait_seconds:.2f} s waiting for data"
+            loop = f"{of_epoch.step_seconds:.2f} s in the step, {_waits(of_epoch)}"
             return {"in short": str(self), "newest pass": counts, "its time": loop}
 
         def causes() -> list[dict[str, Any]]:
@@ -235,13 +235,19 @@ class LoaderStats:
         lines = [
             f"{name}: {c.batches} batches, {c.samples} samples ({c.skipped} skipped, {c.padding} rows of padding), "
             f"{c.bytes / 1e6:.1f} MB, "
-            f"{c.wait_seconds:.2f} s waiting for data, {c.step_seconds:.2f} s in the step ({c.starved:.0%} starved)"
+            f"{_waits(c)}, {c.step_seconds:.2f} s in the step ({c.starved:.0%} starved)"
             + (f", imbalance {c.imbalance:.3f}" if c.mean_cost else "")
             for name, c in (("newest pass", self.epoch), ("all", self.total))
         ]
         with ignoring(*UNTOLD):
             lines.append(f"memory: this rank has {self.memory}")
         return "\n".join(lines + [self.who_reads] * bool(self.who_reads))
+
+
+def _waits(counts: Counts) -> str:
+    hidden = counts.hidden_seconds
+    beside = f" and {hidden:.2f} s more while the device was busy" if hidden else ""
+    return f"{counts.wait_seconds - hidden:.2f} s waiting for data{beside}"
 
 
 class PassClock:

@@ -122,8 +122,9 @@ class ShardIterator:
             setup.run.delivered(self._progress, found.step, ids, lost)
             return found.value
         except StopIteration:
-            self.close()
+            self._pass.close()
             self._clock.end(entered)
+            self.close()
             try:
                 setup.run.finished(self._progress)
             except Exception as error:  # by the user's sampler; the others hear of it in their next loop

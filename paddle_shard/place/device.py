@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import statistics
 import threading
 import time
@@ -50,6 +49,36 @@ def _record(event: Any, place: Any) -> None:
     event.record(paddle.device.current_stream(place).stream_base)
 
 
+def _keep_for_ever(one: object) -> None:
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(one))
+
+
+class _Queued:
+    """Tensors in host memory whose copies are queued, or are just being queued."""
+
+    def __init__(self, tensors: Sequence[Any], place: Any) -> None:
+        self._tensors, self._place = tensors, place
+        self._event: Any = None
+
+    def mark(self) -> None:
+        """Note that all of the copies are queued."""
+        event = _event(self._place)
+        _record(event, self._place)
+        self._event = event
+
+    def passed(self) -> bool:
+        """Return whether the device has copied all of them."""
+        if self._event is None:  # it was interrupted, or has failed: they are queued as far as they will be
+            self.mark()
+        return bool(self._event.query())
+
+
+_left = deque[_Queued]()
+"""What was queued by queues that are gone. It is never freed with the interpreter, nor in a forked child."""
+_keep_for_ever(_left)
+_emptying = threading.Lock()
+
+
 class DeviceQueue:
     """Queues the copies of batches to a device behind what it has to compute, in the stream that computes.
 
@@ -60,10 +89,9 @@ class DeviceQueue:
 
     def __init__(self, place: Any) -> None:
         """Set the device."""
-        self._place = place
-        self._held = deque[tuple[Any, Sequence[Any]]]()
-        """Of the last batches, an event that is passed when it was copied, and its tensors in host memory."""
-        weakref.finalize(self, _wait_for_all, self._held, os.getpid())
+        self._place, self._held = place, deque[_Queued]()
+        # At the end nothing is waited for, and no line of Python runs: a signal's handler might raise there.
+        weakref.finalize(self, _left.extend, self._held)
 
     def copied(self, tensors: Sequence[Any]) -> list[Any]:
         """Queue the copies of a batch, and return its tensors on the device.
@@ -72,34 +100,30 @@ class DeviceQueue:
             tensors: One or more tensors in host memory, which nothing else writes to.
         """
         held = self._held
+        if _left and _emptying.acquire(blocking=False):
+            try:
+                while _left and _left[0].passed():
+                    _left.popleft()
+            finally:
+                _emptying.release()
         # As much is queued as keeps the device busy; more would only hold more of the host's memory.
-        while held and (len(held) >= _MOST_QUEUED or held[0][0].query()):
-            _wait_for(held[0][0])
+        while held and (len(held) >= _MOST_QUEUED or held[0].passed()):
+            _wait_for(held[0])
             held.popleft()
-        made: list[Any] = []
-        try:
-            for tensor in tensors:
-                made.append(tensor._copy_to(self._place, False))
-        finally:  # also if the device has no memory for the next one
-            if made and not isinstance(self._place, core.XPUPlace):  # it has copied, and Paddle 3.0 has no event for it
-                event = _event(self._place)
-                _record(event, self._place)
-                held.append((event, tensors))
+        if isinstance(self._place, core.XPUPlace):  # a copy has ended when it returns, and Paddle 3.0 has no event
+            return [tensor._copy_to(self._place, False) for tensor in tensors]
+        queued = _Queued(tensors, self._place)
+        held.append(queued)  # first: there may be no memory for a later one of them, or a signal's handler raises
+        made = [tensor._copy_to(self._place, False) for tensor in tensors]
+        queued.mark()
         return made
 
 
-def _wait_for_all(held: deque[tuple[Any, Sequence[Any]]], process: int) -> None:
-    if os.getpid() != process:  # a forked child has no device
-        _keep_for_ever(tuple(held))
-    elif held:
-        _wait_for(held[-1][0])
-
-
-def _wait_for(event: Any) -> None:
-    if event.query():
+def _wait_for(queued: _Queued) -> None:
+    if queued.passed():
         return
     with at(DEVICE):
-        while not event.query():  # `synchronize` would hold the GIL, so that no other thread could run
+        while not queued.passed():  # `synchronize` would hold the GIL, so that no other thread could run
             time.sleep(_PAUSE)
 
 
@@ -123,10 +147,6 @@ def name_of(place: Any) -> str:
 
 _marks = cache(lambda name: _Marks(paddle.device._convert_to_place(name)))
 """Those of a device, by its name."""
-
-
-def _keep_for_ever(one: object) -> None:
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(one))
 
 
 class DeviceWatch:

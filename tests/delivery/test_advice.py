@@ -100,8 +100,10 @@ def test_the_larger_of_two_causes_is_told():
     said = advice(job(a=[USUAL._replace(others=0.03), late]))
     assert "the code between two batches takes 40 ms on global rank 1, and 10 ms on others" in said
     assert "on global rank 1, reading" in advice(job(a=[USUAL._replace(others=0.03), waiting(0.05, step=0.04)]))
-    # A collective of rank 0 takes the time in which rank 1 reads.
-    assert "on global rank 1, reading" in advice(job(a=[slow(0.09), waiting(0.07)]))
+    # A collective of rank 0 takes the time in which rank 1 reads, or its code does: the figures do not tell.
+    said = advice(job(a=[slow(0.09), waiting(0.07)]))
+    assert "on global rank 1, reading" in said
+    assert "would take 10 ms (or 90 ms, if that is what the code of global rank 0 takes by itself, and no wait" in said
 
 
 def busy(cores):

@@ -1,6 +1,7 @@
 """What `loader.stats` counts, and where it is documented."""
 
 import re
+import time
 from dataclasses import fields
 from pathlib import Path
 
@@ -45,6 +46,19 @@ def test_a_pass_is_counted_anew_and_the_run_goes_on():
     seconds = epoch.wait_seconds + epoch.step_seconds
     assert epoch.samples_per_second == pytest.approx(10 / seconds)
     assert epoch.starved == pytest.approx(epoch.wait_seconds / seconds)
+
+
+def test_the_end_of_a_pass_is_waited_for_too():
+    """Workers are ended then."""
+    loader = sharded(DataLoader(Made(length=10), batch_size=4, num_workers=2), ONE)
+    batches = iter(loader)
+    for _ in range(3):
+        next(batches)
+    booked, began = loader.stats.total.wait_seconds, time.perf_counter()
+    assert next(batches, None) is None
+    took, booked = time.perf_counter() - began, loader.stats.total.wait_seconds - booked
+
+    assert 0.8 * took - 0.001 < booked <= took + 0.001
 
 
 def test_nothing_is_divided_by_nothing():

@@ -15,6 +15,7 @@ import pytest
 
 import paddle_shard
 from paddle_shard import Stream
+from paddle_shard.place import device
 from paddle_shard.place.local_tensor import TensorMaker
 from tests.deadlines import HANG
 
@@ -126,13 +127,33 @@ def test_a_copy_that_is_queued_reads_what_its_batch_held_when_it_was_asked_for(k
 
 
 @pytest.mark.parametrize("kind", NOT_AHEAD)
-def test_what_is_queued_is_copied_before_a_dropped_loader_frees_the_memory(kind, plugin):
-    batches = iter(NOT_AHEAD[kind]())
-    plugin.standin_work(COMPUTE, int(SETTLE * 1e6))
-    x, _ = next(batches)
-    del batches
+def test_a_dropped_loader_keeps_the_memory_of_what_is_queued_and_waits_for_nothing(kind, plugin):
+    """A signal's handler that raises while it waited would be lost, and the memory with it."""
+    for _ in range(3):
+        batches = iter(NOT_AHEAD[kind]())
+        plugin.standin_close(COMPUTE)
+        try:
+            held = [next(batches) for _ in range(2)]
+            begun = time.perf_counter()
+            del batches
+            gc.collect()
+            took = time.perf_counter() - begun
+            noise = [np.full([8, 16], -1, "float32") for _ in range(50)]
+        finally:
+            plugin.standin_open()
 
-    assert x._local_value().numpy().tolist() == ROWS[:8].tolist()
+        assert took < HANG / 2
+        assert [x._local_value().numpy().tolist() for x, _ in held] == [ROWS[:8].tolist(), ROWS[8:16].tolist()]
+        del noise
+
+
+def test_memory_that_a_dropped_loader_has_left_is_given_up_once_it_is_copied():
+    for _ in range(5):
+        next(iter(KINDS["plain"]()))
+    paddle.device.synchronize()
+    next(iter(KINDS["plain"]()))
+
+    assert len(device._left) <= 1
 
 
 def test_a_forked_child_that_drops_a_loader_does_not_wait_for_its_parents_device(plugin):
