@@ -131,7 +131,7 @@ class LoaderStats:
         self.most_lost = 0.0
         """Largest share of the rows of a pass of which it was logged that they are padding, or were dropped."""
         self.tells_at, self.tells_after = 0.0, TELLING_SECONDS[0]
-        """When the first rank asks all to tell each other next, by `time.perf_counter`; and how long after that again."""
+        """When the first rank asks all to tell each other next, by `time.perf_counter`; and how long after that."""
         self.of_ranks: Mapping[int, Summary] = {}
         """Global rank -> where its time went, when they last told each other: the same on all ranks."""
 
