@@ -60,23 +60,26 @@ class _Queued:
         self._tensors, self._place = tensors, place
         self._event: Any = None
 
+    @property
+    def marked(self) -> bool:
+        """False if copies are being queued; if that was interrupted, or has failed, as well."""
+        return self._event is not None
+
     def mark(self) -> None:
-        """Note that all of the copies are queued."""
+        """Note that no more copies are queued."""
         event = _event(self._place)
         _record(event, self._place)
         self._event = event
 
     def passed(self) -> bool:
-        """Return whether the device has copied all of them."""
-        if self._event is None:  # it was interrupted, or has failed: they are queued as far as they will be
-            self.mark()
-        return bool(self._event.query())
+        """Return whether it is known that the device has copied all of them."""
+        return self._event is not None and bool(self._event.query())
 
 
 _left = deque[_Queued]()
 """What was queued by queues that are gone. It is never freed with the interpreter, nor in a forked child."""
 _keep_for_ever(_left)
-_emptying = threading.Lock()
+_freeing = threading.Lock()
 
 
 class DeviceQueue:
@@ -93,38 +96,38 @@ class DeviceQueue:
         # At the end nothing is waited for, and no line of Python runs: a signal's handler might raise there.
         weakref.finalize(self, _left.extend, self._held)
 
+    def free(self) -> None:
+        """Give up host memory that was copied; safe from any thread. A thread that reads ahead has the time for it."""
+        if _freeing.acquire(blocking=False):
+            try:
+                for queued in (self._held, _left):
+                    while queued and queued[0].passed():
+                        queued.popleft()
+            finally:
+                _freeing.release()
+
     def copied(self, tensors: Sequence[Any]) -> list[Any]:
-        """Queue the copies of a batch, and return its tensors on the device.
+        """Queue the copies of a batch, and return its tensors on the device. Only the thread that computes calls it.
 
         Args:
             tensors: One or more tensors in host memory, which nothing else writes to.
         """
-        held = self._held
-        if _left and _emptying.acquire(blocking=False):
-            try:
-                while _left and _left[0].passed():
-                    _left.popleft()
-            finally:
-                _emptying.release()
-        # As much is queued as keeps the device busy; more would only hold more of the host's memory.
-        while held and (len(held) >= _MOST_QUEUED or held[0].passed()):
-            _wait_for(held[0])
-            held.popleft()
         if isinstance(self._place, core.XPUPlace):  # a copy has ended when it returns, and Paddle 3.0 has no event
             return [tensor._copy_to(self._place, False) for tensor in tensors]
+        for one in (*self._held, *_left):
+            if not one.marked:
+                one.mark()
+        # As much is queued as keeps the device busy; more would only hold more of the host's memory.
+        while len(self._held) >= _MOST_QUEUED:
+            self.free()
+            if len(self._held) >= _MOST_QUEUED:
+                with at(DEVICE):
+                    time.sleep(_PAUSE)  # `synchronize` would hold the GIL, so that no other thread could run
         queued = _Queued(tensors, self._place)
-        held.append(queued)  # first: there may be no memory for a later one of them, or a signal's handler raises
+        self._held.append(queued)  # first: there may be no memory for a later one, or a signal's handler may raise
         made = [tensor._copy_to(self._place, False) for tensor in tensors]
         queued.mark()
         return made
-
-
-def _wait_for(queued: _Queued) -> None:
-    if queued.passed():
-        return
-    with at(DEVICE):
-        while not queued.passed():  # `synchronize` would hold the GIL, so that no other thread could run
-            time.sleep(_PAUSE)
 
 
 def watch_of(place: Any) -> DeviceWatch | None:

@@ -40,6 +40,8 @@ class TensorMaker:
             owned: True if nothing else uses the leaves, so that a tensor may share their memory. False: what is in host
                 memory is copied, since it may be used again before a device has copied it, or a thread handed it over.
         """
+        if self._queue is not None:
+            self._queue.free()
         adopt = owned and len(set(map(id, leaves))) == len(leaves)  # two tensors must not share the memory of one array
         found: list[Any] = []
         dense: dict[int, Any] = {}
