@@ -63,16 +63,16 @@ def test_where_the_device_is_behind_the_loop_data_is_not_late(way, read, plugin)
 
 @pytest.mark.parametrize("way", ["prefetch 0", "workers"])
 def test_where_the_device_waits_for_data_it_is_told(way, plugin):
-    stats = trained(plugin, way, host=1, device=2, read=20).stats
+    stats = trained(plugin, way, host=1, device=2, read=50).stats
 
     assert "Training waits for data" in str(stats)
     assert "reading `Data`" in str(stats)
     assert stats.epoch.starved > 0.5
-    assert stats.epoch.hidden_seconds < 0.2 * stats.epoch.wait_seconds
+    assert stats.epoch.hidden_seconds < 0.3 * stats.epoch.wait_seconds
 
 
 def test_a_wait_in_which_the_device_is_busy_costs_nothing_also_if_it_is_less_than_two_steps_behind(plugin):
-    stats = trained(plugin, "prefetch 0", host=1, device=20, read=6, waits_every=10).stats
+    stats = trained(plugin, "prefetch 0", host=1, device=40, read=6, waits_every=10).stats
 
     assert "Data is ready when it is asked for" in str(stats)
     assert stats.epoch.starved < 0.1
