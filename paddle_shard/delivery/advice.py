@@ -198,10 +198,16 @@ def advice(of_ranks: Mapping[int, Summary]) -> str:
         share = f"Ranks wait for each other {waiting.others / waiting.whole:.0%} of each step, which takes "
         share += in_ms(waiting.whole)
         if late_by:
+            ready = "Data is ready when it is asked for: look at what is done there besides."
+            if worst.wait >= max(_MATTERS * whole, _MATTERS_SECONDS):
+                whose = f"On {_named(rank, of_ranks, lambda one: one.wait)}"
+                ready = (
+                    f"Look at what is done there besides. {whose} a step waits {in_ms(worst.wait)} for its data, too: "
+                )
+                ready += f"{shown(worst.cause)}. {_remedy(worst, of_ranks.values())}"
             return (
                 f"{share}: the code between two batches takes {in_ms(late.step)} on "
-                f"{_named(late_rank, of_ranks, lambda one: one.step)}, and {in_ms(usual)} on others. "
-                "Data is ready when it is asked for: look at what is done there besides."
+                f"{_named(late_rank, of_ranks, lambda one: one.step)}, and {in_ms(usual)} on others. {ready}"
             )
         return f"{share}. Data is ready when it is asked for: no rank's own data is late."
     beside = "" if worst.num_workers or worst.cpu < max(_BESIDE * whole, 2 * worst.wait) else _READ_BESIDE

@@ -98,7 +98,12 @@ def test_the_larger_of_two_causes_is_told():
     """One rank's code takes 30 ms more than that of the others, and its own data 4 ms."""
     late = USUAL._replace(step=0.04, wait=0.004, cause=(LOADER, ""), cause_work=0.004)
     said = advice(job(a=[USUAL._replace(others=0.03), late]))
-    assert "the code between two batches takes 40 ms on global rank 1, and 10 ms on others" in said
+    assert (
+        "the code between two batches takes 40 ms on global rank 1, and 10 ms on others. Look at what is done" in said
+    )
+    assert "On global rank 1 a step waits 4 ms for its data, too: the loader itself. Larger batches" in said
+    late = late._replace(wait=0.001)
+    assert "10 ms on others. Data is ready when it is asked for" in advice(job(a=[USUAL._replace(others=0.03), late]))
     assert "on global rank 1, reading" in advice(job(a=[USUAL._replace(others=0.03), waiting(0.05, step=0.04)]))
     # A collective of rank 0 takes the time in which rank 1 reads, or its code does: the figures do not tell.
     said = advice(job(a=[slow(0.09), waiting(0.07)]))
