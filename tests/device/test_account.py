@@ -38,8 +38,9 @@ def trained(plugin, way, *, host, device, read, waits_every=STEPS):
     dataloader = paddle.io.DataLoader(Data(read / 1000), batch_size=2, **given)
     loader = paddle_shard.shard_dataloader(dataloader, MESH, shard_dims="dp", **options)
     for number, _ in enumerate(loader):
-        time.sleep(host / 1000)
-        plugin.standin_work(COMPUTE, device * 1000)
+        for _ in range(5):  # as kernels are queued all along a model's code
+            plugin.standin_work(COMPUTE, device * 200)
+            time.sleep(host / 5000)
         if number % waits_every == waits_every - 1:
             plugin.standin_wait(COMPUTE)
     plugin.standin_wait(COMPUTE)
@@ -78,13 +79,14 @@ def test_a_wait_in_which_the_device_is_busy_costs_nothing_also_if_it_is_less_tha
     assert stats.epoch.starved < 0.1
 
 
-def test_with_data_at_once_a_step_would_take_what_the_device_takes(plugin):
+@pytest.mark.parametrize("host", [1, 15])
+def test_with_data_at_once_a_step_would_take_what_the_device_takes(host, plugin):
     """It is idle when data comes, so that only a look tells when it has ended its step."""
-    stats = trained(plugin, "prefetch 0", host=1, device=20, read=30).stats
+    stats = trained(plugin, "prefetch 0", host=host, device=20, read=30).stats
     (summary,) = stats.told().values()
 
-    assert 0.018 < summary.step < 0.026, "the host needs 1 ms"
-    assert 0.15 < stats.epoch.starved < 0.5
+    assert 0.018 < summary.step < 0.026
+    assert stats.epoch.starved == pytest.approx((host + 30 - 20) / (host + 30), abs=0.1)
     assert "2 workers (num_workers=) would hide it" in str(stats)
 
 
