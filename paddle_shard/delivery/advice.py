@@ -242,10 +242,10 @@ def _remedy(one: Summary, of_all: Collection[Summary]) -> str:
         needed = math.ceil(_SPARE * one.work / max(one.step, 1e-6))
         (slow, name), had = one.slowest, f"instead of {one.num_workers} " if one.num_workers else ""
         in_all = math.ceil(_SPARE * one.mean_work / max(one.step, 1e-6))
-        if one.work * _COPIED < one.num_bytes:
+        computes = 2 * one.cpu > one.mean_work
+        if computes and one.work * _COPIED < one.num_bytes:
             return f"That is copying {size}, and workers would copy it once more: smaller dtypes make it cheaper."
         if one.step < one.wait / _IDLE:
-            computes = 2 * one.cpu > one.mean_work
             if not computes or max(1, one.num_workers) < one.num_cores:
                 workers = f"up to {one.num_cores} workers make" if computes else "any number of workers makes"
                 return f"The loop does little else: {workers} it faster (num_workers=)."

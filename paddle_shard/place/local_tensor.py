@@ -25,8 +25,8 @@ class TensorMaker:
             place = paddle.device._convert_to_place(name_of(place))
         self._place, self._on_cpu = place, is_cpu(place)
         self._queue = None if self._on_cpu else DeviceQueue(place)
-        # From other memory a GPU's copy is not asynchronous.
-        self._host: Any = core.CUDAPinnedPlace() if isinstance(place, core.CUDAPlace) else core.CPUPlace()
+        self._pins = isinstance(place, core.CUDAPlace)  # from other memory a GPU's copy is not asynchronous
+        self._host: Any = core.CUDAPinnedPlace() if self._pins else core.CPUPlace()
         """Where arrays are put first."""
 
     def __call__(self, leaves: Sequence[Any], owned: bool) -> Callable[[], list[Any]]:
@@ -46,15 +46,17 @@ class TensorMaker:
         found: list[Any] = []
         dense: dict[int, Any] = {}
         """Number of a leaf -> the leaf in Paddle's own form; all of them become tensors at once."""
-        if isinstance(self._place, core.CUDAPlace):  # else another thread would take memory of the first GPU
+        if self._pins:  # else another thread would take memory of the first GPU
             core.set_cuda_current_device_id(self._place.get_device_id())
         for number, leaf in enumerate(leaves):
             made = one = None
             if isinstance(leaf, np.ndarray):
                 # A subclass of ndarray may share its memory, and a tensor can only use that of a C-contiguous array.
-                mine = adopt and type(leaf) is np.ndarray and leaf.size > 0 and leaf.flags.c_contiguous
+                mine = adopt and type(leaf) is np.ndarray and leaf.flags.c_contiguous
+                if not mine and not self._pins:  # numpy takes large pages for its copy, and Paddle small ones
+                    leaf = np.array(leaf, order="C")
                 one = core.DenseTensor()
-                one.set(leaf, self._host, mine)
+                one.set(leaf, self._host, not self._pins and leaf.size > 0)
             else:
                 made = leaf.detach() if isinstance(leaf, paddle.Tensor) else paddle.utils.dlpack.from_dlpack(leaf)
                 if made.is_dense() and (is_cpu(made.place) or made.place.is_cuda_pinned_place()):

@@ -155,9 +155,10 @@ def test_what_is_set_already_is_not_advised():
 
 
 def test_what_is_little_more_than_copying_is_not_told_to_be_copied_once_more():
-    copies = waiting(0.002, work=0.004, mean_work=0.004, num_bytes=16e6, num_workers=0)
+    copies = waiting(0.002, work=0.004, mean_work=0.004, cpu=0.004, num_bytes=16e6, num_workers=0)
     assert "That is copying 16 MB, and workers would copy it once more: smaller dtypes" in advice({0: copies})
     assert "would hide it" in advice({0: copies._replace(num_bytes=1e6)})
+    assert "would hide it" in advice({0: copies._replace(cpu=0.001)}), "it waits for a disk"
     handed = copies._replace(cause=(TRANSPORT, ""), num_workers=2, work=0.001)
     assert advice({0: handed}).endswith(
         "cheaper. Making it takes 1 ms; without workers (num_workers=0) it is not handed over."
