@@ -245,10 +245,9 @@ def _remedy(one: Summary, of_all: Collection[Summary]) -> str:
         computes = 2 * one.cpu > one.mean_work
         if computes and one.work * _COPIED < one.num_bytes:
             return f"That is copying {size}, and workers would copy it once more: smaller dtypes make it cheaper."
-        if one.step < one.wait / _IDLE:
-            if not computes or max(1, one.num_workers) < one.num_cores:
-                workers = f"up to {one.num_cores} workers make" if computes else "any number of workers makes"
-                return f"The loop does little else: {workers} it faster (num_workers=)."
+        if one.step < one.wait / _IDLE and (not computes or max(1, one.num_workers) < one.num_cores):
+            workers = f"up to {one.num_cores} workers make" if computes else "any number of workers makes"
+            return f"The loop does little else: {workers} it faster (num_workers=)."
         if one.most_workers is not None and max(needed, in_all) > one.most_workers:
             return (
                 f"The stream's {one.most_workers} parts on this rank are work for as many workers (num_workers=): more "
