@@ -147,6 +147,26 @@ def test_a_dropped_loader_keeps_the_memory_of_what_is_queued_and_waits_for_nothi
         del noise
 
 
+def test_a_loop_may_compute_in_several_streams(plugin):
+    """The first batch's copy is queued behind the work of one, and the second's, in another, is over at once."""
+    other = paddle.device.Stream("standin:0")
+    batches = iter(KINDS["plain"]())
+    plugin.standin_close(COMPUTE)
+    try:
+        held = [next(batches)]
+        with paddle.device.stream_guard(other):
+            held.append(next(batches))
+        del batches
+        gc.collect()
+        noise = [np.full([8, 16], -1, "float32") for _ in range(50)]
+    finally:
+        plugin.standin_open()
+    plugin.standin_wait(other.stream_base.raw_stream)
+
+    assert [x._local_value().numpy().tolist() for x, _ in held] == [ROWS[:8].tolist(), ROWS[8:16].tolist()]
+    del noise
+
+
 def test_memory_that_a_dropped_loader_has_left_is_given_up_once_it_is_copied():
     for _ in range(5):
         next(iter(KINDS["plain"]()))
