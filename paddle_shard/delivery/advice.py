@@ -86,6 +86,8 @@ class Summary(NamedTuple):
     step: float
     """Of the user's code, and of the device where that is behind it: the median, as a step that saves or evaluates is
     not usual; if several steps are much longer, as where gradients are accumulated, the mean of all but the longest."""
+    hidden: float
+    """Of `step`, the time in the loader: the device was busy with earlier steps."""
     wait: float
     """For data that this rank makes itself."""
     others: float
@@ -145,6 +147,7 @@ def summary_of(
     return Summary(
         num_steps=len(recent),
         step=mean if mean > _UNEVEN * step else step,
+        hidden=sum(one.hidden for one in recent) / len(recent),
         wait=sum(waits.values()),
         others=others,
         cause=cause,
@@ -210,11 +213,11 @@ def advice(of_ranks: Mapping[int, Summary]) -> str:
                 f"{_named(late_rank, of_ranks, lambda one: one.step)}, and {in_ms(usual)} on others. {ready}"
             )
         return f"{share}. Data is ready when it is asked for: no rank's own data is late."
-    beside = "" if worst.num_workers or worst.cpu < max(_BESIDE * whole, 2 * worst.wait) else _READ_BESIDE
-    return (
-        f"Training waits for data {worst.wait / whole:.1%} of each step, which takes {in_ms(whole)}. "
-        f"Data is ready when it is asked for.{beside.format(cpu=in_ms(worst.cpu))}"
-    )
+    said = f"Training waits for data {worst.wait / whole:.1%} of each step, which takes {in_ms(whole)}. "
+    said += "Data is ready when it is asked for."
+    if not worst.num_workers and worst.cpu >= max(_BESIDE * whole, 2 * worst.wait) and worst.cpu > worst.hidden:
+        said += _READ_BESIDE.format(cpu=in_ms(worst.cpu))
+    return said
 
 
 _READ_BESIDE = (

@@ -8,6 +8,7 @@ from paddle_shard.delivery.advice import Summary, Taken, advice, summary_of
 USUAL = Summary(
     num_steps=64,
     step=0.010,
+    hidden=0.0,
     wait=0.0,
     others=0.0,
     cause=(LOADER, ""),
