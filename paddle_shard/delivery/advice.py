@@ -208,8 +208,9 @@ def advice(of_ranks: Mapping[int, Summary]) -> str:
                     f"Look at what is done there besides. {whose} a step waits {in_ms(worst.wait)} for its data, too: "
                 )
                 ready += f"{shown(worst.cause)}. {_remedy(worst, of_ranks.values())}"
+            whose_time = "the device takes" if late.hidden > late.step / 2 else "the code between two batches takes"
             return (
-                f"{share}: the code between two batches takes {in_ms(late.step)} on "
+                f"{share}: {whose_time} {in_ms(late.step)} on "
                 f"{_named(late_rank, of_ranks, lambda one: one.step)}, and {in_ms(usual)} on others. {ready}"
             )
         return f"{share}. Data is ready when it is asked for: no rank's own data is late."

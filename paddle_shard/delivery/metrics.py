@@ -26,7 +26,7 @@ _TOTALS = {
     "hidden_seconds": "Time in the loader that cost nothing, as the device was busy",
 }
 _OF_STEPS = {
-    "step": "Time of the training loop between two batches",
+    "step": "Time of the training loop between two batches, or of the device if it takes longer",
     "wait": "Wait for data that the rank makes itself",
     "others": "Wait for other ranks",
 }

@@ -71,6 +71,7 @@ FOR_OTHERS = USUAL._replace(others=0.01)
         (job(a=[FOR_OTHERS] * 2, b=[slow(0.02), slow(0.021)]), "takes 21 ms on all 2 ranks of host b, and 10 ms on"),
         (job(a=[FOR_OTHERS] * 2, b=[slow(0.02), FOR_OTHERS]), "takes 20 ms on global rank 2 (host b), and 10 ms on"),
         (job(a=[FOR_OTHERS] * 2, b=[FOR_OTHERS] * 2), "no rank's own data is late"),
+        (job(a=[FOR_OTHERS, slow(0.02)._replace(hidden=0.015)]), "the device takes 20 ms on global rank 1, and 10 ms"),
     ],
 )
 def test_whose_code_is_late_is_named(told, who):
