@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
@@ -28,6 +28,23 @@ def raise_if_a_handlers(error: BaseException) -> None:
             raise error
         finally:
             del error  # the traceback has this frame, which would hold the exception, and what its frames hold
+
+
+def let_go(error: BaseException) -> None:
+    """Clear what this package's frames hold that have ended with an error.
+
+    If one of them holds the error, both hold the variables of all callers, such as batches on a device, until a
+    collection finds the circle.
+    """
+    seen, errors = set[int](), [error]
+    while errors:
+        one = errors.pop()
+        seen.add(id(one))
+        errors += [other for other in (one.__cause__, one.__context__) if other is not None and id(other) not in seen]
+        for frame, _ in traceback.walk_tb(one.__traceback__):
+            if str(frame.f_globals.get("__name__")).startswith("paddle_shard."):
+                with suppress(RuntimeError):  # it runs
+                    frame.clear()
 
 
 @contextmanager

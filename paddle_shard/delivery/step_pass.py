@@ -128,19 +128,26 @@ class StepPass:
                 raise StopIteration
         except AgreedFailure as failure:
             self.close()
-            mine = self._failure is not None and failure.step == self._announced
-            raise (self._failure if mine else error_of_another(*failure.reports[0])) from None  # type: ignore[misc]
+            raise self._own(failure.step) or error_of_another(*failure.reports[0]) from None
         except PeerLostError as lost:  # it may have timed out because of the failure on this rank
-            if self._failure is None or self._announced != step:
+            own = self._own(step)
+            if own is None:
                 raise
             self.close()
-            raise self._failure from lost
+            raise own from lost
         if self._stopped is not None and not self._ready:
             self.close()
             raise self._stopped
         self._delivered += 1
         found = self._ready.popleft()
         return found if self._notes is None else self._notes.heed(found, agreement.take_notes(step))
+
+    def _own(self, step: int) -> BaseException | None:
+        """Return this rank's failure, if it is of a step, and let go of it: it holds its callers' variables."""
+        if self._announced != step:
+            return None
+        found, self._failure = self._failure, None
+        return found
 
     def peek(self) -> Batch:
         """Return the batch that will be delivered first, without delivering it and without an agreement.

@@ -17,6 +17,7 @@ from paddle_shard.delivery.placing import PassSetup
 from paddle_shard.delivery.stats import PassClock
 from paddle_shard.delivery.step_pass import StepPass
 from paddle_shard.errors import ArgumentError, BatchStructureError, DataReadError, PaddleShardError, UnequalEndsError
+from paddle_shard.handlers import let_go
 from paddle_shard.inputs.source import Source
 from paddle_shard.place.device import watch_of
 from paddle_shard.place.local_tensor import TensorMaker
@@ -135,6 +136,7 @@ class ShardIterator:
         except BaseException as error:
             self._clock.end(entered)
             self.close()
+            let_go(error)
             setup.run.failed(self._progress, error)
             if isinstance(error, UnequalEndsError):
                 raise unequal_ends(setup, error) from None

@@ -267,7 +267,9 @@ class Agreement:
                 self.noticed = True
                 left = [rank for rank, one in ranks.items() if one.kind == CLOSED]
                 cause = self._coordinator.cause_of(left) if self._verdict.kind == CLOSED else None
-                raise known_to_all(error) if cause is None else known_to_all(cause) from error
+                if cause is None:
+                    raise known_to_all(error)
+                raise known_to_all(cause) from error
         self.outlook.delivered += 1
         return True
 

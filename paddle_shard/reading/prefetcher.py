@@ -97,7 +97,10 @@ class Prefetcher(Wrapper):
                 self._changed.notify_all()
             mine.blame(getattr(found, "spent", None))
             if isinstance(found, BaseException):
-                raise found
+                try:
+                    raise found
+                finally:
+                    del found  # it would hold this frame, and the frame it
             if found is not None:
                 complete(found)
                 return found
@@ -189,6 +192,7 @@ class Prefetcher(Wrapper):
             with self._changed:
                 if failure is not None:
                     self._done.append(failure)
+                failure = None  # it would hold this frame, and the frame it
                 self._running = False
                 self._changed.notify_all()
 
