@@ -93,9 +93,9 @@ class Reading:
             core: Reads the steps.
             look: Is shown each batch as the user's code leaves it; None: nothing is.
         """
-        own = self._iterates_itself
-        made = Tensors(core, self._to_tensors(), None if own else look)
-        return UserIterated(made, self.dataloader, more, look) if own else made
+        if self._iterates_itself:  # it sees tensors, and may yield arrays, or memory that it uses again
+            core = UserIterated(Tensors(core, self._to_tensors()), self.dataloader, more)
+        return Tensors(core, self._to_tensors(), look)
 
     def core(self) -> Executor:
         """Start to read a new pass, in this process or in workers."""
@@ -151,19 +151,15 @@ class UserIterated(Wrapper):
     It must yield one batch for each that it takes, in the same order.
     """
 
-    def __init__(
-        self, inner: Executor, dataloader: Any, more: Callable[[], bool], look: Callable[[Batch], None] | None
-    ) -> None:
+    def __init__(self, inner: Executor, dataloader: Any, more: Callable[[], bool]) -> None:
         """Wrap an executor.
 
         Args:
             inner: The executor, whose batches hold tensors.
             dataloader: The loader's copy of the user's DataLoader.
             more: Submits the next step; returns False if there is none.
-            look: Is shown each batch that the user's code yields: of tensors already.
         """
         super().__init__(inner)
-        self._look = look
         self._name = name = f"{type(dataloader).__name__}.__iter__"
         self._taken = taken = deque[Batch]()  # batches that the user's code has taken and not yielded yet
         self._left = 0  # steps that were submitted and whose batches were not yielded yet
@@ -218,9 +214,7 @@ class UserIterated(Wrapper):
             self._check_turn(value)
         self._left -= 1
         found = self._taken.popleft()
-        found.value = value
-        if self._look is not None:
-            self._look(found)
+        found.value, found.owned = value, False
         return found
 
     def _check_turn(self, batch: Any) -> None:

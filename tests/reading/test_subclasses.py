@@ -209,3 +209,19 @@ def test_an_exception_without_a_text_is_reported(workers):
 
     with pytest.raises(DataReadError, match="Mute: .its text cannot be had"):
         next(iter(sharded(DataLoader(Made(sample), batch_size=4, num_workers=workers))))
+
+
+def into_one_array(batches):
+    array = np.zeros(2, "int64")  # the rows of this rank
+    for batch in batches:
+        array[:] = batch.numpy()
+        yield array
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_arrays_that_a_subclass_yields_are_placed_and_may_be_used_again(workers):
+    expected = locals_of(sharded(DataLoader(Made(length=24), batch_size=4)))
+    held = list(with_own_iter(into_one_array, workers))
+
+    assert all(batch.is_dist() for batch in held)
+    assert [local(batch) for batch in held] == expected
