@@ -167,7 +167,7 @@ class DeviceWatch:
         """When the data of the last step came to an idle device."""
         self._num_idle = 0
         self._took = deque[float](maxlen=5)
-        """Seconds from when a batch came to an idle device until its step was computed."""
+        """Seconds from when a batch came to an idle device until its step was computed; 0 if the host took longer."""
 
     def asked(self) -> None:
         """Note that the loop has queued its step, and asks for data."""
@@ -200,9 +200,11 @@ class DeviceWatch:
 
 
 def _time(marks: _Marks, began: float, took: deque[float]) -> None:
-    """Add the seconds since a moment until the event of a step is passed."""
+    """Add the seconds since a moment until the event of a step is passed; 0 if it is as good as passed now."""
+    asked = time.perf_counter()
     with ignoring(Exception):  # the device is gone: that is told elsewhere
         while not marks.timed.query() and time.perf_counter() < began + _LONGEST:
             time.sleep(_PAUSE)
-        took.append(time.perf_counter() - began)
+        ended = time.perf_counter()
+        took.append(ended - began if ended > asked + 2 * _PAUSE else 0.0)
     marks.timing = False

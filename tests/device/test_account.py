@@ -79,6 +79,13 @@ def test_a_wait_in_which_the_device_is_busy_costs_nothing_also_if_it_is_less_tha
     assert stats.epoch.starved < 0.1
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_a_device_with_nothing_to_compute_hides_nothing(way, plugin):
+    stats = trained(plugin, way, host=5, device=0, read=3).stats
+
+    assert stats.epoch.hidden_seconds < 0.05 * stats.epoch.wait_seconds
+
+
 @pytest.mark.parametrize("host", [1, 15])
 def test_with_data_at_once_a_step_would_take_what_the_device_takes(host, plugin):
     """It is idle when data comes, so that only a look tells when it has ended its step."""
