@@ -14,7 +14,7 @@ from paddle.profiler import RecordEvent
 from paddle.profiler.utils import in_profiler_mode
 
 from paddle_shard.checks import check_count
-from paddle_shard.clock import KINDS, LOADER, Clock, Spent, clock
+from paddle_shard.clock import DEVICE, KINDS, LOADER, Clock, Spent, clock
 from paddle_shard.delivery.advice import RECENT, TELLING_SECONDS, Summary, Taken, advice, in_ms, shown, summary_of
 from paddle_shard.delivery.memory import LOOK_SECONDS, UNTOLD, Memory, is_short, left_of_host, memory, shortage
 from paddle_shard.delivery.metrics import serve
@@ -297,9 +297,9 @@ class PassClock:
         num_bytes, before, spent = batch.placed.num_bytes, self._left, self._end(entered)
         if before is None:
             spent = spent.after(self._opening)
-        wait, hidden = sum(spent.seconds.values()), 0.0
+        wait, hidden = sum(spent.seconds.values()), spent.seconds.get((DEVICE, ""), 0.0)
         if self._watch is not None and before is not None:
-            hidden = self._watch.hidden(self._step, wait, entered + wait)
+            hidden = max(hidden, self._watch.hidden(self._step, wait, entered + wait))
         taken = Taken(self._step, wait, hidden, spent, samples, num_bytes)
         counts = self._counts
         counts.batches += 1

@@ -79,6 +79,18 @@ def test_a_wait_in_which_the_device_is_busy_costs_nothing_also_if_it_is_less_tha
     assert stats.epoch.starved < 0.1
 
 
+def test_a_device_that_is_late_is_no_stall_of_the_data(plugin, caplog, monkeypatch):
+    """It is done when the wait for it ends, and data was there all the time."""
+    monkeypatch.setattr("paddle_shard.delivery.stats._STALL_SECONDS", 0.1)
+    dataloader = paddle.io.DataLoader(Data(0.0), batch_size=2)
+    loader = paddle_shard.shard_dataloader(dataloader, MESH, shard_dims="dp")
+    for number, _ in enumerate(loader):
+        plugin.standin_work(COMPUTE, 500_000 if number == 20 else 0)
+
+    assert loader.stats.epoch.waits["device"] > 0.2
+    assert not [text for text in caplog.messages if "data came after" in text]
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_a_device_with_nothing_to_compute_hides_nothing(way, plugin):
     stats = trained(plugin, way, host=5, device=0, read=3).stats
