@@ -19,7 +19,7 @@ import numpy as np
 from paddle.base.framework import _current_expected_place_, _dygraph_place_guard
 from paddle.framework import core
 
-from paddle_shard.clock import TENSORS, TRANSPORT, at
+from paddle_shard.clock import STARTING, TENSORS, TRANSPORT, at
 from paddle_shard.errors import DifferentDataError
 from paddle_shard.handlers import raise_if_a_handlers
 from paddle_shard.plan.partition import Rows
@@ -321,7 +321,8 @@ class WorkerExecutor(_Reads):
             if stays and self._num_taken == self._num_sent and not pool.interrupted:
                 self._idle.append(pool)
             else:
-                pool.shut_down()
+                with at(STARTING):  # ending them, too, is spared by persistent workers
+                    pool.shut_down()
         self._pool = None  # only now, as a signal handler may raise before this line
 
     def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
