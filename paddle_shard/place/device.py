@@ -9,6 +9,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -79,7 +80,6 @@ class _Queued:
 _left = deque[_Queued]()
 """What was queued by queues that are gone. It is never freed with the interpreter, nor in a forked child."""
 _keep_for_ever(_left)
-_freeing = threading.Lock()
 
 
 class DeviceQueue:
@@ -98,13 +98,11 @@ class DeviceQueue:
 
     def free(self) -> None:
         """Give up host memory that was copied; safe from any thread. A thread that reads ahead has the time for it."""
-        if _freeing.acquire(blocking=False):
-            try:
-                for queued in (self._held, _left):
-                    while queued and queued[0].passed():
-                        queued.popleft()
-            finally:
-                _freeing.release()
+        # Without a lock, which a signal's handler might leave locked: two threads may see the same one.
+        for queued in (self._held, _left):
+            with suppress(IndexError, ValueError):  # the other thread was first
+                while (first := queued[0]).passed():
+                    queued.remove(first)
 
     def copied(self, tensors: Sequence[Any]) -> list[Any]:
         """Queue the copies of a batch, and return its tensors on the device. Only the thread that computes calls it.
