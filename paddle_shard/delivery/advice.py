@@ -182,11 +182,11 @@ def advice(of_ranks: Mapping[int, Summary]) -> str:
     usual = float(np.quantile([one.step for one in of_ranks.values()], 0.25, method="lower"))
     late_by = late.step - usual if late.step > _SLOWER * usual else 0.0
     whole = worst.whole
-    would = f"would take {in_ms(worst.step)}"
-    if late_by and late_rank != rank:
-        by_itself = f"is what the code of {_named(late_rank, of_ranks, lambda one: one.step)} takes by itself"
-        would += f" (or {in_ms(late.step)}, if that {by_itself}, and no wait for others in it)"
-    if worst.wait >= max(_MATTERS * whole, _MATTERS_SECONDS, late_by / _OWN):
+    if _matters(worst.wait, whole) and worst.wait >= late_by / _OWN:
+        would = f"would take {in_ms(worst.step)}"
+        if late_by and late_rank != rank:
+            by_itself = f"is what the code of {_named(late_rank, of_ranks, lambda one: one.step)} takes by itself"
+            would += f" (or {in_ms(late.step)}, if that {by_itself}, and no wait for others in it)"
         whose = f"on {_named(rank, of_ranks, lambda one: one.wait)}, " if len(of_ranks) > 1 else ""
         of_all = worst.cause[0] in MADE_BY_READERS and "`" in worst.cause[1]  # not one source, nor one file
         each = worst.cause_work / max(worst.samples, 1.0)
@@ -197,17 +197,15 @@ def advice(of_ranks: Mapping[int, Summary]) -> str:
             f"{whose}{first}{shown(worst.cause)}, {per}. {_remedy(worst, of_ranks.values())}"
         )
     waiting = max(of_ranks.values(), key=lambda one: one.others)
-    if waiting.others >= max(_MATTERS * waiting.whole, _MATTERS_SECONDS):
+    if _matters(waiting.others, waiting.whole):
         share = f"Ranks wait for each other {waiting.others / waiting.whole:.0%} of each step, which takes "
         share += in_ms(waiting.whole)
         if late_by:
             ready = "Data is ready when it is asked for: look at what is done there besides."
-            if worst.wait >= max(_MATTERS * whole, _MATTERS_SECONDS):
+            if _matters(worst.wait, whole):
                 whose = f"On {_named(rank, of_ranks, lambda one: one.wait)}"
-                ready = (
-                    f"Look at what is done there besides. {whose} a step waits {in_ms(worst.wait)} for its data, too: "
-                )
-                ready += f"{shown(worst.cause)}. {_remedy(worst, of_ranks.values())}"
+                ready = f"Look at what is done there besides. {whose} a step waits {in_ms(worst.wait)} for its data, "
+                ready += f"too: {shown(worst.cause)}. {_remedy(worst, of_ranks.values())}"
             whose_time = "the device takes" if late.hidden > late.step / 2 else "the code between two batches takes"
             return (
                 f"{share}: {whose_time} {in_ms(late.step)} on "
@@ -219,6 +217,11 @@ def advice(of_ranks: Mapping[int, Summary]) -> str:
     if not worst.num_workers and worst.cpu >= max(_BESIDE * whole, 2 * worst.wait) and worst.cpu > worst.hidden:
         said += _READ_BESIDE.format(cpu=in_ms(worst.cpu))
     return said
+
+
+def _matters(seconds: float, whole: float) -> bool:
+    """Return whether a wait in a step that takes so long is worth a word."""
+    return seconds >= max(_MATTERS * whole, _MATTERS_SECONDS)
 
 
 _READ_BESIDE = (

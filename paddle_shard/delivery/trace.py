@@ -34,14 +34,11 @@ def events_of(recent: Iterable[Taken], rank: int) -> list[dict[str, Any]]:
 
     for one in recent:
         waited = one.spent.stretches[-1]
+        waiting = "waiting for the device" if one.hidden > one.wait / 2 else "waiting for data"
         if one.step:
             event(waited.who, "step", waited.began - one.step, waited.began)
         for stretch in one.spent.stretches:
-            what = (
-                f"waiting for {'the device' if one.hidden > one.wait / 2 else 'data'}"
-                if stretch.who == waited.who
-                else "making a batch"
-            )
+            what = waiting if stretch.who == waited.who else "making a batch"
             event(stretch.who, what, stretch.began, stretch.ended, rows=one.samples, bytes=one.num_bytes)
             at = stretch.began
             causes: list[tuple[Cause, float]] = sorted(stretch.seconds.items(), key=lambda item: -item[1])

@@ -146,10 +146,10 @@ class Prefetcher(Wrapper):
         return self._inner.take(beside=beside)
 
     def _has_room(self) -> bool:
-        if self._always or not self._done:  # the user's number
+        if self._always or not self._done or len(self._done) >= self._count:  # the user's number
             return len(self._done) < self._count
         sizes = [found.num_bytes for found in self._done if isinstance(found, Batch)]
-        return len(self._done) < self._count and sum(sizes) + max(sizes, default=0) <= MOST_BYTES
+        return sum(sizes) + max(sizes, default=0) <= MOST_BYTES
 
     def _may_run(self) -> bool:
         return not self._over and (self._always or self._seconds >= QUICK) and self._inner.runs_free

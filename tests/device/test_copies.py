@@ -319,6 +319,20 @@ def test_valid_does_not_wait_for_what_the_device_has_to_compute(plugin):
     assert found[0]._local_value().numpy().all()
 
 
+def ended_well(code, megabytes):
+    """A process with so much memory on the device, which has ended without a crash."""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"STANDIN_MEMORY_MB": megabytes},
+        capture_output=True,
+        text=True,
+        timeout=HANG,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done
+
+
 def test_what_is_queued_of_a_batch_that_does_not_fit_on_the_device_keeps_its_memory():
     """The device reads it after the error, when it has done what was queued before."""
     code = """
@@ -349,16 +363,8 @@ gc.collect()
 plugin.standin_wait(stream)
 print("lives")
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=os.environ | {"STANDIN_MEMORY_MB": "270"},
-        capture_output=True,
-        text=True,
-        timeout=HANG,
-        check=False,
-    )
+    done = ended_well(code, "270")
 
-    assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout == "not there True\nlives\n"
 
 
@@ -379,16 +385,8 @@ except DataReadError as error:
 del batches
 print("dropped")
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=os.environ | {"STANDIN_MEMORY_MB": "64"},
-        capture_output=True,
-        text=True,
-        timeout=HANG,
-        check=False,
-    )
+    done = ended_well(code, "64")
 
-    assert done.returncode == 0, done.stderr[-3000:]
     assert "making tensors of the batch" in done.stdout
     assert done.stdout.endswith("dropped\n")
     assert "Traceback" not in done.stderr
