@@ -226,13 +226,12 @@ def no_account():
     from paddle_shard.clock import Clock, Spent
     from paddle_shard.delivery.stats import PassClock
 
-    kept = ("_seconds", "_work", "_stretches", "_slowest", "cpu")
     put = {
         Clock: {
             "to": lambda self, cause: cause,
             # What its `end` takes, as a thread may be in between.
-            "begin": lambda self, kind: (self._cause, self.since, *(getattr(self, name) for name in kept)),
-            "end": lambda self, outer, who="": Spent({}),
+            "begin": lambda self, kind, spent=None: (self._cause, self.since, self.spent),
+            "end": lambda self, outer, who="": Spent(),
             "blame": lambda self, spent: None,
         },
         PassClock: {
@@ -283,16 +282,16 @@ def close_and_cost(folder):
 
     rows, worst_closing, worst_cost = [], 1.0, 0.0
     for name, loader, work in loaders(folder):
-        batches, waits = iter(loader), loader.stats.epoch.waits
+        batches, causes = iter(loader), loader.stats.epoch.causes
         steps_of(batches, work.passed)
         waited, booked, with_it, without, few = 0.0, 0.0, [], [], max(4, work.steps // 32)
         for _ in range(min(24, (work.num_rows // work.batch_size - work.passed) // (2 * few + 1))):
             with no_account():
                 without += steps_of(batches, few)
             steps_of(batches, 1)  # notes all of the time before it
-            before = sum(waits.values())
+            before = sum(causes.values())
             taken = steps_of(batches, few)
-            booked, waited, with_it = booked + sum(waits.values()) - before, waited + sum(taken), with_it + taken
+            booked, waited, with_it = booked + sum(causes.values()) - before, waited + sum(taken), with_it + taken
         batches.close()
         closes, step = booked / waited, float(np.median(with_it))
         cost = step - float(np.median(without))

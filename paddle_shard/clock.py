@@ -24,6 +24,7 @@ MADE_BY_READERS = {READING, FUNCTION, COLLATING}
 """The kinds that more readers would share."""
 IDLE, WAITING = "", "waiting"
 """Nothing of ours: the user's loop, or a worker that waits for a request; and a wait until `blame` tells for what."""
+_IDLE, _WAITING = (IDLE, ""), (WAITING, "")
 _FINE, _FINE_FOR = 100e-6, 32
 """Seconds a sample from which on samples and functions are timed one by one, and for how many batches: looking at a
 clock takes a quarter of a microsecond, and quick samples tell nothing."""
@@ -40,63 +41,53 @@ class Stretch(NamedTuple):
     seconds: dict[Cause, float]
 
 
-class Spent(NamedTuple):
-    """Where the time went in which something was made."""
+class Spent:
+    """Where the time goes in which something is made: an account to which a clock books."""
 
-    seconds: dict[Cause, float]
-    """In the thread or process that has made it. Waiting is booked to what it waited for."""
-    slowest: tuple[float, str] = (0.0, "")
-    """Seconds of the slowest sample that was timed, and its name."""
-    work: dict[Cause, float] | None = None
-    """Seconds of all readers together, also those that nobody has waited for; None: `seconds`."""
-    cpu: float = 0.0
-    """Seconds for which readers have computed; the rest they have waited, as for a disk."""
-    stretches: tuple[Stretch, ...] = ()
-    """Of the workers and threads that took part; the one that has made it is the last."""
+    __slots__ = ("cpu", "seconds", "slowest", "stretches", "work")
+
+    def __init__(self) -> None:
+        self.seconds: dict[Cause, float] = {}
+        """In the thread or process that makes it. Waiting is booked to what it waits for."""
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """Begin the account of the next batch, as far as it is not the sum of all."""
+        self.slowest: tuple[float, str] = (0.0, "")
+        """Seconds of the slowest sample that was timed, and its name."""
+        self.work: dict[Cause, float] = {}
+        """Seconds of all other readers together, also those that nobody has waited for."""
+        self.cpu = 0.0
+        """Seconds for which readers have computed; the rest they have waited, as for a disk."""
+        self.stretches: list[Stretch] = []
+        """Of the workers and threads that took part."""
 
     @property
     def made(self) -> dict[Cause, float]:
         """What all readers together have done."""
-        return self.seconds if self.work is None else self.work
-
-    def after(self, before: Spent) -> Spent:
-        """Return this with what was spent directly before it."""
-        return Spent(
-            _added(before.seconds, self.seconds),
-            max(before.slowest, self.slowest),
-            _added(before.made, self.made),
-            before.cpu + self.cpu,
-            before.stretches + self.stretches,
-        )
-
-
-def _added(one: dict[Cause, float], other: dict[Cause, float]) -> dict[Cause, float]:
-    return {cause: one.get(cause, 0.0) + other.get(cause, 0.0) for cause in one | other}
+        return self.work or self.seconds
 
 
 class Clock:
     """The clock of one thread."""
 
-    __slots__ = ("_cause", "_seconds", "_slowest", "_span", "_stretches", "_work", "cpu", "fine", "since")
+    __slots__ = ("_cause", "_span", "fine", "since", "spent")
 
     spans: Callable[[str], Any] | None = None
     """Makes a span of a profiler, with `begin` and `end`, while one is running; set by whoever knows the profiler."""
 
     def __init__(self) -> None:
         self._span: Any = None
-        self._cause, self.since = (IDLE, ""), time.perf_counter()
+        self._cause, self.since = _IDLE, time.perf_counter()
         """`since`: when it moved to the cause at which it is; in seconds of `time.perf_counter`."""
-        self._seconds: dict[Cause, float] = {}
-        self._work: dict[Cause, float] = {}
-        self._stretches: list[Stretch] = []
-        self._slowest, self.cpu = (0.0, ""), 0.0
-        """Seconds for which readers have computed."""
+        self.spent = Spent()
+        """The account to which it books."""
         self.fine = _FINE_FOR
         """Not 0 if samples and functions are timed one by one: for so many batches."""
 
     def to(self, cause: Cause) -> Cause:
         """Move to a cause, and return the one before."""
-        now, seconds, before = time.perf_counter(), self._seconds, self._cause
+        now, seconds, before = time.perf_counter(), self.spent.seconds, self._cause
         seconds[before] = seconds.get(before, 0.0) + now - self.since
         self.since, self._cause = now, cause
         if self.spans is not None or self._span is not None:
@@ -112,53 +103,55 @@ class Clock:
             self._span = self.spans(f"paddle_shard: {kind} {name}".rstrip())
             self._span.begin()
 
-    def begin(self, kind: str) -> Any:
-        """Begin an account of its own; return what `end` needs."""
+    def begin(self, kind: str, spent: Spent | None = None) -> Any:
+        """Begin to book to another account, a new one unless it is given; return what `end` needs."""
         before = self.to((kind, ""))
-        outer = (before, self.since, self._seconds, self._work, self._stretches, self._slowest, self.cpu)
-        self._seconds, self._work, self._stretches, self._slowest, self.cpu = {}, {}, [], (0.0, ""), 0.0
+        outer, self.spent = (before, self.since, self.spent), Spent() if spent is None else spent
         return outer
 
     def end(self, outer: Any, who: str = "") -> Spent:
-        """End the account, whose time belongs to the cause before it, too; return it.
+        """End what `begin` has begun, whose time belongs to the cause before it, too; return the account.
 
         Args:
             outer: What `begin` has returned.
-            who: Name of the worker or thread.
+            who: Name of the worker or thread, whose stretch is noted.
         """
-        self.to((IDLE, ""))
-        self._seconds.pop((IDLE, ""), None)
-        if (WAITING, "") in self._seconds:  # what it was waited for has failed
+        self.to(_IDLE)
+        spent = self.spent
+        if _WAITING in spent.seconds:  # what it was waited for has failed
             self.blame(None)
-        # A worker that has waited for a request begins when it no longer does.
-        mine = Stretch(who, self.since - sum(self._seconds.values()), self.since, self._seconds)
-        found = Spent(self._seconds, self._slowest, self._work or None, self.cpu, (*self._stretches, mine))
-        self._cause, began, self._seconds, self._work, self._stretches, self._slowest, self.cpu = outer
-        self._seconds[self._cause] = self._seconds.get(self._cause, 0.0) + self.since - began
-        return found
+        if who:
+            spent.seconds.pop(_IDLE, None)
+            # A worker that has waited for a request begins when it no longer does.
+            spent.stretches.append(Stretch(who, self.since - sum(spent.seconds.values()), self.since, spent.seconds))
+        self._cause, began, self.spent = outer
+        seconds = self.spent.seconds
+        seconds[self._cause] = seconds.get(self._cause, 0.0) + self.since - began
+        return spent
 
     def blame(self, spent: Spent | None) -> None:
         """Book the time that was spent waiting to what it was waited for."""
-        waited = self._seconds.pop((WAITING, ""), 0.0)
-        made = {} if spent is None else spent.seconds
+        mine = self.spent
+        waited, made = mine.seconds.pop(_WAITING, 0.0), {} if spent is None else spent.seconds
         total = sum(made.values())
         for cause, seconds in (made if total else {(TRANSPORT, ""): 1.0}).items():
-            self._seconds[cause] = self._seconds.get(cause, 0.0) + waited * seconds / (total or 1.0)
+            mine.seconds[cause] = mine.seconds.get(cause, 0.0) + waited * seconds / (total or 1.0)
         if spent is not None:
             for cause, seconds in spent.made.items():
-                self._work[cause] = self._work.get(cause, 0.0) + seconds
+                mine.work[cause] = mine.work.get(cause, 0.0) + seconds
             self.note(*spent.slowest)
-            self.cpu += spent.cpu
-            self._stretches += spent.stretches
+            mine.cpu += spent.cpu
+            mine.stretches += spent.stretches
 
-    def read(self, seconds: float, num_samples: int) -> None:
-        """Note how long the samples of a batch took."""
+    def read(self, seconds: float, computed: float, num_samples: int) -> None:
+        """Note how long the samples of a batch took, and for how much of it this thread has computed."""
         self.fine = _FINE_FOR if seconds >= _FINE * num_samples else max(0, self.fine - 1)
+        self.spent.cpu += computed
 
     def note(self, seconds: float, name: str) -> None:
         """Note how long a sample took, if that matters."""
-        if seconds > max(self._slowest[0], SLOW):
-            self._slowest = seconds, name
+        if seconds > max(self.spent.slowest[0], SLOW):
+            self.spent.slowest = seconds, name
 
 
 class _Clocks(threading.local):

@@ -11,7 +11,7 @@ import os
 import socket
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,9 +31,10 @@ from paddle_shard.clock import (
     TENSORS,
     TRANSPORT,
     Cause,
-    Spent,
+    Stretch,
 )
 
+TRAINING_THREAD = "training thread"
 RECENT = 64
 """Steps that a summary is made of."""
 TELLING_SECONDS = 0.1, 2.0
@@ -69,14 +70,33 @@ class Taken(NamedTuple):
 
     step: float
     """Seconds of the user's code before it; 0.0 for the first step of a pass."""
+    waited: tuple[float, float]
+    """When the user asked for its batch, and when it was there; by `time.perf_counter`."""
     wait: float
-    """Seconds in the loader."""
+    """Seconds in the loader: also those in which the pass was begun, or what was delivered before was noted."""
     hidden: float
     """Of these, those in which a device was still busy with earlier steps, or would be if data came at once."""
-    spent: Spent
-    """Where they went."""
+    booked: tuple[Mapping[Cause, float], Mapping[Cause, float]]
+    """Seconds of each cause in all of the pass: when the step before had its batch, and when this one had."""
+    work: Mapping[Cause, float]
+    cpu: float
+    slowest: tuple[float, str]
+    stretches: Sequence[Stretch]
+    """As in `Spent`."""
     samples: int
     num_bytes: int
+
+    @property
+    def seconds(self) -> dict[Cause, float]:
+        """The seconds in the loader, by cause."""
+        before, after = self.booked
+        spent = {cause: seconds - before.get(cause, 0.0) for cause, seconds in after.items()}
+        return {cause: seconds for cause, seconds in spent.items() if seconds}
+
+    @property
+    def made(self) -> Mapping[Cause, float]:
+        """What all readers together have done."""
+        return self.work or self.seconds
 
 
 class Summary(NamedTuple):
@@ -132,10 +152,10 @@ def summary_of(
     if len(recent) < FEWEST:
         return None
     waits, work = defaultdict[Cause, float](float), defaultdict[Cause, float](float)
-    made = [one.spent.made for one in recent]
+    made = [one.made for one in recent]
     for one, of_one in zip(recent, made, strict=True):
         late = 1.0 - one.hidden / one.wait if one.wait else 1.0
-        for cause, seconds in one.spent.seconds.items():
+        for cause, seconds in one.seconds.items():
             waits[cause] += late * seconds / len(recent)
         for cause, seconds in of_one.items():
             work[cause] += seconds / len(recent)
@@ -155,8 +175,8 @@ def summary_of(
         cause_work=max(work[cause], waits[cause]) if cause[0] in MADE_BY_READERS else waits[cause],
         work=float(np.median([sum(s for (kind, _), s in one.items() if kind in MADE_BY_READERS) for one in made])),
         mean_work=sum(seconds for (kind, _), seconds in work.items() if kind in MADE_BY_READERS),
-        cpu=sum(one.spent.cpu for one in recent) / len(recent),
-        slowest=max(one.spent.slowest for one in recent),
+        cpu=sum(one.cpu for one in recent) / len(recent),
+        slowest=max(one.slowest for one in recent),
         samples=sum(one.samples for one in recent) / len(recent),
         num_bytes=sum(one.num_bytes for one in recent) / len(recent),
         num_workers=num_workers,

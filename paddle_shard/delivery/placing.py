@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any
 
@@ -113,6 +113,8 @@ class PassSetup:
     """Batches that a thread keeps ready; 0: there is no thread."""
     if_worth_it: bool
     """True if the thread is started only if reading a step takes long enough."""
+    counting: dict[str, int] = field(default_factory=dict)
+    """Field -> number of this rank's rows that it has counted anew in each batch, until that is told or has ended."""
 
 
 def placed(setup: PassSetup, batch: Batch) -> Batch:
@@ -123,8 +125,9 @@ def placed(setup: PassSetup, batch: Batch) -> Batch:
     if batch.contents:
         setup.run.check_contents(batch.contents, batch.step.epoch)
     batch.value, batch.placed = setup.placer.place(value, setup.rows.of(batch, setup.placer))
+    if first or setup.counting:
+        _say_what_counts_anew(setup, value, len(batch.placed.rows.read), first)
     if first:
-        _say_what_counts_anew(setup, value, len(batch.placed.rows.read))
         _say_what_has_no_rows(setup, value)
     if first and isinstance(value, Mapping) and len(batch.value) < len(value):
         left_out = [key for key in value if key not in batch.value]
@@ -132,8 +135,15 @@ def placed(setup: PassSetup, batch: Batch) -> Batch:
     return batch
 
 
-def _say_what_counts_anew(setup: PassSetup, value: Any, num_rows: int) -> None:
-    """Log which fields of a first batch seem to number its rows, as one process would those of a global batch."""
+_SURE = 8
+"""Rows after which a field that has numbered the rows of each batch is taken for one that means to."""
+
+
+def _say_what_counts_anew(setup: PassSetup, value: Any, num_rows: int, first: bool) -> None:
+    """Log which fields seem to number the rows of each batch, as one process would those of a global batch.
+
+    The first batch may have labels that look so, in particular if it has two rows: several batches tell.
+    """
     own, options = setup.own_layout, setup.options
     if not own.on_mesh or own.data_rank == 0 or own.replicated_in_name or options.dataloader.collate_fn is None:
         return
@@ -144,9 +154,14 @@ def _say_what_counts_anew(setup: PassSetup, value: Any, num_rows: int) -> None:
         named |= {path for path, layout in at.items() if layout.row_index}
     leaves_of = [(path, leaf) for path, leaf in named_leaves(value) if isinstance(leaf, paddle.Tensor)]
     found = [path for path, leaf in leaves_of if path not in named and counts_anew(leaf, num_rows)]
-    if found:
+    before = dict(setup.counting)
+    setup.counting.clear()
+    setup.counting.update({path: before.get(path, 0) + num_rows for path in found if first or path in before})
+    sure = [path for path, rows in setup.counting.items() if rows >= _SURE]
+    if sure:
+        setup.counting.clear()
         say_once(
-            f"fields {', '.join(found)} count 0, 1, .. for the rows that this rank has read, as if they were all. If a "
+            f"fields {', '.join(sure)} count 0, 1, .. for the rows that this rank has read, as if they were all. If a "
             "collate_fn writes there which row of the batch is meant, say so: placements={field: 'row index'}."
         )
 

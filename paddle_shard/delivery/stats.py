@@ -14,8 +14,18 @@ from paddle.profiler import RecordEvent
 from paddle.profiler.utils import in_profiler_mode
 
 from paddle_shard.checks import check_count
-from paddle_shard.clock import DEVICE, KINDS, LOADER, Clock, Spent, clock
-from paddle_shard.delivery.advice import RECENT, TELLING_SECONDS, Summary, Taken, advice, in_ms, shown, summary_of
+from paddle_shard.clock import DEVICE, KINDS, LOADER, Cause, Clock, Spent, Stretch, clock
+from paddle_shard.delivery.advice import (
+    RECENT,
+    TELLING_SECONDS,
+    TRAINING_THREAD,
+    Summary,
+    Taken,
+    advice,
+    in_ms,
+    shown,
+    summary_of,
+)
 from paddle_shard.delivery.memory import LOOK_SECONDS, UNTOLD, Memory, is_short, left_of_host, memory, shortage
 from paddle_shard.delivery.metrics import serve
 from paddle_shard.handlers import ignoring
@@ -24,6 +34,7 @@ from paddle_shard.reading.batch import Batch
 from paddle_shard.say_once import say_once
 from paddle_shard.shown import as_html
 
+_LOADER, _DEVICE = (LOADER, ""), (DEVICE, "")
 _STALL, _STALL_SECONDS, _STALL_AFTER = 10.0, 1.0, 8
 """A wait is a stall if it takes so many times the usual step, and so many seconds, after so many steps."""
 
@@ -44,8 +55,8 @@ class Counts:
     """Size in bytes of the rows that this rank reads, of the fields that are delivered."""
     wait_seconds: float = 0.0
     """Seconds spent in the loader: reading (without workers), placing, and waiting for data."""
-    waits: dict[str, float] = field(default_factory=lambda: dict.fromkeys(KINDS, 0.0))
-    """`wait_seconds` by what they were spent for; they add up to it."""
+    causes: dict[Cause, float] = field(default_factory=dict)
+    """`wait_seconds` by what they were spent for, and whose it is: ("function", "`augment` in map()") -> seconds."""
     hidden_seconds: float = 0.0
     """Of `wait_seconds`, those that cost nothing: a device was busy, or would have been if data had come at once."""
     step_seconds: float = 0.0
@@ -57,9 +68,19 @@ class Counts:
 
     def __add__(self, other: Counts) -> Counts:
         """Return the counts of both periods."""
-        names = [one.name for one in fields(self) if one.name != "waits"]
-        waits = {kind: self.waits[kind] + other.waits[kind] for kind in KINDS}
-        return Counts(waits=waits, **{name: getattr(self, name) + getattr(other, name) for name in names})
+        names, causes = [one.name for one in fields(self) if one.name != "causes"], dict(self.causes)
+        for cause, seconds in list(other.causes.items()):
+            causes[cause] = causes.get(cause, 0.0) + seconds
+        return Counts(causes=causes, **{name: getattr(self, name) + getattr(other, name) for name in names})
+
+    @property
+    def waits(self) -> dict[str, float]:
+        """`wait_seconds` by what they were spent for; they add up to it."""
+        found = dict.fromkeys(KINDS, 0.0)
+        for (kind, _), seconds in list(self.causes.items()):
+            if kind in found:  # else it is not known yet what is waited for
+                found[kind] += seconds
+        return found
 
     @property
     def starved(self) -> float:
@@ -79,7 +100,7 @@ class Counts:
         return self.samples / total if total else 0.0
 
 
-DERIVED = ("starved", "imbalance", "samples_per_second")
+DERIVED = ("waits", "starved", "imbalance", "samples_per_second")
 """Properties of `Counts` that `scalars` returns beside its fields."""
 
 
@@ -177,6 +198,7 @@ class LoaderStats:
         imbalance are there with `balance=` only.
         """
         found = asdict(self.epoch) | {name: getattr(self.epoch, name) for name in DERIVED}
+        del found["causes"]
         found |= {f"waits/{kind.replace(' ', '_')}": seconds for kind, seconds in found.pop("waits").items()}
         if not self.total.mean_cost:
             found = {name: value for name, value in found.items() if name not in OF_COSTS}
@@ -255,15 +277,23 @@ class PassClock:
 
     def __init__(self, stats: LoaderStats, num_workers: int = 0, watch: DeviceWatch | None = None) -> None:
         self._stats, self._counts, self._watch = stats, stats.begin_pass(num_workers), watch
+        self._spent = Spent()
+        self._counts.causes = self._spent.seconds
+        self._before: dict[Cause, float] = {}
+        """What was booked to each cause when the last batch was delivered: what a batch has cost is known from that if
+        anybody asks, and costs no time here."""
         self._left: float | None = None
         self._step = 0.0
         self._told_stall, self._looks_at = False, time.perf_counter() + LOOK_SECONDS
-        self._outer = clock().begin(LOADER)
-        self._began, self._opening = clock().since, Spent({})
+        self._outer = clock().begin(LOADER, self._spent)
+        self._began, self._earlier = clock().since, 0.0
+        """Seconds in the loader before the next batch is asked for, which belong to it."""
 
     def begun(self) -> None:
         """Note that the pass has begun, as far as that is done before its first batch is asked for."""
-        self._opening = self._end(self._began)
+        self._earlier = self._end(self._began)
+        ended = self._began + self._earlier
+        self._spent.stretches.append(Stretch(TRAINING_THREAD, self._began, ended, dict(self._spent.seconds)))
         self._left = None
 
     def enter(self, handed: float) -> float:
@@ -273,15 +303,17 @@ class PassClock:
             handed: When the batch before was handed to the user: a little after `leave`, as the position is noted in
                 between.
         """
-        Clock.spans = RecordEvent if in_profiler_mode() else None
+        if (Clock.spans is not None) != in_profiler_mode():  # to set it would slow down all calls of a clock
+            Clock.spans = RecordEvent if Clock.spans is None else None
         mine = clock()
-        self._outer = mine.begin(LOADER)
+        self._outer = mine.begin(LOADER, self._spent)
         now = mine.since  # its own times, so that the causes add up to the wait
         if self._left is not None:
-            counts, self._step, noting = self._counts, now - handed, handed - self._left
+            self._step, self._earlier = now - handed, handed - self._left
+            counts, seconds = self._counts, self._spent.seconds
             counts.step_seconds += self._step
-            counts.wait_seconds += noting
-            counts.waits[LOADER] += noting
+            counts.wait_seconds += self._earlier
+            seconds[_LOADER] = seconds.get(_LOADER, 0.0) + self._earlier
             if self._watch is not None:
                 self._watch.asked()
         return now
@@ -294,14 +326,27 @@ class PassClock:
             skipped += int(np.count_nonzero(batch.skipped & batch.served()))
         if batch.skipped is not None or not batch.whole:
             samples = int(np.count_nonzero(batch.valid()))
-        num_bytes, before, spent = batch.placed.num_bytes, self._left, self._end(entered)
-        if before is None:
-            spent = spent.after(self._opening)
-        wait, hidden = sum(spent.seconds.values()), spent.seconds.get((DEVICE, ""), 0.0)
-        if self._watch is not None and before is not None:
-            hidden = max(hidden, self._watch.hidden(self._step, wait, entered + wait))
-        taken = Taken(self._step, wait, hidden, spent, samples, num_bytes)
-        counts = self._counts
+        counts, spent, before, handed = self._counts, self._spent, self._before, self._left
+        took, num_bytes = self._end(entered), batch.placed.num_bytes
+        wait, left, after = self._earlier + took, entered + took, dict(spent.seconds)
+        self._before = after
+        hidden = after.get(_DEVICE, 0.0) - before.get(_DEVICE, 0.0)
+        if self._watch is not None and handed is not None:
+            hidden = max(hidden, self._watch.hidden(self._step, wait, left))
+        taken = Taken(
+            self._step,
+            (entered, left),
+            wait,
+            hidden,
+            (before, after),
+            spent.work,
+            spent.cpu,
+            spent.slowest,
+            spent.stretches,
+            samples,
+            num_bytes,
+        )
+        spent.begin_anew()
         counts.batches += 1
         counts.samples += samples
         counts.skipped += skipped
@@ -310,9 +355,9 @@ class PassClock:
         counts.largest_cost += largest
         counts.mean_cost += mean
         counts.hidden_seconds += hidden
-        if before is not None and wait - hidden >= _STALL_SECONDS:
+        if handed is not None and wait - hidden >= _STALL_SECONDS:
             self._say_if_stalled(taken, batch)
-        if before is not None or self._stats.short:
+        if handed is not None or self._stats.short:
             self._stats.recent.append(taken)
         if entered >= self._looks_at:
             self._looks_at = entered + LOOK_SECONDS
@@ -330,18 +375,16 @@ class PassClock:
         """Note that no more is delivered; safe to call again."""
         self._stats.end_pass(self._counts)
 
-    def _end(self, entered: float) -> Spent:
-        """End the account of a batch, and return it; an error may come after that."""
+    def _end(self, entered: float) -> float:
+        """End booking the time of a batch, and return it; an error may come after that."""
         outer, self._outer = self._outer, None
         if outer is None:
-            return Spent({})
+            return 0.0
         mine = clock()
-        spent = mine.end(outer, "training thread")
+        mine.end(outer)
         self._left = now = mine.since
         self._counts.wait_seconds += now - entered
-        for (kind, _), seconds in spent.seconds.items():
-            self._counts.waits[kind] += seconds
-        return spent
+        return now - entered
 
     def _say_if_stalled(self, taken: Taken, batch: Batch) -> None:
         """Log a wait of a second or more that is much longer than usual, once a pass."""
@@ -352,8 +395,8 @@ class PassClock:
         if taken.wait < _STALL * usual:
             return
         self._told_stall = True
-        cause, seconds = max(taken.spent.seconds.items(), key=lambda item: item[1])
-        slow, name = taken.spent.slowest
+        cause, seconds = max(taken.seconds.items(), key=lambda item: item[1])
+        slow, name = taken.slowest
         part = "Most of it" if seconds > taken.wait / 2 else "The largest part of it"
         sample = f" The slowest sample, {name}, took {in_ms(slow)}." if slow > taken.wait / 2 else ""
         say_once(

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from copy import copy
 
-from paddle_shard.clock import PLACING, SAMPLER, at
+from paddle_shard.clock import PLACING, SAMPLER, clock
 from paddle_shard.delivery.notes import StepNotes
 from paddle_shard.errors import AgreedFailure, ArgumentError, PeerLostError
 from paddle_shard.handlers import raise_if_a_handlers
@@ -18,6 +18,8 @@ from paddle_shard.ranks.verdict import END, FAIL, error_of_another, report_of
 from paddle_shard.reading.batch import Batch
 from paddle_shard.reading.executor import Executor
 from paddle_shard.reading.worker_guards import in_use
+
+_SAMPLER, _PLACING = (SAMPLER, ""), (PLACING, "")
 
 
 class Feed:
@@ -189,8 +191,10 @@ class StepPass:
         if peeked is not None:
             return peeked
         feed = self._feed
-        with at(SAMPLER):
-            feed.fill(self._taken)
+        mine = clock()
+        before = mine.to(_SAMPLER)  # also if it raises: the account of the batch ends then
+        feed.fill(self._taken)
+        mine.to(before)
         if feed.failure is not None and feed.num_submitted == self._taken:
             raise feed.failure
         found = self._executor.take()
@@ -205,8 +209,11 @@ class StepPass:
                 raise StopIteration
             found = self._take()
             read = found.digest
-            with in_use, at(PLACING):
+            mine = clock()
+            before = mine.to(_PLACING)
+            with in_use:
                 made = self._place(found)
+            mine.to(before)
             self._ready.append(made)
             if self._compares:
                 agreement.note_read(read)

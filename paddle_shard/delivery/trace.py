@@ -10,8 +10,8 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from paddle_shard.clock import Cause
-from paddle_shard.delivery.advice import Taken, shown
+from paddle_shard.clock import Cause, Stretch
+from paddle_shard.delivery.advice import TRAINING_THREAD, Taken, shown
 
 
 def events_of(recent: Iterable[Taken], rank: int) -> list[dict[str, Any]]:
@@ -33,12 +33,11 @@ def events_of(recent: Iterable[Taken], rank: int) -> list[dict[str, Any]]:
         events.append({"name": name, "ph": "X", **at, "args": args})
 
     for one in recent:
-        waited = one.spent.stretches[-1]
         waiting = "waiting for the device" if one.hidden > one.wait / 2 else "waiting for data"
         if one.step:
-            event(waited.who, "step", waited.began - one.step, waited.began)
-        for stretch in one.spent.stretches:
-            what = waiting if stretch.who == waited.who else "making a batch"
+            event(TRAINING_THREAD, "step", one.waited[0] - one.step, one.waited[0])
+        for stretch in (*one.stretches, _last_of(one)):
+            what = waiting if stretch.who == TRAINING_THREAD else "making a batch"
             event(stretch.who, what, stretch.began, stretch.ended, rows=one.samples, bytes=one.num_bytes)
             at = stretch.began
             causes: list[tuple[Cause, float]] = sorted(stretch.seconds.items(), key=lambda item: -item[1])
@@ -47,6 +46,15 @@ def events_of(recent: Iterable[Taken], rank: int) -> list[dict[str, Any]]:
                 event(stretch.who, shown(cause), at, after)
                 at = after
     return events
+
+
+def _last_of(one: Taken) -> Stretch:
+    """Return the wait of the training thread; if the pass was begun for this step, that is a stretch before it."""
+    seconds = one.seconds
+    for stretch in one.stretches:
+        if stretch.who == TRAINING_THREAD:
+            seconds = {cause: took - stretch.seconds.get(cause, 0.0) for cause, took in seconds.items()}
+    return Stretch(TRAINING_THREAD, *one.waited, {cause: took for cause, took in seconds.items() if took > 0})
 
 
 def in_microseconds(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

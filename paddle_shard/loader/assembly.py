@@ -92,7 +92,7 @@ def setup_of(options: LoaderOptions) -> PassSetup:
     compares = options.verify is not None and len(agreeing) > 1
     if compares and not source.split:
         batch_check = BatchCheck(None, getattr(options.dataloader.dataset, "sample_name", None))
-    elif compares and own.on_mesh and own.num_data_ranks > 1:
+    elif compares and own.on_mesh:  # also of one data rank: its replicas are compared
         batch_check = BatchCheck((own.layout, own.data_axes))
     run = Run(source, own, members, options.timeout)
     if options.record is not None and me == min(rank for layout in layouts for rank in layout.layout.process_ids):

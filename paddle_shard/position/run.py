@@ -450,6 +450,8 @@ class Run:
         """
         wanted = {(one.epoch, one.sample): one.digest for one in self._resumed_with}
         for now in contents:
+            if not isinstance(now.sample, int | str):  # the state cannot hold it, and it may have no hash
+                continue
             was = wanted.get((now.epoch, now.sample))
             if was is None or now.digest == was:
                 continue

@@ -19,7 +19,7 @@ import numpy as np
 from paddle.base.framework import _current_expected_place_, _dygraph_place_guard
 from paddle.framework import core
 
-from paddle_shard.clock import STARTING, TENSORS, TRANSPORT, at
+from paddle_shard.clock import STARTING, TENSORS, TRANSPORT, at, clock
 from paddle_shard.errors import DifferentDataError
 from paddle_shard.handlers import raise_if_a_handlers
 from paddle_shard.plan.partition import Rows
@@ -371,7 +371,7 @@ class Wrapper(Executor):
         self._inner.close(ended=ended)
 
 
-_MAKING = "making tensors of the batch"
+_MAKING, _TENSORS = "making tensors of the batch", (TENSORS, "")
 ToTensors = Callable[[Sequence[Any], bool], Callable[[], Sequence[Any]]]
 """Begins to convert arrays and tensors to tensors, and returns a function that returns them. If nothing else refers to
 the arrays (True), the tensors may share their memory."""
@@ -401,10 +401,13 @@ class Tensors(Wrapper):
         found.is_first, self._any_taken = not self._any_taken, True
         if self._look is not None:
             self._look(found)
-        with in_use, at(TENSORS), told_of(found.step, _MAKING):
+        mine = clock()
+        before = mine.to(_TENSORS)  # also if it raises: the account of the batch ends then
+        with in_use, told_of(found.step, _MAKING):
             rest = begin_tensors(found.value, self._to_tensors, found.owned)
             if not beside:
                 found.value = rest()
+        mine.to(before)
         if beside:
             found.num_bytes = sum(getattr(leaf, "nbytes", 0) for leaf in arrays_of(found.value))
             found.value, found.completed = None, rest

@@ -136,8 +136,8 @@ class Reader:
                 parts.seed = None  # else a sample that is read by hand in this thread would be seeded by its parts
                 mine.to(before)
                 took = time.perf_counter() - began
-                mine.cpu += time.thread_time() - computed if mine.fine else took  # who is quick has not waited
-                mine.read(took, self.num_samples)
+                # Who is quick has not waited.
+                mine.read(took, time.thread_time() - computed if mine.fine else took, self.num_samples)
                 if users is not None:
                     restore(self.generators, users)
             finally:  # also if a handler has raised meanwhile: not only when a collector finds what it has cut off

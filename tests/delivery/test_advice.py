@@ -2,7 +2,7 @@
 
 import pytest
 
-from paddle_shard.clock import LOADER, READING, TRANSPORT, Spent
+from paddle_shard.clock import LOADER, READING, TRANSPORT
 from paddle_shard.delivery.advice import Summary, Taken, advice, summary_of
 
 USUAL = Summary(
@@ -212,7 +212,8 @@ def test_a_loop_without_a_step_is_not_told_a_number_of_workers():
     ],
 )
 def test_a_step_is_what_most_take_or_where_they_take_turns_the_mean(steps, told):
-    recent = [Taken(step, 0.001, 0.0, Spent({(LOADER, ""): 0.001}), 8, 100) for step in steps]
+    booked = {}, {(LOADER, ""): 0.001}
+    recent = [Taken(step, (0.0, 0.001), 0.001, 0.0, booked, {}, 0.0, (0.0, ""), [], 8, 100) for step in steps]
     assert summary_of(recent, 0, 1, None, 2).step == pytest.approx(told, rel=0.01)
 
 

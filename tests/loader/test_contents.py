@@ -10,11 +10,12 @@ import threading
 import numpy as np
 import paddle
 import pytest
-from paddle.io import DataLoader
+from paddle.io import BatchSampler, DataLoader
 
 import paddle_shard
 from paddle_shard.errors import StateError
-from tests.helpers import ONE, Made, locals_of, sharded
+from paddle_shard.testing.simulated import on_each_rank, simulated_rank
+from tests.helpers import ONE, Made, locals_of, mesh, sharded
 
 LENGTH = 24
 
@@ -343,3 +344,28 @@ def test_samples_that_are_drawn_beside_the_thread_that_reads_are_said_once_also_
             pass
 
     assert caplog.text.count("not the same each time they are read") == said
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_samplers_whose_items_are_lists_have_batches_that_their_collate_function_takes_out(workers):
+    """As PaddleScience has them, whose data sets read a whole list of indices at once."""
+    data = Made(lambda indices: np.array(indices), 10)
+    inner = BatchSampler(data, shuffle=True, batch_size=4)
+
+    def made():
+        outer = BatchSampler(sampler=inner, batch_size=1)
+        given = DataLoader(data, batch_sampler=outer, collate_fn=lambda one: one[0], num_workers=workers)
+        return sharded(given, mesh([[0, 1]], "dp", "mp"))
+
+    ranks = on_each_rank(range(2), lambda: locals_of(made()))
+    one = ranks[0]
+    assert ranks[1] == one
+    assert sorted(row for batch in one for row in batch) == list(range(10))
+    with simulated_rank(0, 2):
+        loader = made()
+        next(batches := iter(loader))
+        state = loader.state_dict()
+        batches.close()
+        resumed = made()
+        resumed.load_state_dict(state)
+        assert locals_of(resumed) == one[1:]

@@ -33,8 +33,8 @@ class OfRank0(paddle.io.Sampler):
         return 4
 
 
-def outcome(numbers, kind=Numbers, given=None, **sampler):
-    mesh = dist.ProcessMesh([[0, 1], [2, 3]], dim_names=["dp", "mp"])
+def outcome(numbers, kind=Numbers, given=None, shape=(2, 2), **sampler):
+    mesh = dist.ProcessMesh(np.arange(4).reshape(shape), dim_names=["dp", "mp"])
     data = kind(numbers)
     try:
         if given is not None:
@@ -62,6 +62,8 @@ def outcomes():
         ),
         "split": outcome(range(4 * data_rank, 4 * data_rank + 4)),
         "split by global rank": outcome(range(2 * rank, 2 * rank + 2)),
+        "replicas of one data rank": outcome(range(2 * rank, 2 * rank + 2), shape=(1, 4)),
+        "the same replicas": outcome(range(4), shape=(1, 4)),
         "unequal": outcome(range(8 * data_rank, 8 * data_rank + 8 - 4 * data_rank)),
         "short last": outcome(range(100 * data_rank, 100 * data_rank + 3 + data_rank)),
         "all the same": outcome([7] * 4),

@@ -35,6 +35,8 @@ def test_data_that_is_not_split_as_was_said_is_refused_on_every_rank(run_case):
         assert report["split"] == [[4, [4 * data_rank + i, 4 * data_rank + i + 1]] for i in (0, 2)]
         if rank in (1, 3):  # ranks 0 and 2 lead their replica groups
             assert "replicas (the same data rank), read different first batches" in report["split by global rank"]
+        assert "replicas (the same data rank), read different first batches" in report["replicas of one data rank"]
+        assert report["the same replicas"] == [[2, [0, 1]], [2, [2, 3]]]
         assert "their steps would differ. Give every data rank the same number of rows" in report["unequal"]
         shown = "1 on global rank 0, 1 on global rank 1, 2 on global rank 2, 2 on global rank 3"
         assert f"different numbers of rows: {shown}" in report["short last"]
