@@ -13,12 +13,13 @@ import numpy as np
 import paddle
 import paddle.io
 
+from paddle_shard.clock import named
 from paddle_shard.delivery.stats import LoaderStats
 from paddle_shard.errors import BatchStructureError, DataReadError, UnequalEndsError
 from paddle_shard.inputs.options import LoaderOptions
 from paddle_shard.inputs.source import Source
 from paddle_shard.place.field import FieldLayout
-from paddle_shard.place.placer import BatchPlacer, BatchRows, counts_anew
+from paddle_shard.place.placer import SAMPLES_LEFT_OUT, BatchPlacer, BatchRows, counts_anew
 from paddle_shard.plan.partition import Rows, nearest_multiples
 from paddle_shard.plan.state import LoaderState
 from paddle_shard.plan.step import as_ids
@@ -65,11 +66,18 @@ class LoaderRows:
         source, own, num_rows = self._source, self._own, batch.step.num_rows
         if not (source.item_is_batch or source.split):
             return self._of_samples(num_rows, batch.step.micro_size)
-        found = placer.num_rows(batch.value) if source.item_is_batch else num_rows  # None: no field of it is split
+        found = placer.num_rows(batch.value) if source.item_is_batch else num_rows  # None: no field of it has rows
         if source.split:
             num_rows = 1 if found is None else found
             read = None if own.on_mesh else np.arange(num_rows)
             return BatchRows(num_rows * own.num_data_ranks, None, [own], read=read, apart=True)
+        if found is None and own.num_data_ranks > 1 and not any(map(becomes_tensor, leaves(batch.value))):
+            raise BatchStructureError(
+                f"an item is a whole batch, of which each data rank gets its rows, but {batch.value!r:.100} has no "
+                f"array or tensor with rows: each of {own.num_data_ranks} data ranks would get all of it. If an item "
+                "is a sample, let a DataLoader make batches: paddle.io.DataLoader(what is given, batch_size=rows of "
+                "all ranks)."
+            )
         unit = math.lcm(*(layout.num_data_ranks for layout in self._layouts)) * source.accumulation
         num_rows = unit if found is None else found
         if num_rows % unit:
@@ -125,10 +133,22 @@ def placed(setup: PassSetup, batch: Batch) -> Batch:
     if batch.contents:
         setup.run.check_contents(batch.contents, batch.step.epoch)
     batch.value, batch.placed = setup.placer.place(value, setup.rows.of(batch, setup.placer))
+    (num_rows, *others), num_samples = batch.placed.num_rows or (0,), len(batch.placed.rows.read)
+    if 1 < num_rows < num_samples and not (others or setup.source.item_is_batch):
+        say_once(
+            "the collate_fn %s has made fewer rows than it was given samples. `valid`, `stats` and certificate() count "
+            f"the samples as delivered, and on several data ranks it is an error. {SAMPLES_LEFT_OUT}",
+            named(setup.options.dataloader.collate_fn),
+        )
     if first or setup.counting:
         _say_what_counts_anew(setup, value, len(batch.placed.rows.read), first)
     if first:
         _say_what_has_no_rows(setup, value)
+    if first and setup.placer.input_keys is not None and not isinstance(value, Mapping):
+        say_once(
+            "input_keys=%s chooses among the keys of dicts; of this batch, all fields are delivered.",
+            repr(list(setup.placer.input_keys)),
+        )
     if first and isinstance(value, Mapping) and len(batch.value) < len(value):
         left_out = [key for key in value if key not in batch.value]
         say_once("input_keys=%s: the keys %s of the batch are left out.", repr(list(batch.value)), repr(left_out))

@@ -19,7 +19,17 @@ from paddle_shard.say_once import say_once
 
 CHOICES = {"on_lost": ("raise", "exit"), "on_error": ("raise", "skip"), "replicas": ("each", "leader", "auto")}
 """Options that are one of a few words."""
-COMPARED = ("seed", "input_keys", "timeout", "on_error", "batch_size", "num_batches", "verify", "replicas")
+COMPARED = (
+    "seed",
+    "input_keys",
+    "timeout",
+    "on_error",
+    "batch_size",
+    "num_batches",
+    "verify",
+    "replicas",
+    "dense_tensor_idx",
+)
 """Options that must be the same on all ranks, as they are. Of most others, `loader/assembly.py` compares what is made
 of them. `prefetch`, `on_lost` and `record` may differ."""
 

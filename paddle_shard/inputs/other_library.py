@@ -12,11 +12,6 @@ _LIBRARIES = {"torch.utils.data": "torch", "webdataset": "webdataset", "grain": 
 _STREAMS = {"DataLoader", "WebLoader", "IterableDataset", "IterDataset", "StreamingDataset", "StreamingDataLoader"}
 
 
-def is_iterable_dataset(given: object) -> bool:
-    """True if an object can only be iterated, even if it has a `__getitem__` that raises, as torch's streams have."""
-    return any(base.__name__ == "IterableDataset" for base in type(given).__mro__)
-
-
 def check_is_paddles(given: Any, loader: paddle.io.DataLoader | None = None) -> None:
     """Refuse another library's loader or stream.
 

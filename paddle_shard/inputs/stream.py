@@ -12,12 +12,11 @@ import paddle.io
 
 from paddle_shard.checks import check_count
 from paddle_shard.errors import ArgumentError, ArgumentTypeError
-from paddle_shard.inputs.other_library import is_iterable_dataset
 from paddle_shard.plan.weights import integer_weights
 from paddle_shard.reading.worker_info import SelfSplit, told
 from paddle_shard.say_once import say_once
 from paddle_shard.shown import as_html
-from paddle_shard.sources.external import ExternalSource, IterableSource
+from paddle_shard.sources.external import ExternalSource, IterableSource, is_iterable_dataset
 from paddle_shard.sources.files import Paths
 from paddle_shard.sources.host_cache import HostCache
 from paddle_shard.sources.huggingface import HuggingFaceSource
@@ -91,7 +90,7 @@ class Stream(paddle.io.IterableDataset):
             )
         if not isinstance(source, Stage):
             given: Any = source
-            source = IterableSource(partial(told, None, given) if is_iterable_dataset(given) else given, dataset=given)
+            source = IterableSource(given, partial(told, None) if is_iterable_dataset(given) else None)
         self._stage = source
         """The last stage, as the user put the stream together."""
         self._num_parts: int | None = None

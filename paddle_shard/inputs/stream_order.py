@@ -158,9 +158,9 @@ class StreamOrder(Batches):
         plan = self.plan
         if start.ended:  # also for another tail, or a batch size for which more is left
             return start.steps
+        lengths = None if self.split_over is not None else self.stage.lengths(self.opening(start))
         if plan.num_batches is not None:
             return max(start.steps, plan.num_batches)
-        lengths = None if self.split_over is not None else self.stage.lengths(self.opening(start))
         if lengths is None:
             return None
         whole = plan.num_steps(lengths)  # also checks what the tail demands

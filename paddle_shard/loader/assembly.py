@@ -40,6 +40,10 @@ from paddle_shard.version import VERSION
 
 _SHOWN_RANKS = 32
 _WHOLE = "If an item is a batch already, give the DataLoader batch_size=None, and no collate_fn that unwraps the item."
+_LISTS = (
+    "The sampler's items are lists of indices, those of another batch sampler: give that one as batch_sampler=, and "
+    "read a whole list at once, if you like, in a `__getitems__` of the data set."
+)
 _LOST = (
     "auto-DP mode: when a DataLoader is made, Paddle replaces a sampler of yours by the order of the data set, and "
     "forgets drop_last of an IterableDataset, which nobody can see afterwards. Order the data set itself, and give "
@@ -77,10 +81,7 @@ def setup_of(options: LoaderOptions) -> PassSetup:
         with_readers = shallow_copy(options.dataloader, type(options.dataloader))
         with_readers.num_workers = options.readers.num
         options = replace(options, dataloader=with_readers)
-    try:
-        source = read_source(options, layouts) if stream is None else read_stream(options, layouts, own)
-    except BatchSizeError as error:
-        raise BatchSizeError(str(error) if options.is_dataset_splitted else f"{error} {IF_SPLIT} {_WHOLE}") from None
+    source = _source_of(options, layouts, own, stream=stream is not None)
     prefetch, if_worth_it = checked_prefetch(options, stream=stream is not None)
     if pad_to is not None and agreeing != members:
         raise ArgumentError(
@@ -113,6 +114,15 @@ def setup_of(options: LoaderOptions) -> PassSetup:
         prefetch=prefetch,
         if_worth_it=if_worth_it,
     )
+
+
+def _source_of(options: LoaderOptions, layouts: Sequence[FieldLayout], own: FieldLayout, *, stream: bool) -> Source:
+    try:
+        return read_stream(options, layouts, own) if stream else read_source(options, layouts)
+    except BatchSizeError as error:
+        several = isinstance(getattr(options.dataloader.batch_sampler, "sampler", None), paddle.io.BatchSampler)
+        ways = f"{IF_SPLIT} {_LISTS if several else _WHOLE}"
+        raise BatchSizeError(str(error) if options.is_dataset_splitted else f"{error} {ways}") from None
 
 
 def _stats(options: LoaderOptions, source: Source, replicas: Replicas, me: int) -> LoaderStats:

@@ -359,7 +359,8 @@ class ShardDataloader(PaddleShardDataloader):
 
         Args:
             steps: Steps of the epoch, as the loader would make them now: not those that were delivered.
-            samples: Indices in the data set, in every epoch; of a `Mixture`, (name of the source, index in it).
+            samples: Indices in the data set, left out from where the run stands on, in all later epochs, too; of a
+                `Mixture`, (name of the source, index in it).
             epoch: The epoch of the steps; None: the current one.
 
         Raises:

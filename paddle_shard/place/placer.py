@@ -74,10 +74,16 @@ class BatchRows:
         return layout.rows_only.distributed(make([mine], True)()[0], "valid")
 
 
+SAMPLES_LEFT_OUT = (
+    "If it leaves samples out, such as None: have __getitem__ raise instead of returning None, and give "
+    "on_error='skip', by which their rows are marked in `valid`."
+)
+
+
 class Placed:
     """What is known of a batch of distributed tensors, whose leaves it places one by one."""
 
-    __slots__ = ("_pad_to", "last", "local", "num_bytes", "padded", "row_shapes", "rows")
+    __slots__ = ("_pad_to", "last", "local", "num_bytes", "num_rows", "padded", "row_shapes", "rows")
 
     last: FieldLayout
     """The layout of its last field."""
@@ -88,6 +94,8 @@ class Placed:
         """Fields that `pad_to` names, and some of whose tensors stay local, or are padded."""
         self.row_shapes: dict[str, Row] = {}
         """Path -> kind and shape of a row, of each tensor; with `pad_to`, of each that is `Unplaced`."""
+        self.num_rows = set[int]()
+        """Numbers of rows that its fields have, but for those that need not have one for each sample."""
         self.num_bytes = 0
         """Size in bytes of what was read of the fields."""
 
@@ -101,6 +109,8 @@ class Placed:
             return value
         shape, dtype = list(value.shape), value.dtype
         self.num_bytes += math.prod(shape) * value.element_size()
+        if not (dense or layout.own_rows):
+            self.num_rows.update(shape[:1])
         has_row_each = shape[:1] == [len(rows.read)]
         by_rows = len(layout.data_axes) > 0 and not layout.own_rows and has_row_each
         own_rows = len(layout.data_axes) > 0 and not by_rows
@@ -206,7 +216,7 @@ class BatchPlacer:
             BatchStructureError: A field does not fit its mesh or cannot be split.
         """
         placed = Placed(rows, self.pad_to)
-        value, placed.last = self._mapped(batch, placed.leaf)
+        value, placed.last = self._mapped(batch, placed.leaf, len(rows.read))
         for path in placed.local - placed.padded:
             raise BatchStructureError(
                 f"pad_to names field {path}, but dense_tensor_idx leaves it local, and what is local is "
@@ -216,22 +226,22 @@ class BatchPlacer:
 
     def num_rows(self, batch: Any) -> int | None:
         """Return the number of rows of a global batch that was read whole; None if no field is split by rows."""
-        found: list[int] = []
+        found, whole = list[int](), list[int]()
 
         def count(leaf: Any, path: str, *, layout: FieldLayout, dense: bool) -> None:
-            rows = not dense and not layout.own_rows and (layout.data_axes or not path)
-            if rows and isinstance(leaf, paddle.Tensor) and leaf.shape:
-                found.append(int(leaf.shape[0]))
+            if isinstance(leaf, paddle.Tensor) and leaf.shape and not (dense or layout.own_rows):
+                (found if layout.data_axes else whole).append(int(leaf.shape[0]))
 
         self._mapped(batch, count)
-        return found[0] if found else None
+        return next(iter(found or whole), None)
 
-    def _mapped(self, batch: Any, function: Callable[..., Any]) -> tuple[Any, FieldLayout]:
+    def _mapped(self, batch: Any, function: Callable[..., Any], num_read: int | None = None) -> tuple[Any, FieldLayout]:
         """Return a batch with a function applied to each leaf, and the layout of the last field.
 
         Args:
             batch: It is not changed.
             function: A function of (leaf, its path, layout=its layout, dense=whether it stays local).
+            num_read: Number of its rows, by which a list that has one item for each sample is known.
         """
         layout = self.layouts[0]
         has_fields = not isinstance(batch, paddle.Tensor) and (isinstance(batch, Mapping) or is_sequence(batch))
@@ -254,6 +264,8 @@ class BatchPlacer:
                         f"field {path} is a list of {len(value)} items, but its entry in meshes, shard_dims or "
                         f"placements has {len(entries)}."
                     )
+                if num_read == len(value) > 1 and not dense:
+                    _check_of_fields(value, path, entries)
                 items = []
                 for number, (item, one) in enumerate(zip(value, entries, strict=True)):
                     of_leaf = partial(function, layout=one, dense=number in dense)
@@ -268,6 +280,17 @@ class BatchPlacer:
                 one = entry[0] if isinstance(entry, list) else entry
                 found[key] = mapped(value, partial(function, layout=one, dense=len(dense) > 0), path, _is_row_like)
         return rebuild(batch, found if isinstance(batch, Mapping) else list(found.values())), layout
+
+
+def _check_of_fields(value: Any, path: str, entries: Sequence[FieldLayout]) -> None:
+    """Refuse a list of dicts with tensors of which each may be one sample's, if rows have to be cut."""
+    cut = any(one.num_data_ranks > 1 and not (one.own_rows or one.replicated_in_name) for one in entries)
+    if cut and type(value) is list and all(isinstance(item, Mapping) for item in value):
+        raise BatchStructureError(
+            f"field {path} is a list of {len(value)} dicts with tensors, for {len(value)} samples: is each of one "
+            "sample, or has each a row for all samples? What is of one sample stays local with dense_tensor_idx, or "
+            "stays a list of one item a sample without arrays and tensors in it; dicts of fields go into a tuple."
+        )
 
 
 def _check_one_index(value: Any, path: str) -> None:
@@ -339,10 +362,11 @@ def _check_own_rows(shape: list[int], layout: FieldLayout, path: str, rows: Batc
         )
     if dense or layout.own_rows or layout.replicated_in_name or rows.apart or layout.num_data_ranks == 1:
         return
+    left_out = f" {SAMPLES_LEFT_OUT}" if shape[:1] and shape[0] < len(rows.read) else ""
     raise BatchStructureError(
-        f"{what}: it cannot be split by rows. A collate_fn must make one row a sample. What is the same for all "
-        "samples needs a mesh of its own with shard_dims None. Where each rank is to have what the collate_fn has made "
-        "of its own samples: dense_tensor_idx gives it as a local tensor, placements={field: 'as read'} as a "
+        f"{what}: it cannot be split by rows. A collate_fn must make one row a sample.{left_out} What is the same for "
+        "all samples needs a mesh of its own with shard_dims None. Where each rank is to have what the collate_fn has "
+        "made of its own samples: dense_tensor_idx gives it as a local tensor, placements={field: 'as read'} as a "
         "distributed one, of which all data ranks must have as many rows."
     )
 

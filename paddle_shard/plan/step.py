@@ -30,6 +30,10 @@ RowsOf = Callable[[int, int], "Rows | range"]
 """Returns which rows of a global batch a rank reads, given (rows of the batch, rows of a micro-batch)."""
 
 
+MOST_STAND_INS = 64
+"""Number of samples, the first of the data set or of a part, that are tried to find one that can be read."""
+
+
 class Content(NamedTuple):
     """What a sample or a file holds: by it ranks, and a run that is resumed, find out that they have the same data."""
 
@@ -84,6 +88,8 @@ class Step:
     ranks. If a digest is given, it is the one that is expected."""
     digest: int = 0
     """Digest of what the user's sampler has drawn so far, or of how rows were dealt; the same on all ranks."""
+    avoided: tuple[int, ...] = ()
+    """Samples of the data set that are left out, among those that may stand in for rows that cannot be read."""
 
     def to_read(self) -> Step:
         """Return the step without what only the state needs, to send it to a worker."""
@@ -150,6 +156,7 @@ def rank_steps(
             None: of none.
     """
     concerned, passed, digest = skips.concerns(epoch), (0, 0), 0
+    avoided = tuple(filter(skips.leaves_out, range(MOST_STAND_INS))) if skips.samples else ()
     for batch in batches:
         out: Mask | None = None
         if concerned:
@@ -167,6 +174,8 @@ def rank_steps(
         digest = step.digest
         if contents is not None:
             step = replace(step, contents=contents or _looked_at(batch, out))
+        if avoided:
+            step = replace(step, avoided=avoided)
         yield step if passed == (0, 0) else replace(step, passed=passed)
         passed, contents = (0, 0), None
 

@@ -59,7 +59,7 @@ MOST_FILES = MAX_PARTS + 2
 
 # What the passes have delivered
 
-numbers = count()
+numbers = count(1)
 """Numbers the passes, and the events between them, in the order in which they occur."""
 
 

@@ -15,10 +15,10 @@ from paddle_shard.clock import SLOW, clock
 from paddle_shard.errors import BatchStructureError, PaddleShardError
 from paddle_shard.handlers import ignoring, raise_if_a_handlers
 from paddle_shard.plan.parts import PartsPlan
-from paddle_shard.plan.step import Content
+from paddle_shard.plan.step import MOST_STAND_INS, Content
 from paddle_shard.reading.batch import Batch, Chunk, take_rows
 from paddle_shard.reading.digest import WHOLE, TurnDigests, digest
-from paddle_shard.reading.reader import TRIED, HowToRead, Reader, in_words
+from paddle_shard.reading.reader import HowToRead, Reader, in_words
 from paddle_shard.reading.tensors import num_rows_of
 from paddle_shard.stages.cut import FAILED_AT, Stripe
 from paddle_shard.stages.stage import Opening, Stage, Stated, Unreadable
@@ -264,7 +264,7 @@ class Padding:
         self._opening = replace(opening, skip=0, state=None)
         self.unknown = set(opening.parts) if opening.skip == 0 and opening.state is None else set[int]()
         """The opened parts whose first sample the pass has not read yet; none if it begins later."""
-        self._most = TRIED if stage.endless else None
+        self._most = MOST_STAND_INS if stage.endless else None
         self._num_noted: Counter[int] = Counter()
         self._first: dict[int, Any] = {}
 

@@ -25,7 +25,7 @@ from paddle_shard.errors import described
 from paddle_shard.handlers import ignoring, raise_if_a_handlers, raised_by_a_handler
 from paddle_shard.plan.mixture import is_sample_id
 from paddle_shard.plan.seeding import derive_seed, mix
-from paddle_shard.plan.step import Content, Step
+from paddle_shard.plan.step import MOST_STAND_INS, Content, Step
 from paddle_shard.randomness import Generator, Undisturbed, kept, parts, restore, states
 from paddle_shard.reading.batch import Chunk
 from paddle_shard.reading.digest import WHOLE, digest
@@ -35,8 +35,6 @@ from paddle_shard.say_once import say_once
 from paddle_shard.sources.arrays import ArrayDataset
 from paddle_shard.tree import leaves
 
-TRIED = 64
-"""Number of samples that are tried to find one that can be read."""
 _COLLATING_DRAWS = (
     "%s draws random numbers. They are the same on all data ranks, and of a stream in all workers: right for what the "
     "whole batch has in common, such as its size. What is drawn for each row, such as a mask, is the same for rows of "
@@ -234,7 +232,7 @@ class IdReader(Reader):
         self._read_many = None if how.items_are_batches else getattr(dataset, "__getitems__", None)
         self._name_of: Callable[[Any], Any] = getattr(dataset, "sample_name", _itself)
         self.draws = None
-        self._stand_in: Any = None
+        self._stand_in: tuple[int, Any] | None = None
         self._sample_seed = self._part_key = 0
         """What the generators were seeded with for a sample, and what the seeds of its parts depend on."""
         self._part_drew = False
@@ -390,7 +388,7 @@ class IdReader(Reader):
             samples,
             failed,
             whole=self._how.items_are_batches,
-            stand_in=lambda: self._readable(key),
+            stand_in=lambda: self._readable(key, step.avoided),
             name_of=lambda row: f"sample {self._name_of(ids[row])!r}",
         )
         if watched:
@@ -459,17 +457,18 @@ class IdReader(Reader):
             finally:
                 held.release()
 
-    def _readable(self, key: int) -> Any:
+    def _readable(self, key: int, avoided: Sequence[int]) -> Any:
         """Return the first sample of the data set that can be read: the same one on every rank."""
-        if self._stand_in is None:
+        if self._stand_in is None or self._stand_in[0] in avoided:
             with self._apart():  # seeding is not drawing
-                for index in range(min(TRIED, len(self.dataset))):
-                    self._seed_sample(key, index)
-                    with ignoring(Exception):
-                        self._stand_in = self.dataset[index]
-                        return self._stand_in
+                for index in range(min(MOST_STAND_INS, len(self.dataset))):
+                    if index not in avoided:
+                        self._seed_sample(key, index)
+                        with ignoring(Exception):
+                            self._stand_in = index, self.dataset[index]
+                            return self._stand_in[1]
             raise LookupError
-        return self._stand_in
+        return self._stand_in[1]
 
 
 _key_of = lru_cache(maxsize=64)(derive_seed)

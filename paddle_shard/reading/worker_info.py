@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from paddle_shard.errors import ArgumentTypeError, SplitError
 from paddle_shard.handlers import ignoring, raise_if_a_handlers
 from paddle_shard.plan.step import Content
 from paddle_shard.reading.digest import digest
-from paddle_shard.sources.external import tell_epoch
+from paddle_shard.sources.external import OwnCopy, tell_epoch
 from paddle_shard.stages.stage import Opening, Stage
 
 _END = object()
@@ -106,8 +105,7 @@ class SelfSplit(Stage):
         """Return what the stream is shown for a part, and its samples."""
         key = opening.key(part, "source")
         opening.seed_generators(key)
-        # As with workers, each part has a data set of its own, which may hold where it stands.
-        dataset = copy.copy(self._dataset)
+        dataset = OwnCopy(self._dataset).dataset
         tell_epoch(dataset, opening)
         info = _Part(id=part, num_workers=opening.num_parts, dataset=dataset, seed=key & 0x7FFFFFFF)
         return info, opening.drawn(told(info, dataset), part)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import base64
+import copy
 import json
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, SplitError, StateError
-from paddle_shard.handlers import ignoring
+from paddle_shard.handlers import ignoring, raise_if_a_handlers
 from paddle_shard.plan.seeding import mix
 from paddle_shard.stages.stage import Opening, Stage, Stated
 
@@ -19,6 +21,8 @@ VERSION = 1
 """Version of the states that are saved."""
 ROUND = 1 << 20
 """Number that is added to a library's epoch each time that the data is read again within an epoch."""
+_CONTAINERS, _NUMBERS, _LARGEST = (list, dict, set, deque, bytearray), (int, float), 64 << 20
+"""What a data set may change in place, or counts in; bytes of an array above which it is taken for the data itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +75,51 @@ def tell_epoch(dataset: Any, opening: Opening) -> None:
     """Tell a data set of the user's the epoch that is read, if it has a `set_epoch`, as torch's and others have."""
     if callable(set_epoch := getattr(dataset, "set_epoch", None)):
         set_epoch(opening.epoch + opening.round * ROUND)
+
+
+def is_iterable_dataset(given: object) -> bool:
+    """True if an object can only be iterated, even if it has a `__getitem__` that raises, as torch's streams have."""
+    return any(base.__name__ == "IterableDataset" for base in type(given).__mro__)
+
+
+class OwnCopy:
+    """A data set for one reading, which may change it: with lists, dicts, sets and small arrays of its own.
+
+    A worker that is started for a pass has one, too. So a data set that shuffles its files in place, as by
+    `random.shuffle(self.files)`, begins each epoch with the list that the user gave: with and without workers, for each
+    part that it reads, and where a run is resumed. What it counts in a number is given back, for those that count their
+    epochs themselves, which is as far as they can be resumed.
+    """
+
+    def __init__(self, given: Any) -> None:
+        self._counts: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = []
+        """The attributes of each copy, of what it is a copy of, and the numbers among them."""
+        self.dataset = self._copy(given)
+
+    def _copy(self, given: Any) -> Any:
+        if hasattr(type(given), "__del__"):  # it would free what both have
+            return given
+        try:
+            found = copy.copy(given)
+        except Exception as error:  # some objects refuse
+            raise_if_a_handlers(error)
+            return given
+        if found is given or not hasattr(found, "__dict__"):
+            return found
+        held = vars(found)
+        self._counts.append((held, vars(given), {name: one for name, one in held.items() if type(one) in _NUMBERS}))
+        for name, value in list(held.items()):
+            if type(value) in _CONTAINERS or (type(value) is np.ndarray and value.nbytes <= _LARGEST):
+                several = type(value) is list and value and is_iterable_dataset(value[0])  # as in Paddle's ChainDataset
+                held[name] = list(map(self._copy, value)) if several else copy.copy(value)
+            elif is_iterable_dataset(value):
+                held[name] = self._copy(value)
+        return found
+
+    def give_back(self) -> None:
+        """Give the user's objects the numbers that have changed."""
+        for held, given, before in self._counts:
+            given.update({name: held[name] for name, one in before.items() if held.get(name, one) != one})
 
 
 class ExternalSource(Stage):
@@ -144,13 +193,17 @@ class IterableSource(Stage):
     round, number of the sample), so every reader sees the same stream.
     """
 
-    def __init__(self, iterable: Iterable[Any] | Callable[[], Iterable[Any]], dataset: Any = None) -> None:
+    def __init__(
+        self,
+        iterable: Iterable[Any] | Callable[[], Iterable[Any]],
+        begin: Callable[[Any], Iterator[Any]] | None = None,
+    ) -> None:
         """Set up the source.
 
         Args:
             iterable: Iterated once per epoch. A generator can be read in one epoch only; to read it in several, give
                 the function that makes it, without calling it.
-            dataset: The user's data set, if the iterable only stands for it.
+            begin: Iterates over it, if it is a data set that can only be iterated; None: as usual.
 
         Raises:
             ArgumentTypeError: The argument is neither iterable nor callable.
@@ -160,11 +213,10 @@ class IterableSource(Stage):
                 f"a stream must be iterable, or a function that returns something iterable, got "
                 f"{type(iterable).__name__}: {iterable!r}."
             )
-        self._iterable, self._dataset = iterable, dataset
-        self._indexed = (
-            hasattr(iterable, "__getitem__") and hasattr(iterable, "__len__") and not isinstance(iterable, Mapping)
-        )
-        self.once = isinstance(iterable, Iterator)
+        self._iterable, self._begins = iterable, begin
+        has_index = hasattr(iterable, "__getitem__") and hasattr(iterable, "__len__")
+        self._indexed = begin is None and has_index and not isinstance(iterable, Mapping)
+        self.once = begin is None and isinstance(iterable, Iterator)
         self._used = False
 
     def open(self, opening: Opening) -> list[Iterator[Any]]:
@@ -198,12 +250,18 @@ class IterableSource(Stage):
                 yield self._iterable[number]  # type: ignore[index]
             return
         seed(key)
-        yield from opening.drawn(self._begin(opening), 0)
+        if self.once:
+            yield from opening.drawn(self._begun_once(), 0)
+            return
+        own, begins = OwnCopy(self._iterable), self._begins
+        tell_epoch(own.dataset, opening)
+        given = own.dataset if isinstance(own.dataset, Iterable) or begins is not None else own.dataset()
+        try:
+            yield from opening.drawn(iter(given) if begins is None else begins(given), 0)
+        finally:
+            own.give_back()
 
-    def _begin(self, opening: Opening) -> Iterator[Any]:
-        if not self.once:
-            tell_epoch(self._iterable if self._dataset is None else self._dataset, opening)
-            return iter(self._iterable if isinstance(self._iterable, Iterable) else self._iterable())
+    def _begun_once(self) -> Iterator[Any]:
         if self._used:
             raise ArgumentError(
                 f"this {type(self._iterable).__name__} has been read already, and can be read only once. Give the "

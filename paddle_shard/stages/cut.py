@@ -123,7 +123,8 @@ def chosen_num_parts(source: Stage, micro_rows: int, num_data_ranks: int) -> int
             f"the stream is made of {shards} shards, but {num_data_ranks} data ranks are to read it, and a shard "
             "is read by one. Ways that work: count the samples (an index file), so that shards are cut in the "
             "middle; more and smaller shards (Hugging Face: to_iterable_dataset(num_shards=)); resampling with "
-            "replacement; or a stream that every rank reads whole (Stream.of(...), which is cut by turns)."
+            f"replacement, in_parts() a multiple of {num_data_ranks}; or a stream that every rank reads whole "
+            "(Stream.of(...), which is cut by turns)."
         )
     chosen, most = choose_num_parts(micro_rows, source.most_even_parts), choose_num_parts(micro_rows, shards)
     if chosen % num_data_ranks and most % num_data_ranks == 0:

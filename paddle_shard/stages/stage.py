@@ -320,7 +320,8 @@ class Transform(Stage):
 
     def lengths(self, opening: Opening) -> list[int] | None:
         """Return the lengths of the stage before, if they do not change."""
-        return self.upstream.lengths(opening) if self.counted else None
+        found = self.upstream.lengths(opening)  # also refuses parts that would have no file
+        return found if self.counted else None
 
     def fingerprint(self) -> list[Any]:
         """Return that of the stage before, and what this one adds."""

@@ -1,6 +1,7 @@
 """Is training starved, if the host runs ahead of the device? What the device hides costs nothing."""
 
 import json
+import re
 import time
 
 import numpy as np
@@ -62,9 +63,9 @@ def test_where_the_device_is_behind_the_loop_data_is_not_late(way, read, plugin)
     assert {"data/hidden_seconds", "data/waits/device"} <= set(stats.scalars())
 
 
-@pytest.mark.parametrize("way", ["prefetch 0", "workers"])
-def test_where_the_device_waits_for_data_it_is_told(way, plugin):
-    stats = trained(plugin, way, host=1, device=2, read=50).stats
+@pytest.mark.parametrize(("way", "read"), [("prefetch 0", 50), ("workers", 150)])
+def test_where_the_device_waits_for_data_it_is_told(way, read, plugin):
+    stats = trained(plugin, way, host=1, device=2, read=read).stats
 
     assert "Training waits for data" in str(stats)
     assert "reading `Data`" in str(stats)
@@ -102,11 +103,14 @@ def test_a_device_with_nothing_to_compute_hides_nothing(way, plugin):
 def test_with_data_at_once_a_step_would_take_what_the_device_takes(host, plugin):
     """It is idle when data comes, so that only a look tells when it has ended its step."""
     stats = trained(plugin, "prefetch 0", host=host, device=20, read=30).stats
-    (summary,) = stats.told().values()
+    (summary,), epoch = stats.told().values(), stats.epoch
 
     assert 0.018 < summary.step < 0.026
-    assert stats.epoch.starved == pytest.approx((host + 30 - 20) / (host + 30), abs=0.1)
-    assert "2 workers (num_workers=) would hide it" in str(stats)
+    # On a busy machine reading takes more than 30 ms, and the loop more than `host`; the device takes what it takes.
+    hidden, step = epoch.hidden_seconds / epoch.batches, epoch.step_seconds / (epoch.batches - 1)
+    assert hidden == pytest.approx(max(0.0, 0.02 - step), abs=0.004)
+    (workers,) = re.findall(r"(\d+) workers \(num_workers=\) would hide it", str(stats))
+    assert summary.step * (int(workers) - 1) < 1.11 * summary.work < 1.11 * summary.step * int(workers)
 
 
 def test_a_step_that_waited_for_the_device_is_told_in_the_trace(plugin, tmp_path):

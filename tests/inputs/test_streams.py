@@ -522,6 +522,25 @@ def test_a_stage_of_another_library_is_told_by_its_name_here():
     assert list(copy.deepcopy(pickle.loads(pickle.dumps(stream)))) == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize("after", [lambda s: s, lambda s: s.filter(bool), lambda s: s.shuffle(4).filter(bool).map(int)])
+def test_parts_without_a_file_are_refused_when_the_loader_is_made_whatever_stands_behind_the_files(after, tmp_path):
+    (tmp_path / "0.txt").write_text("1\n2\n3\n4\n")
+    stream = after(Stream.lines(str(tmp_path / "*.txt"), counts=False).map(int)).in_parts(2)
+
+    with pytest.raises(ArgumentError, match=r"in_parts\(2\): 1 shards cannot be assigned to 2 parts"):
+        sharded(stream, size=4)
+
+
+def test_files_that_are_drawn_again_and_again_need_only_a_number_of_parts(tmp_path):
+    (tmp_path / "0.txt").write_text("1\n2\n3\n4\n")
+    stream = Stream.lines(str(tmp_path / "*.txt"), resample=True).map(int)
+    two = dist.ProcessMesh([0, 1], dim_names=["dp"])
+
+    with pytest.raises(ArgumentError, match=r"resampling with replacement, in_parts\(\) a multiple of 2;"):
+        sharded(stream, size=4, mesh=two, num_batches=2)
+    sharded(stream.in_parts(2), size=4, mesh=two, num_batches=2)
+
+
 @pytest.mark.parametrize(
     ("counts", "told"),
     [(True, "The source cuts equal parts, .* what stands behind it"), (False, "Files that are counted .* are cut")],

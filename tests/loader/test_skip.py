@@ -355,3 +355,29 @@ def test_a_sample_by_which_the_data_has_grown_is_left_out_before_the_epoch_that_
     assert [real(rows_of(iter(new))) for _ in range(2)] == [list(range(4, 12)), list(range(15))]
     with pytest.raises(ArgumentError, match="0 or more below 16, got 16"):
         of(16).skip(samples=[16])
+
+
+class Poisoned(Reads):
+    """Sample 0 cannot be read; sample 1 must not be, as it would end its reader."""
+
+    def __getitem__(self, index):
+        found = super().__getitem__(index)
+        if index == 0:
+            raise ValueError("damaged")
+        return found
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_a_sample_that_is_left_out_stands_in_for_none_that_cannot_be_read(before):
+    data = Poisoned(6)
+    loader = sharded(DataLoader(data, batch_size=2), ONE, on_error="skip", prefetch=0)
+    if before:  # a reader that knows another one that can be read
+        loader.skip(samples=[2])
+        assert rows_of(iter(loader), 1) == [([1, 1], [False, True])]
+        loader.set_epoch(1)
+        data.read.clear()
+    loader.skip(samples=[1])
+    steps = rows_of(iter(loader))
+    assert 1 not in data.read
+    assert steps[0] == ([3, 3] if before else [2, 2], [False, False])
+    assert real(steps) == ([3, 4, 5] if before else [2, 3, 4, 5])

@@ -34,7 +34,7 @@ class Mixed(paddle.io.Dataset):
 
 
 def cases(num_ranks):
-    """{name: a function that makes a loader}"""
+    """{name: a function that makes a loader, with `workers` of its own or without any}"""
     made = {}
     for ids, names in MESHES[num_ranks]:
         for workers, shuffle, tail in ((0, False, "pad"), (2, True, "fill"), (0, True, "drop")):
@@ -47,24 +47,24 @@ def cases(num_ranks):
 
             made[f"{names} {ids} workers={workers} shuffle={shuffle} {tail}"] = make
 
-        def ramped(ids=ids, names=names):
-            given = paddle.io.DataLoader(Mixed(), batch_size=8)
+        def ramped(ids=ids, names=names, workers=0):
+            given = paddle.io.DataLoader(Mixed(), batch_size=8, num_workers=workers)
             mesh = dist.ProcessMesh(ids, dim_names=names)
             sizes = [(0, 4), (10, 8), (30, 4)]
             return paddle_shard.shard_dataloader(given, mesh, shard_dims="dp", batch_size=sizes, replicas="auto")
 
         made[f"{names} {ids} batch sizes"] = ramped
 
-        def dealt(ids=ids, names=names):
-            given = paddle.io.DataLoader(Mixed(), batch_size=8, num_workers=2, shuffle=True)
+        def dealt(ids=ids, names=names, workers=2):
+            given = paddle.io.DataLoader(Mixed(), batch_size=8, num_workers=workers, shuffle=True)
             mesh = dist.ProcessMesh(ids, dim_names=names)
             costs = {"balance": lambda ids: ids**2}
             return paddle_shard.shard_dataloader(given, mesh, shard_dims="dp", replicas="leader", **costs)
 
         made[f"{names} {ids} balance"] = dealt
 
-        def without(ids=ids, names=names):
-            given = paddle.io.DataLoader(Mixed(), batch_size=8, num_workers=2, shuffle=True)
+        def without(ids=ids, names=names, workers=2):
+            given = paddle.io.DataLoader(Mixed(), batch_size=8, num_workers=workers, shuffle=True)
             mesh = dist.ProcessMesh(ids, dim_names=names)
             costs = {"balance": lambda ids: ids**2}
             loader = paddle_shard.shard_dataloader(given, mesh, shard_dims="dp", replicas="leader", **costs)

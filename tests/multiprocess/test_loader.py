@@ -10,7 +10,7 @@ from tests.multiprocess.loader_cases import cases, summary
 
 pytestmark = pytest.mark.multiprocess
 WORKER = Path(__file__).with_name("loader_worker.py")
-CASES = {2: ["loaders", "sequence", "unsplit"], 4: ["loaders", "split", "unsplit"], 8: ["loaders"]}
+CASES = {2: ["left", "loaders", "sequence", "unsplit"], 4: ["loaders", "split", "unsplit"], 8: ["loaders"]}
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
@@ -18,9 +18,13 @@ def test_real_ranks_get_what_simulated_ranks_get(num_ranks, run_case):
     reports = run_case(WORKER, num_ranks, "loaders", CASES[num_ranks], timeout=2 * HANG)
 
     for name, make in cases(num_ranks).items():
-        simulated = on_each_rank(range(num_ranks), lambda make=make: summary(make()))
+        simulated = on_each_rank(range(num_ranks), lambda make=make: summary(make(workers=0)))
         for rank in range(num_ranks):
             assert reports[rank][name] == simulated[rank], f"rank {rank}: {name}"
+
+
+def test_a_loop_that_was_left_is_said_to_begin_again_also_the_first_of_a_process(run_case):
+    assert run_case(WORKER, 2, "left", CASES[2], timeout=2 * HANG) == [[0, 1, 1]] * 2
 
 
 def test_data_that_is_not_split_as_was_said_is_refused_on_every_rank(run_case):

@@ -6,6 +6,7 @@ import paddle.distributed as dist
 import pytest
 
 import paddle_shard
+from paddle_shard import say_once
 from paddle_shard.errors import ArgumentError, BatchStructureError
 from paddle_shard.testing.simulated import on_each_rank, simulated_rank
 
@@ -130,3 +131,103 @@ def test_what_would_have_to_be_cut_is_refused():
 def test_a_word_that_says_nothing_is_refused():
     with pytest.raises(ArgumentError, match="placements must map a field's key .* or to 'as read' or 'row index'"):
         sharded(pairs, placements={1: "as it is"})
+
+
+class Scenes(paddle.io.Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return {"id": index, "camera": np.full((4, 4), index, "float32")}
+
+
+@pytest.mark.parametrize("size", [4, 8])
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_dicts_of_each_sample_are_no_fields_also_if_they_have_as_many_rows_as_there_are_samples(size, kind):
+    """As Paddle3D's `img_metas`, with 2 and with 4 samples a rank."""
+
+    def collate(samples):
+        return {"id": np.array([one["id"] for one in samples]), "metas": kind(samples)}
+
+    def loader(mesh, **options):
+        given = paddle.io.DataLoader(Scenes(), batch_size=size, collate_fn=collate)
+        return paddle_shard.shard_dataloader(given, mesh, shard_dims="dp", **options)
+
+    (batch, *_) = loader(ONE)
+    assert [one["id"] for one in batch["metas"]] == list(range(size))
+    with simulated_rank(1, 2):
+        batch = next(iter(loader(TWO, dense_tensor_idx=[[], list(range(size // 2))])))
+        assert [one["camera"].numpy()[0, 0] for one in batch["metas"]] == list(range(size // 2, size))
+        if kind is list or size == 4:
+            with pytest.raises(BatchStructureError, match=r"\['metas'\]"):
+                next(iter(loader(TWO)))
+
+
+class Holes(paddle.io.Dataset):
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        return None if index % 5 == 2 else np.array(index)
+
+
+def without_none(samples):
+    return {"id": np.stack([one for one in samples if one is not None])}
+
+
+@pytest.mark.parametrize("mesh", [ONE, TWO])
+def test_samples_that_a_collate_function_leaves_out_are_told_with_the_way_out(mesh, caplog, monkeypatch):
+    monkeypatch.setattr(say_once, "_SAID", set())
+    given = paddle.io.DataLoader(Holes(), batch_size=6, collate_fn=without_none)
+    with simulated_rank(0, mesh.size):
+        loader = paddle_shard.shard_dataloader(given, mesh, shard_dims="dp")
+        if mesh is ONE:
+            list(loader)
+            told = "\n".join(caplog.messages)
+            assert "`without_none` has made fewer rows than it was given samples" in told
+        else:
+            with pytest.raises(BatchStructureError) as raised:
+                list(loader)
+            told = str(raised.value)
+    assert "have __getitem__ raise instead of returning None, and give on_error='skip'" in told
+
+
+def test_fields_that_pack_all_samples_into_a_row_are_no_samples_that_were_left_out(caplog):
+    def packed(samples):
+        return {"tokens": np.concatenate([np.full(3, index) for index, _ in samples])[None]}
+
+    list(sharded(packed, ONE))
+    assert "fewer rows" not in "\n".join(caplog.messages)
+
+
+@pytest.mark.parametrize("fields", [tuple, list, lambda two: dict(zip("ab", two, strict=True))])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_valid_has_a_row_for_each_of_a_whole_batch_also_if_nothing_is_split(fields, ranks):
+    """Items that are global batches of several fields, with shard_dims left at None."""
+    items = [fields([np.arange(4), np.arange(4.0)]), fields([np.arange(4), np.arange(4.0)])]
+
+    def run():
+        loader = paddle_shard.shard_dataloader(items, REPLICAS if ranks == 2 else ONE)
+        batches = iter(loader)
+        found = [batches.valid._local_value().numpy().tolist() for _ in batches]
+        return found, loader.stats.total.samples
+
+    assert on_each_rank(range(ranks), run) == dict.fromkeys(range(ranks), ([[True] * 4] * 2, 8))
+
+
+@pytest.mark.parametrize("item", [3, "text", (1, 2.0), {"id": 1}, {"texts": ["a", "b"]}])
+@pytest.mark.parametrize("as_loader", [False, True])
+def test_items_without_rows_are_not_given_to_all_data_ranks_as_whole_batches(item, as_loader):
+    """As if samples were batches: a stream or a list that no DataLoader makes batches of."""
+    given = paddle.io.DataLoader([item] * 4, batch_size=None) if as_loader else [item] * 4
+    with simulated_rank(1, 2):
+        with pytest.raises(BatchStructureError, match=r"each of 2 data ranks would get all of it. .* let a DataLoader"):
+            next(iter(paddle_shard.shard_dataloader(given, TWO, shard_dims="dp")))
+        assert len(list(paddle_shard.shard_dataloader(given, REPLICAS))) == 4, "replicas are to have all of it"
+
+
+def test_keys_that_a_batch_without_keys_does_not_have_are_said_to_choose_nothing(caplog, monkeypatch):
+    monkeypatch.setattr(say_once, "_SAID", set())
+    batch = next(iter(sharded(lambda samples: [np.arange(4), np.arange(4)], ONE, input_keys=["id", "x"])))
+    assert len(batch) == 2
+    assert "input_keys=['id', 'x'] chooses among the keys of dicts" in "\n".join(caplog.messages)
