@@ -9,7 +9,7 @@ from paddle_shard.delivery.notes import StepNotes
 from paddle_shard.delivery.placing import PassSetup, note_summary, placed, placed_of_stream
 from paddle_shard.delivery.step_pass import Feed, StepPass
 from paddle_shard.errors import SplitError, UnequalEndsError
-from paddle_shard.inputs.source import is_plain
+from paddle_shard.inputs.source import knows_no_rank
 from paddle_shard.plan.state import LoaderState
 from paddle_shard.ranks.agreeing import gather_of, open_agreement, tell_failed
 from paddle_shard.ranks.agreement import Agreement, AloneAgreement
@@ -79,7 +79,7 @@ def _settle_draws(setup: PassSetup, start: LoaderState) -> None:
     (Paddle's plain ones yield each sample once: if it is the same on two data ranks, the data is not split after all.)
     """
     batches, own, ranks = setup.source.batches, setup.own_layout, setup.agreeing_ranks
-    if not (setup.source.split and isinstance(batches, UserBatches)) or is_plain(batches.batch_sampler):
+    if not (setup.source.split and isinstance(batches, UserBatches)) or knows_no_rank(batches.batch_sampler):
         return
     if batches.draws_for or own.num_data_ranks == 1 or len(ranks) == 1:
         return

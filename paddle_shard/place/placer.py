@@ -225,15 +225,15 @@ class BatchPlacer:
         return value, placed
 
     def num_rows(self, batch: Any) -> int | None:
-        """Return the number of rows of a global batch that was read whole; None if no field is split by rows."""
-        found, whole = list[int](), list[int]()
+        """Return the number of rows of a global batch that was read whole; None if no field has rows."""
+        found: dict[tuple[bool, bool], int] = {}
 
         def count(leaf: Any, path: str, *, layout: FieldLayout, dense: bool) -> None:
-            if isinstance(leaf, paddle.Tensor) and leaf.shape and not (dense or layout.own_rows):
-                (found if layout.data_axes else whole).append(int(leaf.shape[0]))
+            if isinstance(leaf, paddle.Tensor) and leaf.shape and not layout.own_rows:
+                found.setdefault((not layout.data_axes, dense), int(leaf.shape[0]))
 
         self._mapped(batch, count)
-        return next(iter(found or whole), None)
+        return found[min(found)] if found else None  # of a field that is split, if there is one, and is not local
 
     def _mapped(self, batch: Any, function: Callable[..., Any], num_read: int | None = None) -> tuple[Any, FieldLayout]:
         """Return a batch with a function applied to each leaf, and the layout of the last field.

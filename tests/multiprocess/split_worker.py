@@ -23,6 +23,20 @@ class Augmented(Numbers):
         return self.numbers[index] + np.random.rand(2)
 
 
+class Lists(Numbers):
+    """Reads a whole list of indices at once, as PaddleScience's data sets."""
+
+    def __getitem__(self, indices):
+        return np.array([self.numbers[index] for index in indices])
+
+
+def lists(length):
+    """Arguments of a DataLoader whose sampler's items are lists, shuffled."""
+    inner = paddle.io.BatchSampler(Numbers(range(length)), shuffle=True, batch_size=2)
+    outer = paddle.io.BatchSampler(sampler=inner, batch_size=1)
+    return {"batch_sampler": outer, "collate_fn": lambda batch: batch[0]}
+
+
 class OfRank0(paddle.io.Sampler):
     """What a DistributedSampler yields whose rank was forgotten."""
 
@@ -60,6 +74,8 @@ def outcomes():
         "not split, rank forgotten": outcome(
             range(8), Augmented, given={"batch_sampler": paddle.io.BatchSampler(sampler=OfRank0(), batch_size=2)}
         ),
+        "not split, lists": outcome(range(8), Lists, given=lists(8)),
+        "split, lists": outcome(range(4 * data_rank, 4 * data_rank + 4), Lists, given=lists(4)),
         "split": outcome(range(4 * data_rank, 4 * data_rank + 4)),
         "split by global rank": outcome(range(2 * rank, 2 * rank + 2)),
         "replicas of one data rank": outcome(range(2 * rank, 2 * rank + 2), shape=(1, 4)),

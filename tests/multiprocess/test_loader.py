@@ -32,11 +32,13 @@ def test_data_that_is_not_split_as_was_said_is_refused_on_every_rank(run_case):
 
     for rank, report in enumerate(reports):
         data_rank = rank // 2
-        for how in ("", ", shuffled", ", augmented", ", both", ", rank forgotten"):
+        for how in ("", ", shuffled", ", augmented", ", both", ", lists", ", rank forgotten"):
             assert (
                 "different data ranks, read the same first batch: the data is not split" in report[f"not split{how}"]
             ), how
         assert report["split"] == [[4, [4 * data_rank + i, 4 * data_rank + i + 1]] for i in (0, 2)]
+        rows = [row for _, batch in report["split, lists"] for row in batch]
+        assert sorted(rows) == list(range(4 * data_rank, 4 * data_rank + 4))
         if rank in (1, 3):  # ranks 0 and 2 lead their replica groups
             assert "replicas (the same data rank), read different first batches" in report["split by global rank"]
         assert "replicas (the same data rank), read different first batches" in report["replicas of one data rank"]

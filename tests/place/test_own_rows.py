@@ -231,3 +231,13 @@ def test_keys_that_a_batch_without_keys_does_not_have_are_said_to_choose_nothing
     batch = next(iter(sharded(lambda samples: [np.arange(4), np.arange(4)], ONE, input_keys=["id", "x"])))
     assert len(batch) == 2
     assert "input_keys=['id', 'x'] chooses among the keys of dicts" in "\n".join(caplog.messages)
+
+
+@pytest.mark.parametrize(("batch", "dense"), [((np.arange(4), np.arange(4.0)), [[0], [0]]), (np.arange(4), [[0]])])
+def test_whole_batches_all_of_whose_fields_stay_local_give_each_rank_its_rows(batch, dense):
+    def run():
+        (found,) = paddle_shard.shard_dataloader([batch], TWO, shard_dims="dp", dense_tensor_idx=dense)
+        return [local(leaf) for leaf in (found if isinstance(found, list | tuple) else [found])]
+
+    for rank, leaves in on_each_rank(range(2), run).items():
+        assert leaves == [[2 * rank, 2 * rank + 1]] * len(dense)
