@@ -21,8 +21,10 @@ VERSION = 1
 """Version of the states that are saved."""
 ROUND = 1 << 20
 """Number that is added to a library's epoch each time that the data is read again within an epoch."""
-_CONTAINERS, _NUMBERS, _LARGEST = (list, dict, set, deque, bytearray), (int, float), 64 << 20
-"""What a data set may change in place, or counts in; bytes of an array above which it is taken for the data itself."""
+_CONTAINERS, _NUMBERS = (list, dict, set, deque, bytearray), (int, float)
+"""What a data set may change in place, and what it may count in."""
+_MOST_ITEMS, _MOST_BYTES = 1 << 20, 64 << 20
+"""Of more items, or of a larger array, a copy for each worker would take too much memory: it is the data itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +111,8 @@ class OwnCopy:
         held = vars(found)
         self._counts.append((held, vars(given), {name: one for name, one in held.items() if type(one) in _NUMBERS}))
         for name, value in list(held.items()):
-            if type(value) in _CONTAINERS or (type(value) is np.ndarray and value.nbytes <= _LARGEST):
+            small = len(value) <= _MOST_ITEMS if type(value) in _CONTAINERS else type(value) is np.ndarray
+            if small and getattr(value, "nbytes", 0) <= _MOST_BYTES:
                 several = type(value) is list and value and is_iterable_dataset(value[0])  # as in Paddle's ChainDataset
                 held[name] = list(map(self._copy, value)) if several else copy.copy(value)
             elif is_iterable_dataset(value):
