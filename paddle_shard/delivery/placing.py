@@ -24,7 +24,7 @@ from paddle_shard.plan.partition import Rows, nearest_multiples
 from paddle_shard.plan.state import LoaderState
 from paddle_shard.plan.step import as_ids
 from paddle_shard.position.run import Run
-from paddle_shard.ranks.batch_check import BatchCheck, summary
+from paddle_shard.ranks.batch_check import FEW_STEPS, BatchCheck, summary
 from paddle_shard.ranks.replicas import Replicas
 from paddle_shard.reading.batch import NO_STAND_IN, Batch
 from paddle_shard.reading.digest import WHOLE, digest
@@ -246,7 +246,9 @@ def note_summary(setup: PassSetup, start: LoaderState, batch: Batch) -> None:
         batch: What was read. Arrays have not gone to a device yet, so that nothing is copied back.
     """
     every: Any = setup.options.verify
-    if not (batch.is_first or (every != "first" and batch.step.number % every == 0)) or batch.value is None:
+    wanted = batch.is_first or (every != "first" and batch.step.number % every == 0)
+    begins = setup.source.split and batch.step.number < start.steps + FEW_STEPS
+    if not (wanted or begins) or batch.value is None:
         return
     ids, stream = np.asarray(batch.step.ids).tolist(), setup.source.stream
     key = f"parts {stream.parts}" if stream is not None else f"{zlib.crc32(repr(ids).encode())} of {len(ids)}"
@@ -259,7 +261,7 @@ def note_summary(setup: PassSetup, start: LoaderState, batch: Batch) -> None:
         arrays = [(path, leaf[kept] if leaf.shape[:1] == (num_rows,) else leaf) for path, leaf in arrays]
         ids = [one for one, stays in zip(ids, kept.tolist(), strict=True) if stays] if len(ids) == num_rows else ids
         key += f" but for {np.flatnonzero(batch.skipped).tolist()}"
-    batch.summary = summary(
+    found = summary(
         arrays,
         step=batch.step.number,
         first=batch.is_first,
@@ -267,6 +269,7 @@ def note_summary(setup: PassSetup, start: LoaderState, batch: Batch) -> None:
         ids=[one if isinstance(one, int | str) else repr(one) for one in ids],
         num_steps=setup.run.num_steps_or_none(start),
     )
+    batch.summary = found if wanted or len(found["rows"]) == 1 else None
 
 
 def _is_list_of_values(value: Any) -> bool:

@@ -311,9 +311,9 @@ class ShardDataloader(PaddleShardDataloader):
     def set_weights(self, weights: Mapping[str, float], at: int | None = None) -> int:
         """Mix the sources of a `Mixture` with other weights, from the first step that no rank has requested yet.
 
-        The call is collective: every rank calls it, at the same step, with the same weights. Steps that were
-        prefetched keep the old weights; what a schedule, or an earlier call, has set for later no longer holds. The
-        switch is part of the saved state, so a resumed or replayed run makes it at the same sample.
+        The call is collective: every rank of the meshes calls it, at the same step, with the same weights. Steps that
+        were prefetched keep the old weights; what a schedule, or an earlier call, has set for later no longer holds.
+        The switch is part of the saved state, so a resumed or replayed run makes it at the same sample.
 
         Args:
             weights: Name -> a number >= 0, for every source; see `Mixture`.
@@ -378,7 +378,7 @@ class ShardDataloader(PaddleShardDataloader):
         """Write the newest 64 steps of all ranks as a Chrome trace, which Perfetto and chrome://tracing show.
 
         A process is a global rank; its rows are the training thread, the prefetching thread and the workers. Nothing
-        need be turned on before. The call is collective: every rank calls it, at the same step.
+        need be turned on before. The call is collective: every rank of the meshes calls it, at the same step.
 
         Args:
             path: A JSON file, which the first rank of the meshes writes.
@@ -401,12 +401,12 @@ class ShardDataloader(PaddleShardDataloader):
         Right after a load, that is the epoch of the loaded state. `set_epoch` does not change it until a batch of the
         new epoch is delivered. In the middle of an epoch, the certificate lists what is still missing.
 
-        The call is collective: every rank calls it, at the same step. It counts every batch of the epoch that any
-        iterator of this loader has delivered since the loader was made or has loaded a state, and what that state
-        says of the epoch: samples that were delivered before the stop, also on another mesh or with another batch
+        The call is collective: every rank of the meshes calls it, at the same step. It counts every batch of the epoch
+        that any iterator of this loader has delivered since the loader was made or has loaded a state, and what that
+        state says of the epoch: samples that were delivered before the stop, also on another mesh or with another batch
         size. An epoch that was left and begun again, two iterators over it at once, or a `next(iter(loader))` to see a
-        batch have delivered samples twice, so the certificate is not exact. Call it before each `state_dict` that
-        other ranks may load, so that the state knows what all ranks have delivered.
+        batch have delivered samples twice, so the certificate is not exact. Call it before each `state_dict` that other
+        ranks may load, so that the state knows what all ranks have delivered.
 
         With a sampler of your own, it proves that each sample was delivered as often as the sampler drew it, to one
         data rank each time, up to the end of the sampler, and that all ranks drew alike. It cannot know what the

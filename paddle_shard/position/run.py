@@ -640,7 +640,7 @@ class Run:
             passes = tuple((progress, progress.at) for progress, _ in of_one.passes)
             self._epochs[one] = OfEpoch(merged(accounts[one])[0], passes=passes, end=of_one.end)
         if last is not None:
-            self._note("certificate", self._counted(last if isinstance(last, LoaderState) else last.at))
+            self._note("certificate", self._counted(last if isinstance(last, LoaderState) else last.state()))
         return found
 
 

@@ -16,6 +16,8 @@ from paddle_shard.say_once import say_once
 _MOST_ROWS = 256
 """Rows of which a rank tells the digests, so that an error can name the samples."""
 _SHOWN = 8
+FEW_STEPS = 4
+"""Steps at the beginning of a pass at which batches of one row are compared, of data that is split already."""
 
 _SAME_DATA = (
     "Each rank must be given the whole data set, and the same one: this loader splits it. Likely reasons: each rank "
@@ -51,6 +53,8 @@ class BatchCheck:
             named: Returns the name of a sample, for messages; None: its id.
         """
         self._named, self._data_ranks = named or (lambda sample: sample), dict[int, int]()
+        self._single: dict[int, tuple[str, ...]] = {}
+        """Global rank -> digests of its newest batches of one row."""
         if split is not None:
             layout, axes = split
             self._data_ranks = {rank: layout.data_rank(rank, axes) for rank in layout.process_ids}
@@ -124,18 +128,25 @@ class BatchCheck:
                     f"(the same data rank), read different {found['what']}. Split by the data rank, not by the global "
                     "rank, and draw random numbers from a seed that replicas share."
                 )
-            if not found["varies"]:
-                continue  # rows that are all equal prove nothing
-            other = by_digest.setdefault(str(found["fields"]), rank)
-            if self._data_ranks[other] != self._data_ranks[rank]:
-                raise SplitError(
-                    f"{_SPLIT}, but global ranks {other} and {rank}, which are different "
-                    f"data ranks, read the same {found['what'].removesuffix('es')}: the data is not split. Leave "
-                    "is_dataset_splitted=False, and this loader splits it. Or give each data rank a loader of its own "
-                    "rows, for instance with paddle.io.DistributedBatchSampler(num_replicas=, rank=). A sampler that "
-                    "draws for its rank alone gets random numbers of its own if copy.deepcopy can copy it; else let it "
-                    "seed a generator with its rank. Where equal rows are meant, verify=None leaves this check out."
-                )
+            if found["varies"]:
+                self._check_apart(by_digest.setdefault(str(found["fields"]), rank), rank, found["what"])
+            elif len(found["rows"]) == 1:  # rows that are all equal prove nothing, but one row in several steps does
+                self._single[rank] = (*self._single.get(rank, ()), str(found["fields"]))[-FEW_STEPS:]
+        by_digests = dict[tuple[str, ...], int]()
+        for rank, digests in self._single.items():
+            if len(set(digests)) == FEW_STEPS:
+                self._check_apart(by_digests.setdefault(digests, rank), rank, "batches")
+
+    def _check_apart(self, other: int, rank: int, what: str) -> None:
+        if self._data_ranks[other] != self._data_ranks[rank]:
+            raise SplitError(
+                f"{_SPLIT}, but global ranks {other} and {rank}, which are different "
+                f"data ranks, read the same {what.removesuffix('es')}: the data is not split. Leave "
+                "is_dataset_splitted=False, and this loader splits it. Or give each data rank a loader of its own "
+                "rows, for instance with paddle.io.DistributedBatchSampler(num_replicas=, rank=). A sampler that "
+                "draws for its rank alone gets random numbers of its own if copy.deepcopy can copy it; else let it "
+                "seed a generator with its rank. Where equal rows are meant, verify=None leaves this check out."
+            )
 
 
 def summary(arrays: Arrays, *, step: int, first: bool, key: str, ids: Iterable[Any], num_steps: int | None) -> Any:

@@ -75,6 +75,9 @@ def outcomes():
             range(8), Augmented, given={"batch_sampler": paddle.io.BatchSampler(sampler=OfRank0(), batch_size=2)}
         ),
         "not split, lists": outcome(range(8), Lists, given=lists(8)),
+        "not split, one row": outcome(range(8), given={"batch_size": 1}),
+        "split, one row": outcome(range(8 * data_rank, 8 * data_rank + 8), given={"batch_size": 1}),
+        "all the same, one row": outcome([7] * 8, given={"batch_size": 1}),
         "split, lists": outcome(range(4 * data_rank, 4 * data_rank + 4), Lists, given=lists(4)),
         "split": outcome(range(4 * data_rank, 4 * data_rank + 4)),
         "split by global rank": outcome(range(2 * rank, 2 * rank + 2)),

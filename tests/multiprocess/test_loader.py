@@ -37,6 +37,9 @@ def test_data_that_is_not_split_as_was_said_is_refused_on_every_rank(run_case):
                 "different data ranks, read the same first batch: the data is not split" in report[f"not split{how}"]
             ), how
         assert report["split"] == [[4, [4 * data_rank + i, 4 * data_rank + i + 1]] for i in (0, 2)]
+        assert "different data ranks, read the same batch: the data is not split" in report["not split, one row"]
+        assert report["split, one row"] == [[2, [8 * data_rank + i]] for i in range(8)]
+        assert report["all the same, one row"] == [[2, [7]]] * 8
         rows = [row for _, batch in report["split, lists"] for row in batch]
         assert sorted(rows) == list(range(4 * data_rank, 4 * data_rank + 4))
         if rank in (1, 3):  # ranks 0 and 2 lead their replica groups

@@ -4,8 +4,11 @@ import json
 import re
 from collections import Counter
 
+import numpy as np
 import pytest
+from paddle.io import DataLoader
 
+from tests.helpers import ONE, sharded
 from tests.record.record_worker import SOURCES
 from tests.record.runs import COUNTED, Given, asked, asked_elsewhere, deliveries, whole_run
 
@@ -124,6 +127,18 @@ def test_what_the_certificate_of_an_epoch_knows_is_known_to_its_record(broken, t
     found = asked("verify", given.record, "--json", code=1)["epochs"]
     assert ["1 samples of all ranks" in one for one in found[0]["problems"]] == [True]
     assert (found[0]["delivered"], found[0]["missed"], found[0]["repeated_positions"]) == (45, 1, 0)
+
+
+def test_a_certificate_before_the_batch_size_changes_leaves_a_record_that_can_be_read(tmp_path):
+    record = tmp_path / "run.jsonl"
+    given = DataLoader([np.int64(number) for number in range(7)], batch_size=2)
+    batches = iter(loader := sharded(given, ONE, batch_size=[(0, 2), (3, 3)], record=record))
+    next(batches)
+    assert not loader.certificate().exact
+    assert [len(batch) for batch in batches] == [2, 3]
+
+    assert "epoch 0: each of 7 samples exactly once" in asked("verify", record)
+    assert [one["step"] for one in asked("where", record, "--sample", 4, "--json")["places"]] == [2]
 
 
 def test_of_a_stream_the_parts_of_each_rank_are_known(tmp_path):
