@@ -156,7 +156,7 @@ def rank_steps(
             None: of none.
     """
     concerned, passed, digest = skips.concerns(epoch), (0, 0), 0
-    avoided = tuple(filter(skips.leaves_out, range(MOST_STAND_INS))) if skips.samples else ()
+    avoided = tuple(one for one, _, _ in skips.samples if isinstance(one, int) and one < MOST_STAND_INS)
     for batch in batches:
         out: Mask | None = None
         if concerned:
