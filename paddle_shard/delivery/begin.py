@@ -8,7 +8,8 @@ from functools import partial
 from paddle_shard.delivery.notes import StepNotes
 from paddle_shard.delivery.placing import PassSetup, note_summary, placed, placed_of_stream
 from paddle_shard.delivery.step_pass import Feed, StepPass
-from paddle_shard.errors import SplitError, UnequalEndsError
+from paddle_shard.errors import ArgumentError, SplitError, UnequalEndsError
+from paddle_shard.handlers import length_or_none
 from paddle_shard.inputs.source import knows_no_rank
 from paddle_shard.plan.state import LoaderState
 from paddle_shard.ranks.agreeing import gather_of, open_agreement, tell_failed
@@ -16,7 +17,7 @@ from paddle_shard.ranks.agreement import Agreement, AloneAgreement
 from paddle_shard.ranks.verdict import Terms, described
 from paddle_shard.reading.batch import Batch
 from paddle_shard.reading.prefetcher import Prefetcher
-from paddle_shard.samplers import UserBatches
+from paddle_shard.samplers import PlanBatches, UserBatches
 
 
 def begin(setup: PassSetup, start: LoaderState) -> StepPass:
@@ -26,6 +27,8 @@ def begin(setup: PassSetup, start: LoaderState) -> StepPass:
     place: Callable[[Batch], Batch] = partial(placed, setup)
     tells = setup.options.verify is not None and setup.own_layout.on_mesh and not source.split
     _settle_draws(setup, start)
+    if isinstance(source.batches, PlanBatches) and source.batches.data is not None:
+        _check_length(source.batches)
     if stream is None:
         compares = not source.split and (source.batches.plan_of(start) is None or source.costs is not None)
         contents = setup.run.contents_to_tell() if tells else None
@@ -69,6 +72,16 @@ def begin(setup: PassSetup, start: LoaderState) -> StepPass:
             if begun is not None:
                 begun.close()
         raise
+
+
+def _check_length(batches: PlanBatches) -> None:
+    """Refuse data that has another length than when the loader was made: some would be left out, or not be there."""
+    name, now, then = type(batches.data).__name__, length_or_none(batches.data), batches.plan.num_samples
+    if now not in (None, then):
+        raise ArgumentError(
+            f"the {name} had {then} samples when the loader was made, and has {now} now. Make a new loader of it. To "
+            "go on with the run of this one: load_state_dict(loader.state_dict(), override=['num_samples'])."
+        )
 
 
 def _settle_draws(setup: PassSetup, start: LoaderState) -> None:

@@ -32,6 +32,7 @@ from paddle_shard.ranks.batch_check import BatchCheck
 from paddle_shard.ranks.rendezvous import num_ranks
 from paddle_shard.ranks.replicas import Replicas
 from paddle_shard.ranks.verdict import IF_SPLIT
+from paddle_shard.reading.held import held_by, say_if_it_draws_alone
 from paddle_shard.reading.reader import HowToRead
 from paddle_shard.reading.reading import Reading, StreamReading, shallow_copy
 from paddle_shard.record.recorder import Recorder
@@ -82,6 +83,7 @@ def setup_of(options: LoaderOptions) -> PassSetup:
         with_readers.num_workers = options.readers.num
         options = replace(options, dataloader=with_readers)
     source = _source_of(options, layouts, own, stream=stream is not None)
+    say_if_it_draws_alone(held_by(options.dataloader.dataset, options.dataloader.collate_fn))
     prefetch, if_worth_it = checked_prefetch(options, stream=stream is not None)
     if pad_to is not None and agreeing != members:
         raise ArgumentError(

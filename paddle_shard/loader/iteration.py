@@ -16,7 +16,14 @@ from paddle_shard.delivery.begin import begin, unequal_ends
 from paddle_shard.delivery.placing import PassSetup
 from paddle_shard.delivery.stats import PassClock
 from paddle_shard.delivery.step_pass import StepPass
-from paddle_shard.errors import ArgumentError, BatchStructureError, DataReadError, PaddleShardError, UnequalEndsError
+from paddle_shard.errors import (
+    ArgumentError,
+    BatchStructureError,
+    DataReadError,
+    PaddleShardError,
+    UnequalEndsError,
+    described,
+)
 from paddle_shard.handlers import let_go
 from paddle_shard.inputs.source import Source
 from paddle_shard.place.device import watch_of
@@ -33,6 +40,8 @@ from paddle_shard.sources.shards import ShardSource
 from paddle_shard.stages.stage import Opening
 from paddle_shard.tree import named_leaves
 
+_MOST_TEXT = 300
+"""Characters of an error that a later call repeats."""
 _REPEAT = "With tail='repeat' or num_batches= parts that have ended are read again."
 _COUNT = (
     "Files that are counted (counts=True; for tars index=, made by `paddle-shard index`) are cut "
@@ -71,6 +80,7 @@ class ShardIterator:
             self.start = start = setup.run.start()
             self.epoch = start.epoch
             self._current: Batch | None = None
+            self._failed = ""
             self._valid: tuple[Batch, Any] | None = None
             self._make = TensorMaker(setup.options.dataloader.places[0])
             # By this Paddle's profiler knows whose reading it times. It keeps it, so it is not this object.
@@ -102,6 +112,11 @@ class ShardIterator:
             PeerLostError: Another rank died, is silent, or has left its loop.
         """
         if self._progress.closed:
+            if self._failed:  # a loop that tries again would take it for the end of the epoch
+                raise PaddleShardError(
+                    f"this iterator has failed before ({self._failed}), and delivers no more. To go on behind the "
+                    "batches that were delivered: loader.load_state_dict(loader.state_dict()), and iter(loader) again."
+                )
             raise StopIteration
         setup, entered, timer = self._setup, self._clock.enter(self._progress.noted_at), benchmark()
         timer.check_if_need_record(self._timed)
@@ -136,6 +151,7 @@ class ShardIterator:
         except BaseException as error:
             self._clock.end(entered)
             self.close()
+            self._failed = described(error).partition("\n")[0][:_MOST_TEXT] if isinstance(error, Exception) else ""
             let_go(error)
             setup.run.failed(self._progress, error)
             if isinstance(error, UnequalEndsError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -248,8 +249,19 @@ class Run:
 
     def _tell_samplers(self, epoch: int, others: Mapping[str, Any] = MappingProxyType({})) -> int:
         """Call `set_epoch` of the user's samplers; return how many have one."""
-        told = [sampler for sampler in samplers(self._sampler) if hasattr(sampler, "set_epoch")]
-        for sampler in told:
+        told = [sampler for sampler in samplers(self._sampler) if callable(getattr(sampler, "set_epoch", None))]
+        for sampler in list(told):
+            try:
+                inspect.signature(sampler.set_epoch).bind(epoch, **others)
+            except (TypeError, ValueError) as error:  # the latter: it does not tell
+                if not others and isinstance(error, TypeError):
+                    told.remove(sampler)
+                    say_once(
+                        f"{type(sampler).__name__}.set_epoch takes other arguments than the epoch ({error}), so it is "
+                        "not told of the epochs. Let the others have defaults, or call loader.set_epoch(epoch, "
+                        "name=value)."
+                    )
+                    continue
             sampler.set_epoch(epoch, **others)
         return len(told)
 

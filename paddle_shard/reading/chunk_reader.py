@@ -18,7 +18,7 @@ from paddle_shard.plan.parts import PartsPlan
 from paddle_shard.plan.step import MOST_STAND_INS, Content
 from paddle_shard.reading.batch import Batch, Chunk, take_rows
 from paddle_shard.reading.digest import WHOLE, TurnDigests, digest
-from paddle_shard.reading.reader import HowToRead, Reader, in_words
+from paddle_shard.reading.reader import HowToRead, Reader, digest_or_none, in_words
 from paddle_shard.reading.tensors import num_rows_of
 from paddle_shard.stages.cut import FAILED_AT, Stripe
 from paddle_shard.stages.stage import Opening, Stage, Stated, Unreadable
@@ -96,6 +96,8 @@ class ChunkReader(Reader):
         self._digests = TurnDigests()
         self._state: Any = None
         self._told: list[Content] = []
+        self._looked = False
+        """True if the first batch of the pass was read: whether its samples have memory of their own."""
         """The files and sources that were opened since the last step."""
 
     def close(self) -> None:
@@ -104,7 +106,7 @@ class ChunkReader(Reader):
 
     def _begin(self, asked: ChunkRequest) -> None:
         """Open the parts at a step: the first of the pass, unless another reader has read those before it."""
-        self._told = []
+        self._told, self._looked = [], False
         opened = self._opened if asked.tells else None
         opening = replace(asked.opening, seed_generators=self._seed, skip_errors=self._how.skip_errors, opened=opened)
         self._pass_number, self._next_step, self._parts = asked.pass_number, asked.step, []
@@ -187,7 +189,8 @@ class ChunkReader(Reader):
     def _columns(self, asked: ChunkRequest, at: dict[str, Any]) -> tuple[list[list[Any]], bool]:
         """Return the samples of each part, as many as there are, and whether any is of the part's first round."""
         columns, fresh, first, size = list[list[Any]](), False, asked.position, asked.plan.samples_per_part
-        slowest, slow_at, began = 0.0, (0, 0), time.perf_counter()
+        slowest, slow_at, began, before = 0.0, (0, 0), time.perf_counter(), None
+        first_of_all: Any = None
         for part, items in zip(asked.opening.parts, self._parts, strict=True):
             column: list[Any] = []
             while len(column) < size:
@@ -205,9 +208,12 @@ class ChunkReader(Reader):
                 if isinstance(sample, Stated):
                     sample, self._state = sample
                 column.append(sample)
+                if not self._looked:
+                    self._looked, first_of_all, before = True, sample, digest_or_none(sample)
             columns.append(column)
             if part in self._padding.unknown:
                 self._padding.note(part, column, ended=len(column) < size)
+        self._check_own_memory(before, first_of_all)
         if slowest > SLOW:
             clock().note(slowest, self._named(*slow_at, asked))
         return columns, fresh

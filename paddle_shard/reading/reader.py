@@ -183,6 +183,14 @@ class Reader:
         if (worker is None or worker.id == 0) and (worker is not None or dist.get_world_size() > 1):
             say_once(_COLLATING_DRAWS, self._collating[1])
 
+    def _check_own_memory(self, before: int | None, first: Any) -> None:
+        """Refuse samples of one memory: the first of a batch was changed while the others were read."""
+        if before is not None and digest(first) != before:
+            raise ValueError(
+                f"the {type(self.dataset).__name__} makes each sample in the memory of the one before, so that all "
+                "samples of a batch would be the last one. Return a copy of what is used again."
+            )
+
     def _collated(
         self,
         samples: Sequence[Any],
@@ -356,7 +364,7 @@ class IdReader(Reader):
         threads = threading.enumerate() if step.contents else None
         read, catches, mine = self.dataset.__getitem__, Exception if self._how.skip_errors else (), clock()
         seeds, of_source = self.draws is not False, mine.fine > 0 and self._name_of is not _itself
-        now = time.perf_counter
+        now, before = time.perf_counter, None
         marks = [now()]
         """When reading of each sample begins."""
         for index in ids:
@@ -375,6 +383,9 @@ class IdReader(Reader):
                 at["what"] = f"reading sample {at['index']!r}"
                 raise
             marks.append(now())
+            if self.draws is None and len(samples) == 1:  # of the first batch
+                before = digest_or_none(samples[0])
+        self._check_own_memory(before, samples[0])
         if marks[-1] - marks[0] > SLOW:
             took = np.diff(marks)
             slow = int(took.argmax())
@@ -490,6 +501,13 @@ def _known(step: Step, ids: Sequence[Any], samples: Sequence[Any]) -> dict[int, 
             with ignoring(Exception):  # it is read again, and said
                 found[number] = _told(sample)
     return found
+
+
+def digest_or_none(sample: Any) -> int | None:
+    """Return a digest of some of a sample; None if it has none."""
+    with ignoring(Exception):
+        return digest(sample)
+    return None
 
 
 def _told(sample: Any) -> tuple[int, str]:

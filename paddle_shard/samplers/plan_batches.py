@@ -99,6 +99,8 @@ class PlanBatches(IndexBatches):
         self.deal: Deal | None = None
         self.plan = plan
         """The plan without the changes of the run."""
+        self.data: Any = None
+        """The data set, whose length the plan has; None: it is not here."""
         self.drawn = 0
         """Position of a mixture's run after the last sample that this process has requested."""
         self._changed: tuple[History, ShardPlan] = History(), plan

@@ -122,7 +122,8 @@ class OwnCopy:
     def give_back(self) -> None:
         """Give the user's objects the numbers that have changed."""
         for held, given, before in self._counts:
-            given.update({name: held[name] for name, one in before.items() if held.get(name, one) != one})
+            now = {name: one for name, one in held.items() if type(one) in _NUMBERS}
+            given.update({name: one for name, one in now.items() if before.get(name) != one})
 
 
 class ExternalSource(Stage):

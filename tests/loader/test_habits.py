@@ -1,0 +1,247 @@
+"""Habits of those who write data sets, samplers and collate functions: what cannot be kept is said."""
+
+import functools
+import itertools
+import random
+
+import numpy as np
+import pytest
+from paddle.io import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, Subset
+
+import paddle_shard
+from paddle_shard import say_once
+from paddle_shard.errors import ArgumentError, DataReadError, PaddleShardError
+from tests.helpers import ONE, Made, locals_of, sharded
+
+
+@pytest.fixture(autouse=True)
+def nothing_said(monkeypatch):
+    monkeypatch.setattr(say_once, "_SAID", set())
+
+
+class Rows(Dataset):
+    def __init__(self, length=8):
+        self.rows, self.epoch = list(range(length)), 0
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        return np.array([self.rows[index], self.epoch])
+
+
+class OwnGenerator(Rows):
+    def __init__(self):
+        super().__init__()
+        self.rng = np.random.default_rng(0)
+
+
+class Collator:
+    def __init__(self):
+        self.rng, self.strength = random.Random(3), 0
+
+    def __call__(self, samples):
+        return np.stack(samples) + self.strength
+
+    def method(self, samples):
+        return self(samples)
+
+
+# The length of the data
+
+
+@pytest.mark.parametrize("length", [4, 12])
+def test_data_that_has_another_length_than_when_the_loader_was_made_is_refused_with_the_way_on(length):
+    data = Rows()
+    loader = sharded(DataLoader(data, batch_size=2), ONE)
+    assert len(list(loader)) == 4
+    data.rows = list(range(length))
+    with pytest.raises(ArgumentError, match=f"Rows had 8 samples when the loader was made, and has {length} now"):
+        iter(loader)
+    state = loader.state_dict()
+    again = sharded(DataLoader(data, batch_size=2), ONE)
+    again.load_state_dict(state, override=["num_samples"])
+    assert len(list(again)) == length // 2
+
+
+# Persistent workers
+
+
+@pytest.mark.parametrize("kind", ["data set", "subset", "collate", "method", "partial", "closure"])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_what_is_set_between_two_loops_is_known_to_workers_that_stay(kind, persistent, caplog):
+    data, collator, strength = Rows(), Collator(), 0
+
+    def closed(samples):
+        return np.stack(samples) + strength
+
+    collates = {
+        "collate": collator,
+        "method": collator.method,
+        "partial": functools.partial(Collator.__call__, collator),
+        "closure": closed,
+    }
+    read = Subset(data, list(range(8))) if kind == "subset" else data
+    given = DataLoader(read, batch_size=4, num_workers=2, persistent_workers=persistent, collate_fn=collates.get(kind))
+    loader, seen = sharded(given, ONE), []
+    for epoch in range(3):
+        data.epoch = collator.strength = strength = epoch
+        data.epoch = epoch if kind in ("data set", "subset") else 0
+        seen.append({row[1] for batch in locals_of(loader) for row in batch})
+    assert seen == [{0}, {1}, {2}]
+    assert ("persistent workers were started: they are started anew" in caplog.text) == persistent
+    loader.close()
+
+
+def test_persistent_workers_stay_where_nothing_was_set(caplog):
+    loader = sharded(DataLoader(Rows(), batch_size=4, num_workers=2, persistent_workers=True), ONE)
+    for _ in range(3):
+        list(loader)
+    assert "started anew" not in caplog.text
+    loader.close()
+
+
+# Generators of one's own
+
+
+@pytest.mark.parametrize(
+    ("data", "collate_fn", "names"),
+    [
+        (OwnGenerator(), None, "`rng` of OwnGenerator"),
+        (Subset(OwnGenerator(), [0, 1, 2, 3]), None, "`rng` of OwnGenerator"),
+        (Rows(), Collator(), "`rng` of Collator"),
+        (Rows(), Collator().method, "`rng` of Collator"),
+        (Rows(), functools.partial(np.stack, axis=0), ""),
+        (Rows(), None, ""),
+    ],
+)
+def test_a_random_generator_of_ones_own_is_named(data, collate_fn, names, caplog):
+    sharded(DataLoader(data, batch_size=2, collate_fn=collate_fn), ONE)
+    assert (f"{names}: a random generator of your own" in caplog.text) == bool(names)
+
+
+# Memory that is used again
+
+
+class OneBuffer(Dataset):
+    def __init__(self):
+        self.buffer = np.zeros(3)
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        self.buffer[:] = index
+        return self.buffer
+
+
+class OneDict(IterableDataset):
+    def __iter__(self):
+        sample = {}
+        for index in range(8):
+            sample["x"] = np.array(index)
+            yield sample
+
+
+class OneView(IterableDataset):
+    def __iter__(self):
+        buffer = np.zeros(3)
+        for index in range(8):
+            buffer[:] = index
+            yield buffer[1:]
+
+
+@pytest.mark.parametrize("kind", [OneBuffer, OneDict, OneView])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_samples_that_are_made_in_the_memory_of_the_one_before_are_refused(kind, workers):
+    loader = sharded(DataLoader(kind(), batch_size=4, num_workers=workers), ONE)
+    with pytest.raises(DataReadError, match=f"the {kind.__name__} makes each sample in the memory of the one before"):
+        list(loader)
+
+
+def test_samples_that_are_one_object_and_stay_as_they_are_are_read():
+    row = np.arange(3)
+    assert locals_of(sharded(DataLoader(Made(lambda index: row, 4), batch_size=2), ONE)) == [[[0, 1, 2]] * 2] * 2
+    stream = paddle_shard.Stream.of(itertools.repeat(row, 4))
+    assert locals_of(sharded(DataLoader(stream, batch_size=2), ONE)) == [[[0, 1, 2]] * 2] * 2
+
+
+# A step that is tried again
+
+
+def test_an_iterator_that_has_failed_is_not_at_its_end_and_says_how_to_go_on():
+    broken = [True]
+
+    def read(index):
+        if index == 5 and broken:
+            broken.clear()
+            raise OSError("the network is away")
+        return np.array(index)
+
+    loader = sharded(DataLoader(Made(read, 12), batch_size=2), ONE, prefetch=0)
+    batches, rows = iter(loader), []
+    with pytest.raises(DataReadError):
+        for batch in batches:
+            rows += batch.numpy().tolist()
+    with pytest.raises(PaddleShardError, match=r"has failed before \(DataReadError: .*loader.load_state_dict"):
+        next(batches)
+    loader.load_state_dict(loader.state_dict())
+    assert rows + [row for batch in loader for row in batch.numpy().tolist()] == list(range(12))
+
+
+# A sampler's set_epoch
+
+
+class Wants(Sampler):
+    def __init__(self):
+        super().__init__(Rows())
+
+    def __iter__(self):
+        return iter(range(8))
+
+    def __len__(self):
+        return 8
+
+
+class WantsMore(Wants):
+    def set_epoch(self, epoch, seed):
+        self.told = epoch, seed
+
+
+class WantsNothing(Wants):
+    def set_epoch(self):
+        raise AssertionError
+
+
+@pytest.mark.parametrize("kind", [WantsMore, WantsNothing])
+def test_a_sampler_whose_set_epoch_takes_other_arguments_is_not_told_and_that_is_said(kind, caplog):
+    sampler = kind()
+    loader = sharded(DataLoader(Rows(), batch_sampler=BatchSampler(sampler=sampler, batch_size=4)), ONE)
+    assert len(list(loader)) == len(list(loader)) == 2
+    assert f"{kind.__name__}.set_epoch takes other arguments than the epoch" in caplog.text
+    if kind is WantsMore:
+        loader.set_epoch(5, seed=7)
+        assert sampler.told == (5, 7)
+
+
+# Epochs that a data set counts itself
+
+
+class OfClass(IterableDataset):
+    epoch = 0
+
+    def __iter__(self):
+        yield from ([self.epoch] * 4)
+        self.epoch += 1
+
+
+class Lazy(IterableDataset):
+    def __iter__(self):
+        self.epoch = getattr(self, "epoch", -1) + 1
+        yield from ([self.epoch] * 4)
+
+
+@pytest.mark.parametrize("kind", [OfClass, Lazy])
+def test_a_number_that_stands_in_the_class_or_comes_later_goes_on_counting(kind):
+    loader = sharded(DataLoader(kind(), batch_size=4), ONE)
+    assert [locals_of(loader) for _ in range(3)] == [[[epoch] * 4] for epoch in range(3)]
