@@ -17,7 +17,7 @@ from paddle_shard.plan.step import Content, Step
 from paddle_shard.reading.batch import Batch, Even
 from paddle_shard.reading.chunk_reader import ChunkReader
 from paddle_shard.reading.executor import Executor, InlineExecutor, Tensors, ToTensors, WorkerExecutor, Wrapper
-from paddle_shard.reading.held import Held, changed, held_by
+from paddle_shard.reading.held import changed, held_by
 from paddle_shard.reading.ray_pool import RayPool, RayReaders
 from paddle_shard.reading.reader import HowToRead, IdReader, Reader
 from paddle_shard.reading.tensors import arrays_of
@@ -70,8 +70,6 @@ class Reading:
         # Of data with an index, one for all passes: it knows whether reading draws.
         self._id_reader = IdReader(dataloader.dataset, dataloader.collate_fn, how) if stream is None else None
         self._idle: list[WorkerPool] = []
-        self._held: Held = {}
-        """What the data set and the collate function held when workers were started last."""
         has_iter = type(dataloader).__iter__ is not paddle.io.DataLoader.__iter__
         self._iterates_itself = has_iter and stream is None
         cls: type = paddle.io.DataLoader
@@ -114,16 +112,17 @@ class Reading:
         assert reader is not None
         if not self.num_workers:
             return InlineExecutor(reader)
-        held, pool = held_by(given.dataset, given.collate_fn), self._idle.pop() if self._idle else None
-        if pool is not None and (what := changed(self._held, held)):
+        held = held_by(given.dataset, given.collate_fn) if given._persistent_workers else {}
+        pool = self._idle.pop() if self._idle else None
+        if pool is not None and (what := changed(pool.held, held)):
             say_once(f"{what} was set since the persistent workers were started: they are started anew.")
             pool.shut_down()
             pool = None
         if pool is None:
-            self._held = held
             timeout, made_of = self._worker_timeout, self._readers
             kind = WorkerPool if made_of is None else partial(RayPool, made_of)
             pool = kind(given, reader, self.num_workers, worker_timeout=timeout, reads_all=reads_all)
+            pool.held = held
         return WorkerExecutor(pool, self._idle, places, even)
 
     def contents(self, step: Step) -> tuple[Content, ...]:

@@ -23,6 +23,7 @@ from paddle_shard.handlers import ignoring
 from paddle_shard.randomness import NumpyGenerator, kept
 from paddle_shard.reading.channel import Channel
 from paddle_shard.reading.failure import ReadFailure
+from paddle_shard.reading.held import Held
 from paddle_shard.reading.reader import Reader
 from paddle_shard.reading.worker import WorkerSettings, work
 from paddle_shard.reading.worker_guards import garbage_left_to_the_parent, in_use, signals_held
@@ -105,6 +106,8 @@ class WorkerPool:
         self.worker_timeout = min(worker_timeout, settings.timeout) if settings.timeout > 0 else worker_timeout
         self._workers: list[Any] = []
         self._channels: list[Channel] = []
+        self.held: Held = {}
+        """Of persistent workers, what the data set and the collate function held when they were started."""
         self.interrupted = False
         _pools.add(self)
 

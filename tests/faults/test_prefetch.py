@@ -9,7 +9,7 @@ from dataclasses import asdict
 
 import pytest
 
-from paddle_shard.errors import DataReadError
+from paddle_shard.errors import DataReadError, PaddleShardError
 from tests.deadlines import HANG
 from tests.faults.feeds import loader_of, numbers, read_until, the_rest
 from tests.faults.traces import waited_for
@@ -83,7 +83,7 @@ def test_what_was_ready_before_a_failure_is_delivered_and_the_failure_at_its_ste
         read, _, failure, _ = read_until(batches, pause=rng.choice([0.0, 0.01]))
         assert isinstance(failure, DataReadError), (kind, failure)
         assert read == ALL[: bad // 8 * 8]
-        with pytest.raises(StopIteration):
+        with pytest.raises(PaddleShardError, match="has failed before"):
             next(batches)
         assert waited_for(threads, HANG) == set()
         assert read + the_rest(loader.state_dict(), kind, LENGTH) == ALL
