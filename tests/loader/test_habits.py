@@ -11,7 +11,7 @@ from paddle.io import BatchSampler, DataLoader, Dataset, IterableDataset, Sample
 import paddle_shard
 from paddle_shard import say_once
 from paddle_shard.errors import ArgumentError, DataReadError, PaddleShardError
-from tests.helpers import ONE, Made, locals_of, sharded
+from tests.helpers import ONE, Made, local, locals_of, sharded
 
 
 @pytest.fixture(autouse=True)
@@ -182,11 +182,11 @@ def test_an_iterator_that_has_failed_is_not_at_its_end_and_says_how_to_go_on():
     batches, rows = iter(loader), []
     with pytest.raises(DataReadError):
         for batch in batches:
-            rows += batch.numpy().tolist()
+            rows += local(batch)
     with pytest.raises(PaddleShardError, match=r"has failed before \(DataReadError: .*loader.load_state_dict"):
         next(batches)
     loader.load_state_dict(loader.state_dict())
-    assert rows + [row for batch in loader for row in batch.numpy().tolist()] == list(range(12))
+    assert rows + [row for batch in loader for row in local(batch)] == list(range(12))
 
 
 # A sampler's set_epoch
