@@ -172,9 +172,7 @@ def _planned(options: LoaderOptions, dataset: Any, **settings: Any) -> PlanBatch
     advice = plan.ordering.advice(plan.num_samples, plan.num_data_ranks, micro_rows)
     if advice is not None:
         warnings.warn(advice, stacklevel=5)
-    found = PlanBatches(plan, dataset.fingerprint() if isinstance(dataset, Mixture | Packed) else None, sizes)
-    found.data = dataset
-    return found
+    return PlanBatches(plan, dataset.fingerprint() if isinstance(dataset, Mixture | Packed) else None, sizes, dataset)
 
 
 def _check_unsplit(sampler: Any) -> None:

@@ -96,9 +96,9 @@ class ChunkReader(Reader):
         self._digests = TurnDigests()
         self._state: Any = None
         self._told: list[Content] = []
-        self._looked = False
-        """True if the first batch of the pass was read: whether its samples have memory of their own."""
         """The files and sources that were opened since the last step."""
+        self._looked = False
+        """True if a sample of the pass was looked at: whether those behind it have memory of their own."""
 
     def close(self) -> None:
         """Drop the open parts."""

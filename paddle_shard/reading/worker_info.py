@@ -16,7 +16,7 @@ from paddle_shard.errors import ArgumentTypeError, SplitError
 from paddle_shard.handlers import ignoring, raise_if_a_handlers
 from paddle_shard.plan.step import Content
 from paddle_shard.reading.digest import digest
-from paddle_shard.sources.external import OwnCopy, tell_epoch
+from paddle_shard.sources.external import OwnCopy, iterate, tell_epoch
 from paddle_shard.stages.stage import Opening, Stage
 
 _END = object()
@@ -48,7 +48,7 @@ def told(info: WorkerInfo | None, dataset: Iterable[Any] | Callable[[], Iterable
     whole stream, which is cut later. If it split itself, it would be cut twice.
     """
     with shown(info):
-        items = iter(dataset if isinstance(dataset, Iterable) else dataset())
+        items = iterate(dataset)
     while True:
         with shown(info):
             try:

@@ -87,20 +87,26 @@ class IndexBatches(Batches):
 class PlanBatches(IndexBatches):
     """The batches of a plan, whose mixture may get other weights during a run."""
 
-    def __init__(self, plan: ShardPlan, packed: dict[str, Any] | None = None, sizes: BatchSizes | None = None) -> None:
+    def __init__(
+        self,
+        plan: ShardPlan,
+        packed: dict[str, Any] | None = None,
+        sizes: BatchSizes | None = None,
+        data: Any = None,
+    ) -> None:
         """Begin a run.
 
         Args:
             plan: The plan of the data set as it is now.
             packed: Fingerprint of the rows of a packed data set, or of the packed sources of a mixture: JSON-able.
             sizes: The batch sizes of the run; None: always that of the plan.
+            data: The data set, whose length the plan has; None: it is not here.
         """
         self._packed, self._sizes = packed or {}, sizes
         self.deal: Deal | None = None
         self.plan = plan
         """The plan without the changes of the run."""
-        self.data: Any = None
-        """The data set, whose length the plan has; None: it is not here."""
+        self.data = data
         self.drawn = 0
         """Position of a mixture's run after the last sample that this process has requested."""
         self._changed: tuple[History, ShardPlan] = History(), plan

@@ -84,6 +84,11 @@ def is_iterable_dataset(given: object) -> bool:
     return any(base.__name__ == "IterableDataset" for base in type(given).__mro__)
 
 
+def iterate(given: Iterable[Any] | Callable[[], Iterable[Any]]) -> Iterator[Any]:
+    """Begin to iterate over what can be iterated, or over what a function returns."""
+    return iter(given if isinstance(given, Iterable) else given())
+
+
 class OwnCopy:
     """A data set for one reading, which may change it: with lists, dicts, sets and small arrays of its own.
 
@@ -217,7 +222,7 @@ class IterableSource(Stage):
                 f"a stream must be iterable, or a function that returns something iterable, got "
                 f"{type(iterable).__name__}: {iterable!r}."
             )
-        self._iterable, self._begins = iterable, begin
+        self._iterable, self._begin = iterable, begin or iterate
         has_index = hasattr(iterable, "__getitem__") and hasattr(iterable, "__len__")
         self._indexed = begin is None and has_index and not isinstance(iterable, Mapping)
         self.once = begin is None and isinstance(iterable, Iterator)
@@ -257,11 +262,10 @@ class IterableSource(Stage):
         if self.once:
             yield from opening.drawn(self._begun_once(), 0)
             return
-        own, begins = OwnCopy(self._iterable), self._begins
+        own = OwnCopy(self._iterable)
         tell_epoch(own.dataset, opening)
-        given = own.dataset if isinstance(own.dataset, Iterable) or begins is not None else own.dataset()
         try:
-            yield from opening.drawn(iter(given) if begins is None else begins(given), 0)
+            yield from opening.drawn(self._begin(own.dataset), 0)
         finally:
             own.give_back()
 

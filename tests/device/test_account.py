@@ -108,8 +108,9 @@ def test_with_data_at_once_a_step_would_take_what_the_device_takes(host, plugin)
     assert 0.018 < summary.step < 0.026
     # On a busy machine reading takes more than 30 ms, and the loop more than `host`; the device takes what it takes.
     hidden, step = epoch.hidden_seconds / epoch.batches, epoch.step_seconds / (epoch.batches - 1)
-    assert hidden == pytest.approx(max(0.0, 0.02 - step), abs=0.004)
+    assert hidden == pytest.approx(max(0.0, 0.02 - step), abs=0.003)
     (workers,) = re.findall(r"(\d+) workers \(num_workers=\) would hide it", str(stats))
+    assert int(workers) == 2 or summary.work > 0.032
     assert summary.step * (int(workers) - 1) < 1.11 * summary.work < 1.11 * summary.step * int(workers)
 
 
