@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import multiprocessing
 import os
+import re
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+
+from paddle_shard.handlers import ignoring
 
 _PARENT_SECONDS = 1.0
 """Seconds between two checks of a worker whether its parent is alive."""
@@ -30,6 +34,40 @@ def end_with_the_parent() -> None:
         os._exit(1)
 
     threading.Thread(target=watch, name="paddle_shard: parent", daemon=True).start()
+
+
+_STACKS = "paddle_shard: stacks"
+_STACK_SECONDS = 1.0
+"""Seconds that a worker has to write where it is."""
+
+
+def write_stacks_when_asked() -> None:
+    """Let this worker write where its threads are when it gets a signal, also if it hangs outside of Python."""
+    if hasattr(os, "memfd_create"):  # see `Slots`
+        faulthandler.register(signal.SIGRTMAX, os.memfd_create(_STACKS))
+
+
+def stacks_of(worker: int) -> str:
+    """Return where the threads of a worker are, given its process id; empty if it cannot say so."""
+    written = 0
+    with ignoring(OSError):  # it has ended, or has not begun
+        folder = f"/proc/{worker}/fd"
+        files = [f"{folder}/{name}" for name in os.listdir(folder)]
+        file = next((file for file in files if _STACKS in os.readlink(file)), None)
+        if file is None:
+            return ""
+        before = os.stat(file).st_size
+        os.kill(worker, signal.SIGRTMAX)
+        deadline = time.monotonic() + _STACK_SECONDS
+        while time.monotonic() < deadline and (written == 0 or written < os.stat(file).st_size - before):
+            written = os.stat(file).st_size - before
+            time.sleep(_STACK_SECONDS / 20)
+        with open(file, "rb") as opened:
+            opened.seek(before)
+            text = opened.read().decode(errors="replace")
+            # What called `work` has happened in the parent.
+            return re.sub(r"(/worker\.py\", line \d+ in work\n)(  File .*\n)*", r"\1", text).rstrip()
+    return ""
 
 
 in_use = threading.RLock()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import multiprocessing
 import multiprocessing.process
@@ -26,7 +27,7 @@ from paddle_shard.reading.failure import ReadFailure
 from paddle_shard.reading.held import Held
 from paddle_shard.reading.reader import Reader
 from paddle_shard.reading.worker import WorkerSettings, work
-from paddle_shard.reading.worker_guards import garbage_left_to_the_parent, in_use, signals_held
+from paddle_shard.reading.worker_guards import garbage_left_to_the_parent, in_use, signals_held, stacks_of
 
 CLOSE_SECONDS = 1.0
 """Seconds that a worker has to finish its sample when its pass is closed. After that it is killed."""
@@ -34,6 +35,8 @@ _LOOK_SECONDS = 1.0
 """Seconds between two checks for killed workers while no answer comes."""
 _OTHERS_SECONDS = 5.0
 """Seconds without an answer after which a dead worker ends the pass: it may have held a lock that others wait for."""
+_TOLD_SECONDS = 60.0
+"""Seconds without an answer after which the log says once where the worker is."""
 
 _pools: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
 
@@ -108,7 +111,7 @@ class WorkerPool:
         self._channels: list[Channel] = []
         self.held: Held = {}
         """Of persistent workers, what the data set and the collate function held when they were started."""
-        self.interrupted = False
+        self.interrupted = self._told = False
         _pools.add(self)
 
     def start(self) -> None:
@@ -207,7 +210,18 @@ class WorkerPool:
                     raise self._lost(killed)
             if waited >= self.worker_timeout:
                 text = f"worker {number} has said nothing for {self.worker_timeout:g} s; the loader's timeout= says so"
-                raise WorkersLostError(text, number)
+                raise WorkersLostError(f"{text}. {self._where(number)}", number)
+            if waited >= _TOLD_SECONDS and not self._told:
+                self._told = True
+                logging.getLogger("paddle_shard").warning(
+                    "worker %d has said nothing for %g s. It is waited for until %g s are over (timeout=). %s",
+                    *(number, waited, self.worker_timeout, self._where(number)),
+                )
+
+    def _where(self, number: int) -> str:
+        """Say where a worker is that does not answer."""
+        stacks = stacks_of(self._workers[number].pid)
+        return f"It is here:\n{stacks}" if stacks else "It cannot say where it is: it may be stopped, or just starting"
 
     def _lost(self, number: int) -> WorkersLostError:
         """Return the error for a worker that has ended."""

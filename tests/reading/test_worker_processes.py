@@ -3,9 +3,11 @@
 import gc
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import numpy as np
@@ -17,6 +19,7 @@ from paddle.io import BatchSampler, DataLoader, Dataset, IterableDataset
 import paddle_shard
 from paddle_shard import Stream
 from paddle_shard.errors import DataReadError
+from paddle_shard.reading import workers
 from paddle_shard.reading.workers import WorkerPool
 from tests.deadlines import HANG
 
@@ -309,7 +312,29 @@ def test_a_worker_that_is_stopped_counts_as_hung_when_the_timeout_is_over():
 
     assert found == list(range(16))
     assert "worker 0 has said nothing for 4 s" in str(error)
+    assert "It cannot say where it is: it may be stopped" in str(error)
     assert gone(children() - before, seconds=HANG)
+
+
+def takes_a_lock_that_nobody_frees():
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()
+
+
+def test_of_a_worker_that_hangs_the_log_and_the_error_say_where_it_is(monkeypatch, caplog):
+    monkeypatch.setattr(workers, "_TOLD_SECONDS", 1.0)
+    found, error = failure(sharded(Ends(takes_a_lock_that_nobody_frees), timeout=3), within=HANG)
+
+    said = [record.getMessage() for record in caplog.records if "said nothing" in record.getMessage()]
+    assert found == list(range(16))
+    assert len(said) == 1
+    assert said[0].startswith("worker 0 has said nothing for 1 s. It is waited for until 3 s are over (timeout=).")
+    for text in (said[0], str(error).partition("Original traceback")[0]):
+        assert re.search(
+            r"It is here:\n(.*\n)*.*test_worker_processes.py.* in takes_a_lock_that_nobody_frees\n", text
+        ), text
+        assert text.count("takes_a_lock_that_nobody_frees") == 1, "each time only what it has written this time"
 
 
 def children():

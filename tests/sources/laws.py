@@ -17,6 +17,7 @@ import paddle.distributed as dist
 import paddle_shard
 from paddle_shard import Stream
 from paddle_shard.testing.simulated import on_each_rank
+from tests.deadlines import HANG
 
 BATCH = 8
 LENGTHS = [14, 3, 9, 1, 6, 8, 2, 10]
@@ -189,7 +190,7 @@ def make(source, folder, workers, ids=(0,), axes=("dp",), seed=3):
     loader = paddle.io.DataLoader(data, batch_size=BATCH, num_workers=workers)
     shuffle = None if isinstance(data, Stream) else True
     mesh = dist.ProcessMesh(list(ids), dim_names=list(axes))
-    return paddle_shard.shard_dataloader(loader, mesh, shard_dims="dp", shuffle=shuffle, seed=seed)
+    return paddle_shard.shard_dataloader(loader, mesh, shard_dims="dp", shuffle=shuffle, seed=seed, timeout=HANG)
 
 
 def steps_of(loader, limit=None, *, collective=False):
