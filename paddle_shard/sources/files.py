@@ -15,6 +15,7 @@ import lzma
 import os
 import re
 import tempfile
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -193,7 +194,15 @@ def remote_file(url: str, extra: str) -> tuple[Any, str]:
 
             system, path = url_to_fs(url, skip_instance_cache=True)
             return system, path
-        return _file_system("/".join(url.split("/", 3)[:3]), os.getpid()), url
+        with _making:
+            return _file_system("/".join(url.split("/", 3)[:3]), os.getpid()), url
+
+
+_making = threading.RLock()
+"""Held while a file system is made, so that threads do not make several of which all but one are closed again; no fork
+happens then, since a child would never see the locks freed that this takes."""
+if hasattr(os, "register_at_fork"):  # Windows has no forks
+    os.register_at_fork(before=_making.acquire, after_in_parent=_making.release, after_in_child=_making.release)
 
 
 @cache

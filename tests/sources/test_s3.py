@@ -1,5 +1,7 @@
 """Sources over a mock S3 server, and over HTTP by fsspec."""
 
+import time
+
 import pytest
 
 from paddle_shard import Checkpoints, Stream
@@ -63,7 +65,12 @@ def test_a_process_makes_one_client_for_all_files_of_a_bucket(server, source, mo
         made.append(self)
         return await connect(self, *args, **options)
 
+    def slowly(*args, made_by=fsspec.core.url_to_fs, **options):
+        time.sleep(0.05)  # as the first one does, which imports a library: all threads that ask meanwhile wait
+        return made_by(*args, **options)
+
     monkeypatch.setattr(class_, "set_session", counted)
+    monkeypatch.setattr(fsspec.core, "url_to_fs", slowly)
     files_module._file_system.cache_clear()
 
     steps_of(make(source, FOLDER, 0))
