@@ -17,7 +17,7 @@ from paddle_shard.clock import IDLE, STARTING, TRANSPORT, at, start_anew
 from paddle_shard.reading.channel import Channel
 from paddle_shard.reading.failure import ReadFailure
 from paddle_shard.reading.reader import Reader
-from paddle_shard.reading.worker_guards import end_with_the_parent, write_stacks_when_asked
+from paddle_shard.reading.worker_guards import answer_to_the_parent
 from paddle_shard.reading.worker_info import shown
 
 
@@ -53,8 +53,7 @@ def work(number: int, connection: socket.socket, settings: WorkerSettings, seed:
     for signalled in signal.valid_signals():
         if signalled == signal.SIGTERM or callable(signal.getsignal(signalled)):
             signal.signal(signalled, signal.SIG_DFL if signalled in _CRASHES else lambda *_: None)
-    end_with_the_parent()
-    write_stacks_when_asked()
+    answer_to_the_parent()
     channel, mine = Channel(connection, settings.num_ahead), start_anew()
     outer = mine.begin(STARTING)
     os.register_at_fork(after_in_child=channel.close)  # a process that the user starts here may outlive this one

@@ -20,53 +20,51 @@ _PARENT_SECONDS = 1.0
 """Seconds between two checks of a worker whether its parent is alive."""
 
 
-def end_with_the_parent() -> None:
-    """End this worker when its parent has been killed.
+_STACKS = "paddle_shard: stacks"
+_STACK_SECONDS = 4.0
+"""Seconds that a worker has to write where it is."""
 
-    Its channel tells it that only after it has read what was requested, and reading may take long.
+
+def answer_to_the_parent() -> None:
+    """End this worker when its parent has been killed, and write where its threads are when the parent asks.
+
+    Its channel tells it that only after it has read what was requested, and reading may take long. Asked by a signal,
+    a worker that is only slow would be disturbed: what waits in C may take it for the end of its wait.
     """
     made_by = multiprocessing.parent_process()
     parent = made_by.pid if made_by is not None and multiprocessing.get_start_method() == "fork" else os.getppid()
+    stacks = os.memfd_create(_STACKS) if hasattr(os, "memfd_create") else os.open(os.devnull, os.O_RDWR)
 
     def watch() -> None:
+        written = 0
         while os.getppid() == parent:
             time.sleep(_PARENT_SECONDS)
+            if os.fstat(stacks).st_size > written:  # the parent has asked
+                os.lseek(stacks, 0, os.SEEK_END)
+                faulthandler.dump_traceback(stacks)
+                written = os.fstat(stacks).st_size
         os._exit(1)
 
     threading.Thread(target=watch, name="paddle_shard: parent", daemon=True).start()
 
 
-_STACKS = "paddle_shard: stacks"
-_STACK_SECONDS = 1.0
-"""Seconds that a worker has to write where it is."""
-
-
-def write_stacks_when_asked() -> None:
-    """Let this worker write where its threads are when it gets a signal, also if it hangs outside of Python."""
-    if hasattr(os, "memfd_create"):  # see `Slots`
-        faulthandler.register(signal.SIGRTMAX, os.memfd_create(_STACKS))
-
-
 def stacks_of(worker: int) -> str:
-    """Return where the threads of a worker are, given its process id; empty if it cannot say so."""
-    written = 0
+    """Return where the threads of a worker are, given its process id; empty if it does not say so."""
     with ignoring(OSError):  # it has ended, or has not begun
         folder = f"/proc/{worker}/fd"
-        files = [f"{folder}/{name}" for name in os.listdir(folder)]
-        file = next((file for file in files if _STACKS in os.readlink(file)), None)
-        if file is None:
-            return ""
-        before = os.stat(file).st_size
-        os.kill(worker, signal.SIGRTMAX)
-        deadline = time.monotonic() + _STACK_SECONDS
-        while time.monotonic() < deadline and (written == 0 or written < os.stat(file).st_size - before):
-            written = os.stat(file).st_size - before
-            time.sleep(_STACK_SECONDS / 20)
-        with open(file, "rb") as opened:
-            opened.seek(before)
-            text = opened.read().decode(errors="replace")
-            # What called `work` has happened in the parent.
-            return re.sub(r"(/worker\.py\", line \d+ in work\n)(  File .*\n)*", r"\1", text).rstrip()
+        found = [f"{folder}/{name}" for name in os.listdir(folder) if _STACKS in os.readlink(f"{folder}/{name}")]
+        if found:
+            with open(found[0], "r+b", buffering=0) as stacks:
+                start = stacks.seek(0, os.SEEK_END) + stacks.write(b"?")
+                deadline, size = time.monotonic() + _STACK_SECONDS, 0
+                while time.monotonic() < deadline and (size <= start or size < os.fstat(stacks.fileno()).st_size):
+                    size = os.fstat(stacks.fileno()).st_size
+                    time.sleep(_STACK_SECONDS / 40)
+                stacks.seek(start)
+                threads = stacks.read().decode(errors="replace").split("\n\n")
+                text = "\n\n".join(one for one in threads if " in watch\n" not in one)
+                # What called `work` has happened in the parent.
+                return re.sub(r"(/worker\.py\", line \d+ in work\n)(  File .*\n)*", r"\1", text).rstrip()
     return ""
 
 

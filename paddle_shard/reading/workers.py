@@ -21,7 +21,7 @@ import paddle.io
 
 from paddle_shard.clock import STARTING, WAITING, at
 from paddle_shard.handlers import ignoring
-from paddle_shard.randomness import NumpyGenerator, kept
+from paddle_shard.randomness import NumpyGenerator, Undisturbed, kept
 from paddle_shard.reading.channel import Channel
 from paddle_shard.reading.failure import ReadFailure
 from paddle_shard.reading.held import Held
@@ -124,6 +124,8 @@ class WorkerPool:
         if os.getpid() not in _processes:
             _processes.add(os.getpid())
             multiprocessing.util.Finalize(None, _shut_down_all, exitpriority=0)
+        # No thread of ours reads meanwhile: it may hold a lock of the data set's, which a child would never see freed.
+        undisturbed = Undisturbed()
         try:
             with at(STARTING), garbage_left_to_the_parent(), signals_held():
                 for number in range(self.num_workers):
@@ -139,6 +141,8 @@ class WorkerPool:
         except BaseException:
             self.shut_down()
             raise
+        finally:
+            undisturbed.release()
 
     def send(self, number: int, request: Any) -> None:
         """Send a worker a request; see `Channel.send`."""
@@ -221,7 +225,7 @@ class WorkerPool:
     def _where(self, number: int) -> str:
         """Say where a worker is that does not answer."""
         stacks = stacks_of(self._workers[number].pid)
-        return f"It is here:\n{stacks}" if stacks else "It cannot say where it is: it may be stopped, or just starting"
+        return f"It is here:\n{stacks}" if stacks else "It cannot say where it is: it may be stopped"
 
     def _lost(self, number: int) -> WorkersLostError:
         """Return the error for a worker that has ended."""

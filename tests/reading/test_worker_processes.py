@@ -337,6 +337,56 @@ def test_of_a_worker_that_hangs_the_log_and_the_error_say_where_it_is(monkeypatc
         assert text.count("takes_a_lock_that_nobody_frees") == 1, "each time only what it has written this time"
 
 
+class Drawing:
+    """A thread that holds the lock of numpy's global generator, as drawing from it does, nearly all the time."""
+
+    def __enter__(self):
+        self.ended = False
+        self.thread = threading.Thread(target=self._draw)
+        self.thread.start()
+
+    def __exit__(self, *_):
+        self.ended = True
+        self.thread.join()
+
+    def _draw(self):
+        bits = np.random.mtrand._rand._bit_generator
+        while not self.ended:
+            with bits.lock:
+                time.sleep(0.05)
+            time.sleep(0.001)
+
+
+def test_workers_that_are_started_while_another_thread_draws_by_numpy_do_not_hang():
+    with Drawing():
+        for _ in range(3):
+            assert len(processes(read(sharded(WhoReads(24), timeout=HANG)))) == 2
+
+
+class Locked(Dataset):
+    """Samples that are read under a lock, as from a file that several threads share."""
+
+    def __init__(self):
+        self.lock = threading.Lock()
+
+    def __len__(self):
+        return 200
+
+    def __getitem__(self, index):
+        with self.lock:
+            time.sleep(0.002)
+            return np.array([index, os.getpid()])
+
+
+def test_workers_that_are_started_while_a_thread_of_ours_reads_the_same_data_do_not_hang():
+    data = Locked()
+    ahead = iter(sharded(data, workers=0, prefetch=2))
+    next(ahead)
+    for _ in range(5):
+        next(ahead)
+        assert len(processes(read(sharded(data, timeout=HANG)))) == 2
+
+
 def children():
     return {child.pid for child in multiprocessing.active_children()}
 
