@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 import weakref
 from typing import Any
@@ -41,9 +42,15 @@ _TOLD_SECONDS = 60.0
 _pools: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
 
 
+_NAME = "paddle_shard-worker-"
+
+
 def _leave_workers_to_the_parent() -> None:
     for pool in list(_pools):
         pool.leave_to_the_parent()
+    # Else the interpreter would end the workers together with this process. (One that is just being started, too.)
+    children = multiprocessing.process._children  # type: ignore[attr-defined]
+    children.difference_update([child for child in children if child.name.startswith(_NAME)])
 
 
 os.register_at_fork(after_in_child=_leave_workers_to_the_parent)
@@ -109,6 +116,8 @@ class WorkerPool:
         self.worker_timeout = min(worker_timeout, settings.timeout) if settings.timeout > 0 else worker_timeout
         self._workers: list[Any] = []
         self._channels: list[Channel] = []
+        self._theirs: tuple[socket.socket, int] | None = None
+        """The other end of a worker's channel while the worker is started, and the thread that starts it."""
         self.held: Held = {}
         """Of persistent workers, what the data set and the collate function held when they were started."""
         self.interrupted = self._told = False
@@ -129,15 +138,19 @@ class WorkerPool:
         try:
             with at(STARTING), garbage_left_to_the_parent(), signals_held():
                 for number in range(self.num_workers):
-                    with in_use:  # no other thread may fork before the new socket is noted
+                    # If another thread forks, its child closes both sockets. Only until they are noted may none fork:
+                    # whoever holds a lock while it forks may wait for another thread that does, as locks are held then.
+                    with in_use:
                         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                         ours.setblocking(False)
                         self._channels.append(Channel(ours, settings.num_ahead))
-                        name, args = f"paddle_shard-worker-{number}", (number, theirs, settings, seed)
-                        with theirs:
-                            worker = multiprocessing.Process(target=work, args=args, name=name, daemon=True)
-                            worker.start()
-                        self._workers.append(worker)
+                        self._theirs = theirs, threading.get_ident()
+                    args = number, theirs, settings, seed
+                    with theirs:
+                        worker = multiprocessing.Process(target=work, args=args, name=f"{_NAME}{number}", daemon=True)
+                        worker.start()
+                    self._theirs = None
+                    self._workers.append(worker)
         except BaseException:
             self.shut_down()
             raise
@@ -181,8 +194,8 @@ class WorkerPool:
     def leave_to_the_parent(self) -> None:
         """Forget the workers in a forked child: they are the parent's, and only the parent may hold their channels."""
         self.let_go()
-        # Else the interpreter would end the workers together with this process.
-        multiprocessing.process._children.difference_update(self._workers)  # type: ignore[attr-defined]
+        if self._theirs is not None and self._theirs[1] != threading.get_ident():  # else this is the worker
+            self._theirs[0].close()
         self._workers, self._channels = [], []
 
     def receive(self, number: int) -> Any:

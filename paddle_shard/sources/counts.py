@@ -93,7 +93,7 @@ def count_file(name: str, samples: Samples, most: int | None = None, cache: Host
     opened, size = open_through(cache, name)
     kept: list[int] = []
     number, every = 0, EVERY
-    with opened, files.decompressed(opened) as file:
+    with opened, files.decompressed(opened, name) as file:
         for number, (start, _) in enumerate(samples(file, name, 0), 1):
             if (number - 1) % every == 0:
                 if len(kept) == most:
@@ -139,7 +139,7 @@ def count_files(
                 # A kept entry without places may be of a compressed file, which `counts=True` has counted.
                 if counts is None and (entry is None or not entry.starts):
                     opened, _ = files.open_file(name)
-                    with opened, files.decompressed(opened) as file:
+                    with opened, files.decompressed(opened, name) as file:
                         if file is not opened:
                             return None
                 found[name] = entry = entry or count_file(name, samples, MOST, cache)
@@ -186,7 +186,7 @@ def _read(
     if entries is not None:
         start, skip = entries[name].before(skip)
     opened, size = open_through(cache, name, start)
-    with opened, opened if start else files.decompressed(opened) as file:
+    with opened, opened if start else files.decompressed(opened, name) as file:
         if entries is not None and size not in (None, entries[name].size):
             raise ValueError(
                 f"the file has {size} bytes, and had {entries[name].size} when it was counted. It has changed since, "

@@ -293,7 +293,7 @@ def open_file(name: str, start: int = 0) -> tuple[BinaryIO, int | None]:
         if start:
             file.seek(start)
         return file, os.fstat(file.fileno()).st_size
-    connect = _connect_http if name.startswith(("http://", "https://")) else _connect_fsspec
+    connect = _connect_http if name.startswith(("http://", "https://")) else connect_fsspec
     remote = RemoteFile(name, connect, start)
     return io.BufferedReader(remote, BUFFER), remote.size
 
@@ -318,13 +318,18 @@ _PACKED: tuple[tuple[bytes, Callable[[Any], Any]], ...] = (
 """(first bytes, function that opens a file) of each kind of compression."""
 
 
-def decompressed(file: BinaryIO) -> BinaryIO:
+def decompressed(file: BinaryIO, name: str) -> BinaryIO:
     """Return the plain bytes of a file that may be compressed by gzip, bzip2 or xz, as its first bytes tell.
 
     Unlike `tarfile`'s own streams, these raise if the file ends too soon, and verify the checksums. The file itself is
     returned if it is not compressed; otherwise, the caller closes both.
+
+    Raises:
+        EOFError: By its name it is compressed, but it holds nothing, so that it was cut off before its first byte.
     """
     begin = cast(io.BufferedReader, file).peek(6)
+    if not begin and shown(name).endswith((".gz", ".bz2", ".xz")):
+        raise EOFError("the file has 0 bytes, and compressed files have more, even if nothing is in them")
     for first_bytes, unpack in _PACKED:
         if begin.startswith(first_bytes):
             return io.BufferedReader(unpack(file), BUFFER)
@@ -413,20 +418,65 @@ class RemoteFile(io.RawIOBase):
             except Exception as error:
                 raise_if_a_handlers(error)
                 self._disconnect()
-                if isinstance(error, urllib.error.HTTPError):
-                    error.close()
-                    passing = error.code in _AGAIN
-                else:
-                    passing = isinstance(error, OSError | http.client.HTTPException) and not isinstance(error, _FINAL)
-                if not passing:
+                failed = _told_by_server(error)
+                if not _may_pass(failed):
                     raise
                 if failures == RETRIES:
                     raise OSError(
                         f"given up after {RETRIES} retries at byte {self._position} of "
-                        f"{self.size or 'an unknown number'}: {type(error).__name__}: {error}"
+                        f"{self.size or 'an unknown number'}: {type(failed).__name__}: {failed}"
                     ) from error
+                del failed  # it holds its frames, and this one it
             time.sleep(BACKOFF * 2**failures)
         raise AssertionError
+
+
+class SeekableFile(RemoteFile):
+    """A remote file of which parts are read, in any order. Its server must tell its size."""
+
+    def seekable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Go on at another byte."""
+        position = offset + (0, self._position, self._known_size())[whence]
+        if position != self._position and self._connection is not None:
+            self._connection.stream.seek(position)
+        self._position = position
+        return position
+
+    def read(self, size: int | None = -1) -> bytes:
+        """Return so many bytes, or those up to the end."""
+        left = max(0, self._known_size() - self._position)
+        left = left if size is None or size < 0 else min(size, left)
+        pieces = []
+        while left:
+            pieces.append(super().read(left) or b"")
+            left -= len(pieces[-1])
+        return b"".join(pieces)
+
+    def _known_size(self) -> int:
+        if self.size is None:
+            raise ValueError("its server does not tell its size, without which parts of it cannot be read")
+        return self.size
+
+
+def _told_by_server(error: BaseException) -> BaseException:
+    """Return what has really failed: over HTTP, fsspec calls everything a missing file."""
+    cause = error.__cause__
+    of_http = isinstance(error, FileNotFoundError) and type(cause).__module__.startswith("aiohttp")
+    return cause if cause is not None and of_http and getattr(cause, "status", 0) != 404 else error
+
+
+def _may_pass(error: BaseException) -> bool:
+    """Return whether what has failed at a server may succeed when it is tried again."""
+    if isinstance(error, urllib.error.HTTPError):
+        error.close()
+        return error.code in _AGAIN
+    if type(error).__module__.startswith("aiohttp"):
+        return getattr(error, "status", _AGAIN[0]) in _AGAIN
+    return isinstance(error, OSError | http.client.HTTPException) and not isinstance(error, _FINAL)
 
 
 def _connect_http(name: str, start: int) -> Connection:
@@ -452,9 +502,10 @@ def _connect_http(name: str, start: int) -> Connection:
         raise
 
 
-def _connect_fsspec(name: str, start: int) -> Connection:
-    system, path = remote_file(name, "webdataset")
-    stream = system.open(path, "rb")
+def connect_fsspec(name: str, start: int, extra: str = "webdataset", **options: Any) -> Connection:
+    """Open a remote file at a byte by fsspec; for the extra, see `remote_file`."""
+    system, path = remote_file(name, extra)
+    stream = system.open(path, "rb", **options)
     if start:
         stream.seek(start)
     return Connection(stream=stream, size=getattr(stream, "size", None), tag=tag_of(stream))

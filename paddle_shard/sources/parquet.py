@@ -15,12 +15,13 @@ import numpy.typing as npt
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, ShardReadError
 from paddle_shard.sources.files import (
     Paths,
+    SeekableFile,
+    connect_fsspec,
     failures_named,
     is_remote,
     local_path,
     matched,
     needs,
-    remote_file,
     shown,
     version_of,
 )
@@ -91,17 +92,17 @@ def parquet_source(
     if len(set(files)) < len(files):
         raise ArgumentError("paths holds a file more than once. Give each once; resample=True reads them again.")
     groups = {
-        f"row group {number} of {file}": (file, number)
-        for file, (rows, _) in zip(files, footers, strict=True)
+        f"row group {number} of {file}": (file, number, version)
+        for file, (rows, _, version) in zip(files, footers, strict=True)
         for number in range(len(rows))
     }
-    counts = [length for rows, _ in footers for length in rows]
+    counts = [length for rows, _, _ in footers for length in rows]
     if not sum(counts):
         raise ArgumentError(f"paths: {len(files)} Parquet files have no row: {', '.join(map(shown, files[:3]))}.")
     return ShardSource(
         list(groups),
         partial(_read_group, groups=groups, columns=chosen, allow_nulls=allow_nulls, cache=cache),
-        files=[file for file, _ in groups.values()],
+        files=[file for file, _, _ in groups.values()],
         counts=counts,
         shuffle_shards=shuffle_shards,
         resample=resample,
@@ -109,23 +110,23 @@ def parquet_source(
     )
 
 
-_Footer = tuple[list[int], dict[str, Any]]
-"""(number of rows of each row group, Arrow type of each top-level column)"""
+_Footer = tuple[list[int], dict[str, Any], int | None]
+"""(number of rows of each row group, Arrow type of each top-level column, digest of the file's version)"""
 
 
 def _read_group(
     name: str,
     skip: int,
     *,
-    groups: Mapping[str, tuple[str, int]],
+    groups: Mapping[str, tuple[str, int, int | None]],
     columns: list[str] | None,
     allow_nulls: bool,
     cache: HostCache | None,
 ) -> Iterator[Any]:
     """Yield the version of a row group's file, and the rows from a given one on."""
-    file, number = groups[name]
+    file, number, version = groups[name]
     end = 0
-    with _opened(file, cache) as (parquet, stream):
+    with _opened(file, cache, version) as (parquet, stream):
         yield version_of(stream, file)
         group = parquet.metadata.row_group(number)
         size = BATCH_BYTES * group.num_rows // max(1, group.total_byte_size)
@@ -157,7 +158,7 @@ def _read_group(
 def _check_columns(files: list[str], footers: list[_Footer], columns: list[str] | None) -> None:
     """Check that all files have the columns to read, with the types of the first file."""
     first = None
-    for file, (_, has) in zip(files, footers, strict=True):
+    for file, (_, has, _) in zip(files, footers, strict=True):
         missing = [name for name in columns or () if name not in has]
         if missing:
             raise ArgumentError(
@@ -176,23 +177,38 @@ def _check_columns(files: list[str], footers: list[_Footer], columns: list[str] 
 
 
 def _footer(file: str) -> _Footer:
-    with failures_named(file, lambda: ("reading its footer", None)), _opened(file) as (parquet, _):
+    with failures_named(file, lambda: ("reading its footer", None)), _opened(file) as (parquet, stream):
         metadata, schema = parquet.metadata, parquet.schema_arrow
         if len(set(schema.names)) < len(schema.names):
             raise ValueError(f"a column name stands twice among {schema.names}")
         rows = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
-        return rows, {name: schema.field(name).type for name in schema.names}
+        return rows, {name: schema.field(name).type for name in schema.names}, version_of(stream, file).digest
 
 
 @contextmanager
-def _opened(file: str, cache: HostCache | None = None) -> Iterator[tuple[Any, Any]]:
+def _opened(file: str, cache: HostCache | None = None, version: int | None = None) -> Iterator[tuple[Any, Any]]:
     """Open a file for pyarrow; if it, or its copy, is open as a file of Python's, yield that, too.
 
     Of a remote file without a copy, only what pyarrow asks for is read.
+
+    Args:
+        file: Path or URL.
+        cache: Where copies of remote files are kept; None: nowhere.
+        version: Digest of the version that it had; None: not known.
+
+    Raises:
+        ValueError: It has another version.
     """
     from pyarrow.parquet import ParquetFile
 
+    def check(stream: Any) -> None:
+        if version is not None and version_of(stream, file).digest not in (None, version):
+            raise ValueError(
+                "the file has changed since its footer was read, when the loader was made. Make the loader anew"
+            )
+
     if not is_remote(file):
+        check(None)
         with ParquetFile(local_path(file)) as opened:
             yield opened, None
         return
@@ -200,13 +216,16 @@ def _opened(file: str, cache: HostCache | None = None) -> Iterator[tuple[Any, An
         copy, _ = cache.open(file)
         with copy:
             if copy.seekable():  # else there is no room for a copy
-                copy.raw.told = None  # type: ignore[attr-defined]  # fsspec, which opens the file itself, may know less
+                # fsspec, which opens the file itself, and has read the footer, may know less of its version.
+                copy.raw.told = None  # type: ignore[attr-defined]
                 with ParquetFile(copy) as opened:
                     yield opened, copy
                 return
-    system, path = remote_file(file, "parquet")
-    with system.open(path, "rb", cache_type="none") as stream, ParquetFile(stream, pre_buffer=True) as opened:
-        yield opened, stream
+    connect = partial(connect_fsspec, extra="parquet", cache_type="none")
+    with SeekableFile(file, connect) as stream:
+        check(stream)
+        with ParquetFile(stream, pre_buffer=True) as opened:
+            yield opened, stream
 
 
 class NullFound(Exception):

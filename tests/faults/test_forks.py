@@ -1,6 +1,10 @@
 """A loader in a forked process, in whatever state its parent's is."""
 
+import multiprocessing
+import os
+import signal
 import threading
+import time
 
 import pytest
 
@@ -97,3 +101,67 @@ def test_a_fork_while_batches_are_prefetched_serves_and_disturbs_nothing(workers
     read, *_ = read_until(batches, steps=rng.randrange(1, 10))
     assert in_a_fork(lambda: numbers(iter(loader))) == ALL
     assert read + numbers(batches) == ALL
+
+
+def test_workers_are_started_while_another_thread_forks_too():
+    """Each fork holds locks: of this library, and of others, which came later, or earlier."""
+
+    def parent():
+        ended, forked = [], []
+        late = threading.RLock()
+        os.register_at_fork(before=late.acquire, after_in_parent=late.release, after_in_child=late.release)
+
+        def forks():
+            while not ended:
+                child = os.fork()
+                if child == 0:
+                    os._exit(0)
+                os.waitpid(child, 0)
+                forked.append(child)
+
+        other = threading.Thread(target=forks)
+        other.start()
+        found = [numbers(iter(loader_of("map", 96, workers=2))) for _ in range(20)]
+        ended.append(True)
+        other.join()
+        return found, len(forked) > 20
+
+    assert in_a_fork(parent, 2 * HANG) == ([ALL] * 20, True)
+
+
+def test_a_child_that_another_thread_forks_while_a_worker_is_started_does_not_keep_it_alive():
+    """Its copies of the sockets are closed: else the end of a worker would be no end for its parent."""
+
+    def parent():
+        sleeping = []
+
+        def fork():
+            if (child := os.fork()) == 0:
+                time.sleep(1000)
+            sleeping.append(child)
+
+        start = multiprocessing.process.BaseProcess.start
+
+        def forked_before_and_after(self):
+            for _ in range(2):
+                other = threading.Thread(target=fork)
+                other.start()
+                other.join()
+                if not hasattr(self, "started"):
+                    self.started = True
+                    start(self)
+
+        multiprocessing.Process.start = forked_before_and_after
+        try:
+            batches = iter(loader_of("map", 96, workers=1))
+            next(batches)
+            [worker] = multiprocessing.active_children()
+            os.kill(worker.pid, signal.SIGKILL)
+            began = time.monotonic()
+            _, _, failure, _ = read_until(batches)
+            return len(sleeping), "worker 0 (exit code -9)" in str(failure), time.monotonic() - began < 4
+        finally:
+            for child in sleeping:
+                os.kill(child, signal.SIGKILL)
+
+    assert in_a_fork(parent, 2 * HANG) == (2, True, True)

@@ -40,3 +40,14 @@ def test_a_damaged_line_is_named_with_its_file(counts, tmp_path):
     assert next(values) == {"a": 1}
     with pytest.raises(ShardReadError, match=r"a\.jsonl.*line 3 is not JSON: Expecting value at column"):
         next(values)
+
+
+def test_a_compressed_file_of_no_bytes_was_cut_off(tmp_path):
+    path = written(tmp_path / "a.jsonl.gz", gzip.compress(b"1\n2\n"))
+    stream = Stream.jsonl(path)
+    assert list(stream) == [1, 2]
+    written(path, b"")
+    with pytest.raises(ShardReadError, match=r"a.jsonl.gz.*the file has 0 bytes"):
+        list(stream)
+    written(path, gzip.compress(b""))
+    assert list(stream) == []

@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, MissingDependencyError, ShardReadError
+from paddle_shard.sources import files as files_module
 from paddle_shard.sources.parquet import parquet_source
 from paddle_shard.stages.stage import Opening
 from tests.extras import needs
-from tests.sources.laws import LENGTHS, TOTAL, check_laws, files, names, pieces
+from tests.sources.http_server import serving
+from tests.sources.laws import FILE_KINDS, LENGTHS, TOTAL, check_laws, files, names, pieces
 
 pa, pq = needs("pyarrow"), needs("pyarrow.parquet")
 
@@ -28,6 +30,10 @@ def opening(num_parts=1, **what):
 
 def read_all(source, num_parts=1, **what):
     return [list(items) for items in source.open(opening(num_parts, **what))]
+
+
+def ids(source):
+    return [row["id"] for rows in read_all(source) for row in rows]
 
 
 def write(path, columns, **options):
@@ -222,13 +228,68 @@ def test_arguments_that_cannot_serve_are_refused(tmp_path):
 def test_a_file_that_changed_or_is_damaged_is_an_error(tmp_path):
     path = write(tmp_path / "a.parquet", {"id": list(range(50))}, compression="none", use_dictionary=False)
     source = parquet_source(path)
-    write(path, {"id": list(range(40))})
-    with pytest.raises(ShardReadError, match="has 40 samples, but its count says 50"):
+    write(path, {"id": list(range(1000, 1050))}, compression="none", use_dictionary=False)
+    with pytest.raises(ShardReadError, match="row group 0 of .*a.parquet.* changed since its footer was read"):
         read_all(source)
     content = write(path, {"id": list(range(50))}).read_bytes()
+    source = parquet_source(path)
     path.write_bytes(content[: len(content) // 2])
-    with pytest.raises(ShardReadError, match="row group 0 of .*a.parquet"):
+    with pytest.raises(ShardReadError, match="row group 0 of .*a.parquet.* changed since its footer was read"):
         read_all(source)
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(files_module, "BACKOFF", 0.01)
+
+
+def contents():
+    return {f"{number}.parquet": content for number, content in enumerate(map(FILE_KINDS["parquet"].content, pieces()))}
+
+
+@pytest.mark.parametrize(
+    "bad", [{"statuses": [503] * 3}, {"drops": [100, 1 << 20, 300]}, {"statuses": [200, 500, 429]}]
+)
+def test_what_a_server_fails_to_send_is_asked_for_again(quick, bad):
+    needs("aiohttp")
+    with serving(contents()) as server:
+        urls = [f"{server.url}/{name}" for name in server.files]
+        alone = ids(parquet_source(urls, columns=["id"]))
+        server.statuses += bad.get("statuses", [])
+        server.drops += bad.get("drops", [])
+
+        source = parquet_source(urls, columns=["id"])
+
+        assert ids(source) == alone
+        assert sorted(alone) == sorted(i for piece in pieces() for i in piece)
+        assert not server.statuses
+        assert not server.drops
+        server.statuses += bad.get("statuses", [])
+        server.drops += bad.get("drops", [])
+        assert ids(source) == alone, "not only where footers are read"
+
+
+def test_a_server_that_goes_on_to_fail_is_an_error_and_a_missing_file_is_one_at_once(quick):
+    needs("aiohttp")
+    with serving(contents()) as server:
+        with pytest.raises(ShardReadError, match="no.parquet: reading its footer failed: FileNotFoundError"):
+            parquet_source(f"{server.url}/no.parquet")
+        assert len(server.asked) == 1, "HEAD is not noted"
+        server.statuses += [503] * 100
+        with pytest.raises(
+            ShardReadError, match=r"0.parquet: reading its footer failed: .*given up after 3 retries.*503"
+        ):
+            parquet_source(f"{server.url}/0.parquet")
+
+
+def test_a_file_that_changes_at_its_server_is_an_error():
+    needs("aiohttp")
+    with serving(contents()) as server:
+        urls = [f"{server.url}/{name}" for name in server.files]
+        source = parquet_source(urls, columns=["id"])
+        server.files["0.parquet"] = FILE_KINDS["parquet"].content([i + 1000 for i in pieces()[0]])
+        with pytest.raises(ShardReadError, match=r"row group . of .*0.parquet.* changed since its footer was read"):
+            read_all(source)
 
 
 def test_resampling_draws_row_groups_without_an_end(folder):
