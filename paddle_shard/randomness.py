@@ -84,28 +84,9 @@ _LONGEST = 5.0
 """Seconds for which either waits for the other: who is read may itself wait for the other one's thread."""
 
 
-_numpys: list[Any] = []
-"""The lock of numpy's global generator, while a fork goes on."""
-
-
-def _hold_numpys() -> None:
-    """Let no other thread draw during a fork, since a child would never see the lock freed: workers seed at once."""
-    found = getattr(np.random, "get_bit_generator", None)
-    lock: Any = (found() if found else np.random.mtrand._rand._bit_generator).lock  # numpy before 1.24
-    if lock.acquire(timeout=_LONGEST):
-        _numpys.append(lock)
-
-
-def _free_numpys() -> None:
-    while _numpys:
-        with suppress(RuntimeError):  # another thread's, which forks, too
-            _numpys.pop().release()
-
-
 def _renew() -> None:
     global _private, _seeded
     _private, _seeded = threading.RLock(), threading.RLock()
-    _free_numpys()
 
 
 class Undisturbed:
@@ -135,7 +116,7 @@ class Undisturbed:
 
 if hasattr(os, "register_at_fork"):  # a plan works on all systems
     # A forked child gets new locks, since the thread that holds the old ones is not there.
-    os.register_at_fork(before=_hold_numpys, after_in_parent=_free_numpys, after_in_child=_renew)
+    os.register_at_fork(after_in_child=_renew)
 
 
 def states(generators: Sequence[Generator]) -> list[Any]:

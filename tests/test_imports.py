@@ -18,6 +18,7 @@ FLOORS = {  # room -> what it may import of ours, and which third parties
     "handlers": (set(), set()),
     "checks": ({"errors"}, {"numpy"}),
     "randomness": (set(), {"numpy"}),
+    "forks": (set(), {"numpy"}),
     "shown": ({"handlers"}, set()),
     "plan": ({"errors", "handlers", "checks", "shown"}, {"numpy"}),
     "tree": (set(), set()),
@@ -28,23 +29,25 @@ FLOORS = {  # room -> what it may import of ours, and which third parties
     "samplers": (PURE | {"say_once"}, {"numpy"}),
     "stages": (PURE | {"clock", "say_once"}, {"numpy"}),
     "sources": (
-        PURE | {"clock", "stages", "say_once"},
-        {"numpy", "webdataset", "fsspec", "pyarrow", "datasets", "grain", "ray", "torch"},
+        PURE | {"clock", "forks", "stages", "say_once"},
+        {"numpy", "webdataset", "fsspec", "aiohttp", "pyarrow", "datasets", "grain", "ray", "torch"},
     ),
     "record": (PURE | {"samplers"}, {"numpy"}),
     "reading": (
-        PURE | {"clock", "tree", "collate", "say_once", "samplers", "stages", "sources"},
+        PURE | {"clock", "tree", "collate", "forks", "say_once", "samplers", "stages", "sources"},
         {"numpy", "paddle", "ray"},
     ),
     "place": (PURE | {"clock", "tree"}, {"numpy", "paddle"}),
-    "ranks": (PURE | {"clock", "say_once", "reading"}, {"numpy", "paddle"}),
+    "ranks": (PURE | {"clock", "forks", "say_once", "reading"}, {"numpy", "paddle"}),
     "inputs": (
         PURE | {"say_once", "samplers", "stages", "sources", "reading", "place"},
         {"numpy", "paddle", "torch", "typing_extensions"},
     ),
     "position": (PURE | {"say_once", "samplers", "sources", "place", "ranks", "inputs", "record"}, {"numpy", "paddle"}),
     "delivery": (
-        PURE | {"clock", "tree", "say_once", "samplers", "sources", "reading", "place", "ranks", "inputs", "position"},
+        PURE
+        | {"clock", "forks", "tree", "say_once", "samplers", "sources", "reading", "place", "ranks"}
+        | {"inputs", "position"},
         {"numpy", "paddle", "prometheus_client"},
     ),
     "loader": (

@@ -10,6 +10,7 @@ from copy import copy
 from paddle_shard.clock import PLACING, SAMPLER, clock
 from paddle_shard.delivery.notes import StepNotes
 from paddle_shard.errors import AgreedFailure, ArgumentError, PeerLostError
+from paddle_shard.forks import no_fork
 from paddle_shard.handlers import raise_if_a_handlers
 from paddle_shard.plan.step import Step
 from paddle_shard.ranks.agreement import Agreement, AloneAgreement
@@ -17,7 +18,6 @@ from paddle_shard.ranks.replicas import LeaderStoppedError
 from paddle_shard.ranks.verdict import END, FAIL, error_of_another, report_of
 from paddle_shard.reading.batch import Batch
 from paddle_shard.reading.executor import Executor
-from paddle_shard.reading.worker_guards import in_use
 
 _SAMPLER, _PLACING = (SAMPLER, ""), (PLACING, "")
 
@@ -211,7 +211,7 @@ class StepPass:
             read = found.digest
             mine = clock()
             before = mine.to(_PLACING)
-            with in_use:
+            with no_fork:
                 made = self._place(found)
             mine.to(before)
             self._ready.append(made)

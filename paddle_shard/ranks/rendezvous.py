@@ -14,7 +14,6 @@ import functools
 import os
 import socket
 import sys
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -25,6 +24,7 @@ import paddle.distributed as dist
 from paddle.framework import core
 
 from paddle_shard.errors import ArgumentError, PeerLostError
+from paddle_shard.forks import no_fork
 from paddle_shard.handlers import ignoring, raise_if_a_handlers
 
 _PAUSE = 0.02
@@ -37,8 +37,6 @@ _MOST_TEXT, _LONGEST_WORD = 1000, 3.0
 _is_child = False
 """True if this process is a forked child of a rank, whose end is not the rank's."""
 _sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
-_making = threading.RLock()
-"""Held while a socket is made and recorded, and while this process is forked."""
 
 
 def noted(make: Callable[[], socket.socket]) -> socket.socket:
@@ -47,7 +45,7 @@ def noted(make: Callable[[], socket.socket]) -> socket.socket:
     Args:
         make: Makes the socket; it must not block.
     """
-    with _making:
+    with no_fork:
         made = make()
         _sockets.add(made)
     return made
@@ -59,12 +57,9 @@ def _leave_sockets_to_the_parent() -> None:
     for found in list(_sockets):
         with ignoring(OSError):
             found.close()
-    _making.release()
 
 
-os.register_at_fork(
-    before=_making.acquire, after_in_parent=_making.release, after_in_child=_leave_sockets_to_the_parent
-)
+os.register_at_fork(after_in_child=_leave_sockets_to_the_parent)
 
 
 def connected(host: str, port: int, timeout: float) -> socket.socket:

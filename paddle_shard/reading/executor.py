@@ -21,6 +21,7 @@ from paddle.framework import core
 
 from paddle_shard.clock import STARTING, TENSORS, TRANSPORT, at, clock
 from paddle_shard.errors import DifferentDataError
+from paddle_shard.forks import no_fork
 from paddle_shard.handlers import raise_if_a_handlers
 from paddle_shard.plan.partition import Rows
 from paddle_shard.plan.step import Step
@@ -29,7 +30,6 @@ from paddle_shard.reading.chunk_reader import OwnBatches
 from paddle_shard.reading.failure import ReadFailure
 from paddle_shard.reading.reader import Reader
 from paddle_shard.reading.tensors import arrays_of, becomes_tensor
-from paddle_shard.reading.worker_guards import in_use
 from paddle_shard.reading.workers import WorkerPool, WorkersLostError
 from paddle_shard.say_once import say_once
 from paddle_shard.tree import mapped, named_leaves
@@ -403,7 +403,7 @@ class Tensors(Wrapper):
             self._look(found)
         mine = clock()
         before = mine.to(_TENSORS)  # also if it raises: the account of the batch ends then
-        with in_use, told_of(found.step, _MAKING):
+        with no_fork, told_of(found.step, _MAKING):
             rest = begin_tensors(found.value, self._to_tensors, found.owned)
             if not beside:
                 found.value = rest()
@@ -417,7 +417,7 @@ class Tensors(Wrapper):
 def complete(batch: Batch) -> None:
     """Do the rest of making a batch's tensors, on the thread that computes with them."""
     if batch.completed is not None:
-        with in_use, at(TENSORS), told_of(batch.step, _MAKING):
+        with no_fork, at(TENSORS), told_of(batch.step, _MAKING):
             batch.value, batch.completed = batch.completed(), None
 
 

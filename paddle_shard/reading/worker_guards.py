@@ -68,12 +68,6 @@ def stacks_of(worker: int) -> str:
     return ""
 
 
-in_use = threading.RLock()
-"""Held while a thread works with Paddle, so that no fork happens then: a child would never see Paddle's locks freed."""
-
-os.register_at_fork(before=in_use.acquire, after_in_parent=in_use.release, after_in_child=in_use.release)
-
-
 @contextmanager
 def garbage_left_to_the_parent() -> Iterator[None]:
     """Keep forked children from collecting this process's garbage.

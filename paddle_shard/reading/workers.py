@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import math
 import multiprocessing
@@ -21,6 +22,7 @@ import numpy as np
 import paddle.io
 
 from paddle_shard.clock import STARTING, WAITING, at
+from paddle_shard.forks import fork_deadline, no_fork, wait_for_imports
 from paddle_shard.handlers import ignoring
 from paddle_shard.randomness import NumpyGenerator, Undisturbed, kept
 from paddle_shard.reading.channel import Channel
@@ -28,7 +30,7 @@ from paddle_shard.reading.failure import ReadFailure
 from paddle_shard.reading.held import Held
 from paddle_shard.reading.reader import Reader
 from paddle_shard.reading.worker import WorkerSettings, work
-from paddle_shard.reading.worker_guards import garbage_left_to_the_parent, in_use, signals_held, stacks_of
+from paddle_shard.reading.worker_guards import garbage_left_to_the_parent, signals_held, stacks_of
 
 CLOSE_SECONDS = 1.0
 """Seconds that a worker has to finish its sample when its pass is closed. After that it is killed."""
@@ -38,6 +40,13 @@ _OTHERS_SECONDS = 5.0
 """Seconds without an answer after which a dead worker ends the pass: it may have held a lock that others wait for."""
 _TOLD_SECONDS = 60.0
 """Seconds without an answer after which the log says once where the worker is."""
+
+_SHORT = {
+    errno.EMFILE: "More open files for this process (ulimit -n), or fewer workers, help: each takes three",
+    errno.EAGAIN: "More processes for this user (ulimit -u, or the container's limit), or fewer workers, help",
+    errno.ENOMEM: "More memory, or fewer workers, help",
+}
+"""What may be short when processes are started, and what helps."""
 
 _pools: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
 
@@ -134,25 +143,31 @@ class WorkerPool:
             _processes.add(os.getpid())
             multiprocessing.util.Finalize(None, _shut_down_all, exitpriority=0)
         # No thread of ours reads meanwhile: it may hold a lock of the data set's, which a child would never see freed.
-        undisturbed = Undisturbed()
+        undisturbed, deadline = Undisturbed(), fork_deadline()
         try:
             with at(STARTING), garbage_left_to_the_parent(), signals_held():
                 for number in range(self.num_workers):
-                    # If another thread forks, its child closes both sockets. Only until they are noted may none fork:
-                    # whoever holds a lock while it forks may wait for another thread that does, as locks are held then.
-                    with in_use:
+                    with no_fork:  # if another thread forks, its child closes both sockets
                         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                         ours.setblocking(False)
                         self._channels.append(Channel(ours, settings.num_ahead))
                         self._theirs = theirs, threading.get_ident()
                     args = number, theirs, settings, seed
+                    wait_for_imports(deadline)
                     with theirs:
                         worker = multiprocessing.Process(target=work, args=args, name=f"{_NAME}{number}", daemon=True)
                         worker.start()
                     self._theirs = None
                     self._workers.append(worker)
-        except BaseException:
+        except BaseException as error:
+            num_started = len(self._workers)
             self.shut_down()
+            if isinstance(error, OSError) and error.errno in _SHORT:
+                raise OSError(
+                    error.errno,
+                    f"{os.strerror(error.errno)}: of {self.num_workers} workers, {num_started} could be started. "
+                    f"{_SHORT[error.errno]}",
+                ) from error
             raise
         finally:
             undisturbed.release()

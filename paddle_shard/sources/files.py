@@ -15,7 +15,6 @@ import lzma
 import os
 import re
 import tempfile
-import threading
 import time
 import urllib.error
 import urllib.request
@@ -35,6 +34,7 @@ from paddle_shard.errors import (
     ShardReadError,
     described,
 )
+from paddle_shard.forks import no_fork
 from paddle_shard.handlers import ignoring, raise_if_a_handlers
 from paddle_shard.plan.seeding import derive_key
 from paddle_shard.plan.step import Content
@@ -194,22 +194,24 @@ def remote_file(url: str, extra: str) -> tuple[Any, str]:
 
             system, path = url_to_fs(url, skip_instance_cache=True)
             return system, path
-        with _making:
+        with no_fork:  # so that threads do not make several, of which all but one are closed again
             return _file_system("/".join(url.split("/", 3)[:3]), os.getpid()), url
-
-
-_making = threading.RLock()
-"""Held while a file system is made, so that threads do not make several of which all but one are closed again; no fork
-happens then, since a child would never see the locks freed that this takes."""
-if hasattr(os, "register_at_fork"):  # Windows has no forks
-    os.register_at_fork(before=_making.acquire, after_in_parent=_making.release, after_in_child=_making.release)
 
 
 @cache
 def _file_system(host: str, process: int) -> Any:
+    from fsspec.config import conf  # type: ignore[import-untyped]
     from fsspec.core import url_to_fs
 
-    return url_to_fs(host, skip_instance_cache=True)[0]
+    options: dict[str, Any] = {}
+    if (protocol := host.partition(":")[0]) in ("http", "https") and "client_kwargs" not in conf.get(protocol, {}):
+        import aiohttp
+
+        # Its own limit is five minutes for all of an answer, which is too long for one that stalls, and too short for a
+        # large one.
+        limit = aiohttp.ClientTimeout(total=None, sock_connect=TIMEOUT, sock_read=TIMEOUT)
+        options["client_kwargs"] = {"timeout": limit}
+    return url_to_fs(host, skip_instance_cache=True, **options)[0]
 
 
 RETRIES = 3

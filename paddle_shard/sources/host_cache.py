@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import io
+import logging
 import os
 import re
 import shutil
@@ -33,8 +34,8 @@ _OURS = re.compile(r"\.?[0-9a-f]{16}-.*(?<!\.lock)")
 
 _never_kept = set[tuple["HostCache", str]]()
 """Caches and files that they have no room for, so that a server is not asked for the whole file in vain again."""
-_TOLD = "user.paddle_shard.told"
-"""Attribute of a copy: the digest of what the server told of the file when it was downloaded."""
+_TOLD, _SIZE = "user.paddle_shard.told", "user.paddle_shard.size"
+"""Attributes of a copy: the digest of what the server told of the file when it was downloaded, and its bytes."""
 
 
 class _Copy(io.FileIO):
@@ -93,7 +94,7 @@ class HostCache:
             OSError: The download failed or ended too soon, or the disk is full. No incomplete file is left.
         """
         path = os.path.join(self.folder, f"{derive_key(shown(name)).hex()}-{base_name(name)}")
-        while (copy := _opened(path)) is None:  # again, if it was removed as soon as it was complete
+        while (copy := self._whole(path, name)) is None:  # again, if it was removed as soon as it was complete
             if (self, name) in _never_kept:
                 return open_file(name, start)
             if (remote := self._download(name, path)) is not None:
@@ -105,6 +106,20 @@ class HostCache:
             copy.told = int(os.getxattr(copy.fileno(), _TOLD))
         copy.seek(start)
         return io.BufferedReader(copy, BUFFER), os.fstat(copy.fileno()).st_size
+
+    def _whole(self, path: str, name: str) -> _Copy | None:
+        """Open a copy; return None if there is none, or if it has lost bytes since it was made, and remove it."""
+        copy = _opened(path)
+        if copy is not None:
+            with ignoring(OSError, ValueError):  # a file system without such attributes
+                had, size = int(os.getxattr(copy.fileno(), _SIZE)), os.fstat(copy.fileno()).st_size
+                if had != size:
+                    copy.close()
+                    said = "%s, the copy of %s, had %d bytes and has %d now. It is downloaded again."
+                    logging.getLogger("paddle_shard").warning(said, path, shown(name), had, size)
+                    os.unlink(path)  # who has it open goes on with it
+                    return None
+        return copy
 
     def _download(self, name: str, path: str) -> tuple[BinaryIO, int | None] | None:
         """Make a copy of a file, unless another process has; return the remote file if there is no room for one."""
@@ -133,6 +148,7 @@ class HostCache:
                         rest = rest[target.write(rest) :]
                 copied += len(piece)
             with ignoring(OSError):
+                os.setxattr(target.fileno(), _SIZE, str(copied).encode())
                 os.setxattr(target.fileno(), _TOLD, str(version_of(source, name).digest).encode())
             with self._explained(name, size, copied):
                 os.fsync(target.fileno())  # otherwise a crash could leave an empty file with the right name

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, ShardReadError
+from paddle_shard.sources.counts import said_if_slow
 from paddle_shard.sources.files import (
     Paths,
     SeekableFile,
@@ -86,7 +87,8 @@ def parquet_source(
     files = matched(paths)
     if not files:
         raise ArgumentError("paths names no file. Give at least one.")
-    with ThreadPoolExecutor(FOOTERS if any(map(is_remote, files)) else 1) as pool:
+    slow = "reading the footers of %d Parquet files"
+    with said_if_slow(slow, len(files)), ThreadPoolExecutor(FOOTERS if any(map(is_remote, files)) else 1) as pool:
         footers = list(pool.map(_footer, files))
     _check_columns(files, footers, chosen)
     if len(set(files)) < len(files):

@@ -22,6 +22,8 @@ from paddle_shard.errors import DataReadError
 from paddle_shard.reading import workers
 from paddle_shard.reading.workers import WorkerPool
 from tests.deadlines import HANG
+from tests.extras import needs
+from tests.faults.traces import in_a_fork
 
 MESH = dist.ProcessMesh([0], dim_names=["dp"])
 
@@ -361,6 +363,40 @@ def test_workers_that_are_started_while_another_thread_draws_by_numpy_do_not_han
     with Drawing():
         for _ in range(3):
             assert len(processes(read(sharded(WhoReads(24), timeout=HANG)))) == 2
+
+
+class ImportsLate(Dataset):
+    """Samples for which something is imported, as Pillow does for the first picture of a kind."""
+
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, index):
+        import imported_late  # noqa: F401
+
+        return np.array([index, os.getpid()])
+
+
+def test_workers_that_are_started_while_another_thread_imports_do_not_hang(tmp_path, monkeypatch):
+    (tmp_path / "imported_late.py").write_text("import time\ntime.sleep(0.5)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    other = threading.Thread(target=lambda: ImportsLate()[0])
+    other.start()
+    time.sleep(0.1)
+    try:
+        assert len(processes(read(sharded(ImportsLate(), timeout=HANG)))) == 2
+    finally:
+        other.join()
+        sys.modules.pop("imported_late", None)
+
+
+def test_a_client_of_a_store_that_another_thread_makes_does_not_hang_a_fork():
+    asyn = needs("fsspec.asyn")
+    asyn.get_lock().acquire()
+    try:
+        assert in_a_fork(lambda: asyn.get_loop().is_running() or True)
+    finally:
+        asyn.get_lock().release()
 
 
 class Locked(Dataset):

@@ -199,6 +199,23 @@ def test_what_a_killed_process_was_writing_is_removed_and_other_files_stay(tmp_p
     assert len(copies(tmp_path)) == 3
 
 
+@pytest.mark.parametrize("name", ["lines", "counted lines", "parquet"])
+def test_a_copy_that_has_lost_bytes_is_downloaded_again(name, tmp_path, caplog):
+    kind = FILE_KINDS[name.split()[-1]]
+    with serving(files()) as server:
+        stream = CACHED[name](names(server.url, kind.ending), cache_dir=tmp_path)
+        whole = samples_of(stream)
+        [copy] = tmp_path.glob(f"*1.{kind.ending}")
+        if not os.listxattr(copy):
+            pytest.skip("this file system keeps no attributes, so that nothing tells what a copy had")
+        size = copy.stat().st_size
+        os.truncate(copy, 0)
+
+        assert samples_of(stream) == whole
+        assert copy.stat().st_size == size
+        assert f"1.{kind.ending}, had {size} bytes and has 0 now. It is downloaded again." in caplog.text
+
+
 def test_a_file_whose_size_the_server_does_not_tell_is_read_and_not_kept(tmp_path, caplog):
     with serving({"a.txt": b"1\n2\n"}, sized=False) as server:
         stream = Stream.lines(f"{server.url}/a.txt", cache_dir=tmp_path, cache_bytes=SIZE)

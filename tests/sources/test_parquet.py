@@ -241,6 +241,7 @@ def test_a_file_that_changed_or_is_damaged_is_an_error(tmp_path):
 @pytest.fixture
 def quick(monkeypatch):
     monkeypatch.setattr(files_module, "BACKOFF", 0.01)
+    monkeypatch.setattr(files_module, "TIMEOUT", 0.5)
 
 
 def contents():
@@ -248,7 +249,8 @@ def contents():
 
 
 @pytest.mark.parametrize(
-    "bad", [{"statuses": [503] * 3}, {"drops": [100, 1 << 20, 300]}, {"statuses": [200, 500, 429]}]
+    "bad",
+    [{"statuses": [503] * 3}, {"drops": [100, 1 << 20, 300]}, {"statuses": [200, 500, 429]}, {"stalls": [100, 300]}],
 )
 def test_what_a_server_fails_to_send_is_asked_for_again(quick, bad):
     needs("aiohttp")
@@ -257,15 +259,17 @@ def test_what_a_server_fails_to_send_is_asked_for_again(quick, bad):
         alone = ids(parquet_source(urls, columns=["id"]))
         server.statuses += bad.get("statuses", [])
         server.drops += bad.get("drops", [])
+        server.stalls += bad.get("stalls", [])
 
         source = parquet_source(urls, columns=["id"])
 
         assert ids(source) == alone
         assert sorted(alone) == sorted(i for piece in pieces() for i in piece)
         assert not server.statuses
-        assert not server.drops
+        assert not server.drops + server.stalls
         server.statuses += bad.get("statuses", [])
         server.drops += bad.get("drops", [])
+        server.stalls += bad.get("stalls", [])
         assert ids(source) == alone, "not only where footers are read"
 
 

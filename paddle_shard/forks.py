@@ -1,0 +1,69 @@
+"""What may other threads be in the middle of while this process is forked?
+
+A child has only the thread that forks: what another one has locked stays locked there for ever, and what it has half
+imported stays half.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import threading
+import time
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+
+no_fork = threading.RLock()
+"""Held by a thread that works with Paddle, makes a client of a store, or makes a socket and notes it. Who holds it may
+not fork: locks are held then in an order, and another thread that forks has the others already."""
+_LONGEST = 5.0
+"""Seconds that a fork waits for other threads: they may wait for this one."""
+_numpys: list[Any] = []
+"""The lock of numpy's global generator, while a fork goes on."""
+
+
+def wait_for_imports(deadline: float) -> None:
+    """Wait until no other thread imports anything; it may begin again before the next line of code, but hardly does.
+
+    Args:
+        deadline: When to go on all the same, by `time.monotonic`.
+    """
+    locks: dict[str, Any] = getattr(importlib._bootstrap, "_module_locks", {})
+    while time.monotonic() < deadline:
+        owners = [getattr(reference(), "owner", None) for reference in list(locks.values())]
+        if not set(owners) - {None, threading.get_ident()}:
+            return
+        time.sleep(0.002)
+
+
+def fork_deadline() -> float:
+    """Return until when a thread that is about to fork waits for other threads, by `time.monotonic`."""
+    return time.monotonic() + _LONGEST
+
+
+def _begin() -> None:
+    no_fork.acquire()
+    found = getattr(np.random, "get_bit_generator", None)
+    lock: Any = (found() if found else np.random.mtrand._rand._bit_generator).lock  # numpy before 1.24
+    if lock.acquire(timeout=_LONGEST):  # workers seed it at once
+        _numpys.append(lock)
+
+
+def _end() -> None:
+    if _numpys:
+        _numpys.pop().release()
+    no_fork.release()
+
+
+def _end_in_child() -> None:
+    _end()
+    if "fsspec.asyn" in sys.modules:  # its own hook means to do so, but sets another variable
+        with suppress(AttributeError):
+            sys.modules["fsspec.asyn"].reset_lock()
+
+
+if hasattr(os, "register_at_fork"):  # Windows has no forks
+    os.register_at_fork(before=_begin, after_in_parent=_end, after_in_child=_end_in_child)
