@@ -138,7 +138,7 @@ def check_epoch(run: Timeline, epoch: int | None) -> int:
         return only[0]
     if epoch is None or epoch not in known:
         what = "--epoch is missing" if epoch is None else f"--epoch {epoch} was not begun"
-        raise ArgumentError(f"{what}: the run has the epochs {cell(known)}. Give one of them.")
+        raise ArgumentError(" ".join([f"{what}: the run has the epochs {cell(known)}. Give one of them.", *run.untold]))
     return epoch
 
 
@@ -153,7 +153,7 @@ def legs_at(run: Timeline, epoch: int | None, step: int) -> list[Leg]:
     if not found:
         known = ", ".join(f"[{leg.start.steps}, {leg.steps})" for leg in run.legs_of(epoch)) or "none"
         what = f"step {step} of epoch {epoch} was not delivered, says the record"
-        raise ArgumentError(f"{what}; of this epoch it has {known}.")
+        raise ArgumentError(" ".join([f"{what}; of this epoch it has {known}.", *run.untold]))
     return found
 
 

@@ -6,6 +6,7 @@ import argparse
 from typing import Any
 
 from paddle_shard.cli.answer import EPOCH, RECORD, Answer, Rows, check_epoch, command, legs_at, run_of, sample_of
+from paddle_shard.errors import ArgumentError
 from paddle_shard.handlers import raise_if_a_handlers
 from paddle_shard.plan.places import rows_of, samples_of, shapes_of, shares_of
 from paddle_shard.plan.skips import Skips
@@ -34,13 +35,13 @@ def verify(options: argparse.Namespace) -> Answer:
         if not damage:
             raise
         return Answer(found={"damage": damage}, said=damage, failed=True)
-    legs = [_facts(leg, "yes") for leg in run.legs] + [_facts(leg, "no") for leg in run.lost]
+    known = 0 if run.began_at is None or not run.legs else run.legs[0].job.number  # earlier ones may have led to it
+    legs = [_facts(leg, "yes") for leg in run.legs]
+    legs += [_facts(leg, "no" if leg.job.number >= known else "not known") for leg in run.lost]
     said: list[str | Rows] = [*(damage or [f"{len(lines)} lines, of which none was changed or taken out"])]
     mended = [(line["number"], line["mended"]) for line in lines if "mended" in line]
     said += [f"before line {at}, {cut} bytes of a line that a crash had cut are gone" for at, cut in mended]
-    if (at := run.began_at) is not None:
-        said.append(f"the run was resumed from step {at.steps} of epoch {at.epoch}, which no line tells of")
-    said += ["", legs, *([_LOST] if run.lost else [])]
+    said += [*run.untold, "", legs, *([_LOST] if any(leg["counts"] == "no" for leg in legs) else [])]
     for proof in proofs:
         said += [proof["text"], *(f"  ({note})" for note in proof["notes"])]
     found = {"lines": len(lines), "damage": damage, "epochs": proofs, "delivered": legs}
@@ -68,7 +69,7 @@ def where(options: argparse.Namespace) -> Answer:
     example: paddle-shard where run.jsonl --sample 12345
     """
     run, places = run_of(options.record), list[dict[str, Any]]()
-    notes = _unread(run)
+    notes = [*run.untold, *_unread(run)]
     if options.epoch is not None:
         check_epoch(run, options.epoch)
     for leg, step, row in places_in(run, options.sample):
@@ -77,6 +78,8 @@ def where(options: argparse.Namespace) -> Answer:
         place = {"epoch": leg.start.epoch, "step": step, "row": row, "job": leg.job.number, "told": told(leg, step)}
         shares = rows_of(leg.plan, leg.job.holders, step)
         places += [{**place, **group, "row_of_rank": rows.index(row)} for group, rows in shares if row in rows]
+    if run.untold and not places:
+        raise ArgumentError(f"sample {options.sample} is in no line. {run.untold[0]}")
     what = f"sample {options.sample} was not delivered, says the record"
     what += "; the run leaves out samples or steps (loader.skip)" * (run.history.skips != Skips())
     return Answer(found={"sample": options.sample, "places": places, "notes": notes}, said=[places or what, *notes])

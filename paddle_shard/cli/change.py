@@ -141,15 +141,17 @@ def forget(options: argparse.Namespace) -> Answer:
         raise_if_a_handlers(error)
         what = f"--samples {options.samples}{f', line {number}' * (number > 0)}: {error}".rstrip(".")
         raise ArgumentError(f"{what}. It has a sample in each line: 17, or web:17 of a mixture.") from error
+    if not hits and run.untold:
+        raise ArgumentError(f"these samples are in no line. {run.untold[0]}")
     if not hits:
         said = "None of these samples was delivered, or they are left out already: nothing has to be undone."
-        return Answer(found={"steps": [], "resume": None, "python": ""}, said=[said])
+        return Answer(found={"steps": [], "resume": None, "python": "", "notes": []}, said=[said])
     places = sorted({(leg.job.number, leg.start.epoch, step, told(leg, step)) for leg, step in hits})
     steps = [{"job": job, "epoch": epoch, "step": step, "told": line} for job, epoch, step, line in places]
     samples = list(given)
     lines, found = _without(run, hits, [], f"loader.skip(samples={samples!r})")
     what = f"{len(samples)} samples were delivered {len(hits)} times, in {len(steps)} steps"
-    return Answer(found={"steps": steps, **found}, said=[what, steps, *lines])
+    return Answer(found={"steps": steps, **found, "notes": run.untold}, said=[what, *run.untold, steps, *lines])
 
 
 def _steps_of(text: str) -> range:

@@ -178,6 +178,13 @@ class Timeline:
         """The epochs of which something was delivered."""
         return sorted({leg.start.epoch for leg in self.legs})
 
+    @property
+    def untold(self) -> list[str]:
+        """Return what has to be known of a run that had begun before any line tells of it."""
+        at = self.began_at
+        had = "was resumed at step {0.steps} of epoch {0.epoch}, and no line tells how it came there: {1}"
+        return [] if at is None else [f"The run {had.format(at, 'what it had had by then is not known.')}"]
+
     def legs_of(self, epoch: int) -> list[Leg]:
         """Return what was delivered of an epoch."""
         return [leg for leg in self.legs if leg.start.epoch == epoch]
