@@ -20,6 +20,9 @@ _LOST = (
 )
 
 
+_OTHERS = "Other runs have other data, or another order: nothing is said of them. Give each run a record of its own.\n"
+
+
 @command(RECORD)
 def verify(options: argparse.Namespace) -> Answer:
     """Was each sample delivered exactly once, over all jobs, and was no line of the record changed?
@@ -37,11 +40,15 @@ def verify(options: argparse.Namespace) -> Answer:
         return Answer(found={"damage": damage}, said=damage, failed=True)
     known = 0 if run.began_at is None or not run.legs else run.legs[0].job.number  # earlier ones may have led to it
     legs = [_facts(leg, "yes") for leg in run.legs]
-    legs += [_facts(leg, "no" if leg.job.number >= known else "not known") for leg in run.lost]
+    jobs, mine = {leg.job.number for leg in run.legs}, run.last.facts["fingerprint"]
+    others = [leg for leg in run.lost if leg.job.number not in jobs and leg.job.facts["fingerprint"] != mine]
+    for leg in run.lost:
+        legs.append(_facts(leg, "other run" if leg in others else "no" if leg.job.number >= known else "not known"))
     said: list[str | Rows] = [*(damage or [f"{len(lines)} lines, of which none was changed or taken out"])]
     mended = [(line["number"], line["mended"]) for line in lines if "mended" in line]
     said += [f"before line {at}, {cut} bytes of a line that a crash had cut are gone" for at, cut in mended]
     said += [*run.untold, "", legs, *([_LOST] if any(leg["counts"] == "no" for leg in legs) else [])]
+    said += [_OTHERS] * bool(others)
     for proof in proofs:
         said += [proof["text"], *(f"  ({note})" for note in proof["notes"])]
     found = {"lines": len(lines), "damage": damage, "epochs": proofs, "delivered": legs}

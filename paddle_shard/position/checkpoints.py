@@ -106,6 +106,10 @@ class Checkpoints:
             CheckpointError: A rank could not write, on all ranks. The checkpoints before are as they were.
             ArgumentError: The ranks save different steps or things.
         """
+        with saved_as(step):
+            return self._save(step, what)
+
+    def _save(self, step: int, what: Mapping[str, Any]) -> str:
         self._claim()
         leaves: dict[str, Any] = {}
         own: dict[str, Any] = {}
@@ -116,8 +120,7 @@ class Checkpoints:
             if not what:
                 raise ArgumentError("save(): there is nothing to save. Name it: save(step, model=model, data=loader).")
             counted = [name for name, value in what.items() if _is_counted(value)]
-            with saved_as(step):
-                states = {name: one.state_dict() if hasattr(one, "state_dict") else one for name, one in what.items()}
+            states = {name: one.state_dict() if hasattr(one, "state_dict") else one for name, one in what.items()}
             own.update({name: states.pop(name) for name, one in what.items() if _is_split_data(one)})
             leaves.update(_leaves(states) if states else ())
             alike = [path for path, leaf in leaves.items() if not is_dist(leaf)]

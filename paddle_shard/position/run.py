@@ -5,10 +5,11 @@ from __future__ import annotations
 import inspect
 import json
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ import paddle.distributed as dist
 import paddle.io
 
 from paddle_shard.checks import check_count
-from paddle_shard.errors import ArgumentError, PeerLostError, StateError, described
+from paddle_shard.errors import ArgumentError, PeerLostError, StateError, TakenOverError, described
 from paddle_shard.inputs.source import Source
 from paddle_shard.place.field import FieldLayout
 from paddle_shard.plan.certificate import (
@@ -381,12 +382,18 @@ class Run:
 
     def save(self) -> dict[str, Any]:
         """Return the position of the run as the user saves it."""
-        state = self.state()
-        step = _saved_as.get()
-        if self._told != (told := (step, state.epoch, state.samples, state.steps, state.ended, state.history)):
-            self._note("checkpoint", state, **({} if step is None else {"saved_as": step}))
-            self._told = told
+        state, saving = self.state(), _saving.get()
+        if saving is None:
+            self._note_saved(state, None)
+        else:  # it may fail
+            saving[1].append(partial(self._note_saved, state, saving[0]))
         return state.to_dict()
+
+    def _note_saved(self, state: LoaderState, step: int | None, kind: str = "checkpoint") -> None:
+        told = step, state.epoch, state.samples, state.steps, state.ended, state.history
+        if self._told != told or kind != "checkpoint":
+            self._note(kind, state, **({} if step is None else {"saved_as": step}))
+            self._told = told
 
     def _note(self, kind: str, state: LoaderState | None = None, **facts: Any) -> None:
         """Write a line of the record.
@@ -656,18 +663,27 @@ class Run:
         return found
 
 
-_saved_as = ContextVar[int | None]("saved_as", default=None)
-"""Under which step of the user's a state is saved now; None: nobody says."""
+_saving = ContextVar[tuple[int, list[Callable[..., None]]] | None]("saving", default=None)
+"""Under which step of the user's states are saved now, and what notes them when that is done; None: nobody says."""
 
 
 @contextmanager
 def saved_as(step: int) -> Iterator[None]:
-    """Let the record say under which step of the user's states are saved in the block."""
-    before = _saved_as.set(step)
+    """Let the record say under which step of the user's states were saved in the block, if it comes to its end."""
+    notes, kind = list[Callable[..., None]](), "checkpoint"
+    before = _saving.set((step, notes))
     try:
         yield
+    except TakenOverError:  # what this job does from here on is in no model
+        kind = "taken over"
+        raise
+    except BaseException:
+        notes.clear()
+        raise
     finally:
-        _saved_as.reset(before)
+        _saving.reset(before)
+        for note in notes:
+            note(kind=kind)
 
 
 def gathered(said: Any, ranks: tuple[int, ...], timeout: float | None, call: str) -> list[Any]:

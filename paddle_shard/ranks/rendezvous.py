@@ -26,6 +26,7 @@ from paddle.framework import core
 from paddle_shard.errors import ArgumentError, PeerLostError
 from paddle_shard.forks import no_fork
 from paddle_shard.handlers import ignoring, raise_if_a_handlers
+from paddle_shard.say_once import say_once
 
 _PAUSE = 0.02
 """Seconds between two attempts to reach a store that its owner may not have made yet."""
@@ -114,6 +115,12 @@ class Rendezvous:
                 return core.TCPStore(self.host, self.port, False, size, max(1, int(timeout)))
             except (OSError, RuntimeError, ValueError) as error:  # Paddle raises the last two if its process ends now
                 if self.early and wanted():
+                    if not isinstance(error, ConnectionRefusedError):  # else it has not come so far
+                        say_once(
+                            "global rank %d is where these ranks meet, and cannot be reached at %s:%d: %s. It is tried "
+                            "until timeout= is over.",
+                            *(self.owner, self.host, self.port, error),
+                        )
                     time.sleep(_PAUSE)
                     continue
                 whose = f"global rank {self.owner}, which" if self.early else "Global rank 0, whose process"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime, timezone
 from typing import Any
 
@@ -49,12 +51,26 @@ class Recorder:
                 with open(path, "rb") as file:
                     if not _BEGINNING.startswith(file.read(len(_BEGINNING))):
                         raise ArgumentError(f"record={self.path!r} is a file of something else. Give another name.")
+                    file.seek(0)
+                    self._compare([line for line in file if b'"line": "begin"' in line], facts["fingerprint"])
             self._job = self._append("begin", {"format": FORMAT, **facts})
         except ArgumentError:
             raise
         except (OSError, ValueError) as error:  # a ValueError: its name has a null byte
             raise_if_a_handlers(error)
             raise ArgumentError(f"record={self.path!r} cannot be written ({error}). {_WAY_OUT}") from error
+
+    def _compare(self, begun: Sequence[bytes], fingerprint: Mapping[str, Any]) -> None:
+        """Say that the file has another run, if its newest job had other data, or another order."""
+        with suppress(ValueError, KeyError):  # a line that was changed; `verify` names it
+            before, now = json.loads(begun[-1])["fingerprint"] if begun else {}, json.loads(json.dumps(fingerprint))
+            for name in [name for name in before if before[name] != now.get(name)][:1]:
+                _LOG.warning(
+                    "record=%r also has a loader of other data, or another order (its %s: %.60r, and now %.60r). The "
+                    "commands answer for one run: give each a file of its own, unless this one goes on with that, by "
+                    "load_state_dict(override=).",
+                    *(self.path, name, before[name], now.get(name)),
+                )
 
     def note(self, kind: str, history: Any, **facts: Any) -> None:
         """Write a line; if that is impossible, say so once and write no more.

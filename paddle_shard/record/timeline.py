@@ -209,7 +209,8 @@ def timeline(lines: Sequence[dict[str, Any]]) -> Timeline:
     if not begun:
         raise ArgumentError("the record tells of no pass yet.")
     # What counts is the newest stretch, and what leads to it. A line of a load ends one stretch and begins the next.
-    newest = max(reversed(begun), key=lambda one: (one.lines[-1]["number"], one.lines[0]["number"]))
+    alive = [one for one in begun if all(line["line"] != "taken over" for line in one.lines)] or begun
+    newest = max(reversed(alive), key=lambda one: (one.lines[-1]["number"], one.lines[0]["number"]))
     way, at = {id(newest): len(newest.lines)}, newest
     while at.parent is not None:
         at, upto = at.parent

@@ -5,6 +5,7 @@ What sources share: errors that name a file, and errors that name a missing pack
 
 from __future__ import annotations
 
+import asyncio
 import bz2
 import glob
 import gzip
@@ -465,10 +466,13 @@ class SeekableFile(RemoteFile):
 
 
 def _told_by_server(error: BaseException) -> BaseException:
-    """Return what has really failed: over HTTP, fsspec calls everything a missing file."""
-    cause = error.__cause__
-    of_http = isinstance(error, FileNotFoundError) and type(cause).__module__.startswith("aiohttp")
-    return cause if cause is not None and of_http and getattr(cause, "status", 0) != 404 else error
+    """Return what has really failed: fsspec calls everything over HTTP a missing file, and s3fs fails in a timeout."""
+    cause = error.__cause__ or error.__context__
+    if isinstance(error, FileNotFoundError):
+        really = type(cause).__module__.startswith("aiohttp") and getattr(cause, "status", 0) != 404
+    else:
+        really = not isinstance(error, OSError) and isinstance(cause, TimeoutError | asyncio.TimeoutError)
+    return cause if really and cause is not None else error
 
 
 def _may_pass(error: BaseException) -> bool:
@@ -478,7 +482,8 @@ def _may_pass(error: BaseException) -> bool:
         return error.code in _AGAIN
     if type(error).__module__.startswith("aiohttp"):
         return getattr(error, "status", _AGAIN[0]) in _AGAIN
-    return isinstance(error, OSError | http.client.HTTPException) and not isinstance(error, _FINAL)
+    passing = OSError, http.client.HTTPException, asyncio.TimeoutError  # of Python 3.10, the last is no OSError
+    return isinstance(error, passing) and not isinstance(error, _FINAL)
 
 
 def _connect_http(name: str, start: int) -> Connection:

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 from paddle.io import DataLoader
 
-from tests.helpers import ONE, sharded
+from paddle_shard import Checkpoints
+from paddle_shard.errors import CheckpointError, TakenOverError
+from tests.helpers import ONE, local, sharded
 from tests.record.record_worker import SOURCES
 from tests.record.runs import COUNTED, Given, asked, asked_elsewhere, deliveries, whole_run
 
@@ -139,6 +141,85 @@ def test_a_certificate_before_the_batch_size_changes_leaves_a_record_that_can_be
 
     assert "epoch 0: each of 7 samples exactly once" in asked("verify", record)
     assert [one["step"] for one in asked("where", record, "--sample", 4, "--json")["places"]] == [2]
+
+
+def numbers(length=20, **options):
+    given = DataLoader([np.int64(number) for number in range(length)], batch_size=4, shuffle=True)
+    return sharded(given, ONE, **options)
+
+
+def taken(batches, steps):
+    return [local(next(batches)) for _ in range(steps)]
+
+
+def test_what_a_run_had_before_its_record_is_not_called_undelivered(tmp_path):
+    record, ids = tmp_path / "run.jsonl", tmp_path / "ids.txt"
+    before = taken(batches := iter(loader := numbers()), 2)
+    state = loader.state_dict()
+    rest = [local(batch) for batch in batches]
+    loader = numbers(record=record)
+    loader.load_state_dict(state)
+    batches = iter(loader)
+    assert taken(batches, 1) == rest[:1]
+    loader.state_dict()
+
+    says = "The run was resumed at step 2 of epoch 0, and no line tells how it came there"
+    assert says in asked("verify", record)
+    ids.write_text(f"{before[0][0]}\n{before[1][3]}\n")
+    for command in (
+        ("where", record, "--sample", before[0][0]),
+        ("forget", record, "--samples", ids),
+        ("batch", record, "--step", 1),
+        ("skip", record, "--step", 1),
+    ):
+        assert says in asked(*command, code=2)
+    found = asked("where", record, "--sample", rest[0][0], "--json")
+    assert [one["step"] for one in found["places"]] == [2]
+    assert says in found["notes"][0]
+    ids.write_text(f"{rest[0][1]}\n{before[1][3]}\n")
+    assert says in asked("forget", record, "--samples", ids)
+
+
+def test_only_a_checkpoint_that_is_complete_is_in_the_record(tmp_path, monkeypatch):
+    record = tmp_path / "run.jsonl"
+    first, second = Checkpoints(tmp_path / "saved"), Checkpoints(tmp_path / "saved")
+    old = numbers(record=record)
+    batches = iter(old)
+    taken(batches, 1)
+    first.save(1, data=old)
+    taken(batches, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpoints, "_kept", lambda *_: [][0])
+        with pytest.raises(CheckpointError):
+            first.save(2, data=old)
+    new = numbers(record=record)
+    assert second.load(data=new) == 1
+    rest = [local(batch) for batch in iter(new)]
+    second.save(5, data=new)
+    taken(batches, 1)
+    with pytest.raises(TakenOverError):
+        first.save(3, data=old)
+
+    lines = [json.loads(line) for line in record.read_text().splitlines()]
+    saved = [(one["line"], one["saved_as"]) for one in lines if "saved_as" in one]
+    assert saved == [("checkpoint", 1), ("checkpoint", 5), ("taken over", 3)]
+    found = asked("verify", record, "--json")
+    assert [(one["job"], one["counts"]) for one in found["delivered"]] == [(1, "yes"), (2, "yes"), (1, "no")]
+    delivered = asked("batch", record, "--step", 2, "--json")["delivered"]
+    assert [(one["job"], one["samples"]) for one in delivered] == [(2, rest[1])]
+
+
+def test_a_loader_of_other_data_that_is_given_the_same_record_is_named_and_not_called_lost(tmp_path, caplog):
+    record = tmp_path / "run.jsonl"
+    assert len([local(batch) for batch in numbers(record=record)]) == 5
+    assert "also has a loader" not in caplog.text
+    evaluated = [local(batch) for batch in numbers(length=6, record=record)]
+
+    assert "also has a loader of other data, or another order (its num_samples: 20, and now 6)" in caplog.text
+    found = asked("verify", record, "--json")
+    assert [(one["job"], one["counts"]) for one in found["delivered"]] == [(2, "yes"), (1, "other run")]
+    assert "Give each run a record of its own" in asked("verify", record)
+    assert sum(map(len, evaluated)) == 6
 
 
 def test_of_a_stream_the_parts_of_each_rank_are_known(tmp_path):

@@ -1,5 +1,6 @@
 """Sources over a mock S3 server, and over HTTP by fsspec."""
 
+import importlib
 import time
 
 import pytest
@@ -138,3 +139,23 @@ def test_checkpoints_are_saved_and_fenced_there(server, caplog):
     caplog.clear()
     assert Checkpoints(f"{FOLDER}/runs/one").load(extra=extra) == 3
     assert "000002-0000000004-0 is passed over: ['0_values.pdparams']" in caplog.text
+
+
+def test_what_s3fs_makes_of_a_timeout_is_asked_for_again(monkeypatch, server):
+    """It looks for the text of an error that has none (2026.9.0)."""
+    monkeypatch.setattr(files_module, "BACKOFF", 0.01)
+    failures = iter(range(2))
+    fetch = importlib.import_module("s3fs.core").S3File._fetch_range
+
+    def times_out(self, *args):
+        if next(failures, None) is not None:
+            try:
+                raise TimeoutError
+            except TimeoutError as error:
+                error.args[0]
+        return fetch(self, *args)
+
+    stream = Stream.parquet(names(FOLDER, "parquet"))
+    monkeypatch.setattr(importlib.import_module("s3fs.core").S3File, "_fetch_range", times_out)
+    assert len(list(stream)) == TOTAL
+    assert next(failures, None) is None
