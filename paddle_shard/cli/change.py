@@ -179,6 +179,10 @@ def skip(options: argparse.Namespace) -> Answer:
     if "files" in job.facts["data"] or job.facts["options"]["is_dataset_splitted"] or not sized:
         raise ArgumentError(f"the steps of this run cannot be left out: {job.unknown}.")
     if job.unknown is None:
+        by_step = {(step, leg.plan.first_position(step=step)) for leg, step in hits}
+        if len(by_step) > len(options.step):
+            what = "some of these steps were delivered more than once, with other samples each time"
+            raise ArgumentError(f"{what}. paddle-shard batch shows them, and paddle-shard forget leaves samples out.")
         first, end = first_leg.plan.first_position(step=first_step), max(end_of(leg.plan, step) for leg, step in hits)
         lines, found = _without(run, hits, [(epoch, first, end)])
     else:

@@ -282,7 +282,8 @@ class Certificate:
             what += f" that {self.drawn_by} drew"
         if self.exact:
             return f"epoch {self.epoch}: {what} exactly once"
-        if not self.delivered and self.num_samples:  # a finished job that was started again asks, too
+        known = not any(UNKNOWN in problem for problem in self.problems)
+        if not self.delivered and self.num_samples and known:  # a finished job that was started again asks, too
             return f"epoch {self.epoch} has not begun, as far as this run knows: " + "; ".join(self.problems)
         if all(UNKNOWN in problem for problem in self.problems):  # nothing is known to be wrong
             what = f"not proved that {what} was delivered"

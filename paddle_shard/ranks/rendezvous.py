@@ -119,7 +119,7 @@ class Rendezvous:
                         say_once(
                             "global rank %d is where these ranks meet, and cannot be reached at %s:%d: %s. It is tried "
                             "until timeout= is over.",
-                            *(self.owner, self.host, self.port, error),
+                            *(self.owner, self.host, self.port, str(error)),
                         )
                     time.sleep(_PAUSE)
                     continue

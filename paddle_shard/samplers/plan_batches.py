@@ -149,6 +149,8 @@ class PlanBatches(IndexBatches):
             plan = replace(plan, num_samples=length)
         if self._sizes is None:
             segments = start.continued(plan.batch_size)
+            if start.ended and segments[-1][0] < start.samples:  # another tail would drop what was delivered last
+                segments = *segments, (start.samples, plan.batch_size)
         else:
             origin = first_sample(history.lengths, self.plan.num_samples, start.epoch)
             (_, size), *later = self._sizes.segments(origin=origin, at=start.samples, end=plan.num_positions)

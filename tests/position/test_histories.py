@@ -362,7 +362,7 @@ class Job:
         assert (state["epoch"], state["samples"]) == (self.epoch, self.at)
         if self.passes:
             self.each(lambda rank: self.passes[rank].close())
-        before, begun = self.given, self.at > 0 and any(any(rows) for _, _, rows in self.left())
+        before, begun = self.given, self.at > 0 and not state["ended"]  # what is left may be served in smaller batches
         given = edited(self.given, edits)
         given.ranks, given.rows = ranks, rows
         given = given if possible(given) else copy.deepcopy(before)

@@ -143,8 +143,8 @@ def test_a_certificate_before_the_batch_size_changes_leaves_a_record_that_can_be
     assert [one["step"] for one in asked("where", record, "--sample", 4, "--json")["places"]] == [2]
 
 
-def numbers(length=20, **options):
-    given = DataLoader([np.int64(number) for number in range(length)], batch_size=4, shuffle=True)
+def numbers(length=20, rows=4, **options):
+    given = DataLoader([np.int64(number) for number in range(length)], batch_size=rows, shuffle=True)
     return sharded(given, ONE, **options)
 
 
@@ -178,6 +178,24 @@ def test_what_a_run_had_before_its_record_is_not_called_undelivered(tmp_path):
     assert says in found["notes"][0]
     ids.write_text(f"{rest[0][1]}\n{before[1][3]}\n")
     assert says in asked("forget", record, "--samples", ids)
+
+
+def test_steps_that_were_delivered_twice_with_other_samples_are_not_left_out_by_their_number(tmp_path):
+    record = tmp_path / "run.jsonl"
+    taken(iter(loader := numbers(record=record)), 1)
+    state = loader.state_dict()
+    loader = numbers(rows=2, record=record)
+    loader.load_state_dict(state)
+    first = [local(batch) for batch in loader]
+    loader.set_epoch(0)
+    again = [local(batch) for batch in loader]
+    assert first == again[2:]
+
+    found = asked("batch", record, "--epoch", 0, "--step", 3, "--json")["delivered"]
+    assert [one["samples"] for one in found] == [first[2], again[3]]
+    assert "were delivered more than once, with other samples" in asked(
+        "skip", record, "--epoch", 0, "--step", 3, code=2
+    )
 
 
 def test_only_a_checkpoint_that_is_complete_is_in_the_record(tmp_path, monkeypatch):
