@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import time
+import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -407,7 +408,7 @@ class Run:
             return
         history, self._told = self.history, None
         if state is not None:
-            facts["state"] = position(state)
+            facts |= {"state": position(state), "read": zlib.crc32(json.dumps(state.to_dict()["contents"]).encode())}
         self.recorder.note(kind, history.to_json(), **{"passes": self._reached(), **facts})
 
     def _reached(self) -> list[tuple[int, int, int]]:

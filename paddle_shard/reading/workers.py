@@ -253,7 +253,11 @@ class WorkerPool:
     def _where(self, number: int) -> str:
         """Say where a worker is that does not answer."""
         stacks = stacks_of(self._workers[number].pid)
-        return f"It is here:\n{stacks}" if stacks else "It cannot say where it is: it may be stopped"
+        return (
+            f"It is here:\n{stacks}"
+            if stacks
+            else "It cannot say where it is: it may be stopped, or in C code that lets no thread run"
+        )
 
     def _lost(self, number: int) -> WorkersLostError:
         """Return the error for a worker that has ended."""
