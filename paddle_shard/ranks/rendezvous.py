@@ -115,7 +115,7 @@ class Rendezvous:
                 return core.TCPStore(self.host, self.port, False, size, max(1, int(timeout)))
             except (OSError, RuntimeError, ValueError) as error:  # Paddle raises the last two if its process ends now
                 if self.early and wanted():
-                    if not isinstance(error, ConnectionRefusedError):  # else it has not come so far
+                    if isinstance(error, OSError) and not isinstance(error, ConnectionError):  # else it comes later
                         say_once(
                             "global rank %d is where these ranks meet, and cannot be reached at %s:%d: %s. It is tried "
                             "until timeout= is over.",
