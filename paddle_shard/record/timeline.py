@@ -181,9 +181,8 @@ class Timeline:
     @property
     def untold(self) -> list[str]:
         """Return what has to be known of a run that had begun before any line tells of it."""
-        at = self.began_at
-        had = "was resumed at step {0.steps} of epoch {0.epoch}, and no line tells how it came there: {1}"
-        return [] if at is None else [f"The run {had.format(at, 'what it had had by then is not known.')}"]
+        at, what = self.began_at, "no line tells how it came there: what it had by then is not known."
+        return [] if at is None else [f"The run was resumed at step {at.steps} of epoch {at.epoch}, and {what}"]
 
     def legs_of(self, epoch: int) -> list[Leg]:
         """Return what was delivered of an epoch."""

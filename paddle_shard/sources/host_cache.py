@@ -109,17 +109,18 @@ class HostCache:
 
     def _whole(self, path: str, name: str) -> _Copy | None:
         """Open a copy; return None if there is none, or if it has lost bytes since it was made, and remove it."""
-        copy = _opened(path)
+        copy, had, size = _opened(path), None, None
         if copy is not None:
             with ignoring(OSError, ValueError):  # a file system without such attributes
                 had, size = int(os.getxattr(copy.fileno(), _SIZE)), os.fstat(copy.fileno()).st_size
-                if had != size:
-                    copy.close()
-                    said = "%s, the copy of %s, had %d bytes and has %d now. It is downloaded again."
-                    logging.getLogger("paddle_shard").warning(said, path, shown(name), had, size)
-                    os.unlink(path)  # who has it open goes on with it
-                    return None
-        return copy
+        if copy is None or had == size:
+            return copy
+        copy.close()
+        said = "%s, the copy of %s, had %d bytes and has %d now. It is downloaded again."
+        logging.getLogger("paddle_shard").warning(said, path, shown(name), had, size)
+        with self._explained(name), ignoring(FileNotFoundError):
+            os.unlink(path)  # who has it open goes on with it
+        return None
 
     def _download(self, name: str, path: str) -> tuple[BinaryIO, int | None] | None:
         """Make a copy of a file, unless another process has; return the remote file if there is no room for one."""
