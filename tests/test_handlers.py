@@ -295,7 +295,7 @@ def test_it_does_so_while_it_is_found_out_for_which_rank_a_sampler_draws(strike)
 def test_it_does_so_while_lines_are_counted(strike, tmp_path, monkeypatch):
     path = tmp_path / "lines.gz"
     path.write_bytes(gzip.compress(b"a\nb\n"))
-    monkeypatch.setattr("paddle_shard.sources.files.decompressed", lambda file: strike())
+    monkeypatch.setattr("paddle_shard.sources.files.decompressed", lambda *_: strike())
     with pytest.raises((Enough, TimeoutError)):
         text_source(path, LINES, counts=True)
 

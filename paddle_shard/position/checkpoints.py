@@ -37,7 +37,7 @@ from paddle_shard.errors import (
 from paddle_shard.handlers import ignoring, raise_if_a_handlers
 from paddle_shard.position.folder import folder_of, written_by
 from paddle_shard.position.parts import fill, is_dist, is_split, kind_of
-from paddle_shard.position.run import saved_as
+from paddle_shard.position.run import Run
 from paddle_shard.ranks.agreeing import gather_of
 from paddle_shard.ranks.rendezvous import num_ranks
 
@@ -106,21 +106,38 @@ class Checkpoints:
             CheckpointError: A rank could not write, on all ranks. The checkpoints before are as they were.
             ArgumentError: The ranks save different steps or things.
         """
-        with saved_as(step):
-            return self._save(step, what)
+        notes = list[Callable[..., None]]()
+        try:
+            saved = self._save(step, what, notes)
+        except TakenOverError:
+            for note in notes:
+                note(kind="taken over")
+            raise
+        for note in notes:
+            note()
+        return saved
 
-    def _save(self, step: int, what: Mapping[str, Any]) -> str:
+    def _save(self, step: int, what: Mapping[str, Any], notes: list[Callable[..., None]]) -> str:
+        """Save; `notes` gets what notes in the records of loaders what has become of it."""
         self._claim()
         leaves: dict[str, Any] = {}
         own: dict[str, Any] = {}
         """What each rank saves for itself: the states of loaders of data that is split already."""
+
+        def state_of(one: Any) -> Any:
+            run = getattr(one, "_run", None)
+            if not isinstance(run, Run):
+                return one.state_dict() if hasattr(one, "state_dict") else one
+            state = run.state()
+            notes.append(partial(run.note_saved, state, step))
+            return state.to_dict()
 
         def begin() -> list[Any]:
             check_count("step", step, 0)
             if not what:
                 raise ArgumentError("save(): there is nothing to save. Name it: save(step, model=model, data=loader).")
             counted = [name for name, value in what.items() if _is_counted(value)]
-            states = {name: one.state_dict() if hasattr(one, "state_dict") else one for name, one in what.items()}
+            states = {name: state_of(one) for name, one in what.items()}
             own.update({name: states.pop(name) for name, one in what.items() if _is_split_data(one)})
             leaves.update(_leaves(states) if states else ())
             alike = [path for path, leaf in leaves.items() if not is_dist(leaf)]

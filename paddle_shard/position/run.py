@@ -6,11 +6,8 @@ import inspect
 import json
 import time
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import count
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -20,7 +17,7 @@ import paddle.distributed as dist
 import paddle.io
 
 from paddle_shard.checks import check_count
-from paddle_shard.errors import ArgumentError, PeerLostError, StateError, TakenOverError, described
+from paddle_shard.errors import ArgumentError, PeerLostError, StateError, described
 from paddle_shard.inputs.source import Source
 from paddle_shard.place.field import FieldLayout
 from paddle_shard.plan.certificate import (
@@ -383,14 +380,18 @@ class Run:
 
     def save(self) -> dict[str, Any]:
         """Return the position of the run as the user saves it."""
-        state, saving = self.state(), _saving.get()
-        if saving is None:
-            self._note_saved(state, None)
-        else:  # it may fail
-            saving[1].append(partial(self._note_saved, state, saving[0]))
+        state = self.state()
+        self.note_saved(state)
         return state.to_dict()
 
-    def _note_saved(self, state: LoaderState, step: int | None, kind: str = "checkpoint") -> None:
+    def note_saved(self, state: LoaderState, step: int | None = None, kind: str = "checkpoint") -> None:
+        """Write into the record that a position was saved, or could not be.
+
+        Args:
+            state: The position.
+            step: Under which step of the user's; None: nobody says.
+            kind: "taken over" if the job was started anew elsewhere: what it does from there on is in no model.
+        """
         told = step, state.epoch, state.samples, state.steps, state.ended, state.history
         if self._told != told or kind != "checkpoint":
             self._note(kind, state, **({} if step is None else {"saved_as": step}))
@@ -662,29 +663,6 @@ class Run:
         if last is not None:
             self._note("certificate", self._counted(last if isinstance(last, LoaderState) else last.state()))
         return found
-
-
-_saving = ContextVar[tuple[int, list[Callable[..., None]]] | None]("saving", default=None)
-"""Under which step of the user's states are saved now, and what notes them when that is done; None: nobody says."""
-
-
-@contextmanager
-def saved_as(step: int) -> Iterator[None]:
-    """Let the record say under which step of the user's states were saved in the block, if it comes to its end."""
-    notes, kind = list[Callable[..., None]](), "checkpoint"
-    before = _saving.set((step, notes))
-    try:
-        yield
-    except TakenOverError:  # what this job does from here on is in no model
-        kind = "taken over"
-        raise
-    except BaseException:
-        notes.clear()
-        raise
-    finally:
-        _saving.reset(before)
-        for note in notes:
-            note(kind=kind)
 
 
 def gathered(said: Any, ranks: tuple[int, ...], timeout: float | None, call: str) -> list[Any]:

@@ -1105,8 +1105,8 @@ class Job:
         mesh = dist.ProcessMesh(np.arange(data_ranks * replicas).reshape(data_ranks, replicas), dim_names=["dp", "mp"])
         self.loaders = self.each(lambda rank: make(length, size, mesh, tail=tail, **KINDS[kind](length, size)))
         self.given, self.ended, self.last = defaultdict(Counter), set(), None
-        self.unknown, self.told_all = set(), True
-        """Epochs of which some rank's account is lost; whether each rank has all ranks' accounts, as at the begin."""
+        self.unknown, self.untold = set(), set()
+        """Epochs of which some rank's account is lost; and those of which a rank may have its own account only."""
 
     def each(self, do):
         ranks = range(self.data_ranks * self.replicas)
@@ -1126,7 +1126,8 @@ class Job:
                 got.append((batches.epoch, content(batch)[0], batches.valid._local_value().numpy().tolist()))
             return got, ended, passes[0].epoch
 
-        self.told_all = self.data_ranks == 1
+        if self.data_ranks == 1:
+            self.untold.clear()
         for rank, (got, ended, epoch) in enumerate(self.each(of_rank)):
             for of_epoch, ids, valid in got if rank % self.replicas == 0 else ():
                 self.given[of_epoch].update(i for i, real in zip(ids, valid, strict=True) if real)
@@ -1134,6 +1135,8 @@ class Job:
                 self.ended.add(epoch)
             if got or ended:
                 self.last = epoch
+            if self.data_ranks > 1:
+                self.untold |= {epoch, *(of_epoch for of_epoch, _, _ in got)}
 
     def set_epoch(self, epoch):
         self.each(lambda rank: self.loaders[rank].set_epoch(epoch))
@@ -1150,7 +1153,7 @@ class Job:
         accounts = json.loads(json.dumps(self.each(sent)))
         with mock.patch("paddle_shard.position.run.gathered", lambda legs, *others: accounts):
             found = self.each(lambda rank: self.loaders[rank].certificate())
-        self.told_all = True
+        self.untold -= {found[0].epoch, self.loaders[0].state_dict()["epoch"]}
         assert len(set(map(str, found))) == 1, "all ranks say the same"
         return found[0]
 
@@ -1188,10 +1191,9 @@ class Job:
         world = other.data_ranks * other.replicas
         held = {0} if how == "one" else {rank % len(states) // self.replicas for rank in range(world)}
         other.given = defaultdict(Counter, {epoch: copy.copy(self.given[epoch])})
-        known = self.told_all or how == "same loaders" or len(held) == self.data_ranks
-        told_all = self.told_all
+        known = epoch not in self.untold or how == "same loaders" or len(held) == self.data_ranks
         other.unknown = {epoch} if self.given[epoch] and (epoch in self.unknown or not known) else set()
-        other.told_all = told_all
+        other.untold = self.untold & {epoch}
         other.ended, other.last = ({epoch} if states[0]["ended"] else set()), epoch
         own = how != "one"
         other.each(lambda rank: other.loaders[rank].load_state_dict(states[rank % len(states) if own else 0]))
