@@ -302,12 +302,20 @@ class Checkpoints:
             CheckpointError: A rank could not read, on all ranks.
             ArgumentError: The ranks load different things.
         """
+        had = self._generation
         self._claim()
-        _check_same("load", self._on_all(lambda: sorted(what), "load()"))
-        with closing(self._good("load()")) as found:
-            for name, directory in found:
-                self._on_all(partial(self._fill, what, directory, name), "load()")
-                return int(name.split("-")[1])
+        try:
+            _check_same("load", self._on_all(lambda: sorted(what), "load()"))
+            with closing(self._good("load()")) as found:
+                for name, directory in found:
+                    self._on_all(partial(self._fill, what, directory, name), "load()")
+                    return int(name.split("-")[1])
+        except BaseException:
+            if had is None and self._rank == 0:  # what could not be loaded goes on nowhere: a job that runs may save
+                with ignoring(Exception):
+                    self._folder.remove(f"generation-{self._generation:06d}")
+            self._generation = had
+            raise
         return None
 
     def _good(self, call: str) -> Generator[tuple[str, Path], None, None]:

@@ -71,8 +71,9 @@ class LocalFolder:
             os.fsync(file.fileno())
 
     def remove(self, name: str) -> None:
-        """Delete a directory."""
-        shutil.rmtree(self._path / name)
+        """Delete a directory, or a file."""
+        path = self._path / name
+        path.unlink() if path.is_file() else shutil.rmtree(path)
         _sync(self._path)
 
     @contextmanager

@@ -263,6 +263,18 @@ def test_a_run_that_was_overtaken_saves_nothing_and_says_by_whom(where):
         first.save(3, extra={"by": 1})
 
 
+def test_a_load_that_is_refused_takes_nothing_over(where):
+    first, second = Checkpoints(where), Checkpoints(where)
+    first.save(1, extra={"by": 1})
+
+    with pytest.raises(StateError):
+        second.load(other={})
+    first.save(2, extra={"by": 1})
+    assert second.load(extra={}) == 2
+    with pytest.raises(TakenOverError):
+        first.save(3, extra={"by": 1})
+
+
 def test_one_that_is_overtaken_while_it_writes_leaves_no_checkpoint(where, monkeypatch):
     first, second = Checkpoints(where), Checkpoints(where)
     first.save(1, extra={"by": 1})
