@@ -35,6 +35,8 @@ _GONE = "paddle_shard/gone"
 """Key of the number of ranks that have ended before they have met others."""
 _MOST_TEXT, _LONGEST_WORD = 1000, 3.0
 """Characters of what a rank says when it ends, and seconds that it takes for it."""
+_DYING = 0.2
+"""Seconds for which a process that was killed may still take connections."""
 _is_child = False
 """True if this process is a forked child of a rank, whose end is not the rank's."""
 _sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
@@ -181,7 +183,10 @@ def _say_gone() -> None:
     with ignoring(Exception), open(os.devnull, "w") as nowhere:  # the store has gone before
         # If its process is stopped, Paddle's client would wait for it, and this process would not end.
         faulthandler.dump_traceback_later(_LONGEST_WORD, exit=True, file=nowhere)
-        store, rank = rendezvous_of([0]).store(num_ranks(), 1.0), dist.get_rank()
+        place, rank = rendezvous_of([0]), dist.get_rank()
+        connected(place.host, place.port, 1.0).close()
+        time.sleep(_DYING)
+        store = place.store(num_ranks(), 1.0)
         store.set(f"{_GONE}/why {rank}", f"has ended before it could meet the others{why}")
         store.add(f"{_GONE}/{rank}", 1)
         store.add(_GONE, 1)
