@@ -421,15 +421,13 @@ class RemoteFile(io.RawIOBase):
             except Exception as error:
                 raise_if_a_handlers(error)
                 self._disconnect()
-                failed = _told_by_server(error)
-                if not _may_pass(failed):
+                if not _may_pass(_told_by_server(error)):
                     raise
                 if failures == RETRIES:
                     raise OSError(
                         f"given up after {RETRIES} retries at byte {self._position} of "
-                        f"{self.size or 'an unknown number'}: {type(failed).__name__}: {failed}"
+                        f"{self.size or 'an unknown number'}: {described(_told_by_server(error))}"
                     ) from error
-                del failed  # it holds its frames, and this one it
             time.sleep(BACKOFF * 2**failures)
         raise AssertionError
 

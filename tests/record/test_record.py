@@ -247,6 +247,18 @@ def test_only_a_checkpoint_that_is_complete_is_in_the_record(tmp_path, monkeypat
     assert [(one["job"], one["samples"]) for one in delivered] == [(2, rest[1])]
 
 
+def test_a_state_that_a_class_of_yours_makes_is_the_one_that_is_saved(tmp_path):
+    record, found = tmp_path / "run.jsonl", {}
+    loader = numbers(record=record)
+    own = loader.state_dict
+    loader.state_dict = lambda: {**own(), "mine": 7}
+    Checkpoints(tmp_path / "saved").save(1, data=loader)
+
+    assert Checkpoints(tmp_path / "saved").load(data=found) == 1
+    assert found["mine"] == 7
+    assert [json.loads(line)["line"] for line in record.read_text().splitlines()] == ["begin", "checkpoint"]
+
+
 def test_a_loader_of_other_data_that_is_given_the_same_record_is_named_and_not_called_lost(tmp_path, caplog):
     record = tmp_path / "run.jsonl"
     assert len([local(batch) for batch in numbers(record=record)]) == 5
