@@ -19,7 +19,7 @@ import numpy as np
 no_fork = threading.RLock()
 """Held by a thread that works with Paddle, makes a client of a store, or makes a socket and notes it. Who holds it may
 not fork: locks are held then in an order, and another thread that forks has the others already."""
-_LONGEST = 5.0
+LONGEST = 5.0
 """Seconds that a fork waits for other threads: they may wait for this one."""
 _numpys: list[Any] = []
 """The lock of numpy's global generator, while a fork goes on."""
@@ -39,16 +39,11 @@ def wait_for_imports(deadline: float) -> None:
         time.sleep(0.002)
 
 
-def fork_deadline() -> float:
-    """Return until when a thread that is about to fork waits for other threads, by `time.monotonic`."""
-    return time.monotonic() + _LONGEST
-
-
 def _begin() -> None:
     no_fork.acquire()
     found = getattr(np.random, "get_bit_generator", None)
     lock: Any = (found() if found else np.random.mtrand._rand._bit_generator).lock  # numpy before 1.24
-    if lock.acquire(timeout=_LONGEST):  # workers seed it at once
+    if lock.acquire(timeout=LONGEST):  # workers seed it at once
         _numpys.append(lock)
 
 

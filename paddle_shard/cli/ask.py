@@ -18,8 +18,6 @@ _LOST = (
     "What does not count was delivered after the position from which the run was resumed. A job that was killed may "
     "have delivered more after its last line; the model does not know it either.\n"
 )
-
-
 _OTHERS = "Other runs have other data, or another order: nothing is said of them. Give each run a record of its own.\n"
 
 
@@ -39,11 +37,11 @@ def verify(options: argparse.Namespace) -> Answer:
             raise
         return Answer(found={"damage": damage}, said=damage, failed=True)
     known = 0 if run.began_at is None or not run.legs else run.legs[0].job.number  # earlier ones may have led to it
-    legs = [_facts(leg, "yes") for leg in run.legs]
-    jobs, mine = {leg.job.number for leg in run.legs}, run.last.facts["fingerprint"]
-    others = [leg for leg in run.lost if leg.job.number not in jobs and leg.job.facts["fingerprint"] != mine]
+    unlike = {leg.job.number for leg in run.lost if leg.job.facts["fingerprint"] != run.last.facts["fingerprint"]}
+    others, legs = unlike - {leg.job.number for leg in run.legs}, [_facts(leg, "yes") for leg in run.legs]
     for leg in run.lost:
-        legs.append(_facts(leg, "other run" if leg in others else "no" if leg.job.number >= known else "not known"))
+        job = leg.job.number
+        legs.append(_facts(leg, "other run" if job in others else "no" if job >= known else "not known"))
     said: list[str | Rows] = [*(damage or [f"{len(lines)} lines, of which none was changed or taken out"])]
     mended = [(line["number"], line["mended"]) for line in lines if "mended" in line]
     said += [f"before line {at}, {cut} bytes of a line that a crash had cut are gone" for at, cut in mended]

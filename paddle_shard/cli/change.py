@@ -116,8 +116,8 @@ def _in_steps(
                 lines.append(f"loader.skip(steps={steps!r}, epoch={epoch})")
         if len(lines) == len(stretches):
             return lines, size
-    what = "batches of one size, from the saved state on, do not end where those end that are left out, also by the run"
-    raise ArgumentError(f"{what}. Give a stretch of one size; paddle-shard verify lists them.")
+    what = "batches of one size, from the saved state on, do not end where those end that are left out"
+    raise ArgumentError(f"{what}, now or by the run. Give a stretch of one size; paddle-shard verify lists them.")
 
 
 @command(

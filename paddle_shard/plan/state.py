@@ -225,7 +225,7 @@ class LoaderState:
     def continued(self, batch_size: int) -> tuple[tuple[int, int], ...]:
         """Return the segments of the epoch if it resumes from here with this batch size."""
         kept = tuple(segment for segment in self.segments if segment[0] < self.samples)
-        if kept and kept[-1][1] == batch_size:
+        if kept and kept[-1][1] == batch_size and not self.ended:  # else another tail would drop its last batch
             return kept
         return (*kept, (self.samples, batch_size))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import json
 import time
-import zlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
@@ -409,7 +408,7 @@ class Run:
             return
         history, self._told = self.history, None
         if state is not None:
-            facts |= {"state": position(state), "read": zlib.crc32(json.dumps(state.to_dict()["contents"]).encode())}
+            facts |= position(state)
         self.recorder.note(kind, history.to_json(), **{"passes": self._reached(), **facts})
 
     def _reached(self) -> list[tuple[int, int, int]]:

@@ -22,7 +22,7 @@ import numpy as np
 import paddle.io
 
 from paddle_shard.clock import STARTING, WAITING, at
-from paddle_shard.forks import fork_deadline, no_fork, wait_for_imports
+from paddle_shard.forks import LONGEST, no_fork, wait_for_imports
 from paddle_shard.handlers import ignoring
 from paddle_shard.randomness import NumpyGenerator, Undisturbed, kept
 from paddle_shard.reading.channel import Channel
@@ -143,7 +143,7 @@ class WorkerPool:
             _processes.add(os.getpid())
             multiprocessing.util.Finalize(None, _shut_down_all, exitpriority=0)
         # No thread of ours reads meanwhile: it may hold a lock of the data set's, which a child would never see freed.
-        undisturbed, deadline = Undisturbed(), fork_deadline()
+        undisturbed, deadline = Undisturbed(), time.monotonic() + LONGEST
         try:
             with at(STARTING), garbage_left_to_the_parent(), signals_held():
                 for number in range(self.num_workers):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import zlib
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -24,8 +25,10 @@ _LOG = logging.getLogger("paddle_shard")
 
 
 def position(state: LoaderState) -> dict[str, Any]:
-    """Return what a line holds of a state."""
-    return {name: value for name, value in state.to_dict().items() if name not in _ELSEWHERE}
+    """Return what a line holds of a state: also what tells which samples, or files, were read by then."""
+    saved = state.to_dict()
+    kept = {name: value for name, value in saved.items() if name not in _ELSEWHERE}
+    return {"state": kept, "read": zlib.crc32(json.dumps(saved["contents"]).encode())}
 
 
 class Recorder:

@@ -149,16 +149,13 @@ class PlanBatches(IndexBatches):
             plan = replace(plan, num_samples=length)
         if self._sizes is None:
             segments = start.continued(plan.batch_size)
-            if start.ended and segments[-1][0] < start.samples:  # another tail would drop what was delivered last
-                segments = *segments, (start.samples, plan.batch_size)
         else:
             origin = first_sample(history.lengths, self.plan.num_samples, start.epoch)
             (_, size), *later = self._sizes.segments(origin=origin, at=start.samples, end=plan.num_positions)
             segments = *start.continued(size), *(() if start.ended else later)
         if len(segments) < 2 and segments[0][1] == plan.batch_size:
             return plan
-        ended = start.ended and segments[-1][0] == start.samples
-        return replace(plan, batch_size=segments[-1][1], segments=segments, ended=ended)
+        return replace(plan, batch_size=segments[-1][1], segments=segments, ended=start.ended)
 
     def batches(self, start: LoaderState) -> Iterator[GlobalBatch]:
         """Iterate over the global batches of an epoch; any position costs the same to begin at."""

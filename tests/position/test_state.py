@@ -1286,6 +1286,27 @@ def test_plan_and_length_are_those_of_the_epoch_that_is_served_with_another_batc
     assert len(again) == again.plan.num_steps == 5  # of the next epoch
 
 
+@pytest.mark.parametrize("schedule", [None, [(0, 4), (16, 5)]])
+def test_an_epoch_that_has_ended_keeps_its_steps_under_another_tail(schedule):
+    def loader_of(rows, tail):
+        given = DataLoader(Ids(20), batch_size=rows)
+        return paddle_shard.shard_dataloader(given, ONE, shard_dims="dp", tail=tail, batch_size=schedule)
+
+    batches = iter(loader := loader_of(4, "pad"))
+    for _ in range(4):
+        next(batches)
+    again = loader_of(5, "pad")
+    again.load_state_dict(loader.state_dict())
+    next(iter(again))
+    state = again.state_dict()
+    assert (state["steps"], state["samples"], state["ended"]) == (5, 20, True)
+
+    other = loader_of(5, "drop")
+    other.load_state_dict(state, override=["tail"])
+    assert len(other) == 5
+    assert list(other) == []
+
+
 @pytest.mark.parametrize("weights", [list, np.array])
 def test_a_sampler_that_draws_another_number_is_refused_also_where_paddle_does_not_tell_its_length(weights):
     def made(number):

@@ -228,6 +228,9 @@ def test_arguments_that_cannot_serve_are_refused(tmp_path):
 def test_a_file_that_changed_or_is_damaged_is_an_error(tmp_path):
     path = write(tmp_path / "a.parquet", {"id": list(range(50))}, compression="none", use_dictionary=False)
     source = parquet_source(path)
+    write(path, {"id": list(range(40))})
+    with pytest.raises(ShardReadError, match="row group 0 of .*a.parquet.* changed since its footer was read"):
+        read_all(source)
     write(path, {"id": list(range(1000, 1050))}, compression="none", use_dictionary=False)
     with pytest.raises(ShardReadError, match="row group 0 of .*a.parquet.* changed since its footer was read"):
         read_all(source)
