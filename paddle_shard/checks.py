@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -48,3 +49,11 @@ def check_count(name: str, value: object, least: int = 1, most: int | None = Non
 def listed(values: Sequence[object], most: int = 12) -> str:
     """Return the first of some values in a line, with dots if there are more."""
     return ", ".join(map(str, values[:most])) + (", ..." if len(values) > most else "")
+
+
+def length_or_none(something: Any) -> int | None:
+    """Return the length of an object of the user's; None if it has none."""
+    try:
+        return len(something)
+    except Exception:  # no __len__, or one that raises: Paddle's own WeightedRandomSampler with a list
+        return None

@@ -6,8 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from paddle_shard.handlers import raise_if_a_handlers
-
 
 def as_html(
     shown: object, facts: Callable[[], Mapping[str, Any]], rows: Callable[[], Sequence[Mapping[str, Any]]] = list
@@ -30,8 +28,7 @@ def as_html(
         lines += [("<td>{}</td>" * len(row), tuple(row.values())) for row in found]
         body = "".join(f"<tr>{line.format(*(escape(str(cell)) for cell in cells))}</tr>" for line, cells in lines)
         return f"<table><caption>{escape(type(shown).__name__)}</caption>{body}</table>"
-    except Exception as error:  # a notebook shows an error of this method instead of the value
-        raise_if_a_handlers(error)
+    except Exception:  # a notebook shows an error of this method instead of the value
         return f"<pre>{escape(object.__repr__(shown))}</pre>"
 
 

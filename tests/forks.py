@@ -23,10 +23,10 @@ import sys
 import time
 import types
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from paddle_shard.handlers import ignoring
 from paddle_shard.testing.job import Processes, arm_stack_dump
 
 _PR_SET_CHILD_SUBREAPER = 36
@@ -87,7 +87,7 @@ class Forks(Processes):
 
     def close(self) -> None:
         """Kill all, and end the process."""
-        with ignoring(OSError):
+        with suppress(OSError):
             self._process.communicate(timeout=_KILL_SECONDS)
         self._process.kill()
         self._process.wait()
@@ -115,7 +115,7 @@ def _descendants(pid: int) -> list[int]:
     """Return the processes below one that run, parents first; with their parents dead they are the nearest reaper's."""
     children: dict[int, list[int]] = {}
     for entry in os.listdir("/proc"):
-        with ignoring(OSError, ValueError):  # ended meanwhile
+        with suppress(OSError, ValueError):  # ended meanwhile
             state, parent = Path("/proc", str(int(entry)), "stat").read_text().rpartition(")")[2].split()[:2]
             if state not in "ZX":
                 children.setdefault(int(parent), []).append(int(entry))
@@ -200,7 +200,7 @@ def _connect_late(variables: Mapping[str, str]) -> None:
     def create_or_get_global_tcp_store(*args: Any) -> Any:
         deadline = time.monotonic() + _CONNECT_SECONDS
         while time.monotonic() < deadline:
-            with ignoring(OSError), socket.create_connection((host, int(port))):
+            with suppress(OSError), socket.create_connection((host, int(port))):
                 break
             time.sleep(0.01)
         core.create_or_get_global_tcp_store = original

@@ -12,15 +12,14 @@ import pytest
 import paddle_shard
 
 PACKAGE = Path(paddle_shard.__file__).parent
-PURE = {"errors", "handlers", "checks", "randomness", "shown", "plan"}
+PURE = {"errors", "checks", "randomness", "shown", "plan"}
 FLOORS = {  # room -> what it may import of ours, and which third parties
     "errors": (set(), set()),
-    "handlers": (set(), set()),
     "checks": ({"errors"}, {"numpy"}),
     "randomness": (set(), {"numpy"}),
     "forks": (set(), {"numpy"}),
-    "shown": ({"handlers"}, set()),
-    "plan": ({"errors", "handlers", "checks", "shown"}, {"numpy"}),
+    "shown": (set(), set()),
+    "plan": ({"errors", "checks", "shown"}, {"numpy"}),
     "tree": (set(), set()),
     "version": (set(), set()),
     "collate": ({"errors", "tree"}, {"numpy"}),

@@ -16,7 +16,7 @@ import threading
 import weakref
 from _thread import start_new_thread
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import count, islice
 from operator import attrgetter
@@ -29,7 +29,6 @@ import shares
 
 from paddle_shard.collate import collate
 from paddle_shard.errors import ArgumentError, MissingDependencyError, SplitError
-from paddle_shard.handlers import ignoring
 from paddle_shard.plan.seeding import derive_seed
 from paddle_shard.sources.external import ExternalLoader, ShardOptions
 from paddle_shard.sources.files import needs
@@ -222,7 +221,7 @@ def _closing(dataset: Any, lane: Any) -> Callable[[], None]:
                 atexit.unregister(memory.cleanup)
                 memory.cleanup()
         for path in (dataset._shared_barrier.filelock_path, dataset._cache_filelock_path):
-            with ignoring(OSError):
+            with suppress(OSError):
                 os.unlink(path)
         if lane is not None:
             lane.close()

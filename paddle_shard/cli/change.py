@@ -13,7 +13,6 @@ from paddle_shard.cli.answer import EPOCH, RECORD, Answer, Rows, cell, command, 
 from paddle_shard.cli.ask import told
 from paddle_shard.cli.plan import MESH, rows_of, with_data_axes
 from paddle_shard.errors import ArgumentError
-from paddle_shard.handlers import raise_if_a_handlers
 from paddle_shard.plan.orders import ordering_of
 from paddle_shard.plan.partition import check_batch_size
 from paddle_shard.plan.places import Meshes, shares_of
@@ -138,7 +137,6 @@ def forget(options: argparse.Namespace) -> Answer:
                     given[sample] = None
                     hits += [(leg, step) for leg, step, _ in places_in(run, sample)]
     except (OSError, UnicodeError, ArgumentError, argparse.ArgumentTypeError) as error:
-        raise_if_a_handlers(error)
         what = f"--samples {options.samples}{f', line {number}' * (number > 0)}: {error}".rstrip(".")
         raise ArgumentError(f"{what}. It has a sample in each line: 17, or web:17 of a mixture.") from error
     if not hits and run.untold:

@@ -8,7 +8,6 @@ import sys
 
 from paddle_shard.cli.answer import Answer, check_output, command
 from paddle_shard.errors import ArgumentError, described
-from paddle_shard.handlers import raise_if_a_handlers
 from paddle_shard.sources.counts import ShardEntry, count_file
 from paddle_shard.sources.files import base_name, shown
 from paddle_shard.sources.webdataset import check_base_names, expand, tar_starts, write_index
@@ -36,7 +35,6 @@ def index(options: argparse.Namespace) -> Answer:
             text = f"[{number}/{len(names)}] {shown(name)}: {entry.samples} samples, {entry.size} bytes"
             print(text, file=sys.stderr, flush=True)
     except Exception as error:  # whatever a tar, a server or a store has to say
-        raise_if_a_handlers(error)
         text = f"{shown(name)}: {described(error)}\nNothing is written."
         return Answer(found={"error": text}, said=[text], failed=True)
     write_index(options.output, entries)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import multiprocessing
 import os
 import threading
@@ -16,7 +17,6 @@ from paddle_shard.checks import check_count
 from paddle_shard.cli.answer import Answer, Progress, check_output, command, with_hazards
 from paddle_shard.cli.show import OPEN, opened
 from paddle_shard.errors import ArgumentError, described
-from paddle_shard.handlers import ignoring, raise_if_a_handlers
 from paddle_shard.plan.hazards import Hazard
 from paddle_shard.plan.order import spread
 from paddle_shard.sources.arrays import check_indexed
@@ -45,7 +45,6 @@ def _counted(first: int, end: int) -> tuple[int, list[int], list[str]]:
             fields = _given["rows"].fields(_given["documents"][number], "it")  # refused as it will be when it is packed
             found.append(len(fields[_given["rows"].key]))
         except (Exception, SystemExit) as error:  # whatever the user's data set raises
-            raise_if_a_handlers(error)
             found.append(_UNKNOWN)
             failed.append(f"the tokens of document {number} cannot be counted: {described(error)}")
     return first, found, failed
@@ -59,7 +58,7 @@ def _count(documents: Any, key: str, path: str, workers: int) -> list[Hazard]:
         with replacing(part) as file:
             np.save(file, np.full(number, _UNKNOWN))
     known: Any = None
-    with ignoring(OSError, EOFError, ValueError):
+    with contextlib.suppress(OSError, EOFError, ValueError):
         known = np.load(part)  # whole, since a file that is cut short is filled up when it is mapped
     if known is None or known.ndim != 1 or known.dtype != np.int64:
         raise ArgumentError(f"{part}, what an earlier run has counted, is damaged. {anew}")

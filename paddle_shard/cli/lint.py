@@ -20,7 +20,6 @@ from paddle_shard.checks import check_count
 from paddle_shard.cli.answer import Answer, Progress, Rows, command, with_hazards
 from paddle_shard.collate import collate, form_of, stand_in
 from paddle_shard.errors import ArgumentError, MissingDependencyError, ShardReadError, described
-from paddle_shard.handlers import raise_if_a_handlers
 from paddle_shard.plan.seeding import derive_seed
 from paddle_shard.sources.files import base_name, is_missing, matched, shown
 from paddle_shard.sources.parquet import parquet_source
@@ -115,7 +114,6 @@ def _read(options: argparse.Namespace, decode: Decode | None, job: tuple[str, st
     except MissingDependencyError:
         raise
     except Exception as error:  # whatever a file, a server or a store has to say
-        raise_if_a_handlers(error)
         if kind != "parquet" or not isinstance(error, ArgumentError) or "have no row" not in str(error):
             missing = is_missing(name)
             why = f"{described(error)}{'' if missing else ' (no sample from there on is read)'}"

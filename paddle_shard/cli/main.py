@@ -12,7 +12,6 @@ from inspect import cleandoc
 
 from paddle_shard.cli import ask, change, doctor, index_shards, lengths, lint, plan, show, simulate
 from paddle_shard.errors import PaddleShardError, described
-from paddle_shard.handlers import raise_if_a_handlers
 from paddle_shard.record.lines import read
 
 _OF_PLANS = plan.plan, simulate.simulate
@@ -47,7 +46,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"paddle-shard {options.command}: stopped", file=sys.stderr)
         return 128 + signal.SIGINT
     except Exception as error:
-        raise_if_a_handlers(error)
         said, record = str(error), getattr(options, "record", None)
         if not isinstance(error, PaddleShardError | OSError):  # an OSError: a file cannot be written
             if record is None or not read(record)[1]:
@@ -57,7 +55,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     try:
         print(json.dumps(answer.found, indent=2) if options.json else answer, flush=True)
-    except BrokenPipeError as error:  # whoever reads it, such as `head`, has seen enough
-        raise_if_a_handlers(error)
+    except BrokenPipeError:  # whoever reads it, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return int(answer.failed)

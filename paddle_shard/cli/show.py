@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from paddle_shard.checks import length_or_none
 from paddle_shard.cli.answer import EPOCH, RECORD, Answer, cell, command, legs_at, run_of, sample_of
 from paddle_shard.errors import ArgumentError, described
-from paddle_shard.handlers import length_or_none, raise_if_a_handlers
 from paddle_shard.plan.places import samples_at
 from paddle_shard.record.timeline import places_in
 
@@ -33,7 +33,6 @@ def named(path: str) -> Any:
     try:
         return attrgetter(name)(importlib.import_module(module))
     except Exception as error:  # whatever the user's module raises
-        raise_if_a_handlers(error)
         raise ArgumentError(f"{path}: {described(error)}. Give module:name, such as my_module:dataset.") from error
 
 
@@ -87,7 +86,6 @@ def show(options: argparse.Namespace) -> Answer:
             of = dataset if source is None else getattr(dataset, "sources", dataset)[source]
             found.append({"sample": sample, "text": shown(decode(of[index]))})
         except Exception as error:  # whatever the user's data set raises
-            raise_if_a_handlers(error)
             failed = True
             found.append({"sample": sample, "text": f"cannot be read: {described(error)}"})
     said = [f"{cell([one['sample']])}: {one['text']}" for one in found]

@@ -7,11 +7,10 @@ shared and not as anyone's own.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import NamedTuple
-
-from paddle_shard.handlers import ignoring
 
 LOOK_SECONDS = 5.0
 """Seconds from one look to the next."""
@@ -48,7 +47,7 @@ def memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -
     """Return whose memory is whose: it takes about 10 ms for each process of 2 GB."""
     me, children = os.getpid(), set[str]()
     for thread in (proc / str(me) / "task").iterdir():  # a process is the child of the thread that has forked it
-        with ignoring(OSError):  # the thread has just ended, or this kernel does not tell
+        with contextlib.suppress(OSError):  # the thread has just ended, or this kernel does not tell
             children.update((thread / "children").read_text().split())
     own, shared = _pages(proc, str(me))
     workers = sorted((_pages(proc, pid)[0] for pid in children), reverse=True)
@@ -77,7 +76,7 @@ def shortage(found: Memory) -> str:
 
 def _pages(proc: Path, pid: str) -> tuple[int, int]:
     """Return the bytes of a process that are its own, and those that it shares."""
-    with ignoring(OSError):  # it has just ended
+    with contextlib.suppress(OSError):  # it has just ended
         lines = (line.split() for line in (proc / pid / "smaps_rollup").read_text().splitlines()[1:])
         sizes = {words[0]: int(words[1]) << 10 for words in lines}
         own = sizes["Private_Clean:"] + sizes["Private_Dirty:"]
@@ -100,7 +99,7 @@ def left_of_host(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgrou
         for folder in (here, *here.parents):  # a limit above holds, too
             if not folder.is_relative_to(root):
                 break
-            with ignoring(OSError, ValueError):  # there is none, or it is "max"
+            with contextlib.suppress(OSError, ValueError):  # there is none, or it is "max"
                 limit, used = (int((folder / name).read_text()) for name in names)
                 stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
                 cached = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))  # is given back when needed

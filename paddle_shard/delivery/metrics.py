@@ -5,12 +5,12 @@ The names and units are those of OpenMetrics: seconds and bytes, and totals for 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from paddle_shard.delivery.advice import Summary
 from paddle_shard.delivery.memory import UNTOLD, memory
-from paddle_shard.handlers import ignoring
 from paddle_shard.sources.files import needs
 
 Told = tuple[Any, Mapping[int, Summary]]
@@ -59,7 +59,7 @@ class StatsCollector:
             for of, one in sorted(of_ranks.items()):
                 gauge.add_metric([str(of), one.host], getattr(one, name))
             yield gauge
-        with ignoring(*UNTOLD):
+        with contextlib.suppress(*UNTOLD):
             found = memory()
             held = GaugeMetricFamily("paddle_shard_memory_bytes", "Memory of this rank", labels=["rank", "whose"])
             for whose, size in (("rank", found.own), ("workers", sum(found.workers)), ("shared", found.shared)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections import deque
@@ -28,7 +29,6 @@ from paddle_shard.delivery.advice import (
 )
 from paddle_shard.delivery.memory import LOOK_SECONDS, UNTOLD, Memory, is_short, left_of_host, memory, shortage
 from paddle_shard.delivery.metrics import serve
-from paddle_shard.handlers import ignoring
 from paddle_shard.place.device import DeviceWatch
 from paddle_shard.reading.batch import Batch
 from paddle_shard.say_once import say_once
@@ -261,7 +261,7 @@ class LoaderStats:
             + (f", imbalance {c.imbalance:.3f}" if c.mean_cost else "")
             for name, c in (("newest pass", self.epoch), ("all", self.total))
         ]
-        with ignoring(*UNTOLD):
+        with contextlib.suppress(*UNTOLD):
             lines.append(f"memory: this rank has {self.memory}")
         return "\n".join(lines + [self.who_reads] * bool(self.who_reads))
 
@@ -361,7 +361,7 @@ class PassClock:
             self._stats.recent.append(taken)
         if entered >= self._looks_at:
             self._looks_at = entered + LOOK_SECONDS
-            with ignoring(*UNTOLD):
+            with contextlib.suppress(*UNTOLD):
                 if is_short(*left_of_host()):
                     self._looks_at = math.inf  # once a pass
                     say_once(shortage(memory()))

@@ -11,7 +11,6 @@ from paddle_shard.clock import PLACING, SAMPLER, clock
 from paddle_shard.delivery.notes import StepNotes
 from paddle_shard.errors import AgreedFailure, ArgumentError, PeerLostError
 from paddle_shard.forks import no_fork
-from paddle_shard.handlers import raise_if_a_handlers
 from paddle_shard.plan.step import Step
 from paddle_shard.ranks.agreement import Agreement, AloneAgreement
 from paddle_shard.ranks.replicas import LeaderStoppedError
@@ -48,7 +47,6 @@ class Feed:
             self._steps = None
             return False
         except Exception as error:
-            raise_if_a_handlers(error)
             self._steps, self.failure = None, error
             return False
         self.executor.submit(step)
@@ -165,7 +163,6 @@ class StepPass:
                 self._num_steps = 0
                 raise
             except Exception as failure:  # raised at its own step, on all ranks
-                raise_if_a_handlers(failure)
                 self._peeked = failure
         if isinstance(self._peeked, Exception):
             raise self._peeked
@@ -227,7 +224,6 @@ class StepPass:
             self._over, self._stopped = True, stopped
             agreement.announce_unread()
         except Exception as failure:  # also if a batch does not fit the meshes
-            raise_if_a_handlers(failure)
             self._over, self._failure = True, failure
             self._executor.stop()
             agreement.announce(FAIL, report="" if self._alone else report_of(failure))

@@ -9,8 +9,8 @@ from typing import Any, cast
 
 import numpy as np
 
+from paddle_shard.checks import length_or_none
 from paddle_shard.errors import ArgumentError, ArgumentTypeError
-from paddle_shard.handlers import length_or_none
 from paddle_shard.plan.balance import Costs
 from paddle_shard.sources.mixture import Mixture
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import paddle.io
 
+from paddle_shard.checks import length_or_none
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, SplitError
-from paddle_shard.handlers import length_or_none, raise_if_a_handlers
 from paddle_shard.inputs.costs import SampleCosts, costs_of
 from paddle_shard.inputs.generators import generators_of
 from paddle_shard.inputs.options import DEALS, DECIDES, LoaderOptions
@@ -241,7 +241,6 @@ def _plan(data: Any, **settings: Any) -> ShardPlan:
     try:
         length = len(data)
     except Exception as error:  # whatever the user's __len__ raises
-        raise_if_a_handlers(error)
         way_out = "give it a __len__."
         if hasattr(data, "__iter__"):
             way_out = (

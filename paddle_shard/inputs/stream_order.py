@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from paddle_shard.errors import ArgumentTypeError, StateError
-from paddle_shard.handlers import ignoring
 from paddle_shard.plan.partition import Rows
 from paddle_shard.plan.parts import PartsPlan, chunks_of
 from paddle_shard.plan.state import LoaderState
@@ -147,7 +147,7 @@ class StreamOrder(Batches):
 
     def explained(self, saved: Any) -> str:
         """See `Batches`."""
-        with ignoring(IndexError, TypeError, ValueError):  # of a damaged state
+        with contextlib.suppress(IndexError, TypeError, ValueError):  # of a damaged state
             return ", ".join(self.stage.changed(saved))
         return ""
 

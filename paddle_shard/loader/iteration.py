@@ -24,7 +24,6 @@ from paddle_shard.errors import (
     UnequalEndsError,
     described,
 )
-from paddle_shard.handlers import let_go
 from paddle_shard.inputs.source import Source
 from paddle_shard.place.device import watch_of
 from paddle_shard.place.local_tensor import TensorMaker
@@ -152,7 +151,6 @@ class ShardIterator:
             self._clock.end(entered)
             self.close()
             self._failed = described(error).partition("\n")[0][:_MOST_TEXT] if isinstance(error, Exception) else ""
-            let_go(error)
             setup.run.failed(self._progress, error)
             if isinstance(error, UnequalEndsError):
                 raise unequal_ends(setup, error) from None

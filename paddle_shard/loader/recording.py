@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import paddle
 
+from paddle_shard.checks import length_or_none
 from paddle_shard.cli.page import life_of, page_of, view_of
 from paddle_shard.delivery.placing import PassSetup
 from paddle_shard.errors import ArgumentError
-from paddle_shard.handlers import length_or_none
 from paddle_shard.inputs.options import LoaderOptions
 from paddle_shard.inputs.source import Source
 from paddle_shard.place.field import FieldLayout

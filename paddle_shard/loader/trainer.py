@@ -11,8 +11,8 @@ from typing import Any
 
 import paddle.distributed as dist
 
+from paddle_shard.checks import length_or_none
 from paddle_shard.errors import ArgumentError, StateError
-from paddle_shard.handlers import length_or_none
 from paddle_shard.loader.loader import ShardDataloader
 from paddle_shard.say_once import say_once
 

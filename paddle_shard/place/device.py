@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import statistics
 import threading
@@ -17,7 +18,6 @@ import paddle
 from paddle.framework import core
 
 from paddle_shard.clock import DEVICE, at
-from paddle_shard.handlers import ignoring
 
 _PAUSE = 0.0005
 """Seconds between two looks at an event that is waited for."""
@@ -200,7 +200,7 @@ class DeviceWatch:
 def _time(marks: _Marks, began: float, took: deque[float]) -> None:
     """Add the seconds since a moment until the event of a step is passed; 0 if it is as good as passed now."""
     asked = time.perf_counter()
-    with ignoring(Exception):  # the device is gone: that is told elsewhere
+    with contextlib.suppress(Exception):  # the device is gone: that is told elsewhere
         while not marks.timed.query() and time.perf_counter() < began + _LONGEST:
             time.sleep(_PAUSE)
         ended = time.perf_counter()

@@ -6,6 +6,7 @@ changed, and where.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import zlib
 from collections.abc import Callable, Collection, Mapping
@@ -14,7 +15,6 @@ from functools import partial
 from typing import Any
 
 from paddle_shard.errors import StateError
-from paddle_shard.handlers import ignoring
 from paddle_shard.plan.certificate import Account, account_from_json, account_to_json
 from paddle_shard.plan.mixture import Mixing, first_sample, segments_of
 from paddle_shard.plan.shard_plan import ShardPlan, Stretches
@@ -235,7 +235,7 @@ def sealed(state: Mapping[str, Any], *, with_sampler: bool = True) -> dict[str, 
     covered = {name: value for name, value in state.items() if name not in ("sampler", "checksum")}
     text = json.dumps(covered, sort_keys=True, default=lambda other: type(other).__name__)
     if with_sampler and state["sampler"] is not None:
-        with ignoring(TypeError, ValueError):  # it may be of any kind
+        with contextlib.suppress(TypeError, ValueError):  # it may be of any kind
             text += json.dumps(json.loads(json.dumps(state["sampler"])), sort_keys=True)
     return {**state, "checksum": zlib.crc32(text.encode())}
 

@@ -8,6 +8,7 @@ was started anew finds a later generation before it writes, and ends.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -34,7 +35,6 @@ from paddle_shard.errors import (
     TakenOverError,
     described,
 )
-from paddle_shard.handlers import ignoring, raise_if_a_handlers
 from paddle_shard.position.folder import folder_of, written_by
 from paddle_shard.position.parts import fill, is_dist, is_split, kind_of
 from paddle_shard.position.run import Run
@@ -245,7 +245,6 @@ class Checkpoints:
         except TakenOverError:
             return  # its checkpoints are the other's now
         except OSError as error:
-            raise_if_a_handlers(error)
             _log.warning("%s: old checkpoints could not be deleted: %s", self._folder.name, described(error))
 
     # Generations
@@ -260,7 +259,7 @@ class Checkpoints:
         me = f"{time.strftime('%Y-%m-%d %H:%M:%S %z')} by process {os.getpid()} on host {socket.gethostname()}"
         while True:
             number = self._newest_generation() + 1
-            with ignoring(FileExistsError):  # another process was faster
+            with contextlib.suppress(FileExistsError):  # another process was faster
                 self._folder.create(f"generation-{number:06d}", me.encode())
                 return number
 
@@ -313,7 +312,7 @@ class Checkpoints:
                     return int(name.split("-")[1])
         except BaseException:
             if had is None and self._rank == 0:  # what could not be loaded goes on nowhere: a job that runs may save
-                with ignoring(Exception):
+                with contextlib.suppress(Exception):
                     self._folder.remove(f"generation-{self._generation:06d}")
             self._generation = had
             raise
@@ -464,12 +463,10 @@ class Checkpoints:
         try:
             said = {"done": work()}
         except Exception as error:
-            raise_if_a_handlers(error)
             mine = error
             try:  # who has taken over may have deleted what was being written
                 self._check_fence()
             except (OSError, TakenOverError) as over:
-                raise_if_a_handlers(over)
                 mine = over if isinstance(over, TakenOverError) else error
             said = {"failed": described(mine), "over": str(mine) if isinstance(mine, TakenOverError) else ""}
         found = [json.loads(one) for one in gather_of(self._ranks, json.dumps(said), _TIMEOUT, f"Checkpoints.{call}")]
@@ -501,7 +498,7 @@ def _is_split_data(value: Any) -> bool:
 def _is_counted(value: Any) -> bool:
     """Return whether a value is a loader whose state knows what all ranks have delivered; from now on, if it can."""
     if hasattr(value, "certificate"):
-        with ignoring(ArgumentError):  # a stream has none, nor has a rank that is on none of the meshes
+        with contextlib.suppress(ArgumentError):  # a stream has none, nor has a rank that is on none of the meshes
             value.certificate()
             return True
     return False

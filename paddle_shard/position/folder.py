@@ -5,6 +5,7 @@ Both have the same methods. Names are relative to the folder, with `/` between t
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import tempfile
@@ -14,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from paddle_shard.errors import ArgumentError
-from paddle_shard.handlers import ignoring
 from paddle_shard.sources.files import is_remote, local_path, remote_file, shown
 
 
@@ -36,9 +36,9 @@ class LocalFolder:
     def sizes(self, name: str = "") -> dict[str, int | None]:
         """Return what is in the folder, or in a directory of it: name -> bytes; None for a directory."""
         found: dict[str, int | None] = {}
-        with ignoring(FileNotFoundError), os.scandir(self._path / name) as entries:
+        with contextlib.suppress(FileNotFoundError), os.scandir(self._path / name) as entries:
             for one in entries:
-                with ignoring(OSError):  # deleted in between, or a link to nowhere: as if it was not there
+                with contextlib.suppress(OSError):  # deleted in between, or a link to nowhere: as if it was not there
                     found[one.name] = None if one.is_dir() else one.stat().st_size
         return found
 
@@ -139,7 +139,7 @@ class RemoteFolder:
                 raise NotImplementedError
             system.makedirs(self._url, exist_ok=True)
             system.pipe_file(url, content, mode="create")
-            with ignoring(FileExistsError):
+            with contextlib.suppress(FileExistsError):
                 system.pipe_file(url, content, mode="create")
                 raise NotImplementedError
         except NotImplementedError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import logging
@@ -15,7 +16,6 @@ from typing import Any, TypeVar, cast
 import paddle.distributed as dist
 from paddle.framework import core
 
-from paddle_shard.handlers import ignoring, raised_by_a_handler
 from paddle_shard.ranks.agreement import Agreement, Coordinator
 from paddle_shard.ranks.broadcast import own_name
 from paddle_shard.ranks.group import PASSES, Group, ProgressTable
@@ -79,10 +79,9 @@ def fails_on_all_ranks(
 
 def tell_failed(what: str, error: Exception, *groups: tuple[int, ...], by: Agreement | None = None) -> None:
     """See `fails_on_all_ranks`; `by` is the agreement of the pass that has failed to begin, if it is open."""
-    known = getattr(error, "known_to_all", False) or raised_by_a_handler(error)
-    for ranks in () if known else groups:
+    for ranks in () if getattr(error, "known_to_all", False) else groups:
         if len(ranks) > 1 and num_ranks() > max(ranks) and dist.get_rank() in ranks:
-            with ignoring(Exception):  # they cannot meet: the error of this rank is the one to raise
+            with contextlib.suppress(Exception):  # they cannot meet: the error of this rank is the one to raise
                 report = report_of(error, what)
                 (by or open_agreement(ranks, Terms(label=report))).fail(report)
     known_to_all(error)

@@ -12,6 +12,7 @@ step is delivered only when every rank has announced it, and a follower announce
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import secrets
@@ -24,7 +25,6 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from paddle_shard.handlers import ignoring, raise_if_a_handlers
 from paddle_shard.ranks.rendezvous import noted
 from paddle_shard.reading.channel import HEAD, MEMORY, Channel, Slots, ample, framed
 from paddle_shard.reading.worker_guards import signals_held
@@ -134,7 +134,7 @@ class _Follower:
 
     def num_taken(self) -> int:
         """Return how many messages the follower is known to have taken."""
-        with ignoring(BlockingIOError):
+        with contextlib.suppress(BlockingIOError):
             while self._connected and self._taken < _ALL:
                 try:
                     said = self._socket.recv(_TAKEN.size)
@@ -170,8 +170,7 @@ class _Follower:
             _check_user(connection)
         except (BlockingIOError, PermissionError):
             return True
-        except OSError as error:  # most likely, too many files are open
-            raise_if_a_handlers(error)
+        except OSError:  # most likely, too many files are open
             return False
         connection.setblocking(False)
         self._socket.close()
@@ -190,8 +189,7 @@ class _Follower:
             except BlockingIOError:
                 _watcher(os.getpid()).when_ready(self._socket, select.EPOLLOUT, self.go_on)
                 return
-            except OSError as error:  # it has closed its pass or was killed, of which the agreement tells
-                raise_if_a_handlers(error)
+            except OSError:  # it has closed its pass or was killed, of which the agreement tells
                 self.close()
                 return
             self._unsent.popleft()
@@ -250,7 +248,7 @@ class Receiver(Channel):
         found = super().receive(failed)
         self._num_taken += 1
         # If it does not fit, the next one tells it, too. If the leader is gone, what it has sent can still be taken.
-        with ignoring(BlockingIOError, ConnectionError):
+        with contextlib.suppress(BlockingIOError, ConnectionError):
             self._connection.send(_TAKEN.pack(self._num_taken))
         return found
 

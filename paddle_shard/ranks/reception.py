@@ -8,6 +8,7 @@ again.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hmac
 import logging
@@ -18,7 +19,6 @@ import struct
 import time
 from types import TracebackType
 
-from paddle_shard.handlers import ignoring, raise_if_a_handlers
 from paddle_shard.ranks.rendezvous import noted
 
 _HELLO = struct.Struct("<16sI")
@@ -70,7 +70,7 @@ class Reception:
         found = []
         for number, (peer, said, came) in list(self._strangers.items()):
             got = None
-            with ignoring(BlockingIOError):
+            with contextlib.suppress(BlockingIOError):
                 try:
                     got = peer.recv(_HELLO.size - len(said))
                 except ConnectionError:
@@ -91,8 +91,7 @@ class Reception:
                 peer = noted(lambda: server.accept()[0])
             except BlockingIOError:
                 return
-            except OSError as error:  # it has left, or too many files are open
-                raise_if_a_handlers(error)
+            except OSError:  # it has left, or too many files are open
                 if self._strangers:
                     self._drop(next(iter(self._strangers)))
                 time.sleep(_PAUSE)
@@ -120,10 +119,8 @@ def _listening(host: str, several_hosts: bool) -> list[socket.socket]:
             try:
                 made.append(noted(functools.partial(make, (address[0], port, *address[2:]), family=family)))
             except OSError as error:  # a name may have addresses of other machines, too, or of a kind that is off here
-                raise_if_a_handlers(error)
                 reason = str(error)
     except OSError as error:
-        raise_if_a_handlers(error)
         reason = str(error)
         for one in made:
             one.close()

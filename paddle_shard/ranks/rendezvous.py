@@ -9,6 +9,7 @@ endpoint that the launcher has given it. That port is free: `paddle.distributed`
 from __future__ import annotations
 
 import atexit
+import contextlib
 import faulthandler
 import functools
 import os
@@ -25,7 +26,6 @@ from paddle.framework import core
 
 from paddle_shard.errors import ArgumentError, PeerLostError
 from paddle_shard.forks import no_fork
-from paddle_shard.handlers import ignoring, raise_if_a_handlers
 from paddle_shard.say_once import say_once
 
 _PAUSE = 0.02
@@ -58,7 +58,7 @@ def _leave_sockets_to_the_parent() -> None:
     global _is_child
     _is_child = dist.is_initialized()
     for found in list(_sockets):
-        with ignoring(OSError):
+        with contextlib.suppress(OSError):
             found.close()
 
 
@@ -161,7 +161,6 @@ def rendezvous_of(ranks: Sequence[int]) -> Rendezvous:
         try:
             _make_store(port)
         except Exception as error:
-            raise_if_a_handlers(error)
             raise ArgumentError(
                 f"the ranks of a loader cannot meet at {host}:{port}, this rank's endpoint from the launcher: {error}. "
                 "Call paddle.distributed.init_parallel_env() on every rank before the first loop."
@@ -180,7 +179,7 @@ def _say_gone() -> None:
     if (met and error is None) or _is_child or not dist.is_initialized() or num_ranks() == 1:
         return
     why = "" if error is None else f": {type(error).__name__}: {error}"[:_MOST_TEXT]
-    with ignoring(Exception), open(os.devnull, "w") as nowhere:  # the store has gone before
+    with contextlib.suppress(Exception), open(os.devnull, "w") as nowhere:  # the store has gone before
         # If its process is stopped, Paddle's client would wait for it, and this process would not end.
         faulthandler.dump_traceback_later(_LONGEST_WORD, exit=True, file=nowhere)
         place, rank = rendezvous_of([0]), dist.get_rank()

@@ -16,7 +16,6 @@ import paddle.distributed as dist
 
 from paddle_shard.clock import LEADER, at
 from paddle_shard.errors import DifferentDataError, PeerLostError
-from paddle_shard.handlers import raise_if_a_handlers
 from paddle_shard.plan.step import Step
 from paddle_shard.ranks.agreement import NOTICE, Agreement
 from paddle_shard.ranks.broadcast import Broadcast, Receiver, connected
@@ -258,7 +257,6 @@ class Subscribing(Wrapper):
             except BlockingIOError:  # the leader has not opened the pass yet, or is reading
                 waited = time.monotonic() - began
             except (EOFError, OSError) as error:
-                raise_if_a_handlers(error)
                 if self._closed or self._receiver is not None:
                     raise self._stopped() from None
                 how = f"cannot be reached on this host: {error}. With replicas='each', every rank reads for itself."
@@ -303,5 +301,4 @@ def _key_of(step: Step) -> int:
 
 
 def _failed(error: Exception) -> tuple[int, ReadFailure]:
-    raise_if_a_handlers(error)
     return FAILED, ReadFailure.of(error, what="receiving the batch")

@@ -23,7 +23,6 @@ from typing import Any
 import paddle.distributed as dist
 
 from paddle_shard.errors import PeerLostError
-from paddle_shard.handlers import ignoring
 from paddle_shard.ranks.group import ABSENT, FINE, LOST, Group, TwoLevelGroup, loss, told_loss
 from paddle_shard.ranks.reception import Reception, hello
 from paddle_shard.ranks.rendezvous import connected, gone, hosts_of_ranks, rendezvous_of
@@ -95,7 +94,7 @@ class StarGroup(Group):
             self._sending.release()
         self._closed = True
         for peer in list(self._peers.values()):
-            with ignoring(OSError):
+            with contextlib.suppress(OSError):
                 peer.shutdown(socket.SHUT_RDWR)
             peer.close()
 
@@ -179,7 +178,7 @@ class StarGroup(Group):
         """Send a message to all ranks that this one is connected to, except for some; who is gone is found later."""
         for position, peer in list(self._peers.items()):
             if position not in others:
-                with ignoring(OSError), self._sending:
+                with contextlib.suppress(OSError), self._sending:
                     _send(peer, kind, payload, time.monotonic() + _GRACE)
 
     def _listen(self, deadline: float) -> None:

@@ -13,7 +13,6 @@ import tempfile
 from collections.abc import Callable
 from typing import Any
 
-from paddle_shard.handlers import raise_if_a_handlers
 from paddle_shard.reading.serialization import layout, pickled, read, write
 
 HEAD = struct.Struct("<BxxxIQQ")
@@ -128,7 +127,6 @@ class Channel:
             try:
                 return read(theirs[start : start + size], num_pieces)
             except Exception as error:
-                raise_if_a_handlers(error)
                 return failed(error)
 
     def send(self, message: Any) -> None:
@@ -188,8 +186,7 @@ def mapped(file: int, size: int) -> memoryview | None:
     """Map a file in memory and close it; None if no addresses are left."""
     try:
         return memoryview(mmap.mmap(file, size))
-    except OSError as error:
-        raise_if_a_handlers(error)
+    except OSError:
         return None
     finally:
         os.close(file)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +14,6 @@ import numpy as np
 
 from paddle_shard.clock import SLOW, clock
 from paddle_shard.errors import BatchStructureError, PaddleShardError
-from paddle_shard.handlers import ignoring, raise_if_a_handlers
 from paddle_shard.plan.parts import PartsPlan
 from paddle_shard.plan.step import MOST_STAND_INS, Content
 from paddle_shard.reading.batch import Batch, Chunk, take_rows
@@ -133,7 +133,7 @@ class ChunkReader(Reader):
 
     def _opened(self, one: Content, *first: Any) -> None:
         """See `Opening.opened`."""
-        with ignoring(Exception):  # what cannot be looked at is not told
+        with contextlib.suppress(Exception):  # what cannot be looked at is not told
             self._told += [one._replace(digest=digest(item, 0, WHOLE), shown=in_words(item)) for item in first] or [one]
 
     def _rows(self, asked: ChunkRequest, at: dict[str, Any]) -> Chunk:
@@ -229,7 +229,6 @@ class ChunkReader(Reader):
             try:
                 column += [self._padding.of(part)] * missing
             except Exception as error:
-                raise_if_a_handlers(error)
                 if delivers:
                     raise
                 return str(error)

@@ -22,7 +22,6 @@ from paddle.framework import core
 from paddle_shard.clock import STARTING, TENSORS, TRANSPORT, at, clock
 from paddle_shard.errors import DifferentDataError
 from paddle_shard.forks import no_fork
-from paddle_shard.handlers import raise_if_a_handlers
 from paddle_shard.plan.partition import Rows
 from paddle_shard.plan.step import Step
 from paddle_shard.reading.batch import Batch, Chunk, Even, joined
@@ -89,7 +88,6 @@ def told_of(step: Step, what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise_if_a_handlers(error)
         raise ReadFailure.of(error, what=what).error(step) from None
 
 
@@ -282,7 +280,6 @@ class WorkerExecutor(_Reads):
             except ConnectionError:  # told when the answer is due
                 pass
             except Exception as error:
-                raise_if_a_handlers(error)  # by a signal handler: the message may have been sent
                 indices = tuple(getattr(request, "indices", ()))
                 self._failures[self._num_sent] = ReadFailure.of(error, what="sending the request", indices=indices)
             self._unsent.popleft()

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from paddle_shard.errors import DataReadError, text_of
-from paddle_shard.handlers import raise_if_a_handlers
 from paddle_shard.plan.step import Step
 
 _SHOWN = 16
@@ -40,7 +39,6 @@ class ReadFailure:
         try:
             text = "".join(traceback.format_exception(error))
         except Exception as other:  # an exception whose own __str__ raises
-            raise_if_a_handlers(other)
             text = f"(its text cannot be had: {type(other).__name__})"
         return cls(cause_type=type(error).__name__, cause=text_of(error), traceback=text, **where)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -11,7 +12,6 @@ from typing import Any
 import numpy as np
 import paddle.io
 
-from paddle_shard.handlers import ignoring
 from paddle_shard.say_once import say_once
 
 Held = dict[tuple[str, str], Any]
@@ -41,7 +41,7 @@ def _walked(one: Any, deepest: int) -> Iterator[tuple[Any, str, Any]]:
         yield from _walked(one.__self__, deepest)
     names = getattr(getattr(one, "__code__", None), "co_freevars", ())
     for name, cell in zip(names, getattr(one, "__closure__", None) or (), strict=False):
-        with ignoring(ValueError):  # it is not bound yet
+        with contextlib.suppress(ValueError):  # it is not bound yet
             held[name] = cell.cell_contents
     for name, value in held.items():
         yield one, name, value

@@ -6,6 +6,7 @@ may die, and another is asked the same again.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import pickle
@@ -23,7 +24,6 @@ from paddle.io.dataloader import worker as paddle_worker
 from paddle_shard.checks import check_count
 from paddle_shard.clock import WAITING, at
 from paddle_shard.errors import ArgumentTypeError, described
-from paddle_shard.handlers import ignoring, raise_if_a_handlers
 from paddle_shard.reading.chunk_reader import ChunkReader
 from paddle_shard.reading.failure import ReadFailure
 from paddle_shard.reading.reader import Reader
@@ -96,8 +96,7 @@ class ReadingActor:
         if folder is not None:
             try:
                 os.chdir(folder)
-            except OSError as error:
-                raise_if_a_handlers(error)
+            except OSError:
                 os.chdir("/proc")  # where no file of a user has the name of one that is meant
                 self._where += f" (where relative paths lead nowhere, as it has no folder {folder})"
         self._guard = paddle.base.dygraph.guard(place=paddle.CPUPlace())
@@ -121,7 +120,6 @@ class ReadingActor:
         try:
             pieces = pickled(answer, cloudpickle.CloudPickler)
         except Exception as error:
-            raise_if_a_handlers(error)
             what = "sending the batch"
             pieces = pickled(ReadFailure.of(error, what=what, worker=number, where=self._where))
         return [np.asarray(piece) for piece in pieces]
@@ -136,7 +134,6 @@ class ReadingActor:
                 self._workers[number] = settings.reader, failure, paddle_worker._worker_info
             asked = pickle.loads(request)
         except Exception as error:
-            raise_if_a_handlers(error)
             return ReadFailure.of(error, what="receiving the request", worker=number, where=self._where)
         reader, failed, paddle_worker._worker_info = self._workers[number]
         found = failed or reader.read(asked, number)
@@ -221,7 +218,6 @@ class RayPool(WorkerPool):
                 self._sent = ray.put(cloudpickle.dumps(self._settings))
             self._add_actors()
         except Exception as error:
-            raise_if_a_handlers(error)
             self._broken = WorkersLostError(f"the readers cannot be started: {described(error)}", 0)
             self._broken.__cause__ = error
 
@@ -319,7 +315,6 @@ class RayPool(WorkerPool):
                     self._note(refs[ref], ref)
             self._assign()
         except Exception as error:  # such as a connection to Ray that was ended
-            raise_if_a_handlers(error)
             self._broken = self._broken or WorkersLostError(f"Ray does not answer: {described(error)}", 0)
 
     def _note(self, actor: _Actor, ref: Any) -> None:
@@ -345,7 +340,6 @@ class RayPool(WorkerPool):
                 text, *arrays = found
                 found = pickle.loads(text, buffers=[one.copy() for one in arrays])
         except Exception as error:
-            raise_if_a_handlers(error)
             found = ReadFailure.of(error, what="receiving the batch", worker=asked.number)
         asked.done, asked.answer = True, found
         return None
@@ -419,7 +413,7 @@ class RayPool(WorkerPool):
         """Return in words what is missing."""
         there = sum(actor.told is None for actor in self._actors)
         text = f"{there} of {self.num_workers} actors that read have begun"
-        with ignoring(Exception):
+        with contextlib.suppress(Exception):
             import ray
 
             free, of_all = ray.available_resources().get("CPU", 0), ray.cluster_resources().get("CPU", 0)
@@ -428,7 +422,7 @@ class RayPool(WorkerPool):
         return f"{text}. {others}; a node that is added is used at once."
 
     def _kill(self, actor: _Actor) -> None:
-        with ignoring(Exception):
+        with contextlib.suppress(Exception):
             import ray
 
             if ray.is_initialized():  # else its actors have ended with it, and `kill` would connect to some cluster

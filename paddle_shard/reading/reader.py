@@ -6,6 +6,7 @@ samples that fail, and how a failure travels.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +23,6 @@ import paddle.distributed as dist
 from paddle_shard.clock import COLLATING, READING, SLOW, Cause, clock, named
 from paddle_shard.collate import DtypesDifferError, check_dtypes, collate, no_rows, stack
 from paddle_shard.errors import described
-from paddle_shard.handlers import ignoring, raise_if_a_handlers, raised_by_a_handler
 from paddle_shard.plan.mixture import is_sample_id
 from paddle_shard.plan.seeding import derive_seed, mix
 from paddle_shard.plan.step import MOST_STAND_INS, Content, Step
@@ -122,10 +122,8 @@ class Reader:
                 held = Undisturbed()
                 users = states(self.generators)
             return self._rows(asked, at)
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:  # also SystemExit, which would end a worker silently
-            if worker is None and raised_by_a_handler(error):
+        except Exception if worker is None else BaseException as error:  # SystemExit would end a worker silently
+            if isinstance(error, KeyboardInterrupt):
                 raise
             self._explain(error, asked, at)
             return ReadFailure.of(error, worker=worker, **at)
@@ -323,8 +321,7 @@ class IdReader(Reader):
             return self._one_by_one(asked, ids, at, key)
         try:
             return self._at_once(asked, ids, at, _seed_of(key, ids[0]))
-        except Exception as error:
-            raise_if_a_handlers(error)
+        except Exception:
             if not self._how.skip_errors or not hasattr(self.dataset, "__getitem__"):
                 raise
             return self._one_by_one(asked, ids, at, key)
@@ -375,7 +372,6 @@ class IdReader(Reader):
             try:
                 samples.append(read(index))
             except catches as error:
-                raise_if_a_handlers(error)
                 failed[len(samples)] = described(error)
                 samples.append(None)
             except BaseException:
@@ -432,7 +428,6 @@ class IdReader(Reader):
                 same = same and all(digest(self._again(one), 0, WHOLE) == told for _ in range(again))
                 found.append(one._replace(digest=told if same else None, shown=shown))
             except Exception as error:
-                raise_if_a_handlers(error)
                 found.append(one._replace(digest=None, shown=described(error)))
         return tuple(found)
 
@@ -475,7 +470,7 @@ class IdReader(Reader):
                 for index in range(min(MOST_STAND_INS, len(self.dataset))):
                     if index not in avoided:
                         self._seed_sample(key, index)
-                        with ignoring(Exception):
+                        with contextlib.suppress(Exception):
                             self._stand_in = index, self.dataset[index]
                             return self._stand_in[1]
             raise LookupError
@@ -498,14 +493,14 @@ def _known(step: Step, ids: Sequence[Any], samples: Sequence[Any]) -> dict[int, 
     for number, one in enumerate(step.contents):
         sample = samples[ids.index(one.sample)] if one.epoch == step.epoch and one.sample in ids else None
         if sample is not None:
-            with ignoring(Exception):  # it is read again, and said
+            with contextlib.suppress(Exception):  # it is read again, and said
                 found[number] = _told(sample)
     return found
 
 
 def digest_or_none(sample: Any) -> int | None:
     """Return a digest of some of a sample; None if it has none."""
-    with ignoring(Exception):
+    with contextlib.suppress(Exception):
         return digest(sample)
     return None
 
@@ -581,7 +576,6 @@ def collate_skipping(
         try:
             collate(rows)
         except Exception as error:  # it is not kept: its frames hold the iterator, which would not end
-            raise_if_a_handlers(error)
             return described(error)
         return ""
 
@@ -589,7 +583,6 @@ def collate_skipping(
     try:
         return collate(rows)
     except Exception as error:
-        raise_if_a_handlers(error)
         why = described(error)
     known = len(failed)
     alone = {row: fails([sample]) for row, sample in enumerate(samples) if row not in failed}

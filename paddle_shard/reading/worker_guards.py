@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import gc
 import multiprocessing
@@ -13,8 +14,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
-
-from paddle_shard.handlers import ignoring
 
 _PARENT_SECONDS = 1.0
 """Seconds between two checks of a worker whether its parent is alive."""
@@ -50,7 +49,7 @@ def answer_to_the_parent() -> None:
 
 def stacks_of(worker: int) -> str:
     """Return where the threads of a worker are, given its process id; empty if it does not say so."""
-    with ignoring(OSError):  # it has ended, or has not begun
+    with contextlib.suppress(OSError):  # it has ended, or has not begun
         folder = f"/proc/{worker}/fd"
         found = [f"{folder}/{name}" for name in os.listdir(folder) if _STACKS in os.readlink(f"{folder}/{name}")]
         if found:

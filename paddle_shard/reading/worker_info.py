@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -13,7 +14,6 @@ from paddle.io.dataloader import worker as paddle_worker
 from paddle.io.dataloader.worker import WorkerInfo
 
 from paddle_shard.errors import ArgumentTypeError, SplitError
-from paddle_shard.handlers import ignoring, raise_if_a_handlers
 from paddle_shard.plan.step import Content
 from paddle_shard.reading.digest import digest
 from paddle_shard.sources.external import OwnCopy, iterate, tell_epoch
@@ -94,7 +94,7 @@ class SelfSplit(Stage):
             # All readers look at one part: to a stream that also asks for its rank, it is another one on each. One that
             # shuffles without a seed may begin alike by chance.
             look = replace(opening, opened=None, parts=(0,), skip=0)
-            with ignoring(Exception):  # what cannot be looked at is not told
+            with contextlib.suppress(Exception):  # what cannot be looked at is not told
                 first, *others = (list(islice(self._begun(0, look)[1], _LOOKED_AT)) for _ in range(_LOOKS))
                 key = f"{opening.seed & 0xFFFFFFFF:x}{LOOK}"
                 known = Content(opening.epoch, key, name="what part 0 begins with", reader=key)
@@ -119,7 +119,6 @@ class SelfSplit(Stage):
         try:
             second = next(items, _END)
         except Exception as error:  # it is raised below, at its own sample
-            raise_if_a_handlers(error)
             second, failure = _END, error
         if opening.num_parts > 1 and not info.looked and failure is None:
             raise SplitError(

@@ -23,7 +23,6 @@ import paddle.io
 
 from paddle_shard.clock import STARTING, WAITING, at
 from paddle_shard.forks import LONGEST, no_fork, wait_for_imports
-from paddle_shard.handlers import ignoring
 from paddle_shard.randomness import NumpyGenerator, Undisturbed, kept
 from paddle_shard.reading.channel import Channel
 from paddle_shard.reading.failure import ReadFailure
@@ -184,7 +183,7 @@ class WorkerPool:
         """Make a call of `receive` in another thread end."""
         self.interrupted = True
         for channel in self._channels:
-            with ignoring(OSError):
+            with contextlib.suppress(OSError):
                 channel.interrupt()
 
     def let_go(self) -> None:

@@ -15,7 +15,6 @@ from hashlib import blake2b
 from typing import Any, BinaryIO
 
 from paddle_shard.errors import ArgumentError
-from paddle_shard.handlers import raise_if_a_handlers
 
 FORMAT = 1
 """Version of the lines; no other is read."""
@@ -75,8 +74,7 @@ def _lock(file: BinaryIO) -> None:
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.01)
-        except OSError as error:
-            raise_if_a_handlers(error)
+        except OSError:
             return None  # this file system has no locks
 
 
@@ -103,7 +101,6 @@ def read(path: str) -> tuple[list[dict[str, Any]], list[str]]:
         with open(path, "rb") as file:
             *whole, half = file.read().split(b"\n")
     except OSError as error:
-        raise_if_a_handlers(error)
         raise ArgumentError(f"{path} cannot be read ({error}). Give the file of shard_dataloader(record=).") from error
     found, problems, before = [], [], ""
     for number, line in enumerate(whole, 1):

@@ -13,7 +13,6 @@ from datetime import datetime, timezone
 from typing import Any
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError
-from paddle_shard.handlers import raise_if_a_handlers
 from paddle_shard.plan.state import LoaderState
 from paddle_shard.record.lines import FORMAT, append
 
@@ -60,7 +59,6 @@ class Recorder:
         except ArgumentError:
             raise
         except (OSError, ValueError) as error:  # a ValueError: its name has a null byte
-            raise_if_a_handlers(error)
             raise ArgumentError(f"record={self.path!r} cannot be written ({error}). {_WAY_OUT}") from error
 
     def _compare(self, begun: Sequence[bytes], fingerprint: Mapping[str, Any]) -> None:
@@ -94,7 +92,6 @@ class Recorder:
                 one = self._pending.popleft()
                 self._append(one.pop("line"), {"job": self._job, **one})
         except OSError as error:
-            raise_if_a_handlers(error)
             self._over = True
             _LOG.warning("record=%r cannot be written any more (%s). The run continues without it.", self.path, error)
         finally:

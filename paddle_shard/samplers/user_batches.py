@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
@@ -12,9 +13,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from paddle_shard.checks import listed
+from paddle_shard.checks import length_or_none, listed
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, PaddleShardError, StateError
-from paddle_shard.handlers import ignoring, length_or_none, raise_if_a_handlers
 from paddle_shard.plan.partition import check_batch_size
 from paddle_shard.plan.seeding import derive_seed
 from paddle_shard.plan.state import LoaderState
@@ -119,7 +119,7 @@ class UserBatches(IndexBatches):
 
     def _yields(self, epoch: int) -> bool:
         """Return whether a copy of the sampler yields a batch; True if that cannot be seen."""
-        with ignoring(Exception):
+        with contextlib.suppress(Exception):
             return next(iter(Draw(self._copy(), epoch, self)), None) is not None
         return True
 
@@ -133,7 +133,6 @@ class UserBatches(IndexBatches):
         try:
             other = replace(self, batch_sampler=self._copy(), _ends={}, _begun=[])
         except Exception as error:  # such as a generator, which cannot be copied
-            raise_if_a_handlers(error)
             raise ArgumentTypeError(
                 f"len(): the batch_sampler {self._name} does not tell how many batches it has with "
                 f"tail={self.tail!r}, and cannot be copied to count them."
@@ -172,7 +171,6 @@ class UserBatches(IndexBatches):
             try:
                 sampler = self._copy()
             except Exception as error:
-                raise_if_a_handlers(error)
                 only_once = f"the batch_sampler {self._name} holds its position, and cannot be copied ({error})"
         elif once is not None:
             only_once = f"the {type(once).__name__} of the batch_sampler can be iterated only once"
@@ -220,8 +218,7 @@ class UserBatches(IndexBatches):
                 for one in samplers(sampler):
                     getattr(one, "set_epoch", int)(epoch)
                 batch, _ = next(iter(Draw(sampler, epoch, self)))
-        except Exception as error:  # the pass itself says so
-            raise_if_a_handlers(error)
+        except Exception:  # the pass itself says so
             return ""
         return hashlib.blake2b(as_ids(batch).tobytes(), digest_size=8).hexdigest()
 
@@ -283,14 +280,12 @@ class UserBatches(IndexBatches):
         """Return whether a copy of the sampler that is given its state draws the batch that has come next."""
         try:
             again = Draw(self._own(draw.epoch), draw.epoch, self)
-        except Exception as error:  # it cannot be copied
-            raise_if_a_handlers(error)
+        except Exception:  # it cannot be copied
             return True
         try:
             again.load(state, draw.began)
             found, _ = next(iter(again), ([], None))
         except Exception as error:
-            raise_if_a_handlers(error)
             found = [f"{type(error).__name__}: {error}"]
         if found != batch:
             say_once(

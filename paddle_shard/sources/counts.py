@@ -6,6 +6,7 @@ begins, so that counting a file and reading it from a sample on are the same cod
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -19,7 +20,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from paddle_shard.handlers import ignoring
 from paddle_shard.plan.seeding import derive_key
 from paddle_shard.plan.skips import counted
 from paddle_shard.sources import files
@@ -223,17 +223,17 @@ def _kept(kind: str, paths: list[str]) -> Iterator[dict[str, Any]]:
     """
     file = _folder() / f"{derive_key(2, kind, paths, size=16).hex()}.json"  # 2 is the version of what is kept
     with ExitStack() as stack:
-        with ignoring(OSError):
+        with contextlib.suppress(OSError):
             file.parent.mkdir(parents=True, exist_ok=True)
             stack.enter_context(held(stack.enter_context(file.open("ab"))))
         known: dict[str, Any] = {}
-        with ignoring(OSError, ValueError, TypeError):
+        with contextlib.suppress(OSError, ValueError, TypeError):
             known = dict(json.loads(file.read_bytes()))
         before = dict(known)
         try:
             yield known
         finally:
-            with ignoring(OSError):
+            with contextlib.suppress(OSError):
                 if known != before:
                     with files.replacing(file) as target:
                         target.write(json.dumps(known, separators=(",", ":")).encode())
@@ -247,7 +247,7 @@ def _kept(kind: str, paths: list[str]) -> Iterator[dict[str, Any]]:
 
 def _kept_entry(kept: Any, status: os.stat_result) -> ShardEntry | None:
     """Return the kept entry of a file; None if there is none or the file has changed."""
-    with ignoring(AttributeError, KeyError, TypeError, ValueError):
+    with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):
         entry = ShardEntry.from_json(kept)
         if entry.size == status.st_size and kept["changed"] == [status.st_mtime_ns, status.st_ctime_ns]:
             return entry

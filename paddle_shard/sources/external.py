@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import copy
 import json
 from collections import deque
@@ -13,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, SplitError, StateError
-from paddle_shard.handlers import ignoring, raise_if_a_handlers
 from paddle_shard.plan.seeding import mix
 from paddle_shard.stages.stage import Opening, Stage, Stated
 
@@ -108,8 +108,7 @@ class OwnCopy:
             return given
         try:
             found = copy.copy(given)
-        except Exception as error:  # some objects refuse
-            raise_if_a_handlers(error)
+        except Exception:  # some objects refuse
             return given
         if found is given or not hasattr(found, "__dict__"):
             return found
@@ -247,7 +246,7 @@ class IterableSource(Stage):
         """The first and the last item of a list, if they are plain values: a rank may have been given a part of it."""
         given = self._iterable
         if isinstance(given, list | tuple | range) and len(given):
-            with ignoring(TypeError, ValueError):  # no plain values
+            with contextlib.suppress(TypeError, ValueError):  # no plain values
                 return [f"a list from {json.dumps(given[0])[:100]} to {json.dumps(given[-1])[:100]}"]
         return []
 

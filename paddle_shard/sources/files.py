@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import bz2
+import contextlib
 import glob
 import gzip
 import http.client
@@ -36,7 +37,6 @@ from paddle_shard.errors import (
     described,
 )
 from paddle_shard.forks import no_fork
-from paddle_shard.handlers import ignoring, raise_if_a_handlers
 from paddle_shard.plan.seeding import derive_key
 from paddle_shard.plan.step import Content
 
@@ -130,7 +130,7 @@ def within_their_folder(names: Sequence[str]) -> list[str]:
 
 def local_size(name: str) -> int | None:
     """Return the size of a local file in bytes; None for a remote file, whose size would cost a request."""
-    with ignoring(OSError):  # reading the file later raises an error that names it
+    with contextlib.suppress(OSError):  # reading the file later raises an error that names it
         return None if is_remote(name) else os.path.getsize(local_path(name))
     return None
 
@@ -171,7 +171,6 @@ def failures_named(name: str, place: Callable[[], tuple[str, int | None]]) -> It
     except PaddleShardError:
         raise
     except Exception as error:
-        raise_if_a_handlers(error)
         what, offset = place()
         raise ShardReadError.of(f"{shown(name)}: {what} failed: {described(error)}", shown(name), offset) from error
 
@@ -266,7 +265,7 @@ def version_of(file: Any, name: str) -> Content:
     told = getattr(raw, "told", None)  # of a copy
     if isinstance(raw, io.FileIO) and told is None:
         size: Any = os.fstat(raw.fileno()).st_size
-        with ignoring(OSError):  # a pipe
+        with contextlib.suppress(OSError):  # a pipe
             ends = os.pread(raw.fileno(), _ENDS, 0) + os.pread(raw.fileno(), _ENDS, max(0, size - _ENDS))
             # No CRC: a stored gzip file ends with its own, so that all such files would have the same one.
             digest = int.from_bytes(derive_key(size, ends, size=4), "little")
@@ -419,7 +418,6 @@ class RemoteFile(io.RawIOBase):
             try:
                 return attempt()
             except Exception as error:
-                raise_if_a_handlers(error)
                 self._disconnect()
                 if not _may_pass(_told_by_server(error)):
                     raise
@@ -533,6 +531,6 @@ def replacing(path: str | os.PathLike[str], mode: int = 0o600, *, buffering: int
         os.chmod(part, mode)
         os.replace(part, path)
     except BaseException:
-        with ignoring(OSError):
+        with contextlib.suppress(OSError):
             os.unlink(part)
         raise

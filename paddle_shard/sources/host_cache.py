@@ -6,6 +6,7 @@ that holds them. So nothing has to be mended after a process was killed.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import logging
@@ -21,7 +22,6 @@ from typing import Any, BinaryIO
 
 from paddle_shard.checks import check_count
 from paddle_shard.errors import ArgumentError, ArgumentTypeError
-from paddle_shard.handlers import ignoring, raise_if_a_handlers
 from paddle_shard.plan.seeding import derive_key
 from paddle_shard.say_once import say_once
 from paddle_shard.sources.files import BUFFER, base_name, is_remote, open_file, replacing, shown, version_of
@@ -102,7 +102,7 @@ class HostCache:
                     return remote
                 remote[0].close()
                 return open_file(name, start)
-        with ignoring(OSError, ValueError):  # a file system without such attributes
+        with contextlib.suppress(OSError, ValueError):  # a file system without such attributes
             copy.told = int(os.getxattr(copy.fileno(), _TOLD))
         copy.seek(start)
         return io.BufferedReader(copy, BUFFER), os.fstat(copy.fileno()).st_size
@@ -111,14 +111,14 @@ class HostCache:
         """Open a copy; return None if there is none, or if it has lost bytes since it was made, and remove it."""
         copy, had, size = _opened(path), None, None
         if copy is not None:
-            with ignoring(OSError, ValueError):  # a file system without such attributes
+            with contextlib.suppress(OSError, ValueError):  # a file system without such attributes
                 had, size = int(os.getxattr(copy.fileno(), _SIZE)), os.fstat(copy.fileno()).st_size
         if copy is None or had == size:
             return copy
         copy.close()
         said = "%s, the copy of %s, had %d bytes and has %d now. It is downloaded again."
         logging.getLogger("paddle_shard").warning(said, path, shown(name), had, size)
-        with self._explained(name), ignoring(FileNotFoundError):
+        with self._explained(name), contextlib.suppress(FileNotFoundError):
             os.unlink(path)  # who has it open goes on with it
         return None
 
@@ -148,7 +148,7 @@ class HostCache:
                     while rest:  # a write without a buffer may write only a part
                         rest = rest[target.write(rest) :]
                 copied += len(piece)
-            with ignoring(OSError):
+            with contextlib.suppress(OSError):
                 os.setxattr(target.fileno(), _SIZE, str(copied).encode())
                 os.setxattr(target.fileno(), _TOLD, str(version_of(source, name).digest).encode())
             with self._explained(name, size, copied):
@@ -172,7 +172,7 @@ class HostCache:
             copies = list[tuple[int, int, str]]()  # (when it was used, bytes, path)
             for found in os.scandir(self.folder):
                 if _OURS.fullmatch(found.name):
-                    with ignoring(FileNotFoundError):
+                    with contextlib.suppress(FileNotFoundError):
                         status = found.stat()
                         # One that is being made is locked, or its process was killed.
                         if not (found.name.startswith(".") and alone and _removed(found.path)):
@@ -221,7 +221,6 @@ class HostCache:
         try:
             yield
         except OSError as error:
-            raise_if_a_handlers(error)
             if error.errno not in _FULL:
                 raise OSError(error.errno, f"cannot write to cache_dir {self.folder!r}: {error}") from error
             if copied is None:
@@ -273,12 +272,12 @@ def open_through(cache: HostCache | None, name: str, start: int = 0) -> tuple[Bi
 
 def _opened(path: str) -> _Copy | None:
     """Open a copy and lock it against removal; return None if there is none."""
-    with ignoring(FileNotFoundError):
+    with contextlib.suppress(FileNotFoundError):
         copy = _Copy(path)
         flocked(copy, "LOCK_SH")
-        with ignoring(FileNotFoundError):  # it was removed before it was locked
+        with contextlib.suppress(FileNotFoundError):  # it was removed before it was locked
             if os.stat(path).st_ino == os.fstat(copy.fileno()).st_ino:
-                with ignoring(OSError):  # the folder may be another user's
+                with contextlib.suppress(OSError):  # the folder may be another user's
                     now = time.time_ns()  # finer than what the system would write
                     os.utime(copy.fileno(), ns=(now, now))
                 return copy
@@ -288,8 +287,8 @@ def _opened(path: str) -> _Copy | None:
 
 def _removed(path: str) -> bool:
     """Remove a copy, or a half one, that no process has locked; return whether it is gone."""
-    with ignoring(FileNotFoundError), open(path, "rb") as file:
-        with ignoring(OSError):
+    with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
+        with contextlib.suppress(OSError):
             if flocked(file, "LOCK_EX", "LOCK_NB"):
                 os.unlink(path)
                 return True

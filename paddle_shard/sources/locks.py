@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import IO, Any
 
-from paddle_shard.handlers import ignoring
-
 
 def flocked(file: Any, *flags: str) -> bool:
     """Lock or unlock a file by flags of `fcntl`; return False if another process has it, or there are no locks."""
-    with ignoring(ImportError, OSError):
+    with contextlib.suppress(ImportError, OSError):
         import fcntl
 
         fcntl.flock(file, sum(getattr(fcntl, flag) for flag in flags))

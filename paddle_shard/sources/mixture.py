@@ -9,7 +9,6 @@ from typing import Any, Literal
 import numpy as np
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError
-from paddle_shard.handlers import raise_if_a_handlers
 from paddle_shard.plan.mixture import MAX_DRAWS, MAX_LENGTH, MAX_SOURCES, Mixing, is_sample_id, source_and_index
 from paddle_shard.plan.order import Ordering
 from paddle_shard.plan.orders import Sequential, Shuffled
@@ -191,7 +190,6 @@ def _length(name: str, source: Any) -> int:
     try:
         length = len(source)
     except Exception as error:  # a Stream's says that it has none, and so do Paddle's iterable data sets
-        raise_if_a_handlers(error)
         raise ArgumentTypeError(
             f"Mixture: source {name!r} has no length ({type(error).__name__}: {error}). {streams}"
         ) from error

@@ -17,7 +17,6 @@ import numpy.typing as npt
 
 from paddle_shard.checks import check_count
 from paddle_shard.errors import ArgumentError, StateError, described
-from paddle_shard.handlers import raise_if_a_handlers
 from paddle_shard.plan.order import Indices, spread
 from paddle_shard.plan.packing import Packing, Piece
 from paddle_shard.plan.seeding import mix
@@ -205,8 +204,7 @@ class Packed:
                 try:
                     document = self.documents[at]
                     found = plain.fields(document, f"document {at}")
-                except Exception as error:  # it is raised when its row is read
-                    raise_if_a_handlers(error)
+                except Exception:  # it is raised when its row is read
                     continue
                 self._check_length(at, document)
                 of_tokens |= found.keys()
@@ -282,7 +280,6 @@ def _counted(documents: Any, key: str) -> Indices:
             try:
                 found[number] = len(tokens_of(documents[number], key))
             except Exception as error:
-                raise_if_a_handlers(error)
                 raise ArgumentError(
                     f"Packed: the tokens of document {number} cannot be counted: {described(error)}. Give lengths=, or "
                     f"documents that are arrays or dicts with the field {key!r}."
@@ -312,7 +309,6 @@ def read_lengths(file: str | os.PathLike[str]) -> tuple[Indices, dict[str, Any]]
         with open(file, "rb") as source, np.load(source) as kept:
             return np.asarray(kept["lengths"]), dict(json.loads(str(kept["about"])))
     except Exception as error:
-        raise_if_a_handlers(error)
         way_out = "Give the path of one, or where one is to be written; remove it if it was one that is damaged now."
         raise StateError(f"Packed: {str(file)!r} is no file of lengths: {described(error)}. {way_out}") from error
 

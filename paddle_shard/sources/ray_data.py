@@ -13,7 +13,6 @@ from typing import Any
 
 from paddle_shard.checks import check_count
 from paddle_shard.errors import ArgumentError, ArgumentTypeError
-from paddle_shard.handlers import raise_if_a_handlers
 from paddle_shard.sources.external import ExternalLoader, ShardOptions
 from paddle_shard.sources.files import needs
 
@@ -38,7 +37,6 @@ def connect() -> None:
         try:
             socket.create_connection((found[1], int(found[2])), _CONNECT_SECONDS).close()
         except OSError as error:
-            raise_if_a_handlers(error)
             raise ConnectionError(f"no Ray cluster answers at RAY_ADDRESS={address} ({error}). {way_out}.") from error
     ours = signal.getsignal(signal.SIGTERM)
     try:

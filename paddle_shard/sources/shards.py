@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count, islice
@@ -12,7 +13,6 @@ import numpy.typing as npt
 
 from paddle_shard.checks import check_count
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, ShardReadError, described
-from paddle_shard.handlers import ignoring
 from paddle_shard.plan.seeding import derive_key, derive_seed, mix
 from paddle_shard.plan.shuffle import Permutation
 from paddle_shard.plan.step import Content
@@ -331,7 +331,7 @@ class ShardSource(Stage):
         So it is seen if all files were written anew, also between two epochs.
         """
         shard = derive_seed("look", opening.seed, part) % len(self._names)
-        with ignoring(Exception):  # reading it raises, when it is due
+        with contextlib.suppress(Exception):  # reading it raises, when it is due
             self._tell(version_of(None, self._files[shard]), shard, f"look {part}", opening)
 
 

@@ -13,7 +13,6 @@ from typing import Any, BinaryIO, cast
 
 from paddle_shard.checks import listed
 from paddle_shard.errors import ArgumentError, ShardReadError, StateError, described
-from paddle_shard.handlers import raise_if_a_handlers
 from paddle_shard.sources.counts import ShardEntry, count_files, source_of_files
 from paddle_shard.sources.files import BUFFER, Paths, base_name, is_remote, matched, needs, open_file, replacing, shown
 from paddle_shard.sources.host_cache import HostCache
@@ -129,7 +128,6 @@ def read_index(path: str, names: Sequence[str]) -> dict[str, ShardEntry]:
     try:
         file, _ = open_file(path)
     except OSError as error:
-        raise_if_a_handlers(error)
         raise ArgumentError(f"index={path!r} cannot be read: {error}. Make it: {RECOUNT}.") from error
     with file:
         text = file.read()
@@ -251,7 +249,6 @@ class Decode:
         try:
             return dict(self._decoder(sample))
         except Exception as error:
-            raise_if_a_handlers(error)
             # Since 0.2.111, WebDataset wraps the error in one that names the file but has no text.
             file = getattr(error, "k", None)
             cause = error if file is None else error.__cause__

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Iterator
 from copy import copy
@@ -10,7 +11,6 @@ from typing import Any
 from weakref import ref
 
 from paddle_shard.errors import ArgumentError
-from paddle_shard.handlers import ignoring
 from paddle_shard.plan.parts import choose_num_parts
 from paddle_shard.stages.stage import Opening, Stage, Transform
 
@@ -101,7 +101,7 @@ class _Turns:
         except StopIteration:
             raise
         except Exception as error:
-            with ignoring(Exception):  # the exception allows no attributes
+            with contextlib.suppress(Exception):  # the exception allows no attributes
                 setattr(error, FAILED_AT, (owner, turn * self._opening.stripe + within))
             raise
         if self._seen is not None:

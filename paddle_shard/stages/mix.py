@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from paddle_shard.handlers import ignoring
 from paddle_shard.plan.parts import nothing_to_repeat
 from paddle_shard.plan.seeding import derive_seed
 from paddle_shard.plan.weights import chairman
@@ -103,7 +102,7 @@ class Mix(Stage):
         left = []
         for at, (name, stage) in enumerate(self._stages.items()):
             if at not in ended and not stage.endless:
-                with ignoring(Exception):  # one that cannot be read is of no importance any more
+                with contextlib.suppress(Exception):  # one that cannot be read is of no importance any more
                     if next(items_of[at])[0] == 0:
                         left.append(f"{name!r} ({drawn[at]} samples of a part were read)")
         if left:

@@ -10,7 +10,6 @@ from typing import Any, ClassVar, NamedTuple
 
 from paddle_shard.clock import READING, Cause, clock
 from paddle_shard.errors import ArgumentError, described
-from paddle_shard.handlers import raise_if_a_handlers
 from paddle_shard.plan.seeding import derive_seed, mix
 from paddle_shard.plan.step import Content
 
@@ -78,7 +77,6 @@ class Opening:
         try:
             return function(sample)
         except Exception as error:
-            raise_if_a_handlers(error)
             if isinstance(sample, Mapping) and "__key__" in sample:  # of a tar: its place in the stream does not tell
                 file = str(sample.get("__url__", "")).partition("?")[0].rpartition("/")[2]
                 error.__dict__["of_sample"] = f" (sample {sample['__key__']!r} of {file})"

@@ -18,8 +18,6 @@ from typing import Any
 
 import numpy as np
 
-from paddle_shard.handlers import ignoring
-
 _REPORT_DIR = "PADDLE_SHARD_REPORT_DIR"
 """Environment variable: where a rank's `report` goes."""
 _DUMP_AT = "PADDLE_SHARD_DUMP_AT"
@@ -72,7 +70,7 @@ class Processes:
         """Return the processes that were started, or that those have started, and that run."""
         found = set()
         for process in Path("/proc").glob("[0-9]*"):
-            with ignoring(OSError):  # ended meanwhile, or another user's
+            with contextlib.suppress(OSError):  # ended meanwhile, or another user's
                 if self._mark in (process / "environ").read_bytes().split(b"\0"):
                     found.add(int(process.name))
         return found

@@ -1,15 +1,9 @@
 """What is promised of a pass that a thread reads ahead; `tests/faults` ends it in real processes."""
 
-import functools
 import gc
-import linecache
-import multiprocessing
 import os
-import pkgutil
 import random
-import signal
 import sqlite3
-import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -25,7 +19,6 @@ from paddle_shard.delivery import begin, placing
 from paddle_shard.delivery.step_pass import Feed, StepPass
 from paddle_shard.errors import ArgumentError, DataReadError, PeerLostError
 from paddle_shard.plan.step import Step
-from paddle_shard.randomness import Undisturbed
 from paddle_shard.ranks.agreement import AloneAgreement, Coordinator
 from paddle_shard.ranks.verdict import Terms
 from paddle_shard.reading import prefetcher
@@ -446,192 +439,6 @@ def no_coordinator_left():
 def agreement_of_one(prefetch):
     MADE.append(Coordinator(One(), timeout=HANG, end_process=lambda: None))
     return MADE[-1].open(Terms(ends_must_agree=True, name="test"))
-
-
-class Enough(Exception):
-    """What a handler raises."""
-
-
-def enough(*args):
-    raise Enough
-
-
-class Caller:
-    def __call__(self, number, frame):
-        raise Enough
-
-
-@pytest.fixture(params=[enough, functools.partial(enough, "more"), Caller()], ids=["function", "partial", "object"])
-def handled(request):
-    before = signal.signal(signal.SIGUSR1, request.param)
-    yield signal.SIGUSR1
-    signal.signal(signal.SIGUSR1, before)
-
-
-def test_what_a_handler_raises_is_raised_at_once_and_not_at_a_later_step(handled):
-    def interrupted(number):
-        if number == 5:
-            signal.raise_signal(handled)
-
-    class Sampler(paddle.io.BatchSampler):
-        def __init__(self):
-            self.batch_size, self.drop_last = 4, True
-
-        def __iter__(self):
-            for step in range(16):
-                if step == 5:
-                    signal.raise_signal(handled)
-                yield list(range(4 * step, 4 * step + 4))
-
-        def __len__(self):
-            return 16
-
-    agreement = agreement_of_one(8)
-    given = paddle.io.DataLoader(Rows(), batch_sampler=Sampler())
-    for batches in (
-        step_pass(Numbers(interrupted), agreement, 50),
-        paddle_shard.shard_dataloader(given, ONE, shard_dims="dp", prefetch=4),
-    ):
-        delivered = []
-        with pytest.raises(Enough):
-            for batch in batches:
-                delivered.append(batch)
-        assert len(delivered) < 4
-    assert soon(lambda: not threads())
-
-
-def interrupted_at(line, work, number, room):
-    """Do some work, in which a signal comes at the n-th line that is run of a room; return (where, error)."""
-    lines, library, process, where, error = 0, os.path.dirname(paddle_shard.__file__), os.getpid(), None, None
-    room = os.path.join(library, room)
-
-    def at_line(frame, event, _):
-        nonlocal lines, where
-        path, caller = frame.f_code.co_filename, frame
-        if not path.startswith(room) or os.getpid() != process:
-            return None
-        while caller is not None and event == "call":
-            if caller.f_code.co_name == "__del__":  # out of which nothing comes
-                return None
-            caller = caller.f_back
-        # No handler runs where a `with` block is left, before its lock is.
-        if event == "line" and not linecache.getline(path, frame.f_lineno).lstrip().startswith("with "):
-            lines += 1
-            if lines == line:
-                sys.settrace(None)
-                where = f"{os.path.relpath(path, library)}:{frame.f_lineno}"
-                signal.raise_signal(number)
-        return at_line
-
-    sys.settrace(at_line)
-    try:
-        work()
-    except BaseException as raised:  # not kept: its frames hold the iterator, which is to end without a collection
-        error = type(raised)
-    finally:
-        sys.settrace(None)
-    return where, error
-
-
-class Doubled(paddle.io.IterableDataset):
-    def __iter__(self):
-        return iter([np.array([i, 2 * i]) for i in range(64)])
-
-
-def another_thread_may_read():
-    found = []
-
-    def look():
-        held = Undisturbed()
-        found.append(held.alone)
-        held.release()
-
-    thread = threading.Thread(target=look)
-    thread.start()
-    thread.join(HANG)
-    return found == [True]
-
-
-@pytest.mark.parametrize(
-    ("workers", "stream", "room", "every"),
-    [(0, False, "", 17), (0, True, "", 61), (2, False, "", 151), (2, True, "", 211), (0, False, "position", 1)],
-)
-def test_what_a_handler_raises_at_any_line_comes_out_as_itself_and_leaves_all_as_it_should_be(
-    workers, stream, room, every
-):
-    before, handlers = signal.signal(signal.SIGUSR1, enough), None
-    try:
-        given = paddle.io.DataLoader(Doubled() if stream else Rows(), batch_size=8, num_workers=workers)
-
-        def made():
-            return paddle_shard.shard_dataloader(given, ONE, shard_dims="dp", **({} if stream else {"prefetch": 2}))
-
-        def work():
-            batches = iter(loader)
-            for _ in range(3):
-                next(batches)
-            batches.close()
-
-        loader = made()
-        work()  # what is done once
-        handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
-        at, where = 1, "the beginning"
-        while where is not None:
-            loader = made()
-            where, error = interrupted_at(at, work, signal.SIGUSR1, room)
-            assert error is (None if where is None else Enough), (where, error)
-            if threads() or multiprocessing.active_children():
-                gc.collect()  # what was cut off before anything held it may be a circle
-            assert soon(lambda: not threads() and not multiprocessing.active_children()), where
-            assert {number: signal.getsignal(number) for number in handlers} == handlers, where
-            assert another_thread_may_read(), where
-            assert sorted(row[0] for batch in loader for row in rows(batch)) == list(range(64)), where
-            at += every
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-
-
-@pytest.mark.parametrize("place", ["threading.Thread.start", "paddle_shard.reading.executor.joined"])
-@pytest.mark.parametrize("first", [True, False])
-def test_what_a_handler_raises_while_a_thread_starts_or_rows_are_joined_comes_out(handled, place, first, monkeypatch):
-    owner, name = pkgutil.resolve_name(place.rpartition(".")[0]), place.rpartition(".")[2]
-    original = getattr(owner, name)
-
-    def interrupted(self, *args):
-        if first:
-            signal.raise_signal(handled)
-        found = original(self, *args)
-        signal.raise_signal(handled)
-        return found
-
-    data, options = (Rows(), {"prefetch": 2}) if "Thread" in place else (Doubled(), {})
-    given = paddle.io.DataLoader(data, batch_size=8, num_workers=0 if "Thread" in place else 2)
-    loader = paddle_shard.shard_dataloader(given, ONE, shard_dims="dp", **options)
-    monkeypatch.setattr(owner, name, interrupted)
-    with pytest.raises(Enough):
-        list(loader)
-    monkeypatch.undo()
-
-    assert soon(lambda: not threads() and not multiprocessing.active_children())
-    assert len(list(loader)) == 8
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_description_that_a_handler_has_cut_off_loses_no_batch(handled, workers, monkeypatch):
-    from paddle_shard.loader.iteration import describe
-
-    def interrupted(*args):
-        signal.raise_signal(handled)
-
-    given = paddle.io.DataLoader(Doubled(), batch_size=8, num_workers=workers)
-    loader = paddle_shard.shard_dataloader(given, ONE, shard_dims="dp")
-    monkeypatch.setattr("paddle_shard.reading.executor.joined", interrupted)
-    with pytest.raises(Enough):
-        describe(loader._first_batch)
-    monkeypatch.undo()
-
-    assert not multiprocessing.active_children()
-    assert [row[0] for batch in loader for row in rows(batch)] == list(range(64))
 
 
 @pytest.mark.parametrize(("seconds", "quick"), [(0.001, QUICK), (0.0, 60.0)])
