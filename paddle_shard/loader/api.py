@@ -75,7 +75,7 @@ def shard_dataloader(
     placements: Any = None,
     pad_to: Mapping[Any, tuple[str | int | Sequence[int], float]] | None = None,
     verify: Literal["first"] | int | None = "first",
-    replicas: Literal["each", "leader", "auto"] = "each",
+    replicas: Literal["each", "leader"] = "each",
     timeout: float = 1800.0,
     prefetch: int | None = None,
     readers: RayReaders | None = None,
@@ -153,16 +153,15 @@ def shard_dataloader(
         replicas: Who reads for ranks that hold the same rows (that differ in mp, pp or sep only). "each": every rank
             reads for itself. "leader": on each host, one of them reads, with its workers, and hands every batch to the
             others through memory that they share. The others start no workers, and what the data set keeps in memory
-            is there once. "auto": "leader", unless reading the first batches costs less than handing them on.
+            is there once.
         timeout: Seconds for which another rank, or a worker, may be silent while this rank waits for it. All ranks of
             the meshes iterate alike, and end or fail at the same step: they agree on it ahead, in the background. For a
             loop on one rank alone, give a mesh of that rank.
-        prefetch: Number of batches that a thread of its own keeps ready while the model computes. 0: no thread, and
-            without workers each batch is read when it is asked for. None: two batches, if reading one takes 1 ms or
-            more, the DataLoader has `use_buffer_reader`, and there are no workers, which read ahead anyway. (To a
-            device, two batches are on their way in any case.) Without workers, a thread reads a data set only if it
-            draws nothing from numpy's, Python's and Paddle's global generators, and never a stream. If anything draws
-            while it reads, the thread of the training loop reads from there on, which is said in one line.
+        prefetch: Number of batches that a thread keeps ready while the model computes. 0: no thread; without workers
+            each batch is read when it is asked for. None: two, as Paddle's reader; none if the DataLoader has
+            `use_buffer_reader=False`. Data that uses numpy's, Python's, Paddle's or torch's global random generators is
+            read by the thread of the training loop, unless workers read it: the first batch of each pass shows whether
+            it does, or the data set says so (`dataset.uses_rng = True` or False).
         readers: `RayReaders(num=...)`: actors of a Ray cluster read in place of the DataLoader's worker processes, as
             many as these say, with its `worker_init_fn`, `prefetch_factor`, `timeout` and `persistent_workers`. The
             batches are the same. None: worker processes as the DataLoader says.

@@ -22,7 +22,6 @@ import paddle.io
 from paddle.io.dataloader import worker as paddle_worker
 
 from paddle_shard.checks import check_count
-from paddle_shard.clock import WAITING, at
 from paddle_shard.errors import ArgumentTypeError, described
 from paddle_shard.reading.chunk_reader import ChunkReader
 from paddle_shard.reading.failure import ReadFailure
@@ -252,8 +251,7 @@ class RayPool(WorkerPool):
             if waited >= _PATIENCE_SECONDS and not (said or any(actor.told is None for actor in self._actors)):
                 said = True
                 logging.getLogger("paddle_shard").warning(self._shortage())
-            with at(WAITING):
-                self._look(min(_LOOK_SECONDS, self.worker_timeout - waited))
+            self._look(min(_LOOK_SECONDS, self.worker_timeout - waited))
         return queue.popleft().answer
 
     def let_go(self) -> None:

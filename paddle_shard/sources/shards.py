@@ -17,7 +17,7 @@ from paddle_shard.plan.seeding import derive_key, derive_seed, mix
 from paddle_shard.plan.shuffle import Permutation
 from paddle_shard.plan.step import Content
 from paddle_shard.sources.files import failures_named, local_size, shown, version_of, within_their_folder
-from paddle_shard.stages.stage import Damaged, Opening, Stage, Unreadable, timed
+from paddle_shard.stages.stage import Damaged, Opening, Stage, Unreadable
 
 RECOUNT = "count again (make the stream anew; for an index file: `paddle-shard index URL... -o index.json`)"
 
@@ -292,7 +292,7 @@ class ShardSource(Stage):
             try:
                 opening.seed_generators(mix(key, number))
                 items = iter(self._read(name, begin))
-                each = timed(items, shown(name))
+                each = items
                 if self._versioned:
                     self._tell(next(each), shard, f"part {part}", opening)
                 for item in each:

@@ -16,7 +16,7 @@ from paddle_shard.plan.seeding import derive_seed
 from paddle_shard.plan.weights import chairman
 from paddle_shard.say_once import say_once
 from paddle_shard.stages.cut import FAILED_AT
-from paddle_shard.stages.stage import Opening, Stage, timed
+from paddle_shard.stages.stage import Opening, Stage
 from paddle_shard.stages.steps import in_rounds
 
 _BLOCK = 4096
@@ -76,7 +76,7 @@ class Mix(Stage):
         ends_at = len(sources) if self._every else 1
         if len(ended) >= ends_at:  # it ended before this position
             return
-        items_of = [timed(items, f"source {name!r}") for name, (_, items) in zip(self._names, sources, strict=True)]
+        items_of = [items for _, items in sources]
         for first in count(skip, _BLOCK):
             for position, at in enumerate(self._chairman.at(np.arange(first, first + _BLOCK))[0].tolist(), first):
                 try:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from itertools import count, islice
 from typing import Any, ClassVar, NamedTuple
 
-from paddle_shard.clock import READING, Cause, clock
 from paddle_shard.errors import ArgumentError, described
 from paddle_shard.plan.seeding import derive_seed, mix
 from paddle_shard.plan.step import Content
@@ -68,12 +67,10 @@ class Opening:
         """Return a seed for one purpose in a part."""
         return derive_seed(self.seed, self.epoch, self.round, part, *purpose)
 
-    def tried(self, function: Callable[[Any], Any], sample: Any, cause: Cause) -> Any:
+    def tried(self, function: Callable[[Any], Any], sample: Any) -> Any:
         """Return the result of the user's function for a sample; `Unreadable` if it fails and errors are skipped."""
         if isinstance(sample, Unreadable):
             return Unreadable(sample.why)  # drop a group's items: the function has not changed them
-        mine = clock()
-        before = mine.to(cause) if mine.fine else None
         try:
             return function(sample)
         except Exception as error:
@@ -83,9 +80,6 @@ class Opening:
             if not self.skip_errors:
                 raise
             return Unreadable(described(error))
-        finally:
-            if before is not None:
-                mine.to(before)
 
     def windows(self, items: Iterator[Any], size: int, part: int) -> Iterator[list[Any]]:
         """Yield lists of the next `size` samples of a part; the last one may be shorter.
@@ -127,27 +121,6 @@ class Opening:
                 tell(Content(self.epoch, source, name=f"the first sample of part {part}", reader=source), item)
             if number >= first + self.skip:
                 yield item
-
-
-_UNTIMED, _END = 255, object()
-"""Items after which it is asked whether they are timed by now, and what stands for their end."""
-
-
-def timed(items: Iterator[Any], name: str) -> Iterator[Any]:
-    """Yield the items, and book the time that each takes to `name` while samples are timed one by one."""
-    cause: Cause = READING, name
-    while True:
-        if not clock().fine:
-            yield from islice(items, _UNTIMED)  # nothing is done here for each of them
-        mine = clock()
-        before = mine.to(cause)
-        try:
-            item = next(items, _END)
-        finally:
-            mine.to(before)
-        if item is _END:
-            return
-        yield item
 
 
 @dataclass(frozen=True, slots=True)

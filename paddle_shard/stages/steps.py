@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 import numpy as np
 
 from paddle_shard.checks import check_count
-from paddle_shard.clock import FUNCTION, named
 from paddle_shard.plan.parts import nothing_to_repeat
 from paddle_shard.plan.seeding import derive_key, mix
 from paddle_shard.plan.shuffle import Permutation
@@ -31,10 +30,9 @@ class Map(Transform):
     def made(self, items: Iterator[Any], part: int, opening: Opening) -> Iterator[Any]:
         """Yield the results of the function."""
         key, function, seed = opening.key(part, "map", self.depth), self._function, opening.seed_generators
-        cause = FUNCTION, named(function, " in map()")
         for number, item in enumerate(items, opening.skip):
             seed(mix(key, number))  # after `items` has run code that seeds the generators, too
-            yield opening.tried(function, item, cause)
+            yield opening.tried(function, item)
 
     def origin(self, opening: Opening, part: int, number: int) -> str | None:
         """Return the origin of the sample before the change."""
@@ -53,10 +51,9 @@ class Filter(Transform):
     def made(self, items: Iterator[Any], part: int, opening: Opening) -> Iterator[Any]:
         """Yield the samples that are kept."""
         key, search = opening.key(part, "filter", self.depth), Search(opening, part, "filter")
-        cause = FUNCTION, named(self._predicate, " in filter()")
         for number, item in enumerate(items):
             opening.seed_generators(mix(key, number))
-            keep = opening.tried(lambda sample: bool(self._predicate(sample)), item, cause)
+            keep = opening.tried(lambda sample: bool(self._predicate(sample)), item)
             search.note(kept=bool(keep))
             if keep:
                 yield keep if isinstance(keep, Unreadable) else item
@@ -85,9 +82,6 @@ class Batch(Transform):
         return None if found is None else [-(-length // self.size) for length in found]
 
 
-_OF_ITEMS = FUNCTION, "the items in unbatch()"
-
-
 class Unbatch(Transform):
     """Delivers the items of each sample one by one. Items to be skipped are still read."""
 
@@ -114,10 +108,10 @@ class Unbatch(Transform):
         if isinstance(group, list | tuple):
             yield from group
             return
-        items, end = opening.tried(iter, group, _OF_ITEMS), object()
+        items, end = opening.tried(iter, group), object()
         while not isinstance(items, Unreadable):
             opening.seed_generators(mix(key, next(numbers)))  # a generator runs the user's code for each item
-            item = opening.tried(lambda rest: next(rest, end), items, _OF_ITEMS)
+            item = opening.tried(lambda rest: next(rest, end), items)
             if item is end:
                 return
             yield item
