@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 from paddle_shard.checks import length_or_none
+from paddle_shard.delivery.identity import identity_of, in_words
 from paddle_shard.delivery.notes import StepNotes
 from paddle_shard.delivery.placing import PassSetup, Placing, note_summary, placed_of_stream
 from paddle_shard.delivery.step_pass import Feed, StepPass
@@ -23,6 +24,7 @@ def begin(setup: PassSetup, start: LoaderState) -> StepPass:
     """Return a pass from a position on; it yields placed batches."""
     source, stream, alone = setup.source, setup.source.stream, len(setup.agreeing_ranks) == 1
     reading, replicas = setup.reading, setup.replicas
+    run = setup.run
     _settle_draws(setup, start)
     if isinstance(source.batches, PlanBatches) and source.batches.data is not None:
         _check_length(source.batches)
@@ -47,6 +49,9 @@ def begin(setup: PassSetup, start: LoaderState) -> StepPass:
     executor = core
     agreement: Agreement | None = None
     try:
+        if run.identity is None and setup.options.verify is not None and not source.split:
+            digests = reading.digests if core is None else core.digests
+            run.note_identity(identity_of(source, setup.options.dataloader.dataset, digests))
         if not alone:
             agreement = _agreement(setup, start, ends_must_agree=stream is None or source.tail.refuses, same=compares)
             executor = replicas.shared(core, reading.start, agreement)
@@ -59,7 +64,7 @@ def begin(setup: PassSetup, start: LoaderState) -> StepPass:
             executor,
             agreement,
             prepare=prepare,
-            num_steps=num_steps if stream is not None else None,
+            num_steps=num_steps,
             notes=None if alone and setup.placer.pad_to is None else StepNotes(setup),
             compares=compares,
             num_ahead=setup.prefetch,
@@ -102,7 +107,7 @@ def _settle_draws(setup: PassSetup, start: LoaderState) -> None:
 
 def _agreement(setup: PassSetup, start: LoaderState, *, ends_must_agree: bool, same: bool) -> Agreement:
     stream = setup.source.stream
-    facts = {**setup.facts, **_changes(setup)}
+    facts = {**setup.facts, **_changes(setup), **in_words(setup.run.identity or {})}
     terms = Terms(
         label=described({**facts, "epoch": start.epoch, "step": start.steps}),
         name=f"{setup.facts['data set']}, epoch {start.epoch}",

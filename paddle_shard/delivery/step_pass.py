@@ -22,6 +22,7 @@ from paddle_shard.ranks.verdict import END, FAIL, error_of_another, report_of
 from paddle_shard.reading.batch import NO_STAND_IN, Batch
 from paddle_shard.reading.executor import Executor
 from paddle_shard.reading.worker_guards import signals_held
+from paddle_shard.tree import mapped
 
 _JOIN_SECONDS = 1.0
 """Seconds that closing waits for a read that cannot be interrupted. Its thread then ends by itself later."""
@@ -136,6 +137,8 @@ class StepPass:
         self._room: SimpleQueue[Any] = SimpleQueue()
         """An entry for each batch that the thread may read, or `_STOP`."""
         self._thread: threading.Thread | None = None
+        self._thread_from = _UNLIMITED
+        """The first step that the thread reads."""
         self._thread_until = 0
         """The thread reads the steps before this one."""
         self._peeked: Batch | Exception | None = None
@@ -176,7 +179,7 @@ class StepPass:
             self.close()
             raise found
         self._delivered = step + 1
-        if self._thread is not None:
+        if step >= self._thread_from:
             self._room.put(None)
         if found.finish is not None:
             found.value = found.finish()
@@ -238,7 +241,8 @@ class StepPass:
         if found.finish is not None:
             found.value = found.finish()
             found.finish = None
-        return found.value if self._notes is None else self._notes.alone(copy(found))
+        value = found.value if self._notes is None else self._notes.alone(copy(found))
+        return mapped(value, lambda leaf, _: leaf)  # Paddle changes the containers
 
     def close(self) -> None:
         """End the workers and threads, and leave the agreement. It is safe to call this again."""
@@ -337,6 +341,7 @@ class StepPass:
         window = 0 if self._agreement is None else self._agreement.window
         for _ in range(max(self._num_ahead, window)):
             self._room.put(None)
+        self._thread_from = self._announced
         self._thread_until = _UNLIMITED
         if self._executor.reads_last_here and self._num_steps is not None:
             self._thread_until = self._num_steps - 1

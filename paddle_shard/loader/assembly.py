@@ -62,6 +62,12 @@ def setup_of(options: LoaderOptions) -> PassSetup:
     if getattr(getattr(options.dataloader, "dataset", None), "is_dataset_splitted", False) is True:
         options = replace(options, is_dataset_splitted=True)
     given = options.dataloader
+    if isinstance(given, paddle.io.DataLoader) and type(given).__iter__ is not paddle.io.DataLoader.__iter__:
+        raise ArgumentError(
+            f"dataloader: {type(given).__name__} has an __iter__ of its own, which would not be called. Change batches "
+            "in the collate_fn and their order in a batch_sampler; or give shard_dataloader a function that returns an "
+            "iterator of its batches, each of which is then a global batch."
+        )
     name = type(given.dataset if isinstance(given, paddle.io.DataLoader) else given).__name__
     placer = BatchPlacer.of(options, me, replicated_in_name=auto_dp)
     layouts, pad_to = placer.layouts, placer.pad_to
@@ -162,9 +168,6 @@ def _facts(options: LoaderOptions, source: Source, placer: BatchPlacer) -> dict[
         facts["pad_to"] = placer.pad_to.fact()
     if source.costs is not None:
         facts["balance"] = source.costs.fact()
-    if source.stream is not None and not source.split:
-        # As much as fits into a report; a digest of all is compared, too.
-        facts["files"] = "\n".join(source.stream.stage.source.files)[:40_000]
     if not source.split:  # else each data rank has an order of its own
         facts |= source.batches.fingerprint()
     return facts

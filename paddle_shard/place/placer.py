@@ -20,6 +20,7 @@ from paddle_shard.place.lengths import Pad, PadTo, Row, Unplaced, check_fill, ki
 from paddle_shard.place.local_tensor import TensorMaker
 from paddle_shard.plan.partition import Rows, slice_rows
 from paddle_shard.reading.tensors import arrays_of, becomes_tensor, is_tensor
+from paddle_shard.say_once import say_once as warn_once
 from paddle_shard.tree import is_sequence, mapped, named_leaves, rebuild
 
 _MOST_RECIPES = 256
@@ -285,6 +286,7 @@ class BatchPlacer:
         if found is None:
             leaves = [leaf for _, leaf in named_leaves(batch, "", _leaf_test(batch))]
             found = self._compile(batch, rows_of(batch))
+            self._warn_about_keys(batch)
             if len(self._recipes) >= _MOST_RECIPES:
                 self._recipes.clear()
             if form is not None:
@@ -311,6 +313,19 @@ class BatchPlacer:
             num_bytes=found.num_bytes,
             is_host=not any(is_tensor(leaf) for leaf in arrays_of(batch)),
         )
+
+    def _warn_about_keys(self, batch: Any) -> None:
+        if self.input_keys is None:
+            return
+        if not isinstance(batch, Mapping):
+            warn_once(
+                "input_keys=%s chooses among the keys of dicts; of this batch, all fields are delivered.",
+                repr(list(self.input_keys)),
+            )
+        elif left_out := [key for key in batch if key not in self.input_keys]:
+            warn_once(
+                "input_keys=%s: the keys %s of the batch are left out.", repr(list(self.input_keys)), repr(left_out)
+            )
 
     def num_rows(self, batch: Any) -> int | None:
         """Return the number of rows of a global batch that was read whole; None if no field has rows."""

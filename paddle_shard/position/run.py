@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from itertools import count
 from types import MappingProxyType
@@ -16,7 +16,7 @@ import paddle.distributed as dist
 import paddle.io
 
 from paddle_shard.checks import check_count
-from paddle_shard.errors import ArgumentError, PeerLostError, StateError, described
+from paddle_shard.errors import ArgumentError, PeerLostError, described
 from paddle_shard.inputs.source import Source
 from paddle_shard.place.field import FieldLayout
 from paddle_shard.plan.certificate import (
@@ -44,7 +44,6 @@ from paddle_shard.plan.step import Content, Ids, Step
 from paddle_shard.plan.weights import integer_weights
 from paddle_shard.position.leaving_out import numbers_of, stretches_of
 from paddle_shard.ranks.agreeing import gather_of
-from paddle_shard.ranks.batch_check import NEVER_THE_SAME
 from paddle_shard.record.recorder import Recorder, position
 from paddle_shard.samplers.user_batches import owner_of, samplers
 from paddle_shard.say_once import say_once
@@ -195,6 +194,8 @@ class Run:
         """Samples that this run has read, or files that it has opened: they are part of its state."""
         self._resumed_with: tuple[Content, ...] = ()
         """The contents of a loaded state, until this rank has read the same samples; files: for one epoch."""
+        self.identity: Mapping[str, Any] | None = None
+        """What the data holds; None until the first iterator of the run begins."""
         self.recorder: Recorder | None = None
         """Writes the record of the run, if the user wants one and this rank is the one that writes it."""
         self._told: Any = None
@@ -453,64 +454,9 @@ class Run:
 
     # What the data holds
 
-    def contents_to_tell(self) -> tuple[Content, ...]:
-        """Return the samples that the first step of a pass tells of: those of the loaded state, if it has any."""
-        return tuple(one for one in self._resumed_with if not self.skips.leaves_out(one.sample))
-
-    def check_contents(self, contents: Sequence[Content], epoch: int) -> None:
-        """Compare what was read with the state that was loaded.
-
-        Args:
-            contents: What was read.
-            epoch: The epoch that is served. In another one than the state's, a data set may make other samples; files
-                stay as they are.
-
-        Raises:
-            StateError: The data is another.
-        """
-        wanted = {(one.epoch, one.sample): one.digest for one in self._resumed_with}
-        for now in contents:
-            if not isinstance(now.sample, int | str):  # the state cannot hold it, and it may have no hash
-                continue
-            was = wanted.get((now.epoch, now.sample))
-            if was is None or now.digest == was:
-                continue
-            if now.digest is None:
-                say_once(NEVER_THE_SAME)
-                continue
-            when = "" if now.epoch is None else f", in epoch {now.epoch}"
-            what = (
-                f"the data is not what it was when the state was saved{when}: {now.name} (now {now.shown}) holds "
-                "something else, with names and length as before. Was it written anew, or is it read or transformed in "
-                "another way?"
-            )
-            if now.epoch is not None and (epoch != now.epoch or self._source.stream is not None):
-                say_once(
-                    f"{what} If samples are made in another way in each epoch, or each time, all is well. If the order "
-                    "is another, samples of the epoch that was begun are lost, and others come twice."
-                )
-                continue
-            raise StateError(
-                f"{what} Give the loader the data of the state; or, to resume with this data, load_state_dict(state, "
-                f"override=[{CONTENTS!r}])."
-            )
-
-    def note_contents(self, contents: Sequence[Content]) -> None:
-        """Put what was delivered into the state, as far as JSON can hold it."""
-        told = [one for one in contents if one.digest is not None and isinstance(one.sample, int | str)]
-        if self._source.stream is None:
-            if any(one.digest is None for one in contents):
-                say_once(NEVER_THE_SAME)
-            self._contents, self._resumed_with = tuple(told), ()
-            return
-        files = {one.sample: one for one in self._contents}
-        for one in told:
-            files.pop(one.sample, None)  # the newest are the last
-            files[one.sample] = one
-        while len(files) > MOST_FILES:  # of each part, the file that is read now is kept
-            newest = {one.reader: one.sample for one in files.values()}.values()
-            del files[next((known_as for known_as in files if known_as not in newest), next(iter(files)))]
-        self._contents = tuple(files.values())
+    def note_identity(self, identity: Mapping[str, Any]) -> None:
+        """Note what the data holds."""
+        self.identity = identity
 
     # What is delivered
 

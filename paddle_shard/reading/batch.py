@@ -29,6 +29,8 @@ class Chunk(NamedTuple):
     """(row, why) of samples that could not be read. Such a row holds the data of another sample."""
     why: str = ""
     """Why missing rows could not be filled."""
+    used_rng_late: bool = False
+    """True if reading used the global generators here, and did not in the first batch of the pass."""
     digest: int = 0
     """Digest of what all readers of the stream have read up to here; 0 if each reads its own data."""
 

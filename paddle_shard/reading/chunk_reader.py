@@ -177,13 +177,13 @@ class ChunkReader(Reader):
             if asked.local_rows is not None:
                 num_rows = num_rows_of(value)
         valid = None
-        if not is_whole or asked.local_rows is not None:
+        if skipped or not is_whole or asked.local_rows is not None:
             valid = bytes([row < num_valid[part] for part, row in places] * num_rows)
         state = None
         if asked.local_rows is not None:
             state = {"shard": parts[0], "rows": asked.local_rows, "library": self._state}
         digest = self._digests.until((position + size - 1) // asked.opening.stripe) if asked.compared else 0
-        return Chunk(value, valid, fresh, state, skipped, why, digest)
+        return Chunk(value, valid, fresh, state, skipped, why, digest=digest)
 
     def _columns(self, asked: ChunkRequest, at: dict[str, Any], *, look: bool) -> tuple[list[list[Any]], bool]:
         """Return the samples of each part, as many as there are, and whether any is of the part's first round."""

@@ -23,8 +23,9 @@ from paddle_shard.plan.step import Step
 from paddle_shard.reading.batch import Batch, Chunk, Even, joined
 from paddle_shard.reading.chunk_reader import OwnBatches
 from paddle_shard.reading.failure import ReadFailure
-from paddle_shard.reading.reader import Look, Reader
+from paddle_shard.reading.reader import DigestRequest, Look, Reader
 from paddle_shard.reading.workers import WorkerPool, WorkersLostError
+from paddle_shard.say_once import say_once as warn_once
 
 
 class Executor:
@@ -47,6 +48,10 @@ class Executor:
 
     def submit(self, step: Step, *, is_last: bool = False) -> None:
         """Ask for a step; `is_last` if it is known to be the last of the pass."""
+        raise NotImplementedError
+
+    def digests(self, samples: Sequence[Any]) -> Sequence[int]:
+        """Return a digest of each of some samples, before the first step is submitted; see `IdReader.digests`."""
         raise NotImplementedError
 
     def take(self, *, in_thread: bool = False) -> Batch:
@@ -90,6 +95,12 @@ def read_errors(step: Step, action: str) -> Iterator[None]:
         raise ReadFailure.of(error, what=action).error(step) from None
 
 
+_USED_LATER = (
+    "the data set used a global random generator (numpy's, Python's, Paddle's or torch's), but not in the first "
+    "batch of this pass, so its samples were not seeded. Set dataset.uses_rng = True to seed each sample."
+)
+
+
 class _Reads(Executor):
     """What the executors that read have in common: they join what several readers have read for a step."""
 
@@ -111,6 +122,8 @@ class _Reads(Executor):
             if isinstance(answer, ReadFailure):
                 self.close()
                 raise answer.error(step)
+            if answer.used_rng_late:
+                warn_once(_USED_LATER)
             chunks.append(answer)
             if answer.digest != chunks[0].digest:
                 raise DifferentDataError(
@@ -164,6 +177,11 @@ class InlineExecutor(_Reads):
     def reads_last_here(self) -> bool:
         """See `Executor`."""
         return self._reader.rng.looks
+
+    def digests(self, samples: Sequence[Any]) -> Sequence[int]:
+        """See `Executor`."""
+        with on_cpu():
+            return self._reader.digests(samples)
 
     def submit(self, step: Step, *, is_last: bool = False) -> None:
         """See `Executor`."""
@@ -248,6 +266,19 @@ class WorkerExecutor(_Reads):
             self._last = self._unsent[-1]
         if self._pool is not None:
             self._send(self._pool)
+
+    def digests(self, samples: Sequence[Any]) -> Sequence[int]:
+        """See `Executor`: the first worker reads them, as the parent may have to leave files unopened before a fork."""
+        assert self._pool is not None
+        self._pool.send(0, (DigestRequest(samples=samples), ""))
+        try:
+            answer = self._pool.receive(0)
+        except WorkersLostError as lost:
+            answer = ReadFailure.of(lost, what="reading", worker=lost.worker)
+        if isinstance(answer, ReadFailure):
+            self.close()
+            raise answer.error(Step(epoch=0, number=0, num_rows=0, micro_size=0, num_real=0, ids=samples))
+        return answer  # type: ignore[no-any-return]
 
     def take(self, *, in_thread: bool = False) -> Batch:
         """See `Executor`."""

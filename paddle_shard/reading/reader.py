@@ -27,11 +27,6 @@ from paddle_shard.tree import leaves, mapped
 Look = Literal["", "first", "last"]
 """Whether a batch shows if its reading uses the global generators."""
 
-_USED_LATER = (
-    "the data set %s used a global random generator (numpy's, Python's, Paddle's or torch's), but not in the first "
-    "batch of this pass, so its samples were not seeded. Set dataset.uses_rng = True to seed each sample."
-)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HowToRead:
@@ -47,6 +42,19 @@ class HowToRead:
     """True if an item of the data set is a whole batch (`batch_size=None`)."""
     of_rank: tuple[int, ...] = ()
     """(data rank,) if what a sample draws is its own on each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DigestRequest:
+    """A request for the digests of some samples."""
+
+    samples: Sequence[Any]
+
+
+_NEVER_THE_SAME = (
+    "samples of %s are not the same each time they are read, so ranks, or a run that is resumed, may hold other data. "
+    "Use the global random generators of numpy, Python, Paddle or torch, which are seeded for each sample."
+)
 
 
 class Reader:
@@ -74,18 +82,20 @@ class Reader:
         self._placeholder: Any = None
         """The sample that was read last, for rows of which no sample can be read (`on_error="skip"`)."""
 
-    def read(self, asked: Any, worker: int | None, look: Look = "") -> Chunk | ReadFailure:
+    def read(self, asked: Any, worker: int | None, look: Look = "") -> Any:
         """Return what was asked for, or its failure.
 
         Args:
-            asked: A `Step`, or one of its parts.
+            asked: A `Step`, or one of its parts; or a `DigestRequest`.
             worker: Number of the worker process; None: the main process, whose generators stay as they are.
             look: "first" or "last": the batch is that of its pass, and shows whether the global generators are used.
         """
+        if isinstance(asked, DigestRequest):
+            return self.digests(asked.samples)
         used_before = self.rng.seeds
         answer = self._read(asked, worker, look=bool(look))
-        if look == "last" and self.rng.seeds and not used_before:
-            warn_once(_USED_LATER, type(self.dataset).__name__)
+        if look == "last" and self.rng.seeds and not used_before and isinstance(answer, Chunk):
+            return answer._replace(used_rng_late=True)
         return answer
 
     def _read(self, asked: Any, worker: int | None, *, look: bool) -> Chunk | ReadFailure:
@@ -101,6 +111,13 @@ class Reader:
                 return ReadFailure.of(error, worker=worker, **at)
             finally:
                 parts.seed = None  # else a sample that the user reads by hand would be seeded by its parts
+
+    def digests(self, samples: Sequence[Any]) -> list[int]:
+        """Return a digest of each of some samples, by which ranks and later runs know that they have the same data.
+
+        Two reads of a sample with the same seed must agree; else its digest is 0, which says that it is not known.
+        """
+        raise NotImplementedError
 
     def close(self) -> None:
         """Drop what is open."""
@@ -164,13 +181,16 @@ class IdReader(Reader):
         self.owns_arrays = collate_fn is None and stacks and not how.items_are_batches
 
     def digests(self, samples: Sequence[Any]) -> list[int]:
-        """Return a digest of each of some samples, by which ranks and later runs know that they have the same data.
-
-        Two reads of a sample with the same seed must agree, else its digest is 0: it is not known.
-        """
+        """See `Reader`."""
         found = []
         for sample in samples:
-            read = [digest(self._read_alone(sample), 0, WHOLE) for _ in range(2)]
+            try:
+                read = [digest(self._read_alone(sample), 0, WHOLE) for _ in range(2)]
+            except Exception:  # it is raised when it is its turn
+                found.append(0)
+                continue
+            if read[0] != read[1]:
+                warn_once(_NEVER_THE_SAME, type(self.dataset).__name__)
             found.append(read[0] if read[0] == read[1] else 0)
         return found
 

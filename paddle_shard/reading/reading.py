@@ -83,6 +83,10 @@ class Reading:
             pool = kind(given, reader, self.num_workers, worker_timeout=timeout, reads_all=reads_all)
         return WorkerExecutor(pool, self._idle, places, even)
 
+    def digests(self, samples: Sequence[Any]) -> list[int]:
+        """Return a digest of each of some samples, read in this process; see `IdReader.digests`."""
+        return IdReader(self.dataloader.dataset, self.dataloader.collate_fn, self._how).digests(samples)
+
     def close(self) -> None:
         """End persistent workers that wait for another pass."""
         while self._idle:

@@ -207,6 +207,10 @@ class Stage:
 
     # What only a source is asked for
 
+    def files_identity(self) -> tuple[tuple[str, int, str], ...]:
+        """Return (name, size in bytes, version tag) of each file that it reads; empty if it reads none."""
+        return ()
+
     def differs(self, saved: list[Any]) -> list[str]:
         """Return in words how it differs from the entry of a source of its kind in a saved fingerprint."""
         now = self.fingerprint()
