@@ -225,13 +225,16 @@ def make_bare(row, mesh):
 
 
 def time_samples(loader, batch_size):
-    """Return seconds a sample, past the first steps of an epoch."""
+    """Return seconds a sample, past the first steps of an epoch and before its workers end."""
     batches = iter(loader)
     for _ in itertools.islice(batches, SKIPPED_STEPS):
         pass
+    num_batches = 0
     start = time.perf_counter()
-    num_batches = sum(1 for _ in batches)
-    return (time.perf_counter() - start) / (num_batches * batch_size)
+    for _ in batches:
+        num_batches += 1
+        end = time.perf_counter()
+    return (end - start) / (num_batches * batch_size)
 
 
 def run_rank(rows, row_seconds):
