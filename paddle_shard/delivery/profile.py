@@ -1,7 +1,7 @@
 """Sampling profiler: what a training thread waits for when it waits for data.
 
-A thread looks at the stacks of the other threads 50 times a second. The code that is measured holds no clock. In worker
-processes a profiler of their own samples the main thread, and its counts travel with the answers.
+A thread looks at the stacks of the other threads, 50 times a second while they wait. The code that is measured holds no
+clock. In worker processes a profiler of their own samples the main thread, and its counts travel with the answers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ READING_AHEAD = "reading ahead"
 WORKER = "worker"
 
 _PERIOD = 0.02
-"""Seconds between two samples."""
+"""Seconds between two samples of a wait."""
+_LONGEST_PERIOD = 0.08
+"""Seconds after a sample outside of a wait, at most: a sample takes the interpreter lock from the training thread."""
 _MOST_COUNTS = 1000.0
 """When there are more, all counts are halved, so that a new cause shows within seconds of waiting."""
 _SMALLEST_SHARE = 0.05
@@ -141,13 +143,18 @@ class Profiler:
             self._add(category, num_waited * count / total)
 
     def _sample_until_stopped(self, run: object) -> None:
+        period = _PERIOD
         while self._run is run:
-            time.sleep(_PERIOD)
-            if self.is_waiting and self._run is run:
-                self._sample()
+            time.sleep(period)
+            if self._run is run:
+                sees_wait = self.is_waiting and self._sample()
+                period = _PERIOD if sees_wait else min(2 * period, _LONGEST_PERIOD)
 
-    def _sample(self) -> None:
-        """Take one sample; no frame outlives this call, since a frame keeps its variables alive."""
+    def _sample(self) -> bool:
+        """Return whether a thread waits for data or reads it, and count in what.
+
+        No frame outlives this call, since a frame keeps its variables alive.
+        """
         frames = sys._current_frames()
         stacks: dict[str, list[CodeType]] = {}
         for thread_id, role in list(self._roles.items()):
@@ -160,11 +167,10 @@ class Profiler:
             is_idle = category == TRANSPORT and stacks[WORKER][-1].co_name in ("receive", "wait")
             if not is_idle:
                 self._add(category, 1.0)
-        if TRAINING not in stacks:
-            return
-        stack = _in_wait(stacks[TRAINING])
+            return not is_idle
+        stack = _in_wait(stacks.get(TRAINING, []))
         if not stack:
-            return
+            return False
         category = _category(stack)
         if _is_blocked(stack, category) and READING_AHEAD in stacks:
             stack = _in_thread(stacks[READING_AHEAD])
@@ -173,6 +179,7 @@ class Profiler:
             self._num_unresolved += 1
         else:
             self._add(category, 1.0)
+        return True
 
     def _add(self, category: str, count: float) -> None:
         counts = self._counts
