@@ -87,6 +87,7 @@ bench: $(READY)
 	$(PY) benchmarks/agreement.py
 	$(PY) benchmarks/account.py
 	$(PY) benchmarks/loader.py
+	$(PY) benchmarks/price.py
 
 ## bench-device: does delivery overlap what a device computes? On the device of tests/device, beside Paddle's loader
 bench-device: $(READY) build/device/libstandin.so
