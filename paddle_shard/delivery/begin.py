@@ -6,11 +6,11 @@ from collections.abc import Callable
 from functools import partial
 
 from paddle_shard.checks import length_or_none
-from paddle_shard.delivery.identity import identity_of, in_words
 from paddle_shard.delivery.notes import StepNotes
 from paddle_shard.delivery.placing import PassSetup, Placing, note_summary, placed_of_stream
 from paddle_shard.delivery.step_pass import Feed, StepPass
 from paddle_shard.errors import ArgumentError, SplitError, UnequalEndsError
+from paddle_shard.inputs.identity import identity_of, in_words
 from paddle_shard.inputs.source import knows_no_rank
 from paddle_shard.plan.state import LoaderState
 from paddle_shard.ranks.agreeing import gather_of, open_agreement, tell_failed

@@ -20,16 +20,15 @@ from paddle_shard.plan.mixture import Mixing, first_sample, segments_of
 from paddle_shard.plan.shard_plan import ShardPlan, Stretches
 from paddle_shard.plan.shuffle import VERSION as ORDER_VERSION
 from paddle_shard.plan.skips import Skips, counted
-from paddle_shard.plan.step import Content
 from paddle_shard.plan.weights import Segment
 
-VERSION = 5
+VERSION = 6
 """Version of the layout of a saved state; no other is read."""
 
 
-CONTENTS = "contents"
-"""Is named in `override` to resume with data of other contents."""
-_OTHER_SAMPLES = {CONTENTS, "mixture", "packed", "seed", "stream"}
+DATA = "data"
+"""Is named in `override` to resume with data that holds something else."""
+OTHER_SAMPLES = {DATA, "mixture", "packed", "seed", "stream"}
 """Names that, in `override`, give an index another sample or file, or a sample other random numbers."""
 
 
@@ -109,8 +108,8 @@ class LoaderState:
     """Values that the order depends on."""
     history: History = field(default_factory=History)
     """What was changed since the run began."""
-    contents: tuple[Content, ...] = ()
-    """Samples or files, with their digests, by which a resumed run finds out that it has the same data."""
+    data: Mapping[str, Any] | None = None
+    """What the data holds, by which a resumed run finds out that it has the same; None: that is not known."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the state as a dict for JSON, `paddle.save` or a checkpoint."""
@@ -122,7 +121,6 @@ class LoaderState:
                 "certificate": account_to_json(self.certificate),
                 "fingerprint": {"order_version": ORDER_VERSION, **self.fingerprint},
                 "history": self.history.to_json(),
-                "contents": [[one.epoch, one.sample, one.digest] for one in self.contents],
             }
         )
 
@@ -176,8 +174,8 @@ class LoaderState:
         state = cls(**found)
         state._check_segments()
         now, then = {"order_version": ORDER_VERSION, **fingerprint}, dict(saved["fingerprint"])
-        if _OTHER_SAMPLES & set(override):  # the contents are noted anew
-            state = replace(state, contents=())
+        if OTHER_SAMPLES & set(override):
+            state = replace(state, data=None)
         override = _packed_override(saved, fingerprint, override)
         different = [name for name in sorted({*now, *then}) if now.get(name) != then.get(name)]
         if "num_parts" in different:  # with another number of parts, each part holds other samples
@@ -192,7 +190,7 @@ class LoaderState:
                 "data is split already, and each rank's sampler stands where it stands: save the state on every rank, "
                 "and load that. (Checkpoints does so.)"
             )
-        names = {*now, *then, CONTENTS}
+        names = {*now, *then, DATA}
         if unknown := sorted(set(override) - names):
             raise StateError(f"override names {unknown}; the fingerprint has {sorted(names)}.")
         differing = [name for name in different if name not in override]
@@ -257,10 +255,7 @@ _READ: dict[str, Callable[[Any], Any]] = {
     "certificate": account_from_json,
     "fingerprint": partial(_checked, Mapping),
     "history": History.from_json,
-    "contents": lambda rows: tuple(
-        Content(_checked(int | None, epoch), _checked(int | str, sample), counted(digest))
-        for epoch, sample, digest in rows
-    ),
+    "data": partial(_checked, Mapping | None),
 }
 """Reads each field of a saved state, in their order; what raises a TypeError or a ValueError is damaged."""
 

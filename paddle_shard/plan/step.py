@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from paddle_shard.plan.mixture import is_sample_id, source_and_index
 from paddle_shard.plan.partition import Rows
 from paddle_shard.plan.seeding import derive_seed
 from paddle_shard.plan.skips import Skips
@@ -32,24 +31,6 @@ RowsOf = Callable[[int, int], "Rows | range"]
 
 MOST_STAND_INS = 64
 """Number of samples, the first of the data set or of a part, that are tried to find one that can be read."""
-
-
-class Content(NamedTuple):
-    """What a sample or a file holds: by it ranks, and a run that is resumed, find out that they have the same data."""
-
-    epoch: int | None
-    """Epoch with whose random numbers the sample is read; None: it is a file, the same in all epochs."""
-    sample: Any
-    """Its index in the data set; of a file, what it is known by in the saved state."""
-    digest: int | None = None
-    """Digest of all its bytes; of a file, see `files.version_of`. None: not read, or it is not the same each time that
-    it is read."""
-    name: str = ""
-    """Its name, for messages."""
-    shown: str = ""
-    """A few words about it, for messages."""
-    reader: str = ""
-    """Of a file: what has opened it, so that each one's newest file can be told."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,13 +64,8 @@ class Step:
     """True if the user's own sampler is known to end after this step; None if the plan tells."""
     load: tuple[float, float] = (0.0, 0.0)
     """(cost of the data rank that has most, mean cost of a data rank); zeros if rows are not dealt by cost."""
-    contents: tuple[Content, ...] = ()
-    """Samples of which the reader also tells the content, whether they are among its rows or not; the same on all
-    ranks. If a digest is given, it is the one that is expected."""
     digest: int = 0
     """Digest of what the user's sampler has drawn so far, or of how rows were dealt; the same on all ranks."""
-    avoided: tuple[int, ...] = ()
-    """Samples of the data set that are left out, among those that may stand in for rows that cannot be read."""
 
     def to_read(self) -> Step:
         """Return the step without what only the state needs, to send it to a worker."""
@@ -140,7 +116,6 @@ def rank_steps(
     skips: Skips,
     deal: Deal | None = None,
     compared: bool = False,
-    contents: tuple[Content, ...] | None = None,
 ) -> Iterator[Step]:
     """Yield the steps of one rank over some global batches of an epoch. A batch that is left out whole is passed over.
 
@@ -152,11 +127,8 @@ def rank_steps(
         skips: What the user leaves out.
         deal: How rows are dealt by cost; None: they stay in their order.
         compared: True if the steps carry a digest, by which ranks see that they draw and deal alike.
-        contents: Samples of which the first step tells the content; empty: a few of its global batch;
-            None: of none.
     """
     concerned, passed, digest = skips.concerns(epoch), (0, 0), 0
-    avoided = tuple(one for one, _, _ in skips.samples if isinstance(one, int) and one < MOST_STAND_INS)
     for batch in batches:
         out: Mask | None = None
         if concerned:
@@ -172,32 +144,8 @@ def rank_steps(
                 out = None
         step = _step(batch, rows_of, out, deal, digest if compared else None)
         digest = step.digest
-        if contents is not None:
-            step = replace(step, contents=contents or _looked_at(batch, out))
-        if avoided:
-            step = replace(step, avoided=avoided)
         yield step if passed == (0, 0) else replace(step, passed=passed)
-        passed, contents = (0, 0), None
-
-
-_MOST_SOURCES = 8
-"""Most sources of a mixture of which a step tells the content of a sample."""
-
-
-def _looked_at(batch: GlobalBatch, out: Mask | None) -> tuple[Content, ...]:
-    """Return a few samples of a global batch that are not left out: every rank can name them.
-
-    They are the first and the last one; of a mixture, the first one of each source.
-    """
-    num_real = batch.step.num_real
-    rows = np.arange(num_real) if out is None else np.flatnonzero(~out[:num_real])
-    ids = batch.take(rows[[0, -1]])
-    if isinstance(ids, np.ndarray) and is_sample_id(ids[0]):
-        of_all = np.asarray(batch.take(rows))
-        _, firsts = np.unique(source_and_index(of_all)[0], return_index=True)
-        ids = of_all[np.sort(firsts)[:_MOST_SOURCES]] if len(firsts) > 1 else ids
-    found = ids.tolist() if isinstance(ids, np.ndarray) else list(ids)
-    return tuple(Content(batch.step.epoch, one) for number, one in enumerate(found) if one not in found[:number])
+        passed = (0, 0)
 
 
 def _take_kept(take: Callable[[Rows], Ids], out: Mask, rows: Rows | range) -> Ids:

@@ -16,7 +16,8 @@ import paddle.distributed as dist
 import paddle.io
 
 from paddle_shard.checks import check_count
-from paddle_shard.errors import ArgumentError, PeerLostError, described
+from paddle_shard.errors import ArgumentError, PeerLostError, StateError, described
+from paddle_shard.inputs.identity import differences
 from paddle_shard.inputs.source import Source
 from paddle_shard.place.field import FieldLayout
 from paddle_shard.plan.certificate import (
@@ -36,11 +37,10 @@ from paddle_shard.plan.certificate import (
     total_of,
 )
 from paddle_shard.plan.mixture import MAX_DRAWS, Drawn, Mixing, drawn_of
-from paddle_shard.plan.parts import MAX_PARTS
 from paddle_shard.plan.shard_plan import ShardPlan, Where, num_steps_left_out, places_of
 from paddle_shard.plan.skips import Skips
-from paddle_shard.plan.state import CONTENTS, History, LoaderState
-from paddle_shard.plan.step import Content, Ids, Step
+from paddle_shard.plan.state import DATA, History, LoaderState
+from paddle_shard.plan.step import Ids, Step
 from paddle_shard.plan.weights import integer_weights
 from paddle_shard.position.leaving_out import numbers_of, stretches_of
 from paddle_shard.ranks.agreeing import gather_of
@@ -48,12 +48,10 @@ from paddle_shard.record.recorder import Recorder, position
 from paddle_shard.samplers.user_batches import owner_of, samplers
 from paddle_shard.say_once import say_once
 
-_CONTINUED = {CONTENTS, "mixture", "num_samples", "packed", "tail"}
+_CONTINUED = {DATA, "mixture", "num_samples", "packed", "tail"}
 """Names in `override` with which an epoch that was begun goes on with the samples that are left."""
 _MOST_TEXT = 2000
 """Characters of an error that the record has."""
-MOST_FILES = MAX_PARTS + 2
-"""Files of a stream that a state names: one of each part and two more, or those that were opened last."""
 
 # What the passes have delivered
 
@@ -190,10 +188,6 @@ class Run:
         """Steps of an epoch of a sampler that had to be drawn to its end; counted once."""
         self.skips = Skips()
         """What the user leaves out."""
-        self._contents: tuple[Content, ...] = ()
-        """Samples that this run has read, or files that it has opened: they are part of its state."""
-        self._resumed_with: tuple[Content, ...] = ()
-        """The contents of a loaded state, until this rank has read the same samples; files: for one epoch."""
         self.identity: Mapping[str, Any] | None = None
         """What the data holds; None until the first iterator of the run begins."""
         self.recorder: Recorder | None = None
@@ -275,8 +269,6 @@ class Run:
                 "an epoch has ended without a batch: it is empty, or has less than fills one (tail='drop'). Use a "
                 "smaller batch, or tail='pad' or 'fill'."
             )
-        elif progress.at.steps > progress.start.steps:
-            self._resumed_with = ()
         progress.at = replace(progress.at, ended=True)
         self._note("end", self._counted(progress.state()), ends=progress.number)
         self._source.batches.finished(progress.epoch)
@@ -371,7 +363,7 @@ class Run:
         if newest is None and state.sampler is None:
             state = replace(state, sampler=batches.snapshot())
         state = replace(self._counted(state), fingerprint=batches.fingerprint(), history=self.history)
-        return replace(state, contents=self._contents)
+        return replace(state, data=self.identity)
 
     def _counted(self, state: LoaderState) -> LoaderState:
         """Return a position with all that this process knows of the deliveries of its epoch."""
@@ -443,7 +435,8 @@ class Run:
                 "does not have this."
             )
         self.skips = self.skips.joined(resumed.history.skips.stretches, resumed.history.skips.samples)
-        self._resumed, self._contents, self._resumed_with = resumed, resumed.contents, resumed.contents
+        self._compare_identity(resumed.data, self.identity)
+        self._resumed = resumed
         if self._place is not None:
             self._place = (*self._place[:2], resumed.samples)
         self._epochs = {resumed.epoch: OfEpoch(resumed.certificate, end=resumed.samples if resumed.ended else None)}
@@ -455,8 +448,21 @@ class Run:
     # What the data holds
 
     def note_identity(self, identity: Mapping[str, Any]) -> None:
-        """Note what the data holds."""
+        """Note what the data holds, when the first iterator of the run begins.
+
+        Raises:
+            StateError: It is not what a loaded state knows of it.
+        """
+        self._compare_identity(None if self._resumed is None else self._resumed.data, identity)
         self.identity = identity
+
+    @staticmethod
+    def _compare_identity(saved: Mapping[str, Any] | None, now: Mapping[str, Any] | None) -> None:
+        if saved is not None and now is not None and (differ := differences(saved, now)):
+            raise StateError(
+                f"the data is not what it was when the state was saved: {differ}. Give the loader the data of the "
+                f"state; or, to resume with this data, load_state_dict(state, override=[{DATA!r}])."
+            )
 
     # What is delivered
 

@@ -16,7 +16,7 @@ from paddle_shard.errors import ArgumentError, ArgumentTypeError
 from paddle_shard.plan.state import LoaderState
 from paddle_shard.record.lines import FORMAT, append
 
-_ELSEWHERE = ("fingerprint", "history", "sampler", "contents", "checksum")
+_ELSEWHERE = ("fingerprint", "history", "sampler", "data", "checksum")
 """Of a state, what other lines have, or what is not needed to tell what was delivered."""
 _BEGINNING = b'{"after": ""'
 _WAY_OUT = "Give a file in a folder that exists, on a disk with space, or leave record out."
@@ -27,7 +27,7 @@ def position(state: LoaderState) -> dict[str, Any]:
     """Return what a line holds of a state: also what tells which samples, or files, were read by then."""
     saved = state.to_dict()
     kept = {name: value for name, value in saved.items() if name not in _ELSEWHERE}
-    return {"state": kept, "read": zlib.crc32(json.dumps(saved["contents"]).encode())}
+    return {"state": kept, "read": zlib.crc32(json.dumps(saved["data"]).encode())}
 
 
 class Recorder:

@@ -132,7 +132,7 @@ class _Stretch:
         line, fingerprint = self.lines[at], self.job.facts["fingerprint"]
         then = {"history": line["was" if line["line"] == "resume" else "history"], "fingerprint": fingerprint}
         now = {name: value for name, value in fingerprint.items() if name != "order_version"}
-        return LoaderState.from_dict(sealed({**line["state"], **then, "sampler": None, "contents": []}), now)
+        return LoaderState.from_dict(sealed({**line["state"], **then, "sampler": None, "data": None}), now)
 
     def legs(self) -> Iterator[dict[int, Leg]]:
         """Yield the passes as of each line, one dict that is changed."""

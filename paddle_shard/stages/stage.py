@@ -10,7 +10,6 @@ from typing import Any, ClassVar, NamedTuple
 
 from paddle_shard.errors import ArgumentError, described
 from paddle_shard.plan.seeding import derive_seed, mix
-from paddle_shard.plan.step import Content
 
 
 def _leave_generators(seed: int) -> None:
@@ -46,10 +45,6 @@ class Opening:
 
     seen: Callable[[int, Any], None] | None = None
     """Called with (number, sample) for each sample at the cut of a stream that all readers read whole."""
-
-    opened: Callable[..., None] | None = None
-    """Called with a `Content` for each file that is opened; by a source without files or an index, with one that has no
-    digest yet, and with its first sample."""
 
     skip_errors: bool = False
     """True if a sample on which the user's code fails becomes an `Unreadable` and the stream continues."""

@@ -64,3 +64,17 @@ def in_words(identity: Mapping[str, Any]) -> dict[str, str]:
         words["files"] = "\n".join(f"{name} ({size} bytes, {tag})" for name, size, tag in files["first"])
         words["all files"] = f"{files['num']} files, digest {files['digest']}"
     return words
+
+
+def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Return in words how data differs from what a saved state knows of it; empty if nothing is known to differ."""
+    if None not in (saved.get("length"), now.get("length")) and saved["length"] != now["length"]:
+        return f"it had {saved['length']} samples, and has {now['length']} now"
+    was, is_now = in_words(saved), in_words(now)
+    if was.get("all files") != is_now.get("all files"):
+        before = set(was.get("files", "").split("\n"))
+        changed = [line for line in is_now.get("files", "").split("\n") if line not in before]
+        named = f", such as {changed[0]}" if changed and changed[0] else ""
+        return f"it was {was.get('all files', 'no files')}, and is {is_now.get('all files', 'no files')} now{named}"
+    names = [name for name in was.keys() & is_now.keys() if name.startswith("sample ") and was[name] != is_now[name]]
+    return f"{' and '.join(sorted(names))} held something else" if names else ""
