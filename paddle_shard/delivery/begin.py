@@ -37,7 +37,7 @@ def begin(setup: PassSetup, start: LoaderState) -> StepPass:
     else:
         known, compares = stream.known_steps(start), stream.read_by_all
         num_steps = None if known is None else known - start.steps
-        steps = stream.steps(start, compared=not alone or len(stream.chunks) > 1, tells=tells)
+        steps = stream.steps(start, compared=not alone or len(stream.chunks) > 1)
         place = partial(placed_of_stream, setup, start, num_steps)
     feed = Feed(steps)
     reading, replicas = setup.reading, setup.replicas

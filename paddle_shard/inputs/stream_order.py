@@ -66,15 +66,14 @@ class StreamOrder(Batches):
 
     # The order
 
-    def steps(self, start: LoaderState, *, compared: bool, tells: bool) -> Iterator[Step]:
+    def steps(self, start: LoaderState, *, compared: bool) -> Iterator[Step]:
         """Yield the steps of this rank from a position on, forever: who knows the end stops.
 
         Args:
             start: The position.
             compared: True if the samples are compared with those that other readers of the stream read.
-            tells: True if the readers tell which files they open.
         """
-        plan, readers = self.plan, self._readers(start, compared, tells)
+        plan, readers = self.plan, self._readers(start, compared)
         size, micro_size = (0, 0) if self.whole_items else (plan.batch_size, plan.micro_rows)
         for number in count(start.steps):
             asked = [readers[(number - start.steps) % len(readers)]] if self.whole_items else readers
@@ -87,12 +86,10 @@ class StreamOrder(Batches):
                 parts=tuple(map(partial(replace, step=number), asked)),
             )
 
-    def _readers(self, start: LoaderState, compared: bool, tells: bool) -> list[ChunkRequest]:
+    def _readers(self, start: LoaderState, compared: bool) -> list[ChunkRequest]:
         """Return the first request to each reader of a pass; the later ones differ only in their step."""
         plan, opening = self.plan, replace(self.opening(start), skip=start.samples // self.plan.num_parts)
-        request = partial(
-            ChunkRequest, pass_number=next(_numbers), step=start.steps, plan=plan, compared=compared, tells=tells
-        )
+        request = partial(ChunkRequest, pass_number=next(_numbers), step=start.steps, plan=plan, compared=compared)
         if not self.whole_items:
             request = partial(request, first_step=start.steps, repeat=plan.repeats)
             return [request(opening=replace(opening, parts=parts)) for parts in self.chunks]

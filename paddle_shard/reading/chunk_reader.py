@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -15,10 +14,10 @@ import numpy as np
 from paddle_shard.clock import SLOW, clock
 from paddle_shard.errors import BatchStructureError, PaddleShardError
 from paddle_shard.plan.parts import PartsPlan
-from paddle_shard.plan.step import MOST_STAND_INS, Content
+from paddle_shard.plan.step import MOST_STAND_INS
 from paddle_shard.reading.batch import Batch, Chunk, take_rows
-from paddle_shard.reading.digest import WHOLE, TurnDigests, digest
-from paddle_shard.reading.reader import HowToRead, Reader, digest_or_none, in_words
+from paddle_shard.reading.digest import TurnDigests
+from paddle_shard.reading.reader import HowToRead, Reader, digest_or_none
 from paddle_shard.reading.tensors import num_rows_of
 from paddle_shard.stages.cut import FAILED_AT, Stripe
 from paddle_shard.stages.stage import Opening, Stage, Stated, Unreadable
@@ -50,8 +49,6 @@ class ChunkRequest:
     """If a sample is a rank's own batch, its number of rows; 0: the first batch tells. None: it is no such batch."""
     compared: bool = False
     """True if the samples are compared with those that other readers of the same stream read."""
-    tells: bool = False
-    """True if it is told which files are opened, and their versions."""
 
     @property
     def pad(self) -> bool:
@@ -95,8 +92,6 @@ class ChunkReader(Reader):
         self._padding = Padding(stage, Opening(parts=(0,), num_parts=1))
         self._digests = TurnDigests()
         self._state: Any = None
-        self._told: list[Content] = []
-        """The files and sources that were opened since the last step."""
         self._looked = False
         """True if a sample of the pass was looked at: whether those behind it have memory of their own."""
 
@@ -106,14 +101,13 @@ class ChunkReader(Reader):
 
     def _begin(self, asked: ChunkRequest) -> None:
         """Open the parts at a step: the first of the pass, unless another reader has read those before it."""
-        self._told, self._looked = [], False
-        opened = self._opened if asked.tells else None
-        opening = replace(asked.opening, seed_generators=self._seed, skip_errors=self._how.skip_errors, opened=opened)
+        self._looked = False
+        opening = replace(asked.opening, seed_generators=self._seed, skip_errors=self._how.skip_errors)
         self._pass_number, self._next_step, self._parts = asked.pass_number, asked.step, []
         self._state, whole = opening.state, asked.whole_items
         here = replace(opening, skip=asked.position)
         # Whole batches that several readers take in turns are made up for by the first one of the stream.
-        fills = replace(here.uncut(here.skip) if asked.stride > 1 else here, opened=None)  # what it opens was told
+        fills = here.uncut(here.skip) if asked.stride > 1 else here
         self._padding = Padding(self._stage, fills, whole=whole)
         if not (asked.pad or self._how.skip_errors):
             self._padding.unknown.clear()  # no rows will be filled
@@ -130,11 +124,6 @@ class ChunkReader(Reader):
         for _ in range(opening.skip, asked.position):
             for items in self._parts:
                 next(items, None)
-
-    def _opened(self, one: Content, *first: Any) -> None:
-        """See `Opening.opened`."""
-        with contextlib.suppress(Exception):  # what cannot be looked at is not told
-            self._told += [one._replace(digest=digest(item, 0, WHOLE), shown=in_words(item)) for item in first] or [one]
 
     def _rows(self, asked: ChunkRequest, at: dict[str, Any]) -> Chunk:
         """See `Reader`. Requests of a pass come in the order of their steps."""
@@ -183,8 +172,7 @@ class ChunkReader(Reader):
         if asked.local_rows is not None:
             state = {"shard": parts[0], "rows": asked.local_rows, "library": self._state}
         digest = self._digests.until((position + size - 1) // asked.opening.stripe) if asked.compared else 0
-        told, self._told[:] = tuple(self._told), ()
-        return Chunk(value, bytes(real), fresh, state, skipped, why, digest, told)
+        return Chunk(value, bytes(real), fresh, state, skipped, why, digest)
 
     def _columns(self, asked: ChunkRequest, at: dict[str, Any]) -> tuple[list[list[Any]], bool]:
         """Return the samples of each part, as many as there are, and whether any is of the part's first round."""
@@ -290,7 +278,7 @@ class Padding:
         """
         for candidate in self._opening.parts if self._whole else (part, *range(self._opening.num_parts)):
             if candidate not in self._first:
-                opening = replace(self._opening, parts=(candidate,), rounds=Counter())
+                opening = replace(self._opening, parts=(candidate,))
                 opened = self._stage.open(opening)[0]
                 self._first[candidate] = next(_readable(islice(opened, self._most)), _NOTHING)
                 self.unknown.discard(candidate)
