@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent
 VERSION = re.search(r'VERSION = "(.+?)"', (ROOT / "paddle_shard/version.py").read_text())[1]
 
 DEMO = ["scikit-learn", "tqdm"]
-WEBDATASET = ["webdataset>=0.2.90", "fsspec"]
+WEBDATASET = ["webdataset>=0.2.90", "fsspec[http]"]
 PARQUET = ["pyarrow>=14", "fsspec[http]"]
 HUGGINGFACE = ["datasets>=5.2"]
 GRAIN = ["grain>=0.2.18; python_version >= '3.11'"]  # which has none for 3.10

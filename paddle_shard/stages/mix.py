@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
@@ -69,7 +68,7 @@ class Mix(Stage):
 
     def _opening(self, opening: Opening, name: str) -> Opening:
         """Return the opening of a source, which has random numbers of its own."""
-        return replace(opening, seed=derive_seed("source", name, opening.seed), seen=None, rounds=Counter())
+        return replace(opening, seed=derive_seed("source", name, opening.seed), seen=None)
 
     def _mixed(self, sources: list[tuple[int, Iterator[tuple[int, Any]]]], skip: int, *, tells: bool) -> Iterator[Any]:
         ended = {at for at, (back, items) in enumerate(sources) if back and next(items)[0]}
@@ -146,6 +145,14 @@ class Mix(Stage):
     def files(self) -> list[str]:
         """The first files of each source."""
         return [f"{name}: {file}" for name, stage in self._stages.items() for file in stage.source.files]
+
+    def files_identity(self) -> tuple[tuple[str, int, str], ...]:
+        """Return that of all sources, with the source's name before each file's."""
+        return tuple(
+            (f"{name}: {file}", size, tag)
+            for name, stage in self._stages.items()
+            for file, size, tag in stage.files_identity()
+        )
 
     def fingerprint(self) -> list[Any]:
         """Return the names, weights and fingerprints of the sources."""

@@ -1,4 +1,4 @@
-"""How are the samples of a part changed, kept, grouped, shuffled and repeated?"""
+"""Stages that map, filter, batch, shuffle and repeat the samples of a part."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paddle_shard.checks import check_count
 from paddle_shard.plan.parts import nothing_to_repeat
 from paddle_shard.plan.seeding import derive_key, mix
 from paddle_shard.plan.shuffle import Permutation
-from paddle_shard.stages.stage import Opening, Search, Stage, Transform, Unreadable
+from paddle_shard.stages.stage import Opening, Stage, Transform, Unreadable, windows
 
 
 class Map(Transform):
@@ -50,11 +50,10 @@ class Filter(Transform):
 
     def made(self, items: Iterator[Any], part: int, opening: Opening) -> Iterator[Any]:
         """Yield the samples that are kept."""
-        key, search = opening.key(part, "filter", self.depth), Search(opening, part, "filter")
+        key = opening.key(part, "filter", self.depth)
         for number, item in enumerate(items):
             opening.seed_generators(mix(key, number))
             keep = opening.tried(lambda sample: bool(self._predicate(sample)), item)
-            search.note(kept=bool(keep))
             if keep:
                 yield keep if isinstance(keep, Unreadable) else item
 
@@ -72,7 +71,7 @@ class Batch(Transform):
 
     def made(self, items: Iterator[Any], part: int, opening: Opening) -> Iterator[Any]:
         """Yield the lists. One that holds a sample that cannot be read is replaced as a whole."""
-        for group in opening.windows(items, self.size, part):
+        for group in windows(items, self.size):
             bad = [item for item in group if isinstance(item, Unreadable)]
             yield Unreadable(bad[0].why, tuple(group)) if bad else group
 
@@ -93,13 +92,10 @@ class Unbatch(Transform):
 
     def made(self, items: Iterator[Any], part: int, opening: Opening) -> Iterator[Any]:
         """Yield the items of the samples."""
-        key, search, numbers = opening.key(part, "unbatch", self.depth), Search(opening, part, "unbatch"), count()
-        for (group,) in opening.windows(items, 1, part):
-            found = False
-            for item in self._items(group, opening, key, numbers):
-                found = True
-                yield item
-            search.note(kept=found)
+        key = opening.key(part, "unbatch", self.depth)
+        numbers = count()
+        for group in items:
+            yield from self._items(group, opening, key, numbers)
 
     def _items(self, group: Any, opening: Opening, key: int, numbers: Iterator[int]) -> Iterator[Any]:
         if isinstance(group, Unreadable):
@@ -147,7 +143,7 @@ class Shuffle(Transform):
         # Its number counts only the shuffles before it: then stages that keep the order can be added to a run.
         number = sum(isinstance(stage, Shuffle) for stage in self.upstream.line())
         key = opening.key(part, "window", number)
-        for window, held in enumerate(opening.windows(items, self._window, part), opening.skip // self._window):
+        for window, held in enumerate(windows(items, self._window), opening.skip // self._window):
             permuted = Permutation(len(held), derive_key(key, window, size=64))
             for at in permuted(np.arange(len(held), dtype=np.int64)).tolist():
                 item, held[at] = held[at], None  # release delivered samples
@@ -234,8 +230,6 @@ def in_rounds(stage: Stage, opening: Opening, times: int | None, source: str = "
                     yield number, item
             if times is not None:
                 continue
-            # Files may go to other parts in each round: a part has seen the whole source after `num_parts` rounds.
-            opening.rounds[part] = (number + 1) // opening.num_parts
             if not found:
                 raise nothing_to_repeat(part, opening.num_parts, source)
 

@@ -363,21 +363,6 @@ def test_parts_belong_to_the_run_not_to_the_mesh():
     assert [one + two for one, two in zip(slices[0], slices[1], strict=True)] == alone
 
 
-@pytest.mark.parametrize("resample", [False, True])
-@pytest.mark.parametrize("workers", [0, 2])
-def test_an_endless_part_of_which_a_filter_keeps_nothing_is_an_error_and_no_hang(resample, workers, tmp_path):
-    for number in range(4):
-        (tmp_path / f"{number}.txt").write_text(f"{number}\n" * 5)
-    lines = Stream.lines(sorted(tmp_path.iterdir()), resample=resample, shuffle_shards=False)
-    endless = lines if resample else lines.repeat()
-    # Of one part all samples, where each has a file.
-    kept = endless.filter(lambda line: not resample and line != "2")
-    loader = sharded(kept.map(int), num_parts=4, num_batches=9, workers=workers)
-
-    with pytest.raises(DataReadError, match=r"filter: none of the last \d+ samples of part \d of 4 gave a result"):
-        next(iter(loader))
-
-
 class _Uneven(Stage):
     """Parts of given lengths, which it knows."""
 
