@@ -49,7 +49,7 @@ setup(
     python_requires=">=3.10",
     packages=find_packages(include=["paddle_shard", "paddle_shard.*"]),
     package_data={"paddle_shard": ["py.typed", "cli/page/*"]},
-    entry_points={"console_scripts": ["paddle-shard = paddle_shard.cli.main:main"]},
+    entry_points={"console_scripts": ["paddle-shard = paddle_shard.extras.cli.main:main"]},
     install_requires=["numpy>=1.21"],
     extras_require={
         "cpu": ["paddlepaddle>=3.0"],

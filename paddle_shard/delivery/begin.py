@@ -54,7 +54,7 @@ def begin(setup: PassSetup, start: LoaderState) -> StepPass:
             run.note_identity(identity_of(source, setup.options.dataloader.dataset, digests))
         if not alone:
             agreement = _agreement(setup, start, ends_must_agree=stream is None or source.tail.refuses, same=compares)
-            executor = replicas.shared(core, reading.start, agreement)
+            executor = replicas.shared(core, agreement)
         assert executor is not None
         feed = Feed(steps, executor, num_steps, runs_user_code=isinstance(source.batches, UserBatches))
         if reading.num_workers:  # they begin to read before the first batch is asked for

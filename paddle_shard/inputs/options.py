@@ -12,7 +12,7 @@ from typing import Any
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError
 from paddle_shard.plan.orders import Shuffle
-from paddle_shard.reading.ray_pool import RayReaders
+from paddle_shard.reading.reading import Readers
 
 CHOICES = {"on_lost": ("raise", "exit"), "on_error": ("raise", "skip"), "replicas": ("each", "leader")}
 """Options that are one of a few words."""
@@ -64,7 +64,7 @@ class LoaderOptions:
     replicas: str
     timeout: float
     prefetch: int | None
-    readers: RayReaders | None
+    readers: Readers | None
     on_error: str
     on_lost: str
     record: Any
@@ -85,7 +85,7 @@ class LoaderOptions:
         for name, known in CHOICES.items():
             if getattr(self, name) not in known:
                 raise ArgumentError(f"{name} must be {' or '.join(map(repr, known))}, got {getattr(self, name)!r}.")
-        if self.readers is not None and not isinstance(self.readers, RayReaders):
+        if self.readers is not None and not callable(getattr(self.readers, "pool", None)):
             raise ArgumentTypeError(f"readers must be a paddle_shard.RayReaders, or None, got {self.readers!r}.")
         items = self.dense_tensor_idx
         if items is not None and not (

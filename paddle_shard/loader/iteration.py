@@ -28,7 +28,6 @@ from paddle_shard.errors import (
 from paddle_shard.inputs.source import Source
 from paddle_shard.place.device import DeviceWatch
 from paddle_shard.place.local_tensor import TensorMaker
-from paddle_shard.plan.hazards import MUCH
 from paddle_shard.plan.shard_plan import ShardPlan
 from paddle_shard.plan.state import LoaderState
 from paddle_shard.ranks.agreeing import tell_failed
@@ -38,6 +37,8 @@ from paddle_shard.sources.shards import ShardSource
 from paddle_shard.stages.stage import Opening
 from paddle_shard.tree import named_leaves
 
+_MUCH = 0.1
+"""Share of dropped data from which on it is logged."""
 _MOST_TEXT = 300
 """Characters of an error that a later call repeats."""
 _REPEAT = "With tail='repeat' or num_batches= parts that have ended are read again."
@@ -237,8 +238,8 @@ def say_if_uneven(setup: PassSetup, epoch: int) -> None:
         opening = stream.opening(LoaderState(epoch=epoch))
         sizes = source.part_sizes(opening) if isinstance(source, ShardSource) else None
         share = plan.ending.lost(sizes) if sizes and any(sizes) else None
-        lost = 2 * MUCH if share is None else share  # what is not known is told, too
-        if lost > max(MUCH, stats.most_lost):
+        lost = 2 * _MUCH if share is None else share  # what is not known is told, too
+        if lost > max(_MUCH, stats.most_lost):
             stats.most_lost = lost
             much = "how much is not known" if share is None else f"about {share:.0%} of the data, by its files' sizes"
             say_once(

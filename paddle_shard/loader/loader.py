@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,14 +21,13 @@ from paddle_shard.inputs.options import LoaderOptions
 from paddle_shard.loader.assembly import setup_of
 from paddle_shard.loader.compat import asked_by_to_static, mend_process_mesh
 from paddle_shard.loader.iteration import ShardIterator, describe, warn_if_batches_differ
-from paddle_shard.loader.recording import page_of_loader
 from paddle_shard.plan.certificate import Certificate
 from paddle_shard.plan.mesh import grid_of
 from paddle_shard.plan.mixture import Drawn
 from paddle_shard.plan.shard_plan import ShardPlan, Where, facts_of_plan
 from paddle_shard.plan.state import LoaderState
 from paddle_shard.ranks.agreeing import fails_on_all_ranks
-from paddle_shard.shown import Page, as_html
+from paddle_shard.shown import as_html
 
 _MOST_SHOWN = 64
 """Ranks of a mesh that is shown as a grid."""
@@ -126,28 +123,6 @@ class ShardDataloader(PaddleShardDataloader):
 
         few = len(own.layout.process_ids) <= _MOST_SHOWN
         return as_html(self, facts, lambda: grid_of(own.layout, own.data_axes) if few else [])
-
-    def explain(self, path: str | os.PathLike[str] | None = None) -> Page:
-        """Return a page of HTML that draws who reads which sample, when, and says what is wrong with that.
-
-        It loads nothing: it computes the order.
-
-        With `record=`, on the rank that writes it, the page shows the life of the run as its lines tell it, as
-        `paddle-shard plan run.jsonl --html` does. Otherwise it shows the run up to its position. Nothing is read.
-
-        Args:
-            path: A file to write the page into; None: none. In a notebook, the page shows itself.
-
-        Raises:
-            ArgumentError: Nobody but the loader knows the order, or a page cannot compute it.
-
-        Examples:
-            >>> page = loader.explain("plan.html")  # doctest: +SKIP
-        """
-        page = page_of_loader(self._shared.setup)
-        if path is not None:
-            Path(path).write_text(page, encoding="utf-8")
-        return page
 
     def __len__(self) -> int:
         return self._run.num_batches()

@@ -14,7 +14,6 @@ from paddle_shard.plan.mixture import Mixing, sample_ids
 from paddle_shard.plan.shard_plan import ShardPlan
 from paddle_shard.plan.skips import Stretch
 from paddle_shard.plan.state import LoaderState
-from paddle_shard.samplers.buckets import BucketBatchSampler
 
 
 def stretches_of(
@@ -36,7 +35,7 @@ def stretches_of(
     epoch, sampler = start.epoch, source.custom_sampler
     # Of each batch; nobody knows whether those of another sampler have as many samples.
     batch_size = 1 if source.item_is_batch else None
-    if type(sampler) is paddle.io.BatchSampler or isinstance(sampler, BucketBatchSampler):
+    if type(sampler) is paddle.io.BatchSampler:
         batch_size = source.batch_size
     for step in _listed("steps", steps, "list or range of ints"):
         step = _number("a step must be an int", step)

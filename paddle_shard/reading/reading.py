@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import paddle.io
 
@@ -14,7 +13,6 @@ from paddle_shard.plan.partition import Rows
 from paddle_shard.reading.batch import Even
 from paddle_shard.reading.chunk_reader import ChunkReader
 from paddle_shard.reading.executor import Executor, InlineExecutor, WorkerExecutor
-from paddle_shard.reading.ray_pool import RayPool, RayReaders
 from paddle_shard.reading.reader import HowToRead, IdReader, Reader
 from paddle_shard.reading.workers import WorkerPool
 from paddle_shard.sources.external import IterableSource
@@ -35,6 +33,16 @@ class StreamReading:
     """Pads the rows of several parts to one length; None: they must be alike."""
 
 
+class Readers(Protocol):
+    """Reads in place of worker processes, such as `RayReaders`."""
+
+    num: int
+    """Number of readers."""
+
+    def pool(self, settings: paddle.io.DataLoader, reader: Reader, num_workers: int, **options: Any) -> WorkerPool:
+        """Return a pool with the methods of `WorkerPool`; the arguments are those of its constructor."""
+
+
 class Reading:
     """The settings of a user's DataLoader, used to read steps instead of its own sampler's batches."""
 
@@ -44,7 +52,7 @@ class Reading:
         how: HowToRead,
         worker_timeout: float,
         stream: StreamReading | None = None,
-        readers: RayReaders | None = None,
+        readers: Readers | None = None,
     ) -> None:
         """Copy the settings; the given object is never changed.
 
@@ -78,9 +86,9 @@ class Reading:
             return InlineExecutor(reader)
         pool = self._idle.pop() if self._idle else None
         if pool is None:
-            timeout, made_of = self._worker_timeout, self._readers
-            kind = WorkerPool if made_of is None else partial(RayPool, made_of)
-            pool = kind(given, reader, self.num_workers, worker_timeout=timeout, reads_all=reads_all)
+            timeout = self._worker_timeout
+            make_pool = WorkerPool if self._readers is None else self._readers.pool
+            pool = make_pool(given, reader, self.num_workers, worker_timeout=timeout, reads_all=reads_all)
         return WorkerExecutor(pool, self._idle, places, even)
 
     def digests(self, samples: Sequence[Any]) -> list[int]:

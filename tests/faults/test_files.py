@@ -17,8 +17,8 @@ from paddle.io import DataLoader
 
 import paddle_shard
 from paddle_shard import Stream
-from paddle_shard.cli.main import main
 from paddle_shard.errors import ArgumentError, DataReadError, StateError
+from paddle_shard.extras.cli.main import main
 from paddle_shard.sources import files
 from paddle_shard.sources.host_cache import HostCache
 from paddle_shard.sources.webdataset import read_index

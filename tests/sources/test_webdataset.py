@@ -18,8 +18,8 @@ import paddle
 import pytest
 
 from paddle_shard import Stream
-from paddle_shard.cli.main import main
 from paddle_shard.errors import ArgumentError, DataReadError, MissingDependencyError, ShardReadError, StateError
+from paddle_shard.extras.cli.main import main
 from paddle_shard.sources import files
 from paddle_shard.sources.host_cache import HostCache
 from paddle_shard.sources.webdataset import Decode, webdataset_source

@@ -16,10 +16,10 @@ from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 
 from paddle_shard.checks import check_count
-from paddle_shard.cli.answer import Answer, command, with_hazards
-from paddle_shard.cli.plan import MESH, with_data_axes
 from paddle_shard.errors import PeerLostError, described
-from paddle_shard.plan.hazards import Hazard
+from paddle_shard.extras.cli.answer import Answer, command, with_hazards
+from paddle_shard.extras.cli.hazards import Hazard
+from paddle_shard.extras.cli.plan import MESH, with_data_axes
 from paddle_shard.version import VERSION
 
 _FILES = 4096

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from paddle_shard.cli.answer import cell
-from paddle_shard.plan.places import Meshes, shapes_of
+from paddle_shard.extras.cli.answer import cell
+from paddle_shard.extras.cli.places import Meshes, shapes_of
 
 _COLOURS = ("4269d0", "efb118", "ff725c", "6cc5b0", "3ca951", "ff8ab7", "a463f2", "97bbf5", "9c6b4e", "9498a0")
 _WIDTH, _BOX, _LINE, _MOST_LINES, _MOST_TEXT = 720, 40, 18, 64, 96

@@ -74,6 +74,10 @@ class RayReaders:
         with needs("ray", "RayReaders: "):
             import ray  # noqa: F401
 
+    def pool(self, *args: Any, **options: Any) -> RayPool:
+        """Return a pool of actors; the arguments are those of `WorkerPool`."""
+        return RayPool(self, *args, **options)
+
 
 class ReadingActor:
     """What runs in an actor: a worker, or several if it stands in for others."""
@@ -135,7 +139,7 @@ class ReadingActor:
         except Exception as error:
             return ReadFailure.of(error, what="receiving the request", worker=number, where=self._where)
         reader, failed, paddle_worker._worker_info = self._workers[number]
-        found = failed or reader.read(asked, number)
+        found = failed or reader.read(asked[0], number, asked[1])
         return replace(found, where=self._where) if isinstance(found, ReadFailure) else found
 
 

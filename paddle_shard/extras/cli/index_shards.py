@@ -6,8 +6,8 @@ import argparse
 import os
 import sys
 
-from paddle_shard.cli.answer import Answer, check_output, command
 from paddle_shard.errors import ArgumentError, described
+from paddle_shard.extras.cli.answer import Answer, check_output, command
 from paddle_shard.sources.counts import ShardEntry, count_file
 from paddle_shard.sources.files import base_name, shown
 from paddle_shard.sources.webdataset import check_base_names, expand, tar_starts, write_index

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from paddle_shard.checks import length_or_none
-from paddle_shard.cli.answer import EPOCH, RECORD, Answer, cell, command, legs_at, run_of, sample_of
 from paddle_shard.errors import ArgumentError, described
-from paddle_shard.plan.places import samples_at
-from paddle_shard.record.timeline import places_in
+from paddle_shard.extras.cli.answer import EPOCH, RECORD, Answer, cell, command, legs_at, run_of, sample_of
+from paddle_shard.extras.cli.places import samples_at
+from paddle_shard.extras.cli.timeline import places_in
 
 _MOST_TEXT = 2000
 _MOST_VALUES = 16

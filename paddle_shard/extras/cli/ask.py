@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from paddle_shard.cli.answer import EPOCH, RECORD, Answer, Rows, check_epoch, command, legs_at, run_of, sample_of
 from paddle_shard.errors import ArgumentError
-from paddle_shard.plan.places import rows_of, samples_of, shapes_of, shares_of
+from paddle_shard.extras.cli.answer import EPOCH, RECORD, Answer, Rows, check_epoch, command, legs_at, run_of, sample_of
+from paddle_shard.extras.cli.places import rows_of, samples_of, shapes_of, shares_of
+from paddle_shard.extras.cli.proof import proof_of
+from paddle_shard.extras.cli.timeline import Leg, Timeline, places_in, timeline
 from paddle_shard.plan.skips import Skips
 from paddle_shard.record.lines import read
-from paddle_shard.record.proof import proof_of
-from paddle_shard.record.timeline import Leg, Timeline, places_in, timeline
 
 _LOST = (
     "What does not count was delivered after the position from which the run was resumed. A job that was killed may "

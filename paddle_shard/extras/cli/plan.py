@@ -11,22 +11,29 @@ from pathlib import Path
 from typing import Any
 
 from paddle_shard.checks import check_count
-from paddle_shard.cli.answer import Answer, Argument, Rows, command, parsed, run_of, with_hazards
-from paddle_shard.cli.page import life_of, page_of, view_of
-from paddle_shard.cli.svg import svg_of
 from paddle_shard.errors import ArgumentError
-from paddle_shard.plan.hazards import MUCH, Hazard, carries_data, hazards_of, hazards_of_parts
+from paddle_shard.extras.cli.answer import Answer, Argument, Rows, command, parsed, run_of, with_hazards
+from paddle_shard.extras.cli.hazards import MUCH, Hazard, carries_data, hazards_of, hazards_of_parts
+from paddle_shard.extras.cli.page import page_of
+from paddle_shard.extras.cli.places import (
+    Meshes,
+    groups_of,
+    readers_of,
+    reads_of_a_row,
+    samples_of,
+    shapes_of,
+    shares_of,
+)
+from paddle_shard.extras.cli.svg import svg_of
 from paddle_shard.plan.mesh import MeshLayout, grid_of
 from paddle_shard.plan.mixture import Mixing, drawn_of
 from paddle_shard.plan.orders import ORDERINGS, find_ordering
 from paddle_shard.plan.parts import PartsPlan, chunks_of
-from paddle_shard.plan.places import Meshes, groups_of, readers_of, reads_of_a_row, samples_of, shapes_of, shares_of
 from paddle_shard.plan.shard_plan import ShardPlan, facts_of_plan, num_steps_left_out
 from paddle_shard.plan.skips import Skips
 from paddle_shard.plan.state import LoaderState
 from paddle_shard.plan.tails import TAILS
-from paddle_shard.sources.files import asked_size, is_missing, is_remote, local_size, matched
-from paddle_shard.sources.host_cache import files_at_once, least_bytes
+from paddle_shard.sources.files import is_missing, is_remote, matched
 from paddle_shard.sources.mixture import Mixture
 from paddle_shard.sources.shards import ShardSource
 from paddle_shard.sources.webdataset import expand
@@ -37,10 +44,10 @@ from paddle_shard.stages.stage import Opening
 _MOST_RANKS, _MOST_ROWS = 10**7, 10**8
 # Arguments that a record answers itself.
 _TOLD = "mesh", "data_axes", "batch_size", "samples", "source", "tail", "shuffle", "accumulation", "replicas"
-_TOLD_BY_RECORD = (
-    "the record tells that. Leave it out, or the record; paddle-shard diff takes another mesh or batch size."
-)
+_TOLD_BY_RECORD = "the record tells that. Leave it out, or the record."
 _NOT_OF_FILES = "which samples are where in files that are not counted is not known here. Leave it out, or --files."
+# Steps that a page draws.
+_SHOWN_STEPS = 8
 # Ranks of a mesh that is shown as a grid.
 _MOST_SHOWN = 64
 
@@ -60,8 +67,8 @@ class Planned:
     epoch: int = 0
     step_of: tuple[ShardPlan, Meshes, Meshes, Skips] | None = None
     """The plan, meshes, holders and skips of who has delivered the step that is asked about, if somebody has."""
-    view: dict[str, Any] = field(default_factory=lambda: {"skips": Skips()})
-    """What a page shows beside the plan, as arguments of `view_of`; of these, `skips` are always there."""
+    skips: Skips = field(default_factory=Skips)
+    """What the run leaves out."""
     facts: dict[str, Any] = field(default_factory=dict)
     """What else programs are told."""
     hazards: list[Hazard] = field(default_factory=list)
@@ -126,10 +133,9 @@ def planned(options: argparse.Namespace) -> Planned:
         if (number := vars(options).get(name)) is not None:
             check_count(f"--{name.replace('_', '-')}", number, int(name not in ("epoch", "workers")))
     for needless, names, why in (
-        # The seed also draws the restarts of `simulate`.
-        (options.record, _TOLD if "restarts" in options else (*_TOLD, "seed"), _TOLD_BY_RECORD),
+        (options.record, (*_TOLD, "seed"), _TOLD_BY_RECORD),
         (options.files and not options.record, ("samples", "source", "shuffle", "step"), _NOT_OF_FILES),
-        (not options.files, ("cache_bytes", "parts"), "of which files? Give --files, too."),
+        (not options.files, ("parts",), "of which files? Give --files, too."),
     ):
         given = [f"--{name.replace('_', '-')}" for name in names if vars(options).get(name) not in (None, [])]
         if needless and given:
@@ -165,13 +171,10 @@ def planned(options: argparse.Namespace) -> Planned:
 
 def _of_record(options: argparse.Namespace) -> Planned:
     run = run_of(options.record)
-    job, newest, view = run.last, run.passes[-1][0] if run.passes else None, life_of(run)
+    job = run.last
+    newest = run.passes[-1][0] if run.passes else None
     parts = job.parts_plan()
-    found = Planned(meshes=job.meshes, holders=job.holders, replicas=job.facts["options"]["replicas"], view=view)
-    if options.files:
-        if parts is None:
-            raise ArgumentError("--files: the data of this run has no parts, whose files could be looked at.")
-        _look_at_cache(options, found, parts)
+    found = Planned(meshes=job.meshes, holders=job.holders, replicas=job.facts["options"]["replicas"])
     if job.unknown is not None or newest is None:
         found.said.append(f"There is no plan to show: {job.unknown or 'nothing was delivered yet'}.")
         if parts is not None:
@@ -181,9 +184,10 @@ def _of_record(options: argparse.Namespace) -> Planned:
             found.said.append(found.facts["shares"])
         return found
     found.epoch = newest.start.epoch if options.epoch is None else options.epoch
+    found.skips = newest.history.skips
+    plans = {leg.start.epoch: leg.plan for leg, _ in run.passes if leg.job.unknown is None}
     # An epoch that was never begun is what the newest job would make of it.
-    anew = job.batches(newest.history).plan_of(LoaderState(epoch=found.epoch))
-    found.plan = view["plans"].setdefault(found.epoch, anew)
+    found.plan = plans.get(found.epoch) or job.batches(newest.history).plan_of(LoaderState(epoch=found.epoch))
     step = vars(options).get("step") or 0  # other commands than `plan` show no step
     for leg in run.legs_of(found.epoch):
         found.meshes, found.holders = leg.job.meshes, leg.job.holders  # those of its last job
@@ -215,8 +219,6 @@ def _look_at_files(options: argparse.Namespace, found: Planned, cut: dict[str, A
         found.where = f". The largest is {large} with {most} bytes, the smallest {small} with {least}{found.where}"
     parts = options.parts or chosen_num_parts(source, options.batch_size, cut["num_data_ranks"])
     plan = found.plan_of_parts = PartsPlan(num_parts=parts, **cut)
-    found.view["files"] = names
-    _look_at_cache(options, found, plan)
     opening = Opening(parts=tuple(range(parts)), num_parts=parts, seed=options.seed or 0, epoch=found.epoch)
     sizes = source.part_sizes(opening)
     held = [(at, plan.parts_of(at)) for at in range(plan.num_data_ranks)]
@@ -239,27 +241,6 @@ def _with_workers(found: Planned, shares: Rows, options: argparse.Namespace) -> 
         what = f"{workers} workers of each rank share {held} parts: {idle} of them read nothing"
         found.hazards.append((what, f"num_workers={held}, or more parts (in_parts(), larger batches)"))
     return [{**one, "parts of each worker": [[*of] for of in chunks_of(one["parts"], workers)]} for one in shares]
-
-
-def _look_at_cache(options: argparse.Namespace, found: Planned, plan: PartsPlan) -> None:
-    """Say how many bytes a host's copies of the files need; its ranks follow each other."""
-    given, names = options.cache_bytes, _names(options.files)
-    sizes = [local_size(name) if given is None else asked_size(name) for name in names]  # servers are asked if need be
-    known = [size for size in sizes if size is not None]
-    if len(known) < len(sizes):
-        found.said.append("How large cache_bytes must be is not known: --cache-bytes asks the servers for the sizes.")
-        return
-    reading = readers_of(found.meshes, found.replicas, options.ranks_per_host)
-    held = [(group["ranks"], parts) for group, parts in shares_of(found.meshes, plan.parts_of)]
-    each_reads = ((reading[rank], of) for ranks, of in held for rank in reading.keys() & ranks)
-    most = min(len(known), files_at_once(each_reads))
-    found.facts["least cache_bytes"] = least = least_bytes(known, most)
-    each = options.ranks_per_host or len({rank for mesh, _ in found.meshes for rank in mesh.process_ids})
-    ranks_of_host = f"for {each} ranks of a host"
-    found.said.append(f"cache_bytes={least} would be enough {ranks_of_host}, which read up to {most} files at once")
-    if given is not None and given < least:
-        what = f"cache_bytes={given} is too little {ranks_of_host}: some files are read from their servers"
-        found.hazards.append((f"{what}, by each process that needs them", f"cache_bytes={least} has room for all"))
 
 
 def hazards_in(asked: Planned, ranks_per_host: int | None) -> list[Hazard]:
@@ -285,16 +266,19 @@ PLANNED: Sequence[Argument] = [
     ("--source", _SOURCE),
     ("--files", {"nargs": "+", "metavar": "FILE", "help": "files of a stream that are not counted; patterns, too"}),
     ("--parts", {"type": int, "help": "parts of the stream of --files (in_parts()); by default as it chooses them"}),
-    ("--cache-bytes", {"type": int, "help": "is it enough for copies of --files? Asks servers how large they are"}),
-    ("--ranks-per-host", {"type": int, "help": "ranks that share a cache and a leader; else all do"}),
+    ("--ranks-per-host", {"type": int, "help": "ranks that share a leader; else all do"}),
     ("--tail", {"choices": list(TAILS), "help": "pad, unless another is named"}),
     ("--shuffle", {"nargs": "?", "const": "True", "choices": list(map(str, ORDERINGS))}),
     ("--seed", {"type": int, "help": "0, unless another is given"}),
     ("--accumulation", {"type": rows_of, "help": "micro-batches of a step"}),
-    ("--replicas", {"choices": ["each", "leader", "auto"]}),
+    ("--replicas", {"choices": ["each", "leader"]}),
     ("--epoch", {"type": int, "help": "the epoch; by default the first one, or the newest of a record"}),
 ]
 """The arguments of commands that begin with a plan."""
+
+
+def _picture(plan: ShardPlan, meshes: Meshes, holders: Meshes, skips: Skips, epoch: int, step: int) -> str:
+    return svg_of(meshes, samples_of(plan, holders, epoch, step, skips), f"epoch {epoch}, step {step}")
 
 
 @command(
@@ -327,28 +311,28 @@ def plan(options: argparse.Namespace) -> Answer:
     said += [who, *asked.said]
     if (plan := asked.plan) is not None:
         reads = reads_of_a_row(asked.meshes, reading)
-        gone = num_steps_left_out(plan, asked.epoch, asked.view["skips"])
+        gone = num_steps_left_out(plan, asked.epoch, asked.skips)
         found["plan"] = {**facts_of_plan(plan), "steps left out of an epoch": gone, "reads of each row": reads}
         said.append([{"what": name, "number": value} for name, value in found["plan"].items()])
         if isinstance(plan.ordering, Mixing):
             sources = drawn_of(plan.ordering, plan.num_samples)  # in the first epoch
             found["sources"] = [{"source": name, **asdict(one)} for name, one in sources.items()]
             said.append(found["sources"])
-        of, meshes, holders, skips = asked.step_of or (plan, asked.meshes, asked.holders, asked.view["skips"])
+        of, meshes, holders, skips = asked.step_of or (plan, asked.meshes, asked.holders, asked.skips)
         if options.step is not None:
             found["step"] = samples_of(of, holders, asked.epoch, options.step, skips)
             said += [f"epoch {asked.epoch}, step {options.step}", found["step"]]
     hazards, drawn, step = hazards_in(asked, options.ranks_per_host), plan or asked.plan_of_parts, options.step or 0
     if options.html is not None and drawn is not None:
-        view = view_of(drawn, *asked.meshes[0], **asked.view) | {"at": (asked.epoch, step)}
-        options.html.write_text(page_of(view, hazards), encoding="utf-8")
+        steps = range(step, min(step + _SHOWN_STEPS, plan.num_steps)) if plan is not None else ()
+        pictures = [_picture(of, meshes, holders, skips, asked.epoch, number) for number in steps]
+        options.html.write_text(page_of(f"Plan of epoch {asked.epoch}", said, pictures, hazards), encoding="utf-8")
         said.append(f"{options.html} shows it, in a browser")
     elif options.html is not None:
         hazards.append((f"{options.html} is not drawn: the order is not known here, or no plan fits", ""))
     if options.svg is not None and (plan is None or not plan.num_steps):
         hazards.append((f"{options.svg} is not drawn: there is no step", ""))
     elif options.svg is not None:
-        given = samples_of(of, holders, asked.epoch, step, skips)
-        options.svg.write_text(svg_of(meshes, given, f"epoch {asked.epoch}, step {step}"), encoding="utf-8")
+        options.svg.write_text(_picture(of, meshes, holders, skips, asked.epoch, step), encoding="utf-8")
         said.append(f"{options.svg} is the picture of step {step}")
     return with_hazards(found, said, hazards)

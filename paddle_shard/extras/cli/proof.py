@@ -11,8 +11,8 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from paddle_shard.errors import ArgumentError
+from paddle_shard.extras.cli.timeline import Leg, Timeline
 from paddle_shard.plan.certificate import ALL, UNKNOWN, Delivered, account_of_all, added, certify, plus, total_of_owner
-from paddle_shard.record.timeline import Leg, Timeline
 
 _OTHERS = "the others made the same steps; with loader.certificate() before state_dict(), their sums are compared, too"
 

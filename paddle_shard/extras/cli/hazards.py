@@ -8,11 +8,11 @@ import numpy as np
 import numpy.typing as npt
 
 from paddle_shard.checks import listed
+from paddle_shard.extras.cli.places import Meshes, readers_of
 from paddle_shard.plan.mesh import MeshLayout
 from paddle_shard.plan.mixture import Mixing, drawn_too_often
 from paddle_shard.plan.partition import place_of_rows
 from paddle_shard.plan.parts import PartsPlan
-from paddle_shard.plan.places import Meshes, readers_of
 from paddle_shard.plan.shard_plan import ShardPlan
 
 Hazard = tuple[str, str]

@@ -35,8 +35,8 @@ from paddle_shard.errors import (
     TakenOverError,
     described,
 )
-from paddle_shard.position.folder import folder_of, written_by
-from paddle_shard.position.parts import fill, is_dist, is_split, kind_of
+from paddle_shard.extras.checkpoint_folder import folder_of, written_by
+from paddle_shard.extras.checkpoint_parts import fill, is_dist, is_split, kind_of
 from paddle_shard.position.run import Run
 from paddle_shard.ranks.agreeing import gather_of
 from paddle_shard.ranks.rendezvous import num_ranks

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from paddle_shard.errors import ArgumentError
-from paddle_shard.plan.hazards import Hazard
+from paddle_shard.extras.cli.hazards import Hazard
+from paddle_shard.extras.cli.timeline import Leg, Timeline, timeline
 from paddle_shard.record.lines import read
-from paddle_shard.record.timeline import Leg, Timeline, timeline
 
 Rows = Sequence[Mapping[str, Any]]
 """A table: in each row, the same names, each with its value."""
