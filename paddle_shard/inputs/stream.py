@@ -21,7 +21,6 @@ from paddle_shard.sources.files import Paths
 from paddle_shard.sources.host_cache import HostCache
 from paddle_shard.sources.huggingface import HuggingFaceSource
 from paddle_shard.sources.parquet import parquet_source
-from paddle_shard.sources.ray_data import ray_loader
 from paddle_shard.sources.text import CSV_DICTS, CSV_ROWS, JSON_LINES, LINES, text_source
 from paddle_shard.sources.webdataset import Decode, webdataset_source
 from paddle_shard.stages import Batch, Filter, Map, Pack, Repeat, Shuffle, Stripe, Unbatch
@@ -392,28 +391,6 @@ class Stream(paddle.io.IterableDataset):
             >>> stream = Stream.huggingface(load_dataset("ag_news", split="train", streaming=True))  # doctest: +SKIP
         """
         return cls(HuggingFaceSource(dataset))
-
-    @classmethod
-    def ray(cls, dataset: Any, *, batch_size: int) -> Stream:
-        """Return a stream of batches of a `ray.data.Dataset`, which Ray Data splits among the data ranks.
-
-        Ray Data reads, decodes and splits in processes of its own, by `streaming_split(equal=False)`: no row is
-        dropped, and shares differ in length, so give `tail=`. Its order is not the same when it is read again. So a run
-        cannot be resumed within an epoch, and each data rank's share must be read by one process.
-
-        Args:
-            dataset: The data set, made alike on all ranks. It is not changed.
-            batch_size: Rows of the global batch: a multiple of the number of data ranks.
-
-        Raises:
-            MissingDependencyError: Ray is not installed; the text names the extra.
-            ArgumentTypeError: `dataset` is not a `ray.data.Dataset`.
-            ArgumentError: `batch_size` is not an int >= 1.
-
-        Examples:
-            >>> stream = Stream.ray(ray.data.read_parquet("data/"), batch_size=256)  # doctest: +SKIP
-        """
-        return cls(ExternalSource(ray_loader(dataset, batch_size)))
 
     # Stages
 

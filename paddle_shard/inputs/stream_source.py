@@ -15,7 +15,6 @@ from paddle.distributed.auto_parallel.api import ShardDataloader
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, SplitError
 from paddle_shard.inputs.options import DEALS, DECIDES, LoaderOptions
-from paddle_shard.inputs.other_library import check_is_paddles
 from paddle_shard.inputs.source import Source
 from paddle_shard.inputs.stream import Stream, last_stage
 from paddle_shard.inputs.stream_order import StreamOrder
@@ -49,9 +48,7 @@ def as_stream_loader(given: Any, *, split: bool) -> paddle.io.DataLoader | None:
     if isinstance(given, paddle.io.DataLoader):
         if split and _reads_for_itself(given):  # use its batches as they are
             return _loader_of(Stream.of(lambda: iter(given)), places=given.places)
-        check_is_paddles(given.dataset, given)
         return given if isinstance(given.dataset, paddle.io.IterableDataset) else None
-    check_is_paddles(given)
     if isinstance(given, ExternalLoader):
         return _loader_of(Stream(ExternalSource(given)))
     if isinstance(given, Stream):
