@@ -1,4 +1,4 @@
-"""How does a user build a stream?"""
+"""Streams, as users build them."""
 
 from __future__ import annotations
 
@@ -28,30 +28,6 @@ from paddle_shard.stages.cut import cut, is_cut
 from paddle_shard.stages.mix import Mix
 from paddle_shard.stages.pack import PackedRows
 from paddle_shard.stages.stage import Opening, Stage
-
-_ELSEWHERE = {
-    "batched": "batch(size)",
-    "collate": "collate_fn= of the DataLoader, or batch(size).map(function)",
-    "compose": "one method after the other",
-    "concat": "all files in one call, such as Stream.lines(paths)",
-    "cycle": "repeat()",
-    "enumerate": "a source that yields the numbers",
-    "flatmap": "map(function).unbatch()",
-    "header": "num_batches= of shard_dataloader",
-    "map_dict": "map(function)",
-    "mix": "Stream.mixture(streams, weights=)",
-    "prefetch": "num_workers= of the DataLoader: workers read ahead by themselves",
-    "random_map": "map(function): numpy's, Python's and Paddle's generators are seeded for each sample",
-    "rename": "map(function)",
-    "select": "filter(predicate)",
-    "set_length": "num_batches= of shard_dataloader",
-    "shard": "the whole stream on every rank: this library splits it",
-    "slice": "the whole stream on every rank: this library splits it",
-    "to_tuple": "map(function)",
-    "with_epoch": "num_batches= of shard_dataloader",
-    "zip": "a source that yields both, or map(function)",
-}
-"""Stages of other libraries, by name -> what a stream has in their place."""
 
 
 class Stream(paddle.io.IterableDataset):
@@ -599,10 +575,6 @@ class Stream(paddle.io.IterableDataset):
         made = copy.copy(self)
         made._stage = stage
         return made
-
-    def __getattr__(self, name: str) -> Any:
-        said = f"a Stream has no {name!r}"
-        raise AttributeError(f"{said}. Use {_ELSEWHERE[name]}." if name in _ELSEWHERE else said, name=name, obj=self)
 
     def _repr_html_(self) -> str:
         parts = "as many as the loader chooses" if self._num_parts is None else self._num_parts
