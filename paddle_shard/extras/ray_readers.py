@@ -10,6 +10,10 @@ import contextlib
 import logging
 import os
 import pickle
+import re
+import signal
+import socket
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Mapping
@@ -30,7 +34,6 @@ from paddle_shard.reading.serialization import pickled
 from paddle_shard.reading.worker import WorkerSettings, set_up
 from paddle_shard.reading.workers import WorkerPool, WorkersLostError, drawn_seed
 from paddle_shard.sources.files import needs
-from paddle_shard.sources.ray_data import connect
 
 _LOOK_SECONDS = 0.2
 """Seconds after which a call that waits for an answer looks whether it was interrupted."""
@@ -44,6 +47,35 @@ each actor that is wanted."""
 
 _left_to_the_parent: list[Any] = []
 """Handles in a forked child. Dropped there, they could end the actors of the parent."""
+
+_CONNECT_SECONDS = 10.0
+"""Seconds for which a cluster may not answer."""
+
+
+def connect() -> None:
+    """Connect this process to Ray, unless it is.
+
+    Raises:
+        ConnectionError: `RAY_ADDRESS` is no address, or nothing answers there. Ray itself would try for minutes.
+    """
+    import ray
+
+    if ray.is_initialized():
+        return
+    address = os.environ.get("RAY_ADDRESS", "")
+    way_out = "Start one there (ray start --head), or correct or unset RAY_ADDRESS"
+    if found := re.fullmatch(r"(?:ray://)?\[?([^/]+?)\]?:(\d+)", address):
+        try:
+            socket.create_connection((found[1], int(found[2])), _CONNECT_SECONDS).close()
+        except OSError as error:
+            raise ConnectionError(f"no Ray cluster answers at RAY_ADDRESS={address} ({error}). {way_out}.") from error
+    ours = signal.getsignal(signal.SIGTERM)
+    try:
+        ray.init(address="auto")
+    except ValueError as error:
+        raise ConnectionError(f"RAY_ADDRESS={address} names no Ray cluster ({error}). {way_out}.") from error
+    if threading.current_thread() is threading.main_thread():  # Ray takes the signal; it is the user's
+        signal.signal(signal.SIGTERM, ours)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

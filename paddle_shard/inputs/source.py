@@ -30,7 +30,7 @@ from paddle_shard.reading.executor import on_cpu
 from paddle_shard.samplers import PlanBatches, UserBatches
 from paddle_shard.samplers.user_batches import owner_of, samplers
 from paddle_shard.say_once import say_once
-from paddle_shard.sources.grain import NO_REPEAT
+from paddle_shard.sources.arrays import NO_REPEAT
 from paddle_shard.sources.mixture import DROPPED_OF_MIXTURE, Mixture
 from paddle_shard.sources.packed import Packed
 

@@ -78,7 +78,8 @@ class HostCache:
             with contextlib.suppress(FileNotFoundError):
                 copy = open(path, "rb", buffering=BUFFER)  # noqa: SIM115
                 with contextlib.suppress(OSError):  # the folder may be another user's
-                    os.utime(path)  # mark it as used
+                    now = time.time_ns()  # finer than the system's own time stamps
+                    os.utime(path, ns=(now, now))
                 copy.seek(start)
                 return copy, os.fstat(copy.fileno()).st_size
             remote = self._download(name, path)
@@ -96,7 +97,8 @@ class HostCache:
                 return None
             source, size = open_file(name)
             with self._explained(name, size):
-                target = self._begin_copy(stack, path, size or 0) if self._fits(name, size) else None
+                copying = stack.enter_context(ExitStack())
+                target = self._begin_copy(copying, path, size or 0) if self._fits(name, size) else None
             if target is None:
                 return source, size
             stack.enter_context(source)
@@ -106,7 +108,15 @@ class HostCache:
             with self._explained(name, size):
                 target.flush()
                 os.fsync(target.fileno())  # otherwise a crash could leave an empty file with the right name
+                with self._locked():  # a process that lists the folder during a rename may miss the file
+                    copying.close()
         return None
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Begin, name and remove copies in one process at a time."""
+        with open(os.path.join(self.folder, ".lock"), "wb") as lock, held(lock):
+            yield
 
     def _fits(self, name: str, size: int | None) -> bool:
         """Return whether there can be room for a file; log if not."""
@@ -120,7 +130,7 @@ class HostCache:
 
     def _begin_copy(self, stack: ExitStack, path: str, size: int) -> Any:
         """Return a new file, which gets its name when `stack` is closed; None if there is no room for it."""
-        with open(os.path.join(self.folder, ".lock"), "wb") as lock, held(lock):
+        with self._locked():
             if not self._make_room(size):
                 return None
             target = stack.enter_context(replacing(path, 0o644, buffering=BUFFER))
@@ -132,14 +142,14 @@ class HostCache:
 
         A process that reads a removed copy continues to read it; its bytes are freed when it closes the file.
         """
-        copies = list[tuple[float, int, str]]()  # (time of last use, bytes, path)
+        copies = list[tuple[int, int, str]]()  # (time of last use, bytes, path)
         for entry in os.scandir(self.folder):
             if not _COPY.fullmatch(entry.name):
                 continue
             with contextlib.suppress(FileNotFoundError):
                 status = entry.stat()
                 if not entry.name.startswith("."):
-                    copies.append((status.st_mtime, status.st_size, entry.path))
+                    copies.append((status.st_mtime_ns, status.st_size, entry.path))
                 elif time.time() - status.st_mtime > _STALE:
                     os.unlink(entry.path)
                 else:  # another process writes it

@@ -23,7 +23,6 @@ from paddle_shard.reading.chunk_reader import ChunkReader
 from paddle_shard.reading.failure import ReadFailure
 from paddle_shard.reading.serialization import pickled
 from paddle_shard.reading.workers import WorkersLostError
-from paddle_shard.sources import ray_data
 from tests.deadlines import HANG
 from tests.helpers import ONE, Made, sharded
 from tests.reading.fake_ray import Pickler, all_answer, faked
@@ -434,7 +433,7 @@ def test_a_cluster_that_does_not_answer_is_an_error_that_names_its_address_and_t
     with socket.socket() as server, contextlib.ExitStack() as stack, faked(monkeypatch) as ray:
         server.bind(("127.0.0.1", 0))
         if why == "says nothing":  # the queue of connections is full
-            monkeypatch.setattr(ray_data, "_CONNECT_SECONDS", 0.2)
+            monkeypatch.setattr(ray_pool, "_CONNECT_SECONDS", 0.2)
             server.listen(0)
             stack.enter_context(socket.create_connection(server.getsockname()))
         address = f"{prefix}127.0.0.1:{server.getsockname()[1]}"
@@ -447,7 +446,7 @@ def test_a_cluster_that_does_not_answer_is_an_error_that_names_its_address_and_t
         assert not ray.connected
         if why == "refuses":
             server.listen()
-            ray_data.connect()
+            ray_pool.connect()
             assert ray.connected
 
 

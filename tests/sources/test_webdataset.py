@@ -262,7 +262,7 @@ def test_a_shard_that_is_missing_is_named(tmp_path):
 def test_a_dropped_connection_loses_and_repeats_nothing(folder, ranges, sized, skip, monkeypatch):
     content = SHARDS["001.tar"]
     # A server without ranges sends all again; one that does not say the size closes unnoticed, so it does not drop.
-    drops = [] if not sized else [10_000, 0, 511] if ranges else [220_000, 0, 500_000, 511_999]
+    drops = [] if not sized else [10_000, 0, 511] if ranges else [220_000, 0, 500_000]
     index = (folder / "index.json").read_bytes()
     with serving({"001.tar": content, "index.json": index}, drops=drops, ranges=ranges, sized=sized) as server:
         local = list(webdataset_source(f"{folder}/001.tar").open(opening(skip=skip))[0])

@@ -1,12 +1,13 @@
-"""How do ranks read a data set of Ray Data, each its own share?"""
+"""Batches of a `ray.data.Dataset`, which Ray Data splits among the data ranks: a recipe on `ExternalLoader`.
+
+Ray Data reads, decodes and splits in processes of its own, by `streaming_split(equal=False)`: no row is dropped, and
+shares differ in length, so give `tail=`. Its order is not the same when it is read again, so a run cannot be resumed
+within an epoch, and each data rank's share must be read by one process.
+"""
 
 from __future__ import annotations
 
 import os
-import re
-import signal
-import socket
-import threading
 from collections.abc import Iterable
 from itertools import count
 from typing import Any
@@ -17,43 +18,20 @@ from paddle_shard.sources.external import ExternalLoader, ShardOptions
 from paddle_shard.sources.files import needs
 
 _numbers = count()
-_CONNECT_SECONDS = 10.0
-"""Seconds for which a cluster may not answer."""
-
-
-def connect() -> None:
-    """Connect this process to Ray, unless it is.
-
-    Raises:
-        ConnectionError: `RAY_ADDRESS` is no address, or nothing answers there. Ray itself would try for minutes.
-    """
-    import ray
-
-    if ray.is_initialized():
-        return
-    address = os.environ.get("RAY_ADDRESS", "")
-    way_out = "Start one there (ray start --head), or correct or unset RAY_ADDRESS"
-    if found := re.fullmatch(r"(?:ray://)?\[?([^/]+?)\]?:(\d+)", address):
-        try:
-            socket.create_connection((found[1], int(found[2])), _CONNECT_SECONDS).close()
-        except OSError as error:
-            raise ConnectionError(f"no Ray cluster answers at RAY_ADDRESS={address} ({error}). {way_out}.") from error
-    ours = signal.getsignal(signal.SIGTERM)
-    try:
-        ray.init(address="auto")
-    except ValueError as error:
-        raise ConnectionError(f"RAY_ADDRESS={address} names no Ray cluster ({error}). {way_out}.") from error
-    if threading.current_thread() is threading.main_thread():  # Ray takes the signal; it is the user's
-        signal.signal(signal.SIGTERM, ours)
 
 
 def ray_loader(dataset: Any, batch_size: int) -> ExternalLoader:
-    """Return the loader of a `ray.data.Dataset`; see `Stream.ray`."""
-    with needs("ray", "Stream.ray: "):
+    """Return the loader of a data set.
+
+    Args:
+        dataset: A `ray.data.Dataset`, made alike on all ranks.
+        batch_size: Rows of the global batch: a multiple of the number of data ranks.
+    """
+    with needs("ray", "ray_loader: "):
         import ray.data
     if not isinstance(dataset, ray.data.Dataset):
-        raise ArgumentTypeError(f"Stream.ray: dataset must be a ray.data.Dataset, got {type(dataset).__name__}.")
-    return ExternalLoader(_Shares(dataset, check_count("Stream.ray: batch_size", batch_size)), name="Ray Data")
+        raise ArgumentTypeError(f"ray_loader: dataset must be a ray.data.Dataset, got {type(dataset).__name__}.")
+    return ExternalLoader(_Shares(dataset, check_count("ray_loader: batch_size", batch_size)), name="Ray Data")
 
 
 class Splits:
@@ -81,16 +59,17 @@ class _Shares:
 
         if os.getpid() != self._process:
             raise ArgumentError(
-                "Stream.ray: Ray cannot be used in a worker process. Ray Data reads ahead by itself: give the "
+                "ray_loader: Ray cannot be used in a worker process. Ray Data reads ahead by itself: give the "
                 "DataLoader num_workers=0, or the stream itself to shard_dataloader."
             )
         rows, rest = divmod(self._batch_size, share.num_shards)
         if rest:
             raise ArgumentError(
-                f"Stream.ray: batch_size={self._batch_size} cannot be split evenly over {share.num_shards} data ranks."
+                f"ray_loader: batch_size={self._batch_size} cannot be split evenly over {share.num_shards} data ranks."
             )
         if not self._held:
-            connect()
+            if not ray.is_initialized():
+                ray.init(address="auto")
             job = os.environ.get("PADDLE_MASTER") or os.environ.get("PADDLE_TRAINER_ENDPOINTS") or str(os.getpid())
             name = f"paddle_shard: {job}, stream {self._number}"
             options = {"name": name, "namespace": "paddle_shard", "get_if_exists": True, "num_cpus": 0}
@@ -99,7 +78,7 @@ class _Shares:
             self._held = [ray.get(splits.share.remote(share.shard, me)), splits]
         if self._held[0] is None:
             raise ArgumentError(
-                f"Stream.ray: another process reads the share of data rank {share.shard}, and Ray Data gives each row "
+                f"ray_loader: another process reads the share of data rank {share.shard}, and Ray Data gives each row "
                 "to one process. For ranks of a host that read the same rows (mp, pp, sep): replicas='leader'."
             )
         batches: Iterable[Any] = self._held[0].iter_batches(batch_size=rows)
