@@ -62,12 +62,7 @@ def setup_of(options: LoaderOptions) -> PassSetup:
     if getattr(getattr(options.dataloader, "dataset", None), "is_dataset_splitted", False) is True:
         options = replace(options, is_dataset_splitted=True)
     given = options.dataloader
-    if isinstance(given, paddle.io.DataLoader) and type(given).__iter__ is not paddle.io.DataLoader.__iter__:
-        raise ArgumentError(
-            f"dataloader: {type(given).__name__} has an __iter__ of its own, which would not be called. Change batches "
-            "in the collate_fn and their order in a batch_sampler; or give shard_dataloader a function that returns an "
-            "iterator of its batches, each of which is then a global batch."
-        )
+    _check_own_iteration(given)
     name = type(given.dataset if isinstance(given, paddle.io.DataLoader) else given).__name__
     placer = BatchPlacer.of(options, me, replicated_in_name=auto_dp)
     layouts, pad_to = placer.layouts, placer.pad_to
@@ -116,6 +111,15 @@ def setup_of(options: LoaderOptions) -> PassSetup:
         replicas=replicas,
         prefetch=prefetch,
     )
+
+
+def _check_own_iteration(given: Any) -> None:
+    if isinstance(given, paddle.io.DataLoader) and type(given).__iter__ is not paddle.io.DataLoader.__iter__:
+        raise ArgumentError(
+            f"dataloader: {type(given).__name__} has an __iter__ of its own, which would not be called. Change batches "
+            "in the collate_fn and their order in a batch_sampler; or give shard_dataloader a function that returns an "
+            "iterator of its batches, each of which is then a global batch."
+        )
 
 
 def _source_of(options: LoaderOptions, layouts: Sequence[FieldLayout], own: FieldLayout, *, stream: bool) -> Source:

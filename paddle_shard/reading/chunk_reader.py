@@ -290,7 +290,7 @@ class Padding:
         """
         for candidate in self._opening.parts if self._whole else (part, *range(self._opening.num_parts)):
             if candidate not in self._first:
-                opening = replace(self._opening, parts=(candidate,), rounds=Counter())
+                opening = replace(self._opening, parts=(candidate,))
                 opened = self._stage.open(opening)[0]
                 self._first[candidate] = next(_readable(islice(opened, self._most)), _NOTHING)
                 self.unknown.discard(candidate)

@@ -446,7 +446,7 @@ def test_a_cluster_that_does_not_answer_is_an_error_that_names_its_address_and_t
         assert not ray.connected
         if why == "refuses":
             server.listen()
-            ray_pool.connect()
+            ray_readers.connect()
             assert ray.connected
 
 
