@@ -433,7 +433,7 @@ def test_a_cluster_that_does_not_answer_is_an_error_that_names_its_address_and_t
     with socket.socket() as server, contextlib.ExitStack() as stack, faked(monkeypatch) as ray:
         server.bind(("127.0.0.1", 0))
         if why == "says nothing":  # the queue of connections is full
-            monkeypatch.setattr(ray_pool, "_CONNECT_SECONDS", 0.2)
+            monkeypatch.setattr(ray_readers, "_CONNECT_SECONDS", 0.2)
             server.listen(0)
             stack.enter_context(socket.create_connection(server.getsockname()))
         address = f"{prefix}127.0.0.1:{server.getsockname()[1]}"
