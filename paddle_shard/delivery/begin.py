@@ -68,6 +68,7 @@ def begin(setup: PassSetup, start: LoaderState) -> StepPass:
             notes=None if alone and setup.placer.pad_to is None else StepNotes(setup),
             compares=compares,
             num_ahead=setup.prefetch,
+            profiler=setup.stats.profiler,
         )
     except BaseException as error:  # also a signal handler's
         if isinstance(error, Exception):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,11 +15,14 @@ from paddle_shard.errors import BatchStructureError, SplitError
 from paddle_shard.place.lengths import finished
 from paddle_shard.reading.batch import Batch
 
+_EXCHANGE_SECONDS = 2.0
+"""Seconds between two exchanges of what the ranks have waited for."""
+
 
 class StepNotes:
     """The messages that a rank sends and receives on the steps of a pass.
 
-    A message holds up to five things:
+    A message holds up to six things:
 
     - "shapes": the dtype and shape of a row, when they change. If only they differed between ranks, the global batch
       would be ragged and no rank could see it. With `pad_to`, all ranks pad their rows to the longest.
@@ -27,6 +31,7 @@ class StepNotes:
       invalid.
     - "read": a summary of the batch, if the ranks compare this step's.
     - "stop": that the rank was asked to stop (`stopping`).
+    - "ask": the first rank asks all ranks for "time": what they have waited for (`LoaderStats.summary`).
     """
 
     def __init__(self, setup: PassSetup) -> None:
@@ -48,6 +53,9 @@ class StepNotes:
         self._rows: dict[int, int] = {}
         self._ranks = setup.agreeing_ranks
         self._asked_to_stop = False
+        self._stats = setup.stats
+        self._asks_for_time = setup.own_layout.global_rank == min(setup.agreeing_ranks)
+        self._sends_time = False
 
     def say(self, batch: Batch) -> str | None:
         """Return the message on a step; None if there is nothing to say."""
@@ -55,6 +63,12 @@ class StepNotes:
         if not self._asked_to_stop and stopping.has_news(self._ranks):
             self._asked_to_stop = True
             message["stop"] = True
+        if self._sends_time:
+            self._sends_time = False
+            message["time"] = self._stats.summary()
+        elif self._asks_for_time and time.perf_counter() > self._stats.exchange_at:
+            self._stats.exchange_at = time.perf_counter() + _EXCHANGE_SECONDS
+            message["ask"] = True
         if batch.placed is not None:
             self._describe(batch, message)
         return json.dumps(message) if message else None
@@ -94,6 +108,9 @@ class StepNotes:
                 by_kind.setdefault(kind, {})[rank] = value
         if "stop" in by_kind:
             stopping.agree(self._ranks)
+        if "ask" in by_kind:
+            self._sends_time = True
+        self._stats.of_ranks |= by_kind.get("time", {})
         if batch.placed is None:
             return batch
         for rows in by_kind.get("skipped", {}).values():

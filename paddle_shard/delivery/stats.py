@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 from paddle_shard.reading.batch import Batch
+from paddle_shard.reading.profile import OTHER_RANKS, Profiler, describe
 from paddle_shard.shown import as_html
 
 DERIVED = ("starved", "imbalance", "samples_per_second")
@@ -73,13 +74,22 @@ class Counts:
         return self.samples / total if total else 0.0
 
 
+Summary = tuple[float, float, float, Mapping[str, float]]
+"""(wait, step and hidden seconds of the newest pass; what was waited for, by category)."""
+
+
 class LoaderStats:
     """Counts of what a loader has delivered to this rank: over the run, and in the newest pass.
+
+    `str()` of it says in a sentence or two which share of a step waits for data, on which rank, and for what. Ranks
+    exchange that every few seconds.
 
     Examples:
         >>> stats = LoaderStats()
         >>> stats.total.batches, stats.scalars()["data/starved"]
         (0, 0.0)
+        >>> print(stats)
+        No step waits for data.
     """
 
     def __init__(self, who_reads: Callable[[], str] = str, rank: int = 0) -> None:
@@ -95,6 +105,11 @@ class LoaderStats:
         """Of passes that may deliver more."""
         self._who_reads = who_reads
         self.rank = rank
+        self.profiler = Profiler()
+        self.of_ranks: dict[int, Summary] = {}
+        """Global rank -> its summary, when the ranks last exchanged them."""
+        self.exchange_at = 0.0
+        """When the ranks exchange them next, by `time.perf_counter`."""
         self.most_lost = 0.0
         """Largest share of padding, or of dropped rows, in a pass that was logged."""
 
@@ -115,6 +130,19 @@ class LoaderStats:
         if len(still_open) < len(self._open):
             self._closed = self._closed + counts
             self._open = still_open
+            if not still_open:
+                self.profiler.stop()
+
+    def summary(self) -> Summary:
+        """Return what the newest pass of this rank waited for."""
+        counts = self.epoch
+        return counts.wait_seconds, counts.step_seconds, counts.hidden_seconds, dict(self.profiler.counts())
+
+    def __str__(self) -> str:
+        summaries = self.of_ranks | {self.rank: self.summary()}
+        # The rank that waits longest for something of its own holds the others up.
+        slowest = max(summaries, key=lambda rank: _own_wait(summaries[rank]))
+        return describe(*summaries[slowest], slowest) or "No step waits for data."
 
     @property
     def who_reads(self) -> str:
@@ -149,6 +177,12 @@ class LoaderStats:
             for name, c in (("newest pass", self.epoch), ("all", self.total))
         ]
         return "\n".join(lines + [self.who_reads] * bool(self.who_reads))
+
+
+def _own_wait(summary: Summary) -> float:
+    wait, _, hidden, counts = summary
+    total = sum(counts.values())
+    return (wait - hidden) * (1.0 - counts.get(OTHER_RANKS, 0.0) / total if total else 1.0)
 
 
 def _waits(counts: Counts) -> str:

@@ -21,6 +21,7 @@ from paddle_shard.ranks.replicas import LeaderStoppedError
 from paddle_shard.ranks.verdict import END, FAIL, error_of_another, report_of
 from paddle_shard.reading.batch import NO_STAND_IN, Batch
 from paddle_shard.reading.executor import Executor
+from paddle_shard.reading.profile import READING_AHEAD, Profiler
 from paddle_shard.reading.worker_guards import signals_held
 from paddle_shard.tree import mapped
 
@@ -106,6 +107,7 @@ class StepPass:
         notes: StepNotes | None = None,
         compares: bool = False,
         num_ahead: int = 2,
+        profiler: Profiler | None = None,
     ) -> None:
         """Start the pass.
 
@@ -118,6 +120,7 @@ class StepPass:
             notes: What the ranks tell each other about each step; None: nothing.
             compares: True if the ranks compare digests of what they have read or drawn.
             num_ahead: Batches that a thread keeps ready; 0: no thread reads.
+            profiler: Samples what is waited for; None: nothing does.
         """
         self._feed = feed
         self._executor = executor
@@ -127,6 +130,7 @@ class StepPass:
         self._notes = notes
         self._compares = compares and agreement is not None
         self._num_ahead = num_ahead
+        self._profiler = Profiler() if profiler is None else profiler
         self._process = os.getpid()
         self._least_ahead = 0 if agreement is None else agreement.outlook.reads_on
         """Steps that must be announced beyond a step before it can be delivered."""
@@ -328,6 +332,7 @@ class StepPass:
         if feed.failure is not None and feed.num_submitted == self._taken:
             raise feed.failure
         found = self._executor.take(in_thread=in_thread)
+        self._profiler.merge(found.profile)
         found.is_first = self._taken == 0
         self._taken += 1
         return found
@@ -359,6 +364,7 @@ class StepPass:
             _open.add(self)
 
     def _run(self) -> None:
+        self._profiler.watch(threading.get_ident(), READING_AHEAD)
         while not self._over and self._announced < self._thread_until and self._room.get() is not _STOP:
             if self._over:
                 return

@@ -88,6 +88,7 @@ class ShardIterator:
         self._handed = 0.0
         """When the newest batch was handed to the user, by `time.perf_counter`."""
         self._counts = setup.stats.begin_pass()
+        self._profiler = setup.stats.profiler
         # The pass does not refer to this object, so that abandoning it ends its workers at once.
         self._pass = begin(setup, self.start) if begun is None else begun
         self._progress = setup.run.begin(self.start)  # at last: the run counts what it delivers until it is closed
@@ -123,6 +124,8 @@ class ShardIterator:
         if self._handed:
             self._counts.step_seconds += asked - self._handed
             self._watch.step_queued()
+        profiler = self._profiler
+        profiler.is_waiting = True
         try:
             batch = self._next_profiled() if benchmark().current_event or in_profiler_mode() else next(self._pass)
             if batch.placed is None:
@@ -133,6 +136,9 @@ class ShardIterator:
         except BaseException as error:
             self._fail(asked, error)
             raise
+        profiler.is_waiting = False
+        if not self._handed:  # after the workers were forked
+            profiler.start()
         self._handed = handed = time.perf_counter()
         counts = self._counts
         counts.wait_seconds += handed - asked

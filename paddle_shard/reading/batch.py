@@ -31,6 +31,8 @@ class Chunk(NamedTuple):
     """Why missing rows could not be filled."""
     used_rng_late: bool = False
     """True if reading used the global generators here, and did not in the first batch of the pass."""
+    profile: Mapping[str, float] | None = None
+    """What the worker did since its last answer, by category (`reading/profile.py`); None: it was not sampled."""
     digest: int = 0
     """Digest of what all readers of the stream have read up to here; 0 if each reads its own data."""
 
@@ -56,6 +58,8 @@ class Batch:
     """True if nothing else refers to its arrays, so that tensors may share their memory."""
     is_first: bool = False
     """True for the first step of its pass."""
+    profile: Mapping[str, float] | None = None
+    """What a worker did while it read the batch, by category; None: it was not sampled."""
     finish: Callable[[], Any] | None = None
     """Returns the placed value, if that is left to the thread of the training loop; None: it is placed."""
     num_valid: int = 0
@@ -155,6 +159,7 @@ def joined(step: Step, chunks: Sequence[Chunk], places: Sequence[Rows], even: Ev
     if one.state is not None:
         step = replace(step, sampler_state=one.state)
     found = Batch(step=step, value=one.value, real=step.real, fresh=one.fresh, why=one.why)
+    found.profile = next((chunk.profile for chunk in chunks if chunk.profile), None)
     found.digest = one.digest or step.digest
     if one.real is not None:
         found.real = np.frombuffer(one.real, np.bool_)

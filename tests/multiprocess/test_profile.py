@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from paddle_shard.delivery.profile import OTHER_RANKS
+from paddle_shard.reading.profile import OTHER_RANKS
 from tests.deadlines import HANG
 from tests.delivery.test_profile import named
 from tests.jobs import run_ranks

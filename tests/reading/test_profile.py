@@ -8,8 +8,8 @@ import pytest
 from paddle.io import BatchSampler, DataLoader, Dataset
 
 from paddle_shard import Stream
-from paddle_shard.delivery import profile
-from paddle_shard.delivery.profile import READING_AHEAD, WORKER, Profiler, describe
+from paddle_shard.reading import profile
+from paddle_shard.reading.profile import READING_AHEAD, WORKER, Profiler, describe
 from tests.helpers import ONE, sharded
 from tests.sources.http_server import serving
 

@@ -172,9 +172,11 @@ class Profiler:
         if not stack:
             return False
         category = _category(stack)
-        if _is_blocked(stack, category) and READING_AHEAD in stacks:
-            stack = _in_thread(stacks[READING_AHEAD])
-            category = _category(stack)
+        if READING_AHEAD in stacks and (category == OTHER_RANKS or _is_blocked(stack, category)):
+            ahead = _in_thread(stacks[READING_AHEAD])
+            if ahead[-1].co_name != "_run":  # else it has read as far ahead as it may
+                stack = ahead
+                category = _category(ahead)
         if _is_blocked(stack, category):
             self._num_unresolved += 1
         else:
@@ -263,7 +265,7 @@ def _category(stack: list[CodeType]) -> str:
 
 def _is_blocked(stack: list[CodeType], category: str) -> bool:
     """Return whether a thread waits for another thread or process of this rank."""
-    return stack[-1].co_name == "wait" and category in (TRANSPORT, LOADER)
+    return stack[-1].co_name in ("wait", "__next__") and category in (TRANSPORT, LOADER)
 
 
 @functools.lru_cache(maxsize=4096)
