@@ -185,7 +185,7 @@ def outcomes():
         "own part": own_part,
         **{
             f"own part, {replicas}": lambda replicas=replicas: one_line(replicas=replicas)
-            for replicas in ("leader", "auto")
+            for replicas in ("leader",)
         },
         "own noise, padded": lambda: sharded(
             Samples(noise=np.random.default_rng(RANK)), replicas=False, pad_to={"image": ("longest", 0)}
