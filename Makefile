@@ -15,7 +15,7 @@ JOBS ?= 4
 SIDE_BY_SIDE := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 RUN := $(PY) launch/local.py
 
-.PHONY: help demo demos test quick test-device test-gpu test-oldest test-pythons test-adapters test-suites test-page test-trainers faults bench bench-device soak lint dist docs clean
+.PHONY: help demo demos test quick test-device test-gpu test-oldest test-pythons test-adapters test-suites test-trainers faults bench bench-device soak lint dist docs clean
 
 help:
 	@sed -n 's/^## //p' Makefile
@@ -61,10 +61,6 @@ test-adapters: $(ADAPTERS:%=.venv-%/.ready)
 ## test-suites: what Paddle's model suites and its documentation give to a loader, on two CPU ranks
 test-suites: $(READY)
 	$(PY) -m pytest -v $(SIDE_BY_SIDE) tests/suites
-
-## test-page: the page of `paddle-shard plan --html` in a browser, a minute or more; needs chromium
-test-page: $(READY)
-	PADDLE_SHARD_BROWSER=1 $(PY) -m pytest -q tests/cli
 
 ## test-trainers: auto-parallel trainers that nobody edits, each package in its own environment (TRAINERS=paddlenlp: one)
 test-trainers:
