@@ -61,7 +61,6 @@ def begin(setup: PassSetup, start: LoaderState) -> StepPass:
             feed.fill(0, in_thread=False)
         return StepPass(
             feed,
-            executor,
             agreement,
             prepare=prepare,
             num_steps=num_steps,

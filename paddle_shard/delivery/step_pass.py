@@ -47,7 +47,7 @@ class Feed:
             runs_user_code: True if the user's sampler makes them, which belongs to the thread of the training loop.
         """
         self._steps: Iterator[Step] | None = steps
-        self._executor = executor
+        self.executor = executor
         self._num_steps = num_steps
         self.runs_user_code = runs_user_code
         self._made: deque[Step] = deque()
@@ -63,7 +63,7 @@ class Feed:
 
     def fill(self, num_taken: int, *, in_thread: bool) -> None:
         """Submit as many steps as the executor should have."""
-        while self.num_submitted - num_taken < self._executor.depth:
+        while self.num_submitted - num_taken < self.executor.depth:
             if self._made:
                 step = self._made.popleft()
             elif in_thread and self.runs_user_code:
@@ -74,7 +74,7 @@ class Feed:
                     return
                 step = found
             self.num_submitted += 1
-            self._executor.submit(step, is_last=self.num_submitted == self._num_steps)
+            self.executor.submit(step, is_last=self.num_submitted == self._num_steps)
 
     def _next(self) -> Step | None:
         if self._steps is None:
@@ -99,7 +99,6 @@ class StepPass:
     def __init__(
         self,
         feed: Feed,
-        executor: Executor,
         agreement: Agreement | None,
         *,
         prepare: Callable[[Batch], Batch],
@@ -112,8 +111,7 @@ class StepPass:
         """Start the pass.
 
         Args:
-            feed: Submits its steps.
-            executor: Reads them.
+            feed: Submits its steps to the executor that reads them.
             agreement: The agreement of the ranks; None: this rank is alone.
             prepare: Returns the placed batch; it raises `StopIteration` if the pass ends before it.
             num_steps: Steps of the pass; None: the end shows when it comes.
@@ -123,7 +121,7 @@ class StepPass:
             profiler: Samples what is waited for; None: nothing does.
         """
         self._feed = feed
-        self._executor = executor
+        self._executor = feed.executor
         self._agreement = agreement
         self._prepare = prepare
         self._num_steps = num_steps
@@ -171,7 +169,7 @@ class StepPass:
             )
         step = self._delivered
         if self._thread is not None and self._feed.runs_user_code:
-            self._feed.make(step + 1 + self._num_ahead + self._executor.depth)
+            self._make_steps(step + 1)
         if step + 1 + self._least_ahead > self._thread_until:
             self._read_here(step)
         if self._agreement is not None and not self._agree(self._agreement, step):
@@ -343,15 +341,14 @@ class StepPass:
         return self._thread is None and not self._over and self._num_ahead > 0 and self._executor.runs_in_thread
 
     def _start_thread(self) -> None:
-        window = 0 if self._agreement is None else self._agreement.window
-        for _ in range(max(self._num_ahead, window)):
+        for _ in range(self._most_ahead):
             self._room.put(None)
         self._thread_from = self._announced
         self._thread_until = _UNLIMITED
         if self._executor.reads_last_here and self._num_steps is not None:
             self._thread_until = self._num_steps - 1
         if self._feed.runs_user_code:
-            self._feed.make(self._delivered + 1 + self._num_ahead + self._executor.depth)
+            self._make_steps(self._announced)
         thread = threading.Thread(target=self._run, name="paddle_shard-ahead", daemon=True)
         with signals_held():  # a handler may raise only once the thread is stored and can be stopped
             self._thread = thread
@@ -362,6 +359,15 @@ class StepPass:
                 self._thread_until = 0
                 raise
             _open.add(self)
+
+    @property
+    def _most_ahead(self) -> int:
+        """Batches that the thread may have read and not delivered."""
+        return self._num_ahead if self._agreement is None else max(self._num_ahead, self._agreement.window)
+
+    def _make_steps(self, step: int) -> None:
+        """Make the steps that the thread may need before a step later than this one is asked for."""
+        self._feed.make(step + 1 + self._most_ahead + self._executor.depth)
 
     def _run(self) -> None:
         self._profiler.watch(threading.get_ident(), READING_AHEAD)

@@ -228,8 +228,6 @@ def left():
     return found
 
 
-
-
 def refused():
     """What each rank is told."""
 

@@ -94,8 +94,6 @@ def test_passes_overlap_and_are_abandoned(run_once):
         assert nested == [sums[0], sums[1], *inner, sums[2], sums[3], *inner, sums[4]]
 
 
-
-
 TOLD = {
     "wrong word": ("ArgumentError", "replicas must be 'each' or 'leader', got 'one'"),
     "not sent": ("DataReadError", "replicas='each' reads on each"),
