@@ -81,7 +81,6 @@ bench: $(READY)
 	$(PY) benchmarks/balance.py
 	$(PY) benchmarks/replicas.py
 	$(PY) benchmarks/agreement.py
-	$(PY) benchmarks/account.py
 	$(PY) benchmarks/loader.py
 	$(PY) benchmarks/price.py
 
