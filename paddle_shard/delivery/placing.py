@@ -29,7 +29,7 @@ from paddle_shard.ranks.batch_check import FEW_STEPS, BatchCheck, summary
 from paddle_shard.ranks.replicas import Replicas
 from paddle_shard.reading.batch import NO_STAND_IN, Batch
 from paddle_shard.reading.digest import WHOLE, digest
-from paddle_shard.reading.executor import read_errors
+from paddle_shard.reading.executor import MAKING_TENSORS, read_errors
 from paddle_shard.reading.reading import Reading
 from paddle_shard.reading.tensors import as_array, becomes_tensor
 from paddle_shard.samplers import UserBatches
@@ -149,7 +149,7 @@ class Placing:
         if self._look is not None:
             self._look(batch)
         step = batch.step
-        with no_fork, read_errors(step, "making tensors of the batch"):
+        with no_fork, read_errors(step, MAKING_TENSORS):
             recipe, leaves = setup.placer.recipe(
                 batch.value, lambda value: setup.rows.of(step, value, setup.placer), (step.num_rows, step.micro_size)
             )

@@ -15,12 +15,13 @@ from typing import Any
 
 from paddle_shard.delivery.notes import StepNotes
 from paddle_shard.errors import AgreedFailure, ArgumentError, DataReadError, PeerLostError
+from paddle_shard.forks import no_fork
 from paddle_shard.plan.step import Step
 from paddle_shard.ranks.agreement import Agreement
 from paddle_shard.ranks.replicas import LeaderStoppedError
 from paddle_shard.ranks.verdict import END, FAIL, error_of_another, report_of
 from paddle_shard.reading.batch import NO_STAND_IN, Batch
-from paddle_shard.reading.executor import Executor
+from paddle_shard.reading.executor import MAKING_TENSORS, Executor, read_errors
 from paddle_shard.reading.profile import READING_AHEAD, Profiler
 from paddle_shard.reading.worker_guards import signals_held
 from paddle_shard.tree import mapped
@@ -184,11 +185,23 @@ class StepPass:
         if step >= self._thread_from:
             self._room.put(None)
         if found.finish is not None:
-            found.value = found.finish()
-            found.finish = None
+            self._finish(found)
         if self._notes is not None and self._agreement is not None:
             found = self._notes.heed(found, self._agreement.take_notes(step))
         return found
+
+    def _finish(self, found: Batch) -> None:
+        """Do the rest of placing a batch, which belongs to the thread that computes with it."""
+        assert found.finish is not None
+        try:
+            with no_fork, read_errors(found.step, MAKING_TENSORS):
+                found.value = found.finish()
+        except Exception as error:
+            if self._agreement is not None:
+                self._agreement.fail(report_of(error))
+            self.close()
+            raise
+        found.finish = None
 
     def _end(self) -> None:
         self._over = True
@@ -241,8 +254,7 @@ class StepPass:
         if found.placed is None:
             raise DataReadError(NO_STAND_IN.format("the run was resumed past the end of the stream"))
         if found.finish is not None:
-            found.value = found.finish()
-            found.finish = None
+            self._finish(found)
         value = found.value if self._notes is None else self._notes.alone(copy(found))
         return mapped(value, lambda leaf, _: leaf)  # Paddle changes the containers
 

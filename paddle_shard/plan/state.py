@@ -28,7 +28,7 @@ VERSION = 6
 
 DATA = "data"
 """Is named in `override` to resume with data that holds something else."""
-OTHER_SAMPLES = {DATA, "mixture", "packed", "seed", "stream"}
+OTHER_SAMPLES = {DATA, "mixture", "num_samples", "packed", "seed", "stream"}
 """Names that, in `override`, give an index another sample or file, or a sample other random numbers."""
 
 

@@ -27,6 +27,8 @@ from paddle_shard.reading.reader import DigestRequest, Look, Reader
 from paddle_shard.reading.workers import WorkerPool, WorkersLostError
 from paddle_shard.say_once import say_once as warn_once
 
+MAKING_TENSORS = "making tensors of the batch"
+
 
 class Executor:
     """Reads the steps that are submitted."""

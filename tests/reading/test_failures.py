@@ -140,11 +140,10 @@ def test_an_exception_in_worker_init_fn_is_not_hidden():
     def init(worker):
         raise OSError(f"no disk for {worker}")
 
-    got, error = failure(sharded(Fails(lambda: None), 2, worker_init_fn=init))
+    with pytest.raises(DataReadError, match="worker_init_fn failed in worker 0") as raised:
+        iter(sharded(Fails(lambda: None), 2, worker_init_fn=init))
 
-    assert got == []
-    assert "worker_init_fn failed in worker 0" in str(error)
-    assert "OSError: no disk for 0" in str(error)
+    assert "OSError: no disk for 0" in str(raised.value)
 
 
 def test_a_leaf_that_cannot_be_pickled_does_not_hang():

@@ -86,7 +86,7 @@ def named(code_name):
 
 def watch_reading_ahead(profiler):
     for thread in threading.enumerate():
-        if thread.name == "paddle_shard-prefetch":
+        if thread.name == "paddle_shard-ahead":
             profiler.watch(thread.ident, READING_AHEAD)
 
 

@@ -423,7 +423,8 @@ class Reads:
 
     def read(self, number, request, anew):
         with paddle.base.dygraph.guard(paddle.CPUPlace()):
-            return [np.asarray(one) for one in pickled(self.settings.reader.read(pickle.loads(request), number))]
+            asked, look = pickle.loads(request)
+            return [np.asarray(one) for one in pickled(self.settings.reader.read(asked, number, look))]
 
 
 @pytest.mark.parametrize("prefix", ["", "ray://"])
