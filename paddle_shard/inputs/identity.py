@@ -55,15 +55,11 @@ def _chosen_samples(source: Source, length: int | None) -> list[Any]:
 
 
 def in_words(identity: Mapping[str, Any]) -> dict[str, str]:
-    """Return an identity as the texts that the ranks compare: name -> value.
+    """Return the samples of an identity as the texts that the ranks compare: name -> value.
 
-    Version tags are left out, since the copies of a file on several hosts have modification times of their own.
+    Files are compared by their names and counts; copies on several hosts have version tags of their own.
     """
-    words = {f"sample {name}": f"digest {digest:08x}" for name, digest in identity.get("samples", ())}
-    if "files" in identity:
-        words["files"] = "\n".join(f"{name} ({size} bytes)" for name, size, _ in identity["files"]["first"])
-        words["number of files"] = str(identity["files"]["num"])
-    return words
+    return {f"sample {name}": f"digest {digest:08x}" for name, digest in identity.get("samples", ())}
 
 
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
