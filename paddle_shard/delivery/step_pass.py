@@ -37,7 +37,7 @@ class Feed:
     """Submits the steps of a pass to its executor."""
 
     def __init__(
-        self, steps: Iterator[Step], executor: Executor, num_steps: int | None, *, runs_user_code: bool
+        self, steps: Iterator[Step], executor: Executor, num_steps: int | None, *, on_training_thread: bool
     ) -> None:
         """Begin.
 
@@ -45,12 +45,12 @@ class Feed:
             steps: The steps.
             executor: Reads them.
             num_steps: Their number; None: the end shows when it comes.
-            runs_user_code: True if the user's sampler makes them, which belongs to the thread of the training loop.
+            on_training_thread: True if they are made on the thread of the training loop only.
         """
         self._steps: Iterator[Step] | None = steps
         self.executor = executor
         self._num_steps = num_steps
-        self.runs_user_code = runs_user_code
+        self.on_training_thread = on_training_thread
         self._made: deque[Step] = deque()
         """Steps that the training thread has made for another thread to submit."""
         self.num_submitted = 0
@@ -67,7 +67,7 @@ class Feed:
         while self.num_submitted - num_taken < self.executor.depth:
             if self._made:
                 step = self._made.popleft()
-            elif in_thread and self.runs_user_code:
+            elif in_thread and self.on_training_thread:
                 return
             else:
                 found = self._next()
@@ -169,7 +169,7 @@ class StepPass:
                 "makes one of its own: iter(loader)."
             )
         step = self._delivered
-        if self._thread is not None and self._feed.runs_user_code:
+        if self._thread is not None and self._feed.on_training_thread:
             self._make_steps(step + 1)
         if step + 1 + self._least_ahead > self._thread_until:
             self._read_here(step)
@@ -359,7 +359,7 @@ class StepPass:
         self._thread_until = _UNLIMITED
         if self._executor.reads_last_here and self._num_steps is not None:
             self._thread_until = self._num_steps - 1
-        if self._feed.runs_user_code:
+        if self._feed.on_training_thread:
             self._make_steps(self._announced)
         thread = threading.Thread(target=self._run, name="paddle_shard-ahead", daemon=True)
         with signals_held():  # a handler may raise only once the thread is stored and can be stopped

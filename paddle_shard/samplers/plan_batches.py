@@ -29,6 +29,11 @@ class Batches:
         """What was changed in the run, but for what is left out."""
         return History()
 
+    @property
+    def on_training_thread(self) -> bool:
+        """Whether the steps are made on the thread of the training loop, which may change what comes next."""
+        return False
+
     def plan_of(self, start: LoaderState) -> ShardPlan | None:
         """Return the plan of the epoch of a position; None if no plan decides the order."""
         return None
@@ -132,6 +137,11 @@ class PlanBatches(IndexBatches):
     def history(self) -> History:
         """See `Batches`."""
         return self._changed[0]
+
+    @property
+    def on_training_thread(self) -> bool:
+        """See `Batches`: the weights of a mixture change between two steps."""
+        return isinstance(self.plan.ordering, Mixing)
 
     def known_steps(self, start: LoaderState) -> int:
         """See `Batches`."""
