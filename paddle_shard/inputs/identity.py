@@ -11,7 +11,7 @@ from paddle_shard.inputs.source import Source
 from paddle_shard.plan.seeding import derive_seed
 from paddle_shard.plan.state import LoaderState
 
-_MOST_NAMES = 64
+_MOST_NAMES = 8
 """Files that an identity names; a digest stands for the others."""
 
 Digests = Callable[[Sequence[Any]], Sequence[int]]
@@ -48,7 +48,8 @@ def _chosen_samples(source: Source, length: int | None) -> list[Any]:
     plan = source.batches.plan_of(LoaderState())
     if plan is not None:
         places = [derive_seed("identity", number) % plan.num_samples for number in range(2)]
-        return [int(plan.samples(epoch=0, first=place, end=place + 1)[0]) for place in places]
+        found = [plan.samples(epoch=0, first=place, end=place + 1) for place in places]
+        return [int(sample) for samples in found for sample in samples]  # Paddle's order may pad at a place
     if not length:
         return []
     return [derive_seed("identity", number) % length for number in range(2)]

@@ -363,7 +363,8 @@ class Run:
         if newest is None and state.sampler is None:
             state = replace(state, sampler=batches.snapshot())
         state = replace(self._counted(state), fingerprint=batches.fingerprint(), history=self.history)
-        return replace(state, data=self.identity)
+        known = None if self._resumed is None else self._resumed.data
+        return replace(state, data=known if self.identity is None else self.identity)
 
     def _counted(self, state: LoaderState) -> LoaderState:
         """Return a position with all that this process knows of the deliveries of its epoch."""
