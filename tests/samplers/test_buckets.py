@@ -196,5 +196,3 @@ def test_what_are_no_lengths_is_refused(wrong):
     """A data set without an end was read for ever."""
     with pytest.raises((ArgumentError, ArgumentTypeError), match="lengths must be an array"):
         BucketBatchSampler(wrong, 2)
-
-

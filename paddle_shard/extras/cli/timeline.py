@@ -254,23 +254,18 @@ def _stretches(lines: Sequence[dict[str, Any]]) -> list[_Stretch]:
             if line["line"] == "resume":  # it also says how far the passes before it have come
                 one = now[line["job"]] = _Stretch(job=one.job, lines=one.lines[-1:])
                 one.resumed = one.state(0)
-                one.parent = _reached_by(found, one.resumed, line.get("read"))
+                one.parent = _reached_by(found, one.resumed)
                 found.append(one)
     return found
 
 
-def _reached_by(stretches: list[_Stretch], wanted: LoaderState, read: Any) -> tuple[_Stretch, int] | None:
+def _reached_by(stretches: list[_Stretch], wanted: LoaderState) -> tuple[_Stretch, int] | None:
     """Return the newest stretch in which a state was saved, and the number of its lines by then.
 
-    Another rank's state has another account, or has read other files, and so has one that was saved again after
-    `certificate()`. But who has the same ones comes first: two jobs may have come to the same position.
-
-    Args:
-        stretches: All that there are.
-        wanted: The state.
-        read: What tells which samples, or files, were read by then.
+    Another rank's state has another account, and so has one that was saved again after `certificate()`. But who has
+    the same one comes first: two jobs may have come to the same position.
     """
-    found: tuple[tuple[bool, bool], _Stretch, int] | None = None
+    found: tuple[_Stretch, int] | None = None
     for one in reversed(stretches):
         for at, line in reversed(list(enumerate(one.lines))):
             # The epoch first: it takes long to read a whole state.
@@ -278,12 +273,10 @@ def _reached_by(stretches: list[_Stretch], wanted: LoaderState, read: Any) -> tu
                 continue
             state = replace(one.state(at), fingerprint=wanted.fingerprint)
             if replace(state, certificate=wanted.certificate) == wanted:
-                alike = line.get("read") == read, state == wanted
-                if found is None or alike > found[0]:
-                    found = alike, one, at + 1
-                if all(alike):
-                    return found[1:]
-    return None if found is None else found[1:]
+                if state == wanted:
+                    return one, at + 1
+                found = found or (one, at + 1)
+    return found
 
 
 def places_in(run: Timeline, sample: Any) -> Iterator[tuple[Leg, int, int]]:
