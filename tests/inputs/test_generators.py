@@ -21,6 +21,8 @@ def noise():
 class Noisy(paddle.io.Dataset):
     """Samples of noise, from some number on; before it, of zeros."""
 
+    uses_rng = True
+
     def __init__(self, first=0):
         self.first = first
 
