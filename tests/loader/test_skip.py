@@ -86,7 +86,7 @@ def test_all_is_delivered_as_before_but_for_what_is_left_out(
 
     def without():
         data = Reads()
-        made = loader(data=data)
+        made = loader(data=data, verify=None)
         made.skip(steps=steps, samples=samples)
         asked = list(made.batch_sampler)
         with iter(made) as batches:
@@ -204,18 +204,16 @@ def test_a_sample_of_a_mixture_is_left_out_wherever_it_is_drawn():
         assert loader.where(sample=("code", 3), epoch=epoch) == []
 
 
-@pytest.mark.parametrize("own", ["consecutive", "buckets", "paddle's"])
+@pytest.mark.parametrize("own", ["consecutive", "paddle's"])
 def test_samplers_of_ones_own_leave_out_too(own):
-    lengths = np.random.default_rng(0).integers(1, 99, 40)
     data = Reads(40)
 
     def made():
         sampler = {
             "consecutive": BatchSampler(sampler=list(range(39, -1, -1)), batch_size=4),
-            "buckets": BucketBatchSampler(lengths, batch_size=4),
             "paddle's": DistributedBatchSampler(data, 4, num_replicas=1, rank=0, shuffle=True),
         }[own]
-        return sharded(DataLoader(data, batch_sampler=sampler), ONE)
+        return sharded(DataLoader(data, batch_sampler=sampler), ONE, verify=None)
 
     straight = rows_of(iter(made()))
     loader = made()
@@ -355,29 +353,3 @@ def test_a_sample_by_which_the_data_has_grown_is_left_out_before_the_epoch_that_
     assert [real(rows_of(iter(new))) for _ in range(2)] == [list(range(4, 12)), list(range(15))]
     with pytest.raises(ArgumentError, match="0 or more below 16, got 16"):
         of(16).skip(samples=[16])
-
-
-class Poisoned(Reads):
-    """Sample 0 cannot be read; sample 1 must not be, as it would end its reader."""
-
-    def __getitem__(self, index):
-        found = super().__getitem__(index)
-        if index == 0:
-            raise ValueError("damaged")
-        return found
-
-
-@pytest.mark.parametrize("before", [False, True])
-def test_a_sample_that_is_left_out_stands_in_for_none_that_cannot_be_read(before):
-    data = Poisoned(6)
-    loader = sharded(DataLoader(data, batch_size=2), ONE, on_error="skip", prefetch=0)
-    if before:  # a reader that knows another one that can be read
-        loader.skip(samples=[2])
-        assert rows_of(iter(loader), 1) == [([1, 1], [False, True])]
-        loader.set_epoch(1)
-        data.read.clear()
-    loader.skip(samples=[1])
-    steps = rows_of(iter(loader))
-    assert 1 not in data.read
-    assert steps[0] == ([3, 3] if before else [2, 2], [False, False])
-    assert real(steps) == ([3, 4, 5] if before else [2, 3, 4, 5])
