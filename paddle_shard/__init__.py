@@ -61,16 +61,12 @@ _LAZY = {
 _ANY_SYSTEM = {"ArrayDataset", "Mixture", "Packed"}
 """Names beside the plan that work on other systems than Linux."""
 
-_RENAMED = {"Foreign": "ExternalLoader", "Share": "ShardOptions"}
-"""Earlier name -> the public name, for the message; the earlier name does not work."""
-
 __all__ = ["Blocks", "MeshLayout", "ShardPlan", "__version__", "errors", *_LAZY]
 
 
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
-        now = f"; it is called {_RENAMED[name]} now" if name in _RENAMED else ""
-        raise AttributeError(f"module 'paddle_shard' has no attribute {name!r}{now}")
+        raise AttributeError(f"module 'paddle_shard' has no attribute {name!r}")
     # Worker processes, and what ranks say to each other, stand on sockets that keep messages apart, memfd and /proc.
     if sys.platform != "linux" and name not in _ANY_SYSTEM:
         raise ImportError(

@@ -1,8 +1,7 @@
-"""Is an argument what it must be?"""
+"""Checks of arguments."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,16 +17,13 @@ def holds(kind: str, number: float) -> bool:
         >>> holds("uint8", -1), holds("int64", 0.5), holds("bool", 1), holds("float16", 1e6)
         (False, False, True, False)
     """
-    value = float(number)
-    if kind == "bool":
-        return value in (0.0, 1.0)
-    if kind.startswith(("int", "uint")):
-        limits = np.iinfo(kind)
-        return math.isfinite(value) and value.is_integer() and bool(limits.min <= int(number) <= limits.max)
-    return not math.isfinite(value) or abs(value) <= _LARGEST.get(kind, math.inf)
-
-
-_LARGEST = {"float16": 65504.0, "bfloat16": 3.3895e38, "float32": 3.4028235e38, "float64": 1.7976931348623157e308}
+    dtype = np.dtype("float32" if kind == "bfloat16" else kind)
+    try:
+        with np.errstate(all="ignore"):
+            cast = np.array(number).astype(dtype)
+    except OverflowError:
+        return False
+    return bool(np.isfinite(cast) == np.isfinite(number) if dtype.kind == "f" else cast == number)
 
 
 def check_count(name: str, value: object, least: int = 1, most: int | None = None, meaning: str = "") -> int:

@@ -1,4 +1,4 @@
-"""How do samples become one batch?"""
+"""Collate: stack samples field by field into one batch."""
 
 from __future__ import annotations
 
@@ -16,15 +16,6 @@ _NUMERIC = (np.ndarray, np.generic, numbers.Number)
 _OF_PYTHON = {bool, int, float}
 """Types without a dtype, which fit to several."""
 _SHOWN = 60
-
-
-class DtypesDifferError(ValueError):
-    """Samples have arrays of different dtypes in a field."""
-
-    def __init__(self, text: str, rows: Sequence[int]) -> None:
-        super().__init__(text)
-        self.rows = rows
-        """The first row of each dtype."""
 
 
 def collate(
@@ -85,40 +76,6 @@ def collate(
     raise no_rows(samples, path)
 
 
-def form_of(value: Any) -> Any:
-    """Return what has to be the same in all rows that `collate` stacks, if it may be: something that can be hashed.
-
-    Examples:
-        >>> form_of({"image": np.zeros((3, 8)), "label": 1})
-        (('image', ('float64', (3, 8))), ('label', 'int'))
-    """
-    if isinstance(value, np.ndarray | np.generic):
-        return str(value.dtype), value.shape
-    if isinstance(value, Mapping):
-        return tuple((str(name), form_of(one)) for name, one in value.items())
-    if isinstance(value, list | tuple):
-        return len(value), tuple(dict.fromkeys(map(form_of, value)))
-    if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
-        return "int of more than 64 bits"
-    return type(value).__name__
-
-
-def stand_in(value: Any) -> Any:
-    """Return a value of the same form that needs little memory.
-
-    Examples:
-        >>> stand_in({"image": np.ones((1, 2)), "text": "short"})
-        {'image': array([[0., 0.]]), 'text': 'short'}
-    """
-    if isinstance(value, np.ndarray):
-        return np.broadcast_to(np.zeros((), value.dtype), value.shape)
-    if isinstance(value, Mapping):
-        return {name: stand_in(one) for name, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [stand_in(one) for one in value]
-    return value[:_SHOWN] if isinstance(value, str | bytes) else value
-
-
 def no_rows(samples: Sequence[Any], path: str) -> TypeError:
     """Return the error for samples of a type that cannot be stacked."""
     return TypeError(
@@ -150,17 +107,15 @@ def _mixed(samples: Sequence[Any], path: str) -> TypeError:
 
 def check_dtypes(samples: Sequence[Any], path: str) -> None:
     """Refuse arrays, or tensors, of different dtypes: a row would have another one for other rows beside it."""
-    found = {getattr(sample, "dtype", None) for sample in samples}
+    found = dict.fromkeys(getattr(sample, "dtype", None) for sample in samples)
     if len(found) == 1:
         return
-    found -= {None}  # numbers of Python fit to some dtypes
+    found.pop(None, None)  # numbers of Python fit to some dtypes
     if len(found) > 1 and not any(getattr(dtype, "kind", "of Paddle") in _NOT_NUMBERS for dtype in found):
-        dtypes = [str(getattr(sample, "dtype", "")).rpartition(".")[2] for sample in samples]
-        different = [dtype for dtype in dict.fromkeys(dtypes) if dtype]
-        raise DtypesDifferError(
-            f"samples differ in their dtype{_at(path)}: {_some(different)}. Give all samples, of all sources, one "
-            "dtype there, in the data set or in a collate_fn.",
-            list(map(dtypes.index, different)),
+        dtypes = _some(str(dtype).rpartition(".")[2] for dtype in found)
+        raise ValueError(
+            f"samples differ in their dtype{_at(path)}: {dtypes}. Give all samples, of all sources, one dtype, in "
+            "the data set or in a collate_fn."
         )
 
 

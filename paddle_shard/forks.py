@@ -1,21 +1,14 @@
-"""What may other threads be in the middle of while this process is forked?
+"""Locks that keep other threads out of critical work while this process is forked.
 
-A child has only the thread that forks: what another one has locked stays locked there for ever, and what it has half
-imported stays half.
+A child has only the thread that forks: what another thread has locked stays locked there.
 """
 
 from __future__ import annotations
 
-import importlib
 import os
-import sys
 import threading
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from typing import Any
-
-import numpy as np
+from contextlib import contextmanager
 
 no_fork = threading.RLock()
 """Held by a thread that works with Paddle, makes a client of a store, or makes a socket and notes it. Who holds it may
@@ -63,46 +56,13 @@ class ReaderGate:
 
 
 reader_gate = ReaderGate()
-_numpys: list[Any] = []
-"""The lock of numpy's global generator, while a fork goes on."""
-
-
-def wait_for_imports(deadline: float) -> None:
-    """Wait until no other thread imports anything; it may begin again before the next line of code, but hardly does.
-
-    Args:
-        deadline: When to go on all the same, by `time.monotonic`.
-    """
-    locks: dict[str, Any] = getattr(importlib._bootstrap, "_module_locks", {})
-    while time.monotonic() < deadline:
-        owners = [getattr(reference(), "owner", None) for reference in list(locks.values())]
-        if not set(owners) - {None, threading.get_ident()}:
-            return
-        time.sleep(0.002)
-
-
-def _begin() -> None:
-    no_fork.acquire()
-    found = getattr(np.random, "get_bit_generator", None)
-    lock: Any = (found() if found else np.random.mtrand._rand._bit_generator).lock  # numpy before 1.24
-    if lock.acquire(timeout=LONGEST):  # workers seed it at once
-        _numpys.append(lock)
-
-
-def _end() -> None:
-    if _numpys:
-        _numpys.pop().release()
-    no_fork.release()
 
 
 def _end_in_child() -> None:
     global reader_gate
     reader_gate = ReaderGate()  # the threads that hold the old one are not here
-    _end()
-    if "fsspec.asyn" in sys.modules:  # its own hook means to do so, but sets another variable
-        with suppress(AttributeError):
-            sys.modules["fsspec.asyn"].reset_lock()
+    no_fork.release()
 
 
 if hasattr(os, "register_at_fork"):  # Windows has no forks
-    os.register_at_fork(before=_begin, after_in_parent=_end, after_in_child=_end_in_child)
+    os.register_at_fork(before=no_fork.acquire, after_in_parent=no_fork.release, after_in_child=_end_in_child)

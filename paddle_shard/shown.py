@@ -1,4 +1,4 @@
-"""How does a value show itself in a notebook? As a small table, or as a page in a frame, that needs nothing else."""
+"""Tables of values for notebooks."""
 
 from __future__ import annotations
 
@@ -30,15 +30,3 @@ def as_html(
         return f"<table><caption>{escape(type(shown).__name__)}</caption>{body}</table>"
     except Exception:  # a notebook shows an error of this method instead of the value
         return f"<pre>{escape(object.__repr__(shown))}</pre>"
-
-
-class Page(str):
-    """A page of HTML, which shows itself in a notebook."""
-
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        return f"<a page of HTML, {len(self)} characters>"
-
-    def _repr_html_(self) -> str:
-        return f'<iframe srcdoc="{escape(self)}" style="width: 100%; height: 60rem; border: 0"></iframe>'

@@ -227,8 +227,6 @@ def test_public_names_load_on_first_use_and_unknown_ones_do_not_exist():
     assert set(dir(paddle_shard)) >= {"ShardPlan", "MeshLayout", "shard_dataloader", "patch_paddle"}
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         _ = paddle_shard.nonsense
-    with pytest.raises(AttributeError, match="no attribute 'Foreign'; it is called ExternalLoader now"):
-        _ = paddle_shard.Foreign
 
 
 LINES, ARGUMENTS = 60, 8  # of a function: what fits a screen, and what one keeps in mind

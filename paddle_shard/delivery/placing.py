@@ -1,4 +1,4 @@
-"""What does a pass know about its loader, and how does it place a batch that was read?"""
+"""Placing: what a pass knows of its loader, and how it places a batch that was read."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from paddle_shard.inputs.options import LoaderOptions
 from paddle_shard.inputs.source import Source
 from paddle_shard.place.field import FieldLayout
 from paddle_shard.place.local_tensor import TensorMaker
-from paddle_shard.place.placer import SAMPLES_LEFT_OUT, BatchPlacer, BatchRecipe, BatchRows
+from paddle_shard.place.placer import BatchPlacer, BatchRows
 from paddle_shard.plan.partition import Rows, nearest_multiples
 from paddle_shard.plan.state import LoaderState
 from paddle_shard.plan.step import Ids, Step, as_ids
@@ -33,7 +33,6 @@ from paddle_shard.reading.executor import MAKING_TENSORS, read_errors
 from paddle_shard.reading.reading import Reading
 from paddle_shard.reading.tensors import as_array, becomes_tensor
 from paddle_shard.samplers import UserBatches
-from paddle_shard.say_once import say_once as warn_once
 from paddle_shard.tree import leaves, named_leaves
 
 
@@ -57,7 +56,7 @@ class LoaderRows:
             return range(1)
         if self._source.split:
             return range(num_rows)
-        return self._of_samples(num_rows, micro_size).asked
+        return self._of_samples(num_rows, micro_size).to_read
 
     def of(self, step: Step, value: Any, placer: BatchPlacer) -> BatchRows:
         """Return the rows of a batch that was read for a step, which the placer will place.
@@ -162,19 +161,7 @@ class Placing:
         batch.placed = recipe
         batch.count()
         batch.delivered_ids = setup.delivered_ids(batch)
-        if batch.is_first:
-            self._check_first(recipe, leaves)
         return batch
-
-    def _check_first(self, recipe: BatchRecipe, leaves: Sequence[Any]) -> None:
-        num_samples = len(recipe.rows.read)
-        num_rows = max(recipe.num_rows, default=0) if len(recipe.num_rows) == 1 else 0
-        if 1 < num_rows < num_samples and not self._setup.source.item_is_batch:
-            warn_once(
-                f"the collate_fn made fewer rows than it was given samples ({num_rows} of {num_samples}). "
-                "`valid`, `stats` and certificate() count the samples as delivered, and on several data ranks it is an "
-                f"error. {SAMPLES_LEFT_OUT}"
-            )
 
 
 def placed_of_stream(
@@ -225,24 +212,22 @@ def note_summary(setup: PassSetup, start: LoaderState, batch: Batch) -> None:
     Args:
         setup: Of the loader.
         start: Where the pass began.
-        batch: What was read. Arrays have not gone to a device yet, so that nothing is copied back.
+        batch: What was read. Arrays have not gone to a device yet, so that nothing is copied back. One with rows that
+            hold another sample than their own is not compared.
     """
     every: Any = setup.options.verify
     wanted = batch.is_first or (every != "first" and batch.step.number % every == 0)
     begins = setup.source.split and batch.step.number < start.steps + FEW_STEPS
-    if not (wanted or begins) or batch.value is None:
+    if not (wanted or begins) or batch.value is None or batch.skipped is not None:
         return
-    ids, stream = np.asarray(batch.step.ids).tolist(), setup.source.stream
+    ids = np.asarray(batch.step.ids).tolist()
+    stream = setup.source.stream
     key = f"parts {stream.parts}" if stream is not None else f"{zlib.crc32(repr(ids).encode())} of {len(ids)}"
     arrays = [(path, _compared(leaf)) for path, leaf in named_leaves(batch.value, "", _is_list_of_values)]
-    batches, cuts = setup.source.batches, isinstance(setup.source.custom_sampler, paddle.io.DistributedBatchSampler)
+    batches = setup.source.batches
+    cuts = isinstance(setup.source.custom_sampler, paddle.io.DistributedBatchSampler)
     if isinstance(batches, UserBatches) and setup.source.split and cuts and not batches.draws_for:
         arrays = [("the sampler's indices", as_ids(ids))]  # whether it draws for its rank alone is not known
-    if batch.skipped is not None:  # a row of another sample than its own tells nothing
-        kept, num_rows = ~batch.skipped, len(batch.skipped)
-        arrays = [(path, leaf[kept] if leaf.shape[:1] == (num_rows,) else leaf) for path, leaf in arrays]
-        ids = [one for one, stays in zip(ids, kept.tolist(), strict=True) if stays] if len(ids) == num_rows else ids
-        key += f" but for {np.flatnonzero(batch.skipped).tolist()}"
     found = summary(
         arrays,
         step=batch.step.number,

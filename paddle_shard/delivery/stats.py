@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any
 
 from paddle_shard.reading.batch import Batch
 from paddle_shard.reading.profile import OTHER_RANKS, Profiler, describe
-from paddle_shard.shown import as_html
 
 DERIVED = ("starved", "imbalance", "samples_per_second")
 """Properties of `Counts` that `scalars` returns beside its fields."""
@@ -101,8 +99,8 @@ class LoaderStats:
         """
         self.epoch = Counts()
         self._closed = Counts()
-        self._open: list[Counts] = []
-        """Of passes that may deliver more."""
+        self._open: dict[int, Counts] = {}
+        """Of passes that may deliver more, by their id."""
         self._who_reads = who_reads
         self.rank = rank
         self.profiler = Profiler()
@@ -114,21 +112,19 @@ class LoaderStats:
     @property
     def total(self) -> Counts:
         """Counts of all passes of this rank."""
-        return sum(self._open, self._closed)
+        return sum(self._open.values(), self._closed)
 
     def begin_pass(self) -> Counts:
         """Begin the counts of another pass, and return them."""
         self.epoch = Counts()
-        self._open.append(self.epoch)
+        self._open[id(self.epoch)] = self.epoch
         return self.epoch
 
     def end_pass(self, counts: Counts) -> None:
         """Note that a pass delivers no more; safe to call again."""
-        still_open = [one for one in self._open if one is not counts]
-        if len(still_open) < len(self._open):
+        if self._open.pop(id(counts), None) is not None:
             self._closed = self._closed + counts
-            self._open = still_open
-            if not still_open:
+            if not self._open:
                 self.profiler.stop()
 
     def summary(self) -> Summary:
@@ -158,14 +154,6 @@ class LoaderStats:
         if not self.total.mean_cost:
             names = [name for name in names if name not in OF_COSTS]
         return {f"{prefix}{name}": float(getattr(self.epoch, name)) for name in names}
-
-    def _repr_html_(self) -> str:
-        def facts() -> dict[str, Any]:
-            counts = self.epoch
-            delivered = f"{counts.batches} batches, {counts.samples} samples, {counts.bytes / 1e6:.1f} MB"
-            return {"newest pass": delivered, "its time": f"{counts.step_seconds:.2f} s in the step, {_waits(counts)}"}
-
-        return as_html(self, facts, list)
 
     def __repr__(self) -> str:
         lines = [

@@ -1,9 +1,9 @@
-"""Where does each field of the batch live: on which mesh, split along which axes?"""
+"""Field layouts: on which mesh each field of a batch lives, and along which axes it is split."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -115,12 +115,17 @@ class FieldLayout:
         """True if it splits other tensor dims than the first."""
         return len(self._cuts) > 0
 
-    def cut_array(self, rows: Any, path: str) -> Any:
-        """Return this process's part of an array of its rows, cut along the other split dims; see `distributed`."""
+    def cut(self, rows: Any, path: str) -> Any:
+        """Return this process's part of an array or tensor of its rows, cut along the other split dims.
+
+        Raises:
+            BatchStructureError: It lacks a dim that is to be split, or the dim cannot be cut evenly.
+        """
         for dim, num_chunks, chunks in self._cuts:
             size = self._chunk_size(rows.shape, dim, num_chunks, path)
             pieces = [rows[(slice(None),) * dim + (slice(c * size, (c + 1) * size),)] for c in chunks]
-            rows = pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis=dim)
+            concatenate = np.concatenate if isinstance(rows, np.ndarray) else paddle.concat
+            rows = pieces[0] if len(pieces) == 1 else concatenate(pieces, axis=dim)
         return rows
 
     @staticmethod
@@ -144,13 +149,9 @@ class FieldLayout:
             path: The field's path, for errors.
 
         Raises:
-            BatchStructureError: The tensor lacks a dim that is to be split, or the dim cannot be cut evenly.
+            BatchStructureError: See `cut`.
         """
-        for dim, num_chunks, chunks in self._cuts:
-            size = self._chunk_size(rows.shape, dim, num_chunks, path)
-            pieces = [paddle.slice(rows, axes=[dim], starts=[c * size], ends=[(c + 1) * size]) for c in chunks]
-            rows = pieces[0] if len(pieces) == 1 else paddle.concat(pieces, axis=dim)
-        return from_local(rows, self.mesh, self.placements)
+        return from_local(self.cut(rows, path), self.mesh, self.placements)
 
 
 def from_local(tensor: Any, mesh: Any, placements: Sequence[Any]) -> Any:
@@ -181,25 +182,26 @@ def field_layout(mesh: Any, axes: Axes | Mapping[str | int, Any], global_rank: i
         )
     layout = MeshLayout(shape=tuple(mesh.shape), axes=tuple(mesh.dim_names), process_ids=tuple(mesh.process_ids))
     given = axes if isinstance(axes, Mapping) else dict.fromkeys(layout.axis_indices(axes), 0)
-    split, plain, balanced = dict[int, int](), set[int](), set[int]()
-    for axis, wanted in given.items():
-        if wanted is None:
+    split: dict[int, int] = {}
+    plain: set[int] = set()
+    balanced: set[int] = set()
+    for axis, placement in given.items():
+        if placement is None:
             continue
-        least, dim, kind = (1, wanted.dim, balanced) if isinstance(wanted, Balanced) else (0, wanted, plain)
-        if isinstance(dim, bool) or not isinstance(dim, int) or dim < least:
+        is_balanced = isinstance(placement, Balanced)
+        dim: Any = placement.dim if isinstance(placement, Balanced) else placement
+        if type(dim) is not int or dim < is_balanced:
             raise ArgumentError(
                 f"placements[{axis!r}] must be a tensor dim >= 0, Balanced(dim=...) of a dim >= 1, or None, "
-                f"got {wanted!r}."
+                f"got {placement!r}."
             )
-        if not isinstance(axis, str | int):  # several axes on one dim have an entry each
-            raise AxisError(f"placements names the axis {axis!r}. Name each axis alone, such as {{'dp': 0, 'sep': 0}}.")
-        (number,) = layout.axis_indices(axis)
-        if number in split:  # by its name and by its index
-            raise AxisError(f"placements names an axis twice: {dict(given)}. Name each axis once.")
-        split[number] = dim
-        kind.add(dim)
-    if both := sorted(balanced & plain):
-        raise ArgumentError(f"placements splits dim {both[0]} both plainly and Balanced: {dict(given)}.")
+        for number in layout.axis_indices(axis):
+            if number in split:  # by its name and by its index
+                raise AxisError(f"placements names an axis twice: {dict(given)}. Name each axis once.")
+            split[number] = dim
+        (balanced if is_balanced else plain).add(dim)
+    if balanced & plain:
+        raise ArgumentError(f"placements splits one dim both plainly and Balanced: {dict(given)}.")
     dims = tuple(sorted(split.items()))
     return FieldLayout(
         mesh=mesh, layout=layout, dims=dims, balanced=frozenset(balanced), global_rank=global_rank, **others
@@ -258,13 +260,14 @@ def layouts_of_fields(options: Any, global_rank: int, **others: bool) -> tuple[l
             )
         entries.append([field_layout(m, d, global_rank, **others) for m, d in zip(of_items, each, strict=True)])
     overrides: dict[Any, Entry] = {}
-    for key, number, wanted in _overridden(options.placements, given, input_keys):
-        found = []
-        for one in wanted if isinstance(wanted, list) else [wanted]:
-            own = {"own_rows": one in (AS_READ, ROW_INDEX), "row_index": one == ROW_INDEX}
-            split = one if isinstance(one, Mapping) else axes[number]
-            found.append(field_layout(given[number], split, global_rank, **own, **others))
-        overrides[key] = found if isinstance(wanted, list) else found[0]
+    for key, of_field in _placements_by_field(options.placements).items():
+        number = _mesh_of_field(key, given, input_keys)
+        layouts = []
+        for placement in of_field if isinstance(of_field, list) else [of_field]:
+            own = {"own_rows": placement in (AS_READ, ROW_INDEX), "row_index": placement == ROW_INDEX}
+            split = placement if isinstance(placement, Mapping) else axes[number]
+            layouts.append(field_layout(given[number], split, global_rank, **own, **others))
+        overrides[key] = layouts if isinstance(of_field, list) else layouts[0]
     return entries, overrides
 
 
@@ -277,20 +280,10 @@ def _axes_by_mesh(shard_dims: Any, num_meshes: int) -> list[Any]:
     """
     if shard_dims is None or isinstance(shard_dims, str | int):
         return [shard_dims] * num_meshes
-    if not isinstance(shard_dims, list | tuple):
+    if not isinstance(shard_dims, list | tuple) or not shard_dims:
         raise ArgumentError(f"shard_dims must be an axis, a list of them, or None, got {shard_dims!r}.")
-    if not shard_dims:
-        raise ArgumentError("shard_dims is an empty list; to split nothing, leave it at None.")
     if num_meshes == 1:
-        if len(shard_dims) == 1:
-            return [shard_dims[0]]
-        if any(axis is None for axis in shard_dims):
-            raise ArgumentError(
-                f"shard_dims {shard_dims!r} has {len(shard_dims)} entries, but meshes has 1, for which they "
-                "are several axes that act as one. To give each field its own, repeat the mesh: "
-                f"meshes=[mesh] * {len(shard_dims)}."
-            )
-        return [tuple(shard_dims)]
+        return [shard_dims[0] if len(shard_dims) == 1 else tuple(shard_dims)]
     if len(shard_dims) != num_meshes:
         raise ArgumentError(
             f"shard_dims {shard_dims!r} has {len(shard_dims)} entries and meshes has {num_meshes}: "
@@ -299,33 +292,30 @@ def _axes_by_mesh(shard_dims: Any, num_meshes: int) -> list[Any]:
     return list(shard_dims)
 
 
-def _overridden(
-    placements: Any, meshes: Sequence[Any], input_keys: Sequence[Any] | None
-) -> Iterator[tuple[Any, int, Any]]:
-    """Yield (key or position, number of its mesh, entry in `placements`) for each field that `placements` names."""
-    if placements is None:
-        return
-    items = list(placements.items()) if isinstance(placements, Mapping) else None
+def _placements_by_field(placements: Any) -> Mapping[Any, Any]:
+    """Return the entries of `placements` by key or position of their field."""
     if isinstance(placements, list | tuple):
-        items = [(i, wanted) for i, wanted in enumerate(placements) if wanted is not None]
-    said = [one for _, wanted in items or () for one in (wanted if isinstance(wanted, list) else [wanted or ""])]
-    if items is None or not all(isinstance(one, Mapping) or one in (AS_READ, ROW_INDEX, None) for one in said):
+        placements = {number: entry for number, entry in enumerate(placements) if entry is not None}
+    if placements is None:
+        return {}
+    entries = list(placements.values()) if isinstance(placements, Mapping) else [placements]
+    items = [item for entry in entries for item in (entry if isinstance(entry, list) else [entry or ""])]
+    if not all(isinstance(item, Mapping) or item in (AS_READ, ROW_INDEX, None) for item in items):
         raise ArgumentError(
             "placements must map a field's key or position to {axis: tensor dim}, such as "
             f"{{'input_ids': {{'dp': 0, 'sep': 1}}}}, or to 'as read' or 'row index'; a field that is a list, "
             f"to a list of these, with None for the others; got {placements!r}."
         )
-    for key, wanted in items:
-        if len(meshes) == 1:
-            number = 0
-        elif input_keys is not None and key in input_keys:
-            number = list(input_keys).index(key)
-        elif isinstance(key, int) and 0 <= key < len(meshes):
-            number = key
-        else:
-            raise ArgumentError(
-                f"placements names the field {key!r}, whose mesh is unknown: name it in input_keys, or give one mesh."
-            )
-        if isinstance(meshes[number], list | tuple):
-            raise ArgumentError(f"placements for {key!r}: a field with a list of meshes cannot have placements.")
-        yield key, number, wanted
+    return dict(placements)
+
+
+def _mesh_of_field(key: Any, meshes: Sequence[Any], input_keys: Sequence[Any] | None) -> int:
+    """Return the number of the mesh of a field that `placements` names."""
+    keys = list(range(len(meshes)) if input_keys is None else input_keys)
+    number = 0 if len(meshes) == 1 else keys.index(key) if key in keys else None
+    if number is None or isinstance(meshes[number], list | tuple):
+        raise ArgumentError(
+            f"placements names the field {key!r}, which has no mesh of its own: name it in input_keys, or give one "
+            "mesh. A field with a list of meshes cannot have placements."
+        )
+    return number

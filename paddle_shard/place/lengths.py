@@ -1,11 +1,10 @@
-"""How do rows that differ in length between ranks become rows of one global batch?"""
+"""Lengths: pad rows that differ in length between ranks to one shape (`pad_to`)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
-from numbers import Real
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,7 +27,7 @@ class Pad(NamedTuple):
     """The field's path, such as "['input_ids']"; "[0]" also of a batch that is a bare tensor."""
     sizes: tuple[int, ...]
     """Allowed sizes of dim 1, ascending; empty: each dim except the first is padded to its longest size."""
-    value: float
+    value: Any
     """The number behind the ends of its rows."""
 
 
@@ -49,18 +48,10 @@ class Unplaced:
         Raises:
             BatchStructureError: The rows do not fit together, or are longer than all sizes.
         """
-        pad, known = self.pad, list(rows.values())
-        kinds = {(row[0], len(row)) for row in known}
-        if len(kinds) > 1 or (pad is None and len(set(known)) > 1):
-            why = "" if len(kinds) > 1 else "; pad_to does not name it, so its rows must be of one shape"
-            raise _differ(self.path, rows, why)
-        of_data_rank = dict[tuple[int, int], dict[int, Row]]()
-        for rank, row in rows.items():
-            if (place := self.layout.slice_of(rank)) is not None:
-                of_data_rank.setdefault(place, {})[rank] = row
-        for replicas in of_data_rank.values():
-            if len(set(replicas.values())) > 1:
-                raise _differ(self.path, replicas, ", which share a data rank and should have read the same rows")
+        pad = self.pad
+        known = list(rows.values())
+        if len({(row[0], len(row)) for row in known}) > 1 or (pad is None and len(set(known)) > 1):
+            raise _differ(self.path, rows)
         shape = [max(sizes) for sizes in zip(*(row[1:] for row in known), strict=True)]
         if pad is not None and pad.sizes and shape:
             size = next((size for size in pad.sizes if size >= shape[0]), None)
@@ -99,22 +90,15 @@ class PadTo:
             )
         fields = {}
         for key, (length, value) in pad_to.items():
-            sizes = [length] if isinstance(length, int | np.integer) else length
-            sizes = sizes.tolist() if isinstance(sizes, np.ndarray) else sizes
-            found = list(sizes) if isinstance(sizes, list | tuple) else []
-            ints = all(isinstance(size, int | np.integer) and not isinstance(size, bool) for size in found)
-            if sizes != LONGEST and not (found and ints and min(found) > 0):
+            is_longest = isinstance(length, str) and length == LONGEST
+            sizes = list(length) if isinstance(length, list | tuple) else [length]
+            is_length = is_longest or (len(sizes) > 0 and all(type(size) is int and size > 0 for size in sizes))
+            if not is_length or not isinstance(value, float | int | np.integer | np.floating):
                 raise ArgumentError(
-                    f"pad_to: rows of field {key!r} are padded to 'longest', or to the lengths that they may have, "
-                    f"such as [128, 256, 512]; got {length!r}."
+                    f"pad_to: field {key!r} is padded to 'longest', or to the lengths that its rows may have, such as "
+                    f"[128, 256, 512], and with a number; got {(length, value)!r}."
                 )
-            try:
-                number = float(value) if isinstance(value, Real) else None
-            except OverflowError:
-                number = None
-            if number is None:
-                raise ArgumentError(f"pad_to: the number behind the rows of field {key!r} must be one, got {value!r}.")
-            fields[key] = Pad(f"[{key!r}]", tuple(sorted({int(size) for size in found})), value)
+            fields[key] = Pad(f"[{key!r}]", () if is_longest else tuple(sorted(sizes)), value)
         return cls(fields)
 
     def fact(self) -> dict[str, Any]:
@@ -175,7 +159,8 @@ def padded(tensor: Any, row: Sequence[int], fill: float) -> Any:
     """Return rows of a tensor or array that are filled up to one shape."""
     if list(tensor.shape[1:]) == list(row):
         return tensor
-    shape, filled = [tensor.shape[0], *row], tuple(slice(0, size) for size in tensor.shape)
+    shape = [tensor.shape[0], *row]
+    filled = tuple(slice(0, size) for size in tensor.shape)
     if isinstance(tensor, np.ndarray):
         padded = np.full(shape, fill, tensor.dtype)
     else:
@@ -186,30 +171,25 @@ def padded(tensor: Any, row: Sequence[int], fill: float) -> Any:
     return padded
 
 
-def _differ(path: str, rows: Mapping[int, Row], why: str = "") -> BatchStructureError:
+def _differ(path: str, rows: Mapping[int, Row]) -> BatchStructureError:
     shown = "; ".join(
         f"global rank {rank}: {f'{row[0]}{list(row[1:])}' if row else 'it has none'}"
         for rank, row in sorted(rows.items())
     )
-    return BatchStructureError(f"the rows of field {path or 'batch'} differ between ranks{why}: {shown}.")
-
-
-@cache
-def kind_of(dtype: Any) -> str:
-    """Return the name of a dtype, such as "float32"."""
-    return str(dtype).rsplit(".", 1)[-1]
+    return BatchStructureError(
+        f"the rows of field {path or 'batch'} differ between ranks: {shown}. If it is their length, name it in pad_to."
+    )
 
 
 @lru_cache(maxsize=256)
-def check_fill(fill: float, dtype: Any, path: str) -> None:
+def check_fill(fill: float, dtype: str, path: str) -> None:
     """Refuse a pad value that tensors of a dtype cannot hold.
 
     Raises:
         BatchStructureError: The tensors would hold another number.
     """
-    kind = kind_of(dtype)
-    if not holds(kind, fill):
+    if not holds(dtype, fill):
         raise BatchStructureError(
-            f"pad_to: tensors of dtype {kind}, as field {path or 'batch'} has them, cannot hold {fill!r}. Give a "
+            f"pad_to: tensors of dtype {dtype}, as field {path or 'batch'} has them, cannot hold {fill!r}. Give a "
             "number that they can hold, or make the field of another dtype in the collate_fn."
         )

@@ -39,12 +39,12 @@ class TensorMaker:
         Args:
             leaves: Numpy arrays, Paddle's tensors, or another library's tensors. Tensors are detached. On a device,
                 what is in host memory is moved there, as Paddle moves a collate_fn's results.
-            owned: True if nothing else uses the leaves, so that a tensor may share their memory. False: what is in host
-                memory is copied, since it may be used again before a device has copied it, or a thread handed it over.
+            owned: True if nothing else uses the leaves, and no two of them are one array, so that a tensor may share
+                their memory. False: what is in host memory is copied, since it may be used again before a device has
+                copied it, or a thread handed it over.
         """
         if self._queue is not None:
             self._queue.free()
-        adopt = owned and len(set(map(id, leaves))) == len(leaves)  # two tensors must not share the memory of one array
         found: list[Any] = []
         dense: dict[int, Any] = {}
         """Number of a leaf -> the leaf in Paddle's own form; all of them become tensors at once."""
@@ -54,7 +54,7 @@ class TensorMaker:
             made = one = None
             if isinstance(leaf, np.ndarray):
                 # A subclass of ndarray may share its memory, and a tensor can only use that of a C-contiguous array.
-                mine = adopt and type(leaf) is np.ndarray and leaf.flags.c_contiguous
+                mine = owned and type(leaf) is np.ndarray and leaf.flags.c_contiguous
                 if not mine and not self._pins:  # numpy takes large pages for its copy, and Paddle small ones
                     leaf = np.array(leaf, order="C")
                 one = core.DenseTensor()

@@ -1,4 +1,4 @@
-"""How do messages travel between two processes: a rank and its worker, or two ranks of a host?"""
+"""Channels: messages between two processes, a rank and its worker or two ranks of a host."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import os
 import select
 import socket
 import struct
-import sys
 import tempfile
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -45,13 +45,14 @@ class Slots:
         """
         self.room = room
         """Size of a slot in bytes."""
-        self._there, self.file = [0] * num_slots, -1
+        self._there = [0] * num_slots
         if hasattr(os, "memfd_create"):  # missing if Python was built for a C library from before 2018
             self.file = os.memfd_create("paddle_shard")
         else:
             with tempfile.TemporaryFile(dir="/dev/shm") as file:
                 self.file = os.dup(file.fileno())
         os.ftruncate(self.file, num_slots * self.room)
+        weakref.finalize(self, os.close, self.file)
         self.memory = memoryview(mmap.mmap(self.file, num_slots * self.room))
 
     def slot(self, number: int, size: int) -> tuple[int, memoryview]:
@@ -66,10 +67,6 @@ class Slots:
             os.posix_fallocate(self.file, start, there)  # else a write would kill the process if memory is short
             self._there[number] = there
         return start, self.memory[start : start + self.room]
-
-    def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
-        if self.file >= 0 and not ending():
-            os.close(self.file)
 
 
 class Channel:
@@ -89,6 +86,9 @@ class Channel:
             num_slots: Number of slots for what this end sends.
         """
         self._connection, self._num_slots = connection, num_slots
+        # The finalizer holds the socket: so the collector closes it with this channel, and never finds it open.
+        self._close_socket = weakref.finalize(self, connection.close)
+        self._close_socket.atexit = False
         self._small = memoryview(bytearray(HEAD.size + _SMALL))
         self._theirs: memoryview | None = None
         self._ours: Slots | None = None
@@ -146,7 +146,7 @@ class Channel:
 
     def close(self) -> None:
         """Close this end, and let go of the memory: an error that was caught may keep this object for a while."""
-        self._connection.close()
+        self._close_socket()
         self._theirs = self._ours = None
 
     def _slot(self, size: int) -> tuple[int, memoryview]:

@@ -1,9 +1,8 @@
-"""How does a reader read the parts of a stream that it holds, and what makes up for missing rows?"""
+"""Chunk readers: read the parts of a stream that a reader holds, and fill missing rows."""
 
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -17,7 +16,7 @@ from paddle_shard.plan.parts import PartsPlan
 from paddle_shard.plan.step import MOST_STAND_INS
 from paddle_shard.reading.batch import Batch, Chunk, take_rows
 from paddle_shard.reading.digest import TurnDigests
-from paddle_shard.reading.reader import HowToRead, Reader, digest_or_none
+from paddle_shard.reading.reader import HowToRead, Reader
 from paddle_shard.reading.tensors import num_rows_of
 from paddle_shard.stages.cut import FAILED_AT, Stripe
 from paddle_shard.stages.stage import Opening, Stage, Stated, Unreadable
@@ -123,8 +122,6 @@ class ChunkReader(Reader):
         # Whole batches that several readers take in turns are made up for by the first one of the stream.
         fills = here.uncut(here.skip) if asked.stride > 1 else here
         self._padding = Padding(self._stage, fills, whole=whole)
-        if not (asked.pad or self._how.skip_errors):
-            self._padding.unknown.clear()  # no rows will be filled
         self._digests = TurnDigests(1 if whole else opening.num_parts * opening.stripe, apart=whole)
         # Readers that repeat their parts may begin a round at different steps. If samples become several after the cut,
         # a position does not tell how far a reader must have read.
@@ -147,7 +144,7 @@ class ChunkReader(Reader):
         if asked.step != self._next_step:
             raise AssertionError(f"step {asked.step} was asked for, but step {self._next_step} is next")
         self._next_step += asked.stride
-        columns, fresh = self._columns(asked, at, look=look)
+        columns, fresh = self._columns(asked, at)
         parts = asked.opening.parts
         position = asked.position
         size = asked.plan.samples_per_part
@@ -189,12 +186,10 @@ class ChunkReader(Reader):
         digest = self._digests.until((position + size - 1) // asked.opening.stripe) if asked.compared else 0
         return Chunk(value, valid, fresh, state, skipped, why, digest=digest)
 
-    def _columns(self, asked: ChunkRequest, at: dict[str, Any], *, look: bool) -> tuple[list[list[Any]], bool]:
+    def _columns(self, asked: ChunkRequest, at: dict[str, Any]) -> tuple[list[list[Any]], bool]:
         """Return the samples of each part, as many as there are, and whether any is of the part's first round."""
         columns: list[list[Any]] = []
         fresh = False
-        first_digest: int | None = None
-        first_sample: Any = None
         size = asked.plan.samples_per_part
         for part, items in zip(asked.opening.parts, self._parts, strict=True):
             column: list[Any] = []
@@ -205,17 +200,12 @@ class ChunkReader(Reader):
                     if isinstance(sample, Stated):
                         sample, self._state = sample
                     column.append(sample)
-                    if look and first_sample is None:
-                        first_sample = sample
-                        first_digest = digest_or_none(sample)
             except BaseException:
                 number = asked.position + len(column)
                 at.update(what=f"reading sample {number} of part {part}", index=(part, number))
                 raise
             columns.append(column)
-            if part in self._padding.unknown:
-                self._padding.note(part, column, ended=len(column) < size)
-        self._check_own_memory(first_digest, first_sample)
+            self._padding.note(part, column, ended=len(column) < size)
         return columns, fresh
 
     def _fill(self, columns: list[list[Any]], asked: ChunkRequest, at: dict[str, Any]) -> str:
@@ -265,22 +255,19 @@ class Padding:
             opening: The opening of the pass.
             whole: True if each sample is a whole batch. Then only the opened part may fill rows.
         """
-        self._stage, self._whole = stage, whole
+        self._stage = stage
+        self._whole = whole
         self._opening = replace(opening, skip=0, state=None)
-        self.unknown = set(opening.parts) if opening.skip == 0 and opening.state is None else set[int]()
-        """The opened parts whose first sample the pass has not read yet; none if it begins later."""
-        self._most = MOST_STAND_INS if stage.endless else None
-        self._num_noted: Counter[int] = Counter()
+        self._begins_first = opening.skip == 0 and opening.state is None
+        """True if the pass begins with the first samples of the parts."""
         self._first: dict[int, Any] = {}
 
     def note(self, part: int, samples: Sequence[Any], *, ended: bool) -> None:
-        """Note the samples of an `unknown` part that were read next, and whether it has ended after them."""
-        left = None if self._most is None else max(0, self._most - self._num_noted[part])
-        self._num_noted[part] += len(samples)
-        first = next(_readable(samples[:left]), _NOTHING)
-        if ended or first is not _NOTHING:
-            self._first[part] = first
-            self.unknown.discard(part)
+        """Note the samples of a part that the pass has read next, and whether the part has ended after them."""
+        if self._begins_first and part not in self._first:
+            first = next(_readable(samples), _NOTHING)
+            if ended or first is not _NOTHING:
+                self._first[part] = first
 
     def of(self, part: int) -> Any:
         """Return the sample that fills a part's rows.
@@ -292,8 +279,8 @@ class Padding:
             if candidate not in self._first:
                 opening = replace(self._opening, parts=(candidate,))
                 opened = self._stage.open(opening)[0]
-                self._first[candidate] = next(_readable(islice(opened, self._most)), _NOTHING)
-                self.unknown.discard(candidate)
+                most = MOST_STAND_INS if self._stage.endless else None
+                self._first[candidate] = next(_readable(islice(opened, most)), _NOTHING)
             if self._first[candidate] is not _NOTHING:
                 return self._first[candidate]
         raise LookupError("every part is empty, or none of its samples can be read")

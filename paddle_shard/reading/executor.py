@@ -68,10 +68,6 @@ class Executor:
         """
         raise NotImplementedError
 
-    def ready(self) -> bool:
-        """Return whether `take` need not wait."""
-        return False
-
     def interrupt(self) -> None:
         """Make a call of `take` that waits in another thread return, if possible. Then it must be closed."""
 
@@ -113,7 +109,9 @@ class _Reads(Executor):
             places: For each part of a step, the places of its rows in the batch; empty: a step has one part, in order.
             even: Pads the rows of several parts to one length; None: they must be alike.
         """
-        self._places, self._even, self._own_batches = places, even, OwnBatches()
+        self._places = places
+        self._even = even
+        self._own_batches = OwnBatches()
         self._steps: deque[Step] = deque()
         """Steps that were submitted and not taken."""
 
@@ -171,7 +169,7 @@ class InlineExecutor(_Reads):
         one, and wait for what it has to compute.
         """
         reader = self._reader
-        if self._reader.rng.seeds or (self._num_taken == 0 and reader.rng.looks):
+        if reader.rng.seeds or (self._num_taken == 0 and reader.rng.looks):
             return False
         return not reader.makes_tensors or isinstance(_current_expected_place_(), core.CPUPlace)
 
@@ -240,19 +238,16 @@ class WorkerExecutor(_Reads):
             even: See `_Reads`.
         """
         super().__init__(places, even)
-        self._pool, self._idle, self._num_parts = pool, idle, len(places) or 1
-        self._num_taken = self._num_sent = 0
+        self._pool = pool
+        self._idle = idle
+        self._num_parts = len(places) or 1
+        self._num_taken = 0
+        self._num_sent = 0
         self._unsent: deque[Any] = deque()
         """Requests that follow those that were sent."""
         self._last: Any = None
         """The request of the last step, if it is known."""
-        self._failures: dict[int, ReadFailure] = {}
-        """Number of a request -> why it could not be sent."""
-        try:
-            pool.start()
-        except BaseException:
-            self.close()
-            raise
+        pool.start()
 
     @property
     def depth(self) -> int:
@@ -300,9 +295,7 @@ class WorkerExecutor(_Reads):
     def _answer(self, pool: WorkerPool) -> Chunk | ReadFailure:
         """Return the answer to the next request."""
         self._send(pool)
-        answer = self._failures.get(self._num_taken)
-        if answer is None:
-            answer = pool.receive(self._num_taken % pool.num_workers)
+        answer: Chunk | ReadFailure = pool.receive(self._num_taken % pool.num_workers)
         self._num_taken += 1
         self._send(pool)
         return answer
@@ -321,24 +314,10 @@ class WorkerExecutor(_Reads):
                 pool.send(self._num_sent % pool.num_workers, (request, look))
             except BlockingIOError:  # the worker is busy with earlier messages
                 return
-            except ConnectionError:  # told when the answer is due
+            except ConnectionError:  # reported when the answer is due
                 pass
-            except Exception as error:
-                indices = tuple(getattr(request, "indices", ()))
-                self._failures[self._num_sent] = ReadFailure.of(error, what="sending the request", indices=indices)
             self._unsent.popleft()
             self._num_sent += 1
-
-    def ready(self) -> bool:
-        """See `Executor`."""
-        pool, first = self._pool, self._num_taken
-        if pool is None or not self._steps:
-            return True
-        # Of each worker, only the next answer can be seen.
-        return all(
-            number in self._failures or (number < self._num_sent and pool.has_answer(number % pool.num_workers))
-            for number in range(first, first + min(self._num_parts, pool.num_workers))
-        )
 
     def interrupt(self) -> None:
         """End the connections to the workers, so that a waiting call of `take` returns."""

@@ -150,11 +150,8 @@ class Profiler:
                 sees_wait = self.is_waiting and self._sample()
                 period = _PERIOD if sees_wait else min(2 * period, _LONGEST_PERIOD)
 
-    def _sample(self) -> bool:
-        """Return whether a thread waits for data or reads it, and count in what.
-
-        No frame outlives this call, since a frame keeps its variables alive.
-        """
+    def _stacks(self) -> dict[str, list[CodeType]]:
+        """Return the functions that run in each thread that is watched, by its role."""
         frames = sys._current_frames()
         stacks: dict[str, list[CodeType]] = {}
         for thread_id, role in list(self._roles.items()):
@@ -162,6 +159,12 @@ class Profiler:
                 stacks[role] = _stack(frames[thread_id])
             else:  # the thread has ended, and its number may be given to another one
                 self._roles.pop(thread_id, None)
+        frames.clear()  # this thread's frame refers to it: all frames and their variables would wait for the collector
+        return stacks
+
+    def _sample(self) -> bool:
+        """Return whether a thread waits for data or reads it, and count in what."""
+        stacks = self._stacks()
         if WORKER in stacks:
             category = _category(_in_thread(stacks[WORKER]))
             is_idle = category == TRANSPORT and stacks[WORKER][-1].co_name in ("receive", "wait")

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import paddle
 
-from paddle_shard.collate import DtypesDifferError, check_dtypes, collate, no_rows, stack
+from paddle_shard.collate import check_dtypes, collate, no_rows, stack
 from paddle_shard.errors import described
 from paddle_shard.plan.mixture import is_sample_id
 from paddle_shard.plan.seeding import derive_seed, mix
@@ -130,14 +130,6 @@ class Reader:
         """Say in `at` what was asked for (`indices`), and which sample has failed if that is not said yet."""
         raise NotImplementedError
 
-    def _check_own_memory(self, before: int | None, first: Any) -> None:
-        """Refuse samples of one memory: the first of a batch was changed while the others were read."""
-        if before is not None and digest(first) != before:
-            raise ValueError(
-                f"the {type(self.dataset).__name__} makes each sample in the memory of the one before, so that all "
-                "samples of a batch would be the last one. Return a copy of what is used again."
-            )
-
     def _collated(
         self, samples: Sequence[Any], failed: dict[int, str], *, whole: bool, name_of: Callable[[int], str]
     ) -> tuple[Any, list[tuple[int, str]]]:
@@ -152,15 +144,11 @@ class Reader:
         if whole:
             return samples[0] if self._collate_fn is None else self._collate_fn(samples[0]), []
         if not self._how.skip_errors:
-            try:
-                return self._collate(samples), []
-            except DtypesDifferError as error:
-                error.args = (f"{error} They begin with {' and '.join(map(name_of, error.rows))}.",)
-                raise
+            return self._collate(samples), []
         readable = next((sample for row, sample in enumerate(samples) if row not in failed), None)
         if readable is not None:
             self._placeholder = readable
-        value = collate_skipping(samples, failed, self._collate, _zeros_like(self._placeholder), name_of)
+        value = collate_skipping(samples, failed, self._collate, _zeros_like(self._placeholder))
         return value, [(row, f"{name_of(row)}: {why}") for row, why in sorted(failed.items())]
 
 
@@ -242,7 +230,6 @@ class IdReader(Reader):
         get_sample = self.dataset.__getitem__
         seeds = self.rng.seeds
         skipped_errors: Any = Exception if self._how.skip_errors else ()
-        first_digest = None
         for index in ids:
             if seeds:
                 self._seed_sample(key, index)
@@ -255,10 +242,7 @@ class IdReader(Reader):
                 at["index"] = self._name_of(index)
                 at["what"] = f"reading sample {at['index']!r}"
                 raise
-            if look and len(samples) == 1:
-                first_digest = digest_or_none(samples[0])
         if look:
-            self._check_own_memory(first_digest, samples[0])
             tensors = (leaf for leaf in leaves(samples[0]) if isinstance(leaf, paddle.Tensor))
             self.makes_tensors = any(tensor.place.is_cpu_place() for tensor in tensors)
         at["what"] = f"collating {len(samples)} samples"
@@ -292,14 +276,6 @@ rank; or of parts of samples, given "part" and an epoch's key, or the seed and a
 def _seed_of(key: int, index: Any) -> int:
     """Return the seed of a sample."""
     return mix(key, index) if isinstance(index, int) else derive_seed(key, index)
-
-
-def digest_or_none(sample: Any) -> int | None:
-    """Return a digest of some of a sample; None if it has none."""
-    try:
-        return digest(sample)
-    except Exception:
-        return None
 
 
 def _zeros_like(sample: Any) -> Any:
@@ -338,7 +314,6 @@ def collate_skipping(
     failed: dict[int, str],
     collate: Callable[[list[Any]], Any],
     placeholder: Any,
-    name_of: Callable[[int], str],
 ) -> Any:
     """Return a batch of samples; another sample replaces each one that cannot be read or collated.
 
@@ -347,7 +322,6 @@ def collate_skipping(
         failed: Row -> why its sample could not be read. Rows whose samples cannot be collated alone are added.
         collate: Makes a batch of a list of samples.
         placeholder: Replaces the samples if none of the batch can be read; None: there is none.
-        name_of: Returns the name of a row's sample, for messages.
 
     Raises:
         ValueError: No sample can be read; or samples that can each be collated alone do not fit together, which is an
@@ -361,29 +335,20 @@ def collate_skipping(
             raise ValueError(f"{why}; and no other sample was read that its row could hold") from None
         return [other if row in failed else sample for row, sample in enumerate(samples)]
 
-    def fails(rows: list[Any]) -> str:
-        """Return why some samples cannot be collated; empty if they can."""
-        try:
-            collate(rows)
-        except Exception as error:  # it is not kept: its frames hold the iterator, which would not end
-            return described(error)
-        return ""
-
-    rows = filled()
     try:
-        return collate(rows)
-    except Exception as error:
-        why = described(error)
-    known = len(failed)
-    alone = {row: fails([sample]) for row, sample in enumerate(samples) if row not in failed}
-    failed.update({row: reason for row, reason in alone.items() if reason})
-    if len(failed) > known:
         return collate(filled())
-    good = [row for row in range(len(samples)) if row not in failed]
-    # The first row that cannot be collated together with those before it.
-    odd = next((row for at, row in enumerate(good) if fails([samples[one] for one in good[: at + 1]])), None)
-    where = f"{name_of(odd)} does not fit to the samples before it" if odd is not None else "they do not fit together"
+    except Exception as error:  # it is not kept: its frames hold the iterator, which would not end
+        why = described(error)
+    num_failed = len(failed)
+    for row, sample in enumerate(samples):
+        if row not in failed:
+            try:
+                collate([sample])
+            except Exception as error:
+                failed[row] = described(error)
+    if len(failed) > num_failed:
+        return collate(filled())
     raise ValueError(
-        f"{why}: each sample can be collated alone, but {where}. on_error='skip' leaves out samples that raise; rows "
-        "that differ in shape or fields are an error. Mend them in the data set or in the collate_fn."
+        f"{why}: each sample can be collated alone, but they do not fit together. on_error='skip' leaves out samples "
+        "that raise; rows that differ in shape or fields are an error. Mend them in the data set or in the collate_fn."
     )

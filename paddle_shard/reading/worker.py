@@ -1,7 +1,8 @@
-"""What does a worker process do?"""
+"""Worker processes: answer requests until the rank closes the channel."""
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
@@ -19,7 +20,7 @@ from paddle_shard.reading.channel import Channel
 from paddle_shard.reading.failure import ReadFailure
 from paddle_shard.reading.profile import WORKER, Profiler
 from paddle_shard.reading.reader import Reader
-from paddle_shard.reading.worker_guards import answer_to_the_parent
+from paddle_shard.reading.worker_guards import end_with_the_parent
 from paddle_shard.reading.worker_info import shown
 
 
@@ -55,7 +56,8 @@ def work(number: int, connection: socket.socket, settings: WorkerSettings, seed:
     for signalled in signal.valid_signals():
         if signalled == signal.SIGTERM or callable(signal.getsignal(signalled)):
             signal.signal(signalled, signal.SIG_DFL if signalled in _CRASHES else lambda *_: None)
-    answer_to_the_parent()
+    end_with_the_parent()
+    gc.freeze()  # the parent's garbage stays the parent's: its finalizers may wait for threads that are not here
     channel = Channel(connection, settings.num_ahead)
     os.register_at_fork(after_in_child=channel.close)  # a process that the user starts here may outlive this one
     with paddle.base.dygraph.guard(place=paddle.CPUPlace()):  # other devices' drivers do not work after a fork

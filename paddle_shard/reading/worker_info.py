@@ -1,23 +1,21 @@
-"""What does `paddle.io.get_worker_info()` tell the user's stream?"""
+"""Worker info: what `paddle.io.get_worker_info()` returns in the user's stream."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 from paddle.io.dataloader import worker as paddle_worker
 from paddle.io.dataloader.worker import WorkerInfo
 
 from paddle_shard.errors import ArgumentTypeError, SplitError
-from paddle_shard.reading.digest import digest
 from paddle_shard.sources.external import OwnCopy, iterate, tell_epoch
 from paddle_shard.stages.stage import Opening, Stage
 
 _END = object()
-LOOK = "/look"
-"""Ends what the sample that all readers look at is known by."""
 
 
 @contextmanager
@@ -83,8 +81,7 @@ class SelfSplit(Stage):
 
     def open(self, opening: Opening) -> list[Iterator[Any]]:
         """Return the samples of each part."""
-        begun: dict[int, tuple[int, int]] = {}
-        return [self._items(part, opening, begun) for part in opening.parts]
+        return [self._items(part, opening) for part in opening.parts]
 
     def _begun(self, part: int, opening: Opening) -> tuple[_Part, Iterator[Any]]:
         """Return what the stream is shown for a part, and its samples."""
@@ -95,33 +92,14 @@ class SelfSplit(Stage):
         info = _Part(id=part, num_workers=opening.num_parts, dataset=dataset, seed=key & 0x7FFFFFFF)
         return info, opening.drawn(told(info, dataset), part)
 
-    def _items(self, part: int, opening: Opening, begun: dict[int, tuple[int, int]]) -> Iterator[Any]:
+    def _items(self, part: int, opening: Opening) -> Iterator[Any]:
         info, items = self._begun(part, opening)
-        first, failure = next(items, _END), None
-        if first is _END:
-            return
-        name = type(self._dataset).__name__
-        try:
-            second = next(items, _END)
-        except Exception as error:  # it is raised below, at its own sample
-            second, failure = _END, error
-        if opening.num_parts > 1 and not info.looked and failure is None:
+        head = list(islice(items, 2))  # it may ask after its first sample
+        if head and opening.num_parts > 1 and not info.looked:
             raise SplitError(
-                f"splits_itself=True, but the {name} asks neither paddle.io.get_worker_info() nor torch's (imported "
-                "before) which part to read, so each part would be all of it. Leave splits_itself out."
+                f"splits_itself=True, but the {type(self._dataset).__name__} asks neither "
+                "paddle.io.get_worker_info() nor torch's (imported before) which part to read, so each part would be "
+                "all of it. Leave splits_itself out."
             )
-        if second is not _END:
-            mine = begun[part] = digest(first), digest(second)
-            # All parts that are opened here begin with the same two different samples.
-            if len(begun) == len(opening.parts) > 1 and len(set(begun.values())) == 1 and len(set(mine)) > 1:
-                raise SplitError(
-                    f"splits_itself=True, but the parts {str(list(opening.parts))[1:-1]} begin with the same samples: "
-                    f"the {name} does not split itself by paddle.io.get_worker_info(), so each "
-                    "part would be all of it. Leave splits_itself out."
-                )
-        yield first
-        if failure is not None:
-            raise failure
-        if second is not _END:
-            yield second
-            yield from items
+        yield from head
+        yield from items

@@ -1,19 +1,15 @@
-"""How are worker processes started, spoken to, and ended?"""
+"""Worker pools: start worker processes, exchange messages with them, and end them."""
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import logging
 import math
 import multiprocessing
-import multiprocessing.process
 import multiprocessing.util
 import os
 import signal
 import socket
 import sys
-import threading
 import time
 import weakref
 from typing import Any
@@ -22,13 +18,12 @@ import numpy as np
 import paddle.io
 
 from paddle_shard import forks
-from paddle_shard.forks import LONGEST, no_fork, wait_for_imports
 from paddle_shard.randomness import NumpyGenerator, kept
 from paddle_shard.reading.channel import Channel
 from paddle_shard.reading.failure import ReadFailure
 from paddle_shard.reading.reader import Reader
 from paddle_shard.reading.worker import WorkerSettings, work
-from paddle_shard.reading.worker_guards import garbage_left_to_the_parent, signals_held, stacks_of
+from paddle_shard.reading.worker_guards import signals_held
 
 CLOSE_SECONDS = 1.0
 """Seconds that a worker has to finish its sample when its pass is closed. After that it is killed."""
@@ -36,28 +31,13 @@ _LOOK_SECONDS = 1.0
 """Seconds between two checks for killed workers while no answer comes."""
 _OTHERS_SECONDS = 5.0
 """Seconds without an answer after which a dead worker ends the pass: it may have held a lock that others wait for."""
-_TOLD_SECONDS = 60.0
-"""Seconds without an answer after which the log says once where the worker is."""
-
-_SHORT = {
-    errno.EMFILE: "More open files for this process (ulimit -n), or fewer workers, help: each takes three",
-    errno.EAGAIN: "More processes for this user (ulimit -u, or the container's limit), or fewer workers, help",
-    errno.ENOMEM: "More memory, or fewer workers, help",
-}
-"""What may be short when processes are started, and what helps."""
 
 _pools: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
-
-
-_NAME = "paddle_shard-worker-"
 
 
 def _leave_workers_to_the_parent() -> None:
     for pool in list(_pools):
         pool.leave_to_the_parent()
-    # Else the interpreter would end the workers together with this process. (One that is just being started, too.)
-    children = multiprocessing.process._children  # type: ignore[attr-defined]
-    children.difference_update([child for child in children if child.name.startswith(_NAME)])
 
 
 os.register_at_fork(after_in_child=_leave_workers_to_the_parent)
@@ -123,9 +103,7 @@ class WorkerPool:
         self.worker_timeout = min(worker_timeout, settings.timeout) if settings.timeout > 0 else worker_timeout
         self._workers: list[Any] = []
         self._channels: list[Channel] = []
-        self._theirs: tuple[socket.socket, int] | None = None
-        """The other end of a worker's channel while the worker is started, and the thread that starts it."""
-        self.interrupted = self._told = False
+        self.interrupted = False
         _pools.add(self)
 
     def start(self) -> None:
@@ -134,44 +112,40 @@ class WorkerPool:
             self.shut_down()
         if self._workers:
             return
-        settings, seed = self._settings, drawn_seed()
+        seed = drawn_seed()
         if os.getpid() not in _processes:
             _processes.add(os.getpid())
             multiprocessing.util.Finalize(None, _shut_down_all, exitpriority=0)
-        deadline = time.monotonic() + LONGEST
         try:
-            with forks.reader_gate.closed(), garbage_left_to_the_parent(), signals_held():
+            with forks.reader_gate.closed(), signals_held():
                 for number in range(self.num_workers):
-                    with no_fork:  # if another thread forks, its child closes both sockets
-                        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-                        ours.setblocking(False)
-                        self._channels.append(Channel(ours, settings.num_ahead))
-                        self._theirs = theirs, threading.get_ident()
-                    args = number, theirs, settings, seed
-                    wait_for_imports(deadline)
-                    with theirs:
-                        worker = multiprocessing.Process(target=work, args=args, name=f"{_NAME}{number}", daemon=True)
-                        worker.start()
-                    self._theirs = None
-                    self._workers.append(worker)
-        except BaseException as error:
+                    self._start_worker(number, seed)
+        except OSError as error:
             num_started = len(self._workers)
             self.shut_down()
-            if isinstance(error, OSError) and error.errno in _SHORT:
-                raise OSError(
-                    error.errno,
-                    f"{os.strerror(error.errno)}: of {self.num_workers} workers, {num_started} could be started. "
-                    f"{_SHORT[error.errno]}",
-                ) from error
+            raise OSError(
+                error.errno,
+                f"{error.strerror}: of {self.num_workers} workers, {num_started} could be started. Raise the limit of "
+                "open files (ulimit -n), processes (ulimit -u) or memory, or use fewer workers",
+            ) from error
+        except BaseException:
+            self.shut_down()
             raise
+
+    def _start_worker(self, number: int, seed: int) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            ours.setblocking(False)
+            self._channels.append(Channel(ours, self.num_ahead))
+            arguments = (number, theirs, self._settings, seed)
+            name = f"paddle_shard-worker-{number}"
+            worker = multiprocessing.Process(target=work, args=arguments, name=name, daemon=True)
+            worker.start()
+        self._workers.append(worker)
 
     def send(self, number: int, request: Any) -> None:
         """Send a worker a request; see `Channel.send`."""
         self._channels[number].send(request)
-
-    def has_answer(self, number: int) -> bool:
-        """Return whether a worker's next answer has come, or will never come."""
-        return self._channels[number].wait(0)
 
     def interrupt(self) -> None:
         """Make a call of `receive` in another thread end."""
@@ -197,14 +171,14 @@ class WorkerPool:
                 if worker.is_alive():
                     worker.kill()
                     worker.join()
-        self._workers, self._channels = [], []
+        self._workers = []
+        self._channels = []
 
     def leave_to_the_parent(self) -> None:
         """Forget the workers in a forked child: they are the parent's, and only the parent may hold their channels."""
         self.let_go()
-        if self._theirs is not None and self._theirs[1] != threading.get_ident():  # else this is the worker
-            self._theirs[0].close()
-        self._workers, self._channels = [], []
+        self._workers = []
+        self._channels = []
 
     def receive(self, number: int) -> Any:
         """Return the next answer of a worker.
@@ -216,7 +190,8 @@ class WorkerPool:
         def failed(error: Exception) -> ReadFailure:
             return ReadFailure.of(error, what="receiving the batch", worker=number)
 
-        channel, waited = self._channels[number], 0.0
+        channel = self._channels[number]
+        waited = 0.0
         while True:
             try:
                 with contextlib.suppress(BlockingIOError):
@@ -232,32 +207,19 @@ class WorkerPool:
                 if killed is not None:
                     raise self._lost(killed)
             if waited >= self.worker_timeout:
-                text = f"worker {number} has said nothing for {self.worker_timeout:g} s; the loader's timeout= says so"
-                raise WorkersLostError(f"{text}. {self._where(number)}", number)
-            if waited >= _TOLD_SECONDS and not self._told:
-                self._told = True
-                logging.getLogger("paddle_shard").warning(
-                    "worker %d has said nothing for %g s. It is waited for until %g s are over (timeout=). %s",
-                    *(number, waited, self.worker_timeout, self._where(number)),
+                raise WorkersLostError(
+                    f"worker {number} has not answered for {self.worker_timeout:g} s (timeout=). "
+                    f"`py-spy dump --pid {self._workers[number].pid}` shows where it is",
+                    number,
                 )
-
-    def _where(self, number: int) -> str:
-        """Say where a worker is that does not answer."""
-        stacks = stacks_of(self._workers[number].pid)
-        return (
-            f"It is here:\n{stacks}"
-            if stacks
-            else "It cannot say where it is: it may be stopped, or in C code that lets no thread run"
-        )
 
     def _lost(self, number: int) -> WorkersLostError:
         """Return the error for a worker that has ended."""
         if not self.interrupted:
             self._workers[number].join(_LOOK_SECONDS)  # it may still be ending
-        ended = {at: worker.exitcode for at, worker in enumerate(self._workers) if worker.exitcode is not None}
-        named = ", ".join(f"worker {at} (exit code {code})" for at, code in ended.items() if code or at == number)
-        text = f"a worker process ended: {named or f'worker {number}'}"
-        if -signal.SIGKILL in ended.values():
-            text += ". The system sends SIGKILL (-9) when memory runs out: its log (dmesg) would say so, and fewer "
-            text += "workers or a smaller prefetch_factor help"
+        codes = {at: worker.exitcode for at, worker in enumerate(self._workers) if worker.exitcode or at == number}
+        named = ", ".join(f"worker {at} (exit code {code})" for at, code in codes.items())
+        text = f"a worker process ended: {named}"
+        if -signal.SIGKILL in codes.values():
+            text += ". SIGKILL (-9) comes when memory runs out: use fewer workers or a smaller prefetch_factor"
         return WorkersLostError(text, number)

@@ -1,10 +1,7 @@
 """A loader in a forked process, in whatever state its parent's is."""
 
-import multiprocessing
 import os
-import signal
 import threading
-import time
 
 import pytest
 
@@ -127,41 +124,3 @@ def test_workers_are_started_while_another_thread_forks_too():
         return found, len(forked) > 20
 
     assert in_a_fork(parent, 2 * HANG) == ([ALL] * 20, True)
-
-
-def test_a_child_that_another_thread_forks_while_a_worker_is_started_does_not_keep_it_alive():
-    """Its copies of the sockets are closed: else the end of a worker would be no end for its parent."""
-
-    def parent():
-        sleeping = []
-
-        def fork():
-            if (child := os.fork()) == 0:
-                time.sleep(1000)
-            sleeping.append(child)
-
-        start = multiprocessing.process.BaseProcess.start
-
-        def forked_before_and_after(self):
-            for _ in range(2):
-                other = threading.Thread(target=fork)
-                other.start()
-                other.join()
-                if not hasattr(self, "started"):
-                    self.started = True
-                    start(self)
-
-        multiprocessing.Process.start = forked_before_and_after
-        try:
-            batches = iter(loader_of("map", 96, workers=1))
-            next(batches)
-            [worker] = multiprocessing.active_children()
-            os.kill(worker.pid, signal.SIGKILL)
-            began = time.monotonic()
-            _, _, failure, _ = read_until(batches)
-            return len(sleeping), "worker 0 (exit code -9)" in str(failure), time.monotonic() - began < 4
-        finally:
-            for child in sleeping:
-                os.kill(child, signal.SIGKILL)
-
-    assert in_a_fork(parent, 2 * HANG) == (2, True, True)

@@ -150,20 +150,6 @@ def test_a_function_that_splits_itself_is_called_for_each_part(workers):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_stream_that_does_not_split_itself_though_it_was_said_is_refused_before_anything_is_delivered(workers):
-    def asks_only(rows):
-        assert paddle.io.get_worker_info().num_workers == 8  # as one that seeds by it
-        return iter(rows)
-
-    stream = Stream.of(lambda: asks_only(range(32)), splits_itself=True)
-
-    with pytest.raises(DataReadError, match="splits_itself=True, but the parts .* does not split itself"):
-        next(iter(sharded(stream, workers=workers)))
-
-    assert len(real_rows(sharded(Stream.of(lambda: asks_only([7] * 4), splits_itself=True), workers=workers))) > 0
-
-
-@pytest.mark.parametrize("workers", [0, 2])
 def test_a_stream_that_does_not_ask_which_part_to_read_is_refused_though_its_samples_are_random(workers):
     def augmented():
         return (row + random.random() for row in range(32))

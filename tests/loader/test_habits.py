@@ -80,42 +80,6 @@ def test_persistent_workers_stay_where_nothing_was_set(caplog):
 # Memory that is used again
 
 
-class OneBuffer(Dataset):
-    def __init__(self):
-        self.buffer = np.zeros(3)
-
-    def __len__(self):
-        return 8
-
-    def __getitem__(self, index):
-        self.buffer[:] = index
-        return self.buffer
-
-
-class OneDict(IterableDataset):
-    def __iter__(self):
-        sample = {}
-        for index in range(8):
-            sample["x"] = np.array(index)
-            yield sample
-
-
-class OneView(IterableDataset):
-    def __iter__(self):
-        buffer = np.zeros(3)
-        for index in range(8):
-            buffer[:] = index
-            yield buffer[1:]
-
-
-@pytest.mark.parametrize("kind", [OneBuffer, OneDict, OneView])
-@pytest.mark.parametrize("workers", [0, 2])
-def test_samples_that_are_made_in_the_memory_of_the_one_before_are_refused(kind, workers):
-    loader = sharded(DataLoader(kind(), batch_size=4, num_workers=workers), ONE)
-    with pytest.raises(DataReadError, match=f"the {kind.__name__} makes each sample in the memory of the one before"):
-        list(loader)
-
-
 def test_samples_that_are_one_object_and_stay_as_they_are_are_read():
     row = np.arange(3)
     assert locals_of(sharded(DataLoader(Made(lambda index: row, 4), batch_size=2), ONE)) == [[[0, 1, 2]] * 2] * 2

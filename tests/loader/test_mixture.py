@@ -478,18 +478,16 @@ class Broken(paddle.io.Dataset):
 
 @pytest.mark.parametrize("kinds", [("int32", "int64"), ("float32", "float64")])
 @pytest.mark.parametrize("streams", [False, True])
-def test_a_field_of_two_dtypes_is_told_with_its_sources(kinds, streams):
+def test_a_field_of_two_dtypes_is_an_error(kinds, streams):
     of = {kind: Made(lambda i, kind=kind: {"x": np.array([i], kind)}, 8) for kind in kinds}
     if streams:
         mixture = Stream.mixture({kind: Stream.of([one[i] for i in range(8)]) for kind, one in of.items()})
-        named = [f"source {kind!r}" for kind in kinds]
     else:
-        mixture, named = Mixture(of), [f"sample ({kind!r}, 0)" for kind in kinds]
+        mixture = Mixture(of)
     loader = sharded(DataLoader(mixture.in_parts(1) if streams else mixture, batch_size=4), ONE)
 
-    with pytest.raises(DataReadError, match=rf"differ in their dtype at field \['x'\]: {', '.join(kinds)}") as caught:
+    with pytest.raises(DataReadError, match=rf"differ in their dtype at field \['x'\]: {', '.join(kinds)}"):
         list(loader)
-    assert all(name in str(caught.value).split("Samples of this read")[0] for name in named)
 
 
 @pytest.mark.parametrize("workers", [0, 2])

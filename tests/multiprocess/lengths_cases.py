@@ -24,10 +24,8 @@ CASES = {
     "not padded, workers": {"mesh": DP, "workers": 2},
     "not padded, stream": {"mesh": DP, "stream": True},
     "no number": {"mesh": DP, "pad_to": "longest", "pad_values": {**VALUES, "ids": 0.5}},
-    "local": {"mesh": DP, "pad_to": "longest", "pad_values": VALUES, "dense_tensor_idx": [[0], [], [], []]},
     "none on a rank": {"mesh": DP, "pad_to": "longest", "pad_values": VALUES, "odd": "none"},
     "texts on a rank": {"mesh": DP, "pad_to": "longest", "pad_values": VALUES, "odd": "texts"},
-    "replicas differ": {"mesh": MP_DP, "pad_to": "longest", "pad_values": VALUES, "odd": "longer", "verify": None},
     "replicas": {"mesh": MP_DP, "pad_to": "longest", "pad_values": VALUES},
     "split too": {"mesh": DP_SEP, "pad_to": [4, 8, 16], "pad_values": VALUES, "sep": True},
     "split balanced": {"mesh": DP_SEP, "pad_to": [4, 8, 16], "pad_values": VALUES, "balanced": True},
@@ -66,9 +64,7 @@ class Collate:
 
     def __call__(self, samples):
         batch, self.calls = padded(samples), self.calls + 1
-        if self.odd == "longer":  # as an unseeded generator would make it
-            batch["ids"] = np.pad(batch["ids"], [(0, 0), (0, 1)])
-        elif self.odd and self.calls == 3:
+        if self.odd and self.calls == 3:
             batch["weights"] = None if self.odd == "none" else ["text"] * len(samples)
         return batch if self.form is dict else list(batch.values()) if self.form == "list" else batch["ids"]
 

@@ -14,13 +14,11 @@ pytestmark = pytest.mark.multiprocess
 HERE = Path(__file__).parent
 REFUSED = {
     "too long": (2, ["the longest row of field ['ids'] has 11", "the largest size in pad_to is 8"]),
-    "no value": (0, ["field ['labels']", "pad_to does not name it", "global rank 0: int64[3]"]),
+    "no value": (0, ["field ['labels']", "If it is their length, name it in pad_to", "global rank 0: int64[3]"]),
     "no such field": (0, ["pad_to names ['id']", "delivered are ['ids', 'labels', 'mask', 'weights']"]),
     "no number": (0, ["dtype int64, as field ['ids'] has them, cannot hold 0.5"]),
-    "local": (0, ["pad_to names field ['ids'], but dense_tensor_idx leaves it local"]),
     "none on a rank": (2, ["the rows of field ['weights'] differ between ranks", "global rank 1: it has none"]),
     "texts on a rank": (2, ["the rows of field ['weights'] differ between ranks", "global rank 1: it has none"]),
-    "replicas differ": (0, ["field ['ids'] differ between ranks, which share a data rank"]),
     "not padded": (0, ["pad_to={field: ('longest', value)}", ".batch(B).map(collate_fn)"]),
     "not padded, workers": (0, ["global rank 0: ['ids'] int64[3]", "pad_to={field: ('longest', value)}"]),
     "not padded, stream": (0, ["global rank 0: ['ids'] int64[3]", "pad_to={field: ('longest', value)}"]),

@@ -68,15 +68,16 @@ def test_workers_of_a_stream_join_rows_of_different_lengths():
 @pytest.mark.parametrize(
     ("pad_to", "text"),
     [
-        ({0: ("most", 0)}, "field 0 are padded to 'longest', or to the lengths .* got 'most'"),
+        ({0: ("most", 0)}, r"field 0 is padded to 'longest', or to the lengths .* got \('most', 0\)"),
         ({0: ([], 0)}, "padded to 'longest', or to the lengths"),
         ({0: ([8, 0], 0)}, "padded to 'longest', or to the lengths"),
         ({0: ([8, 1.5], 0)}, "padded to 'longest', or to the lengths"),
+        ({0: (np.array([8]), 0)}, "padded to 'longest', or to the lengths"),
         ("longest", "pad_to must say of each field .* got 'longest'"),
         ([8, 16], r"pad_to must say of each field .* got \[8, 16\]"),
         ({}, "pad_to must say of each field"),
         ({0: "longest"}, "to which length they are padded and with which number.* got {0: 'longest'}"),
-        ({"ids": ("longest", "pad")}, "the number behind the rows of field 'ids' must be one, got 'pad'"),
+        ({"ids": ("longest", "pad")}, "field 'ids' is padded .* with a number; got .*'pad'"),
     ],
 )
 def test_what_cannot_be_is_refused_with_what_can(pad_to, text):
@@ -119,7 +120,7 @@ def test_tensors_of_any_dtype_are_evened(dtype):
         *(("int8", fill) for fill in (-129, 300, float("inf"))),
         *(("int64", fill) for fill in (2**63, 0.5, 1e30)),
         *(("bool", fill) for fill in (2, -1, 0.5)),
-        *(("float16", fill) for fill in (1e6, -65505)),
+        *(("float16", fill) for fill in (1e6, -65520)),
         ("float32", 1e39),
     ],
 )
@@ -136,9 +137,9 @@ def test_a_value_that_the_field_holds_is_taken(dtype, fill):
     check_fill(fill, dtype, "x")
 
 
-@pytest.mark.parametrize("value", [10**400, "0", None, [0]])
+@pytest.mark.parametrize("value", ["0", None, [0]])
 def test_what_is_no_number_is_refused(value):
-    with pytest.raises(ArgumentError, match="the number behind the rows of field 0 must be one"):
+    with pytest.raises(ArgumentError, match="field 0 is padded .* with a number"):
         sharded(pad_to={0: ("longest", value)})
 
 
@@ -146,10 +147,6 @@ def test_a_rank_on_no_mesh_is_refused_since_nobody_tells_it_the_lengths(monkeypa
     monkeypatch.setattr("paddle_shard.loader.assembly.num_ranks", lambda: 3)
     with simulated_rank(2, 3), pytest.raises(ArgumentError, match="global rank 2 is on none of the meshes"):
         sharded(DP2, pad_to={0: ("longest", 0)})
-
-
-def test_sizes_may_be_an_array():
-    assert [batch.shape[1] for batch in sharded(pad_to={0: (np.array([8, 4]), -7)})] == [4, 8, 4]
 
 
 class OneOdd(paddle.io.IterableDataset):

@@ -97,15 +97,6 @@ def test_a_copy_and_its_array_can_be_written_to_apart(maker):
 
 
 @MAKERS
-def test_an_array_that_is_given_twice_becomes_two_tensors(maker):
-    array = np.arange(10)
-    first, second = maker()([array, array], True)()
-    first.fill_(7)
-
-    assert second.tolist() == list(range(10))
-
-
-@MAKERS
 def test_a_zero_copy_array_lives_as_long_as_its_tensor(maker):
     tensors = [maker()([np.full(100_000, number)], True)()[0] for number in range(20)]
     gc.collect()

@@ -1,7 +1,9 @@
+import gc
 import multiprocessing
 import os
 import threading
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -231,6 +233,22 @@ def test_profiler_keeps_no_variables_of_a_function_alive():
         assert gone.is_set()
         gone.clear()
     profiler.stop()
+
+
+def test_stacks_leave_no_frame_to_the_collector():
+    class Held:
+        pass
+
+    def sampled():
+        held = Held()
+        Profiler()._stacks()
+        return weakref.ref(held)
+
+    gc.disable()
+    try:
+        assert sampled()() is None
+    finally:
+        gc.enable()
 
 
 def test_merge_attributes_only_what_was_waited_for():

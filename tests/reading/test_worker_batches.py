@@ -483,21 +483,6 @@ def with_bad_ones(count, bad, ids):
         yield a_step(number, ids if behind >= 0 and behind % 3 == 0 else [0])
 
 
-@pytest.mark.parametrize(
-    ("index", "error"),
-    [(lambda: 0, "sending the request failed in the main process"), (BreaksWhenRead(), "receiving the request failed")],
-)
-@pytest.mark.parametrize("more", [[], [np.zeros(LARGE)]])
-@pytest.mark.parametrize("bad", [5, LATE])
-def test_a_step_that_cannot_reach_a_worker_fails_in_its_turn(index, error, more, bad):
-    found = []
-    with reading(lambda step: [np.full(1000, step)], with_bad_ones(bad + 30, bad, [index, *more])) as batches:
-        with pytest.raises(DataReadError, match=rf"{error} .*step {bad}"):
-            found.extend(int(tensor[0]) for (tensor,) in batches)
-        assert next(batches, None) is None
-    assert found == list(range(bad))
-
-
 @pytest.mark.parametrize("error", [ValueError, SystemExit, StopIteration])
 def test_no_kind_of_exception_in_worker_init_fn_is_hidden(error):
     def init(worker):

@@ -3,7 +3,6 @@
 import gc
 import multiprocessing
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -19,11 +18,8 @@ from paddle.io import BatchSampler, DataLoader, Dataset, IterableDataset
 import paddle_shard
 from paddle_shard import Stream
 from paddle_shard.errors import DataReadError
-from paddle_shard.reading import workers
 from paddle_shard.reading.workers import WorkerPool
 from tests.deadlines import HANG
-from tests.extras import needs
-from tests.faults.traces import in_a_fork
 
 MESH = dist.ProcessMesh([0], dim_names=["dp"])
 
@@ -195,7 +191,7 @@ def test_a_worker_that_is_killed_while_the_user_trains_is_named_by_the_loader(ki
             time.sleep(0.01)
     assert time.monotonic() - start < HANG
     assert caught.value.worker == 0
-    assert "The system sends SIGKILL (-9) when memory runs out" in str(caught.value)
+    assert "SIGKILL (-9) comes when memory runs out" in str(caught.value)
     assert len(caught.value.indices) == 8  # what it was reading
 
 
@@ -313,90 +309,8 @@ def test_a_worker_that_is_stopped_counts_as_hung_when_the_timeout_is_over():
     found, error = failure(loader, within=HANG)
 
     assert found == list(range(16))
-    assert "worker 0 has said nothing for 4 s" in str(error)
-    assert "It cannot say where it is: it may be stopped, or in C code" in str(error)
+    assert "worker 0 has not answered for 4 s (timeout=)" in str(error)
     assert gone(children() - before, seconds=HANG)
-
-
-def takes_a_lock_that_nobody_frees():
-    lock = threading.Lock()
-    lock.acquire()
-    lock.acquire()
-
-
-def test_of_a_worker_that_hangs_the_log_and_the_error_say_where_it_is(monkeypatch, caplog):
-    monkeypatch.setattr(workers, "_TOLD_SECONDS", 1.0)
-    found, error = failure(sharded(Ends(takes_a_lock_that_nobody_frees), timeout=3), within=HANG)
-
-    said = [record.getMessage() for record in caplog.records if "said nothing" in record.getMessage()]
-    assert found == list(range(16))
-    assert len(said) == 1
-    assert said[0].startswith("worker 0 has said nothing for 1 s. It is waited for until 3 s are over (timeout=).")
-    for text in (said[0], str(error).partition("Original traceback")[0]):
-        assert re.search(
-            r"It is here:\n(.*\n)*.*test_worker_processes.py.* in takes_a_lock_that_nobody_frees\n", text
-        ), text
-        assert text.count("takes_a_lock_that_nobody_frees") == 1, "each time only what it has written this time"
-
-
-class Drawing:
-    """A thread that holds the lock of numpy's global generator, as drawing from it does, nearly all the time."""
-
-    def __enter__(self):
-        self.ended = False
-        self.thread = threading.Thread(target=self._draw)
-        self.thread.start()
-
-    def __exit__(self, *_):
-        self.ended = True
-        self.thread.join()
-
-    def _draw(self):
-        bits = np.random.mtrand._rand._bit_generator
-        while not self.ended:
-            with bits.lock:
-                time.sleep(0.05)
-            time.sleep(0.001)
-
-
-def test_workers_that_are_started_while_another_thread_draws_by_numpy_do_not_hang():
-    with Drawing():
-        for _ in range(3):
-            assert len(processes(read(sharded(WhoReads(24), timeout=HANG)))) == 2
-
-
-class ImportsLate(Dataset):
-    """Samples for which something is imported, as Pillow does for the first picture of a kind."""
-
-    def __len__(self):
-        return 16
-
-    def __getitem__(self, index):
-        import imported_late  # noqa: F401
-
-        return np.array([index, os.getpid()])
-
-
-def test_workers_that_are_started_while_another_thread_imports_do_not_hang(tmp_path, monkeypatch):
-    (tmp_path / "imported_late.py").write_text("import time\ntime.sleep(0.5)\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    other = threading.Thread(target=lambda: ImportsLate()[0])
-    other.start()
-    time.sleep(0.1)
-    try:
-        assert len(processes(read(sharded(ImportsLate(), timeout=HANG)))) == 2
-    finally:
-        other.join()
-        sys.modules.pop("imported_late", None)
-
-
-def test_a_client_of_a_store_that_another_thread_makes_does_not_hang_a_fork():
-    asyn = needs("fsspec.asyn")
-    asyn.get_lock().acquire()
-    try:
-        assert in_a_fork(lambda: asyn.get_loop().is_running() or True)
-    finally:
-        asyn.get_lock().release()
 
 
 class Locked(Dataset):
