@@ -513,8 +513,8 @@ def _check_dtype(array: Any, path: str) -> None:
     too_large = {"u": 2, "f": 8}.get(dtype.kind, 16) < dtype.itemsize
     if too_large or not dtype.isnative:
         raise TypeError(
-            f"field {path or 'batch'}: Paddle has no tensors of dtype {dtype} (byte order {dtype.byteorder!r}); convert "
-            "it, for instance with .astype('int64')."
+            f"field {path or 'batch'}: Paddle has no tensors of dtype {dtype} (byte order {dtype.byteorder!r}): "
+            "convert it, for instance with .astype('int64')."
         )
 
 
