@@ -15,7 +15,6 @@ _NOT_NUMBERS = "OSUV"
 _NUMERIC = (np.ndarray, np.generic, numbers.Number)
 _OF_PYTHON = {bool, int, float}
 """Types without a dtype, which fit to several."""
-_SHOWN = 60
 
 
 def collate(
@@ -73,36 +72,27 @@ def collate(
         return rebuild(first, [collate(column, stack_other, f"{path}[{i}]") for i, column in columns])
     if stack_other is not None:
         return stack_other(samples, path)
-    raise no_rows(samples, path)
+    raise cannot_stack(samples, path)
 
 
-def no_rows(samples: Sequence[Any], path: str) -> TypeError:
-    """Return the error for samples of a type that cannot be stacked."""
+def cannot_stack(samples: Sequence[Any], path: str) -> TypeError:
+    """Return the error for samples of types that cannot be stacked, whichever type comes first."""
+    kinds = dict.fromkeys(
+        f"array of {sample.dtype}" if isinstance(sample, np.ndarray) else type(sample).__name__ for sample in samples
+    )
     return TypeError(
-        f"cannot stack {type(samples[0]).__name__}{_at(path)}: make arrays or numbers of it in the data set (of "
+        f"cannot stack {' and '.join(kinds)}{_at(path)}: give every sample arrays or numbers of one type there (of "
         "Hugging Face: set_transform), leave the field out, or give the loader a collate_fn."
     )
 
 
 def _check(samples: Sequence[Any], kind: Any, path: str, but: Any = ()) -> set[type]:
     """Return the types of the samples, nearly always one, if all are of this kind."""
-    found = set(map(type, samples))
-    for one in found:
-        if not issubclass(one, kind) or issubclass(one, but):
-            raise _mixed(samples, path)
-    return found
-
-
-def _mixed(samples: Sequence[Any], path: str) -> TypeError:
-    """Return the error for samples of different types, whichever type comes first."""
-    kinds = dict.fromkeys(
-        f"array of {sample.dtype}" if isinstance(sample, np.ndarray) else type(sample).__name__ for sample in samples
-    )
-    shown = repr(next((sample for sample in samples if type(sample) is not type(samples[0])), samples[0]))
-    return TypeError(
-        f"cannot stack {' and '.join(kinds)}{_at(path)}: one of them is {shown[:_SHOWN]}. Give every sample the same "
-        "type there, or give the loader a collate_fn."
-    )
+    types = set(map(type, samples))
+    for sample_type in types:
+        if not issubclass(sample_type, kind) or issubclass(sample_type, but):
+            raise cannot_stack(samples, path)
+    return types
 
 
 def check_dtypes(samples: Sequence[Any], path: str) -> None:
@@ -129,7 +119,7 @@ def stack(samples: Sequence[Any], path: str) -> Any:
         rows = None
     if rows is None or rows.shape != (len(samples), *np.shape(first)):
         if len(set(map(np.shape, samples))) == 1:
-            raise _mixed(samples, path)
+            raise cannot_stack(samples, path)
         raise ValueError(
             f"samples of different shapes cannot be stacked{_at(path)}: {_some(map(np.shape, samples))}. "
             "Pad them to one shape, in the data set or in a collate_fn."
@@ -137,7 +127,7 @@ def stack(samples: Sequence[Any], path: str) -> Any:
     if rows.dtype.kind in _NOT_NUMBERS:  # arrays may hold texts or objects, if all do
         kinds = {sample.dtype.kind if isinstance(sample, np.ndarray) else "number" for sample in samples}
         if kinds != {rows.dtype.kind}:
-            raise _mixed(samples, path)
+            raise cannot_stack(samples, path)
     return rows
 
 

@@ -1,4 +1,4 @@
-"""How does code of the user's draw from global generators: from our seeds, and without side effects?
+"""Global random generators: seeded for the user's code, and restored afterwards.
 
 A library's global generator is seeded, and then it is as the user left it (`kept`).
 """
@@ -6,7 +6,6 @@ A library's global generator is seeded, and then it is as the user left it (`kep
 from __future__ import annotations
 
 import ctypes
-import os
 import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -15,27 +14,6 @@ from operator import methodcaller
 from typing import Any, Protocol
 
 import numpy as np
-
-
-class _Parts(threading.local):
-    seed: Callable[[int | None], None] | None = None
-
-
-parts = _Parts()
-"""`seed` seeds the generators for a part of the sample that this thread reads; None where samples are not seeded."""
-
-
-def seed_part(number: int | None) -> None:
-    """Seed for a part of a sample that may be read for other samples, too, such as a document of several packed rows.
-
-    So all of them hold the same draw of it.
-
-    Args:
-        number: What tells the part from others; None: for what is drawn for the sample after its parts.
-    """
-    if parts.seed is not None:
-        parts.seed(number)
-
 
 _MT19937_BYTES = 4 * 624 + 4
 """Size of numpy's `mt19937_state`: 624 words and the position."""
@@ -94,16 +72,6 @@ class NumpyGenerator:
 
 _private = threading.RLock()
 """Held while the global generators hold a sampler's private states, which no other thread may take for the user's."""
-
-
-def _renew() -> None:
-    global _private
-    _private = threading.RLock()
-
-
-if hasattr(os, "register_at_fork"):  # a plan works on all systems
-    # A forked child gets a new lock, since the thread that holds the old one is not there.
-    os.register_at_fork(after_in_child=_renew)
 
 
 def states(generators: Sequence[Generator]) -> list[Any]:
@@ -214,7 +182,9 @@ class PrivateRandomness:
         seed: int,
         around: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
-        self._generators, self._seed, self._around = generators, seed, around
+        self._generators = generators
+        self._seed = seed
+        self._around = around
         self._states: list[Any] | None = None
 
     @contextmanager

@@ -17,6 +17,7 @@ from paddle_shard.ranks.agreeing import gather_of, open_agreement, tell_failed
 from paddle_shard.ranks.agreement import Agreement
 from paddle_shard.ranks.verdict import Terms, described
 from paddle_shard.reading.batch import Batch
+from paddle_shard.reading.executor import WorkerExecutor
 from paddle_shard.samplers import PlanBatches, UserBatches
 
 
@@ -50,7 +51,7 @@ def begin(setup: PassSetup, start: LoaderState) -> StepPass:
     agreement: Agreement | None = None
     try:
         if run.identity is None and setup.options.verify is not None and not source.split:
-            digests = reading.digests if core is None else core.digests
+            digests = core.digests if isinstance(core, WorkerExecutor) else reading.digests
             run.note_identity(identity_of(source, setup.options.dataloader.dataset, digests))
         if not alone:
             agreement = _agreement(setup, start, ends_must_agree=stream is None or source.tail.refuses, same=compares)

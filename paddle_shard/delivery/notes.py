@@ -153,27 +153,15 @@ def _check_shapes(shapes_of_ranks: Mapping[int, Mapping[str, Any]]) -> None:
         for rank, one in sorted(shapes_of_ranks.items())
     }
     shown = "; ".join(f"global rank {rank}: {text}" for rank, text in of_rank.items())
-    kinds = [{path: row[0] for path, row in one.items()} for one in shapes]
-    dtypes = [{path: kind.partition(",")[0] for path, kind in one.items()} for one in kinds]
-    fix = _OTHER_FIELDS
-    if all(one == kinds[0] for one in kinds):
-        fix = _RAGGED
-    elif all(one == dtypes[0] for one in dtypes):
-        fix = _OWN_ROWS
     raise BatchStructureError(
         "the rows that the ranks have read do not fit together into a global batch. Dtype and shape of a row "
-        f"in the fields that differ: {shown}. {fix}"
+        f"in the fields that differ: {shown}. {_FIXES}"
     )
 
 
-_RAGGED = (
-    "Give shard_dataloader pad_to={field: ('longest', value)}: rows are padded to the longest of all "
-    "ranks. Or pad to a fixed length in the collate_fn; or make whole global batches, which every rank reads: "
-    ".batch(B).map(collate_fn) of a Stream, or items that are batches."
+_FIXES = (
+    "All ranks need the same fields, dtypes and shapes of a row. Rows that a collate_fn pads to the longest: give "
+    "shard_dataloader pad_to={field: ('longest', value)}, pad to a fixed length, or make whole global batches, which "
+    "every rank reads: .batch(B).map(collate_fn) of a Stream, or items that are batches. A field with rows of its own, "
+    "as one for each pair of a packed sample: fill it up to a number that all batches have."
 )
-"""The ways out for a collate_fn that pads to the longest row."""
-_OWN_ROWS = (
-    "A field with rows of its own, as one for each pair of a packed sample, has as many of them on each rank: fill it "
-    "up in the collate_fn to a number that all batches have."
-)
-_OTHER_FIELDS = "Make the samples on all ranks of the same fields, with the same dtypes."

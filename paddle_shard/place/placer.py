@@ -259,21 +259,18 @@ class BatchPlacer:
             BatchStructureError: A field does not fit its mesh or cannot be split.
             TypeError: An array has a dtype that Paddle does not have.
         """
-        leaves: list[Any] = []
-        form = _form(batch, leaves, is_batch=True)
-        found = None if form is None else self._recipes.get((form, key))
-        if found is None:
-            leaves = [leaf for _, leaf in named_leaves(batch, "", _leaf_test(batch))]
-            found = self._compile(batch, rows_of(batch))
+        named = named_leaves(batch, "", _leaf_test(batch))
+        form = tuple((path, *_form(leaf)) for path, leaf in named)
+        recipe = self._recipes.get((form, key))
+        if recipe is None:
+            recipe = self._compile(batch, rows_of(batch), {path: number for number, (path, _) in enumerate(named)})
             self._warn_about_keys(batch)
             if len(self._recipes) >= _MOST_RECIPES:
                 self._recipes.clear()
-            if form is not None:
-                self._recipes[form, key] = found
-        return found, leaves
+            self._recipes[form, key] = recipe
+        return recipe, [leaf for _, leaf in named]
 
-    def _compile(self, batch: Any, rows: BatchRows) -> BatchRecipe:
-        numbers = {path: number for number, (path, _) in enumerate(named_leaves(batch, "", _leaf_test(batch)))}
+    def _compile(self, batch: Any, rows: BatchRows, numbers: Mapping[str, int]) -> BatchRecipe:
         compiler = _Compiler(rows, self.pad_to, numbers)
         template, last = self._mapped(batch, compiler.leaf)
         return BatchRecipe(
@@ -428,32 +425,11 @@ def _leaf_test(batch: Any) -> Callable[[Any], bool]:
     return lambda value: value is not batch and _is_row_like(value)
 
 
-def _form(value: Any, leaves: list[Any], *, is_batch: bool = False) -> Any:
-    """Return what the recipe of a batch depends on, and append its leaves; None if a container is of another type.
-
-    Containers of other types may have attributes of their own, which differ from batch to batch.
-    """
-    kind = type(value)
-    if kind is np.ndarray:
-        leaves.append(value)
-        return value.dtype, value.shape
-    if isinstance(value, paddle.Tensor):
-        leaves.append(value)
-        return str(value.dtype), tuple(value.shape), str(value.place)
-    if kind in (list, tuple) or (isinstance(value, tuple) and hasattr(value, "_make")):
-        if kind is list and not is_batch and _is_row_like(value):
-            leaves.append(value)
-            return "rows", len(value)
-        forms = [_form(child, leaves) for child in value]
-        return None if None in forms else (kind, *forms)
-    if kind is dict:
-        forms = [_form(child, leaves) for child in value.values()]
-        return None if None in forms else (kind, tuple(value), *forms)
-    if isinstance(value, Mapping) or is_sequence(value):
-        return None
-    leaves.append(value)
-    shape = tuple(value.shape) if hasattr(value, "shape") else None
-    return kind, shape, str(getattr(value, "dtype", ""))
+def _form(leaf: Any) -> tuple[Any, ...]:
+    """Return what the recipe of a leaf depends on."""
+    if isinstance(leaf, list):
+        return list, len(leaf)
+    return type(leaf), tuple(getattr(leaf, "shape", ())), getattr(leaf, "dtype", None), str(getattr(leaf, "place", ""))
 
 
 def _as_slice(rows: Rows) -> slice | Rows:

@@ -1,4 +1,4 @@
-"""What has been read for a step, until the user gets it, and how is it joined if several readers have read it?"""
+"""Batches: what was read for a step, and how the chunks of several readers are joined."""
 
 from __future__ import annotations
 
@@ -124,7 +124,8 @@ class Batch:
             return ids, 0
         if not layout.on_mesh:
             return [], 0
-        mine, lost = self.placed.rows.positions(layout), 0
+        mine = self.placed.rows.positions(layout)
+        lost = 0
         if self.skipped is not None:
             lost = int(np.count_nonzero((self.skipped & self.served())[mine]))
         if self.real is not None or self.skipped is not None:
@@ -174,23 +175,22 @@ def joined(step: Step, chunks: Sequence[Chunk], places: Sequence[Rows], even: Ev
 def _one_of(chunks: Sequence[Chunk], places: Sequence[Rows], even: Even | None) -> Chunk:
     """Return the chunk that one reader of all parts would have returned."""
     order = np.argsort(np.concatenate(places), kind="stable")
+    sizes = list(map(len, places))
     real: bytes | None = None
     if any(chunk.real is not None for chunk in chunks):
-        masks = [
-            np.ones(len(place), np.bool_) if chunk.real is None else np.frombuffer(chunk.real, np.bool_)
-            for chunk, place in zip(chunks, places, strict=True)
-        ]
-        real = np.concatenate(masks)[order].tobytes()
+        masks = b"".join(chunk.real or bytes([1]) * size for chunk, size in zip(chunks, sizes, strict=True))
+        real = np.frombuffer(masks, np.uint8)[order].tobytes()
     value = None
     if not any(chunk.value is None for chunk in chunks):
-        value = take_rows([chunk.value for chunk in chunks], [len(place) for place in places], order, even)
+        value = take_rows([chunk.value for chunk in chunks], sizes, order, even)
+    skipped = [
+        (int(place[row]), why) for chunk, place in zip(chunks, places, strict=True) for row, why in chunk.skipped
+    ]
     return chunks[0]._replace(
         value=value,
         real=real,
         fresh=any(chunk.fresh for chunk in chunks),
-        skipped=[
-            (int(place[row]), why) for chunk, place in zip(chunks, places, strict=True) for row, why in chunk.skipped
-        ],
+        skipped=skipped,
         why=next((chunk.why for chunk in chunks if chunk.why), ""),
     )
 
@@ -210,43 +210,39 @@ def take_rows(
     Raises:
         ValueError: The batches differ in structure or in the shape of a row; the text says where.
     """
-    first, at = batches[0], f" at field {path}" if path else ""
-    cannot = f"what different workers collated cannot be joined{at}"
+    first = batches[0]
     if isinstance(first, Mapping):
-        _check_alike([sorted(map(str, batch)) for batch in batches], "keys", at)
+        _check_alike([sorted(map(str, batch)) for batch in batches], "keys", path)
         columns = {key: [batch[key] for batch in batches] for key in first}
         return rebuild(first, {key: take_rows(c, sizes, rows, even, f"{path}[{key!r}]") for key, c in columns.items()})
     if hasattr(first, "shape"):
-        if [batch.shape[0] if len(batch.shape) else None for batch in batches] != list(sizes):
+        if [tuple(batch.shape[:1]) for batch in batches] != [(size,) for size in sizes]:
             if len(batches) == 1:
                 return first
             raise ValueError(
-                f"{cannot}: shapes {[list(batch.shape) for batch in batches]} for {list(sizes)} rows. A collate_fn "
-                "must make one row a sample; add what is the same for all samples in the training loop."
+                f"field {path or 'batch'}: workers collated shapes {[list(batch.shape) for batch in batches]} for "
+                f"{list(sizes)} rows. A collate_fn must make one row a sample; add what is the same for all samples in "
+                "the training loop."
             )
         if even is not None:
             batches = even(batches, path)
-        _check_alike([(list(batch.shape[1:]), dtype_of(batch)) for batch in batches], "row shape and dtype", at)
+        _check_alike([(list(batch.shape[1:]), dtype_of(batch)) for batch in batches], "row shape and dtype", path)
         return np.concatenate([as_array(batch) for batch in batches])[rows]
     if not is_sequence(first):
-        if any(type(batch) is not type(first) or batch != first for batch in batches[1:]):
-            raise ValueError(
-                f"{cannot}: it has no row for each sample, and is not the same: "
-                f"{', '.join(dict.fromkeys(map(repr, batches)))}."
-            )
+        _check_alike([(type(batch).__name__, batch) for batch in batches], "value, without a row for each sample", path)
         return first
     if [len(batch) for batch in batches] == list(sizes) and not any(True for _ in arrays_of(batches)):
-        flat = [item for batch in batches for item in batch]
-        return [flat[row] for row in rows.tolist()]
-    _check_alike([len(batch) for batch in batches], "number of fields", at)
+        items = [item for batch in batches for item in batch]
+        return [items[row] for row in rows.tolist()]
+    _check_alike([len(batch) for batch in batches], "number of fields", path)
     fields = enumerate(zip(*batches, strict=True))
     return rebuild(first, [take_rows(column, sizes, rows, even, f"{path}[{i}]") for i, column in fields])
 
 
-def _check_alike(found: Sequence[Any], what: str, at: str) -> None:
-    if any(value != found[0] for value in found):
+def _check_alike(values: Sequence[Any], what: str, path: str) -> None:
+    if any(value != values[0] for value in values):
         raise ValueError(
-            f"the rows that different workers collated do not fit together{at}: they differ in {what}: "
-            f"{', '.join(dict.fromkeys(map(str, found)))}. A collate_fn must make rows that do not depend on their "
-            "neighbours. Pad them to a fixed length, or give shard_dataloader pad_to= for this field."
+            f"field {path or 'batch'}: the rows that different workers collated do not fit together: they differ in "
+            f"{what}: {', '.join(dict.fromkeys(map(str, values)))}. A collate_fn must make rows that do not depend on "
+            "their neighbours. Pad them to a fixed length, or give shard_dataloader pad_to= for this field."
         )

@@ -52,10 +52,6 @@ class Executor:
         """Ask for a step; `is_last` if it is known to be the last of the pass."""
         raise NotImplementedError
 
-    def digests(self, samples: Sequence[Any]) -> Sequence[int]:
-        """Return a digest of each of some samples, before the first step is submitted; see `IdReader.digests`."""
-        raise NotImplementedError
-
     def take(self, *, in_thread: bool = False) -> Batch:
         """Return the batch of the first step that was not taken yet.
 
@@ -178,11 +174,6 @@ class InlineExecutor(_Reads):
         """See `Executor`."""
         return self._reader.rng.looks
 
-    def digests(self, samples: Sequence[Any]) -> Sequence[int]:
-        """See `Executor`."""
-        with on_cpu():
-            return self._reader.digests(samples)
-
     def submit(self, step: Step, *, is_last: bool = False) -> None:
         """See `Executor`."""
         self._steps.append(step)
@@ -265,7 +256,7 @@ class WorkerExecutor(_Reads):
             self._send(self._pool)
 
     def digests(self, samples: Sequence[Any]) -> Sequence[int]:
-        """See `Executor`: the first worker reads them, as the parent may have to leave files unopened before a fork."""
+        """See `IdReader.digests`. The first worker reads: the parent may have to leave files unopened before a fork."""
         assert self._pool is not None
         self._pool.send(0, (DigestRequest(samples=samples), ""))
         try:

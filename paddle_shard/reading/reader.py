@@ -10,12 +10,11 @@ from typing import Any, Literal
 import numpy as np
 import paddle
 
-from paddle_shard.collate import check_dtypes, collate, no_rows, stack
+from paddle_shard.collate import cannot_stack, check_dtypes, collate, stack
 from paddle_shard.errors import described
-from paddle_shard.plan.mixture import is_sample_id
 from paddle_shard.plan.seeding import derive_seed, mix
 from paddle_shard.plan.step import Step
-from paddle_shard.randomness import Generator, SampleRng, parts
+from paddle_shard.randomness import Generator, SampleRng
 from paddle_shard.reading.batch import Chunk
 from paddle_shard.reading.digest import WHOLE, digest
 from paddle_shard.reading.failure import ReadFailure
@@ -109,8 +108,6 @@ class Reader:
             except catches as error:
                 self._explain(error, asked, at)
                 return ReadFailure.of(error, worker=worker, **at)
-            finally:
-                parts.seed = None  # else a sample that the user reads by hand would be seeded by its parts
 
     def digests(self, samples: Sequence[Any]) -> list[int]:
         """Return a digest of each of some samples, by which ranks and later runs know that they have the same data.
@@ -163,8 +160,6 @@ class IdReader(Reader):
         super().__init__(dataset, collate_fn, how)
         self._read_many = None if how.items_are_batches else getattr(dataset, "__getitems__", None)
         self._name_of: Callable[[Any], Any] = getattr(dataset, "sample_name", _itself)
-        self._sample_seed = 0
-        self._part_key = 0
         stacks = self._read_many is None or in_memory
         self.owns_arrays = collate_fn is None and stacks and not how.items_are_batches
 
@@ -184,7 +179,7 @@ class IdReader(Reader):
 
     def _read_alone(self, sample: Any) -> Any:
         with self.rng.reading(look=False, keep=True):
-            self._seed_sample(_key_of("sample", self._how.seed, 0), sample)
+            self.rng.seed(_seed_of(_key_of("sample", self._how.seed, 0), sample))
             return self.dataset[sample]
 
     def _explain(self, error: BaseException, asked: Step, at: dict[str, Any]) -> None:
@@ -232,7 +227,7 @@ class IdReader(Reader):
         skipped_errors: Any = Exception if self._how.skip_errors else ()
         for index in ids:
             if seeds:
-                self._seed_sample(key, index)
+                self.rng.seed(_seed_of(key, index))
             try:
                 samples.append(get_sample(index))
             except skipped_errors as error:
@@ -255,22 +250,10 @@ class IdReader(Reader):
         )
         return Chunk(value, skipped=skipped)
 
-    def _seed_sample(self, key: int, index: Any) -> None:
-        """Seed for a sample, and for the parts that it seeds for itself (`seed_part`)."""
-        of_mixture = isinstance(index, int) and is_sample_id(index)
-        # A source's epoch may go on in the next epoch of its mixture, and a document of it, too.
-        self._part_key = _key_of("part", self._how.seed, index >> 40) if of_mixture else _key_of("part", key)
-        self._sample_seed = _seed_of(key, index)
-        parts.seed = self._seed_part
-        self.rng.seed(self._sample_seed)
-
-    def _seed_part(self, number: int | None) -> None:
-        self.rng.seed(mix(self._sample_seed, 0) if number is None else mix(self._part_key, number))
-
 
 _key_of = lru_cache(maxsize=64)(derive_seed)
 """Returns the key of the seeds of an epoch's samples, given "sample", the run's seed, the epoch and perhaps the data
-rank; or of parts of samples, given "part" and an epoch's key, or the seed and an epoch of a source of a mixture."""
+rank."""
 
 
 def _seed_of(key: int, index: Any) -> int:
@@ -279,14 +262,14 @@ def _seed_of(key: int, index: Any) -> int:
 
 
 def _zeros_like(sample: Any) -> Any:
-    """Return a sample of the same structure, shapes and dtypes that holds zeros; None for None."""
+    """Return a sample of the same structure whose arrays and tensors hold zeros; None for None."""
 
     def zeros(leaf: Any, _: str) -> Any:
         if isinstance(leaf, np.ndarray | np.generic):
             return np.zeros_like(leaf)
         if isinstance(leaf, paddle.Tensor):
             return paddle.zeros_like(leaf)
-        return type(leaf)() if isinstance(leaf, bool | int | float | complex | str | bytes) else leaf
+        return leaf
 
     return None if sample is None else mapped(sample, zeros)
 
@@ -302,7 +285,7 @@ def _stack_tensors(samples: Sequence[Any], path: str) -> Any:
     Tensors on a device are stacked there. No forked worker has any.
     """
     if not all(is_tensor(sample) for sample in samples):
-        raise no_rows(samples, path)
+        raise cannot_stack(samples, path)
     check_dtypes(samples, path)  # before they are arrays: those of bfloat16 are uint16
     if all(isinstance(sample, paddle.Tensor) and not sample.place.is_cpu_place() for sample in samples):
         return paddle.stack(list(samples))

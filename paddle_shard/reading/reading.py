@@ -1,4 +1,4 @@
-"""How are the steps of a pass read with the settings of the user's DataLoader, which stays unchanged?"""
+"""Reading: read the steps of a pass with the settings of the user's DataLoader, which stays unchanged."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import paddle.io
 from paddle_shard.plan.partition import Rows
 from paddle_shard.reading.batch import Even
 from paddle_shard.reading.chunk_reader import ChunkReader
-from paddle_shard.reading.executor import Executor, InlineExecutor, WorkerExecutor
+from paddle_shard.reading.executor import Executor, InlineExecutor, WorkerExecutor, on_cpu
 from paddle_shard.reading.reader import HowToRead, IdReader, Reader
 from paddle_shard.reading.workers import WorkerPool
 from paddle_shard.sources.external import IterableSource
@@ -93,7 +93,8 @@ class Reading:
 
     def digests(self, samples: Sequence[Any]) -> list[int]:
         """Return a digest of each of some samples, read in this process; see `IdReader.digests`."""
-        return IdReader(self.dataloader.dataset, self.dataloader.collate_fn, self._how).digests(samples)
+        with on_cpu():
+            return IdReader(self.dataloader.dataset, self.dataloader.collate_fn, self._how).digests(samples)
 
     def close(self) -> None:
         """End persistent workers that wait for another pass."""

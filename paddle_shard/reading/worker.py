@@ -9,6 +9,7 @@ import signal
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -64,10 +65,7 @@ def work(number: int, connection: socket.socket, settings: WorkerSettings, seed:
         failure = set_up(number, settings, seed)
         profiler = Profiler()
         profiler.start(role=WORKER)
-
-        def lost(error: Exception) -> ReadFailure:
-            return ReadFailure.of(error, what="receiving the request", worker=number)
-
+        lost = partial(ReadFailure.of, what="receiving the request", worker=number)
         while True:
             try:
                 asked = channel.receive(lost)

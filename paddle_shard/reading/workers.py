@@ -12,6 +12,7 @@ import socket
 import sys
 import time
 import weakref
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -186,10 +187,7 @@ class WorkerPool:
         Raises:
             WorkersLostError: A worker has ended or hangs.
         """
-
-        def failed(error: Exception) -> ReadFailure:
-            return ReadFailure.of(error, what="receiving the batch", worker=number)
-
+        failed = partial(ReadFailure.of, what="receiving the batch", worker=number)
         channel = self._channels[number]
         waited = 0.0
         while True:

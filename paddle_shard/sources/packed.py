@@ -19,8 +19,7 @@ from paddle_shard.checks import check_count
 from paddle_shard.errors import ArgumentError, StateError, described
 from paddle_shard.plan.order import Indices, spread
 from paddle_shard.plan.packing import Packing, Piece
-from paddle_shard.plan.seeding import mix
-from paddle_shard.randomness import NumpyGenerator, PythonGenerator, kept, seed_part
+from paddle_shard.randomness import NumpyGenerator, PythonGenerator, kept
 from paddle_shard.say_once import say_once
 from paddle_shard.sources.arrays import check_indexed
 from paddle_shard.sources.counts import said_if_slow
@@ -163,7 +162,6 @@ class Packed:
         pieces = self.packing.pieces(row % len(self))
         names = [f"document {piece.document}" for piece in pieces]
         made = self.rows.row([(self._fields(piece), piece) for piece in pieces], names)
-        seed_part(None)
         if "labels" in made and "labels" not in (self.rows.labels, *self.rows.pad_values):
             say_once(
                 "Packed: the documents have 'labels' of their own, and the ends of rows are filled with 0, which a "
@@ -213,8 +211,6 @@ class Packed:
 
     def _fields(self, piece: Piece) -> dict[str, npt.NDArray[Any]]:
         """Return the fields of a piece's document that have an entry for each token."""
-        # The rows that hold pieces of it are cut from one draw.
-        seed_part(mix(self._documents_crc, piece.document))
         document, what = self.documents[piece.document], f"document {piece.document}"
         self._check_length(piece.document, document)
         found = self.rows.fields(document, what, self._token_fields)

@@ -1,7 +1,6 @@
 """Packed documents: each token once, fields for attention kernels, rows that the loader treats as any others."""
 
 import json
-import random
 from itertools import pairwise
 
 import numpy as np
@@ -424,52 +423,6 @@ def test_labels_of_the_documents_that_would_be_filled_with_0_are_a_line_in_the_l
         assert all("labels='labels'" in line and "pad_values={'labels': -100}" in line for line in found)
 
 
-class Turned(Texts):
-    """Each document begins somewhere in its middle, where a generator says."""
-
-    def __init__(self, lengths, draw):
-        super().__init__(lengths)
-        self.draw = draw
-
-    def __getitem__(self, index):
-        document = super().__getitem__(index)
-        at = int(self.draw() * len(document["input_ids"]))
-        return document | {"input_ids": np.roll(document["input_ids"], at)}
-
-
-def paddles():
-    return paddle.rand([1]).item()
-
-
-@pytest.mark.parametrize("draw", [np.random.rand, random.random, paddles])
-@pytest.mark.parametrize("of", ["alone", "in a mixture"])
-def test_pieces_of_a_document_are_cut_from_one_draw(draw, of):
-    lengths = [70, 3, 25, 90, 1, 17, 40, 8, 33]
-
-    def loader(**options):
-        packed = Packed(Turned(lengths, draw), 16, lengths=lengths)
-        data = packed if of == "alone" else Mixture({"a": packed, "b": packed}, stop="all")
-        return sharded(DataLoader(data, batch_size=4, shuffle=True, **options), ONE, seed=3)
-
-    def rows(batches):
-        return [row for batch in batches for row in batch["input_ids"]._local_value().numpy().tolist()]
-
-    plain = loader()
-    first, second = rows(plain), rows(plain)
-    tokens = [1000 * document + at + 1 for document, length in enumerate(lengths) for at in range(length)]
-    for epoch in (first, second):
-        seen = sorted(token for row in epoch for token in row if token)
-        assert seen == (tokens if of == "alone" else sorted(tokens + tokens))
-    assert sorted(first) != sorted(second)
-    assert rows(loader(num_workers=2)) == first
-    stopped = loader()
-    batches = iter(stopped)
-    begun = rows(next(batches) for _ in range(3))
-    resumed = loader(num_workers=1)
-    resumed.load_state_dict(stopped.state_dict())
-    assert begun + rows(resumed) == first
-
-
 class Drawn(Texts):
     """Documents whose tokens are one number that was drawn for each."""
 
@@ -489,13 +442,6 @@ def test_documents_that_are_drawn_again_have_other_numbers_and_so_have_those_of_
     mixture = Mixture({"small": small, "large": large, "twin": twin}, {"small": 1, "large": 1, "twin": 1})
     rows = drawn_by_row(sharded(DataLoader(mixture, batch_size=4, shuffle=True), ONE), epochs=2)
     assert len({tuple(row) for row in rows}) == len(rows), "each has a number of its own"
-
-
-def test_pieces_of_a_document_are_of_one_draw_where_an_epoch_of_its_source_goes_on_in_the_next_one():
-    mixture = Mixture({"a": Packed(Drawn([40, 24, 33]), 8)}, num_samples=5)
-    rows = drawn_by_row(sharded(DataLoader(mixture, batch_size=1), ONE), epochs=5)  # the source has 13 rows
-    assert len({number for row in rows[:13] for number in row}) == 3
-    assert not {number for row in rows[:13] for number in row} & {number for row in rows[13:] for number in row}
 
 
 class Masked(paddle.io.Dataset):
