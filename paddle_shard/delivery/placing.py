@@ -47,7 +47,9 @@ class LoaderRows:
             layouts: Layouts of all fields.
             own_layout: Layout of the field whose rows this rank reads.
         """
-        self._source, self._layouts, self._own = source, layouts, own_layout
+        self._source = source
+        self._layouts = layouts
+        self._own = own_layout
         self._of_samples = lru_cache(maxsize=64)(partial(_rows_of_samples, source, layouts))
 
     def to_read(self, num_rows: int, micro_size: int) -> Rows | range:

@@ -10,8 +10,6 @@ from paddle_shard.reading.profile import OTHER_RANKS, Profiler, describe
 
 DERIVED = ("starved", "imbalance", "samples_per_second")
 """Properties of `Counts` that `scalars` returns beside its fields."""
-OF_COSTS = ("largest_cost", "mean_cost", "imbalance")
-"""Those that are measured with `balance=` only."""
 
 
 @dataclass(slots=True)
@@ -25,8 +23,6 @@ class Counts:
     """Padding rows in this rank's slices, which follow the end of the data or of a part of a stream."""
     skipped: int = 0
     """Rows of samples that could not be read (`on_error="skip"`; their ids are in the log)."""
-    bytes: int = 0
-    """Size in bytes of the rows that this rank reads, of the fields that are delivered."""
     wait_seconds: float = 0.0
     """Seconds for which the training loop waited in `next`."""
     hidden_seconds: float = 0.0
@@ -46,7 +42,6 @@ class Counts:
         """Count a delivered batch."""
         self.batches += 1
         self.samples += batch.num_valid
-        self.bytes += batch.placed.num_bytes
         if batch.num_valid < batch.num_rows:
             self.skipped += batch.num_skipped
             self.padding += batch.num_rows - batch.num_valid - batch.num_skipped
@@ -147,32 +142,23 @@ class LoaderStats:
     def scalars(self, prefix: str = "data/") -> dict[str, float]:
         """Return this rank's counts of the newest pass as numbers by name, for `LogWriter.add_scalar` or TensorBoard.
 
-        They begin at 0 with each pass. `step_seconds` is all that your code does between two batches. Costs and
-        imbalance are there with `balance=` only.
+        They begin at 0 with each pass. `step_seconds` is all that your code does between two batches. Costs are 0 and
+        the imbalance is 1 without `balance=`.
         """
-        names = [one.name for one in fields(Counts)] + list(DERIVED)
-        if not self.total.mean_cost:
-            names = [name for name in names if name not in OF_COSTS]
+        names = [*(one.name for one in fields(Counts)), *DERIVED]
         return {f"{prefix}{name}": float(getattr(self.epoch, name)) for name in names}
 
     def __repr__(self) -> str:
         lines = [
             f"{name}: {c.batches} batches, {c.samples} samples ({c.skipped} skipped, {c.padding} rows of padding), "
-            f"{c.bytes / 1e6:.1f} MB, "
-            f"{_waits(c)}, {c.step_seconds:.2f} s in the step ({c.starved:.0%} starved)"
-            + (f", imbalance {c.imbalance:.3f}" if c.mean_cost else "")
+            f"{c.wait_seconds:.2f} s waiting for data, {c.hidden_seconds:.2f} s of it hidden by the device, "
+            f"{c.step_seconds:.2f} s in the step ({c.starved:.0%} starved), imbalance {c.imbalance:.3f}"
             for name, c in (("newest pass", self.epoch), ("all", self.total))
         ]
-        return "\n".join(lines + [self.who_reads] * bool(self.who_reads))
+        return "\n".join([*lines, self.who_reads]).rstrip()
 
 
 def _own_wait(summary: Summary) -> float:
     wait, _, hidden, counts = summary
     total = sum(counts.values())
     return (wait - hidden) * (1.0 - counts.get(OTHER_RANKS, 0.0) / total if total else 0.0)
-
-
-def _waits(counts: Counts) -> str:
-    hidden = counts.hidden_seconds
-    beside = f" and {hidden:.2f} s more while the device was busy" if hidden else ""
-    return f"{counts.wait_seconds - hidden:.2f} s waiting for data{beside}"

@@ -106,20 +106,6 @@ class PadTo:
         fields = sorted(self.fields.items(), key=str)
         return {str(key): (list(pad.sizes) or LONGEST, float(pad.value)) for key, pad in fields}
 
-    def check(self, fields: Sequence[Any]) -> None:
-        """Refuse fields that the batch does not have.
-
-        Raises:
-            BatchStructureError: There is such a field.
-        """
-        paths = {f"[{key!r}]" for key in fields}  # by which a tensor's field is known
-        unknown = [key for key, pad in self.fields.items() if pad.path not in paths]
-        if unknown:
-            raise BatchStructureError(
-                f"pad_to names {unknown}, but the fields that are delivered are {list(fields)} (input_keys chooses "
-                "them, if it is given)."
-            )
-
     def pad_of(self, path: str) -> Pad | None:
         """Return how the rows of the tensor at a path are padded; None if they are not."""
         # The paths of a field's tensors begin with its own, up to the bracket.

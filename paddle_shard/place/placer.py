@@ -6,7 +6,6 @@ into a `BatchRecipe`, which checks it; the batches of that form that follow only
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -26,7 +25,6 @@ from paddle_shard.tree import is_sequence, mapped, named_leaves, rebuild
 
 _MOST_RECIPES = 256
 """Recipes that are kept; forms of batches may be many, such as those of texts of all lengths."""
-_PLAIN_LEAVES = (np.ndarray, paddle.Tensor)
 
 
 class BatchRows:
@@ -148,8 +146,6 @@ class BatchRecipe:
     """The layout of its last field."""
     row_shapes: Mapping[str, Row]
     """Path -> kind and shape of a row, of each tensor; with `pad_to`, of each that is `Unplaced`."""
-    num_bytes: int
-    """Size in bytes of what was read of the fields."""
     is_host: bool
     """True if all its leaves are arrays, so that any thread may place it on the CPU."""
 
@@ -201,8 +197,13 @@ class BatchPlacer:
     def of(cls, options: Any, global_rank: int, **others: bool) -> BatchPlacer:
         """Read the arguments of `shard_dataloader` that say what becomes of fields; see `layouts_of_fields`."""
         entries, overrides = layouts_of_fields(options, global_rank, **others)
-        given = {"input_keys": options.input_keys, "dense_tensor_idx": options.dense_tensor_idx}
-        return cls(entries=entries, overrides=overrides, **given, pad_to=PadTo.of(options.pad_to))
+        return cls(
+            entries=entries,
+            overrides=overrides,
+            input_keys=options.input_keys,
+            dense_tensor_idx=options.dense_tensor_idx,
+            pad_to=PadTo.of(options.pad_to),
+        )
 
     @cached_property
     def layouts(self) -> list[FieldLayout]:
@@ -219,33 +220,33 @@ class BatchPlacer:
         Raises:
             BatchStructureError: The fields do not match the meshes.
         """
-        wanted: Sequence[Any] = range(len(batch))
-        what, kind = f"is a list of {len(batch)} fields", "field"
+        names: Sequence[Any] = range(len(batch))
         if isinstance(batch, Mapping):
-            wanted = tuple(batch if self.input_keys is None else self.input_keys)
-            missing = [key for key in wanted if key not in batch]
+            names = tuple(batch if self.input_keys is None else self.input_keys)
+            missing = [key for key in names if key not in batch]
             if missing:
                 raise BatchStructureError(f"input_keys {missing} are not in the batch, which has {list(batch)}.")
-            what, kind = f"has {len(wanted)} keys {list(wanted)}", "key"
-        entries = self.entries * len(wanted) if len(self.entries) == 1 else self.entries
-        if len(wanted) != len(entries):
+        self._check_names(names)
+        entries = self.entries * len(names) if len(self.entries) == 1 else self.entries
+        if len(names) != len(entries):
             raise BatchStructureError(
-                f"the batch {what}, but meshes has {len(entries)} entries: give one mesh per {kind}, or one for all."
+                f"the batch has the {len(names)} fields {list(names)}, but meshes has {len(entries)} entries: give one "
+                "mesh per field, or one for all."
             )
-        unknown = [key for key in self.overrides if key not in wanted]
-        if unknown:
-            raise BatchStructureError(
-                f"placements names {unknown}, which the batch does not have, or input_keys leaves out; there are "
-                f"{list(wanted)}."
-            )
-        dense = [()] * len(wanted) if self.dense_tensor_idx is None else self.dense_tensor_idx
-        if len(dense) < len(wanted):
-            raise BatchStructureError(
-                f"dense_tensor_idx has {len(dense)} entries, but the batch has a field {len(dense)}; "
-                "give an entry, which may be empty, for each field."
-            )
-        found = zip(wanted, entries, dense, strict=False)  # there may be more entries in dense_tensor_idx
-        return [(key, self.overrides.get(key, entry), items) for key, entry, items in found]
+        dense = [*(self.dense_tensor_idx or ()), *[()] * len(names)]
+        fields = zip(names, entries, dense, strict=False)
+        return [(key, self.overrides.get(key, entry), items) for key, entry, items in fields]
+
+    def _check_names(self, names: Sequence[Any]) -> None:
+        """Refuse arguments that name other fields than those that are delivered."""
+        padded = {} if self.pad_to is None else self.pad_to.fields
+        for argument, given in (("placements", self.overrides), ("pad_to", padded)):
+            unknown = [key for key in given if key not in names]
+            if unknown:
+                raise BatchStructureError(
+                    f"{argument} names {unknown}, but the fields that are delivered are {list(names)} (input_keys "
+                    "chooses them, if it is given)."
+                )
 
     def recipe(self, batch: Any, rows_of: Callable[[Any], BatchRows], key: Any) -> tuple[BatchRecipe, list[Any]]:
         """Return how a batch is placed, and its leaves.
@@ -280,7 +281,6 @@ class BatchPlacer:
             is_flat=type(template) is list and template == list(range(len(template))),
             last=last,
             row_shapes=compiler.row_shapes,
-            num_bytes=compiler.num_bytes,
             is_host=not any(is_tensor(leaf) for leaf in arrays_of(batch)),
         )
 
@@ -313,15 +313,11 @@ class BatchPlacer:
         is_leaf = _leaf_test(batch)
         layout = self.layouts[0]
         if not isinstance(batch, Mapping) and not is_sequence(batch):
-            if self.pad_to is not None:
-                self.pad_to.check([0])
+            self._check_names([0])
             stays_local = bool(self.dense_tensor_idx and self.dense_tensor_idx[0])
             return function(batch, "", layout=layout, dense=stays_local), layout
-        fields = self._fields(batch)
-        if self.pad_to is not None:
-            self.pad_to.check([key for key, *_ in fields])
         children: dict[Any, Any] = {}
-        for key, entry, dense in fields:
+        for key, entry, dense in self._fields(batch):
             value = batch[key]
             path = f"[{key!r}]"
             layout = entry[-1] if isinstance(entry, list) else entry
@@ -357,7 +353,6 @@ class _Compiler:
         """Path of a leaf -> its number in the batch that was read."""
         self.leaves: list[LeafRecipe] = []
         self.row_shapes: dict[str, Row] = {}
-        self.num_bytes = 0
 
     def leaf(self, leaf: Any, path: str, *, layout: FieldLayout, dense: bool) -> int:
         """Compile a leaf, and return the number of its recipe."""
@@ -382,7 +377,6 @@ class _Compiler:
         _check_dtype(leaf, path)
         rows = self._rows
         shape = tuple(map(int, leaf.shape))
-        self.num_bytes += math.prod(shape) * _item_size(leaf)
         has_row_each = shape[:1] == (len(rows.read),)
         is_split = len(layout.data_axes) > 0
         by_rows = is_split and has_row_each and not layout.own_rows
@@ -454,10 +448,6 @@ def _take_rows(leaf: Any, rows: slice | Rows) -> Any:
     return paddle.concat([leaf[int(run[0]) : int(run[-1]) + 1] for run in runs])
 
 
-def _item_size(leaf: Any) -> int:
-    return int(leaf.itemsize) if isinstance(leaf, np.ndarray) else int(getattr(leaf, "element_size", lambda: 1)())
-
-
 def _places_in_global_batch(leaf: Any, path: str, rows: BatchRows) -> Any:
     """Return a field whose numbers, or those of its first column, are places of samples, with their global places.
 
@@ -516,6 +506,5 @@ def _is_row_like(value: Any) -> bool:
         return value.ndim > 0
     if not isinstance(value, list) or not value:
         return False
-    if isinstance(value[0], _PLAIN_LEAVES) or any(becomes_tensor(leaf) for leaf in arrays_of(value)):
-        return False
-    return not any(isinstance(item, int | float | complex | np.generic) for item in value)
+    has_numbers = any(isinstance(item, int | float | complex | np.generic) for item in value)
+    return not has_numbers and not any(becomes_tensor(leaf) for leaf in arrays_of(value))

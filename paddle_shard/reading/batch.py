@@ -108,10 +108,9 @@ class Batch:
         """Count its rows."""
         self.num_valid = self.num_rows
         self.num_skipped = self.step.left_out
-        if self.skipped is not None:
-            self.num_skipped += int(np.count_nonzero(self.skipped & self.served()))
-        if self.skipped is not None or not self.whole:
+        if self.real is not None or self.skipped is not None:
             self.num_valid = int(np.count_nonzero(self.valid()))
+            self.num_skipped += int(np.count_nonzero(self.served())) - self.num_valid
 
     def own_ids(self, layout: Any) -> tuple[Ids, int]:
         """Return the ids of the samples in this process's slice, without padding, and how many more were not read.
@@ -124,15 +123,13 @@ class Batch:
             return ids, 0
         if not layout.on_mesh:
             return [], 0
-        mine = self.placed.rows.positions(layout)
-        lost = 0
-        if self.skipped is not None:
-            lost = int(np.count_nonzero((self.skipped & self.served())[mine]))
-        if self.real is not None or self.skipped is not None:
-            mine = mine[self.valid()[mine]]
-        if len(mine) == len(ids):
-            return ids, lost
-        return (ids[mine] if isinstance(ids, np.ndarray) else [ids[position] for position in mine.tolist()]), lost
+        rows = self.placed.rows.positions(layout)
+        if len(rows) == len(ids) and self.real is None and self.skipped is None:
+            return ids, 0
+        valid = self.valid()[rows]
+        num_lost = int(np.count_nonzero(self.served()[rows])) - int(np.count_nonzero(valid))
+        rows = rows[valid]
+        return (ids[rows] if isinstance(ids, np.ndarray) else [ids[row] for row in rows.tolist()]), num_lost
 
 
 NO_STAND_IN = (

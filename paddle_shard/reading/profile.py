@@ -53,13 +53,11 @@ _CATEGORY_OF = {
     "workers": TRANSPORT,
     "plan": ORDER,
     "samplers": ORDER,
-    "data": READING,
     "inputs": READING,
     "reading": READING,
     "sources": READING,
     "stages": READING,
     "place": PLACING,
-    "placement": PLACING,
     "placing": PLACING,
     "ranks": OTHER_RANKS,
 }
@@ -67,7 +65,6 @@ _CATEGORY_OF = {
 _USER = ""
 _RUNTIME = "runtime"
 """Code of Python and of libraries that this package calls; its time belongs to the caller."""
-_LIBRARIES = ("numpy", "paddle", "torch", "fsspec", "aiohttp", "pyarrow")
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _STANDARD_LIBRARY = os.path.dirname(os.__file__) + os.sep
 
@@ -94,14 +91,9 @@ class Profiler:
         self._run: object = None
         """Identifies the sampling thread that may continue. No lock: a forked child could find it locked."""
 
-    def start(self, thread_id: int | None = None, role: str = TRAINING) -> None:
-        """Start sampling; a second call changes nothing but the thread.
-
-        Args:
-            thread_id: `threading.get_ident()` of the training thread, or of a worker's main thread. None: the caller.
-            role: `TRAINING` or `WORKER`.
-        """
-        self.watch(threading.get_ident() if thread_id is None else thread_id, role)
+    def start(self, role: str = TRAINING) -> None:
+        """Sample the calling thread from now on, as `TRAINING` or `WORKER`; a second call changes only the thread."""
+        self.watch(threading.get_ident(), role)
         if self._run is None:
             self._run = object()
             threading.Thread(
@@ -119,18 +111,13 @@ class Profiler:
 
     def counts(self) -> Counter[str]:
         """Return the samples by category; the newest ones count most."""
-        counts = Counter(dict(self._counts))
-        if self._num_unresolved:
-            counts[TRANSPORT] += self._num_unresolved
-        return counts
+        return Counter(dict(self._counts)) + Counter({TRANSPORT: self._num_unresolved})
 
     def snapshot(self) -> dict[str, float] | None:
         """Return and clear a worker's counts; None if there are none. Send it with an answer."""
-        if not self._counts:
-            return None
         counts = self._counts
         self._counts = {}
-        return dict(counts)
+        return counts or None
 
     def merge(self, counts: Mapping[str, float] | None) -> None:
         """Attribute the samples that waited for a worker's answer to what its `snapshot` says."""
@@ -216,12 +203,12 @@ def describe(
         return ""
     text = f"Rank {rank} waits {late / whole:.0%} of a step ({late * 1e3:.1f} ms of {whole * 1e3:.1f} ms) for data"
     total = sum(counts.values())
-    causes = []
-    for name, count in Counter(counts).most_common(_MOST_CAUSES):
-        share = count / total if total else 0.0
-        if share >= _SMALLEST_CAUSE:
-            causes.append(f"{share:.0%} {name}" if name in CATEGORIES else f"{share:.0%} in {name}")
-    text = f"{text}: {', '.join(causes)}." if causes else f"{text}."
+    causes = [
+        f"{count / total:.0%} {'' if name in CATEGORIES else 'in '}{name}"
+        for name, count in Counter(counts).most_common(_MOST_CAUSES)
+        if count >= _SMALLEST_CAUSE * total > 0
+    ]
+    text += f": {', '.join(causes)}." if causes else "."
     if hidden_seconds >= _SMALLEST_SHARE * whole:
         text += f" The device hides another {hidden_seconds * 1e3:.1f} ms."
     return text
@@ -277,15 +264,8 @@ def _origin(filename: str) -> str:
     if filename.startswith(_PACKAGE):
         parts = os.path.splitext(filename)[0][len(_PACKAGE) :].split(os.sep)
         return next((_CATEGORY_OF[part] for part in reversed(parts) if part in _CATEGORY_OF), LOADER)
-    if filename.startswith("<frozen "):
-        return _RUNTIME
-    if filename.startswith(_STANDARD_LIBRARY) and "-packages" not in filename:
-        return _RUNTIME
-    for name in _LIBRARIES:
-        path = getattr(sys.modules.get(name), "__file__", None)
-        if path and filename.startswith(os.path.dirname(path) + os.sep):
-            return _RUNTIME
-    return _USER
+    is_library = filename.startswith((_STANDARD_LIBRARY, "<frozen ")) or "-packages" in filename
+    return _RUNTIME if is_library else _USER
 
 
 def _function_name(code: CodeType) -> str:

@@ -105,12 +105,3 @@ def test_items_that_are_batches_are_counted_by_a_field_that_is_split():
     batch = next(iter(sharded(DataLoader(item, batch_size=None), [DP2, DP2], [None, "dp"])))
 
     assert [leaf._local_value().shape for leaf in batch] == [[3], [2]]
-
-
-def test_what_input_keys_leaves_out_is_not_counted():
-    fields = Made(lambda i: {"x": np.zeros(4), "note": np.zeros(100)})
-    loader = sharded(DataLoader(fields, batch_size=4), mesh([0]), input_keys=["x"])
-
-    next(iter(loader))
-
-    assert loader.stats.total.bytes == 4 * 4 * 8

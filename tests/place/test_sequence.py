@@ -87,7 +87,7 @@ def test_several_axes_on_one_dim_act_as_one():
             r"names the axis \('dp', 'sep'\). Name each axis",
         ),
         ({"input_ids": "sep"}, ArgumentError, "placements must map a field's key"),
-        ({"ids": {"sep": 1}}, BatchStructureError, r"placements names \['ids'\], which the batch does not have"),
+        ({"ids": {"sep": 1}}, BatchStructureError, r"placements names \['ids'\], but the fields"),
         ({"label": {"dp": 0, "sep": 1}}, BatchStructureError, r"field \['label'\] has 1 dims"),
     ],
 )

@@ -289,8 +289,8 @@ NEXT = ("loader/iteration.py", "__next__")
     ("functions", "category"),
     [
         ([NEXT], profile.LOADER),
-        ([NEXT, ("placement/placer.py", "place")], profile.PLACING),
-        ([NEXT, ("placement/placer.py", "place"), (np.__file__, "stack")], profile.PLACING),
+        ([NEXT, ("place/placer.py", "place")], profile.PLACING),
+        ([NEXT, ("place/placer.py", "place"), (np.__file__, "stack")], profile.PLACING),
         ([NEXT, ("ranks/agreement.py", "deliver"), (threading.__file__, "wait")], profile.OTHER_RANKS),
         ([NEXT, ("reading/reader.py", "read"), ("core/collate.py", "stack")], profile.COLLATING),
         ([NEXT, ("reading/reader.py", "read"), ("core/tree.py", "leaves")], profile.READING),
