@@ -16,7 +16,7 @@ sys.meta_path.insert(0, Missing())
 import numpy
 sys.platform = "win32"
 for module, names in {
-    os: "memfd_create posix_fallocate fork register_at_fork sched_getaffinity",
+    os: "memfd_create fork register_at_fork sched_getaffinity",
     socket: "AF_UNIX SOCK_SEQPACKET MSG_CMSG_CLOEXEC SCM_RIGHTS send_fds recv_fds",
     select: "poll",
     signal: "SIGKILL SIGUSR1",

@@ -102,7 +102,7 @@ class Broadcast:
                 follower.send(HEAD.pack(MEMORY, 0, 0, len(slots.memory)), slots)
             self._slots, self._used, number = slots, [0] * _NUM_SLOTS, 0
         self._used[number] = self._count + 1
-        return self._slots.slot(number, size)
+        return self._slots.slot(number)
 
 
 class _Follower:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import mmap
 import os
 import select
 import socket
 import struct
-import tempfile
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -45,27 +45,17 @@ class Slots:
         """
         self.room = room
         """Size of a slot in bytes."""
-        self._there = [0] * num_slots
-        if hasattr(os, "memfd_create"):  # missing if Python was built for a C library from before 2018
+        if hasattr(os, "memfd_create"):
             self.file = os.memfd_create("paddle_shard")
-        else:
-            with tempfile.TemporaryFile(dir="/dev/shm") as file:
-                self.file = os.dup(file.fileno())
-        os.ftruncate(self.file, num_slots * self.room)
+        else:  # Python was built for a C library from before 2018
+            self.file = ctypes.CDLL(None, use_errno=True).memfd_create(b"paddle_shard", 1)  # MFD_CLOEXEC
         weakref.finalize(self, os.close, self.file)
+        os.ftruncate(self.file, num_slots * self.room)
         self.memory = memoryview(mmap.mmap(self.file, num_slots * self.room))
 
-    def slot(self, number: int, size: int) -> tuple[int, memoryview]:
-        """Return where a slot begins, and its memory, of which at least `size` bytes are allocated.
-
-        Raises:
-            OSError: There is not enough memory.
-        """
+    def slot(self, number: int) -> tuple[int, memoryview]:
+        """Return where a slot begins, and its memory."""
         start = number * self.room
-        if self._there[number] < size:
-            there = min(-(-size // _GRAIN) * _GRAIN, self.room)
-            os.posix_fallocate(self.file, start, there)  # else a write would kill the process if memory is short
-            self._there[number] = there
         return start, self.memory[start : start + self.room]
 
 
@@ -155,7 +145,7 @@ class Channel:
             slots = Slots(self._num_slots, ample(size))
             socket.send_fds(self._connection, [HEAD.pack(MEMORY, 0, 0, len(slots.memory))], [slots.file])
             self._ours = slots
-        return self._ours.slot(self._num_sent % self._num_slots, size)
+        return self._ours.slot(self._num_sent % self._num_slots)
 
 
 def framed(message: Any, place: Callable[[int], tuple[int, memoryview]]) -> bytes | bytearray:
@@ -167,7 +157,6 @@ def framed(message: Any, place: Callable[[int], tuple[int, memoryview]]) -> byte
             memory from there on.
 
     Raises:
-        OSError: There is not enough memory.
         Exception: Whatever pickling raises; then `place` was not called.
     """
     pieces = pickled(message)

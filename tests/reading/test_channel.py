@@ -318,7 +318,7 @@ def test_without_memory_only_the_message_that_needs_it_fails(channels, monkeypat
         sender.send(message_of(1, [size]))
         assert is_message(receive(receiver), 1, [size])
     with monkeypatch.context() as patched:
-        patched.setattr(os, "posix_fallocate", fails(errno.ENOSPC))
+        patched.setattr(os, "ftruncate", fails(errno.ENOSPC))
         for _ in range(3):
             with pytest.raises(OSError, match="No space left"):
                 sender.send(message_of(2, [10 * ABOVE]))
@@ -375,16 +375,12 @@ def test_what_cannot_be_unpickled_is_lost_alone(channels, size):
 # What it takes
 
 
-@pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="no shared memory with names")
 def test_it_works_where_python_has_no_memfd(channels, monkeypatch):
     monkeypatch.delattr(os, "memfd_create", raising=False)
     sender, receiver = channels(2)
     for number in range(5):
         sender.send(message_of(number, [ABOVE << number]))
         assert is_message(receive(receiver), number, [ABOVE << number])
-    held = [one.target for one in open_files() if one.target.startswith("/dev/shm")]
-    assert held
-    assert all("(deleted)" in target for target in held)  # without a name that could stay behind
 
 
 def test_any_number_of_slots_takes_few_open_files_and_lets_go_of_them():

@@ -1,7 +1,6 @@
 """Batches of any kind come from workers as they were made, in order; what cannot come is said."""
 
 import contextlib
-import errno
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -476,13 +475,6 @@ def test_a_batch_that_cannot_be_read_or_sent_fails_at_its_step(what, bad):
     assert found == list(range(bad))
 
 
-def with_bad_ones(count, bad, ids):
-    """Steps of which that with number `bad`, and some behind it, have other ids."""
-    for number in range(count):
-        behind = number - bad
-        yield a_step(number, ids if behind >= 0 and behind % 3 == 0 else [0])
-
-
 @pytest.mark.parametrize("error", [ValueError, SystemExit, StopIteration])
 def test_no_kind_of_exception_in_worker_init_fn_is_hidden(error):
     def init(worker):
@@ -491,25 +483,3 @@ def test_no_kind_of_exception_in_worker_init_fn_is_hidden(error):
     says = pytest.raises(DataReadError, match=rf"worker_init_fn failed in worker 0 .*{error.__name__}: this one")
     with reading(lambda step: [np.zeros(1)], steps_of(3), worker_init_fn=init) as batches, says:
         next(batches)
-
-
-@pytest.mark.parametrize("bad", [5, LATE])
-def test_a_batch_for_which_there_is_no_memory_fails_at_its_step(bad):
-    def init(worker):
-        allocate = os.posix_fallocate
-
-        def limited(file, start, size):
-            if size > 1 << 20:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            allocate(file, start, size)
-
-        os.posix_fallocate = limited
-
-    def work(step):
-        return [np.full((1 << 20) if step == bad else LARGE, step)]
-
-    found = []
-    says = pytest.raises(DataReadError, match=rf"sending the batch failed in worker 1 .*step {bad}.*No space left")
-    with reading(work, steps_of(bad + 30), worker_init_fn=init) as batches, says:
-        found.extend(int(tensor[0]) for (tensor,) in batches)
-    assert found == list(range(bad))
