@@ -235,9 +235,9 @@ def layouts_of_fields(options: Any, global_rank: int, **others: bool) -> tuple[l
     """
     meshes, input_keys = options.meshes, options.input_keys
     given = list(meshes) if isinstance(meshes, list | tuple) else [meshes]
-    if meshes is None or not given or any(isinstance(m, list | tuple) and not m for m in given):
+    if not given or any(isinstance(m, list | tuple) and not m for m in given):
         raise ArgumentError(f"meshes must hold at least one ProcessMesh, got {meshes!r}.")
-    if input_keys is not None and (isinstance(input_keys, str) or not isinstance(input_keys, list | tuple)):
+    if input_keys is not None and not isinstance(input_keys, list | tuple):
         raise ArgumentError(f"input_keys must be a list of keys, got {input_keys!r}.")
     if input_keys is not None and len(given) > 1 and len(input_keys) != len(given):
         raise ArgumentError(

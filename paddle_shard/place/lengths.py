@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -167,7 +166,6 @@ def _differ(path: str, rows: Mapping[int, Row]) -> BatchStructureError:
     )
 
 
-@lru_cache(maxsize=256)
 def check_fill(fill: float, dtype: str, path: str) -> None:
     """Refuse a pad value that tensors of a dtype cannot hold.
 

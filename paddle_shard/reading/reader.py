@@ -91,23 +91,19 @@ class Reader:
         """
         if isinstance(asked, DigestRequest):
             return self.digests(asked.samples)
-        used_before = self.rng.seeds
-        answer = self._read(asked, worker, look=bool(look))
-        if look == "last" and self.rng.seeds and not used_before and isinstance(answer, Chunk):
-            return answer._replace(used_rng_late=True)
-        return answer
-
-    def _read(self, asked: Any, worker: int | None, *, look: bool) -> Chunk | ReadFailure:
         at: dict[str, Any] = {"what": "reading", "index": None}
         catches = Exception if worker is None else BaseException  # SystemExit would end a worker silently
-        with self.rng.reading(look=look, keep=worker is None):
+        used_rng = self.rng.seeds
+        with self.rng.reading(look=bool(look), keep=worker is None):
             try:
-                return self._rows(asked, at, look=look)
+                answer = self._rows(asked, at, look=bool(look))
             except KeyboardInterrupt:
                 raise
             except catches as error:
                 self._explain(error, asked, at)
                 return ReadFailure.of(error, worker=worker, **at)
+        began_late = look == "last" and self.rng.seeds and not used_rng
+        return answer._replace(used_rng_late=True) if began_late else answer
 
     def digests(self, samples: Sequence[Any]) -> list[int]:
         """Return a digest of each of some samples, by which ranks and later runs know that they have the same data.

@@ -83,17 +83,13 @@ class SelfSplit(Stage):
         """Return the samples of each part."""
         return [self._items(part, opening) for part in opening.parts]
 
-    def _begun(self, part: int, opening: Opening) -> tuple[_Part, Iterator[Any]]:
-        """Return what the stream is shown for a part, and its samples."""
+    def _items(self, part: int, opening: Opening) -> Iterator[Any]:
         key = opening.key(part, "source")
         opening.seed_generators(key)
         dataset = OwnCopy(self._dataset).dataset
         tell_epoch(dataset, opening)
         info = _Part(id=part, num_workers=opening.num_parts, dataset=dataset, seed=key & 0x7FFFFFFF)
-        return info, opening.drawn(told(info, dataset), part)
-
-    def _items(self, part: int, opening: Opening) -> Iterator[Any]:
-        info, items = self._begun(part, opening)
+        items = opening.drawn(told(info, dataset), part)
         head = list(islice(items, 2))  # it may ask after its first sample
         if head and opening.num_parts > 1 and not info.looked:
             raise SplitError(
