@@ -57,7 +57,7 @@ def test_a_default_dict_keeps_its_factory():
         ([{"x": None}], TypeError, r"cannot stack NoneType at field \['x'\]"),
         ([{1: 1, "x": 1}, {"x": 1}], ValueError, "samples differ in their keys"),
         ([1, np.ones(2)], ValueError, r"different shapes cannot be stacked: \(\), \(2,\)"),
-        ([1 << 70, 1], TypeError, "cannot stack int: .* 1180591620717411303424"),
+        ([1 << 70, 1], TypeError, "cannot stack int: give every sample arrays or numbers"),
     ],
 )
 def test_samples_that_do_not_fit_are_named_with_their_field(samples, error, text):

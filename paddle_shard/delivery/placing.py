@@ -214,13 +214,12 @@ def note_summary(setup: PassSetup, start: LoaderState, batch: Batch) -> None:
     Args:
         setup: Of the loader.
         start: Where the pass began.
-        batch: What was read. Arrays have not gone to a device yet, so that nothing is copied back. One with rows that
-            hold another sample than their own is not compared.
+        batch: What was read. Arrays have not gone to a device yet, so that nothing is copied back.
     """
     every: Any = setup.options.verify
     wanted = batch.is_first or (every != "first" and batch.step.number % every == 0)
     begins = setup.source.split and batch.step.number < start.steps + FEW_STEPS
-    if not (wanted or begins) or batch.value is None or batch.skipped is not None:
+    if not (wanted or begins) or batch.value is None:
         return
     ids = np.asarray(batch.step.ids).tolist()
     stream = setup.source.stream
@@ -230,6 +229,8 @@ def note_summary(setup: PassSetup, start: LoaderState, batch: Batch) -> None:
     cuts = isinstance(setup.source.custom_sampler, paddle.io.DistributedBatchSampler)
     if isinstance(batches, UserBatches) and setup.source.split and cuts and not batches.draws_for:
         arrays = [("the sampler's indices", as_ids(ids))]  # whether it draws for its rank alone is not known
+    if batch.skipped is not None:  # its rows hold other samples than their own
+        key += f" but for {np.flatnonzero(batch.skipped).tolist()}"
     found = summary(
         arrays,
         step=batch.step.number,

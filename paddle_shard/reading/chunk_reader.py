@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -161,6 +162,9 @@ class ChunkReader(Reader):
             failed: dict[int, str] = {}
             if self._how.skip_errors:
                 failed = {row: one.why for row, one in enumerate(samples) if isinstance(one, Unreadable)}
+            if self._placeholder is None and len(failed) == len(samples):  # no sample was readable so far
+                with contextlib.suppress(LookupError):
+                    self._placeholder = self._padding.of(parts[0])
             at.update(what=f"collating {len(samples)} samples", index=None)
             if self._collate_fn is not None and self.rng.seeds:  # the same for all readers of the step
                 self.rng.seed(asked.opening.key(0, "collate", asked.step))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from itertools import islice
 from typing import Any
 
 from paddle.io.dataloader import worker as paddle_worker
@@ -90,12 +89,11 @@ class SelfSplit(Stage):
         tell_epoch(dataset, opening)
         info = _Part(id=part, num_workers=opening.num_parts, dataset=dataset, seed=key & 0x7FFFFFFF)
         items = opening.drawn(told(info, dataset), part)
-        head = list(islice(items, 2))  # it may ask after its first sample
-        if head and opening.num_parts > 1 and not info.looked:
-            raise SplitError(
-                f"splits_itself=True, but the {type(self._dataset).__name__} asks neither "
-                "paddle.io.get_worker_info() nor torch's (imported before) which part to read, so each part would be "
-                "all of it. Leave splits_itself out."
-            )
-        yield from head
-        yield from items
+        for number, item in enumerate(items):
+            if number == 1 and opening.num_parts > 1 and not info.looked:  # it may ask after its first sample
+                raise SplitError(
+                    f"splits_itself=True, but the {type(self._dataset).__name__} asks neither "
+                    "paddle.io.get_worker_info() nor torch's (imported before) which part to read, so each part would "
+                    "be all of it. Leave splits_itself out."
+                )
+            yield item

@@ -155,7 +155,7 @@ def test_a_stream_that_does_not_ask_which_part_to_read_is_refused_though_its_sam
         return (row + random.random() for row in range(32))
 
     with pytest.raises(DataReadError, match=r"asks neither paddle\.io\.get_worker_info\(\) nor torch's"):
-        next(iter(sharded(Stream.of(augmented, splits_itself=True), workers=workers)))
+        list(sharded(Stream.of(augmented, splits_itself=True), workers=workers))
 
     in_one = Stream.of(augmented, splits_itself=True).in_parts(1)
     assert len(flat(real_rows(sharded(in_one, workers=workers)))) == 32

@@ -81,11 +81,6 @@ def test_several_axes_on_one_dim_act_as_one():
         ({"input_ids": {"sep": -1}}, ArgumentError, r"placements\['sep'\] must be a tensor dim >= 0"),
         ({"input_ids": {"sep": Balanced(dim=0)}}, ArgumentError, r"Balanced\(dim=\.\.\.\) of a dim >= 1"),
         ({"input_ids": {"dp": 1, "sep": Balanced(dim=1)}}, ArgumentError, "both plainly and Balanced"),
-        (
-            {"input_ids": {("dp", "sep"): 0}},
-            AxisError,
-            r"names the axis \('dp', 'sep'\). Name each axis",
-        ),
         ({"input_ids": "sep"}, ArgumentError, "placements must map a field's key"),
         ({"ids": {"sep": 1}}, BatchStructureError, r"placements names \['ids'\], but the fields"),
         ({"label": {"dp": 0, "sep": 1}}, BatchStructureError, r"field \['label'\] has 1 dims"),
