@@ -259,8 +259,8 @@ def test_chunks_of_several_workers_are_joined_for_every_dtype(dtype):
 @pytest.mark.parametrize(
     ("made", "text"),
     [
-        (lambda rows: {"x": np.array(rows), "n": len(rows)}, "is not the same: 3"),
-        (lambda rows: np.array(5), "cannot be joined"),
+        (lambda rows: {"x": np.array(rows), "n": len(rows)}, "differ in value, without a row for each sample"),
+        (lambda rows: np.array(5), "A collate_fn must make one row a sample"),
     ],
 )
 def test_what_workers_collate_without_rows_is_refused_where_it_differs(made, text):

@@ -61,7 +61,7 @@ def test_nothing_is_said_where_nothing_differs_or_nothing_is_compared(case, step
         ("mixed, objects", 0, "differ in ['objects'] at the samples [5]."),
         ("mixed, more", 0, "the ranks hold different data. sample "),
         ("items", 0, "the ranks hold different data. sample "),
-        ("damaged, text", 0, "differ in ['text'] at the samples [5]."),
+        ("damaged, text", 0, "differ in ['text'] at the samples ["),
     ],
 )
 def test_data_that_differ_between_replicas_are_an_error_with_the_samples_on_every_rank(case, steps, says, reports):

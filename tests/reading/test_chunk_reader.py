@@ -692,8 +692,8 @@ def test_a_step_of_which_a_chunk_is_missing_has_no_batch_but_says_which_rows_are
     ("one", "other", "text"),
     [
         ({"x": np.array([0, 2])}, {"y": np.array([1, 3])}, r"differ in keys: \['x'\], \['y'\]"),
-        ([np.array([[0], [2]])], [np.array([[1, 1], [3, 3]])], r"at field \[0\].* row shape and dtype: .*\[1\].*\[2\]"),
-        ({"x": np.array([0, 2])}, {"x": np.array([1.0, 3.0])}, r"at field \['x'\].*int64.*float64"),
+        ([np.array([[0], [2]])], [np.array([[1, 1], [3, 3]])], r"field \[0\].* row shape and dtype: .*\[1\].*\[2\]"),
+        ({"x": np.array([0, 2])}, {"x": np.array([1.0, 3.0])}, r"field \['x'\].*int64.*float64"),
         ([np.array([0, 2]), 1], [np.array([1, 3])], "differ in number of fields: 2, 1"),
     ],
 )
