@@ -269,12 +269,20 @@ def _check_split(sampler: Any, layouts: Sequence[FieldLayout]) -> int:
             "Give all fields the same axes, and order the meshes alike."
         )
     count = counts.pop()
-    num_ranks = getattr(sampler, "nranks", count)
-    data_rank = mine[0].data_rank if mine else None
-    if num_ranks != count or (hasattr(sampler, "nranks") and data_rank not in (None, sampler.local_rank)):
+    num_ranks = getattr(sampler, "nranks", None)
+    if num_ranks is None:
+        return count
+    name = type(sampler).__name__
+    if num_ranks != count:
         raise SplitError(
-            f"the loader's {type(sampler).__name__} reads part local_rank={sampler.local_rank} of nranks={num_ranks}, "
-            f"but this rank has data rank {data_rank} of {count}. Use num_replicas={count} and rank={data_rank}, not "
-            "the world size and the global rank; or give a plain BatchSampler and let this loader split."
+            f"the loader's {name} splits the data into nranks={num_ranks} parts, but shard_dims gives {count} data "
+            f"ranks. Use num_replicas={count} and the data rank as rank, not the world size and the global rank; or "
+            "give a plain BatchSampler and let this loader split."
+        )
+    if mine and sampler.local_rank != mine[0].data_rank:
+        raise SplitError(
+            f"the loader's {name} reads part local_rank={sampler.local_rank}, but global rank {mine[0].global_rank} "
+            f"has data rank {mine[0].data_rank} on the mesh. Use rank={mine[0].data_rank}, or give a plain BatchSampler "
+            "and let this loader split."
         )
     return count

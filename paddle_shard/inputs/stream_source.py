@@ -203,6 +203,11 @@ def _held(
     # All parts of a stream of its own; and on no mesh, to know where they end.
     parts = tuple(sorted(held)) or tuple(range(plan.num_parts))
     num_workers = options.dataloader.num_workers
+    if num_workers > len(parts):
+        say_once(
+            f"{num_workers} readers, but this rank holds {len(parts)} parts of the stream, each of which is read by "
+            "one of them; the others are not started. in_parts() makes more parts."
+        )
     # Rows that are not the samples cannot be joined one by one: one reader collates each batch.
     if num_workers > 1 and (any(options.dense_tensor_idx or ()) or any(layout.own_rows for layout in layouts)):
         num_workers = 1

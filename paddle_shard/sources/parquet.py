@@ -53,8 +53,8 @@ def parquet_source(
     - int, float, bool, date, timestamp (in UTC, without the zone), duration: a numpy scalar.
     - string, binary: `str` or `bytes`.
     - list of such scalars: an array of its own; of several dims for nested lists of fixed size and tensors.
-    - list of anything else: a Python list. Dictionary: the value itself.
-    - others (struct, decimal, time, map): what pyarrow's `as_py` returns.
+    - list of anything else: a Python list. Struct: a dict. Dictionary: the value itself.
+    - others (decimal, time, map): what pyarrow's `as_py` returns.
 
     Args:
         paths: One or more files, all with the same columns: paths, patterns such as `data/*.parquet`, whose files are
@@ -255,6 +255,10 @@ def _values(array: Any) -> Any:
         return _values(array.storage)
     if pa.types.is_dictionary(kind):
         return _values(array.dictionary_decode())
+    if pa.types.is_struct(kind):
+        names = [kind.field(number).name for number in range(kind.num_fields)]
+        fields = [_column(child, allow_nulls=True) for child in array.flatten()]
+        return [dict(zip(names, values, strict=True)) for values in zip(*fields, strict=True)]
     if pa.types.is_fixed_size_list(kind):
         inner = _values(array.flatten())
         if isinstance(inner, np.ndarray):

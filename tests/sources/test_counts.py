@@ -345,7 +345,7 @@ def test_files_that_are_not_counted_are_cut_into_as_many_parts_as_their_sizes_le
 
     assert f"stream in {parts} parts" in repr(loader)
     if parts < 8 and len(lengths) == 8:
-        with pytest.raises(ArgumentError, match=rf"to {parts} parts at most, which 8 data.*counts=True.*in_parts\(8\)"):
+        with pytest.raises(ArgumentError, match=rf"into {parts} parts of .*, which 8 data.*counts=True.*one of \[8\]"):
             loader_of(Stream.lines(paths, counts=False).map(int), ranks=8)
 
 
