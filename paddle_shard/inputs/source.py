@@ -282,7 +282,7 @@ def _check_split(sampler: Any, layouts: Sequence[FieldLayout]) -> int:
     if mine and sampler.local_rank != mine[0].data_rank:
         raise SplitError(
             f"the loader's {name} reads part local_rank={sampler.local_rank}, but global rank {mine[0].global_rank} "
-            f"has data rank {mine[0].data_rank} on the mesh. Use rank={mine[0].data_rank}, or give a plain BatchSampler "
-            "and let this loader split."
+            f"has data rank {mine[0].data_rank} on the mesh. Use rank={mine[0].data_rank}, or give a plain "
+            "BatchSampler and let this loader split."
         )
     return count
