@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, BinaryIO, NamedTuple
 
 from paddle_shard.sources.counts import count_files, source_of_files
-from paddle_shard.sources.files import Paths, matched, open_file
+from paddle_shard.sources.files import BUFFER, Paths, matched, open_file
 from paddle_shard.sources.host_cache import HostCache
 from paddle_shard.sources.shards import ShardSource
 from paddle_shard.stages.stage import Damaged
@@ -108,8 +108,15 @@ class _Text:
             at += len(line)
 
     def line(self) -> str:
-        """Return, for messages, the number of the line that was read last, counted from 1 at `start`."""
-        return f"line {self._number}" + (f" after byte {self.start}" if self.start else "")
+        """Return "line N" for the line that was read last, counted from 1, for messages."""
+        before = 0
+        left = self.start
+        if left:  # only error messages need this, so only now read what comes before `start`
+            with self._from_begin() as file:
+                while left and (block := file.read(min(left, BUFFER))):
+                    before += block.count(b"\n")
+                    left -= len(block)
+        return f"line {before + self._number}"
 
     def first_row(self) -> list[str]:
         """Return the first row of a CSV file."""
