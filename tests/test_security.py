@@ -3,12 +3,6 @@
 import re
 from pathlib import Path
 
-import numpy as np
-import pytest
-
-from paddle_shard.errors import StateError
-from paddle_shard.sources import packed
-
 ROOT = Path(__file__).parents[1]
 UNPICKLED = {
     "reading/serialization.py": "worker processes, and ranks of the host",
@@ -25,21 +19,3 @@ def test_only_the_files_that_the_threat_model_knows_unpickle():
 
     assert found - {"testing/cpu_static.py"} <= set(UNPICKLED)
     assert {file for file in UNPICKLED if file in found} == set(UNPICKLED)
-
-
-class Evil:
-    def __init__(self, file):
-        self.file = file
-
-    def __reduce__(self):
-        return Path.touch, (self.file,)
-
-
-def test_a_file_of_lengths_is_never_unpickled(tmp_path):
-    file, trace = tmp_path / "lengths.npz", tmp_path / "was-run"
-    evil = np.array([Evil(trace)], object)
-    np.savez(file, lengths=evil, about=evil)
-
-    with pytest.raises(StateError, match="is no file of lengths"):
-        packed.read_lengths(file)
-    assert not trace.exists()

@@ -84,7 +84,7 @@ class _Pass:
             batch_size=self._rows,
             seed=shares.seed_of(share, share.shard),
             enable_checkpointing=True,
-            checkpoint=state["checkpoint"],
+            checkpoint=shares.from_json(state["checkpoint"]),
         )
         self._length = _checked(self._pipeline, share, self._rows)
         self._same = {"batch_size": batch_size, "samples": self._length}
@@ -126,7 +126,7 @@ class _Pass:
 
     def state(self) -> dict[str, Any]:
         """Return the state after the last batch that was taken."""
-        return {"delivered": self._delivered, "checkpoint": self._pipeline.checkpoint(), **self._same}
+        return {"delivered": self._delivered, "checkpoint": shares.to_json(self._pipeline.checkpoint()), **self._same}
 
 
 def _checked(pipeline: Any, share: ShardOptions, rows: int) -> int:

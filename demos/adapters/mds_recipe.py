@@ -120,7 +120,7 @@ class _Pass:
         else:
             shares.check_same(share, **self._same)
             self._delivered = share.state["delivered"]
-            self._dataset.load_state_dict(share.state["library"])
+            self._dataset.load_state_dict(shares.from_json(share.state["library"]))
 
     def __iter__(self) -> Iterator[Any]:
         samples = map(self._transform, self._dataset)
@@ -134,7 +134,7 @@ class _Pass:
         # The library counts the samples of all ranks.
         seen = self._delivered * self._share.num_shards
         library = self._dataset.state_dict(num_samples=seen, from_beginning=True)
-        return {"delivered": self._delivered, "library": library, **self._same}
+        return {"delivered": self._delivered, "library": shares.to_json(library), **self._same}
 
 
 def _open(share: ShardOptions, settings: Mapping[str, Any], rows: int) -> tuple[Any, Callable[[], None]]:

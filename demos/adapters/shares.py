@@ -1,15 +1,18 @@
-"""What the recipes have in common: the rows, seeds and checks of the share that another library reads.
+"""What the recipes have in common: rows, seeds and checks of the share that a library reads, and its state in JSON.
 
 Copy this file beside the recipe.
 """
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
+
 from paddle_shard.checks import check_count
-from paddle_shard.errors import SplitError, StateError
+from paddle_shard.errors import ArgumentTypeError, SplitError, StateError
 from paddle_shard.plan.partition import check_batch_size
 from paddle_shard.plan.seeding import derive_seed
 from paddle_shard.sources.external import ShardOptions
@@ -94,3 +97,66 @@ def build_watched(build: Callable[[Any], Any], share: ShardOptions, library: str
             "there, in the function itself, not later in a worker."
         )
     return built
+
+
+_TAG = "$"
+"""The only key of a dict that encodes a value of another kind: {"$": [kind, content, ...]}."""
+
+
+def to_json(value: Any, path: str = "state") -> Any:
+    """Return a value that JSON can hold and that `from_json` turns back. Nothing is pickled.
+
+    Args:
+        value: None, numbers, strings, bytes, numpy arrays, torch tensors, and lists, tuples and dicts of these.
+        path: Path of the value in the state, for messages.
+
+    Raises:
+        ArgumentTypeError: The value contains another type.
+    """
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, np.generic):
+        return to_json(value.item(), path)
+    if isinstance(value, list | tuple):
+        items = [to_json(item, f"{path}[{i}]") for i, item in enumerate(value)]
+        return items if isinstance(value, list) else {_TAG: ["tuple", items]}
+    if isinstance(value, Mapping):
+        pairs = [[to_json(key, f"a key of {path}"), to_json(item, f"{path}[{key!r}]")] for key, item in value.items()]
+        plain = all(isinstance(key, str) and key != _TAG for key in value)
+        return dict(pairs) if plain else {_TAG: ["dict", pairs]}
+    if isinstance(value, bytes):
+        return {_TAG: ["bytes", base64.b64encode(value).decode()]}
+    kind = "array" if isinstance(value, np.ndarray) else "tensor" if type(value).__module__ == "torch" else None
+    array = np.ascontiguousarray(value) if kind else None
+    if array is None or array.dtype.hasobject:
+        raise ArgumentTypeError(f"{path} is a {type(value).__name__}, which cannot be saved as JSON: {value!r:.200}")
+    return {_TAG: [kind, base64.b64encode(array.tobytes()).decode(), array.dtype.str, list(value.shape)]}
+
+
+def from_json(value: Any) -> Any:
+    """Return the value that `to_json` has encoded.
+
+    Raises:
+        StateError: The value has an unknown kind, so `to_json` has not encoded it.
+    """
+    if isinstance(value, list):
+        return [from_json(item) for item in value]
+    if not isinstance(value, Mapping):
+        return value
+    if value.keys() != {_TAG}:
+        return {key: from_json(item) for key, item in value.items()}
+    kind, content, *about = value[_TAG]
+    if kind in ("tuple", "dict"):
+        return tuple(from_json(content)) if kind == "tuple" else dict(from_json(content))
+    if kind not in ("bytes", "array", "tensor"):
+        raise StateError(f"state: {kind!r} is no kind of value that is known.")
+    data = base64.b64decode(content)
+    if kind == "bytes":
+        return data
+    dtype, shape = about
+    array = np.frombuffer(data, dtype).reshape(shape).copy()
+    if kind == "array":
+        return array
+    import torch
+
+    return torch.from_numpy(array)

@@ -136,7 +136,7 @@ class _Pass:
         if share.state is not None:
             shares.check_same(share, **self._same)
             self._batches = share.state["batches"]
-            self._loader.load_state_dict(share.state["library"])
+            self._loader.load_state_dict(shares.from_json(share.state["library"]))
 
     def __iter__(self) -> Iterator[Any]:
         import torch
@@ -158,7 +158,7 @@ class _Pass:
 
     def state(self) -> dict[str, Any]:
         """Return the state after the last batch that was taken."""
-        return {"batches": self._batches, "library": self._loader.state_dict(), **self._same}
+        return {"batches": self._batches, "library": shares.to_json(self._loader.state_dict()), **self._same}
 
 
 def _check_ranks(loader: Any, share: ShardOptions) -> None:

@@ -1,4 +1,4 @@
-"""What order does the given DataLoader stand for, and is it split already?"""
+"""The order that a given DataLoader stands for, and whether it is split already."""
 
 from __future__ import annotations
 
@@ -193,9 +193,12 @@ def _users(
 
     `mine` is this data rank, if the data is split already.
     """
-    dataset, sampler = options.dataloader.dataset, options.dataloader.batch_sampler
-    size, consecutive = getattr(sampler, "batch_size", None), type(sampler) is paddle.io.BatchSampler
-    nominal, num_steps = size * accumulation if isinstance(size, int) else None, None
+    dataset = options.dataloader.dataset
+    sampler = options.dataloader.batch_sampler
+    size = getattr(sampler, "batch_size", None)
+    consecutive = type(sampler) is paddle.io.BatchSampler
+    nominal = size * accumulation if isinstance(size, int) else None
+    num_steps = None
     if nominal is not None:
         check_batch_size(nominal, num_data_ranks, accumulation)
         if consecutive and length_or_none(sampler.sampler) is not None:
@@ -220,7 +223,7 @@ def _users(
         num_steps=num_steps,
         accumulation=accumulation if mine is None else 1,
         seed=options.seed,
-        generators=generators_of(None),
+        generators=generators_of(),
         around=on_cpu,
         takes_epoch=isinstance(sampler, paddle.io.DistributedBatchSampler),
         consecutive=consecutive,
@@ -235,20 +238,16 @@ def _plan(data: Any, **settings: Any) -> ShardPlan:
     try:
         length = len(data)
     except Exception as error:  # whatever the user's __len__ raises
-        way_out = "give it a __len__."
-        if hasattr(data, "__iter__"):
-            way_out = (
-                "a stream has none. Give the DataLoader a paddle.io.IterableDataset or a Stream: Stream.of(a function "
-                "that returns its iterator), or Stream.huggingface(an IterableDataset of Hugging Face)."
-            )
-        raise ArgumentTypeError(f"the data set {type(data).__name__} has no length ({error}); {way_out}") from error
+        raise ArgumentTypeError(
+            f"the data set {type(data).__name__} has no length ({error}); give it a __len__. A stream has none: give "
+            "the DataLoader a paddle.io.IterableDataset or a Stream (Stream.of, Stream.huggingface)."
+        ) from error
     if length == 0:
         raise ArgumentError(
             f"the {type(data).__name__} is empty: an empty data set cannot be sharded. Check its path and filters."
         )
     if length > MAX_SAMPLES:
-        endless = f"It is repeated without an end? {NO_REPEAT}"
-        raise ArgumentError(f"the {type(data).__name__} has {length} samples, more than 2^62. {endless}")
+        raise ArgumentError(f"the {type(data).__name__} has {length} samples, more than 2^62. {NO_REPEAT}")
     plan = ShardPlan(num_samples=length, **settings)
     if plan.num_steps == 0:
         raise ArgumentError(
@@ -261,33 +260,29 @@ def _plan(data: Any, **settings: Any) -> ShardPlan:
 def _check_split(sampler: Any, layouts: Sequence[FieldLayout]) -> int:
     """Check that a loader which is split already was split for these meshes; return the data ranks."""
     mine = [layout for layout in layouts if layout.on_mesh]
-    data_ranks = {layout.data_rank for layout in mine}
     counts = {layout.num_data_ranks for layout in mine or layouts[:1]}
-    if len(counts) > 1:
+    data_ranks = {layout.data_rank for layout in mine}
+    if len(counts) > 1 or len(data_ranks) > 1:
         raise SplitError(
-            "the data is split already, so every field on a rank must be split alike, but shard_dims splits "
-            f"them over {' and '.join(map(str, sorted(counts)))} data ranks. A field that differs from rank to "
-            "rank cannot be replicated: give all fields the same axes."
+            "the data is split already, and a rank reads one part of it only, but shard_dims gives global rank "
+            f"{layouts[0].global_rank} the data ranks {sorted(data_ranks)} of {sorted(counts)} for different fields. "
+            "Give all fields the same axes, and order the meshes alike."
         )
     count = counts.pop()
-    if len(data_ranks) > 1:
-        raise SplitError(
-            f"the data is split already, but global rank {mine[0].global_rank} has the data ranks "
-            f"{sorted(data_ranks)} on the meshes of different fields, and reads one part only. Order the meshes alike."
-        )
     num_ranks = getattr(sampler, "nranks", None)
     if num_ranks is None:
         return count
+    name = type(sampler).__name__
     if num_ranks != count:
         raise SplitError(
-            f"the loader's {type(sampler).__name__} splits the data into nranks={num_ranks} parts, but shard_dims "
-            f"gives {count} data ranks. Use num_replicas={count} and the data rank as rank, not the world "
-            "size and the global rank; or give a plain BatchSampler and let this loader split."
+            f"the loader's {name} splits the data into nranks={num_ranks} parts, but shard_dims gives {count} data "
+            f"ranks. Use num_replicas={count} and the data rank as rank, not the world size and the global rank; or "
+            "give a plain BatchSampler and let this loader split."
         )
     if mine and sampler.local_rank != mine[0].data_rank:
         raise SplitError(
-            f"the loader's {type(sampler).__name__} reads part local_rank={sampler.local_rank}, but global rank "
-            f"{mine[0].global_rank} has data rank {mine[0].data_rank} on the mesh. Use rank={mine[0].data_rank}, "
-            "or give a plain BatchSampler and let this loader split."
+            f"the loader's {name} reads part local_rank={sampler.local_rank}, but global rank {mine[0].global_rank} "
+            f"has data rank {mine[0].data_rank} on the mesh. Use rank={mine[0].data_rank}, or give a plain "
+            "BatchSampler and let this loader split."
         )
     return count

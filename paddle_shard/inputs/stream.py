@@ -158,12 +158,7 @@ class Stream(paddle.io.IterableDataset):
         cls,
         paths: Paths,
         header: bool = True,
-        *,
-        counts: bool | None = None,
-        shuffle_shards: bool = True,
-        resample: bool = False,
-        cache_dir: str | os.PathLike[str] | None = None,
-        cache_bytes: int | None = None,
+        **options: Any,
     ) -> Stream:
         """Return a stream of the rows of CSV files (Python's `csv`, dialect "excel", strict). Empty lines are skipped.
 
@@ -171,11 +166,7 @@ class Stream(paddle.io.IterableDataset):
             paths: The same as for `lines`.
             header: If True, the first row of each file names the fields, and samples are dicts. If False, samples are
                 lists.
-            counts: The same as for `lines`.
-            shuffle_shards: The same as for `lines`.
-            resample: The same as for `lines`.
-            cache_dir: The same as for `lines`.
-            cache_bytes: The same as for `lines`.
+            options: The options of `lines`: `counts`, `shuffle_shards`, `resample`, `cache_dir`, `cache_bytes`.
 
         Raises:
             ArgumentError: There is no file, or none that matches a pattern.
@@ -184,9 +175,7 @@ class Stream(paddle.io.IterableDataset):
         Examples:
             >>> stream = Stream.csv("data/*.csv").map(lambda row: float(row["x"]))  # doctest: +SKIP
         """
-        form, cache = CSV_DICTS if header else CSV_ROWS, HostCache.of(cache_dir, cache_bytes)
-        source = text_source(paths, form, counts=counts, shuffle_shards=shuffle_shards, resample=resample, cache=cache)
-        return cls(source)
+        return cls(text_source(paths, CSV_DICTS if header else CSV_ROWS, **options))
 
     @classmethod
     def lines(
@@ -221,30 +210,25 @@ class Stream(paddle.io.IterableDataset):
         Examples:
             >>> stream = Stream.lines(["a.txt", "b.txt.gz"]).shuffle(10_000)  # doctest: +SKIP
         """
-        cache = HostCache.of(cache_dir, cache_bytes)
-        source = text_source(paths, LINES, counts=counts, shuffle_shards=shuffle_shards, resample=resample, cache=cache)
-        return cls(source)
+        return cls(
+            text_source(
+                paths,
+                LINES,
+                counts=counts,
+                shuffle_shards=shuffle_shards,
+                resample=resample,
+                cache_dir=cache_dir,
+                cache_bytes=cache_bytes,
+            )
+        )
 
     @classmethod
-    def jsonl(
-        cls,
-        paths: Paths,
-        *,
-        counts: bool | None = None,
-        shuffle_shards: bool = True,
-        resample: bool = False,
-        cache_dir: str | os.PathLike[str] | None = None,
-        cache_bytes: int | None = None,
-    ) -> Stream:
+    def jsonl(cls, paths: Paths, **options: Any) -> Stream:
         """Return a stream of the values of JSON Lines files: one JSON value per line. Blank lines are skipped.
 
         Args:
             paths: The same as for `lines`.
-            counts: The same as for `lines`.
-            shuffle_shards: The same as for `lines`.
-            resample: The same as for `lines`.
-            cache_dir: The same as for `lines`.
-            cache_bytes: The same as for `lines`.
+            options: The options of `lines`: `counts`, `shuffle_shards`, `resample`, `cache_dir`, `cache_bytes`.
 
         Raises:
             ArgumentError: There is no file, or none that matches a pattern.
@@ -253,11 +237,7 @@ class Stream(paddle.io.IterableDataset):
         Examples:
             >>> stream = Stream.jsonl("data/*.jsonl").map(lambda value: value["text"])  # doctest: +SKIP
         """
-        cache = HostCache.of(cache_dir, cache_bytes)
-        source = text_source(
-            paths, JSON_LINES, counts=counts, shuffle_shards=shuffle_shards, resample=resample, cache=cache
-        )
-        return cls(source)
+        return cls(text_source(paths, JSON_LINES, **options))
 
     @classmethod
     def webdataset(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -166,12 +165,6 @@ class StreamOrder(Batches):
         if self.split_over is not None:
             found["num_data_ranks"] = self.split_over
         return found
-
-    def explained(self, saved: Any) -> str:
-        """See `Batches`."""
-        with contextlib.suppress(IndexError, TypeError, ValueError):  # of a damaged state
-            return ", ".join(self.stage.changed(saved))
-        return ""
 
     # Its end
 

@@ -104,7 +104,8 @@ def read_stream(options: LoaderOptions, layouts: Sequence[FieldLayout], own: Fie
     if is_external:
         options.refuse(readers="another library reads, in processes of its own.")
     split = options.is_dataset_splitted or is_external
-    _check_off_mesh(own, split and options.num_batches is None)
+    if split and options.num_batches is None:
+        _check_off_mesh(own)
 
     # The rows of a batch, and who makes the batches.
     tail = find_tail(options.tail, stream=True, drop_last=dataloader.drop_last)
@@ -144,8 +145,13 @@ def read_stream(options: LoaderOptions, layouts: Sequence[FieldLayout], own: Fie
             f"the stream has no batch: it is empty, or too short for tail={tail!r} and batches of {batch_size}. "
             "Check its path and filters, or use a smaller batch or tail='pad'."
         )
-    if not stage.source.cuts:
-        _say_how_often_it_is_read(own, 1 if split else own.num_data_ranks, max(1, order.num_workers))
+    num_readers = max(1, order.num_workers) * (1 if split else own.num_data_ranks)
+    if own.global_rank == 0 and num_readers > 1 and not stage.source.cuts:
+        say_once(
+            f"this stream cannot be sharded at its source: each of {num_readers} readers (workers of all data ranks) "
+            "reads all of it and discards the samples of the others. Files (Stream.csv, .lines, .webdataset), or a "
+            "data set that splits itself (Stream.of(..., splits_itself=True)) are read once."
+        )
     return Source(
         batches=order,
         batch_size=batch_size,
@@ -197,48 +203,23 @@ def _held(
     # All parts of a stream of its own; and on no mesh, to know where they end.
     parts = tuple(sorted(held)) or tuple(range(plan.num_parts))
     num_workers = options.dataloader.num_workers
-    given = f"{'num_workers=' if options.readers is None else 'RayReaders: num='}{num_workers}"
     if num_workers > len(parts):
         say_once(
-            f"{given}: this rank holds {len(parts)} parts of the stream, each of which is read by one of them; the "
-            "others are not started. More parts (in_parts()) or a smaller number use them all."
+            f"{num_workers} readers, but this rank holds {len(parts)} parts of the stream, each of which is read by "
+            "one of them; the others are not started. in_parts() makes more parts."
         )
-    # Rows that are not the samples cannot be joined one by one.
+    # Rows that are not the samples cannot be joined one by one: one reader collates each batch.
     if num_workers > 1 and (any(options.dense_tensor_idx or ()) or any(layout.own_rows for layout in layouts)):
-        say_once(
-            f"{given}: fields of dense_tensor_idx, and those placed 'as read', need not have a row for each sample, so "
-            "that each batch of the stream is read and collated by one of them."
-        )
         num_workers = 1
     return parts, min(num_workers, len(parts))
 
 
-def _check_off_mesh(own: FieldLayout, split: bool) -> None:
-    """Log what a rank on none of the meshes reads; refuse it if it cannot know when the others' data ends.
-
-    Such a rank makes the same steps as the others, but hears nothing from them.
-    """
-    if own.on_mesh:
-        return
-    if split:
+def _check_off_mesh(own: FieldLayout) -> None:
+    """Reject a rank on none of the meshes, which hears nothing from the others, if it cannot know their data's end."""
+    if not own.on_mesh:
         raise ArgumentError(
             f"global rank {own.global_rank} is on none of the meshes, and cannot know when the others' data, which is "
             "split already, ends. Give num_batches=, or make this loader on the ranks of the meshes only."
-        )
-    say_once(
-        f"global rank {own.global_rank} is on none of the meshes: to make the same steps, it reads all parts of the "
-        "stream. A rank that counts its steps otherwise needs no loader."
-    )
-
-
-def _say_how_often_it_is_read(own: FieldLayout, ranks: int, workers: int) -> None:
-    """Log, once and on one rank, how often every sample is read, if that is more than once."""
-    if own.global_rank == 0 and ranks * workers > 1:
-        say_once(
-            f"this stream has nothing that it could be cut at before it is read, so each of {ranks} data ranks x "
-            f"{workers} readers reads all of it and keeps its own samples: {ranks * workers} times the reads. Files "
-            "(Stream.csv, .lines, .webdataset), or a data set that splits itself "
-            "(Stream.of(..., splits_itself=True)) read it less often."
         )
 
 

@@ -108,8 +108,7 @@ def shard_dataloader(
             one, or else that of `Blocks()`; `Blocks(size=, window=)` sets it here. "paddle": the order of Paddle's
             `DistributedBatchSampler`, for runs that migrate.
         seed: Seed of the order, and of the random numbers that samples draw from the global generators of numpy,
-            Python, Paddle and, where it is imported, torch. A data set that draws on a device has an attribute
-            `seed_paddle = True`.
+            Python, Paddle (on the CPU) and, where it is imported, torch.
         tail: What to do if the data does not fill the last global batch. "pad": pad it up to the padding unit with the
             first samples of the same epoch, marked in the iterator's `valid`. "fill": pad it to a full batch. "drop":
             do not serve it. "error": refuse. None: "drop" if the DataLoader has `drop_last`, or else "pad". A batch

@@ -143,9 +143,8 @@ def _say_what_is_not_split(own: FieldLayout) -> None:
 
 def _reading(options: LoaderOptions, source: Source, own: FieldLayout, *, pads: PadTo | None) -> Reading:
     """Return how steps are read, here or in workers."""
-    given = options.dataloader
     how = HowToRead(
-        generators=generators_of(given.dataset, given.places[0]),
+        generators=generators_of(),
         seed=options.seed,
         skip_errors=options.on_error == "skip" and not source.item_is_batch,
         items_are_batches=source.item_is_batch,
@@ -165,7 +164,6 @@ def _facts(options: LoaderOptions, source: Source, placer: BatchPlacer) -> dict[
     facts: dict[str, Any] = {"paddle_shard": VERSION}
     facts |= {"meshes": _shown(placer.layouts), "global batch": source.batch_size, "accumulation": source.accumulation}
     facts["num_parts"] = None if source.stream is None or source.item_is_batch else source.stream.plan.num_parts
-    facts["seed_paddle"] = bool(getattr(options.dataloader.dataset, "seed_paddle", False))
     facts |= {"tail": str(source.tail), "is_dataset_splitted": source.split}
     facts |= {name: getattr(options, name) for name in COMPARED}
     if placer.pad_to is not None:

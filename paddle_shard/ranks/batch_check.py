@@ -73,8 +73,8 @@ class BatchCheck:
             f"step {one['step']}: global ranks {leader} and {rank} have read the same samples, but their data differ "
             f"in {', '.join(fields) or 'their fields'}{where}{more}. Ranks that share rows must have the same bytes: "
             "give all of them the same version of the data, and draw random numbers from the global generators of "
-            "numpy, Python, Paddle or torch, which are seeded for each sample (on a device: with the attribute "
-            "dataset.seed_paddle = True). verify=None leaves this check out."
+            "numpy, Python, Paddle (on the CPU) or torch, which are seeded for each sample. verify=None leaves this "
+            "check out."
         )
 
     def _compare_split(self, said: Mapping[int, Mapping[str, Any]]) -> None:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from paddle_shard.checks import length_or_none, listed
+from paddle_shard.checks import length_or_none
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, PaddleShardError, StateError
 from paddle_shard.plan.partition import check_batch_size
 from paddle_shard.plan.seeding import derive_seed
@@ -22,7 +22,6 @@ from paddle_shard.plan.step import Deal, GlobalBatch, Step, as_ids
 from paddle_shard.plan.tails import Tail
 from paddle_shard.randomness import Generator, PrivateRandomness
 from paddle_shard.samplers.plan_batches import IndexBatches
-from paddle_shard.say_once import say_once
 
 Value = TypeVar("Value")
 Drawn = tuple[list[Any], Any]
@@ -74,11 +73,6 @@ class UserBatches(IndexBatches):
     must draw alike; empty before that is known."""
     _ends: dict[int, Any] = field(default_factory=dict, compare=False)
     """Epoch -> the sampler's own state after a pass has seen its end."""
-    _trusted: list[bool] = field(default_factory=list, compare=False)
-    """[True] if a copy of the sampler that is given its state goes on as the sampler does; empty before that is known.
-    If not, a run that is resumed draws the epoch again up to its position."""
-    _begun: list[int] = field(default_factory=list, compare=False)
-    """Epochs of the passes that were begun on a sampler that can serve only one."""
 
     @property
     def on_training_thread(self) -> bool:
@@ -135,14 +129,7 @@ class UserBatches(IndexBatches):
             raise ArgumentTypeError(
                 f"len(): the batch_sampler {self._name} has no __len__. Give it one, or count the steps yourself."
             )
-        try:
-            other = replace(self, batch_sampler=self._copy(), _ends={}, _begun=[])
-        except Exception as error:  # such as a generator, which cannot be copied
-            raise ArgumentTypeError(
-                f"len(): the batch_sampler {self._name} does not tell how many batches it has with "
-                f"tail={self.tail!r}, and cannot be copied to count them."
-            ) from error
-        return sum(1 for _ in other.batches(LoaderState()))
+        return sum(1 for _ in replace(self, batch_sampler=self._copy(), _ends={}).batches(LoaderState()))
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what the order depends on, as far as it is known here."""
@@ -170,60 +157,38 @@ class UserBatches(IndexBatches):
     def _own(self, epoch: int) -> Any:
         """Return the sampler for a pass."""
         sampler: Any = self.batch_sampler
-        only_once = None
-        once = next((s for s in samplers(sampler) if isinstance(s, Iterator)), None)
+        if any(isinstance(s, Iterator) for s in samplers(sampler)):
+            raise ArgumentError(
+                f"the batch_sampler {self._name} can be iterated only once. Give one whose __iter__ starts again."
+            )
         if owner_of(sampler) is not None:
             try:
                 sampler = self._copy()
             except Exception as error:
-                only_once = f"the batch_sampler {self._name} holds its position, and cannot be copied ({error})"
-        elif once is not None:
-            only_once = f"the {type(once).__name__} of the batch_sampler can be iterated only once"
+                raise ArgumentError(
+                    f"the batch_sampler {self._name} has a state_dict, and copy.deepcopy cannot copy it ({error}). "
+                    "Give it a __deepcopy__."
+                ) from error
         elif hasattr(sampler, "set_epoch"):
             # One that draws for its rank may order its own lists as it draws, so that later passes would differ.
             sampler = self._copy() if any(self.draws_for) else copy.copy(sampler)
             if self.takes_epoch:
                 sampler.epoch = epoch
-        if only_once is not None:
-            if self._begun:
-                raise ArgumentError(
-                    f"epoch {epoch}: {only_once}, and it has served a pass over epoch {self._begun[0]}, or at least "
-                    "its first batch. Give a sampler whose __iter__ starts again each time. If it has a state_dict, "
-                    "copy.deepcopy must be able to copy it."
-                )
-            self._begun.append(epoch)
         if self.consecutive and sampler.drop_last:  # the tail drops instead, since batches may be cut again
             sampler = sampler if sampler is not self.batch_sampler else copy.copy(sampler)
             sampler.drop_last = False
         return sampler
 
-    def unlike_before(self, state: LoaderState) -> str:
-        """See `Batches`."""
-        epoch, within = state.epoch + state.ended, state.samples and not state.ended
-        if within or epoch == 0 or owner_of(self.batch_sampler) is not None:
-            return ""
-        if self.first_draw(epoch) == self.first_draw(epoch - 1, epoch):
-            return ""
-        return (
-            f"the batch_sampler {self._name} draws epoch {epoch} in another order if it has drawn the epoch before. So "
-            "this run does not go on as it would have without a stop, unless the sampler has drawn all epochs before. "
-            f"Each epoch is whole all the same. {_REPLAYED}"
-        )
-
-    def first_draw(self, *epochs: int) -> str:
-        """Return a digest of what a copy of the sampler draws first if all ranks draw alike; "" if it has no copy.
-
-        Of several epochs, the first batch of each is drawn, and the digest is of the last.
-        """
+    def first_draw(self, epoch: int) -> str:
+        """Return a digest of the first batch of an epoch if all ranks draw alike; "" if the sampler has no copy."""
         try:
             sampler = self._copy()
-            for epoch in epochs:
-                if self.takes_epoch:
-                    sampler.epoch = epoch
-                for one in samplers(sampler):
-                    getattr(one, "set_epoch", int)(epoch)
-                batch, _ = next(iter(Draw(sampler, epoch, self)))
-        except Exception:  # the pass itself says so
+            if self.takes_epoch:
+                sampler.epoch = epoch
+            for one in samplers(sampler):
+                getattr(one, "set_epoch", int)(epoch)
+            batch, _ = next(iter(Draw(sampler, epoch, self)))
+        except Exception:  # the epoch iterator itself raises it
             return ""
         return hashlib.blake2b(as_ids(batch).tobytes(), digest_size=8).hexdigest()
 
@@ -253,15 +218,10 @@ class UserBatches(IndexBatches):
         if own_state:
             draw.load(saved["now"], saved["began"])
         elif start.samples:
-            if "began" in saved:  # its own state would not resume it
-                self._trusted[:] = [False]
-                draw.load(saved["began"], saved["began"])
             drawn = self._replay(drawn, start, draw)
-        number, least, before = start.steps, self.nominal_size or 0, list[Any]()
+        number = start.steps
+        least = self.nominal_size or 0
         for (batch, state), last in seen_ahead(drawn, lambda one: len(one[0]) % self._unit or len(one[0]) < least):
-            if before and not self._trusted:
-                self._trusted.append(self._goes_on(draw, before[0], batch))
-            before = [] if draw.owner is None else [state]
             padding: list[Any] | None = []
             if last:
                 # A sampler that was resumed with its own state has not drawn the first samples again.
@@ -280,26 +240,6 @@ class UserBatches(IndexBatches):
             )
         if draw.owner is not None:
             self._ends[draw.epoch] = copy.deepcopy(draw.owner.state_dict())
-
-    def _goes_on(self, draw: Draw, state: Any, batch: list[Any]) -> bool:
-        """Return whether a copy of the sampler that is given its state draws the batch that has come next."""
-        try:
-            again = Draw(self._own(draw.epoch), draw.epoch, self)
-        except Exception:  # it cannot be copied
-            return True
-        try:
-            again.load(state, draw.began)
-            found, _ = next(iter(again), ([], None))
-        except Exception as error:
-            found = [f"{type(error).__name__}: {error}"]
-        if found != batch:
-            say_once(
-                f"the batch_sampler {self._name} does not go on where its state_dict() says that it is: given that "
-                f"state, a copy draws {_some(found)} next, and not {_some(batch)}. So a run that is resumed draws the "
-                "epoch again up to its position; only a state from the first step of a run is taken at its word. A "
-                "state has to count a batch when it is yielded: `self.position += 1` stands before `yield`."
-            )
-        return found == batch
 
     def _head(self, draw: Draw) -> list[Any]:
         """Return the first samples of an epoch that was resumed with the sampler's own state."""
@@ -399,11 +339,7 @@ def seen_ahead(values: Iterator[Value], may_be_last: Callable[[Value], Any]) -> 
 
 _REPLAYED = (
     "Make its order depend on the epoch only, through set_epoch or the global generators of numpy, Python and Paddle, "
-    "which are seeded for it; or give it a state_dict and a load_state_dict. If it changes lists of its own as it "
-    "draws, let it draw the epochs before this one, in their order, before its loader is made: sampler.set_epoch(e); "
-    "list(sampler). If it takes its rank's rows itself, give each rank the state that it has saved, on as many ranks. "
-    "Set its position in one way only: a sampler that begins behind its consumed_samples is not resumed from a state, "
-    "too."
+    "which are seeded for it; or give it a state_dict and a load_state_dict."
 )
 
 
@@ -422,9 +358,7 @@ class Draw:
         self.head_size = of.nominal_size or of.num_data_ranks * of.accumulation
         self.owner = owner_of(sampler)
         """The object that holds the sampler's state, or None."""
-        self._hash, self._trusted = hashlib.blake2b(digest_size=8), of._trusted
-        self._whole = True
-        """True if the draws so far are those of the epoch."""
+        self._hash = hashlib.blake2b(digest_size=8)
         with self._randomness():
             self.began = self._state()
             """The owner's state at the beginning of the epoch."""
@@ -442,7 +376,7 @@ class Draw:
             )
         with self._randomness():
             self.owner.load_state_dict(copy.deepcopy(now))  # which the sampler may keep and change
-        self.began, self._whole = began, now is began
+        self.began = began
 
     def __iter__(self) -> Iterator[Drawn]:
         with self._randomness():  # some samplers draw the whole order here, others in each `next`
@@ -467,9 +401,7 @@ class Draw:
         """Record that a batch is served; return its samples and the state that resumes the sampler after it."""
         ids = as_ids(batch)
         self._hash.update(ids.tobytes())
-        saved: dict[str, Any] = {"drawn": self.digest} if self._whole else {}
-        if self.owner is not None:
-            saved = {"now": state, "began": self.began} if self._trusted != [False] else {**saved, "began": self.began}
+        saved = {"drawn": self.digest} if self.owner is None else {"now": state, "began": self.began}
         return {"drawn": ids, "sampler_state": saved}
 
 
@@ -485,10 +417,6 @@ def owner_of(sampler: Any) -> Any:
     """Return the batch sampler or its sampler, whichever has a state; None if neither has one."""
     wanted = ("state_dict", "load_state_dict")
     return next((s for s in samplers(sampler) if all(callable(getattr(s, name, None)) for name in wanted)), None)
-
-
-def _some(batch: list[Any]) -> str:
-    return f"[{listed(list(map(repr, batch)), 4)}]"
 
 
 def _indices(found: Any, step: int) -> list[Any]:

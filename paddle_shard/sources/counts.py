@@ -1,4 +1,4 @@
-"""How many samples does each file have, where do they begin, and how is a file read from one of them on?
+"""Sample counts of files, the bytes where samples begin, and reading a file from one of them on.
 
 A format is a function `samples(file, name, start)`. It yields the samples of an open file, each with the byte where it
 begins, so that counting a file and reading it from a sample on are the same code for all formats.
@@ -10,8 +10,6 @@ import contextlib
 import json
 import logging
 import os
-import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -27,12 +25,6 @@ from paddle_shard.sources.host_cache import HostCache, open_through
 from paddle_shard.sources.locks import held
 from paddle_shard.sources.shards import RECOUNT, ShardSource
 
-KEPT = 64
-"""Number of lists of files whose counts are kept: the most recently used ones."""
-RECENT = 2.0
-"""Seconds after a change for which a file's count is not kept: a second change could get the same time stamp."""
-SLOW = 5.0
-"""Seconds after which a log line says what takes so long."""
 EVERY = 64
 """Number of samples for which one byte offset is kept."""
 MOST = 128
@@ -124,30 +116,33 @@ def count_files(
     """
     if counts is False or (counts is None and any(map(files.is_remote, names))):
         return None
+    if counts is None and any(map(_is_compressed, names)):
+        return None
     found: dict[str, ShardEntry] = {}
-    slow = (
-        "counting the samples of %d files, so that the parts of the stream are equal. The counts of local files are "
-        "kept in %s; counts=False (index=False for tars) does without."
-    )
     paths = [name if files.is_remote(name) else os.path.abspath(files.local_path(name)) for name in names]
-    with said_if_slow(slow, len(names), _folder()), _kept(kind, paths) as kept:
+    with _kept(kind, paths) as kept:
         for name, path in zip(names, paths, strict=True):
             with files.failures_named(name, lambda: ("counting its samples", None)):
-                # Before counting, so that a file that grows meanwhile has another size then and is not kept.
-                status = None if files.is_remote(name) else os.stat(path)
-                entry = None if status is None else _kept_entry(kept.get(path), status)
-                # A kept entry without places may be of a compressed file, which `counts=True` has counted.
-                if counts is None and (entry is None or not entry.starts):
-                    opened, _ = files.open_file(name)
-                    with opened, files.decompressed(opened, name) as file:
-                        if file is not opened:
-                            return None
-                found[name] = entry = entry or count_file(name, samples, MOST, cache)
-            if status is not None and entry.size == status.st_size:
-                changed = [status.st_mtime_ns, status.st_ctime_ns]
-                if time.time() - max(changed) / 1e9 >= RECENT:
-                    kept[path] = {"changed": changed, **entry.to_json()}
+                # Before counting: a file that grows meanwhile has another version the next time.
+                version = None
+                if not files.is_remote(name):
+                    status = os.stat(path)
+                    version = [status.st_size, status.st_mtime_ns, status.st_ctime_ns]
+                entry = _kept_entry(kept.get(path), version)
+                if entry is None:
+                    logging.getLogger("paddle_shard").info("counting the samples of %s", files.shown(name))
+                    entry = count_file(name, samples, MOST, cache)
+                found[name] = entry
+            if version is not None:
+                kept[path] = {"version": version, **entry.to_json()}
     return found
+
+
+def _is_compressed(name: str) -> bool:
+    with files.failures_named(name, lambda: ("counting its samples", None)):
+        opened, _ = files.open_file(name)
+        with opened:
+            return files.decompressed(opened, name) is not opened
 
 
 def source_of_files(
@@ -170,10 +165,6 @@ def source_of_files(
         resample: If True, each part is an endless stream of files, sampled with replacement.
     """
     read = partial(_read, samples=samples, entries=entries, cache=cache)
-    for name, entry in (entries or {}).items():
-        if not entry.samples:  # it is never read, so that only this shows that it was empty when it was counted
-            with files.failures_named(name, lambda: ("opening", None)):
-                next(read(name, 0), None)
     counts = None if entries is None else [entries[name].samples for name in names]
     return ShardSource(names, read, counts=counts, shuffle_shards=shuffle_shards, resample=resample)
 
@@ -196,19 +187,6 @@ def _read(
             yield sample
 
 
-@contextmanager
-def said_if_slow(text: str, *values: Any) -> Iterator[None]:
-    """Log a warning if the `with` block takes long."""
-    timer = threading.Timer(SLOW, logging.getLogger("paddle_shard").warning, (text, *values))
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-        timer.join()
-
-
 def _folder() -> Path:
     return Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")) / "paddle_shard" / "counts"
 
@@ -217,10 +195,10 @@ def _folder() -> Path:
 def _kept(kind: str, paths: list[str]) -> Iterator[dict[str, Any]]:
     """Open the kept counts of a list of files, under a lock so that one process at a time counts.
 
-    Yield path -> an entry in JSON and "changed", the times of change. What is added is written at the end. If there is
-    no place for the counts, nothing is kept.
+    Yield path -> an entry in JSON and the file's "version". What is added is written at the end. If there is no place
+    for the counts, nothing is kept.
     """
-    file = _folder() / f"{derive_key(2, kind, paths, size=16).hex()}.json"  # 2 is the version of what is kept
+    file = _folder() / f"{derive_key(3, kind, paths, size=16).hex()}.json"  # 3 is the version of what is kept
     with ExitStack() as stack:
         with contextlib.suppress(OSError):
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -232,22 +210,13 @@ def _kept(kind: str, paths: list[str]) -> Iterator[dict[str, Any]]:
         try:
             yield known
         finally:
-            with contextlib.suppress(OSError):
-                if known != before:
-                    with files.replacing(file) as target:
-                        target.write(json.dumps(known, separators=(",", ":")).encode())
-                else:
-                    os.utime(file)  # it was used: the lists that are removed are the oldest
-                # Remove the lists that were not used for the longest time.
-                lists = sorted(file.parent.iterdir(), key=lambda path: path.stat().st_mtime_ns)
-                for path in lists[:-KEPT]:
-                    path.unlink()
+            if known != before:
+                with contextlib.suppress(OSError), files.replacing(file) as target:
+                    target.write(json.dumps(known, separators=(",", ":")).encode())
 
 
-def _kept_entry(kept: Any, status: os.stat_result) -> ShardEntry | None:
+def _kept_entry(kept: Any, version: list[Any] | None) -> ShardEntry | None:
     """Return the kept entry of a file; None if there is none or the file has changed."""
     with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):
-        entry = ShardEntry.from_json(kept)
-        if entry.size == status.st_size and kept["changed"] == [status.st_mtime_ns, status.st_ctime_ns]:
-            return entry
+        return ShardEntry.from_json(kept) if kept["version"] == version else None
     return None

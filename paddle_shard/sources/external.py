@@ -1,8 +1,7 @@
-"""How is anything that can be iterated a source: another library's loader, which reads parts, or an iterable?"""
+"""Sources from anything that can be iterated: another library's loader, which reads parts, or an iterable."""
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import copy
 import json
@@ -23,8 +22,8 @@ ROUND = 1 << 20
 """Number that is added to a library's epoch each time that the data is read again within an epoch."""
 _CONTAINERS, _NUMBERS = (list, dict, set, deque, bytearray), (int, float)
 """What a data set may change in place, and what it may count in."""
-_MOST_ITEMS, _MOST_BYTES = 1 << 20, 64 << 20
-"""Of more items, or of a larger array, a copy for each worker would take too much memory: it is the data itself."""
+_MOST_BYTES = 64 << 20
+"""A larger array is not copied: it is the data itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +64,8 @@ class ExternalLoader:
                 except the last have the same number of rows. It is called in each process when a pass begins.
             name: Name of the library, for messages and the saved state.
             save: Called after each batch with the result of `build`. It returns the state, which `build` gets again in
-                `ShardOptions.state`: numbers, strings, bytes, arrays, tensors of torch, and lists, tuples and dicts of
-                these. None: the loader has no state.
+                `ShardOptions.state`: None, numbers, strings, and lists and dicts (by strings) of these. None: the
+                loader has no state.
             repeatable: True if `build` gives the same batches in the same order whenever it gets the same share. Then a
                 run can be resumed within an epoch without a state: the delivered batches are read again and dropped.
         """
@@ -99,35 +98,34 @@ class OwnCopy:
     """
 
     def __init__(self, given: Any) -> None:
-        self._counts: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = []
-        """The attributes of each copy, of what it is a copy of, and the numbers among them."""
+        self._given = given
+        self._copies: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = []
+        """The attributes of each copy, of what it is a copy of, and the numbers among them at the beginning."""
         self.dataset = self._copy(given)
 
-    def _copy(self, given: Any) -> Any:
-        if hasattr(type(given), "__del__"):  # it would free what both have
-            return given
+    def _copy(self, value: Any) -> Any:
+        if type(value) is list and value and is_iterable_dataset(value[0]):  # as in Paddle's ChainDataset
+            return list(map(self._copy, value))
+        if type(value) in _CONTAINERS or (type(value) is np.ndarray and value.nbytes <= _MOST_BYTES):
+            return copy.copy(value)
+        is_dataset = value is self._given or is_iterable_dataset(value)
+        if not is_dataset or hasattr(type(value), "__del__"):  # which would free what both have
+            return value
         try:
-            found = copy.copy(given)
+            copied = copy.copy(value)
         except Exception:  # some objects refuse
-            return given
-        if found is given or not hasattr(found, "__dict__"):
-            return found
-        held = vars(found)
-        self._counts.append((held, vars(given), {name: one for name, one in held.items() if type(one) in _NUMBERS}))
-        for name, value in list(held.items()):
-            small = len(value) <= _MOST_ITEMS if type(value) in _CONTAINERS else type(value) is np.ndarray
-            if small and getattr(value, "nbytes", 0) <= _MOST_BYTES:
-                several = type(value) is list and value and is_iterable_dataset(value[0])  # as in Paddle's ChainDataset
-                held[name] = list(map(self._copy, value)) if several else copy.copy(value)
-            elif is_iterable_dataset(value):
-                held[name] = self._copy(value)
-        return found
+            return value
+        if copied is not value and hasattr(copied, "__dict__"):
+            held = vars(copied)
+            self._copies.append((held, vars(value), {name: n for name, n in held.items() if type(n) in _NUMBERS}))
+            held.update({name: self._copy(item) for name, item in held.items()})
+        return copied
 
     def give_back(self) -> None:
         """Give the user's objects the numbers that have changed."""
-        for held, given, before in self._counts:
-            now = {name: one for name, one in held.items() if type(one) in _NUMBERS}
-            given.update({name: one for name, one in now.items() if before.get(name) != one})
+        for held, given, before in self._copies:
+            numbers = {name: value for name, value in held.items() if type(value) in _NUMBERS}
+            given.update({name: number for name, number in numbers.items() if before.get(name) != number})
 
 
 class ExternalSource(Stage):
@@ -170,17 +168,12 @@ class ExternalSource(Stage):
     def _batches(self, part: int, opening: Opening) -> Iterator[Any]:
         name, save, key = self._loader.name, self._loader.save, opening.key(part, "source")
         state: Any = {"version": VERSION, "at": 0, "saved": None} if opening.state is None else opening.state
-        if not isinstance(state, dict) or state.keys() != {"version", "at", "saved"} or state["version"] != VERSION:
-            raise StateError(
-                f"state is no state of the {name} loader in version {VERSION}: {state!r}. Load what its state_dict() "
-                "returned."
-            )
         share = ShardOptions(
             shard=part,
             num_shards=opening.num_parts,
             seed=opening.seed,
             epoch=opening.epoch + opening.round * ROUND,
-            state=from_json(state["saved"]),
+            state=state["saved"],
         )
         opening.seed_generators(key)  # building may draw, for instance the order of a shuffle
         loader = self._loader.build(share)
@@ -191,7 +184,21 @@ class ExternalSource(Stage):
             if save is None:
                 yield batch
             else:
-                yield Stated(batch, {"version": VERSION, "at": number, "saved": to_json(save(loader))})
+                yield Stated(batch, {"version": VERSION, "at": number, "saved": _as_json(save(loader), name)})
+
+
+def _as_json(state: Any, name: str) -> Any:
+    """Return a copy of a library's state, which JSON must keep as it is."""
+    try:
+        copied = json.loads(json.dumps(state))
+    except (TypeError, ValueError):
+        copied = None
+    if copied != state:
+        raise ArgumentTypeError(
+            f"the save= of the {name} loader returned {state!r:.200}, which JSON does not keep as it is. Return None, "
+            "numbers, strings, and lists and dicts (by strings) of these."
+        )
+    return copied
 
 
 class IterableSource(Stage):
@@ -243,7 +250,7 @@ class IterableSource(Stage):
 
     @property
     def files(self) -> list[str]:
-        """The first and the last item of a list, if they are plain values: a rank may have been given a part of it."""
+        """The first and the last item of a list of plain values: a rank may have been given a part of it."""
         given = self._iterable
         if isinstance(given, list | tuple | range) and len(given):
             with contextlib.suppress(TypeError, ValueError):  # no plain values
@@ -277,66 +284,3 @@ class IterableSource(Stage):
             )
         self._used = True
         return iter(self._iterable)  # type: ignore[arg-type]
-
-
-_TAG = "$"
-"""The only key of a dict that encodes a value of another kind: {"$": [kind, content, ...]}."""
-
-
-def to_json(value: Any, path: str = "state") -> Any:
-    """Return a value that JSON can hold and that `from_json` turns back. Nothing is pickled.
-
-    Args:
-        value: None, numbers, strings, bytes, numpy arrays, torch tensors, and lists, tuples and dicts of these.
-        path: Path of the value in the state, for messages.
-
-    Raises:
-        ArgumentTypeError: The value contains another type.
-    """
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, np.generic):
-        return to_json(value.item(), path)
-    if isinstance(value, list | tuple):
-        items = [to_json(item, f"{path}[{i}]") for i, item in enumerate(value)]
-        return items if isinstance(value, list) else {_TAG: ["tuple", items]}
-    if isinstance(value, Mapping):
-        pairs = [[to_json(key, f"a key of {path}"), to_json(item, f"{path}[{key!r}]")] for key, item in value.items()]
-        plain = all(isinstance(key, str) and key != _TAG for key in value)
-        return dict(pairs) if plain else {_TAG: ["dict", pairs]}
-    if isinstance(value, bytes):
-        return {_TAG: ["bytes", base64.b64encode(value).decode()]}
-    kind = "array" if isinstance(value, np.ndarray) else "tensor" if type(value).__module__ == "torch" else None
-    array = np.ascontiguousarray(value) if kind else None
-    if array is None or array.dtype.hasobject:
-        raise ArgumentTypeError(f"{path} is a {type(value).__name__}, which cannot be saved as JSON: {value!r:.200}")
-    return {_TAG: [kind, base64.b64encode(array.tobytes()).decode(), array.dtype.str, list(value.shape)]}
-
-
-def from_json(value: Any) -> Any:
-    """Return the value that `to_json` has encoded.
-
-    Raises:
-        StateError: The value has an unknown kind, so `to_json` has not encoded it.
-    """
-    if isinstance(value, list):
-        return [from_json(item) for item in value]
-    if not isinstance(value, Mapping):
-        return value
-    if value.keys() != {_TAG}:
-        return {key: from_json(item) for key, item in value.items()}
-    kind, content, *about = value[_TAG]
-    if kind in ("tuple", "dict"):
-        return tuple(from_json(content)) if kind == "tuple" else dict(from_json(content))
-    if kind not in ("bytes", "array", "tensor"):
-        raise StateError(f"state: {kind!r} is no kind of value that is known.")
-    data = base64.b64decode(content)
-    if kind == "bytes":
-        return data
-    dtype, shape = about
-    array = np.frombuffer(data, dtype).reshape(shape).copy()
-    if kind == "array":
-        return array
-    import torch
-
-    return torch.from_numpy(array)

@@ -71,8 +71,6 @@ def matched(paths: Paths) -> list[str]:
     found: list[str] = []
     for name in [os.fspath(path) for path in given]:
         path = "" if is_remote(name) else local_path(name)
-        if "\0" in name:
-            raise ArgumentError(f"{name!r}: a path has no null bytes. Give another.")
         if not path and "://" in name and "*" in name.partition("?")[0]:
             raise ArgumentError(f"{shown(name)}: a pattern is not looked for on a server. Give the list of URLs.")
         if not glob.has_magic(path) or os.path.exists(path):
@@ -276,20 +274,9 @@ def open_file(name: str, start: int = 0) -> tuple[BinaryIO, int | None]:
         if start:
             file.seek(start)
         return file, os.fstat(file.fileno()).st_size
-    remote = RemoteFile(name, start)
+    remote = RemoteFile(name)
+    remote.seek(start)
     return io.BufferedReader(remote, BUFFER), remote.size
-
-
-def asked_size(name: str) -> int | None:
-    """Return the size of a local or remote file in bytes; None if its server does not say.
-
-    Raises:
-        ShardReadError: It cannot be opened.
-    """
-    with failures_named(name, lambda: ("asking for its size", None)):
-        file, size = open_file(name)
-        file.close()
-        return size
 
 
 _PACKED: tuple[tuple[bytes, Callable[[Any], Any]], ...] = (
@@ -319,23 +306,24 @@ def decompressed(file: BinaryIO, name: str) -> BinaryIO:
 
 
 class RemoteFile(io.RawIOBase):
-    """A remote file, opened by fsspec. After a failure that may pass, it is opened again at the same byte."""
+    """A remote file, opened by fsspec. After a failure that may pass, it is opened again at the same byte.
 
-    def __init__(self, name: str, start: int = 0, *, extra: str = "webdataset", **options: Any) -> None:
+    Of a server that does not send ranges, the whole file is read into memory.
+    """
+
+    def __init__(self, name: str, *, extra: str = "webdataset", **options: Any) -> None:
         """Open the file.
 
         Args:
             name: The URL.
-            start: The first byte to read.
             extra: The extra that installs fsspec; see `remote_file`.
             options: Passed to fsspec's `open`.
         """
-        self._name = name
+        self._is_http = name.startswith(("http://", "https://"))
         self._options = options
         self._system, self._path = remote_file(name, extra)
-        self._position = start
+        self._position = 0
         self._stream: Any = None
-        self._sends_ranges = True
         self.size: int | None = None
         """Size of the whole file in bytes; None if the server does not send it."""
         self.tag: str | None = None
@@ -347,23 +335,17 @@ class RemoteFile(io.RawIOBase):
         return True
 
     def seekable(self) -> bool:
-        """Return True if the server sends ranges of the file."""
-        return self._sends_ranges
+        """Return True."""
+        return True
 
     def tell(self) -> int:
         """Return the position of the next byte."""
         return self._position
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Move to another byte; the next read connects there."""
-        if not self._sends_ranges:
-            raise ValueError("the server does not send ranges of the file, so that parts of it cannot be read")
-        position = offset + (0, self._position, self.size or 0)[whence]
-        if position != self._position:
-            self._position = position
-            if self._stream is not None:
-                self._stream.seek(position)
-        return position
+        """Move to another byte."""
+        self._position = offset + (0, self._position, self.size or 0)[whence]
+        return self._position
 
     def readinto(self, buffer: Any) -> int:
         """Read some bytes.
@@ -385,47 +367,36 @@ class RemoteFile(io.RawIOBase):
         super().close()
 
     def _received(self, most: int) -> bytes:
-        content: bytes = self._connected().read(most)
+        stream = self._connected()
+        if stream.tell() != self._position:
+            stream.seek(self._position)
+        content: bytes = stream.read(most)
         if not content and self.size not in (None, self._position):
             raise ConnectionError("the connection was closed")
         return content
 
     def _connected(self) -> Any:
-        """Return fsspec's file; open it at the present byte if there is none."""
+        """Return fsspec's file; open it if there is none."""
         if self._stream is not None:
             return self._stream
-        stream, size, tag = self._opened()
+        details = self._system.info(self._path)
+        size = details.get("size")
+        tag = tag_of(details)
         # Continuing at the same byte of another version would join two files silently.
         if (None not in (self.size, size) and self.size != size) or (self.tag and tag and self.tag != tag):
-            stream.close()
             raise ChangedError(
                 f"the file changed while it was read: it had {self.size} bytes (tag {self.tag}), now {size} ({tag})"
             )
-        self._stream = stream
-        self.size = self.size if size is None else size
         self.tag = tag or self.tag
-        return stream
-
-    def _opened(self) -> tuple[Any, int | None, str | None]:
-        """Open the file at the present byte; return (file, size, tag)."""
-        options = self._options
-        details: Mapping[str, Any] = {}
-        if self._name.startswith(("http://", "https://")):  # fsspec's file does not keep the tag
-            details = self._system.info(self._path)
-            self._sends_ranges = bool(details.get("size") and details.get("partial", True))
-            options = {**options, "size": details["size"]} if self._sends_ranges else {"block_size": 0}
-        stream = self._system.open(self._path, "rb", **options)
-        details = details or getattr(stream, "details", None) or {}
-        size = details.get("size", getattr(stream, "size", None))
-        try:
-            if self._position and self._sends_ranges:
-                stream.seek(self._position)
-            elif self._position:
-                _skip(stream, self._position)
-        except BaseException:
-            stream.close()
-            raise
-        return stream, size, tag_of(details)
+        if size and details.get("partial", True):
+            options = {"size": size} if self._is_http else {}
+            self._stream = self._system.open(self._path, "rb", **options, **self._options)
+        else:
+            content = self._system.cat_file(self._path)
+            size = len(content)
+            self._stream = io.BytesIO(content)
+        self.size = size
+        return self._stream
 
     def _disconnect(self) -> None:
         stream = self._stream
@@ -435,15 +406,6 @@ class RemoteFile(io.RawIOBase):
 
     def _retried(self, attempt: Callable[[], T]) -> T:
         return retried(attempt, self._disconnect, lambda: f" at byte {self._position} of {self.size or 'unknown'}")
-
-
-def _skip(stream: Any, num_bytes: int) -> None:
-    """Read bytes and drop them, for a server that sends whole files only."""
-    while num_bytes:
-        content = stream.read(min(num_bytes, BUFFER))
-        if not content:
-            raise ConnectionError("the connection was closed")
-        num_bytes -= len(content)
 
 
 def retried(attempt: Callable[[], T], after: Callable[[], None] | None = None, place: Callable[[], str] = str) -> T:

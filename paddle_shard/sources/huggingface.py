@@ -9,7 +9,6 @@ import numpy as np
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, SplitError
 from paddle_shard.plan.seeding import derive_key
-from paddle_shard.say_once import say_once
 from paddle_shard.sources.external import tell_epoch
 from paddle_shard.sources.files import needs, within_their_folder
 from paddle_shard.stages.stage import Opening, Stage
@@ -17,12 +16,6 @@ from paddle_shard.stages.stage import Opening, Stage
 _MOST_SHOWN = 1000
 _SEEDS = 1 << 64
 """Seeds of this size and above come from the operating system and differ between processes."""
-_BY_PART = (
-    "Stream.huggingface: datasets does %s in each part by itself, and this stream is in %d parts. So which samples "
-    "there are depends on the number of parts, which the batch size decides unless in_parts() does. Give the same "
-    "in_parts() to data that must not overlap, as for training and validation. Or use what is done to the whole data: "
-    "Stream.of(dataset), of which every reader reads all, and Stream.mixture in place of interleave_datasets()."
-)
 
 
 class HuggingFaceSource(Stage):
@@ -57,12 +50,8 @@ class HuggingFaceSource(Stage):
             import datasets  # type: ignore[import-untyped]
         if not isinstance(dataset, datasets.IterableDataset):
             raise ArgumentTypeError(
-                f"dataset must be a datasets.IterableDataset, got {type(dataset).__name__}. "
-                + (
-                    "A datasets.Dataset has an index: give it to paddle.io.DataLoader as it is."
-                    if isinstance(dataset, datasets.Dataset)
-                    else "Choose a split: load_dataset(..., split='train', streaming=True)."
-                )
+                f"dataset must be a datasets.IterableDataset, got {type(dataset).__name__}. Choose a split: "
+                "load_dataset(..., split='train', streaming=True); or give data with an index to paddle.io.DataLoader."
             )
         split = dataset._distributed
         if split is not None:
@@ -76,7 +65,6 @@ class HuggingFaceSource(Stage):
                 "state_dict says where the run resumes."
             )
         self._generators = list(_generators(dataset._ex_iterable))
-        self._by_part = ", ".join(dict.fromkeys(_done_by_part(dataset._ex_iterable)))
         self._dataset = dataset
         self.num_shards: int = int(dataset.num_shards)
 
@@ -90,8 +78,6 @@ class HuggingFaceSource(Stage):
             ArgumentError: There are fewer shards than parts.
         """
         self._check(opening)
-        if self._by_part and opening.num_parts > 1:
-            say_once(_BY_PART, self._by_part, opening.num_parts)
         return [self._items(part, opening) for part in opening.parts]
 
     def lengths(self, opening: Opening) -> list[int] | None:
@@ -109,19 +95,12 @@ class HuggingFaceSource(Stage):
 
     @property
     def files(self) -> list[str]:
-        """What the first shards of each of its generators are: files, numbers, or which rows of a table."""
+        """The first shards of each of its generators: files or numbers."""
         lists = [
             value for step in _walked(self._dataset._ex_iterable) for value in getattr(step, "kwargs", {}).values()
         ]
-        given = [one for value in lists if isinstance(value, list) for one in value[:_MOST_SHOWN]]
-        names = iter(within_their_folder([one for one in given if isinstance(one, str)]))
-        return [next(names) if isinstance(one, str) else _rows_of(one) for one in given]
-
-    def differs(self, saved: list[Any]) -> list[str]:
-        """See `Stage`."""
-        if saved[1] != self.num_shards:
-            return [f"it had {saved[1]} shards, and has {self.num_shards} now"]
-        return [] if [saved] == self.fingerprint() else ["its own shuffles, takes or skips are others now"]
+        shards = [shard for value in lists if isinstance(value, list) for shard in value[:_MOST_SHOWN]]
+        return within_their_folder([str(shard) for shard in shards if isinstance(shard, str | int)])
 
     def _check(self, opening: Opening) -> None:
         shards, parts = self.num_shards, opening.num_parts
@@ -148,32 +127,10 @@ def _walked(node: Any) -> Iterator[Any]:
             yield from _walked(found) if type(found).__module__.startswith("datasets.iterable_dataset") else [found]
 
 
-def _done_by_part(node: Any) -> Iterator[str]:
-    """Yield the steps of a data set whose result depends on where it is cut; the last step first."""
-    for found in _walked(node):
-        held, kind = getattr(found, "__dict__", {}), type(found).__name__
-        if kind.endswith("CyclingMultiSourcesExamplesIterable"):
-            yield "interleave_datasets()"
-        elif (number := _num_cut(found)) is not None:
-            yield f"{'take' if kind.startswith('Take') else 'skip'}({number})"
-        elif held.get("with_indices"):
-            yield f"{'filter' if kind.startswith('Filter') else 'map'}(with_indices=True)"
-        elif held.get("drop_last_batch"):
-            yield "map(drop_last_batch=True)"
-
-
 def _num_cut(step: Any) -> int | None:
     """Return how many samples a `take()` or `skip()` is of; None: it is another step."""
     number = getattr(step, "n", None)
     return number if hasattr(step, "ex_iterable") and isinstance(number, int) else None
-
-
-def _rows_of(shard: Any) -> str:
-    """Return a number; or of data with an index, which was made iterable, which rows it has."""
-    if not (hasattr(shard, "_indices") and shard.num_rows):
-        return str(shard) if isinstance(shard, int) else type(shard).__name__
-    first = shard.data.column(0).chunk(0).offset if shard._indices is None else shard._indices.column(0)[0]
-    return f"{shard.num_rows} rows from {first}"
 
 
 def _generators(node: Any) -> Iterator[str]:

@@ -1,34 +1,24 @@
-"""How do documents of any length become rows of one length, without counting their tokens in every run?"""
+"""Documents of any length as rows of one length."""
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from paddle_shard.checks import check_count
-from paddle_shard.errors import ArgumentError, StateError, described
-from paddle_shard.plan.order import Indices, spread
+from paddle_shard.errors import ArgumentError, described
 from paddle_shard.plan.packing import Packing, Piece
 from paddle_shard.randomness import NumpyGenerator, PythonGenerator, kept
 from paddle_shard.say_once import say_once
 from paddle_shard.sources.arrays import check_indexed
-from paddle_shard.sources.counts import said_if_slow
-from paddle_shard.sources.files import replacing
-from paddle_shard.sources.locks import held
 from paddle_shard.stages.pack import LONG, PackedRows, tokens_of
-
-_LOOKED_AT = 8
-"""Documents that tell which fields have an entry for each token."""
 
 
 class Packed:
@@ -63,7 +53,7 @@ class Packed:
         documents: Any,
         length: int,
         *,
-        lengths: Sequence[int] | npt.NDArray[Any] | str | os.PathLike[str] | None = None,
+        lengths: Sequence[int] | npt.NDArray[Any] | None = None,
         key: str = "input_ids",
         long: Literal["split", "drop", "error"] = "split",
         labels: str | None = None,
@@ -77,9 +67,8 @@ class Packed:
         Args:
             documents: A data set with `__len__` and `__getitem__`: arrays of tokens, or dicts of arrays.
             length: Tokens of a row.
-            lengths: The tokens of each document, as an array or a list. None: all documents are read once to count
-                them. A path: they are counted once and kept in this file (.npz), which is checked against some of the
-                documents.
+            lengths: The tokens of each document. None: all documents are read once to count them; to count once for all
+                runs, keep the attribute `lengths` in a file (`np.save`).
             key: Field of the tokens, in documents that are dicts.
             long: What to do with a document that is longer than a row. "split": it is cut into rows, and what is left
                 over is packed like a document. "drop": it is left out. "error": refuse.
@@ -94,7 +83,6 @@ class Packed:
         Raises:
             ArgumentTypeError: The documents have no length or index, or an argument has another type.
             ArgumentError: An argument is out of range, a document is too long for `long="error"`, or nothing is left.
-            StateError: A file of lengths is of other documents.
         """
         check_indexed("Packed: documents", documents, "A stream is packed by its stage pack().")
         if long not in LONG:
@@ -102,7 +90,7 @@ class Packed:
         self.documents = documents
         """The documents, as given."""
         counts = _lengths(documents, lengths, key)
-        self._said = counts
+        self.lengths = counts
         """The tokens of each document, also of those that are in no row."""
         too_long = counts > length if isinstance(length, int | np.integer) else np.zeros(len(counts), bool)
         if long == "error" and too_long.any():
@@ -189,25 +177,13 @@ class Packed:
 
     @cached_property
     def _token_fields(self) -> frozenset[str]:
-        """The fields that have an entry for each token, by some documents that are spread over the data set."""
-        filled, left_out = np.flatnonzero(self.packing.lengths), np.flatnonzero(self.packing.lengths == 0)
-        # Documents that are in no row are not read otherwise: wrong lengths would lose them.
-        some = [*spread(filled, _LOOKED_AT), *spread(left_out, _LOOKED_AT)]
+        """The fields that have an entry for each token in the first document that is packed."""
         generators: list[Any] = [NumpyGenerator(), PythonGenerator()]
         if (paddles := getattr(sys.modules.get("paddle"), "framework", None)) is not None:
             generators.append(paddles.core.default_cpu_generator())
-        plain, of_tokens, others = replace(self.rows, labels=None), set[str](), set[str]()
+        first = int(np.argmax(self.packing.lengths > 0))
         with kept(generators):  # the sample that is being read has random numbers of its own
-            for at in some:
-                try:
-                    document = self.documents[at]
-                    found = plain.fields(document, f"document {at}")
-                except Exception:  # it is raised when its row is read
-                    continue
-                self._check_length(at, document)
-                of_tokens |= found.keys()
-                others |= (document.keys() if isinstance(document, dict) else found.keys()) - found.keys()
-        return frozenset(of_tokens - others)
+            return frozenset(replace(self.rows, labels=None).fields(self.documents[first], f"document {first}"))
 
     def _fields(self, piece: Piece) -> dict[str, npt.NDArray[Any]]:
         """Return the fields of a piece's document that have an entry for each token."""
@@ -220,18 +196,12 @@ class Packed:
         return found
 
     def _check_length(self, number: int, document: Any) -> None:
-        num, said = len(tokens_of(document, self.rows.key)), int(self._said[number])
-        if num != said:
+        num_tokens = len(tokens_of(document, self.rows.key))
+        if num_tokens != self.lengths[number]:
             raise ValueError(
-                f"document {number} has {num} tokens, but {said} when it was counted. If the data has changed since, "
-                "count again: remove the file of lengths=, or leave it out. A document must have as many tokens at "
-                "each reading: those of random length can be packed by Stream.pack."
+                f"document {number} has {num_tokens} tokens, but {self.lengths[number]} by lengths=. Count again "
+                "(leave lengths= out). Documents of random length can be packed by Stream.pack."
             )
-
-
-VERSION = 1
-CHECKED = 32
-"""Documents that are read again, to see that a file of lengths is of these documents."""
 
 
 def _lengths(documents: Any, lengths: Any, key: str) -> npt.NDArray[Any]:
@@ -239,98 +209,27 @@ def _lengths(documents: Any, lengths: Any, key: str) -> npt.NDArray[Any]:
 
     Args:
         documents: A data set with an index.
-        lengths: These numbers. None: all documents are counted. A path: a file that keeps them; the first process to
-            come counts all documents and writes it, and others wait.
+        lengths: These numbers; None: all documents are counted.
         key: Field of the tokens, in documents that are dicts.
 
     Raises:
         ArgumentError: There are more or fewer numbers than documents, or a document cannot be counted.
-        StateError: The file is of other documents, or damaged.
     """
-    if lengths is None:
-        return _counted(documents, key)
-    if isinstance(lengths, str | os.PathLike):
-        file = Path(lengths)
-        if not file.exists():
-            file.parent.mkdir(parents=True, exist_ok=True)
-            with open(f"{file}.lock", "wb") as lock, held(lock):
-                if not file.exists():
-                    write_lengths(file, _counted(documents, key), key)
-        return check_lengths(file, documents, key)
-    found = np.asarray(lengths)
-    if found.shape != (len(documents),):
-        raise ArgumentError(
-            f"Packed: lengths must have an entry for each of the {len(documents)} documents, got shape "
-            f"{list(found.shape)}."
-        )
-    return found
-
-
-def _counted(documents: Any, key: str) -> Indices:
-    found = np.empty(len(documents), np.int64)
-    slow = (
-        "Packed reads all %d documents once, to count their tokens. Give lengths= an array, or a path that keeps them."
-    )
-    with said_if_slow(slow, len(documents)):
-        for number in range(len(documents)):
-            try:
-                found[number] = len(tokens_of(documents[number], key))
-            except Exception as error:
-                raise ArgumentError(
-                    f"Packed: the tokens of document {number} cannot be counted: {described(error)}. Give lengths=, or "
-                    f"documents that are arrays or dicts with the field {key!r}."
-                ) from error
-    return found
-
-
-def write_lengths(file: str | os.PathLike[str], lengths: Indices, key: str) -> None:
-    """Write a file of lengths, which `Packed(lengths=)` reads; nobody ever reads half of it.
-
-    Args:
-        file: Its path.
-        lengths: The tokens of each document.
-        key: Field of the tokens, in documents that are dicts.
-    """
-    with replacing(file, 0o644) as target:
-        np.savez(target, lengths=lengths, about=np.array(json.dumps({"version": VERSION, "key": key})))
-
-
-def read_lengths(file: str | os.PathLike[str]) -> tuple[Indices, dict[str, Any]]:
-    """Return the lengths that a file has, and the version and key of it.
-
-    Raises:
-        StateError: It is no file of lengths.
-    """
-    try:
-        with open(file, "rb") as source, np.load(source) as kept:
-            return np.asarray(kept["lengths"]), dict(json.loads(str(kept["about"])))
-    except Exception as error:
-        way_out = "Give the path of one, or where one is to be written; remove it if it was one that is damaged now."
-        raise StateError(f"Packed: {str(file)!r} is no file of lengths: {described(error)}. {way_out}") from error
-
-
-def check_lengths(file: str | os.PathLike[str], documents: Any, key: str) -> Indices:
-    """Return the lengths that a file has of some documents, of which a few are read to see that it is of them.
-
-    Args:
-        file: Its path.
-        documents: A data set with an index.
-        key: Field of the tokens, in documents that are dicts.
-
-    Raises:
-        StateError: It is of other documents.
-    """
-    way_out, (lengths, about) = f"Remove {str(file)!r} to count again, or give another path.", read_lengths(file)
-    if about != {"version": VERSION, "key": key} or lengths.shape != (len(documents),):
-        raise StateError(
-            f"Packed: {str(file)!r} has {len(lengths)} lengths of the field {about.get('key')!r} (version "
-            f"{about.get('version')}), but there are {len(documents)} documents with the field {key!r}. {way_out}"
-        )
-    for number in spread(range(len(documents)), CHECKED):
-        found = len(tokens_of(documents[number], key))
-        if found != lengths[number]:
-            raise StateError(
-                f"Packed: {str(file)!r} is of other documents: document {number} has {found} tokens, and "
-                f"{lengths[number]} in the file. {way_out}"
+    if lengths is not None:
+        given = np.asarray(lengths)
+        if given.shape != (len(documents),):
+            raise ArgumentError(
+                f"Packed: lengths must have an entry for each of the {len(documents)} documents, got shape "
+                f"{list(given.shape)}."
             )
-    return np.asarray(lengths, np.int64)
+        return given
+    counted = np.empty(len(documents), np.int64)
+    for number in range(len(documents)):
+        try:
+            counted[number] = len(tokens_of(documents[number], key))
+        except Exception as error:
+            raise ArgumentError(
+                f"Packed: the tokens of document {number} cannot be counted: {described(error)}. Give lengths=, or "
+                f"documents that are arrays or dicts with the field {key!r}."
+            ) from error
+    return counted

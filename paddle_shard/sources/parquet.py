@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from paddle_shard.errors import ArgumentError, ArgumentTypeError, ShardReadError
-from paddle_shard.sources.counts import said_if_slow
+from paddle_shard.errors import ArgumentError
 from paddle_shard.sources.files import (
     Paths,
     RemoteFile,
@@ -63,7 +62,7 @@ def parquet_source(
             the environment.
         columns: Top-level columns to read, in this order; None: all.
         allow_nulls: If True, a null is None in the sample, for a later `map` or `filter`. If False, a null is an error
-            that names the column and the row. A null inside a list is always an error.
+            that names the column. A null inside a list is always an error, one inside a struct is None.
         shuffle_shards: If True, permute the row groups, in another order each epoch. Rows keep their order within a row
             group: add a `Shuffle` to permute them, too.
         resample: If True, each part is an endless stream of row groups, sampled with replacement.
@@ -71,39 +70,34 @@ def parquet_source(
 
     Raises:
         MissingDependencyError: pyarrow, or a package that a URL needs, is not installed.
-        ArgumentTypeError: `columns` is one string, or `paths` is not a path or a list of paths.
+        ArgumentTypeError: `paths` is not a path or a list of paths.
         ArgumentError: There is no file or no row, a pattern matches no file, or a file lacks a column or has it with
             another type.
         ShardReadError: A footer cannot be read.
     """
     with needs("parquet", "reading Parquet: "):
         import pyarrow.parquet  # type: ignore[import-untyped]  # noqa: F401
-    if isinstance(columns, str):
-        raise ArgumentTypeError(f"columns must be a list of names, got one string: {columns!r}. Give [{columns!r}].")
-    if columns is not None and (not columns or len(set(columns)) < len(columns)):
-        raise ArgumentError(f"columns must be one or more names, each once, or None for all, got {columns!r}.")
+    if isinstance(columns, str) or (columns is not None and (not columns or len(set(columns)) < len(columns))):
+        raise ArgumentError(f"columns must be a list of names, each once, or None for all, got {columns!r}.")
     chosen = None if columns is None else list(columns)
     files = matched(paths)
     if not files:
         raise ArgumentError("paths names no file. Give at least one.")
-    slow = "reading the footers of %d Parquet files"
-    with said_if_slow(slow, len(files)), ThreadPoolExecutor(FOOTERS if any(map(is_remote, files)) else 1) as pool:
+    with ThreadPoolExecutor(FOOTERS if any(map(is_remote, files)) else 1) as pool:
         footers = list(pool.map(_footer, files))
     _check_columns(files, footers, chosen)
-    if len(set(files)) < len(files):
-        raise ArgumentError("paths holds a file more than once. Give each once; resample=True reads them again.")
-    groups = {
-        f"row group {number} of {file}": (file, number, version)
+    groups = [
+        (f"row group {number} of {file}", (file, number, version))
         for file, (rows, _, version) in zip(files, footers, strict=True)
         for number in range(len(rows))
-    }
+    ]
     counts = [length for rows, _, _ in footers for length in rows]
     if not sum(counts):
         raise ArgumentError(f"paths: {len(files)} Parquet files have no row: {', '.join(map(shown, files[:3]))}.")
     return ShardSource(
-        list(groups),
-        partial(_read_group, groups=groups, columns=chosen, allow_nulls=allow_nulls, cache=cache),
-        files=[file for file, _, _ in groups.values()],
+        [name for name, _ in groups],
+        partial(_read_group, groups=dict(groups), columns=chosen, allow_nulls=allow_nulls, cache=cache),
+        files=[file for _, (file, _, _) in groups],
         counts=counts,
         shuffle_shards=shuffle_shards,
         resample=resample,
@@ -139,17 +133,15 @@ def _read_group(
             first, end = end, end + batch.num_rows
             if end <= skip:
                 continue
-            rows = np.arange(max(first, skip), end)
+            begin = max(first, skip)
             names = batch.schema.names if columns is None else columns
             found = []
             for column in names:
-                array = batch.column(column).slice(int(rows[0]) - first)
+                array = batch.column(column).slice(begin - first)
                 try:
-                    found.append(_items(_values(array, rows, None if allow_nulls else _NULL)))
-                except NullFound as null:
-                    row, what = null.args
-                    error = f"{shown(name)}: row {row} of column {column!r} {what}"
-                    raise ShardReadError.of(error, shown(name), row) from None
+                    found.append(_column(array, allow_nulls))
+                except ValueError as error:
+                    raise ValueError(f"column {column!r}: {error} Leave it out (columns=).") from error
             for row in zip(*found, strict=True):
                 yield dict(zip(names, row, strict=True))
 
@@ -221,12 +213,22 @@ def _opened(
         yield stack.enter_context(ParquetFile(source, pre_buffer=is_remote(file))), now
 
 
-class NullFound(Exception):
-    """There is a null, but nulls are not allowed. The arguments are the row, and what is wrong with it."""
+def _column(array: Any, allow_nulls: bool) -> Any:
+    """Return the values of some rows of a column.
 
+    Args:
+        array: A `pyarrow.Array`.
+        allow_nulls: If True, a null becomes None.
 
-_NULL = "is null. Leave the column out (columns=), or take nulls as None (allow_nulls=True) and map or filter them."
-_INSIDE = "holds a list with a null inside. Leave the column out (columns=)."
+    Raises:
+        ValueError: There is a null that is not allowed.
+    """
+    if not array.null_count:
+        return _items(_values(array))
+    if not allow_nulls:
+        raise ValueError("a value is null. Take nulls as None (allow_nulls=True) and map or filter them.")
+    present = iter(_items(_values(array.drop_null())))
+    return [next(present) if is_valid else None for is_valid in array.is_valid().to_pylist()]
 
 
 def _items(values: Any) -> Any:
@@ -236,44 +238,34 @@ def _items(values: Any) -> Any:
     return values
 
 
-def _values(array: Any, rows: npt.NDArray[np.int64], refusal: str | None) -> Any:
+def _values(array: Any) -> Any:
     """Return the values of an Arrow array: a numpy array if all have the same dtype and shape, else a list.
 
-    Args:
-        array: A `pyarrow.Array`.
-        rows: For each value, the row that it comes from.
-        refusal: What the error says of a row with a null; None: a null becomes None.
-
     Raises:
-        NullFound: A row has a null that is not allowed.
+        ValueError: There is a null inside a list.
     """
     import pyarrow as pa
 
-    if array.null_count:
-        valid = array.is_valid().to_pylist()
-        if refusal is not None:
-            raise NullFound(int(rows[valid.index(False)]), refusal)
-        present = iter(_items(_values(array.drop_null(), rows[np.array(valid)], None)))
-        return [next(present) if is_valid else None for is_valid in valid]
     kind = array.type
+    if array.null_count:
+        raise ValueError("a list has a null inside.")
     if isinstance(kind, pa.FixedShapeTensorType):
         return array.to_numpy_ndarray()
     if isinstance(kind, pa.BaseExtensionType):
-        return _values(array.storage, rows, refusal)
+        return _values(array.storage)
     if pa.types.is_dictionary(kind):
-        return _values(array.dictionary_decode(), rows, refusal)
+        return _values(array.dictionary_decode())
     if pa.types.is_struct(kind):
         names = [kind.field(number).name for number in range(kind.num_fields)]
-        fields = [_items(_values(child, rows, refusal)) for child in array.flatten()]
-        return [{name: field[row] for name, field in zip(names, fields, strict=True)} for row in range(len(array))]
+        fields = [_column(child, allow_nulls=True) for child in array.flatten()]
+        return [dict(zip(names, values, strict=True)) for values in zip(*fields, strict=True)]
     if pa.types.is_fixed_size_list(kind):
-        inner = _values(array.flatten(), np.repeat(rows, kind.list_size), _INSIDE)
+        inner = _values(array.flatten())
         if isinstance(inner, np.ndarray):
             return inner.reshape(len(array), kind.list_size, *inner.shape[1:])
         return _pieces(inner, np.full(len(array), kind.list_size))
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        lengths = array.value_lengths().to_numpy()
-        return _pieces(_values(array.flatten(), np.repeat(rows, lengths), _INSIDE), lengths)
+        return _pieces(_values(array.flatten()), array.value_lengths().to_numpy())
     numeric = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
     if numeric or pa.types.is_date(kind) or pa.types.is_timestamp(kind) or pa.types.is_duration(kind):
         return array.to_numpy(zero_copy_only=False)

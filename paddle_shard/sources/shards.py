@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count, islice
 from typing import Any
@@ -10,8 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from paddle_shard.checks import check_count
-from paddle_shard.errors import ArgumentError, ArgumentTypeError, ShardReadError, described
+from paddle_shard.errors import ArgumentError, ShardReadError, described
 from paddle_shard.plan.seeding import derive_key, derive_seed, mix
 from paddle_shard.plan.shuffle import Permutation
 from paddle_shard.sources.files import failures_named, identity, local_size, shown, within_their_folder
@@ -21,7 +19,6 @@ RECOUNT = "count again (make the stream anew; for an index file: `paddle-shard i
 
 _PRIME = (1 << 61) - 1
 """Sums over files are taken modulo this."""
-_DIGEST = re.compile("[0-9a-f]{32}")
 
 Segment = tuple[int, int, int | None]
 """(shard, first sample to read, sample to stop before; None: the shard's end)."""
@@ -58,11 +55,8 @@ class ShardSource(Stage):
             resample: If True, each part is an endless stream of whole shards, sampled with replacement from all.
 
         Raises:
-            ArgumentTypeError: `names` is one string.
-            ArgumentError: There is no name, or names are not distinct, or `counts` do not fit them.
+            ArgumentError: There is no name, or names are not distinct.
         """
-        if isinstance(names, str):
-            raise ArgumentTypeError(f"names must be a list of shards, got one string: {names!r}. Give [{names!r}].")
         self._names = [str(name) for name in names]
         if not self._names:
             raise ArgumentError("names holds no shard. Give at least one.")
@@ -75,12 +69,6 @@ class ShardSource(Stage):
         self.num_shards: int = len(self._names)
         self._counts: npt.NDArray[np.int64] | None = None
         if counts is not None:
-            if len(counts) != len(names):
-                raise ArgumentError(
-                    f"counts must have one number for each of the {len(names)} shards, got {len(counts)}."
-                )
-            for name, number in zip(names, counts, strict=True):
-                check_count(f"counts: the samples of {shown(name)}", number, 0)
             self._counts = np.asarray(counts, dtype=np.int64)
             if resample and not self._counts.any():
                 raise ArgumentError("resample=True: the counts say that no shard has a sample. Give one that has.")
@@ -159,37 +147,6 @@ class ShardSource(Stage):
             sums = sum(place * one for place, one in enumerate(found, 1)), sum(found)
             self._digest = "".join(f"{one % _PRIME:016x}" for one in sums)
         return [["shards", len(self._names), self._digest, self._shuffle, self.endless]]
-
-    def differs(self, saved: list[Any]) -> list[str]:
-        """Return how the list of files and its order differ from those of a saved fingerprint."""
-        match saved, self.fingerprint():
-            case [_, int(num), str(then), shuffled, resampled], [[_, _, str(now), *_]] if _DIGEST.fullmatch(then):
-                pass
-            case _:
-                return []
-        if resampled != self.endless:  # files are not counted then
-            return [f"resample was {resampled}, and is {self.endless} now"]
-        if shuffled != self._shuffle:
-            order = f"shuffle_shards was {shuffled}, and is {self._shuffle} now"
-            return [order, *self.differs([*saved[:3], self._shuffle, resampled])]
-        what = "size" if self._counts is None else "number of samples"
-        files = "files" if len(set(self._files)) == len(self._files) else "row groups"
-        if num != self.num_shards:
-            return [f"it had {num} {files} and has {self.num_shards} now"]
-        if then == now:
-            return []
-        places, total = (int(now[at : at + 16], 16) - int(then[at : at + 16], 16) for at in (0, 16))
-        if total == 0:
-            return [f"its {files} are the same, but given in another order"]
-        # With one change, each sum differs by the same number, the first times the file's place.
-        place = places * pow(total, -1, _PRIME) % _PRIME
-        if 1 <= place <= num:
-            return [f"the file {shown(self._files[place - 1])} has another {what} (or another name)"]
-        return [
-            f"several of its {num} {files} have another {what}, or another name, or they were not counted alike; if "
-            "they are the same files in the same order, and only folders below their common one differ, "
-            "override=['stream'] goes on with the same samples"
-        ]
 
     def _check(self, opening: Opening) -> None:
         shards, parts = len(self._names), opening.num_parts

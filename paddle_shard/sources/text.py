@@ -1,4 +1,4 @@
-"""How are files of text, CSV or JSON Lines used as a source?"""
+"""Files of text, CSV or JSON Lines as a source."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import codecs
 import csv
 import io
 import json
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -36,7 +37,8 @@ def text_source(
     counts: bool | None = None,
     shuffle_shards: bool = True,
     resample: bool = False,
-    cache: HostCache | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    cache_bytes: int | None = None,
 ) -> ShardSource:
     """Return the source of text files.
 
@@ -50,13 +52,15 @@ def text_source(
             later runs.
         shuffle_shards: If True, permute the files, in another order each epoch.
         resample: If True, each part is an endless stream of files, sampled with replacement.
-        cache: Keeps copies of remote files, for all processes of the host.
+        cache_dir: A folder in which copies of remote files are kept, for all processes of the host; None: none is kept.
+        cache_bytes: Most bytes of all copies in the folder; None: no limit.
 
     Raises:
         ArgumentTypeError: `paths` is neither a path nor a list of paths.
         ArgumentError: There is no file, or none that matches a pattern.
         ShardReadError: A file cannot be read to count it.
     """
+    cache = HostCache.of(cache_dir, cache_bytes)
     names = matched(paths)
     if resample and counts is None:
         counts = False
@@ -82,7 +86,9 @@ class _Text:
             name: Path or URL of the file.
             start: A byte where a line begins.
         """
-        self._file, self._name, self.start = file, name, start
+        self._file = file
+        self._name = name
+        self.start = start
         self._number = 0
 
     def __iter__(self) -> Iterator[tuple[int, str]]:
@@ -96,19 +102,21 @@ class _Text:
             try:
                 text = line.decode()
             except UnicodeDecodeError as error:
-                error.reason += f" (line {self.number()})"
+                error.reason += f" ({self.line()})"
                 raise
             yield at, text
             at += len(line)
 
-    def number(self) -> int:
-        """Return the number of the line that was read last, counted from 1."""
-        left, before = self.start, 0
+    def line(self) -> str:
+        """Return "line N" for the line that was read last, counted from 1, for messages."""
+        before = 0
+        left = self.start
         if left:  # only error messages need this, so only now read what comes before `start`
             with self._from_begin() as file:
                 while left and (block := file.read(min(left, BUFFER))):
-                    before, left = before + block.count(b"\n"), left - len(block)
-        return before + self._number
+                    before += block.count(b"\n")
+                    left -= len(block)
+        return f"line {before + self._number}"
 
     def first_row(self) -> list[str]:
         """Return the first row of a CSV file."""
@@ -146,7 +154,7 @@ def _values(text: _Text) -> Iterator[tuple[int, Any]]:
         try:
             value = json.loads(line)
         except json.JSONDecodeError as error:
-            value = Damaged(ValueError(f"line {text.number()} is not JSON: {error.msg} at column {error.colno}"))
+            value = Damaged(ValueError(f"{text.line()} is not JSON: {error.msg} at column {error.colno}"))
         yield at, value
 
 
@@ -154,7 +162,7 @@ def _dicts(text: _Text) -> Iterator[tuple[int, Any]]:
     rows = _rows(text)
     names = text.first_row() if text.start else next(rows, (0, []))[1]
     if len(set(names)) < len(names):
-        raise ValueError(f"the header {names}, which ends in line {text.number()}, names a field twice")
+        raise ValueError(f"the header {names}, which ends in {text.line()}, names a field twice")
     for at, row in rows:
         yield at, row if isinstance(row, Damaged) else dict(zip(names, row, strict=True))
 
@@ -170,18 +178,15 @@ def _rows(text: _Text) -> Iterator[tuple[int, Any]]:
         except StopIteration:
             return
         except csv.Error as error:
-            line, num_lines = text.number(), len(begins)
-            where = f"line {line}" if num_lines < 2 else f"the row in lines {line - num_lines + 1} to {line}"
-            way_out = ". To allow longer fields, call csv.field_size_limit(bytes) before the loader is made"
             # Nobody knows where the next row begins, so that it cannot be skipped.
-            raise ValueError(f"{where}: {error}{way_out if 'field limit' in str(error) else ''}") from error
+            raise ValueError(f"the row that ends in {text.line()}: {error}") from error
         if not row:
             continue
         width = len(row) if width is None else width
         if len(row) == width:
             yield begins[0], row
         else:
-            what = f"the row that ends in line {text.number()} has {len(row)} fields, the first {width}"
+            what = f"the row that ends in {text.line()} has {len(row)} fields, the first {width}"
             yield begins[0], Damaged(ValueError(what))
 
 

@@ -1,4 +1,4 @@
-"""How are WebDataset tars used as a source: their samples, their index, and where each sample begins?"""
+"""WebDataset tars as a source: their samples, their index, and where each sample begins."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, BinaryIO, cast
 
 from paddle_shard.checks import listed
-from paddle_shard.errors import ArgumentError, ShardReadError, StateError, described
+from paddle_shard.errors import ArgumentError, StateError
 from paddle_shard.sources.counts import ShardEntry, count_files, source_of_files
 from paddle_shard.sources.files import BUFFER, Paths, base_name, is_remote, matched, needs, open_file, replacing, shown
 from paddle_shard.sources.host_cache import HostCache
@@ -133,15 +133,13 @@ def read_index(path: str, names: Sequence[str]) -> dict[str, ShardEntry]:
         text = file.read()
     try:
         found: Any = json.loads(text)
-        version = found["version"]
-        if version == VERSION:
-            shards = {name: ShardEntry.from_json(entry) for name, entry in found["shards"].items()}
+        if found["version"] != VERSION:
+            raise ValueError(f"version {found['version']}, this library reads {VERSION}")
+        shards = {name: ShardEntry.from_json(entry) for name, entry in found["shards"].items()}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise StateError(
             f"index={path!r} is not an index of shards, or is damaged ({error!r}). Make it: {RECOUNT}."
         ) from error
-    if version != VERSION:
-        raise StateError(f"index={path!r} is of version {version!r}, this library reads {VERSION}: {RECOUNT}.")
     check_base_names(names)
     unknown = [name for name in names if base_name(name) not in shards]
     if unknown:
@@ -241,23 +239,13 @@ class Decode:
         self._decoder = autodecode.Decoder(found, only=only)
 
     def __call__(self, sample: Sample) -> Sample:
-        """Return the decoded sample.
-
-        Raises:
-            ShardReadError: A file of the sample cannot be decoded.
-        """
+        """Return the decoded sample."""
         try:
             return dict(self._decoder(sample))
         except Exception as error:
-            # Since 0.2.111, WebDataset wraps the error in one that names the file but has no text.
-            file = getattr(error, "k", None)
-            cause = error if file is None else error.__cause__
-            shard = shown(str(sample.get("__url__", "")))
-            raise ShardReadError.of(
-                f"{shard}: {'a file' if file is None else f'file {file!r}'} of sample {sample.get('__key__')!r} cannot "
-                f"be decoded: {described(cause or error)}",
-                shard,
-            ) from cause
+            if error.__cause__ is None:
+                raise
+            raise error.__cause__ from None  # since 0.2.111, WebDataset wraps it in one without a text
 
 
 def expand(urls: Paths) -> list[str]:

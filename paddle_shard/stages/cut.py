@@ -113,27 +113,14 @@ def chosen_num_parts(source: Stage, micro_rows: int, num_data_ranks: int) -> int
     shards = None if counted else source.num_shards
     if shards is None:  # nothing limits the parts
         return choose_num_parts(micro_rows)
-    if num_data_ranks > shards:
+    chosen = choose_num_parts(micro_rows, source.most_even_parts)
+    if chosen % num_data_ranks:
+        fits = [parts for parts in range(num_data_ranks, shards + 1, num_data_ranks) if micro_rows % parts == 0]
         raise ArgumentError(
-            f"the stream is made of {shards} shards, but {num_data_ranks} data ranks are to read it, and a shard "
-            "is read by one. Ways that work: count the samples (an index file), so that shards are cut in the "
-            "middle; more and smaller shards (Hugging Face: to_iterable_dataset(num_shards=)); resampling with "
-            f"replacement, in_parts() a multiple of {num_data_ranks}; or a stream that every rank reads whole "
-            "(Stream.of(...), which is cut by turns)."
-        )
-    chosen, most = choose_num_parts(micro_rows, source.most_even_parts), choose_num_parts(micro_rows, shards)
-    if chosen % num_data_ranks and most % num_data_ranks == 0:
-        raise ArgumentError(
-            f"in_parts() is missing: the stream's {shards} files are not counted and differ so much in size that "
-            f"they can be assigned evenly to {chosen} parts at most, which {num_data_ranks} data ranks do not "
-            "divide. Ways that work: count the samples (counts=True; for tars an index file), so that files are "
-            f"cut in the middle; or in_parts({most}), where the tail pads or drops what the parts differ by."
-        )
-    fits = [parts for parts in range(num_data_ranks, shards + 1, num_data_ranks) if micro_rows % parts == 0]
-    if chosen % num_data_ranks and fits:
-        raise ArgumentError(
-            f"in_parts() is missing: {shards} shards and {micro_rows} rows of a micro-batch make {chosen} parts, which "
-            f"{num_data_ranks} data ranks do not divide. Ways that work: in_parts({fits[-1]}); or a batch size that is "
-            f"a multiple of {num_data_ranks} x the number of shards."
+            f"in_parts() is missing: {shards} shards that are not counted go evenly into {chosen} parts of a batch of "
+            f"{micro_rows} rows, which {num_data_ranks} data ranks do not divide. Ways that work: count the samples "
+            "(counts=True; for tars an index file), so that shards are cut in the middle; in_parts(), one of "
+            f"{fits or 'none'}, where the tail pads or drops what the parts differ by; more shards; or a stream that "
+            "every rank reads whole (Stream.of(...))."
         )
     return chosen

@@ -161,16 +161,3 @@ class Mix(Stage):
             for (name, stage), part in zip(self._stages.items(), self._parts, strict=True)
         ]
         return [["mixture", "all" if self._every else "first", sources]]
-
-    def differs(self, saved: list[Any]) -> list[str]:
-        """Return how the sources, their weights and the end differ, and what the sources say that both have."""
-        (_, ended, sources), [(_, ends, own)] = saved, self.fingerprint()
-        found = [] if ended == ends else [f"stop was {ended!r}, and is {ends!r} now"]
-        was, now = ({name: weight for name, weight, _ in one} for one in (sources, own))
-        if list(was) != list(now) and sorted(was) == sorted(now):
-            found.append(f"its sources were in the order {list(was)}, and are in the order {list(now)} now")
-        if was != now:
-            found.append(f"its weights were {was}, and are {now} now")
-        of_source = {name: marks for name, _, marks in sources}
-        both = [(name, stage) for name, stage in self._stages.items() if name in of_source]
-        return found + [f"source {name!r}: {how}" for name, stage in both for how in stage.changed(of_source[name])]

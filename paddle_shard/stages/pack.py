@@ -87,8 +87,6 @@ class PackedRows:
         }
         for name, array in found.items():
             if array.dtype.kind == "u" and array.dtype.itemsize > 1:  # Paddle would take uint16 for bfloat16
-                if array.dtype.itemsize == 8 and array.size and array.max() > _INT64.max:
-                    raise ValueError(f"{what} has {array.max()} in the field {name!r}, which int64 cannot hold.")
                 found[name] = array.astype(np.int64)
         if taken := sorted(set(found) & {*MADE, self.labels}):
             raise ValueError(f"{what} has the fields {taken} already, which packing makes itself.")

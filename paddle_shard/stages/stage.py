@@ -181,20 +181,7 @@ class Stage:
         """
         return () if self.upstream is None else self.upstream.files_identity()
 
-    def changed(self, saved: Any) -> list[str]:
-        """Return in words how the stream differs from a saved fingerprint, as far as that tells."""
-        (source, stages), (old, were) = _parted(self.fingerprint()), _parted(saved)
-        found = [f"its source was of the kind {old[0]!r}, and is of the kind {source[0]!r} now"]
-        if old[0] == source[0]:
-            found = self.source.differs(old)
-        return found if were == stages else [*found, f"its stages were {were}, and are {stages} now"]
-
     # What only a source is asked for
-
-    def differs(self, saved: list[Any]) -> list[str]:
-        """Return in words how it differs from the entry of a source of its kind in a saved fingerprint."""
-        now = self.fingerprint()
-        return [] if now in ([], [saved]) else [f"its source was {tuple(saved)}, and is {tuple(now[0])} now"]
 
     once: bool = False
     """True if it can be opened only once."""
@@ -210,17 +197,6 @@ class Stage:
     def most_even_parts(self) -> int | None:
         """Most parts to which whole files can be assigned so that no part is much longer, as far as that is known."""
         return self.num_shards
-
-
-_SOURCES = ("shards", "mixture", "huggingface", "foreign", "list")
-"""Kinds of sources in a fingerprint; others have no entry."""
-
-
-def _parted(fingerprint: Any) -> tuple[list[Any], str]:
-    """Return the entry of the source in a fingerprint, and its stages as they are written."""
-    entries = [one for one in fingerprint if isinstance(one, list) and one] if isinstance(fingerprint, list) else []
-    source = entries.pop(0) if entries and entries[0][0] in _SOURCES else ["iterable"]
-    return source, "".join(f".{name}({', '.join(map(str, settings))})" for name, *settings in entries) or "none"
 
 
 class Transform(Stage):

@@ -38,11 +38,10 @@ def loader_of(given):
     return paddle_shard.shard_dataloader(given, MESH, shard_dims="dp", seed=3)
 
 
-def rows(device, workers, told=True):
+def rows(device, workers):
     paddle.set_device(device)
     try:
         dataset = Draws()
-        dataset.seed_paddle = told
         given = paddle.io.DataLoader(dataset, batch_size=8, num_workers=workers, shuffle=True)
         loader = loader_of(given)
         before = generators()
@@ -53,13 +52,11 @@ def rows(device, workers, told=True):
         paddle.set_device(DEVICE)
 
 
-@pytest.mark.parametrize("told", [True, False])
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("device", ["cpu", DEVICE])
-def test_samples_draw_the_same_and_leave_the_users_generators_alone(device, workers, told):
-    """Whether the data set says that it draws from Paddle's generator, or it is found out."""
+def test_samples_draw_the_same_and_leave_the_users_generators_alone(device, workers):
     paddle.seed(5)
-    found = rows(device, workers, told)
+    found = rows(device, workers)
 
     paddle.seed(17)
     assert found == rows("cpu", 0)
@@ -85,34 +82,6 @@ def test_a_sampler_draws_the_same_order_on_every_place():
     assert sorted(found) == list(range(24)) != found
     paddle.seed(17)
     assert found == order("cpu")
-
-
-class DrawsOnTheDevice(paddle.io.Dataset):
-    """Samples that draw from the device's generator on purpose, and say so."""
-
-    seed_paddle = True
-
-    def __getitem__(self, index):
-        with paddle.device.device_guard(DEVICE):
-            return [index, paddle.rand([1]).cpu().item()]
-
-    def __len__(self):
-        return 24
-
-
-def test_what_is_drawn_on_the_device_on_purpose_is_seeded_too():
-    def drawn():
-        return [
-            batch[1]._local_value().numpy().tolist() for batch in loader_of(paddle.io.DataLoader(DrawsOnTheDevice()))
-        ]
-
-    before = generators()
-    first = drawn()
-    paddle.rand([3])
-    between = generators()
-
-    assert first == drawn()
-    assert generators()[0] == between[0] == before[0]
 
 
 class Places(paddle.io.Dataset):

@@ -267,7 +267,7 @@ def test_a_full_disk_is_said_leaves_no_half_file_and_with_room_it_is_gone_on_wit
         loader = loader_over(server.url, workers=rng.choice([0, 2]), cache_dir=str(disk), **drawn_options(rng))
         found, failure = read(loader)
         assert failure is not None
-        assert f"cache_dir {str(disk)!r} is full" in str(failure)
+        assert f"cannot write to cache_dir {str(disk)!r}" in str(failure)
         assert not [name for name in kept(disk) if name.endswith(".part")]
         assert {os.path.getsize(disk / name) for name in kept(disk)} <= set(sizes)
         subprocess.run(["mount", "-o", "remount,size=10m", str(disk)], check=True)
@@ -280,7 +280,7 @@ def test_a_disk_without_room_for_another_file_is_said_too(tmp_path):
         _, failure = read(loader_over(server.url, cache_dir=str(disk)))
         assert failure is not None
         assert "No space left on device" in str(failure)
-        assert f"cache_dir {str(disk)!r} is full" in str(failure)
+        assert f"cannot write to cache_dir {str(disk)!r}" in str(failure)
 
 
 def test_a_file_that_may_grow_no_further_is_said_and_leaves_no_half_file(rng, tmp_path):

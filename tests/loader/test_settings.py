@@ -360,13 +360,12 @@ OPTIONS = {
     },
     "Stream.csv": {
         "paths": (csv, "order"),
-        **{name: (csv, name) for name in ("header", "counts", "shuffle_shards", "resample")},
-        **dict.fromkeys(("cache_dir", "cache_bytes"), "where files are kept"),
+        "header": (csv, "header"),
+        "options": (csv, "counts"),
     },
     "Stream.jsonl": {
         "paths": (jsonl, "order"),
-        **{name: (jsonl, name) for name in ("counts", "shuffle_shards", "resample")},
-        **dict.fromkeys(("cache_dir", "cache_bytes"), "where files are kept"),
+        "options": (jsonl, "counts"),
     },
     "Stream.webdataset": {
         "urls": (webdataset, "order"),

@@ -8,7 +8,6 @@ import pytest
 
 from paddle_shard import Stream
 from paddle_shard.errors import StateError
-from paddle_shard.plan.state import sealed
 from paddle_shard.testing.simulated import on_each_rank
 from tests.helpers import DP2, ONE, local, sharded
 from tests.sources.http_server import serving
@@ -124,41 +123,6 @@ def test_a_remote_file_is_known_by_what_its_server_tells(monkeypatch):
             rows_of(other)
 
 
-@pytest.mark.parametrize("mixed", [False, True])
-@pytest.mark.parametrize("counts", [None, False])
-def test_a_list_of_files_that_has_changed_is_told_in_words(counts, mixed, tmp_path):
-    kind, paths = FILE_KINDS["lines"], [tmp_path / f"{number}.txt" for number in range(64)]
-    for number, path in enumerate(paths):
-        write(path, kind, range(1000 + 10 * number, 1010 + 10 * number))
-
-    def made(order):
-        stream = Stream.lines([str(path) for path in order], counts=counts).map(int)
-        return loader_of((Stream.mixture({"a": stream}, {"a": 1}) if mixed else stream).in_parts(4))
-
-    _, state = saved(made(paths), 2)
-
-    def refused(order):
-        with pytest.raises(StateError) as found:
-            made(order).load_state_dict(state)
-        return str(found.value)
-
-    what = "size" if counts is False else "number of samples"
-    assert "the same, but given in another order" in refused([paths[1], paths[0], *paths[2:]])
-    assert "it had 64 files and has 63 now" in refused(paths[1:])
-    for number in (0, 40, 63):
-        before = paths[number].read_bytes()
-        write(paths[number], kind, range(1000 + 10 * number, 1009 + 10 * number))
-        assert f"the file {paths[number]} has another {what}" in refused(paths)
-        paths[number].write_bytes(before)
-    made(paths).load_state_dict(state)
-    for number in (3, 4):
-        write(paths[number], kind, range(1000, 1009))
-    assert f"several of its 64 files have another {what}" in refused(paths)
-    state["fingerprint"]["stream"][0][2] = "damaged"
-    state = sealed(state)
-    assert "saved" in refused(paths) or mixed
-
-
 def test_an_override_in_the_middle_of_an_epoch_says_that_positions_mean_other_samples(tmp_path, caplog):
     kind, path = FILE_KINDS["lines"], tmp_path / "0.txt"
     write(path, kind, range(1000, 1040))
@@ -176,54 +140,19 @@ def test_an_override_in_the_middle_of_an_epoch_says_that_positions_mean_other_sa
         made().load_state_dict(at, override=["stream"])
         found = [line for line in caplog.messages if "override=['stream']" in line]
         assert len(found) == lines
-    assert f"the file {path} has another number of samples" in found[0]
     assert "Epoch 0 was begun" in found[0]
     assert "16 samples" in found[0]
 
 
-@pytest.mark.parametrize(
-    ("then", "now", "told"),
-    [
-        ({}, {"weights": (1, 3)}, "its weights were {'a': 1, 'b': 1}, and are {'a': 1, 'b': 3} now"),
-        ({}, {"names": "ba"}, "its sources were in the order ['a', 'b'], and are in the order ['b', 'a'] now"),
-        ({}, {"names": "ac"}, "its weights were {'a': 1, 'b': 1}, and are {'a': 1, 'c': 1} now"),
-        ({}, {"stop": "all"}, "stop was 'first', and is 'all' now"),
-        ({}, {"window": 9}, "source 'a': its stages were .shuffle(4), and are .shuffle(9) now"),
-        ({}, {"files": {"shuffle_shards": False}}, "source 'a': shuffle_shards was True, and is False now"),
-        ({}, {"files": {"resample": True}}, "source 'a': resample was False, and is True now"),
-        ({}, {"after": 2}, "its stages were none, and are .batch(2).unbatch() now"),
-        ({}, {"names": None}, "its source was of the kind 'mixture', and is of the kind 'shards' now"),
-        (
-            {"names": None},
-            {"names": None, "items": 9},
-            "its source was of the kind 'shards', and is of the kind 'list' now",
-        ),
-        (
-            {"names": None, "items": 7},
-            {"names": None, "items": 9},
-            "its source was ('list', 7), and is ('list', 9) now",
-        ),
-    ],
-)
-def test_settings_of_a_stream_that_have_changed_are_told_in_words(then, now, told, tmp_path):
+@pytest.mark.parametrize("change", [{"weights": {"a": 3, "b": 1}}, {"stop": "all"}, {"window": 9}, {"fewer": 1}])
+def test_a_stream_of_other_settings_or_files_is_refused_with_both(change, tmp_path):
     paths = [tmp_path / f"{number}.txt" for number in range(8)]
     for path in paths:
         path.write_text("".join(f"{number}\n" for number in range(9)))
 
-    def made(names="ab", weights=(1, 1), stop="first", window=4, files=None, after=0, items=0):
-        stream = (
-            Stream.of([*range(items)]) if items else Stream.lines([str(path) for path in paths], **files or {}).map(int)
-        )
-        stream = stream if items else stream.shuffle(window)
-        if names:
-            sources = dict.fromkeys(names, stream)
-            stream = Stream.mixture(sources, dict(zip(names, weights, strict=True)), stop=stop)
-        stream = stream.batch(after).unbatch() if after else stream
-        endless = {"num_batches": 4} if files and "resample" in files else {}
-        return loader_of(stream.in_parts(4), **endless)
+    def made(window=4, fewer=0, weights=None, stop="first"):
+        stream = Stream.lines([str(path) for path in paths[fewer:]]).map(int).shuffle(window)
+        return loader_of(Stream.mixture(dict.fromkeys("ab", stream), weights, stop=stop).in_parts(4))
 
-    with pytest.raises(StateError) as found:
-        made(**now).load_state_dict(made(**then).state_dict())
-
-    assert f"stream: {told}" in str(found.value)
-    assert "override=[" in str(found.value)
+    with pytest.raises(StateError, match=r"stream: saved \[\['mixture', .*, now \[\['mixture', .*override=\["):
+        made(**change).load_state_dict(made().state_dict())

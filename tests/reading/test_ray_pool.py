@@ -456,5 +456,5 @@ def test_what_is_said_of_too_many_readers_names_them_and_no_workers(monkeypatch,
         for stream in (Stream.of(range(8)).in_parts(2), Stream.of(lambda: iter(range(8))).in_parts(2)):
             sharded(paddle.io.DataLoader(stream, batch_size=2), ONE, readers=RayReaders(num=7))
 
-    assert "RayReaders: num=7: this rank holds 2 parts of the stream, each of which is read by" in caplog.text
+    assert "7 readers, but this rank holds 2 parts of the stream, each of which is read by" in caplog.text
     assert "worker" not in caplog.text

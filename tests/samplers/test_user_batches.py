@@ -113,7 +113,11 @@ def test_indices_may_be_anything_and_numpy_ints_become_ints():
 
 
 def test_a_sampler_without_a_length_still_serves():
-    source = UserBatches(batch_sampler=(b for b in ([0, 1], [2, 3])), num_data_ranks=2, tail=find_tail("pad"))
+    class Unsized:
+        def __iter__(self):
+            return iter([[0, 1], [2, 3]])
+
+    source = UserBatches(batch_sampler=Unsized(), num_data_ranks=2, tail=find_tail("pad"))
 
     with pytest.raises(ArgumentTypeError, match="has no __len__"):
         len(source)

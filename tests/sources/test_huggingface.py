@@ -4,7 +4,7 @@ import paddle.distributed as dist
 import pytest
 
 import paddle_shard
-from paddle_shard import Stream, say_once
+from paddle_shard import Stream
 from paddle_shard.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -46,41 +46,6 @@ def test_the_parts_together_are_every_sample_once_whenever_they_are_opened(num_p
     assert read_all(source, num_parts, epoch=1, skip=2) == [part[2:] for part in epochs[1]]
     assert len({str(epoch) for epoch in epochs}) == 3 or not shuffled
     assert dataset.epoch == 0, "the user's data set is not changed"
-
-
-@pytest.mark.parametrize(
-    ("made", "named"),
-    [
-        (lambda data: data.take(10), "take(10)"),
-        (lambda data: data.skip(10).map(dict), "skip(10)"),
-        (lambda data: data.filter(lambda _, index: index < 10, with_indices=True), "filter(with_indices=True)"),
-        (lambda data: data.map(lambda _, index: {"row": index}, with_indices=True), "map(with_indices=True)"),
-        (lambda data: data.map(dict, batched=True, batch_size=5, drop_last_batch=True), "map(drop_last_batch=True)"),
-        (lambda data: datasets.interleave_datasets([data, streamed(40)]), "interleave_datasets()"),
-        (lambda data: datasets.interleave_datasets([data, data], probabilities=[0.5, 0.5], seed=1), "interleave_data"),
-    ],
-)
-def test_what_depends_on_where_the_data_is_cut_is_told_where_it_is_cut(made, named, caplog, monkeypatch):
-    monkeypatch.setattr(say_once, "_SAID", set())
-    source = HuggingFaceSource(made(streamed()))
-    (whole,) = read_all(source)
-    assert not caplog.records
-    cut = [one for part in read_all(source, 4) for one in part]
-    assert sorted(cut) != sorted(whole) or "map(with" in named
-    (record,) = caplog.records
-    assert f"does {named}" in record.getMessage()
-    assert "is in 4 parts" in record.getMessage()
-
-
-def test_what_does_not_depend_on_where_the_data_is_cut_is_not_told(caplog):
-    data = datasets.concatenate_datasets([streamed(), streamed().map(dict, batched=True)]).repeat(2)
-    for given in (
-        data.filter(bool).shuffle(seed=1),
-        streamed().shuffle(seed=1),
-        streamed().shuffle(seed=1, buffer_size=3).map(dict),
-    ):
-        assert sum(map(len, read_all(HuggingFaceSource(given), 4))) in (24, 96)
-    assert not caplog.records
 
 
 def test_a_data_set_with_an_index_is_read_in_batches_or_one_by_one_alike():

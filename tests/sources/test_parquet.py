@@ -5,7 +5,7 @@ import io
 import numpy as np
 import pytest
 
-from paddle_shard.errors import ArgumentError, ArgumentTypeError, MissingDependencyError, ShardReadError
+from paddle_shard.errors import ArgumentError, MissingDependencyError, ShardReadError
 from paddle_shard.sources import files as files_module
 from paddle_shard.sources.parquet import parquet_source
 from paddle_shard.stages.stage import Opening
@@ -164,7 +164,7 @@ def test_columns_come_in_the_order_that_is_asked_for(tmp_path):
     assert [list(row) for row in read_all(parquet_source(path, columns=["c", "a"]))[0]] == [["c", "a"]]
 
 
-def test_a_null_is_an_error_that_names_column_and_row_or_none_if_allowed(tmp_path):
+def test_a_null_is_an_error_that_names_its_column_or_none_if_allowed(tmp_path):
     columns = {
         "id": range(20),
         "age": [None if i in (13, 17) else i for i in range(20)],
@@ -172,10 +172,9 @@ def test_a_null_is_an_error_that_names_column_and_row_or_none_if_allowed(tmp_pat
     }
     path = write(tmp_path / "a.parquet", {**columns, "id": list(range(20))}, row_group_size=10)
 
-    with pytest.raises(ShardReadError, match="row group 1 of .*: row 3 of column 'age' is null.*allow_nulls") as caught:
+    with pytest.raises(ShardReadError, match="row group 1 of .*: column 'age': a value is null.*allow_nulls"):
         read_all(parquet_source(path, columns=["id", "age"]))
-    assert caught.value.offset == 3
-    with pytest.raises(ShardReadError, match="row 2 of column 'place' is null"):
+    with pytest.raises(ShardReadError, match="column 'place': a value is null"):
         read_all(parquet_source(path, columns=["place"], shuffle_shards=False), skip=11)
     assert len(read_all(parquet_source(path, columns=["id"]))[0]) == 20
     [rows] = read_all(parquet_source(path, allow_nulls=True, shuffle_shards=False))
@@ -187,7 +186,7 @@ def test_a_null_is_an_error_that_names_column_and_row_or_none_if_allowed(tmp_pat
 def test_a_null_inside_a_list_is_always_an_error(tmp_path):
     path = write(tmp_path / "a.parquet", {"list": [[1], [], None, [2, None]]})
 
-    with pytest.raises(ShardReadError, match=r"row 3 of column 'list' .* a null inside.*\(columns=\)\.$"):
+    with pytest.raises(ShardReadError, match=r"column 'list': a list has a null inside.*\(columns=\)\.$"):
         read_all(parquet_source(path, allow_nulls=True))
 
 
@@ -195,7 +194,7 @@ def test_a_null_inside_a_list_is_always_an_error(tmp_path):
     ("columns", "match"),
     [
         (["id", "Age"], r"a.parquet has no 'Age'. It has 'id', 'age'"),
-        ([], "one or more names"),
+        ([], "a list of names, each once"),
         (["id", "id"], "each once"),
         (None, "column 'age' is int64 in .*a.parquet, but missing in .*b.parquet"),
         (["id"], "column 'id' is int64 in .*a.parquet, but string in .*c.parquet"),
@@ -213,9 +212,9 @@ def test_columns_that_are_not_in_all_files_alike_are_refused(columns, match, tmp
 def test_arguments_that_cannot_serve_are_refused(tmp_path):
     path = write(tmp_path / "a.parquet", {"id": [1]})
 
-    with pytest.raises(ArgumentTypeError, match=r"Give \['id'\]"):
+    with pytest.raises(ArgumentError, match="columns must be a list of names, .* got 'id'"):
         parquet_source(path, columns="id")
-    with pytest.raises(ArgumentError, match="a file more than once"):
+    with pytest.raises(ArgumentError, match="more than once"):
         parquet_source([path, path])
     with pytest.raises(ArgumentError, match="no row: "):
         parquet_source(write(tmp_path / "empty.parquet", {"id": pa.array([], pa.int64())}))

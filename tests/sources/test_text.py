@@ -124,12 +124,12 @@ def test_without_a_header_rows_are_lists_and_the_first_is_one(tables):
         ("a,b\n1,2,3\n", "ends in line 2 has 3 fields", 0),
         ("a,a\n1,2\n", "ends in line 1, names a field twice", 0),
         ('a,b\n1,2\n1,"2\n', "line 3: unexpected end of data", 1),
-        ('a,b\n1,2\n1,"2\n\n2,3\n', "the row in lines 3 to 5: unexpected end of data", 1),
+        ('a,b\n1,2\n1,"2\n\n2,3\n', "ends in line 5: unexpected end of data", 1),
         ('a\n"1"1\n', "line 2: ',' expected after '\"'", 0),
         ("a\n\xff\n", r"UnicodeDecodeError: .*\(line 2\)", 0),
         ("a\n" + 900 * "1\n" + "\xff\n", r"UnicodeDecodeError: .*\(line 902\)", 900),
         ('a\n\n\n"1\n\n"\n1,2\n', "ends in line 7 has 2 fields", 1),
-        (f"a\n{'1' * (1 << 18)}\n", r"line 2: field larger .*call csv\.field_size_limit\(bytes\) before the loader", 0),
+        (f"a\n{'1' * (1 << 18)}\n", "line 2: field larger", 0),
     ],
 )
 def test_a_damaged_table_is_an_error_that_names_file_and_row(text, match, offset, tmp_path):

@@ -455,12 +455,10 @@ def test_samples_are_decoded_and_shuffled_by_stages(tmp_path):
     assert samples[0]["up"] == "A"
 
 
-def test_a_file_that_cannot_be_decoded_is_named():
+def test_decode_raises_what_a_decoder_raises():
     sample = {"__key__": "7", "__url__": "s3://b/a.tar", "png": b"no picture"}
 
-    with pytest.raises(
-        ShardReadError, match=r"s3://b/a\.tar: (file 'png'|a file) of sample '7' cannot be decoded: Unident"
-    ):
+    with pytest.raises(OSError, match="cannot identify image"):
         Decode("pil")(sample)
     assert Decode("pil", only="cls")(sample)["png"] == b"no picture"
     with pytest.raises(ArgumentError, match="'rgb9' is neither a function nor one of l8, rgb8"):
