@@ -35,11 +35,10 @@ def the_hazard(reports):
     return f"{one['what']}. {one['remedy']}"
 
 
-def test_ranks_that_fit_together_have_no_hazard_and_say_what_an_agreement_costs(tmp_path):
+def test_ranks_that_fit_together_have_no_hazard(tmp_path):
     for one in told(tmp_path, 2, run=launch_ranks, all=("--mesh", "dp=2")):
         assert [hazard for hazard in one["hazards"] if "MB" not in hazard["what"]] == []
         assert re.match(r"2 on 1 hosts: \S+", one["group"]["ranks"])
-        assert float(re.match(r"(\d+) us, the median of 200", one["group"]["an agreement"])[1]) < 1e6
         assert one["group"]["an all-reduce"].lower() == "works by gloo"
 
 
@@ -75,7 +74,7 @@ def test_a_rank_that_is_missing_is_named_after_the_timeout(missing, tmp_path):
 
 
 def test_a_timeout_that_is_none_exits_with_2():
-    assert "--timeout must be an int >= 1" in asked("doctor", "--timeout", "0", code=2)
+    assert "argument --timeout: must be an int from 1" in asked("doctor", "--timeout", "0", code=2)
 
 
 def test_what_is_stopped_by_ctrl_c_says_so_in_a_line(monkeypatch, capsys):

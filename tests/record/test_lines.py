@@ -228,7 +228,7 @@ def test_options_of_any_type_are_in_the_record(tmp_path):
     assert (found["ranks"], found["samples"]) == (None, list(range(24, 32)))
     text = asked("verify", tmp_path / "run.jsonl")
     assert "exactly once" in text
-    assert "is not compared: rows are dealt by cost" in text
+    assert "is not compared: rows are balanced by cost" in text
 
 
 def test_a_step_writes_nothing(tmp_path):
