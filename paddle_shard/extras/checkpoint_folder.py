@@ -1,4 +1,4 @@
-"""Where do checkpoints lie: what is asked of a local or shared folder, and of a URL that fsspec opens?
+"""Folders of checkpoints: a local or shared folder, and a URL that fsspec opens.
 
 Both have the same methods. Names are relative to the folder, with `/` between their parts.
 """
@@ -11,7 +11,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from paddle_shard.errors import ArgumentError
@@ -19,89 +19,83 @@ from paddle_shard.sources.files import is_remote, local_path, remote_file, shown
 
 
 def folder_of(where: str) -> LocalFolder | RemoteFolder:
-    """Return the folder of a path or URL; nothing is made or asked yet."""
+    """Return the folder of a path or URL; nothing is created yet."""
     return RemoteFolder(where.rstrip("/")) if is_remote(where) else LocalFolder(os.path.abspath(local_path(where)))
 
 
 class LocalFolder:
     """A folder that all ranks see: of this host, or of a file system that the hosts share."""
 
-    shared = True
-    """True if what one rank has opened is what all ranks have opened."""
+    is_shared = True
+    """Whether all ranks open the same files, rather than copies."""
 
     def __init__(self, path: str) -> None:
         """Set the path."""
-        self.name, self._path = path, Path(path)
+        self.name = path
+        self._path = Path(path)
 
     def sizes(self, name: str = "") -> dict[str, int | None]:
-        """Return what is in the folder, or in a directory of it: name -> bytes; None for a directory."""
-        found: dict[str, int | None] = {}
-        with contextlib.suppress(FileNotFoundError), os.scandir(self._path / name) as entries:
-            for one in entries:
-                with contextlib.suppress(OSError):  # deleted in between, or a link to nowhere: as if it was not there
-                    found[one.name] = None if one.is_dir() else one.stat().st_size
-        return found
+        """Return the entries of the folder, or of a directory of it: name -> bytes; None for a directory."""
+        sizes: dict[str, int | None] = {}
+        for path in (self._path / name).glob("*"):
+            with contextlib.suppress(OSError):  # deleted in between, or a link to nowhere
+                sizes[path.name] = None if path.is_dir() else path.stat().st_size
+        return sizes
 
     def read(self, name: str) -> bytes:
-        """Return what a file holds."""
+        """Return the content of a file."""
         return (self._path / name).read_bytes()
 
     def create(self, name: str, content: bytes) -> None:
-        """Make a file, unless it exists.
+        """Create a file, unless it exists.
 
         Raises:
             FileExistsError: It exists; another process may have been faster.
         """
         self._path.mkdir(parents=True, exist_ok=True)
-        self._write(self._path / name, content, "xb")
+        _write_synced(self._path / name, content, "xb")
         _sync(self._path)
 
     def write(self, name: str, content: bytes) -> None:
         """Write a file that appears whole, or not at all."""
         path = self._path / name
-        aside = path.with_name(f"{path.name}.new")
-        self._write(aside, content, "wb")
-        os.replace(aside, path)
+        new = path.with_name(f"{path.name}.new")
+        _write_synced(new, content, "wb")
+        os.replace(new, path)
         _sync(path.parent)
 
-    def _write(self, path: Path, content: bytes, mode: str) -> None:
-        with open(path, mode) as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-
     def remove(self, name: str) -> None:
-        """Delete a directory, or a file."""
-        path = self._path / name
-        path.unlink() if path.is_file() else shutil.rmtree(path)
+        """Delete a directory."""
+        shutil.rmtree(self._path / name)
         _sync(self._path)
 
     @contextmanager
     def filled(self, name: str) -> Iterator[Path]:
-        """Make a directory in which all ranks write; what is given to `keep` stays."""
+        """Create a directory in which all ranks write; files given to `keep` stay."""
         path = self._path / name
         path.mkdir(parents=True, exist_ok=True)
         yield path
 
     def keep(self, name: str, file: Path) -> None:
-        """Have a file of that directory on the disk, with its name."""
+        """Sync a file of that directory, and its name, to the disk."""
         for path in (file, self._path / name, self._path):
             _sync(path)
 
     @contextmanager
     def opened(self, name: str) -> Iterator[Path]:
-        """Give a directory's files to be read."""
+        """Open a directory for reading."""
         yield self._path / name
 
 
 class RemoteFolder:
     """A URL that fsspec opens. Files are written to a temporary directory first, and read from another."""
 
-    shared = False
+    is_shared = False
 
     def __init__(self, url: str) -> None:
         """Set the URL."""
-        self.name, self._url = shown(url), url
+        self.name = shown(url)
+        self._url = url
 
     @property
     def _system(self) -> Any:
@@ -114,11 +108,11 @@ class RemoteFolder:
         """See `LocalFolder.sizes`."""
         self._system.invalidate_cache()  # other processes write here, too
         try:
-            found = self._system.ls(self._at(name), detail=True)
+            entries = self._system.ls(self._at(name), detail=True)
         except FileNotFoundError:
             return {}
-        entries = ((one["name"].rstrip("/").rpartition("/")[2], one) for one in found)
-        return {entry: None if one["type"] == "directory" else one["size"] for entry, one in entries if entry}
+        sizes = {PurePosixPath(entry["name"]).name: entry for entry in entries}
+        return {name: None if entry["type"] == "directory" else entry["size"] for name, entry in sizes.items()}
 
     def read(self, name: str) -> bytes:
         """See `LocalFolder.read`."""
@@ -126,27 +120,19 @@ class RemoteFolder:
         return content
 
     def create(self, name: str, content: bytes) -> None:
-        """See `LocalFolder.create`. It is tried twice, since some servers ignore that a file must not exist.
+        """See `LocalFolder.create`.
 
         Raises:
-            ArgumentError: The file system cannot make a file only if it does not exist.
+            ArgumentError: The server ignores that the file must not exist.
         """
-        system, url = self._system, self._at(name)
-        pipe = getattr(type(system), "_pipe_file", None) or type(system).pipe_file
-        try:
-            # What fsspec does for file systems that have no such call is to look first, which is not exclusive.
-            if pipe.__module__ in ("fsspec.spec", "fsspec.asyn"):
-                raise NotImplementedError
-            system.makedirs(self._url, exist_ok=True)
-            system.pipe_file(url, content, mode="create")
-            with contextlib.suppress(FileExistsError):
-                system.pipe_file(url, content, mode="create")
-                raise NotImplementedError
-        except NotImplementedError:
+        self._system.makedirs(self._url, exist_ok=True)
+        self._system.pipe_file(self._at(name), content, mode="create")
+        with contextlib.suppress(FileExistsError):
+            self._system.pipe_file(self._at(name), content, mode="create")
             raise ArgumentError(
-                f"folder={self.name!r}: {type(system).__name__} cannot make a file only if it does not exist, so two "
-                "runs would not notice each other. Save to a shared folder, or to a server that can (S3, GCS, Azure)."
-            ) from None
+                f"folder={self.name!r}: its server cannot create a file only if it does not exist, so two runs would "
+                "not notice each other. Save to a shared folder, or to a server that can (S3, GCS, Azure)."
+            )
 
     def write(self, name: str, content: bytes) -> None:
         """See `LocalFolder.write`. Servers of objects show a whole object or none."""
@@ -176,14 +162,15 @@ class RemoteFolder:
             yield Path(directory)
 
 
-def written_by(directory: Path, rank: int) -> list[Path]:
-    """Return the files of a rank, as `dist.save_state_dict` names them: with its number first; others are rank 0's."""
-    named = {path: path.name.partition("_")[0] for path in directory.iterdir()}
-    return sorted(path for path, number in named.items() if (int(number) if number.isdigit() else 0) == rank)
+def _write_synced(path: Path, content: bytes, mode: str) -> None:
+    with open(path, mode) as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _sync(path: Path) -> None:
-    """Have a file, or the names in a directory, written to the disk."""
+    """Write a file, or the names in a directory, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -123,15 +123,15 @@ def test_checkpoints_are_saved_and_fenced_there(server, caplog):
     with pytest.raises(TakenOverError, match="generation 2"):
         first.save(4, extra={})
     path = second.save(4, extra={"step": 4})
-    assert path == f"{FOLDER}/runs/one/000002-0000000004-0"
+    assert path == f"{FOLDER}/runs/one/000002-000001-step4"
     system = second._folder._system
     assert sorted(second._folder.sizes()) == [
-        *("000001-0000000003-0", "000002-0000000004-0", "generation-000001", "generation-000002")
+        *("000001-000003-step3", "000002-000001-step4", "generation-000001", "generation-000002")
     ]
     system.pipe_file(f"{path}/0_values.pdparams", b"x")
     caplog.clear()
     assert Checkpoints(f"{FOLDER}/runs/one").load(extra=extra) == 3
-    assert "000002-0000000004-0 is passed over: ['0_values.pdparams']" in caplog.text
+    assert "000002-000001-step4 is skipped: ['0_values.pdparams']" in caplog.text
 
 
 def test_what_s3fs_makes_of_a_timeout_is_asked_for_again(monkeypatch, server):

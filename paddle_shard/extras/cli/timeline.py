@@ -217,11 +217,8 @@ def timeline(lines: Sequence[dict[str, Any]]) -> Timeline:
     segments = [segment for segment in _segments(lines) if segment.lines]
     if not segments:
         raise ArgumentError("the record tells of no pass yet.")
-    # The newest segment of a job that was not taken over, and how many lines of each segment lead to it.
-    alive = [segment for segment in segments if all(line["line"] != "taken over" for line in segment.lines)]
-    newest = max(
-        reversed(alive or segments), key=lambda segment: (segment.lines[-1]["number"], segment.lines[0]["number"])
-    )
+    # The newest segment is the end of the run. Count the lines of each segment that lead to it.
+    newest = segments[-1]
     num_counted = {id(newest): len(newest.lines)}
     first = newest
     while first.parent is not None:
