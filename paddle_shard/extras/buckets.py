@@ -197,15 +197,17 @@ class BucketBatchSampler:
     def _cut(self, samples: Indices) -> list[Indices]:
         """Cut samples, sorted by their lengths, into batches."""
         batches = []
-        begin = 0
         lengths = self._lengths[samples].astype(np.int64)
+        begin = 0
         while begin < len(samples):
-            size = self.batch_size
-            if size is None:
-                # A batch of n samples from here has n times the length of its last one.
-                num_tokens = lengths[begin:] * np.arange(1, len(samples) - begin + 1)
-                most = np.count_nonzero(num_tokens <= self._max_tokens)
-                size = max(self._multiple_of, most // self._multiple_of * self._multiple_of)
-            batches.append(samples[begin : begin + size])
-            begin += size
+            end = begin + (self.batch_size or self._num_samples_of_tokens(lengths[begin:]))
+            batches.append(samples[begin:end])
+            begin = end
         return batches
+
+    def _num_samples_of_tokens(self, lengths: npt.NDArray[np.int64]) -> int:
+        """Return how many of the next samples, sorted by their lengths, are a batch of at most `max_tokens`."""
+        assert self._max_tokens is not None
+        # A batch of n samples has n times the length of its last one.
+        most = np.count_nonzero(lengths * np.arange(1, len(lengths) + 1) <= self._max_tokens)
+        return max(self._multiple_of, most // self._multiple_of * self._multiple_of)

@@ -1,9 +1,9 @@
 """Checkpoints of a job: each is complete on all ranks, or not there, whatever process is killed when.
 
-A checkpoint is a directory `<generation>-<number>-step<step>` of the folder. Its manifest, which holds the size and the
-checksum of each file, is written last: a directory without one, or with a file that differs, is no checkpoint. A
-generation is a start of the job, claimed by a file that only one process can create. A process that was frozen while
-the job was started again finds a later generation before it writes, and raises.
+A checkpoint is a directory `<generation>-<number>-step<step>` of the folder. Its manifest, which holds the size of each
+file, is written last: a directory without one, or with a file of another size, is no checkpoint. A generation is a
+start of the job, claimed by a file that only one process can create. A process that was frozen while the job was
+started again finds a later generation before it writes, and raises.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ import socket
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,10 +34,11 @@ from paddle_shard.errors import (
     TakenOverError,
     described,
 )
-from paddle_shard.extras.checkpoint_folder import folder_of
+from paddle_shard.extras.checkpoint_folder import create_file, remove_directory, sizes_in, sync, write_file
 from paddle_shard.extras.checkpoint_parts import SavedPart, fill, is_dist, kind_of, part_of, without_sums
 from paddle_shard.ranks.agreeing import gather_of
 from paddle_shard.ranks.rendezvous import num_ranks
+from paddle_shard.sources.files import is_remote, local_path
 
 VERSION = 2
 """Version of the manifest, of the names of checkpoints and of the files of this library."""
@@ -49,12 +49,10 @@ _VALUES = "values.pdparams"
 _PARTS = "parts.pdparams"
 """File of a rank: its parts of distributed tensors, by path."""
 _ONLY_SOME = " (step, names, checksum of the names of values). Tensors of some ranks only must be distributed tensors."
-_HALF_WRITTEN = "it is half-written"
 _NAME = re.compile(r"(\d+)-(\d+)-step(\d+)", re.ASCII)
 """Generation, number in the generation, and step of a checkpoint."""
 _TIMEOUT = 1800.0
 """Seconds for which a rank may write or read while the others wait."""
-_CHUNK = 1 << 20
 _log = logging.getLogger("paddle_shard")
 
 
@@ -77,19 +75,18 @@ class Checkpoints:
         """Choose the folder; nothing is created or read yet.
 
         Args:
-            folder: A folder that all hosts see under this path, or a URL that fsspec opens (`s3://...`), whose server
-                can create a file only if it does not exist. It is created if it is missing.
-            keep: How many good checkpoints to keep; at least 2, since a job that is started again may be reading the
+            folder: A folder that all hosts see under this path. It is created if it is missing.
+            keep: How many checkpoints to keep; at least 2, since a job that is started again may be reading the
                 last but one.
 
         Raises:
-            ArgumentError: `keep` is less than 2.
+            ArgumentError: `keep` is less than 2, or `folder` is a URL.
         """
-        self._folder = folder_of(os.fspath(folder))
+        if is_remote(os.fspath(folder)):
+            raise ArgumentError(f"folder={folder!r} is a URL: give a folder that all hosts see, such as a mounted one.")
+        self._folder = Path(local_path(os.fspath(folder))).absolute()
         self._keep = check_count("keep", keep, 2)
         self._generation: int | None = None
-        self._damaged: set[str] = set()
-        """Names of checkpoints whose files were read and found damaged."""
         self._rank = dist.get_rank()
         self._ranks = tuple(range(num_ranks()))
 
@@ -107,7 +104,7 @@ class Checkpoints:
                 delivered, so that its certificate continues.
 
         Returns:
-            The path or URL of the checkpoint.
+            The path of the checkpoint.
 
         Raises:
             TakenOverError: The job was started again while this process was held up. Nothing was saved. The process
@@ -120,15 +117,14 @@ class Checkpoints:
         own: dict[str, Any] = {}
         reports = self._on_all(lambda: self._collect(step, what, leaves, own), "save()")
         _check_same("save", [report["same"] for report in reports], _ONLY_SOME)
-        name: str = reports[0]["name"]
+        directory = self._folder / reports[0]["name"]
         try:
-            with self._folder.filled(name) as directory:
-                files = self._on_all(lambda: self._write(name, directory, leaves, own), "save()")
-            self._on_all(lambda: self._finish(name, files), "save()")
+            files = self._on_all(lambda: self._write(directory, leaves, own), "save()")
+            self._on_all(lambda: self._finish(directory, files), "save()")
         finally:
             if self._rank == 0:
                 self._clean()
-        return f"{self._folder.name}/{name}"
+        return str(directory)
 
     def _collect(self, step: int, what: Mapping[str, Any], leaves: dict[str, Any], own: dict[str, Any]) -> Any:
         """Collect what this rank may save, and return what the ranks compare.
@@ -161,10 +157,8 @@ class Checkpoints:
             report["name"] = f"{self._generation:06d}-{max(numbers, default=0) + 1:06d}-step{step}"
         return report
 
-    def _write(
-        self, name: str, directory: Path, leaves: Mapping[str, Any], own: Mapping[str, Any]
-    ) -> dict[str, list[int]]:
-        """Write this rank's files; return the size and the checksum of each."""
+    def _write(self, directory: Path, leaves: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, int]:
+        """Write this rank's files; return the size of each."""
         whole: dict[str, Any] = {}
         parts: dict[str, Any] = {}
         index: dict[str, Any] = {}
@@ -178,50 +172,44 @@ class Checkpoints:
                 if part is not None and part.is_first:
                     parts[path] = tensor._local_value()
                     index[path] = [kind_of(tensor), part.start, part.shape]
-        values = directory / _values_of(self._rank)
-        paddle.save({"whole": whole, "own": own, "index": index}, str(values))
-        files = [values]
-        if parts:
-            files.append(directory / f"{self._rank}_{_PARTS}")
-            paddle.save(parts, str(files[-1]))
-        for file in files:
-            self._folder.keep(name, file)
-        return {file.name: _measured(file) for file in files}
+        directory.mkdir(parents=True, exist_ok=True)
+        contents = {_VALUES: {"whole": whole, "own": own, "index": index}, _PARTS: parts}
+        files = {directory / f"{self._rank}_{name}": content for name, content in contents.items()}
+        for file, content in files.items():
+            paddle.save(content, str(file))
+        sync(*files, directory, self._folder)
+        return {file.name: file.stat().st_size for file in files}
 
-    def _finish(self, name: str, files_of_ranks: Sequence[Mapping[str, list[int]]]) -> None:
+    def _finish(self, directory: Path, sizes_of_ranks: Sequence[Mapping[str, int]]) -> None:
         """Write the manifest, on the first rank."""
         if self._rank:
             return
-        files = {file: measured for files in files_of_ranks for file, measured in files.items()}
-        sizes = self._folder.sizes(name)
-        unseen = [file for file, (size, _) in files.items() if sizes.get(file) != size]
+        files = {file: size for sizes in sizes_of_ranks for file, size in sizes.items()}
+        unseen = files.items() - sizes_in(directory).items()
         if unseen:
             raise CheckpointError(
-                f"global rank 0 does not see {unseen} as other ranks have written them. All hosts must see the same "
-                "folder."
+                f"global rank 0 does not see {sorted(unseen)} as other ranks have written them. All hosts must see the "
+                "same folder."
             )
         self._check_fence()
-        manifest = {"version": VERSION, "name": name, "files": files}
-        content = json.dumps({**manifest, "checksum": _checksum_of(manifest)})
-        self._folder.write(f"{name}/{_MANIFEST}", content.encode())
+        write_file(directory / _MANIFEST, json.dumps({"version": VERSION, "files": files}).encode())
 
     def _clean(self) -> None:
         """Delete what is older than the checkpoints to keep, and what is half-written; on the first rank."""
         try:
             self._check_fence()
-            num_good = 0
+            num_complete = 0
             for name in self._names():
                 if _parsed(name)[0] > (self._generation or 0):  # of a job that has just claimed it
                     continue
-                manifest = self._manifest_of(name)
-                if num_good >= self._keep or manifest == _HALF_WRITTEN:
-                    self._folder.remove(name)
-                elif isinstance(manifest, dict) and name not in self._damaged:
-                    num_good += 1
+                is_complete = self._problem_of(name) is None
+                if num_complete >= self._keep or not is_complete:
+                    remove_directory(self._folder / name)
+                num_complete += is_complete
         except TakenOverError:
             return
         except OSError as error:
-            _log.warning("%s: old checkpoints could not be deleted: %s", self._folder.name, described(error))
+            _log.warning("%s: old checkpoints could not be deleted: %s", self._folder, described(error))
 
     # Generations
 
@@ -235,11 +223,11 @@ class Checkpoints:
         while True:
             number = self._newest_generation() + 1
             with contextlib.suppress(FileExistsError):  # another process was faster
-                self._folder.create(f"generation-{number:06d}", claim.encode())
+                create_file(self._folder / f"generation-{number:06d}", claim.encode())
                 return number
 
     def _newest_generation(self) -> int:
-        matches = (re.fullmatch("generation-([0-9]+)", name) for name in self._folder.sizes())
+        matches = (re.fullmatch("generation-([0-9]+)", name) for name in sizes_in(self._folder))
         return max((int(match[1]) for match in matches if match), default=0)
 
     def _check_fence(self) -> None:
@@ -247,24 +235,35 @@ class Checkpoints:
         newest = self._newest_generation()
         if self._generation is None or newest <= self._generation:
             return
-        claim = self._folder.read(f"generation-{newest:06d}").decode(errors="replace") or "just now"
+        claim = (self._folder / f"generation-{newest:06d}").read_text(errors="replace") or "just now"
         raise TakenOverError(
-            f"generation {newest} of this job has taken over {self._folder.name} (claimed {claim}). Generation "
+            f"generation {newest} of this job has taken over {self._folder} (claimed {claim}). Generation "
             f"{self._generation}, of host {socket.gethostname()}, was held up: nothing was saved, and it must end."
         )
 
     # Loading
 
     def newest(self) -> str | None:
-        """Return the path or URL of the newest checkpoint that is good; None if there is none.
+        """Return the path of the newest complete checkpoint; None if there is none.
 
         Checkpoints that are damaged or half-written are skipped, each with a line in the log that says why.
         """
-        with closing(self._good("newest()")) as good:
-            return next((f"{self._folder.name}/{name}" for name, _ in good), None)
+        name = self._on_all(self._newest_name, "newest()")[0]
+        return None if name is None else str(self._folder / name)
+
+    def _newest_name(self) -> str | None:
+        """Return the name of the newest complete checkpoint, on the first rank."""
+        if self._rank:
+            return None
+        for name in self._names():
+            problem = self._problem_of(name)
+            if problem is None:
+                return name
+            _log.warning("%s is skipped: %s", self._folder / name, problem)
+        return None
 
     def load(self, **what: Any) -> int | None:
-        """Load the newest checkpoint that is good into objects. From then on the folder is this job's.
+        """Load the newest complete checkpoint into objects. From then on the folder is this job's.
 
         Args:
             what: Objects by the names that they were saved with, or some of them. An object gets its state by
@@ -279,41 +278,15 @@ class Checkpoints:
             ArgumentError: The ranks load different things.
         """
         _check_same("load", self._on_all(lambda: sorted(what), "load()"))
-        step = None
-        with closing(self._good("load()")) as good:
-            for name, directory in good:
-                self._on_all(partial(self._fill, what, directory, name), "load()")
-                step = _parsed(name)[2]
-                break
+        name = self._on_all(self._newest_name, "load()")[0]
+        if name is not None:
+            self._on_all(lambda: self._fill(what, self._folder / name), "load()")
         self._claim("load()")
-        return step
+        return None if name is None else _parsed(name)[2]
 
-    def _good(self, call: str) -> Generator[tuple[str, Path], None, None]:
-        """Yield (name, local directory) of the good checkpoints, the newest first; collective."""
-        for name in self._on_all(self._names, call)[0]:
-            with self._folder.opened(name) as directory:
-                problems = self._on_all(partial(self._problem_of, name, directory), call)
-                problem = next(filter(None, problems), None)
-                if problem is None:
-                    yield name, directory
-                    continue
-                self._damaged.add(name)
-                if self._rank == 0:
-                    _log.warning("%s/%s is skipped: %s", self._folder.name, name, problem)
-
-    def _problem_of(self, name: str, directory: Path) -> str | None:
-        """Return why a checkpoint is not good, as far as this rank looks; None if it is."""
-        manifest = self._manifest_of(name)
-        if isinstance(manifest, str):
-            return manifest
-        files = sorted(manifest["files"])
-        if self._folder.is_shared:
-            files = files[self._rank :: len(self._ranks)]
-        changed = [file for file in files if _measured(directory / file) != manifest["files"][file]]
-        return f"{changed} are not what was saved: their checksums differ" if changed else None
-
-    def _fill(self, what: Mapping[str, Any], directory: Path, name: str) -> None:
+    def _fill(self, what: Mapping[str, Any], directory: Path) -> None:
         """Load a checkpoint into objects."""
+        name = directory.name
         setters = {key: _setter_of(key, value) for key, value in what.items()}
         # Before anything is loaded: a distributed optimizer makes its moments now, by a step that moves the weights.
         targets = {
@@ -368,23 +341,23 @@ class Checkpoints:
 
     def _names(self) -> list[str]:
         """Return the names of all checkpoints, complete or not, the newest first."""
-        names = [name for name, size in self._folder.sizes().items() if size is None and _NAME.fullmatch(name)]
+        names = [name for name, size in sizes_in(self._folder).items() if size is None and _NAME.fullmatch(name)]
         return sorted(names, key=_parsed, reverse=True)
 
-    def _manifest_of(self, name: str) -> dict[str, Any] | str:
-        """Return the manifest of a checkpoint whose files have the right sizes, or else what is wrong with it."""
-        sizes = self._folder.sizes(name)
-        if not sizes.get(_MANIFEST):
-            return _HALF_WRITTEN
+    def _problem_of(self, name: str) -> str | None:
+        """Return why a checkpoint is not complete; None if it is."""
+        sizes = sizes_in(self._folder / name)
+        if _MANIFEST not in sizes:
+            return "it is half-written"
         try:
-            manifest: dict[str, Any] = json.loads(self._folder.read(f"{name}/{_MANIFEST}"))
-            is_valid = manifest.pop("checksum") == _checksum_of(manifest) and manifest["name"] == name
-        except (ValueError, KeyError, TypeError, AttributeError):  # also JSON that is no object
-            is_valid = False
-        if not is_valid or manifest["version"] != VERSION:
-            return "its manifest is damaged, of another version, or that of another checkpoint"
-        changed = [file for file, (size, _) in manifest["files"].items() if sizes.get(file) != size]
-        return f"{changed} are missing, or have another size than when they were saved" if changed else manifest
+            manifest = json.loads((self._folder / name / _MANIFEST).read_bytes())
+            version = manifest["version"]
+            changed = sorted(manifest["files"].items() - sizes.items())
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return "its manifest is damaged"
+        if version != VERSION:
+            return f"its version is {version}, and this paddle_shard reads {VERSION}"
+        return f"{changed} are missing, or have another size than when they were saved" if changed else None
 
     def _on_all(self, work: Callable[[], Any], call: str) -> list[Any]:
         """Return the JSON value that `work` returns on each rank. If it raises on any, all ranks raise."""
@@ -402,7 +375,7 @@ class Checkpoints:
             if report.get("taken_over"):
                 raise TakenOverError(report["taken_over"])
             if "failed" in report:
-                text = f"Checkpoints.{call} in {self._folder.name} failed on global rank {rank}: {report['failed']}"
+                text = f"Checkpoints.{call} in {self._folder} failed on global rank {rank}: {report['failed']}"
                 raise CheckpointError(text) from error
         return [report["done"] for report in reports]
 
@@ -482,17 +455,6 @@ def _put(states: dict[str, Any], path: str, leaf: Any) -> None:
     for key in outer:
         states = states.setdefault(key, {})
     states[last] = leaf
-
-
-def _measured(file: Path) -> list[int]:
-    """Return the size and the checksum of a file."""
-    size = 0
-    checksum = 0
-    with open(file, "rb") as opened:
-        while chunk := opened.read(_CHUNK):
-            size += len(chunk)
-            checksum = zlib.crc32(chunk, checksum)
-    return [size, checksum]
 
 
 def _checksum_of(value: Any) -> int:

@@ -181,12 +181,12 @@ def _shard_with_defaults(args: tuple[Any, ...], given: dict[str, Any], options: 
     if getattr(sampler, "drop_last", False):
         options.pop("tail", None)  # the loader has said
     try:
-        return shard_dataloader(*args, **given, **options)
+        return shard_dataloader(*args, **{**given, **options})
     except PaddleShardError:
         loader = shard_dataloader(*args, **given)  # the trainer's own mistakes are raised here
     for name, value in options.items():
         try:
-            loader = shard_dataloader(*args, **given, **{name: value})
+            loader = shard_dataloader(*args, **{**given, name: value})
         except PaddleShardError as error:
             say_once("patch_paddle(%s=%s) is left out for a loader that cannot have it: %s", name, repr(value), error)
         else:
