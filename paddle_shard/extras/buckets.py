@@ -209,5 +209,5 @@ class BucketBatchSampler:
         """Return how many of the next samples, sorted by their lengths, are a batch of at most `max_tokens`."""
         assert self._max_tokens is not None
         # A batch of n samples has n times the length of its last one.
-        most = np.count_nonzero(lengths * np.arange(1, len(lengths) + 1) <= self._max_tokens)
+        most = int(np.count_nonzero(lengths * np.arange(1, len(lengths) + 1) <= self._max_tokens))
         return max(self._multiple_of, most // self._multiple_of * self._multiple_of)

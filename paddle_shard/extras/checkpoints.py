@@ -173,7 +173,9 @@ class Checkpoints:
                     parts[path] = tensor._local_value()
                     index[path] = [kind_of(tensor), part.start, part.shape]
         directory.mkdir(parents=True, exist_ok=True)
-        contents = {_VALUES: {"whole": whole, "own": own, "index": index}, _PARTS: parts}
+        contents: dict[str, Any] = {_VALUES: {"whole": whole, "own": own, "index": index}}
+        if parts:
+            contents[_PARTS] = parts
         files = {directory / f"{self._rank}_{name}": content for name, content in contents.items()}
         for file, content in files.items():
             paddle.save(content, str(file))

@@ -57,17 +57,6 @@ def test_each_step_has_the_samples_of_each_rank(run):
                 assert [name_of(i) if real else None for i, real in zip(ids, valid, strict=True)] == names
 
 
-def test_the_plan_of_the_run_says_the_same_of_each_step_as_the_delivery(run, tmp_path):
-    for _, (epoch, step), _ in counted(run):
-        flags = run.record, "--epoch", epoch, "--step", step
-        delivered = asked("batch", *flags, "--json")["delivered"]
-        planned = asked("plan", *flags, "--svg", tmp_path / "step.svg", "--json", code=1)["step"]
-        assert planned == [{name: on[name] for name in planned[0]} for on in delivered]
-        drawn = (tmp_path / "step.svg").read_text()
-        assert all(f"data rank {on['data_rank']}, on ranks" in drawn for on in delivered)
-        assert drawn.count("<title>") == sum(len(on["ranks"]) for on in delivered)
-
-
 def test_the_whole_run_is_proved_and_what_was_lost_is_said(run):
     found = asked("verify", run.record, "--json")
     rows = counted(run)
@@ -224,18 +213,6 @@ def test_a_loader_of_other_data_that_is_given_the_same_record_is_named_and_not_c
     assert sum(map(len, evaluated)) == 6
 
 
-def test_of_a_stream_the_parts_of_each_rank_are_known(tmp_path):
-    given = Given(tmp_path)
-    given.job([[0, 1]], ["mp", "dp"], "dp", 8, ["take", 3], ["save", "a"], data="stream")
-
-    found = asked("batch", given.record, "--step", 1, "--json")["delivered"]
-    assert [(on["ranks"], on["parts"]) for on in found] == [([0], [0, 1]), ([1], [2, 3])]
-    assert {(on["first_in_each"], on["end_in_each"]) for on in found} == {(2, 4)}
-    for ranks, parts in [([0], [0, 1]), ([1], [2, 3])]:  # sample i of a common stream is of part i // 2 mod 4
-        ids = given.rows[0][1][1][ranks[0]][0]
-        assert {i // 2 % 4 for i in ids} == set(parts)
-
-
 def test_the_record_says_who_wrote_it_with_what(run):
     first = json.loads(run.record.read_text().splitlines()[0])
     assert first["line"] == "begin"
@@ -260,4 +237,4 @@ def test_the_command_answers_on_a_machine_without_paddle(run):
     assert [proof["problems"] for proof in found["epochs"]] == [[], []]
     assert asked_elsewhere("where", run.record, "--sample", "chat:2")["places"]
     assert asked_elsewhere("batch", run.record, "--epoch", 0, "--step", 3)["delivered"]
-    assert asked_elsewhere("plan", run.record, "--step", 0, code=1)["step"]
+    assert asked_elsewhere("plan", "--samples", 8, "--batch-size", 4, "--mesh", "dp=2", "--step", 0)["step"]

@@ -7,7 +7,7 @@ from typing import Any
 
 from paddle_shard.errors import ArgumentError
 from paddle_shard.extras.cli.answer import EPOCH, RECORD, Answer, Rows, check_epoch, command, legs_at, run_of, sample_of
-from paddle_shard.extras.cli.places import rows_of, samples_of, shapes_of, shares_of
+from paddle_shard.extras.cli.places import rows_of, samples_of, shapes_of
 from paddle_shard.extras.cli.proof import proof_of
 from paddle_shard.extras.cli.timeline import Leg, Timeline, places_in, timeline
 from paddle_shard.plan.skips import Skips
@@ -141,20 +141,10 @@ def batch(options: argparse.Namespace) -> Answer:
     run = run_of(options.record)
     legs = legs_at(run, options.epoch, options.step)
     delivered = [
-        {"job": leg.job.number, "told": _told(leg, options.step), **row}
+        {"job": leg.job.number, "told": _told(leg, options.step), **share}
         for leg in legs
-        for row in _rows_of_batch(leg, options.step)
+        for share in samples_of(leg.plan, leg.job.holders, leg.start.epoch, options.step, leg.history.skips)
     ]
     notes = _notes(run)
     values = {"epoch": legs[0].start.epoch, "step": options.step, "delivered": delivered, "notes": notes}
     return Answer(values=values, text=[delivered, *notes])
-
-
-def _rows_of_batch(leg: Leg, step: int) -> list[dict[str, Any]]:
-    """Return each replica group with its samples at a step; for a stream, with its parts and the places in them."""
-    plan = leg.job.parts_plan
-    if plan is None:
-        return samples_of(leg.plan, leg.job.holders, leg.start.epoch, step, leg.history.skips)
-    first = leg.start.samples // plan.num_parts + (step - leg.start.steps) * plan.samples_per_part
-    places = {"first_in_each": first, "end_in_each": first + plan.samples_per_part}
-    return [{**group, "parts": parts, **places} for group, parts in shares_of(leg.job.meshes, plan.parts_of)]

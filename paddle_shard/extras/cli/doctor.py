@@ -16,7 +16,7 @@ from typing import Any
 
 from paddle_shard.errors import PeerLostError
 from paddle_shard.extras.cli.answer import Answer, Hazard, command
-from paddle_shard.extras.cli.plan import MESH, count_of
+from paddle_shard.extras.cli.plan import count_of
 from paddle_shard.version import VERSION
 
 _FILES = 4096
@@ -34,7 +34,6 @@ print("works by", dist.get_backend())
 
 
 @command(
-    MESH,
     ("--timeout", {"type": count_of(1), "default": 60, "help": "under the launcher: seconds to wait for a rank"}),
 )
 def doctor(options: argparse.Namespace) -> Answer:
@@ -60,7 +59,7 @@ def doctor(options: argparse.Namespace) -> Answer:
     group: dict[str, str] = {}
     size = int(os.environ.get("PADDLE_TRAINERS_NUM") or 1)
     if size > 1 and versions["paddle"] != "not installed":
-        hazards += _check_group(size, options, versions, group)
+        hazards += _check_group(size, options.timeout, versions, group)
     text = [[{"what": name, "here": value} for name, value in {**machine, **group}.items()]]
     return Answer(values={"machine": machine, "group": group}, text=text, hazards=hazards)
 
@@ -87,26 +86,23 @@ def _installed(*names: str) -> str:
     return "not installed"
 
 
-def _check_group(
-    size: int, options: argparse.Namespace, versions: Mapping[str, str], group: dict[str, str]
-) -> Iterator[Hazard]:
+def _check_group(size: int, timeout: int, versions: Mapping[str, str], group: dict[str, str]) -> Iterator[Hazard]:
     """Yield the hazards of the ranks that the launcher has started; `group` gets what they report."""
     from paddle_shard.ranks.agreeing import gather_of
 
     ranks = tuple(range(size))
-    meshes = [f"{mesh.shape} of axes {mesh.axes} with ranks {mesh.process_ids}" for mesh in options.mesh]
-    report = {**versions, "host": socket.gethostname(), "--mesh": "; ".join(meshes)}
+    report = {**versions, "host": socket.gethostname()}
     try:
-        reports = [json.loads(text) for text in gather_of(ranks, json.dumps(report), options.timeout, "doctor")]
+        reports = [json.loads(text) for text in gather_of(ranks, json.dumps(report), timeout, "doctor")]
         hosts = dict.fromkeys(other.pop("host") for other in reports)
         group["ranks"] = f"{size} on {len(hosts)} hosts: {', '.join(hosts)}"
         yield from _differences(reports)
-        results = gather_of(ranks, _all_reduce(options.timeout), 2 * options.timeout, "doctor, after the collectives")
+        results = gather_of(ranks, _all_reduce(timeout), 2 * timeout, "doctor, after the collectives")
     except PeerLostError as lost:
         what = str(lost).rstrip(".")
         if lost.timeout:
             who = f"ranks {list(lost.ranks)} do" if lost.ranks else "a rank does"
-            what = f"{who} not answer within {options.timeout} s"
+            what = f"{who} not answer within {timeout} s"
         yield Hazard(what, "Look for the reason in their logs: each runs paddle-shard doctor, and can reach rank 0")
         return
     group["an all-reduce"] = results[0]
@@ -114,9 +110,6 @@ def _check_group(
         if not result.startswith("works"):
             remedy = "Check the network, drivers and GLOO_SOCKET_IFNAME"
             yield Hazard(f"collectives fail on rank {rank}: {result}", remedy)
-    missing = sorted({rank for mesh in options.mesh for rank in mesh.process_ids} - set(ranks))
-    if missing:
-        yield Hazard(f"--mesh has the ranks {missing}, and the job has {size}", "Start more ranks, or correct it")
 
 
 def _differences(reports: list[dict[str, Any]]) -> Iterator[Hazard]:
@@ -125,7 +118,7 @@ def _differences(reports: list[dict[str, Any]]) -> Iterator[Hazard]:
         rank = next((rank for rank, report in enumerate(reports) if report[name] != expected), None)
         if rank is not None:
             what = f"{name} differs: {expected} on rank 0, {reports[rank][name]} on rank {rank}"
-            yield Hazard(what, "All ranks need the same: install one version, and give all of them the same meshes")
+            yield Hazard(what, "All ranks need the same: install one version")
 
 
 def _all_reduce(timeout: float) -> str:

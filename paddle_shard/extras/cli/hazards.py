@@ -45,15 +45,9 @@ def _idle_axes(mesh: MeshLayout, axes: Sequence[str]) -> Iterator[Hazard]:
         yield Hazard(f"axis {axis!r} of {size} ranks carries no data: all of them get the same rows", remedy)
 
 
-def hazards_of_plan(plan: ShardPlan, epoch: int, *, is_balanced: bool) -> Iterator[Hazard]:
-    """Yield the hazards of a plan.
-
-    Args:
-        plan: The plan.
-        epoch: The epoch whose last step is examined.
-        is_balanced: Whether rows are balanced by cost (`balance=`), so that their data ranks are not known here.
-    """
-    if plan.num_steps and not is_balanced:
+def hazards_of_plan(plan: ShardPlan, epoch: int) -> Iterator[Hazard]:
+    """Yield the hazards of a plan; of its steps, the last one of an epoch is examined."""
+    if plan.num_steps:
         yield from _ranks_without_samples(plan, epoch, plan.num_steps - 1)
     dropped = plan.num_positions - plan.num_served
     if dropped > _MUCH * plan.num_samples:
@@ -74,8 +68,6 @@ def hazards_of_plan(plan: ShardPlan, epoch: int, *, is_balanced: bool) -> Iterat
 def _ranks_without_samples(plan: ShardPlan, epoch: int, step: int) -> Iterator[Hazard]:
     """Yield whether data ranks have no valid row at a step."""
     rows = np.arange(plan.num_rows(step=step))
-    if len(rows) % plan.num_data_ranks:
-        return  # the epoch began on another mesh, which read this step
     valid = plan.valid(epoch=epoch, step=step, rows=rows)
     data_ranks, _ = place_of_rows(rows[valid], len(rows), plan.num_data_ranks, plan.micro_size(step=step))
     idle = np.setdiff1d(np.arange(plan.num_data_ranks), data_ranks).tolist()

@@ -64,12 +64,9 @@ def svg_of(meshes: Meshes, shares: Sequence[Mapping[str, Any]], title: str) -> s
             marks.append(_text(x + 4, y + 15, str(rank)))
     # The samples: a line for each data rank.
     y = 60 + _BOX * -(-len(ranks) // columns)
-    for share in [share for share in shares if share["mesh"] in (0, None)][:_MOST_LINES]:
-        who = f"data rank {share['data_rank']}, on ranks {cell(share['ranks'])}"
-        if share["data_rank"] is None:
-            who = "rows that are balanced by cost"
-        text = f"{who}: {cell(share['samples'])}"
-        marks.append(f'<rect x="10" y="{y}" width="12" height="12" {_fill(share["data_rank"] or 0)}/>')
+    for share in [share for share in shares if share["mesh"] == 0][:_MOST_LINES]:
+        text = f"data rank {share['data_rank']}, on ranks {cell(share['ranks'])}: {cell(share['samples'])}"
+        marks.append(f'<rect x="10" y="{y}" width="12" height="12" {_fill(share["data_rank"])}/>')
         marks.append(_text(28, y + 10, text if len(text) <= _MOST_TEXT else f"{text[:_MOST_TEXT]} ..."))
         y += _LINE
     head = (

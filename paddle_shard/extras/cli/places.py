@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -13,7 +13,6 @@ from paddle_shard.plan.partition import slice_rows
 from paddle_shard.plan.shard_plan import ShardPlan, step_of_plan
 from paddle_shard.plan.skips import Skips
 
-_T = TypeVar("_T")
 Meshes = Sequence[tuple[MeshLayout, Sequence[str]]]
 """Each mesh with its data axes."""
 
@@ -31,23 +30,18 @@ def groups_of(meshes: Meshes) -> Iterator[dict[str, Any]]:
             yield {"mesh": number, "data_rank": data_rank, "ranks": group}
 
 
-def shares_of(meshes: Meshes, share: Callable[[int, int], _T]) -> Iterator[tuple[dict[str, Any], _T]]:
-    """Yield each replica group with `share(data rank, number of data ranks of the mesh)`."""
-    counts = [mesh.num_data_ranks(axes) for mesh, axes in meshes]
-    for group in groups_of(meshes):
-        yield group, share(group["data_rank"], counts[group["mesh"]])
-
-
 def rows_of(plan: ShardPlan, meshes: Meshes, step: int) -> Iterator[tuple[dict[str, Any], Sequence[int]]]:
     """Yield each replica group with its rows of the global batch at a step, in its own order.
 
     Without meshes, it is not known who has which rows: they were balanced by costs that a record does not hold.
     """
     num_rows = plan.num_rows(step=step)
+    micro_size = plan.micro_size(step=step)
     if not meshes:
         yield {"mesh": None, "data_rank": None, "ranks": None}, range(num_rows)
-    micro_size = plan.micro_size(step=step)
-    yield from shares_of(meshes, lambda data_rank, of: slice_rows(num_rows, of, data_rank, micro_size).tolist())
+    for group in groups_of(meshes):
+        mesh, axes = meshes[group["mesh"]]
+        yield group, slice_rows(num_rows, mesh.num_data_ranks(axes), group["data_rank"], micro_size).tolist()
 
 
 def samples_at(plan: ShardPlan, epoch: int, step: int, skips: Skips) -> list[Any]:

@@ -14,9 +14,9 @@ import numpy as np
 
 from paddle_shard.checks import length_or_none
 from paddle_shard.errors import ArgumentError, described
-from paddle_shard.extras.cli.answer import EPOCH, RECORD, Answer, cell, command, legs_at, run_of, sample_of
+from paddle_shard.extras.cli.answer import EPOCH, RECORD, Answer, cell, command, legs_at, run_of
 from paddle_shard.extras.cli.places import samples_at
-from paddle_shard.extras.cli.timeline import Timeline, places_in
+from paddle_shard.extras.cli.timeline import Timeline
 
 _MOST_TEXT = 2000
 _MOST_VALUES = 16
@@ -45,8 +45,7 @@ def text_of(value: Any) -> str:
 
 @command(
     RECORD,
-    ("--step", {"type": int, "help": "step of the epoch, from 0"}),
-    ("--sample", {"type": sample_of, "help": "one sample instead: its index; of a mixture, source:index"}),
+    ("--step", {"type": int, "required": True, "help": "step of the epoch, from 0"}),
     (
         "--open",
         {
@@ -64,12 +63,15 @@ def show(options: argparse.Namespace) -> Answer:
     example: paddle-shard show run.jsonl --epoch 0 --step 3 --open my_module:dataset
     """
     run = run_of(options.record)
-    samples = _samples(run, options)
+    leg = legs_at(run, options.epoch, options.step)[-1]
+    samples = samples_at(leg.plan, leg.start.epoch, options.step, leg.history.skips)
     dataset = _open(options.open, run)
     decode = text_of if options.decode is None else import_object(options.decode)
     found: list[dict[str, Any]] = []
     failed = False
     for sample in samples:
+        if sample is None:  # padding, or skipped
+            continue
         try:
             text = text_of(decode(_read(dataset, sample)))
         except Exception as error:  # whatever the user's data set raises
@@ -78,19 +80,6 @@ def show(options: argparse.Namespace) -> Answer:
         found.append({"sample": sample, "text": text})
     lines = [f"{cell([item['sample']])}: {item['text']}" for item in found]
     return Answer(values={"samples": found}, text=lines, failed=failed)
-
-
-def _samples(run: Timeline, options: argparse.Namespace) -> list[Any]:
-    """Return the samples that the options name, without padding and skipped rows."""
-    if (options.step is None) == (options.sample is None):
-        raise ArgumentError("give --step, or --sample.")
-    if options.sample is not None:
-        if all(leg.job.unknown is None for leg, _ in run.passes):
-            list(places_in(run, options.sample))  # raises for a sample that does not exist
-        return [options.sample]
-    leg = legs_at(run, options.epoch, options.step)[-1]
-    samples = samples_at(leg.plan, leg.start.epoch, options.step, leg.history.skips)
-    return [sample for sample in samples if sample is not None]
 
 
 def _open(path: str, run: Timeline) -> Any:

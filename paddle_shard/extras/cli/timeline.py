@@ -16,7 +16,6 @@ from typing import Any
 from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.mesh import MeshLayout
 from paddle_shard.plan.orders import ordering_of
-from paddle_shard.plan.parts import PartsPlan
 from paddle_shard.plan.shard_plan import BatchSizes, ShardPlan, rows_of_sample
 from paddle_shard.plan.state import History, LoaderState, sealed
 from paddle_shard.samplers import PlanBatches
@@ -54,12 +53,6 @@ class Job:
         if ordering_of(self.facts["fingerprint"]) is None:
             return f"shuffle={self.facts['fingerprint']['shuffle']!r} is an order of your own"
         return None
-
-    @property
-    def parts_plan(self) -> PartsPlan | None:
-        """How the batches of its stream are made of parts; None if there are no parts."""
-        parts = self.facts["data"].get("num_parts")
-        return None if parts is None else PartsPlan(num_parts=parts, **self.facts["plan"])
 
     def batches(self, history: History) -> PlanBatches:
         """Return the order that this job served, with the changes of the run.
