@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paddle_shard.checks import check_count
-from paddle_shard.errors import ArgumentError, ArgumentTypeError, StateError
+from paddle_shard.errors import ArgumentError, StateError
 from paddle_shard.plan.order import Indices
 from paddle_shard.plan.seeding import derive_key
 from paddle_shard.plan.shuffle import Permutation
@@ -61,18 +61,13 @@ class BucketBatchSampler:
 
         Raises:
             ArgumentError: An argument is out of range, or both sizes or none are given.
-            ArgumentTypeError: `lengths` is no array and no list.
         """
-        if not isinstance(lengths, Sequence | np.ndarray) and not hasattr(lengths, "__array__"):
-            raise ArgumentTypeError(
-                f"lengths must be an array or a list of ints, one for each sample, got {type(lengths).__name__}. Of a "
-                "data set, make it once, for instance [len(sample) for sample in dataset], and keep it in a file."
-            )
-        self._lengths = np.asarray(lengths)
+        self._lengths = np.asarray(lengths if isinstance(lengths, Sequence) or hasattr(lengths, "__array__") else [])
         if self._lengths.ndim != 1 or self._lengths.dtype.kind not in "iu" or not len(self._lengths):
             raise ArgumentError(
-                f"lengths must be an array of ints, one for each sample, got {self._lengths.dtype} of shape "
-                f"{list(self._lengths.shape)}."
+                f"lengths must be an array of ints or a list, one for each sample, got {type(lengths).__name__} of "
+                f"{self._lengths.dtype}, shape {list(self._lengths.shape)}. Make it once, for instance "
+                "[len(sample) for sample in dataset], and keep it in a file."
             )
         if int(self._lengths.min()) < 0:
             raise ArgumentError(f"lengths must be 0 or more, got {int(self._lengths.min())}.")

@@ -15,10 +15,8 @@ import os
 import re
 import socket
 import time
-import zlib
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -48,12 +46,25 @@ _VALUES = "values.pdparams"
 """File of a rank: the values that it saves whole, its own states, and the index of its parts."""
 _PARTS = "parts.pdparams"
 """File of a rank: its parts of distributed tensors, by path."""
-_ONLY_SOME = " (step, names, checksum of the names of values). Tensors of some ranks only must be distributed tensors."
+_ONLY_SOME = " (step, names, number of values). Tensors of some ranks only must be distributed tensors."
 _NAME = re.compile(r"(\d+)-(\d+)-step(\d+)", re.ASCII)
 """Generation, number in the generation, and step of a checkpoint."""
 _TIMEOUT = 1800.0
 """Seconds for which a rank may write or read while the others wait."""
 _log = logging.getLogger("paddle_shard")
+
+
+@dataclass(slots=True)
+class _Saved:
+    """The contents of a checkpoint."""
+
+    whole: dict[str, Any] = field(default_factory=dict)
+    """Values that are no distributed tensors, by path."""
+    kinds: dict[str, Any] = field(default_factory=dict)
+    """Shapes and dtypes of distributed tensors, by path."""
+    parts: list[SavedPart] = field(default_factory=list)
+    own: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """Of each rank, its states of loaders of data that is split already."""
 
 
 class Checkpoints:
@@ -148,7 +159,7 @@ class Checkpoints:
             else:
                 leaves.update(_leaves(state, (name,)))
         names = [path for path, leaf in leaves.items() if not is_dist(leaf)]
-        report: dict[str, Any] = {"same": [step, sorted(what), _checksum_of(names)]}
+        report: dict[str, Any] = {"same": [step, sorted(what), len(names)]}
         if self._rank == 0:
             self._check_fence()
             numbers = [
@@ -298,22 +309,10 @@ class Checkpoints:
         }
         target_leaves = dict(_leaves(targets))
 
-        # Read what all ranks saved: whole values, where the parts of tensors are, and this rank's own states.
-        states: dict[str, Any] = {}
-        whole: dict[str, Any] = {}
-        saved_parts: list[SavedPart] = []
-        kinds: dict[str, Any] = {}
-        num_own = Counter[str]()
-        for file in sorted(directory.glob(_values_of("*"))):
-            saved = paddle.load(str(file))
-            whole |= saved["whole"]
-            for path, (kind, start, shape) in saved["index"].items():
-                kinds[path] = kind
-                saved_parts.append(SavedPart(path, start, shape, Path(str(file).replace(_VALUES, _PARTS))))
-            num_own.update(saved["own"].keys())
-            if file.name == _values_of(self._rank):
-                states |= saved["own"]
-        kinds |= {path: kind_of(leaf) for path, leaf in whole.items() if is_dist(target_leaves.get(path))}
+        saved = self._read(directory)
+        whole = saved.whole
+        kinds = saved.kinds | {path: kind_of(leaf) for path, leaf in whole.items() if is_dist(target_leaves.get(path))}
+        states = saved.own.get(self._rank, {})
 
         # Tensors that were saved in parts, or that are distributed now, are filled in place.
         filled: dict[str, Any] = {}
@@ -325,19 +324,33 @@ class Checkpoints:
         for path, leaf in {**whole, **filled}.items():
             _put(states, path, leaf)
 
-        for key in num_own.keys() & what.keys():
-            if num_own[key] != len(self._ranks):
+        for key in what:
+            num_saved = sum(key in own for own in saved.own.values())
+            if num_saved not in (0, len(self._ranks)):
                 raise StateError(
-                    f"{key}: the data is split already, so {name} holds a state of each of {num_own[key]} ranks, and "
+                    f"{key}: the data is split already, so {name} holds a state of each of {num_saved} ranks, and "
                     f"there are {len(self._ranks)} now. Resume on as many ranks."
                 )
         _check_fits(what, states, targets, name)
         loaders = [key for key, value in what.items() if _is_loader(value)]
         for key in loaders:  # before anything else is filled: a loader may reject its state
             setters[key](states[key])
-        fill(filled, whole, saved_parts)
+        fill(filled, whole, saved.parts)
         for key in what.keys() - loaders:
             setters[key](states[key])
+
+    def _read(self, directory: Path) -> _Saved:
+        """Read what all ranks saved, without the parts of tensors."""
+        saved = _Saved()
+        for file in sorted(directory.glob(f"*_{_VALUES}")):
+            values = paddle.load(str(file))
+            saved.whole |= values["whole"]
+            saved.own[int(file.name.partition("_")[0])] = values["own"]
+            for path, (kind, start, shape) in values["index"].items():
+                saved.kinds[path] = kind
+                parts_file = file.with_name(file.name.replace(_VALUES, _PARTS))
+                saved.parts.append(SavedPart(path, start, shape, parts_file))
+        return saved
 
     # Shared by saving and loading
 
@@ -368,17 +381,16 @@ class Checkpoints:
             report = {"done": work()}
         except Exception as own_error:
             error = own_error
-            report = {"failed": described(error), "taken_over": isinstance(error, TakenOverError) and str(error)}
+            report = {"failed": described(error)}
         texts = gather_of(self._ranks, json.dumps(report), _TIMEOUT, f"Checkpoints.{call}")
         reports = [json.loads(text) for text in texts]
         if isinstance(error, PaddleShardError):
             raise error
         for rank, report in enumerate(reports):
-            if report.get("taken_over"):
-                raise TakenOverError(report["taken_over"])
             if "failed" in report:
+                is_taken_over = report["failed"].startswith(TakenOverError.__name__)
                 text = f"Checkpoints.{call} in {self._folder} failed on global rank {rank}: {report['failed']}"
-                raise CheckpointError(text) from error
+                raise (TakenOverError if is_taken_over else CheckpointError)(text) from error
         return [report["done"] for report in reports]
 
 
@@ -412,19 +424,11 @@ def _check_fits(what: Mapping[str, Any], states: Mapping[str, Any], targets: Map
 
 def _setter_of(key: str, value: Any) -> Callable[[Any], Any]:
     """Return the function that gives an object its state."""
-    for method in ("set_state_dict", "load_state_dict"):
+    for method in ("set_state_dict", "load_state_dict", "update"):
         if hasattr(value, method):
-            return partial(_set_state, key, getattr(value, method))
-    if isinstance(value, dict):
-        return value.update
+            setter: Callable[[Any], Any] = getattr(value, method)
+            return setter
     raise ArgumentError(f"load({key}=): give an object with a state_dict, or a dict, not {type(value).__name__}.")
-
-
-def _set_state(key: str, setter: Callable[[Any], Any], state: Any) -> None:
-    try:
-        setter(state)
-    except StateError as error:
-        raise StateError(f"{key}: {error}") from None
 
 
 def _is_loader(value: Any) -> bool:
@@ -436,10 +440,6 @@ def _parsed(name: str) -> tuple[int, int, int]:
     match = _NAME.fullmatch(name)
     assert match is not None
     return int(match[1]), int(match[2]), int(match[3])
-
-
-def _values_of(rank: int | str) -> str:
-    return f"{rank}_{_VALUES}"
 
 
 def _leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[str, Any]]:
@@ -457,7 +457,3 @@ def _put(states: dict[str, Any], path: str, leaf: Any) -> None:
     for key in outer:
         states = states.setdefault(key, {})
     states[last] = leaf
-
-
-def _checksum_of(value: Any) -> int:
-    return zlib.crc32(json.dumps(value, sort_keys=True).encode())

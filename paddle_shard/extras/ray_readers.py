@@ -134,12 +134,7 @@ class ReadingActor:
         answer = self._failure or self._reader.read(what, self._number, look)
         if isinstance(answer, ReadFailure):
             answer = replace(answer, where=self._where)
-        try:
-            pieces = pickled(answer, cloudpickle.CloudPickler)
-        except Exception as error:
-            failure = ReadFailure.of(error, what="sending the batch", worker=self._number, where=self._where)
-            pieces = pickled(failure)
-        return [np.asarray(piece) for piece in pieces]
+        return [np.asarray(piece) for piece in pickled(answer, cloudpickle.CloudPickler)]
 
 
 @dataclass(slots=True, eq=False)
@@ -234,13 +229,17 @@ class RayPool(WorkerPool):
         import ray
 
         worker = self._actors[number]
-        waited = 0.0
+        begun = time.monotonic()
+        is_reported = False
         while True:
-            begun = time.monotonic()
+            waited = time.monotonic() - begun
             if self.interrupted or waited >= self.worker_timeout:
                 text = f"no reader has answered for {self.worker_timeout:g} s; the loader's timeout= says so"
-                raise WorkersLostError(f"{text}. {self._cluster()}", number)
-            if self._is_ready(worker.refs[0], min(_LOOK_SECONDS, self.worker_timeout - waited)):
+                raise WorkersLostError(f"{text}. {self._free_cpus()}", number)
+            if waited >= _PATIENCE_SECONDS and not is_reported:
+                is_reported = True
+                _log.warning("worker %d has not answered for %g s. %s", number, waited, self._free_cpus())
+            if self._is_ready(worker.refs[0], _LOOK_SECONDS):
                 try:
                     answer = ray.get(worker.refs[0])
                     break
@@ -249,10 +248,6 @@ class RayPool(WorkerPool):
                     break
                 except ray.exceptions.RayError as error:
                     self._replace(number, error)
-            before = waited
-            waited += time.monotonic() - begun
-            if before < _PATIENCE_SECONDS <= waited:
-                _log.warning("worker %d has not answered for %g s. %s", number, _PATIENCE_SECONDS, self._cluster())
         worker.requests.popleft()
         worker.refs.popleft()
         worker.deaths.clear()
@@ -285,14 +280,12 @@ class RayPool(WorkerPool):
         worker.handle = self._create(number)
         worker.refs = deque(worker.handle.read.remote(request) for request in worker.requests)
 
-    def _cluster(self) -> str:
-        """Return in words which CPUs the cluster has for actors."""
+    def _free_cpus(self) -> str:
         with contextlib.suppress(Exception):
             import ray
 
             free = ray.available_resources().get("CPU", 0)
-            total = ray.cluster_resources().get("CPU", 0)
-            return f"Each actor takes one CPU, and some seconds to start; {free:g} of the cluster's {total:g} are free."
+            return f"Each actor takes one CPU, and some seconds to start; {free:g} CPUs of the cluster are free."
         return "Ray does not answer either."
 
     def let_go(self) -> None:

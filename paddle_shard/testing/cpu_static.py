@@ -20,7 +20,7 @@ from contextlib import ExitStack
 from typing import Any
 from unittest import mock
 
-from paddle_shard.errors import PaddleShardError, PeerLostError
+from paddle_shard.errors import PaddleShardError
 
 
 class StaticGroupsError(PaddleShardError, RuntimeError):
@@ -58,7 +58,7 @@ def cpu_static(timeout: float = 60.0) -> CpuStatic:
     Raises:
         StaticGroupsError: From `train()` or `eval()`, on all ranks, naming the groups, if on any rank the
             program uses more than one.
-        TimeoutError: From there too, if some ranks never came; they are named.
+        PeerLostError: From there too, if some ranks never came; they are named.
 
     Examples:
         >>> with cpu_static():  # doctest: +SKIP
@@ -137,14 +137,7 @@ def _agree(engine: Any, groups: dict[str, list[tuple[int, ...]]], timeout: float
     from paddle_shard.ranks.agreeing import gather_of
 
     unsupported = [f"{mode} uses {[*map(list, used)]}" for mode, used in groups.items() if len(used) > 1]
-    try:
-        texts = gather_of(tuple(range(engine._nranks)), "; ".join(unsupported), timeout, "cpu_static()")
-    except PeerLostError as lost:
-        raise TimeoutError(
-            f"rank {engine._cur_rank} waited {timeout:g} s for ranks {list(lost.ranks)} to prepare the static "
-            "program too. Every rank of the job must call train() or eval(); the log of one of these "
-            "ranks may say why it did not. Give cpu_static(timeout=...) more if they are only slow."
-        ) from lost
+    texts = gather_of(tuple(range(engine._nranks)), "; ".join(unsupported), timeout, "cpu_static()")
     lines = [f"  rank {rank}: {text}\n" for rank, text in enumerate(texts) if text]
     if lines:
         raise StaticGroupsError(

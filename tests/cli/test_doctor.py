@@ -1,4 +1,4 @@
-"""`paddle-shard doctor` under the launcher: ranks that do not fit together are told, and nothing hangs."""
+"""`paddle-shard doctor` under the launcher: ranks that are missing or fail are named, and nothing hangs."""
 
 import json
 import re
@@ -35,7 +35,7 @@ def the_hazard(reports):
     return f"{one['what']}. {one['remedy']}"
 
 
-def test_ranks_that_fit_together_have_no_hazard(tmp_path):
+def test_ranks_whose_collectives_work_have_no_hazard(tmp_path):
     for one in told(tmp_path, 2, run=launch_ranks):
         assert [hazard for hazard in one["hazards"] if "MB" not in hazard["what"]] == []
         assert re.match(r"2 on 1 hosts: \S+", one["group"]["ranks"])
@@ -45,18 +45,14 @@ def test_ranks_that_fit_together_have_no_hazard(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "what"),
     [
-        ({"does": {"1": "other version"}}, r"paddle_shard differs: \S+ on rank 0, 0.0.7 on rank 1"),
         ({"does": {"0": "no network", "1": "no network", "2": "no network"}}, "on rank 0: OSError: no network"),
         ({"timeout": 10, "does": {"0": "hangs", "1": "hangs", "2": "hangs"}}, "on rank 0: not in 10 s"),
     ],
 )  # fmt: skip
-def test_ranks_that_do_not_fit_together_are_told_alike(flags, what, tmp_path):
+def test_collectives_that_fail_are_told_on_all_ranks(flags, what, tmp_path):
     found = told(tmp_path, **flags)
-    if "network" in what or "not in" in what:
-        assert [len(one["hazards"]) >= 3 for one in found] == [True] * 3
-        assert all(re.search(what, str(one["hazards"])) for one in found)
-    else:
-        assert re.search(what, the_hazard(found))
+    assert [len(one["hazards"]) >= 3 for one in found] == [True] * 3
+    assert all(re.search(what, str(one["hazards"])) for one in found)
 
 
 @pytest.mark.parametrize("missing", [0, 2])  # rank 0 has the store by which the others meet

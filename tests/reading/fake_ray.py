@@ -125,9 +125,6 @@ class FakeRay(ModuleType):
     def available_resources(self):
         return {"CPU": 0.0}
 
-    def cluster_resources(self):
-        return {"CPU": 1.0}
-
 
 def all_answer(ray):
     """Every actor is placed, and answers one call."""

@@ -186,7 +186,7 @@ def test_an_actor_that_is_late_is_waited_for_and_then_an_error(monkeypatch):
         pool.send(0, 0)
         assert not pool.has_answer(0)
         with pytest.raises(
-            WorkersLostError, match="for 0.05 s.*Each actor takes one CPU.*; 0 of the cluster's 1 are free"
+            WorkersLostError, match="for 0.05 s.*Each actor takes one CPU.*; 0 CPUs of the cluster are free"
         ):
             pool.receive(0)
 

@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from paddle_shard.errors import ArgumentError
-from paddle_shard.extras.cli.answer import EPOCH, RECORD, Answer, Rows, check_epoch, command, legs_at, run_of, sample_of
+from paddle_shard.extras.cli.answer import EPOCH, RECORD, Answer, Rows, command, legs_at, run_of, sample_of
 from paddle_shard.extras.cli.places import rows_of, samples_of, shapes_of
 from paddle_shard.extras.cli.proof import proof_of
 from paddle_shard.extras.cli.timeline import Leg, Timeline, places_in, timeline
@@ -97,21 +97,15 @@ def _notes(run: Timeline) -> list[str]:
     ]
 
 
-@command(
-    RECORD, ("--sample", {"type": sample_of, "required": True, "help": "its index; of a mixture, source:index"}), EPOCH
-)
+@command(RECORD, ("--sample", {"type": sample_of, "required": True, "help": "its index; of a mixture, source:index"}))
 def where(options: argparse.Namespace) -> Answer:
     """Show at which steps, on which ranks and in which rows a sample was delivered.
 
     example: paddle-shard where run.jsonl --sample 12345
     """
     run = run_of(options.record)
-    if options.epoch is not None:
-        check_epoch(run, options.epoch)
     places: list[dict[str, Any]] = []
     for leg, step, row in places_in(run, options.sample):
-        if options.epoch not in (None, leg.start.epoch):
-            continue
         place = {
             "epoch": leg.start.epoch,
             "step": step,

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import platform
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
 
 from paddle_shard.errors import PeerLostError
 from paddle_shard.extras.cli.answer import Answer, Hazard, command
@@ -41,15 +39,16 @@ def doctor(options: argparse.Namespace) -> Answer:
 
     example: paddle-shard doctor --json
     """
-    versions = {
+    paddle = _installed("paddlepaddle-gpu", "paddlepaddle")
+    machine = {
         "paddle_shard": VERSION,
-        "paddle": _installed("paddlepaddle-gpu", "paddlepaddle"),
+        "paddle": paddle,
         "numpy": _installed("numpy"),
         "python": platform.python_version(),
+        "system": platform.platform(),
     }
-    machine = {**versions, "system": platform.platform()}
     hazards = []
-    if versions["paddle"] == "not installed":
+    if paddle == "not installed":
         hazards.append(Hazard("Paddle is not installed: loaders need it", "pip install 'paddle_shard[cpu]'"))
     if sys.platform == "linux":
         hazards += _check_limits(machine)
@@ -58,8 +57,8 @@ def doctor(options: argparse.Namespace) -> Answer:
         hazards.append(Hazard(f"loaders need Linux, this is {machine['system']}", remedy))
     group: dict[str, str] = {}
     size = int(os.environ.get("PADDLE_TRAINERS_NUM") or 1)
-    if size > 1 and versions["paddle"] != "not installed":
-        hazards += _check_group(size, options.timeout, versions, group)
+    if size > 1 and paddle != "not installed":
+        hazards += _check_group(size, options.timeout, group)
     text = [[{"what": name, "here": value} for name, value in {**machine, **group}.items()]]
     return Answer(values={"machine": machine, "group": group}, text=text, hazards=hazards)
 
@@ -86,17 +85,14 @@ def _installed(*names: str) -> str:
     return "not installed"
 
 
-def _check_group(size: int, timeout: int, versions: Mapping[str, str], group: dict[str, str]) -> Iterator[Hazard]:
+def _check_group(size: int, timeout: int, group: dict[str, str]) -> Iterator[Hazard]:
     """Yield the hazards of the ranks that the launcher has started; `group` gets what they report."""
     from paddle_shard.ranks.agreeing import gather_of
 
     ranks = tuple(range(size))
-    report = {**versions, "host": socket.gethostname()}
     try:
-        reports = [json.loads(text) for text in gather_of(ranks, json.dumps(report), timeout, "doctor")]
-        hosts = dict.fromkeys(other.pop("host") for other in reports)
+        hosts = dict.fromkeys(gather_of(ranks, socket.gethostname(), timeout, "doctor"))
         group["ranks"] = f"{size} on {len(hosts)} hosts: {', '.join(hosts)}"
-        yield from _differences(reports)
         results = gather_of(ranks, _all_reduce(timeout), 2 * timeout, "doctor, after the collectives")
     except PeerLostError as lost:
         what = str(lost).rstrip(".")
@@ -110,15 +106,6 @@ def _check_group(size: int, timeout: int, versions: Mapping[str, str], group: di
         if not result.startswith("works"):
             remedy = "Check the network, drivers and GLOO_SOCKET_IFNAME"
             yield Hazard(f"collectives fail on rank {rank}: {result}", remedy)
-
-
-def _differences(reports: list[dict[str, Any]]) -> Iterator[Hazard]:
-    """Yield, for each field that is not the same on all ranks, the first rank that differs from rank 0."""
-    for name, expected in reports[0].items():
-        rank = next((rank for rank, report in enumerate(reports) if report[name] != expected), None)
-        if rank is not None:
-            what = f"{name} differs: {expected} on rank 0, {reports[rank][name]} on rank {rank}"
-            yield Hazard(what, "All ranks need the same: install one version")
 
 
 def _all_reduce(timeout: float) -> str:

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from paddle_shard.checks import listed
 from paddle_shard.errors import ArgumentError
 from paddle_shard.extras.cli.answer import Answer, Hazard, Rows, command, parsed
-from paddle_shard.extras.cli.hazards import carries_data, hazards_of_meshes, hazards_of_plan
 from paddle_shard.extras.cli.page import page_of, svg_of
 from paddle_shard.extras.cli.places import Meshes, groups_of, samples_of, shapes_of
 from paddle_shard.plan.mesh import MeshLayout, grid_of
 from paddle_shard.plan.mixture import Mixing, drawn_of
 from paddle_shard.plan.orders import ORDERINGS, find_ordering
+from paddle_shard.plan.partition import place_of_rows
 from paddle_shard.plan.shard_plan import ShardPlan, facts_of_plan
 from paddle_shard.plan.skips import Skips
 from paddle_shard.plan.tails import TAILS
@@ -29,6 +32,8 @@ _MOST_ROWS = 10**8
 _MOST_SHOWN = 64
 """Ranks of a mesh that is shown as a grid; replica groups of a larger one that are listed."""
 _STEPS_OF_PAGE = 8
+_MUCH = 0.01
+"""Share of the samples above which dropping them is a hazard."""
 
 
 # Arguments
@@ -80,7 +85,7 @@ def source_of(text: str) -> tuple[str, int, float]:
             "help": "axes and sizes in row-major order: dp=4,mp=2; with its ranks: dp=2,mp=1@3,1; once for each mesh",
         },
     ),
-    ("--data-axes", {"metavar": "AXES", "help": "axes that split the rows: dp or dp,sharding; '' for none"}),
+    ("--data-axes", {"default": "dp", "help": "axes that split the rows: dp (default) or dp,sharding; '' for none"}),
     ("--batch-size", {"type": count_of(1), "required": True, "help": "rows of a global batch, before accumulation"}),
     ("--samples", {"type": int, "help": "length of the data set; of a mixture, samples of an epoch"}),
     ("--source", {"type": source_of, "action": "append", "help": "a source of a mixture: web=samples:weight"}),
@@ -98,10 +103,11 @@ def plan(options: argparse.Namespace) -> Answer:
 
     example: paddle-shard plan --samples 50000 --batch-size 256 --mesh dp=4,mp=2 --data-axes dp --shuffle --step 3
     """
-    meshes = [(mesh, _data_axes(mesh, options.data_axes)) for mesh in options.mesh]
+    named = tuple(filter(None, options.data_axes.split(",")))
+    meshes = [(mesh, [mesh.axes[axis] for axis in mesh.axis_indices(named)]) for mesh in options.mesh]
     values: dict[str, Any] = {"meshes": list(groups_of(meshes))}
     text = _mesh_sections(meshes)
-    hazards = list(hazards_of_meshes(meshes))
+    hazards: list[Hazard] = []
     shard_plan = _plan_of(options, meshes, hazards)
     if shard_plan is not None:
         values["plan"] = facts_of_plan(shard_plan)
@@ -113,7 +119,7 @@ def plan(options: argparse.Namespace) -> Answer:
         if options.step is not None:
             values["step"] = samples_of(shard_plan, meshes, options.epoch, options.step, Skips())
             text += [f"epoch {options.epoch}, step {options.step}", values["step"]]
-        hazards += hazards_of_plan(shard_plan, options.epoch)
+        hazards += hazards_of(shard_plan, options.epoch)
     answer = Answer(values=values, text=text, hazards=hazards)
     if options.html is not None or options.svg is not None:
         _draw(answer, shard_plan, meshes, options)
@@ -153,14 +159,29 @@ def _plan_of(options: argparse.Namespace, meshes: Meshes, hazards: list[Hazard])
         return None
 
 
-def _data_axes(mesh: MeshLayout, named: str | None) -> list[str]:
-    """Return the data axes of a mesh: those that the user names, or else the first one with a usual name."""
-    if named is not None:
-        return [mesh.axes[axis] for axis in mesh.axis_indices(tuple(filter(None, named.split(","))))]
-    likely = list(filter(carries_data, mesh.axes))[:1]
-    if not likely:
-        raise ArgumentError(f"--data-axes is missing: which of {', '.join(mesh.axes)} split the rows of a batch?")
-    return likely
+def hazards_of(plan: ShardPlan, epoch: int) -> Iterator[Hazard]:
+    """Yield the hazards of a plan; of its steps, the last one of an epoch is examined."""
+    dropped = plan.num_positions - plan.num_served
+    if dropped > _MUCH * plan.num_samples:
+        what = f"tail={plan.tail!r} drops {dropped} of {plan.num_samples} samples in each epoch"
+        yield Hazard(what, "tail='pad' serves them, and a smaller batch drops fewer")
+    if not plan.num_steps:
+        return
+    step = plan.num_steps - 1
+    rows = np.arange(plan.num_rows(step=step))
+    valid = plan.valid(epoch=epoch, step=step, rows=rows)
+    data_ranks, _ = place_of_rows(rows[valid], len(rows), plan.num_data_ranks, plan.micro_size(step=step))
+    idle = np.setdiff1d(np.arange(plan.num_data_ranks), data_ranks).tolist()
+    if idle:
+        what = (
+            f"the last step of the epoch, {step}, has {len(rows) - valid.sum()} of {len(rows)} rows of padding, and "
+            f"nothing else on {len(idle)} of its data ranks: {listed(idle)}"
+        )
+        remedy = (
+            "A mean over the valid rows of such a rank divides by 0: divide the sum of all ranks by their count. "
+            "tail='drop' leaves such a step out"
+        )
+        yield Hazard(what, remedy)
 
 
 def _mesh_sections(meshes: Meshes) -> list[str | Rows]:
