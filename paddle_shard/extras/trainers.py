@@ -81,16 +81,17 @@ class TrainerCallback:
         folder = self._checkpoint or getattr(args, "resume_from_checkpoint", None)
         if not isinstance(folder, str | os.PathLike):
             folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
-        paths = [Path(folder, name) for name in (_name(dist.get_rank()), FILE)]
-        found = [path for path in paths if path.is_file()]
-        if not found:
+        path = Path(folder, _name(dist.get_rank()))
+        if not path.is_file():
+            path = Path(folder, FILE)
+        if not path.is_file():
             raise StateError(
                 f"{folder} holds no {FILE}, so it is not known where the data stood at global step "
                 f"{state.global_step}. Give TrainerCallback(checkpoint=...) the folder from which the trainer resumes; "
                 "or leave the callback out, if that was made without it: the trainer then reads the data again up to "
                 "there."
             )
-        self._loaded = json.loads(found[0].read_text())
+        self._loaded = json.loads(path.read_text())
         if not args.ignore_data_skip:
             raise ArgumentError(
                 "TrainerCallback puts the data where it stood, and this trainer would then skip as much again: give "
@@ -218,7 +219,8 @@ def patch_paddle(*, on_loader: Callable[[ShardDataloader], Any] | None = None, *
     if getattr(original, "__wrapped__", None) is shard_dataloader:
         raise ArgumentError("patch_paddle: paddle is patched already; undo() the first patch.")
     own = {p.name for p in inspect.signature(shard_dataloader).parameters.values() if p.kind is p.KEYWORD_ONLY}
-    if unknown := sorted(set(options) - own):
+    unknown = sorted(set(options) - own)
+    if unknown:
         raise ArgumentError(f"patch_paddle: unknown options {unknown}; there are {sorted(own)}.")
     if on_loader is not None and not callable(on_loader):
         raise ArgumentError(f"on_loader must be a function that takes a loader, got {on_loader!r}.")

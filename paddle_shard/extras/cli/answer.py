@@ -75,7 +75,7 @@ def command(
 
 
 RECORD = ("record", {"metavar": "RECORD", "help": "the file of shard_dataloader(record=)"})
-EPOCH = ("--epoch", {"type": int, "help": "the epoch; may be left out if the run has one only"})
+EPOCH = ("--epoch", {"type": int, "help": "the epoch; may be left out if one only has the step"})
 
 
 def table(rows: Rows) -> str:
@@ -125,29 +125,19 @@ def run_of(path: str) -> Timeline:
     return timeline(lines)
 
 
-def check_epoch(run: Timeline, epoch: int | None) -> int:
-    """Return an epoch that the run has begun; None: the only one that it has delivered from."""
-    begun = sorted({leg.start.epoch for leg, _ in run.passes})
-    candidates = run.epochs or begun
-    if epoch is None and len(candidates) == 1:
-        return candidates[0]
-    if epoch in begun:
-        return epoch
-    what = "--epoch is missing" if epoch is None else f"--epoch {epoch} was not begun"
-    raise ArgumentError(" ".join([f"{what}: the run has the epochs {cell(begun)}. Give one of them.", *run.untold]))
-
-
 def legs_at(run: Timeline, epoch: int | None, step: int) -> list[Leg]:
     """Return the legs that delivered a step of an epoch, at least one.
 
     Raises:
         ArgumentError: The step was not delivered; or several epochs have it and `epoch` is None.
     """
-    epoch = check_epoch(run, epoch)
-    legs = [leg for leg, end in run.passes if leg.start.epoch == epoch and leg.start.steps <= step < end]
+    legs = [leg for leg, end in run.passes if leg.start.steps <= step < end and epoch in (None, leg.start.epoch)]
+    epochs = sorted({leg.start.epoch for leg in legs})
+    if len(epochs) > 1:
+        raise ArgumentError(f"--epoch is missing: the epochs {cell(epochs)} have step {step}. Give one of them.")
     if not legs:
-        ranges = ", ".join(f"[{leg.start.steps}, {leg.steps})" for leg in run.legs_of(epoch)) or "none"
-        what = f"step {step} of epoch {epoch} was not delivered, says the record; of this epoch it has {ranges}."
+        ranges = [f"[{leg.start.steps}, {leg.steps}) of epoch {leg.start.epoch}" for leg in run.legs]
+        what = f"step {step} was not delivered, says the record; it has the steps {', '.join(ranges) or 'none'}."
         raise ArgumentError(" ".join([what, *run.untold]))
     return legs
 

@@ -7,7 +7,6 @@ delivered, or these after the position at which the next one began, does not cou
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -148,12 +147,15 @@ class Timeline:
         return [leg for leg in self.legs if leg.start.epoch == epoch]
 
     @property
-    def passes(self) -> list[tuple[Leg, float]]:
-        """Each leg with the step before which it ends, whether a line tells it or not."""
-        passes: list[tuple[Leg, float]] = [(leg, leg.steps) for leg in self.legs if leg is not self.open]
+    def passes(self) -> list[tuple[Leg, int]]:
+        """Each leg with the step before which it ends, whether a line tells it or not.
+
+        Raises:
+            ArgumentError: Only the loader knows the order of the newest one.
+        """
+        passes = [(leg, leg.steps) for leg in self.legs if leg is not self.open]
         if self.open is not None:
-            end = math.inf if self.open.job.unknown is not None else self.open.plan.num_steps
-            passes.append((self.open, end))
+            passes.append((self.open, self.open.plan.num_steps))
         return passes
 
 
