@@ -109,10 +109,9 @@ class Checkpoints:
         Args:
             step: Steps of the run so far.
             what: What to save, by name: objects with a `state_dict` (model, optimizer, scheduler, loader), or what
-                `paddle.save` takes. Each rank saves its part of distributed tensors, and its own state of a
-                loader of data that is split already. All else is saved
-                by the first rank, so it must be the same on all. The state of a loader knows what all ranks have
-                delivered, so that its certificate continues.
+                `paddle.save` takes. Each rank saves its part of distributed tensors, and its own state of a loader of
+                data that is split already. All else is saved by the first rank, so it must be the same on all. The
+                state of a loader knows what all ranks have delivered, so that its certificate continues.
 
         Returns:
             The path of the checkpoint.
@@ -312,7 +311,7 @@ class Checkpoints:
         saved = self._read(directory)
         whole = saved.whole
         kinds = saved.kinds | {path: kind_of(leaf) for path, leaf in whole.items() if is_dist(target_leaves.get(path))}
-        states = saved.own.get(self._rank, {})
+        states = dict(saved.own.get(self._rank, {}))
 
         # Tensors that were saved in parts, or that are distributed now, are filled in place.
         filled: dict[str, Any] = {}
