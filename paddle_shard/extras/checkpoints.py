@@ -387,9 +387,11 @@ class Checkpoints:
             raise error
         for rank, report in enumerate(reports):
             if "failed" in report:
-                is_taken_over = report["failed"].startswith(TakenOverError.__name__)
+                kind, _, reason = report["failed"].partition(": ")
+                if kind == TakenOverError.__name__:
+                    raise TakenOverError(reason)
                 text = f"Checkpoints.{call} in {self._folder} failed on global rank {rank}: {report['failed']}"
-                raise (TakenOverError if is_taken_over else CheckpointError)(text) from error
+                raise CheckpointError(text) from error
         return [report["done"] for report in reports]
 
 

@@ -77,7 +77,7 @@ def test_a_rank_that_never_prepares_is_named_at_the_deadline(of_ranks):
 
     kind, text, dynamic_mode = reports[0]
     assert kind == "PeerLostError"
-    assert "[1]" in text
+    assert "cpu_static(): global rank 1 has" in text
     assert dynamic_mode
 
 
