@@ -1,16 +1,18 @@
-"""How are samples of like lengths put into one batch, in an order that can be resumed anywhere?"""
+"""Batches of samples of like lengths, in an order that can be resumed anywhere."""
 
 from __future__ import annotations
 
+import copy
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from paddle_shard.checks import check_count
-from paddle_shard.errors import ArgumentError, ArgumentTypeError, StateError
+from paddle_shard.errors import ArgumentError, StateError
 from paddle_shard.plan.order import Indices
 from paddle_shard.plan.seeding import derive_key
 from paddle_shard.plan.shuffle import Permutation
@@ -59,18 +61,13 @@ class BucketBatchSampler:
 
         Raises:
             ArgumentError: An argument is out of range, or both sizes or none are given.
-            ArgumentTypeError: `lengths` is no array and no list.
         """
-        if not isinstance(lengths, Sequence | np.ndarray) and not hasattr(lengths, "__array__"):
-            raise ArgumentTypeError(
-                f"lengths must be an array or a list of ints, one for each sample, got {type(lengths).__name__}. Of a "
-                "data set, make it once, for instance [len(sample) for sample in dataset], and keep it in a file."
-            )
-        self._lengths = np.asarray(lengths)
+        self._lengths = np.asarray(lengths if isinstance(lengths, Sequence) or hasattr(lengths, "__array__") else [])
         if self._lengths.ndim != 1 or self._lengths.dtype.kind not in "iu" or not len(self._lengths):
             raise ArgumentError(
-                f"lengths must be an array of ints, one for each sample, got {self._lengths.dtype} of shape "
-                f"{list(self._lengths.shape)}."
+                f"lengths must be an array of ints or a list, one for each sample, got {type(lengths).__name__} of "
+                f"{self._lengths.dtype}, shape {list(self._lengths.shape)}. Make it once, for instance "
+                "[len(sample) for sample in dataset], and keep it in a file."
             )
         if int(self._lengths.min()) < 0:
             raise ArgumentError(f"lengths must be 0 or more, got {int(self._lengths.min())}.")
@@ -85,21 +82,24 @@ class BucketBatchSampler:
         if batch_size is not None and batch_size % multiple_of:
             raise ArgumentError(f"batch_size={batch_size} must be a multiple of multiple_of={multiple_of}.")
         unit = batch_size or multiple_of
-        window = -(-window // unit) * unit
-        self.batch_size, self.drop_last = batch_size, drop_last
+        self.batch_size = batch_size
+        self.drop_last = drop_last
         self.epoch = 0
         """The epoch that the next iteration serves; `set_epoch` sets it."""
-        self._max_tokens, self._window, self._multiple, self._seed = max_tokens, window, multiple_of, seed
-        self._at = (0, 0)
-        self._counts: tuple[int, int] | None = None
-        self._settings: dict[str, Any] = {**sizes, "window": window, "seed": seed, "drop_last": drop_last}
-        """All that the order depends on, besides the epoch."""
+        self._max_tokens = max_tokens
+        self._multiple_of = multiple_of
+        self._window = -(-window // unit) * unit
+        self._seed = seed
+        self._position = (0, 0)
+        """Window, and batch in it, of the next batch."""
+        self._num_batches: dict[int, int] = {}
+        """Number of batches of an epoch in which they hold tokens, once it was asked for."""
+        self._settings = {**sizes, "window": self._window, "seed": seed, "drop_last": drop_last}
+        """What the order depends on, besides the epoch and the lengths."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BucketBatchSampler:
         """Return a copy with a position of its own; the lengths, which never change, are shared."""
-        found = object.__new__(type(self))
-        found.__dict__.update(self.__dict__)
-        return found
+        return copy.copy(self)
 
     @property
     def num_samples(self) -> int:
@@ -112,35 +112,41 @@ class BucketBatchSampler:
         Args:
             epoch: 0 or more.
         """
-        self.epoch, self._at = int(epoch), (0, 0)
+        self.epoch = int(epoch)
+        self._position = (0, 0)
 
     def __len__(self) -> int:
         """Return the number of batches of the epoch."""
         if self.batch_size is not None:
             full, rest = divmod(len(self._lengths), self.batch_size)
             return full + (rest > 0 and not self.drop_last)
-        if self._counts is None or self._counts[0] != self.epoch:
-            windows = range(-(-len(self._lengths) // self._window))
-            self._counts = self.epoch, sum(len(self._batches(window)) for window in windows)
-        return self._counts[1]
+        if self.epoch not in self._num_batches:
+            self._num_batches = {self.epoch: sum(len(self._batches(self.epoch, window)) for window in self._windows(0))}
+        return self._num_batches[self.epoch]
+
+    def _windows(self, first: int) -> range:
+        return range(first, -(-len(self._lengths) // self._window))
 
     def __iter__(self) -> Iterator[list[int]]:
         """Yield the batches from the present position on; the next iteration serves the next epoch."""
-        first, skipped = self._at
-        for window in range(first, -(-len(self._lengths) // self._window)):
-            batches = self._batches(window)
-            for number in range(skipped if window == first else 0, len(batches)):
-                self._at = (window, number + 1)
-                yield batches[number].tolist()
-        self.epoch, self._at = self.epoch + 1, (0, 0)
+        first_window, first_batch = self._position
+        for window in self._windows(first_window):
+            for number, batch in enumerate(self._batches(self.epoch, window)):
+                if window > first_window or number >= first_batch:
+                    self._position = (window, number + 1)
+                    yield batch.tolist()
+        self.set_epoch(self.epoch + 1)
+
+    @cached_property
+    def _fingerprint(self) -> dict[str, Any]:
+        checksum = zlib.crc32(np.ascontiguousarray(self._lengths, np.int64).data)
+        return {**self._settings, "lengths": f"{len(self._lengths)}, CRC {checksum:08x}"}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position, and what the order depends on: JSON-able."""
-        if "lengths" not in self._settings:  # once, and only if there is a state
-            crc = zlib.crc32(np.ascontiguousarray(self._lengths, np.int64).data)
-            self._settings["lengths"] = f"{len(self._lengths)}, CRC {crc:08x}"
-        place = {"epoch": self.epoch, "window": self._at[0], "batch": self._at[1]}
-        return {"version": VERSION, **place, "settings": dict(self._settings)}
+        window, batch = self._position
+        settings = dict(self._fingerprint)
+        return {"version": VERSION, "epoch": self.epoch, "window": window, "batch": batch, "settings": settings}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at a position.
@@ -151,44 +157,52 @@ class BucketBatchSampler:
         Raises:
             StateError: It is not such a state, or is of a sampler with other lengths or settings.
         """
-        mine = self.state_dict()
-        fine = isinstance(state, Mapping) and set(state) == set(mine) and state["version"] == VERSION
-        if not fine or not all(
-            isinstance(state[name], int) and state[name] >= 0 for name in ("epoch", "window", "batch")
-        ):
+        own = self.state_dict()
+        if not isinstance(state, Mapping) or set(state) != set(own) or state["version"] != VERSION:
             raise StateError(f"state must be what BucketBatchSampler.state_dict() returned, got {state!r}.")
-        was, now = state["settings"], mine["settings"]
-        changes = [f"{name}: saved {was.get(name)}, now {now[name]}" for name in now if was.get(name) != now[name]]
+        saved = state["settings"]
+        changes = [
+            f"{name}: saved {saved.get(name)}, now {value}"
+            for name, value in own["settings"].items()
+            if saved.get(name) != value
+        ]
         if changes:
             raise StateError(
                 f"state is of a BucketBatchSampler with another order ({', '.join(changes)}), so its position holds "
                 "other samples here. Give it the same lengths and settings, or begin a new epoch without this state."
             )
-        self.epoch, self._at = state["epoch"], (state["window"], state["batch"])
+        self.epoch = state["epoch"]
+        self._position = (state["window"], state["batch"])
 
-    def _batches(self, window: int) -> list[Indices]:
+    def _batches(self, epoch: int, window: int) -> list[Indices]:
         """Return the batches of a window, in their order."""
-        begin, end = window * self._window, min((window + 1) * self._window, len(self._lengths))
-        shuffled = Permutation(len(self._lengths), derive_key("buckets", self._seed, self.epoch, size=64))
-        samples = shuffled(np.arange(begin, end, dtype=np.int64))
-        samples = samples[np.argsort(self._lengths[samples], kind="stable")]
-        found = self._cut(samples)
-        last = [found.pop()] if len(found[-1]) % (self.batch_size or self._multiple) else []  # only of the last window
-        key = derive_key("bucket batches", self._seed, self.epoch, window, size=64)
-        order = Permutation(len(found), key)(np.arange(len(found), dtype=np.int64)) if found else ()
-        return [found[number] for number in order] + ([] if self.drop_last else last)
+        begin = window * self._window
+        positions = np.arange(begin, min(begin + self._window, len(self._lengths)), dtype=np.int64)
+        samples = Permutation(len(self._lengths), derive_key("buckets", self._seed, epoch, size=64))(positions)
+        batches = self._cut(samples[np.argsort(self._lengths[samples], kind="stable")])
+        short = []
+        if len(batches[-1]) % (self.batch_size or self._multiple_of):  # only in the last window
+            short = [batches.pop()]
+        if batches:
+            key = derive_key("bucket batches", self._seed, epoch, window, size=64)
+            order = Permutation(len(batches), key)(np.arange(len(batches), dtype=np.int64))
+            batches = [batches[number] for number in order]
+        return batches if self.drop_last else batches + short
 
     def _cut(self, samples: Indices) -> list[Indices]:
         """Cut samples, sorted by their lengths, into batches."""
-        if self.batch_size is not None:
-            return [samples[at : at + self.batch_size] for at in range(0, len(samples), self.batch_size)]
-        assert self._max_tokens is not None
-        found, begin, lengths = [], 0, self._lengths[samples]
+        batches = []
+        lengths = self._lengths[samples].astype(np.int64)
+        begin = 0
         while begin < len(samples):
-            # A batch of n samples from here has n times the length of its last one.
-            tokens = lengths[begin:].astype(np.int64) * np.arange(1, len(samples) - begin + 1)
-            most = int(np.searchsorted(tokens, self._max_tokens, "right"))
-            size = max(self._multiple, most // self._multiple * self._multiple)
-            found.append(samples[begin : begin + size])
-            begin += size
-        return found
+            end = begin + (self.batch_size or self._num_samples_of_tokens(lengths[begin:]))
+            batches.append(samples[begin:end])
+            begin = end
+        return batches
+
+    def _num_samples_of_tokens(self, lengths: npt.NDArray[np.int64]) -> int:
+        """Return how many of the next samples, sorted by their lengths, are a batch of at most `max_tokens`."""
+        assert self._max_tokens is not None
+        # A batch of n samples has n times the length of its last one.
+        most = int(np.count_nonzero(lengths * np.arange(1, len(lengths) + 1) <= self._max_tokens))
+        return max(self._multiple_of, most // self._multiple_of * self._multiple_of)

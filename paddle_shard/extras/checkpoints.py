@@ -1,9 +1,9 @@
-"""How does a job save all that it needs to resume, so that whatever is killed when, a whole checkpoint is there?
+"""Checkpoints of a job: each is complete on all ranks, or not there, whatever process is killed when.
 
-A checkpoint is a directory of the folder, `<generation>-<step>-<number>`. Its manifest, which has the size and the
-checksum of each file, is written last: what has none, or another file than it says, is no checkpoint. A generation is
-a start of the job. It is claimed by a file that only one process can make, so a process that was frozen while the job
-was started anew finds a later generation before it writes, and ends.
+A checkpoint is a directory `<generation>-<number>-step<step>` of the folder. Its manifest, which holds the size of each
+file, is written last: a directory without one, or with a file of another size, is no checkpoint. A generation is a
+start of the job, claimed by a file that only one process can create. A process that was frozen while the job was
+started again finds a later generation before it writes, and raises.
 """
 
 from __future__ import annotations
@@ -15,18 +15,15 @@ import os
 import re
 import socket
 import time
-import zlib
-from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import closing
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import paddle
 import paddle.distributed as dist
 
-from paddle_shard.checks import check_count, listed
+from paddle_shard.checks import check_count
 from paddle_shard.errors import (
     ArgumentError,
     CheckpointError,
@@ -35,20 +32,39 @@ from paddle_shard.errors import (
     TakenOverError,
     described,
 )
-from paddle_shard.extras.checkpoint_folder import folder_of, written_by
-from paddle_shard.extras.checkpoint_parts import fill, is_dist, is_split, kind_of
-from paddle_shard.position.run import Run
+from paddle_shard.extras.checkpoint_folder import create_file, remove_directory, sizes_in, sync, write_file
+from paddle_shard.extras.checkpoint_parts import SavedPart, fill, is_dist, kind_of, part_of, without_sums
 from paddle_shard.ranks.agreeing import gather_of
 from paddle_shard.ranks.rendezvous import num_ranks
+from paddle_shard.sources.files import is_remote, local_path
 
-VERSION = 1
-"""Version of the manifest and of the files of this library beside it."""
+VERSION = 2
+"""Version of the manifest, of the names of checkpoints and of the files of this library."""
 
-_MANIFEST, _HALF = "manifest.json", "it is half-written"
+_MANIFEST = "manifest.json"
+_VALUES = "values.pdparams"
+"""File of a rank: the values that it saves whole, its own states, and the index of its parts."""
+_PARTS = "parts.pdparams"
+"""File of a rank: its parts of distributed tensors, by path."""
+_ONLY_SOME = " (step, names, number of values). Tensors of some ranks only must be distributed tensors."
+_NAME = re.compile(r"(\d+)-(\d+)-step(\d+)", re.ASCII)
+"""Generation, number in the generation, and step of a checkpoint."""
 _TIMEOUT = 1800.0
 """Seconds for which a rank may write or read while the others wait."""
-_CHUNK = 1 << 20
 _log = logging.getLogger("paddle_shard")
+
+
+@dataclass(slots=True)
+class _Saved:
+    """The contents of a checkpoint."""
+
+    whole: dict[str, Any] = field(default_factory=dict)
+    """Values that are no distributed tensors, by path."""
+    kinds: dict[str, Any] = field(default_factory=dict)
+    """Shapes and dtypes of distributed tensors, by path."""
+    parts: list[SavedPart] = field(default_factory=list)
+    own: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """Of each rank, its states of loaders of data that is split already."""
 
 
 class Checkpoints:
@@ -67,22 +83,23 @@ class Checkpoints:
     """
 
     def __init__(self, folder: str | os.PathLike[str], keep: int = 2) -> None:
-        """Nothing is made or read yet.
+        """Choose the folder; nothing is created or read yet.
 
         Args:
-            folder: A folder that all hosts see under this path, or a URL that fsspec opens (`s3://...`), whose server
-                can make a file only if it does not exist. It is made if it is missing.
-            keep: How many good checkpoints to leave; at least 2, since a job that is started anew may be reading the
+            folder: A folder that all hosts see under this path. It is created if it is missing.
+            keep: How many checkpoints to keep; at least 2, since a job that is started again may be reading the
                 last but one.
 
         Raises:
-            ArgumentError: `keep` is less than 2.
+            ArgumentError: `keep` is less than 2, or `folder` is a URL.
         """
-        self._folder, self._keep = folder_of(os.fspath(folder)), check_count("keep", keep, 2)
+        if is_remote(os.fspath(folder)):
+            raise ArgumentError(f"folder={folder!r} is a URL: give a folder that all hosts see, such as a mounted one.")
+        self._folder = Path(local_path(os.fspath(folder))).absolute()
+        self._keep = check_count("keep", keep, 2)
         self._generation: int | None = None
-        self._damaged: set[str] = set()
-        """Names of checkpoints that were read, and are none. After a save nothing is read."""
-        self._rank, self._ranks = dist.get_rank(), tuple(range(num_ranks()))
+        self._rank = dist.get_rank()
+        self._ranks = tuple(range(num_ranks()))
 
     # Saving
 
@@ -92,203 +109,173 @@ class Checkpoints:
         Args:
             step: Steps of the run so far.
             what: What to save, by name: objects with a `state_dict` (model, optimizer, scheduler, loader), or what
-                `paddle.save` takes. Of distributed tensors that are split, each rank saves its part, by
-                `dist.save_state_dict`; of a loader of data that is split already, its own state. All else is saved by
-                the first rank, so it must be the same on all. The state of a loader knows what all ranks have
-                delivered, so that its certificate continues.
+                `paddle.save` takes. Each rank saves its part of distributed tensors, and its own state of a loader of
+                data that is split already. All else is saved by the first rank, so it must be the same on all. The
+                state of a loader knows what all ranks have delivered, so that its certificate continues.
 
         Returns:
-            The path or URL of the checkpoint.
+            The path of the checkpoint.
 
         Raises:
-            TakenOverError: The job was started anew while this process was held up. Nothing was saved. The process
+            TakenOverError: The job was started again while this process was held up. Nothing was saved. The process
                 must end.
             CheckpointError: A rank could not write, on all ranks. The checkpoints before are as they were.
             ArgumentError: The ranks save different steps or things.
         """
-        notes = list[Callable[..., None]]()
-        try:
-            saved = self._save(step, what, notes)
-        except TakenOverError:
-            for note in notes:
-                note(kind="taken over")
-            raise
-        for note in notes:
-            note()
-        return saved
-
-    def _save(self, step: int, what: Mapping[str, Any], notes: list[Callable[..., None]]) -> str:
-        """Save; `notes` gets what notes in the records of loaders what has become of it."""
-        self._claim()
+        self._claim("save()")
         leaves: dict[str, Any] = {}
         own: dict[str, Any] = {}
-        """What each rank saves for itself: the states of loaders of data that is split already."""
-
-        def state_of(one: Any) -> Any:
-            run, save = getattr(one, "_run", None), getattr(one, "state_dict", None)
-            # Of a loader, unless its state is made by a class of the user's, the record is told when all is saved.
-            if not isinstance(run, Run) or not str(getattr(save, "__module__", "")).startswith("paddle_shard."):
-                return one if save is None else save()
-            state = run.state()
-            notes.append(partial(run.note_saved, state, step))
-            return state.to_dict()
-
-        def begin() -> list[Any]:
-            check_count("step", step, 0)
-            if not what:
-                raise ArgumentError("save(): there is nothing to save. Name it: save(step, model=model, data=loader).")
-            counted = [name for name, value in what.items() if _is_counted(value)]
-            states = {name: state_of(one) for name, one in what.items()}
-            own.update({name: states.pop(name) for name, one in what.items() if _is_split_data(one)})
-            leaves.update(_leaves(states) if states else ())
-            alike = [path for path, leaf in leaves.items() if not is_dist(leaf)]
-            told = [
-                [step, *sorted(what), len(alike), _checksum_of(alike)],
-                any(map(is_split, leaves.values())),
-                counted,
-            ]
-            if self._rank:
-                return told
-            self._check_fence()
-            newest = next(iter(self._names()), "0-0").split("-")
-            if int(newest[0]) == self._generation and int(newest[1]) > step:
-                self._generation = self._next_generation()  # the run went back: this is newer than what it saved before
-            name = f"{self._generation:06d}-{step:010d}-"
-            return [*told, f"{name}{sum(one.startswith(name) for one in self._folder.sizes())}"]
-
-        begun = self._on_all(begin, "save()")
-        _check_same(
-            "save",
-            [one[0] for one in begun],
-            " (step, names, number of values that are no distributed tensors, checksum of their names). Tensors of "
-            "some ranks only must be distributed tensors, on the mesh of these ranks",
-        )
-        splits = any(one[1] for one in begun)
-        # Of a loader, the first rank may be on none of its meshes.
-        savers = {known: rank for rank in reversed(self._ranks) for known in begun[rank][2]}
-        name: str = begun[0][-1]
-        self._generation = int(name.partition("-")[0])
+        reports = self._on_all(lambda: self._collect(step, what, leaves, own), "save()")
+        _check_same("save", [report["same"] for report in reports], _ONLY_SOME)
+        directory = self._folder / reports[0]["name"]
         try:
-            with self._folder.filled(name) as directory:
-                self._on_all(lambda: self._write(directory, leaves, own, savers, splits), "save()")
-                # Only now, since any rank may have written Paddle's metadata.
-                written = self._on_all(lambda: self._kept(name, directory), "save()")
-            self._on_all(lambda: self._finish(name, written), "save()")
+            files = self._on_all(lambda: self._write(directory, leaves, own), "save()")
+            self._on_all(lambda: self._finish(directory, files), "save()")
         finally:
             if self._rank == 0:
                 self._clean()
-        return f"{self._folder.name}/{name}"
+        return str(directory)
 
-    def _write(
-        self,
-        directory: Path,
-        leaves: Mapping[str, Any],
-        own: Mapping[str, Any],
-        savers: Mapping[str, int],
-        splits: bool,
-    ) -> None:
-        """Write this rank's files. `savers`: the ranks that save what the first rank does not, by its name."""
-        whole, split, shapes = dict[str, Any](), dict[str, Any](), dict[str, Any]()
+    def _collect(self, step: int, what: Mapping[str, Any], leaves: dict[str, Any], own: dict[str, Any]) -> Any:
+        """Collect what this rank may save, and return what the ranks compare.
+
+        Args:
+            step: Steps of the run so far.
+            what: What to save, by name.
+            leaves: Gets the values of all states, by path.
+            own: Gets the states of loaders of data that is split already.
+        """
+        check_count("step", step, 0)
+        if not what:
+            raise ArgumentError("save(): there is nothing to save. Name it: save(step, model=model, data=loader).")
+        for name, value in what.items():
+            if _is_loader(value):
+                with contextlib.suppress(ArgumentError):  # streams have none
+                    value.certificate()
+            state = value.state_dict() if hasattr(value, "state_dict") else value
+            if _is_loader(value) and value.is_dataset_splitted:
+                own[name] = state
+            else:
+                leaves.update(_leaves(state, (name,)))
+        names = [path for path, leaf in leaves.items() if not is_dist(leaf)]
+        report: dict[str, Any] = {"same": [step, sorted(what), len(names)]}
+        if self._rank == 0:
+            self._check_fence()
+            numbers = [
+                number for generation, number, _ in map(_parsed, self._names()) if generation == self._generation
+            ]
+            report["name"] = f"{self._generation:06d}-{max(numbers, default=0) + 1:06d}-step{step}"
+        return report
+
+    def _write(self, directory: Path, leaves: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, int]:
+        """Write this rank's files; return the size of each."""
+        whole: dict[str, Any] = {}
+        parts: dict[str, Any] = {}
+        index: dict[str, Any] = {}
         for path, leaf in leaves.items():
-            members = leaf.process_mesh.process_ids if is_dist(leaf) else [savers.get(json.loads(path)[0], 0)]
-            if self._rank not in members:  # its own ranks save it
-                continue
-            first = self._rank == members[0]
-            if is_split(leaf):
-                split[path] = leaf
-                shapes |= {path: kind_of(leaf)} if first else {}
-                continue
-            if is_dist(leaf):
-                whole_here = all(kind.is_replicated() for kind in leaf.placements)
-                leaf = leaf._local_value() if whole_here else dist.unshard_dtensor(leaf)  # which is collective
-            whole |= {path: leaf} if first else {}
-        if splits:
-            dist.save_state_dict(split, str(directory), unique_id=0)
-        if whole or shapes or own:
-            paddle.save({"whole": whole, "split": shapes, "own": own}, str(directory / f"{self._rank}_values.pdparams"))
+            if not is_dist(leaf):
+                if self._rank == 0:
+                    whole[path] = leaf
+            elif self._rank in leaf.process_mesh.process_ids:
+                tensor = without_sums(leaf)
+                part = part_of(tensor)
+                if part is not None and part.is_first:
+                    parts[path] = tensor._local_value()
+                    index[path] = [kind_of(tensor), part.start, part.shape]
+        directory.mkdir(parents=True, exist_ok=True)
+        contents: dict[str, Any] = {_VALUES: {"whole": whole, "own": own, "index": index}}
+        if parts:
+            contents[_PARTS] = parts
+        files = {directory / f"{self._rank}_{name}": content for name, content in contents.items()}
+        for file, content in files.items():
+            paddle.save(content, str(file))
+        sync(*files, directory, self._folder)
+        return {file.name: file.stat().st_size for file in files}
 
-    def _kept(self, name: str, directory: Path) -> dict[str, list[int]]:
-        """Have this rank's files kept; return the size and the checksum of each."""
-        files = written_by(directory, self._rank)
-        for file in files:
-            self._folder.keep(name, file)
-        return {file.name: _measured(file) for file in files}
-
-    def _finish(self, name: str, written: Sequence[Mapping[str, list[int]]]) -> None:
-        """Write the manifest, if this is the first rank."""
+    def _finish(self, directory: Path, sizes_of_ranks: Sequence[Mapping[str, int]]) -> None:
+        """Write the manifest, on the first rank."""
         if self._rank:
             return
-        files = {file: measured for one in written for file, measured in one.items()}
-        here = self._folder.sizes(name)
-        unseen = [file for file, (size, _) in files.items() if here.get(file) != size]
+        files = {file: size for sizes in sizes_of_ranks for file, size in sizes.items()}
+        unseen = files.items() - sizes_in(directory).items()
         if unseen:
             raise CheckpointError(
-                f"global rank 0 does not see {unseen} as other ranks have written them. All hosts must see the same "
-                "folder."
+                f"global rank 0 does not see {sorted(unseen)} as other ranks have written them. All hosts must see the "
+                "same folder."
             )
         self._check_fence()
-        told = {"version": VERSION, "name": name, "files": files}
-        self._folder.write(f"{name}/{_MANIFEST}", json.dumps({**told, "checksum": _checksum_of(told)}).encode())
+        write_file(directory / _MANIFEST, json.dumps({"version": VERSION, "files": files}).encode())
 
     def _clean(self) -> None:
         """Delete what is older than the checkpoints to keep, and what is half-written; on the first rank."""
         try:
             self._check_fence()
-            good = 0
+            num_complete = 0
             for name in self._names():
-                if int(name.partition("-")[0]) > (self._generation or 0):  # of one that has claimed it just now
+                if _parsed(name)[0] > (self._generation or 0):  # of a job that has just claimed it
                     continue
-                manifest = self._manifest_of(name)
-                if good >= self._keep or manifest == _HALF:
-                    self._folder.remove(name)
-                good += isinstance(manifest, dict) and name not in self._damaged
+                is_complete = self._problem_of(name) is None
+                if num_complete >= self._keep or not is_complete:
+                    remove_directory(self._folder / name)
+                num_complete += is_complete
         except TakenOverError:
-            return  # its checkpoints are the other's now
+            return
         except OSError as error:
-            _log.warning("%s: old checkpoints could not be deleted: %s", self._folder.name, described(error))
+            _log.warning("%s: old checkpoints could not be deleted: %s", self._folder, described(error))
 
     # Generations
 
-    def _claim(self) -> None:
-        """Claim a generation for all ranks, once."""
+    def _claim(self, call: str) -> None:
+        """Claim the next generation for all ranks, once."""
         if self._generation is None:
-            self._generation = self._on_all(lambda: 0 if self._rank else self._next_generation(), "save or load")[0]
+            self._generation = self._on_all(lambda: None if self._rank else self._create_generation(), call)[0]
 
-    def _next_generation(self) -> int:
-        """Claim the next generation, and return its number."""
-        me = f"{time.strftime('%Y-%m-%d %H:%M:%S %z')} by process {os.getpid()} on host {socket.gethostname()}"
+    def _create_generation(self) -> int:
+        claim = f"{time.strftime('%Y-%m-%d %H:%M:%S %z')} by process {os.getpid()} on host {socket.gethostname()}"
         while True:
             number = self._newest_generation() + 1
             with contextlib.suppress(FileExistsError):  # another process was faster
-                self._folder.create(f"generation-{number:06d}", me.encode())
+                create_file(self._folder / f"generation-{number:06d}", claim.encode())
                 return number
 
     def _newest_generation(self) -> int:
-        found = [name for name in self._folder.sizes() if re.fullmatch("generation-[0-9]+", name)]
-        return max((int(name.partition("-")[2]) for name in found), default=0)
+        matches = (re.fullmatch("generation-([0-9]+)", name) for name in sizes_in(self._folder))
+        return max((int(match[1]) for match in matches if match), default=0)
 
     def _check_fence(self) -> None:
+        """Raise if a later generation was claimed."""
         newest = self._newest_generation()
         if self._generation is None or newest <= self._generation:
             return
-        told = self._folder.read(f"generation-{newest:06d}").decode(errors="replace") or "just now"
+        claim = (self._folder / f"generation-{newest:06d}").read_text(errors="replace") or "just now"
         raise TakenOverError(
-            f"generation {newest} of this job has taken over {self._folder.name} (claimed {told}). Generation "
+            f"generation {newest} of this job has taken over {self._folder} (claimed {claim}). Generation "
             f"{self._generation}, of host {socket.gethostname()}, was held up: nothing was saved, and it must end."
         )
 
     # Loading
 
     def newest(self) -> str | None:
-        """Return the path or URL of the newest checkpoint that is good; None if there is none.
+        """Return the path of the newest complete checkpoint; None if there is none.
 
-        Checkpoints that are damaged or half-written are passed over, each with a line in the log that says why.
+        Checkpoints that are damaged or half-written are skipped, each with a line in the log that says why.
         """
-        with closing(self._good("newest()")) as found:
-            return next((f"{self._folder.name}/{name}" for name, _ in found), None)
+        name = self._on_all(self._newest_name, "newest()")[0]
+        return None if name is None else str(self._folder / name)
+
+    def _newest_name(self) -> str | None:
+        """Return the name of the newest complete checkpoint, on the first rank."""
+        if self._rank:
+            return None
+        for name in self._names():
+            problem = self._problem_of(name)
+            if problem is None:
+                return name
+            _log.warning("%s is skipped: %s", self._folder / name, problem)
+        return None
 
     def load(self, **what: Any) -> int | None:
-        """Load the newest checkpoint that is good into objects. From then on the folder is this job's.
+        """Load the newest complete checkpoint into objects. From then on the folder is this job's.
 
         Args:
             what: Objects by the names that they were saved with, or some of them. An object gets its state by
@@ -302,218 +289,162 @@ class Checkpoints:
             CheckpointError: A rank could not read, on all ranks.
             ArgumentError: The ranks load different things.
         """
-        had = self._generation
-        self._claim()
-        try:
-            _check_same("load", self._on_all(lambda: sorted(what), "load()"))
-            with closing(self._good("load()")) as found:
-                for name, directory in found:
-                    self._on_all(partial(self._fill, what, directory, name), "load()")
-                    return int(name.split("-")[1])
-        except BaseException:
-            if had is None and self._rank == 0:  # what could not be loaded goes on nowhere: a job that runs may save
-                with contextlib.suppress(Exception):
-                    self._folder.remove(f"generation-{self._generation:06d}")
-            self._generation = had
-            raise
-        return None
+        _check_same("load", self._on_all(lambda: sorted(what), "load()"))
+        name = self._on_all(self._newest_name, "load()")[0]
+        if name is not None:
+            self._on_all(lambda: self._fill(what, self._folder / name), "load()")
+        self._claim("load()")
+        return None if name is None else _parsed(name)[2]
 
-    def _good(self, call: str) -> Generator[tuple[str, Path], None, None]:
-        """Yield (name, local directory) of the good checkpoints, the newest first; collective."""
-
-        for name in self._on_all(self._names, call)[0]:
-            with self._folder.opened(name) as directory:
-                told = self._on_all(partial(self._damage, name, directory), call)
-                why = next(filter(None, told), None)
-                if why is None:
-                    yield name, directory
-                    continue
-                self._damaged.add(name)
-                if self._rank == 0:
-                    _log.warning("%s/%s is passed over: %s", self._folder.name, name, why)
-
-    def _damage(self, name: str, directory: Path) -> str | None:
-        """Return why a checkpoint is none, as far as this rank looks; None if it is good."""
-        manifest = self._manifest_of(name)
-        if isinstance(manifest, str):
-            return manifest
-        files = manifest["files"]
-        mine = sorted(files)[self._rank :: len(self._ranks)] if self._folder.shared else files
-        other = [file for file in mine if _measured(directory / file) != files[file]]
-        return f"{other} are not what was saved: their checksums differ" if other else None
-
-    def _fill(self, what: Mapping[str, Any], directory: Path, name: str) -> None:
+    def _fill(self, what: Mapping[str, Any], directory: Path) -> None:
         """Load a checkpoint into objects."""
-        # All are asked first: a distributed optimizer makes its moments then, by a step that moves the weights.
+        name = directory.name
+        setters = {key: _setter_of(key, value) for key, value in what.items()}
+        # Before anything is loaded: a distributed optimizer makes its moments now, by a step that moves the weights.
         targets = {
             key: value.state_dict()
             for key, value in what.items()
-            if hasattr(value, "state_dict") and not hasattr(value, "certificate")
+            if hasattr(value, "state_dict") and not _is_loader(value)
         }
-        known = dict(_leaves(targets))
-        states: dict[str, Any] = {}
-        whole: dict[str, Any] = {}
-        filled: dict[str, Any] = {}  # what is filled in place, from parts or with a part
-        savers = Counter[str]()
-        """How many ranks have saved a state of their own, by its name."""
-        for file in sorted(directory.glob("*_values.pdparams")):
-            saved = paddle.load(str(file))
-            savers.update(saved["own"].keys())
-            if file.name == f"{self._rank}_values.pdparams":
-                states |= saved["own"]
-            whole |= saved["whole"]
-            kinds = saved["split"] | {path: kind_of(leaf) for path, leaf in whole.items() if is_dist(known.get(path))}
-            for path, kind in kinds.items():
-                if json.loads(path)[0] in what:
-                    filled[path] = known[path] if path in known else paddle.zeros(*kind)
-                    if kind_of(filled[path]) != kind:
-                        raise StateError(f"{name} holds {kind} for {path}, and not {kind_of(filled[path])}.")
+        target_leaves = dict(_leaves(targets))
+
+        saved = self._read(directory)
+        whole = saved.whole
+        kinds = saved.kinds | {path: kind_of(leaf) for path, leaf in whole.items() if is_dist(target_leaves.get(path))}
+        states = dict(saved.own.get(self._rank, {}))
+
+        # Tensors that were saved in parts, or that are distributed now, are filled in place.
+        filled: dict[str, Any] = {}
+        for path, kind in kinds.items():
+            if json.loads(path)[0] in what:
+                filled[path] = target_leaves[path] if path in target_leaves else paddle.zeros(*kind)
+                if kind_of(filled[path]) != kind:
+                    raise StateError(f"{name} holds {kind} for {path}, and not {kind_of(filled[path])}.")
         for path, leaf in {**whole, **filled}.items():
             _put(states, path, leaf)
-        self._check_fits(what, states, targets, savers, name)
-        setters: dict[str, Callable[[Any], Any]] = {}
-        for key, value in what.items():
-            setter = getattr(value, "set_state_dict", None) or getattr(value, "load_state_dict", None)
-            if setter is None and not isinstance(value, dict):
-                kind = type(value).__name__
-                raise ArgumentError(f"load({key}=): give an object with a state_dict, or a dict, not {kind}.")
-            setters[key] = setter or value.update
-        loaders = [key for key, value in what.items() if hasattr(value, "certificate")]
-        for key in loaders:  # before anything else is filled: it may refuse the state
-            try:
-                setters.pop(key)(states[key])
-            except StateError as error:
-                text = (
-                    f" With Checkpoints that is: found = {{}}; checkpoints.load(..., {key}=found); "
-                    "loader.load_state_dict(found, override=[...])."
-                )
-                raise StateError(f"{key}: {error}{text * ('state, override=' in str(error))}") from None
-        fill(filled, whole, directory)
-        for key, setter in setters.items():
-            setter(states[key])
 
-    def _check_fits(
-        self,
-        what: Mapping[str, Any],
-        states: Mapping[str, Any],
-        targets: Mapping[str, Any],
-        savers: Mapping[str, int],
-        name: str,
-    ) -> None:
-        """Refuse states that are not those of these objects.
-
-        Args:
-            what: The objects, by name.
-            states: The states that were loaded, by name.
-            targets: The states that the objects have now; of loaders none.
-            savers: How many ranks have saved a state of their own, by its name.
-            name: Of the checkpoint.
-        """
-        for key in savers.keys() & what.keys():
-            if savers[key] != len(self._ranks):
+        for key in what:
+            num_saved = sum(key in own for own in saved.own.values())
+            if num_saved not in (0, len(self._ranks)):
                 raise StateError(
-                    f"{key}: the data is split already, so {name} holds a state of each of {savers[key]} ranks, and "
+                    f"{key}: the data is split already, so {name} holds a state of each of {num_saved} ranks, and "
                     f"there are {len(self._ranks)} now. Resume on as many ranks."
                 )
-        lacking = sorted(what.keys() - states.keys())
-        if lacking:
-            raise StateError(f"{name} holds {sorted(states)}, and not {lacking}. Load what was saved, by its names.")
-        for key, value in what.items():
-            if isinstance(value, paddle.nn.Layer):  # Paddle would leave out what does not fit
-                there, here = ({(path, *one.shape) for path, one in _leaves(state[key])} for state in (states, targets))
-                if here != there:
-                    raise StateError(f"{key}: {name} holds {there - here}, and this model {here - there}.")
-        for key, value in what.items():
-            if isinstance(value, paddle.optimizer.Optimizer):  # its first step would fail, in Paddle's words
-                saved_for = [name for name in states[key] if not isinstance(states[key][name], Mapping)]
-                names = [one.name for one in _parameters_of(value)]
-                if saved_for and names and not any(one.startswith(f"{name}_") for one in saved_for for name in names):
-                    raise StateError(
-                        f"{key}: {listed(saved_for, 2)} are in {name}, and this optimizer has the parameters "
-                        f"{listed(names, 2)}. Make the model as it was when it was saved: Paddle numbers its layers, "
-                        "and names a parameter that is a distributed tensor with '.dist', also on one rank."
-                    )
+        _check_fits(what, states, targets, name)
+        loaders = [key for key, value in what.items() if _is_loader(value)]
+        for key in loaders:  # before anything else is filled: a loader may reject its state
+            setters[key](states[key])
+        fill(filled, whole, saved.parts)
+        for key in what.keys() - loaders:
+            setters[key](states[key])
 
-    # What both need
+    def _read(self, directory: Path) -> _Saved:
+        """Read what all ranks saved, without the parts of tensors."""
+        saved = _Saved()
+        for file in sorted(directory.glob(f"*_{_VALUES}")):
+            values = paddle.load(str(file))
+            saved.whole |= values["whole"]
+            saved.own[int(file.name.partition("_")[0])] = values["own"]
+            for path, (kind, start, shape) in values["index"].items():
+                saved.kinds[path] = kind
+                parts_file = file.with_name(file.name.replace(_VALUES, _PARTS))
+                saved.parts.append(SavedPart(path, start, shape, parts_file))
+        return saved
+
+    # Shared by saving and loading
 
     def _names(self) -> list[str]:
-        """Return the names of all checkpoints, whole or not, the newest first."""
-        named = re.compile("[0-9]+-[0-9]+-[0-9]+").fullmatch
-        found = [name for name, size in self._folder.sizes().items() if size is None and named(name)]  # directories
-        return sorted(found, key=lambda name: [int(part) for part in name.split("-")], reverse=True)
+        """Return the names of all checkpoints, complete or not, the newest first."""
+        names = [name for name, size in sizes_in(self._folder).items() if size is None and _NAME.fullmatch(name)]
+        return sorted(names, key=_parsed, reverse=True)
 
-    def _manifest_of(self, name: str) -> dict[str, Any] | str:
-        """Return the manifest of a checkpoint whose files have the right sizes, or else why it is none."""
-        here = self._folder.sizes(name)
-        if not here.get(_MANIFEST):
-            return _HALF
+    def _problem_of(self, name: str) -> str | None:
+        """Return why a checkpoint is not complete; None if it is."""
+        sizes = sizes_in(self._folder / name)
+        if _MANIFEST not in sizes:
+            return "it is half-written"
         try:
-            told: dict[str, Any] = json.loads(self._folder.read(f"{name}/{_MANIFEST}"))
-            known = told.pop("checksum") == _checksum_of(told) and told["name"] == name
-        except (ValueError, KeyError, TypeError, AttributeError):  # also JSON that is no object
-            known = False
-        if not known or told["version"] != VERSION:
-            return "its manifest is damaged, of another version, or that of another checkpoint"
-        other = [file for file, (size, _) in told["files"].items() if here.get(file) != size]
-        return f"{other} are missing, or have another size than when they were saved" if other else told
+            manifest = json.loads((self._folder / name / _MANIFEST).read_bytes())
+            version = manifest["version"]
+            changed = sorted(manifest["files"].items() - sizes.items())
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return "its manifest is damaged"
+        if version != VERSION:
+            return f"its version is {version}, and this paddle_shard reads {VERSION}"
+        return f"{changed} are missing, or have another size than when they were saved" if changed else None
 
     def _on_all(self, work: Callable[[], Any], call: str) -> list[Any]:
-        """Return what `work` returns on each rank, as JSON values. If it raises on any, all ranks raise."""
-        mine: Exception | None = None
+        """Return the JSON value that `work` returns on each rank. If it raises on any, all ranks raise."""
+        error: Exception | None = None
         try:
-            said = {"done": work()}
-        except Exception as error:
-            mine = error
-            try:  # who has taken over may have deleted what was being written
-                self._check_fence()
-            except (OSError, TakenOverError) as over:
-                mine = over if isinstance(over, TakenOverError) else error
-            said = {"failed": described(mine), "over": str(mine) if isinstance(mine, TakenOverError) else ""}
-        found = [json.loads(one) for one in gather_of(self._ranks, json.dumps(said), _TIMEOUT, f"Checkpoints.{call}")]
-        rank, failed = next(((rank, one) for rank, one in enumerate(found) if "failed" in one), (0, None))
-        if failed is None:
-            return [one["done"] for one in found]
-        if isinstance(mine, PaddleShardError):
-            raise mine
-        if failed["over"]:
-            raise TakenOverError(failed["over"])
-        text = f"Checkpoints.{call} in {self._folder.name} failed on global rank {rank}: {failed['failed']}"
-        raise CheckpointError(text) from mine
+            report = {"done": work()}
+        except Exception as own_error:
+            error = own_error
+            report = {"failed": described(error)}
+        texts = gather_of(self._ranks, json.dumps(report), _TIMEOUT, f"Checkpoints.{call}")
+        reports = [json.loads(text) for text in texts]
+        if isinstance(error, PaddleShardError):
+            raise error
+        for rank, report in enumerate(reports):
+            if "failed" in report:
+                kind, _, reason = report["failed"].partition(": ")
+                if kind == TakenOverError.__name__:
+                    raise TakenOverError(reason)
+                text = f"Checkpoints.{call} in {self._folder} failed on global rank {rank}: {report['failed']}"
+                raise CheckpointError(text) from error
+        return [report["done"] for report in reports]
 
 
-def _check_same(call: str, told: Sequence[Any], meaning: str = "") -> None:
-    """Refuse a call for which the ranks have told different things."""
-    for rank, one in enumerate(told):
-        if one != told[0]:
-            raise ArgumentError(
-                f"{call}(): all ranks {call} the same, but global rank 0 has {told[0]} and rank {rank} {one}{meaning}."
-            )
+def _check_same(call: str, reports: Sequence[Any], hint: str = "") -> None:
+    """Raise if the ranks call with different things."""
+    for rank, report in enumerate(reports):
+        if report != reports[0]:
+            what = f"global rank 0 has {reports[0]} and rank {rank} {report}"
+            raise ArgumentError(f"{call}(): all ranks {call} the same, but {what}.{hint}")
 
 
-def _is_split_data(value: Any) -> bool:
-    """Return whether a value is a loader of data that is split already, of which each rank has a state of its own."""
-    return hasattr(value, "certificate") and getattr(value, "is_dataset_splitted", False) is True
+def _check_fits(what: Mapping[str, Any], states: Mapping[str, Any], targets: Mapping[str, Any], name: str) -> None:
+    """Check that states were loaded for all objects, and that those of models have the same tensors.
+
+    Args:
+        what: The objects, by name.
+        states: The states that were loaded, by name.
+        targets: The states that the objects have now; without loaders.
+        name: Name of the checkpoint.
+    """
+    missing = sorted(what.keys() - states.keys())
+    if missing:
+        raise StateError(f"{name} holds {sorted(states)}, and not {missing}. Load what was saved, by its names.")
+    for key, value in what.items():
+        if isinstance(value, paddle.nn.Layer):  # Paddle would ignore what does not fit
+            saved = {(path, *leaf.shape) for path, leaf in _leaves(states[key])}
+            expected = {(path, *leaf.shape) for path, leaf in _leaves(targets[key])}
+            if saved != expected:
+                raise StateError(f"{key}: {name} holds {saved - expected}, and this model {expected - saved}.")
 
 
-def _is_counted(value: Any) -> bool:
-    """Return whether a value is a loader whose state knows what all ranks have delivered; from now on, if it can."""
-    if hasattr(value, "certificate"):
-        with contextlib.suppress(ArgumentError):  # a stream has none, nor has a rank that is on none of the meshes
-            value.certificate()
-            return True
-    return False
+def _setter_of(key: str, value: Any) -> Callable[[Any], Any]:
+    """Return the function that gives an object its state."""
+    for method in ("set_state_dict", "load_state_dict", "update"):
+        if hasattr(value, method):
+            setter: Callable[[Any], Any] = getattr(value, method)
+            return setter
+    raise ArgumentError(f"load({key}=): give an object with a state_dict, or a dict, not {type(value).__name__}.")
 
 
-def _parameters_of(optimizer: Any) -> list[Any]:
-    """Return the parameters of an optimizer, which may be in groups."""
-    found: list[Any] = []
-    for one in optimizer._parameter_list or ():
-        found += one["params"] if isinstance(one, dict) else [one]
-    return found
+def _is_loader(value: Any) -> bool:
+    return hasattr(value, "certificate")
+
+
+def _parsed(name: str) -> tuple[int, int, int]:
+    """Return the generation, the number and the step of a checkpoint."""
+    match = _NAME.fullmatch(name)
+    assert match is not None
+    return int(match[1]), int(match[2]), int(match[3])
 
 
 def _leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[str, Any]]:
-    """Yield (path as JSON, leaf) of nested dicts; an empty one is a leaf, and one with keys that JSON has not."""
+    """Yield (path as JSON, leaf) of nested dicts; an empty one is a leaf, and one with keys that JSON lacks."""
     if isinstance(value, Mapping) and value and all(isinstance(key, str | int) for key in value):
         for key, child in value.items():
             yield from _leaves(child, (*path, key))
@@ -527,16 +458,3 @@ def _put(states: dict[str, Any], path: str, leaf: Any) -> None:
     for key in outer:
         states = states.setdefault(key, {})
     states[last] = leaf
-
-
-def _measured(file: Path) -> list[int]:
-    """Return the size and the checksum of a file."""
-    size, checksum = 0, 0
-    with open(file, "rb") as opened:
-        while chunk := opened.read(_CHUNK):
-            size, checksum = size + len(chunk), zlib.crc32(chunk, checksum)
-    return [size, checksum]
-
-
-def _checksum_of(told: Any) -> int:
-    return zlib.crc32(json.dumps(told, sort_keys=True).encode())

@@ -1,4 +1,4 @@
-"""How does a language model whose sequences are split over ranks get its batches, and its outputs back in order?"""
+"""Batches of a language model whose sequences are split over ranks, and its outputs in the order of the rows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import paddle.distributed as dist
 
 from paddle_shard.checks import check_count
 from paddle_shard.collate import collate
-from paddle_shard.errors import ArgumentError, ArgumentTypeError, AxisError, BatchStructureError
+from paddle_shard.errors import ArgumentError, AxisError, BatchStructureError
 from paddle_shard.place.field import from_local
 from paddle_shard.place.lengths import padded
 from paddle_shard.plan.sequence import balanced_order
@@ -23,12 +23,6 @@ _OF_ROWS = ("cu_seqlens", "max_seqlen")
 """Fields that `Packed` makes for a whole row; the size of one may happen to be the length of the rows."""
 
 Arrays = dict[str, npt.NDArray[Any]]
-
-_WIDER = {
-    **dict.fromkeys([paddle.bool, paddle.int8, paddle.int16], "int32"),  # int16: Paddle 3.0
-    **dict.fromkeys([paddle.float16, paddle.bfloat16], "float32"),
-}
-"""Dtypes for which Paddle has no kernel on the CPU, or gloo no message -> one that holds the same numbers."""
 
 
 class SequenceSplit:
@@ -82,17 +76,20 @@ class SequenceSplit:
         Raises:
             ArgumentError: An argument is out of range.
         """
-        num_ranks = check_count("SequenceSplit: num_ranks", num_ranks)
         if layout not in LAYOUTS:
             raise ArgumentError(
                 f"SequenceSplit: layout must be one of {', '.join(map(repr, LAYOUTS))}, got {layout!r}."
             )
-        self.axis, self.num_ranks, self.layout, self.key = axis, num_ranks, layout, key
+        self.axis = axis
+        self.num_ranks = check_count("SequenceSplit: num_ranks", num_ranks)
+        self.layout = layout
+        self.key = key
         self.unit = self.num_ranks * (2 if layout == "balanced" else 1)
         """Lengths are padded to a multiple of this number."""
-        self._labels, self._ignore_index = labels, ignore_index
+        self._labels = labels
+        self._ignore_index = ignore_index
         # Without labels= they are shifted already, and have the name that `Packed` and most models give them.
-        self._pads = {labels or "labels": ignore_index, **dict(pad_values or {})}
+        self._pads = {labels or "labels": ignore_index, **(pad_values or {})}
 
     def collate(self, collate_fn: Callable[[list[Any]], Any] | None = None) -> Callable[[list[Any]], Arrays]:
         """Return a `collate_fn` that prepares batches and puts their tokens in order.
@@ -104,10 +101,10 @@ class SequenceSplit:
             collate_fn: Makes a dict of arrays or tensors of some samples, with rows of one length; None: they are
                 stacked.
         """
-        return partial(self._collated, collate_fn)  # workers can be sent it
+        return partial(self._collated, collate_fn or collate)  # can be pickled for workers
 
-    def _collated(self, collate_fn: Callable[[list[Any]], Any] | None, samples: list[Any]) -> Arrays:
-        return self.prepare(collate(samples) if collate_fn is None else collate_fn(samples))
+    def _collated(self, collate_fn: Callable[[list[Any]], Any], samples: list[Any]) -> Arrays:
+        return self.prepare(collate_fn(samples))
 
     def prepare(self, batch: Any) -> Arrays:
         """Return a batch with labels shifted, positions counted, padded, and its tokens in order.
@@ -120,9 +117,9 @@ class SequenceSplit:
                 at 0, which is padding; or labels that are to be shifted are shifted already.
         """
         if not isinstance(batch, Mapping) or self.key not in batch:
-            shown = sorted(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__
             raise BatchStructureError(
-                f"SequenceSplit: a batch must be a dict with the field {self.key!r}, [rows, length], got {shown}."
+                f"SequenceSplit: a batch must be a dict with the field {self.key!r}, [rows, length], got "
+                f"{list(batch) if isinstance(batch, Mapping) else type(batch).__name__}."
             )
         fields = {name: value.numpy() if hasattr(value, "numpy") else value for name, value in batch.items()}
         tokens = np.asarray(fields[self.key])
@@ -131,44 +128,57 @@ class SequenceSplit:
         rows, length = tokens.shape[:2]
         segments = self._segments(fields, rows, length)
         if self._labels is not None:
-            # Each token gets the label of the next token, inside its document.
-            labels = np.asarray(fields.get(self._labels, tokens))
-            shifted = np.full(labels.shape, self._ignore_index, labels.dtype if labels.dtype.kind == "i" else np.int64)
-            same = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0)
-            self._refuse_shifted(labels, tokens, same)
-            shifted[:, :-1][same] = labels[:, 1:][same]
-            fields[self._labels] = shifted
+            fields[self._labels] = self._shifted(np.asarray(fields.get(self._labels, tokens)), tokens, segments)
         fields.setdefault("position_ids", np.broadcast_to(np.arange(length), (rows, length)))
-        whole = -(-length // self.unit) * self.unit
-        order = np.stack([self._order(row, whole) for row in padded(segments, [whole], 0)])
-        found: Arrays = dict(fields)
+
+        # Pad all fields of tokens to a length that can be split, and put them in order.
+        padded_length = -(-length // self.unit) * self.unit
+        order = np.stack([self._order(row) for row in padded(segments, [padded_length], 0)])
+        result: Arrays = dict(fields)
         for name, value in fields.items():
             if name not in _OF_ROWS and getattr(value, "shape", ())[:2] == (rows, length):
-                tokens = padded(value, [whole, *value.shape[2:]], self._pads.get(name, 0))
-                found[name] = np.take_along_axis(tokens, order.reshape(rows, whole, *(1,) * (value.ndim - 2)), axis=1)
-            elif name == "cu_seqlens" and whole > length:  # what is padded is a sequence of its own, to the last entry
-                ends = np.where(np.cumsum(value == length, axis=1) > 1, whole, value).astype(value.dtype)
-                ends[:, -1] = whole
-                found[name] = ends
-        if "max_seqlen" in fields and "cu_seqlens" in fields:
-            given = np.asarray(fields["max_seqlen"])
-            longest = np.diff(found["cu_seqlens"], axis=1).max(axis=1)
-            found["max_seqlen"] = longest.astype(given.dtype).reshape(given.shape)
-        found["token_index"] = order
-        return found
+                values = padded(value, [padded_length, *value.shape[2:]], self._pads.get(name, 0))
+                index = order.reshape(rows, padded_length, *[1] * (value.ndim - 2))
+                result[name] = np.take_along_axis(values, index, axis=1)
+        if "cu_seqlens" in fields:
+            result |= self._padded_lengths(fields, length, padded_length)
+        result["token_index"] = order
+        return result
 
-    def _refuse_shifted(self, labels: npt.NDArray[Any], tokens: npt.NDArray[Any], same: npt.NDArray[np.bool_]) -> None:
-        """Raise if each label is the next token already: a second shift would be seen in no loss curve."""
-        if labels.shape != tokens.shape or labels.ndim != 2:
-            return
-        given = labels[:, :-1][same]
-        told = given != self._ignore_index
-        own, following = tokens[:, :-1][same][told], tokens[:, 1:][same][told]
-        if told.any() and (given[told] == following).all() and (given[told] != own).any():
-            raise BatchStructureError(
-                f"SequenceSplit: the field {self._labels!r} is shifted already: each label is the next token of its "
-                "document, as Packed(labels=) makes them. Leave labels= out of SequenceSplit, or of Packed."
-            )
+    def _shifted(
+        self, labels: npt.NDArray[Any], tokens: npt.NDArray[Any], segments: npt.NDArray[np.int64]
+    ) -> npt.NDArray[Any]:
+        """Return for each token the label of the next one in its document.
+
+        Raises:
+            BatchStructureError: Each label is the next token already: no loss curve would show a second shift.
+        """
+        same = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0)
+        if labels.shape == tokens.shape and labels.ndim == 2:
+            is_label = same & (labels[:, :-1] != self._ignore_index)
+            own = labels[:, :-1][is_label]
+            is_next = (own == tokens[:, 1:][is_label]).all()
+            if own.size and is_next and (own != tokens[:, :-1][is_label]).any():
+                raise BatchStructureError(
+                    f"SequenceSplit: the field {self._labels!r} is shifted already: each label is the next token of "
+                    "its document, as Packed(labels=) makes them. Leave labels= out of SequenceSplit, or of Packed."
+                )
+        dtype = labels.dtype if labels.dtype.kind == "i" else np.int64
+        shifted = np.full(labels.shape, self._ignore_index, dtype)
+        shifted[:, :-1][same] = labels[:, 1:][same]
+        return shifted
+
+    def _padded_lengths(self, fields: Mapping[str, Any], length: int, padded_length: int) -> Arrays:
+        """Return `cu_seqlens` and `max_seqlen` with the padding of a row as a sequence of its own."""
+        ends = fields["cu_seqlens"]
+        if padded_length > length:
+            ends = np.where(np.cumsum(ends == length, axis=1) > 1, padded_length, ends).astype(ends.dtype)
+            ends[:, -1] = padded_length
+        if "max_seqlen" not in fields:
+            return {"cu_seqlens": ends}
+        longest = np.asarray(fields["max_seqlen"])
+        lengths = np.diff(ends, axis=1).max(axis=1)
+        return {"cu_seqlens": ends, "max_seqlen": lengths.astype(longest.dtype).reshape(longest.shape)}
 
     def placements(self, *fields: str, **rows: int) -> dict[str, dict[str, int]]:
         """Return `placements=` for fields that are split.
@@ -183,55 +193,43 @@ class SequenceSplit:
         """
         return {name: {**rows, self.axis: 1} for name in fields}
 
-    def unsplit(self, outputs: Any, token_index: Any = None) -> Any:
+    def unsplit(self, outputs: Any, token_index: Any) -> Any:
         """Return outputs in the order of the rows. It is collective over the axis, and no gradient goes through it.
 
         Args:
             outputs: `[rows, length, ...]`, such as logits or losses of tokens: a distributed tensor that is split like
-                the tokens, or all of its tokens as a tensor or array.
-            token_index: The batch's field, needed for layout="documents".
+                the tokens, or all of its tokens as an array. On the CPU, of a dtype for which Paddle has kernels.
+            token_index: The batch's field.
 
         Returns:
             The same kind of tensor; a distributed one is no longer split over the axis.
 
         Raises:
-            ArgumentError: `token_index` is missing, or the length cannot be split.
             AxisError: The mesh has no such axis.
         """
-        if self.layout == "documents" and token_index is None:
-            raise ArgumentError("unsplit: layout='documents' needs the batch's field token_index.")
-        if not isinstance(outputs, np.ndarray | paddle.Tensor):
-            raise ArgumentTypeError(f"unsplit: outputs must be a tensor or an array, got {type(outputs).__name__}.")
+        if isinstance(outputs, np.ndarray):
+            back = np.argsort(token_index, axis=1).reshape(*token_index.shape, *[1] * (outputs.ndim - 2))
+            return np.take_along_axis(outputs, back, axis=1)
         with paddle.no_grad():
-            if isinstance(outputs, paddle.Tensor) and outputs.dtype in _WIDER:
-                return self.unsplit(outputs.astype(_WIDER[outputs.dtype]), token_index).astype(outputs.dtype)
-            whole, mesh, placements = self._gathered(outputs)
-            rows, length, *others = whole.shape
-            if token_index is not None:
-                index = np.asarray(self._gathered(token_index)[0])
-            elif length % self.unit:
-                raise ArgumentError(f"unsplit: outputs have {length} tokens a row, which {self.unit} does not divide.")
-            else:
-                index = np.broadcast_to(self._order(np.zeros(length, np.int64), length), (rows, length))
-            back = np.argsort(index, axis=1).reshape(rows, length, *[1] * len(others))
-            if isinstance(outputs, np.ndarray):
-                return np.take_along_axis(whole, back, axis=1)
-            found = paddle.take_along_axis(whole, paddle.to_tensor(back, place=whole.place), 1)
-            return found if mesh is None else from_local(found, mesh, placements)
+            values = self._gathered(outputs)
+            index = self._gathered(token_index)
+            back = paddle.argsort(index._local_value(), axis=1)
+            back = back.reshape([*back.shape, *[1] * (outputs.ndim - 2)])
+            ordered = paddle.take_along_axis(values._local_value(), back, 1)
+            return from_local(ordered, values.process_mesh, values.placements)
 
-    def _gathered(self, tensor: Any) -> tuple[Any, Any, Any]:
-        """Return (local tensor with all tokens, its mesh, its placements); the tensor itself if it is a local one."""
-        if not (isinstance(tensor, paddle.Tensor) and tensor.is_dist()):
-            return tensor, None, None
+    def _gathered(self, tensor: Any) -> Any:
+        """Return a distributed tensor that is not split over the axis."""
         mesh = tensor.process_mesh
         if self.axis not in mesh.dim_names:
             raise AxisError(f"unsplit: the mesh has the axes {mesh.dim_names}, and no {self.axis!r}.")
         placements = list(tensor.placements)
         placements[mesh.dim_names.index(self.axis)] = dist.Replicate()
-        return dist.reshard(tensor, mesh, placements)._local_value(), mesh, placements
+        return dist.reshard(tensor, mesh, placements)
 
-    def _order(self, segments: npt.NDArray[Any], length: int) -> npt.NDArray[np.int64]:
-        """Return the tokens of a row in the order of the ranks; `segments` tells its documents."""
+    def _order(self, segments: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+        """Return the tokens of a row in the order of the ranks; `segments` numbers its documents."""
+        length = len(segments)
         if self.layout == "plain":
             return np.arange(length)
         ends = np.array([length])
@@ -242,13 +240,13 @@ class SequenceSplit:
     def _segments(self, fields: Mapping[str, Any], rows: int, length: int) -> npt.NDArray[np.int64]:
         """Return the number of each token's document, int64 [rows, length]; 0 for padding."""
         if "segment_ids" in fields:
-            found = np.asarray(fields["segment_ids"]).astype(np.int64)
-            if ((found[:, 0] == 0) & (found > 0).any(axis=1)).any() or not found.any():
+            segments = np.asarray(fields["segment_ids"]).astype(np.int64)
+            if ((segments[:, 0] == 0) & (segments > 0).any(axis=1)).any() or not segments.any():
                 raise BatchStructureError(
                     "SequenceSplit: segment_ids begin at 0, which means padding, as Packed makes them: the tokens of "
                     "the first document would get no labels. Number the documents of a row from 1."
                 )
-            return found
+            return segments
         if "cu_seqlens" in fields:
             ends = np.asarray(fields["cu_seqlens"])
             return np.stack([np.searchsorted(row, np.arange(length), side="right") for row in ends])

@@ -17,7 +17,6 @@ import paddle.distributed as dist
 import paddle.io
 from paddle.distributed import auto_parallel
 
-from paddle_shard.checks import length_or_none
 from paddle_shard.errors import ArgumentError, PaddleShardError, StateError
 from paddle_shard.loader.api import shard_dataloader
 from paddle_shard.loader.compat import mend_process_mesh
@@ -52,7 +51,8 @@ class TrainerCallback:
             writer: VisualDL's `LogWriter`, or anything with `add_scalar(name, value, step)`. Whenever the trainer logs,
                 it is given `loader.stats.scalars()` of this rank. None: nobody is.
         """
-        self._checkpoint, self._writer = checkpoint, writer
+        self._checkpoint = checkpoint
+        self._writer = writer
         self._loaders: list[ShardDataloader] = []
         self._loaded: dict[str, Any] | None = None
 
@@ -81,23 +81,17 @@ class TrainerCallback:
         folder = self._checkpoint or getattr(args, "resume_from_checkpoint", None)
         if not isinstance(folder, str | os.PathLike):
             folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
-        found = [path for name in (_name(dist.get_rank()), FILE) if (path := Path(folder, name)).is_file()]
-        if not found:
+        path = Path(folder, _name(dist.get_rank()))
+        if not path.is_file():
+            path = Path(folder, FILE)
+        if not path.is_file():
             raise StateError(
                 f"{folder} holds no {FILE}, so it is not known where the data stood at global step "
                 f"{state.global_step}. Give TrainerCallback(checkpoint=...) the folder from which the trainer resumes; "
                 "or leave the callback out, if that was made without it: the trainer then reads the data again up to "
                 "there."
             )
-        self._loaded = saved = json.loads(found[0].read_text())
-        steps = (length_or_none(others.get("train_dataloader")) or 0) // getattr(args, "gradient_accumulation_steps", 1)
-        trained, epoch = state.global_step // max(1, steps), saved["epoch"] + saved["ended"]
-        if steps and trained != epoch:
-            say_once(
-                f"the data resumes in epoch {epoch}, but the trainer counts {steps} steps an epoch, by which global "
-                f"step {state.global_step} is in epoch {trained}. So it will not end after num_train_epochs of the "
-                "data. Give it max_steps=; or the batch size and the number of ranks of the checkpoint."
-            )
+        self._loaded = json.loads(path.read_text())
         if not args.ignore_data_skip:
             raise ArgumentError(
                 "TrainerCallback puts the data where it stood, and this trainer would then skip as much again: give "
@@ -106,12 +100,13 @@ class TrainerCallback:
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Put the loader where it stood."""
-        saved, self._loaded = self._loaded, None
-        if saved is not None:
-            # All of them, since the one that will be trained on has delivered nothing yet by which to tell it.
-            for loader in self._made_of(others.get("train_dataloader")):
-                loader.load_state_dict(saved)
-                loader.set_epoch(saved["epoch"] + saved["ended"])
+        if self._loaded is None:
+            return
+        # All of them, since the one that will be trained on has delivered nothing yet by which to tell it.
+        for loader in self._loaders_of(others.get("train_dataloader")):
+            loader.load_state_dict(self._loaded)
+            loader.set_epoch(self._loaded["epoch"] + self._loaded["ended"])
+        self._loaded = None
 
     def on_log(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Give the statistics of the data to the writer."""
@@ -128,13 +123,8 @@ class TrainerCallback:
         if dist.get_rank() and not loader.is_dataset_splitted:
             return
         path = Path(args.output_dir, f"checkpoint-{state.global_step}", _name(dist.get_rank()))
-        if not path.parent.is_dir():
-            say_once(
-                f"the trainer has made no checkpoint in {path.parent}, where TrainerCallback looks for it; the data's "
-                "position is written there all the same. To resume, give TrainerCallback(checkpoint=...) that folder."
-            )
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Replaced in one go: a job that is killed here leaves no half of a state.
+        # Replaced at once: a job that is killed here leaves no half of a state.
         new = path.with_suffix(".new")
         new.write_text(json.dumps(loader.state_dict()))
         new.replace(path)
@@ -144,29 +134,30 @@ class TrainerCallback:
             return lambda *args, **others: None  # an event that does not matter here
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
-    def _made_of(self, given: Any) -> list[ShardDataloader]:
+    def _loaders_of(self, dataloader: Any) -> list[ShardDataloader]:
         """Return the loaders of the trainer's DataLoader.
 
         A static model's trainer makes two, and one that trains again makes another.
         """
-        if isinstance(given, ShardDataloader):
-            return [given]
-        found = [loader for loader in self._loaders if given is None or loader.given is given]
-        if not found:
+        if isinstance(dataloader, ShardDataloader):
+            return [dataloader]
+        loaders = [loader for loader in self._loaders if dataloader is None or loader.given is dataloader]
+        num_given = len({id(loader.given) for loader in loaders})
+        if num_given == 0:
             raise ArgumentError(
                 "TrainerCallback has not seen the loader that the trainer trains on. Give its `add` to the patch, "
                 "before the trainer is imported: paddle_shard.patch_paddle(on_loader=callback.add)."
             )
-        if (number := len({id(loader.given) for loader in found})) > 1:
+        if num_given > 1:
             raise ArgumentError(
-                f"TrainerCallback has seen loaders of {number} DataLoaders, and "
+                f"TrainerCallback has seen loaders of {num_given} DataLoaders, and "
                 "the trainer does not say which one it trains on (train_dataloader=). Give `add` that one's only."
             )
-        return found
+        return loaders
 
-    def _loader(self, given: Any) -> ShardDataloader:
+    def _loader(self, dataloader: Any) -> ShardDataloader:
         """Return the one of them that is trained on: it has delivered last."""
-        return max(self._made_of(given), key=lambda loader: loader._run.delivered_at)
+        return max(self._loaders_of(dataloader), key=lambda loader: loader._run.delivered_at)
 
 
 def _name(rank: int) -> str:
@@ -181,8 +172,8 @@ class PaddlePatch(ExitStack):
         self.close()
 
 
-def _with_defaults(args: tuple[Any, ...], given: dict[str, Any], options: dict[str, Any]) -> ShardDataloader:
-    """Make a loader as it was asked for, with those of the options beside it that it can have."""
+def _shard_with_defaults(args: tuple[Any, ...], given: dict[str, Any], options: dict[str, Any]) -> ShardDataloader:
+    """Return a loader with the arguments that were given, and with those default options that it supports."""
     sampler = getattr(args[0] if args else given.get("dataloader"), "batch_sampler", None)
     options = {name: value for name, value in options.items() if name not in given}
     shuffles = isinstance(getattr(sampler, "sampler", None), paddle.io.RandomSampler)
@@ -194,13 +185,13 @@ def _with_defaults(args: tuple[Any, ...], given: dict[str, Any], options: dict[s
         return shard_dataloader(*args, **{**given, **options})
     except PaddleShardError:
         loader = shard_dataloader(*args, **given)  # the trainer's own mistakes are raised here
-    for name, value in options.items():  # one at a time, so that one that is refused does not take the others along
+    for name, value in options.items():
         try:
             loader = shard_dataloader(*args, **{**given, name: value})
-            given = {**given, name: value}
         except PaddleShardError as error:
-            # Of each loader: no two errors are equal.
             say_once("patch_paddle(%s=%s) is left out for a loader that cannot have it: %s", name, repr(value), error)
+        else:
+            given = {**given, name: value}
     return loader
 
 
@@ -228,19 +219,15 @@ def patch_paddle(*, on_loader: Callable[[ShardDataloader], Any] | None = None, *
     if getattr(original, "__wrapped__", None) is shard_dataloader:
         raise ArgumentError("patch_paddle: paddle is patched already; undo() the first patch.")
     own = {p.name for p in inspect.signature(shard_dataloader).parameters.values() if p.kind is p.KEYWORD_ONLY}
-    if unknown := sorted(set(options) - own):
+    unknown = sorted(set(options) - own)
+    if unknown:
         raise ArgumentError(f"patch_paddle: unknown options {unknown}; there are {sorted(own)}.")
-    missed = sorted(
-        name
-        for name, module in list(sys.modules.items())
-        if not name.startswith("paddle.") and getattr(module, "__dict__", {}).get("shard_dataloader") is original
-    )
     if on_loader is not None and not callable(on_loader):
         raise ArgumentError(f"on_loader must be a function that takes a loader, got {on_loader!r}.")
 
     @functools.wraps(shard_dataloader)
     def shard_dataloader_of_paddle_shard(*args: Any, **kwargs: Any) -> ShardDataloader:
-        loader = _with_defaults(args, kwargs, options)
+        loader = _shard_with_defaults(args, kwargs, options)
         if on_loader is not None:
             on_loader(loader)
         return loader
@@ -254,10 +241,15 @@ def patch_paddle(*, on_loader: Callable[[ShardDataloader], Any] | None = None, *
         if getattr(module, "shard_dataloader", None) is original:
             module.shard_dataloader = shard_dataloader_of_paddle_shard
             patch.callback(put_back, module)
+    missed = [
+        name
+        for name, module in sys.modules.items()
+        if not name.startswith("paddle.") and getattr(module, "__dict__", {}).get("shard_dataloader") is original
+    ]
     if missed:
         warnings.warn(
             f"patch_paddle: these modules took shard_dataloader with `from ... import` before and still have "
-            f"Paddle's own: {', '.join(missed)}. Patch before importing them.",
+            f"Paddle's own: {', '.join(sorted(missed))}. Patch before importing them.",
             stacklevel=2,
         )
     return patch

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, ClassVar
@@ -434,37 +434,3 @@ def drawn_of(mixing: Mixing, position: int) -> Mapping[str, Drawn]:
         )
         for at, name in enumerate(mixing.names)
     }
-
-
-_MOST_EPOCHS = 4
-"""How often a source may be read in an epoch of its mixture, or while another is read once."""
-
-
-def drawn_too_often(mixing: Mixing, num_samples: int) -> Iterator[tuple[str, str]]:
-    """Yield a warning, and what would help, for each source that the weights of now draw again and again.
-
-    Args:
-        mixing: The order of the run.
-        num_samples: Samples of the first epoch.
-    """
-    lengths, drawn = mixing.segments[-1].lengths, drawn_of(mixing, num_samples)
-    # How often a sample of a source is drawn while one unit of weight is.
-    often = {name: drawn[name].weight / n for name, n in zip(mixing.names, lengths, strict=True) if n}
-    slowest = min((name for name in often if often[name]), key=often.__getitem__)
-    for name, length in zip(mixing.names, lengths, strict=True):
-        of, what = drawn[name], f"source {name!r} has {length} samples"
-        weight = _MOST_EPOCHS * length * often[slowest]
-        share = weight / (1 - of.weight + weight)  # with which it is read so often while that one is read once
-        if of.drawn > _MOST_EPOCHS * length > 0:
-            what += f", and an epoch draws {of.drawn}: each {of.epochs} times"
-            share = min(share, _MOST_EPOCHS * length / num_samples)
-        elif length and often[name] > _MOST_EPOCHS * often[slowest]:
-            times = round(often[name] / often[slowest])
-            what += f": while the run reads {slowest!r} once, each of them is drawn {times} times"
-        else:
-            continue
-        # Two digits, rounded down: with as much as is too often it would be said again.
-        digit = 10.0 ** (math.floor(math.log10(share)) - 1)
-        share = digit * (math.ceil(share / digit) - 1)
-        remedy = f"A share of {share:.2g} instead of {of.weight:.2g}, of weights that add up to 1"
-        yield what, f"{remedy}, is {_MOST_EPOCHS} times at most"

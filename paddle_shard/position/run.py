@@ -374,21 +374,11 @@ class Run:
     def save(self) -> dict[str, Any]:
         """Return the position of the run as the user saves it."""
         state = self.state()
-        self.note_saved(state)
-        return state.to_dict()
-
-    def note_saved(self, state: LoaderState, step: int | None = None, kind: str = "checkpoint") -> None:
-        """Write into the record that a position was saved, or could not be.
-
-        Args:
-            state: The position.
-            step: Under which step of the user's; None: nobody says.
-            kind: "taken over" if the job was started anew elsewhere: what it does from there on is in no model.
-        """
-        told = step, state.epoch, state.samples, state.steps, state.ended, state.history
-        if self._told != told or kind != "checkpoint":
-            self._note(kind, state, **({} if step is None else {"saved_as": step}))
+        told = state.epoch, state.samples, state.steps, state.ended, state.history
+        if self._told != told:
+            self._note("checkpoint", state)
             self._told = told
+        return state.to_dict()
 
     def _note(self, kind: str, state: LoaderState | None = None, **facts: Any) -> None:
         """Write a line of the record.

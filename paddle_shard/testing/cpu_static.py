@@ -1,4 +1,4 @@
-"""How do I train a `dist.to_static` model on CPU processes, without a GPU?
+"""Training of `dist.to_static` models on CPU processes, without a GPU.
 
 Paddle refuses ("No CUDA device found") when a static program's communication groups are made. The CPU kernels
 are there and gloo works; what is missing is that an operator finds its group.
@@ -20,11 +20,7 @@ from contextlib import ExitStack
 from typing import Any
 from unittest import mock
 
-from paddle_shard.errors import PaddleShardError, PeerLostError
-
-_active: list[CpuStatic] = []
-_patched = ExitStack()
-"""Puts back what is patched while any `CpuStatic` is in use."""
+from paddle_shard.errors import PaddleShardError
 
 
 class StaticGroupsError(PaddleShardError, RuntimeError):
@@ -35,7 +31,7 @@ class CpuStatic(ExitStack):
     """The patch that `cpu_static` applied; `undo` takes it back, as does leaving its `with` block."""
 
     def undo(self) -> None:
-        """Put Paddle's methods and `POD_NAME` back once no other `cpu_static` is in use; twice is once.
+        """Put Paddle's methods and `POD_NAME` back; safe to call again.
 
         Models that were prepared under the patch keep training: their groups stay theirs.
         """
@@ -57,12 +53,12 @@ def cpu_static(timeout: float = 60.0) -> CpuStatic:
             of the job must prepare their models in the same order, those outside the mesh too.
 
     Returns:
-        The patch. It may be applied several times: the first `timeout` and the last `undo` count.
+        The patch. Applied again before it was taken back, it changes nothing.
 
     Raises:
         StaticGroupsError: From `train()` or `eval()`, on all ranks, naming the groups, if on any rank the
             program uses more than one.
-        TimeoutError: From there too, if some ranks never came; they are named.
+        PeerLostError: From there too, if some ranks never came; they are named.
 
     Examples:
         >>> with cpu_static():  # doctest: +SKIP
@@ -70,31 +66,19 @@ def cpu_static(timeout: float = 60.0) -> CpuStatic:
         ...     for inputs, labels in loader:
         ...         loss = model(inputs, labels)
     """
+    from paddle.distributed.auto_parallel.static.engine import Engine
+    from paddle.distributed.auto_parallel.static.process_group import ProcessGroup
     from paddle.framework import core
 
     patch = CpuStatic()
-    if not (core.is_compiled_with_cuda() or core.is_compiled_with_xpu() or core.get_all_custom_device_type()):
-        if not _active:
-            _apply(timeout)
-        _active.append(patch)
-        patch.callback(_leave, patch)
-    return patch
-
-
-def _apply(timeout: float) -> None:
-    from paddle.distributed.auto_parallel.static.engine import Engine
-    from paddle.distributed.auto_parallel.static.process_group import ProcessGroup
-
+    has_accelerator = core.is_compiled_with_cuda() or core.is_compiled_with_xpu() or core.get_all_custom_device_type()
+    if has_accelerator or Engine._init_comm.__module__ == __name__:
+        return patch
     if "POD_NAME" in os.environ:  # with it, DistModel calls fleet.init: a dozen gloo groups
-        _patched.callback(os.environ.setdefault, "POD_NAME", os.environ.pop("POD_NAME"))
-    _patched.enter_context(mock.patch.object(Engine, "_init_comm", lambda engine: _prepare(engine, timeout)))
-    _patched.enter_context(mock.patch.object(ProcessGroup, "instantiate", lambda group: None))
-
-
-def _leave(patch: CpuStatic) -> None:
-    _active.remove(patch)
-    if not _active:
-        _patched.close()
+        patch.callback(os.environ.setdefault, "POD_NAME", os.environ.pop("POD_NAME"))
+    patch.enter_context(mock.patch.object(Engine, "_init_comm", lambda engine: _prepare(engine, timeout)))
+    patch.enter_context(mock.patch.object(ProcessGroup, "instantiate", lambda group: None))
+    return patch
 
 
 def _prepare(engine: Any, timeout: float) -> None:
@@ -112,20 +96,20 @@ def _prepare(engine: Any, timeout: float) -> None:
             programs["train"] = programs.get("train", []) + parts
         groups = {mode: _groups(of_mode, engine._cur_rank) for mode, of_mode in programs.items()}
         _agree(engine, groups, timeout)
-        # Where a program communicates in no group, as on a mesh of replicas, Paddle still meets all ranks at its start.
-        groups = {mode: used or [tuple(range(engine._nranks))] for mode, used in groups.items()}
     except Exception:
         paddle.disable_static()  # as `train` and `eval` do when they return
         raise
-    for ranks in dict.fromkeys(ranks for used in groups.values() for ranks in used):
-        _make_current(ranks)  # makes the group, while all ranks are here
-    if "run" in vars(engine):
-        del engine.run
+    # Where a program communicates in no group, as on a mesh of replicas, Paddle still meets all ranks at its start.
+    ranks_of = {mode: used[0] if used else tuple(range(engine._nranks)) for mode, used in groups.items()}
+    for ranks in dict.fromkeys(ranks_of.values()):
+        _make_current(ranks)  # creates the group, while all ranks are here
+    vars(engine).pop("run", None)
     run = engine.run
 
     def run_in_group(*args: Any, **kwargs: Any) -> Any:
-        for ranks in groups.get(kwargs.get("mode") or engine._mode, ()):
-            _make_current(ranks)
+        mode = kwargs.get("mode") or engine._mode
+        if mode in ranks_of:
+            _make_current(ranks_of[mode])
         return run(*args, **kwargs)
 
     engine.run = run_in_group
@@ -136,11 +120,7 @@ def _groups(programs: Iterable[Any], global_rank: int) -> list[tuple[int, ...]]:
     from paddle.distributed.auto_parallel.static.process_group import get_process_group
 
     rings = {ring for program in programs for ring in _rings(program.global_block())}
-    found = {ring: get_process_group(ring) for ring in sorted(rings)}
-    unknown = [ring for ring, group in found.items() if group is None]
-    if unknown:
-        raise StaticGroupsError(f"the program communicates on rings {unknown} that are no known groups")
-    members = [tuple(group.ranks) for group in found.values()]
+    members = [tuple(get_process_group(ring).ranks) for ring in rings]
     return sorted({ranks for ranks in members if len(ranks) > 1 and global_rank in ranks})
 
 
@@ -153,25 +133,17 @@ def _rings(block: Any) -> Iterator[int]:
 
 
 def _agree(engine: Any, groups: dict[str, list[tuple[int, ...]]], timeout: float) -> None:
-    """Wait until every rank has looked at its program; raise on all if one of them cannot be trained."""
+    """Wait until every rank has examined its program; raise on all if one of them cannot be trained."""
     from paddle_shard.ranks.agreeing import gather_of
 
-    refused = {mode: used for mode, used in groups.items() if len(used) > 1}
-    text = "; ".join(f"{mode} uses {[list(r) for r in used]}" for mode, used in refused.items())
-    try:
-        told = gather_of(tuple(range(engine._nranks)), text, timeout, "cpu_static()")
-    except PeerLostError as lost:
-        raise TimeoutError(
-            f"rank {engine._cur_rank} waited {timeout:g} s for ranks {list(lost.ranks)} to prepare the static "
-            "program too. Every rank of the job must call train() or eval(); the log of one of these "
-            "ranks may say why it did not. Give cpu_static(timeout=...) more if they are only slow."
-        ) from lost
-    texts = [f"  rank {rank}: {one}\n" for rank, one in enumerate(told) if one]
-    if texts:
+    unsupported = [f"{mode} uses {[*map(list, used)]}" for mode, used in groups.items() if len(used) > 1]
+    texts = gather_of(tuple(range(engine._nranks)), "; ".join(unsupported), timeout, "cpu_static()")
+    lines = [f"  rank {rank}: {text}\n" for rank, text in enumerate(texts) if text]
+    if lines:
         raise StaticGroupsError(
             "a static program that communicates in more than one group cannot run on CPU: its executor "
             "would use one group for all operators, and gradients would be wrong without a word. "
-            f"Groups by rank:\n{''.join(texts)}"
+            f"Groups by rank:\n{''.join(lines)}"
             "Test training on a mesh with data parallelism alone, or this model in dynamic mode; on this "
             "mesh compare the tensors that are fed. On GPUs the same script runs unchanged."
         )

@@ -1,4 +1,4 @@
-"""How do I run a script on N real processes in a test, without a hang: how are they started, watched and ended?"""
+"""Real processes for tests: run a script on several ranks of this host, under a deadline."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 _REPORT_DIR = "PADDLE_SHARD_REPORT_DIR"
-"""Environment variable: where a rank's `report` goes."""
+"""Environment variable: the folder of the ranks' reports."""
 _DUMP_AT = "PADDLE_SHARD_DUMP_AT"
 """Environment variable: seconds since the epoch, when a rank that still runs writes its stacks."""
 _AFTER_A_FAILURE = 2.0
 """Seconds in which the other ranks may end by themselves when one has failed."""
 _LAUNCHER_SETS = ("PADDLE_", "POD_", "TRAINER_", "MASTER_", "FLAGS_selected_")
-"""Beginnings of what a launcher tells its ranks: this process may be one, and its job is another."""
+"""Prefixes of the variables of a launcher: this process may be a rank of another job."""
 _LOG_TAIL = 6000
 _POLL = 0.01
 _KILL_SECONDS = 10.0
@@ -40,20 +40,20 @@ class RanksFailed(AssertionError):
 class Processes:
     """The processes of a job: fresh interpreters, and all that these start.
 
-    They are found by the job's directory, which all of them inherit in their environment. So one that a rank has left
-    behind in a session of its own is found, too, also when its rank has died.
+    They are found by the job's directory, which all of them inherit in their environment: also one that a rank has left
+    behind in a session of its own, when its rank has died.
     """
 
     def __init__(self, directory: Path) -> None:
         self._mark = f"{_REPORT_DIR}={directory}".encode()
 
     def start(self, command: Sequence[str], variables: Mapping[str, str], log: Path) -> Any:
-        """Start a process in this one's folder, and return an object with its `pid` and `poll`, as of a `Popen`.
+        """Start a process in this one's folder, and return an object with its `pid` and `poll`, as a `Popen`.
 
         Args:
             command: A Python file and its arguments.
             variables: All of its environment.
-            log: Where its standard output and error go.
+            log: File of its standard output and error.
         """
         with log.open("wb") as output:
             return subprocess.Popen(
@@ -68,19 +68,21 @@ class Processes:
 
     def alive(self) -> set[int]:
         """Return the processes that were started, or that those have started, and that run."""
-        found = set()
+        pids = set()
         for process in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):  # ended meanwhile, or another user's
                 if self._mark in (process / "environ").read_bytes().split(b"\0"):
-                    found.add(int(process.name))
-        return found
+                    pids.add(int(process.name))
+        return pids
 
 
 class Job:
     """Ranks that `start_ranks` has started; the others continue when one ends."""
 
     def __init__(self, name: str, directory: Path, processes: Processes) -> None:
-        self._name, self._directory, self._processes = name, directory, processes
+        self._name = name
+        self._directory = directory
+        self._processes = processes
         self._ranks: list[Any] = []
 
     def start(self, command: Sequence[str], variables: Mapping[str, str], log: str) -> None:
@@ -99,29 +101,28 @@ class Job:
 
     def wait(self, ranks: Iterable[int], seconds: float) -> dict[int, int]:
         """Wait until these ranks have ended, or the time is over; return `exit_codes`."""
-        wanted, deadline = set(ranks), time.monotonic() + seconds
-        while not wanted <= set(codes := self.exit_codes()) and time.monotonic() < deadline:
-            time.sleep(_POLL)
-        return codes
+        wanted = set(ranks)
+        _poll(lambda: wanted <= self.exit_codes().keys(), seconds)
+        return self.exit_codes()
 
     def reports(self, ranks: Iterable[int], seconds: float) -> list[Any]:
-        """Return what these ranks have reported, when they have ended.
+        """Return the reports of these ranks, when they have ended.
 
         Raises:
             RanksFailed: One has ended with an error, has not ended in time, or has not reported.
         """
-        wanted, deadline, failed = list(ranks), time.monotonic() + seconds, False
-        while True:
-            codes = {rank: code for rank, code in self.exit_codes().items() if rank in wanted}
-            bad = {rank: code for rank, code in codes.items() if code}
-            if bad and not failed:  # the others may be its victims, and say more
-                failed, deadline = True, min(deadline, time.monotonic() + _AFTER_A_FAILURE)
-            if len(codes) == len(wanted) or time.monotonic() >= deadline:
-                break
-            time.sleep(_POLL)
-        running, silent = [rank for rank in wanted if rank not in codes], self.silent(wanted)
-        if bad:
-            reason = f"exit codes {bad}; no report from ranks {silent}"
+        wanted = list(ranks)
+
+        def failed() -> dict[int, int]:
+            return {rank: code for rank, code in self.exit_codes().items() if code and rank in wanted}
+
+        _poll(lambda: bool(failed()) or set(wanted) <= self.exit_codes().keys(), seconds)
+        if failed():  # the others may be its victims, and their logs say more
+            self.wait(wanted, _AFTER_A_FAILURE)
+        running = [rank for rank in wanted if rank not in self.exit_codes()]
+        silent = self.silent(wanted)
+        if failed():
+            reason = f"exit codes {failed()}; no report from ranks {silent}"
         elif running:
             reason = f"the deadline of {seconds:g} s passed; still running: ranks {running}; no report from: {silent}"
         elif silent:
@@ -140,22 +141,23 @@ class Job:
             os.kill(self.pids[rank], number)
 
     def left(self, seconds: float = 10.0) -> set[int]:
-        """Return which processes that the ranks have started run after them, when they have had time to end."""
-        deadline = time.monotonic() + seconds
-        while (found := self._processes.alive() - set(self.pids)) and time.monotonic() < deadline:
-            time.sleep(_POLL)
-        return found
+        """Return the processes, started by ranks, that still run after this time."""
+        _poll(lambda: self._processes.alive() <= set(self.pids), seconds)
+        return self._processes.alive() - set(self.pids)
 
     def kill(self) -> None:
         """Kill the ranks, and all that they have started."""
-        deadline = time.monotonic() + _KILL_SECONDS
-        while (left := self._processes.alive()) and time.monotonic() < deadline:
-            for pid in left:
+
+        def all_killed() -> bool:
+            pids = self._processes.alive()
+            for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            time.sleep(_POLL)
+            return not pids
+
+        _poll(all_killed, _KILL_SECONDS)
         # One that is ending has lost its environment, by which it is found, before its exit code is there.
-        self.wait(range(len(self._ranks)), deadline - time.monotonic())
+        self.wait(range(len(self._ranks)), _KILL_SECONDS)
 
     def logs(self) -> str:
         """Return the end of every rank's log."""
@@ -165,6 +167,13 @@ class Job:
             cut = "" if len(text) <= _LOG_TAIL else "[...]"
             parts.append(f"--- {path.name} ---\n{cut}{text[-_LOG_TAIL:]}")
         return "\n".join(parts)
+
+
+def _poll(is_done: Callable[[], bool], seconds: float) -> None:
+    """Wait until something is done, or the time is over."""
+    deadline = time.monotonic() + seconds
+    while not is_done() and time.monotonic() < deadline:
+        time.sleep(_POLL)
 
 
 @contextlib.contextmanager
@@ -195,14 +204,9 @@ def start_ranks(
     """
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
-    with contextlib.ExitStack() as stack:  # ports of this host that nobody listens at: the ranks', then the store's
-        sockets = [stack.enter_context(socket.socket()) for _ in range(num_ranks + 1)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        endpoints = [f"127.0.0.1:{one.getsockname()[1]}" for one in sockets]
+    endpoints = _free_endpoints(num_ranks + 1)  # the ranks', then the store's
     variables = job_variables(folder, env, timeout)
-    name = f"{Path(script).name} on {num_ranks} ranks"
-    job = Job(name, folder, Processes(folder) if processes is None else processes)
+    job = Job(f"{Path(script).name} on {num_ranks} ranks", folder, processes or Processes(folder))
     try:
         for rank in range(num_ranks):
             command = [str(script), *map(str, args)]
@@ -213,14 +217,7 @@ def start_ranks(
 
 
 def run_ranks(
-    script: str | Path,
-    num_ranks: int,
-    directory: str | Path,
-    *,
-    args: Sequence[str] = (),
-    env: Mapping[str, str] | None = None,
-    timeout: float = 120.0,
-    processes: Processes | None = None,
+    script: str | Path, num_ranks: int, directory: str | Path, *, timeout: float = 120.0, **options: Any
 ) -> list[Any]:
     """Run `script` on `num_ranks` processes with the environment of `paddle.distributed.launch`; return their reports.
 
@@ -230,10 +227,8 @@ def run_ranks(
         script: A Python file; each rank runs it and calls `report` once.
         num_ranks: Number of processes, at least 1.
         directory: An empty directory for the reports and one log a rank (pytest's `tmp_path`).
-        args: Command-line arguments of the script.
-        env: Environment variables on top of this process's; `PADDLE_*` of this process are not passed on.
         timeout: Deadline in seconds for the whole run.
-        processes: See `start_ranks`.
+        options: `args`, `env` and `processes` of `start_ranks`.
 
     Returns:
         What each rank gave to `report`, in rank order, after a round trip through JSON.
@@ -241,26 +236,33 @@ def run_ranks(
     Raises:
         RanksFailed: A rank ended with an error, left no report, or was not done at the deadline.
     """
-    with start_ranks(script, num_ranks, directory, args=args, env=env, timeout=timeout, processes=processes) as job:
+    with start_ranks(script, num_ranks, directory, timeout=timeout, **options) as job:
         return job.reports(range(num_ranks), timeout)
 
 
 def job_variables(directory: Path, env: Mapping[str, str] | None, timeout: float) -> dict[str, str]:
-    """Return the environment of a job's processes, but for what a launcher tells its ranks."""
-    variables = {k: v for k, v in os.environ.items() if not k.startswith(_LAUNCHER_SETS)}
-    ours = {
-        _REPORT_DIR: str(directory),
-        _DUMP_AT: str(time.time() + max(timeout - 3.0, timeout * 0.8)),
-        "OMP_NUM_THREADS": "1",
-    }
-    return variables | ours | dict(env or {})
+    """Return the environment of a job's processes, without the variables of a launcher."""
+    variables = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHER_SETS)}
+    variables[_REPORT_DIR] = str(directory)
+    variables[_DUMP_AT] = str(time.time() + max(timeout - 3.0, timeout * 0.8))
+    variables["OMP_NUM_THREADS"] = "1"
+    return variables | dict(env or {})
+
+
+def _free_endpoints(count: int) -> list[str]:
+    """Return ports of this host that nobody listens at."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for bound in sockets:
+            bound.bind(("127.0.0.1", 0))
+        return [f"127.0.0.1:{bound.getsockname()[1]}" for bound in sockets]
 
 
 def _rank_variables(num_ranks: int, rank: int, endpoints: Sequence[str]) -> dict[str, str]:
-    """Return what `paddle.distributed.launch` tells a rank on the CPU of one host (3.0 to 3.3).
+    """Return the variables that `paddle.distributed.launch` sets for a rank on the CPU of one host (3.0 to 3.3).
 
     Args:
-        num_ranks: Of the job.
+        num_ranks: Ranks of the job.
         rank: The global rank.
         endpoints: One for each rank, and the store's as the last.
     """
@@ -289,14 +291,14 @@ def report(value: Any) -> None:
         value: Anything that JSON can hold; numpy arrays and scalars become lists and numbers.
     """
 
-    def plain(value: Any) -> Any:
+    def to_json(value: Any) -> Any:
         if isinstance(value, np.ndarray | np.generic):
             return value.tolist()
         raise TypeError(f"report() takes what JSON can hold, got {type(value).__name__}: {value!r}")
 
     path = _report_path(Path(os.environ[_REPORT_DIR]), int(os.environ.get("PADDLE_TRAINER_ID", "0")))
-    path.with_suffix(".part").write_text(json.dumps(value, default=plain))
-    path.with_suffix(".part").rename(path)  # in one go, so that nobody reads half of it
+    path.with_suffix(".part").write_text(json.dumps(value, default=to_json))
+    path.with_suffix(".part").rename(path)  # at once, so that nobody reads half of it
 
 
 def _report_path(directory: Path, rank: int) -> Path:

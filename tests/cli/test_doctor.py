@@ -1,4 +1,4 @@
-"""`paddle-shard doctor` under the launcher: ranks that do not fit together are told, and nothing hangs."""
+"""`paddle-shard doctor` under the launcher: ranks that are missing or fail are named, and nothing hangs."""
 
 import json
 import re
@@ -18,7 +18,7 @@ ENV = {"PYTHONPATH": str(WORKER.parents[2])}
 pytestmark = pytest.mark.multiprocess
 
 
-def told(folder, ranks=3, *, run=run_ranks, all=("--mesh", "dp=3"), timeout=110, **flags):
+def told(folder, ranks=3, *, run=run_ranks, all=(), timeout=110, **flags):
     """What each rank is told; all exit with 1 if, and only if, there is a hazard."""
     args = [json.dumps({"all": ["--timeout", str(timeout), *all], **flags})]
     reports = run(WORKER, ranks, folder, args=args, env=ENV, timeout=HANG)
@@ -35,32 +35,24 @@ def the_hazard(reports):
     return f"{one['what']}. {one['remedy']}"
 
 
-def test_ranks_that_fit_together_have_no_hazard_and_say_what_an_agreement_costs(tmp_path):
-    for one in told(tmp_path, 2, run=launch_ranks, all=("--mesh", "dp=2")):
+def test_ranks_whose_collectives_work_have_no_hazard(tmp_path):
+    for one in told(tmp_path, 2, run=launch_ranks):
         assert [hazard for hazard in one["hazards"] if "MB" not in hazard["what"]] == []
         assert re.match(r"2 on 1 hosts: \S+", one["group"]["ranks"])
-        assert float(re.match(r"(\d+) us, the median of 200", one["group"]["an agreement"])[1]) < 1e6
         assert one["group"]["an all-reduce"].lower() == "works by gloo"
 
 
 @pytest.mark.parametrize(
     ("flags", "what"),
     [
-        ({"does": {"1": "other version"}}, r"paddle_shard differs: \S+ on rank 0, 0.0.7 on rank 1"),
-        ({"all": [], "0": ["--mesh", "dp=3@0,1,2"], "1": ["--mesh", "dp=3@0,1,2"], "2": ["--mesh", "dp=3@0,2,1"]},
-         r"--mesh differs: .*ranks \(0, 1, 2\) on rank 0, .*ranks \(0, 2, 1\) on rank 2"),
-        ({"all": ["--mesh", "dp=4"]}, r"--mesh has the ranks \[3\], and the job has 3"),
         ({"does": {"0": "no network", "1": "no network", "2": "no network"}}, "on rank 0: OSError: no network"),
         ({"timeout": 10, "does": {"0": "hangs", "1": "hangs", "2": "hangs"}}, "on rank 0: not in 10 s"),
     ],
 )  # fmt: skip
-def test_ranks_that_do_not_fit_together_are_told_alike(flags, what, tmp_path):
+def test_collectives_that_fail_are_told_on_all_ranks(flags, what, tmp_path):
     found = told(tmp_path, **flags)
-    if "network" in what or "not in" in what:
-        assert [len(one["hazards"]) >= 3 for one in found] == [True] * 3
-        assert all(re.search(what, str(one["hazards"])) for one in found)
-    else:
-        assert re.search(what, the_hazard(found))
+    assert [len(one["hazards"]) >= 3 for one in found] == [True] * 3
+    assert all(re.search(what, str(one["hazards"])) for one in found)
 
 
 @pytest.mark.parametrize("missing", [0, 2])  # rank 0 has the store by which the others meet
@@ -75,7 +67,7 @@ def test_a_rank_that_is_missing_is_named_after_the_timeout(missing, tmp_path):
 
 
 def test_a_timeout_that_is_none_exits_with_2():
-    assert "--timeout must be an int >= 1" in asked("doctor", "--timeout", "0", code=2)
+    assert "argument --timeout: must be an int from 1" in asked("doctor", "--timeout", "0", code=2)
 
 
 def test_what_is_stopped_by_ctrl_c_says_so_in_a_line(monkeypatch, capsys):

@@ -346,7 +346,7 @@ OPTIONS = {
         "named": HELD,
     },
     "ExternalLoader": dict.fromkeys(("build", "name", "save", "repeatable"), "the library's own: tests/adapters"),
-    "RayReaders": dict.fromkeys(("num", "per_node", "runtime_env"), "tests/adapters/ray"),
+    "RayReaders": dict.fromkeys(("num", "runtime_env"), "tests/adapters/ray"),
     "Stream.of": {"iterable": (stream, "length"), "splits_itself": "the data set's own parts"},
     "Stream.mixture": {
         "sources": (stream_mixture, "names"),

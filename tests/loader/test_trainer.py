@@ -68,20 +68,6 @@ def test_a_run_goes_on_at_any_step_in_the_order_of_its_epoch(stop, static, tmp_p
     assert begun + rest == straight
 
 
-@pytest.mark.parametrize("rows", [2, 4, 10])
-@pytest.mark.parametrize("stop", [4, EPOCH, EPOCH + 1, 2 * EPOCH + 3])
-def test_a_trainer_that_counts_other_epochs_than_the_data_is_told(rows, stop, tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr("paddle_shard.say_once._SAID", set())
-    trained(tmp_path, paddle_shard.TrainerCallback(), stop=stop)
-    caplog.clear()
-    trained(tmp_path, paddle_shard.TrainerCallback(), global_step=stop, rows=rows)
-
-    steps = 4 * EPOCH // rows
-    told = f"the trainer counts {steps} steps an epoch, by which global step {stop} is in epoch {stop // steps}."
-    assert (told in caplog.text) == (stop // steps != stop // EPOCH)
-    assert caplog.text.count("Give it max_steps=") == (stop // steps != stop // EPOCH)
-
-
 @pytest.mark.parametrize("passed", [True, False])
 @pytest.mark.parametrize("static", [False, True])
 def test_a_trainer_that_trains_again_goes_on_where_it_was(passed, static, tmp_path):
@@ -159,18 +145,3 @@ def test_the_writer_is_given_the_statistics_whenever_the_trainer_logs(tmp_path):
 
     assert written == [(name, value, 7) for name, value in loader.stats.scalars().items()]
     assert ("data/batches", float(EPOCH), 7) in written
-
-
-def test_a_trainer_that_saves_elsewhere_is_told_where_the_position_is(tmp_path, caplog):
-    position = paddle_shard.TrainerCallback()
-    given = paddle.io.DataLoader(Ids(), batch_size=4)
-    position.add(paddle_shard.shard_dataloader(given, dist.ProcessMesh([0]), shard_dims=0))
-    for there in (True, False):
-        folder = tmp_path / str(there) / "checkpoint-1"
-        if there:
-            folder.mkdir(parents=True)
-        args = SimpleNamespace(output_dir=str(folder.parent))
-        position.on_save(args, SimpleNamespace(global_step=1), None, train_dataloader=given)
-        assert (folder / "paddle_shard.json").is_file()
-        said = [record.getMessage() for record in caplog.records if "made no checkpoint in" in record.getMessage()]
-        assert len(said) == (not there)

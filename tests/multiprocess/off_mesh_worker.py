@@ -38,5 +38,5 @@ second, extra = loader_of(), {}
 checkpoints.load(data=second, extra=extra)
 for batch in second:
     seen += batch._local_value().numpy()[:, 0].tolist() if ME else []
-report({"seen": seen, "exact": str(second.certificate()) if ME else "", "extra": extra})
+report({"seen": seen, "extra": extra})
 dist.barrier()

@@ -62,12 +62,4 @@ def logits_in_order():
         outputs = dtensor_from_local(logits, mesh, batch["input_ids"].placements)
         whole = split.unsplit(outputs, batch["token_index"])
         found[layout] = [list(whole.shape), str(whole.placements), whole._local_value().numpy().tolist()]
-        if layout != "documents":
-            assert split.unsplit(outputs)._local_value().numpy().tolist() == found[layout][2]
-        for dtype in ("bool", "int8", "float16", "bfloat16", "int32"):  # of some Paddle has no kernel on the CPU
-            small = dtensor_from_local(ids.astype(dtype), mesh, batch["input_ids"].placements)
-            moved = split.unsplit(small, batch["token_index"])._local_value()
-            same = split.unsplit(batch["input_ids"], batch["token_index"])._local_value().astype(dtype)
-            assert moved.dtype == small.dtype
-            assert (moved.astype("float32") == same.astype("float32")).all()
     return found

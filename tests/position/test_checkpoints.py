@@ -25,15 +25,9 @@ from tests.trials import trials
 ROOM = os.path.dirname(module.__file__)
 
 
-@pytest.fixture(params=["folder", "memory"])
-def where(request, tmp_path):
-    """A local folder, and a URL of a file system that can make a file only if it does not exist."""
-    if request.param == "folder":
-        return str(tmp_path / "saved")
-    fsspec = pytest.importorskip("fsspec")
-    url = f"memory://{tmp_path.name}/saved"
-    fsspec.filesystem("memory").store.clear()
-    return url
+@pytest.fixture
+def where(tmp_path):
+    return tmp_path / "saved"
 
 
 class Parts:
@@ -140,17 +134,14 @@ def test_what_cannot_be_overridden_is_refused_without_the_way_to_override_it(tmp
     assert "override=" not in str(why.value)
 
 
-def test_a_loader_that_refuses_its_state_leaves_the_model_as_it_was_and_says_the_way_out(tmp_path):
+def test_a_loader_that_refuses_its_state_leaves_the_model_as_it_was(tmp_path):
     first, other = Parts(), sharded(paddle.io.DataLoader(Made(length=12), batch_size=4), ONE, tail="drop")
     saved, model = paddle.nn.Linear(2, 1), paddle.nn.Linear(2, 1)
     Checkpoints(tmp_path).save(1, model=saved, data=first.loader)
     before = model.weight.numpy().copy()
-    with pytest.raises(
-        StateError, match=r"data: state is of another run .* With Checkpoints that is: found = \{\}; "
-    ) as why:
+    with pytest.raises(StateError, match="state is of another run "):
         Checkpoints(tmp_path).load(model=model, data=other)
     assert (model.weight.numpy() == before).all()
-    assert "checkpoints.load(..., data=found); loader.load_state_dict(found, override=[...])" in str(why.value)
     with pytest.raises(ArgumentError, match=r"load\(data=\)"):
         Checkpoints(tmp_path).load(model=model, data=5)
     assert (model.weight.numpy() == before).all()
@@ -205,21 +196,6 @@ def test_a_layer_that_is_sharded_as_paddles_guide_does_it_is_loaded_before_its_f
         assert (again.weight.numpy() == model.weight.numpy()).all()
 
 
-def test_an_optimizer_of_other_parameters_is_refused_before_its_first_step(tmp_path):
-    with paddle.utils.unique_name.guard():
-        model, optimizer = adam(distributed=False)
-        trained(model, optimizer)
-        Checkpoints(tmp_path).save(1, model=model, optimizer=optimizer)
-    with paddle.utils.unique_name.guard():
-        again, other = adam()
-    before = again.weight.numpy().copy()
-    with pytest.raises(
-        StateError, match=r"linear_0.w_0_moment1_0, .* are in .*, and .* linear_0.w_0.dist, .*Make the model"
-    ):
-        Checkpoints(tmp_path).load(model=again, optimizer=other)
-    assert (again.weight.numpy() == before).all()
-
-
 def test_a_stream_which_has_no_certificate_is_saved_too(tmp_path):
     def loader():
         return sharded(paddle.io.DataLoader(paddle_shard.Stream.of(range(8)), batch_size=2), ONE)
@@ -237,27 +213,27 @@ def test_the_newest_ones_are_kept_and_the_newest_is_that_of_the_last_start(where
     for step in (1, 2, 30, 31):
         first.save(step, extra={"step": step})
     second = Checkpoints(where, keep=3)
-    assert second.newest().endswith("-0000000031-0")
+    assert second.newest().endswith("-step31")
     paths = [second.save(5, extra={"step": 5}), second.save(5, extra={"step": 5.5})]
     extra = {}
 
     assert second.newest() == paths[1]
     assert Checkpoints(where).load(extra=extra) == 5
     assert extra == {"step": 5.5}
-    names = sorted(name for name in second._folder.sizes() if "generation" not in name)
-    assert names == ["000001-0000000031-0", "000002-0000000005-0", "000002-0000000005-1"]
+    names = sorted(name for name in os.listdir(where) if "generation" not in name)
+    assert names == ["000001-000004-step31", "000002-000001-step5", "000002-000002-step5"]
 
 
 def test_a_run_that_was_overtaken_saves_nothing_and_says_by_whom(where):
     first, second = Checkpoints(where), Checkpoints(where)
     first.save(1, extra={"by": 1})
     assert second.load(extra={}) == 1
-    before = first._folder.sizes()
+    before = sorted(os.listdir(where))
 
     with pytest.raises(TakenOverError, match=r"generation 2 of this job .* by process \d+ on host .*Generation 1, of"):
         first.save(2, extra={"by": 1})
 
-    assert first._folder.sizes() == before
+    assert sorted(os.listdir(where)) == before
     second.save(2, extra={"by": 2})
     with pytest.raises(TakenOverError):
         first.save(3, extra={"by": 1})
@@ -278,36 +254,22 @@ def test_a_load_that_is_refused_takes_nothing_over(where):
 def test_one_that_is_overtaken_while_it_writes_leaves_no_checkpoint(where, monkeypatch):
     first, second = Checkpoints(where), Checkpoints(where)
     first.save(1, extra={"by": 1})
-    write = Checkpoints._kept
+    write = Checkpoints._write
 
     def overtaken(self, *args):
         written = write(self, *args)
         assert second.load(extra={}) == 1
         return written
 
-    monkeypatch.setattr(Checkpoints, "_kept", overtaken)
+    monkeypatch.setattr(Checkpoints, "_write", overtaken)
     with pytest.raises(TakenOverError):
         first.save(2, extra={"by": 1})
     monkeypatch.undo()
 
-    assert second.newest().endswith("000001-0000000001-0")
-    assert "000001-0000000002-0" in second._folder.sizes()
+    assert second.newest().endswith("000001-000001-step1")
+    assert "000001-000002-step2" in os.listdir(where)
     second.save(2, extra={"by": 2})
-    assert "000001-0000000002-0" not in second._folder.sizes()  # what is half-written is cleaned up
-
-
-def test_one_whose_half_written_files_were_cleaned_up_by_who_overtook_it_says_so(tmp_path, monkeypatch):
-    first, second = Checkpoints(tmp_path), Checkpoints(tmp_path)
-    first.save(1, extra={"by": 1})
-
-    def overtaken(*_):
-        second.save(2, extra={"by": 2})
-        raise FileNotFoundError("gone")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(first, "_write", overtaken)
-        with pytest.raises(TakenOverError, match="generation 2"):
-            first.save(2, extra={"by": 1})
+    assert "000001-000002-step2" not in os.listdir(where)  # what is half-written is cleaned up
 
 
 def test_one_that_was_frozen_deletes_nothing_of_who_overtook_it(tmp_path, monkeypatch):
@@ -317,13 +279,13 @@ def test_one_that_was_frozen_deletes_nothing_of_who_overtook_it(tmp_path, monkey
 
     def frozen(self):
         if self is first and second._generation is None:
-            second._claim()
-            (tmp_path / f"{second._generation:06d}-0000000002-0").mkdir()  # it has begun to write
+            second._claim("save()")
+            (tmp_path / f"{second._generation:06d}-000001-step2").mkdir()  # it has begun to write
         return names(self)
 
     monkeypatch.setattr(Checkpoints, "_names", frozen)
     first._clean()
-    assert (tmp_path / "000002-0000000002-0").exists()
+    assert (tmp_path / "000002-000001-step2").exists()
 
 
 class Killed(BaseException):
@@ -379,28 +341,22 @@ def test_whatever_ends_a_save_at_any_line_the_checkpoint_before_or_this_one_is_t
     assert step == 3
 
 
-def flipped(path):
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
+def cut(path):
+    os.truncate(path, path.stat().st_size // 2)
 
 
 DAMAGE = {
-    "half a file": (lambda new, old: os.truncate(values(new), values(new).stat().st_size // 2), "another size"),
-    "no file": (lambda new, old: values(new).unlink(), "are missing"),
-    "a flipped bit": (lambda new, old: flipped(values(new)), "checksums differ"),
-    "a file of an older save": (lambda new, old: shutil.copy(values(old), values(new)), "checksums differ"),
-    "a manifest of an older save": (lambda new, old: shutil.copy(old / "manifest.json", new), "another checkpoint"),
-    "half a manifest": (lambda new, old: os.truncate(new / "manifest.json", 40), "manifest is damaged"),
-    "a manifest with a flipped bit": (lambda new, old: flipped(new / "manifest.json"), "manifest is damaged"),
-    "no manifest": (lambda new, old: (new / "manifest.json").unlink(), "half-written"),
-    "a list for a manifest": (lambda new, old: (new / "manifest.json").write_text("[]"), "manifest is damaged"),
-    "null for a manifest": (lambda new, old: (new / "manifest.json").write_text("null"), "manifest is damaged"),
-    "a number for a manifest": (lambda new, old: (new / "manifest.json").write_text("3"), "manifest is damaged"),
-    "a text for a manifest": (lambda new, old: (new / "manifest.json").write_text('"x"'), "manifest is damaged"),
-    "bytes for a manifest": (lambda new, old: (new / "manifest.json").write_bytes(b"\xff\xfe"), "manifest is damaged"),
-    "a link to itself": (lambda new, old: (values(new).unlink(), values(new).symlink_to(values(new))), "are missing"),
-    "another version": (lambda new, old: of_version(new / "manifest.json", 2), "another version"),
+    "half a file": (lambda new: cut(values(new)), "another size"),
+    "no file": (lambda new: values(new).unlink(), "are missing"),
+    "half a manifest": (lambda new: cut(new / "manifest.json"), "manifest is damaged"),
+    "no manifest": (lambda new: (new / "manifest.json").unlink(), "half-written"),
+    "a list for a manifest": (lambda new: (new / "manifest.json").write_text("[]"), "manifest is damaged"),
+    "null for a manifest": (lambda new: (new / "manifest.json").write_text("null"), "manifest is damaged"),
+    "a number for a manifest": (lambda new: (new / "manifest.json").write_text("3"), "manifest is damaged"),
+    "a text for a manifest": (lambda new: (new / "manifest.json").write_text('"x"'), "manifest is damaged"),
+    "bytes for a manifest": (lambda new: (new / "manifest.json").write_bytes(b"\xff\xfe"), "manifest is damaged"),
+    "a link to itself": (lambda new: (values(new).unlink(), values(new).symlink_to(values(new))), "are missing"),
+    "another version": (lambda new: of_version(new / "manifest.json", 1), "its version is 1"),
 }
 
 
@@ -409,10 +365,7 @@ def values(folder):
 
 
 def of_version(path, version):
-    told = json.loads(path.read_text())
-    del told["checksum"]
-    told["version"] = version
-    path.write_text(json.dumps({**told, "checksum": module._checksum_of(told)}))
+    path.write_text(json.dumps({**json.loads(path.read_text()), "version": version}))
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
@@ -420,7 +373,7 @@ def test_what_is_damaged_half_written_or_mixed_is_passed_over_with_a_line_that_s
     run = Checkpoints(tmp_path, keep=3)
     old, new = (Path(run.save(step, extra={"step": step})) for step in (1, 2))
     spoil, why = DAMAGE[damage]
-    spoil(new, old)
+    spoil(new)
     extra = {}
     assert Checkpoints(tmp_path).newest() == str(old)
     caplog.clear()
@@ -429,18 +382,18 @@ def test_what_is_damaged_half_written_or_mixed_is_passed_over_with_a_line_that_s
 
     assert extra == {"step": 1}
     [line] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert line.startswith(f"{new} is passed over: ")
+    assert line.startswith(f"{new} is skipped: ")
     assert why in line
 
 
 def test_one_that_was_passed_over_is_none_of_those_to_keep(tmp_path):
     run = Checkpoints(tmp_path, keep=2)
     good, bad = (Path(run.save(step, extra={"step": step})) for step in (1, 2))
-    flipped(values(bad))
+    cut(values(bad))
     run = Checkpoints(tmp_path, keep=2)
     assert run.load(extra={}) == 1
     newest = Path(run.save(3, extra={"step": 3}))
-    flipped(values(newest))
+    cut(values(newest))
 
     assert Checkpoints(tmp_path).load(extra={}) == 1
     assert good.exists()
@@ -479,7 +432,7 @@ def test_random_histories_of_starts_saves_kills_and_damage(batch, tmp_path, monk
                 whole += [(str(one), number, {"number": number}) for one in new if (one / "manifest.json").exists()]
                 run = None
             elif action == "damage" and len(whole := sorted(one for one in whole if Path(one[0]).exists())) > 1:
-                flipped(values(Path(whole.pop()[0])))
+                cut(values(Path(whole.pop()[0])))
             elif action == "late" and late:
                 with pytest.raises(TakenOverError):
                     rng.choice(late).save(number + 1000, extra={})
@@ -499,7 +452,7 @@ def test_a_file_in_place_of_the_newest_checkpoint_is_none(tmp_path):
 
 def test_a_name_with_digits_of_another_script_is_none_of_ours(tmp_path):
     (tmp_path / "generation-\u0663").write_text("")
-    (tmp_path / "000009-0000000009-\u0660").mkdir()
+    (tmp_path / "000009-000009-step\u0660").mkdir()
     run = Checkpoints(tmp_path)
     run.save(1, extra={"step": 1})
     assert Checkpoints(tmp_path).load(extra={}) == 1
@@ -537,35 +490,21 @@ def test_a_save_that_fails_leaves_the_checkpoints_before_and_the_next_one_works(
         patch.setattr(paddle, "save", full)
         with pytest.raises(CheckpointError, match=r"save\(\) in .* failed on global rank 0: OSError: .*No space left"):
             run.save(2, extra={"step": 2})
-    assert sorted(os.listdir(tmp_path)) == ["000001-0000000001-0", "generation-000001"]
+    assert sorted(os.listdir(tmp_path)) == ["000001-000001-step1", "generation-000001"]
     run.save(2, extra={"step": 2})
-    assert run.newest().endswith("2-0")
+    assert run.newest().endswith("step2")
 
 
-def test_a_server_that_cannot_make_a_file_only_once_is_refused(monkeypatch):
-    pytest.importorskip("fsspec")
-    from fsspec.implementations.memory import MemoryFileSystem
-    from fsspec.spec import AbstractFileSystem
-
-    with pytest.MonkeyPatch.context() as patch:  # as fsspec does for most: it looks first
-        patch.setattr(MemoryFileSystem, "pipe_file", AbstractFileSystem.pipe_file)
-        with pytest.raises(ArgumentError, match="MemoryFileSystem cannot make a file only if it does not exist"):
-            Checkpoints("memory://first/x").save(1, extra={})
-
-    def overwriting(self, path, value, mode="overwrite"):
-        pipe_file(self, path, value)
-
-    pipe_file = MemoryFileSystem.pipe_file
-    monkeypatch.setattr(MemoryFileSystem, "pipe_file", overwriting)  # as a server does that knows no condition
-    with pytest.raises(ArgumentError, match="cannot make a file only if it does not exist"):
-        Checkpoints("memory://second/x").save(1, extra={})
+def test_a_url_is_refused():
+    with pytest.raises(ArgumentError, match=r"folder='s3://bucket/x' is a URL"):
+        Checkpoints("s3://bucket/x")
 
 
-def test_a_tensor_of_which_not_all_was_saved_is_refused_and_nothing_of_it_is_made_up(tmp_path):
+def test_a_tensor_of_which_not_all_was_saved_is_refused_and_nothing_of_it_is_made_up():
     held = paddle.arange(12, dtype="float32").reshape([4, 3])
     with pytest.raises(StateError, match=r"does not hold all of \['w'\]"):
-        fill({"w": paddle.zeros([4, 3])}, {"w": held[:3]}, tmp_path)
+        fill({"w": paddle.zeros([4, 3])}, {"w": held[:3]}, [])
 
     filled = paddle.zeros([4, 3])
-    fill({"w": filled}, {"w": held}, tmp_path)
+    fill({"w": filled}, {"w": held}, [])
     assert (filled == held).all()

@@ -1,4 +1,4 @@
-"""The few calls of Ray that `reading/ray_pool.py` makes, in this process: a test decides what happens, and when."""
+"""The few calls of Ray that `extras/ray_readers.py` makes, in this process: a test decides what happens, and when."""
 
 import pickle
 import sys
@@ -78,9 +78,7 @@ class FakeRay(ModuleType):
         self.turn, self.actors, self.waits = turn, [], 0
         self.cloudpickle = SimpleNamespace(dumps=pickle.dumps, CloudPickler=Pickler)
         self.exceptions = SimpleNamespace(RayError=ERROR, RayTaskError=FAILED)
-        strategies = SimpleNamespace(NodeAffinitySchedulingStrategy=lambda node, soft: node)
-        self.util = SimpleNamespace(get_node_ip_address=lambda: "10.0.0.7", scheduling_strategies=strategies)
-        self.there = ["a"]
+        self.util = SimpleNamespace(get_node_ip_address=lambda: "10.0.0.7")
 
     @property
     def living(self):
@@ -124,14 +122,8 @@ class FakeRay(ModuleType):
     def kill(self, actor):
         actor.die()
 
-    def nodes(self):
-        return [{"NodeID": name, "Alive": True, "Resources": {"CPU": 1.0}} for name in self.there]
-
     def available_resources(self):
         return {"CPU": 0.0}
-
-    def cluster_resources(self):
-        return {"CPU": 1.0}
 
 
 def all_answer(ray):

@@ -228,7 +228,7 @@ def test_options_of_any_type_are_in_the_record(tmp_path):
     assert (found["ranks"], found["samples"]) == (None, list(range(24, 32)))
     text = asked("verify", tmp_path / "run.jsonl")
     assert "exactly once" in text
-    assert "is not compared: rows are dealt by cost" in text
+    assert "is not compared: rows are balanced by cost" in text
 
 
 def test_a_step_writes_nothing(tmp_path):
@@ -308,7 +308,6 @@ def test_whatever_a_line_holds_no_command_dies_of_it(whole, tmp_path_factory, da
         ["verify"],
         ["where", "--sample", "3"],
         ["batch", *step],
-        ["plan", *step],
     ]
     for command, *flags in ways:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
@@ -324,7 +323,6 @@ def test_a_record_that_tells_nothing_yet_says_so(tmp_path):
     assert "1 lines" not in asked("verify", path)
     (found,) = asked("batch", path, "--step", 0, "--epoch", 0, "--json")["delivered"]
     assert (found["told"], found["samples"]) == ("not yet", [0, 1, 2, 3])
-    assert "samples of an epoch" in asked("plan", path)
 
 
 def test_a_trainer_that_nobody_edits_writes_a_record_too(tmp_path):

@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from paddle_shard import Checkpoints, Stream
-from paddle_shard.errors import ShardReadError, TakenOverError
+from paddle_shard import Stream
+from paddle_shard.errors import ShardReadError
 from paddle_shard.inputs.stream import last_stage
 from paddle_shard.sources import files as files_module
 from paddle_shard.sources.parquet import parquet_source
@@ -112,26 +112,6 @@ def test_files_identity_changes_with_the_tag_of_a_remote_file(server, kind):
     assert identity(1000) == first, "the same content has the same tag"
     other = identity(5000)
     assert all(now[2] != before[2] for now, before in zip(other, first, strict=True))
-
-
-def test_checkpoints_are_saved_and_fenced_there(server, caplog):
-    first, second, extra = Checkpoints(f"{FOLDER}/runs/one"), Checkpoints(f"{FOLDER}/runs/one"), {}
-    for step in (1, 2, 3):
-        first.save(step, extra={"step": step})
-    assert second.load(extra=extra) == 3
-    assert extra == {"step": 3}
-    with pytest.raises(TakenOverError, match="generation 2"):
-        first.save(4, extra={})
-    path = second.save(4, extra={"step": 4})
-    assert path == f"{FOLDER}/runs/one/000002-0000000004-0"
-    system = second._folder._system
-    assert sorted(second._folder.sizes()) == [
-        *("000001-0000000003-0", "000002-0000000004-0", "generation-000001", "generation-000002")
-    ]
-    system.pipe_file(f"{path}/0_values.pdparams", b"x")
-    caplog.clear()
-    assert Checkpoints(f"{FOLDER}/runs/one").load(extra=extra) == 3
-    assert "000002-0000000004-0 is passed over: ['0_values.pdparams']" in caplog.text
 
 
 def test_what_s3fs_makes_of_a_timeout_is_asked_for_again(monkeypatch, server):

@@ -13,6 +13,7 @@ from paddle.distributed.auto_parallel.static.dist_input_spec import DistributedI
 from paddle.distributed.auto_parallel.static.engine import Engine
 from paddle.distributed.auto_parallel.static.process_group import ProcessGroup
 
+from paddle_shard.errors import PeerLostError
 from paddle_shard.testing import StaticGroupsError, cpu_static, report
 
 STEPS, WIDTH, ROWS = 5, 8, 8
@@ -111,7 +112,7 @@ def patched():
 def refusal(model):
     try:
         model.train()
-    except (StaticGroupsError, TimeoutError, AssertionError) as error:
+    except (StaticGroupsError, PeerLostError, AssertionError) as error:
         return [type(error).__name__, str(error), paddle.in_dynamic_mode()]
     return None
 

@@ -1,80 +1,81 @@
-"""What does a command take, and what does it answer, for people and for programs?"""
+"""Answers of commands, as JSON and as text, and the arguments that several commands take."""
 
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from paddle_shard.errors import ArgumentError
-from paddle_shard.extras.cli.hazards import Hazard
 from paddle_shard.extras.cli.timeline import Leg, Timeline, timeline
 from paddle_shard.record.lines import read
 
 Rows = Sequence[Mapping[str, Any]]
-"""A table: in each row, the same names, each with its value."""
+"""A table: each row maps the same column names to values."""
+
+
+class Hazard(NamedTuple):
+    """A problem of a plan, a record or a machine."""
+
+    what: str
+    remedy: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What a command has found."""
+    """Answer of a command."""
 
-    found: Mapping[str, Any]
+    values: Mapping[str, Any]
     """JSON values, for programs."""
-    said: Sequence[str | Rows]
+    text: Sequence[str | Rows]
     """The same for people: lines and tables."""
+    hazards: Sequence[Hazard] | None = None
+    """Problems; None for commands that look for none."""
     failed: bool = False
-    """True if the command exits with 1: a hazard, or a verification that has failed."""
+    """Whether a verification has failed."""
+
+    @property
+    def exit_code(self) -> int:
+        """1 if a verification has failed or there is a hazard."""
+        return int(self.failed or bool(self.hazards))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the JSON values, hazards included."""
+        if self.hazards is None:
+            return dict(self.values)
+        return {**self.values, "hazards": [hazard._asdict() for hazard in self.hazards]}
 
     def __str__(self) -> str:
-        return "\n".join(one if isinstance(one, str) else f"{table(one)}\n" for one in self.said if one != [])
-
-
-def with_hazards(found: Mapping[str, Any], said: Sequence[str | Rows], hazards: Sequence[Hazard]) -> Answer:
-    """Return an answer that ends with what is wrong."""
-    shown = [f"HAZARD: {what.rstrip('.')}." + f" {remedy.rstrip('.')}." * bool(remedy) for what, remedy in hazards]
-    told = {"hazards": [{"what": what, "remedy": remedy} for what, remedy in hazards]}
-    return Answer(found={**found, **told}, said=[*said, *(shown or ["no hazard was found"])], failed=bool(hazards))
-
-
-class Progress:
-    """Says on stderr how far a command is, if it takes over two seconds."""
-
-    def __init__(self, what: str, total: int) -> None:
-        self._what, self._total, self._done, self._due = what, total, 0, time.monotonic() + 2
-
-    def add(self, number: int = 1) -> None:
-        """Count what was done since the last call."""
-        self._done += number
-        if time.monotonic() > self._due:
-            print(f"{self._done} of {self._total} {self._what}", file=sys.stderr, flush=True)
-            self._due = time.monotonic() + 2
-
-
-Argument = tuple[str, Mapping[str, Any]]
-"""An argument, and what `argparse` wants to know of it."""
+        sections = [
+            section if isinstance(section, str) else f"{table(section)}\n" for section in self.text if section != []
+        ]
+        if self.hazards is not None:
+            sections += [f"HAZARD: {what.rstrip('.')}. {remedy.rstrip('.')}." for what, remedy in self.hazards]
+            sections += [] if self.hazards else ["no hazard was found"]
+        return "\n".join(sections)
 
 
 class Command(NamedTuple):
     """A command of `paddle-shard`."""
 
     answer: Callable[[argparse.Namespace], Answer]
-    """It has the command's name. Its docstring is what `--help` says, with an example below."""
-    arguments: Sequence[Argument]
+    """Its name is the command's name; its docstring is the help, with an example below."""
+    arguments: Sequence[tuple[str, Mapping[str, Any]]]
+    """Flags, and the keyword arguments of `add_argument`."""
 
 
-def command(*arguments: Argument) -> Callable[[Callable[[argparse.Namespace], Answer]], Command]:
-    """Return the decorator that makes a command of the function that answers it."""
+def command(
+    *arguments: tuple[str, Mapping[str, Any]],
+) -> Callable[[Callable[[argparse.Namespace], Answer]], Command]:
+    """Decorate a function that answers a command."""
     return lambda answer: Command(answer, arguments)
 
 
 RECORD = ("record", {"metavar": "RECORD", "help": "the file of shard_dataloader(record=)"})
-EPOCH = ("--epoch", {"type": int, "help": "the epoch; may be left out if the run has one only"})
+EPOCH = ("--epoch", {"type": int, "help": "the epoch; may be left out if one only has the step"})
 
 
 def table(rows: Rows) -> str:
@@ -86,44 +87,37 @@ def table(rows: Rows) -> str:
         0     1
         10    -
     """
-    cells = [[name.replace("_", " ") for name in rows[0]], *([cell(one) for one in row.values()] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = ("  ".join(map(str.ljust, row, widths)) for row in cells)
-    return "\n".join(line.rstrip() for line in lines)
+    lines = [[name.replace("_", " ") for name in rows[0]]]
+    lines += [[cell(value) for value in row.values()] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
 
 
 def cell(value: Any) -> str:
-    """Return a value for people: of a list, consecutive ints are shortened.
+    """Return a value for people; in a list, consecutive ints are shortened.
 
     Examples:
         >>> cell([0, 1, 2, 7, None, ["web", 3]]), cell(None), cell("dp=2")
         ('0-2 7 - web:3', '-', 'dp=2')
     """
-    if value is None or not isinstance(value, list | tuple):
-        return "-" if value is None else str(value)
-    found: list[list[Any]] = []
-    for one in value:
-        name = ":".join(map(str, one)) if isinstance(one, list | tuple) else one
-        if found and isinstance(name, int) and name - 1 == found[-1][-1]:
-            found[-1].append(name)
+    if value is None:
+        return "-"
+    if not isinstance(value, list | tuple):
+        return str(value)
+    runs: list[list[Any]] = []
+    for item in value:
+        if isinstance(item, int) and runs and item - 1 == runs[-1][-1]:
+            runs[-1].append(item)
         else:
-            found.append([name])
-    return " ".join(f"{one[0]}-{one[-1]}" if len(one) > 2 else " ".join(map(cell, one)) for one in found)
-
-
-def check_output(path: str) -> None:
-    """Refuse a file that cannot be written, before there is anything to write."""
-    folder = os.path.dirname(os.path.abspath(path))
-    if os.path.isdir(path) or not os.path.isdir(folder):
-        why = "it is a folder" if os.path.isdir(path) else f"No such file or directory: {folder}"
-        raise ArgumentError(f"--output {path} cannot be written: {why}.")
+            runs.append([":".join(map(str, item)) if isinstance(item, list | tuple) else item])
+    return " ".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else " ".join(map(cell, run)) for run in runs)
 
 
 def run_of(path: str) -> Timeline:
-    """Return what the record in a file tells of its run; what is wrong with the file is printed.
+    """Return the timeline of a record; problems of the file are printed.
 
     Raises:
-        ArgumentError: It tells nothing.
+        ArgumentError: The record holds no run.
     """
     lines, problems = read(path)
     for problem in problems:
@@ -131,44 +125,36 @@ def run_of(path: str) -> Timeline:
     return timeline(lines)
 
 
-def check_epoch(run: Timeline, epoch: int | None) -> int:
-    """Return an epoch that the run has begun; None is the one of which it has delivered something, if that is one."""
-    known = sorted({leg.start.epoch for leg, _ in run.passes})
-    if epoch is None and len(only := run.epochs or known) == 1:
-        return only[0]
-    if epoch is None or epoch not in known:
-        what = "--epoch is missing" if epoch is None else f"--epoch {epoch} was not begun"
-        raise ArgumentError(" ".join([f"{what}: the run has the epochs {cell(known)}. Give one of them.", *run.untold]))
-    return epoch
-
-
 def legs_at(run: Timeline, epoch: int | None, step: int) -> list[Leg]:
-    """Return what has delivered a step of the epoch that is meant, at least one.
+    """Return the legs that delivered a step of an epoch, at least one.
 
     Raises:
-        ArgumentError: The step was not delivered; or several epochs have it, and none was named.
+        ArgumentError: The step was not delivered; or several epochs have it and `epoch` is None.
     """
-    epoch = check_epoch(run, epoch)
-    found = [leg for leg, end in run.passes if leg.start.epoch == epoch and leg.start.steps <= step < end]
-    if not found:
-        known = ", ".join(f"[{leg.start.steps}, {leg.steps})" for leg in run.legs_of(epoch)) or "none"
-        what = f"step {step} of epoch {epoch} was not delivered, says the record"
-        raise ArgumentError(" ".join([f"{what}; of this epoch it has {known}.", *run.untold]))
-    return found
+    legs = [leg for leg, end in run.passes if leg.start.steps <= step < end and epoch in (None, leg.start.epoch)]
+    epochs = sorted({leg.start.epoch for leg in legs})
+    if len(epochs) > 1:
+        raise ArgumentError(f"--epoch is missing: the epochs {cell(epochs)} have step {step}. Give one of them.")
+    if not legs:
+        ranges = [f"[{leg.start.steps}, {leg.steps}) of epoch {leg.start.epoch}" for leg in run.legs]
+        what = f"step {step} was not delivered, says the record; it has the steps {', '.join(ranges) or 'none'}."
+        raise ArgumentError(" ".join([what, *run.untold]))
+    return legs
 
 
 def parsed(pattern: str, text: str, kind: str) -> Sequence[str]:
-    """Return the groups of an argument that a pattern describes; of one that is not there, "".
+    """Return the groups of an argument that matches a pattern; "" for a group that is absent.
 
     Raises:
-        ArgumentTypeError: It is another one; `kind` says what it must be.
+        ArgumentTypeError: It does not match; `kind` describes what does.
     """
-    if (found := re.fullmatch(pattern, text)) is None:
+    match = re.fullmatch(pattern, text)
+    if match is None:
         raise argparse.ArgumentTypeError(f"must be {kind}, got {text!r}")
-    return found.groups("")
+    return match.groups("")
 
 
 def sample_of(text: str) -> Any:
-    """Return the sample that a user names: 17, or web:17 of a mixture."""
+    """Return the sample that a user names: 17, or web:17 for a mixture."""
     source, name, index = parsed(r"((.*):)?(\d+)", text, "an index such as 17, or source:index of a mixture")
     return (name, int(index)) if source else int(index)

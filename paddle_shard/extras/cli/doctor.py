@@ -1,32 +1,25 @@
-"""`paddle-shard doctor`: has this machine what loaders need, and under the launcher: do its ranks fit together?"""
+"""`paddle-shard doctor`: check that a machine has what loaders need, and under the launcher, that its ranks agree."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import platform
 import socket
-import statistics
 import subprocess
 import sys
-import time
-from collections.abc import Mapping
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 
-from paddle_shard.checks import check_count
-from paddle_shard.errors import PeerLostError, described
-from paddle_shard.extras.cli.answer import Answer, command, with_hazards
-from paddle_shard.extras.cli.hazards import Hazard
-from paddle_shard.extras.cli.plan import MESH, with_data_axes
+from paddle_shard.errors import PeerLostError
+from paddle_shard.extras.cli.answer import Answer, Hazard, command
+from paddle_shard.extras.cli.plan import count_of
 from paddle_shard.version import VERSION
 
 _FILES = 4096
 _SHARED_MB = 256
-# Agreements that are timed.
-_STEPS = 200
-# In a process of its own: it may hang or crash, and is ended then.
+# Runs in a process of its own, which may hang or crash.
 _ALL_REDUCE = """
 import paddle, paddle.distributed as dist
 dist.init_parallel_env()
@@ -38,6 +31,53 @@ print("works by", dist.get_backend())
 """
 
 
+@command(
+    ("--timeout", {"type": count_of(1), "default": 60, "help": "under the launcher: seconds to wait for a rank"}),
+)
+def doctor(options: argparse.Namespace) -> Answer:
+    """Check what loaders need of this machine; under paddle.distributed.launch, also that the ranks fit together.
+
+    example: paddle-shard doctor --json
+    """
+    paddle = _installed("paddlepaddle-gpu", "paddlepaddle")
+    machine = {
+        "paddle_shard": VERSION,
+        "paddle": paddle,
+        "numpy": _installed("numpy"),
+        "python": platform.python_version(),
+        "system": platform.platform(),
+    }
+    hazards = []
+    if paddle == "not installed":
+        hazards.append(Hazard("Paddle is not installed: loaders need it", "pip install 'paddle_shard[cpu]'"))
+    if sys.platform == "linux":
+        hazards += _check_limits(machine)
+    else:
+        remedy = "Use a Linux container (on Windows: WSL 2)"
+        hazards.append(Hazard(f"loaders need Linux, this is {machine['system']}", remedy))
+    group: dict[str, str] = {}
+    size = int(os.environ.get("PADDLE_TRAINERS_NUM") or 1)
+    if size > 1 and paddle != "not installed":
+        hazards += _check_group(size, options.timeout, group)
+    text = [[{"what": name, "here": value} for name, value in {**machine, **group}.items()]]
+    return Answer(values={"machine": machine, "group": group}, text=text, hazards=hazards)
+
+
+def _check_limits(machine: dict[str, str]) -> Iterator[Hazard]:
+    """Yield the limits of a Linux machine that are too low; `machine` gets their values."""
+    import resource
+
+    open_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    machine["open files"] = f"at most {open_files}"
+    if 0 <= open_files < _FILES:
+        yield Hazard(f"a process may open {open_files} files", f"ulimit -n {_FILES}")
+    shared = os.statvfs("/dev/shm")
+    free_mb = shared.f_bavail * shared.f_frsize >> 20
+    machine["/dev/shm"] = f"{free_mb} MB free"
+    if free_mb < _SHARED_MB:
+        yield Hazard(f"/dev/shm, by which workers hand over batches, has {free_mb} MB", "docker run --shm-size=8g")
+
+
 def _installed(*names: str) -> str:
     for name in names:
         with contextlib.suppress(PackageNotFoundError):
@@ -45,95 +85,34 @@ def _installed(*names: str) -> str:
     return "not installed"
 
 
-@command(
-    *MESH,
-    ("--timeout", {"type": int, "default": 60, "help": "under the launcher: seconds for which a rank is waited for"}),
-)
-def doctor(options: argparse.Namespace) -> Answer:
-    """Has this machine what loaders need? Under paddle.distributed.launch, also: do its ranks fit together?
+def _check_group(size: int, timeout: int, group: dict[str, str]) -> Iterator[Hazard]:
+    """Yield the hazards of the ranks that the launcher has started; `group` gets what they report."""
+    from paddle_shard.ranks.agreeing import gather_of
 
-    example: paddle-shard doctor --json
-    """
-    paddle, numpy, system = _installed("paddlepaddle-gpu", "paddlepaddle"), _installed("numpy"), platform.platform()
-    found = {"paddle_shard": VERSION, "paddle": paddle, "numpy": numpy, "python": platform.python_version()}
-    found |= {"system": system, "cores": str(os.cpu_count())}
-    files, free = _FILES, _SHARED_MB
-    with contextlib.suppress(ImportError):
-        import resource
-
-        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        found["open files"] = f"at most {files}"
-    with contextlib.suppress(OSError):
-        shared = os.statvfs("/dev/shm")
-        free, size = (blocks * shared.f_frsize >> 20 for blocks in (shared.f_bavail, shared.f_blocks))
-        found["/dev/shm"] = f"{free} of {size} MB free"
-    with contextlib.suppress(OSError), open("/proc/meminfo") as memory:
-        found["memory"] = next(line.split(":")[1].strip() for line in memory if line.startswith("MemAvailable"))
-    checks = [
-        (paddle == "not installed", "Paddle is not installed: loaders need it", "pip install 'paddle_shard[cpu]'"),
-        (" 2." in paddle, f"{paddle} has no auto-parallel loader", "Install 3.0 or later"),
-        (sys.platform != "linux", f"loaders need Linux, this is {system}", "Use a Linux container (on Windows: WSL 2)"),
-        (0 <= files < _FILES, f"a process may open {files} files", f"ulimit -n {_FILES}"),
-        (free < _SHARED_MB, f"/dev/shm, by which workers hand over batches, has {free} MB", "docker run --shm-size=8g"),
-    ]
-    hazards, group = [(what, remedy) for bad, what, remedy in checks if bad], dict[str, str]()
-    check_count("--timeout", options.timeout)
-    if (size := int(os.environ.get("PADDLE_TRAINERS_NUM") or 1)) > 1 and paddle != "not installed":
-        versions = {name: found[name] for name in ("paddle_shard", "paddle", "numpy", "python")}
-        more, group = _group(size, options, versions)
-        hazards += more
-    shown = [{"what": name, "here": one} for name, one in {**found, **group}.items()]
-    return with_hazards({"machine": found, "group": group}, [shown], hazards)
-
-
-# A live group
-
-
-def _group(size: int, options: argparse.Namespace, versions: Mapping[str, str]) -> tuple[list[Hazard], dict[str, str]]:
-    """Return what is wrong with the ranks that the launcher has started, and what they have told."""
-    from paddle_shard.ranks.agreeing import gather_of, open_agreement
-    from paddle_shard.ranks.verdict import Terms
-
-    ranks, found, hazards, timeout = tuple(range(size)), dict[str, str](), list[Hazard](), float(options.timeout)
-    if options.data_axes is not None:
-        with_data_axes(options.mesh, options.data_axes)  # refuses axes that a mesh does not have
-    meshes = [f"{mesh.shape} of axes {mesh.axes} with ranks {mesh.process_ids}" for mesh in options.mesh]
-    mine = {**versions, "host": socket.gethostname(), "--mesh": "; ".join(meshes), "--data-axes": options.data_axes}
+    ranks = tuple(range(size))
     try:
-        said = [json.loads(one) for one in gather_of(ranks, json.dumps(mine), timeout, "doctor")]
-        hosts = dict.fromkeys(one.pop("host") for one in said)
-        found["ranks"] = f"{size} on {len(hosts)} hosts: {', '.join(hosts)}"
-        remedy = "All ranks need the same: install one version, and give all of them the same meshes"
-        for what, first in said[0].items():
-            for rank in [rank for rank, one in enumerate(said) if one[what] != first][:1]:
-                hazards.append((f"{what} differs: {first} on rank 0, {said[rank][what]} on rank {rank}", remedy))
-        times, agreement = list[float](), open_agreement(ranks, Terms(name="doctor", timeout=timeout))
-        for step in range(_STEPS):
-            begun = time.perf_counter()
-            agreement.announce()
-            agreement.deliver(step)
-            times.append(time.perf_counter() - begun)
-        agreement.close()
-        found["an agreement"] = f"{1e6 * statistics.median(times):.0f} us, the median of {_STEPS}"
-        works = gather_of(ranks, _collective(timeout), 2 * timeout, "doctor, after the collectives")
+        hosts = dict.fromkeys(gather_of(ranks, socket.gethostname(), timeout, "doctor"))
+        group["ranks"] = f"{size} on {len(hosts)} hosts: {', '.join(hosts)}"
+        results = gather_of(ranks, _all_reduce(timeout), 2 * timeout, "doctor, after the collectives")
     except PeerLostError as lost:
-        who = f"ranks {list(lost.ranks)} do" if lost.ranks else "a rank does"
-        what = f"{who} not answer within {timeout:g} s" if lost.timeout else str(lost).rstrip(".")
-        return [(what, "Look for the reason in their logs: each runs paddle-shard doctor, and can reach rank 0")], found
-    found["an all-reduce"] = works[0]
-    failed = [(rank, one) for rank, one in enumerate(works) if not one.startswith("works")]
-    remedy = "Check the network, drivers and GLOO_SOCKET_IFNAME"
-    hazards += [(f"collectives fail on rank {rank}: {one}", remedy) for rank, one in failed]
-    if missing := sorted({rank for mesh in options.mesh for rank in mesh.process_ids} - {*ranks}):
-        hazards.append((f"--mesh has the ranks {missing}, and the job has {size}", "Start more ranks, or correct it"))
-    return hazards, found
+        what = str(lost).rstrip(".")
+        if lost.timeout:
+            who = f"ranks {list(lost.ranks)} do" if lost.ranks else "a rank does"
+            what = f"{who} not answer within {timeout} s"
+        yield Hazard(what, "Look for the reason in their logs: each runs paddle-shard doctor, and can reach rank 0")
+        return
+    group["an all-reduce"] = results[0]
+    for rank, result in enumerate(results):
+        if not result.startswith("works"):
+            remedy = "Check the network, drivers and GLOO_SOCKET_IFNAME"
+            yield Hazard(f"collectives fail on rank {rank}: {result}", remedy)
 
 
-def _collective(timeout: float) -> str:
-    """Return how an all-reduce of all ranks went, in their own group."""
+def _all_reduce(timeout: float) -> str:
+    """Return the result of an all-reduce of all ranks in a group of its own."""
     try:
         done = subprocess.run([sys.executable, "-c", _ALL_REDUCE], capture_output=True, text=True, timeout=timeout)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return f"not in {timeout:g} s" if isinstance(error, subprocess.TimeoutExpired) else described(error)
-    said = [line for line in (done.stdout if done.returncode == 0 else done.stderr).splitlines() if line.strip()]
-    return said[-1] if said else f"exit code {done.returncode}"
+    except subprocess.TimeoutExpired:
+        return f"not in {timeout:g} s"
+    lines = (done.stdout if done.returncode == 0 else done.stderr).split("\n")
+    return next((line for line in reversed(lines) if line.strip()), f"exit code {done.returncode}")

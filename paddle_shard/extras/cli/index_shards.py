@@ -1,13 +1,13 @@
-"""How many samples does each tar have? Writes the index file that `webdataset_source(index=)` reads."""
+"""`paddle-shard index`: write the index file of WebDataset tars that `webdataset_source(index=)` reads."""
 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
+from pathlib import Path
 
 from paddle_shard.errors import ArgumentError, described
-from paddle_shard.extras.cli.answer import Answer, check_output, command
+from paddle_shard.extras.cli.answer import Answer, command
 from paddle_shard.sources.counts import ShardEntry, count_file
 from paddle_shard.sources.files import base_name, shown
 from paddle_shard.sources.webdataset import check_base_names, expand, tar_starts, write_index
@@ -22,21 +22,32 @@ def index(options: argparse.Namespace) -> Answer:
 
     example: paddle-shard index 'train-*.tar' -o index.json
     """
-    entries, names = dict[str, ShardEntry](), expand(options.urls)
+    names = expand(options.urls)
     check_base_names(names)
-    check_output(options.output)
-    if os.path.exists(options.output):  # a shell makes `-o first.tar second.tar` of `-o *.tar`
-        with open(options.output, "rb") as there:
-            if there.read(1) not in (b"", b"{"):
-                raise ArgumentError(f"--output {options.output} is there already, and is no index. Name another file.")
-    try:
-        for number, name in enumerate(names, 1):
-            entry = entries[base_name(name)] = count_file(name, tar_starts)
-            text = f"[{number}/{len(names)}] {shown(name)}: {entry.samples} samples, {entry.size} bytes"
-            print(text, file=sys.stderr, flush=True)
-    except Exception as error:  # whatever a tar, a server or a store has to say
-        text = f"{shown(name)}: {described(error)}\nNothing is written."
-        return Answer(found={"error": text}, said=[text], failed=True)
+    _check_output(options.output)
+    entries: dict[str, ShardEntry] = {}
+    for number, name in enumerate(names, 1):
+        try:
+            entry = count_file(name, tar_starts)
+        except Exception as error:  # whatever a tar or a server raises
+            text = f"{shown(name)}: {described(error)}\nNothing is written."
+            return Answer(values={"error": text}, text=[text], failed=True)
+        entries[base_name(name)] = entry
+        text = f"[{number}/{len(names)}] {shown(name)}: {entry.samples} samples, {entry.size} bytes"
+        print(text, file=sys.stderr, flush=True)
     write_index(options.output, entries)
     counts = {name: entry.samples for name, entry in entries.items()}
-    return Answer(found=counts, said=[f"{options.output}: {sum(counts.values())} samples in {len(counts)} shards"])
+    return Answer(values=counts, text=[f"{options.output}: {sum(counts.values())} samples in {len(counts)} shards"])
+
+
+def _check_output(path: str) -> None:
+    """Check, before all is counted, that the index file can be written and replaces nothing but an index."""
+    output = Path(path)
+    if not output.parent.is_dir():
+        raise ArgumentError(f"--output {path} cannot be written: No such file or directory: {output.parent}.")
+    if output.is_dir():
+        raise ArgumentError(f"--output {path} cannot be written: it is a folder.")
+    if output.exists():  # a shell makes `-o first.tar second.tar` of `-o *.tar`
+        with output.open("rb") as file:
+            if file.read(1) not in (b"", b"{"):
+                raise ArgumentError(f"--output {path} is there already, and is no index. Name another file.")

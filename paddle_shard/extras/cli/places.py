@@ -1,11 +1,9 @@
-"""Which ranks of some meshes have which rows of a step, and which samples?"""
+"""Rows and samples of a step for each replica group of some meshes."""
 
 from __future__ import annotations
 
-import math
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -15,7 +13,6 @@ from paddle_shard.plan.partition import slice_rows
 from paddle_shard.plan.shard_plan import ShardPlan, step_of_plan
 from paddle_shard.plan.skips import Skips
 
-_T = TypeVar("_T")
 Meshes = Sequence[tuple[MeshLayout, Sequence[str]]]
 """Each mesh with its data axes."""
 
@@ -33,82 +30,30 @@ def groups_of(meshes: Meshes) -> Iterator[dict[str, Any]]:
             yield {"mesh": number, "data_rank": data_rank, "ranks": group}
 
 
-def shares_of(meshes: Meshes, share: Callable[[int, int], _T]) -> Iterator[tuple[dict[str, Any], _T]]:
-    """Yield each replica group with what a function says of (data rank, number of data ranks of the mesh)."""
-    counts = [mesh.num_data_ranks(axes) for mesh, axes in meshes]
-    for group in groups_of(meshes):
-        yield group, share(group["data_rank"], counts[group["mesh"]])
-
-
-def readers_of(meshes: Meshes, replicas: str, ranks_per_host: int | None) -> dict[int, int]:
-    """Return the ranks that read, each with its host.
-
-    Unless each rank reads for itself, the first of the ranks of a host that get the same rows reads for them.
-
-    Args:
-        meshes: The meshes.
-        replicas: See `shard_dataloader`.
-        ranks_per_host: The ranks of a host, one after the other; None: all ranks are on one host.
-
-    Examples:
-        >>> mesh = MeshLayout(shape=(2, 2), axes=("dp", "mp"), process_ids=(0, 1, 2, 3))
-        >>> readers_of([(mesh, ["dp"])], "leader", None), readers_of([(mesh, ["dp"])], "leader", 1)
-        ({0: 0, 2: 0}, {0: 0, 1: 1, 2: 2, 3: 3})
-    """
-    ranks = sorted({rank for mesh, _ in meshes for rank in mesh.process_ids})
-    hosts = {rank: rank // ranks_per_host if ranks_per_host else 0 for rank in ranks}
-    if replicas == "each":
-        return hosts
-    rows, first = dict[int, tuple[Any, ...]](), dict[Any, int]()
-    for group, share in shares_of(meshes, lambda *mine: (mine,)):
-        for rank in group["ranks"]:
-            rows[rank] = tuple(dict.fromkeys(rows[rank] + share)) if rank in rows else share
-    for rank, host in hosts.items():
-        first.setdefault((host, rows[rank]), rank)
-    return {rank: hosts[rank] for rank in first.values()}
-
-
-def reads_of_a_row(meshes: Meshes, reading: Collection[int]) -> int:
-    """Return how many of the ranks that read, read the same row; the most, where rows differ.
-
-    Args:
-        meshes: The meshes. All of them get each row.
-        reading: The ranks that read.
-
-    Examples:
-        >>> two = [(MeshLayout(shape=(2,), axes=("dp",), process_ids=ids), ["dp"]) for ids in ((0, 1), (2, 3))]
-        >>> reads_of_a_row(two, range(4)), reads_of_a_row(two, [0, 1])
-        (2, 1)
-    """
-    count, who = math.lcm(*(mesh.num_data_ranks(axes) for mesh, axes in meshes)), defaultdict[int, set[int]](set)
-    for group, (one, of) in shares_of(meshes, lambda *mine: mine):
-        readers = [rank for rank in group["ranks"] if rank in reading]
-        for at in range(one * count // of, (one + 1) * count // of):
-            who[at].update(readers)
-    return max(map(len, who.values()))
-
-
 def rows_of(plan: ShardPlan, meshes: Meshes, step: int) -> Iterator[tuple[dict[str, Any], Sequence[int]]]:
-    """Yield each replica group with its rows of the global batch at a step, in the order in which it has them.
+    """Yield each replica group with its rows of the global batch at a step, in its own order.
 
-    Without meshes, nobody knows who has them: rows were dealt by costs, which a record does not have.
+    Without meshes, it is not known who has which rows: they were balanced by costs that a record does not hold.
     """
-    num_rows, micro_size = plan.num_rows(step=step), plan.micro_size(step=step)
+    num_rows = plan.num_rows(step=step)
+    micro_size = plan.micro_size(step=step)
     if not meshes:
         yield {"mesh": None, "data_rank": None, "ranks": None}, range(num_rows)
-    yield from shares_of(meshes, lambda one, of: slice_rows(num_rows, of, one, micro_size).tolist())
+    for group in groups_of(meshes):
+        mesh, axes = meshes[group["mesh"]]
+        yield group, slice_rows(num_rows, mesh.num_data_ranks(axes), group["data_rank"], micro_size).tolist()
 
 
 def samples_at(plan: ShardPlan, epoch: int, step: int, skips: Skips) -> list[Any]:
-    """Return the sample of each row of a step, as users name it; None: a row of padding, or one that is left out."""
+    """Return the sample of each row of a step, as users name it; None for padding and skipped rows."""
     found = step_of_plan(plan, epoch, step, skips)
-    if found is None:  # all of it is
+    if found is None:
         return [None] * plan.num_rows(step=step)
-    real = np.ones(len(found.ids), bool) if found.real is None else found.real
+    valid = np.ones(len(found.ids), bool) if found.real is None else found.real
     names: list[Any] = np.asarray(found.ids).tolist()
     if isinstance(plan.ordering, Mixing):
         names = [list(plan.ordering.named(sample)) for sample in names]
-    return [name if kept else None for name, kept in zip(names, real, strict=True)]
+    return [name if is_valid else None for name, is_valid in zip(names, valid, strict=True)]
 
 
 def samples_of(plan: ShardPlan, meshes: Meshes, epoch: int, step: int, skips: Skips) -> list[dict[str, Any]]:

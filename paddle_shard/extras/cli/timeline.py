@@ -1,13 +1,12 @@
-"""Which job of a run delivered which positions of each epoch, as far as the run's record tells?
+"""The timeline of a run: which job delivered which positions of each epoch, as far as the record tells.
 
-A `Job` is one start of the ranks. What it did between two loads of a state is a `Stretch`: it begins at a position that
-another stretch has reached. The stretches from the last one back to the first are the run; what others delivered, or
-these after the position at which the next one began, is not in the model that came out.
+A `Job` is one start of the ranks. A `_Segment` is its lines between two loads of a state, and begins at a position that
+another segment has reached. The segments from the newest one back to the first are the run. What other segments
+delivered, or these after the position at which the next one began, does not count: the model has not seen it.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -16,7 +15,6 @@ from typing import Any
 from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.mesh import MeshLayout
 from paddle_shard.plan.orders import ordering_of
-from paddle_shard.plan.parts import PartsPlan
 from paddle_shard.plan.shard_plan import BatchSizes, ShardPlan, rows_of_sample
 from paddle_shard.plan.state import History, LoaderState, sealed
 from paddle_shard.samplers import PlanBatches
@@ -33,145 +31,102 @@ class Job:
     @property
     def meshes(self) -> list[tuple[MeshLayout, list[str]]]:
         """Each mesh with its data axes."""
-        found = [(one["axes"], one["process_ids"], one["data_axes"]) for one in self.facts["meshes"]]
-        return [(MeshLayout(shape=axes.values(), axes=axes, process_ids=ids), data) for axes, ids, data in found]
+        return [
+            (
+                MeshLayout(shape=mesh["axes"].values(), axes=mesh["axes"], process_ids=mesh["process_ids"]),
+                mesh["data_axes"],
+            )
+            for mesh in self.facts["meshes"]
+        ]
 
     @property
     def holders(self) -> list[tuple[MeshLayout, list[str]]]:
-        """The meshes whose ranks have the rows of a step; none if rows were dealt by cost (`balance=`)."""
+        """The meshes whose ranks hold the rows of a step; none if rows were balanced by cost (`balance=`)."""
         return [] if self.facts["dealt"] else self.meshes
 
     @property
     def unknown(self) -> str | None:
-        """Why nobody but the loader knows its order; None if the record tells it."""
+        """Why only the loader knows its order; None if the record tells it."""
         if self.facts["order_of"] is not None:
             return f"the order is that of {self.facts['order_of']}"
         if ordering_of(self.facts["fingerprint"]) is None:
             return f"shuffle={self.facts['fingerprint']['shuffle']!r} is an order of your own"
         return None
 
-    def parts_plan(self, **others: Any) -> PartsPlan | None:
-        """Return how the batches of its stream are made of parts; None if it has none. `others`: see `batches`."""
-        parts = self.facts["data"].get("num_parts")
-        return None if parts is None else PartsPlan(num_parts=parts, **{**self.facts["plan"], **others})
-
-    def batches(self, history: History, **others: Any) -> PlanBatches:
-        """Return the order that this job served.
-
-        Args:
-            history: What was changed in the run.
-            others: Another `batch_size`, or another number of data ranks, than it had.
+    def batches(self, history: History) -> PlanBatches:
+        """Return the order that this job served, with the changes of the run.
 
         Raises:
-            ArgumentError: Nobody but the loader knows it.
+            ArgumentError: Only the loader knows it.
         """
-        if (why := self.unknown) is not None:
-            raise ArgumentError(f"job {self.number}: {why}, so the record has positions and no samples.")
+        if self.unknown is not None:
+            raise ArgumentError(f"job {self.number}: {self.unknown}, so the record has positions and no samples.")
         sizes = self.facts["sizes"] and BatchSizes(tuple(map(tuple, self.facts["sizes"])))
-        return PlanBatches.of_run(self.facts["fingerprint"], sizes, history, **{**self.facts["plan"], **others})
+        return PlanBatches.of_run(self.facts["fingerprint"], sizes, history, **self.facts["plan"])
 
 
 @dataclass(frozen=True)
 class Leg:
-    """What a pass delivered, from one position to another, as far as it counts."""
+    """Positions of one epoch that one loop of a job delivered."""
 
     job: Job
     number: int
-    """Of the pass."""
+    """Number of the loop."""
     start: LoaderState
     steps: int
     """Step of the epoch after the last one that was delivered."""
     samples: int
     """Position of the epoch after the last one that was delivered."""
     history: History
-    """What was changed in the run: the weights as of its end, and what is left out as of its beginning."""
+    """Changes of the run: the weights as of its end, and what is left out as of its beginning."""
     ended: bool = False
-    """True if the pass came to the end of the epoch."""
+    """Whether the loop came to the end of the epoch."""
     override: tuple[str, ...] = ()
-    """What was another in the state that it was resumed from, as `load_state_dict` was told."""
+    """Fields of the loaded state that differed, as `load_state_dict(override=)` accepted them."""
     closed: bool = False
-    """Whether a later pass has found that nothing is left of the epoch, as in larger batches with `tail="drop"`."""
+    """Whether a later loop found that nothing is left of the epoch, as in larger batches with `tail="drop"`."""
 
+    @property
     def moved(self) -> bool:
-        """Return whether it has delivered anything."""
+        """Whether it delivered anything."""
         return self.steps > self.start.steps
 
     @cached_property
     def plan(self) -> ShardPlan:
-        """The order of its epoch, as it was served; an ArgumentError if nobody but the loader knows it."""
+        """The order of its epoch, as it was served; an ArgumentError if only the loader knows it."""
         plan = self.job.batches(self.history).plan_of(self.start)
         if not self.closed or self.samples >= plan.num_served:
             return plan
-        size = plan.batch_size
-        return replace(plan, segments=(*(plan.segments or ((0, size),)), (self.samples, size)), ended=True)
+        segments = plan.segments or ((0, plan.batch_size),)
+        return replace(plan, segments=(*segments, (self.samples, plan.batch_size)), ended=True)
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A position that a line tells."""
+    """A position that a line tells, with the legs by then."""
 
-    line: dict[str, Any]
     state: LoaderState
     legs: tuple[Leg, ...]
-    """What the run had delivered by then."""
-
-
-@dataclass(kw_only=True)
-class _Stretch:
-    """Lines of a job, from a load on."""
-
-    job: Job
-    resumed: LoaderState | None = None
-    lines: list[dict[str, Any]] = field(default_factory=list)
-    """Each with the history of the run by then."""
-    parent: tuple[_Stretch, int] | None = None
-    """What it has continued, and how many lines of that there were by then; None: nothing that is known."""
-
-    def state(self, at: int) -> LoaderState:
-        """Return the state that a line holds, without what the loader alone needs."""
-        line, fingerprint = self.lines[at], self.job.facts["fingerprint"]
-        then = {"history": line["was" if line["line"] == "resume" else "history"], "fingerprint": fingerprint}
-        now = {name: value for name, value in fingerprint.items() if name != "order_version"}
-        return LoaderState.from_dict(sealed({**line["state"], **then, "sampler": None, "data": None}), now)
-
-    def legs(self) -> Iterator[dict[int, Leg]]:
-        """Yield the passes as of each line, one dict that is changed."""
-        found: dict[int, Leg] = {}
-        override = () if self.resumed is None else tuple(self.lines[0]["override"])
-        for at, line in enumerate(self.lines):
-            if line["line"] == "pass":
-                start, number = self.state(at), line["begins"]
-                now_at = start.steps, start.samples, start.history
-                found[number] = Leg(self.job, number, start, *now_at, override=override)
-            for number, steps, samples in line["passes"]:
-                if number in found and steps > found[number].steps:
-                    now = replace(History.from_json(line["history"]), skips=found[number].history.skips)
-                    found[number] = replace(found[number], steps=steps, samples=samples, history=now)
-            if line["line"] == "end" and line["ends"] in found:
-                found[line["ends"]] = replace(found[line["ends"]], ended=True)
-            yield found
 
 
 @dataclass(kw_only=True)
 class Timeline:
-    """What a record tells of a run."""
+    """The run that a record tells of."""
 
     last: Job
-    """The newest of those that belong to the run."""
+    """Its newest job."""
     began_at: LoaderState | None
-    """The position from which the oldest job was resumed, if no line tells how it was reached; None: it began anew."""
+    """The position from which its first job was resumed, if no line tells how it was reached; None: it began anew."""
+    history: History
+    """Changes of the run, as of its newest line."""
     legs: list[Leg] = field(default_factory=list)
-    """What counts, in the order in which it was delivered."""
+    """What counts, in the order of delivery."""
     open: Leg | None = None
-    """The newest pass, if it has not come to its end: it may have delivered more than any line tells."""
+    """The newest leg, if its loop has not ended: it may have delivered more than any line tells."""
     lost: list[Leg] = field(default_factory=list)
-    """What was delivered and does not count, since no saved position holds it that the run was resumed from."""
-    saved: list[Saved] = field(default_factory=list)
-    """The positions on the way at which the state was saved, in order."""
-    history: History = field(default_factory=History)
-    """What was changed in the run, as of its newest line."""
+    """What does not count, since no position that the run was resumed from holds it."""
     newest: dict[int, Saved] = field(default_factory=dict)
-    """The newest position of each epoch that a line tells, with what its job knows to be delivered."""
+    """The newest position of each epoch."""
 
     @property
     def epochs(self) -> list[int]:
@@ -180,121 +135,190 @@ class Timeline:
 
     @property
     def untold(self) -> list[str]:
-        """Return what has to be known of a run that had begun before any line tells of it."""
-        at, what = self.began_at, "no line tells how it came there: what it had by then is not known."
-        return [] if at is None else [f"The run was resumed at step {at.steps} of epoch {at.epoch}, and {what}"]
+        """A note for a run that had begun before any line tells of it."""
+        at = self.began_at
+        if at is None:
+            return []
+        what = "no line tells how it came there: what it had by then is not known."
+        return [f"The run was resumed at step {at.steps} of epoch {at.epoch}, and {what}"]
 
     def legs_of(self, epoch: int) -> list[Leg]:
         """Return what was delivered of an epoch."""
         return [leg for leg in self.legs if leg.start.epoch == epoch]
 
     @property
-    def passes(self) -> list[tuple[Leg, float]]:
-        """What was delivered, with the step before which it ends, told by a line or not."""
-        found: list[tuple[Leg, float]] = [(leg, leg.steps) for leg in self.legs if leg is not self.open]
+    def passes(self) -> list[tuple[Leg, int]]:
+        """Each leg with the step before which it ends, whether a line tells it or not.
+
+        Raises:
+            ArgumentError: Only the loader knows the order of the newest one.
+        """
+        passes = [(leg, leg.steps) for leg in self.legs if leg is not self.open]
         if self.open is not None:
-            found.append((self.open, math.inf if self.open.job.unknown is not None else self.open.plan.num_steps))
-        return found
+            passes.append((self.open, self.open.plan.num_steps))
+        return passes
+
+
+@dataclass(kw_only=True)
+class _Segment:
+    """Lines of a job, from a load on."""
+
+    job: Job
+    resumed: LoaderState | None = None
+    lines: list[dict[str, Any]] = field(default_factory=list)
+    """Each with the history of the run by then."""
+    parent: _Segment | None = None
+    """The segment that it continues; None if no line tells it."""
+    num_parent_lines: int = 0
+    """How many lines of the parent lead to it."""
+
+    def state(self, number: int) -> LoaderState:
+        """Return the state in a line, without what only the loader needs."""
+        line = self.lines[number]
+        history = line["was" if line["line"] == "resume" else "history"]
+        fingerprint = self.job.facts["fingerprint"]
+        order = {name: value for name, value in fingerprint.items() if name != "order_version"}
+        rest = {"history": history, "fingerprint": fingerprint, "sampler": None, "data": None}
+        return LoaderState.from_dict(sealed({**line["state"], **rest}), order)
+
+    def legs(self) -> Iterator[dict[int, Leg]]:
+        """Yield the legs by the number of their loop, as of each line."""
+        legs: dict[int, Leg] = {}
+        override = () if self.resumed is None else tuple(self.lines[0]["override"])
+        for at, line in enumerate(self.lines):
+            if line["line"] == "pass":
+                start = self.state(at)
+                number = line["begins"]
+                legs[number] = Leg(
+                    self.job, number, start, start.steps, start.samples, start.history, override=override
+                )
+            for number, steps, samples in line["passes"]:
+                leg = legs.get(number)
+                if leg is not None and steps > leg.steps:
+                    history = replace(History.from_json(line["history"]), skips=leg.history.skips)
+                    legs[number] = replace(leg, steps=steps, samples=samples, history=history)
+            if line["line"] == "end" and line["ends"] in legs:
+                legs[line["ends"]] = replace(legs[line["ends"]], ended=True)
+            yield dict(legs)
 
 
 def timeline(lines: Sequence[dict[str, Any]]) -> Timeline:
-    """Return what the lines of a record tell.
+    """Return the run that the lines of a record tell of.
 
     Raises:
-        ArgumentError: They tell nothing.
+        ArgumentError: They tell of none.
         StateError: A state in them is damaged, or of another version.
     """
-    begun = [one for one in _stretches(lines) if one.lines]
-    if not begun:
+    segments = [segment for segment in _segments(lines) if segment.lines]
+    if not segments:
         raise ArgumentError("the record tells of no pass yet.")
-    # What counts is the newest stretch, and what leads to it. A line of a load ends one stretch and begins the next.
-    alive = [one for one in begun if all(line["line"] != "taken over" for line in one.lines)] or begun
-    newest = max(reversed(alive), key=lambda one: (one.lines[-1]["number"], one.lines[0]["number"]))
-    way, at = {id(newest): len(newest.lines)}, newest
-    while at.parent is not None:
-        at, upto = at.parent
-        way[id(at)] = upto
-    found = Timeline(last=newest.job, began_at=at.resumed, history=History.from_json(newest.lines[-1]["history"]))
-    for stretch in begun:
-        counted, legs = dict[int, Leg](), dict[int, Leg]()
-        for at_line, legs in enumerate(stretch.legs()):
-            if at_line < way.get(id(stretch), 0):
-                line, counted = stretch.lines[at_line], dict(legs)
-                if line["line"] in ("checkpoint", "end", "certificate"):
-                    by_then = (*found.legs, *filter(Leg.moved, counted.values()))
-                    told = found.newest[line["state"]["epoch"]] = Saved(line, stretch.state(at_line), by_then)
-                    found.saved += [told] if line["line"] == "checkpoint" else []
-        for leg in counted.values():
-            if leg.moved():
-                found.legs.append(leg)
-            elif leg.ended or leg.start.ended:
-                # That there was no more is told of the pass that delivered the last of it.
-                for number, one in enumerate(found.legs):
-                    if one.start.epoch == leg.start.epoch and one.samples == leg.start.samples and not one.ended:
-                        found.legs[number] = replace(one, ended=True, closed=True)
-        for leg in legs.values():
-            upto_here = counted.get(leg.number, leg.start)
-            start = replace(leg.start, steps=upto_here.steps, samples=upto_here.samples)
-            found.lost += filter(Leg.moved, [replace(leg, start=start)])
-        if stretch is newest and counted and not (last := counted[max(counted)]).ended:
-            found.open = last
-    return found
+    # The newest segment is the end of the run. Count the lines of each segment that lead to it.
+    newest = segments[-1]
+    num_counted = {id(newest): len(newest.lines)}
+    first = newest
+    while first.parent is not None:
+        num_counted[id(first.parent)] = first.num_parent_lines
+        first = first.parent
+
+    run = Timeline(last=newest.job, began_at=first.resumed, history=History.from_json(newest.lines[-1]["history"]))
+    for segment in segments:
+        _add(run, segment, num_counted.get(id(segment), 0), is_newest=segment is newest)
+    return run
 
 
-def _stretches(lines: Sequence[dict[str, Any]]) -> list[_Stretch]:
-    """Return the stretches, each with what it has continued."""
-    found, now = list[_Stretch](), dict[str, _Stretch]()
+def _add(run: Timeline, segment: _Segment, num_counted: int, *, is_newest: bool) -> None:
+    """Add the legs of a segment to a run; those of its first `num_counted` lines count."""
+    counted: dict[int, Leg] = {}
+    legs: dict[int, Leg] = {}
+    for number, legs in enumerate(segment.legs()):
+        if number >= num_counted:
+            continue
+        counted = legs
+        line = segment.lines[number]
+        if line["line"] in ("checkpoint", "end", "certificate"):
+            by_then = (*run.legs, *(leg for leg in legs.values() if leg.moved))
+            run.newest[line["state"]["epoch"]] = Saved(segment.state(number), by_then)
+    for leg in counted.values():
+        if leg.moved:
+            run.legs.append(leg)
+        elif leg.ended or leg.start.ended:
+            _close(run, leg)
+    for leg in legs.values():
+        reached = counted.get(leg.number, leg.start)
+        rest = replace(leg, start=replace(leg.start, steps=reached.steps, samples=reached.samples))
+        if rest.moved:
+            run.lost.append(rest)
+    if is_newest and counted:
+        last = counted[max(counted)]
+        run.open = None if last.ended else last
+
+
+def _close(run: Timeline, empty: Leg) -> None:
+    """Mark the leg that delivered the last of an epoch, of which a later, empty leg found the end."""
+    for number, leg in enumerate(run.legs):
+        if leg.start.epoch == empty.start.epoch and leg.samples == empty.start.samples and not leg.ended:
+            run.legs[number] = replace(leg, ended=True, closed=True)
+
+
+def _segments(lines: Sequence[dict[str, Any]]) -> list[_Segment]:
+    """Return the segments, each with its parent. A line of a load ends one segment and begins the next."""
+    segments: list[_Segment] = []
+    current: dict[str, _Segment] = {}
     for line in lines:
         if line["line"] == "begin":
-            one = now[line["digest"]] = _Stretch(job=Job(len(now) + 1, line))
-            found.append(one)
-        elif line["job"] in now:  # else its first line is gone
-            one = now[line["job"]]
-            one.lines.append({"history": one.lines[-1]["history"] if one.lines else None, **line})
-            if line["line"] == "resume":  # it also says how far the passes before it have come
-                one = now[line["job"]] = _Stretch(job=one.job, lines=one.lines[-1:])
-                one.resumed = one.state(0)
-                one.parent = _reached_by(found, one.resumed)
-                found.append(one)
-    return found
+            segment = _Segment(job=Job(len(current) + 1, line))
+            current[line["digest"]] = segment
+            segments.append(segment)
+        elif line["job"] in current:  # else its first line is gone
+            segment = current[line["job"]]
+            history = segment.lines[-1]["history"] if segment.lines else None
+            segment.lines.append({"history": history, **line})
+            if line["line"] == "resume":
+                segment = _Segment(job=segment.job, lines=segment.lines[-1:])
+                segment.resumed = segment.state(0)
+                segment.parent, segment.num_parent_lines = _parent_of(segments, segment.resumed)
+                current[line["job"]] = segment
+                segments.append(segment)
+    return segments
 
 
-def _reached_by(stretches: list[_Stretch], wanted: LoaderState) -> tuple[_Stretch, int] | None:
-    """Return the newest stretch in which a state was saved, and the number of its lines by then.
+def _parent_of(segments: list[_Segment], wanted: LoaderState) -> tuple[_Segment | None, int]:
+    """Return the newest segment that saved a state, and the number of its lines by then.
 
-    Another rank's state has another account, and so has one that was saved again after `certificate()`. But who has
-    the same one comes first: two jobs may have come to the same position.
+    A state of another rank, or one saved again after `certificate()`, differs in its certificate. An equal state comes
+    first, since two jobs may have reached one position.
     """
-    found: tuple[_Stretch, int] | None = None
-    for one in reversed(stretches):
-        for at, line in reversed(list(enumerate(one.lines))):
-            # The epoch first: it takes long to read a whole state.
+    similar: tuple[_Segment | None, int] = (None, 0)
+    for segment in reversed(segments):
+        for number, line in reversed(list(enumerate(segment.lines))):
+            # The epoch first: reading a whole state takes long.
             if line["line"] != "checkpoint" or line["state"]["epoch"] != wanted.epoch:
                 continue
-            state = replace(one.state(at), fingerprint=wanted.fingerprint)
-            if replace(state, certificate=wanted.certificate) == wanted:
-                if state == wanted:
-                    return one, at + 1
-                found = found or (one, at + 1)
-    return found
+            state = replace(segment.state(number), fingerprint=wanted.fingerprint)
+            if state == wanted:
+                return segment, number + 1
+            if similar[0] is None and replace(state, certificate=wanted.certificate) == wanted:
+                similar = (segment, number + 1)
+    return similar
 
 
 def places_in(run: Timeline, sample: Any) -> Iterator[tuple[Leg, int, int]]:
-    """Yield (what has delivered it, step, row of the global batch) for each delivery of a sample.
+    """Yield (leg, step, row of the global batch) for each delivery of a sample.
 
-    The newest pass may have delivered it after the newest line, too: at a step that is not before `leg.steps`.
+    The newest leg may have delivered it after the newest line: at a step that is not before `leg.steps`.
     """
-    passes, unknown = run.passes, list[ArgumentError]()
-    for leg, end_step in passes:
-        plan, ranks = leg.plan, leg.job.facts["plan"]["num_data_ranks"]
+    errors: list[ArgumentError] = []
+    for leg, end_step in run.passes:
+        num_data_ranks = leg.job.facts["plan"]["num_data_ranks"]
+        plan = leg.plan
         try:
-            found = list(rows_of_sample(plan, leg.start.epoch, sample, leg.history.skips))
+            rows = list(rows_of_sample(plan, leg.start.epoch, sample, leg.history.skips))
         except ArgumentError as error:  # data that has grown has it later
-            unknown.append(error)
+            errors.append(error)
             continue
-        for step, row in found:
+        for step, row in rows:
             # A short last batch that cannot be split was never delivered.
-            if leg.start.steps <= step < end_step and plan.num_rows(step=step) % ranks == 0:
+            if leg.start.steps <= step < end_step and plan.num_rows(step=step) % num_data_ranks == 0:
                 yield leg, step, row
-    if passes and len(unknown) == len(passes):
-        raise unknown[-1]
+    if errors and len(errors) == len(run.passes):
+        raise errors[-1]

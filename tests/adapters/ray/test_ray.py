@@ -95,7 +95,7 @@ def test_twenty_random_kills_change_nothing(kind, caplog):
     assert found == expected
     said = [record.getMessage() for record in caplog.records if "has died" in record.getMessage()]
     assert 10 <= len(said) <= 20  # one that is killed just as it is closed is not missed
-    assert all("node " in one and "ActorDiedError" in one for one in said)
+    assert all("ActorDiedError" in one for one in said)
 
 
 @pytest.mark.parametrize("kind", STREAMS)
@@ -116,7 +116,7 @@ def test_actors_read_no_more_than_the_loop_has_asked_for_ahead(tmp_path):
     loader = loader_of(readings.Noting(tmp_path), RayReaders(num=num), {"prefetch_factor": ahead}, {"prefetch": 0})
     batches = iter(loader)
     next(batches)
-    until(lambda: len(readings.actors_alive()) == num)  # the first one reads, and so the other is asked for
+    until(lambda: len(readings.actors_alive()) == num)
     time.sleep(3)
     for taken in range(2, 8):
         next(batches)
@@ -141,7 +141,7 @@ def test_a_sample_that_kills_its_readers_is_given_up_with_their_names():
     loader = loader_of(readings.Deadly(), RayReaders(num=2), {}, {})
     steps = []
 
-    with pytest.raises(DataReadError, match="3 actors in a row died while they read the same rows: node ") as caught:
+    with pytest.raises(DataReadError, match="3 actors in a row died before they could read the next rows: ") as caught:
         read(loader, after_step=steps.append)
 
     assert steps[-1] == 100 // readings.BATCH
@@ -156,8 +156,7 @@ def test_a_worker_is_told_what_it_is_told_as_a_process():
     rows = np.concatenate([batch._local_value().numpy() for batch in loader])
 
     assert rows[:, 0].tolist() == list(range(64))
-    # An actor that has a place late may find all read.
-    assert {tuple(row) for row in rows[:, 1:4].tolist()} <= {(0, 2, 100), (1, 2, 101)}
+    assert {tuple(row) for row in rows[:, 1:4].tolist()} == {(0, 2, 100), (1, 2, 101)}
 
 
 @pytest.mark.parametrize("persistent", [True, False])
@@ -170,19 +169,6 @@ def test_persistent_actors_stay_until_the_loader_is_dropped(persistent):
     assert bool(until(lambda: persistent or not actors_alive()) and actors_alive()) == persistent
     del loader
     until(lambda: not actors_alive())
-
-
-def test_actors_that_have_no_place_do_not_hold_up_those_that_have(caplog):
-    expected = read(loader_of(readings.Draws(), None, {}, {}))
-
-    assert read(loader_of(readings.Draws(), RayReaders(num=7), {}, {})) == expected
-
-
-def test_of_a_stream_few_actors_stand_in_for_many_workers(path):
-    stream, settings, options = STREAMS["collated"]
-    expected = read(loader_of(stream(path), None, settings, options, workers=8))
-
-    assert read(loader_of(stream(path), RayReaders(num=8), settings, options)) == expected
 
 
 def test_what_cannot_be_sent_is_an_error_of_the_first_step():
@@ -205,14 +191,6 @@ def test_a_runtime_environment_reaches_the_actors():
     loader = loader_of(readings.Gathers(), readers, {"collate_fn": readings.environment}, {})
 
     assert {int(batch._local_value().numpy()[0]) for batch in loader} == {7}
-
-
-def test_most_actors_of_a_node_are_as_per_node_says():
-    loader = loader_of(readings.Tells(), RayReaders(num=3, per_node=1), {}, {})
-
-    pids = {int(row[4]) for batch in loader for row in batch._local_value().numpy()}
-
-    assert len(pids) == 1
 
 
 def test_more_than_the_object_store_holds_goes_through_it_and_nothing_stays():
