@@ -21,7 +21,6 @@ from paddle_shard.plan.shuffle import MAX_SAMPLES
 from paddle_shard.plan.skips import Skips
 from paddle_shard.plan.step import Deal, GlobalBatch, RowsOf, Step, all_rows, rank_steps
 from paddle_shard.plan.tails import Tail, find_tail
-from paddle_shard.shown import as_html
 
 # The steps of an epoch, if the batch size changes on the way
 
@@ -228,10 +227,6 @@ class ShardPlan:
                 "or choose tail='pad', 'fill' or 'drop'."
             )
 
-    def _repr_html_(self) -> str:
-        how = {"order": type(self.ordering).__name__, "seed": self.seed, "tail": self.tail}
-        return as_html(self, lambda: {**how, "data ranks": self.num_data_ranks, **facts_of_plan(self)})
-
     def first_position(self, *, step: int) -> int:
         """Return the position of the first row of a step; `num_positions` or more after the last step.
 
@@ -404,16 +399,6 @@ def facts_of_plan(plan: ShardPlan) -> dict[str, int]:
         "rows of padding in an epoch": padding,
         "samples dropped in an epoch": plan.num_positions - plan.num_served,
     }
-
-
-def size_at(plan: ShardPlan, position: int) -> int:
-    """Return the rows of a full global batch at a position of an epoch."""
-    return [size for first, size in plan.segments or ((0, plan.batch_size),) if first <= position][-1]
-
-
-def end_of(plan: ShardPlan, step: int) -> int:
-    """Return the position of an epoch at which a step ends."""
-    return min(plan.num_served, plan.first_position(step=step + 1))
 
 
 def global_batch(plan: ShardPlan, epoch: int, step: int) -> GlobalBatch:
