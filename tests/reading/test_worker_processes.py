@@ -22,6 +22,7 @@ from paddle_shard.reading import workers
 from paddle_shard.reading.workers import WorkerPool
 from tests.deadlines import HANG
 from tests.extras import needs
+from tests.faults import traces
 from tests.faults.traces import in_a_fork
 from tests.jobs import run_script
 
@@ -204,7 +205,7 @@ def test_workers_that_were_killed_between_two_epochs_are_replaced(kind):
     loader = sharded(kind(24), persistent_workers=True)
     first = processes(read(loader))
     os.kill(min(first), signal.SIGKILL)
-    time.sleep(0.2)
+    assert traces.gone({min(first)}) == set()
     second = read(loader)
     loader.close()
 
