@@ -15,7 +15,7 @@ JOBS ?= 4
 SIDE_BY_SIDE := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 RUN := $(PY) launch/local.py
 
-.PHONY: help demo demos test quick test-device test-gpu test-oldest test-pythons test-adapters test-suites test-trainers faults bench bench-device soak lint dist docs clean
+.PHONY: help demo demos test test-long quick test-device test-gpu test-oldest test-pythons test-adapters test-suites test-trainers faults bench bench-device soak lint dist docs clean
 
 help:
 	@sed -n 's/^## //p' Makefile
@@ -33,7 +33,11 @@ demos: demo $(READY)
 test: $(READY)
 	$(PY) -m pytest $(SIDE_BY_SIDE) --durations=20
 
-## quick: the tests that start no processes, laws with a quarter of the examples, in a minute or two
+## test-long: as test, laws with twice the examples, and the tests that start many fresh processes; before a release
+test-long: $(READY)
+	PADDLE_SHARD_LONG=1 $(PY) -m pytest $(SIDE_BY_SIDE) --durations=20
+
+## quick: the tests that start no processes, laws with half of the examples of test, in a minute or two
 quick: $(READY)
 	PADDLE_SHARD_QUICK=1 $(PY) -m pytest -q -n 2 --dist loadfile -m "not multiprocess and not processes"
 

@@ -6,6 +6,7 @@ import pytest
 
 from paddle_shard.testing import RanksFailed
 from tests.jobs import run_ranks
+from tests.trials import LONG as RUNS_LONG
 from tests.trials import trials
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what runs in its background
@@ -89,5 +90,7 @@ def pytest_collection_modifyitems(items):
         workers = getattr(item, "callspec", None) is not None and item.callspec.params.get("workers")
         if workers or item.path.parent.name in STARTS_PROCESSES or item.path.stem in STARTS_PROCESSES:
             item.add_marker("processes")
+        if "long" in item.keywords and not RUNS_LONG:
+            item.add_marker(pytest.mark.skip(reason="takes long, and a faster test covers it: make test-long"))
     # Files that wait for many processes begin first: at the end the others would wait for them.
     items.sort(key=lambda item: item.path.parent.name not in LONG)

@@ -8,6 +8,7 @@ from pathlib import Path
 from paddle_shard import testing
 from paddle_shard.testing import RanksFailed
 from paddle_shard.testing.job import Job, Processes, job_variables
+from tests.deadlines import HANG
 from tests.forks import forks_of_process
 
 
@@ -19,6 +20,17 @@ def start_ranks(*args, **options):
 def run_ranks(*args, **options):
     """`paddle_shard.testing.run_ranks`, of forked ranks."""
     return testing.run_ranks(*args, processes=forks_of_process(os.getpid()), **options)
+
+
+def run_script(script, directory, timeout=HANG):
+    """Run a Python file in a forked process; return its exit code, its output, and which processes it has left.
+
+    A script whose last line is `raise SystemExit` ends as a fresh interpreter does, freeing what it has.
+    """
+    with start_ranks(script, 1, directory, timeout=timeout) as job:
+        codes = job.wait([0], timeout)
+        left = job.left()
+    return codes.get(0), (Path(directory) / "workerlog.0").read_text(), left
 
 
 def launch_ranks(script, num_ranks, directory, *, args=(), env=None, timeout=120.0):

@@ -1,10 +1,16 @@
-"""How many random examples a law is tried with: `make quick` tries a quarter of them."""
+"""How many random examples a law is tried with, and how many faults are drawn; all of them by `make test-long`."""
 
 import os
 
-SHARE = 4 if "PADDLE_SHARD_QUICK" in os.environ else 1
+LONG = "PADDLE_SHARD_LONG" in os.environ
+SHARE = 4 if "PADDLE_SHARD_QUICK" in os.environ else 1 if LONG else 2
 
 
 def trials(number: int) -> int:
-    """Return how many of `number` examples are tried, at least 5."""
+    """Return how many of `number` examples are tried, at least 5: half, or a quarter by `make quick`."""
     return max(min(number, 5), number // SHARE)
+
+
+def draws(number: int) -> int:
+    """Return how many of `number` faults a test draws: half, or all in the rounds of `make faults` too."""
+    return number if LONG or "FAULT_SEED" in os.environ else (number + 1) // 2

@@ -14,6 +14,8 @@ from paddle_shard.testing import report
 rank = int(os.environ["PADDLE_TRAINER_ID"])
 flags = json.loads(sys.argv[1])
 does = flags.pop("does", {}).get(str(rank))
+if does != "all-reduce":  # else in a process of its own, which imports Paddle
+    doctor._ALL_REDUCE = "print('works')"
 if does == "no network":
     doctor._ALL_REDUCE = "raise OSError('no network')"
 if does == "hangs":

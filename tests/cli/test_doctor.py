@@ -9,7 +9,7 @@ import pytest
 
 from paddle_shard.extras.cli.main import COMMANDS, main
 from tests.deadlines import HANG
-from tests.jobs import launch_ranks, run_ranks, start_ranks
+from tests.jobs import run_ranks, start_ranks
 from tests.record.runs import asked
 
 WORKER = Path(__file__).with_name("doctor_worker.py")
@@ -18,10 +18,10 @@ ENV = {"PYTHONPATH": str(WORKER.parents[2])}
 pytestmark = pytest.mark.multiprocess
 
 
-def told(folder, ranks=3, *, run=run_ranks, all=(), timeout=110, **flags):
+def told(folder, ranks=3, *, all=(), timeout=110, **flags):
     """What each rank is told; all exit with 1 if, and only if, there is a hazard."""
     args = [json.dumps({"all": ["--timeout", str(timeout), *all], **flags})]
-    reports = run(WORKER, ranks, folder, args=args, env=ENV, timeout=HANG)
+    reports = run_ranks(WORKER, ranks, folder, args=args, env=ENV, timeout=HANG)
     for one in reports:
         assert one["code"] == bool(one["hazards"])
     return reports
@@ -36,7 +36,7 @@ def the_hazard(reports):
 
 
 def test_ranks_whose_collectives_work_have_no_hazard(tmp_path):
-    for one in told(tmp_path, 2, run=launch_ranks):
+    for one in told(tmp_path, 2, does={"0": "all-reduce", "1": "all-reduce"}):
         assert [hazard for hazard in one["hazards"] if "MB" not in hazard["what"]] == []
         assert re.match(r"2 on 1 hosts: \S+", one["group"]["ranks"])
         assert one["group"]["an all-reduce"].lower() == "works by gloo"

@@ -5,8 +5,9 @@ import gc
 import pytest
 
 from paddle_shard.errors import DataReadError
+from tests.deadlines import HANG
 from tests.faults.feeds import drawn_options, loader_of, numbers, read_until, the_rest
-from tests.faults.traces import children, gone, kill
+from tests.faults.traces import children, kill, waited_for
 
 LENGTH, STEPS = 88, 11
 ALL = list(range(LENGTH))
@@ -55,7 +56,7 @@ def test_an_epoch_left_at_each_step_is_gone_on_with_where_it_was_left(workers, r
         read = leave(loader, steps, how)
         state = loader.state_dict()
         assert read == ALL[: 8 * steps], (kind, how)
-        assert not gone(children() - before), f"{how} leaves workers"  # a profiler's thread may close what is dropped
+        assert waited_for(lambda: children() - before, HANG) == set(), f"{how} leaves workers"
         if how != "break":  # a loop that is left has been given one more than it counted
             assert state["steps"] == steps
         elif steps == STEPS:  # it has come to its end

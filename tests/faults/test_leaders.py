@@ -8,6 +8,7 @@ import pytest
 from tests.deadlines import HANG
 from tests.faults.test_ranks import ALL, KINDS, LENGTH, WORKER, environment, ranks, rest_of
 from tests.jobs import run_ranks
+from tests.trials import draws
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.leaves]
 
@@ -23,7 +24,7 @@ def options(rng):
 
 def test_what_fails_on_the_leader_fails_on_all_at_the_same_step_and_nothing_is_lost(rng, tmp_path):
     cases = []
-    for what in ["fails"] * 6 + ["loses"] * 3 + ["left"] * 4:
+    for what in ["fails"] * draws(6) + ["loses"] * draws(3) + ["left"] * draws(4):
         cases.append(
             {
                 "what": what,

@@ -14,6 +14,7 @@ from tests.deadlines import HANG
 from tests.faults.feeds import loader_of, numbers
 from tests.faults.traces import children
 from tests.jobs import run_ranks, start_ranks
+from tests.trials import draws
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.leaves]
 WORKER = Path(__file__).parent / "ranks_worker.py"
@@ -42,7 +43,7 @@ def joined(found):
 
 def test_what_fails_on_one_rank_fails_on_all_at_the_same_step_and_nothing_is_lost(rng, tmp_path):
     cases = []
-    for what in ["fails"] * 6 + ["loses"] * 3 + ["left"] * 3:
+    for what in ["fails"] * draws(6) + ["loses"] * draws(3) + ["left"] * draws(3):
         cases.append(
             {
                 "what": what,

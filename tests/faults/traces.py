@@ -107,6 +107,8 @@ class Traces:
 
     def left(self, seconds=HANG):
         """What is there now and was not before, when it has had time to go."""
+        if not self._left():
+            return {}
         gc.collect()
         return waited_for(self._left, seconds)
 

@@ -380,8 +380,9 @@ PADDED = {
 }
 
 
-@pytest.mark.parametrize("workers", [0, 2, 3])
-@pytest.mark.parametrize("name", PADDED)
+@pytest.mark.parametrize(
+    ("name", "workers"), [(name, workers) for at, name in enumerate(PADDED) for workers in (0, 2 + at % 2)]
+)
 def test_every_row_also_of_padding_is_that_of_one_process_for_any_ranks_workers_and_resume(name, workers):
     def rows(mesh, workers, state=None):
         def as_rank():
@@ -401,7 +402,7 @@ def test_every_row_also_of_padding_is_that_of_one_process_for_any_ranks_workers_
 
     alone, states = rows(ONE, 0)
     assert any(not all(valid) for _, valid in alone)
-    for mesh in (ONE, TWO, FOUR):
+    for mesh in (FOUR,) if workers else (ONE, TWO, FOUR):
         assert rows(mesh, workers)[0] == alone, mesh
     for step, state in enumerate(states[:-1]):
         assert rows((ONE, TWO, FOUR)[step % 3], workers, state)[0] == alone[step:], step
@@ -426,10 +427,9 @@ def test_a_ranks_own_short_batch_is_filled_alike_for_any_workers_and_resume(size
     alone, states = rows(0)
     assert [sum(valid) for _, valid in alone] == sizes
     assert all(len(valid) == 4 for _, valid in alone)
-    for workers in (1, 2, 3):
-        assert rows(workers)[0] == alone
-        for step, state in enumerate(states[:-1]):
-            assert rows(workers, state)[0] == alone[step:]
+    assert rows(1)[0] == rows(3)[0] == alone
+    for step, state in enumerate(states[:-1]):
+        assert rows(2, state)[0] == alone[step:]
 
 
 class _Shrunk(Stage):

@@ -43,6 +43,7 @@ def test_elastic_sh_names_what_is_wrong(commands, variables, message):
     assert message in commands.err("run")
 
 
+@pytest.mark.long
 def test_two_hosts_with_addresses_of_their_own_meet_by_etcd_and_train_each_sample_once(commands, two_hosts, tmp_path):
     job = ElasticHosts(commands, two_hosts, tmp_path)
     job.wait_until(job.has_ended)

@@ -84,7 +84,9 @@ def read_reports(directory: Path) -> list[dict]:
     return [json.loads((directory / f"rank-{rank}.json").read_text()) for rank in range(4)]
 
 
-@pytest.mark.parametrize("start", [start_by_hosts_sh, start_as_paddle_operator_does])
+@pytest.mark.parametrize(
+    "start", [start_by_hosts_sh, pytest.param(start_as_paddle_operator_does, marks=pytest.mark.long)]
+)
 def test_two_hosts_of_two_processes_train_as_one_process_would(commands, tmp_path, two_hosts, one_process, start):
     start(commands, two_hosts, tmp_path)
 

@@ -90,8 +90,7 @@ def test_samples_that_draw_seeded_numbers_are_the_same_after_a_resume_in_a_later
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("steps", [1, 6])
+@pytest.mark.parametrize(("workers", "steps"), [(0, 1), (2, 6)])
 def test_identity_of_a_state_refuses_data_of_another_version(kind, workers, steps):
     state = saved_after(loader_of(KINDS[kind](0), workers=workers), steps)
     same, other, overridden = (loader_of(KINDS[kind](version), workers=workers) for version in (0, 1, 1))

@@ -265,7 +265,7 @@ def by_oracle(steps, length, num_parts, batch_size):
     return [[x for part in parts for x in part[k * stripe : (k + 1) * stripe]] for k in range(num_batches)]
 
 
-@pytest.mark.parametrize("trial", [*range(40), 248])  # one in which a rank can read none of its samples
+@pytest.mark.parametrize("trial", [*range(16), 248])  # one in which a rank can read none of its samples
 def test_whatever_fails_is_a_row_that_is_not_valid_in_its_own_place_whoever_reads(trial, caplog):
     rng, length = random.Random(trial), 96
     steps, num_parts = drawn_chain(rng, length), rng.choice([4, 8])
@@ -402,7 +402,7 @@ def test_the_same_samples_of_a_stream_are_bad_for_any_number_of_workers_and_behi
 
     straight = real(trace(loader(0)))
     assert sorted(row[0] for rows, _ in straight for row in rows) == [i for i in range(length) if i not in bad]
-    for workers in (1, 2, 4):
+    for workers in (1, 3):
         assert real(trace(loader(workers))) == straight
         half, resumed = loader(workers), loader(workers)
         trace(half, 2)
@@ -420,10 +420,17 @@ def test_a_group_that_is_shorter_than_the_others_is_an_error(workers):
         trace(loader)
 
 
-@pytest.mark.parametrize("on_error", ["skip", "raise"])
-@pytest.mark.parametrize("kind", ["lines", "csv"])
-@pytest.mark.parametrize("counts", [None, False])
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(  # each pair of settings
+    ("on_error", "kind", "counts", "workers"),
+    [
+        ("skip", "lines", None, 0),
+        ("skip", "csv", False, 2),
+        ("raise", "lines", False, 0),
+        ("raise", "csv", None, 2),
+        ("skip", "csv", None, 0),
+        ("raise", "lines", False, 2),
+    ],
+)
 def test_a_bad_sample_of_counted_files_is_told_with_its_file_and_its_number_there(
     on_error, kind, counts, workers, tmp_path, caplog
 ):

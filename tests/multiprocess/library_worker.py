@@ -10,19 +10,17 @@ from tests.sources.laws import make, resumed, steps_of
 
 dist.init_parallel_env()
 num_ranks, found = dist.get_world_size(), {}
-for source, folder, stops in json.loads(sys.argv[1]):
+for source, folder, stop in json.loads(sys.argv[1]):
     name, mesh = f"{source} {folder}", range(num_ranks)
-    loader = make(source, folder, 2, mesh)
-    found[f"{name} workers=2"] = [steps_of(loader, collective=True)]
-    if "://" in folder:  # each process would connect anew
+    remote = "://" in folder  # each worker would connect anew
+    found[name] = steps_of(make(source, folder, 0 if remote else 2, mesh), collective=True)
+    if remote:
         continue
-    found[f"{name} workers=2"].append(steps_of(loader))
-    again = make(source, folder, 0, mesh)
-    again.set_epoch(1)
-    found[f"{name} again"] = steps_of(again)
-    for stop in stops:
-        workers = stop % 2 * 2
-        found[f"{name} resumed at {stop}"] = resumed(stop, 2 - workers, source, folder, workers, mesh)
+    later = make(source, folder, 0, mesh)
+    later.set_epoch(1)
+    found[f"{name} later"] = steps_of(later)
+    workers = stop % 2 * 2
+    found[f"{name} resumed"] = resumed(stop, 2 - workers, source, folder, workers, mesh)
 report(found)
 if num_ranks > 1:
     dist.barrier()

@@ -22,8 +22,8 @@ MESHES = {
 }
 RESUMED = {2: ([[0], [1]], ["dp", "mp"]), 4: ([[0, 1], [2, 3]], ["dp", "mp"])}
 """The mesh on which runs are stopped and resumed."""
-RESUMES = {2: {1: (0, 2), 3: (3, 2), 6: (2, 0)}, 4: {2: (2, 3)}}
-"""The step at which a run is stopped -> its workers before and after."""
+RESUMES = {2: [(1, 0, 2), (3, 3, 2), (6, 2, 0)], 4: [(2, 2, 0)]}
+"""(step at which a run is stopped, its workers before, its workers after); the sources take them in turn."""
 
 
 class Numbers(paddle.io.IterableDataset):
@@ -136,15 +136,24 @@ SAMPLES = {
 def cases(num_ranks):
     """(name of the case, source, mesh, workers, tail) for a number of ranks.
 
-    Simulated ranks read every combination (`tests/loader`); here each way to read and to end meets real ones.
+    Simulated ranks read every combination (`tests/inputs`); here each source is read with and without workers by two
+    ranks, and with or without by four, and the sources take the meshes and the ends in turn.
     """
-    (ids, names), (other_ids, other_names) = MESHES[num_ranks]
     for number, source in enumerate(SOURCES):
-        chosen = [(ids, names, 0, "pad"), (ids, names, 2 + number % 2, "pad"), (other_ids, other_names, 2, "pad")]
-        if num_ranks == 2:
-            chosen += [(ids, names, 2, "drop"), (ids, names, 0, "repeat")]
-        for case in chosen:
+        tail = ["pad", "drop", "repeat"][number % 3]
+        first, other = MESHES[num_ranks] if number % 4 < 2 else MESHES[num_ranks][::-1]
+        with_workers, without = (*first, 2 + number % 2, tail), (*other, 0, "pad")
+        for case in [with_workers, without] if num_ranks == 2 else [without if number % 2 else with_workers]:
             yield f"{source} {' '.join(map(str, case))}", source, *case
+
+
+def resumes(num_ranks):
+    """(name of the case, source, the step at which it is stopped, workers before, workers after)"""
+    for number, source in enumerate(SOURCES):
+        if num_ranks == 4 and number % 2 == 0:
+            continue
+        step, *workers = RESUMES[num_ranks][number % len(RESUMES[num_ranks])]
+        yield f"{source} resumed at {step}", source, step, *workers
 
 
 def make(source, ids, names, workers, tail, **options):

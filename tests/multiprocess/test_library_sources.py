@@ -14,6 +14,7 @@ from tests.sources.s3_server import BUCKET, serving_s3
 
 pytestmark = pytest.mark.multiprocess
 STOPS = (1, 4)
+"""The sources take them in turn; before the one, workers read, and behind the other."""
 
 
 @pytest.mark.parametrize("num_ranks", [2])
@@ -23,30 +24,27 @@ def test_every_rank_and_worker_gets_its_rows_of_the_batches_of_one_process(num_r
     content = files()
     for name, data in content.items():
         (local / name).write_bytes(data)
-    cases = [(source, str(local), STOPS) for source in ON_RANKS]
+    cases = [(source, str(local), STOPS[number % 2]) for number, source in enumerate(ON_RANKS)]
     s3 = all(map(find_spec, ("s3fs", "moto", "flask")))
-    cases += [("webdataset", f"s3://{BUCKET}", [])] * (s3 and "webdataset" in ON_RANKS)
+    cases += [("webdataset", f"s3://{BUCKET}", 0)] * (s3 and "webdataset" in ON_RANKS)
 
     with serving_s3(content) if s3 else nullcontext({}) as environment:
         args = [json.dumps(cases)]
         worker = Path(__file__).with_name("library_worker.py")
         reports = run_ranks(worker, num_ranks, tmp_path / "run", args=args, env=environment, timeout=4 * HANG)
 
-    def of_run(name, *epoch):
-        of_ranks = [report[name][epoch[0]] if epoch else report[name] for report in reports]
+    def of_run(name):
+        of_ranks = [report[name] for report in reports]
         assert len({len(steps) for steps in of_ranks}) == 1, f"equal steps: {name}"
         return joined(of_ranks)
 
-    for source, folder, stops in cases:
-        loader = make(source, str(local), 0)
+    for source, folder, stop in cases:
+        name, loader = f"{source} {folder}", make(source, str(local), 0)
         alone = [steps_of(loader) for _ in range(2)]
         for epoch in range(2):
-            assert sorted(ids_of(alone[epoch])) == list(range(TOTAL)), f"each sample exactly once: {source} {folder}"
+            assert sorted(ids_of(alone[epoch])) == list(range(TOTAL)), f"each sample exactly once: {name}"
         assert alone[0] != alone[1], "two epochs differ"
-        assert of_run(f"{source} {folder} workers=2", 0) == alone[0], (source, folder)
-        if not stops:
-            continue
-        assert of_run(f"{source} {folder} workers=2", 1) == alone[1], (source, folder)
-        assert of_run(f"{source} {folder} again") == alone[1], "the same seed and epoch repeat"
-        for stop in stops:
-            assert of_run(f"{source} {folder} resumed at {stop}") == alone[0], f"{source} {folder} resumed at {stop}"
+        assert of_run(name) == alone[0], name
+        if stop:
+            assert of_run(f"{name} later") == alone[1], name
+            assert of_run(f"{name} resumed") == alone[0], name

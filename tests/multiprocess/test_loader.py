@@ -13,7 +13,7 @@ WORKER = Path(__file__).with_name("loader_worker.py")
 CASES = {2: ["left", "loaders", "sequence", "unsplit"], 4: ["loaders", "split", "unsplit"], 8: ["loaders"]}
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+@pytest.mark.parametrize("num_ranks", [2, 4, pytest.param(8, marks=pytest.mark.long)])
 def test_real_ranks_get_what_simulated_ranks_get(num_ranks, run_case):
     reports = run_case(WORKER, num_ranks, "loaders", CASES[num_ranks], timeout=2 * HANG)
 

@@ -63,6 +63,7 @@ def test_a_rank_that_ends_while_it_looks_for_the_others_ends_well(tmp_path):
 
 
 @pytest.mark.multiprocess
+@pytest.mark.long
 def test_ranks_that_paddle_spawns_meet(tmp_path):
     given = ("PADDLE_", "POD_", "MASTER_", "FLAGS_selected_")
     variables = {name: value for name, value in os.environ.items() if not name.startswith(given)}

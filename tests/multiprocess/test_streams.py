@@ -7,7 +7,7 @@ import pytest
 from tests.deadlines import HANG
 from tests.jobs import run_ranks
 from tests.multiprocess import stream_cases
-from tests.multiprocess.stream_cases import RESUMED, RESUMES, SAMPLES, SOURCES, cases, make, steps_of
+from tests.multiprocess.stream_cases import RESUMED, SAMPLES, cases, make, resumes, steps_of
 
 pytestmark = pytest.mark.multiprocess
 HERE = Path(__file__).parent
@@ -72,7 +72,6 @@ def test_every_rank_and_worker_gets_its_rows_of_the_batches_of_one_process(num_r
             assert real(steps) == real(alone(source, tail)[epoch]), name
             check_coverage(source, tail, steps)
         assert epochs[0] != epochs[1], "two epochs differ"
-    for source in SOURCES:
-        for step in RESUMES[num_ranks]:
-            steps = joined(reports, f"{source} resumed at {step}", None, *RESUMED[num_ranks])
-            assert real(steps) == real(alone(source, "pad")[0]), f"{source} resumed at {step}"
+    for name, source, *_ in resumes(num_ranks):
+        steps = joined(reports, name, None, *RESUMED[num_ranks])
+        assert real(steps) == real(alone(source, "pad")[0]), name

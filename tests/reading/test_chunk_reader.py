@@ -266,7 +266,7 @@ P = pytest.mark.parametrize("num_parts", [1, 4, 6, 8])
 
 
 @P
-@settings(max_examples=trials(40))
+@settings(max_examples=trials(30))
 @given(data=st.data(), seed=st.integers(0, 1 << 30))
 def test_global_batches_are_the_oracles_for_every_number_of_data_ranks_and_workers(num_parts, data, seed):
     plan = data.draw(plans_of(num_parts))
@@ -282,7 +282,7 @@ def test_global_batches_are_the_oracles_for_every_number_of_data_ranks_and_worke
 
 
 @P
-@settings(max_examples=trials(40))
+@settings(max_examples=trials(30))
 @given(data=st.data(), seed=st.integers(0, 1 << 30))
 def test_resumed_at_every_step_on_other_ranks_and_workers_it_goes_on_as_it_would_have(num_parts, data, seed):
     plan = data.draw(plans_of(num_parts))
@@ -298,7 +298,7 @@ def test_resumed_at_every_step_on_other_ranks_and_workers_it_goes_on_as_it_would
 
 
 @P
-@settings(max_examples=trials(40))
+@settings(max_examples=trials(30))
 @given(data=st.data(), seed=st.integers(0, 1 << 30))
 def test_rows_that_are_missing_hold_the_same_whoever_reads_and_from_wherever(num_parts, data, seed):
     plan = data.draw(plans_of(num_parts, tails=["pad"]))

@@ -5,8 +5,6 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import signal
-import subprocess
-import sys
 import time
 import weakref
 from collections import namedtuple
@@ -32,6 +30,7 @@ from paddle_shard.tree import leaves, mapped
 from tests.deadlines import HANG
 from tests.descriptors import open_files
 from tests.helpers import ONE, sharded
+from tests.jobs import run_script
 
 LARGE = 20_000
 """So many numbers go through shared memory."""
@@ -408,7 +407,7 @@ def test_many_steps_ahead_take_few_open_files():
     assert max(files) < 30
 
 
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+@pytest.mark.parametrize("method", ["spawn", pytest.param("forkserver", marks=pytest.mark.long)])
 def test_workers_may_be_started_in_another_way(method, tmp_path):
     script = f"""
 import multiprocessing
@@ -429,8 +428,8 @@ if __name__ == "__main__":
 """
     path = tmp_path / "trains.py"
     path.write_text(script)
-    found = subprocess.run([sys.executable, str(path)], timeout=HANG, capture_output=True, text=True)
-    assert found.returncode == 0, found.stderr[-2000:]
+    code, output, left = run_script(path, tmp_path / "run")
+    assert (code, left) == (0, set()), output[-2000:]
 
 
 # What cannot come

@@ -24,6 +24,7 @@ from paddle_shard.stages.stage import Opening
 from tests.deadlines import HANG
 from tests.sources.http_server import serving
 from tests.sources.laws import FILE_KINDS, TOTAL, files, names
+from tests.trials import draws
 
 ONE = dist.ProcessMesh([0], dim_names=["x"])
 SIZE = 60_000
@@ -140,7 +141,7 @@ print("right")
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", range(draws(2)))
 def test_processes_share_copies_keep_to_the_limit_and_outlive_one_that_is_killed(seed, tmp_path):
     rng = random.Random(seed)
     limit, most, stop = rng.randrange(2 * SIZE, 5 * SIZE), [], threading.Event()
