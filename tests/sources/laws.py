@@ -225,7 +225,7 @@ def ids_of(steps):
     return [i for step in steps for i, _ in step]
 
 
-def check_laws(source, folder, workers, stops=(1, 3, 5), oracle=None):
+def check_laws(source, folder, workers, stops=(1, 4), oracle=None):
     """On two simulated data ranks, compared with one that has no workers and reads `oracle`: by default the folder."""
     loader = make(source, folder if oracle is None else oracle, 0)
     alone = [steps_of(loader) for _ in range(2)]
