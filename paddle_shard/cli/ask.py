@@ -8,7 +8,6 @@ from typing import Any
 from paddle_shard.cli.answer import EPOCH, RECORD, Answer, Rows, check_epoch, command, legs_at, run_of, sample_of
 from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.places import rows_of, samples_of, shapes_of, shares_of
-from paddle_shard.plan.skips import Skips
 from paddle_shard.record.lines import read
 from paddle_shard.record.proof import proof_of
 from paddle_shard.record.timeline import Leg, Timeline, places_in, timeline
@@ -84,7 +83,7 @@ def where(options: argparse.Namespace) -> Answer:
     if run.untold and not places:
         raise ArgumentError(f"sample {options.sample} is in no line. {run.untold[0]}")
     what = f"sample {options.sample} was not delivered, says the record"
-    what += "; the run leaves out samples or steps (loader.skip)" * (run.history.skips != Skips())
+    what += "; the run leaves out samples or steps (skip_steps=)" * (bool(run.last.facts["skip_steps"]))
     return Answer(found={"sample": options.sample, "places": places, "notes": notes}, said=[places or what, *notes])
 
 
@@ -104,7 +103,7 @@ def batch(options: argparse.Namespace) -> Answer:
     legs, notes, found = legs_at(run, options.epoch, options.step), _unread(run), list[dict[str, Any]]()
     for leg in legs:
         if (plan := leg.job.parts_plan()) is None:
-            rows = samples_of(leg.plan, leg.job.holders, leg.start.epoch, options.step, leg.history.skips)
+            rows = samples_of(leg.plan, leg.job.holders, leg.start.epoch, options.step, leg.skips)
         else:
             first = leg.start.samples // plan.num_parts + (options.step - leg.start.steps) * plan.samples_per_part
             span = {"first_in_each": first, "end_in_each": first + plan.samples_per_part}

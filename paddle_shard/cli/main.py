@@ -10,12 +10,12 @@ import sys
 from collections.abc import Sequence
 from inspect import cleandoc
 
-from paddle_shard.cli import ask, change, doctor, index_shards, lengths, lint, plan, show, simulate
+from paddle_shard.cli import ask, doctor, index_shards, lengths, lint, plan, show
 from paddle_shard.errors import PaddleShardError, described
 from paddle_shard.record.lines import read
 
-_OF_PLANS = plan.plan, simulate.simulate
-_OF_RECORDS = ask.verify, ask.where, ask.batch, show.show, change.skip, change.forget, change.diff
+_OF_PLANS = (plan.plan,)
+_OF_RECORDS = ask.verify, ask.where, ask.batch, show.show
 _OF_FILES = lint.lint, index_shards.index, lengths.lengths
 COMMANDS = {one.answer.__name__: one for one in (*_OF_PLANS, *_OF_RECORDS, *_OF_FILES, doctor.doctor)}
 """All commands, by name."""

@@ -12,13 +12,12 @@ from typing import Any
 from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.blocks import BlockOrder, Blocks
 from paddle_shard.plan.mesh import Axes, MeshLayout, replica_groups
-from paddle_shard.plan.mixture import Mixing, is_sample_id, source_and_index
+from paddle_shard.plan.mixture import Mixing
 from paddle_shard.plan.orders import PaddleOrdering, PaddleSequential, Sequential, Shuffled
 from paddle_shard.plan.parts import PartsPlan
 from paddle_shard.plan.places import shapes_of
-from paddle_shard.plan.shard_plan import ShardPlan
+from paddle_shard.plan.shard_plan import ShardPlan, skipped_positions
 from paddle_shard.plan.shuffle import VERSION
-from paddle_shard.plan.skips import Skips
 from paddle_shard.record.timeline import Leg, Timeline
 from paddle_shard.shown import Page
 
@@ -42,7 +41,7 @@ def view_of(
     data_axes: Axes,
     *,
     plans: Mapping[int, ShardPlan] | None = None,
-    skips: Skips | None = None,
+    skips: Sequence[tuple[int, int, int]] = (),
     stretches: Sequence[Mapping[str, Any]] = (),
     dealt: bool = False,
     files: Sequence[str] = (),
@@ -54,7 +53,7 @@ def view_of(
         mesh: The mesh that reads it, or one of several: then the plan's data ranks are their least common multiple.
         data_axes: The axes that the batch is split over.
         plans: The plans of epochs with segments of their own, or another length.
-        skips: What the user leaves out.
+        skips: (epoch, first position, end) of skipped steps.
         stretches: What a run has delivered: {"epoch": 0, "first": 0, "end": 512, "run": "dp=4"} and so on. `first` and
             `end` are positions, and `run` names the job that delivered them. Its own "mesh" and "data_axes" may follow,
             with "accumulation" and "dealt"; and "counts": False if the run was resumed from before it.
@@ -72,10 +71,8 @@ def view_of(
         what = f"data_axes: {data_axes!r} have {data_ranks} data ranks on the mesh {mesh.shape} of {mesh.axes}"
         over = f"which do not divide the plan's num_data_ranks={plan.num_data_ranks}"
         raise ArgumentError(f"{what}, {over}. Name the axes that the plan is for.")
-    skips, epochs = skips or Skips(), {str(epoch): one for epoch, one in (plans or {}).items()}
+    epochs = {str(epoch): one for epoch, one in (plans or {}).items()}
     meshes = dict[tuple[MeshLayout, tuple[int, ...]], int]()
-    ints = [sample for sample in skips.samples if isinstance(sample[0], int)]
-    left_out = [[source_and_index(one) if is_sample_id(one) else one, *since] for one, *since in ints]
     found = {
         "version": 1,
         "orderVersion": VERSION,
@@ -91,7 +88,7 @@ def view_of(
         "files": files,
         "at": (0, 0),  # epoch and step that are shown first
         "mesh": _mesh(mesh, data_axes, parts),
-        "skips": {"stretches": skips.stretches, "samples": left_out},
+        "skips": {"stretches": skips, "samples": []},
         "stretches": [_stretch(stretch, meshes) for stretch in stretches],
         "meshes": [_mesh(*one, parts) for one in meshes],
     }
@@ -106,7 +103,13 @@ def life_of(run: Timeline) -> dict[str, Any]:
     """
     stretches = [_of_leg(leg, True) for leg in run.legs] + [_of_leg(leg, False) for leg in run.lost]
     plans = {leg.start.epoch: leg.plan for leg, _ in run.passes if leg.job.unknown is None}
-    facts, skips = run.last.facts, run.passes[-1][0].history.skips if run.passes else Skips()
+    facts = run.last.facts
+    skips = [
+        (leg.start.epoch, *positions)
+        for leg, _ in run.passes
+        if leg.job.unknown is None
+        for positions in skipped_positions(leg.plan, leg.skips)
+    ]
     files = facts["data"].get("files", ())
     return {"plans": plans, "skips": skips, "stretches": stretches, "dealt": facts["dealt"], "files": files}
 
@@ -174,7 +177,9 @@ def _order(plan: ShardPlan) -> dict[str, Any]:
     settings = ordering.fingerprint(num_data_ranks=plan.num_data_ranks, accumulation=plan.accumulation)
     found = {"kind": kind, "padsFirst": ordering.pads_first, **settings.get("mixture", settings)}
     if isinstance(ordering, Mixing):  # names as `derive_key` spells them
-        found |= {"keys": list(map(repr, ordering.names)), "lengths": ordering.lengths}
+        lengths = list(ordering.segments[0].lengths)
+        segments = [{"from": one.first, "weights": list(one.parts), "lengths": lengths} for one in ordering.segments]
+        found |= {"keys": list(map(repr, ordering.names)), "lengths": [], "segments": segments}
     return found
 
 

@@ -21,8 +21,8 @@ from paddle_shard.plan.mixture import Mixing, drawn_of
 from paddle_shard.plan.orders import ORDERINGS, find_ordering
 from paddle_shard.plan.parts import PartsPlan, chunks_of
 from paddle_shard.plan.places import Meshes, groups_of, readers_of, reads_of_a_row, samples_of, shapes_of, shares_of
-from paddle_shard.plan.shard_plan import ShardPlan, facts_of_plan, num_steps_left_out
-from paddle_shard.plan.skips import Skips
+from paddle_shard.plan.shard_plan import ShardPlan, facts_of_plan, num_skipped
+from paddle_shard.plan.skips import Ranges
 from paddle_shard.plan.state import LoaderState
 from paddle_shard.plan.tails import TAILS
 from paddle_shard.sources.files import asked_size, is_missing, is_remote, local_size, matched
@@ -58,10 +58,12 @@ class Planned:
     plan_of_parts: PartsPlan | None = None
     """Of a stream."""
     epoch: int = 0
-    step_of: tuple[ShardPlan, Meshes, Meshes, Skips] | None = None
+    step_of: tuple[ShardPlan, Meshes, Meshes, Ranges] | None = None
     """The plan, meshes, holders and skips of who has delivered the step that is asked about, if somebody has."""
-    view: dict[str, Any] = field(default_factory=lambda: {"skips": Skips()})
-    """What a page shows beside the plan, as arguments of `view_of`; of these, `skips` are always there."""
+    skips: Ranges = ()
+    """The skipped steps of the epoch."""
+    view: dict[str, Any] = field(default_factory=dict)
+    """What a page shows beside the plan, as arguments of `view_of`."""
     facts: dict[str, Any] = field(default_factory=dict)
     """What else programs are told."""
     hazards: list[Hazard] = field(default_factory=list)
@@ -182,14 +184,15 @@ def _of_record(options: argparse.Namespace) -> Planned:
         return found
     found.epoch = newest.start.epoch if options.epoch is None else options.epoch
     # An epoch that was never begun is what the newest job would make of it.
-    anew = job.batches(newest.history).plan_of(LoaderState(epoch=found.epoch))
+    anew = job.batches().plan_of(LoaderState(epoch=found.epoch))
     found.plan = view["plans"].setdefault(found.epoch, anew)
     step = vars(options).get("step") or 0  # other commands than `plan` show no step
     for leg in run.legs_of(found.epoch):
         found.meshes, found.holders = leg.job.meshes, leg.job.holders  # those of its last job
+        found.skips = leg.skips
         found.replicas = leg.job.facts["options"]["replicas"]
         if leg.start.steps <= step < leg.steps and leg.job.unknown is None:
-            found.step_of = leg.plan, leg.job.meshes, leg.job.holders, leg.history.skips
+            found.step_of = leg.plan, leg.job.meshes, leg.job.holders, leg.skips
     return found
 
 
@@ -327,14 +330,14 @@ def plan(options: argparse.Namespace) -> Answer:
     said += [who, *asked.said]
     if (plan := asked.plan) is not None:
         reads = reads_of_a_row(asked.meshes, reading)
-        gone = num_steps_left_out(plan, asked.epoch, asked.view["skips"])
+        gone = num_skipped(plan.num_steps, asked.skips)
         found["plan"] = {**facts_of_plan(plan), "steps left out of an epoch": gone, "reads of each row": reads}
         said.append([{"what": name, "number": value} for name, value in found["plan"].items()])
         if isinstance(plan.ordering, Mixing):
             sources = drawn_of(plan.ordering, plan.num_samples)  # in the first epoch
             found["sources"] = [{"source": name, **asdict(one)} for name, one in sources.items()]
             said.append(found["sources"])
-        of, meshes, holders, skips = asked.step_of or (plan, asked.meshes, asked.holders, asked.view["skips"])
+        of, meshes, holders, skips = asked.step_of or (plan, asked.meshes, asked.holders, asked.skips)
         if options.step is not None:
             found["step"] = samples_of(of, holders, asked.epoch, options.step, skips)
             said += [f"epoch {asked.epoch}, step {options.step}", found["step"]]

@@ -70,7 +70,7 @@ def show(options: argparse.Namespace) -> Answer:
     run, samples = run_of(options.record), [options.sample]
     if options.step is not None:
         leg = legs_at(run, options.epoch, options.step)[-1]
-        rows = samples_at(leg.plan, leg.start.epoch, options.step, leg.history.skips)
+        rows = samples_at(leg.plan, leg.start.epoch, options.step, leg.skips)
         samples = [one for one in rows if one is not None]
     elif all(leg.job.unknown is None for leg, _ in run.passes):
         list(places_in(run, options.sample))  # refuses one that cannot be

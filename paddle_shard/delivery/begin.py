@@ -10,14 +10,14 @@ from paddle_shard.delivery.notes import StepNotes
 from paddle_shard.delivery.placing import PassSetup, note_summary, placed, placed_of_stream
 from paddle_shard.delivery.step_pass import Feed, StepPass
 from paddle_shard.errors import ArgumentError, SplitError, UnequalEndsError
-from paddle_shard.inputs.source import knows_no_rank
 from paddle_shard.plan.state import LoaderState
-from paddle_shard.ranks.agreeing import gather_of, open_agreement, tell_failed
+from paddle_shard.plan.step import Content
+from paddle_shard.ranks.agreeing import open_agreement, tell_failed
 from paddle_shard.ranks.agreement import Agreement, AloneAgreement
 from paddle_shard.ranks.verdict import Terms, described
 from paddle_shard.reading.batch import Batch
 from paddle_shard.reading.prefetcher import Prefetcher
-from paddle_shard.samplers import PlanBatches, UserBatches
+from paddle_shard.samplers import PlanBatches
 
 
 def begin(setup: PassSetup, start: LoaderState) -> StepPass:
@@ -26,13 +26,12 @@ def begin(setup: PassSetup, start: LoaderState) -> StepPass:
     num_steps, compares = None, False
     place: Callable[[Batch], Batch] = partial(placed, setup)
     tells = setup.options.verify is not None and setup.own_layout.on_mesh and not source.split
-    _settle_draws(setup, start)
     if isinstance(source.batches, PlanBatches) and source.batches.data is not None:
         _check_length(source.batches)
     if stream is None:
         compares = not source.split and (source.batches.plan_of(start) is None or source.costs is not None)
-        contents = setup.run.contents_to_tell() if tells else None
-        to_read, skips = setup.rows.to_read, setup.run.skips
+        contents: tuple[Content, ...] | None = () if tells else None
+        to_read, skips = setup.rows.to_read, setup.run.skips(start)
         steps = source.batches.steps(start, to_read, skips, compared=compares and not alone, contents=contents)
     else:
         known, compares = stream.known_steps(start), stream.read_by_all
@@ -79,35 +78,16 @@ def _check_length(batches: PlanBatches) -> None:
     name, now, then = type(batches.data).__name__, length_or_none(batches.data), batches.plan.num_samples
     if now not in (None, then):
         raise ArgumentError(
-            f"the {name} had {then} samples when the loader was made, and has {now} now. Make a new loader of it. To "
-            "go on with the run of this one: load_state_dict(loader.state_dict(), override=['num_samples'])."
+            f"the {name} had {then} samples when the loader was made, and has {now} now. Make a new loader of it."
         )
-
-
-def _settle_draws(setup: PassSetup, start: LoaderState) -> None:
-    """Find out, once, whether the sampler of data that is split already draws for its data rank alone.
-
-    All ranks seed it alike at first. If it yields the same on all data ranks, it does not know its rank, as the
-    PKSampler of PaddleClas: what it draws is meant for one rank. If not, it cuts its rows out of a common order.
-    (Paddle's plain ones yield each sample once: if it is the same on two data ranks, the data is not split after all.)
-    """
-    batches, own, ranks = setup.source.batches, setup.own_layout, setup.agreeing_ranks
-    if not (setup.source.split and isinstance(batches, UserBatches)) or knows_no_rank(batches.batch_sampler):
-        return
-    if batches.draws_for or own.num_data_ranks == 1 or len(ranks) == 1:
-        return
-    told = set(gather_of(ranks, batches.first_draw(start.epoch), setup.options.timeout, "iter(loader)"))
-    if told != {""}:
-        batches.draws_for.append((own.data_rank,) if len(told) == 1 else ())
 
 
 def _agreement(setup: PassSetup, start: LoaderState, *, ends_must_agree: bool, same: bool) -> Agreement:
     if len(setup.agreeing_ranks) == 1:
         return AloneAgreement()
     stream = setup.source.stream
-    facts = {**setup.facts, **_changes(setup)}
     terms = Terms(
-        label=described({**facts, "epoch": start.epoch, "step": start.steps}),
+        label=described({**setup.facts, "epoch": start.epoch, "step": start.steps}),
         name=f"{setup.facts['data set']}, epoch {start.epoch}",
         timeout=setup.options.timeout,
         ends_must_agree=ends_must_agree,
@@ -117,20 +97,6 @@ def _agreement(setup: PassSetup, start: LoaderState, *, ends_must_agree: bool, s
         first_step=start.steps,
     )
     return open_agreement(setup.agreeing_ranks, terms)
-
-
-def _changes(setup: PassSetup) -> dict[str, str]:
-    """Return what was changed in the run, in words: all ranks must have changed the same."""
-    history = setup.run.history
-    name_of = getattr(setup.options.dataloader.dataset, "sample_name", repr)
-    steps = [f"positions [{first}, {end}) of epoch {epoch}" for epoch, first, end in history.skips.stretches]
-    samples = [f"{name_of(one)} (from position {at} of epoch {epoch})" for one, epoch, at in history.skips.samples]
-    return {
-        "skip(steps=)": ", ".join(steps) or "none",
-        "skip(samples=)": ", ".join(samples) or "none",
-        "samples of an epoch, as (from which epoch, how many)": str(history.lengths),
-        "weights and lengths of the sources": str([tuple(segment) for segment in history.segments]),
-    }
 
 
 def unequal_ends(setup: PassSetup, error: UnequalEndsError) -> Exception:

@@ -22,7 +22,6 @@ from paddle_shard.place.field import FieldLayout
 from paddle_shard.place.placer import SAMPLES_LEFT_OUT, BatchPlacer, BatchRows, counts_anew
 from paddle_shard.plan.partition import Rows, nearest_multiples
 from paddle_shard.plan.state import LoaderState
-from paddle_shard.plan.step import as_ids
 from paddle_shard.position.run import Run
 from paddle_shard.ranks.batch_check import FEW_STEPS, BatchCheck, summary
 from paddle_shard.ranks.replicas import Replicas
@@ -30,7 +29,6 @@ from paddle_shard.reading.batch import NO_STAND_IN, Batch
 from paddle_shard.reading.digest import WHOLE, digest
 from paddle_shard.reading.reading import Reading
 from paddle_shard.reading.tensors import as_array, becomes_tensor
-from paddle_shard.samplers import UserBatches
 from paddle_shard.say_once import say_once
 from paddle_shard.tree import leaves, named_leaves
 
@@ -130,8 +128,6 @@ def placed(setup: PassSetup, batch: Batch) -> Batch:
     value, first = batch.value, batch.is_first
     if batch.step.contents and not batch.contents and setup.replicas.follows:  # the leader's data may be another
         batch.contents = setup.reading.contents(batch.step)
-    if batch.contents:
-        setup.run.check_contents(batch.contents, batch.step.epoch)
     batch.value, batch.placed = setup.placer.place(value, setup.rows.of(batch, setup.placer))
     (num_rows, *others), num_samples = batch.placed.num_rows or (0,), len(batch.placed.rows.read)
     if 1 < num_rows < num_samples and not (others or setup.source.item_is_batch):
@@ -253,9 +249,6 @@ def note_summary(setup: PassSetup, start: LoaderState, batch: Batch) -> None:
     ids, stream = np.asarray(batch.step.ids).tolist(), setup.source.stream
     key = f"parts {stream.parts}" if stream is not None else f"{zlib.crc32(repr(ids).encode())} of {len(ids)}"
     arrays = [(path, _compared(leaf)) for path, leaf in named_leaves(batch.value, "", _is_list_of_values)]
-    batches, cuts = setup.source.batches, isinstance(setup.source.custom_sampler, paddle.io.DistributedBatchSampler)
-    if isinstance(batches, UserBatches) and setup.source.split and cuts and not batches.draws_for:
-        arrays = [("the sampler's indices", as_ids(ids))]  # whether it draws for its rank alone is not known
     if batch.skipped is not None:  # a row of another sample than its own tells nothing
         kept, num_rows = ~batch.skipped, len(batch.skipped)
         arrays = [(path, leaf[kept] if leaf.shape[:1] == (num_rows,) else leaf) for path, leaf in arrays]

@@ -49,8 +49,7 @@ class Counts:
     padding: int = 0
     """Padding rows in this rank's slices, which follow the end of the data or of a part of a stream."""
     skipped: int = 0
-    """Rows of samples that could not be read (`on_error="skip"`; their ids are in the log), or that you leave out
-    (`loader.skip`)."""
+    """Rows of samples that could not be read (`on_error="skip"`; their ids are in the log)."""
     bytes: int = 0
     """Size in bytes of the rows that this rank reads, of the fields that are delivered."""
     wait_seconds: float = 0.0
@@ -321,7 +320,7 @@ class PassClock:
     def leave(self, entered: float, batch: Batch) -> None:
         """Note that a batch is delivered."""
         samples = num_rows = batch.num_rows
-        skipped, (largest, mean) = batch.step.left_out, batch.step.load
+        skipped, (largest, mean) = 0, batch.step.load
         if batch.skipped is not None:
             skipped += int(np.count_nonzero(batch.skipped & batch.served()))
         if batch.skipped is not None or not batch.whole:

@@ -92,7 +92,7 @@ class ShardIterator:
 
     @property
     def step(self) -> int:
-        """Number of steps of the epoch so far, including those before a resume and those that `skip` left out."""
+        """Number of steps of the epoch so far, including those before a resume and skipped ones."""
         return self._progress.at.steps
 
     def __repr__(self) -> str:
@@ -131,7 +131,6 @@ class ShardIterator:
             timer.after_reader()
             if found.contents:
                 say_if_unsplit(setup.source, found.contents)
-                setup.run.note_contents(found.contents)
             # Last, and in two assignments: a signal's handler may save the state at any moment.
             self._current = found
             setup.run.delivered(self._progress, found.step, ids, lost)

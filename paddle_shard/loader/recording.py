@@ -26,7 +26,7 @@ from paddle_shard.shown import Page
 from paddle_shard.sources.shards import ShardSource
 from paddle_shard.version import VERSION
 
-_TOLD_OTHERWISE = {"dataloader", "meshes", "shard_dims", "batch_size", "balance", "record"}
+_TOLD_OTHERWISE = {"dataloader", "meshes", "shard_dims", "batch_size", "skip_steps", "balance", "record"}
 _MOST_TEXT = 200
 
 
@@ -59,6 +59,7 @@ def facts_of_run(
         "fingerprint": {"order_version": ORDER_VERSION, **source.batches.fingerprint()},
         "plan": None if source.item_is_batch else order,
         "sizes": sizes and [(int(first), int(rows) * times) for first, rows in sizes],
+        "skip_steps": options.skip_ranges,
         "order_of": run.no_order(),
         "dealt": source.costs is not None,
         "meshes": [one for number, one in enumerate(meshes) if one not in meshes[:number]],
@@ -89,7 +90,7 @@ def page_of_loader(setup: PassSetup) -> Page:
     else:
         at = run.state()
         told = {"epoch": at.epoch, "first": 0, "end": at.samples, "run": "this run"}
-        more = {"skips": run.skips, "stretches": [told] if at.samples else [], "dealt": dealt}
+        more = {"stretches": [told] if at.samples else [], "dealt": dealt}
     if plan is not None:
         more["plans"] = {**more.get("plans", {}), run.epoch: plan}
     meshes = list(dict.fromkeys((one.layout, one.data_axis_names) for one in setup.placer.layouts))

@@ -13,7 +13,7 @@ from paddle_shard.plan.mesh import MeshLayout, replica_groups
 from paddle_shard.plan.mixture import Mixing
 from paddle_shard.plan.partition import slice_rows
 from paddle_shard.plan.shard_plan import ShardPlan, step_of_plan
-from paddle_shard.plan.skips import Skips
+from paddle_shard.plan.skips import Ranges
 
 _T = TypeVar("_T")
 Meshes = Sequence[tuple[MeshLayout, Sequence[str]]]
@@ -99,7 +99,7 @@ def rows_of(plan: ShardPlan, meshes: Meshes, step: int) -> Iterator[tuple[dict[s
     yield from shares_of(meshes, lambda one, of: slice_rows(num_rows, of, one, micro_size).tolist())
 
 
-def samples_at(plan: ShardPlan, epoch: int, step: int, skips: Skips) -> list[Any]:
+def samples_at(plan: ShardPlan, epoch: int, step: int, skips: Ranges) -> list[Any]:
     """Return the sample of each row of a step, as users name it; None: a row of padding, or one that is left out."""
     found = step_of_plan(plan, epoch, step, skips)
     if found is None:  # all of it is
@@ -111,7 +111,7 @@ def samples_at(plan: ShardPlan, epoch: int, step: int, skips: Skips) -> list[Any
     return [name if kept else None for name, kept in zip(names, real, strict=True)]
 
 
-def samples_of(plan: ShardPlan, meshes: Meshes, epoch: int, step: int, skips: Skips) -> list[dict[str, Any]]:
+def samples_of(plan: ShardPlan, meshes: Meshes, epoch: int, step: int, skips: Ranges) -> list[dict[str, Any]]:
     """Return each replica group with the samples of its rows at a step."""
     samples = samples_at(plan, epoch, step, skips)
     return [{**group, "samples": [samples[row] for row in rows]} for group, rows in rows_of(plan, meshes, step)]

@@ -395,7 +395,7 @@ class IdReader(Reader):
             samples,
             failed,
             whole=self._how.items_are_batches,
-            stand_in=lambda: self._readable(key, step.avoided),
+            stand_in=lambda: self._readable(key),
             name_of=lambda row: f"sample {self._name_of(ids[row])!r}",
         )
         if watched:
@@ -463,16 +463,15 @@ class IdReader(Reader):
             finally:
                 held.release()
 
-    def _readable(self, key: int, avoided: Sequence[int]) -> Any:
+    def _readable(self, key: int) -> Any:
         """Return the first sample of the data set that can be read: the same one on every rank."""
-        if self._stand_in is None or self._stand_in[0] in avoided:
+        if self._stand_in is None:
             with self._apart():  # seeding is not drawing
                 for index in range(min(MOST_STAND_INS, len(self.dataset))):
-                    if index not in avoided:
-                        self._seed_sample(key, index)
-                        with contextlib.suppress(Exception):
-                            self._stand_in = index, self.dataset[index]
-                            return self._stand_in[1]
+                    self._seed_sample(key, index)
+                    with contextlib.suppress(Exception):
+                        self._stand_in = index, self.dataset[index]
+                        return self._stand_in[1]
             raise LookupError
         return self._stand_in[1]
 

@@ -29,9 +29,9 @@ def proof_of(run: Timeline, epoch: int) -> dict[str, Any]:
     plan = None if newest.job.unknown is not None else newest.plan
     # What was left out when it was delivered may be less than what is left out now, and the order another.
     orders = [leg.plan if plan is not None and leg.job.unknown is None else plan for leg in legs]
-    stretches = [(leg.start.samples, leg.samples, leg.history.skips, by) for leg, by in zip(legs, orders, strict=True)]
+    stretches = [(leg.start.samples, leg.samples, leg.skips, by) for leg, by in zip(legs, orders, strict=True)]
     if before is not None and before.epoch == epoch and before.samples:
-        stretches.insert(0, (0, before.samples, before.history.skips, plan))
+        stretches.insert(0, (0, before.samples, legs[0].skips, plan))
         notes.append(f"positions [0, {before.samples}) were delivered before this record begins, says the loaded state")
     for leg in legs:  # else all positions up to there would be counted, however many
         if leg.job.unknown is None and leg.samples > leg.plan.num_positions:
@@ -41,10 +41,10 @@ def proof_of(run: Timeline, epoch: int) -> dict[str, Any]:
     delivered = (account := account_of_all(epoch, stretches))[ALL]
     at = delivered.once[-1][1]
     # What the epoch that the run is in has still to deliver is not missing.
-    to_come = [(at, end, newest.history.skips, plan)] if is_open and at < end else []
+    to_come = [(at, end, newest.skips, plan)] if is_open and at < end else []
     account = added(account, account_of_all(epoch, to_come))
     seen_to = at if is_open or newest.ended else None
-    found = certify([(account, {})], epoch, plan, newest.history.skips, seen_to, "the loader's order")
+    found = certify([(account, {})], epoch, plan, newest.skips, seen_to, "the loader's order")
     if plan is None:
         notes.append(f"which samples these are is not known: {newest.job.unknown}")
     others = dict(_other_orders(legs) if plan is None else _other_samples(run, epoch, notes))
@@ -79,10 +79,10 @@ def _other_samples(run: Timeline, epoch: int, notes: list[str]) -> Iterator[tupl
         mine = [leg for leg in legs if owner == ALL or leg.job.facts["data_rank"] == list(owner[:2])]
         cut = [(max(leg.start.samples, a), min(leg.samples, b), leg) for leg in mine for a, b in found.once]
         pieces = [(first, end, leg) for first, end, leg in cut if first < end]
-        known = account_of_all(epoch, [(first, end, leg.history.skips, None) for first, end, leg in pieces])
+        known = account_of_all(epoch, [(first, end, leg.skips, None) for first, end, leg in pieces])
         # Each position is that of one pass, so that it is known which one has delivered it.
         once = known.get(ALL, Delivered())[:2] == (found.once, ())
-        wanted = plus(*(total_of_owner(owner, leg.plan, epoch, leg.history.skips, *piece) for *piece, leg in pieces))
+        wanted = plus(*(total_of_owner(owner, leg.plan, epoch, leg.skips, *piece) for *piece, leg in pieces))
         not_compared = f"what was read by {where} is not compared"
         if owner != ALL and run.last.facts["dealt"]:
             notes.append(f"{not_compared}: rows are dealt by cost (balance=)")

@@ -18,7 +18,8 @@ from paddle_shard.plan.mesh import MeshLayout
 from paddle_shard.plan.orders import ordering_of
 from paddle_shard.plan.parts import PartsPlan
 from paddle_shard.plan.shard_plan import BatchSizes, ShardPlan, rows_of_sample
-from paddle_shard.plan.state import History, LoaderState, sealed
+from paddle_shard.plan.skips import Ranges, steps_of_epoch
+from paddle_shard.plan.state import LoaderState, sealed
 from paddle_shard.samplers import PlanBatches
 
 
@@ -55,11 +56,10 @@ class Job:
         parts = self.facts["data"].get("num_parts")
         return None if parts is None else PartsPlan(num_parts=parts, **{**self.facts["plan"], **others})
 
-    def batches(self, history: History, **others: Any) -> PlanBatches:
+    def batches(self, **others: Any) -> PlanBatches:
         """Return the order that this job served.
 
         Args:
-            history: What was changed in the run.
             others: Another `batch_size`, or another number of data ranks, than it had.
 
         Raises:
@@ -68,7 +68,7 @@ class Job:
         if (why := self.unknown) is not None:
             raise ArgumentError(f"job {self.number}: {why}, so the record has positions and no samples.")
         sizes = self.facts["sizes"] and BatchSizes(tuple(map(tuple, self.facts["sizes"])))
-        return PlanBatches.of_run(self.facts["fingerprint"], sizes, history, **{**self.facts["plan"], **others})
+        return PlanBatches.of_run(self.facts["fingerprint"], sizes, **{**self.facts["plan"], **others})
 
 
 @dataclass(frozen=True)
@@ -83,14 +83,17 @@ class Leg:
     """Step of the epoch after the last one that was delivered."""
     samples: int
     """Position of the epoch after the last one that was delivered."""
-    history: History
-    """What was changed in the run: the weights as of its end, and what is left out as of its beginning."""
     ended: bool = False
     """True if the pass came to the end of the epoch."""
     override: tuple[str, ...] = ()
     """What was another in the state that it was resumed from, as `load_state_dict` was told."""
     closed: bool = False
     """Whether a later pass has found that nothing is left of the epoch, as in larger batches with `tail="drop"`."""
+
+    @property
+    def skips(self) -> Ranges:
+        """The skipped steps of its epoch."""
+        return steps_of_epoch(tuple(map(tuple, self.job.facts["skip_steps"])), self.start.steps_before)
 
     def moved(self) -> bool:
         """Return whether it has delivered anything."""
@@ -99,7 +102,7 @@ class Leg:
     @cached_property
     def plan(self) -> ShardPlan:
         """The order of its epoch, as it was served; an ArgumentError if nobody but the loader knows it."""
-        plan = self.job.batches(self.history).plan_of(self.start)
+        plan = self.job.batches().plan_of(self.start)
         if not self.closed or self.samples >= plan.num_served:
             return plan
         size = plan.batch_size
@@ -123,16 +126,15 @@ class _Stretch:
     job: Job
     resumed: LoaderState | None = None
     lines: list[dict[str, Any]] = field(default_factory=list)
-    """Each with the history of the run by then."""
     parent: tuple[_Stretch, int] | None = None
     """What it has continued, and how many lines of that there were by then; None: nothing that is known."""
 
     def state(self, at: int) -> LoaderState:
         """Return the state that a line holds, without what the loader alone needs."""
-        line, fingerprint = self.lines[at], self.job.facts["fingerprint"]
-        then = {"history": line["was" if line["line"] == "resume" else "history"], "fingerprint": fingerprint}
+        fingerprint = self.job.facts["fingerprint"]
         now = {name: value for name, value in fingerprint.items() if name != "order_version"}
-        return LoaderState.from_dict(sealed({**line["state"], **then, "sampler": None, "contents": []}), now)
+        saved = {**self.lines[at]["state"], "fingerprint": fingerprint, "sampler": None, "data": None}
+        return LoaderState.from_dict(sealed(saved), now)
 
     def legs(self) -> Iterator[dict[int, Leg]]:
         """Yield the passes as of each line, one dict that is changed."""
@@ -141,12 +143,10 @@ class _Stretch:
         for at, line in enumerate(self.lines):
             if line["line"] == "pass":
                 start, number = self.state(at), line["begins"]
-                now_at = start.steps, start.samples, start.history
-                found[number] = Leg(self.job, number, start, *now_at, override=override)
+                found[number] = Leg(self.job, number, start, start.steps, start.samples, override=override)
             for number, steps, samples in line["passes"]:
                 if number in found and steps > found[number].steps:
-                    now = replace(History.from_json(line["history"]), skips=found[number].history.skips)
-                    found[number] = replace(found[number], steps=steps, samples=samples, history=now)
+                    found[number] = replace(found[number], steps=steps, samples=samples)
             if line["line"] == "end" and line["ends"] in found:
                 found[line["ends"]] = replace(found[line["ends"]], ended=True)
             yield found
@@ -168,8 +168,6 @@ class Timeline:
     """What was delivered and does not count, since no saved position holds it that the run was resumed from."""
     saved: list[Saved] = field(default_factory=list)
     """The positions on the way at which the state was saved, in order."""
-    history: History = field(default_factory=History)
-    """What was changed in the run, as of its newest line."""
     newest: dict[int, Saved] = field(default_factory=dict)
     """The newest position of each epoch that a line tells, with what its job knows to be delivered."""
 
@@ -214,7 +212,7 @@ def timeline(lines: Sequence[dict[str, Any]]) -> Timeline:
     while at.parent is not None:
         at, upto = at.parent
         way[id(at)] = upto
-    found = Timeline(last=newest.job, began_at=at.resumed, history=History.from_json(newest.lines[-1]["history"]))
+    found = Timeline(last=newest.job, began_at=at.resumed)
     for stretch in begun:
         counted, legs = dict[int, Leg](), dict[int, Leg]()
         for at_line, legs in enumerate(stretch.legs()):
@@ -250,27 +248,26 @@ def _stretches(lines: Sequence[dict[str, Any]]) -> list[_Stretch]:
             found.append(one)
         elif line["job"] in now:  # else its first line is gone
             one = now[line["job"]]
-            one.lines.append({"history": one.lines[-1]["history"] if one.lines else None, **line})
+            one.lines.append(line)
             if line["line"] == "resume":  # it also says how far the passes before it have come
                 one = now[line["job"]] = _Stretch(job=one.job, lines=one.lines[-1:])
                 one.resumed = one.state(0)
-                one.parent = _reached_by(found, one.resumed, line.get("read"))
+                one.parent = _reached_by(found, one.resumed)
                 found.append(one)
     return found
 
 
-def _reached_by(stretches: list[_Stretch], wanted: LoaderState, read: Any) -> tuple[_Stretch, int] | None:
+def _reached_by(stretches: list[_Stretch], wanted: LoaderState) -> tuple[_Stretch, int] | None:
     """Return the newest stretch in which a state was saved, and the number of its lines by then.
 
-    Another rank's state has another account, or has read other files, and so has one that was saved again after
+    Another rank's state has another account, and so has one that was saved again after
     `certificate()`. But who has the same ones comes first: two jobs may have come to the same position.
 
     Args:
         stretches: All that there are.
         wanted: The state.
-        read: What tells which samples, or files, were read by then.
     """
-    found: tuple[tuple[bool, bool], _Stretch, int] | None = None
+    found: tuple[_Stretch, int] | None = None
     for one in reversed(stretches):
         for at, line in reversed(list(enumerate(one.lines))):
             # The epoch first: it takes long to read a whole state.
@@ -278,12 +275,10 @@ def _reached_by(stretches: list[_Stretch], wanted: LoaderState, read: Any) -> tu
                 continue
             state = replace(one.state(at), fingerprint=wanted.fingerprint)
             if replace(state, certificate=wanted.certificate) == wanted:
-                alike = line.get("read") == read, state == wanted
-                if found is None or alike > found[0]:
-                    found = alike, one, at + 1
-                if all(alike):
-                    return found[1:]
-    return None if found is None else found[1:]
+                if state == wanted:
+                    return one, at + 1
+                found = found or (one, at + 1)
+    return found
 
 
 def places_in(run: Timeline, sample: Any) -> Iterator[tuple[Leg, int, int]]:
@@ -295,7 +290,7 @@ def places_in(run: Timeline, sample: Any) -> Iterator[tuple[Leg, int, int]]:
     for leg, end_step in passes:
         plan, ranks = leg.plan, leg.job.facts["plan"]["num_data_ranks"]
         try:
-            found = list(rows_of_sample(plan, leg.start.epoch, sample, leg.history.skips))
+            found = list(rows_of_sample(plan, leg.start.epoch, sample, leg.skips))
         except ArgumentError as error:  # data that has grown has it later
             unknown.append(error)
             continue

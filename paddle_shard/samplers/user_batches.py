@@ -13,16 +13,15 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from paddle_shard.checks import length_or_none, listed
+from paddle_shard.checks import length_or_none
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, PaddleShardError, StateError
 from paddle_shard.plan.partition import check_batch_size
 from paddle_shard.plan.seeding import derive_seed
 from paddle_shard.plan.state import LoaderState
-from paddle_shard.plan.step import Deal, GlobalBatch, Step, as_ids
+from paddle_shard.plan.step import Deal, GlobalBatch, as_ids
 from paddle_shard.plan.tails import Tail
 from paddle_shard.randomness import Generator, PrivateRandomness
 from paddle_shard.samplers.plan_batches import IndexBatches
-from paddle_shard.say_once import say_once
 
 Value = TypeVar("Value")
 Drawn = tuple[list[Any], Any]
@@ -69,14 +68,8 @@ class UserBatches(IndexBatches):
     """Lengths of the data and of the samplers when the run was set up."""
     deal: Deal | None = None
     """Deals rows to the data ranks by cost; None: they stay in their order."""
-    draws_for: list[tuple[int, ...]] = field(default_factory=list, compare=False)
-    """Of data that is split already: [(data rank,)] if the sampler draws for this data rank alone, [()] if all ranks
-    must draw alike; empty before that is known."""
     _ends: dict[int, Any] = field(default_factory=dict, compare=False)
     """Epoch -> the sampler's own state after a pass has seen its end."""
-    _trusted: list[bool] = field(default_factory=list, compare=False)
-    """[True] if a copy of the sampler that is given its state goes on as the sampler does; empty before that is known.
-    If not, a run that is resumed draws the epoch again up to its position."""
     _begun: list[int] = field(default_factory=list, compare=False)
     """Epochs of the passes that were begun on a sampler that can serve only one."""
 
@@ -175,8 +168,7 @@ class UserBatches(IndexBatches):
         elif once is not None:
             only_once = f"the {type(once).__name__} of the batch_sampler can be iterated only once"
         elif hasattr(sampler, "set_epoch"):
-            # One that draws for its rank may order its own lists as it draws, so that later passes would differ.
-            sampler = self._copy() if any(self.draws_for) else copy.copy(sampler)
+            sampler = copy.copy(sampler)
             if self.takes_epoch:
                 sampler.epoch = epoch
         if only_once is not None:
@@ -192,36 +184,6 @@ class UserBatches(IndexBatches):
             sampler.drop_last = False
         return sampler
 
-    def unlike_before(self, state: LoaderState) -> str:
-        """See `Batches`."""
-        epoch, within = state.epoch + state.ended, state.samples and not state.ended
-        if within or epoch == 0 or owner_of(self.batch_sampler) is not None:
-            return ""
-        if self.first_draw(epoch) == self.first_draw(epoch - 1, epoch):
-            return ""
-        return (
-            f"the batch_sampler {self._name} draws epoch {epoch} in another order if it has drawn the epoch before. So "
-            "this run does not go on as it would have without a stop, unless the sampler has drawn all epochs before. "
-            f"Each epoch is whole all the same. {_REPLAYED}"
-        )
-
-    def first_draw(self, *epochs: int) -> str:
-        """Return a digest of what a copy of the sampler draws first if all ranks draw alike; "" if it has no copy.
-
-        Of several epochs, the first batch of each is drawn, and the digest is of the last.
-        """
-        try:
-            sampler = self._copy()
-            for epoch in epochs:
-                if self.takes_epoch:
-                    sampler.epoch = epoch
-                for one in samplers(sampler):
-                    getattr(one, "set_epoch", int)(epoch)
-                batch, _ = next(iter(Draw(sampler, epoch, self)))
-        except Exception:  # the pass itself says so
-            return ""
-        return hashlib.blake2b(as_ids(batch).tobytes(), digest_size=8).hexdigest()
-
     def _to_end(self, draw: Draw, start: LoaderState) -> Iterator[GlobalBatch]:
         """Yield the batches of a pass; the last one is marked if the length says that it may be the last.
 
@@ -232,14 +194,14 @@ class UserBatches(IndexBatches):
             # Perhaps in another size from here on.
             steps += start.steps - -(-start.samples // self.nominal_size)
         batches = self._batches(draw, start)
-        for found, last in seen_ahead(batches, lambda one: steps is not None and one.step.number + 1 >= steps):
+        for found, last in seen_ahead(batches, lambda one: steps is not None and one.number + 1 >= steps):
             if not last:
                 yield found
                 continue
-            state = found.step.sampler_state
+            state = found.sampler_state
             if draw.epoch in self._ends:  # a state that is saved here knows where the next epoch begins
                 state = {**state, "end": self._ends[draw.epoch]}
-            yield found._replace(step=replace(found.step, last=True, sampler_state=state))
+            yield found._replace(last=True, sampler_state=state)
 
     def _batches(self, draw: Draw, start: LoaderState) -> Iterator[GlobalBatch]:
         """Yield the batches of a pass, the last one with the tail; none is marked as the last."""
@@ -248,15 +210,10 @@ class UserBatches(IndexBatches):
         if own_state:
             draw.load(saved["now"], saved["began"])
         elif start.samples:
-            if "began" in saved:  # its own state would not resume it
-                self._trusted[:] = [False]
-                draw.load(saved["began"], saved["began"])
             drawn = self._replay(drawn, start, draw)
-        number, least, before = start.steps, self.nominal_size or 0, list[Any]()
+        number = start.steps
+        least = self.nominal_size or 0
         for (batch, state), last in seen_ahead(drawn, lambda one: len(one[0]) % self._unit or len(one[0]) < least):
-            if before and not self._trusted:
-                self._trusted.append(self._goes_on(draw, before[0], batch))
-            before = [] if draw.owner is None else [state]
             padding: list[Any] | None = []
             if last:
                 # A sampler that was resumed with its own state has not drawn the first samples again.
@@ -266,7 +223,7 @@ class UserBatches(IndexBatches):
                 self._check_size(batch, number)
             if padding is None:
                 break
-            yield self._global(draw.epoch, number, batch, padding, draw.noted(batch, state))
+            yield self._global(number, batch, padding, draw.noted(batch, state))
             number += 1
         if not start.samples and not draw.head:
             raise ArgumentError(
@@ -275,26 +232,6 @@ class UserBatches(IndexBatches):
             )
         if draw.owner is not None:
             self._ends[draw.epoch] = copy.deepcopy(draw.owner.state_dict())
-
-    def _goes_on(self, draw: Draw, state: Any, batch: list[Any]) -> bool:
-        """Return whether a copy of the sampler that is given its state draws the batch that has come next."""
-        try:
-            again = Draw(self._own(draw.epoch), draw.epoch, self)
-        except Exception:  # it cannot be copied
-            return True
-        try:
-            again.load(state, draw.began)
-            found, _ = next(iter(again), ([], None))
-        except Exception as error:
-            found = [f"{type(error).__name__}: {error}"]
-        if found != batch:
-            say_once(
-                f"the batch_sampler {self._name} does not go on where its state_dict() says that it is: given that "
-                f"state, a copy draws {_some(found)} next, and not {_some(batch)}. So a run that is resumed draws the "
-                "epoch again up to its position; only a state from the first step of a run is taken at its word. A "
-                "state has to count a batch when it is yielded: `self.position += 1` stands before `yield`."
-            )
-        return found == batch
 
     def _head(self, draw: Draw) -> list[Any]:
         """Return the first samples of an epoch that was resumed with the sampler's own state."""
@@ -359,16 +296,18 @@ class UserBatches(IndexBatches):
             )
         return [head[i % len(head)] for i in range(num_rows - len(batch))]
 
-    def _global(
-        self, epoch: int, number: int, batch: list[Any], padding: list[Any], noted: dict[str, Any]
-    ) -> GlobalBatch:
+    def _global(self, number: int, batch: list[Any], padding: list[Any], noted: dict[str, Any]) -> GlobalBatch:
         indices, num_real = batch + padding, len(batch)
         size, micro_size = len(indices), len(indices) // self.accumulation
-        step = Step(epoch=epoch, number=number, num_rows=size, micro_size=micro_size, num_real=num_real, last=False)
         return GlobalBatch(
-            replace(step, **noted),
-            lambda rows: [indices[row] for row in (rows if isinstance(rows, range) else rows.tolist())],
-            (lambda rows: rows < num_real) if padding else None,
+            number=number,
+            num_rows=size,
+            micro_size=micro_size,
+            num_real=num_real,
+            take=lambda rows: [indices[row] for row in (rows if isinstance(rows, range) else rows.tolist())],
+            valid=(lambda rows: rows < num_real) if padding else None,
+            last=False,
+            **noted,
         )
 
 
@@ -394,11 +333,7 @@ def seen_ahead(values: Iterator[Value], may_be_last: Callable[[Value], Any]) -> 
 
 _REPLAYED = (
     "Make its order depend on the epoch only, through set_epoch or the global generators of numpy, Python and Paddle, "
-    "which are seeded for it; or give it a state_dict and a load_state_dict. If it changes lists of its own as it "
-    "draws, let it draw the epochs before this one, in their order, before its loader is made: sampler.set_epoch(e); "
-    "list(sampler). If it takes its rank's rows itself, give each rank the state that it has saved, on as many ranks. "
-    "Set its position in one way only: a sampler that begins behind its consumed_samples is not resumed from a state, "
-    "too."
+    "which are seeded for it; or give it a state_dict and a load_state_dict."
 )
 
 
@@ -410,14 +345,14 @@ class Draw:
 
     def __init__(self, sampler: Any, epoch: int, of: UserBatches) -> None:
         self._sampler, self.epoch = sampler, epoch
-        seed = derive_seed("sampler", of.seed, epoch, *(of.draws_for[0] if of.draws_for else ()))
+        seed = derive_seed("sampler", of.seed, epoch)
         self._randomness = PrivateRandomness(of.generators, seed, of.around)
         self.head: list[Any] = []
         """The first samples that were drawn, to pad with: at least `head_size`, if there are as many."""
         self.head_size = of.nominal_size or of.num_data_ranks * of.accumulation
         self.owner = owner_of(sampler)
         """The object that holds the sampler's state, or None."""
-        self._hash, self._trusted = hashlib.blake2b(digest_size=8), of._trusted
+        self._hash = hashlib.blake2b(digest_size=8)
         self._whole = True
         """True if the draws so far are those of the epoch."""
         with self._randomness():
@@ -464,7 +399,7 @@ class Draw:
         self._hash.update(ids.tobytes())
         saved: dict[str, Any] = {"drawn": self.digest} if self._whole else {}
         if self.owner is not None:
-            saved = {"now": state, "began": self.began} if self._trusted != [False] else {**saved, "began": self.began}
+            saved = {"now": state, "began": self.began}
         return {"drawn": ids, "sampler_state": saved}
 
 
@@ -480,10 +415,6 @@ def owner_of(sampler: Any) -> Any:
     """Return the batch sampler or its sampler, whichever has a state; None if neither has one."""
     wanted = ("state_dict", "load_state_dict")
     return next((s for s in samplers(sampler) if all(callable(getattr(s, name, None)) for name in wanted)), None)
-
-
-def _some(batch: list[Any]) -> str:
-    return f"[{listed(list(map(repr, batch)), 4)}]"
 
 
 def _indices(found: Any, step: int) -> list[Any]:
