@@ -136,7 +136,7 @@ def test_a_sample_is_named_by_its_source():
         ({"a": [1, 2]}, {}, ArgumentTypeError, "must be a dict of named Streams"),
         ({}, {}, ArgumentError, "at least one source"),
         ({"a": Stream.of([1])}, {"stop": "last"}, ArgumentError, "stop must be"),
-        ({"a": Stream.of([1])}, {"weights": {"b": 1}}, ArgumentError, "missing ['a'], unknown ['b']"),
+        ({"a": Stream.of([1])}, {"weights": {"b": 1}}, ArgumentError, "weights: unknown sources ['b']"),
         ({"a": Stream.of(iter([1]))}, {}, ArgumentError, "can be opened only once"),
     ],
 )
