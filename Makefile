@@ -15,7 +15,7 @@ JOBS ?= 4
 SIDE_BY_SIDE := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 RUN := $(PY) launch/local.py
 
-.PHONY: help demo demos test quick test-device test-gpu test-oldest test-pythons test-adapters test-suites test-page test-trainers faults bench bench-device soak lint dist docs clean
+.PHONY: help demo demos test quick test-device test-gpu test-oldest test-pythons test-adapters test-suites test-trainers faults bench bench-device soak lint dist docs clean
 
 help:
 	@sed -n 's/^## //p' Makefile
@@ -62,10 +62,6 @@ test-adapters: $(ADAPTERS:%=.venv-%/.ready)
 test-suites: $(READY)
 	$(PY) -m pytest -v $(SIDE_BY_SIDE) tests/suites
 
-## test-page: the page of `paddle-shard plan --html` in a browser, a minute or more; needs chromium
-test-page: $(READY)
-	PADDLE_SHARD_BROWSER=1 $(PY) -m pytest -q tests/cli
-
 ## test-trainers: auto-parallel trainers that nobody edits, each package in its own environment (TRAINERS=paddlenlp: one)
 test-trainers:
 	@failed=; for trainer in $(TRAINERS); do echo "== $$trainer"; \
@@ -85,8 +81,8 @@ bench: $(READY)
 	$(PY) benchmarks/balance.py
 	$(PY) benchmarks/replicas.py
 	$(PY) benchmarks/agreement.py
-	$(PY) benchmarks/account.py
 	$(PY) benchmarks/loader.py
+	$(PY) benchmarks/price.py
 
 ## bench-device: does delivery overlap what a device computes? On the device of tests/device, beside Paddle's loader
 bench-device: $(READY) build/device/libstandin.so

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent
 VERSION = re.search(r'VERSION = "(.+?)"', (ROOT / "paddle_shard/version.py").read_text())[1]
 
 DEMO = ["scikit-learn", "tqdm"]
-WEBDATASET = ["webdataset>=0.2.90", "fsspec"]
+WEBDATASET = ["webdataset>=0.2.90", "fsspec[http]"]
 PARQUET = ["pyarrow>=14", "fsspec[http]"]
 HUGGINGFACE = ["datasets>=5.2"]
 GRAIN = ["grain>=0.2.18; python_version >= '3.11'"]  # which has none for 3.10
@@ -43,13 +43,13 @@ setup(
     long_description_content_type="text/markdown",
     author="The paddle_shard authors",
     license="Apache-2.0",
-    license_files=["LICENSE", "paddle_shard/cli/page/drawing.LICENCES.txt"],
+    license_files=["LICENSE"],
     project_urls={"Source": URL, "Changes": f"{URL}/CHANGELOG.md"} if URL else {},
     keywords=["paddlepaddle", "data loading", "sharding", "distributed training", "auto-parallel"],
     python_requires=">=3.10",
     packages=find_packages(include=["paddle_shard", "paddle_shard.*"]),
-    package_data={"paddle_shard": ["py.typed", "cli/page/*"]},
-    entry_points={"console_scripts": ["paddle-shard = paddle_shard.cli.main:main"]},
+    package_data={"paddle_shard": ["py.typed"]},
+    entry_points={"console_scripts": ["paddle-shard = paddle_shard.extras.cli.main:main"]},
     install_requires=["numpy>=1.21"],
     extras_require={
         "cpu": ["paddlepaddle>=3.0"],

@@ -13,20 +13,20 @@ from paddle_shard import errors
 from paddle_shard.plan import Blocks, MeshLayout, ShardPlan
 
 if TYPE_CHECKING:  # what type checkers and editors see of the names below
+    from paddle_shard.extras.buckets import BucketBatchSampler as BucketBatchSampler
+    from paddle_shard.extras.checkpoints import Checkpoints as Checkpoints
+    from paddle_shard.extras.ray_readers import RayReaders as RayReaders
+    from paddle_shard.extras.sequence import SequenceSplit as SequenceSplit
+    from paddle_shard.extras.state_tensor import state_from_tensor as state_from_tensor
+    from paddle_shard.extras.state_tensor import state_to_tensor as state_to_tensor
+    from paddle_shard.extras.trainers import TrainerCallback as TrainerCallback
+    from paddle_shard.extras.trainers import patch_paddle as patch_paddle
     from paddle_shard.inputs.stream import Stream as Stream
     from paddle_shard.loader.api import gather_valid as gather_valid
-    from paddle_shard.loader.api import patch_paddle as patch_paddle
     from paddle_shard.loader.api import shard_dataloader as shard_dataloader
     from paddle_shard.loader.iteration import ShardIterator as ShardIterator
     from paddle_shard.loader.loader import ShardDataloader as ShardDataloader
-    from paddle_shard.loader.sequence import SequenceSplit as SequenceSplit
-    from paddle_shard.loader.trainer import TrainerCallback as TrainerCallback
     from paddle_shard.place.field import Balanced as Balanced
-    from paddle_shard.position.checkpoint import state_from_tensor as state_from_tensor
-    from paddle_shard.position.checkpoint import state_to_tensor as state_to_tensor
-    from paddle_shard.position.checkpoints import Checkpoints as Checkpoints
-    from paddle_shard.reading.ray_pool import RayReaders as RayReaders
-    from paddle_shard.samplers.buckets import BucketBatchSampler as BucketBatchSampler
     from paddle_shard.sources.arrays import ArrayDataset as ArrayDataset
     from paddle_shard.sources.external import ExternalLoader as ExternalLoader
     from paddle_shard.sources.external import ShardOptions as ShardOptions
@@ -38,23 +38,23 @@ from paddle_shard.version import VERSION as __version__
 _LAZY = {
     "ArrayDataset": "paddle_shard.sources.arrays",
     "Balanced": "paddle_shard.place.field",
-    "BucketBatchSampler": "paddle_shard.samplers.buckets",
-    "Checkpoints": "paddle_shard.position.checkpoints",
+    "BucketBatchSampler": "paddle_shard.extras.buckets",
+    "Checkpoints": "paddle_shard.extras.checkpoints",
     "ExternalLoader": "paddle_shard.sources.external",
     "Mixture": "paddle_shard.sources.mixture",
     "Packed": "paddle_shard.sources.packed",
-    "RayReaders": "paddle_shard.reading.ray_pool",
-    "SequenceSplit": "paddle_shard.loader.sequence",
+    "RayReaders": "paddle_shard.extras.ray_readers",
+    "SequenceSplit": "paddle_shard.extras.sequence",
     "ShardDataloader": "paddle_shard.loader.loader",
     "ShardIterator": "paddle_shard.loader.iteration",
     "ShardOptions": "paddle_shard.sources.external",
     "Stream": "paddle_shard.inputs.stream",
-    "TrainerCallback": "paddle_shard.loader.trainer",
+    "TrainerCallback": "paddle_shard.extras.trainers",
     "gather_valid": "paddle_shard.loader.api",
-    "patch_paddle": "paddle_shard.loader.api",
+    "patch_paddle": "paddle_shard.extras.trainers",
     "shard_dataloader": "paddle_shard.loader.api",
-    "state_from_tensor": "paddle_shard.position.checkpoint",
-    "state_to_tensor": "paddle_shard.position.checkpoint",
+    "state_from_tensor": "paddle_shard.extras.state_tensor",
+    "state_to_tensor": "paddle_shard.extras.state_tensor",
 }
 """Public name -> its module; most of these modules import paddle."""
 

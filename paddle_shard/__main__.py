@@ -2,7 +2,7 @@
 
 import sys
 
-from paddle_shard.cli.main import main
+from paddle_shard.extras.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

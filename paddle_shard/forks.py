@@ -11,7 +11,8 @@ import os
 import sys
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,47 @@ no_fork = threading.RLock()
 not fork: locks are held then in an order, and another thread that forks has the others already."""
 LONGEST = 5.0
 """Seconds that a fork waits for other threads: they may wait for this one."""
+
+
+class ReaderGate:
+    """Lets threads that read ahead finish their batch before this process is forked.
+
+    A thread that reads may hold a lock of the data set, which a forked child would never see released.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._num_readers = 0
+        self._num_forks = 0
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Read one batch inside the `with` block; wait while a fork is prepared."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._num_forks, LONGEST)
+            self._num_readers += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._num_readers -= 1
+                self._changed.notify_all()
+
+    @contextmanager
+    def closed(self) -> Iterator[None]:
+        """Fork inside the `with` block, with no reader in the middle of a batch, if all finish in time."""
+        with self._changed:
+            self._num_forks += 1
+            self._changed.wait_for(lambda: not self._num_readers, LONGEST)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._num_forks -= 1
+                self._changed.notify_all()
+
+
+reader_gate = ReaderGate()
 _numpys: list[Any] = []
 """The lock of numpy's global generator, while a fork goes on."""
 
@@ -54,6 +96,8 @@ def _end() -> None:
 
 
 def _end_in_child() -> None:
+    global reader_gate
+    reader_gate = ReaderGate()  # the threads that hold the old one are not here
     _end()
     if "fsspec.asyn" in sys.modules:  # its own hook means to do so, but sets another variable
         with suppress(AttributeError):

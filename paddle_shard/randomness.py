@@ -5,11 +5,12 @@ A library's global generator is seeded, and then it is as the user left it (`kep
 
 from __future__ import annotations
 
+import ctypes
 import os
 import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import methodcaller
 from typing import Any, Protocol
 
@@ -36,6 +37,10 @@ def seed_part(number: int | None) -> None:
         parts.seed(number)
 
 
+_MT19937_BYTES = 4 * 624 + 4
+"""Size of numpy's `mt19937_state`: 624 words and the position."""
+
+
 class Generator(Protocol):
     """A global random generator of some library."""
 
@@ -48,6 +53,9 @@ class Generator(Protocol):
     def set_state(self, state: Any, /) -> None:
         """Restore a state."""
 
+    def mark(self) -> Any:
+        """Return a value that is the same as before if nothing was drawn since; cheaper than a state."""
+
 
 class PythonGenerator:
     """The generator of the module `random`."""
@@ -55,6 +63,7 @@ class PythonGenerator:
     seed = staticmethod(random.seed)
     get_state = staticmethod(random.getstate)
     set_state = staticmethod(random.setstate)
+    mark = staticmethod(random.getstate)
 
 
 class NumpyGenerator:
@@ -75,47 +84,25 @@ class NumpyGenerator:
         name, words, *rest = state
         np.random.set_state((name, np.frombuffer(words, np.uint32), *rest))
 
+    def mark(self) -> Any:
+        """Return the words of the Mersenne Twister and its position in them: 1 us, where a state takes 60."""
+        generator = np.random.mtrand._rand._bit_generator
+        if not isinstance(generator, np.random.MT19937):
+            return self.get_state()
+        return ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES)
+
 
 _private = threading.RLock()
 """Held while the global generators hold a sampler's private states, which no other thread may take for the user's."""
-_seeded = threading.RLock()
-"""Held while samples are read for which the global generators are seeded, and by a thread that reads without seeds."""
-_LONGEST = 5.0
-"""Seconds for which either waits for the other: who is read may itself wait for the other one's thread."""
 
 
 def _renew() -> None:
-    global _private, _seeded
-    _private, _seeded = threading.RLock(), threading.RLock()
-
-
-class Undisturbed:
-    """Lets no other thread read with, or without, seeds until it is released, or dropped.
-
-    What a signal's handler raises may come before any line that would release it.
-    """
-
-    _lock: Any = None
-    """None as long as a handler may have raised before `__init__` has begun."""
-
-    def __init__(self) -> None:
-        self._lock = _seeded
-        self.alone = self._lock.acquire(timeout=_LONGEST)
-        """False if another thread did so all the time."""
-
-    def release(self) -> None:
-        """Let them; safe to call again."""
-        if self._lock is not None:
-            with suppress(RuntimeError):  # it is not this thread's, or was released before a handler has raised
-                self._lock.release()
-            self._lock = None
-
-    def __del__(self) -> None:
-        self.release()
+    global _private
+    _private = threading.RLock()
 
 
 if hasattr(os, "register_at_fork"):  # a plan works on all systems
-    # A forked child gets new locks, since the thread that holds the old ones is not there.
+    # A forked child gets a new lock, since the thread that holds the old one is not there.
     os.register_at_fork(after_in_child=_renew)
 
 
@@ -139,6 +126,79 @@ def kept(generators: Sequence[Generator]) -> Iterator[None]:
         yield
     finally:
         restore(generators, before)
+
+
+class SampleRng:
+    """The global generators while user code reads samples: seeded for each sample, or left alone if nothing uses them.
+
+    The first and the last batch of an epoch iterator are read with a look: every seeding checks whether the generators
+    were used since the one before. If nothing used them in the first batch, the rest is read without touching them.
+
+    Attributes:
+        seeds: True if `seed` seeds the generators; False if it does nothing.
+    """
+
+    def __init__(self, generators: Sequence[Generator], uses_rng: bool | None = None) -> None:
+        """Set up.
+
+        Args:
+            generators: The global generators that samples may use.
+            uses_rng: Whether the data set uses them, if it says so; None: the first batch shows it.
+        """
+        self._generators = generators
+        self._declared = uses_rng
+        self.seeds = uses_rng is not False and len(generators) > 0
+        self._used = False
+        self._marks: list[Any] | None = None
+        """The generators' marks after the last seeding, while a batch is looked at; None otherwise."""
+
+    @property
+    def looks(self) -> bool:
+        """True if batches show whether the generators are used: there are some, and the data set does not say it."""
+        return self._declared is None and len(self._generators) > 0
+
+    def seed(self, seed: int) -> None:
+        """Seed the generators with a number in [0, 2^64), if samples use them."""
+        if not self.seeds:
+            return
+        self._look()
+        for generator in self._generators:
+            generator.seed(seed)
+        if self._marks is not None:
+            self._marks = self._current_marks()
+
+    def _look(self) -> None:
+        if self._marks and not self._used:
+            self._used = self._current_marks() != self._marks
+
+    def _current_marks(self) -> list[Any]:
+        return [generator.mark() for generator in self._generators]
+
+    @contextmanager
+    def reading(self, *, look: bool, keep: bool) -> Iterator[None]:
+        """Read one batch inside the `with` block.
+
+        Args:
+            look: Find out whether the batch uses the generators, and go by that from then on.
+            keep: Restore the generators at the end: they belong to the training loop.
+        """
+        look = look and self.looks
+        if not (look or self.seeds):
+            yield
+            return
+        before = states(self._generators) if keep else None
+        self.seeds = True
+        self._used = False
+        self._marks = [] if look else None
+        try:
+            yield
+            self._look()
+        finally:
+            if look:
+                self.seeds = self._used
+                self._marks = None
+            if before is not None:
+                restore(self._generators, before)
 
 
 class PrivateRandomness:

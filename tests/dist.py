@@ -56,12 +56,11 @@ def contents():
     (wheel,), (sdist,) = DIST.glob("*.whl"), DIST.glob("*.tar.gz")
     inside = set(zipfile.ZipFile(wheel).namelist())
     packaged = {str(path.relative_to(ROOT)) for path in (ROOT / "paddle_shard").rglob("*.py")}
-    packaged |= {str(path.relative_to(ROOT)) for path in (ROOT / "paddle_shard/cli/page").iterdir()}
     packaged.add("paddle_shard/py.typed")
     assert packaged <= inside, sorted(packaged - inside)
     strays = {name for name in inside if not name.startswith(("paddle_shard/", "paddle_shard-"))}
     assert not strays, strays
-    assert any(name.endswith("drawing.LICENCES.txt") and "dist-info" in name for name in inside)
+    assert any(name.endswith("/LICENSE") and "dist-info" in name for name in inside)
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, check=False, capture_output=True, text=True).stdout.split()
     with tarfile.open(sdist) as archive:
         there = {name.partition("/")[2] for name in archive.getnames()}

@@ -76,7 +76,7 @@ def test_a_stream_shows_its_methods_and_nothing_of_how_it_is_read():
     public = {name for name in dir(Stream) if not name.startswith("_")} - set(dir(paddle.io.IterableDataset))
 
     assert public == {
-        *("of", "mixture", "csv", "jsonl", "lines", "parquet", "webdataset", "huggingface", "ray"),
+        *("of", "mixture", "csv", "jsonl", "lines", "parquet", "webdataset", "huggingface"),
         *("decode", "map", "filter", "shuffle", "batch", "unbatch", "repeat", "pack"),
         *("sharding_filter", "in_parts"),
     }

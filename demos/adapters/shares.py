@@ -5,7 +5,7 @@ Copy this file beside the recipe.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from paddle_shard.checks import check_count
@@ -69,3 +69,28 @@ def check_same(share: ShardOptions, **values: Any) -> None:
                 f"state: {name} was {share.state.get(name)!r} when it was saved, and is {value!r} now. Go on with the "
                 "same data and batch size, or begin the epoch anew."
             )
+
+
+def build_watched(build: Callable[[Any], Any], share: ShardOptions, library: str) -> Any:
+    """Return what a user's function builds for a share.
+
+    Raises:
+        SplitError: The function has not read both `shard` and `num_shards`, so every data rank would read all the data.
+    """
+    asked: set[str] = set()
+
+    class Watched:
+        """The share, which records what the function reads of it."""
+
+        def __getattr__(self, name: str) -> Any:
+            asked.add(name)
+            return getattr(share, name)
+
+    built = build(Watched())
+    if share.num_shards > 1 and not {"shard", "num_shards"} <= asked:
+        raise SplitError(
+            f"{library}: the function that builds the loader has looked at neither share.shard nor share.num_shards, "
+            f"or at one only, so that each of the {share.num_shards} data ranks would read all of the data. Split it "
+            "there, in the function itself, not later in a worker."
+        )
+    return built

@@ -16,7 +16,7 @@ import shares
 from paddle_shard.errors import ArgumentError, ArgumentTypeError
 from paddle_shard.plan.seeding import derive_seed, mix
 from paddle_shard.sources.arrays import check_indexed
-from paddle_shard.sources.external import ExternalLoader, ShardOptions, build_watched
+from paddle_shard.sources.external import ExternalLoader, ShardOptions
 from paddle_shard.sources.files import needs
 
 
@@ -47,7 +47,7 @@ def torchdata_loader(build: Callable[[ShardOptions], Any]) -> ExternalLoader:
     _import()
 
     def build_pass(share: ShardOptions) -> _Pass:
-        return _Pass(build_watched(build, share, "torchdata"), share)
+        return _Pass(shares.build_watched(build, share, "torchdata"), share)
 
     return ExternalLoader(build_pass, name="torchdata", save=_Pass.state, repeatable=True)
 

@@ -14,14 +14,13 @@ import paddle
 import paddle.distributed as dist
 
 import paddle_shard
-from paddle_shard.sources.grain import grain_dataset, grain_loader
 
 BATCH_SIZE, WORKERS, ELEMENTS = 16, 2, 320
 
 
 def by_index(mesh):
     dataset = grain.MapDataset.range(ELEMENTS).map(lambda i: {"id": i, "square": i * i})
-    loader = paddle.io.DataLoader(grain_dataset(dataset), batch_size=BATCH_SIZE, num_workers=WORKERS)
+    loader = paddle.io.DataLoader(dataset, batch_size=BATCH_SIZE, num_workers=WORKERS)
     return paddle_shard.shard_dataloader(loader, mesh, shard_dims="dp", shuffle=True, seed=5)
 
 
@@ -29,9 +28,13 @@ def by_its_own_iterator(mesh):
     def build(share):
         shuffled = grain.MapDataset.range(ELEMENTS).seed(share.seed + share.epoch).shuffle()
         mine = shuffled[share.shard :: share.num_shards].map(lambda i: {"id": i, "square": i * i})
-        return mine.to_iter_dataset().batch(BATCH_SIZE // share.num_shards)
+        batches = iter(mine.to_iter_dataset().batch(BATCH_SIZE // share.num_shards))
+        if share.state is not None:
+            batches.set_state(share.state)
+        return batches
 
-    return paddle_shard.shard_dataloader(grain_loader(build), mesh, shard_dims="dp", seed=5)
+    loader = paddle_shard.ExternalLoader(build, name="grain", save=lambda batches: batches.get_state(), repeatable=True)
+    return paddle_shard.shard_dataloader(loader, mesh, shard_dims="dp", seed=5)
 
 
 def ids_of(loader, steps=None):

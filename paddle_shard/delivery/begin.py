@@ -7,62 +7,66 @@ from functools import partial
 
 from paddle_shard.checks import length_or_none
 from paddle_shard.delivery.notes import StepNotes
-from paddle_shard.delivery.placing import PassSetup, note_summary, placed, placed_of_stream
+from paddle_shard.delivery.placing import PassSetup, Placing, note_summary, placed_of_stream
 from paddle_shard.delivery.step_pass import Feed, StepPass
 from paddle_shard.errors import ArgumentError, SplitError, UnequalEndsError
+from paddle_shard.inputs.identity import identity_of, in_words
 from paddle_shard.plan.state import LoaderState
-from paddle_shard.plan.step import Content
 from paddle_shard.ranks.agreeing import open_agreement, tell_failed
-from paddle_shard.ranks.agreement import Agreement, AloneAgreement
+from paddle_shard.ranks.agreement import Agreement
 from paddle_shard.ranks.verdict import Terms, described
 from paddle_shard.reading.batch import Batch
-from paddle_shard.reading.prefetcher import Prefetcher
-from paddle_shard.samplers import PlanBatches
+from paddle_shard.samplers import PlanBatches, UserBatches
 
 
 def begin(setup: PassSetup, start: LoaderState) -> StepPass:
     """Return a pass from a position on; it yields placed batches."""
     source, stream, alone = setup.source, setup.source.stream, len(setup.agreeing_ranks) == 1
-    num_steps, compares = None, False
-    place: Callable[[Batch], Batch] = partial(placed, setup)
-    tells = setup.options.verify is not None and setup.own_layout.on_mesh and not source.split
+    reading, replicas = setup.reading, setup.replicas
+    run = setup.run
     if isinstance(source.batches, PlanBatches) and source.batches.data is not None:
         _check_length(source.batches)
+    look = None if setup.batch_check is None else partial(note_summary, setup, start)
+    prepare: Callable[[Batch], Batch] = Placing(setup, look)
     if stream is None:
         compares = not source.split and (source.batches.plan_of(start) is None or source.costs is not None)
-        contents: tuple[Content, ...] | None = () if tells else None
-        to_read, skips = setup.rows.to_read, setup.run.skips(start)
-        steps = source.batches.steps(start, to_read, skips, compared=compares and not alone, contents=contents)
+        skips = run.skips(start)
+        steps = source.batches.steps(start, setup.rows.to_read, skips, compared=compares and not alone)
+        plan = source.batches.plan_of(start)
+        num_steps = None if plan is None else plan.num_steps
     else:
-        known, compares = stream.known_steps(start), stream.read_by_all
-        num_steps = None if known is None else known - start.steps
-        steps = stream.steps(start, compared=not alone or len(stream.chunks) > 1, tells=tells)
-        place = partial(placed_of_stream, setup, start, num_steps)
-    feed = Feed(steps)
-    reading, replicas = setup.reading, setup.replicas
+        compares = stream.read_by_all
+        num_steps = stream.known_steps(start)
+        steps = stream.steps(start, compared=not alone or len(stream.chunks) > 1)
+    if num_steps is not None:
+        num_steps -= start.steps
+    if stream is not None:
+        prepare = partial(placed_of_stream, setup, prepare, start, num_steps)
+
     # Workers are forked here, before the agreement connects to the other ranks in a thread of its own.
-    follows, agreement = replicas.follows, None
-    core = executor = None if follows else reading.core()
+    core = None if replicas.follows else reading.start()
+    executor = core
+    agreement: Agreement | None = None
     try:
-        agreement = _agreement(setup, start, ends_must_agree=stream is None or source.tail.refuses, same=compares)
-        shared = replicas.shared(core, reading.core, agreement)
-        look = None if setup.batch_check is None else partial(note_summary, setup, start)
-        feed.executor = executor = reading.start(feed.more, shared, look)
-        # What a follower gets is read in another process. With workers its leader may tell it to read for itself.
-        if setup.prefetch and (reading.num_workers or not follows):
-            always, elsewhere = not setup.if_worth_it, reading.num_workers > 0
-            feed.executor = Prefetcher(executor, setup.prefetch, always=always, elsewhere=elsewhere)
+        if run.identity is None and setup.options.verify is not None and not source.split:
+            digests = reading.digests if core is None else core.digests
+            run.note_identity(identity_of(source, setup.options.dataloader.dataset, digests))
+        if not alone:
+            agreement = _agreement(setup, start, ends_must_agree=stream is None or source.tail.refuses, same=compares)
+            executor = replicas.shared(core, agreement)
+        assert executor is not None
+        feed = Feed(steps, executor, num_steps, runs_user_code=isinstance(source.batches, UserBatches))
         if reading.num_workers:  # they begin to read before the first batch is asked for
-            feed.fill(0)
+            feed.fill(0, in_thread=False)
         return StepPass(
             feed,
             agreement,
-            place=place,
+            prepare=prepare,
             num_steps=num_steps,
             notes=None if alone and setup.placer.pad_to is None else StepNotes(setup),
             compares=compares,
-            # A loop that changes the data between its steps asks for this.
-            ahead=reading.num_workers > 0 or setup.options.prefetch != 0,
+            num_ahead=setup.prefetch,
+            profiler=setup.stats.profiler,
         )
     except BaseException as error:  # also a signal handler's
         if isinstance(error, Exception):
@@ -83,9 +87,8 @@ def _check_length(batches: PlanBatches) -> None:
 
 
 def _agreement(setup: PassSetup, start: LoaderState, *, ends_must_agree: bool, same: bool) -> Agreement:
-    if len(setup.agreeing_ranks) == 1:
-        return AloneAgreement()
     stream = setup.source.stream
+    facts = {**setup.facts, **in_words(setup.run.identity or {})}
     terms = Terms(
         label=described({**setup.facts, "epoch": start.epoch, "step": start.steps}),
         name=f"{setup.facts['data set']}, epoch {start.epoch}",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
@@ -13,23 +13,26 @@ import numpy as np
 import paddle
 import paddle.io
 
-from paddle_shard.clock import named
 from paddle_shard.delivery.stats import LoaderStats
 from paddle_shard.errors import BatchStructureError, DataReadError, UnequalEndsError
+from paddle_shard.forks import no_fork
 from paddle_shard.inputs.options import LoaderOptions
 from paddle_shard.inputs.source import Source
 from paddle_shard.place.field import FieldLayout
-from paddle_shard.place.placer import SAMPLES_LEFT_OUT, BatchPlacer, BatchRows, counts_anew
+from paddle_shard.place.local_tensor import TensorMaker
+from paddle_shard.place.placer import SAMPLES_LEFT_OUT, BatchPlacer, BatchRecipe, BatchRows
 from paddle_shard.plan.partition import Rows, nearest_multiples
 from paddle_shard.plan.state import LoaderState
+from paddle_shard.plan.step import Ids, Step
 from paddle_shard.position.run import Run
 from paddle_shard.ranks.batch_check import FEW_STEPS, BatchCheck, summary
 from paddle_shard.ranks.replicas import Replicas
 from paddle_shard.reading.batch import NO_STAND_IN, Batch
 from paddle_shard.reading.digest import WHOLE, digest
+from paddle_shard.reading.executor import MAKING_TENSORS, read_errors
 from paddle_shard.reading.reading import Reading
 from paddle_shard.reading.tensors import as_array, becomes_tensor
-from paddle_shard.say_once import say_once
+from paddle_shard.say_once import say_once as warn_once
 from paddle_shard.tree import leaves, named_leaves
 
 
@@ -55,23 +58,23 @@ class LoaderRows:
             return range(num_rows)
         return self._of_samples(num_rows, micro_size).asked
 
-    def of(self, batch: Batch, placer: BatchPlacer) -> BatchRows:
-        """Return the rows of a batch that was read, which the placer will place.
+    def of(self, step: Step, value: Any, placer: BatchPlacer) -> BatchRows:
+        """Return the rows of a batch that was read for a step, which the placer will place.
 
         Raises:
             BatchStructureError: The batch was read whole and cannot be split evenly.
         """
-        source, own, num_rows = self._source, self._own, batch.step.num_rows
+        source, own, num_rows = self._source, self._own, step.num_rows
         if not (source.item_is_batch or source.split):
-            return self._of_samples(num_rows, batch.step.micro_size)
-        found = placer.num_rows(batch.value) if source.item_is_batch else num_rows  # None: no field of it has rows
+            return self._of_samples(num_rows, step.micro_size)
+        found = placer.num_rows(value) if source.item_is_batch else num_rows  # None: no field of it has rows
         if source.split:
             num_rows = 1 if found is None else found
             read = None if own.on_mesh else np.arange(num_rows)
             return BatchRows(num_rows * own.num_data_ranks, None, [own], read=read, apart=True)
-        if found is None and own.num_data_ranks > 1 and not any(map(becomes_tensor, leaves(batch.value))):
+        if found is None and own.num_data_ranks > 1 and not any(map(becomes_tensor, leaves(value))):
             raise BatchStructureError(
-                f"an item is a whole batch, of which each data rank gets its rows, but {batch.value!r:.100} has no "
+                f"an item is a whole batch, of which each data rank gets its rows, but {value!r:.100} has no "
                 f"array or tensor with rows: each of {own.num_data_ranks} data ranks would get all of it. If an item "
                 "is a sample, let a DataLoader make batches: paddle.io.DataLoader(what is given, batch_size=rows of "
                 "all ranks)."
@@ -117,88 +120,70 @@ class PassSetup:
     """How reading is shared with other ranks."""
     prefetch: int
     """Batches that a thread keeps ready; 0: there is no thread."""
-    if_worth_it: bool
-    """True if the thread is started only if reading a step takes long enough."""
-    counting: dict[str, int] = field(default_factory=dict)
-    """Field -> number of this rank's rows that it has counted anew in each batch, until that is told or has ended."""
+
+    def delivered_ids(self, batch: Batch) -> tuple[Ids, int]:
+        """Return the samples that this process delivers with a batch, and how many more could not be read."""
+        if self.source.split or batch.step.parts:  # the rows that were read are this rank's only
+            return batch.step.ids, 0
+        return batch.own_ids(self.own_layout)
 
 
-def placed(setup: PassSetup, batch: Batch) -> Batch:
-    """Make distributed tensors of a batch; with `pad_to`, they stay `Unplaced` until all ranks' lengths are known."""
-    value, first = batch.value, batch.is_first
-    if batch.step.contents and not batch.contents and setup.replicas.follows:  # the leader's data may be another
-        batch.contents = setup.reading.contents(batch.step)
-    batch.value, batch.placed = setup.placer.place(value, setup.rows.of(batch, setup.placer))
-    (num_rows, *others), num_samples = batch.placed.num_rows or (0,), len(batch.placed.rows.read)
-    if 1 < num_rows < num_samples and not (others or setup.source.item_is_batch):
-        say_once(
-            "the collate_fn %s has made fewer rows than it was given samples. `valid`, `stats` and certificate() count "
-            f"the samples as delivered, and on several data ranks it is an error. {SAMPLES_LEFT_OUT}",
-            named(setup.options.dataloader.collate_fn),
-        )
-    if first or setup.counting:
-        _say_what_counts_anew(setup, value, len(batch.placed.rows.read), first)
-    if first:
-        _say_what_has_no_rows(setup, value)
-    if first and setup.placer.input_keys is not None and not isinstance(value, Mapping):
-        say_once(
-            "input_keys=%s chooses among the keys of dicts; of this batch, all fields are delivered.",
-            repr(list(setup.placer.input_keys)),
-        )
-    if first and isinstance(value, Mapping) and len(batch.value) < len(value):
-        left_out = [key for key in value if key not in batch.value]
-        say_once("input_keys=%s: the keys %s of the batch are left out.", repr(list(batch.value)), repr(left_out))
-    return batch
+class Placing:
+    """Places the batches of one pass; with `pad_to`, tensors stay `Unplaced` until all ranks' lengths are known."""
+
+    def __init__(self, setup: PassSetup, look: Callable[[Batch], None] | None) -> None:
+        """Begin a pass.
+
+        Args:
+            setup: Of the loader.
+            look: Is shown each batch as the user's code leaves it; None: nothing is.
+        """
+        self._setup = setup
+        self._look = look
+        self._maker = TensorMaker(setup.options.dataloader.places[0])
+
+    def __call__(self, batch: Batch) -> Batch:
+        """Place a batch, or leave the rest to `batch.finish` if only the thread that computes may do it."""
+        setup = self._setup
+        if self._look is not None:
+            self._look(batch)
+        step = batch.step
+        with no_fork, read_errors(step, MAKING_TENSORS):
+            recipe, leaves = setup.placer.recipe(
+                batch.value, lambda value: setup.rows.of(step, value, setup.placer), (step.num_rows, step.micro_size)
+            )
+            placed = recipe.begin(leaves, batch.owned, self._maker)
+            if recipe.is_host and self._maker.is_on_cpu:
+                batch.value = placed()
+            else:
+                batch.value = None
+                batch.finish = placed
+        batch.placed = recipe
+        batch.count()
+        batch.delivered_ids = setup.delivered_ids(batch)
+        if batch.is_first:
+            self._check_first(recipe, leaves)
+        return batch
+
+    def _check_first(self, recipe: BatchRecipe, leaves: Sequence[Any]) -> None:
+        num_samples = len(recipe.rows.read)
+        num_rows = max(recipe.num_rows, default=0) if len(recipe.num_rows) == 1 else 0
+        if 1 < num_rows < num_samples and not self._setup.source.item_is_batch:
+            warn_once(
+                f"the collate_fn made fewer rows than it was given samples ({num_rows} of {num_samples}). "
+                "`valid`, `stats` and certificate() count the samples as delivered, and on several data ranks it is an "
+                f"error. {SAMPLES_LEFT_OUT}"
+            )
 
 
-_SURE = 8
-"""Rows after which a field that has numbered the rows of each batch is taken for one that means to."""
-
-
-def _say_what_counts_anew(setup: PassSetup, value: Any, num_rows: int, first: bool) -> None:
-    """Log which fields seem to number the rows of each batch, as one process would those of a global batch.
-
-    The first batch may have labels that look so, in particular if it has two rows: several batches tell.
-    """
-    own, options = setup.own_layout, setup.options
-    if not own.on_mesh or own.data_rank == 0 or own.replicated_in_name or options.dataloader.collate_fn is None:
-        return
-    named = set[str]()
-    for key, entry in setup.placer.overrides.items():
-        path = f"[{key!r}]"
-        at = {f"{path}[{i}]": one for i, one in enumerate(entry)} if isinstance(entry, list) else {path: entry}
-        named |= {path for path, layout in at.items() if layout.row_index}
-    leaves_of = [(path, leaf) for path, leaf in named_leaves(value) if isinstance(leaf, paddle.Tensor)]
-    found = [path for path, leaf in leaves_of if path not in named and counts_anew(leaf, num_rows)]
-    before = dict(setup.counting)
-    setup.counting.clear()
-    setup.counting.update({path: before.get(path, 0) + num_rows for path in found if first or path in before})
-    sure = [path for path, rows in setup.counting.items() if rows >= _SURE]
-    if sure:
-        setup.counting.clear()
-        say_once(
-            f"fields {', '.join(sure)} count 0, 1, .. for the rows that this rank has read, as if they were all. If a "
-            "collate_fn writes there which row of the batch is meant, say so: placements={field: 'row index'}."
-        )
-
-
-def _say_what_has_no_rows(setup: PassSetup, value: Any) -> None:
-    """Log which fields of a first batch of this data rank's own are one number, as those of a sample are."""
-    if not setup.source.split or setup.own_layout.num_data_ranks == 1:
-        return
-    found = [path for path, leaf in named_leaves(value) if tuple(getattr(leaf, "shape", (None,))) == ()]
-    if found:
-        say_once(
-            f"fields {', '.join(found)} are one number, and not one for each row: each data rank keeps its own. If the "
-            "loader yields samples, have it yield batches: the rows of another field would be taken for a batch."
-        )
-
-
-def placed_of_stream(setup: PassSetup, start: LoaderState, num_steps: int | None, batch: Batch) -> Batch:
+def placed_of_stream(
+    setup: PassSetup, place: Callable[[Batch], Batch], start: LoaderState, num_steps: int | None, batch: Batch
+) -> Batch:
     """Return a stream's batch, placed if it holds anything.
 
     Args:
         setup: Of the loader.
+        place: Places a batch.
         start: Where the pass began.
         num_steps: Steps that are left in the pass; None: not known yet.
         batch: What was read.
@@ -222,7 +207,7 @@ def placed_of_stream(setup: PassSetup, start: LoaderState, num_steps: int | None
     else:
         raise StopIteration
     if batch.value is not None:
-        return placed(setup, batch)
+        return place(batch)
     if not (tail.pads and batch.empty):  # only possible if the end was known
         raise DataReadError(
             "a part of the stream has fewer samples than its source said it would have, and tail='drop' does not "

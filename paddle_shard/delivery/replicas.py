@@ -28,23 +28,19 @@ def replicas_of(
     Raises:
         ArgumentError: replicas="leader", but it is not known who shares a host.
     """
-    hosts, me, asked = hosts_of_ranks(), dist.get_rank(), options.replicas == "leader"
-    if hosts is None and asked and len(ranks) > 1:
+    if options.replicas == "each" or len(ranks) == 1:
+        return Replicas()
+    hosts = hosts_of_ranks()
+    me = dist.get_rank()
+    if hosts is None:
         raise ArgumentError(
             "replicas='leader': which ranks share a host is read from PADDLE_TRAINER_ENDPOINTS, which does not have "
             "one host:port for each rank. Start the ranks with python -m paddle.distributed.launch, or leave replicas "
             "at 'each'."
         )
-    if len(ranks) == 1 or hosts is None:
-        return Replicas()
     rows = _rows_of(me, source, layouts)
     together = [one for one in sorted(ranks) if hosts[one] == hosts[me] and _rows_of(one, source, layouts) == rows]
-    if options.replicas == "each":
-        return Replicas(num_alike=len(together))
-    return Replicas(
-        ranks=tuple(together) if len(together) > 1 else (),
-        measured=not asked and source.stream is None and not options.dataloader.num_workers,
-    )
+    return Replicas(ranks=tuple(together) if len(together) > 1 else ())
 
 
 def _rows_of(rank: int, source: Source, layouts: Sequence[FieldLayout]) -> Hashable:

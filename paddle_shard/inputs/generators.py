@@ -46,6 +46,11 @@ class PaddleGenerator:
         """Restore a state."""
         core.default_cpu_generator().set_state(state.state)
 
+    def mark(self) -> Any:
+        """Return the number that it would draw next."""
+        _PROBE.set_state(core.default_cpu_generator().get_state())
+        return _PROBE.random()
+
 
 class DeviceGenerator:
     """The generators of a device and of those of its kind. No two states of them are equal, as if all samples drew.
@@ -82,6 +87,10 @@ class DeviceGenerator:
             with _dygraph_place_guard(self._place):
                 paddle.set_rng_state(state.state)
 
+    def mark(self) -> Any:
+        """Return a new object: samples count as drawing."""
+        return object()
+
 
 class TorchGenerator:
     """torch's generator of the CPU, which the transforms of torchvision draw from."""
@@ -103,6 +112,8 @@ class TorchGenerator:
         import torch
 
         torch.default_generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+
+    mark = get_state
 
 
 def generators_of(dataset: Any, place: Any = None) -> tuple[Generator, ...]:

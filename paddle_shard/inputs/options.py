@@ -10,15 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import paddle.io
-
 from paddle_shard.errors import ArgumentError, ArgumentTypeError
 from paddle_shard.plan.orders import Shuffle
 from paddle_shard.plan.skips import Ranges, union
-from paddle_shard.reading.ray_pool import RayReaders
-from paddle_shard.say_once import say_once
+from paddle_shard.reading.reading import Readers
 
-CHOICES = {"on_lost": ("raise", "exit"), "on_error": ("raise", "skip"), "replicas": ("each", "leader", "auto")}
+CHOICES = {"on_lost": ("raise", "exit"), "on_error": ("raise", "skip"), "replicas": ("each", "leader")}
 """Options that are one of a few words."""
 COMPARED = (
     "seed",
@@ -70,7 +67,7 @@ class LoaderOptions:
     replicas: str
     timeout: float
     prefetch: int | None
-    readers: RayReaders | None
+    readers: Readers | None
     on_error: str
     on_lost: str
     record: Any
@@ -91,7 +88,7 @@ class LoaderOptions:
         for name, known in CHOICES.items():
             if getattr(self, name) not in known:
                 raise ArgumentError(f"{name} must be {' or '.join(map(repr, known))}, got {getattr(self, name)!r}.")
-        if self.readers is not None and not isinstance(self.readers, RayReaders):
+        if self.readers is not None and not callable(getattr(self.readers, "pool", None)):
             raise ArgumentTypeError(f"readers must be a paddle_shard.RayReaders, or None, got {self.readers!r}.")
         items = self.dense_tensor_idx
         if items is not None and not (
@@ -148,39 +145,15 @@ class LoaderOptions:
                 raise ArgumentError(f"{name}={value!r:.60}: {why} Leave {name} out.")
 
 
-def checked_prefetch(options: LoaderOptions, *, stream: bool) -> tuple[int, bool]:
-    """Return what is read ahead and when: the one place that decides it.
-
-    If a DataLoader's `use_buffer_reader` is set, Paddle reads, or takes from its workers, in a thread. So a thread is
-    the default here, too, if it pays off.
-
-    Args:
-        options: The loader's options.
-        stream: True if the data is a stream.
-
-    Returns:
-        How many batches a thread keeps ready; and whether the thread starts only if reading takes long enough.
+def checked_prefetch(options: LoaderOptions) -> int:
+    """Return how many batches a thread keeps ready: as Paddle's reader, two if `use_buffer_reader` is set.
 
     Raises:
-        ArgumentError: `prefetch` is not an int >= 0, or the DataLoader cannot be read in another thread.
+        ArgumentError: `prefetch` is not an int >= 0.
     """
-    prefetch, dataloader = options.prefetch, options.dataloader
-    own = type(dataloader).__iter__ is not paddle.io.DataLoader.__iter__
+    prefetch = options.prefetch
     if prefetch is None:
-        helps = dataloader.use_buffer_reader and not own and (dataloader.num_workers or not stream)
-        return (2, True) if helps else (0, False)
+        return 2 if options.dataloader.use_buffer_reader else 0
     if isinstance(prefetch, bool) or not isinstance(prefetch, numbers.Integral) or prefetch < 0:
         raise ArgumentError(f"prefetch must be None or an int >= 0, got {prefetch!r}.")
-    if prefetch and own:
-        raise ArgumentError(
-            f"prefetch={prefetch}: the {type(dataloader).__name__} has an __iter__ of its own, which belongs to the "
-            "thread that iterates. Leave prefetch out; workers (num_workers=) read ahead all the same."
-        )
-    if prefetch and stream and not dataloader.num_workers:
-        say_once(
-            "prefetch=%d: this stream is read by this process, by code that may draw random numbers, so it is read "
-            "while the training waits for it. Give the DataLoader workers (num_workers=) to read ahead.",
-            prefetch,
-        )
-        return 0, False
-    return int(prefetch), False
+    return int(prefetch)

@@ -28,10 +28,9 @@ from paddle_shard.plan.step import Deal
 from paddle_shard.plan.tails import TAILS, Tail, find_tail
 from paddle_shard.reading.executor import on_cpu
 from paddle_shard.samplers import PlanBatches, UserBatches
-from paddle_shard.samplers.buckets import BucketBatchSampler
 from paddle_shard.samplers.user_batches import owner_of, samplers
 from paddle_shard.say_once import say_once
-from paddle_shard.sources.grain import NO_REPEAT
+from paddle_shard.sources.arrays import NO_REPEAT
 from paddle_shard.sources.mixture import DROPPED_OF_MIXTURE, Mixture
 from paddle_shard.sources.packed import Packed
 
@@ -186,11 +185,6 @@ def _users(
     `mine` is this data rank, if the data is split already.
     """
     dataset, sampler = options.dataloader.dataset, options.dataloader.batch_sampler
-    if isinstance(sampler, BucketBatchSampler) and length_or_none(dataset) not in (None, sampler.num_samples):
-        raise ArgumentError(
-            f"BucketBatchSampler has lengths of {sampler.num_samples} samples, and the data set has {len(dataset)}: "
-            "some would be left out, or asked for that are not there. Measure the lengths of this data."
-        )
     size, consecutive = getattr(sampler, "batch_size", None), type(sampler) is paddle.io.BatchSampler
     nominal, num_steps = size * accumulation if isinstance(size, int) else None, None
     if nominal is not None:

@@ -1,4 +1,4 @@
-"""How does a user build a stream?"""
+"""Streams, as users build them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from paddle_shard.sources.files import Paths
 from paddle_shard.sources.host_cache import HostCache
 from paddle_shard.sources.huggingface import HuggingFaceSource
 from paddle_shard.sources.parquet import parquet_source
-from paddle_shard.sources.ray_data import ray_loader
 from paddle_shard.sources.text import CSV_DICTS, CSV_ROWS, JSON_LINES, LINES, text_source
 from paddle_shard.sources.webdataset import Decode, webdataset_source
 from paddle_shard.stages import Batch, Filter, Map, Pack, Repeat, Shuffle, Stripe, Unbatch
@@ -29,30 +28,6 @@ from paddle_shard.stages.cut import cut, is_cut
 from paddle_shard.stages.mix import Mix
 from paddle_shard.stages.pack import PackedRows
 from paddle_shard.stages.stage import Opening, Stage
-
-_ELSEWHERE = {
-    "batched": "batch(size)",
-    "collate": "collate_fn= of the DataLoader, or batch(size).map(function)",
-    "compose": "one method after the other",
-    "concat": "all files in one call, such as Stream.lines(paths)",
-    "cycle": "repeat()",
-    "enumerate": "a source that yields the numbers",
-    "flatmap": "map(function).unbatch()",
-    "header": "num_batches= of shard_dataloader",
-    "map_dict": "map(function)",
-    "mix": "Stream.mixture(streams, weights=)",
-    "prefetch": "num_workers= of the DataLoader: workers read ahead by themselves",
-    "random_map": "map(function): numpy's, Python's and Paddle's generators are seeded for each sample",
-    "rename": "map(function)",
-    "select": "filter(predicate)",
-    "set_length": "num_batches= of shard_dataloader",
-    "shard": "the whole stream on every rank: this library splits it",
-    "slice": "the whole stream on every rank: this library splits it",
-    "to_tuple": "map(function)",
-    "with_epoch": "num_batches= of shard_dataloader",
-    "zip": "a source that yields both, or map(function)",
-}
-"""Stages of other libraries, by name -> what a stream has in their place."""
 
 
 class Stream(paddle.io.IterableDataset):
@@ -397,28 +372,6 @@ class Stream(paddle.io.IterableDataset):
         """
         return cls(HuggingFaceSource(dataset))
 
-    @classmethod
-    def ray(cls, dataset: Any, *, batch_size: int) -> Stream:
-        """Return a stream of batches of a `ray.data.Dataset`, which Ray Data splits among the data ranks.
-
-        Ray Data reads, decodes and splits in processes of its own, by `streaming_split(equal=False)`: no row is
-        dropped, and shares differ in length, so give `tail=`. Its order is not the same when it is read again. So a run
-        cannot be resumed within an epoch, and each data rank's share must be read by one process.
-
-        Args:
-            dataset: The data set, made alike on all ranks. It is not changed.
-            batch_size: Rows of the global batch: a multiple of the number of data ranks.
-
-        Raises:
-            MissingDependencyError: Ray is not installed; the text names the extra.
-            ArgumentTypeError: `dataset` is not a `ray.data.Dataset`.
-            ArgumentError: `batch_size` is not an int >= 1.
-
-        Examples:
-            >>> stream = Stream.ray(ray.data.read_parquet("data/"), batch_size=256)  # doctest: +SKIP
-        """
-        return cls(ExternalSource(ray_loader(dataset, batch_size)))
-
     # Stages
 
     def decode(self, *handlers: str | Callable[[str, bytes], Any], only: str | Sequence[str] | None = None) -> Stream:
@@ -626,10 +579,6 @@ class Stream(paddle.io.IterableDataset):
         made = copy.copy(self)
         made._stage = stage
         return made
-
-    def __getattr__(self, name: str) -> Any:
-        said = f"a Stream has no {name!r}"
-        raise AttributeError(f"{said}. Use {_ELSEWHERE[name]}." if name in _ELSEWHERE else said, name=name, obj=self)
 
     def _repr_html_(self) -> str:
         parts = "as many as the loader chooses" if self._num_parts is None else self._num_parts

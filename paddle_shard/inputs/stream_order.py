@@ -1,9 +1,9 @@
-"""What are the steps of a stream, and what does a rank request from its readers for each?"""
+"""Steps of a stream, and the requests that a rank sends to its readers for each."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
@@ -66,57 +66,79 @@ class StreamOrder(Batches):
 
     # The order
 
-    def steps(self, start: LoaderState, *, compared: bool, tells: bool) -> Iterator[Step]:
+    def steps(self, start: LoaderState, *, compared: bool) -> Iterator[Step]:
         """Yield the steps of this rank from a position on, forever: who knows the end stops.
 
         Args:
             start: The position.
             compared: True if the samples are compared with those that other readers of the stream read.
-            tells: True if the readers tell which files they open.
         """
-        plan, readers = self.plan, self._readers(start, compared, tells)
-        size, micro_size = (0, 0) if self.whole_items else (plan.batch_size, plan.micro_rows)
+        plan = self.plan
+        requests = self._first_requests(start, compared)
         for number in count(start.steps):
-            asked = [readers[(number - start.steps) % len(readers)]] if self.whole_items else readers
+            sent = [requests[(number - start.steps) % len(requests)]] if self.whole_items else requests
             yield Step(
                 epoch=start.epoch,
                 number=number,
-                num_rows=size,
-                micro_size=micro_size,
+                num_rows=0 if self.whole_items else plan.batch_size,
+                micro_size=0 if self.whole_items else plan.micro_rows,
                 num_real=plan.batch_size,
-                parts=tuple(map(partial(replace, step=number), asked)),
+                parts=tuple(replace(request, step=number) for request in sent),
             )
 
-    def _readers(self, start: LoaderState, compared: bool, tells: bool) -> list[ChunkRequest]:
-        """Return the first request to each reader of a pass; the later ones differ only in their step."""
-        plan, opening = self.plan, replace(self.opening(start), skip=start.samples // self.plan.num_parts)
+    def _first_requests(self, start: LoaderState, compared: bool) -> list[ChunkRequest]:
+        """Return the first request to each reader of an iteration; the later ones differ only in their step."""
+        opening = replace(self.opening(start), skip=start.samples // self.plan.num_parts)
+        request = partial(ChunkRequest, pass_number=next(_numbers), step=start.steps, plan=self.plan, compared=compared)
+        if self.whole_items:
+            return self._requests_in_turns(start, opening, request)
+        request = partial(request, first_step=start.steps, repeat=self.plan.repeats)
+        return [request(opening=replace(opening, parts=parts)) for parts in self.chunks]
+
+    def _requests_in_turns(
+        self, start: LoaderState, opening: Opening, request: Callable[..., ChunkRequest]
+    ) -> list[ChunkRequest]:
+        """Return the first request to each reader if items are whole batches, which the readers read in turns."""
+        num_readers = max(1, self.num_workers)
+        local = self._local_state(start)
+        library_state = None if local is None or self.plan.repeats else local["library"]
         request = partial(
-            ChunkRequest, pass_number=next(_numbers), step=start.steps, plan=plan, compared=compared, tells=tells
+            request,
+            stride=num_readers,
+            whole_items=True,
+            # A stream that all ranks read alike was repeated before it was cut.
+            repeat=self.plan.repeats and local is not None,
+            local_rows=None if local is None else local["rows"],
         )
-        if not self.whole_items:
-            request = partial(request, first_step=start.steps, repeat=plan.repeats)
-            return [request(opening=replace(opening, parts=parts)) for parts in self.chunks]
-        readers, local = max(1, self.num_workers), None
-        foreign = isinstance(self.stage, ExternalSource)  # it is told for which data rank it reads
-        if self.split_over is not None:
-            local = dict(start.sampler or _UNREAD)
-            if foreign and local["shard"] not in (None, *self.parts):
-                raise StateError(
-                    f"state is of data rank {local['shard']}, but this rank reads as data rank {self.parts[0]}. Each "
-                    "data rank's own library has a state of its own: save it on every rank, and load that."
-                )
-        state = None if local is None or plan.repeats else local["library"]
-        repeat = plan.repeats and local is not None  # what all ranks read alike was repeated before it was cut
-        rows = None if local is None else local["rows"]
-        request = partial(request, stride=readers, repeat=repeat, whole_items=True, local_rows=rows)
-        found = []
-        for step in range(start.steps, start.steps + readers):
-            part = self.parts if foreign else (step % readers,)
-            num_parts = self.split_over or 1 if foreign else readers
-            skip = step // readers if state is None else 0
-            at = replace(opening, parts=part, num_parts=num_parts, skip=skip, state=state)
-            found.append(request(opening=at, first_step=step))
-        return found
+        requests = []
+        for step in range(start.steps, start.steps + num_readers):
+            parts, num_parts = self._turn(step % num_readers, num_readers)
+            skip = step // num_readers if library_state is None else 0
+            at = replace(opening, parts=parts, num_parts=num_parts, skip=skip, state=library_state)
+            requests.append(request(opening=at, first_step=step))
+        return requests
+
+    def _turn(self, reader: int, num_readers: int) -> tuple[tuple[int, ...], int]:
+        """Return (parts of a reader, number of all parts); another library reads the part of the data rank."""
+        if isinstance(self.stage, ExternalSource):
+            return self.parts, self.split_over or 1
+        return (reader,), num_readers
+
+    def _local_state(self, start: LoaderState) -> dict[str, Any] | None:
+        """Return the state of a data rank's own stream; None if all ranks read the same stream.
+
+        Raises:
+            StateError: It is the state of another data rank.
+        """
+        if self.split_over is None:
+            return None
+        local = dict(start.sampler or _UNREAD)
+        if isinstance(self.stage, ExternalSource) and local["shard"] not in (None, *self.parts):
+            raise StateError(
+                f"state is of data rank {local['shard']}, but this rank reads as data rank {self.parts[0]}. Each "
+                "data rank's own library has a state of its own: save it on every rank, and load that."
+            )
+        return local
 
     def resume(self, state: LoaderState) -> None:
         """See `Batches`."""

@@ -1,4 +1,4 @@
-"""What does a loader over a stream read, and how is the stream cut for the mesh?"""
+"""Reading a loader over a stream: its batches, and the cut of the stream for the mesh."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from paddle.distributed.auto_parallel.api import ShardDataloader
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, SplitError
 from paddle_shard.inputs.options import DEALS, DECIDES, LoaderOptions
-from paddle_shard.inputs.other_library import check_is_paddles
 from paddle_shard.inputs.source import Source
 from paddle_shard.inputs.stream import Stream, last_stage
 from paddle_shard.inputs.stream_order import StreamOrder
@@ -49,9 +48,7 @@ def as_stream_loader(given: Any, *, split: bool) -> paddle.io.DataLoader | None:
     if isinstance(given, paddle.io.DataLoader):
         if split and _reads_for_itself(given):  # use its batches as they are
             return _loader_of(Stream.of(lambda: iter(given)), places=given.places)
-        check_is_paddles(given.dataset, given)
         return given if isinstance(given.dataset, paddle.io.IterableDataset) else None
-    check_is_paddles(given)
     if isinstance(given, ExternalLoader):
         return _loader_of(Stream(ExternalSource(given)))
     if isinstance(given, Stream):
@@ -99,64 +96,95 @@ def read_stream(options: LoaderOptions, layouts: Sequence[FieldLayout], own: Fie
         ArgumentError: A setting cannot be honoured; the text says what works.
         ArgumentTypeError: The DataLoader has an `__iter__` of its own.
     """
-    dataloader, dataset, num_batches = options.dataloader, options.dataloader.dataset, options.num_batches
+    dataloader = options.dataloader
+    dataset = dataloader.dataset
     stage, num_parts = last_stage(dataset if isinstance(dataset, Stream) else Stream.of(dataset))
     _check_arguments(options, stage)
-    if foreign := isinstance(stage, ExternalSource):
+    is_external = isinstance(stage, ExternalSource)
+    if is_external:
         options.refuse(readers="another library reads, in processes of its own.")
-    split = options.is_dataset_splitted or foreign
-    _check_off_mesh(own, split and num_batches is None)
+    split = options.is_dataset_splitted or is_external
+    _check_off_mesh(own, split and options.num_batches is None)
+
+    # The rows of a batch, and who makes the batches.
     tail = find_tail(options.tail, stream=True, drop_last=dataloader.drop_last)
-    accumulation, size = int(getattr(dataloader.batch_sampler, "_acc_steps", 1)), dataloader.batch_size
-    if size is not None and not split:  # in auto-DP mode, Paddle's constructor has made it that of a data rank
-        size *= getattr(dataloader.batch_sampler, "nranks", 1)
-    if size is None and isinstance(stage, Batch):  # the last stage makes the batches
-        size, stage = stage.size, stage.upstream
-    if size is None:
+    accumulation = int(getattr(dataloader.batch_sampler, "_acc_steps", 1))
+    micro_rows = _micro_rows(dataloader, split=split)
+    if micro_rows is None and isinstance(stage, Batch):
+        micro_rows = stage.size
+        stage = stage.upstream
+    if micro_rows is None:
         if num_parts is not None:
             raise ArgumentError(f"in_parts({num_parts}): its items are whole global batches, which have no parts.")
         tail = tail if split else TAILS["drop"]  # all ranks read the same batches, so they end together
-        plan = PartsPlan(batch_size=1, num_parts=1, num_data_ranks=1, tail=tail, num_batches=num_batches)
-        if not foreign:  # repeat it before it is cut for the workers, if all ranks read the same
-            stage = Stripe(stage if num_batches is None or split else Repeat(stage))
-        parts: tuple[int, ...] = (own.data_rank,) if foreign and own.on_mesh else (0,)
-        # Each of several workers would repeat only its own batches.
-        num_workers = min(1, dataloader.num_workers) if split and plan.repeats else dataloader.num_workers
+        order = _order_of_batches(options, own, stage, tail, split=split)
     else:
         ranks = 1 if split else math.lcm(*(layout.num_data_ranks for layout in layouts))
         plan = PartsPlan(
-            batch_size=size * accumulation,
-            num_parts=chosen_num_parts(stage.source, size, ranks) if num_parts is None else num_parts,
+            batch_size=micro_rows * accumulation,
+            num_parts=chosen_num_parts(stage.source, micro_rows, ranks) if num_parts is None else num_parts,
             num_data_ranks=ranks,
             accumulation=accumulation,
             tail=tail,
-            num_batches=num_batches,
+            num_batches=options.num_batches,
         )
-        stage = cut(stage)
         parts, num_workers = _held(options, layouts, plan, split=split)
-    order = StreamOrder(
-        stage=stage,
-        plan=plan,
-        seed=options.seed,
-        parts=parts,
-        num_workers=num_workers,
-        whole_items=size is None,
-        split_over=own.num_data_ranks if split else None,
-    )
+        order = StreamOrder(
+            stage=cut(stage),
+            plan=plan,
+            seed=options.seed,
+            parts=parts,
+            num_workers=num_workers,
+            split_over=own.num_data_ranks if split else None,
+        )
+
+    batch_size = None if micro_rows is None else micro_rows * accumulation
     if order.known_steps(LoaderState()) == 0:  # this also refuses lengths that the tail forbids
         raise ArgumentError(
-            f"the stream has no batch: it is empty, or too short for tail={tail!r} and batches of "
-            f"{size and size * accumulation}. Check its path and filters, or use a smaller batch or tail='pad'."
+            f"the stream has no batch: it is empty, or too short for tail={tail!r} and batches of {batch_size}. "
+            "Check its path and filters, or use a smaller batch or tail='pad'."
         )
     if not stage.source.cuts:
         _say_how_often_it_is_read(own, 1 if split else own.num_data_ranks, max(1, order.num_workers))
     return Source(
         batches=order,
-        batch_size=size and size * accumulation,
+        batch_size=batch_size,
         accumulation=accumulation,
         split=split,
-        item_is_batch=size is None,
+        item_is_batch=micro_rows is None,
         tail=tail,
+    )
+
+
+def _micro_rows(dataloader: paddle.io.DataLoader, *, split: bool) -> int | None:
+    """Return the rows of a global micro-batch that a DataLoader makes; None if it makes none."""
+    rows: int | None = dataloader.batch_size
+    if rows is None or split:
+        return rows
+    # In auto-DP mode, Paddle's constructor has divided it by the data ranks.
+    return int(rows * getattr(dataloader.batch_sampler, "nranks", 1))
+
+
+def _order_of_batches(options: LoaderOptions, own: FieldLayout, stage: Stage, tail: str, *, split: bool) -> StreamOrder:
+    """Return the order of a stream whose items are whole batches."""
+    num_batches = options.num_batches
+    num_workers = options.dataloader.num_workers
+    plan = PartsPlan(batch_size=1, num_parts=1, num_data_ranks=1, tail=tail, num_batches=num_batches)
+    parts = (0,)
+    if isinstance(stage, ExternalSource):
+        parts = (own.data_rank,) if own.on_mesh else (0,)
+    else:  # repeat it before it is cut for the workers, if all ranks read the same
+        stage = Stripe(stage if num_batches is None or split else Repeat(stage))
+    if split and plan.repeats:  # each of several workers would repeat only its own batches
+        num_workers = min(1, num_workers)
+    return StreamOrder(
+        stage=stage,
+        plan=plan,
+        seed=options.seed,
+        parts=parts,
+        num_workers=num_workers,
+        whole_items=True,
+        split_over=own.num_data_ranks if split else None,
     )
 
 

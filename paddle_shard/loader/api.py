@@ -4,29 +4,24 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
-import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from difflib import get_close_matches
 from os import PathLike
 from typing import Any, Literal, ParamSpec, TypeVar
 
 import paddle.distributed as dist
 import paddle.io
-from paddle.distributed import auto_parallel
 
-from paddle_shard.errors import ArgumentError, ArgumentTypeError, PaddleShardError
+from paddle_shard.errors import ArgumentError, ArgumentTypeError
 from paddle_shard.inputs.options import LoaderOptions
-from paddle_shard.loader.compat import auto_dp_axis, in_auto_dp_mode, mend_process_mesh
+from paddle_shard.loader.compat import auto_dp_axis, in_auto_dp_mode
 from paddle_shard.loader.loader import ShardDataloader
 from paddle_shard.place.field import from_local
 from paddle_shard.plan.orders import Shuffle
 from paddle_shard.plan.tails import TailName
 from paddle_shard.position.run import gathered
 from paddle_shard.ranks.agreeing import fails_on_all_ranks, groups, tell_failed
-from paddle_shard.reading.ray_pool import RayReaders
-from paddle_shard.say_once import say_once
+from paddle_shard.reading.reading import Readers
 from paddle_shard.tree import leaves
 
 P = ParamSpec("P")
@@ -76,10 +71,10 @@ def shard_dataloader(
     placements: Any = None,
     pad_to: Mapping[Any, tuple[str | int | Sequence[int], float]] | None = None,
     verify: Literal["first"] | int | None = "first",
-    replicas: Literal["each", "leader", "auto"] = "each",
+    replicas: Literal["each", "leader"] = "each",
     timeout: float = 1800.0,
     prefetch: int | None = None,
-    readers: RayReaders | None = None,
+    readers: Readers | None = None,
     on_error: Literal["raise", "skip"] = "raise",
     on_lost: Literal["raise", "exit"] = "raise",
     record: str | PathLike[str] | None = None,
@@ -159,16 +154,15 @@ def shard_dataloader(
         replicas: Who reads for ranks that hold the same rows (that differ in mp, pp or sep only). "each": every rank
             reads for itself. "leader": on each host, one of them reads, with its workers, and hands every batch to the
             others through memory that they share. The others start no workers, and what the data set keeps in memory
-            is there once. "auto": "leader", unless reading the first batches costs less than handing them on.
+            is there once.
         timeout: Seconds for which another rank, or a worker, may be silent while this rank waits for it. All ranks of
             the meshes iterate alike, and end or fail at the same step: they agree on it ahead, in the background. For a
             loop on one rank alone, give a mesh of that rank.
-        prefetch: Number of batches that a thread of its own keeps ready while the model computes. 0: no thread, and
-            without workers each batch is read when it is asked for. None: two batches, if reading one takes 1 ms or
-            more, the DataLoader has `use_buffer_reader`, and there are no workers, which read ahead anyway. (To a
-            device, two batches are on their way in any case.) Without workers, a thread reads a data set only if it
-            draws nothing from numpy's, Python's and Paddle's global generators, and never a stream. If anything draws
-            while it reads, the thread of the training loop reads from there on, which is said in one line.
+        prefetch: Number of batches that a thread keeps ready while the model computes. 0: no thread; without workers
+            each batch is read when it is asked for. None: two, as Paddle's reader; none if the DataLoader has
+            `use_buffer_reader=False`. Data that uses numpy's, Python's, Paddle's or torch's global random generators is
+            read by the thread of the training loop, unless workers read it: the first batch of each pass shows whether
+            it does, or the data set says so (`dataset.uses_rng = True` or False).
         readers: `RayReaders(num=...)`: actors of a Ray cluster read in place of the DataLoader's worker processes, as
             many as these say, with its `worker_init_fn`, `prefetch_factor`, `timeout` and `persistent_workers`. The
             batches are the same. None: worker processes as the DataLoader says.
@@ -222,96 +216,6 @@ def shard_dataloader(
         record=record,
     )
     return ShardDataloader(options)
-
-
-class PaddlePatch(ExitStack):
-    """`paddle_shard.shard_dataloader` in place of Paddle's, until `undo()` or the end of a `with` block."""
-
-    def undo(self) -> None:
-        """Put Paddle's own function back; safe to call again."""
-        self.close()
-
-
-def _with_defaults(args: tuple[Any, ...], given: dict[str, Any], options: dict[str, Any]) -> ShardDataloader:
-    """Make a loader as it was asked for, with those of the options beside it that it can have."""
-    sampler = getattr(args[0] if args else given.get("dataloader"), "batch_sampler", None)
-    options = {name: value for name, value in options.items() if name not in given}
-    shuffles = isinstance(getattr(sampler, "sampler", None), paddle.io.RandomSampler)
-    if not isinstance(options.get("shuffle"), bool) and not shuffles:
-        options.pop("shuffle", None)  # it says how, not whether
-    if getattr(sampler, "drop_last", False):
-        options.pop("tail", None)  # the loader has said
-    try:
-        return shard_dataloader(*args, **{**given, **options})
-    except PaddleShardError:
-        loader = shard_dataloader(*args, **given)  # the trainer's own mistakes are raised here
-    for name, value in options.items():  # one at a time, so that one that is refused does not take the others along
-        try:
-            loader = shard_dataloader(*args, **{**given, name: value})
-            given = {**given, name: value}
-        except PaddleShardError as error:
-            # Of each loader: no two errors are equal.
-            say_once("patch_paddle(%s=%s) is left out for a loader that cannot have it: %s", name, repr(value), error)
-    return loader
-
-
-def patch_paddle(*, on_loader: Callable[[ShardDataloader], Any] | None = None, **options: Any) -> PaddlePatch:
-    """Put this library in place of `paddle.distributed.shard_dataloader`, so that a trainer need not be edited.
-
-    Call it before the trainer is imported: a name that a module has taken with
-    `from paddle.distributed import shard_dataloader` is not reached, and a warning names such modules.
-
-    Args:
-        on_loader: Is called with each `ShardDataloader` that is made, so that you can hold on to those that a trainer
-            makes: for `state_dict`, `stats`, `certificate`.
-        options: Keyword-only arguments of `shard_dataloader`, such as `tail="fill"`: the defaults of every loader. What
-            the trainer gives itself stands. A loader that cannot have one is made without it, and a line in the log
-            says so; a kind of shuffle (`shuffle="blocks"`) is for those that shuffle.
-
-    Returns:
-        The patch; `patch.undo()` takes it back, and so does the end of `with patch_paddle(): ...`.
-
-    Raises:
-        ArgumentError: Paddle is patched already.
-    """
-    mend_process_mesh()  # trainers ask the meshes before they make a loader
-    original = dist.shard_dataloader
-    if getattr(original, "__wrapped__", None) is shard_dataloader:
-        raise ArgumentError("patch_paddle: paddle is patched already; undo() the first patch.")
-    own = {p.name for p in inspect.signature(shard_dataloader).parameters.values() if p.kind is p.KEYWORD_ONLY}
-    if unknown := sorted(set(options) - own):
-        raise ArgumentError(f"patch_paddle: unknown options {unknown}; there are {sorted(own)}.")
-    missed = sorted(
-        name
-        for name, module in list(sys.modules.items())
-        if not name.startswith("paddle.") and getattr(module, "__dict__", {}).get("shard_dataloader") is original
-    )
-    if on_loader is not None and not callable(on_loader):
-        raise ArgumentError(f"on_loader must be a function that takes a loader, got {on_loader!r}.")
-
-    @functools.wraps(shard_dataloader)
-    def shard_dataloader_of_paddle_shard(*args: Any, **kwargs: Any) -> ShardDataloader:
-        loader = _with_defaults(args, kwargs, options)
-        if on_loader is not None:
-            on_loader(loader)
-        return loader
-
-    def put_back(module: Any) -> None:
-        if module.shard_dataloader is shard_dataloader_of_paddle_shard:  # and nobody has patched it again
-            module.shard_dataloader = original
-
-    patch = PaddlePatch()
-    for module in (dist, auto_parallel, auto_parallel.api):
-        if getattr(module, "shard_dataloader", None) is original:
-            module.shard_dataloader = shard_dataloader_of_paddle_shard
-            patch.callback(put_back, module)
-    if missed:
-        warnings.warn(
-            f"patch_paddle: these modules took shard_dataloader with `from ... import` before and still have "
-            f"Paddle's own: {', '.join(missed)}. Patch before importing them.",
-            stacklevel=2,
-        )
-    return patch
 
 
 def _ranks_of(values: Any = None, valid: Any = None, *_: Any, **__: Any) -> list[tuple[int, ...]]:

@@ -6,7 +6,6 @@ import logging
 import zlib
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import paddle.distributed as dist
@@ -24,15 +23,12 @@ from paddle_shard.loader.compat import auto_dp_axis, in_auto_dp_mode
 from paddle_shard.loader.recording import facts_of_run
 from paddle_shard.place.field import FieldLayout
 from paddle_shard.place.lengths import PadTo
-from paddle_shard.place.local_tensor import TensorMaker
 from paddle_shard.place.placer import BatchPlacer
 from paddle_shard.position.run import Run
 from paddle_shard.ranks.agreeing import connect
 from paddle_shard.ranks.batch_check import BatchCheck
 from paddle_shard.ranks.rendezvous import num_ranks
-from paddle_shard.ranks.replicas import Replicas
 from paddle_shard.ranks.verdict import IF_SPLIT
-from paddle_shard.reading.held import held_by, say_if_it_draws_alone
 from paddle_shard.reading.reader import HowToRead
 from paddle_shard.reading.reading import Reading, StreamReading, shallow_copy
 from paddle_shard.record.recorder import Recorder
@@ -66,6 +62,7 @@ def setup_of(options: LoaderOptions) -> PassSetup:
     if getattr(getattr(options.dataloader, "dataset", None), "is_dataset_splitted", False) is True:
         options = replace(options, is_dataset_splitted=True)
     given = options.dataloader
+    _check_own_iteration(given)
     name = type(given.dataset if isinstance(given, paddle.io.DataLoader) else given).__name__
     placer = BatchPlacer.of(options, me, replicated_in_name=auto_dp)
     layouts, pad_to = placer.layouts, placer.pad_to
@@ -83,8 +80,7 @@ def setup_of(options: LoaderOptions) -> PassSetup:
         with_readers.num_workers = options.readers.num
         options = replace(options, dataloader=with_readers)
     source = _source_of(options, layouts, own, stream=stream is not None)
-    say_if_it_draws_alone(held_by(options.dataloader.dataset, options.dataloader.collate_fn))
-    prefetch, if_worth_it = checked_prefetch(options, stream=stream is not None)
+    prefetch = checked_prefetch(options)
     if pad_to is not None and agreeing != members:
         raise ArgumentError(
             f"pad_to={options.pad_to!r}: global rank {me} is on none of the meshes, so nobody tells it "
@@ -106,16 +102,24 @@ def setup_of(options: LoaderOptions) -> PassSetup:
         placer=placer,
         own_layout=own,
         rows=LoaderRows(source, layouts, own),
-        reading=_reading(options, source, own, pads=pad_to, compared=len(agreeing) > 1),
+        reading=_reading(options, source, own, pads=pad_to),
         run=run,
-        stats=_stats(options, source, replicas, me),
+        stats=LoaderStats(replicas.__str__, me),
         agreeing_ranks=agreeing,
         facts={"data set": name, **_facts(options, source, placer)},
         batch_check=batch_check,
         replicas=replicas,
         prefetch=prefetch,
-        if_worth_it=if_worth_it,
     )
+
+
+def _check_own_iteration(given: Any) -> None:
+    if isinstance(given, paddle.io.DataLoader) and type(given).__iter__ is not paddle.io.DataLoader.__iter__:
+        raise ArgumentError(
+            f"dataloader: {type(given).__name__} has an __iter__ of its own, which would not be called. Change batches "
+            "in the collate_fn and their order in a batch_sampler; or give shard_dataloader a function that returns an "
+            "iterator of its batches, each of which is then a global batch."
+        )
 
 
 def _source_of(options: LoaderOptions, layouts: Sequence[FieldLayout], own: FieldLayout, *, stream: bool) -> Source:
@@ -125,13 +129,6 @@ def _source_of(options: LoaderOptions, layouts: Sequence[FieldLayout], own: Fiel
         several = isinstance(getattr(options.dataloader.batch_sampler, "sampler", None), paddle.io.BatchSampler)
         ways = f"{IF_SPLIT} {_LISTS if several else _WHOLE}"
         raise BatchSizeError(str(error) if options.is_dataset_splitted else f"{error} {ways}") from None
-
-
-def _stats(options: LoaderOptions, source: Source, replicas: Replicas, me: int) -> LoaderStats:
-    """Return the statistics of a loader, before its first pass."""
-    parts = None if source.stream is None else len(source.stream.parts)
-    ahead = options.dataloader.prefetch_factor
-    return LoaderStats(replicas.__str__, replicas.num_alike, me, most_workers=parts, num_ahead=ahead)
 
 
 def _say_what_is_not_split(own: FieldLayout) -> None:
@@ -144,9 +141,7 @@ def _say_what_is_not_split(own: FieldLayout) -> None:
             )
 
 
-def _reading(
-    options: LoaderOptions, source: Source, own: FieldLayout, *, pads: PadTo | None, compared: bool
-) -> Reading:
+def _reading(options: LoaderOptions, source: Source, own: FieldLayout, *, pads: PadTo | None) -> Reading:
     """Return how steps are read, here or in workers."""
     given = options.dataloader
     how = HowToRead(
@@ -157,14 +152,12 @@ def _reading(
         # A sampler that says which rank it is of may repeat a row on another on purpose, to augment it twice. With
         # is_dataset_splitted=True a row that is the same on two shows that the data is not split, and must stay so.
         of_rank=(own.data_rank,) if source.split and own.on_mesh and not options.is_dataset_splitted else (),
-        compared=compared,
     )
     stream, even, read = source.stream, None if pads is None else pads.even, None
     if stream is not None:
         read = StreamReading(stage=stream.stage, num_workers=stream.num_workers, places=stream.places(), even=even)
-    to_tensors = partial(TensorMaker, options.dataloader.places[0])
     # Workers have less time than the other ranks, so that these are told what it is.
-    return Reading(options.dataloader, how, to_tensors, 0.9 * options.timeout, read, options.readers)
+    return Reading(options.dataloader, how, 0.9 * options.timeout, read, options.readers)
 
 
 def _facts(options: LoaderOptions, source: Source, placer: BatchPlacer) -> dict[str, Any]:
@@ -179,9 +172,6 @@ def _facts(options: LoaderOptions, source: Source, placer: BatchPlacer) -> dict[
         facts["pad_to"] = placer.pad_to.fact()
     if source.costs is not None:
         facts["balance"] = source.costs.fact()
-    if source.stream is not None and not source.split:
-        # As much as fits into a report; a digest of all is compared, too.
-        facts["files"] = "\n".join(source.stream.stage.source.files)[:40_000]
     if not source.split:  # else each data rank has an order of its own
         facts |= source.batches.fingerprint()
     return facts

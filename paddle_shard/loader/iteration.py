@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import sys
+import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import paddle
 from paddle.profiler import RecordEvent
 from paddle.profiler.timer import benchmark
+from paddle.profiler.utils import in_profiler_mode
 
 from paddle_shard.delivery.begin import begin, unequal_ends
 from paddle_shard.delivery.placing import PassSetup
-from paddle_shard.delivery.stats import PassClock
 from paddle_shard.delivery.step_pass import StepPass
 from paddle_shard.errors import (
     ArgumentError,
@@ -25,20 +26,19 @@ from paddle_shard.errors import (
     described,
 )
 from paddle_shard.inputs.source import Source
-from paddle_shard.place.device import watch_of
+from paddle_shard.place.device import DeviceWatch
 from paddle_shard.place.local_tensor import TensorMaker
-from paddle_shard.plan.hazards import MUCH
 from paddle_shard.plan.shard_plan import ShardPlan
 from paddle_shard.plan.state import LoaderState
-from paddle_shard.plan.step import Content
 from paddle_shard.ranks.agreeing import tell_failed
 from paddle_shard.reading.batch import NO_STAND_IN, Batch
-from paddle_shard.reading.worker_info import LOOK, SelfSplit
 from paddle_shard.say_once import say_once
 from paddle_shard.sources.shards import ShardSource
 from paddle_shard.stages.stage import Opening
 from paddle_shard.tree import named_leaves
 
+_MUCH = 0.1
+"""Share of dropped data from which on it is logged."""
 _MOST_TEXT = 300
 """Characters of an error that a later call repeats."""
 _REPEAT = "With tail='repeat' or num_batches= parts that have ended are read again."
@@ -73,22 +73,25 @@ class ShardIterator:
             loader: Its `repr`.
             begun: A pass from the present position, whose first batch was looked at; None: a new one.
         """
-        self._clock = PassClock(setup.stats, setup.reading.num_workers, watch_of(setup.options.dataloader.places[0]))
-        try:
-            self._setup, self._loader = setup, loader
-            self.start = start = setup.run.start()
-            self.epoch = start.epoch
-            self._current: Batch | None = None
-            self._failed = ""
-            self._valid: tuple[Batch, Any] | None = None
-            self._make = TensorMaker(setup.options.dataloader.places[0])
-            # By this Paddle's profiler knows whose reading it times. It keeps it, so it is not this object.
-            self._timed = SimpleNamespace(_dataset=setup.options.dataloader.dataset)
-            # The pass does not refer to this object, so that abandoning it ends its workers at once.
-            self._pass = begin(setup, start) if begun is None else begun
-            self._progress = setup.run.begin(start)  # at last: the run counts what it delivers until it is closed
-        finally:
-            self._clock.begun()
+        self._setup = setup
+        self._loader = loader
+        self.start = setup.run.start()
+        self.epoch = self.start.epoch
+        self._current: Batch | None = None
+        self._failed = ""
+        self._valid: tuple[Batch, Any] | None = None
+        place = setup.options.dataloader.places[0]
+        self._make = TensorMaker(place)
+        self._watch = DeviceWatch(place)
+        # By this Paddle's profiler knows whose reading it times. It keeps it, so it is not this object.
+        self._timed = SimpleNamespace(_dataset=setup.options.dataloader.dataset)
+        self._handed = 0.0
+        """When the newest batch was handed to the user, by `time.perf_counter`."""
+        self._counts = setup.stats.begin_pass()
+        self._profiler = setup.stats.profiler
+        # The pass does not refer to this object, so that abandoning it ends its workers at once.
+        self._pass = begin(setup, self.start) if begun is None else begun
+        self._progress = setup.run.begin(self.start)  # at last: the run counts what it delivers until it is closed
 
     @property
     def step(self) -> int:
@@ -117,45 +120,70 @@ class ShardIterator:
                     "batches that were delivered: loader.load_state_dict(loader.state_dict()), and iter(loader) again."
                 )
             raise StopIteration
-        setup, entered, timer = self._setup, self._clock.enter(self._progress.noted_at), benchmark()
-        timer.check_if_need_record(self._timed)
-        timer.before_reader()
+        asked = time.perf_counter()
+        if self._handed:
+            self._counts.step_seconds += asked - self._handed
+            self._watch.step_queued()
+        profiler = self._profiler
+        profiler.is_waiting = True
         try:
-            with RecordEvent("paddle_shard: next batch"):
-                found = next(self._pass)
-            if found.placed is None:
+            batch = self._next_profiled() if benchmark().current_event or in_profiler_mode() else next(self._pass)
+            if batch.placed is None:
                 raise DataReadError(NO_STAND_IN.format("the run was resumed past the end of the stream"))
-            alone = setup.source.split or found.step.parts  # the rows that were read are this rank's only
-            ids, lost = (found.step.ids, 0) if alone else found.own_ids(setup.own_layout)
-            self._clock.leave(entered, found)
-            timer.after_reader()
-            if found.contents:
-                say_if_unsplit(setup.source, found.contents)
-            # Last, and in two assignments: a signal's handler may save the state at any moment.
-            self._current = found
-            setup.run.delivered(self._progress, found.step, ids, lost)
-            return found.value
         except StopIteration:
-            self._pass.close()
-            self._clock.end(entered)
-            self.close()
-            try:
-                setup.run.finished(self._progress)
-            except Exception as error:  # by the user's sampler; the others hear of it in their next loop
-                tell_failed("the end of its loop failed", error, setup.agreeing_ranks)
-                raise
-            say_if_uneven(setup, self.epoch)
+            self._finish(asked)
             raise
         except BaseException as error:
-            self._clock.end(entered)
-            self.close()
-            self._failed = described(error).partition("\n")[0][:_MOST_TEXT] if isinstance(error, Exception) else ""
-            setup.run.failed(self._progress, error)
-            if isinstance(error, UnequalEndsError):
-                raise unequal_ends(setup, error) from None
-            if isinstance(error, BatchStructureError):
-                raise BatchStructureError(f"epoch {self.epoch}, step {self.step}: {error}") from None
+            self._fail(asked, error)
             raise
+        profiler.is_waiting = False
+        if not self._handed:  # after the workers were forked
+            profiler.start()
+        self._handed = handed = time.perf_counter()
+        counts = self._counts
+        counts.wait_seconds += handed - asked
+        if self._watch.is_busy():
+            counts.hidden_seconds += handed - asked
+        counts.add(batch)
+        # Last, and in two assignments: a signal's handler may save the state at any moment.
+        self._current = batch
+        self._setup.run.delivered(self._progress, batch.step, *batch.delivered_ids)
+        return batch.value
+
+    def _next_profiled(self) -> Batch:
+        """Return the next batch, and tell Paddle's profiler and its timer how long it took."""
+        timer = benchmark()
+        timer.check_if_need_record(self._timed)
+        timer.before_reader()
+        with RecordEvent("paddle_shard: next batch"):
+            batch = next(self._pass)
+        timer.after_reader()
+        return batch
+
+    def _finish(self, asked: float) -> None:
+        """Note that the pass has come to its end."""
+        setup = self._setup
+        self._counts.wait_seconds += time.perf_counter() - asked
+        self.close()
+        try:
+            setup.run.finished(self._progress)
+        except Exception as error:  # by the user's sampler; the others hear of it in their next loop
+            tell_failed("the end of its loop failed", error, setup.agreeing_ranks)
+            raise
+        say_if_uneven(setup, self.epoch)
+
+    def _fail(self, asked: float, error: BaseException) -> None:
+        """Note that the pass has failed, and name the step in the error."""
+        setup = self._setup
+        self._counts.wait_seconds += time.perf_counter() - asked
+        self.close()
+        if isinstance(error, Exception):
+            self._failed = described(error).partition("\n")[0][:_MOST_TEXT]
+        setup.run.failed(self._progress, error)
+        if isinstance(error, UnequalEndsError):
+            raise unequal_ends(setup, error) from None
+        if isinstance(error, BatchStructureError):
+            raise BatchStructureError(f"epoch {self.epoch}, step {self.step}: {error}") from None
 
     @property
     def valid(self) -> Any:
@@ -173,7 +201,7 @@ class ShardIterator:
     def close(self) -> None:
         """End the workers and threads of the pass; safe to call again. Abandoning the iterator does it, too."""
         self._progress.closed = True
-        self._clock.close()
+        self._setup.stats.end_pass(self._counts)
         self._pass.close()
 
     def __enter__(self) -> ShardIterator:
@@ -216,8 +244,8 @@ def say_if_uneven(setup: PassSetup, epoch: int) -> None:
         opening = stream.opening(LoaderState(epoch=epoch))
         sizes = source.part_sizes(opening) if isinstance(source, ShardSource) else None
         share = plan.ending.lost(sizes) if sizes and any(sizes) else None
-        lost = 2 * MUCH if share is None else share  # what is not known is told, too
-        if lost > max(MUCH, stats.most_lost):
+        lost = 2 * _MUCH if share is None else share  # what is not known is told, too
+        if lost > max(_MUCH, stats.most_lost):
             stats.most_lost = lost
             much = "how much is not known" if share is None else f"about {share:.0%} of the data, by its files' sizes"
             say_once(
@@ -225,19 +253,6 @@ def say_if_uneven(setup: PassSetup, epoch: int) -> None:
                 f"ended with the shortest of the stream's {plan.num_parts} parts; the rest of the others was dropped: "
                 f"{much}. {remedy}"
             )
-
-
-def say_if_unsplit(source: Source, contents: Sequence[Content]) -> None:
-    """Log if the parts of a stream that is said to split itself begin with the same sample, as all ranks tell."""
-    if source.stream is None or not isinstance(source.stream.stage.source, SelfSplit):
-        return
-    begin = {one.sample: one.digest for one in contents if one.epoch is not None and not one.sample.endswith(LOOK)}
-    if len(set(begin.values())) < len(begin):
-        say_once(
-            "splits_itself=True, but the first and the last part of the stream begin with the same sample. If it does "
-            "not split itself by paddle.io.get_worker_info(), each part is all of it: leave splits_itself out. If some "
-            "samples are equal in this data, all is well."
-        )
 
 
 def warn_if_batches_differ(source: Source, plan: ShardPlan | None) -> None:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
 from collections.abc import Collection, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,21 +16,18 @@ from paddle_shard.delivery import stopping
 from paddle_shard.delivery.begin import begin
 from paddle_shard.delivery.placing import PassSetup
 from paddle_shard.delivery.step_pass import StepPass
-from paddle_shard.delivery.trace import events_of, in_microseconds
-from paddle_shard.errors import ArgumentError, ArgumentTypeError, DataReadError
+from paddle_shard.errors import ArgumentError, ArgumentTypeError
 from paddle_shard.inputs.options import LoaderOptions
 from paddle_shard.loader.assembly import setup_of
 from paddle_shard.loader.compat import asked_by_to_static, mend_process_mesh
 from paddle_shard.loader.iteration import ShardIterator, describe, warn_if_batches_differ
-from paddle_shard.loader.recording import page_of_loader
 from paddle_shard.plan.certificate import Certificate
 from paddle_shard.plan.mesh import grid_of
 from paddle_shard.plan.mixture import Drawn
 from paddle_shard.plan.shard_plan import ShardPlan, Where, facts_of_plan
 from paddle_shard.plan.state import LoaderState
-from paddle_shard.ranks.agreeing import fails_on_all_ranks, gather_of
-from paddle_shard.reading.batch import NO_STAND_IN
-from paddle_shard.shown import Page, as_html
+from paddle_shard.ranks.agreeing import fails_on_all_ranks
+from paddle_shard.shown import as_html
 
 _MOST_SHOWN = 64
 """Ranks of a mesh that is shown as a grid."""
@@ -130,28 +124,6 @@ class ShardDataloader(PaddleShardDataloader):
         few = len(own.layout.process_ids) <= _MOST_SHOWN
         return as_html(self, facts, lambda: grid_of(own.layout, own.data_axes) if few else [])
 
-    def explain(self, path: str | os.PathLike[str] | None = None) -> Page:
-        """Return a page of HTML that draws who reads which sample, when, and says what is wrong with that.
-
-        It loads nothing: it computes the order.
-
-        With `record=`, on the rank that writes it, the page shows the life of the run as its lines tell it, as
-        `paddle-shard plan run.jsonl --html` does. Otherwise it shows the run up to its position. Nothing is read.
-
-        Args:
-            path: A file to write the page into; None: none. In a notebook, the page shows itself.
-
-        Raises:
-            ArgumentError: Nobody but the loader knows the order, or a page cannot compute it.
-
-        Examples:
-            >>> page = loader.explain("plan.html")  # doctest: +SKIP
-        """
-        page = page_of_loader(self._shared.setup)
-        if path is not None:
-            Path(path).write_text(page, encoding="utf-8")
-        return page
-
     def __len__(self) -> int:
         return self._run.num_batches()
 
@@ -174,15 +146,12 @@ class ShardDataloader(PaddleShardDataloader):
             described = begin(shared.setup, start)
         shared.described = start, described
         try:
-            found = described.peek()
+            return described.peek()
         except BaseException as error:
             if not isinstance(error, Exception):  # a batch may have been read by halves
                 shared.described = None
                 described.close()
             raise
-        if found.placed is None:
-            raise DataReadError(NO_STAND_IN.format("the run was resumed past the end of the stream"))
-        return found.value
 
     def __call__(self) -> ShardDataloader:
         """Return this loader with a `next` of its own: all else, the epoch and the position too, is one and the same.
@@ -319,27 +288,6 @@ class ShardDataloader(PaddleShardDataloader):
             ArgumentError: The data set is no `Mixture`.
         """
         return self._run.sources()
-
-    @fails_on_all_ranks(_ranks_of)
-    def trace(self, path: str) -> None:
-        """Write the newest 64 steps of all ranks as a Chrome trace, which Perfetto and chrome://tracing show.
-
-        A process is a global rank; its rows are the training thread, the prefetching thread and the workers. Nothing
-        need be turned on before. The call is collective: every rank of the meshes calls it, at the same step.
-
-        Args:
-            path: A JSON file, which the first rank of the meshes writes.
-
-        Examples:
-            >>> loader.trace("steps.json")  # doctest: +SKIP
-        """
-        setup = self._shared.setup
-        ranks, me = setup.agreeing_ranks, setup.own_layout.global_rank
-        told = gather_of(ranks, json.dumps(events_of(self.stats.recent, me)), setup.options.timeout, "trace()")
-        if me == ranks[0]:
-            events = in_microseconds([event for of_rank in told for event in json.loads(of_rank)])
-            with open(path, "w") as file:
-                json.dump({"traceEvents": events, "displayTimeUnit": "ms"}, file)
 
     @fails_on_all_ranks(_ranks_of)
     def certificate(self) -> Certificate:

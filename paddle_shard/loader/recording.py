@@ -1,4 +1,4 @@
-"""What do the record of a run, in the line with which a job begins, and a page say of a loader?"""
+"""Facts of a loader for the first line of a job in the record."""
 
 from __future__ import annotations
 
@@ -10,20 +10,11 @@ import numpy as np
 import paddle
 
 from paddle_shard.checks import length_or_none
-from paddle_shard.cli.page import life_of, page_of, view_of
-from paddle_shard.delivery.placing import PassSetup
-from paddle_shard.errors import ArgumentError
 from paddle_shard.inputs.options import LoaderOptions
 from paddle_shard.inputs.source import Source
 from paddle_shard.place.field import FieldLayout
-from paddle_shard.plan.hazards import hazards_of, hazards_of_parts
 from paddle_shard.plan.shuffle import VERSION as ORDER_VERSION
-from paddle_shard.plan.state import LoaderState
 from paddle_shard.position.run import Run
-from paddle_shard.record.lines import read
-from paddle_shard.record.timeline import timeline
-from paddle_shard.shown import Page
-from paddle_shard.sources.shards import ShardSource
 from paddle_shard.version import VERSION
 
 _TOLD_OTHERWISE = {"dataloader", "meshes", "shard_dims", "batch_size", "skip_steps", "balance", "record"}
@@ -67,38 +58,6 @@ def facts_of_run(
         "options": {name: _shown(value) for name, value in given_options.items() if value is not None},
         "data": data,
     }
-
-
-def page_of_loader(setup: PassSetup) -> Page:
-    """Return the page of a loader, with what is wrong with its plan on its meshes.
-
-    Args:
-        setup: Of the loader.
-
-    Raises:
-        ArgumentError: Nobody but the loader knows the order, or the page cannot compute it.
-    """
-    run, source, own = setup.run, setup.source, setup.own_layout
-    stream, plan = source.stream, run.plan
-    drawn: Any = plan if stream is None else stream.plan
-    if drawn is None or source.item_is_batch:
-        raise ArgumentError(f"explain: the order is that of {run.no_order()}, so only its steps are known.")
-    dealt = source.costs is not None
-    lines = [] if run.recorder is None else read(run.recorder.path)[0]
-    if any(line["line"] == "pass" for line in lines):
-        more = life_of(timeline(lines))
-    else:
-        at = run.state()
-        told = {"epoch": at.epoch, "first": 0, "end": at.samples, "run": "this run"}
-        more = {"stretches": [told] if at.samples else [], "dealt": dealt}
-    if plan is not None:
-        more["plans"] = {**more.get("plans", {}), run.epoch: plan}
-    meshes = list(dict.fromkeys((one.layout, one.data_axis_names) for one in setup.placer.layouts))
-    hazards = list(hazards_of(plan, meshes, setup.options.replicas, None, run.epoch, dealt=dealt))
-    if stream is not None and isinstance(stream.stage.source, ShardSource):
-        sizes = stream.stage.source.part_sizes(stream.opening(LoaderState(epoch=run.epoch)))
-        hazards += [] if sizes is None else hazards_of_parts(stream.plan, sizes)
-    return page_of(view_of(drawn, own.layout, own.data_axes, **more), hazards)
 
 
 def _mesh(layout: FieldLayout) -> dict[str, Any]:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import statistics
-import threading
 import time
 import weakref
 from collections import deque
@@ -17,15 +14,11 @@ from typing import Any
 import paddle
 from paddle.framework import core
 
-from paddle_shard.clock import DEVICE, at
-
 _PAUSE = 0.0005
 """Seconds between two looks at an event that is waited for."""
 _MOST_QUEUED = 2
 """Batches whose copies are queued behind the device's work before the oldest is waited for, so that the loop is at most
 so many steps ahead of the device: each holds host memory."""
-_TIMED, _LONGEST = 8, 10.0
-"""Of the steps to which the device comes idle, one in so many is timed; and seconds for which one is, at most."""
 
 
 def is_cpu(place: Any) -> bool:
@@ -119,8 +112,7 @@ class DeviceQueue:
         while len(self._held) >= _MOST_QUEUED:
             self.free()
             if len(self._held) >= _MOST_QUEUED:
-                with at(DEVICE):
-                    time.sleep(_PAUSE)  # `synchronize` would hold the GIL, so that no other thread could run
+                time.sleep(_PAUSE)  # `synchronize` would hold the GIL, so that no other thread could run
         queued = _Queued(tensors, self._place)
         self._held.append(queued)  # first: there may be no memory for a later one, or a signal's handler may raise
         made = [tensor._copy_to(self._place, False) for tensor in tensors]
@@ -128,81 +120,31 @@ class DeviceQueue:
         return made
 
 
-def watch_of(place: Any) -> DeviceWatch | None:
-    """Return what watches a device; None for a CPU, and for an XPU, of which Paddle 3.0 has no events."""
-    return None if is_cpu(place) or isinstance(place, core.XPUPlace) else DeviceWatch(place)
-
-
-class _Marks:
-    """The events by which a device is watched: they are used again, and never dropped."""
-
-    def __init__(self, place: Any) -> None:
-        self.step, self.timed, self.timing = _event(place), _event(place), False
-        _keep_for_ever(self)
-
-
 def name_of(place: Any) -> str:
     """Return the name of a device, such as "gpu:0"."""
     return str(place)[len("Place(") : -1]
 
 
-_marks = cache(lambda name: _Marks(paddle.device._convert_to_place(name)))
-"""Those of a device, by its name."""
+_events = cache(lambda name: _event(paddle.device._convert_to_place(name)))
+"""The event of a device by which steps are watched, by the device's name. It is used again, and never dropped."""
 
 
 class DeviceWatch:
-    """Tells what a wait for data costs: nothing, while the device still computes what was queued before.
-
-    A device that is idle when data comes says by that alone not how long its own work takes. So that is timed then, for
-    a few of the steps, by a thread that looks until they are done.
-    """
+    """Tells what a wait for data costs: nothing, while the device still computes what was queued before."""
 
     def __init__(self, place: Any) -> None:
-        """Set the device."""
-        self._place, self._marks = place, _marks(name_of(place))
-        self._asked = False
-        self._idle_at: float | None = None
-        """When the data of the last step came to an idle device."""
-        self._num_idle = 0
-        self._took = deque[float](maxlen=5)
-        """Seconds from when a batch came to an idle device until its step was computed; 0 if the host took longer."""
+        """Set the place; of a CPU, and of an XPU, which has no events in Paddle 3.0, every wait counts."""
+        self._place = place
+        self._event: Any = None
+        if not (is_cpu(place) or isinstance(place, core.XPUPlace)):
+            self._event = _events(name_of(place))
+            _keep_for_ever(self._event)
 
-    def asked(self) -> None:
+    def step_queued(self) -> None:
         """Note that the loop has queued its step, and asks for data."""
-        marks, self._asked = self._marks, True
-        _record(marks.step, self._place)
-        if self._idle_at is not None:
-            if self._num_idle % _TIMED == 0 and not marks.timing:
-                marks.timing = True
-                _record(marks.timed, self._place)
-                args = marks, self._idle_at, self._took
-                threading.Thread(target=_time, args=args, name="paddle_shard-device", daemon=True).start()
-            self._num_idle += 1
+        if self._event is not None:
+            _record(self._event, self._place)
 
-    def hidden(self, step: float, wait: float, now: float) -> float:
-        """Note that data has come, and return for how many seconds of the wait the device was busy, or would have been.
-
-        Args:
-            step: Seconds of the loop's own code before it asked.
-            wait: Seconds of the wait.
-            now: When data has come, by `time.perf_counter`.
-        """
-        if not self._asked:
-            return 0.0
-        if not self._marks.step.query():
-            self._idle_at = None
-            return wait
-        self._idle_at = now
-        took = statistics.median(self._took) if self._took else 0.0
-        return min(wait, max(0.0, took - step))
-
-
-def _time(marks: _Marks, began: float, took: deque[float]) -> None:
-    """Add the seconds since a moment until the event of a step is passed; 0 if it is as good as passed now."""
-    asked = time.perf_counter()
-    with contextlib.suppress(Exception):  # the device is gone: that is told elsewhere
-        while not marks.timed.query() and time.perf_counter() < began + _LONGEST:
-            time.sleep(_PAUSE)
-        ended = time.perf_counter()
-        took.append(ended - began if ended > asked + 2 * _PAUSE else 0.0)
-    marks.timing = False
+    def is_busy(self) -> bool:
+        """Return whether the device still computes the step that was queued last."""
+        return self._event is not None and not self._event.query()

@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import paddle
 import paddle.distributed as dist
-from paddle.distributed.auto_parallel.api import dtensor_from_local
+from paddle.base import core
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, AxisError, BatchStructureError
 from paddle_shard.plan.mesh import Axes, MeshLayout
@@ -86,7 +87,7 @@ class FieldLayout:
         return replace(self, dims=tuple((axis, dim) for axis, dim in self.dims if dim == 0))
 
     @cached_property
-    def _placements(self) -> list[Any]:
+    def placements(self) -> list[Any]:
         """One of Paddle's placements for each axis."""
         placements = [dist.Replicate() for _ in self.layout.axes]
         if not self.replicated_in_name:
@@ -109,6 +110,32 @@ class FieldLayout:
             cuts.append((dim, 2 * parts if balanced else parts, [part, 2 * parts - 1 - part] if balanced else [part]))
         return tuple(cuts)
 
+    @cached_property
+    def cuts_dims(self) -> bool:
+        """True if it splits other tensor dims than the first."""
+        return len(self._cuts) > 0
+
+    def cut_array(self, rows: Any, path: str) -> Any:
+        """Return this process's part of an array of its rows, cut along the other split dims; see `distributed`."""
+        for dim, num_chunks, chunks in self._cuts:
+            size = self._chunk_size(rows.shape, dim, num_chunks, path)
+            pieces = [rows[(slice(None),) * dim + (slice(c * size, (c + 1) * size),)] for c in chunks]
+            rows = pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis=dim)
+        return rows
+
+    @staticmethod
+    def _chunk_size(shape: Sequence[int], dim: int, num_chunks: int, path: str) -> int:
+        if len(shape) <= dim:
+            raise BatchStructureError(f"field {path} has {len(shape)} dims, so its dim {dim} cannot be split.")
+        size, rest = divmod(shape[dim], num_chunks)
+        if rest:
+            sizes = " or ".join(map(str, nearest_multiples(shape[dim], num_chunks)))
+            raise BatchStructureError(
+                f"field {path}: dim {dim} has size {shape[dim]}, which cannot be cut into {num_chunks} equal "
+                f"chunks. Nearest sizes that can: {sizes}."
+            )
+        return size
+
     def distributed(self, rows: Any, path: str) -> Any:
         """Return the distributed tensor of which this process holds the given rows, cut along the other split dims.
 
@@ -120,25 +147,18 @@ class FieldLayout:
             BatchStructureError: The tensor lacks a dim that is to be split, or the dim cannot be cut evenly.
         """
         for dim, num_chunks, chunks in self._cuts:
-            if len(rows.shape) <= dim:
-                raise BatchStructureError(f"field {path} has {len(rows.shape)} dims, so its dim {dim} cannot be split.")
-            size, rest = divmod(rows.shape[dim], num_chunks)
-            if rest:
-                sizes = " or ".join(map(str, nearest_multiples(rows.shape[dim], num_chunks)))
-                raise BatchStructureError(
-                    f"field {path}: dim {dim} has size {rows.shape[dim]}, which cannot be cut into {num_chunks} equal "
-                    f"chunks. Nearest sizes that can: {sizes}."
-                )
+            size = self._chunk_size(rows.shape, dim, num_chunks, path)
             pieces = [paddle.slice(rows, axes=[dim], starts=[c * size], ends=[(c + 1) * size]) for c in chunks]
             rows = pieces[0] if len(pieces) == 1 else paddle.concat(pieces, axis=dim)
-        return from_local(rows, self.mesh, self._placements)
+        return from_local(rows, self.mesh, self.placements)
 
 
 def from_local(tensor: Any, mesh: Any, placements: Sequence[Any]) -> Any:
     """Return the distributed tensor of which this process holds a local one, which may be a view and the user's."""
     # Paddle's reshard sends the memory of a local tensor as it lies there: of a view it sends other numbers. Not
     # `contiguous`, which changes the tensor itself.
-    return dtensor_from_local(tensor if tensor.is_contiguous() else tensor.clone(), mesh, placements)
+    # Not `dist.auto_parallel.api.dtensor_from_local`: it fails in a thread while another one builds a static program.
+    return core.dtensor_from_local(tensor if tensor.is_contiguous() else tensor.clone(), mesh, placements)
 
 
 def field_layout(mesh: Any, axes: Axes | Mapping[str | int, Any], global_rank: int, **others: bool) -> FieldLayout:

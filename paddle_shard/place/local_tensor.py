@@ -23,8 +23,10 @@ class TensorMaker:
         if type(place) is core.Place and str(place) != str(core.Place()):
             # A tensor's place is such an object, which has no stream.
             place = paddle.device._convert_to_place(name_of(place))
-        self._place, self._on_cpu = place, is_cpu(place)
-        self._queue = None if self._on_cpu else DeviceQueue(place)
+        self._place = place
+        self.is_on_cpu = is_cpu(place)
+        """True if its tensors are in host memory, so that any thread may make all of them."""
+        self._queue = None if self.is_on_cpu else DeviceQueue(place)
         self._pins = isinstance(place, core.CUDAPlace)  # from other memory a GPU's copy is not asynchronous
         self._host: Any = core.CUDAPinnedPlace() if self._pins else core.CPUPlace()
         """Where arrays are put first."""
@@ -62,9 +64,9 @@ class TensorMaker:
                 if made.is_dense() and (is_cpu(made.place) or made.place.is_cuda_pinned_place()):
                     # On a device, what is owned is copied, too: a copy does not know of strides, and frees what it
                     # holds when the device is done with it.
-                    if not (owned and self._on_cpu):
+                    if not (owned and self.is_on_cpu):
                         made = made._copy_to(self._host, True)
-                    one = None if self._on_cpu else made.value().get_tensor()
+                    one = None if self.is_on_cpu else made.value().get_tensor()
             if one is not None:
                 dense[number] = one
             found.append(made)

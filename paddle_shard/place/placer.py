@@ -1,10 +1,13 @@
-"""How is a batch that a rank has read cut and placed, field by field?"""
+"""Place batches: cut the rows that a rank has read, and make distributed tensors of them.
+
+How a batch is placed depends on its structure, dtypes and shapes alone. So the first batch of each form is compiled
+into a `BatchRecipe`, which checks it; the batches of that form that follow only apply the recipe.
+"""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
@@ -12,11 +15,17 @@ import numpy as np
 import paddle
 
 from paddle_shard.errors import BatchStructureError
-from paddle_shard.place.field import Entry, FieldLayout, layouts_of_fields
-from paddle_shard.place.lengths import PadTo, Row, Unplaced, check_fill, kind_of
+from paddle_shard.place.field import Entry, FieldLayout, from_local, layouts_of_fields
+from paddle_shard.place.lengths import Pad, PadTo, Row, Unplaced, check_fill, kind_of
 from paddle_shard.place.local_tensor import TensorMaker
 from paddle_shard.plan.partition import Rows, slice_rows
-from paddle_shard.tree import is_sequence, leaves, mapped, named_leaves, rebuild
+from paddle_shard.reading.tensors import arrays_of, becomes_tensor, is_tensor
+from paddle_shard.say_once import say_once as warn_once
+from paddle_shard.tree import is_sequence, mapped, named_leaves, rebuild
+
+_MOST_RECIPES = 256
+"""Recipes that are kept; forms of batches may be many, such as those of texts of all lengths."""
+_PLAIN_LEAVES = (np.ndarray, paddle.Tensor)
 
 
 class BatchRows:
@@ -80,65 +89,118 @@ SAMPLES_LEFT_OUT = (
 )
 
 
-class Placed:
-    """What is known of a batch of distributed tensors, whose leaves it places one by one."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeafRecipe:
+    """What becomes of one leaf of a batch."""
 
-    __slots__ = ("_pad_to", "last", "local", "num_bytes", "num_rows", "padded", "row_shapes", "rows")
+    number: int
+    """Number of the leaf in the batch that was read."""
+    layout: FieldLayout
+    path: str
+    rows: slice | Rows | None = None
+    """The rows of the leaf to take; None: all."""
+    becomes_tensor: bool = True
+    """False if the leaf is no array or tensor that Paddle can hold; then only its rows are taken."""
+    is_local: bool = False
+    """True if it stays a local tensor."""
+    empty_shape: tuple[int, ...] | None = None
+    """Shape of this rank's part if the rank is not on the mesh, where only metadata matters."""
+    index_rows: BatchRows | None = None
+    """If the numbers of the leaf are places of rows ("row index"): the rows of the batch."""
+    is_cut_along_dims: bool = False
+    """True if the layout splits other dims than the first, too."""
+    waits: bool = False
+    """True if it is placed once the lengths of all ranks are known (`pad_to`)."""
+    pad: Pad | None = None
 
+    def cut(self, leaf: Any) -> Any:
+        """Return this rank's part of an array, or of a leaf that does not become a tensor."""
+        if self.rows is not None:
+            leaf = _take_rows(leaf, self.rows)
+        if self.index_rows is not None:
+            leaf = _places_in_global_batch(leaf, self.path, self.index_rows)
+        if self.is_cut_along_dims:
+            leaf = self.layout.cut_array(leaf, self.path)
+        return leaf
+
+    def place(self, tensor: Any) -> Any:
+        """Return the distributed tensor of what `cut` returned, as a tensor."""
+        if self.is_local:
+            return tensor
+        if self.waits or self.empty_shape is not None:
+            return self._wait_or_describe(tensor)
+        return from_local(tensor, self.layout.mesh, self.layout.placements)
+
+    def place_tensor(self, tensor: Any) -> Any:
+        """Return the distributed tensor of a tensor that was read."""
+        if self.rows is not None:
+            tensor = _take_rows(tensor, self.rows)
+        if self.index_rows is not None:
+            places = _places_in_global_batch(tensor.numpy(), self.path, self.index_rows)
+            tensor = paddle.to_tensor(places, place=tensor.place)
+        if self.is_local:
+            return tensor
+        if self.waits or self.empty_shape is not None:
+            return self._wait_or_describe(tensor)
+        return self.layout.distributed(tensor, self.path)
+
+    def _wait_or_describe(self, tensor: Any) -> Any:
+        if self.empty_shape is not None:
+            tensor = paddle.empty(self.empty_shape, tensor.dtype)
+        if self.waits:
+            return Unplaced(tensor, self.layout, self.path, self.pad)
+        return self.layout.distributed(tensor, self.path)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchRecipe:
+    """How batches of one form are placed."""
+
+    rows: BatchRows
+    leaves: tuple[LeafRecipe, ...]
+    template: Any
+    """The batch that is delivered, with the number of a leaf recipe in place of each leaf."""
+    is_flat: bool
+    """True if the batch that is delivered is the list of its leaves."""
     last: FieldLayout
     """The layout of its last field."""
+    row_shapes: Mapping[str, Row]
+    """Path -> kind and shape of a row, of each tensor; with `pad_to`, of each that is `Unplaced`."""
+    num_rows: frozenset[int]
+    """Numbers of rows that its fields have, but for those that need not have one for each sample."""
+    num_bytes: int
+    """Size in bytes of what was read of the fields."""
+    is_host: bool
+    """True if all its leaves are arrays, so that any thread may place it on the CPU."""
 
-    def __init__(self, rows: BatchRows, pad_to: PadTo | None) -> None:
-        self.rows, self._pad_to = rows, pad_to
-        self.local, self.padded = set[str](), set[str]()
-        """Fields that `pad_to` names, and some of whose tensors stay local, or are padded."""
-        self.row_shapes: dict[str, Row] = {}
-        """Path -> kind and shape of a row, of each tensor; with `pad_to`, of each that is `Unplaced`."""
-        self.num_rows = set[int]()
-        """Numbers of rows that its fields have, but for those that need not have one for each sample."""
-        self.num_bytes = 0
-        """Size in bytes of what was read of the fields."""
+    def begin(self, leaves: Sequence[Any], owned: bool, maker: TensorMaker) -> Callable[[], Any]:
+        """Begin to place a batch, and return a function that returns it placed.
 
-    def leaf(self, value: Any, path: str, *, layout: FieldLayout, dense: bool) -> Any:
-        """Return a leaf of the batch as a distributed tensor, if it is a tensor."""
-        rows = self.rows
-        if not isinstance(value, paddle.Tensor):
-            if layout.on_mesh and _is_row_like(value) and len(value) == len(rows.read):
-                positions = rows.positions(layout)
-                return value[positions] if isinstance(value, np.ndarray) else [value[p] for p in positions.tolist()]
-            return value
-        shape, dtype = list(value.shape), value.dtype
-        self.num_bytes += math.prod(shape) * value.element_size()
-        if not (dense or layout.own_rows):
-            self.num_rows.update(shape[:1])
-        has_row_each = shape[:1] == [len(rows.read)]
-        by_rows = len(layout.data_axes) > 0 and not layout.own_rows and has_row_each
-        own_rows = len(layout.data_axes) > 0 and not by_rows
-        if own_rows:
-            _check_own_rows(shape, layout, path, rows, dense=dense)
-        if by_rows and layout.on_mesh:
-            value = _take_rows(value, rows.positions(layout))
-        if layout.row_index and layout.on_mesh and not (dense or layout.replicated_in_name):
-            value = _places_in_global_batch(value, path, rows)
-        pad = None if self._pad_to is None else self._pad_to.pad_of(path)
-        if pad is not None:
-            (self.local if dense else self.padded).add(pad.path)
-        waits = self._pad_to is not None and not dense and len(shape) > 0
-        if waits or (self._pad_to is None and not (dense or layout.replicated_in_name)):
-            kind = kind_of(dtype)
-            if own_rows and layout.num_data_ranks > 1:  # of these, all data ranks must have as many
-                kind += f", {shape[0]} rows of "
-            self.row_shapes[path] = [kind, *shape[1:]]
-        if dense:
-            return value
-        if not layout.on_mesh:  # no data is here, so only the metadata matters
-            first = [rows.num_rows // layout.num_data_ranks] if has_row_each else shape[:1]
-            value = paddle.empty([*first, *shape[1:]], dtype)
-        if not waits:
-            return layout.distributed(value, path)
-        if pad is not None:
-            check_fill(pad.value, dtype, path)
-        return Unplaced(value, layout, path, pad)
+        Args:
+            leaves: The leaves of the batch that was read.
+            owned: True if nothing else refers to them.
+            maker: Makes the tensors.
+        """
+        recipes = self.leaves
+        if not self.is_host:
+            rest = maker([leaves[recipe.number] for recipe in recipes if recipe.becomes_tensor], owned)
+            return lambda: self._finish(
+                [None if recipe.becomes_tensor else recipe.cut(leaves[recipe.number]) for recipe in recipes],
+                rest(),
+                LeafRecipe.place_tensor,
+            )
+        owned = owned and len(set(map(id, leaves))) == len(leaves)  # two tensors must not share one array's memory
+        pieces = [recipe.cut(leaves[recipe.number]) for recipe in recipes]
+        rest = maker([piece for piece, recipe in zip(pieces, recipes, strict=True) if recipe.becomes_tensor], owned)
+        return lambda: self._finish(pieces, rest(), LeafRecipe.place)
+
+    def _finish(self, pieces: list[Any], tensors: Sequence[Any], place: Callable[[LeafRecipe, Any], Any]) -> Any:
+        """Return the placed batch, given what becomes no tensor, and the tensors of the others."""
+        following = iter(tensors)
+        for number, recipe in enumerate(self.leaves):
+            if recipe.becomes_tensor:
+                pieces[number] = place(recipe, next(following))
+        return pieces if self.is_flat else mapped(self.template, lambda number, _: pieces[number])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,6 +216,7 @@ class BatchPlacer:
     dense_tensor_idx: Sequence[Sequence[int]] | None
     pad_to: PadTo | None
     """What rows are padded to. If given, tensors stay `Unplaced` until all ranks' lengths are known."""
+    _recipes: dict[Any, BatchRecipe] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
     def of(cls, options: Any, global_rank: int, **others: bool) -> BatchPlacer:
@@ -205,34 +268,75 @@ class BatchPlacer:
         found = zip(wanted, entries, dense, strict=False)  # there may be more entries in dense_tensor_idx
         return [(key, self.overrides.get(key, entry), items) for key, entry, items in found]
 
-    def place(self, batch: Any, rows: BatchRows) -> tuple[Any, Placed]:
-        """Return the batch as distributed tensors, and what is known of it.
+    def recipe(self, batch: Any, rows_of: Callable[[Any], BatchRows], key: Any) -> tuple[BatchRecipe, list[Any]]:
+        """Return how a batch is placed, and its leaves.
 
         Args:
-            batch: A batch with the rows `rows.read`.
-            rows: The rows of the batch.
+            batch: A batch that was read: arrays, tensors and other leaves.
+            rows_of: Returns the rows of the batch.
+            key: What the rows depend on beside the form of the batch.
 
         Raises:
             BatchStructureError: A field does not fit its mesh or cannot be split.
+            TypeError: An array has a dtype that Paddle does not have.
         """
-        placed = Placed(rows, self.pad_to)
-        value, placed.last = self._mapped(batch, placed.leaf, len(rows.read))
-        for path in placed.local - placed.padded:
+        leaves: list[Any] = []
+        form = _form(batch, leaves, is_batch=True)
+        found = None if form is None else self._recipes.get((form, key))
+        if found is None:
+            leaves = [leaf for _, leaf in named_leaves(batch, "", _leaf_test(batch))]
+            found = self._compile(batch, rows_of(batch))
+            self._warn_about_keys(batch)
+            if len(self._recipes) >= _MOST_RECIPES:
+                self._recipes.clear()
+            if form is not None:
+                self._recipes[form, key] = found
+        return found, leaves
+
+    def _compile(self, batch: Any, rows: BatchRows) -> BatchRecipe:
+        found = _Compiler(rows, self.pad_to)
+        numbered = mapped(batch, lambda leaf, _: found.numbered(leaf), "", _leaf_test(batch))
+        template, last = self._mapped(numbered, found.leaf, len(rows.read))
+        for path in found.local - found.padded:
             raise BatchStructureError(
                 f"pad_to names field {path}, but dense_tensor_idx leaves it local, and what is local is "
                 "not padded. Leave one of them out; or pad to a fixed length in the collate_fn."
             )
-        return value, placed
+        return BatchRecipe(
+            rows=rows,
+            leaves=tuple(found.leaves),
+            template=template,
+            is_flat=type(template) is list and template == list(range(len(template))),
+            last=last,
+            row_shapes=found.row_shapes,
+            num_rows=frozenset(found.num_rows),
+            num_bytes=found.num_bytes,
+            is_host=not any(is_tensor(leaf) for leaf in arrays_of(batch)),
+        )
+
+    def _warn_about_keys(self, batch: Any) -> None:
+        if self.input_keys is None:
+            return
+        if not isinstance(batch, Mapping):
+            warn_once(
+                "input_keys=%s chooses among the keys of dicts; of this batch, all fields are delivered.",
+                repr(list(self.input_keys)),
+            )
+        elif left_out := [key for key in batch if key not in self.input_keys]:
+            warn_once(
+                "input_keys=%s: the keys %s of the batch are left out.", repr(list(self.input_keys)), repr(left_out)
+            )
 
     def num_rows(self, batch: Any) -> int | None:
         """Return the number of rows of a global batch that was read whole; None if no field has rows."""
         found: dict[tuple[bool, bool], int] = {}
 
         def count(leaf: Any, path: str, *, layout: FieldLayout, dense: bool) -> None:
-            if isinstance(leaf, paddle.Tensor) and leaf.shape and not layout.own_rows:
-                found.setdefault((not layout.data_axes, dense), int(leaf.shape[0]))
+            if isinstance(leaf, _Leaf) and leaf.shape and not layout.own_rows:
+                found.setdefault((not layout.data_axes, dense), leaf.shape[0])
 
-        self._mapped(batch, count)
+        compiler = _Compiler(None, None)
+        self._mapped(mapped(batch, lambda leaf, _: compiler.numbered(leaf), "", _leaf_test(batch)), count)
         return found[min(found)] if found else None  # of a field that is split, if there is one, and is not local
 
     def _mapped(self, batch: Any, function: Callable[..., Any], num_read: int | None = None) -> tuple[Any, FieldLayout]:
@@ -244,7 +348,7 @@ class BatchPlacer:
             num_read: Number of its rows, by which a list that has one item for each sample is known.
         """
         layout = self.layouts[0]
-        has_fields = not isinstance(batch, paddle.Tensor) and (isinstance(batch, Mapping) or is_sequence(batch))
+        has_fields = not isinstance(batch, _Leaf) and (isinstance(batch, Mapping) or is_sequence(batch))
         fields = self._fields(batch) if has_fields else [(0, layout, ())]
         if self.pad_to is not None:
             self.pad_to.check([key for key, *_ in fields])
@@ -257,7 +361,7 @@ class BatchPlacer:
             layout = entry[-1] if isinstance(entry, list) else entry
             if isinstance(entry, FieldLayout) and entry.row_index:
                 _check_one_index(value, path)
-            if is_sequence(value) and not _is_row_like(value):
+            if is_sequence(value):
                 entries = entry if isinstance(entry, list) else [entry] * len(value)
                 if len(entries) != len(value):
                     raise BatchStructureError(
@@ -269,17 +373,171 @@ class BatchPlacer:
                 items = []
                 for number, (item, one) in enumerate(zip(value, entries, strict=True)):
                     of_leaf = partial(function, layout=one, dense=number in dense)
-                    items.append(mapped(item, of_leaf, f"{path}[{number}]", _is_row_like))
+                    items.append(mapped(item, of_leaf, f"{path}[{number}]"))
                 found[key] = rebuild(value, items)
-            elif isinstance(entry, list) and isinstance(value, paddle.Tensor | Mapping):
+            elif isinstance(entry, list) and isinstance(value, _Leaf | Mapping):
                 raise BatchStructureError(
                     f"field {path} is a {type(value).__name__}, but its entry in meshes or placements is a list of "
                     f"{len(entry)}: give it one, or make it a list of as many items."
                 )
             else:
                 one = entry[0] if isinstance(entry, list) else entry
-                found[key] = mapped(value, partial(function, layout=one, dense=len(dense) > 0), path, _is_row_like)
+                found[key] = mapped(value, partial(function, layout=one, dense=len(dense) > 0), path)
         return rebuild(batch, found if isinstance(batch, Mapping) else list(found.values())), layout
+
+
+class _Leaf:
+    """A leaf of a batch, with its number."""
+
+    __slots__ = ("is_tensor", "number", "shape", "value")
+
+    def __init__(self, value: Any, number: int) -> None:
+        self.value = value
+        self.number = number
+        self.is_tensor = becomes_tensor(value)
+        self.shape = tuple(map(int, value.shape)) if self.is_tensor else ()
+
+
+class _Compiler:
+    """Compiles the leaves of a batch into recipes, one by one."""
+
+    def __init__(self, rows: Any, pad_to: PadTo | None) -> None:
+        self._rows: BatchRows = rows
+        self._pad_to = pad_to
+        self._num_leaves = 0
+        self.leaves: list[LeafRecipe] = []
+        self.local: set[str] = set()
+        """Fields that `pad_to` names, and some of whose tensors stay local."""
+        self.padded: set[str] = set()
+        self.row_shapes: dict[str, Row] = {}
+        self.num_rows: set[int] = set()
+        self.num_bytes = 0
+
+    def numbered(self, value: Any) -> _Leaf:
+        """Return a leaf with the next number."""
+        self._num_leaves += 1
+        return _Leaf(value, self._num_leaves - 1)
+
+    def leaf(self, leaf: _Leaf, path: str, *, layout: FieldLayout, dense: bool) -> int:
+        """Compile a leaf, and return the number of its recipe."""
+        compiled = self._tensor(leaf, path, layout, dense=dense) if leaf.is_tensor else self._other(leaf, path, layout)
+        self.leaves.append(compiled)
+        return len(self.leaves) - 1
+
+    def _other(self, leaf: _Leaf, path: str, layout: FieldLayout) -> LeafRecipe:
+        rows = self._rows
+        taken = None
+        if layout.on_mesh and _is_row_like(leaf.value) and len(leaf.value) == len(rows.read):
+            taken = _slice_of(rows.positions(layout), len(rows.read))
+        return LeafRecipe(number=leaf.number, layout=layout, path=path, rows=taken, becomes_tensor=False)
+
+    def _tensor(self, leaf: _Leaf, path: str, layout: FieldLayout, *, dense: bool) -> LeafRecipe:
+        _check_dtype(leaf.value, path)
+        rows, shape = self._rows, list(leaf.shape)
+        self.num_bytes += int(np.prod(shape, dtype=np.int64)) * _item_size(leaf.value)
+        if not (dense or layout.own_rows):
+            self.num_rows.update(shape[:1])
+        has_row_each = shape[:1] == [len(rows.read)]
+        is_split = len(layout.data_axes) > 0
+        by_rows = is_split and has_row_each and not layout.own_rows
+        if is_split and not by_rows:
+            _check_own_rows(shape, layout, path, rows, dense=dense)
+        taken = _slice_of(rows.positions(layout), len(rows.read)) if by_rows and layout.on_mesh else None
+
+        # With pad_to, a tensor waits for the lengths of the other ranks.
+        pad = None if self._pad_to is None else self._pad_to.pad_of(path)
+        if pad is not None:
+            (self.local if dense else self.padded).add(pad.path)
+        waits = self._pad_to is not None and not dense and len(shape) > 0
+        dtype = _paddle_dtype(leaf.value)
+        if waits and pad is not None:
+            check_fill(pad.value, dtype, path)
+        if waits or (self._pad_to is None and not (dense or layout.replicated_in_name)):
+            kind = kind_of(dtype)
+            if is_split and not by_rows and layout.num_data_ranks > 1:  # all data ranks must have as many
+                kind += f", {shape[0]} rows of "
+            self.row_shapes[path] = [kind, *shape[1:]]
+        empty_shape = None
+        if not (dense or layout.on_mesh):
+            first = [rows.num_rows // layout.num_data_ranks] if has_row_each else shape[:1]
+            empty_shape = (*first, *shape[1:])
+        has_index = layout.row_index and layout.on_mesh and not (dense or layout.replicated_in_name)
+        return LeafRecipe(
+            number=leaf.number,
+            layout=layout,
+            path=path,
+            rows=taken,
+            is_local=dense,
+            empty_shape=empty_shape,
+            index_rows=rows if has_index else None,
+            is_cut_along_dims=layout.cuts_dims and not (dense or waits or empty_shape is not None),
+            waits=waits,
+            pad=pad,
+        )
+
+
+def _leaf_test(batch: Any) -> Callable[[Any], bool]:
+    """Return whether a list inside a batch is a leaf: one item for each row."""
+    return lambda value: value is not batch and _is_row_like(value)
+
+
+def _form(value: Any, leaves: list[Any], *, is_batch: bool = False) -> Any:
+    """Return what the recipe of a batch depends on, and append its leaves; None if a container is of another type.
+
+    Containers of other types may have attributes of their own, which differ from batch to batch.
+    """
+    kind = type(value)
+    if kind is np.ndarray:
+        leaves.append(value)
+        return value.dtype, value.shape
+    if isinstance(value, paddle.Tensor):
+        leaves.append(value)
+        return str(value.dtype), tuple(value.shape), str(value.place)
+    if kind in (list, tuple) or (isinstance(value, tuple) and hasattr(value, "_make")):
+        if kind is list and not is_batch and _is_row_like(value):
+            leaves.append(value)
+            return "rows", len(value)
+        forms = [_form(child, leaves) for child in value]
+        return None if None in forms else (kind, *forms)
+    if kind is dict:
+        forms = [_form(child, leaves) for child in value.values()]
+        return None if None in forms else (kind, tuple(value), *forms)
+    if isinstance(value, Mapping) or is_sequence(value):
+        return None
+    leaves.append(value)
+    shape = tuple(value.shape) if hasattr(value, "shape") else None
+    return kind, shape, str(getattr(value, "dtype", ""))
+
+
+def _slice_of(positions: Rows, num_rows: int) -> slice | Rows | None:
+    """Return ascending positions as a slice if they are consecutive; None if they are all rows."""
+    if len(positions) == num_rows:
+        return None
+    first, last = int(positions[0]), int(positions[-1])
+    return slice(first, last + 1) if last - first == len(positions) - 1 else positions
+
+
+def _take_rows(leaf: Any, rows: slice | Rows) -> Any:
+    """Return some rows of an array, a tensor or a list."""
+    if isinstance(leaf, np.ndarray):
+        return leaf[rows]
+    if isinstance(leaf, list):
+        return leaf[rows] if isinstance(rows, slice) else [leaf[row] for row in rows.tolist()]
+    if isinstance(rows, slice):
+        return leaf[rows]
+    # Not `gather`: it lacks dtypes, and its index would be copied to the device, which waits for all that is queued.
+    runs = np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1)
+    return paddle.concat([leaf[int(run[0]) : int(run[-1]) + 1] for run in runs])
+
+
+def _item_size(leaf: Any) -> int:
+    return int(leaf.itemsize) if isinstance(leaf, np.ndarray) else int(getattr(leaf, "element_size", lambda: 1)())
+
+
+def _paddle_dtype(leaf: Any) -> str:
+    """Return the name of the dtype that a leaf has as a tensor of Paddle: arrays of uint16 are Paddle's bfloat16."""
+    name = kind_of(leaf.dtype)
+    return "bfloat16" if name == "uint16" else name
 
 
 def _check_of_fields(value: Any, path: str, entries: Sequence[FieldLayout]) -> None:
@@ -295,7 +553,7 @@ def _check_of_fields(value: Any, path: str, entries: Sequence[FieldLayout]) -> N
 
 def _check_one_index(value: Any, path: str) -> None:
     """Refuse a field of several tensors as "row index": numbers of the others would be taken for places, too."""
-    held = named_leaves(value, path, _is_row_like)
+    held = named_leaves(value, path)
     if len(held) > 1:
         raise BatchStructureError(
             f"field {path}: placements says 'row index' of {len(held)} tensors: {', '.join(at for at, _ in held)}. "
@@ -303,46 +561,44 @@ def _check_one_index(value: Any, path: str) -> None:
         )
 
 
-def _take_rows(tensor: Any, positions: Rows) -> Any:
-    """Return the rows of a tensor at ascending positions; the tensor itself if these are all its rows."""
-    if len(positions) == tensor.shape[0]:
-        return tensor
-    first, last = int(positions[0]), int(positions[-1])
-    if last - first == len(positions) - 1:
-        return tensor[first : last + 1]
-    # Not `gather`: it lacks dtypes, and its index would be copied to the device, which waits for all that is queued.
-    runs = np.split(positions, np.flatnonzero(np.diff(positions) != 1) + 1)
-    return paddle.concat([tensor[int(run[0]) : int(run[-1]) + 1] for run in runs])
-
-
-def _places_in_global_batch(tensor: Any, path: str, rows: BatchRows) -> Any:
+def _places_in_global_batch(leaf: Any, path: str, rows: BatchRows) -> np.ndarray[Any, Any]:
     """Return a field whose numbers, or those of its first column, are places of samples, with their global places.
 
     Negative numbers, which are no places, stay.
     """
-    places = tensor if tensor.ndim == 1 else tensor[:, 0]
-    most = -1
-    if tensor.place.is_cpu_place() and tensor.size:  # a device would be waited for
-        most = int(places.max())
-    if tensor.ndim > 2 or most >= len(rows.read):
+    array = np.array(leaf if isinstance(leaf, np.ndarray) else leaf.numpy())
+    places = array if array.ndim == 1 else array[:, 0]
+    most = int(places.max()) if array.size else -1
+    if array.ndim > 2 or most >= len(rows.read):
         raise BatchStructureError(
-            f"field {path}: placements says 'row index', but it has shape {list(tensor.shape)} and numbers up to "
+            f"field {path}: placements says 'row index', but it has shape {list(array.shape)} and numbers up to "
             f"{most}, and this rank's batch has {len(rows.read)} rows. Its numbers, or those in its first column, must "
             "be places of rows in the batch that the collate_fn was given."
         )
-    known = paddle.to_tensor(rows.read, place=tensor.place)
-    found = paddle.where(places < 0, places, known[places.astype("int64").clip(min=0)].astype(tensor.dtype))
-    return found if tensor.ndim == 1 else paddle.concat([found.unsqueeze(1), tensor[:, 1:]], axis=1)
+    is_place = places >= 0
+    places[is_place] = rows.read[places[is_place].astype(np.int64)]
+    return array
 
 
-def counts_anew(tensor: Any, num_rows: int) -> bool:
-    """Return whether a field's numbers, or those of its first column, count the rows of this rank's batch from 0."""
-    if num_rows < 2 or tensor.ndim == 0 or tensor.ndim > 2 or not tensor.size:
-        return False
-    places: np.ndarray[Any, Any] = (tensor if tensor.ndim == 1 else tensor[:, 0]).numpy()
-    known = places[places >= 0]
-    ascending = places.dtype.kind in "iuf" and bool((known[1:] >= known[:-1]).all())
-    return ascending and np.array_equal(np.unique(known), np.arange(num_rows))
+def _check_dtype(array: Any, path: str) -> None:
+    """Refuse an array of numbers that Paddle cannot hold; a tensor is fine.
+
+    Raises:
+        TypeError: Paddle does not have its dtype or its byte order.
+    """
+    if not isinstance(array, np.ndarray):
+        return
+    kind, size = array.dtype.kind, array.dtype.itemsize
+    at = f" at field {path}" if path else ""
+    if (kind == "u" and size > 2) or (kind == "f" and size > 8) or size > 16:
+        raise TypeError(
+            f"Paddle has no tensors of dtype {array.dtype}{at}; convert it, for instance with .astype('int64')."
+        )
+    if not array.dtype.isnative:
+        raise TypeError(
+            f"array of dtype {array.dtype!r}{at} is in another byte order than this machine's; convert it with "
+            f".astype({array.dtype.name!r})."
+        )
 
 
 def _check_own_rows(shape: list[int], layout: FieldLayout, path: str, rows: BatchRows, *, dense: bool) -> None:
@@ -375,6 +631,8 @@ def _is_row_like(value: Any) -> bool:
     """True if a leaf other than a tensor may have one item per row, as collated strings have; not a list of numbers."""
     if isinstance(value, np.ndarray):
         return value.ndim > 0
-    if not isinstance(value, list) or not value or any(isinstance(leaf, paddle.Tensor) for leaf in leaves(value)):
+    if not isinstance(value, list) or not value:
+        return False
+    if isinstance(value[0], _PLAIN_LEAVES) or any(becomes_tensor(leaf) for leaf in arrays_of(value)):
         return False
     return not any(isinstance(item, int | float | complex | np.generic) for item in value)

@@ -6,7 +6,7 @@ import contextlib
 import json
 import zlib
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,8 @@ VERSION = 6
 """Version of the layout of a saved state; no other is read."""
 DATA = "data"
 """Name in `override` with which a state is resumed with other data."""
+_OTHER_SAMPLES = {DATA, "mixture", "num_samples", "packed", "seed", "stream"}
+"""Names that, in `override`, give an index another sample or file, or a sample other random numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +47,7 @@ class LoaderState:
     fingerprint: Mapping[str, Any] = field(default_factory=dict)
     """Values that the order depends on."""
     data: Mapping[str, Any] | None = None
-    """The identity of the data; None if no batch was read. See `data_difference`."""
+    """The identity of the data; None if it is not known. See `inputs.identity`."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the state as a dict for JSON, `paddle.save` or a checkpoint."""
@@ -109,6 +111,8 @@ class LoaderState:
                 raise StateError(f"state is damaged: {name} is {saved[name]!r}.") from None
         state = cls(**found)
         state._check_segments()
+        if _OTHER_SAMPLES & set(override):
+            state = replace(state, data=None)
         then = _before_position(saved["fingerprint"], state)
         now = _before_position({"order_version": ORDER_VERSION, **fingerprint}, state)
         different = [name for name in sorted({*now, *then}) if now.get(name) != then.get(name)]
@@ -242,36 +246,3 @@ def _stage_before(stage: Any, position: int) -> Any:
     count = sum(first < position for first in firsts)
     drawn = [[source, parts[:count], marks] for source, parts, marks in sources if any(parts[:count])]
     return [name, stop, firsts[:count], drawn]
-
-
-# The identity of the data
-
-
-def data_difference(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Return in words how the data differs from that of a saved state; "" if it does not.
-
-    Args:
-        saved: JSON of a `DataIdentity`: "length"; "files", a dict with "count", "digest" and the first "names"; and
-            "samples", a dict of digests by sample.
-        now: That of the loader's data.
-    """
-    saved = dict(json.loads(json.dumps(saved)))
-    now = dict(json.loads(json.dumps(now)))
-    if saved.get("length") != now.get("length"):
-        return f"it had {saved.get('length')} samples, and has {now.get('length')} now"
-    old_files = saved.get("files")
-    new_files = now.get("files")
-    if old_files != new_files:
-        old_names = (old_files or {}).get("names", [])
-        new_names = (new_files or {}).get("names", [])
-        for old, new in zip(old_names, new_names, strict=False):
-            if old != new:
-                return f"its file {old!r} is {new!r} now"
-        counts = [(files or {}).get("count", 0) for files in (old_files, new_files)]
-        return f"it had {counts[0]} files, and has {counts[1]} now, or their names, sizes or version tags differ"
-    old_samples = saved.get("samples") or {}
-    new_samples = now.get("samples") or {}
-    for sample, digest in old_samples.items():
-        if sample in new_samples and new_samples[sample] != digest:
-            return f"its sample {sample} holds something else"
-    return ""

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from paddle_shard.plan.mixture import is_sample_id, source_and_index
 from paddle_shard.plan.partition import Rows
 from paddle_shard.plan.seeding import derive_seed
 from paddle_shard.plan.skips import Ranges, is_in
@@ -31,24 +30,6 @@ RowsOf = Callable[[int, int], "Rows | range"]
 
 MOST_STAND_INS = 64
 """Number of samples, the first of the data set or of a part, that are tried to find one that can be read."""
-
-
-class Content(NamedTuple):
-    """What a sample or a file holds: by it ranks, and a run that is resumed, find out that they have the same data."""
-
-    epoch: int | None
-    """Epoch with whose random numbers the sample is read; None: it is a file, the same in all epochs."""
-    sample: Any
-    """Its index in the data set; of a file, what it is known by in the saved state."""
-    digest: int | None = None
-    """Digest of all its bytes; of a file, see `files.version_of`. None: not read, or it is not the same each time that
-    it is read."""
-    name: str = ""
-    """Its name, for messages."""
-    shown: str = ""
-    """A few words about it, for messages."""
-    reader: str = ""
-    """Of a file: what has opened it, so that each one's newest file can be told."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,9 +61,6 @@ class Step:
     """True if the user's own sampler is known to end after this step; None if the plan tells."""
     load: tuple[float, float] = (0.0, 0.0)
     """(cost of the data rank that has most, mean cost of a data rank); zeros if rows are not dealt by cost."""
-    contents: tuple[Content, ...] = ()
-    """Samples of which the reader also tells the content, whether they are among its rows or not; the same on all
-    ranks. If a digest is given, it is the one that is expected."""
     digest: int = 0
     """Digest of what the user's sampler has drawn so far, or of how rows were dealt; the same on all ranks."""
 
@@ -146,7 +124,6 @@ def rank_steps(
     skips: Ranges = (),
     deal: Deal | None = None,
     compared: bool = False,
-    contents: tuple[Content, ...] | None = None,
 ) -> Iterator[Step]:
     """Yield the steps of one rank for some global batches of an epoch, without those that are skipped.
 
@@ -159,8 +136,6 @@ def rank_steps(
         skips: The skipped steps of the epoch.
         deal: Assigns rows to data ranks by cost; None: they stay in their order.
         compared: True if the steps carry a digest, by which ranks see that they draw and balance alike.
-        contents: Samples of which the first step tells the content; empty: a few of its global batch;
-            None: of none.
     """
     skipped = no_steps = (0, 0)
     digest = 0
@@ -181,9 +156,6 @@ def rank_steps(
         if batch.valid is not None:
             valid = batch.valid(np.asarray(rows, np.int64))
             valid = None if valid.all() else valid
-        looked_at: tuple[Content, ...] = ()
-        if contents is not None:
-            looked_at = contents or _looked_at(batch, epoch)
         yield Step(
             epoch=epoch,
             number=batch.number,
@@ -197,26 +169,6 @@ def rank_steps(
             sampler_state=batch.sampler_state,
             last=batch.last,
             load=load,
-            contents=looked_at,
             digest=digest,
         )
         skipped = no_steps
-        contents = None
-
-
-_MOST_SOURCES = 8
-"""Most sources of a mixture of which a step tells the content of a sample."""
-
-
-def _looked_at(batch: GlobalBatch, epoch: int) -> tuple[Content, ...]:
-    """Return a few samples of a global batch: every rank can name them.
-
-    They are the first and the last one; of a mixture, the first one of each source.
-    """
-    ids = batch.take(np.array([0, batch.num_real - 1], np.int64))
-    if isinstance(ids, np.ndarray) and is_sample_id(ids[0]):
-        of_all = np.asarray(batch.take(np.arange(batch.num_real)))
-        _, firsts = np.unique(source_and_index(of_all)[0], return_index=True)
-        ids = of_all[np.sort(firsts)[:_MOST_SOURCES]] if len(firsts) > 1 else ids
-    found = ids.tolist() if isinstance(ids, np.ndarray) else list(ids)
-    return tuple(Content(epoch, one) for number, one in enumerate(found) if one not in found[:number])

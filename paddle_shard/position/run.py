@@ -17,6 +17,7 @@ import paddle.io
 
 from paddle_shard.checks import check_count
 from paddle_shard.errors import ArgumentError, PeerLostError, StateError, described
+from paddle_shard.inputs.identity import differences
 from paddle_shard.inputs.source import Source
 from paddle_shard.place.field import FieldLayout
 from paddle_shard.plan.certificate import (
@@ -38,7 +39,7 @@ from paddle_shard.plan.certificate import (
 from paddle_shard.plan.mixture import Drawn, Mixing, drawn_of
 from paddle_shard.plan.shard_plan import ShardPlan, Where, num_skipped, places_of
 from paddle_shard.plan.skips import Ranges, steps_of_epoch
-from paddle_shard.plan.state import DATA, LoaderState, data_difference
+from paddle_shard.plan.state import DATA, LoaderState
 from paddle_shard.plan.step import Ids, Step, as_ids
 from paddle_shard.ranks.agreeing import gather_of
 from paddle_shard.record.recorder import Recorder, position
@@ -259,8 +260,6 @@ class Run:
         """Number of the first pass since a state was loaded: earlier ones do not move the run."""
         self.identity: Mapping[str, Any] | None = None
         """The identity of the data, as JSON; None before the first iterator of the run."""
-        self._any_data = False
-        """True if the data may differ from that of the loaded state."""
         indexed = source.stream is None and not source.item_is_batch
         self._place = (layout.data_rank, layout.num_data_ranks, 0) if indexed and layout.on_mesh else None
         self._epochs: dict[int, EpochDeliveries] = {}
@@ -300,12 +299,16 @@ class Run:
         Raises:
             StateError: It is not that of the loaded state.
         """
-        if self.identity is not None and not self._any_data and (how := data_difference(self.identity, identity)):
+        self._compare_identity(None if self._resumed is None else self._resumed.data, identity)
+        self.identity = identity
+
+    @staticmethod
+    def _compare_identity(saved: Mapping[str, Any] | None, now: Mapping[str, Any] | None) -> None:
+        if saved is not None and now is not None and (how := differences(saved, now)):
             raise StateError(
-                f"the data is not that of the loaded state: {how}. Give the loader the data of the state; or, to "
-                f"resume with this data, load_state_dict(state, override=[{DATA!r}])."
+                f"the data is not what it was when the state was saved: {how}. Give the loader the data of the state; "
+                f"or, to resume with this data, load_state_dict(state, override=[{DATA!r}])."
             )
-        self.identity = dict(identity)
 
     def skips(self, start: LoaderState) -> Ranges:
         """Return the skipped steps of the epoch of a position."""
@@ -556,9 +559,8 @@ class Run:
                 "are lost, and others are delivered twice; later epochs are whole. A state from the end of an epoch "
                 "does not have this."
             )
+        self._compare_identity(resumed.data, self.identity)
         self._resumed = resumed
-        self.identity = resumed.data
-        self._any_data = DATA in override
         self._steps_known = (resumed.epoch, resumed.steps_before)
         if self._place is not None:
             self._place = (*self._place[:2], resumed.samples)

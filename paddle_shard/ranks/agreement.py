@@ -27,7 +27,6 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from paddle_shard.clock import RANKS, at
 from paddle_shard.errors import ArgumentError, PeerLostError
 from paddle_shard.ranks.group import Group, ProgressTable
 from paddle_shard.ranks.verdict import (
@@ -256,7 +255,7 @@ class Agreement:
             state = "the pass is closed" if self._closed else f"{self.outlook.delivered} comes next"
             raise ArgumentError(f"step={step} cannot be delivered: {state}. Ask for the steps in order.")
         if not self._may_deliver(step):  # looked at without the lock: most steps are released long before
-            with at(RANKS), self._changed:
+            with self._changed:
                 self._wait(step)
             if not self._may_deliver(step):
                 assert self._verdict is not None
@@ -399,26 +398,6 @@ class Agreement:
         finally:
             self._waiting = False
             self.waited += time.monotonic() - start
-
-
-class AloneAgreement(Agreement):
-    """The agreement of a rank that is alone. It never waits, and nothing has to be announced ahead."""
-
-    window = 1
-
-    def __init__(self) -> None:
-        """Start at step 0; a rank that is alone has the number 0."""
-        nobody = Coordinator(Group(0, [0]), end_process=lambda: None)
-        super().__init__(nobody, 0, Terms())
-
-    def _tell(self) -> None:
-        mine = self.outlook
-        if mine.kind == OK and mine.exhausted == NEVER and not self.unsent:
-            self._released = mine.step  # most steps: there is nobody to ask, and nothing to decide
-            return
-        self.advance(decide(mine.vector()), [mine])  # what one rank says is what all say
-        for step, payload in self.send_notes():
-            self.hear_note(0, step, payload)
 
 
 class Coordinator:

@@ -10,8 +10,6 @@ import numpy as np
 
 from paddle_shard.errors import DifferentDataError, SplitError
 from paddle_shard.plan.mesh import MeshLayout
-from paddle_shard.plan.step import Content
-from paddle_shard.say_once import say_once
 
 _MOST_ROWS = 256
 """Rows of which a rank tells the digests, so that an error can name the samples."""
@@ -19,22 +17,7 @@ _SHOWN = 8
 FEW_STEPS = 4
 """Steps at the beginning of a pass at which batches of one row are compared, of data that is split already."""
 
-_SAME_DATA = (
-    "Each rank must be given the whole data set, and the same one: this loader splits it. Likely reasons: each rank "
-    "was given a part of its own (a Subset, .shard(), split_dataset_by_node, a stream that asks for its rank): give it "
-    "the whole, or is_dataset_splitted=True and a sampler that does not split it again; one machine has other files; "
-    "or samples draw random numbers from a generator that each rank seeds in its own way, or keep what they drew. With "
-    "verify=None nobody looks, and then samples may be lost."
-)
-
 _SPLIT = "the data is split already, by is_dataset_splitted=True or by the loader's sampler"
-
-NEVER_THE_SAME = (
-    "samples are not the same each time they are read, or cannot be read: nobody sees whether ranks, or a run that is "
-    "resumed, have the same data, and no run can be repeated. Draw random numbers from the global generators of numpy, "
-    "Python, Paddle or torch, which are seeded for each sample, or from one that is made with a seed in each sample; "
-    "and in the thread that reads the sample, since others draw from these generators in no order."
-)
 
 Arrays = Sequence[tuple[str, np.ndarray[Any, Any]]]
 """(path, array) of each leaf of a batch; the first dim of an array is its rows."""
@@ -76,24 +59,6 @@ class BatchCheck:
             leader = leaders.setdefault(found["key"], rank)
             if found["fields"] != said[leader]["fields"]:
                 raise DifferentDataError(self._different(leader, rank, said[leader], found))
-
-    def compare_contents(self, said: Mapping[int, Sequence[Content]]) -> None:
-        """Compare what samples or files hold that several ranks have read, by global rank.
-
-        Raises:
-            DifferentDataError: A sample or a file is not the same on two ranks.
-        """
-        first = dict[tuple[int | None, int | str], tuple[int, Content]]()
-        for rank, one in ((number, one) for number in sorted(said) for one in said[number]):
-            if one.digest is None:
-                say_once(NEVER_THE_SAME)
-                continue
-            other, its = first.setdefault((one.epoch, one.name if one.sample is None else one.sample), (rank, one))
-            if its.digest != one.digest:
-                raise DifferentDataError(
-                    f"the ranks hold different data: {one.name} is {its.shown} (digest {its.digest:08x}) on global "
-                    f"rank {other}, and {one.shown} ({one.digest:08x}) on global rank {rank}. {_SAME_DATA}"
-                )
 
     def _different(self, leader: int, rank: int, one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
         ours, theirs = dict(one["fields"]), dict(other["fields"])

@@ -189,6 +189,14 @@ class Outlook:
         return [self.tag, self.step, self.kind, self.exhausted, self.delivered, self.read, cut]
 
 
+_SAME_DATA = (
+    "Each rank must be given the whole data set, and the same one: this loader splits it. Likely reasons: each rank "
+    "was given a part of its own (a Subset, .shard(), split_dataset_by_node, a stream that asks for its rank): give it "
+    "the whole, or is_dataset_splitted=True and a sampler that does not split it again; one machine has other files; "
+    "or samples draw random numbers from a generator that each rank seeds in its own way, or keep what they drew. With "
+    "verify=None nobody looks, and then samples may be lost."
+)
+
 WIDTH = len(Outlook().vector())
 
 
@@ -306,6 +314,8 @@ def error_of(verdict: Decision, ranks: Mapping[int, Outlook], number: int, terms
         own = ""
         if "num_samples" in differ:
             own = " A rank that was given a part of its own (Subset, .shard()) needs is_dataset_splitted=True."
+        if differ.startswith(("sample ", "files", "all files")):
+            return errors.DifferentDataError(f"the ranks hold different data. {differ}. {_SAME_DATA}")
         return errors.ArgumentError(
             f"The ranks differ in pass {number} over a loader, but must be the same. {differ}. Give all ranks the same "
             f"arguments and data, and start every loop on all of them, in the same order.{own}"

@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from paddle_shard.clock import Spent
 from paddle_shard.plan.partition import Rows
-from paddle_shard.plan.step import Content, Ids, Mask, Step
+from paddle_shard.plan.step import Ids, Mask, Step
 from paddle_shard.reading.tensors import arrays_of, as_array, dtype_of
 from paddle_shard.tree import is_sequence, rebuild
 
@@ -30,12 +29,12 @@ class Chunk(NamedTuple):
     """(row, why) of samples that could not be read. Such a row holds the data of another sample."""
     why: str = ""
     """Why missing rows could not be filled."""
+    used_rng_late: bool = False
+    """True if reading used the global generators here, and did not in the first batch of the pass."""
+    profile: Mapping[str, float] | None = None
+    """What the worker did since its last answer, by category (`reading/profile.py`); None: it was not sampled."""
     digest: int = 0
     """Digest of what all readers of the stream have read up to here; 0 if each reads its own data."""
-    contents: tuple[Content, ...] = ()
-    """What was asked for by `Step.contents`, with digests; of a stream, the files that were opened."""
-    spent: Spent | None = None
-    """Where the time of reading went, if that was in another process."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -55,24 +54,25 @@ class Batch:
     """Why missing rows could not be filled."""
     digest: int = 0
     """Digest of what was read or drawn so far, for the ranks to compare."""
-    contents: tuple[Content, ...] = ()
-    """See `Chunk.contents`."""
     owned: bool = True
     """True if nothing else refers to its arrays, so that tensors may share their memory."""
     is_first: bool = False
     """True for the first step of its pass."""
-    completed: Callable[[], Any] | None = None
-    """Returns `value` with its tensors, if another thread has only begun to make them; `executor.complete` calls it."""
-    num_bytes: int = 0
-    """Size in bytes of its arrays, if another thread has taken it."""
-    spent: Spent | None = None
-    """Where the time of making it went, if that was in another thread."""
-
+    profile: Mapping[str, float] | None = None
+    """What a worker did while it read the batch, by category; None: it was not sampled."""
+    finish: Callable[[], Any] | None = None
+    """Returns the placed value, if that is left to the thread of the training loop; None: it is placed."""
+    num_valid: int = 0
+    """Rows of this process that are real."""
+    num_skipped: int = 0
+    """Rows of this process that the order serves, and whose sample could not be read."""
+    delivered_ids: tuple[Ids, int] = ((), 0)
+    """The samples of this process's slice without padding, and how many more could not be read; see `own_ids`."""
     exhausted: bool = False
     """True if it holds nothing new, and nothing new will come."""
 
     placed: Any = None
-    """What is known once the batch is placed (`place.placer.Placed`); it stays None if nothing could be read for it."""
+    """How the batch is placed (`place.placer.BatchRecipe`); it stays None if nothing could be read for it."""
     summary: dict[str, Any] | None = None
     """Summary of the batch for the ranks to compare; None: this one is not compared."""
 
@@ -103,6 +103,15 @@ class Batch:
         """Return one bool for each row that was read: True if the row is real."""
         found = self.served()
         return found if self.skipped is None else found & ~self.skipped
+
+    def count(self) -> None:
+        """Count its rows."""
+        self.num_valid = self.num_rows
+        self.num_skipped = 0
+        if self.skipped is not None:
+            self.num_skipped = int(np.count_nonzero(self.skipped & self.served()))
+        if self.skipped is not None or not self.whole:
+            self.num_valid = int(np.count_nonzero(self.valid()))
 
     def own_ids(self, layout: Any) -> tuple[Ids, int]:
         """Return the ids of the samples in this process's slice, without padding, and how many more were not read.
@@ -149,7 +158,8 @@ def joined(step: Step, chunks: Sequence[Chunk], places: Sequence[Rows], even: Ev
     one = chunks[0] if len(chunks) == 1 else _one_of(chunks, places, even)
     if one.state is not None:
         step = replace(step, sampler_state=one.state)
-    found = Batch(step=step, value=one.value, real=step.real, fresh=one.fresh, why=one.why, contents=one.contents)
+    found = Batch(step=step, value=one.value, real=step.real, fresh=one.fresh, why=one.why)
+    found.profile = next((chunk.profile for chunk in chunks if chunk.profile), None)
     found.digest = one.digest or step.digest
     if one.real is not None:
         found.real = np.frombuffer(one.real, np.bool_)
@@ -164,19 +174,24 @@ def joined(step: Step, chunks: Sequence[Chunk], places: Sequence[Rows], even: Ev
 def _one_of(chunks: Sequence[Chunk], places: Sequence[Rows], even: Even | None) -> Chunk:
     """Return the chunk that one reader of all parts would have returned."""
     order = np.argsort(np.concatenate(places), kind="stable")
-    real = np.concatenate([np.frombuffer(chunk.real or b"", np.bool_) for chunk in chunks])[order]
+    real: bytes | None = None
+    if any(chunk.real is not None for chunk in chunks):
+        masks = [
+            np.ones(len(place), np.bool_) if chunk.real is None else np.frombuffer(chunk.real, np.bool_)
+            for chunk, place in zip(chunks, places, strict=True)
+        ]
+        real = np.concatenate(masks)[order].tobytes()
     value = None
     if not any(chunk.value is None for chunk in chunks):
         value = take_rows([chunk.value for chunk in chunks], [len(place) for place in places], order, even)
     return chunks[0]._replace(
         value=value,
-        real=real.tobytes(),
+        real=real,
         fresh=any(chunk.fresh for chunk in chunks),
         skipped=[
             (int(place[row]), why) for chunk, place in zip(chunks, places, strict=True) for row, why in chunk.skipped
         ],
         why=next((chunk.why for chunk in chunks if chunk.why), ""),
-        contents=tuple(one for chunk in chunks for one in chunk.contents),
     )
 
 

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import islice, takewhile
 from typing import Any
 
 import numpy as np
 
-from paddle_shard.clock import SLOW, clock
 from paddle_shard.errors import BatchStructureError, PaddleShardError
 from paddle_shard.plan.parts import PartsPlan
-from paddle_shard.plan.step import MOST_STAND_INS, Content
+from paddle_shard.plan.step import MOST_STAND_INS
 from paddle_shard.reading.batch import Batch, Chunk, take_rows
-from paddle_shard.reading.digest import WHOLE, TurnDigests, digest
-from paddle_shard.reading.reader import HowToRead, Reader, digest_or_none, in_words
+from paddle_shard.reading.digest import TurnDigests
+from paddle_shard.reading.reader import HowToRead, Reader, digest_or_none
 from paddle_shard.reading.tensors import num_rows_of
 from paddle_shard.stages.cut import FAILED_AT, Stripe
 from paddle_shard.stages.stage import Opening, Stage, Stated, Unreadable
@@ -50,8 +49,6 @@ class ChunkRequest:
     """If a sample is a rank's own batch, its number of rows; 0: the first batch tells. None: it is no such batch."""
     compared: bool = False
     """True if the samples are compared with those that other readers of the same stream read."""
-    tells: bool = False
-    """True if it is told which files are opened, and their versions."""
 
     @property
     def pad(self) -> bool:
@@ -70,6 +67,23 @@ class ChunkRequest:
 
 
 _NOTHING = object()
+
+
+@lru_cache(maxsize=64)
+def _row_places(num_parts: int, size: int, stripe: int) -> tuple[tuple[int, int], ...]:
+    """Return (number of the part, sample of the step in it) of each row that a reader reads.
+
+    Args:
+        num_parts: Parts that the reader holds.
+        size: Samples of each part in a step.
+        stripe: Samples of each part in a micro-batch.
+    """
+    return tuple(
+        (part, row)
+        for first in range(0, size, stripe)
+        for part in range(num_parts)
+        for row in range(first, first + stripe)
+    )
 
 
 class ChunkReader(Reader):
@@ -95,10 +109,6 @@ class ChunkReader(Reader):
         self._padding = Padding(stage, Opening(parts=(0,), num_parts=1))
         self._digests = TurnDigests()
         self._state: Any = None
-        self._told: list[Content] = []
-        """The files and sources that were opened since the last step."""
-        self._looked = False
-        """True if a sample of the pass was looked at: whether those behind it have memory of their own."""
 
     def close(self) -> None:
         """Drop the open parts."""
@@ -106,14 +116,12 @@ class ChunkReader(Reader):
 
     def _begin(self, asked: ChunkRequest) -> None:
         """Open the parts at a step: the first of the pass, unless another reader has read those before it."""
-        self._told, self._looked = [], False
-        opened = self._opened if asked.tells else None
-        opening = replace(asked.opening, seed_generators=self._seed, skip_errors=self._how.skip_errors, opened=opened)
+        opening = replace(asked.opening, seed_generators=self.rng.seed, skip_errors=self._how.skip_errors)
         self._pass_number, self._next_step, self._parts = asked.pass_number, asked.step, []
         self._state, whole = opening.state, asked.whole_items
         here = replace(opening, skip=asked.position)
         # Whole batches that several readers take in turns are made up for by the first one of the stream.
-        fills = replace(here.uncut(here.skip) if asked.stride > 1 else here, opened=None)  # what it opens was told
+        fills = here.uncut(here.skip) if asked.stride > 1 else here
         self._padding = Padding(self._stage, fills, whole=whole)
         if not (asked.pad or self._how.skip_errors):
             self._padding.unknown.clear()  # no rows will be filled
@@ -131,12 +139,7 @@ class ChunkReader(Reader):
             for items in self._parts:
                 next(items, None)
 
-    def _opened(self, one: Content, *first: Any) -> None:
-        """See `Opening.opened`."""
-        with contextlib.suppress(Exception):  # what cannot be looked at is not told
-            self._told += [one._replace(digest=digest(item, 0, WHOLE), shown=in_words(item)) for item in first] or [one]
-
-    def _rows(self, asked: ChunkRequest, at: dict[str, Any]) -> Chunk:
+    def _rows(self, asked: ChunkRequest, at: dict[str, Any], *, look: bool) -> Chunk:
         """See `Reader`. Requests of a pass come in the order of their steps."""
         at["what"] = f"opening parts {list(asked.opening.parts)}"
         if asked.pass_number != self._pass_number:
@@ -144,78 +147,75 @@ class ChunkReader(Reader):
         if asked.step != self._next_step:
             raise AssertionError(f"step {asked.step} was asked for, but step {self._next_step} is next")
         self._next_step += asked.stride
-        columns, fresh = self._columns(asked, at)
-        plan, parts, position, size = asked.plan, asked.opening.parts, asked.position, asked.plan.samples_per_part
-        num_real, why = list(map(len, columns)), ""
-        if min(num_real) < size:
-            why = self._fill(columns, asked, at)
-        # Rows of the batch, micro-batch by micro-batch: samples, (part, number in the part), and which are real.
-        samples, places, real = list[Any](), list[tuple[int, int]](), list[bool]()
-        for first in range(0, size, plan.stripe):
-            for part, column, count in zip(parts, columns, num_real, strict=True):
-                samples += column[first : first + plan.stripe]
-                for row in range(first, first + plan.stripe):
-                    places.append((part, position + row))
-                    real.append(row < count)
-        self.num_samples = len(real)
-        value, skipped = None, list[tuple[int, str]]()
-        if len(samples) == len(real):  # else rows are missing
-            failed = dict[int, str]()
+        columns, fresh = self._columns(asked, at, look=look)
+        parts = asked.opening.parts
+        position = asked.position
+        size = asked.plan.samples_per_part
+        num_valid = list(map(len, columns))
+        is_whole = min(num_valid) == size
+        why = "" if is_whole else self._fill(columns, asked, at)
+
+        # Rows of the batch, micro-batch by micro-batch: (number of the part here, sample of the step).
+        places = _row_places(len(parts), size, asked.plan.stripe)
+        value = None
+        skipped: list[tuple[int, str]] = []
+        num_rows = 1
+        if min(map(len, columns)) == size:  # else rows are missing
+            samples = [columns[part][row] for part, row in places]
+            failed: dict[int, str] = {}
             if self._how.skip_errors:
                 failed = {row: one.why for row, one in enumerate(samples) if isinstance(one, Unreadable)}
+            if self._placeholder is None and len(failed) == len(samples):  # no sample was readable so far
+                with contextlib.suppress(LookupError):
+                    self._placeholder = self._padding.of(parts[0])
             at.update(what=f"collating {len(samples)} samples", index=None)
-            if self._collate_fn is not None:  # stacking draws nothing
-                self._seed(asked.opening.key(0, "collate", asked.step))  # the same for all readers of the step
+            if self._collate_fn is not None and self.rng.seeds:  # the same for all readers of the step
+                self.rng.seed(asked.opening.key(0, "collate", asked.step))
             value, skipped = self._collated(
                 samples,
                 failed,
                 whole=asked.whole_items,
-                stand_in=lambda: self._padding.of(parts[0]),
-                name_of=lambda row: self._named(*places[row], asked),
+                name_of=lambda row: self._named(parts[places[row][0]], position + places[row][1], asked),
             )
-            if not asked.whole_items:
-                self._say_if_collating_draws()
-            if skipped:
-                skipped = [one for one in skipped if real[one[0]]]
+            skipped = [(row, reason) for row, reason in skipped if places[row][1] < num_valid[places[row][0]]]
             if asked.local_rows is not None:
-                real = real * num_rows_of(value)
+                num_rows = num_rows_of(value)
+        valid = None
+        if skipped or not is_whole or asked.local_rows is not None:
+            valid = bytes([row < num_valid[part] for part, row in places] * num_rows)
         state = None
         if asked.local_rows is not None:
             state = {"shard": parts[0], "rows": asked.local_rows, "library": self._state}
         digest = self._digests.until((position + size - 1) // asked.opening.stripe) if asked.compared else 0
-        told, self._told[:] = tuple(self._told), ()
-        return Chunk(value, bytes(real), fresh, state, skipped, why, digest, told)
+        return Chunk(value, valid, fresh, state, skipped, why, digest=digest)
 
-    def _columns(self, asked: ChunkRequest, at: dict[str, Any]) -> tuple[list[list[Any]], bool]:
+    def _columns(self, asked: ChunkRequest, at: dict[str, Any], *, look: bool) -> tuple[list[list[Any]], bool]:
         """Return the samples of each part, as many as there are, and whether any is of the part's first round."""
-        columns, fresh, first, size = list[list[Any]](), False, asked.position, asked.plan.samples_per_part
-        slowest, slow_at, began, before = 0.0, (0, 0), time.perf_counter(), None
-        first_of_all: Any = None
+        columns: list[list[Any]] = []
+        fresh = False
+        first_digest: int | None = None
+        first_sample: Any = None
+        size = asked.plan.samples_per_part
         for part, items in zip(asked.opening.parts, self._parts, strict=True):
             column: list[Any] = []
-            while len(column) < size:
-                number = first + len(column)
+            try:
+                for times, sample in islice(items, size):
+                    if times == 0:
+                        fresh = True
+                    if isinstance(sample, Stated):
+                        sample, self._state = sample
+                    column.append(sample)
+                    if look and first_sample is None:
+                        first_sample = sample
+                        first_digest = digest_or_none(sample)
+            except BaseException:
+                number = asked.position + len(column)
                 at.update(what=f"reading sample {number} of part {part}", index=(part, number))
-                found = next(items, None)
-                if found is None:
-                    break
-                now = time.perf_counter()
-                if now - began > slowest:
-                    slowest, slow_at = now - began, (part, number)
-                began = now
-                times, sample = found
-                fresh = fresh or times == 0
-                if isinstance(sample, Stated):
-                    sample, self._state = sample
-                column.append(sample)
-                if not self._looked:
-                    self._looked, first_of_all, before = True, sample, digest_or_none(sample)
+                raise
             columns.append(column)
             if part in self._padding.unknown:
                 self._padding.note(part, column, ended=len(column) < size)
-        self._check_own_memory(before, first_of_all)
-        if slowest > SLOW:
-            clock().note(slowest, self._named(*slow_at, asked))
+        self._check_own_memory(first_digest, first_sample)
         return columns, fresh
 
     def _fill(self, columns: list[list[Any]], asked: ChunkRequest, at: dict[str, Any]) -> str:
@@ -290,7 +290,7 @@ class Padding:
         """
         for candidate in self._opening.parts if self._whole else (part, *range(self._opening.num_parts)):
             if candidate not in self._first:
-                opening = replace(self._opening, parts=(candidate,), rounds=Counter())
+                opening = replace(self._opening, parts=(candidate,))
                 opened = self._stage.open(opening)[0]
                 self._first[candidate] = next(_readable(islice(opened, self._most)), _NOTHING)
                 self.unknown.discard(candidate)

@@ -1,8 +1,7 @@
-"""Who runs the readers of a pass?
+"""Executors: run the readers of a pass, in this process or in workers.
 
-An executor takes steps and gives back their batches, in the same order. Two of them read: in this process
-(`InlineExecutor`), and in worker processes (`WorkerExecutor`). One takes what another rank has read
-(`ranks/replicas.py`). The others wrap an executor, with the same methods.
+An executor takes steps and returns their batches, in the same order. `InlineExecutor` reads in this process,
+`WorkerExecutor` in worker processes, and `ranks/replicas.py` takes what another rank has read.
 """
 
 from __future__ import annotations
@@ -10,28 +9,25 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 from paddle.base.framework import _current_expected_place_, _dygraph_place_guard
 from paddle.framework import core
 
-from paddle_shard.clock import STARTING, TENSORS, TRANSPORT, at, clock
-from paddle_shard.errors import DifferentDataError
-from paddle_shard.forks import no_fork
+from paddle_shard import forks
+from paddle_shard.errors import DifferentDataError, PaddleShardError
 from paddle_shard.plan.partition import Rows
 from paddle_shard.plan.step import Step
 from paddle_shard.reading.batch import Batch, Chunk, Even, joined
 from paddle_shard.reading.chunk_reader import OwnBatches
 from paddle_shard.reading.failure import ReadFailure
-from paddle_shard.reading.reader import Reader
-from paddle_shard.reading.tensors import arrays_of, becomes_tensor
+from paddle_shard.reading.reader import DigestRequest, Look, Reader
 from paddle_shard.reading.workers import WorkerPool, WorkersLostError
-from paddle_shard.say_once import say_once
-from paddle_shard.tree import mapped, named_leaves
+from paddle_shard.say_once import say_once as warn_once
+
+MAKING_TENSORS = "making tensors of the batch"
 
 
 class Executor:
@@ -43,24 +39,32 @@ class Executor:
         return 1
 
     @property
-    def runs_free(self) -> bool:
-        """True if another thread than the caller's may take: reading draws no random numbers in this process."""
+    def runs_in_thread(self) -> bool:
+        """True if another thread than the training loop's may take the next batches."""
         return True
 
-    def submit(self, step: Step) -> None:
-        """Ask for a step."""
+    @property
+    def reads_last_here(self) -> bool:
+        """True if only the thread of the training loop may take the last batch of a pass."""
+        return False
+
+    def submit(self, step: Step, *, is_last: bool = False) -> None:
+        """Ask for a step; `is_last` if it is known to be the last of the pass."""
         raise NotImplementedError
 
-    def take(self, *, beside: bool = False) -> Batch:
+    def digests(self, samples: Sequence[Any]) -> Sequence[int]:
+        """Return a digest of each of some samples, before the first step is submitted; see `IdReader.digests`."""
+        raise NotImplementedError
+
+    def take(self, *, in_thread: bool = False) -> Batch:
         """Return the batch of the first step that was not taken yet.
 
         Args:
-            beside: True if another thread than the caller's takes.
+            in_thread: True if another thread than that of the training loop calls.
 
         Raises:
             StopIteration: All steps that were submitted were taken, or the executor was closed.
             DataReadError: Reading it failed.
-            DrewBesideError: `beside`, and something drew random numbers: the caller's thread must take it.
         """
         raise NotImplementedError
 
@@ -75,7 +79,7 @@ class Executor:
         """Note that nothing more will be submitted or taken."""
 
     def close(self, *, ended: bool = False) -> None:
-        """End the workers and threads; safe to call again.
+        """End the workers; safe to call again.
 
         Args:
             ended: True if all ranks have come to the end of the pass; persistent workers may stay.
@@ -83,12 +87,20 @@ class Executor:
 
 
 @contextlib.contextmanager
-def told_of(step: Step, what: str) -> Iterator[None]:
-    """Raise an error inside as a `DataReadError` of a step, for which this was done."""
+def read_errors(step: Step, action: str) -> Iterator[None]:
+    """Raise an error inside the `with` block as the `DataReadError` of a step; errors of this package stay."""
     try:
         yield
+    except PaddleShardError:
+        raise
     except Exception as error:
-        raise ReadFailure.of(error, what=what).error(step) from None
+        raise ReadFailure.of(error, what=action).error(step) from None
+
+
+_USED_LATER = (
+    "the data set used a global random generator (numpy's, Python's, Paddle's or torch's), but not in the first "
+    "batch of this pass, so its samples were not seeded. Set dataset.uses_rng = True to seed each sample."
+)
 
 
 class _Reads(Executor):
@@ -112,6 +124,8 @@ class _Reads(Executor):
             if isinstance(answer, ReadFailure):
                 self.close()
                 raise answer.error(step)
+            if answer.used_rng_late:
+                warn_once(_USED_LATER)
             chunks.append(answer)
             if answer.digest != chunks[0].digest:
                 raise DifferentDataError(
@@ -121,29 +135,20 @@ class _Reads(Executor):
                 )
             for _, why in answer.skipped:
                 logging.getLogger("paddle_shard").warning("skipped %s", why)
-        with told_of(step, "joining the rows of several workers"):
+        with read_errors(step, "joining the rows of several workers"):
             found = joined(step, chunks, self._places, self._even)
             if step.parts and step.parts[0].whole_items:
                 self._own_batches.complete(found, step.parts[0])
         return found
 
 
-_OTHER_THREAD = (
-    "another thread than the main one reads without workers. While a sample is read, the CPU is Paddle's current place "
-    "for all threads, so what the main thread computes meanwhile may be on the CPU. Iterate over the loader where you "
-    "train (it reads ahead by itself), or use workers (num_workers=)."
-)
-
-
 def on_cpu() -> contextlib.AbstractContextManager[Any]:
     """Make the CPU the current place, as it is in workers: so samples draw the same numbers, from the same generator.
 
-    All threads of a process have the same current place, so only the caller's thread may do this.
+    All threads of a process have the same current place, so only the main thread may do this.
     """
     if isinstance(_current_expected_place_(), core.CPUPlace):
         return contextlib.nullcontext()
-    if threading.current_thread() is not threading.main_thread():
-        say_once(_OTHER_THREAD)
     guard: contextlib.AbstractContextManager[Any] = _dygraph_place_guard(core.CPUPlace())
     return guard
 
@@ -155,33 +160,53 @@ class InlineExecutor(_Reads):
         """Begin a pass; a single reader has all parts of a step."""
         super().__init__()
         self._reader = reader
+        self._num_taken = 0
+        self._last: Step | None = None
 
     @property
-    def runs_free(self) -> bool:
-        """See `Executor`. In another thread the CPU cannot be the current place.
+    def runs_in_thread(self) -> bool:
+        """See `Executor`: the first and the last batch show whether the global generators are used.
 
-        So tensors that samples make would go to the device one by one, and wait for what it has to compute.
+        Another thread cannot make the CPU the current place. So tensors that samples make would go to the device one by
+        one, and wait for what it has to compute.
         """
-        stays = not self._reader.makes_tensors or isinstance(_current_expected_place_(), core.CPUPlace)
-        return self._reader.runs_free and stays
+        reader = self._reader
+        if self._reader.rng.seeds or (self._num_taken == 0 and reader.rng.looks):
+            return False
+        return not reader.makes_tensors or isinstance(_current_expected_place_(), core.CPUPlace)
 
-    def submit(self, step: Step) -> None:
+    @property
+    def reads_last_here(self) -> bool:
+        """See `Executor`."""
+        return self._reader.rng.looks
+
+    def digests(self, samples: Sequence[Any]) -> Sequence[int]:
+        """See `Executor`."""
+        with on_cpu():
+            return self._reader.digests(samples)
+
+    def submit(self, step: Step, *, is_last: bool = False) -> None:
         """See `Executor`."""
         self._steps.append(step)
+        if is_last:
+            self._last = step
 
-    def take(self, *, beside: bool = False) -> Batch:
+    def take(self, *, in_thread: bool = False) -> Batch:
         """See `Executor`."""
         if not self._steps:
             raise StopIteration
-        step, reader = self._steps[0], self._reader
-        asked = step.parts[0] if step.parts else step
-        if beside:
-            answer: Chunk | ReadFailure = reader.read_beside(asked)
-        else:
-            with on_cpu():
-                answer = reader.read(asked, None)
+        step = self._steps[0]
+        request = step.parts[0] if step.parts else step
+        look: Look = ""
+        if self._num_taken == 0:
+            look = "first"
+        elif step is self._last:
+            look = "last"
+        self._num_taken += 1
+        with forks.reader_gate.reading() if in_thread else on_cpu():
+            answer = self._reader.read(request, None, look)
         found = self._batch([answer])
-        found.owned = reader.owns_arrays
+        found.owned = self._reader.owns_arrays
         return found
 
     def close(self, *, ended: bool = False) -> None:
@@ -219,6 +244,8 @@ class WorkerExecutor(_Reads):
         self._num_taken = self._num_sent = 0
         self._unsent: deque[Any] = deque()
         """Requests that follow those that were sent."""
+        self._last: Any = None
+        """The request of the last step, if it is known."""
         self._failures: dict[int, ReadFailure] = {}
         """Number of a request -> why it could not be sent."""
         try:
@@ -233,14 +260,29 @@ class WorkerExecutor(_Reads):
         pool = self._pool
         return 1 if pool is None else max(1, pool.num_workers * pool.num_ahead // self._num_parts)
 
-    def submit(self, step: Step) -> None:
+    def submit(self, step: Step, *, is_last: bool = False) -> None:
         """See `Executor`."""
         self._steps.append(step)
         self._unsent.extend(step.parts or (step.to_read(),))
+        if is_last:
+            self._last = self._unsent[-1]
         if self._pool is not None:
             self._send(self._pool)
 
-    def take(self, *, beside: bool = False) -> Batch:
+    def digests(self, samples: Sequence[Any]) -> Sequence[int]:
+        """See `Executor`: the first worker reads them, as the parent may have to leave files unopened before a fork."""
+        assert self._pool is not None
+        self._pool.send(0, (DigestRequest(samples=samples), ""))
+        try:
+            answer = self._pool.receive(0)
+        except WorkersLostError as lost:
+            answer = ReadFailure.of(lost, what="reading", worker=lost.worker)
+        if isinstance(answer, ReadFailure):
+            self.close()
+            raise answer.error(Step(epoch=0, number=0, num_rows=0, micro_size=0, num_real=0, ids=samples))
+        return answer  # type: ignore[no-any-return]
+
+    def take(self, *, in_thread: bool = False) -> Batch:
         """See `Executor`."""
         pool = self._pool
         if pool is None or not self._steps:
@@ -260,9 +302,7 @@ class WorkerExecutor(_Reads):
         self._send(pool)
         answer = self._failures.get(self._num_taken)
         if answer is None:
-            with at(TRANSPORT) as mine:
-                answer = pool.receive(self._num_taken % pool.num_workers)
-            mine.blame(getattr(answer, "spent", None))
+            answer = pool.receive(self._num_taken % pool.num_workers)
         self._num_taken += 1
         self._send(pool)
         return answer
@@ -272,9 +312,13 @@ class WorkerExecutor(_Reads):
         # Of the requests that were sent and not taken, one in `num_workers` is with the worker of the next one.
         while self._unsent and (self._num_sent - self._num_taken) // pool.num_workers < pool.num_ahead:
             request = self._unsent[0]
+            look: Look = ""
+            if self._num_sent < pool.num_workers:
+                look = "first"
+            elif request is self._last:
+                look = "last"
             try:
-                with at(TRANSPORT):
-                    pool.send(self._num_sent % pool.num_workers, request)
+                pool.send(self._num_sent % pool.num_workers, (request, look))
             except BlockingIOError:  # the worker is busy with earlier messages
                 return
             except ConnectionError:  # told when the answer is due
@@ -318,150 +362,9 @@ class WorkerExecutor(_Reads):
             if stays and self._num_taken == self._num_sent and not pool.interrupted:
                 self._idle.append(pool)
             else:
-                with at(STARTING):  # ending them, too, is spared by persistent workers
-                    pool.shut_down()
+                pool.shut_down()
         self._pool = None  # only now, as a signal handler may raise before this line
 
     def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
         if not ending():  # else the interpreter has ended the workers already
             self.close()
-
-
-class Wrapper(Executor):
-    """An executor around another one; a subclass changes what is different."""
-
-    def __init__(self, inner: Executor) -> None:
-        self._inner = inner
-
-    @property
-    def depth(self) -> int:
-        """See `Executor`."""
-        return self._inner.depth
-
-    @property
-    def runs_free(self) -> bool:
-        """See `Executor`."""
-        return self._inner.runs_free
-
-    def submit(self, step: Step) -> None:
-        """See `Executor`."""
-        self._inner.submit(step)
-
-    def take(self, *, beside: bool = False) -> Batch:
-        """See `Executor`."""
-        return self._inner.take(beside=beside)
-
-    def ready(self) -> bool:
-        """See `Executor`."""
-        return self._inner.ready()
-
-    def interrupt(self) -> None:
-        """See `Executor`."""
-        self._inner.interrupt()
-
-    def stop(self) -> None:
-        """See `Executor`."""
-        self._inner.stop()
-
-    def close(self, *, ended: bool = False) -> None:
-        """See `Executor`."""
-        self._inner.close(ended=ended)
-
-
-_MAKING, _TENSORS = "making tensors of the batch", (TENSORS, "")
-ToTensors = Callable[[Sequence[Any], bool], Callable[[], Sequence[Any]]]
-"""Begins to convert arrays and tensors to tensors, and returns a function that returns them. If nothing else refers to
-the arrays (True), the tensors may share their memory."""
-
-
-class Tensors(Wrapper):
-    """Makes tensors of the arrays of each batch, on the loader's place.
-
-    A batch that another thread takes is ready but for what is the caller's to do (`complete`): its copy to a device.
-    """
-
-    def __init__(self, inner: Executor, to_tensors: ToTensors, look: Callable[[Batch], None] | None = None) -> None:
-        """Wrap an executor.
-
-        Args:
-            inner: The executor.
-            to_tensors: Makes the tensors of one pass.
-            look: Is shown each batch before.
-        """
-        super().__init__(inner)
-        self._to_tensors, self._look = to_tensors, look
-        self._any_taken = False
-
-    def take(self, *, beside: bool = False) -> Batch:
-        """See `Executor`."""
-        found = self._inner.take(beside=beside)
-        found.is_first, self._any_taken = not self._any_taken, True
-        if self._look is not None:
-            self._look(found)
-        mine = clock()
-        before = mine.to(_TENSORS)  # also if it raises: the account of the batch ends then
-        with no_fork, told_of(found.step, _MAKING):
-            rest = begin_tensors(found.value, self._to_tensors, found.owned)
-            if not beside:
-                found.value = rest()
-        mine.to(before)
-        if beside:
-            found.num_bytes = sum(getattr(leaf, "nbytes", 0) for leaf in arrays_of(found.value))
-            found.value, found.completed = None, rest
-        return found
-
-
-def complete(batch: Batch) -> None:
-    """Do the rest of making a batch's tensors, on the thread that computes with them."""
-    if batch.completed is not None:
-        with no_fork, at(TENSORS), told_of(batch.step, _MAKING):
-            batch.value, batch.completed = batch.completed(), None
-
-
-def begin_tensors(value: Any, begin: ToTensors, owned: bool) -> Callable[[], Any]:
-    """Begin to make tensors of every array of a batch that can be one, and of every tensor.
-
-    Args:
-        value: The batch.
-        begin: Begins to convert arrays and tensors, all at once.
-        owned: True if nothing else refers to the arrays.
-
-    Returns:
-        A function that returns the batch with tensors in their places.
-
-    Raises:
-        TypeError: An array has a dtype or a byte order that Paddle does not have.
-    """
-    found = []
-    for path, leaf in named_leaves(value):
-        if becomes_tensor(leaf):
-            _check_dtype(leaf, path)
-            found.append(leaf)
-    made, converted = begin(found, owned), set(map(id, found))
-
-    def finished() -> Any:
-        tensors = iter(made())
-        return mapped(value, lambda leaf, _: next(tensors) if id(leaf) in converted else leaf)
-
-    return finished
-
-
-def _check_dtype(array: Any, path: str) -> None:
-    """Refuse an array of numbers that Paddle cannot hold; a tensor is fine.
-
-    Raises:
-        TypeError: Paddle does not have its dtype or its byte order.
-    """
-    if not isinstance(array, np.ndarray):
-        return
-    kind, size = array.dtype.kind, array.dtype.itemsize
-    at = f" at field {path}" if path else ""
-    if (kind == "u" and size > 2) or (kind == "f" and size > 8) or size > 16:
-        raise TypeError(
-            f"Paddle has no tensors of dtype {array.dtype}{at}; convert it, for instance with .astype('int64')."
-        )
-    if not array.dtype.isnative:
-        raise TypeError(
-            f"array of dtype {array.dtype!r}{at} is in another byte order than this machine's; convert it with "
-            f".astype({array.dtype.name!r})."
-        )

@@ -8,14 +8,16 @@ import signal
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import paddle
 from paddle.io.dataloader import worker as paddle_worker
 
-from paddle_shard.clock import IDLE, STARTING, TRANSPORT, at, start_anew
+from paddle_shard.reading.batch import Chunk
 from paddle_shard.reading.channel import Channel
 from paddle_shard.reading.failure import ReadFailure
+from paddle_shard.reading.profile import WORKER, Profiler
 from paddle_shard.reading.reader import Reader
 from paddle_shard.reading.worker_guards import answer_to_the_parent
 from paddle_shard.reading.worker_info import shown
@@ -54,25 +56,26 @@ def work(number: int, connection: socket.socket, settings: WorkerSettings, seed:
         if signalled == signal.SIGTERM or callable(signal.getsignal(signalled)):
             signal.signal(signalled, signal.SIG_DFL if signalled in _CRASHES else lambda *_: None)
     answer_to_the_parent()
-    channel, mine = Channel(connection, settings.num_ahead), start_anew()
-    outer = mine.begin(STARTING)
+    channel = Channel(connection, settings.num_ahead)
     os.register_at_fork(after_in_child=channel.close)  # a process that the user starts here may outlive this one
     with paddle.base.dygraph.guard(place=paddle.CPUPlace()):  # other devices' drivers do not work after a fork
         failure = set_up(number, settings, seed)
+        profiler = Profiler()
+        profiler.start(role=WORKER)
 
         def lost(error: Exception) -> ReadFailure:
             return ReadFailure.of(error, what="receiving the request", worker=number)
 
         while True:
             try:
-                with at(IDLE):
-                    asked = channel.receive(lost)
+                asked = channel.receive(lost)
             except EOFError:
                 return
-            answer = failure or (asked if isinstance(asked, ReadFailure) else settings.reader.read(asked, number))
-            if not isinstance(answer, ReadFailure):
-                answer = answer._replace(spent=mine.end(outer, f"worker {number}"))
-                outer = mine.begin(TRANSPORT)
+            answer: Any = failure
+            if answer is None:
+                answer = asked if isinstance(asked, ReadFailure) else settings.reader.read(asked[0], number, asked[1])
+            if isinstance(answer, Chunk):
+                answer = answer._replace(profile=profiler.snapshot())
             try:
                 # At most `num_ahead` requests are here, so the answer that was sent so many turns ago was taken.
                 channel.send(answer)

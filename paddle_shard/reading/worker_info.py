@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from itertools import islice
 from typing import Any
 
 from paddle.io.dataloader import worker as paddle_worker
 from paddle.io.dataloader.worker import WorkerInfo
 
 from paddle_shard.errors import ArgumentTypeError, SplitError
-from paddle_shard.plan.step import Content
 from paddle_shard.reading.digest import digest
 from paddle_shard.sources.external import OwnCopy, iterate, tell_epoch
 from paddle_shard.stages.stage import Opening, Stage
@@ -22,8 +18,6 @@ from paddle_shard.stages.stage import Opening, Stage
 _END = object()
 LOOK = "/look"
 """Ends what the sample that all readers look at is known by."""
-_LOOKS, _LOOKED_AT = 3, 3
-"""How often each reader looks at the first samples of part 0, to see whether they are the same each time; how many."""
 
 
 @contextmanager
@@ -90,15 +84,6 @@ class SelfSplit(Stage):
     def open(self, opening: Opening) -> list[Iterator[Any]]:
         """Return the samples of each part."""
         begun: dict[int, tuple[int, int]] = {}
-        if opening.opened is not None and opening.round == 0 and opening.num_parts > 1:
-            # All readers look at one part: to a stream that also asks for its rank, it is another one on each. One that
-            # shuffles without a seed may begin alike by chance.
-            look = replace(opening, opened=None, parts=(0,), skip=0)
-            with contextlib.suppress(Exception):  # what cannot be looked at is not told
-                first, *others = (list(islice(self._begun(0, look)[1], _LOOKED_AT)) for _ in range(_LOOKS))
-                key = f"{opening.seed & 0xFFFFFFFF:x}{LOOK}"
-                known = Content(opening.epoch, key, name="what part 0 begins with", reader=key)
-                opening.opened(known, *[first] * all(digest(one) == digest(first) for one in others))
         return [self._items(part, opening, begun) for part in opening.parts]
 
     def _begun(self, part: int, opening: Opening) -> tuple[_Part, Iterator[Any]]:

@@ -21,12 +21,11 @@ from typing import Any
 import numpy as np
 import paddle.io
 
-from paddle_shard.clock import STARTING, WAITING, at
+from paddle_shard import forks
 from paddle_shard.forks import LONGEST, no_fork, wait_for_imports
-from paddle_shard.randomness import NumpyGenerator, Undisturbed, kept
+from paddle_shard.randomness import NumpyGenerator, kept
 from paddle_shard.reading.channel import Channel
 from paddle_shard.reading.failure import ReadFailure
-from paddle_shard.reading.held import Held
 from paddle_shard.reading.reader import Reader
 from paddle_shard.reading.worker import WorkerSettings, work
 from paddle_shard.reading.worker_guards import garbage_left_to_the_parent, signals_held, stacks_of
@@ -126,8 +125,6 @@ class WorkerPool:
         self._channels: list[Channel] = []
         self._theirs: tuple[socket.socket, int] | None = None
         """The other end of a worker's channel while the worker is started, and the thread that starts it."""
-        self.held: Held = {}
-        """Of persistent workers, what the data set and the collate function held when they were started."""
         self.interrupted = self._told = False
         _pools.add(self)
 
@@ -141,10 +138,9 @@ class WorkerPool:
         if os.getpid() not in _processes:
             _processes.add(os.getpid())
             multiprocessing.util.Finalize(None, _shut_down_all, exitpriority=0)
-        # No thread of ours reads meanwhile: it may hold a lock of the data set's, which a child would never see freed.
-        undisturbed, deadline = Undisturbed(), time.monotonic() + LONGEST
+        deadline = time.monotonic() + LONGEST
         try:
-            with at(STARTING), garbage_left_to_the_parent(), signals_held():
+            with forks.reader_gate.closed(), garbage_left_to_the_parent(), signals_held():
                 for number in range(self.num_workers):
                     with no_fork:  # if another thread forks, its child closes both sockets
                         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -168,8 +164,6 @@ class WorkerPool:
                     f"{_SHORT[error.errno]}",
                 ) from error
             raise
-        finally:
-            undisturbed.release()
 
     def send(self, number: int, request: Any) -> None:
         """Send a worker a request; see `Channel.send`."""
@@ -230,9 +224,7 @@ class WorkerPool:
             except EOFError:
                 raise self._lost(number) from None
             seconds = min(_LOOK_SECONDS, self.worker_timeout - waited)
-            with at(WAITING):
-                came = channel.wait(seconds)
-            if came:
+            if channel.wait(seconds):
                 continue
             waited += seconds
             if waited >= _OTHERS_SECONDS:

@@ -9,6 +9,9 @@ import numpy as np
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError
 
+NO_REPEAT = "Leave repeat() out (each pass over the loader is an epoch), or give it a number."
+"""The fix for a data set that is repeated without an end, and has a length all the same."""
+
 
 class ArrayDataset:
     """Arrays whose rows are the samples: numpy arrays, memory maps, or arrays indexed like them (Zarr, HDF5, Arrow).

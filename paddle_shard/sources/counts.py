@@ -175,13 +175,13 @@ def source_of_files(
             with files.failures_named(name, lambda: ("opening", None)):
                 next(read(name, 0), None)
     counts = None if entries is None else [entries[name].samples for name in names]
-    return ShardSource(names, read, counts=counts, shuffle_shards=shuffle_shards, resample=resample, versioned=True)
+    return ShardSource(names, read, counts=counts, shuffle_shards=shuffle_shards, resample=resample)
 
 
 def _read(
     name: str, skip: int, *, samples: Samples, entries: Mapping[str, ShardEntry] | None, cache: HostCache | None
 ) -> Iterator[Any]:
-    """Yield the version of a file, and its samples from a given one on."""
+    """Yield the samples of a file from a given one on."""
     start = 0
     if entries is not None:
         start, skip = entries[name].before(skip)
@@ -192,7 +192,6 @@ def _read(
                 f"the file has {size} bytes, and had {entries[name].size} when it was counted. It has changed since, "
                 f"or is another file of that name: {RECOUNT}"
             )
-        yield files.version_of(opened, name)
         for _, sample in islice(samples(file, name, start), skip, None):
             yield sample
 

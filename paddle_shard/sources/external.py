@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from paddle_shard.errors import ArgumentError, ArgumentTypeError, SplitError, StateError
+from paddle_shard.errors import ArgumentError, ArgumentTypeError, StateError
 from paddle_shard.plan.seeding import mix
 from paddle_shard.stages.stage import Opening, Stage, Stated
 
@@ -277,31 +277,6 @@ class IterableSource(Stage):
             )
         self._used = True
         return iter(self._iterable)  # type: ignore[arg-type]
-
-
-def build_watched(build: Callable[[Any], Any], share: ShardOptions, library: str) -> Any:
-    """Return what a user's function builds for a share.
-
-    Raises:
-        SplitError: The function has not read both `shard` and `num_shards`, so every data rank would read all the data.
-    """
-    asked: set[str] = set()
-
-    class Watched:
-        """The share, which records what the function reads of it."""
-
-        def __getattr__(self, name: str) -> Any:
-            asked.add(name)
-            return getattr(share, name)
-
-    built = build(Watched())
-    if share.num_shards > 1 and not {"shard", "num_shards"} <= asked:
-        raise SplitError(
-            f"{library}: the function that builds the loader has looked at neither share.shard nor share.num_shards, "
-            f"or at one only, so that each of the {share.num_shards} data ranks would read all of the data. Split it "
-            "there, in the function itself, not later in a worker."
-        )
-    return built
 
 
 _TAG = "$"

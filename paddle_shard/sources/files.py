@@ -1,7 +1,4 @@
-"""How are local and remote files named and opened, and how does reading continue after a connection drops?
-
-What sources share: errors that name a file, and errors that name a missing package.
-"""
+"""Names of local and remote files, opening them (remote ones by fsspec, with retries), and errors that name them."""
 
 from __future__ import annotations
 
@@ -10,7 +7,6 @@ import bz2
 import contextlib
 import glob
 import gzip
-import http.client
 import io
 import itertools
 import lzma
@@ -18,12 +14,10 @@ import os
 import re
 import tempfile
 import time
-import urllib.error
 import urllib.request
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, BinaryIO, TypeVar, cast
 from urllib.parse import urlsplit
@@ -37,8 +31,6 @@ from paddle_shard.errors import (
     described,
 )
 from paddle_shard.forks import no_fork
-from paddle_shard.plan.seeding import derive_key
-from paddle_shard.plan.step import Content
 
 T = TypeVar("T")
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -175,7 +167,7 @@ def failures_named(name: str, place: Callable[[], tuple[str, int | None]]) -> It
         raise ShardReadError.of(f"{shown(name)}: {what} failed: {described(error)}", shown(name), offset) from error
 
 
-def remote_file(url: str, extra: str) -> tuple[Any, str]:
+def remote_file(url: str, extra: str = "webdataset") -> tuple[Any, str]:
     """Return (file system, path in it) of a file. A process uses one file system for all files of a host or bucket.
 
     Making a file system takes long: most of a second for S3. fsspec's own cache is not used, since after a fork its
@@ -221,9 +213,9 @@ BACKOFF = 0.5
 TIMEOUT = 60.0
 """Seconds without a byte after which an HTTP connection counts as dropped."""
 BUFFER = 1 << 18
+REQUESTS = 16
+"""Requests to servers that are made in parallel."""
 
-_ENDS = 1 << 12
-"""Bytes of the beginning and of the end of a local file that tell its version."""
 _TAGS = ("ETag", "etag", "md5Hash", "Content-MD5", "LastModified", "Last-Modified", "last_modified", "mtime")
 """Where fsspec's file systems keep what changes when a file changes; the first that is there counts."""
 _AGAIN = (408, 429, 500, 502, 503, 504)
@@ -235,52 +227,41 @@ class ChangedError(Exception):
     """A remote file has changed since its reading began."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Connection:
-    """A remote file that is open at a given byte."""
+def version_of(name: str) -> tuple[int, str]:
+    """Return (size in bytes, version tag) of a file; the tag is an ETag or a time of modification, as far as known.
 
-    stream: Any
-    """An object with `read1` or `read`, and with `close`."""
-    size: int | None
-    """Size of the whole file in bytes; None if the server does not say."""
-    tag: str | None = None
-    """A value that changes when the file changes: an ETag, or a date."""
+    A remote file costs a request.
 
-
-def version_of(file: Any, name: str) -> Content:
-    """Return by what a file is recognized when it is opened again.
-
-    If it is open, it is given, and its position stays. If it is None, the file is opened, but only if it is local.
-
-    Of a local file, a digest of its size, and of its first and last 4 KiB. Of a remote file, or a copy of one, only
-    what its server has told anyhow: its tag, or else its size. What it is known by is its URL then, since another
-    server has other tags.
+    Raises:
+        OSError: There is no such file, or its server fails.
     """
-    if file is None:
-        if not os.path.isfile(local_path(name)):  # of a pipe, this would take bytes
-            return Content(None, "")
-        with open_file(name)[0] as opened:
-            return version_of(opened, name)
-    raw, digest, where = getattr(file, "raw", file), None, ""
-    told = getattr(raw, "told", None)  # of a copy
-    if isinstance(raw, io.FileIO) and told is None:
-        size: Any = os.fstat(raw.fileno()).st_size
-        with contextlib.suppress(OSError):  # a pipe
-            ends = os.pread(raw.fileno(), _ENDS, 0) + os.pread(raw.fileno(), _ENDS, max(0, size - _ENDS))
-            # No CRC: a stored gzip file ends with its own, so that all such files would have the same one.
-            digest = int.from_bytes(derive_key(size, ends, size=4), "little")
-    else:
-        size, where = getattr(raw, "size", None), f"@{zlib.crc32(shown(name).encode()):08x}"
-        known = getattr(raw, "tag", None) or tag_of(raw) or size
-        digest = told if told is not None else None if known is None else zlib.crc32(str(known).encode())
-    return Content(None, where, digest, f"the file {shown(name)}", f"{size} bytes")
+    if not is_remote(name):
+        status = os.stat(local_path(name))
+        return status.st_size, str(status.st_mtime_ns)
+    system, path = remote_file(name)
+    details = retried(lambda: system.info(path))
+    return int(details.get("size") or 0), tag_of(details) or ""
 
 
-def tag_of(stream: Any) -> str | None:
-    """Return what fsspec knows of a file that changes when the file changes, if its server tells such a thing."""
-    known = getattr(stream, "details", None)
-    found = [str(known[tag]) for tag in _TAGS if known.get(tag)] if isinstance(known, Mapping) else []
-    return found[0] if found else None
+def identity(names: Sequence[str]) -> tuple[tuple[str, int, str], ...]:
+    """Return (name within the files' common folder, size in bytes, version tag) of each file.
+
+    Raises:
+        ShardReadError: A file is missing, or its server fails.
+    """
+
+    def version(name: str) -> tuple[int, str]:
+        with failures_named(name, lambda: ("reading its version", None)):
+            return version_of(name)
+
+    with ThreadPoolExecutor(REQUESTS if any(map(is_remote, names)) else 1) as pool:
+        versions = list(pool.map(version, names))
+    return tuple((name, *known) for name, known in zip(within_their_folder(names), versions, strict=True))
+
+
+def tag_of(details: Mapping[str, Any]) -> str | None:
+    """Return the value in fsspec's details of a file that changes when the file changes, if there is one."""
+    return next((str(details[tag]) for tag in _TAGS if details.get(tag)), None)
 
 
 def open_file(name: str, start: int = 0) -> tuple[BinaryIO, int | None]:
@@ -295,8 +276,7 @@ def open_file(name: str, start: int = 0) -> tuple[BinaryIO, int | None]:
         if start:
             file.seek(start)
         return file, os.fstat(file.fileno()).st_size
-    connect = _connect_http if name.startswith(("http://", "https://")) else connect_fsspec
-    remote = RemoteFile(name, connect, start)
+    remote = RemoteFile(name, start)
     return io.BufferedReader(remote, BUFFER), remote.size
 
 
@@ -339,33 +319,54 @@ def decompressed(file: BinaryIO, name: str) -> BinaryIO:
 
 
 class RemoteFile(io.RawIOBase):
-    """A remote file that is read from a byte to its end, over as many connections as needed."""
+    """A remote file, opened by fsspec. After a failure that may pass, it is opened again at the same byte."""
 
-    def __init__(self, name: str, connect: Callable[[str, int], Connection], start: int = 0) -> None:
-        """Connect.
+    def __init__(self, name: str, start: int = 0, *, extra: str = "webdataset", **options: Any) -> None:
+        """Open the file.
 
         Args:
             name: The URL.
-            connect: Opens the URL at a byte.
-            start: The first byte.
+            start: The first byte to read.
+            extra: The extra that installs fsspec; see `remote_file`.
+            options: Passed to fsspec's `open`.
         """
-        self._name, self._connect, self._position = name, connect, start
-        self._connection: Connection | None = None
+        self._name = name
+        self._options = options
+        self._system, self._path = remote_file(name, extra)
+        self._position = start
+        self._stream: Any = None
+        self._sends_ranges = True
         self.size: int | None = None
+        """Size of the whole file in bytes; None if the server does not send it."""
         self.tag: str | None = None
-        """See `Connection`."""
+        """Version tag; see `version_of`."""
         self._retried(self._connected)
 
     def readable(self) -> bool:
         """Return True."""
         return True
 
+    def seekable(self) -> bool:
+        """Return True if the server sends ranges of the file."""
+        return self._sends_ranges
+
     def tell(self) -> int:
-        """Return the position of the byte that is read next."""
+        """Return the position of the next byte."""
         return self._position
 
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Move to another byte; the next read connects there."""
+        if not self._sends_ranges:
+            raise ValueError("the server does not send ranges of the file, so that parts of it cannot be read")
+        position = offset + (0, self._position, self.size or 0)[whence]
+        if position != self._position:
+            self._position = position
+            if self._stream is not None:
+                self._stream.seek(position)
+        return position
+
     def readinto(self, buffer: Any) -> int:
-        """Read some bytes; if a connection fails, connect again at the same byte.
+        """Read some bytes.
 
         Raises:
             OSError: Reading failed too often in a row.
@@ -384,81 +385,91 @@ class RemoteFile(io.RawIOBase):
         super().close()
 
     def _received(self, most: int) -> bytes:
-        stream = self._connected().stream
-        # Read what has arrived instead of filling the buffer, so that a stall cannot lose it.
-        content: bytes = getattr(stream, "read1", stream.read)(most)
+        content: bytes = self._connected().read(most)
         if not content and self.size not in (None, self._position):
             raise ConnectionError("the connection was closed")
         return content
 
-    def _connected(self) -> Connection:
-        """Return the connection; connect at the present byte if there is none."""
-        if self._connection is not None:
-            return self._connection
-        connection = self._connect(self._name, self._position)
-        size, tag = connection.size, connection.tag
-        # Going on at the same byte of another file would join two files without a word.
+    def _connected(self) -> Any:
+        """Return fsspec's file; open it at the present byte if there is none."""
+        if self._stream is not None:
+            return self._stream
+        stream, size, tag = self._opened()
+        # Continuing at the same byte of another version would join two files silently.
         if (None not in (self.size, size) and self.size != size) or (self.tag and tag and self.tag != tag):
-            connection.stream.close()
+            stream.close()
             raise ChangedError(
                 f"the file changed while it was read: it had {self.size} bytes (tag {self.tag}), now {size} ({tag})"
             )
-        self._connection = connection
-        self.size, self.tag = self.size if size is None else size, tag or self.tag
-        return connection
+        self._stream = stream
+        self.size = self.size if size is None else size
+        self.tag = tag or self.tag
+        return stream
+
+    def _opened(self) -> tuple[Any, int | None, str | None]:
+        """Open the file at the present byte; return (file, size, tag)."""
+        options = self._options
+        details: Mapping[str, Any] = {}
+        if self._name.startswith(("http://", "https://")):  # fsspec's file does not keep the tag
+            details = self._system.info(self._path)
+            self._sends_ranges = bool(details.get("size") and details.get("partial", True))
+            options = {**options, "size": details["size"]} if self._sends_ranges else {"block_size": 0}
+        stream = self._system.open(self._path, "rb", **options)
+        details = details or getattr(stream, "details", None) or {}
+        size = details.get("size", getattr(stream, "size", None))
+        try:
+            if self._position and self._sends_ranges:
+                stream.seek(self._position)
+            elif self._position:
+                _skip(stream, self._position)
+        except BaseException:
+            stream.close()
+            raise
+        return stream, size, tag_of(details)
 
     def _disconnect(self) -> None:
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            connection.stream.close()
+        stream = self._stream
+        self._stream = None
+        if stream is not None:
+            stream.close()
 
     def _retried(self, attempt: Callable[[], T]) -> T:
-        """Return the result of an attempt; after a failure that may pass, disconnect, pause and try again."""
-        for failures in itertools.count():
-            try:
-                return attempt()
-            except Exception as error:
-                self._disconnect()
-                if not _may_pass(_told_by_server(error)):
-                    raise
-                if failures == RETRIES:
-                    raise OSError(
-                        f"given up after {RETRIES} retries at byte {self._position} of "
-                        f"{self.size or 'an unknown number'}: {described(_told_by_server(error))}"
-                    ) from error
-            time.sleep(BACKOFF * 2**failures)
-        raise AssertionError
+        return retried(attempt, self._disconnect, lambda: f" at byte {self._position} of {self.size or 'unknown'}")
 
 
-class SeekableFile(RemoteFile):
-    """A remote file of which parts are read, in any order. Its server must tell its size."""
+def _skip(stream: Any, num_bytes: int) -> None:
+    """Read bytes and drop them, for a server that sends whole files only."""
+    while num_bytes:
+        content = stream.read(min(num_bytes, BUFFER))
+        if not content:
+            raise ConnectionError("the connection was closed")
+        num_bytes -= len(content)
 
-    def seekable(self) -> bool:
-        """Return True."""
-        return True
 
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Go on at another byte."""
-        position = offset + (0, self._position, self._known_size())[whence]
-        if position != self._position and self._connection is not None:
-            self._connection.stream.seek(position)
-        self._position = position
-        return position
+def retried(attempt: Callable[[], T], after: Callable[[], None] | None = None, place: Callable[[], str] = str) -> T:
+    """Return the result of an attempt; repeat it after a failure that may pass, with growing pauses.
 
-    def read(self, size: int | None = -1) -> bytes:
-        """Return so many bytes, or those up to the end."""
-        left = max(0, self._known_size() - self._position)
-        left = left if size is None or size < 0 else min(size, left)
-        pieces = []
-        while left:
-            pieces.append(super().read(left) or b"")
-            left -= len(pieces[-1])
-        return b"".join(pieces)
+    Args:
+        attempt: Called at most `RETRIES` + 1 times.
+        after: Called after each failure.
+        place: Returns where it failed, for the error.
 
-    def _known_size(self) -> int:
-        if self.size is None:
-            raise ValueError("its server does not tell its size, without which parts of it cannot be read")
-        return self.size
+    Raises:
+        OSError: All attempts failed.
+    """
+    for failures in itertools.count():
+        try:
+            return attempt()
+        except Exception as error:
+            if after is not None:
+                after()
+            cause = _told_by_server(error)
+            if not _may_pass(cause):
+                raise
+            if failures == RETRIES:
+                raise OSError(f"given up after {RETRIES} retries{place()}: {described(cause)}") from error
+        time.sleep(BACKOFF * 2**failures)
+    raise AssertionError
 
 
 def _told_by_server(error: BaseException) -> BaseException:
@@ -473,45 +484,10 @@ def _told_by_server(error: BaseException) -> BaseException:
 
 def _may_pass(error: BaseException) -> bool:
     """Return whether what has failed at a server may succeed when it is tried again."""
-    if isinstance(error, urllib.error.HTTPError):
-        error.close()
-        return error.code in _AGAIN
     if type(error).__module__.startswith("aiohttp"):
         return getattr(error, "status", _AGAIN[0]) in _AGAIN
-    passing = OSError, http.client.HTTPException, asyncio.TimeoutError  # of Python 3.10, the last is no OSError
-    return isinstance(error, passing) and not isinstance(error, _FINAL)
-
-
-def _connect_http(name: str, start: int) -> Connection:
-    request = urllib.request.Request(name, headers={"Range": f"bytes={start}-"} if start else {})
-    stream = urllib.request.urlopen(request, timeout=TIMEOUT)
-    try:
-        length = stream.headers.get("Content-Length")
-        tag = stream.headers.get("ETag") or stream.headers.get("Last-Modified")
-        if start == 0 or stream.status != 206:
-            left = start  # a server that does not support ranges sends the whole file: drop its beginning
-            while left:
-                got = len(stream.read(min(left, BUFFER)))
-                if not got:
-                    raise ConnectionError("the connection was closed")
-                left -= got
-            return Connection(stream=stream, size=None if length is None else int(length), tag=tag)
-        span, _, size = stream.headers.get("Content-Range", "").removeprefix("bytes ").partition("/")
-        if not span.startswith(f"{start}-"):
-            raise ConnectionError(f"asked for bytes from {start}, the server sent {span or 'an unknown range'}")
-        return Connection(stream=stream, size=int(size) if size.isdigit() else None, tag=tag)
-    except BaseException:
-        stream.close()
-        raise
-
-
-def connect_fsspec(name: str, start: int, extra: str = "webdataset", **options: Any) -> Connection:
-    """Open a remote file at a byte by fsspec; for the extra, see `remote_file`."""
-    system, path = remote_file(name, extra)
-    stream = system.open(path, "rb", **options)
-    if start:
-        stream.seek(start)
-    return Connection(stream=stream, size=getattr(stream, "size", None), tag=tag_of(stream))
+    # In Python 3.10, asyncio's TimeoutError is no OSError.
+    return isinstance(error, OSError | asyncio.TimeoutError) and not isinstance(error, _FINAL)
 
 
 @contextmanager

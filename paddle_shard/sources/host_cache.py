@@ -1,15 +1,14 @@
-"""Where are copies of remote files kept on a host, and which of them goes when there is no room for another?
+"""Copies of remote files in a folder of the host, limited in bytes.
 
-All processes of a host use a folder at the same time. They hold locks on files (`flock`), which end with the process
-that holds them. So nothing has to be mended after a process was killed.
+All processes of a host use a folder at the same time. A copy gets its name when it is complete, and one process
+downloads it while the others wait for its lock. `flock` locks end with their process, so nothing needs repair after a
+process was killed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import io
-import logging
 import os
 import re
 import shutil
@@ -24,31 +23,14 @@ from paddle_shard.checks import check_count
 from paddle_shard.errors import ArgumentError, ArgumentTypeError
 from paddle_shard.plan.seeding import derive_key
 from paddle_shard.say_once import say_once
-from paddle_shard.sources.files import BUFFER, base_name, is_remote, open_file, replacing, shown, version_of
-from paddle_shard.sources.locks import flocked, held
+from paddle_shard.sources.files import BUFFER, base_name, is_remote, open_file, replacing, shown
+from paddle_shard.sources.locks import held
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-_OURS = re.compile(r"\.?[0-9a-f]{16}-.*(?<!\.lock)")
-"""Names of copies, and of those that are being made. The folder may hold other files, which are left alone."""
-
-
-_never_kept = set[tuple["HostCache", str]]()
-"""Caches and files that they have no room for, so that a server is not asked for the whole file in vain again."""
-_TOLD, _SIZE = "user.paddle_shard.told", "user.paddle_shard.size"
-"""Attributes of a copy: the digest of what the server told of the file when it was downloaded, and its bytes."""
-
-
-class _Copy(io.FileIO):
-    """A copy that is open for reading. It is locked, so that it is not removed meanwhile."""
-
-    told: int | None = None
-    """By what `version_of` recognizes the file; None: by the copy itself."""
-
-    def close(self) -> None:
-        """Unlock it. Closing is not enough: a child that was forked meanwhile has the file open, too."""
-        if not self.closed:
-            flocked(self, "LOCK_UN")
-        super().close()
+_COPY = re.compile(r"\.?[0-9a-f]{16}-.*(?<!\.lock)")
+"""Names of copies, and of incomplete ones. The folder may hold other files, which are left alone."""
+_STALE = 3600.0
+"""Seconds without a write after which an incomplete copy counts as that of a killed process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,44 +65,26 @@ class HostCache:
     def open(self, name: str, start: int = 0) -> tuple[BinaryIO, int | None]:
         """Open the copy of a remote file at a byte; download it if there is none.
 
-        One process downloads it under a temporary name, and the others wait for it. If the file system has no locks,
-        several may download it, but each copy is complete. If there is no room for it beside the copies that are being
-        read, or its size is not known, the remote file itself is opened, and a line in the log says so.
+        If there is no room for it, or its size is not known, the remote file itself is opened.
 
         Returns:
             (file, its size in bytes if it is known)
 
         Raises:
-            OSError: The download failed or ended too soon, or the disk is full. No incomplete file is left.
+            OSError: The download failed, or the folder cannot be written to. No incomplete file is left.
         """
         path = os.path.join(self.folder, f"{derive_key(shown(name)).hex()}-{base_name(name)}")
-        while (copy := self._whole(path, name)) is None:  # again, if it was removed as soon as it was complete
-            if (self, name) in _never_kept:
-                return open_file(name, start)
-            if (remote := self._download(name, path)) is not None:
-                if start == 0:
-                    return remote
-                remote[0].close()
-                return open_file(name, start)
-        with contextlib.suppress(OSError, ValueError):  # a file system without such attributes
-            copy.told = int(os.getxattr(copy.fileno(), _TOLD))
-        copy.seek(start)
-        return io.BufferedReader(copy, BUFFER), os.fstat(copy.fileno()).st_size
-
-    def _whole(self, path: str, name: str) -> _Copy | None:
-        """Open a copy; return None if there is none, or if it has lost bytes since it was made, and remove it."""
-        copy, had, size = _opened(path), None, None
-        if copy is not None:
-            with contextlib.suppress(OSError, ValueError):  # a file system without such attributes
-                had, size = int(os.getxattr(copy.fileno(), _SIZE)), os.fstat(copy.fileno()).st_size
-        if copy is None or had == size:
-            return copy
-        copy.close()
-        said = "%s, the copy of %s, had %d bytes and has %d now. It is downloaded again."
-        logging.getLogger("paddle_shard").warning(said, path, shown(name), had, size)
-        with self._explained(name), contextlib.suppress(FileNotFoundError):
-            os.unlink(path)  # who has it open goes on with it
-        return None
+        while True:  # again, if another process removed the copy right after it was complete
+            with contextlib.suppress(FileNotFoundError):
+                copy = open(path, "rb", buffering=BUFFER)  # noqa: SIM115
+                with contextlib.suppress(OSError):  # the folder may be another user's
+                    now = time.time_ns()  # finer than the system's own time stamps
+                    os.utime(path, ns=(now, now))
+                copy.seek(start)
+                return copy, os.fstat(copy.fileno()).st_size
+            remote = self._download(name, path)
+            if remote is not None:
+                return _at(start, name, *remote)
 
     def _download(self, name: str, path: str) -> tuple[BinaryIO, int | None] | None:
         """Make a copy of a file, unless another process has; return the remote file if there is no room for one."""
@@ -132,107 +96,99 @@ class HostCache:
             if os.path.exists(path):
                 return None
             source, size = open_file(name)
-            opened = stack.enter_context(ExitStack())
-            opened.enter_context(source)
-            made = stack.enter_context(ExitStack())
             with self._explained(name, size):
-                target = self._room(made, name, path, size)
+                copying = stack.enter_context(ExitStack())
+                target = self._begin_copy(copying, path, size or 0) if self._fits(name, size) else None
             if target is None:
-                opened.pop_all()
                 return source, size
-            copied = 0
+            stack.enter_context(source)
             while piece := source.read(BUFFER):
-                # Reading is outside: only what fails in writing is about the cache.
-                with self._explained(name, size, copied):
-                    rest = memoryview(piece)
-                    while rest:  # a write without a buffer may write only a part
-                        rest = rest[target.write(rest) :]
-                copied += len(piece)
-            with contextlib.suppress(OSError):
-                os.setxattr(target.fileno(), _SIZE, str(copied).encode())
-                os.setxattr(target.fileno(), _TOLD, str(version_of(source, name).digest).encode())
-            with self._explained(name, size, copied):
+                with self._explained(name, size):  # errors of reading are not about the folder
+                    target.write(piece)
+            with self._explained(name, size):
+                target.flush()
                 os.fsync(target.fileno())  # otherwise a crash could leave an empty file with the right name
-                with self._alone():  # else who looks meanwhile might see neither of its names
-                    made.close()
+                with self._locked():  # a process that lists the folder during a rename may miss the file
+                    copying.close()
         return None
 
     @contextmanager
-    def _alone(self) -> Iterator[bool]:
-        """Begin, name and remove copies in one process at a time; yield False if the file system has no locks."""
-        with open(os.path.join(self.folder, ".lock"), "wb") as lock, held(lock) as alone:
-            yield alone
+    def _locked(self) -> Iterator[None]:
+        """Begin, name and remove copies in one process at a time."""
+        with open(os.path.join(self.folder, ".lock"), "wb") as lock, held(lock):
+            yield
 
-    def _room(self, made: ExitStack, name: str, path: str, size: int | None) -> Any:
-        """Return a new, locked file for a copy, after removing those for which there is no room beside it.
+    def _fits(self, name: str, size: int | None) -> bool:
+        """Return whether there can be room for a file; log if not."""
+        if self.most_bytes is None or (size is not None and size <= self.most_bytes):
+            return True
+        if size is None:
+            say_once("%s is not kept in cache_dir: its server does not send its size.", shown(name))
+        else:
+            say_once("cache_bytes=%d has no room for %s of %d bytes", self.most_bytes, shown(name), size)
+        return False
 
-        It gets its name when `made` is closed. Return None if there is no room.
-        """
-        with self._alone() as alone:
-            copies = list[tuple[int, int, str]]()  # (when it was used, bytes, path)
-            for found in os.scandir(self.folder):
-                if _OURS.fullmatch(found.name):
-                    with contextlib.suppress(FileNotFoundError):
-                        status = found.stat()
-                        # One that is being made is locked, or its process was killed.
-                        if not (found.name.startswith(".") and alone and _removed(found.path)):
-                            copies.append((status.st_mtime_ns, status.st_size, found.path))
-            if self.most_bytes is not None and not self._makes_room(name, size, copies, alone):
+    def _begin_copy(self, stack: ExitStack, path: str, size: int) -> Any:
+        """Return a new file, which gets its name when `stack` is closed; None if there is no room for it."""
+        with self._locked():
+            if not self._make_room(size):
                 return None
-            locked = made.enter_context(ExitStack())  # until the file has its name
-            target = made.enter_context(replacing(path, 0o644, buffering=0))
-            locked.enter_context(held(locked.enter_context(os.fdopen(os.dup(target.fileno()), "wb"))))
-            target.truncate(size or 0)  # so that others count all of it
+            target = stack.enter_context(replacing(path, 0o644, buffering=BUFFER))
+            target.truncate(size)  # so that other processes count all of it
             return target
 
-    def _makes_room(self, name: str, size: int | None, copies: list[tuple[int, int, str]], alone: bool) -> bool:
-        """Remove the copies that were not used for the longest time; return whether there is room now."""
-        most = self.most_bytes or 0
-        if not alone:
-            raise OSError(errno.ENOLCK, "cache_bytes= needs a file system with locks, which this is not")
-        if size is None or size > most:
-            if size is None:
-                say_once("%s is not kept in cache_dir: its server does not tell its size.", shown(name))
-            else:
-                say_once("cache_bytes=%d has no room for %s of %d bytes, which is not kept.", most, shown(name), size)
-            _never_kept.add((self, name))
+    def _make_room(self, size: int) -> bool:
+        """Remove what killed processes left, and the least recently used copies; return whether there is room.
+
+        A process that reads a removed copy continues to read it; its bytes are freed when it closes the file.
+        """
+        copies = list[tuple[int, int, str]]()  # (time of last use, bytes, path)
+        for entry in os.scandir(self.folder):
+            if not _COPY.fullmatch(entry.name):
+                continue
+            with contextlib.suppress(FileNotFoundError):
+                status = entry.stat()
+                if not entry.name.startswith("."):
+                    copies.append((status.st_mtime_ns, status.st_size, entry.path))
+                elif time.time() - status.st_mtime > _STALE:
+                    os.unlink(entry.path)
+                else:  # another process writes it
+                    size += status.st_size
+        if self.most_bytes is None:
+            return True
+        if size > self.most_bytes:
             return False
-        taken = size + sum(bytes for _, bytes, _ in copies)
-        for _, bytes, path in sorted(copies):
-            if taken > most and _removed(path):
-                taken -= bytes
-        if taken > most:
-            say_once(
-                "cache_bytes=%d is too little for the files that are read at the same time on this host, a few by each "
-                "reader. Some are read from their servers, by each process that needs them.",
-                most,
-            )
-        return taken <= most
+        total = size + sum(num_bytes for _, num_bytes, _ in copies)
+        for _, num_bytes, path in sorted(copies):
+            if total <= self.most_bytes:
+                break
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+            total -= num_bytes
+        return True
 
     @contextmanager
-    def _explained(self, name: str, size: int | None = None, copied: int | None = None) -> Iterator[None]:
-        """Explain why the cache cannot be written to.
-
-        Args:
-            name: The file to download.
-            size: Bytes of the file; None: unknown.
-            copied: Bytes that were written; they will be removed. None: no file was made.
-        """
+    def _explained(self, name: str, size: int | None = None) -> Iterator[None]:
+        """Name the folder in errors of writing to it."""
         try:
             yield
         except OSError as error:
-            if error.errno not in _FULL:
-                raise OSError(error.errno, f"cannot write to cache_dir {self.folder!r}: {error}") from error
-            if copied is None:
-                why = f"no file can be made in it for {shown(name)}; the file system may have bytes left, but no inodes"
-            else:
-                free = shutil.disk_usage(self.folder).free + copied
-                why = f"{shown(name)} has {'an unknown number of' if size is None else size} bytes, {free} are free"
-            raise OSError(
-                error.errno,
-                f"cache_dir {self.folder!r} is full: {why}. Make room, limit it by cache_bytes=, or choose another "
-                "cache_dir",
-            ) from error
+            text = f"cannot write to cache_dir {self.folder!r}: {error}"
+            if error.errno in _FULL:
+                free = shutil.disk_usage(self.folder).free
+                text = (
+                    f"cache_dir {self.folder!r} is full: {error}. {shown(name)} has {size or 'unknown'} bytes, {free} "
+                    "are free. Make room, limit it by cache_bytes=, or choose another cache_dir"
+                )
+            raise OSError(error.errno, text) from error
+
+
+def _at(start: int, name: str, file: BinaryIO, size: int | None) -> tuple[BinaryIO, int | None]:
+    """Return a remote file at a byte."""
+    if not start:
+        return file, size
+    file.close()
+    return open_file(name, start)
 
 
 def files_at_once(readers: Iterable[tuple[int, Iterable[int]]]) -> int:
@@ -268,29 +224,3 @@ def least_bytes(sizes: Sequence[int], at_once: int) -> int:
 def open_through(cache: HostCache | None, name: str, start: int = 0) -> tuple[BinaryIO, int | None]:
     """Open a file at a byte, by a copy if it is remote and there is a cache; return it and its size, if known."""
     return open_file(name, start) if cache is None or not is_remote(name) else cache.open(name, start)
-
-
-def _opened(path: str) -> _Copy | None:
-    """Open a copy and lock it against removal; return None if there is none."""
-    with contextlib.suppress(FileNotFoundError):
-        copy = _Copy(path)
-        flocked(copy, "LOCK_SH")
-        with contextlib.suppress(FileNotFoundError):  # it was removed before it was locked
-            if os.stat(path).st_ino == os.fstat(copy.fileno()).st_ino:
-                with contextlib.suppress(OSError):  # the folder may be another user's
-                    now = time.time_ns()  # finer than what the system would write
-                    os.utime(copy.fileno(), ns=(now, now))
-                return copy
-        copy.close()
-    return None
-
-
-def _removed(path: str) -> bool:
-    """Remove a copy, or a half one, that no process has locked; return whether it is gone."""
-    with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
-        with contextlib.suppress(OSError):
-            if flocked(file, "LOCK_EX", "LOCK_NB"):
-                os.unlink(path)
-                return True
-        return False
-    return True

@@ -1,4 +1,4 @@
-"""How is a streamed data set of Hugging Face `datasets` used as a source?"""
+"""A streamed data set of Hugging Face `datasets` as a source."""
 
 from __future__ import annotations
 

@@ -12,8 +12,7 @@ from paddle_shard.plan.mixture import MAX_DRAWS, MAX_LENGTH, MAX_SOURCES, Mixing
 from paddle_shard.plan.order import Ordering
 from paddle_shard.plan.orders import Sequential, Shuffled
 from paddle_shard.plan.weights import num_positions_to_read, schedule_of
-from paddle_shard.sources.arrays import check_indexed
-from paddle_shard.sources.grain import NO_REPEAT
+from paddle_shard.sources.arrays import NO_REPEAT, check_indexed
 from paddle_shard.sources.packed import Packed
 
 STOPS = ("first", "all")

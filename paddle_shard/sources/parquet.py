@@ -1,10 +1,10 @@
-"""How are Parquet files used as a source, and what does a row of an Arrow table look like as a sample?"""
+"""Parquet files as a source, and the samples that rows of Arrow tables become."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -16,8 +16,7 @@ from paddle_shard.errors import ArgumentError, ArgumentTypeError, ShardReadError
 from paddle_shard.sources.counts import said_if_slow
 from paddle_shard.sources.files import (
     Paths,
-    SeekableFile,
-    connect_fsspec,
+    RemoteFile,
     failures_named,
     is_remote,
     local_path,
@@ -108,28 +107,26 @@ def parquet_source(
         counts=counts,
         shuffle_shards=shuffle_shards,
         resample=resample,
-        versioned=True,
     )
 
 
-_Footer = tuple[list[int], dict[str, Any], int | None]
-"""(number of rows of each row group, Arrow type of each top-level column, digest of the file's version)"""
+_Footer = tuple[list[int], dict[str, Any], tuple[int, str]]
+"""(number of rows of each row group, Arrow type of each top-level column, (size, version tag) of the file)"""
 
 
 def _read_group(
     name: str,
     skip: int,
     *,
-    groups: Mapping[str, tuple[str, int, int | None]],
+    groups: Mapping[str, tuple[str, int, tuple[int, str]]],
     columns: list[str] | None,
     allow_nulls: bool,
     cache: HostCache | None,
 ) -> Iterator[Any]:
-    """Yield the version of a row group's file, and the rows from a given one on."""
+    """Yield the rows of a row group from a given one on."""
     file, number, version = groups[name]
     end = 0
-    with _opened(file, cache, version) as (parquet, stream):
-        yield version_of(stream, file)
+    with _opened(file, cache, version) as (parquet, _):
         group = parquet.metadata.row_group(number)
         size = BATCH_BYTES * group.num_rows // max(1, group.total_byte_size)
         batches = parquet.iter_batches(
@@ -179,55 +176,49 @@ def _check_columns(files: list[str], footers: list[_Footer], columns: list[str] 
 
 
 def _footer(file: str) -> _Footer:
-    with failures_named(file, lambda: ("reading its footer", None)), _opened(file) as (parquet, stream):
+    with failures_named(file, lambda: ("reading its footer", None)), _opened(file) as (parquet, version):
         metadata, schema = parquet.metadata, parquet.schema_arrow
         if len(set(schema.names)) < len(schema.names):
             raise ValueError(f"a column name stands twice among {schema.names}")
         rows = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
-        return rows, {name: schema.field(name).type for name in schema.names}, version_of(stream, file).digest
+        return rows, {name: schema.field(name).type for name in schema.names}, version
 
 
 @contextmanager
-def _opened(file: str, cache: HostCache | None = None, version: int | None = None) -> Iterator[tuple[Any, Any]]:
-    """Open a file for pyarrow; if it, or its copy, is open as a file of Python's, yield that, too.
+def _opened(
+    file: str, cache: HostCache | None = None, version: tuple[int, str] | None = None
+) -> Iterator[tuple[Any, tuple[int, str]]]:
+    """Open a file by pyarrow; yield it with its (size, version tag).
 
-    Of a remote file without a copy, only what pyarrow asks for is read.
+    Only what pyarrow requests is read of a remote file without a copy.
 
     Args:
         file: Path or URL.
         cache: Where copies of remote files are kept; None: nowhere.
-        version: Digest of the version that it had; None: not known.
+        version: (size, version tag) that the file had; None: not known.
 
     Raises:
         ValueError: It has another version.
     """
     from pyarrow.parquet import ParquetFile
 
-    def check(stream: Any) -> None:
-        if version is not None and version_of(stream, file).digest not in (None, version):
+    source: Any
+    with ExitStack() as stack:
+        if not is_remote(file):
+            source = local_path(file)
+            now = version_of(file)
+        elif cache is not None:
+            source, size = cache.open(file)
+            stack.enter_context(source)
+            now = size or 0, ""
+        else:
+            source = stack.enter_context(RemoteFile(file, extra="parquet", cache_type="none"))
+            now = source.size or 0, source.tag or ""
+        if version is not None and (now[0] != version[0] or (now[1] and now[1] != version[1])):
             raise ValueError(
                 "the file has changed since its footer was read, when the loader was made. Make the loader anew"
             )
-
-    if not is_remote(file):
-        check(None)
-        with ParquetFile(local_path(file)) as opened:
-            yield opened, None
-        return
-    if cache is not None:
-        copy, _ = cache.open(file)
-        with copy:
-            if copy.seekable():  # else there is no room for a copy
-                # fsspec, which opens the file itself, and has read the footer, may know less of its version.
-                copy.raw.told = None  # type: ignore[attr-defined]
-                with ParquetFile(copy) as opened:
-                    yield opened, copy
-                return
-    connect = partial(connect_fsspec, extra="parquet", cache_type="none")
-    with SeekableFile(file, connect) as stream:
-        check(stream)
-        with ParquetFile(stream, pre_buffer=True) as opened:
-            yield opened, stream
+        yield stack.enter_context(ParquetFile(source, pre_buffer=is_remote(file))), now
 
 
 class NullFound(Exception):

@@ -1,8 +1,7 @@
-"""How is a list of files cut into parts?"""
+"""Cutting a list of files into parts."""
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count, islice
@@ -15,9 +14,8 @@ from paddle_shard.checks import check_count
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, ShardReadError, described
 from paddle_shard.plan.seeding import derive_key, derive_seed, mix
 from paddle_shard.plan.shuffle import Permutation
-from paddle_shard.plan.step import Content
-from paddle_shard.sources.files import failures_named, local_size, shown, version_of, within_their_folder
-from paddle_shard.stages.stage import Damaged, Opening, Stage, Unreadable, timed
+from paddle_shard.sources.files import failures_named, identity, local_size, shown, within_their_folder
+from paddle_shard.stages.stage import Damaged, Opening, Stage, Unreadable
 
 RECOUNT = "count again (make the stream anew; for an index file: `paddle-shard index URL... -o index.json`)"
 
@@ -46,7 +44,6 @@ class ShardSource(Stage):
         counts: Sequence[int] | None = None,
         shuffle_shards: bool = True,
         resample: bool = False,
-        versioned: bool = False,
     ) -> None:
         """Set up the source.
 
@@ -59,7 +56,6 @@ class ShardSource(Stage):
                 is cheap. A shard with fewer or more samples is an error when its end is read.
             shuffle_shards: If True, permute the shards, in another order in each epoch and round.
             resample: If True, each part is an endless stream of whole shards, sampled with replacement from all.
-            versioned: True if what `read` yields first is the version of the shard's file (`files.version_of`).
 
         Raises:
             ArgumentTypeError: `names` is one string.
@@ -91,7 +87,9 @@ class ShardSource(Stage):
         self._total = 0 if self._counts is None else int(self._counts.sum())
         self._files = self._names if files is None else [str(file) for file in files]
         self._digest: str | None = None
-        self._read, self._shuffle, self._versioned, self.endless = read, bool(shuffle_shards), versioned, bool(resample)
+        self._read = read
+        self._shuffle = bool(shuffle_shards)
+        self.endless = bool(resample)
 
     @property
     def most_even_parts(self) -> int:
@@ -145,6 +143,10 @@ class ShardSource(Stage):
         names, unit = self._files[:1000], "bytes" if self._counts is None else "samples"
         known = [local_size(name) for name in names] if self._counts is None else self._counts.tolist()
         return [f"{name} ({size} {unit})" for name, size in zip(within_their_folder(names), known, strict=False)]
+
+    def files_identity(self) -> tuple[tuple[str, int, str], ...]:
+        """See `Stage`. Shards that are no files have no entry."""
+        return identity(list(dict.fromkeys(self._files)))
 
     def fingerprint(self) -> list[Any]:
         """Return what the order depends on, with a digest of the counts and of the names within their common folder."""
@@ -202,11 +204,6 @@ class ShardSource(Stage):
     def _part(self, part: int, opening: Opening) -> Iterator[Any]:
         # Only counted shards can be skipped without reading them.
         first = 0 if self._counts is None else opening.skip
-        if self._versioned and opening.opened is not None:
-            if part == opening.parts[0]:  # each reader looks at the same file, so that data ranks can compare theirs
-                self._look(0, opening)
-            if part == opening.num_parts - 1 > 0:
-                self._look(part, opening)
         if self.endless:
             segments = self._drawn(opening, part, first)
         elif self._counts is None:
@@ -248,13 +245,8 @@ class ShardSource(Stage):
             at += 1
 
     def _drawn(self, opening: Opening, part: int, skip: int) -> Iterator[Segment]:
-        """Yield shards sampled with replacement, forever. Counted shards that are skipped as a whole are left out.
-
-        A round is counted each time that all shards that have samples were read again.
-        """
+        """Yield shards sampled with replacement, forever. Counted shards that are skipped as a whole are left out."""
         key, shards = opening.key(part, "draw"), len(self._names)
-        num_filled = shards if self._counts is None else np.count_nonzero(self._counts)
-        read: set[int] = set()
         for draw in count():
             shard = mix(key, draw) % shards
             if self._counts is not None and skip >= self._counts[shard]:
@@ -262,10 +254,6 @@ class ShardSource(Stage):
                 continue
             yield shard, skip, None
             skip = 0
-            read.add(shard)
-            if len(read) == num_filled:
-                opening.rounds[part] += 1
-                read.clear()
 
     def _samples(self, segments: Iterator[Segment], number: int, part: int, opening: Opening) -> Iterator[Any]:
         """Read pieces of shards, one after the other; `number` is the first sample's number in the part."""
@@ -292,10 +280,7 @@ class ShardSource(Stage):
             try:
                 opening.seed_generators(mix(key, number))
                 items = iter(self._read(name, begin))
-                each = timed(items, shown(name))
-                if self._versioned:
-                    self._tell(next(each), shard, f"part {part}", opening)
-                for item in each:
+                for item in items:
                     if offset + 1 == length:  # check before the last sample: no further one may be asked for
                         what, offset = f"what follows its {length} samples", length
                         if more := sum(1 for _ in items):
@@ -315,24 +300,6 @@ class ShardSource(Stage):
                     items.close()
             if end is not None:
                 raise _miscounted(name, offset, length, "at most " if offset == begin > 0 else "")
-
-    def _tell(self, version: Content, shard: int, reader: str, opening: Opening) -> None:
-        """Say which version of a shard's file was opened, if that is known."""
-        if opening.opened is None or version.digest is None:
-            return
-        source, file = f"{opening.seed & 0xFFFFFFFF:x}", shard  # each source of a mixture has a seed of its own
-        while file and self._files[file - 1] == self._files[shard]:  # the first of the shards that it contains
-            file -= 1
-        opening.opened(version._replace(sample=f"{source}/{file}{version.sample}", reader=f"{source}/{reader}"))
-
-    def _look(self, part: int, opening: Opening) -> None:
-        """Say which version there is of a file that has nothing to do with the position, if it is local.
-
-        So it is seen if all files were written anew, also between two epochs.
-        """
-        shard = derive_seed("look", opening.seed, part) % len(self._names)
-        with contextlib.suppress(Exception):  # reading it raises, when it is due
-            self._tell(version_of(None, self._files[shard]), shard, f"look {part}", opening)
 
 
 def _miscounted(name: str, found: int, length: int | None, bound: str = "") -> ShardReadError:

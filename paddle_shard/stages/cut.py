@@ -1,4 +1,4 @@
-"""How is a stream cut into parts if it is not made of files or other pieces, and into how many?"""
+"""Cutting a stream into parts if its source cannot open them, and the default number of parts."""
 
 from __future__ import annotations
 
@@ -69,28 +69,23 @@ class _Turns:
     def __init__(self, upstream: Stage, opening: Opening, first: int) -> None:
         uncut = opening.uncut(first)
         self._items, self._at, self._opening = upstream.open(uncut)[0], first, opening
-        self._rounds = uncut.rounds if upstream.endless else None
         self._seen = None if opening.round else opening.seen  # readers may reach later rounds at different steps
-        # [part] -> (rounds of the stream before it, sample). Only the reader of a part keeps its queue alive, so
-        # samples that no reader takes do not pile up.
-        self._waiting: dict[int, ref[deque[tuple[int, Any]]]] = {}
+        # Only the reader of a part keeps its queue alive, so samples that no reader takes do not pile up.
+        self._waiting: dict[int, ref[deque[Any]]] = {}
 
     def of(self, part: int) -> Iterator[Any]:
-        mine: deque[tuple[int, Any]] = deque()
+        mine: deque[Any] = deque()
         self._waiting[part] = ref(mine)  # now, as another part may be read before this one
-        return self._taken(part, mine)
+        return self._taken(mine)
 
-    def _taken(self, part: int, mine: deque[tuple[int, Any]]) -> Iterator[Any]:
+    def _taken(self, mine: deque[Any]) -> Iterator[Any]:
         while True:
             while not mine:
                 try:
                     self._read()
                 except StopIteration:
                     return
-            rounds, item = mine.popleft()
-            if self._rounds is not None:
-                self._opening.rounds[part] = rounds
-            yield item
+            yield mine.popleft()
 
     def _read(self) -> None:
         """Read the next sample of the stream, and put it into the queue of its part."""
@@ -109,7 +104,7 @@ class _Turns:
         self._at += 1
         held = self._waiting.get(owner)
         if held is not None and (queue := held()) is not None:
-            queue.append((0 if self._rounds is None else self._rounds[0], item))
+            queue.append(item)
 
 
 def chosen_num_parts(source: Stage, micro_rows: int, num_data_ranks: int) -> int:

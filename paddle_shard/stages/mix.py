@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -18,7 +17,7 @@ from paddle_shard.plan.seeding import derive_seed
 from paddle_shard.plan.weights import Segment
 from paddle_shard.say_once import say_once
 from paddle_shard.stages.cut import FAILED_AT
-from paddle_shard.stages.stage import Opening, Stage, timed
+from paddle_shard.stages.stage import Opening, Stage
 from paddle_shard.stages.steps import in_rounds
 
 _BLOCK = 4096
@@ -86,7 +85,7 @@ class Mix(Stage):
 
     def _opening(self, opening: Opening, name: str) -> Opening:
         """Return the opening of a source, which has random numbers of its own."""
-        return replace(opening, seed=derive_seed("source", name, opening.seed), seen=None, rounds=Counter())
+        return replace(opening, seed=derive_seed("source", name, opening.seed), seen=None)
 
     def _mixed(
         self, sources: list[tuple[int, Iterator[tuple[int, Any]]]], skip: int, draws: Draws, *, tells: bool
@@ -95,7 +94,7 @@ class Mix(Stage):
         ends_at = len(sources) if self._every else 1
         if len(ended) >= ends_at:  # it ended before this position
             return
-        items_of = [timed(items, f"source {name!r}") for name, (_, items) in zip(self._names, sources, strict=True)]
+        items_of = [items for _, items in sources]
         for first in count(skip, _BLOCK):
             for position, at in enumerate(draws.at(np.arange(first, first + _BLOCK))[0].tolist(), first):
                 try:
@@ -168,6 +167,14 @@ class Mix(Stage):
     def files(self) -> list[str]:
         """The first files of each source."""
         return [f"{name}: {file}" for name, stage in self._stages.items() for file in stage.source.files]
+
+    def files_identity(self) -> tuple[tuple[str, int, str], ...]:
+        """Return that of all sources, with the source's name before each file's."""
+        return tuple(
+            (f"{name}: {file}", size, tag)
+            for name, stage in self._stages.items()
+            for file, size, tag in stage.files_identity()
+        )
 
     def fingerprint(self) -> list[Any]:
         """Return the names, weights and fingerprints of the sources."""

@@ -1,4 +1,4 @@
-"""How are documents packed into rows of one length?"""
+"""Packing of documents into rows of one length."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy.typing as npt
 from paddle_shard.checks import check_count, holds
 from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.packing import MAX_WINDOW, Packing, Piece
-from paddle_shard.stages.stage import Opening, Search, Stage, Transform, Unreadable
+from paddle_shard.stages.stage import Opening, Stage, Transform, Unreadable, windows
 
 MADE = ("position_ids", "segment_ids", "cu_seqlens", "max_seqlen")
 """Fields that are made for each row."""
@@ -185,8 +185,8 @@ class Pack(Transform):
 
     def made(self, items: Iterator[Any], part: int, opening: Opening) -> Iterator[Any]:
         """Yield the rows of one window after the other, each window packed like a data set of its own."""
-        search, number = Search(opening, part, "pack"), 0
-        for documents in opening.windows(items, self._window, part):
+        number = 0
+        for documents in windows(items, self._window):
             bad = [document for document in documents if isinstance(document, Unreadable)]
             names = [f"document {at} of its part" for at in range(number, number + len(documents))]
             read = [
@@ -203,7 +203,6 @@ class Pack(Transform):
                     )
             yield from bad
             number += len(documents)
-            search.note(kept=bool(bad) or bool(sizes.any()))
 
     def _size(self, fields: Fields, what: str) -> int:
         """Return how many tokens of a document are packed; 0 if it was not read."""

@@ -1,17 +1,14 @@
-"""What is a stage of a stream, and how does it open parts?"""
+"""Stages of a stream, and the request to open some of its parts."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import count, islice
 from typing import Any, ClassVar, NamedTuple
 
-from paddle_shard.clock import READING, Cause, clock
-from paddle_shard.errors import ArgumentError, described
+from paddle_shard.errors import described
 from paddle_shard.plan.seeding import derive_seed, mix
-from paddle_shard.plan.step import Content
 
 
 def _leave_generators(seed: int) -> None:
@@ -48,32 +45,21 @@ class Opening:
     seen: Callable[[int, Any], None] | None = None
     """Called with (number, sample) for each sample at the cut of a stream that all readers read whole."""
 
-    opened: Callable[..., None] | None = None
-    """Called with a `Content` for each file that is opened; by a source without files or an index, with one that has no
-    digest yet, and with its first sample."""
-
     skip_errors: bool = False
     """True if a sample on which the user's code fails becomes an `Unreadable` and the stream continues."""
 
-    rounds: Counter[int] = field(default_factory=Counter)
-    """Part -> number of whole rounds of an endless source that it saw before the last delivered sample.
-
-    Sources and `windows` update it. It belongs to this opening, and is 0 for a part that has an end."""
-
     def uncut(self, skip: int) -> Opening:
         """Return the opening of the whole stream, which is part 0 of 1."""
-        return replace(self, parts=(0,), num_parts=1, skip=skip, rounds=Counter())
+        return replace(self, parts=(0,), num_parts=1, skip=skip)
 
     def key(self, part: int, *purpose: Any) -> int:
         """Return a seed for one purpose in a part."""
         return derive_seed(self.seed, self.epoch, self.round, part, *purpose)
 
-    def tried(self, function: Callable[[Any], Any], sample: Any, cause: Cause) -> Any:
+    def tried(self, function: Callable[[Any], Any], sample: Any) -> Any:
         """Return the result of the user's function for a sample; `Unreadable` if it fails and errors are skipped."""
         if isinstance(sample, Unreadable):
             return Unreadable(sample.why)  # drop a group's items: the function has not changed them
-        mine = clock()
-        before = mine.to(cause) if mine.fine else None
         try:
             return function(sample)
         except Exception as error:
@@ -83,25 +69,6 @@ class Opening:
             if not self.skip_errors:
                 raise
             return Unreadable(described(error))
-        finally:
-            if before is not None:
-                mine.to(before)
-
-    def windows(self, items: Iterator[Any], size: int, part: int) -> Iterator[list[Any]]:
-        """Yield lists of the next `size` samples of a part; the last one may be shorter.
-
-        A sample counts as read in the round that its window began with, since it is delivered after the window was
-        read: `rounds` moves on when the next window is asked for.
-        """
-        rounds = self.rounds
-        while True:
-            before = rounds[part]
-            held = list(islice(items, size))
-            rounds[part], after = before, rounds[part]
-            if not held:
-                return
-            yield held
-            rounds[part] = after
 
     def drawn(self, items: Iterator[Any], part: int, first: int = 0) -> Iterator[Any]:
         """Yield the items of the user's code after the first `skip`; the generators are seeded before each but item 0.
@@ -114,8 +81,7 @@ class Opening:
             part: Whose items they are.
             first: Number of the first item.
         """
-        key, source = self.key(part, "source"), f"{self.seed & 0xFFFFFFFF:x}/first {part}"
-        tell = self.opened if self.round == 0 and part in (0, self.num_parts - 1) else None
+        key = self.key(part, "source")
         for number in count(first):
             if number:
                 self.seed_generators(mix(key, number))
@@ -123,31 +89,8 @@ class Opening:
                 item = next(items)
             except StopIteration:
                 return
-            if number == 0 and tell is not None:  # a resumed run reads it, too
-                tell(Content(self.epoch, source, name=f"the first sample of part {part}", reader=source), item)
             if number >= first + self.skip:
                 yield item
-
-
-_UNTIMED, _END = 255, object()
-"""Items after which it is asked whether they are timed by now, and what stands for their end."""
-
-
-def timed(items: Iterator[Any], name: str) -> Iterator[Any]:
-    """Yield the items, and book the time that each takes to `name` while samples are timed one by one."""
-    cause: Cause = READING, name
-    while True:
-        if not clock().fine:
-            yield from islice(items, _UNTIMED)  # nothing is done here for each of them
-        mine = clock()
-        before = mine.to(cause)
-        try:
-            item = next(items, _END)
-        finally:
-            mine.to(before)
-        if item is _END:
-            return
-        yield item
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +117,12 @@ class Stated(NamedTuple):
 
     sample: Any
     state: Any
+
+
+def windows(items: Iterator[Any], size: int) -> Iterator[list[Any]]:
+    """Yield lists of the next `size` items; the last one may be shorter."""
+    while window := list(islice(items, size)):
+        yield window
 
 
 class Stage:
@@ -223,6 +172,14 @@ class Stage:
     def fingerprint(self) -> list[Any]:
         """Return what the samples and their order depend on: JSON-able, one entry per stage that matters."""
         return []
+
+    def files_identity(self) -> tuple[tuple[str, int, str], ...]:
+        """Return (name, size in bytes, version tag) of each file of the source, by which changed data is detected.
+
+        The tag is an ETag or a time of modification. Sources without files return nothing. It is computed on demand:
+        remote files cost a request each.
+        """
+        return () if self.upstream is None else self.upstream.files_identity()
 
     def changed(self, saved: Any) -> list[str]:
         """Return in words how the stream differs from a saved fingerprint, as far as that tells."""
@@ -325,44 +282,3 @@ class Transform(Stage):
         """Return that of the stage before, and what this one adds."""
         before = self.upstream.fingerprint()
         return [*before, self._mark] if self._mark else before
-
-
-FEWEST = 1000
-"""Least number of samples to try: a random function may drop all samples of a few rounds of a short part."""
-
-
-class Search:
-    """Counts the samples of a part that a stage has dropped since it last kept one.
-
-    If a stage drops all samples of whole rounds of an endless source, it would drop those of the next rounds, too, and
-    would read forever.
-    """
-
-    def __init__(self, opening: Opening, part: int, name: str) -> None:
-        self._opening, self._part, self._name = opening, part, name
-        self._dropped, self._rounds = 0, 0
-        self._began: int | None = None
-        """Round from which on all samples were dropped; None: not known yet."""
-
-    def note(self, *, kept: bool) -> None:
-        """Count a sample.
-
-        Raises:
-            ArgumentError: Whole rounds were dropped.
-        """
-        if kept:
-            self._dropped, self._began = 0, None
-            return
-        rounds = self._opening.rounds[self._part]
-        if self._dropped == 0:
-            self._rounds = rounds
-        elif self._began is None and rounds != self._rounds:
-            # Only now: the sample that was kept may be one of a window with many rounds, which counts as its first.
-            self._began = rounds
-        self._dropped += 1
-        if self._dropped >= FEWEST and self._began is not None and rounds > self._began + 2:  # two of them whole
-            raise ArgumentError(
-                f"{self._name}: none of the last {self._dropped} samples of part {self._part} of "
-                f"{self._opening.num_parts} gave a result. The part has no end, and whole rounds of its source gave no "
-                "result. Keep some samples of every part, or use fewer parts (in_parts())."
-            )

@@ -1,4 +1,4 @@
-"""How are the samples of a part changed, kept, grouped, shuffled and repeated?"""
+"""Stages that map, filter, batch, shuffle and repeat the samples of a part."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from typing import Any, ClassVar
 import numpy as np
 
 from paddle_shard.checks import check_count
-from paddle_shard.clock import FUNCTION, named
 from paddle_shard.plan.parts import nothing_to_repeat
 from paddle_shard.plan.seeding import derive_key, mix
 from paddle_shard.plan.shuffle import Permutation
-from paddle_shard.stages.stage import Opening, Search, Stage, Transform, Unreadable
+from paddle_shard.stages.stage import Opening, Stage, Transform, Unreadable, windows
 
 
 class Map(Transform):
@@ -31,10 +30,9 @@ class Map(Transform):
     def made(self, items: Iterator[Any], part: int, opening: Opening) -> Iterator[Any]:
         """Yield the results of the function."""
         key, function, seed = opening.key(part, "map", self.depth), self._function, opening.seed_generators
-        cause = FUNCTION, named(function, " in map()")
         for number, item in enumerate(items, opening.skip):
             seed(mix(key, number))  # after `items` has run code that seeds the generators, too
-            yield opening.tried(function, item, cause)
+            yield opening.tried(function, item)
 
     def origin(self, opening: Opening, part: int, number: int) -> str | None:
         """Return the origin of the sample before the change."""
@@ -52,12 +50,10 @@ class Filter(Transform):
 
     def made(self, items: Iterator[Any], part: int, opening: Opening) -> Iterator[Any]:
         """Yield the samples that are kept."""
-        key, search = opening.key(part, "filter", self.depth), Search(opening, part, "filter")
-        cause = FUNCTION, named(self._predicate, " in filter()")
+        key = opening.key(part, "filter", self.depth)
         for number, item in enumerate(items):
             opening.seed_generators(mix(key, number))
-            keep = opening.tried(lambda sample: bool(self._predicate(sample)), item, cause)
-            search.note(kept=bool(keep))
+            keep = opening.tried(lambda sample: bool(self._predicate(sample)), item)
             if keep:
                 yield keep if isinstance(keep, Unreadable) else item
 
@@ -75,7 +71,7 @@ class Batch(Transform):
 
     def made(self, items: Iterator[Any], part: int, opening: Opening) -> Iterator[Any]:
         """Yield the lists. One that holds a sample that cannot be read is replaced as a whole."""
-        for group in opening.windows(items, self.size, part):
+        for group in windows(items, self.size):
             bad = [item for item in group if isinstance(item, Unreadable)]
             yield Unreadable(bad[0].why, tuple(group)) if bad else group
 
@@ -83,9 +79,6 @@ class Batch(Transform):
         """Return the number of lists in each part."""
         found = self.upstream.lengths(opening)
         return None if found is None else [-(-length // self.size) for length in found]
-
-
-_OF_ITEMS = FUNCTION, "the items in unbatch()"
 
 
 class Unbatch(Transform):
@@ -99,13 +92,10 @@ class Unbatch(Transform):
 
     def made(self, items: Iterator[Any], part: int, opening: Opening) -> Iterator[Any]:
         """Yield the items of the samples."""
-        key, search, numbers = opening.key(part, "unbatch", self.depth), Search(opening, part, "unbatch"), count()
-        for (group,) in opening.windows(items, 1, part):
-            found = False
-            for item in self._items(group, opening, key, numbers):
-                found = True
-                yield item
-            search.note(kept=found)
+        key = opening.key(part, "unbatch", self.depth)
+        numbers = count()
+        for group in items:
+            yield from self._items(group, opening, key, numbers)
 
     def _items(self, group: Any, opening: Opening, key: int, numbers: Iterator[int]) -> Iterator[Any]:
         if isinstance(group, Unreadable):
@@ -114,10 +104,10 @@ class Unbatch(Transform):
         if isinstance(group, list | tuple):
             yield from group
             return
-        items, end = opening.tried(iter, group, _OF_ITEMS), object()
+        items, end = opening.tried(iter, group), object()
         while not isinstance(items, Unreadable):
             opening.seed_generators(mix(key, next(numbers)))  # a generator runs the user's code for each item
-            item = opening.tried(lambda rest: next(rest, end), items, _OF_ITEMS)
+            item = opening.tried(lambda rest: next(rest, end), items)
             if item is end:
                 return
             yield item
@@ -153,7 +143,7 @@ class Shuffle(Transform):
         # Its number counts only the shuffles before it: then stages that keep the order can be added to a run.
         number = sum(isinstance(stage, Shuffle) for stage in self.upstream.line())
         key = opening.key(part, "window", number)
-        for window, held in enumerate(opening.windows(items, self._window, part), opening.skip // self._window):
+        for window, held in enumerate(windows(items, self._window), opening.skip // self._window):
             permuted = Permutation(len(held), derive_key(key, window, size=64))
             for at in permuted(np.arange(len(held), dtype=np.int64)).tolist():
                 item, held[at] = held[at], None  # release delivered samples
@@ -240,8 +230,6 @@ def in_rounds(stage: Stage, opening: Opening, times: int | None, source: str = "
                     yield number, item
             if times is not None:
                 continue
-            # Files may go to other parts in each round: a part has seen the whole source after `num_parts` rounds.
-            opening.rounds[part] = (number + 1) // opening.num_parts
             if not found:
                 raise nothing_to_repeat(part, opening.num_parts, source)
 

@@ -7,8 +7,8 @@ import os
 import signal
 import sys
 
-from paddle_shard.cli import doctor
-from paddle_shard.cli.main import main
+from paddle_shard.extras.cli import doctor
+from paddle_shard.extras.cli.main import main
 from paddle_shard.testing import report
 
 rank = int(os.environ["PADDLE_TRAINER_ID"])

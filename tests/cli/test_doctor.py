@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paddle_shard.cli.main import COMMANDS, main
+from paddle_shard.extras.cli.main import COMMANDS, main
 from tests.deadlines import HANG
 from tests.jobs import launch_ranks, run_ranks, start_ranks
 from tests.record.runs import asked

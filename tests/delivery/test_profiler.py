@@ -10,8 +10,8 @@ import numpy as np
 import paddle.profiler
 import pytest
 from paddle.io import DataLoader
-
 from paddle_shard.clock import Clock
+
 from tests.helpers import ONE, Made, sharded
 
 

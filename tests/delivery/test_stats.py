@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from paddle.io import DataLoader
-
 from paddle_shard.clock import KINDS
+
 from paddle_shard.delivery.stats import DERIVED, OF_COSTS, Counts
 from tests.helpers import ONE, Made, sharded
 

@@ -1,7 +1,5 @@
 """Every kind of batch comes to the device, with the bytes that it has on the CPU."""
 
-import threading
-
 import numpy as np
 import paddle
 import paddle.distributed as dist
@@ -9,7 +7,6 @@ import pytest
 
 import paddle_shard
 from paddle_shard import Stream
-from tests.deadlines import HANG
 from tests.device.devices import DEVICE, OTHER, needs_two, place
 
 ROWS = np.random.default_rng(0).normal(size=(45, 8)).astype("float32")
@@ -193,20 +190,6 @@ def test_what_a_collate_function_makes_on_the_device_stays_there():
 
     assert {str(leaf.place) for batch in batches for leaf in batch} == {str(PLACE)}
     assert [i for batch in batches for i in batch[1]._local_value().numpy().tolist()] == list(range(45))
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_thread_of_the_users_that_reads_is_told_of_the_current_place(workers, monkeypatch, caplog):
-    monkeypatch.setattr("paddle_shard.say_once._SAID", set())
-    loader = paddle_shard.shard_dataloader(given(num_workers=workers), MESH, shard_dims="dp")
-    list(loader)
-    assert not caplog.messages
-    thread = threading.Thread(target=lambda: list(loader))
-    thread.start()
-    thread.join(HANG)
-
-    assert [text for text in caplog.messages if "current place" in text] == caplog.messages
-    assert len(caplog.messages) == (workers == 0)
 
 
 def test_a_batch_that_the_user_holds_keeps_its_numbers():

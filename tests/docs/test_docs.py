@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import paddle_shard
-from paddle_shard.cli.page import view_of
 from paddle_shard.delivery.stats import LoaderStats
+from paddle_shard.extras.cli.page import view_of
 from tests.deadlines import HANG
 from tests.jobs import run_ranks
 

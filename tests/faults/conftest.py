@@ -1,5 +1,6 @@
 """One seed draws every fault; what a test leaves behind is an error of that test."""
 
+import contextlib
 import os
 import random
 
@@ -29,8 +30,17 @@ def rng(request):
     return random.Random(f"{SEED} {request.node.nodeid}")
 
 
+@pytest.fixture(autouse=True, scope="session")
+def thread_of_fsspec():
+    """Start fsspec's thread, which lives as long as the process, before traces are compared."""
+    with contextlib.suppress(ImportError):
+        from fsspec.asyn import get_loop
+
+        get_loop()
+
+
 @pytest.fixture(autouse=True)
-def nothing_is_left(request):
+def nothing_is_left(request, thread_of_fsspec):
     """After each test: no process, thread, socket, pipe or shared memory that was not there before."""
     before = Traces()
     yield

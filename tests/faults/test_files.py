@@ -17,8 +17,8 @@ from paddle.io import DataLoader
 
 import paddle_shard
 from paddle_shard import Stream
-from paddle_shard.cli.main import main
 from paddle_shard.errors import ArgumentError, DataReadError, StateError
+from paddle_shard.extras.cli.main import main
 from paddle_shard.sources import files
 from paddle_shard.sources.host_cache import HostCache
 from paddle_shard.sources.webdataset import read_index
@@ -237,7 +237,7 @@ def test_pauses_between_retries_double(monkeypatch):
     pauses = []
     monkeypatch.setattr(files.time, "sleep", pauses.append)
     with serving(TARS, statuses=[503] * 9) as server, pytest.raises(OSError, match="given up after 3 retries"):
-        files.open_file(f"{server.url}/000.tar")
+        files.open_file(f"{server.url}/000.tar")[0].read(1)
     assert [pause for pause in pauses if pause > 0] == [files.BACKOFF, 2 * files.BACKOFF, 4 * files.BACKOFF]
 
 
@@ -317,8 +317,8 @@ def test_a_worker_killed_in_the_middle_of_a_download_leaves_nothing_that_is_take
             next(batches)
         server.released.set()
         assert_whole([], loader.state_dict(), server.url, cache_dir=str(disk))
-        assert [(disk / name).read_bytes() for name in kept(disk)] != []
-        assert sorted(os.path.getsize(disk / name) for name in kept(disk)) == sorted(map(len, TARS.values()))
+        whole = [name for name in kept(disk) if not name.endswith(".part")]
+        assert sorted(os.path.getsize(disk / name) for name in whole) == sorted(map(len, TARS.values()))
 
 
 def test_a_child_forked_during_a_download_that_fails_does_not_keep_the_lock(tmp_path):

@@ -18,7 +18,7 @@ def in_pairs(monkeypatch):
 
 
 def options(rng):
-    return {"prefetch": rng.choice([0, 1, 3]), "replicas": rng.choice(["leader", "leader", "auto"])}
+    return {"prefetch": rng.choice([0, 1, 3]), "replicas": "leader"}
 
 
 def test_what_fails_on_the_leader_fails_on_all_at_the_same_step_and_nothing_is_lost(rng, tmp_path):

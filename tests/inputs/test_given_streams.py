@@ -104,62 +104,6 @@ def test_what_is_no_path_is_refused_at_once(source, paths):
 # Other libraries'
 
 
-def of_torch(name, **members):
-    """A class that is derived as torch's are, without torch."""
-    base = type(name, (), {"__module__": "torch.utils.data.x", "__getitem__": None, **members})
-    return type(f"My{name}", (base,), {"__module__": "mine"})
-
-
-def batches_of_torch(self):
-    return iter([np.arange(4)] * 3)
-
-
-@pytest.mark.parametrize(
-    ("name", "ways"),
-    [
-        ("DataLoader", ["paddle.io.DataLoader(dataset", "Stream.of(dataset)", "lambda: loader"]),
-        ("IterableDataset", ["paddle.io.DataLoader(paddle_shard.Stream.of(dataset), batch_size="]),
-    ],
-)
-def test_torchs_loaders_and_streams_are_refused_with_the_way_that_works(name, ways):
-    given = of_torch(name, __iter__=batches_of_torch)()
-
-    with pytest.raises(ArgumentTypeError, match=f"a My{name}, which is torch's") as caught:
-        sharded(given)
-    assert all(way in str(caught.value) for way in ways)
-    assert len(list(sharded(lambda: given))) == 3
-
-
-@pytest.mark.parametrize("length", [None, 8])
-def test_a_stream_of_another_library_in_a_dataloader_is_refused_with_the_way_that_works(length):
-    members = {} if length is None else {"__len__": lambda self: length}
-    dataset = of_torch("IterableDataset", __iter__=lambda self: iter(range(8)), **members)()
-
-    with pytest.raises(ArgumentTypeError, match=r"DataLoader\(paddle_shard\.Stream\.of\(dataset\), batch_size=4"):
-        sharded(paddle.io.DataLoader(dataset, batch_size=4))
-    assert rows(Stream.of(dataset)) == list(range(8))
-
-
-@pytest.mark.parametrize("name", ["StreamingDataset", "StreamingDataLoader"])
-def test_mosaicmls_streams_are_refused_with_the_recipe_that_works(name):
-    base = of_torch("IterableDataset", __iter__=lambda self: iter(range(8)), __len__=lambda self: 8)
-    given = type(name, (base,), {"__module__": "streaming.base.x"})()
-
-    for one in (given, paddle.io.DataLoader(given, batch_size=4)):
-        with pytest.raises(ArgumentTypeError, match=f"a {name}, which is MosaicML's.*mds_stream"):
-            sharded(one)
-
-
-def test_grains_iterators_are_refused_with_the_way_that_works():
-    grain = pytest.importorskip("grain")
-    given = grain.MapDataset.range(8).to_iter_dataset()
-
-    for one in (given, paddle.io.DataLoader(given, batch_size=4)):
-        with pytest.raises(ArgumentTypeError, match="which is Grain's.*grain_loader"):
-            sharded(one)
-    assert rows(Stream.of(given)) == list(range(8))
-
-
 def test_data_that_is_repeated_without_an_end_is_told_that_each_pass_is_an_epoch():
     grain = pytest.importorskip("grain")
     given = grain.MapDataset.range(8).repeat()
@@ -168,13 +112,3 @@ def test_data_that_is_repeated_without_an_end_is_told_that_each_pass_is_an_epoch
         sharded(paddle.io.DataLoader(given, batch_size=4))
     with pytest.raises(ArgumentError, match=r"source 'a' must have 1 to 2\^40 samples.*Leave repeat\(\) out"):
         paddle_shard.Mixture({"a": given})
-
-
-def test_webdatasets_pipelines_are_refused_with_the_way_that_works():
-    wds = pytest.importorskip("webdataset")
-    dataset = wds.WebDataset("a.tar", shardshuffle=False)
-
-    for given in (paddle.io.DataLoader(dataset, batch_size=4), dataset):
-        with pytest.raises(ArgumentTypeError, match=r"Stream\.webdataset\(urls\)") as caught:
-            sharded(given)
-        assert "Stream.of(dataset)" in str(caught.value)

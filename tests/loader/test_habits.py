@@ -1,12 +1,11 @@
 """Habits of those who write data sets, samplers and collate functions: what cannot be kept is said."""
 
-import functools
 import itertools
 import random
 
 import numpy as np
 import pytest
-from paddle.io import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, Subset
+from paddle.io import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler
 
 import paddle_shard
 from paddle_shard import say_once
@@ -67,32 +66,6 @@ def test_data_that_has_another_length_than_when_the_loader_was_made_is_refused_w
 # Persistent workers
 
 
-@pytest.mark.parametrize("kind", ["data set", "subset", "collate", "method", "partial", "closure"])
-@pytest.mark.parametrize("persistent", [False, True])
-def test_what_is_set_between_two_loops_is_known_to_workers_that_stay(kind, persistent, caplog):
-    data, collator, strength = Rows(), Collator(), 0
-
-    def closed(samples):
-        return np.stack(samples) + strength
-
-    collates = {
-        "collate": collator,
-        "method": collator.method,
-        "partial": functools.partial(Collator.__call__, collator),
-        "closure": closed,
-    }
-    read = Subset(data, list(range(8))) if kind == "subset" else data
-    given = DataLoader(read, batch_size=4, num_workers=2, persistent_workers=persistent, collate_fn=collates.get(kind))
-    loader, seen = sharded(given, ONE), []
-    for epoch in range(3):
-        data.epoch = collator.strength = strength = epoch
-        data.epoch = epoch if kind in ("data set", "subset") else 0
-        seen.append({row[1] for batch in locals_of(loader) for row in batch})
-    assert seen == [{0}, {1}, {2}]
-    assert ("persistent workers were started: they are started anew" in caplog.text) == persistent
-    loader.close()
-
-
 def test_persistent_workers_stay_where_nothing_was_set(caplog):
     loader = sharded(DataLoader(Rows(), batch_size=4, num_workers=2, persistent_workers=True), ONE)
     for _ in range(3):
@@ -102,22 +75,6 @@ def test_persistent_workers_stay_where_nothing_was_set(caplog):
 
 
 # Generators of one's own
-
-
-@pytest.mark.parametrize(
-    ("data", "collate_fn", "names"),
-    [
-        (OwnGenerator(), None, "`rng` of OwnGenerator"),
-        (Subset(OwnGenerator(), [0, 1, 2, 3]), None, "`rng` of OwnGenerator"),
-        (Rows(), Collator(), "`rng` of Collator"),
-        (Rows(), Collator().method, "`rng` of Collator"),
-        (Rows(), functools.partial(np.stack, axis=0), ""),
-        (Rows(), None, ""),
-    ],
-)
-def test_a_random_generator_of_ones_own_is_named(data, collate_fn, names, caplog):
-    sharded(DataLoader(data, batch_size=2, collate_fn=collate_fn), ONE)
-    assert (f"{names}: a random generator of your own" in caplog.text) == bool(names)
 
 
 # Memory that is used again

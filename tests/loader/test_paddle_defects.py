@@ -1,7 +1,6 @@
 """One test for each thing that Paddle's own `shard_dataloader` gets wrong, observed on 3.3.1."""
 
 import collections
-import inspect
 import re
 import subprocess
 import sys
@@ -466,28 +465,6 @@ def test_pipeline_stages_with_other_data_ranks_see_the_same_global_shape():
 
 
 # The user's objects
-
-
-class Doubling(DataLoader):
-    def __iter__(self):
-        for batch in super().__iter__():
-            yield batch * 2
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_settings_and_a_subclass_survive(workers):
-    settings = {"num_workers": workers, "prefetch_factor": 3, "timeout": 9, "places": "cpu"}
-    if "reader_buffer_size" in inspect.signature(DataLoader).parameters:  # Paddle >= 3.1
-        settings["reader_buffer_size"] = 7
-    given = Doubling(Ids(), batch_size=4, **settings)
-
-    loader = sharded(loader=given)
-
-    assert [local(batch) for batch in loader] == [[0, 2], [8, 10]]
-    inner = loader._dataloader
-    assert isinstance(inner, Doubling)
-    for name in settings:
-        assert getattr(inner, name) == getattr(given, name), name
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -378,7 +378,6 @@ OPTIONS = {
         **{name: (parquet, name) for name in ("columns", "allow_nulls", "shuffle_shards", "resample")},
         **dict.fromkeys(("cache_dir", "cache_bytes"), "where files are kept"),
     },
-    "Stream.ray": dict.fromkeys(("dataset", "batch_size"), "Ray Data's own: tests/adapters/ray"),
     "Stream.huggingface": {"dataset": "tests/sources/test_huggingface.py"},
     "Stream.decode": {"handlers": HELD, "only": HELD},
     "Stream.map": {"function": (stream, "mapped")},

@@ -1,10 +1,8 @@
 """Ranks that share a reader (`replicas=`): what each of four ranks has read, delivered and said."""
 
-import fcntl
 import gc
 import os
 import sys
-import time
 
 import numpy as np
 import paddle
@@ -179,7 +177,7 @@ def sizes():
             return np.full(WIDTHS[index // 8], index % 100, np.uint8)
 
     found = {}
-    for replicas, workers, prefetch in (("leader", 0, 2), ("leader", 2, None), ("auto", 0, 0), ("each", 2, 1)):
+    for replicas, workers, prefetch in (("leader", 0, 2), ("leader", 2, None), ("leader", 0, 0), ("each", 2, 1)):
         loader = sharded(given(OfManySizes(), workers=workers), "dp1 x mp4", replicas=replicas, prefetch=prefetch)
         sums = found[f"{replicas} {workers} {prefetch}"] = []
         for batch in loader:
@@ -192,7 +190,7 @@ def resumes():
     """Steps before and after a stop: on one mesh with a leader, then on another mesh."""
     first = sharded(given(Samples(), shuffle=True))
     begun = steps_of(first, 2)
-    second = sharded(given(Samples(), shuffle=True, workers=2), "dp1 x mp4", replicas="auto")
+    second = sharded(given(Samples(), shuffle=True, workers=2), "dp1 x mp4", replicas="leader")
     second.load_state_dict(first.state_dict())
     again = sharded(given(Samples(), shuffle=True), "dp1 x mp4", replicas="each")
     again.load_state_dict(first.state_dict())
@@ -227,40 +225,6 @@ def left():
         stream = Stream.of(range(60)).sharding_filter().filter(lambda i, k=2 + number % 4: i % k or i < 20)
         loader = sharded(given(stream), "mp2 x dp2", tail="pad", verify=None)
         found += [step for step in steps_of(loader, 2 + number % 7) if isinstance(step, str)]
-    return found
-
-
-def autos():
-    """What "auto" chooses where reading is what takes time, or handing on, or neither."""
-
-    class SlowToSend(str):
-        def __reduce__(self):
-            time.sleep(0.001)
-            return str, (str(self),)
-
-    class ToSend(Samples):
-        def __getitem__(self, index):
-            return {"id": np.int64(index), "name": SlowToSend(index)}
-
-    class ToRead(Samples):  # from a disk that serves one at a time
-        def __getitem__(self, index):
-            with open(__file__) as disk:
-                fcntl.flock(disk, fcntl.LOCK_EX)
-                time.sleep(0.001)
-            return super().__getitem__(index)
-
-    found = {}
-    for cls in (Samples, ToRead, ToSend):
-        data = cls(400)
-        loader = sharded(given(data, size=16), replicas="auto")
-        whole = sharded(given(cls(400), size=16), replicas="each")
-        same = [steps_of(loader, limit) == steps_of(whole, limit) for limit in (5, 20, None)]
-        found[cls.__name__] = [same, data.reads, loader.stats.who_reads]
-    for way in ("auto", "each"):
-        loader = sharded(given(Samples(400), size=16), replicas=way)
-        one, other = iter(loader), iter(loader)
-        both = [[rows(next(one)["id"]), rows(next(other)["id"])] for _ in range(12)]
-        found[f"two passes, {way}"] = [both, [rows(batch["id"]) for batch in other], [rows(b["id"]) for b in one]]
     return found
 
 

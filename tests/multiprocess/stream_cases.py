@@ -150,7 +150,7 @@ def cases(num_ranks):
 def make(source, ids, names, workers, tail, **options):
     mesh = dist.ProcessMesh(ids, dim_names=names)
     # Without replicas nothing is shared.
-    options = {"seed": 3, "replicas": "leader" if workers else "auto", **options}
+    options = {"seed": 3, "replicas": "leader", **options}
     return paddle_shard.shard_dataloader(SOURCES[source](workers), mesh, shard_dims="dp", tail=tail, **options)
 
 

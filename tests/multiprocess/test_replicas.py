@@ -94,22 +94,8 @@ def test_passes_overlap_and_are_abandoned(run_once):
         assert nested == [sums[0], sums[1], *inner, sums[2], sums[3], *inner, sums[4]]
 
 
-def test_auto_tries_both_ways_and_keeps_the_faster_one(run_once):
-    for rank, report in enumerate(reports(run_once, "autos")):
-        assert report.pop("two passes, auto") == report.pop("two passes, each")
-        for same, _, _ in report.values():
-            assert same == [True] * 3
-        # 50 steps in three passes, of which two were left early with two batches ahead; followers try 16 at most.
-        _, reads, said = report["ToRead"]
-        most = 8 * (50 + 2 * 2 if rank in (0, 2) else 16) + 3 * 3  # see above
-        assert most - 8 * 6 <= reads <= most
-        assert said.startswith("reads for" if rank in (0, 2) else "read by")
-        _, _, said = report["ToSend"]
-        assert said == "each replica reads for itself, as that is faster than handing on"
-
-
 TOLD = {
-    "wrong word": ("ArgumentError", "replicas must be 'each' or 'leader' or 'auto', got 'one'"),
+    "wrong word": ("ArgumentError", "replicas must be 'each' or 'leader', got 'one'"),
     "not sent": ("DataReadError", "replicas='each' reads on each"),
     "another choice": ("ArgumentError", "replicas: "),
     "other samples": ("DifferentDataError", "Seed the sampler alike on all ranks"),

@@ -183,10 +183,7 @@ def outcomes():
             paddle_shard.Mixture({"web": Samples(range(32) if other else ()), "code": Samples()}, {"web": 1, "code": 1})
         ),
         "own part": own_part,
-        **{
-            f"own part, {replicas}": lambda replicas=replicas: one_line(replicas=replicas)
-            for replicas in ("leader", "auto")
-        },
+        **{f"own part, {replicas}": lambda replicas=replicas: one_line(replicas=replicas) for replicas in ("leader",)},
         "own noise, padded": lambda: sharded(
             Samples(noise=np.random.default_rng(RANK)), replicas=False, pad_to={"image": ("longest", 0)}
         ),

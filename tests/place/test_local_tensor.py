@@ -35,7 +35,7 @@ def plain():
 def queued():
     """As on a device, in this host's memory."""
     maker = TensorMaker(CPU)
-    maker._queue, maker._on_cpu = DeviceQueue(CPU), False
+    maker._queue, maker.is_on_cpu = DeviceQueue(CPU), False
     return maker
 
 

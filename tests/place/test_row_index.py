@@ -77,18 +77,6 @@ def said_of(data, caplog, collate_fn=numbered, **options):
     return [record.getMessage() for record in caplog.records if "row index" in record.getMessage()]
 
 
-def test_what_counts_anew_on_each_data_rank_and_does_not_say_so_is_said(caplog):
-    for rank in (0, 1):
-        caplog.clear()
-        with simulated_rank(rank, 2):
-            list(sharded(given(), placements={"boxes": "as read"}))
-        said = [record.getMessage() for record in caplog.records if "row index" in record.getMessage()]
-        assert len(said) == rank
-    assert "['index'], ['boxes'] " in said[0]
-    (said,) = said_of(Made(int, 8), caplog, placements={"boxes": "row index"})  # two batches of two rows in a pass
-    assert "fields ['index'] count" in said
-
-
 def test_labels_that_count_two_rows_now_and_then_are_not_taken_for_places(caplog):
     labels = np.random.default_rng(3).integers(0, 2, 200)
     labels[2:4] = 0, 1  # rows 2 and 3 are data rank 1's of the first batch

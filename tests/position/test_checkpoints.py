@@ -17,8 +17,8 @@ import pytest
 import paddle_shard
 from paddle_shard import Checkpoints
 from paddle_shard.errors import ArgumentError, CheckpointError, StateError, TakenOverError
-from paddle_shard.position import checkpoints as module
-from paddle_shard.position.parts import fill
+from paddle_shard.extras import checkpoints as module
+from paddle_shard.extras.checkpoint_parts import fill
 from tests.helpers import ONE, Made, local, sharded
 from tests.trials import trials
 

@@ -80,6 +80,10 @@ def test_no_kind_of_exception_ends_the_epoch_in_silence(workers, error):
     def fail():
         raise error("this one")
 
+    if not workers and error in (SystemExit, GeneratorExit):  # they leave the loop, as they are
+        with pytest.raises(error, match="this one"):
+            list(sharded(Fails(fail), workers))
+        return
     got, caught = failure(sharded(Fails(fail), workers))
 
     assert len(got) == 2
@@ -136,11 +140,10 @@ def test_an_exception_in_worker_init_fn_is_not_hidden():
     def init(worker):
         raise OSError(f"no disk for {worker}")
 
-    got, error = failure(sharded(Fails(lambda: None), 2, worker_init_fn=init))
+    with pytest.raises(DataReadError, match="worker_init_fn failed in worker 0") as raised:
+        iter(sharded(Fails(lambda: None), 2, worker_init_fn=init))
 
-    assert got == []
-    assert "worker_init_fn failed in worker 0" in str(error)
-    assert "OSError: no disk for 0" in str(error)
+    assert "OSError: no disk for 0" in str(raised.value)
 
 
 def test_a_leaf_that_cannot_be_pickled_does_not_hang():
@@ -277,6 +280,8 @@ def test_worker_functions_find_their_own_data_set():
 @pytest.mark.parametrize("first", [0, 3, 9, 17])
 def test_a_data_set_that_draws_for_some_samples_only_repeats_exactly(first, workers, prefetch):
     class Sometimes(Dataset):
+        uses_rng = True  # the first batch may not show it
+
         def __len__(self):
             return 24
 

@@ -1,11 +1,9 @@
 """Reading ahead gives the same as reading each batch when it is asked for."""
 
 import random
-import threading
 
 import hypothesis.strategies as st
 import numpy as np
-import paddle
 import pytest
 from hypothesis import example, given, settings
 from paddle.io import DataLoader
@@ -14,24 +12,21 @@ from paddle_shard import ArrayDataset
 from paddle_shard.delivery.step_pass import Feed, StepPass
 from paddle_shard.errors import DataReadError
 from paddle_shard.inputs.generators import generators_of
-from paddle_shard.place.local_tensor import TensorMaker
 from paddle_shard.plan.step import Step
-from paddle_shard.ranks.agreement import AloneAgreement
-from paddle_shard.reading.executor import InlineExecutor, Tensors
-from paddle_shard.reading.prefetcher import Prefetcher
+from paddle_shard.reading.executor import InlineExecutor
 from paddle_shard.reading.reader import HowToRead, IdReader
 from tests.helpers import ONE, sharded
 from tests.trials import trials
 
 STEPS = 12
-PLACE = paddle.CPUPlace()
 
 
 class Rows:
-    """Rows that say which they are; from some on, they are drawn, or cannot be read."""
+    """Rows that say which they are; from some on, they use global generators, or cannot be read."""
 
     def __init__(self, draws_from, fails_at):
         self._draws_from, self._fails_at = draws_from, fails_at
+        self.uses_rng = draws_from < 3 * STEPS
 
     def __len__(self):
         return 3 * STEPS
@@ -49,7 +44,7 @@ def step_of(number, ids=()):
 
 
 def reading(dataset, sampler_fails_at, skip, collate_fn=None, ahead=0):
-    """A pass that reads at most `ahead` batches in a thread; 0: each when it is asked for, in this one."""
+    """A pass of which a thread reads at most `ahead` batches ahead; 0: each is read when it is asked for."""
 
     def steps():
         for number in range(STEPS):
@@ -57,12 +52,16 @@ def reading(dataset, sampler_fails_at, skip, collate_fn=None, ahead=0):
                 raise RuntimeError("the sampler's")
             yield step_of(number, [3 * number, 3 * number + 1, 3 * number + 2])
 
-    how, maker = HowToRead(generators=generators_of(None), seed=7, skip_errors=skip), TensorMaker(PLACE)
-    reader, feed = IdReader(dataset, collate_fn, how), Feed(steps())
-    feed.executor = Tensors(InlineExecutor(reader), maker)
-    if ahead:
-        feed.executor = Prefetcher(feed.executor, ahead, always=True, elsewhere=False)
-    return StepPass(feed, AloneAgreement(), place=lambda batch: batch)
+    how = HowToRead(generators=generators_of(None), seed=7, skip_errors=skip)
+    executor = InlineExecutor(IdReader(dataset, collate_fn, how))
+    feed = Feed(steps(), executor, None, runs_user_code=False)
+    return StepPass(feed, None, prepare=copied, num_ahead=ahead)
+
+
+def copied(batch):
+    """The batch with memory of its own, as placing makes it."""
+    batch.value = np.array(batch.value)
+    return batch
 
 
 def states():
@@ -127,26 +126,6 @@ def test_a_batch_does_not_depend_on_those_that_were_read_before_it(draws_from, f
         return [executor.take().value.tolist() for _ in range(first, STEPS)]
 
     assert come(first) == come(0)[first:]
-
-
-class OfOneThread(Rows):
-    """Rows that only the thread that has opened them can read, as an SQLite connection's."""
-
-    def __init__(self):
-        super().__init__(10**6, 10**6)
-        self._thread = threading.get_ident()
-
-    def __getitem__(self, index):
-        if threading.get_ident() != self._thread:
-            raise ValueError("another thread")
-        return super().__getitem__(index)
-
-
-@pytest.mark.parametrize("ahead", [0, 1, 5])
-def test_rows_that_only_the_callers_thread_can_read_are_read_by_it(ahead):
-    found, end, *_ = what_comes(reading(OfOneThread(), None, False, ahead=ahead), beside=ahead > 0)
-
-    assert (len(found), end) == (STEPS, StopIteration)
 
 
 class FailsBySeed(Rows):

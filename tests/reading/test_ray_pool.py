@@ -17,19 +17,18 @@ import pytest
 import paddle_shard
 from paddle_shard import RayReaders, Stream
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, DataReadError, MissingDependencyError
-from paddle_shard.reading import ray_pool
+from paddle_shard.extras import ray_readers
+from paddle_shard.extras.ray_readers import RayPool
 from paddle_shard.reading.chunk_reader import ChunkReader
 from paddle_shard.reading.failure import ReadFailure
-from paddle_shard.reading.ray_pool import RayPool
 from paddle_shard.reading.serialization import pickled
 from paddle_shard.reading.workers import WorkersLostError
-from paddle_shard.sources import ray_data
 from tests.deadlines import HANG
 from tests.helpers import ONE, Made, sharded
 from tests.reading.fake_ray import Pickler, all_answer, faked
 
 WORKERS, AHEAD = 3, 2
-READING_ACTOR = ray_pool.ReadingActor
+READING_ACTOR = ray_readers.ReadingActor
 
 
 class FakeActor:
@@ -57,7 +56,7 @@ class Parts(ChunkReader):
 
 @pytest.fixture(autouse=True)
 def fake_actor(monkeypatch):
-    monkeypatch.setattr(ray_pool, "ReadingActor", FakeActor)
+    monkeypatch.setattr(ray_readers, "ReadingActor", FakeActor)
     monkeypatch.setattr(FakeActor, "log", [])
 
 
@@ -293,7 +292,7 @@ def test_readers_that_outlive_the_connection_connect_to_nothing_when_they_end(mo
 
 
 def test_per_node_limits_the_actors_of_a_node_and_new_nodes_are_used(monkeypatch):
-    monkeypatch.setattr(ray_pool, "_NODES_SECONDS", 0.0)
+    monkeypatch.setattr(ray_readers, "_NODES_SECONDS", 0.0)
     with faked(monkeypatch) as ray:
         pool = pool_of(per_node=1)
         pool.start()
@@ -339,7 +338,7 @@ def test_a_rank_leaves_room_for_the_first_actor_of_others(monkeypatch):
 
 def test_an_actor_reads_from_the_folder_of_its_rank(monkeypatch, tmp_path):
     """Files that are called alike in the folder in which Ray was started are others."""
-    monkeypatch.setattr(ray_pool, "ReadingActor", READING_ACTOR)
+    monkeypatch.setattr(ray_readers, "ReadingActor", READING_ACTOR)
     here = tmp_path / "rank"
     here.mkdir()
     (here / "a.txt").write_text("mine")
@@ -407,7 +406,7 @@ def test_a_thread_may_wait_while_another_interrupts(monkeypatch):
 
 
 def test_a_loader_reads_by_actors(monkeypatch):
-    monkeypatch.setattr(ray_pool, "ReadingActor", Reads)
+    monkeypatch.setattr(ray_readers, "ReadingActor", Reads)
     with faked(monkeypatch, all_answer):
         loader = sharded(paddle.io.DataLoader(Made(), batch_size=4), ONE, readers=RayReaders(num=2))
         assert [batch._local_value().numpy().tolist() for batch in loader] == np.arange(16).reshape(4, 4).tolist()
@@ -424,17 +423,18 @@ class Reads:
 
     def read(self, number, request, anew):
         with paddle.base.dygraph.guard(paddle.CPUPlace()):
-            return [np.asarray(one) for one in pickled(self.settings.reader.read(pickle.loads(request), number))]
+            asked, look = pickle.loads(request)
+            return [np.asarray(one) for one in pickled(self.settings.reader.read(asked, number, look))]
 
 
 @pytest.mark.parametrize("prefix", ["", "ray://"])
 @pytest.mark.parametrize("why", ["refuses", "says nothing"])
 def test_a_cluster_that_does_not_answer_is_an_error_that_names_its_address_and_the_way_out(why, prefix, monkeypatch):
-    monkeypatch.setattr(ray_pool, "ReadingActor", Reads)
+    monkeypatch.setattr(ray_readers, "ReadingActor", Reads)
     with socket.socket() as server, contextlib.ExitStack() as stack, faked(monkeypatch) as ray:
         server.bind(("127.0.0.1", 0))
         if why == "says nothing":  # the queue of connections is full
-            monkeypatch.setattr(ray_data, "_CONNECT_SECONDS", 0.2)
+            monkeypatch.setattr(ray_readers, "_CONNECT_SECONDS", 0.2)
             server.listen(0)
             stack.enter_context(socket.create_connection(server.getsockname()))
         address = f"{prefix}127.0.0.1:{server.getsockname()[1]}"
@@ -447,7 +447,7 @@ def test_a_cluster_that_does_not_answer_is_an_error_that_names_its_address_and_t
         assert not ray.connected
         if why == "refuses":
             server.listen()
-            ray_data.connect()
+            ray_readers.connect()
             assert ray.connected
 
 

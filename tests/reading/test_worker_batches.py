@@ -24,10 +24,12 @@ from paddle_shard.errors import DataReadError
 from paddle_shard.place.local_tensor import TensorMaker
 from paddle_shard.plan.step import Step
 from paddle_shard.reading.batch import Chunk
-from paddle_shard.reading.executor import Tensors, WorkerExecutor
+from paddle_shard.reading.executor import WorkerExecutor
 from paddle_shard.reading.failure import ReadFailure
+from paddle_shard.reading.tensors import becomes_tensor
 from paddle_shard.reading.workers import WorkerPool
 from paddle_shard.sources.arrays import ArrayDataset
+from paddle_shard.tree import leaves, mapped
 from tests.deadlines import HANG
 from tests.descriptors import open_files
 
@@ -48,7 +50,7 @@ class Reader:
     def __init__(self, work):
         self._work = work
 
-    def read(self, asked, worker):
+    def read(self, asked, worker, look=""):
         found = self._work(asked.number)
         return found if isinstance(found, ReadFailure) else Chunk(found)
 
@@ -62,10 +64,16 @@ def steps_of(count, ids=(0,)):
 
 
 class Batches:
-    """The values of the batches of some steps, which are submitted ahead as a pass does."""
+    """The values of the batches of some steps, which are submitted ahead as a pass does; arrays become tensors."""
 
     def __init__(self, executor, steps):
         self.executor, self._steps, self._waiting = executor, iter(steps), 0
+        self._maker = TensorMaker(core.CPUPlace())
+
+    def _with_tensors(self, batch):
+        found = [leaf for leaf in leaves(batch.value) if becomes_tensor(leaf)]
+        made = dict(zip(map(id, found), self._maker(found, batch.owned)(), strict=True))
+        return mapped(batch.value, lambda leaf, _: made.get(id(leaf), leaf))
 
     def __iter__(self):
         return self
@@ -79,17 +87,17 @@ class Batches:
             raise StopIteration
         found = self.executor.take()
         self._waiting -= 1
-        return found.value
+        return self._with_tensors(found)
 
 
 @contextlib.contextmanager
 def reading(work, steps, workers=2, reader=None, **settings):
     """Batches that workers read: that of each step is `work(its number)`, or what another reader returns."""
     dataloader = DataLoader(ArrayDataset(np.arange(4)), batch_size=1, num_workers=workers, **settings)
-    idle, maker = [], TensorMaker(core.CPUPlace())
+    idle = []
     executor = WorkerExecutor(WorkerPool(dataloader, reader or Reader(work)), idle)
     try:
-        yield Batches(Tensors(executor, maker), steps)
+        yield Batches(executor, steps)
     finally:
         executor.close()
         for pool in idle:
@@ -406,6 +414,7 @@ import paddle.distributed as dist
 from paddle.io import DataLoader
 import paddle_shard
 from paddle_shard.sources.arrays import ArrayDataset
+from paddle_shard.tree import leaves, mapped
 
 if __name__ == "__main__":
     multiprocessing.set_start_method("{method}")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from paddle_shard.cli.main import main
+from paddle_shard.extras.cli.main import main
 from paddle_shard.testing import RanksFailed
 from tests.deadlines import HANG
 from tests.jobs import run_ranks

@@ -14,11 +14,11 @@ from paddle.io import BatchSampler, DataLoader
 
 from paddle_shard import Mixture, ShardPlan
 from paddle_shard.errors import ArgumentError
+from paddle_shard.extras.cli.places import samples_of
+from paddle_shard.extras.cli.proof import proof_of
+from paddle_shard.extras.cli.timeline import places_in, timeline
 from paddle_shard.plan.orders import ordering_of
-from paddle_shard.plan.places import samples_of
 from paddle_shard.record.lines import read
-from paddle_shard.record.proof import proof_of
-from paddle_shard.record.timeline import places_in, timeline
 from paddle_shard.testing.simulated import simulated_rank
 from tests.helpers import Made, mesh, sharded
 from tests.orders_and_tails import ALL, BLOCKS, UNNAMED

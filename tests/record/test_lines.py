@@ -17,8 +17,8 @@ from paddle.io import DataLoader
 
 import paddle_shard
 from paddle_shard import Stream
-from paddle_shard.cli.main import main
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, DataReadError
+from paddle_shard.extras.cli.main import main
 from paddle_shard.record.lines import append, digest_of, read
 from tests.helpers import ONE, Made, places_in, sharded
 from tests.record.runs import asked
@@ -303,16 +303,13 @@ def test_whatever_a_line_holds_no_command_dies_of_it(whole, tmp_path_factory, da
         inside = inside[key]
     inside[way[-1]] = data.draw(st.sampled_from(JUNK))
     path.write_text("".join(json.dumps(one) + "\n" for one in lines))
-    step, ids = ["--step", "1"], tmp_path_factory.getbasetemp() / "ids.txt"
-    ids.write_text("3\n")
+    step = ["--step", "1"]
     ways = [
         ["verify"],
         ["where", "--sample", "3"],
         ["batch", *step],
-        ["skip", *step],
-        ["forget", "--samples", str(ids)],
+        ["plan", *step],
     ]
-    ways += [["plan", *step], ["diff", "--mesh", "dp=1"]]
     for command, *flags in ways:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
             assert main([command, str(path), *flags]) in (0, 1, 2)

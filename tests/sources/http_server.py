@@ -25,10 +25,26 @@ class ShardServer:
     ranges: bool = True
     sized: bool = True
     """Whether it says how long a file is."""
+    rewrites: dict[str, bytes] = field(default_factory=dict)
+    """Contents that files have after their next answer."""
     asked: list[tuple[str, str | None]] = field(default_factory=list)
     """(name, range) of each request."""
     url: str = ""
     released: threading.Event = field(default_factory=threading.Event)
+
+    def describe(self, handler):
+        """Answer a HEAD request; these are not counted and do not fail."""
+        name = handler.path.lstrip("/").partition("?")[0]
+        if name not in self.files:
+            handler.send_error(404)
+            return
+        content = self.files[name]
+        handler.send_response(200)
+        if self.sized:
+            handler.send_header("Content-Length", str(len(content)))
+        handler.send_header("Accept-Ranges", "bytes" if self.ranges else "none")
+        handler.send_header("ETag", f'"{hash(content)}"')
+        handler.end_headers()
 
     def answer(self, handler):
         name, span = handler.path.lstrip("/").partition("?")[0], handler.headers.get("Range")
@@ -50,6 +66,8 @@ class ShardServer:
             handler.send_header("Content-Length", str(len(content) - start))
         handler.send_header("ETag", f'"{hash(content)}"')
         handler.end_headers()
+        if name in self.rewrites:
+            self.files[name] = self.rewrites.pop(name)
         limit = self.drops.pop(0) if self.drops else None
         stall = self.stalls.pop(0) if self.stalls else None
         body = content[start:][: limit if stall is None else stall]
@@ -75,6 +93,9 @@ def serving(files, **how):
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
             server.answer(self)
+
+        def do_HEAD(self):
+            server.describe(self)
 
         def log_message(self, *args):
             pass

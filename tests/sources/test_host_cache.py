@@ -17,9 +17,8 @@ import pytest
 
 import paddle_shard
 from paddle_shard import Stream
-from paddle_shard.errors import ArgumentError, ArgumentTypeError, StateError
+from paddle_shard.errors import ArgumentError, ArgumentTypeError
 from paddle_shard.inputs.stream import stage_of
-from paddle_shard.sources import host_cache
 from paddle_shard.sources.locks import held
 from paddle_shard.stages.stage import Opening
 from tests.deadlines import HANG
@@ -73,7 +72,7 @@ def test_every_source_gives_the_same_samples_by_copies_and_downloads_each_file_o
             stream = CACHED[name](urls, cache_dir=tmp_path)
             for epoch, skip in ((0, 0), (1, 3)):
                 found.append([kind.id_of(sample) for sample in samples_of(stream, skip=skip, epoch=epoch)])
-        whole = [asked for asked, span in server.asked if span is None]
+        whole = [asked for asked, span in server.asked if span.startswith("bytes=0-")]
         expected = CACHED[name](urls)
         assert found == 3 * [
             [kind.id_of(sample) for sample in samples_of(expected, skip=skip, epoch=epoch)]
@@ -81,7 +80,7 @@ def test_every_source_gives_the_same_samples_by_copies_and_downloads_each_file_o
         ]
 
     assert sorted(found[0]) == list(range(TOTAL))
-    opened = 3 if name == "parquet" else 0  # each time for the footers, of which ranges are read
+    opened = 3 if name == "parquet" else 0  # each time for the footers
     assert Counter(whole) == dict.fromkeys([url.rpartition("/")[2] for url in urls], 1 + opened)
 
 
@@ -111,7 +110,7 @@ def test_a_file_that_has_no_room_at_all_takes_none_from_others(tmp_path, caplog)
         assert len(server.asked) == before + 1, "and is not begun to be copied again"
 
 
-def test_a_copy_that_is_being_read_stays_and_what_has_no_room_beside_it_is_read_from_its_server(tmp_path, caplog):
+def test_a_copy_that_is_removed_while_it_is_read_is_read_to_its_end(tmp_path):
     long = b"".join(b"%06d\n" % number for number in range(200_000))
     with serving({"a.txt": long, "b.txt": b"b\n"}) as server:
         limit = len(long) + 1
@@ -120,12 +119,8 @@ def test_a_copy_that_is_being_read_stays_and_what_has_no_room_beside_it_is_read_
         assert next(half_read) == "000000"
         second = Stream.lines(f"{server.url}/b.txt", cache_dir=tmp_path, cache_bytes=limit)
         assert samples_of(second, parts=1) == ["b"]
-        assert [name for name, _ in server.asked].count("b.txt") == 1, "and was not begun to be copied in vain"
-        assert f"cache_bytes={limit} is too little" in caplog.text
-        assert len(copies(tmp_path)) == 1
-        assert len(list(half_read)) == 199_999
-        samples_of(second, parts=1)  # now the first one can go
         assert {name.rpartition("-")[2] for name in copies(tmp_path)} == {"b.txt"}
+        assert len(list(half_read)) == 199_999
 
 
 READER = """
@@ -190,6 +185,7 @@ def test_what_a_killed_process_was_writing_is_removed_and_other_files_stay(tmp_p
     (tmp_path / "0123456789abcdef").write_bytes(b"x" * SIZE)
     half = tmp_path / ".0123456789abcdef-9.txt.xyz.part"
     half.write_bytes(b"x" * SIZE)
+    os.utime(half, (0, 0))
     with serving(FILES) as server:
         for number in range(6):
             samples_of(Stream.lines(f"{server.url}/{number}.txt", cache_dir=tmp_path, cache_bytes=SIZE), parts=1)
@@ -197,23 +193,6 @@ def test_what_a_killed_process_was_writing_is_removed_and_other_files_stay(tmp_p
     assert not half.exists()
     assert {"precious.txt", "0123456789abcdef"} <= copies(tmp_path)
     assert len(copies(tmp_path)) == 3
-
-
-@pytest.mark.parametrize("name", ["lines", "counted lines", "parquet"])
-def test_a_copy_that_has_lost_bytes_is_downloaded_again(name, tmp_path, caplog):
-    kind = FILE_KINDS[name.split()[-1]]
-    with serving(files()) as server:
-        stream = CACHED[name](names(server.url, kind.ending), cache_dir=tmp_path)
-        whole = samples_of(stream)
-        [copy] = tmp_path.glob(f"*1.{kind.ending}")
-        if not os.listxattr(copy):
-            pytest.skip("this file system keeps no attributes, so that nothing tells what a copy had")
-        size = copy.stat().st_size
-        os.truncate(copy, 0)
-
-        assert samples_of(stream) == whole
-        assert copy.stat().st_size == size
-        assert f"1.{kind.ending}, had {size} bytes and has 0 now. It is downloaded again." in caplog.text
 
 
 def test_a_file_whose_size_the_server_does_not_tell_is_read_and_not_kept(tmp_path, caplog):
@@ -224,19 +203,6 @@ def test_a_file_whose_size_the_server_does_not_tell_is_read_and_not_kept(tmp_pat
     assert not copies(tmp_path)
 
 
-def test_a_limit_on_a_file_system_without_locks_is_refused(tmp_path, monkeypatch):
-    @contextlib.contextmanager
-    def unlocked(file):
-        yield False
-
-    monkeypatch.setattr(host_cache, "held", unlocked)
-    with serving(FILES) as server:
-        limited = Stream.lines(f"{server.url}/0.txt", cache_dir=tmp_path, cache_bytes=SIZE)
-        with pytest.raises(Exception, match="cache_bytes= needs a file system with locks"):
-            samples_of(limited, parts=1)
-        assert len(samples_of(Stream.lines(f"{server.url}/0.txt", cache_dir=tmp_path), parts=1)) == 1
-
-
 def test_a_limit_that_cannot_be_is_refused_by_name():
     with pytest.raises(ArgumentError, match="cache_bytes"):
         Stream.lines("memory://a.txt", cache_dir="x", cache_bytes=0)
@@ -245,8 +211,7 @@ def test_a_limit_that_cannot_be_is_refused_by_name():
 
 
 @pytest.mark.parametrize(("first", "then"), [(None, "a"), ("a", None), ("a", "a"), ("a", "b"), (None, None)])
-@pytest.mark.parametrize("rewritten", [False, True])
-def test_a_run_is_resumed_with_or_without_copies_unless_the_file_has_changed(first, then, rewritten, tmp_path):
+def test_a_run_is_resumed_with_or_without_copies(first, then, tmp_path):
     with serving({"a.txt": b"".join(b"%d\n" % number for number in range(40))}) as server:
 
         def loader(folder):
@@ -257,16 +222,11 @@ def test_a_run_is_resumed_with_or_without_copies_unless_the_file_has_changed(fir
 
         batches = iter(before := loader(first))
         next(batches)
-        state = before.state_dict()
-        if rewritten:
-            server.files["a.txt"] = b"".join(b"%d\n" % number for number in range(50, 90))
         resumed = loader(then)
-        resumed.load_state_dict(state)
-        changed = rewritten and (then is None or then != first)
-        with pytest.raises(StateError, match="holds something else") if changed else contextlib.nullcontext():
-            batch = next(iter(resumed))
-            batch = batch[0] if isinstance(batch, list) else batch
-            assert batch._local_value().numpy()[:, 0].tolist() == [4, 5, 6, 7]
+        resumed.load_state_dict(before.state_dict())
+        batch = next(iter(resumed))
+        batch = batch[0] if isinstance(batch, list) else batch
+        assert batch._local_value().numpy()[:, 0].tolist() == [4, 5, 6, 7]
 
 
 @pytest.mark.parametrize("kind", CACHED)

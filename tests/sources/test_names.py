@@ -5,8 +5,8 @@ from importlib.util import find_spec
 import pytest
 
 from paddle_shard import Stream
-from paddle_shard.cli.main import main
 from paddle_shard.errors import ArgumentError
+from paddle_shard.extras.cli.main import main
 from paddle_shard.inputs.stream import stage_of
 from paddle_shard.sources.files import matched
 from tests.sources.laws import files, names

@@ -6,12 +6,13 @@ import time
 import pytest
 
 from paddle_shard import Checkpoints, Stream
-from paddle_shard.errors import ShardReadError, StateError, TakenOverError
+from paddle_shard.errors import ShardReadError, TakenOverError
+from paddle_shard.inputs.stream import last_stage
 from paddle_shard.sources import files as files_module
 from paddle_shard.sources.parquet import parquet_source
 from paddle_shard.stages.stage import Opening
 from tests.extras import needs
-from tests.sources.laws import FILE_KINDS, TOTAL, check_laws, files, make, names, steps_of
+from tests.sources.laws import FILE_KINDS, SOURCES, TOTAL, check_laws, files, make, names, steps_of
 from tests.sources.s3_server import BUCKET, serving_s3
 
 fsspec = needs("fsspec", "s3fs", "moto", "flask", "webdataset", "pyarrow")
@@ -95,30 +96,22 @@ def test_a_file_that_is_missing_or_replaced_is_an_error(server):
 
 
 @pytest.mark.parametrize("kind", ["parquet", "lines", "webdataset"])
-def test_a_file_that_was_written_anew_before_a_resume_is_refused_by_its_tag(server, kind):
+def test_files_identity_changes_with_the_tag_of_a_remote_file(server, kind):
     ending, content_of = FILE_KINDS[kind].ending, FILE_KINDS[kind].content
     system = fsspec.filesystem("s3", skip_instance_cache=True)
 
-    def write(first):
+    def identity(first):
         for number in range(8):
             ids = range(first + 5 * number, first + 5 * number + 5)
             system.pipe_file(f"{BUCKET}/anew/{number}.{ending}", content_of(ids))
+        return last_stage(SOURCES[kind](f"{FOLDER}/anew"))[0].files_identity()
 
-    def resumed():
-        loader = make(kind, f"{FOLDER}/anew", 0)
-        loader.load_state_dict(state)
-        return steps_of(loader)
-
-    write(1000)
-    straight = steps_of(make(kind, f"{FOLDER}/anew", 0))
-    begun = make(kind, f"{FOLDER}/anew", 0)
-    steps_of(begun, 2)
-    state = begun.state_dict()
-    write(1000)
-    assert resumed() == straight[2:], "the same content has the same tag"
-    write(5000)
-    with pytest.raises(StateError, match=rf"the file {FOLDER}/anew/\d.{ending} \(now \d+ bytes\) holds something else"):
-        resumed()
+    first = identity(1000)
+    assert [name for name, _, _ in first] == [f"{number}.{ending}" for number in range(8)]
+    assert all(size > 0 and tag for _, size, tag in first)
+    assert identity(1000) == first, "the same content has the same tag"
+    other = identity(5000)
+    assert all(now[2] != before[2] for now, before in zip(other, first, strict=True))
 
 
 def test_checkpoints_are_saved_and_fenced_there(server, caplog):

@@ -17,9 +17,7 @@ from paddle_shard.randomness import NumpyGenerator, PythonGenerator
 from paddle_shard.reading.chunk_reader import ChunkReader, ChunkRequest
 from paddle_shard.reading.reader import HowToRead
 from paddle_shard.sources.external import IterableSource
-from paddle_shard.sources.shards import ShardSource
 from paddle_shard.stages import Batch, Filter, Map, Pack, Repeat, Shuffle, Stripe, Unbatch
-from paddle_shard.stages import stage as stage_module
 from paddle_shard.stages.mix import Mix
 from paddle_shard.stages.pack import PackedRows
 from paddle_shard.stages.stage import Opening, Stage, Unreadable
@@ -203,65 +201,10 @@ def test_rounds_of_rounds_are_shuffled_each_by_itself():
 # Endless streams
 
 
-DROPS = {
-    "filter": lambda s, keep: Filter(s, keep),
-    "shuffle, filter": lambda s, keep: Filter(Shuffle(s, 1000), keep),
-    "batch, filter": lambda s, keep: Filter(Batch(s, 5), lambda batch: any(map(keep, batch))),
-    "batch, unbatch, filter": lambda s, keep: Filter(Unbatch(Batch(s, 600)), keep),
-    "unbatch": lambda s, keep: Unbatch(Map(s, lambda x: [x] if keep(x) else [])),
-    "unbatch of what shuffle mixed": lambda s, keep: Unbatch(Map(Shuffle(s, 1000), lambda x: [x] if keep(x) else [])),
-}
-# Two parts; of the striped ones, part 0 has 0, 1, 4, 5, ...
-ENDLESS = {
-    "parts": lambda length: Repeat(Parts([list(range(length)), list(range(length))])),
-    "striped": lambda length: Repeat(Stripe(IterableSource(range(2 * length)))),
-    "striped behind": lambda length: Stripe(Repeat(IterableSource(range(2 * length)))),
-    "resampled": lambda length: ShardSource(
-        [f"{n}" for n in range(length)], lambda name, skip: iter([int(name)][skip:]), resample=True
-    ),
-    "resampled, counted": lambda length: ShardSource(
-        [*(f"{n}" for n in range(length)), "none"],
-        lambda name, skip: iter([int(name)][skip:]),
-        counts=[1] * length + [0],
-        resample=True,
-    ),
-}
-
-
-@pytest.mark.parametrize("drops", DROPS)
-@pytest.mark.parametrize("source", ENDLESS)
-def test_dropping_all_of_an_endless_part_is_an_error_and_dropping_most_is_none(source, drops, monkeypatch):
-    monkeypatch.setattr(stage_module, "FEWEST", 200)
-    read = []
-
-    def noted(sample):
-        read.append(sample)
-        assert len(read) < 12_000, "it reads for ever"
-        return sample
-
-    def made(keep):
-        read.clear()
-        return DROPS[drops](Map(ENDLESS[source](12), noted), keep).open(opening(2, parts=(0, 1), stripe=2))
-
-    for items in made(lambda sample: False):
-        with pytest.raises(ArgumentError, match=r"none of the last \d+ samples of part \d of 2 gave a result"):
-            next(items)
-    first, second = made(lambda sample: sample in (5, 7))  # one of 12 at least: part 0 has 5, part 1 has 7
-    for _ in range(15):
-        assert next(first) is not None
-        assert next(second) is not None
-
-
 def test_a_random_filter_may_drop_all_of_many_short_rounds():
     (items,) = Filter(Repeat(Parts([[1, 2]])), lambda sample: np.random.rand() < 0.02).open(opening())
 
     assert len(list(islice(items, 30))) == 30
-
-
-def test_what_a_window_of_several_rounds_holds_at_its_beginning_is_no_round_without_a_result():
-    (items,) = Filter(Shuffle(Repeat(Parts([list(range(500))])), 2000), lambda sample: sample == 7).open(opening())
-
-    assert len(list(islice(items, 200))) == 200
 
 
 def test_a_part_of_several_rounds_may_be_dropped_whole():

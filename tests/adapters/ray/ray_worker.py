@@ -15,6 +15,10 @@ from paddle.io import DataLoader
 import paddle_shard
 from paddle_shard.testing import report
 from tests.adapters.ray import readings
+from tests.adapters.ray.conftest import ROOT
+
+sys.path.insert(0, str(ROOT / "demos/adapters"))
+from ray_data_recipe import ray_loader
 
 
 def hashes(loader, after_step=lambda step: None):
@@ -49,7 +53,7 @@ def data():
     def loader_of(data_ranks, **options):
         shape = [list(range(row * world // data_ranks, (row + 1) * world // data_ranks)) for row in range(data_ranks)]
         made = ray.data.range(103, override_num_blocks=7).map(lambda row: {"id": row["id"], "half": row["id"] / 2})
-        stream = paddle_shard.Stream.ray(made, batch_size=8)
+        stream = ray_loader(made, batch_size=8)
         mesh = dist.ProcessMesh(shape, dim_names=["dp", "mp"])
         return paddle_shard.shard_dataloader(stream, mesh, shard_dims="dp", tail="pad", **options)
 

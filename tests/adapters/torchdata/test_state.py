@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from paddle_shard.errors import ArgumentTypeError, SplitError, StateError
-from paddle_shard.sources.external import ShardOptions, build_watched, from_json, to_json
+from paddle_shard.sources.external import ShardOptions, from_json, to_json
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "demos/adapters"))
-from shares import check_same
+from shares import build_watched, check_same
 
 SHARE = ShardOptions(shard=1, num_shards=3, seed=0, epoch=0)
 

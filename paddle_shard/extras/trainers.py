@@ -1,0 +1,263 @@
+"""Trainers that cannot be edited: a callback that saves the data position, and a patch of Paddle's loader."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+import paddle.distributed as dist
+import paddle.io
+from paddle.distributed import auto_parallel
+
+from paddle_shard.checks import length_or_none
+from paddle_shard.errors import ArgumentError, PaddleShardError, StateError
+from paddle_shard.loader.api import shard_dataloader
+from paddle_shard.loader.compat import mend_process_mesh
+from paddle_shard.loader.loader import ShardDataloader
+from paddle_shard.say_once import say_once
+
+FILE = "paddle_shard.json"
+"""In a checkpoint's folder. Where each rank has data of its own, the others' names hold the rank, too."""
+
+
+class TrainerCallback:
+    """Saves the position of the training data with each checkpoint of a trainer, and resumes from it.
+
+    It is for the trainers of PaddleNLP and PaddleFormers. By themselves, they read the first steps of an epoch again to
+    get to the step where they stopped, always in the order of epoch 0. With this callback they skip nothing. Give it to
+    the trainer, and let it see the loaders that the trainer makes.
+
+    Examples:
+        >>> position = paddle_shard.TrainerCallback()  # doctest: +SKIP
+        >>> paddle_shard.patch_paddle(on_loader=position.add)  # doctest: +SKIP
+        >>> from paddleformers.trainer import Trainer  # doctest: +SKIP
+        >>> trainer = Trainer(..., callbacks=[position])  # doctest: +SKIP
+        >>> trainer.train(resume_from_checkpoint=True)  # doctest: +SKIP
+    """
+
+    def __init__(self, checkpoint: str | os.PathLike[str] | None = None, *, writer: Any = None) -> None:
+        """Watch nothing yet.
+
+        Args:
+            checkpoint: The folder from which the trainer resumes. None: `args.resume_from_checkpoint` if that is a
+                path, or else the folder in `args.output_dir` that has the trainer's global step.
+            writer: VisualDL's `LogWriter`, or anything with `add_scalar(name, value, step)`. Whenever the trainer logs,
+                it is given `loader.stats.scalars()` of this rank. None: nobody is.
+        """
+        self._checkpoint, self._writer = checkpoint, writer
+        self._loaders: list[ShardDataloader] = []
+        self._loaded: dict[str, Any] | None = None
+
+    def add(self, loader: ShardDataloader) -> None:
+        """Take note of a loader that a trainer has made; for `patch_paddle(on_loader=...)`.
+
+        Args:
+            loader: A loader that `shard_dataloader` has returned to the trainer.
+        """
+        self._loaders.append(loader)
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """Have the trainer skip no data."""
+        args.ignore_data_skip = True
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """Read the position of the checkpoint from which the trainer resumes.
+
+        Raises:
+            StateError: The checkpoint holds none.
+            ArgumentError: The trainer will read the data again up to there.
+        """
+        self._loaded = None
+        if not state.global_step:
+            return
+        folder = self._checkpoint or getattr(args, "resume_from_checkpoint", None)
+        if not isinstance(folder, str | os.PathLike):
+            folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
+        found = [path for name in (_name(dist.get_rank()), FILE) if (path := Path(folder, name)).is_file()]
+        if not found:
+            raise StateError(
+                f"{folder} holds no {FILE}, so it is not known where the data stood at global step "
+                f"{state.global_step}. Give TrainerCallback(checkpoint=...) the folder from which the trainer resumes; "
+                "or leave the callback out, if that was made without it: the trainer then reads the data again up to "
+                "there."
+            )
+        self._loaded = saved = json.loads(found[0].read_text())
+        steps = (length_or_none(others.get("train_dataloader")) or 0) // getattr(args, "gradient_accumulation_steps", 1)
+        trained, epoch = state.global_step // max(1, steps), saved["epoch"] + saved["ended"]
+        if steps and trained != epoch:
+            say_once(
+                f"the data resumes in epoch {epoch}, but the trainer counts {steps} steps an epoch, by which global "
+                f"step {state.global_step} is in epoch {trained}. So it will not end after num_train_epochs of the "
+                "data. Give it max_steps=; or the batch size and the number of ranks of the checkpoint."
+            )
+        if not args.ignore_data_skip:
+            raise ArgumentError(
+                "TrainerCallback puts the data where it stood, and this trainer would then skip as much again: give "
+                "the callback to the trainer when it is made (callbacks=[...]), or set ignore_data_skip=True."
+            )
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """Put the loader where it stood."""
+        saved, self._loaded = self._loaded, None
+        if saved is not None:
+            # All of them, since the one that will be trained on has delivered nothing yet by which to tell it.
+            for loader in self._made_of(others.get("train_dataloader")):
+                loader.load_state_dict(saved)
+                loader.set_epoch(saved["epoch"] + saved["ended"])
+
+    def on_log(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """Give the statistics of the data to the writer."""
+        if self._writer is None:
+            return
+        for name, value in self._loader(others.get("train_dataloader")).stats.scalars().items():
+            self._writer.add_scalar(name, value, state.global_step)
+
+    def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """Write the position into the checkpoint, `{output_dir}/checkpoint-{step}`; on all ranks, at the same step."""
+        loader = self._loader(others.get("train_dataloader"))
+        with suppress(ArgumentError):  # of streams, whose samples have no number
+            loader.certificate()  # so that what all ranks have delivered is in the state
+        if dist.get_rank() and not loader.is_dataset_splitted:
+            return
+        path = Path(args.output_dir, f"checkpoint-{state.global_step}", _name(dist.get_rank()))
+        if not path.parent.is_dir():
+            say_once(
+                f"the trainer has made no checkpoint in {path.parent}, where TrainerCallback looks for it; the data's "
+                "position is written there all the same. To resume, give TrainerCallback(checkpoint=...) that folder."
+            )
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Replaced in one go: a job that is killed here leaves no half of a state.
+        new = path.with_suffix(".new")
+        new.write_text(json.dumps(loader.state_dict()))
+        new.replace(path)
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        if name.startswith("on_"):
+            return lambda *args, **others: None  # an event that does not matter here
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+
+    def _made_of(self, given: Any) -> list[ShardDataloader]:
+        """Return the loaders of the trainer's DataLoader.
+
+        A static model's trainer makes two, and one that trains again makes another.
+        """
+        if isinstance(given, ShardDataloader):
+            return [given]
+        found = [loader for loader in self._loaders if given is None or loader.given is given]
+        if not found:
+            raise ArgumentError(
+                "TrainerCallback has not seen the loader that the trainer trains on. Give its `add` to the patch, "
+                "before the trainer is imported: paddle_shard.patch_paddle(on_loader=callback.add)."
+            )
+        if (number := len({id(loader.given) for loader in found})) > 1:
+            raise ArgumentError(
+                f"TrainerCallback has seen loaders of {number} DataLoaders, and "
+                "the trainer does not say which one it trains on (train_dataloader=). Give `add` that one's only."
+            )
+        return found
+
+    def _loader(self, given: Any) -> ShardDataloader:
+        """Return the one of them that is trained on: it has delivered last."""
+        return max(self._made_of(given), key=lambda loader: loader._run.delivered_at)
+
+
+def _name(rank: int) -> str:
+    return f"paddle_shard-{rank}.json" if rank else FILE
+
+
+class PaddlePatch(ExitStack):
+    """`paddle_shard.shard_dataloader` in place of Paddle's, until `undo()` or the end of a `with` block."""
+
+    def undo(self) -> None:
+        """Put Paddle's own function back; safe to call again."""
+        self.close()
+
+
+def _with_defaults(args: tuple[Any, ...], given: dict[str, Any], options: dict[str, Any]) -> ShardDataloader:
+    """Make a loader as it was asked for, with those of the options beside it that it can have."""
+    sampler = getattr(args[0] if args else given.get("dataloader"), "batch_sampler", None)
+    options = {name: value for name, value in options.items() if name not in given}
+    shuffles = isinstance(getattr(sampler, "sampler", None), paddle.io.RandomSampler)
+    if not isinstance(options.get("shuffle"), bool) and not shuffles:
+        options.pop("shuffle", None)  # it says how, not whether
+    if getattr(sampler, "drop_last", False):
+        options.pop("tail", None)  # the loader has said
+    try:
+        return shard_dataloader(*args, **{**given, **options})
+    except PaddleShardError:
+        loader = shard_dataloader(*args, **given)  # the trainer's own mistakes are raised here
+    for name, value in options.items():  # one at a time, so that one that is refused does not take the others along
+        try:
+            loader = shard_dataloader(*args, **{**given, name: value})
+            given = {**given, name: value}
+        except PaddleShardError as error:
+            # Of each loader: no two errors are equal.
+            say_once("patch_paddle(%s=%s) is left out for a loader that cannot have it: %s", name, repr(value), error)
+    return loader
+
+
+def patch_paddle(*, on_loader: Callable[[ShardDataloader], Any] | None = None, **options: Any) -> PaddlePatch:
+    """Put this library in place of `paddle.distributed.shard_dataloader`, so that a trainer need not be edited.
+
+    Call it before the trainer is imported: a name that a module has taken with
+    `from paddle.distributed import shard_dataloader` is not reached, and a warning names such modules.
+
+    Args:
+        on_loader: Is called with each `ShardDataloader` that is made, so that you can hold on to those that a trainer
+            makes: for `state_dict`, `stats`, `certificate`.
+        options: Keyword-only arguments of `shard_dataloader`, such as `tail="fill"`: the defaults of every loader. What
+            the trainer gives itself stands. A loader that cannot have one is made without it, and a line in the log
+            says so; a kind of shuffle (`shuffle="blocks"`) is for those that shuffle.
+
+    Returns:
+        The patch; `patch.undo()` takes it back, and so does the end of `with patch_paddle(): ...`.
+
+    Raises:
+        ArgumentError: Paddle is patched already.
+    """
+    mend_process_mesh()  # trainers ask the meshes before they make a loader
+    original = dist.shard_dataloader
+    if getattr(original, "__wrapped__", None) is shard_dataloader:
+        raise ArgumentError("patch_paddle: paddle is patched already; undo() the first patch.")
+    own = {p.name for p in inspect.signature(shard_dataloader).parameters.values() if p.kind is p.KEYWORD_ONLY}
+    if unknown := sorted(set(options) - own):
+        raise ArgumentError(f"patch_paddle: unknown options {unknown}; there are {sorted(own)}.")
+    missed = sorted(
+        name
+        for name, module in list(sys.modules.items())
+        if not name.startswith("paddle.") and getattr(module, "__dict__", {}).get("shard_dataloader") is original
+    )
+    if on_loader is not None and not callable(on_loader):
+        raise ArgumentError(f"on_loader must be a function that takes a loader, got {on_loader!r}.")
+
+    @functools.wraps(shard_dataloader)
+    def shard_dataloader_of_paddle_shard(*args: Any, **kwargs: Any) -> ShardDataloader:
+        loader = _with_defaults(args, kwargs, options)
+        if on_loader is not None:
+            on_loader(loader)
+        return loader
+
+    def put_back(module: Any) -> None:
+        if module.shard_dataloader is shard_dataloader_of_paddle_shard:  # and nobody has patched it again
+            module.shard_dataloader = original
+
+    patch = PaddlePatch()
+    for module in (dist, auto_parallel, auto_parallel.api):
+        if getattr(module, "shard_dataloader", None) is original:
+            module.shard_dataloader = shard_dataloader_of_paddle_shard
+            patch.callback(put_back, module)
+    if missed:
+        warnings.warn(
+            f"patch_paddle: these modules took shard_dataloader with `from ... import` before and still have "
+            f"Paddle's own: {', '.join(missed)}. Patch before importing them.",
+            stacklevel=2,
+        )
+    return patch

@@ -1,0 +1,293 @@
+"""Sampling profiler: what a training thread waits for when it waits for data.
+
+A thread looks at the stacks of the other threads, 50 times a second while they wait. The code that is measured holds no
+clock. In worker processes a profiler of their own samples the main thread, and its counts travel with the answers.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping
+from types import CodeType, FrameType
+
+READING = "reading"
+COLLATING = "collating"
+ORDER = "ordering samples"
+TRANSPORT = "handing batches over"
+PLACING = "placing"
+OTHER_RANKS = "waiting for other ranks"
+LOADER = "the loader's own code"
+CATEGORIES = frozenset({READING, COLLATING, ORDER, TRANSPORT, PLACING, OTHER_RANKS, LOADER})
+"""All other keys of the counts are names of the user's functions."""
+
+TRAINING = "training"
+READING_AHEAD = "reading ahead"
+WORKER = "worker"
+
+_PERIOD = 0.02
+"""Seconds between two samples of a wait."""
+_LONGEST_PERIOD = 0.08
+"""Seconds after a sample outside of a wait, at most: a sample takes the interpreter lock from the training thread."""
+_MOST_COUNTS = 1000.0
+"""When there are more, all counts are halved, so that a new cause shows within seconds of waiting."""
+_SMALLEST_SHARE = 0.05
+"""Share of a step below which a wait is not reported."""
+_SMALLEST_CAUSE = 0.1
+"""Share of the wait below which a cause is not reported."""
+_MOST_CAUSES = 3
+
+_CATEGORY_OF = {
+    "collate": COLLATING,
+    "batch": COLLATING,
+    "channel": TRANSPORT,
+    "executor": TRANSPORT,
+    "prefetcher": TRANSPORT,
+    "ray_pool": TRANSPORT,
+    "serialization": TRANSPORT,
+    "worker": TRANSPORT,
+    "workers": TRANSPORT,
+    "plan": ORDER,
+    "samplers": ORDER,
+    "data": READING,
+    "inputs": READING,
+    "reading": READING,
+    "sources": READING,
+    "stages": READING,
+    "place": PLACING,
+    "placement": PLACING,
+    "placing": PLACING,
+    "ranks": OTHER_RANKS,
+}
+"""Name of a file or folder of this package -> category. A file counts before its folder."""
+_USER = ""
+_RUNTIME = "runtime"
+"""Code of Python and of libraries that this package calls; its time belongs to the caller."""
+_LIBRARIES = ("numpy", "paddle", "torch", "fsspec", "aiohttp", "pyarrow")
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_STANDARD_LIBRARY = os.path.dirname(os.__file__) + os.sep
+
+
+class Profiler:
+    """Counts what a training thread waits for, by category and by the user's function.
+
+    Examples:
+        >>> profiler = Profiler()
+        >>> profiler.start()
+        >>> profiler.stop()
+        >>> sum(profiler.counts().values())
+        0
+    """
+
+    def __init__(self) -> None:
+        self.is_waiting = True
+        """Set to False while the training thread is outside this loader; then nothing is sampled. If it always stays
+        True, a wait is recognized by its stack alone."""
+        self._roles: dict[int, str] = {}
+        self._counts: dict[str, float] = {}
+        self._num_unresolved = 0
+        """Samples of waits for a worker whose answer has not come."""
+        self._run: object = None
+        """Identifies the sampling thread that may continue. No lock: a forked child could find it locked."""
+
+    def start(self, thread_id: int | None = None, role: str = TRAINING) -> None:
+        """Start sampling; a second call changes nothing but the thread.
+
+        Args:
+            thread_id: `threading.get_ident()` of the training thread, or of a worker's main thread. None: the caller.
+            role: `TRAINING` or `WORKER`.
+        """
+        self.watch(threading.get_ident() if thread_id is None else thread_id, role)
+        if self._run is None:
+            self._run = object()
+            threading.Thread(
+                target=self._sample_until_stopped, args=(self._run,), name="paddle_shard-profile", daemon=True
+            ).start()
+
+    def stop(self) -> None:
+        """Stop sampling; the counts stay. Safe to call again, and in a forked child."""
+        self._run = None
+        self._roles.clear()
+
+    def watch(self, thread_id: int, role: str) -> None:
+        """Sample another thread, until it ends; `READING_AHEAD` says what the training thread waits for."""
+        self._roles[thread_id] = role
+
+    def counts(self) -> Counter[str]:
+        """Return the samples by category; the newest ones count most."""
+        counts = Counter(dict(self._counts))
+        if self._num_unresolved:
+            counts[TRANSPORT] += self._num_unresolved
+        return counts
+
+    def snapshot(self) -> dict[str, float] | None:
+        """Return and clear a worker's counts; None if there are none. Send it with an answer."""
+        if not self._counts:
+            return None
+        counts = self._counts
+        self._counts = {}
+        return dict(counts)
+
+    def merge(self, counts: Mapping[str, float] | None) -> None:
+        """Attribute the samples that waited for a worker's answer to what its `snapshot` says."""
+        if not counts or not self._num_unresolved:
+            return
+        num_waited = self._num_unresolved
+        self._num_unresolved -= num_waited
+        total = sum(counts.values())
+        for category, count in counts.items():
+            self._add(category, num_waited * count / total)
+
+    def _sample_until_stopped(self, run: object) -> None:
+        period = _PERIOD
+        while self._run is run:
+            time.sleep(period)
+            if self._run is run:
+                sees_wait = self.is_waiting and self._sample()
+                period = _PERIOD if sees_wait else min(2 * period, _LONGEST_PERIOD)
+
+    def _sample(self) -> bool:
+        """Return whether a thread waits for data or reads it, and count in what.
+
+        No frame outlives this call, since a frame keeps its variables alive.
+        """
+        frames = sys._current_frames()
+        stacks: dict[str, list[CodeType]] = {}
+        for thread_id, role in list(self._roles.items()):
+            if thread_id in frames:
+                stacks[role] = _stack(frames[thread_id])
+            else:  # the thread has ended, and its number may be given to another one
+                self._roles.pop(thread_id, None)
+        if WORKER in stacks:
+            category = _category(_in_thread(stacks[WORKER]))
+            is_idle = category == TRANSPORT and stacks[WORKER][-1].co_name in ("receive", "wait")
+            if not is_idle:
+                self._add(category, 1.0)
+            return not is_idle
+        stack = _in_wait(stacks.get(TRAINING, []))
+        if not stack:
+            return False
+        category = _category(stack)
+        if READING_AHEAD in stacks and (category == OTHER_RANKS or _is_blocked(stack, category)):
+            ahead = _in_thread(stacks[READING_AHEAD])
+            if ahead[-1].co_name != "_run":  # else it has read as far ahead as it may
+                stack = ahead
+                category = _category(ahead)
+        if _is_blocked(stack, category):
+            self._num_unresolved += 1
+        else:
+            self._add(category, 1.0)
+        return True
+
+    def _add(self, category: str, count: float) -> None:
+        counts = self._counts
+        counts[category] = counts.get(category, 0.0) + count
+        if sum(counts.values()) > _MOST_COUNTS:
+            for name in list(counts):
+                counts[name] /= 2
+
+
+def describe(
+    wait_seconds: float, step_seconds: float, hidden_seconds: float, counts: Mapping[str, float], rank: int
+) -> str:
+    """Return which share of a step waits for data, on which rank and in what; empty if it is less than 5%.
+
+    Args:
+        wait_seconds: In the loader, of a mean step or of several steps together.
+        step_seconds: In the user's code, of as many steps.
+        hidden_seconds: Of `wait_seconds`, those in which the device was still busy.
+        counts: See `Profiler.counts`.
+        rank: Global rank that waits.
+
+    Examples:
+        >>> describe(0.0041, 0.0067, 0.0, {"Digits.__getitem__": 81, "collating": 19}, 3)
+        'Rank 3 waits 38% of a step (4.1 ms of 10.8 ms) for data: 81% in Digits.__getitem__, 19% collating.'
+    """
+    whole = wait_seconds + step_seconds
+    late = wait_seconds - hidden_seconds
+    if whole <= 0.0 or late < _SMALLEST_SHARE * whole:
+        return ""
+    text = f"Rank {rank} waits {late / whole:.0%} of a step ({late * 1e3:.1f} ms of {whole * 1e3:.1f} ms) for data"
+    total = sum(counts.values())
+    causes = []
+    for name, count in Counter(counts).most_common(_MOST_CAUSES):
+        share = count / total if total else 0.0
+        if share >= _SMALLEST_CAUSE:
+            causes.append(f"{share:.0%} {name}" if name in CATEGORIES else f"{share:.0%} in {name}")
+    text = f"{text}: {', '.join(causes)}." if causes else f"{text}."
+    if hidden_seconds >= _SMALLEST_SHARE * whole:
+        text += f" The device hides another {hidden_seconds * 1e3:.1f} ms."
+    return text
+
+
+def _stack(frame: FrameType | None) -> list[CodeType]:
+    """Return the functions that run, outermost first."""
+    codes = []
+    while frame is not None:
+        codes.append(frame.f_code)
+        frame = frame.f_back
+    return codes[::-1]
+
+
+def _in_wait(stack: list[CodeType]) -> list[CodeType]:
+    """Return the part of a training thread's stack below its loop; empty if the loop itself runs."""
+    for depth, code in enumerate(stack):
+        if code.co_name in ("__next__", "__iter__") and code.co_filename.startswith(_PACKAGE):
+            return stack[depth:]
+    return []
+
+
+def _in_thread(stack: list[CodeType]) -> list[CodeType]:
+    """Return a thread's or process's own part of its stack, without what a fork has inherited."""
+    for depth in range(len(stack) - 1, -1, -1):
+        if stack[depth].co_name == "_bootstrap":
+            return stack[depth:]
+    return stack
+
+
+def _category(stack: list[CodeType]) -> str:
+    """Return the first user's function below this package's, or else what the innermost code of this package does."""
+    category = ""
+    for code in stack:
+        origin = _origin(code.co_filename)
+        if origin == _USER and category:
+            return _function_name(code)
+        if origin == LOADER:
+            category = category or LOADER
+        elif origin in CATEGORIES:
+            category = origin
+    return category or LOADER
+
+
+def _is_blocked(stack: list[CodeType], category: str) -> bool:
+    """Return whether a thread waits for another thread or process of this rank."""
+    return stack[-1].co_name in ("wait", "__next__") and category in (TRANSPORT, LOADER)
+
+
+@functools.lru_cache(maxsize=4096)
+def _origin(filename: str) -> str:
+    """Return the category of a file of this package, `_RUNTIME`, or `_USER`."""
+    if filename.startswith(_PACKAGE):
+        parts = os.path.splitext(filename)[0][len(_PACKAGE) :].split(os.sep)
+        return next((_CATEGORY_OF[part] for part in reversed(parts) if part in _CATEGORY_OF), LOADER)
+    if filename.startswith("<frozen "):
+        return _RUNTIME
+    if filename.startswith(_STANDARD_LIBRARY) and "-packages" not in filename:
+        return _RUNTIME
+    for name in _LIBRARIES:
+        path = getattr(sys.modules.get(name), "__file__", None)
+        if path and filename.startswith(os.path.dirname(path) + os.sep):
+            return _RUNTIME
+    return _USER
+
+
+def _function_name(code: CodeType) -> str:
+    """Return the qualified name of a function, with its line if the name alone says too little."""
+    name = getattr(code, "co_qualname", code.co_name).rpartition("<locals>.")[2]  # Python >= 3.11 has the former
+    if "<" in name or name.startswith("__"):
+        return f"{name} ({os.path.basename(code.co_filename)}:{code.co_firstlineno})"
+    return str(name)
