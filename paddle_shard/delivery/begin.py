@@ -90,7 +90,7 @@ def _agreement(setup: PassSetup, start: LoaderState, *, ends_must_agree: bool, s
     stream = setup.source.stream
     facts = {**setup.facts, **in_words(setup.run.identity or {})}
     terms = Terms(
-        label=described({**setup.facts, "epoch": start.epoch, "step": start.steps}),
+        label=described({**facts, "epoch": start.epoch, "step": start.steps}),
         name=f"{setup.facts['data set']}, epoch {start.epoch}",
         timeout=setup.options.timeout,
         ends_must_agree=ends_must_agree,

@@ -113,8 +113,19 @@ class LoaderState:
         state._check_segments()
         if _OTHER_SAMPLES & set(override):
             state = replace(state, data=None)
-        then = _before_position(saved["fingerprint"], state)
-        now = _before_position({"order_version": ORDER_VERSION, **fingerprint}, state)
+        state._check_same_run(saved["fingerprint"], fingerprint, override, explain)
+        return state
+
+    def _check_same_run(
+        self,
+        saved: Mapping[str, Any],
+        fingerprint: Mapping[str, Any],
+        override: Collection[str],
+        explain: Callable[[Any], str],
+    ) -> None:
+        """Reject a saved fingerprint that differs from the loader's where `override` does not allow it."""
+        then = _before_position(saved, self)
+        now = _before_position({"order_version": ORDER_VERSION, **fingerprint}, self)
         different = [name for name in sorted({*now, *then}) if now.get(name) != then.get(name)]
         if "num_parts" in different:  # with another number of parts, each part holds other samples
             raise StateError(
@@ -134,17 +145,18 @@ class LoaderState:
         differing = [name for name in different if name not in override]
         if differing:
             words = {"stream": explain(then.get("stream"))} if "stream" in differing else {}
+            if "mixture" in differing and None not in (then.get("mixture"), now.get("mixture")):
+                words["mixture"] = _mixture_difference(then["mixture"], now["mixture"])
             changes = ", ".join(
                 f"{name}: {words.get(name) or f'saved {then.get(name)!r}, now {now.get(name)!r}'}" for name in differing
             )
             if changed := [name for name in differing if name in _SCHEDULES]:
                 changes += (
                     f". A resumed run may extend a schedule ({', '.join(changed)}) behind the position of the state, "
-                    f"which is step {state.steps_before + state.steps} and sample {_sample_of_run(state)} of the run"
+                    f"which is step {self.steps_before + self.steps} and sample {_sample_of_run(self)} of the run"
                 )
             anyway = f"to resume anyway, call load_state_dict(state, override={differing})."
             raise StateError(f"state is of another run ({changes}). Give the loader its old arguments; or, {anyway}")
-        return state
 
     def _check_segments(self) -> None:
         """Refuse a state whose counts contradict each other."""
@@ -236,6 +248,19 @@ def _mixture_before(mixture: Mapping[str, Any], position: int) -> dict[str, Any]
         "sources": mixture["sources"][:count],
         "lengths": mixture["lengths"][:count],
     }
+
+
+def _mixture_difference(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Return in words how a mixture differs from the saved one."""
+
+    def in_words(mixture: Mapping[str, Any], name: str) -> str:
+        if name != "segments":
+            return repr(mixture.get(name))
+        weights = [f"{'/'.join(map(str, parts))} from sample {first}" for first, parts in mixture[name]]
+        return f"weights {', '.join(weights)}"
+
+    names = [name for name in sorted({*then, *now}) if then.get(name) != now.get(name)]
+    return ", ".join(f"{name} saved {in_words(then, name)}, now {in_words(now, name)}" for name in names)
 
 
 def _stage_before(stage: Any, position: int) -> Any:

@@ -122,6 +122,8 @@ def schedule_of(what: str, names: tuple[str, ...], weights: Any, lengths: tuple[
         ArgumentError: The segments do not begin at 0 and ascend, or a dict does not fit the sources.
     """
     if isinstance(weights, Mapping):
+        if missing := [name for name in names if name not in weights]:
+            raise ArgumentError(f"{what}: weights must name each source, missing {missing}. Give 0 to leave one out.")
         weights = [(0, weights)]
     is_schedule = isinstance(weights, Sequence) and all(
         isinstance(entry, tuple | list) and len(entry) == 2 and isinstance(entry[0], int | np.integer)

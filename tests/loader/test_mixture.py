@@ -80,6 +80,8 @@ def test_a_run_is_resumed_on_any_mesh_with_any_batch_size(stops, shuffle, worker
     delivered, state = [], None
     for number, (data_ranks, multiple, steps) in enumerate(stops):
 
+        begun = len(delivered)
+
         def run(data_ranks=data_ranks, multiple=multiple, steps=steps, state=state, first=number == 0):
             at, counted = mesh(list(range(data_ranks)), "dp"), workers if first else 0
             loader = make(data_ranks * multiple, at, shuffle=shuffle, seed=seed, workers=counted)
@@ -112,7 +114,9 @@ def test_a_schedule_of_weights_may_be_extended_behind_the_position(stops, switch
     delivered, state = [], None
     for data_ranks, multiple, steps in stops:
 
-        def run(data_ranks=data_ranks, multiple=multiple, steps=steps, state=state, begun=len(delivered)):
+        begun = len(delivered)
+
+        def run(data_ranks=data_ranks, multiple=multiple, steps=steps, state=state, begun=begun):
             at, batch = mesh(list(range(data_ranks)), "dp"), data_ranks * multiple
             due = [entry for entry in schedule if entry[0] <= begun + batch * steps]
             loader = make(batch, at, shuffle=shuffle, weights=due)

@@ -66,16 +66,11 @@ def test_all_other_steps_of_the_run_are_delivered_as_before(data_ranks, each, ra
         loader = make(at, size, own=own, **options, **more)
         found = []
         for _ in range(3):
+            num_batches = len(loader)
             with iter(loader) as batches:
                 found.append(rows_of(batches))
-            assert len(list(found[-1])) == num_batches_of(loader, len(found) - 1)
+            assert len(found[-1]) == num_batches
         return found
-
-    def num_batches_of(loader, epoch):
-        loader.set_epoch(epoch)
-        count = len(loader)
-        loader.set_epoch(epoch + 1)
-        return count
 
     straight = on_each_rank(range(data_ranks), epochs)
     skipping = on_each_rank(range(data_ranks), lambda: epochs(skip_steps=skip_steps))
@@ -93,7 +88,7 @@ def test_all_other_steps_of_the_run_are_delivered_as_before(data_ranks, each, ra
 @pytest.mark.parametrize("own", [False, True])
 def test_skipped_steps_are_never_read_and_the_certificate_is_exact(own):
     data = Reads()
-    loader = make(data=data, own=own, skip_steps=[(3, 5), (20, 22)])
+    loader = make(data=data, own=own, skip_steps=[(3, 5), (20, 22)], verify=None)
     with iter(loader) as batches:
         delivered = [row for rows in rows_of(batches) for row in rows]
     first = loader.certificate()
