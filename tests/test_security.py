@@ -12,9 +12,9 @@ from paddle_shard.sources import packed
 ROOT = Path(__file__).parents[1]
 UNPICKLED = {
     "reading/serialization.py": "worker processes, and ranks of the host",
-    "reading/ray_pool.py": "Ray's own channels",
-    "position/checkpoints.py": "`paddle.load`",
-    "position/parts.py": "`paddle.load`",
+    "extras/ray_readers.py": "Ray's own channels",
+    "extras/checkpoints.py": "`paddle.load`",
+    "extras/checkpoint_parts.py": "`paddle.load`",
 }
 
 

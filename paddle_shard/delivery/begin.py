@@ -55,7 +55,7 @@ def begin(setup: PassSetup, start: LoaderState) -> StepPass:
             agreement = _agreement(setup, start, ends_must_agree=stream is None or source.tail.refuses, same=compares)
             executor = replicas.shared(core, agreement)
         assert executor is not None
-        feed = Feed(steps, executor, num_steps, runs_user_code=isinstance(source.batches, UserBatches))
+        feed = Feed(steps, executor, num_steps, on_training_thread=source.batches.on_training_thread)
         if reading.num_workers:  # they begin to read before the first batch is asked for
             feed.fill(0, in_thread=False)
         return StepPass(

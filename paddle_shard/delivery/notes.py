@@ -15,7 +15,7 @@ from paddle_shard.errors import BatchStructureError, SplitError
 from paddle_shard.place.lengths import finished
 from paddle_shard.reading.batch import Batch
 
-_EXCHANGE_SECONDS = 2.0
+_EXCHANGE_SECONDS = 1.0
 """Seconds between two exchanges of what the ranks have waited for."""
 
 
@@ -56,6 +56,7 @@ class StepNotes:
         self._stats = setup.stats
         self._asks_for_time = setup.own_layout.global_rank == min(setup.agreeing_ranks)
         self._sends_time = False
+        self._exchange_at = time.perf_counter() + _EXCHANGE_SECONDS
 
     def say(self, batch: Batch) -> str | None:
         """Return the message on a step; None if there is nothing to say."""
@@ -66,8 +67,8 @@ class StepNotes:
         if self._sends_time:
             self._sends_time = False
             message["time"] = self._stats.summary()
-        elif self._asks_for_time and time.perf_counter() > self._stats.exchange_at:
-            self._stats.exchange_at = time.perf_counter() + _EXCHANGE_SECONDS
+        elif self._asks_for_time and (now := time.perf_counter()) > self._exchange_at:
+            self._exchange_at = now + _EXCHANGE_SECONDS
             message["ask"] = True
         if batch.placed is not None:
             self._describe(batch, message)

@@ -75,7 +75,7 @@ class Counts:
 
 
 Summary = tuple[float, float, float, Mapping[str, float]]
-"""(wait, step and hidden seconds of the newest pass; what was waited for, by category)."""
+"""(wait, step and hidden seconds of a mean step of the newest pass; what was waited for, by category)."""
 
 
 class LoaderStats:
@@ -108,8 +108,6 @@ class LoaderStats:
         self.profiler = Profiler()
         self.of_ranks: dict[int, Summary] = {}
         """Global rank -> its summary, when the ranks last exchanged them."""
-        self.exchange_at = 0.0
-        """When the ranks exchange them next, by `time.perf_counter`."""
         self.most_lost = 0.0
         """Largest share of padding, or of dropped rows, in a pass that was logged."""
 
@@ -135,8 +133,9 @@ class LoaderStats:
 
     def summary(self) -> Summary:
         """Return what the newest pass of this rank waited for."""
-        counts = self.epoch
-        return counts.wait_seconds, counts.step_seconds, counts.hidden_seconds, dict(self.profiler.counts())
+        counts, steps = self.epoch, max(1, self.epoch.batches)
+        seconds = counts.wait_seconds / steps, counts.step_seconds / steps, counts.hidden_seconds / steps
+        return *seconds, dict(self.profiler.counts())
 
     def __str__(self) -> str:
         summaries = self.of_ranks | {self.rank: self.summary()}
@@ -182,7 +181,7 @@ class LoaderStats:
 def _own_wait(summary: Summary) -> float:
     wait, _, hidden, counts = summary
     total = sum(counts.values())
-    return (wait - hidden) * (1.0 - counts.get(OTHER_RANKS, 0.0) / total if total else 1.0)
+    return (wait - hidden) * (1.0 - counts.get(OTHER_RANKS, 0.0) / total if total else 0.0)
 
 
 def _waits(counts: Counts) -> str:

@@ -37,7 +37,7 @@ class Feed:
     """Submits the steps of a pass to its executor."""
 
     def __init__(
-        self, steps: Iterator[Step], executor: Executor, num_steps: int | None, *, runs_user_code: bool
+        self, steps: Iterator[Step], executor: Executor, num_steps: int | None, *, on_training_thread: bool
     ) -> None:
         """Begin.
 
@@ -45,12 +45,12 @@ class Feed:
             steps: The steps.
             executor: Reads them.
             num_steps: Their number; None: the end shows when it comes.
-            runs_user_code: True if the user's sampler makes them, which belongs to the thread of the training loop.
+            on_training_thread: True if they are made on the thread of the training loop only.
         """
         self._steps: Iterator[Step] | None = steps
         self.executor = executor
         self._num_steps = num_steps
-        self.runs_user_code = runs_user_code
+        self.on_training_thread = on_training_thread
         self._made: deque[Step] = deque()
         """Steps that the training thread has made for another thread to submit."""
         self.num_submitted = 0
@@ -67,7 +67,7 @@ class Feed:
         while self.num_submitted - num_taken < self.executor.depth:
             if self._made:
                 step = self._made.popleft()
-            elif in_thread and self.runs_user_code:
+            elif in_thread and self.on_training_thread:
                 return
             else:
                 found = self._next()
@@ -140,8 +140,10 @@ class StepPass:
         self._room: SimpleQueue[Any] = SimpleQueue()
         """An entry for each batch that the thread may read, or `_STOP`."""
         self._thread: threading.Thread | None = None
-        self._thread_from = _UNLIMITED
-        """The first step that the thread reads."""
+        self._has_room = 0
+        """Steps before which the thread has room to read."""
+        self._allowed = 0
+        """Steps before which it is given room when the next step is delivered."""
         self._thread_until = 0
         """The thread reads the steps before this one."""
         self._peeked: Batch | Exception | None = None
@@ -169,8 +171,8 @@ class StepPass:
                 "makes one of its own: iter(loader)."
             )
         step = self._delivered
-        if self._thread is not None and self._feed.runs_user_code:
-            self._make_steps(step + 1)
+        if self._thread is not None:
+            self._allow_until(step + 1)
         if step + 1 + self._least_ahead > self._thread_until:
             self._read_here(step)
         if self._agreement is not None and not self._agree(self._agreement, step):
@@ -182,8 +184,8 @@ class StepPass:
             self.close()
             raise found
         self._delivered = step + 1
-        if step >= self._thread_from:
-            self._room.put(None)
+        if self._thread is not None:
+            self._make_room()
         if found.finish is not None:
             self._finish(found)
         if self._notes is not None and self._agreement is not None:
@@ -353,14 +355,12 @@ class StepPass:
         return self._thread is None and not self._over and self._num_ahead > 0 and self._executor.runs_in_thread
 
     def _start_thread(self) -> None:
-        for _ in range(self._most_ahead):
-            self._room.put(None)
-        self._thread_from = self._announced
         self._thread_until = _UNLIMITED
         if self._executor.reads_last_here and self._num_steps is not None:
             self._thread_until = self._num_steps - 1
-        if self._feed.runs_user_code:
-            self._make_steps(self._announced)
+        self._has_room = self._announced
+        self._allow_until(self._delivered + 1)
+        self._make_room()
         thread = threading.Thread(target=self._run, name="paddle_shard-ahead", daemon=True)
         with signals_held():  # a handler may raise only once the thread is stored and can be stopped
             self._thread = thread
@@ -372,14 +372,17 @@ class StepPass:
                 raise
             _open.add(self)
 
-    @property
-    def _most_ahead(self) -> int:
-        """Batches that the thread may have read and not delivered."""
-        return self._num_ahead if self._agreement is None else max(self._num_ahead, self._agreement.window)
+    def _allow_until(self, step: int) -> None:
+        """Settle how far the thread may read before a step is asked for, and make the steps up to there."""
+        wanted = 0 if self._agreement is None else self._agreement.wanted(step)
+        self._allowed = max(self._allowed, step + self._num_ahead, wanted)
+        if self._feed.on_training_thread:
+            self._feed.make(self._allowed + self._executor.depth)
 
-    def _make_steps(self, step: int) -> None:
-        """Make the steps that the thread may need before a step later than this one is asked for."""
-        self._feed.make(step + 1 + self._most_ahead + self._executor.depth)
+    def _make_room(self) -> None:
+        while self._has_room < self._allowed:
+            self._has_room += 1
+            self._room.put(None)
 
     def _run(self) -> None:
         self._profiler.watch(threading.get_ident(), READING_AHEAD)

@@ -107,7 +107,12 @@ class RayReaders:
             import ray  # noqa: F401
 
     def pool(self, *args: Any, **options: Any) -> RayPool:
-        """Return a pool of actors; the arguments are those of `WorkerPool`."""
+        """Return a pool of actors.
+
+        Args:
+            args: Those of `WorkerPool`.
+            options: Those of `WorkerPool`.
+        """
         return RayPool(self, *args, **options)
 
 

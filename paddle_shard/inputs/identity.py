@@ -11,7 +11,7 @@ from paddle_shard.inputs.source import Source
 from paddle_shard.plan.seeding import derive_seed
 from paddle_shard.plan.state import LoaderState
 
-_MOST_NAMES = 64
+_MOST_NAMES = 8
 """Files that an identity names; a digest stands for the others."""
 
 Digests = Callable[[Sequence[Any]], Sequence[int]]
@@ -48,33 +48,33 @@ def _chosen_samples(source: Source, length: int | None) -> list[Any]:
     plan = source.batches.plan_of(LoaderState())
     if plan is not None:
         places = [derive_seed("identity", number) % plan.num_samples for number in range(2)]
-        return [int(plan.samples(epoch=0, first=place, end=place + 1)[0]) for place in places]
+        found = [plan.samples(epoch=0, first=place, end=place + 1) for place in places]
+        return [int(sample) for samples in found for sample in samples]  # Paddle's order may pad at a place
     if not length:
         return []
     return [derive_seed("identity", number) % length for number in range(2)]
 
 
 def in_words(identity: Mapping[str, Any]) -> dict[str, str]:
-    """Return an identity as the texts that the ranks compare: name -> value."""
-    words: dict[str, str] = {}
-    for name, digest in identity.get("samples", ()):
-        words[f"sample {name}"] = f"digest {digest:08x}"
-    if "files" in identity:
-        files = identity["files"]
-        words["files"] = "\n".join(f"{name} ({size} bytes, {tag})" for name, size, tag in files["first"])
-        words["all files"] = f"{files['num']} files, digest {files['digest']}"
-    return words
+    """Return the samples of an identity as the texts that the ranks compare: name -> value.
+
+    Files are compared by their names and counts; copies on several hosts have version tags of their own.
+    """
+    return {f"sample {name}": f"digest {digest:08x}" for name, digest in identity.get("samples", ())}
 
 
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Return in words how data differs from what a saved state knows of it; empty if nothing is known to differ."""
     if None not in (saved.get("length"), now.get("length")) and saved["length"] != now["length"]:
         return f"it had {saved['length']} samples, and has {now['length']} now"
-    was, is_now = in_words(saved), in_words(now)
-    if was.get("all files") != is_now.get("all files"):
-        before = set(was.get("files", "").split("\n"))
-        changed = [line for line in is_now.get("files", "").split("\n") if line not in before]
-        named = f", such as {changed[0]}" if changed and changed[0] else ""
-        return f"it was {was.get('all files', 'no files')}, and is {is_now.get('all files', 'no files')} now{named}"
-    names = [name for name in was.keys() & is_now.keys() if name.startswith("sample ") and was[name] != is_now[name]]
-    return f"{' and '.join(sorted(names))} held something else" if names else ""
+    none: dict[str, Any] = {"num": 0, "digest": "", "first": []}
+    was, is_now = saved.get("files", none), now.get("files", none)
+    if was["num"] != is_now["num"]:
+        return f"it was {was['num']} files, and is {is_now['num']} now"
+    if was["digest"] != is_now["digest"]:
+        changed = [entry for entry in is_now["first"] if list(entry) not in [list(one) for one in was["first"]]]
+        named = [f"{name} ({size} bytes, version {tag})" for name, size, tag in changed[:1]]
+        return f"{' '.join(named) or 'one of its files'} is another than it was"
+    digests = dict(map(tuple, saved.get("samples", ())))
+    names = [name for name, digest in now.get("samples", ()) if digests.get(name, digest) != digest]
+    return f"{' and '.join(f'sample {name}' for name in sorted(names))} held something else" if names else ""

@@ -172,6 +172,9 @@ def _facts(options: LoaderOptions, source: Source, placer: BatchPlacer) -> dict[
         facts["pad_to"] = placer.pad_to.fact()
     if source.costs is not None:
         facts["balance"] = source.costs.fact()
+    if source.stream is not None and not source.split:
+        # As much as fits into a report; a digest of all is compared, too.
+        facts["files"] = "\n".join(source.stream.stage.source.files)[:40_000]
     if not source.split:  # else each data rank has an order of its own
         facts |= source.batches.fingerprint()
     return facts

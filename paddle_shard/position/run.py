@@ -490,7 +490,9 @@ class Run:
         state = self.start() if current is None else current.state()
         if current is None and state.sampler is None:
             state = replace(state, sampler=self._source.batches.snapshot())
-        return replace(self._counted(state), fingerprint=self._fingerprint(), data=self.identity)
+        known = None if self._resumed is None else self._resumed.data
+        data = known if self.identity is None else self.identity
+        return replace(self._counted(state), fingerprint=self._fingerprint(), data=data)
 
     def _counted(self, state: LoaderState) -> LoaderState:
         """Return a position with all that this process knows of the deliveries of its epoch."""

@@ -314,7 +314,7 @@ def error_of(verdict: Decision, ranks: Mapping[int, Outlook], number: int, terms
         own = ""
         if "num_samples" in differ:
             own = " A rank that was given a part of its own (Subset, .shard()) needs is_dataset_splitted=True."
-        if differ.startswith(("sample ", "files", "all files")):
+        if differ.startswith("sample "):
             return errors.DifferentDataError(f"the ranks hold different data. {differ}. {_SAME_DATA}")
         return errors.ArgumentError(
             f"The ranks differ in pass {number} over a loader, but must be the same. {differ}. Give all ranks the same "

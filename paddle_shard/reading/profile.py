@@ -197,8 +197,8 @@ def describe(
     """Return which share of a step waits for data, on which rank and in what; empty if it is less than 5%.
 
     Args:
-        wait_seconds: In the loader, of a mean step or of several steps together.
-        step_seconds: In the user's code, of as many steps.
+        wait_seconds: In the loader, of a mean step.
+        step_seconds: In the user's code, of a mean step.
         hidden_seconds: Of `wait_seconds`, those in which the device was still busy.
         counts: See `Profiler.counts`.
         rank: Global rank that waits.

@@ -22,6 +22,11 @@ class Batches:
 
     __slots__ = ()
 
+    @property
+    def on_training_thread(self) -> bool:
+        """Whether the steps are made on the thread of the training loop."""
+        return False
+
     def plan_of(self, start: LoaderState) -> ShardPlan | None:
         """Return the plan of the epoch of a position; None if no plan decides the order."""
         return None

@@ -73,6 +73,11 @@ class UserBatches(IndexBatches):
     _begun: list[int] = field(default_factory=list, compare=False)
     """Epochs of the passes that were begun on a sampler that can serve only one."""
 
+    @property
+    def on_training_thread(self) -> bool:
+        """See `Batches`: the sampler is user code."""
+        return True
+
     def known_steps(self, start: LoaderState) -> int | None:
         """See `Batches`: as far as lengths tell, which may be estimates."""
         if self.num_steps is not None:

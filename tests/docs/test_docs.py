@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 import paddle_shard
-from paddle_shard.delivery.stats import LoaderStats
-from paddle_shard.extras.cli.page import view_of
+from paddle_shard.extras.telemetry import serve_metrics
 from tests.deadlines import HANG
 from tests.jobs import run_ranks
 
@@ -118,10 +117,10 @@ def test_options_that_a_page_mentions_exist(page):
         "collate_fn",
     }
     classes = paddle_shard.Mixture, paddle_shard.Packed, paddle_shard.BucketBatchSampler, paddle_shard.SequenceSplit
-    classes = *classes, paddle_shard.Checkpoints, paddle_shard.TrainerCallback, LoaderStats.serve
+    classes = *classes, paddle_shard.Checkpoints, paddle_shard.TrainerCallback
     classes += paddle_shard.ExternalLoader, paddle_shard.RayReaders
     calls = paddle_shard.ShardDataloader.set_weights, paddle_shard.ShardDataloader.skip
-    for takes in (paddle_shard.shard_dataloader, paddle_shard.patch_paddle, view_of, *calls, *classes):
+    for takes in (paddle_shard.shard_dataloader, paddle_shard.patch_paddle, serve_metrics, *calls, *classes):
         known |= set(inspect.signature(takes).parameters)
     mentioned = {name for code in code_in(page) for name in re.findall(r"(?<![\w.\-/])([a-z]\w*)=", code)}
 

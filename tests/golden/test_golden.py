@@ -26,7 +26,7 @@ def test_each_rank_gets_in_each_epoch_what_it_always_got(name, tmp_path):
 def test_a_state_of_each_released_version_goes_on_with_the_next_sample(name, version, tmp_path):
     def rest():
         loader = loader_of(name, tmp_path)
-        loader.load_state_dict(STATES[version][name])
+        loader.load_state_dict(STATES[version][name], override=["data"])  # the files are written again
         return delivered(iter(loader))
 
     for rank, found in on_each_rank([0, 1], rest).items():

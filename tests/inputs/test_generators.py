@@ -6,13 +6,11 @@ import sys
 
 import numpy as np
 import paddle
-import paddle.distributed as dist
 import pytest
 
 import paddle_shard
 from paddle_shard import Stream
 from paddle_shard.inputs.generators import DeviceGenerator, PaddleGenerator
-from paddle_shard.testing import on_each_rank
 from tests.helpers import ONE, Made
 
 
@@ -22,6 +20,8 @@ def noise():
 
 class Noisy(paddle.io.Dataset):
     """Samples of noise, from some number on; before it, of zeros."""
+
+    uses_rng = True
 
     def __init__(self, first=0):
         self.first = first
@@ -151,47 +151,3 @@ def test_states_are_equal_only_if_nothing_was_drawn_between():
 
 def masked(samples):
     return np.stack([sample * (np.random.rand() > 0.5) for sample in samples])
-
-
-@pytest.mark.parametrize(
-    ("data", "ranks", "collate", "told"),
-    [
-        (Made(np.float32, 16), 2, masked, True),
-        (Made(np.float32, 16), 1, masked, False),
-        (Made(np.float32, 16), 2, np.stack, False),
-        (Noisy(), 2, np.stack, False),
-        (Noisy(), 2, masked, True),
-        (Stream.of(range(16)).map(np.float32), 2, masked, True),
-        (Stream.of(range(16)).map(lambda number: np.random.rand(2)), 2, np.stack, False),
-    ],
-)
-def test_a_collate_function_that_draws_is_told_that_all_ranks_draw_alike(
-    data, ranks, collate, told, caplog, monkeypatch
-):
-    monkeypatch.setattr("paddle_shard.say_once._SAID", set())
-
-    def read():
-        given = paddle.io.DataLoader(data, batch_size=4, collate_fn=collate)
-        mesh = dist.ProcessMesh([*range(ranks)], dim_names=["dp"])
-        return [
-            batch._local_value().numpy().tolist()
-            for batch in paddle_shard.shard_dataloader(given, mesh, shard_dims="dp")
-        ]
-
-    on_each_rank(range(ranks), read)
-
-    assert ("draws random numbers. They are the same on all data ranks" in caplog.text) == told, caplog.text
-    assert "masked" in caplog.text or not told
-
-
-def test_workers_of_a_stream_are_told_so_by_the_first(monkeypatch, tmp_path):
-    def say(text, *values):
-        with (tmp_path / "said").open("a") as file:
-            file.write(text % values + "\n")
-
-    monkeypatch.setattr("paddle_shard.reading.reader.say_once", say)
-    given = paddle.io.DataLoader(Stream.of(range(16)).map(np.float32), batch_size=4, num_workers=2, collate_fn=masked)
-
-    list(paddle_shard.shard_dataloader(given, ONE, shard_dims="dp"))
-
-    assert (tmp_path / "said").read_text().count("`masked` draws random numbers. They are the same on all") == 1

@@ -28,7 +28,7 @@ class Numbers(paddle.io.Dataset):
 
 def mixture():
     sources = {name: Numbers(1000 * place, length) for place, (name, length) in enumerate(LENGTHS.items())}
-    return Mixture(sources, {"web": 5, "code": 3, "chat": 1}, num_samples=96)
+    return Mixture(sources, {"web": 5, "code": 3, "chat": 1}, num_samples=144)
 
 
 def loader_of(mesh, batch_size=8, workers=2):

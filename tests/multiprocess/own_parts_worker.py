@@ -132,7 +132,6 @@ def said(given):
 
 cases = {
     "gz, the same": lambda: gz(1000, FOLDER / str(RANK)),
-    "gz, other contents": lambda: gz(1000 + 1000 * RANK, FOLDER / str(RANK)),
     "taken and skipped": lambda: hugging_face(lambda whole: whole.skip(22) if RANK else whole.take(22)),
     "cut": lambda: hugging_face(lambda whole: whole.shard(2, RANK)),
     "cut, mapped": lambda: hugging_face(lambda whole: whole.map(dict).shard(2, RANK)),
@@ -147,8 +146,6 @@ cases = {
     "a list in a mixture, alike": lambda: mixed(lambda data: data[::2]),
     "splits itself": lambda: splits_itself(by_rank=False),
     "splits itself and draws": lambda: splits_itself(by_rank=False, noise=0.5),
-    "splits itself by rank": lambda: splits_itself(by_rank=True),
-    "splits itself by rank, behind a header": lambda: splits_itself(by_rank=True, header=True),
     "taken alike": lambda: hugging_face(lambda whole: whole.take(22)),
 }
 found = {}

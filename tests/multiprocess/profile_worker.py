@@ -9,7 +9,7 @@ import paddle.distributed as dist
 import paddle_shard
 from paddle_shard.reading.profile import Profiler
 from paddle_shard.testing import report
-from tests.delivery.test_profile import DEADLINE, NUM_SAMPLES, Digits, watch_reading_ahead
+from tests.reading.test_profile import DEADLINE, NUM_SAMPLES, Digits, watch_reading_ahead
 
 PAUSE = 0.01
 

@@ -44,15 +44,6 @@ class Samples(paddle.io.Dataset):
         return {"id": np.int64(index), "noise": noise, "name": f"s{index}"}
 
 
-class WithIter(paddle.io.DataLoader):
-    """A subclass that changes its batches."""
-
-    def __iter__(self):
-        for batch in super().__iter__():
-            batch["noise"] = batch["noise"] + 1
-            yield batch
-
-
 class Growing(paddle.io.Dataset):
     """Rows of one length a batch, which grow: more memory is needed again and again."""
 
@@ -127,7 +118,6 @@ def same_as_each():
         "random samples": lambda **how: sharded(given(Samples(), shuffle=True), "mp2 x dp2", **how),
         "accumulation of steps": lambda **how: sharded(given(Samples(37), size=4), "dp1 x mp4", **how),
         "prefetch": lambda **how: sharded(given(Samples()), prefetch=2, **how),
-        "own iter": lambda **how: sharded(given(Samples(), cls=WithIter), **how),
         "growing": lambda **how: sharded(given(Growing()), "dp1 x mp4", **how),
         "skips errors": lambda **how: sharded(given(Samples(bad=(3, 17, 18))), on_error="skip", **how),
         "whole items": lambda **how: sharded([np.full((4, 2), i) for i in range(6)], **how),

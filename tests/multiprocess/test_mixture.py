@@ -32,10 +32,10 @@ def test_real_ranks_switch_weights_together_and_resume_on_another_mesh(tmp_path)
     before, after = joined(reports, "steps", (0, 1)), joined(reports, "rest", (0, 1))
     (switch,) = {tuple(report["switches"]) for report in reports}
     (first,) = switch
-    assert 24 <= first < 96
+    assert 24 <= first < 144
     sources = [int(row[0]) // 1000 for row in before + after]
     assert sources[:first] == Chairman((5, 3, 1)).at(np.arange(first))[0].tolist()
-    assert sources[first:] == [[0, 2][at] for at in Chairman((1, 1)).at(np.arange(96 - first))[0].tolist()]
+    assert sources[first:] == [[0, 2][at] for at in Chairman((1, 1)).at(np.arange(144 - first))[0].tolist()]
     assert after == joined(reports, "resumed", (3, 1, 2, 0)), "another mesh and batch size"
     drawn = {name: sources[:72].count(place) for place, name in enumerate(LENGTHS)}
     assert all(report["drawn"] == drawn and report["exact"] for report in reports)

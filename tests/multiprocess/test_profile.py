@@ -4,8 +4,8 @@ import pytest
 
 from paddle_shard.reading.profile import OTHER_RANKS
 from tests.deadlines import HANG
-from tests.delivery.test_profile import named
 from tests.jobs import run_ranks
+from tests.reading.test_profile import named
 
 WORKER = Path(__file__).parent / "profile_worker.py"
 

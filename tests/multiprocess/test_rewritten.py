@@ -23,4 +23,5 @@ def test_the_first_ranks_state_refuses_a_file_that_any_rank_was_reading_on_all_r
         alike, same, other, anyway = report[case]
         assert alike, "the states of all ranks name the same files"
         assert same == anyway == 7
-        assert "6.txt (now 50 bytes) holds something else" in str(other)
+        assert "the data is not what it was" in str(other)
+        assert "6.txt (50 bytes, " in str(other)

@@ -5,11 +5,11 @@ import time
 
 import pytest
 
-from paddle_shard.errors import AgreedFailure, ArgumentError, DifferentDataError, PeerLostError
+from paddle_shard.errors import ArgumentError, DifferentDataError, PeerLostError
 from paddle_shard.ranks import agreement as agreements
-from paddle_shard.ranks.agreement import WINDOW, Agreement, AloneAgreement, Coordinator
+from paddle_shard.ranks.agreement import WINDOW, Agreement, Coordinator
 from paddle_shard.ranks.group import PASSES, ProgressTable, TwoLevelGroup
-from paddle_shard.ranks.verdict import END, FAIL, NEVER, OK, REPORT_LIMIT, Outlook, Terms
+from paddle_shard.ranks.verdict import END, NEVER, OK, REPORT_LIMIT, Outlook, Terms
 from tests.deadlines import HANG
 from tests.ranks.simulated_group import SimulatedGroup, World, end
 from tests.ranks.trial import Script, ahead, led_script, outcome, random_script, run_job
@@ -357,17 +357,6 @@ def test_a_rank_stuck_elsewhere_when_another_is_lost_is_ended_if_that_is_wanted(
         assert "Global ranks [1] died" in caplog.text
         assert ("on_lost='exit'" in caplog.text) == exits
         end(one)
-
-
-def test_a_rank_alone_delivers_what_it_has_announced_and_fails_where_it_failed():
-    agreement = AloneAgreement()
-    agreement.announce()
-    agreement.announce(FAIL, report="why")
-
-    assert agreement.deliver(0)
-    with pytest.raises(AgreedFailure) as caught:
-        agreement.deliver(1)
-    assert caught.value.step == 1
 
 
 def test_whoever_leaves_alone_is_named_with_its_step():

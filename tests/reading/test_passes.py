@@ -54,7 +54,7 @@ def reading(dataset, sampler_fails_at, skip, collate_fn=None, ahead=0):
 
     how = HowToRead(generators=generators_of(None), seed=7, skip_errors=skip)
     executor = InlineExecutor(IdReader(dataset, collate_fn, how))
-    feed = Feed(steps(), executor, None, runs_user_code=False)
+    feed = Feed(steps(), executor, None, on_training_thread=False)
     return StepPass(feed, None, prepare=copied, num_ahead=ahead)
 
 

@@ -126,7 +126,7 @@ def test_a_stream_that_went_on_with_other_files_is_not_proved(tmp_path):
     state = first.state_dict()
     batches.close()
     other = loader(paths[::-1])
-    other.load_state_dict(state, override=["stream", "contents"])
+    other.load_state_dict(state, override=["stream"])
     found += [row for batch in other for row in local(batch)]
 
     said = asked("verify", record, code=1)
@@ -221,7 +221,7 @@ def test_samples_that_came_later_are_found_and_an_older_epoch_is_drawn_on_its_ow
     assert "must be an int in" in asked("where", record, "--sample", 50, code=2)
     found = asked("plan", record, "--epoch", 0, "--html", tmp_path / "page.html", "--json")
     assert {tuple(group["ranks"]) for group in found["meshes"]} == {(0,)}
-    assert (tmp_path / "page.html").stat().st_size > 10_000
+    assert (tmp_path / "page.html").stat().st_size > 1_000
 
 
 def test_what_larger_batches_have_left_of_an_epoch_is_dropped_and_not_missing(tmp_path):

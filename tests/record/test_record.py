@@ -189,26 +189,6 @@ def test_steps_that_were_delivered_twice_with_other_samples_are_not_left_out_by_
     assert [one["samples"] for one in found] == [first[2], again[3]]
 
 
-def test_of_two_jobs_that_came_to_the_same_position_the_one_counts_whose_state_was_loaded(tmp_path):
-    record = tmp_path / "run.jsonl"
-    loader = numbers(record=record)
-    batches = [local(batch) for batch in loader]
-    state = loader.state_dict()
-    other = numbers(rows=10, record=record)
-    assert len([local(batch) for batch in other]) == 2
-    assert other.state_dict()["samples"] == state["samples"]
-    loader = numbers(record=record)
-    loader.load_state_dict(state)
-    taken(iter(loader), 1)
-    loader.state_dict()
-
-    delivered = asked("verify", record, "--json")["delivered"]
-    assert [(one["job"], one["counts"]) for one in delivered] == [(1, "yes"), (3, "yes"), (2, "no")]
-    for step, batch in enumerate(batches):
-        found = asked("batch", record, "--epoch", 0, "--step", step, "--json")["delivered"]
-        assert [one["samples"] for one in found] == [batch]
-
-
 def test_only_a_checkpoint_that_is_complete_is_in_the_record(tmp_path, monkeypatch):
     record = tmp_path / "run.jsonl"
     first, second = Checkpoints(tmp_path / "saved"), Checkpoints(tmp_path / "saved")

@@ -196,11 +196,3 @@ def test_what_are_no_lengths_is_refused(wrong):
     """A data set without an end was read for ever."""
     with pytest.raises((ArgumentError, ArgumentTypeError), match="lengths must be an array"):
         BucketBatchSampler(wrong, 2)
-
-
-@pytest.mark.parametrize("length", [59, 61])
-def test_lengths_of_another_number_of_samples_than_the_data_has_are_refused(length):
-    sampler = BucketBatchSampler(list(range(1, 61)), batch_size=4)
-
-    with pytest.raises(ArgumentError, match=f"lengths of 60 samples, and the data set has {length}"):
-        sharded(DataLoader(Made(np.array, length), batch_sampler=sampler), ONE)

@@ -5,10 +5,9 @@ import itertools
 import numpy as np
 import pytest
 
-from paddle_shard import ExternalLoader, say_once
+from paddle_shard import ExternalLoader
 from paddle_shard.errors import StateError
-from paddle_shard.testing.simulated import on_each_rank
-from tests.helpers import DP2, ONE, locals_of, sharded
+from tests.helpers import ONE, locals_of, sharded
 
 LENGTH, ROWS = 48, 4
 
@@ -97,16 +96,3 @@ def test_a_loader_with_a_state_is_resumed_by_it():
     resumed.load_state_dict(state)
 
     assert sorted(np.concatenate(begun + locals_of(resumed)).tolist()) == list(range(LENGTH))
-
-
-@pytest.mark.parametrize("batched", [True, False])
-def test_fields_of_each_rank_that_have_no_rows_are_told(batched, caplog, monkeypatch):
-    monkeypatch.setattr(say_once, "_SAID", set())
-
-    def build(share):
-        samples = [{"image": np.ones((4, 8)), "id": np.int64(number)} for number in range(share.shard, 8, 2)]
-        return [{name: np.stack([one[name] for one in samples]) for name in samples[0]}] if batched else samples
-
-    on_each_rank((0, 1), lambda: next(iter(sharded(ExternalLoader(build, name="other"), DP2))))
-
-    assert ("fields ['id'] are one number, and not one for each row" in caplog.text) != batched

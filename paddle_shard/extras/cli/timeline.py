@@ -260,12 +260,8 @@ def _stretches(lines: Sequence[dict[str, Any]]) -> list[_Stretch]:
 def _reached_by(stretches: list[_Stretch], wanted: LoaderState) -> tuple[_Stretch, int] | None:
     """Return the newest stretch in which a state was saved, and the number of its lines by then.
 
-    Another rank's state has another account, and so has one that was saved again after
-    `certificate()`. But who has the same ones comes first: two jobs may have come to the same position.
-
-    Args:
-        stretches: All that there are.
-        wanted: The state.
+    Another rank's state has another account, and so has one that was saved again after `certificate()`. But who has
+    the same one comes first: two jobs may have come to the same position.
     """
     found: tuple[_Stretch, int] | None = None
     for one in reversed(stretches):
