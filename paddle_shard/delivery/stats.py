@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any
 
 from paddle_shard.reading.batch import Batch
 from paddle_shard.reading.profile import OTHER_RANKS, Profiler, describe
-from paddle_shard.shown import as_html
 
 DERIVED = ("starved", "imbalance", "samples_per_second")
 """Properties of `Counts` that `scalars` returns beside its fields."""
@@ -158,14 +156,6 @@ class LoaderStats:
         if not self.total.mean_cost:
             names = [name for name in names if name not in OF_COSTS]
         return {f"{prefix}{name}": float(getattr(self.epoch, name)) for name in names}
-
-    def _repr_html_(self) -> str:
-        def facts() -> dict[str, Any]:
-            counts = self.epoch
-            delivered = f"{counts.batches} batches, {counts.samples} samples, {counts.bytes / 1e6:.1f} MB"
-            return {"newest pass": delivered, "its time": f"{counts.step_seconds:.2f} s in the step, {_waits(counts)}"}
-
-        return as_html(self, facts, list)
 
     def __repr__(self) -> str:
         lines = [

@@ -15,7 +15,6 @@ from paddle_shard.errors import ArgumentError, ArgumentTypeError
 from paddle_shard.plan.weights import schedule_of
 from paddle_shard.reading.worker_info import SelfSplit, told
 from paddle_shard.say_once import say_once
-from paddle_shard.shown import as_html
 from paddle_shard.sources.external import ExternalSource, IterableSource, is_iterable_dataset
 from paddle_shard.sources.files import Paths
 from paddle_shard.sources.host_cache import HostCache
@@ -579,10 +578,6 @@ class Stream(paddle.io.IterableDataset):
         made = copy.copy(self)
         made._stage = stage
         return made
-
-    def _repr_html_(self) -> str:
-        parts = "as many as the loader chooses" if self._num_parts is None else self._num_parts
-        return as_html(self, lambda: {"stages": self._line(), "parts": parts})
 
     def _line(self) -> str:
         source, *names = [type(stage).__name__ for stage in self._stage.line()][::-1]

@@ -22,15 +22,10 @@ from paddle_shard.loader.assembly import setup_of
 from paddle_shard.loader.compat import asked_by_to_static, mend_process_mesh
 from paddle_shard.loader.iteration import ShardIterator, describe, warn_if_batches_differ
 from paddle_shard.plan.certificate import Certificate
-from paddle_shard.plan.mesh import grid_of
 from paddle_shard.plan.mixture import Drawn
-from paddle_shard.plan.shard_plan import ShardPlan, Where, facts_of_plan
+from paddle_shard.plan.shard_plan import ShardPlan, Where
 from paddle_shard.plan.state import LoaderState
 from paddle_shard.ranks.agreeing import fails_on_all_ranks
-from paddle_shard.shown import as_html
-
-_MOST_SHOWN = 64
-"""Ranks of a mesh that is shown as a grid."""
 
 
 def _ranks_of(it: ShardDataloader | ShardBatchSampler, *_: Any, **__: Any) -> list[tuple[int, ...]]:
@@ -109,20 +104,6 @@ class ShardDataloader(PaddleShardDataloader):
             f"{dict(zip(own.layout.axes, own.layout.shape, strict=True))}, epoch {self.epoch}"
             + (f", {self.stats.who_reads})" if self.stats.who_reads else ")")
         )
-
-    def _repr_html_(self) -> str:
-        own = self._shared.setup.own_layout
-        axes = dict(zip(own.layout.axes, own.layout.shape, strict=True))
-
-        def facts() -> dict[str, Any]:
-            source, plan = self._shared.setup.source, self.plan
-            found = {"data set": type(self.dataset).__name__, "epoch": self.epoch, "tail": source.tail}
-            found["mesh"] = ", ".join(f"{axis}={size}" for axis, size in axes.items())
-            found["split over"] = f"{', '.join(own.data_axis_names) or 'nothing'}: {own.num_data_ranks} data ranks"
-            return {**found, **({"rows of a step": source.batch_size} if plan is None else facts_of_plan(plan))}
-
-        few = len(own.layout.process_ids) <= _MOST_SHOWN
-        return as_html(self, facts, lambda: grid_of(own.layout, own.data_axes) if few else [])
 
     def __len__(self) -> int:
         return self._run.num_batches()

@@ -21,7 +21,6 @@ from paddle_shard.plan.seeding import derive_seed
 from paddle_shard.plan.shard_plan import ShardPlan, skipped_positions, steps_of_plan
 from paddle_shard.plan.skips import Ranges, counted, union, without
 from paddle_shard.plan.step import Ids, as_ids
-from paddle_shard.shown import as_html
 
 
 class Total(NamedTuple):
@@ -261,16 +260,6 @@ class Certificate:
     def exact(self) -> bool:
         """True if each sample of the epoch was delivered exactly once."""
         return not self.problems
-
-    def _repr_html_(self) -> str:
-        def facts() -> dict[str, Any]:
-            names = ("epoch", "num_samples", "delivered", "missed", "repeated", "dropped", "skipped")
-            numbers = {name.removeprefix("num_"): getattr(self, name) for name in names}
-            problems = {f"problem {number}": problem for number, problem in enumerate(self.problems, 1)}
-            of_sources = {f"of {name}": number for name, number in (self.sources or {}).items()}
-            return {"exactly once": "yes" if self.exact else "no", **numbers, **of_sources, **problems}
-
-        return as_html(self, facts)
 
     def __str__(self) -> str:
         what = f"each of {self.num_samples} samples"

@@ -22,7 +22,6 @@ from paddle_shard.plan.shuffle import MAX_SAMPLES
 from paddle_shard.plan.skips import Ranges, is_in
 from paddle_shard.plan.step import Deal, GlobalBatch, RowsOf, Step, all_rows, rank_steps
 from paddle_shard.plan.tails import Tail, find_tail
-from paddle_shard.shown import as_html
 
 # The steps of an epoch, if the batch size changes on the way
 
@@ -228,10 +227,6 @@ class ShardPlan:
                 f"({stretches.rest} are left over). Nearest lengths that do: {' or '.join(map(str, lengths))}; "
                 "or choose tail='pad', 'fill' or 'drop'."
             )
-
-    def _repr_html_(self) -> str:
-        how = {"order": type(self.ordering).__name__, "seed": self.seed, "tail": self.tail}
-        return as_html(self, lambda: {**how, "data ranks": self.num_data_ranks, **facts_of_plan(self)})
 
     def first_position(self, *, step: int) -> int:
         """Return the position of the first row of a step; `num_positions` or more after the last step.
