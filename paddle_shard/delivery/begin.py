@@ -11,8 +11,10 @@ from paddle_shard.delivery.placing import PassSetup, Placing, note_summary, plac
 from paddle_shard.delivery.step_pass import Feed, StepPass
 from paddle_shard.errors import ArgumentError, SplitError, UnequalEndsError
 from paddle_shard.inputs.identity import identity_of, in_words
+from paddle_shard.inputs.source import knows_no_rank
+from paddle_shard.plan.shard_plan import num_skipped
 from paddle_shard.plan.state import LoaderState
-from paddle_shard.ranks.agreeing import open_agreement, tell_failed
+from paddle_shard.ranks.agreeing import gather_of, open_agreement, tell_failed
 from paddle_shard.ranks.agreement import Agreement
 from paddle_shard.ranks.verdict import Terms, described
 from paddle_shard.reading.batch import Batch
@@ -24,6 +26,7 @@ def begin(setup: PassSetup, start: LoaderState) -> StepPass:
     source, stream, alone = setup.source, setup.source.stream, len(setup.agreeing_ranks) == 1
     reading, replicas = setup.reading, setup.replicas
     run = setup.run
+    _settle_draws(setup, start)
     if isinstance(source.batches, PlanBatches) and source.batches.data is not None:
         _check_length(source.batches)
     look = None if setup.batch_check is None else partial(note_summary, setup, start)
@@ -33,7 +36,7 @@ def begin(setup: PassSetup, start: LoaderState) -> StepPass:
         skips = run.skips(start)
         steps = source.batches.steps(start, setup.rows.to_read, skips, compared=compares and not alone)
         plan = source.batches.plan_of(start)
-        num_steps = None if plan is None else plan.num_steps
+        num_steps = None if plan is None else plan.num_steps - num_skipped(plan.num_steps, skips, start.steps)
     else:
         compares = stream.read_by_all
         num_steps = stream.known_steps(start)
@@ -84,6 +87,23 @@ def _check_length(batches: PlanBatches) -> None:
         raise ArgumentError(
             f"the {name} had {then} samples when the loader was made, and has {now} now. Make a new loader of it."
         )
+
+
+def _settle_draws(setup: PassSetup, start: LoaderState) -> None:
+    """Find out, once, whether the sampler of data that is split already draws for its data rank alone.
+
+    All ranks seed it alike at first. If it yields the same on all data ranks, it does not know its rank, as the
+    PKSampler of PaddleClas: what it draws is meant for one rank. If not, it cuts its rows out of a common order.
+    (Paddle's plain ones yield each sample once: if it is the same on two data ranks, the data is not split after all.)
+    """
+    batches, own, ranks = setup.source.batches, setup.own_layout, setup.agreeing_ranks
+    if not (setup.source.split and isinstance(batches, UserBatches)) or knows_no_rank(batches.batch_sampler):
+        return
+    if batches.draws_for or own.num_data_ranks == 1 or len(ranks) == 1:
+        return
+    told = set(gather_of(ranks, batches.first_draw(start.epoch), setup.options.timeout, "iter(loader)"))
+    if told != {""}:
+        batches.draws_for.append((own.data_rank,) if len(told) == 1 else ())
 
 
 def _agreement(setup: PassSetup, start: LoaderState, *, ends_must_agree: bool, same: bool) -> Agreement:

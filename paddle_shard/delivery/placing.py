@@ -23,7 +23,7 @@ from paddle_shard.place.local_tensor import TensorMaker
 from paddle_shard.place.placer import SAMPLES_LEFT_OUT, BatchPlacer, BatchRecipe, BatchRows
 from paddle_shard.plan.partition import Rows, nearest_multiples
 from paddle_shard.plan.state import LoaderState
-from paddle_shard.plan.step import Ids, Step
+from paddle_shard.plan.step import Ids, Step, as_ids
 from paddle_shard.position.run import Run
 from paddle_shard.ranks.batch_check import FEW_STEPS, BatchCheck, summary
 from paddle_shard.ranks.replicas import Replicas
@@ -32,6 +32,7 @@ from paddle_shard.reading.digest import WHOLE, digest
 from paddle_shard.reading.executor import MAKING_TENSORS, read_errors
 from paddle_shard.reading.reading import Reading
 from paddle_shard.reading.tensors import as_array, becomes_tensor
+from paddle_shard.samplers import UserBatches
 from paddle_shard.say_once import say_once as warn_once
 from paddle_shard.tree import leaves, named_leaves
 
@@ -234,6 +235,9 @@ def note_summary(setup: PassSetup, start: LoaderState, batch: Batch) -> None:
     ids, stream = np.asarray(batch.step.ids).tolist(), setup.source.stream
     key = f"parts {stream.parts}" if stream is not None else f"{zlib.crc32(repr(ids).encode())} of {len(ids)}"
     arrays = [(path, _compared(leaf)) for path, leaf in named_leaves(batch.value, "", _is_list_of_values)]
+    batches, cuts = setup.source.batches, isinstance(setup.source.custom_sampler, paddle.io.DistributedBatchSampler)
+    if isinstance(batches, UserBatches) and setup.source.split and cuts and not batches.draws_for:
+        arrays = [("the sampler's indices", as_ids(ids))]  # whether it draws for its rank alone is not known
     if batch.skipped is not None:  # a row of another sample than its own tells nothing
         kept, num_rows = ~batch.skipped, len(batch.skipped)
         arrays = [(path, leaf[kept] if leaf.shape[:1] == (num_rows,) else leaf) for path, leaf in arrays]

@@ -128,6 +128,15 @@ def is_plain(batch_sampler: Any) -> bool:
     return type(sampler) is paddle.io.SequenceSampler
 
 
+def knows_no_rank(batch_sampler: Any) -> bool:
+    """True if nothing in a batch sampler, also one inside others, is the user's: it cannot draw for a rank alone."""
+    sampler = batch_sampler
+    while type(sampler) is paddle.io.BatchSampler:
+        sampler = sampler.sampler
+    of_paddle = type(sampler) in (paddle.io.RandomSampler, paddle.io.SequenceSampler)
+    return of_paddle and getattr(sampler, "generator", None) is None
+
+
 def _check_own_order(options: LoaderOptions, tail: Tail) -> None:
     """Refuse what a loader with a sampler of its own, or data that is split already, cannot have."""
     sampler = options.dataloader.batch_sampler

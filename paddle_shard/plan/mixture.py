@@ -68,6 +68,7 @@ class Mixing(Ordering):
     """One or more; the first begins at 0. All have the same lengths of the sources."""
     shuffles: bool = True
     """True if each source is shuffled; False: each is read from its first sample to its last."""
+
     # Ordering
 
     def order(self, length: int, seed: int, epoch: int, width: int) -> MixtureOrder:
@@ -100,6 +101,11 @@ class Mixing(Ordering):
     def key(self, seed: int, source: int, epoch: int) -> bytes:
         """Return the key of the order of a source's epoch."""
         return derive_key("source", self.names[source], seed, epoch, size=64)
+
+    def padding_from(self, epoch: int, length: int) -> int:
+        """Return where the epoch's last segment begins, or else the epoch: padding has the weights of the end."""
+        first = self.first_position(epoch, length)
+        return max(0, self.segments[self.draws.segment_at(first + length - 1)].first - first)
 
     def fingerprint(self, *, num_data_ranks: int, accumulation: int) -> dict[str, Any]:
         """Return what the order depends on."""

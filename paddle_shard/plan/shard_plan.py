@@ -212,12 +212,13 @@ class ShardPlan:
         check_batch_size(self.batch_size, self.num_data_ranks, self.accumulation)
         found["num_positions"] = positions = ordering.num_positions(self.num_samples, self.num_data_ranks)
         segments = self.segments or ((0, self.batch_size),)
-        check_segments(segments, self.batch_size, positions)
-        found["_stretches"] = stretches = Stretches(segments, segments[-1][0] if self.ended else positions)
+        end = segments[-1][0] if self.ended else positions
+        check_segments(segments, self.batch_size, end)
+        found["_stretches"] = stretches = Stretches(segments, end)
         unit = self.num_data_ranks * (1 if ordering.pads_first else self.accumulation)
         last_rows = ending.num_rows(stretches.rest, self.batch_size, unit) if stretches.rest else 0
         found["_last_rows"], found["num_steps"] = last_rows, stretches.num_full + (last_rows > 0)
-        found["num_served"] = min(positions, stretches.step(stretches.num_full)[0] + last_rows)
+        found["num_served"] = min(positions, end, stretches.step(stretches.num_full)[0] + last_rows)
         for name, value in found.items():  # what is derived is kept, as it is asked for at each step
             object.__setattr__(self, name, value)
         if self.ending.refuses and stretches.rest:

@@ -16,7 +16,7 @@ from paddle_shard.plan.shard_plan import Stretches
 from paddle_shard.plan.shuffle import VERSION as ORDER_VERSION
 from paddle_shard.plan.skips import counted, without
 
-VERSION = 6
+VERSION = 7
 """Version of the layout of a saved state; no other is read."""
 DATA = "data"
 """Name in `override` with which a state is resumed with other data."""
@@ -124,7 +124,10 @@ class LoaderState:
         explain: Callable[[Any], str],
     ) -> None:
         """Reject a saved fingerprint that differs from the loader's where `override` does not allow it."""
-        then = _before_position(saved, self)
+        try:
+            then = _before_position(saved, self)
+        except (IndexError, KeyError, TypeError, ValueError):
+            raise StateError(f"state is damaged: fingerprint is {saved!r}.") from None
         now = _before_position({"order_version": ORDER_VERSION, **fingerprint}, self)
         different = [name for name in sorted({*now, *then}) if now.get(name) != then.get(name)]
         if "num_parts" in different:  # with another number of parts, each part holds other samples
@@ -144,17 +147,20 @@ class LoaderState:
             raise StateError(f"override names {unknown}; the fingerprint has {sorted(names)}.")
         differing = [name for name in different if name not in override]
         if differing:
-            words = {"stream": explain(then.get("stream"))} if "stream" in differing else {}
+            words = {"stream": explain(saved.get("stream"))} if "stream" in differing else {}
             if "mixture" in differing and None not in (then.get("mixture"), now.get("mixture")):
                 words["mixture"] = _mixture_difference(then["mixture"], now["mixture"])
             changes = ", ".join(
-                f"{name}: {words.get(name) or f'saved {then.get(name)!r}, now {now.get(name)!r}'}" for name in differing
+                f"{name}: {words.get(name) or f'saved {_shown(then, name)}, now {_shown(now, name)}'}"
+                for name in differing
             )
             if changed := [name for name in differing if name in _SCHEDULES]:
                 changes += (
-                    f". A resumed run may extend a schedule ({', '.join(changed)}) behind the position of the state, "
-                    f"which is step {self.steps_before + self.steps} and sample {_sample_of_run(self)} of the run"
+                    f". A resumed run may change a schedule ({', '.join(changed)}) only after the position of the "
+                    f"state: step {self.steps_before + self.steps}, sample {_sample_of_run(self)} of the run"
                 )
+            if "num_samples" in differing and "mixture" in now:
+                changes += ". The weights decide the length of an epoch unless Mixture has num_samples="
             anyway = f"to resume anyway, call load_state_dict(state, override={differing})."
             raise StateError(f"state is of another run ({changes}). Give the loader its old arguments; or, {anyway}")
 
@@ -219,6 +225,11 @@ _SCHEDULES = ("mixture", "skip_steps", "stream")
 """Names in a fingerprint whose values have a schedule."""
 
 
+def _shown(fingerprint: Mapping[str, Any], name: str) -> str:
+    value = fingerprint.get(name)
+    return str(list(map(tuple, value))) if name == "skip_steps" and value else repr(value)
+
+
 def _sample_of_run(state: LoaderState) -> int:
     return max(0, state.epoch) * int(state.fingerprint.get("num_samples", 0)) + state.samples
 
@@ -233,8 +244,8 @@ def _before_position(fingerprint: Mapping[str, Any], state: LoaderState) -> dict
     if "mixture" in cut:
         cut["mixture"] = mixture = _mixture_before(cut["mixture"], max(1, _sample_of_run(state)))
         cut["packed"] = {name: rows for name, rows in cut.get("packed", {}).items() if name in mixture["sources"]}
-    if "stream" in cut:
-        cut["stream"] = [_stage_before(stage, max(1, state.samples)) for stage in cut["stream"]]
+    if len(cut.get("stream", ())) == 1:  # later stages hold another sample at a position than the mixture
+        cut["stream"] = [_stage_before(cut["stream"][0], max(1, state.samples))]
     return dict(json.loads(json.dumps(cut)))  # without tuples
 
 

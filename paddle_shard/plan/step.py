@@ -9,7 +9,7 @@ decide that (`reading/chunk_reader.py`).
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -124,10 +124,10 @@ def rank_steps(
     skips: Ranges = (),
     deal: Deal | None = None,
     compared: bool = False,
-) -> Iterator[Step]:
+) -> Generator[Step, None, tuple[int, int]]:
     """Yield the steps of one rank for some global batches of an epoch, without those that are skipped.
 
-    It may run in any thread, any number of steps ahead.
+    It may run in any thread, any number of steps ahead. It returns the (steps, samples) skipped after the last step.
 
     Args:
         batches: The global batches.
@@ -172,3 +172,4 @@ def rank_steps(
             digest=digest,
         )
         skipped = no_steps
+    return skipped

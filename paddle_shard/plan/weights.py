@@ -121,23 +121,23 @@ def schedule_of(what: str, names: tuple[str, ...], weights: Any, lengths: tuple[
         ArgumentTypeError: It is neither.
         ArgumentError: The segments do not begin at 0 and ascend, or a dict does not fit the sources.
     """
-    if isinstance(weights, Mapping):
-        if missing := [name for name in names if name not in weights]:
-            raise ArgumentError(f"{what}: weights must name each source, missing {missing}. Give 0 to leave one out.")
-        weights = [(0, weights)]
-    is_schedule = isinstance(weights, Sequence) and all(
+    entries = [(0, weights)] if isinstance(weights, Mapping) else weights
+    is_schedule = isinstance(entries, Sequence) and all(
         isinstance(entry, tuple | list) and len(entry) == 2 and isinstance(entry[0], int | np.integer)
-        for entry in weights
+        for entry in entries
     )
-    if not is_schedule or isinstance(weights, str):
+    if not is_schedule or isinstance(entries, str):
         raise ArgumentTypeError(
             f"{what}: weights must be a dict, or a list of (first sample of the run, dict) for weights that change, "
             f"got {weights!r}."
         )
-    firsts = [int(first) for first, _ in weights]
-    if firsts[:1] != [0] or any(one >= other for one, other in pairwise(firsts)):
+    firsts = [int(first) for first, _ in entries]
+    if firsts[:1] != [0] or any(first >= following for first, following in pairwise(firsts)):
         raise ArgumentError(f"{what}: weights that change must begin at sample 0 and ascend, got {firsts}.")
-    return tuple(Segment(int(first), integer_weights(names, of_segment), lengths) for first, of_segment in weights)
+    segments = tuple(Segment(int(first), integer_weights(names, of_entry), lengths) for first, of_entry in entries)
+    if isinstance(weights, Mapping) and (missing := [name for name in names if name not in weights]):
+        raise ArgumentError(f"{what}: weights must name each source, missing {missing}. Give 0 to leave one out.")
+    return segments
 
 
 def num_positions_to_read(segments: Sequence[Segment], *, every: bool) -> int | None:

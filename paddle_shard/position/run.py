@@ -49,6 +49,8 @@ from paddle_shard.say_once import say_once
 
 _MOST_TEXT = 2000
 """Characters of an error that the record has."""
+_SAME_ORDER = {"tail", "skip_steps"}
+"""Names in `override` that do not change which samples are at the positions of an epoch."""
 _MOST_RECENT = 256
 """Delivered batches whose samples are kept until they are added to the totals, all at once."""
 
@@ -67,8 +69,8 @@ class _Delivery(NamedTuple):
     """Samples that the user's sampler drew for all ranks."""
     positions: int
     """Positions of the order that the batch, and the skipped steps before it, hold."""
-    previous: _Delivery | None
-    number: int
+    previous: _Delivery | None = None
+    number: int = 0
     """Number of deliveries in the list."""
 
 
@@ -95,7 +97,7 @@ class PassProgress:
         place: Owner | None,
         num_steps: int | None,
         *,
-        is_split: bool = False,
+        counts_draws: bool = False,
     ) -> None:
         """Begin at a position.
 
@@ -104,7 +106,7 @@ class PassProgress:
             segments: (first position, batch size) of each stretch of the epoch.
             place: The owner of this process's deliveries; None if they are not counted.
             num_steps: Steps of the whole epoch; None if they are only known at its end.
-            is_split: True if the user's sampler draws for this data rank only.
+            counts_draws: True if the user's sampler draws the samples of all data ranks.
         """
         self.start = start
         self.epoch = start.epoch
@@ -118,7 +120,7 @@ class PassProgress:
         self._segments = segments
         self._place = place
         self._num_steps = num_steps
-        self._is_split = is_split
+        self._counts_draws = counts_draws
         self.at = Progress(start.samples, start.steps, start.ended, start.sampler)
         """The position. A signal handler that saves the state finds a batch as a whole or not at all."""
 
@@ -130,20 +132,28 @@ class PassProgress:
             ids: Samples in this process's slice of the batch, without padding.
             lost: Number of samples of the slice that could not be read.
         """
-        at = self.at
         skipped_steps, skipped_samples = step.skipped
-        steps = at.steps + skipped_steps + 1
-        positions = skipped_samples + step.num_real
+        steps = self.at.steps + skipped_steps + 1
         ended = step.last if step.last is not None else steps == self._num_steps
+        delivery = _Delivery(ids, lost, step.drawn, skipped_samples + step.num_real)
+        self.noted_at = time.perf_counter()
+        self._move(delivery, steps, ended=ended, sampler=step.sampler_state)
+
+    def end(self, skipped_steps: int, skipped_samples: int) -> None:
+        """Count the skipped steps after the last delivered batch."""
+        delivery = _Delivery((), 0, (), skipped_samples)
+        self._move(delivery, self.at.steps + skipped_steps, ended=True, sampler=self.at.sampler)
+
+    def _move(self, delivery: _Delivery, steps: int, *, ended: bool, sampler: Any) -> None:
+        at = self.at
         previous = at.recent
         totals = at.totals
         if previous is not None and previous.number >= _MOST_RECENT:
             totals = self._totals(at)
             previous = None
         number = 1 if previous is None else previous.number + 1
-        recent = _Delivery(ids, lost, step.drawn, positions, previous, number)
-        self.noted_at = time.perf_counter()
-        self.at = Progress(at.samples + positions, steps, ended, step.sampler_state, totals, recent)
+        recent = delivery._replace(previous=previous, number=number)
+        self.at = Progress(at.samples + delivery.positions, steps, ended, sampler, totals, recent)
 
     def _totals(self, at: Progress) -> Mapping[Owner, Total]:
         """Return the totals of all deliveries."""
@@ -158,7 +168,7 @@ class PassProgress:
         if self._place is not None:
             total = _total([entry.ids for entry in recent], sum(len(entry.ids) + entry.lost for entry in recent))
             totals[self._place] = plus(totals.get(self._place, Total()), total)
-        if not self._is_split and any(len(entry.drawn) for entry in recent):
+        if self._counts_draws:
             total = _total([entry.drawn for entry in recent], sum(entry.positions for entry in recent))
             totals[DRAWN] = plus(totals.get(DRAWN, Total()), total)
         return totals
@@ -258,6 +268,8 @@ class Run:
         """(epoch, steps of the run before it)."""
         self.first_pass = 0
         """Number of the first pass since a state was loaded: earlier ones do not move the run."""
+        self._epoch_set = 0
+        """Number of the passes when the user last chose the epoch."""
         self.identity: Mapping[str, Any] | None = None
         """The identity of the data, as JSON; None before the first iterator of the run."""
         indexed = source.stream is None and not source.item_is_batch
@@ -326,7 +338,8 @@ class Run:
             return steps_before
         start = self._resumed
         if start is not None and start.epoch == first:  # perhaps with other batch sizes
-            between = [batches.known_steps(start), batches.steps_between(first + 1, epoch)]
+            of_first = start.steps if start.ended else batches.known_steps(start)
+            between = [of_first, batches.steps_between(first + 1, epoch)]
         else:
             between = [batches.steps_between(first, epoch)]
         known = [steps for steps in between if steps is not None]
@@ -367,6 +380,7 @@ class Run:
                 f"which no loop has continued yet. Begin with set_epoch({loaded.epoch}), or leave it out, to continue."
             )
         self._epoch = epoch
+        self._epoch_set = next(_numbers)
         self._seen = self._samplers_epoch() or 0
 
     def _tell_samplers(self, epoch: int, others: Mapping[str, Any] = MappingProxyType({})) -> int:
@@ -387,17 +401,23 @@ class Run:
             sampler.set_epoch(epoch, **others)
         return len(told)
 
-    def finished(self, progress: PassProgress) -> None:
-        """Move on to the next epoch, when a pass over this one has come to its end."""
+    def finished(self, progress: PassProgress, skipped_steps: int, skipped_samples: int) -> None:
+        """Move on to the next epoch, when a pass over this one has come to its end.
+
+        Args:
+            progress: Of the pass.
+            skipped_steps: Steps skipped after the last delivered batch.
+            skipped_samples: Their samples.
+        """
         if progress.number < self.first_pass:
             return
+        progress.end(skipped_steps, skipped_samples)
         steps_before = progress.start.steps_before
         if progress.at.steps == 0:
             say_once(
                 "an epoch has ended without a batch: it is empty, or has less than fills one (tail='drop'). Use a "
                 "smaller batch, or tail='pad' or 'fill'."
             )
-        progress.at = progress.at._replace(ended=True)
         self._note("end", self._counted(progress.state()), ends=progress.number)
         self._source.batches.finished(progress.epoch)
         if progress.start is self._resumed:
@@ -435,7 +455,9 @@ class Run:
             segments = plan.segments or ((0, plan.batch_size),)
         elif source.stream is not None and source.batch_size is not None:  # those of others may be of any size
             segments = start.continued(source.batch_size)
-        progress = PassProgress(start, segments, self._place, source.batches.known_steps(start), is_split=source.split)
+        known = source.batches.known_steps(start)
+        draws = source.stream is None and not source.split and source.batches.plan_of(start) is None
+        progress = PassProgress(start, segments, self._place, known, counts_draws=draws)
         self._note("pass", start, begins=progress.number)
         # Of closed passes only the sums are kept. A copy, since a signal handler may use the loader in between.
         for epoch, found in list(self._epochs.items()):
@@ -456,7 +478,7 @@ class Run:
         newest = self._newest
         if progress.number >= self.first_pass and (newest is None or progress.number > newest.number):
             # Only now is the one before closed: `batches = iter(loader)` lets go of it after the next has begun.
-            if newest is not None and newest.closed and self._is_begun_again(newest, progress):
+            if newest is not None and newest.number > self._epoch_set and self._is_begun_again(newest, progress):
                 say_once(
                     "a loop over this loader was left before its end, and the next one begins the same epoch again. "
                     "Call loader.set_epoch(the next) before it; or keep the iterator, batches = iter(loader), to "
@@ -466,7 +488,8 @@ class Run:
         progress.deliver(step, ids, lost)
 
     def _is_begun_again(self, before: PassProgress, progress: PassProgress) -> bool:
-        return not before.finished and before.epoch == progress.epoch and before.at.steps > progress.start.steps
+        was_left = before.closed and not before.finished
+        return was_left and before.epoch == progress.epoch and before.at.steps > progress.start.steps
 
     def _of_epoch(self, epoch: int) -> EpochDeliveries:
         """Return what this process knows of the deliveries of an epoch, with all passes added up."""
@@ -550,7 +573,7 @@ class Run:
         reached = self._reached()
         then = resumed.fingerprint
         now = self._fingerprint()
-        others = [name for name in override if then.get(name) != now.get(name)]
+        others = [name for name in override if name not in _SAME_ORDER and then.get(name) != now.get(name)]
         if resumed.samples and not resumed.ended and others:
             what = "stream" if "stream" in others else "order"
             why = batches.explained(then.get("stream")) or f"the {what} is not that of the state"

@@ -68,6 +68,9 @@ class UserBatches(IndexBatches):
     """Lengths of the data and of the samplers when the run was set up."""
     deal: Deal | None = None
     """Deals rows to the data ranks by cost; None: they stay in their order."""
+    draws_for: list[tuple[int, ...]] = field(default_factory=list, compare=False)
+    """Of data that is split already: [(data rank,)] if the sampler draws for this data rank alone, [()] if all ranks
+    must draw alike; empty before that is known."""
     _ends: dict[int, Any] = field(default_factory=dict, compare=False)
     """Epoch -> the sampler's own state after a pass has seen its end."""
     _begun: list[int] = field(default_factory=list, compare=False)
@@ -173,7 +176,8 @@ class UserBatches(IndexBatches):
         elif once is not None:
             only_once = f"the {type(once).__name__} of the batch_sampler can be iterated only once"
         elif hasattr(sampler, "set_epoch"):
-            sampler = copy.copy(sampler)
+            # One that draws for its rank may order its own lists as it draws, so that later passes would differ.
+            sampler = self._copy() if any(self.draws_for) else copy.copy(sampler)
             if self.takes_epoch:
                 sampler.epoch = epoch
         if only_once is not None:
@@ -188,6 +192,19 @@ class UserBatches(IndexBatches):
             sampler = sampler if sampler is not self.batch_sampler else copy.copy(sampler)
             sampler.drop_last = False
         return sampler
+
+    def first_draw(self, epoch: int) -> str:
+        """Return a digest of what a copy of the sampler draws first if all ranks draw alike; "" if it has no copy."""
+        try:
+            sampler = self._copy()
+            if self.takes_epoch:
+                sampler.epoch = epoch
+            for one in samplers(sampler):
+                getattr(one, "set_epoch", int)(epoch)
+            batch, _ = next(iter(Draw(sampler, epoch, self)))
+        except Exception:  # the pass itself says so
+            return ""
+        return hashlib.blake2b(as_ids(batch).tobytes(), digest_size=8).hexdigest()
 
     def _to_end(self, draw: Draw, start: LoaderState) -> Iterator[GlobalBatch]:
         """Yield the batches of a pass; the last one is marked if the length says that it may be the last.
@@ -338,7 +355,9 @@ def seen_ahead(values: Iterator[Value], may_be_last: Callable[[Value], Any]) -> 
 
 _REPLAYED = (
     "Make its order depend on the epoch only, through set_epoch or the global generators of numpy, Python and Paddle, "
-    "which are seeded for it; or give it a state_dict and a load_state_dict."
+    "which are seeded for it; or give it a state_dict and a load_state_dict. If it changes lists of its own as it "
+    "draws, let it draw the epochs before this one, in their order, before its loader is made: sampler.set_epoch(e); "
+    "list(sampler). If it takes its rank's rows itself, give each rank the state that it has saved, on as many ranks."
 )
 
 
@@ -350,7 +369,7 @@ class Draw:
 
     def __init__(self, sampler: Any, epoch: int, of: UserBatches) -> None:
         self._sampler, self.epoch = sampler, epoch
-        seed = derive_seed("sampler", of.seed, epoch)
+        seed = derive_seed("sampler", of.seed, epoch, *(of.draws_for[0] if of.draws_for else ()))
         self._randomness = PrivateRandomness(of.generators, seed, of.around)
         self.head: list[Any] = []
         """The first samples that were drawn, to pad with: at least `head_size`, if there are as many."""

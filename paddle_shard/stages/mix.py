@@ -190,11 +190,18 @@ class Mix(Stage):
         """Return how the sources, their weights and the end differ, and what the sources say that both have."""
         (_, ended, firsts_were, sources), [(_, ends, firsts, own)] = saved, self.fingerprint()
         found = [] if ended == ends else [f"stop was {ended!r}, and is {ends!r} now"]
-        was, now = ({name: weight for name, weight, _ in one} for one in (sources, own))
-        if list(was) != list(now) and sorted(was) == sorted(now):
-            found.append(f"its sources were in the order {list(was)}, and are in the order {list(now)} now")
-        if (was, firsts_were) != (now, firsts):
-            found.append(f"its weights were {was} from samples {firsts_were}, and are {now} from {firsts} now")
+        names_were, names = ([name for name, _, _ in one] for one in (sources, own))
+        if names_were != names and sorted(names_were) == sorted(names):
+            found.append(f"its sources were in the order {names_were}, and are in the order {names} now")
+        were, now = _weights(firsts_were, sources), _weights(firsts, own)
+        if were != now:
+            found.append(f"its weights were {were}, and are {now} now")
         of_source = {name: marks for name, _, marks in sources}
         both = [(name, stage) for name, stage in self._stages.items() if name in of_source]
         return found + [f"source {name!r}: {how}" for name, stage in both for how in stage.changed(of_source[name])]
+
+
+def _weights(firsts: Sequence[int], sources: Sequence[Any]) -> Any:
+    """Return the weights of a saved fingerprint as users give them."""
+    entries = [(first, {name: parts[at] for name, parts, _ in sources}) for at, first in enumerate(firsts)]
+    return entries[0][1] if len(entries) == 1 else entries

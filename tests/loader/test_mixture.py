@@ -80,8 +80,6 @@ def test_a_run_is_resumed_on_any_mesh_with_any_batch_size(stops, shuffle, worker
     delivered, state = [], None
     for number, (data_ranks, multiple, steps) in enumerate(stops):
 
-        begun = len(delivered)
-
         def run(data_ranks=data_ranks, multiple=multiple, steps=steps, state=state, first=number == 0):
             at, counted = mesh(list(range(data_ranks)), "dp"), workers if first else 0
             loader = make(data_ranks * multiple, at, shuffle=shuffle, seed=seed, workers=counted)
@@ -151,7 +149,7 @@ def test_a_schedule_that_has_changed_before_the_position_is_refused(schedule, is
     other = make(weights=schedule)
 
     if is_refused:
-        with pytest.raises(StateError, match=r"mixture: .*extend a schedule \(mixture\) behind the position"):
+        with pytest.raises(StateError, match=r"mixture: .*change a schedule \(mixture\) only after the position"):
             other.load_state_dict(state)
     else:
         other.load_state_dict(state)

@@ -75,7 +75,7 @@ def stream_loader(given, ranks):
 
 @settings(max_examples=trials(60))
 @given(
-    lengths=st.tuples(st.integers(9, 30), st.integers(9, 30), st.sampled_from([0, 9, 20])),
+    lengths=st.tuples(st.integers(16, 30), st.integers(16, 30), st.sampled_from([0, 16, 20])),
     weights=st.tuples(*[st.integers(1, 4)] * 3),
     stop=st.sampled_from(["first", "all"]),
     known=st.booleans(),
