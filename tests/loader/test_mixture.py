@@ -111,7 +111,6 @@ def test_a_schedule_of_weights_may_be_extended_behind_the_position(stops, switch
     straight = flat(flat([ids(iter(whole)) for _ in stops]))
     delivered, state = [], None
     for data_ranks, multiple, steps in stops:
-
         begun = len(delivered)
 
         def run(data_ranks=data_ranks, multiple=multiple, steps=steps, state=state, begun=begun):

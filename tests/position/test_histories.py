@@ -26,7 +26,7 @@ def turns(weights, num):
     drawn, found = Counter(), []
     for k in range(1, num + 1):
         due = [name for name, share in shares.items() if k * share - drawn[name] >= slack]
-        found.append(min(due, key=lambda name: math.ceil((drawn[name] + 1 - slack) / shares[name])))
+        found.append(min(due, key=lambda name: math.floor((drawn[name] + 1 - slack) / shares[name])))
         drawn[found[-1]] += 1
     return found
 
