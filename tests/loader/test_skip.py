@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paddle.io import BatchSampler, DataLoader, IterableDataset
+from paddle.io import BatchSampler, DataLoader, DistributedBatchSampler, IterableDataset
 
 from paddle_shard.errors import ArgumentError, StateError
 from paddle_shard.testing.simulated import on_each_rank
@@ -32,9 +32,16 @@ class Own(BatchSampler):
     """A sampler of the user's own, without a state."""
 
 
-def make(at=ONE, batch_size=4, *, data=None, own=False, **options):
+class Unsized(Own):
+    """One that does not tell its length."""
+
+    def __len__(self):
+        raise TypeError("no length")
+
+
+def make(at=ONE, batch_size=4, *, data=None, sampler=BatchSampler, **options):
     data = Made(length=LENGTH) if data is None else data
-    sampler = (Own if own else BatchSampler)(data, batch_size=batch_size, shuffle=True)
+    sampler = sampler(data, batch_size=batch_size, shuffle=True)
     return sharded(DataLoader(data, batch_sampler=sampler), at, **options)
 
 
@@ -55,51 +62,92 @@ def rows_of(batches, most=None):
     data_ranks=st.sampled_from([1, 2, 3]),
     each=st.integers(1, 4),
     ranges=st.lists(st.tuples(st.integers(0, 50), st.integers(1, 6)), max_size=4),
-    own=st.booleans(),
+    sampler=st.sampled_from([BatchSampler, Own, Unsized]),
     options=st.sampled_from([{}, {"tail": "fill"}, {"tail": "drop"}, {"balance": np.arange(LENGTH)}]),
 )
-def test_all_other_steps_of_the_run_are_delivered_as_before(data_ranks, each, ranges, own, options):
+def test_all_other_steps_of_the_run_are_delivered_as_before(data_ranks, each, ranges, sampler, options):
     at, size = mesh(list(range(data_ranks))), data_ranks * each
     skip_steps = [(first, first + count) for first, count in ranges]
 
     def epochs(**more):
-        loader = make(at, size, own=own, **options, **more)
-        found = []
+        loader = make(at, size, sampler=sampler, **options, **more)
+        found, steps_before = [], []
         for _ in range(3):
-            num_batches = len(loader)
+            num_batches = None if sampler is Unsized else len(loader)
+            steps_before.append(loader.state_dict()["steps_before"])
             with iter(loader) as batches:
                 found.append(rows_of(batches))
-            assert len(found[-1]) == num_batches
-        return found
+            assert num_batches in (None, len(found[-1]))
+        return found, steps_before
 
     straight = on_each_rank(range(data_ranks), epochs)
     skipping = on_each_rank(range(data_ranks), lambda: epochs(skip_steps=skip_steps))
-    num_steps = len(straight[0][0])
-    for rank, found in skipping.items():
+    num_steps = len(straight[0][0][0])
+    for rank, (found, steps_before) in skipping.items():
+        assert steps_before == [0, num_steps, 2 * num_steps]
         for epoch in range(3):
             kept = [
                 rows
-                for step, rows in enumerate(straight[rank][epoch], epoch * num_steps)
+                for step, rows in enumerate(straight[rank][0][epoch], epoch * num_steps)
                 if not any(first <= step < end for first, end in skip_steps)
             ]
             assert found[epoch] == kept
 
 
-@pytest.mark.parametrize("own", [False, True])
-def test_skipped_steps_are_never_read_and_the_certificate_is_exact(own):
+@pytest.mark.parametrize("sampler", [BatchSampler, Own, Unsized])
+def test_skipped_steps_are_never_read_and_the_certificate_is_exact(sampler):
     data = Reads()
-    loader = make(data=data, own=own, skip_steps=[(3, 5), (20, 22)], verify=None)
+    loader = make(data=data, sampler=sampler, skip_steps=[(3, 5), (20, 22), (22, 33)], verify=None)
     with iter(loader) as batches:
         delivered = [row for rows in rows_of(batches) for row in rows]
     first = loader.certificate()
     with iter(loader) as batches:
         rows_of(batches)
     second = loader.certificate()
+    assert list(loader) == []
+    third = loader.certificate()
 
     assert len(delivered) == len(set(delivered)) == LENGTH - 8
     assert set(data.read[: LENGTH - 8]) == set(delivered)
     assert (first.exact, first.num_samples, first.skipped) == (True, LENGTH - 8, 8), first
     assert (second.exact, second.num_samples, second.skipped) == (True, LENGTH - 7, 7), second
+    assert (third.exact, third.num_samples, third.skipped) == (True, 0, LENGTH), third
+    assert loader.epoch == 3
+
+
+@pytest.mark.parametrize("at", [1, 10, 11])
+def test_a_state_before_skipped_steps_goes_on_behind_them(at):
+    """Steps 9 and 10 end the first epoch."""
+    straight, resumed = make(skip_steps=[(9, 13)]), make(skip_steps=[(9, 13)])
+    batches = iter(straight)
+    found = [rows_of(batches, min(at, 9))]
+    if at == 11:
+        assert next(batches, None) is None
+    resumed.load_state_dict(json.loads(json.dumps(straight.state_dict())))
+    for _ in range(2):
+        found.append(rows_of(iter(resumed)))
+
+    whole = make(skip_steps=[(9, 13)])
+    expected = [rows for _ in range(3) for rows in rows_of(iter(whole))]
+    found = [rows for of_epoch in found for rows in of_epoch]
+    assert found == expected[: len(found)]
+    assert resumed.state_dict()["steps_before"] == (33 if at == 11 else 22)
+
+
+def test_items_that_are_batches_and_data_that_is_split_already_are_skipped_too():
+    whole = sharded(DataLoader(Made(lambda i: np.full((2, 1), i), 5), batch_size=None), ONE, skip_steps=[(1, 3)])
+    assert [batch._local_value().numpy()[0][0] for batch in whole] == [0, 3, 4]
+    data = Made(length=12)
+    sampler = DistributedBatchSampler(data, 4, num_replicas=1, rank=0)
+    split = sharded(DataLoader(data, batch_sampler=sampler), ONE, skip_steps=[(1, 2)], is_dataset_splitted=True)
+    assert rows_of(iter(split)) == [[0, 1, 2, 3], [8, 9, 10, 11]]
+
+
+def test_steps_of_the_run_that_nobody_knows_are_refused():
+    loader = make(sampler=Unsized, skip_steps=[(3, 5)])
+    loader.set_epoch(2)
+    with pytest.raises(ArgumentError, match="skip_steps: the steps of the run before epoch 2 are not known"):
+        iter(loader)
 
 
 def test_where_knows_the_skipped_steps():
