@@ -74,7 +74,9 @@ def test_all_other_steps_of_the_run_are_delivered_as_before(data_ranks, each, ra
         found, steps_before = [], []
         for _ in range(3):
             num_batches = None if sampler is Unsized else len(loader)
-            steps_before.append(loader.state_dict()["steps_before"])
+            state = loader.state_dict()
+            assert state == json.loads(json.dumps(state))
+            steps_before.append(state["steps_before"])
             with iter(loader) as batches:
                 found.append(rows_of(batches))
             assert num_batches in (None, len(found[-1]))

@@ -156,7 +156,7 @@ def differ():
         "stream": lambda: csv(True, num_batches=2 if second else 3),
         "on_error": lambda: sharded(Numbers(48), on_error="skip" if second else "raise"),
         "balance": lambda: sharded(Numbers(48), balance=np.arange(48) % (5 if second else 7)),
-        "skip": lambda: sharded(Numbers(48), skip_steps=[(second, 2)]),
+        "skip": lambda: sharded(Numbers(48), skip_steps=[(int(second), 2)]),
         "weights": lambda: mixture([(0, {"a": 1}), (16, {"a": 1, "b": 1 + second})]),
         "batch size by schedule": lambda: sharded(Numbers(48), batch_size=[(0, 8), (16, 4 if second else 12)]),
     }
