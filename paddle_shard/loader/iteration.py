@@ -34,27 +34,16 @@ from paddle_shard.ranks.agreeing import tell_failed
 from paddle_shard.reading.batch import NO_STAND_IN, Batch
 from paddle_shard.say_once import say_once
 from paddle_shard.sources.shards import ShardSource
-from paddle_shard.stages.stage import Opening
 from paddle_shard.tree import named_leaves
 
 _MUCH = 0.1
 """Share of dropped data from which on it is logged."""
 _MOST_TEXT = 300
 """Characters of an error that a later call repeats."""
-_REPEAT = "With tail='repeat' or num_batches= parts that have ended are read again."
-_COUNT = (
-    "Files that are counted (counts=True; for tars index=, made by `paddle-shard index`) are cut "
-    f"into equal parts. Else fewer parts (in_parts()), or many files of one size, make them more alike. {_REPEAT}"
+_MORE_ALIKE = (
+    "Parts are alike if their files are counted (counts=True; for tars index=, made by `paddle-shard index`), if there "
+    "are fewer parts (in_parts()), or many files of one size. With tail='repeat' or num_batches= nothing is lost."
 )
-_FEWER = (
-    "A shard is read by one part, and {0} shards do not divide among {1} parts: a number of shards that does (of "
-    f"Hugging Face: to_iterable_dataset(num_shards=)) makes them more alike. {_REPEAT}"
-)
-_FILTERED = (
-    "The source cuts equal parts, to within a sample; what stands behind it, if anything (a filter, a batch), has left "
-    f"more of some than of others: fewer parts (in_parts()), or a shuffle before it, make them more alike. {_REPEAT}"
-)
-_OWN = f"Give every data rank as much data. {_REPEAT}"
 
 
 class ShardIterator:
@@ -220,38 +209,30 @@ def say_if_uneven(setup: PassSetup, epoch: int) -> None:
 
     The files of a part may be others in each epoch.
     """
-    stream, stats = setup.source.stream, setup.stats
+    stream = setup.source.stream
+    stats = setup.stats
     if stream is None or stream.whole_items or stream.plan.repeats:
         return
-    plan, source = stream.plan, stream.stage.source
-    shards = source.num_shards
-    if stream.split_over is not None:
-        remedy = _OWN
-    elif isinstance(source, ShardSource):
-        remedy = _COUNT if source.lengths(Opening(parts=(0,), num_parts=1)) is None else _FILTERED
-    else:  # another library's shards, which are not cut
-        remedy = _FEWER.format(shards, plan.num_parts) if shards and shards % plan.num_parts else _FILTERED
-    counts, rank = stats.epoch, setup.own_layout.global_rank
+    plan = stream.plan
+    counts = stats.epoch
+    rank = setup.own_layout.global_rank
     rows = counts.samples + counts.padding + counts.skipped
-    lost = counts.padding / max(1, rows)
-    if plan.ending.pads and counts.batches and lost * counts.batches >= 1 and lost > stats.most_lost:  # a whole batch
-        stats.most_lost = lost
+    padding = counts.padding / max(1, rows)
+    if plan.ending.pads and padding * counts.batches >= 1 and padding > stats.most_lost:  # a whole batch
+        stats.most_lost = padding
         say_once(
             f"tail='pad': {counts.padding} of the {rows} rows that rank {rank} was given in this epoch are padding, "
-            f"because the stream's {plan.num_parts} parts end at different times. {remedy}"
+            f"because the stream's {plan.num_parts} parts end at different times. {_MORE_ALIKE}"
         )
-    if plan.ending.drops and rank == 0 and shards is not None and stream.known_steps(LoaderState()) is None:
-        opening = stream.opening(LoaderState(epoch=epoch))
-        sizes = source.part_sizes(opening) if isinstance(source, ShardSource) else None
-        share = plan.ending.lost(sizes) if sizes and any(sizes) else None
-        lost = 2 * _MUCH if share is None else share  # what is not known is told, too
-        if lost > max(_MUCH, stats.most_lost):
-            stats.most_lost = lost
-            much = "how much is not known" if share is None else f"about {share:.0%} of the data, by its files' sizes"
+    if plan.ending.drops and rank == 0 and isinstance(stream.stage.source, ShardSource):
+        sizes = stream.stage.source.part_sizes(stream.opening(LoaderState(epoch=epoch)))
+        dropped = plan.ending.lost(sizes) if sizes and any(sizes) else 0.0
+        if dropped > max(_MUCH, stats.most_lost):
+            stats.most_lost = dropped
             say_once(
                 f"tail='drop': this loop had {counts.batches} batches, {counts.batches * plan.batch_size} rows, and "
-                f"ended with the shortest of the stream's {plan.num_parts} parts; the rest of the others was dropped: "
-                f"{much}. {remedy}"
+                f"ended with the shortest of the stream's {plan.num_parts} parts: about {dropped:.0%} of the data, by "
+                f"its files' sizes, was dropped. {_MORE_ALIKE}"
             )
 
 

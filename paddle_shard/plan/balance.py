@@ -96,25 +96,6 @@ def dealt(
     return np.concatenate(order), (most, mean)
 
 
-def unevenness(costs: Costs, micro_size: int, num_data_ranks: int) -> tuple[float, float]:
-    """Return the cost of the data rank that has most over the mean: with the rows as they are, and if they are dealt.
-
-    Args:
-        costs: float64[rows, columns] of a global batch.
-        micro_size: Rows of a micro-batch.
-        num_data_ranks: It divides the rows of each micro-batch.
-
-    Examples:
-        >>> [round(one, 3) for one in unevenness(np.array([[9.0], [8.0], [2.0], [1.0]]), 4, 2)]
-        [1.7, 1.0]
-    """
-    parts = [loads(costs[at : at + micro_size], num_data_ranks) for at in range(0, len(costs), micro_size)]
-    most, mean = np.sum(parts, axis=0) + 1e-9
-    rows = np.arange(len(costs))
-    _, (best, _) = dealt(rows, micro_size, num_data_ranks=num_data_ranks, costs_of=costs.__getitem__)
-    return float(most / mean), float(best / mean)
-
-
 def _dealt(costs: npt.NDArray[np.int64], num_data_ranks: int) -> Rows:
     """Return the rows of each data rank: int64[num_data_ranks, rows / num_data_ranks]."""
     each = len(costs) // num_data_ranks

@@ -23,8 +23,6 @@ class MeshLayout:
         >>> mesh = MeshLayout(shape=(2, 2), axes=("mp", "dp"), process_ids=(0, 1, 2, 3))
         >>> [mesh.data_rank(rank, "dp") for rank in mesh.process_ids]
         [0, 1, 0, 1]
-        >>> mesh.replica_group(3, "dp")
-        (1, 3)
     """
 
     shape: tuple[int, ...]
@@ -122,15 +120,6 @@ class MeshLayout:
         for axis in self.axis_indices(data_axes):
             rank = rank * self.shape[axis] + coordinate[axis]
         return rank
-
-    def replica_group(self, global_rank: int, data_axes: Axes) -> tuple[int, ...]:
-        """Return the ranks that get the same data as `global_rank`, itself included, in mesh order.
-
-        Args:
-            global_rank: Paddle's process id; must be on the mesh.
-            data_axes: Names or indices of axes, or one of them.
-        """
-        return tuple(replica_groups(self, data_axes)[self.data_rank(global_rank, data_axes)])
 
 
 def replica_groups(mesh: MeshLayout, data_axes: Axes) -> list[list[int]]:

@@ -403,16 +403,6 @@ def facts_of_plan(plan: ShardPlan) -> dict[str, int]:
     }
 
 
-def size_at(plan: ShardPlan, position: int) -> int:
-    """Return the rows of a full global batch at a position of an epoch."""
-    return [size for first, size in plan.segments or ((0, plan.batch_size),) if first <= position][-1]
-
-
-def end_of(plan: ShardPlan, step: int) -> int:
-    """Return the position of an epoch at which a step ends."""
-    return min(plan.num_served, plan.first_position(step=step + 1))
-
-
 def global_batch(plan: ShardPlan, epoch: int, step: int) -> GlobalBatch:
     """Return the global batch of a plan at a step of an epoch, of which a rank takes its rows."""
     first, num_rows, micro_size = plan._extent(step)

@@ -6,6 +6,7 @@ from hypothesis import given
 
 from paddle_shard import MeshLayout
 from paddle_shard.errors import ArgumentError, AxisError
+from paddle_shard.plan.mesh import replica_groups
 from tests.strategies import layouts_with_data_axes
 
 
@@ -25,7 +26,7 @@ def test_coordinates_are_those_of_numpy(drawn):
 @given(layouts_with_data_axes())
 def test_replica_groups_cut_the_mesh_into_one_group_per_data_rank(drawn):
     layout, axes = drawn
-    groups = {layout.replica_group(rank, axes) for rank in layout.process_ids}
+    groups = replica_groups(layout, axes)
 
     assert sorted(itertools.chain(*groups)) == sorted(layout.process_ids)
     assert len(groups) == layout.num_data_ranks(axes)

@@ -461,7 +461,7 @@ def test_after_what_a_handler_raises_an_epoch_of_persistent_workers_is_whole(err
     before = signal.signal(signal.SIGALRM, stop)
     try:
         batches = iter(loader)
-        with pytest.raises(error, match="stop"):
+        with pytest.raises((error, DataReadError), match="stop"):  # an exception counts as the read's that it meets
             signal.setitimer(signal.ITIMER_REAL, after)
             for _ in batches:
                 pass
