@@ -6,11 +6,13 @@ from collections import Counter
 from fractions import Fraction
 from itertools import islice
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from paddle.io import DataLoader
 
 from paddle_shard import Stream
+from paddle_shard.errors import StateError
 from paddle_shard.testing.simulated import on_each_rank
 from tests.helpers import mesh, sharded
 from tests.trials import trials
@@ -125,3 +127,44 @@ def test_a_mixture_of_streams_is_resumed_at_any_step_on_any_mesh_with_any_tail(l
         state, tail = told[1], now
         at, count = (0, 0) if told[3] else (at + len(told[0]) * rows, count + len(told[0]))
         assert (state["samples"], state["steps"]) == (at * PARTS, count)
+
+
+def scheduled(weights, rows, ranks=1, *, filtered=False):
+    streams = {name: Stream.of(range(1000 * at, 1000 * at + 64)) for at, name in enumerate(NAMES[:3])}
+    mixed = Stream.mixture(streams, weights)
+    mixed = (mixed.filter(bool) if filtered else mixed).in_parts(PARTS)
+    return sharded(DataLoader(mixed, batch_size=PARTS * rows), mesh(list(range(ranks))))
+
+
+def taken(batches, steps=None):
+    return [batch._local_value().numpy().tolist() for batch in islice(batches, steps)]
+
+
+@settings(max_examples=trials(20))
+@given(switch=st.integers(1, 90), steps=st.integers(1, 6), rows=st.integers(1, 3), ranks=st.sampled_from([1, 2]))
+def test_the_schedule_of_a_stream_mixture_is_extended_after_the_position(switch, steps, rows, ranks):
+    schedule = [(0, {"web": 2, "code": 1}), (switch, {"web": 1, "chat": 1})]
+    straight = taken(iter(scheduled(schedule, rows)))
+    due = [entry for entry in schedule if entry[0] < PARTS * rows * steps]
+    first = scheduled(due, rows)
+    with iter(first) as batches:
+        begun = taken(batches, steps)
+    state = json.loads(json.dumps(first.state_dict()))
+
+    def run():
+        loader = scheduled(schedule, rows, ranks)
+        loader.load_state_dict(state)
+        return taken(iter(loader))
+
+    per_rank = on_each_rank(range(ranks), run).values()
+    assert begun + [[row for part in parts for row in part] for parts in zip(*per_rank, strict=True)] == straight
+    with pytest.raises(StateError, match="its weights were .* only after the position"):
+        scheduled([(0, {"web": 1, "code": 1}), *schedule[1:]], rows).load_state_dict(state)
+
+
+def test_a_schedule_is_not_extended_before_a_stage_that_changes_positions():
+    first = scheduled([(0, {"web": 2, "code": 1})], 2, filtered=True)
+    next(iter(first))
+    extended = scheduled([(0, {"web": 2, "code": 1}), (80, {"chat": 1})], 2, filtered=True)
+    with pytest.raises(StateError, match="its weights were"):
+        extended.load_state_dict(first.state_dict())
