@@ -83,7 +83,7 @@ def where(options: argparse.Namespace) -> Answer:
     if run.untold and not places:
         raise ArgumentError(f"sample {options.sample} is in no line. {run.untold[0]}")
     what = f"sample {options.sample} was not delivered, says the record"
-    what += "; the run leaves out samples or steps (skip_steps=)" * (bool(run.last.facts["skip_steps"]))
+    what += "; the run skips steps (skip_steps=)" * bool(run.last.facts["skip_steps"])
     return Answer(found={"sample": options.sample, "places": places, "notes": notes}, said=[places or what, *notes])
 
 
