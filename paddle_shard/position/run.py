@@ -327,8 +327,10 @@ class Run:
         return steps_of_epoch(self._skip_steps, start.steps_before)
 
     def _fingerprint(self) -> dict[str, Any]:
-        skip_steps = [list(skipped) for skipped in self._skip_steps]
-        return self._source.batches.fingerprint() | ({"skip_steps": skip_steps} if skip_steps else {})
+        fingerprint: dict[str, Any] = self._source.batches.fingerprint()
+        if self._skip_steps:
+            fingerprint = {**fingerprint, "skip_steps": [list(skipped) for skipped in self._skip_steps]}
+        return fingerprint
 
     def _steps_before(self, epoch: int) -> int:
         """Return the steps of the run before an epoch."""
