@@ -12,6 +12,7 @@ from paddle_shard.delivery.step_pass import Feed, StepPass
 from paddle_shard.errors import ArgumentError, SplitError, UnequalEndsError
 from paddle_shard.inputs.identity import identity_of, in_words
 from paddle_shard.inputs.source import knows_no_rank
+from paddle_shard.plan.shard_plan import num_skipped
 from paddle_shard.plan.state import LoaderState
 from paddle_shard.ranks.agreeing import gather_of, open_agreement, tell_failed
 from paddle_shard.ranks.agreement import Agreement
@@ -33,9 +34,10 @@ def begin(setup: PassSetup, start: LoaderState) -> StepPass:
     prepare: Callable[[Batch], Batch] = Placing(setup, look)
     if stream is None:
         compares = not source.split and (source.batches.plan_of(start) is None or source.costs is not None)
-        steps = source.batches.steps(start, setup.rows.to_read, setup.run.skips, compared=compares and not alone)
+        skips = run.skips(start)
+        steps = source.batches.steps(start, setup.rows.to_read, skips, compared=compares and not alone)
         plan = source.batches.plan_of(start)
-        num_steps = None if plan is None else plan.num_steps
+        num_steps = None if plan is None else plan.num_steps - num_skipped(plan.num_steps, skips, start.steps)
     else:
         compares = stream.read_by_all
         num_steps = stream.known_steps(start)
@@ -84,8 +86,7 @@ def _check_length(batches: PlanBatches) -> None:
     name, now, then = type(batches.data).__name__, length_or_none(batches.data), batches.plan.num_samples
     if now not in (None, then):
         raise ArgumentError(
-            f"the {name} had {then} samples when the loader was made, and has {now} now. Make a new loader of it. To "
-            "go on with the run of this one: load_state_dict(loader.state_dict(), override=['num_samples'])."
+            f"the {name} had {then} samples when the loader was made, and has {now} now. Make a new loader of it."
         )
 
 
@@ -108,7 +109,7 @@ def _settle_draws(setup: PassSetup, start: LoaderState) -> None:
 
 def _agreement(setup: PassSetup, start: LoaderState, *, ends_must_agree: bool, same: bool) -> Agreement:
     stream = setup.source.stream
-    facts = {**setup.facts, **_changes(setup), **in_words(setup.run.identity or {})}
+    facts = {**setup.facts, **in_words(setup.run.identity or {})}
     terms = Terms(
         label=described({**facts, "epoch": start.epoch, "step": start.steps}),
         name=f"{setup.facts['data set']}, epoch {start.epoch}",
@@ -120,20 +121,6 @@ def _agreement(setup: PassSetup, start: LoaderState, *, ends_must_agree: bool, s
         first_step=start.steps,
     )
     return open_agreement(setup.agreeing_ranks, terms)
-
-
-def _changes(setup: PassSetup) -> dict[str, str]:
-    """Return what was changed in the run, in words: all ranks must have changed the same."""
-    history = setup.run.history
-    name_of = getattr(setup.options.dataloader.dataset, "sample_name", repr)
-    steps = [f"positions [{first}, {end}) of epoch {epoch}" for epoch, first, end in history.skips.stretches]
-    samples = [f"{name_of(one)} (from position {at} of epoch {epoch})" for one, epoch, at in history.skips.samples]
-    return {
-        "skip(steps=)": ", ".join(steps) or "none",
-        "skip(samples=)": ", ".join(samples) or "none",
-        "samples of an epoch, as (from which epoch, how many)": str(history.lengths),
-        "weights and lengths of the sources": str([tuple(segment) for segment in history.segments]),
-    }
 
 
 def unequal_ends(setup: PassSetup, error: UnequalEndsError) -> Exception:

@@ -50,6 +50,7 @@ class Feed:
         self._steps: Iterator[Step] | None = steps
         self.executor = executor
         self._num_steps = num_steps
+        self._skipped_at_end = (0, 0)
         self.on_training_thread = on_training_thread
         self._made: deque[Step] = deque()
         """Steps that the training thread has made for another thread to submit."""
@@ -82,12 +83,18 @@ class Feed:
             return None
         try:
             return next(self._steps)
-        except StopIteration:
+        except StopIteration as end:
             self._steps = None
+            self._skipped_at_end = end.value or (0, 0)
         except Exception as error:
             self._steps = None
             self.failure = error
         return None
+
+    def skipped_at_end(self) -> tuple[int, int]:
+        """Return the (steps, samples) skipped after the last step, once the pass has ended."""
+        self._next()  # the number of steps may have told the end
+        return self._skipped_at_end
 
 
 class StepPass:
@@ -234,6 +241,10 @@ class StepPass:
             return None
         found, self._failure = self._failure, None
         return found
+
+    def skipped_at_end(self) -> tuple[int, int]:
+        """Return the (steps, samples) skipped after the last step, once the pass has ended."""
+        return self._feed.skipped_at_end()
 
     def peek(self) -> Any:
         """Return the value of the batch that will be delivered first, without delivering it, or without an agreement.

@@ -12,6 +12,7 @@ from typing import Any
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError
 from paddle_shard.plan.orders import Shuffle
+from paddle_shard.plan.skips import Ranges, union
 from paddle_shard.reading.reading import Readers
 
 CHOICES = {"on_lost": ("raise", "exit"), "on_error": ("raise", "skip"), "replicas": ("each", "leader")}
@@ -22,6 +23,7 @@ COMPARED = (
     "timeout",
     "on_error",
     "batch_size",
+    "skip_steps",
     "num_batches",
     "verify",
     "replicas",
@@ -56,6 +58,7 @@ class LoaderOptions:
     seed: int
     tail: str | None
     batch_size: Sequence[tuple[int, int]] | None
+    skip_steps: Sequence[tuple[int, int]] | None
     balance: Any
     num_batches: int | None
     placements: Any
@@ -108,6 +111,24 @@ class LoaderOptions:
                 "batch_size must be a list of (first sample of the run, rows of the global batch) such as [(0, 256), "
                 f"(500_000, 512)], got {sizes!r}. One size for the whole run is the DataLoader's own batch_size."
             )
+
+        ranges = self.skip_steps
+        if ranges is not None and not (
+            isinstance(ranges, Sequence)
+            and not isinstance(ranges, str)
+            and all(isinstance(entry, Sequence) and len(entry) == 2 for entry in ranges)
+            and all(isinstance(n, numbers.Integral) and not isinstance(n, bool) for entry in ranges for n in entry)
+            and all(0 <= first < end for first, end in ranges)
+        ):
+            raise ArgumentError(
+                "skip_steps must be a list of (first step, step after the last) of the run, such as [(1200, 1230)], "
+                f"got {ranges!r}."
+            )
+
+    @property
+    def skip_ranges(self) -> Ranges:
+        """The skipped steps of the run."""
+        return union((int(first), int(end)) for first, end in self.skip_steps or ())
 
     def refuse(self, **reasons: str) -> None:
         """Refuse options that this data cannot have.

@@ -12,7 +12,7 @@ import paddle.io
 
 from paddle_shard.checks import check_count
 from paddle_shard.errors import ArgumentError, ArgumentTypeError
-from paddle_shard.plan.weights import integer_weights
+from paddle_shard.plan.weights import schedule_of
 from paddle_shard.reading.worker_info import SelfSplit, told
 from paddle_shard.say_once import say_once
 from paddle_shard.sources.external import ExternalSource, IterableSource, is_iterable_dataset
@@ -95,7 +95,7 @@ class Stream(paddle.io.IterableDataset):
     def mixture(
         cls,
         sources: Mapping[str, Stream],
-        weights: Mapping[str, float] | None = None,
+        weights: Mapping[str, float] | Sequence[tuple[int, Mapping[str, float]]] | None = None,
         *,
         stop: Literal["first", "all"] = "first",
     ) -> Stream:
@@ -108,7 +108,9 @@ class Stream(paddle.io.IterableDataset):
         Args:
             sources: Name -> stream. Each is a source with its own stages; `batch` as a last stage comes after the
                 mixture.
-            weights: Name -> a number >= 0; they need not sum to 1. None: all the same.
+            weights: Name -> a number >= 0; they need not sum to 1. Weights that change are a list such as
+                `[(0, {...}), (1_000_000, {...})]`: from which sample of each epoch each holds, to within a sample of a
+                part. A source without a weight has the weight 0, so a source may join later. None: all the same.
             stop: "first": a part ends where it would read the first source again. "all": where it would read the last
                 source again, so each has been read in full.
 
@@ -150,7 +152,9 @@ class Stream(paddle.io.IterableDataset):
                     "again. Give a function that returns a new iterator."
                 )
             stages[name] = stage_of(stream)
-        mix = Mix(stages, integer_weights(names, dict.fromkeys(names, 1) if weights is None else weights), stop)
+        if weights is None:
+            weights = dict.fromkeys(names, 1)
+        mix = Mix(stages, schedule_of("Stream.mixture", names, weights, (1,) * len(names)), stop)
         return cls(mix)
 
     @classmethod

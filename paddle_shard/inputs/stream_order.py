@@ -141,7 +141,6 @@ class StreamOrder(Batches):
 
     def resume(self, state: LoaderState) -> None:
         """See `Batches`."""
-        Batches.resume(self, state)
         if isinstance(self.stage, ExternalSource) and state.steps and not state.ended:
             self.stage.check_resume(repeats=self.plan.repeats)
 

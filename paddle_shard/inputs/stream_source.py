@@ -227,6 +227,7 @@ def _check_arguments(options: LoaderOptions, stage: Stage) -> None:
     if options.shuffle is not False:
         permute = "Permute it in windows: paddle_shard.Stream.of(...).shuffle(window)."
         options.refuse(shuffle=f"a stream has no index to be shuffled by. {permute}")
+    options.refuse(skip_steps="the steps of a stream cannot be passed over without reading them.")
     options.refuse(
         batch_size=f"the loader has a stream, {DECIDES}",
         balance=f"the data is a stream, whose samples have no number, and {DEALS}",

@@ -65,6 +65,7 @@ def shard_dataloader(
     seed: int = 0,
     tail: TailName | None = None,
     batch_size: Sequence[tuple[int, int]] | None = None,
+    skip_steps: Sequence[tuple[int, int]] | None = None,
     balance: Any = None,
     num_batches: int | None = None,
     placements: Any = None,
@@ -118,6 +119,11 @@ def shard_dataloader(
         batch_size: A schedule such as `[(0, 256), (500_000, 512)]`: (sample of the run, rows of the global batch from
             the first batch on that begins there or later). The rows replace those of the DataLoader; a run that is
             resumed from any state goes on by the schedule. None: always the DataLoader's.
+        skip_steps: Steps of the run that are never read, such as `[(1200, 1230)]`: (first step, step after the last),
+            counted from 0 over all epochs, skipped steps included. A step that is skipped yields no batch; its samples
+            are counted in the certificate as skipped. The same on all ranks. A resumed run may have further ranges
+            behind its position. (PaddleNLP's `skip_data_intervals` count from 1 and include their end: [[1201, 1230]]
+            is `[(1200, 1230)]` here.) Not for streams.
         balance: The cost of each sample, such as its length or the square of it: an array, or a function of an array of
             ids; with several columns (text, image), each is balanced. The rows of each micro-batch are dealt to data
             ranks so that each has as many as before, and costs as nearly the same as can be. The samples of each
@@ -167,7 +173,7 @@ def shard_dataloader(
             is stuck in a collective cannot be woken, so the log says it, too. "exit": the process also ends after
             10 s if its training thread has not raised the error by then.
         record: A file to which the first rank of the meshes appends what happens to the run: a line when it begins, at
-            each pass, checkpoint, resume, skip, switch of weights and error, and none a step. Give every job of the run
+            each pass, checkpoint, resume and error, and none a step. Give every job of the run
             the same file. The command `paddle-shard` answers from it which rank read which sample at which step, and
             whether each was read once. A file that cannot be written is an error here; later it is a warning.
 
@@ -194,6 +200,7 @@ def shard_dataloader(
         seed=seed,
         tail=tail,
         batch_size=batch_size,
+        skip_steps=skip_steps,
         balance=balance,
         num_batches=num_batches,
         placements=placements,

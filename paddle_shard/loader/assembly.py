@@ -93,7 +93,7 @@ def setup_of(options: LoaderOptions) -> PassSetup:
         batch_check = BatchCheck(None, getattr(options.dataloader.dataset, "sample_name", None))
     elif compares and own.on_mesh:  # also of one data rank: its replicas are compared
         batch_check = BatchCheck((own.layout, own.data_axes))
-    run = Run(source, own, members, options.timeout)
+    run = Run(source, own, members, options.timeout, options.skip_ranges)
     if options.record is not None and me == min(rank for layout in layouts for rank in layout.layout.process_ids):
         run.recorder = Recorder(options.record, facts_of_run(options, source, run, layouts, own))
     return PassSetup(

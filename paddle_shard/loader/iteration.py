@@ -84,7 +84,7 @@ class ShardIterator:
 
     @property
     def step(self) -> int:
-        """Number of steps of the epoch so far, including those before a resume and those that `skip` left out."""
+        """Number of steps of the epoch so far, including those before a resume and skipped ones."""
         return self._progress.at.steps
 
     def __repr__(self) -> str:
@@ -155,7 +155,7 @@ class ShardIterator:
         self._counts.wait_seconds += time.perf_counter() - asked
         self.close()
         try:
-            setup.run.finished(self._progress)
+            setup.run.finished(self._progress, *self._pass.skipped_at_end())
         except Exception as error:  # by the user's sampler; the others hear of it in their next loop
             tell_failed("the end of its loop failed", error, setup.agreeing_ranks)
             raise

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
@@ -235,13 +235,12 @@ class ShardDataloader(PaddleShardDataloader):
 
         Args:
             state: A result of `state_dict`, of this run or another.
-            override: Names of fields of the state's fingerprint that may differ from this loader's; "contents" to
-                resume with data that was written anew or is transformed in another way.
+            override: Names of fields of the state's fingerprint that may differ from this loader's; "data" to resume
+                with other data.
 
         Raises:
-            StateError: The state is damaged, of another version, or of a run with another order. While batches are
-                read: samples of data with an index, or files of a stream, are not those that the state knows (see
-                `verify=`).
+            StateError: The state is damaged, of another version, or of a run with another order. When the first
+                iterator begins: of other data.
         """
         self._run.resume_from(state, override)
 
@@ -256,36 +255,10 @@ class ShardDataloader(PaddleShardDataloader):
         """
         return self._run.where(sample, epoch)
 
-    @fails_on_all_ranks(_ranks_of)
-    def set_weights(self, weights: Mapping[str, float], at: int | None = None) -> int:
-        """Mix the sources of a `Mixture` with other weights, from the first step that no rank has requested yet.
-
-        The call is collective: every rank of the meshes calls it, at the same step, with the same weights. Steps that
-        were prefetched keep the old weights; what a schedule, or an earlier call, has set for later no longer holds.
-        The switch is part of the saved state, so a resumed or replayed run makes it at the same sample.
-
-        Args:
-            weights: Name -> a number >= 0, for every source; see `Mixture`.
-            at: The sample of the run from which they hold, in place of the first one that no rank has requested. So a
-                run makes a switch again where another one has made it.
-
-        Returns:
-            The sample of the run from which the weights hold.
-
-        Raises:
-            ArgumentError: The data set is no `Mixture`, the weights do not fit it, the ranks gave others, or one of
-                them has requested `at` already; on every rank.
-
-        Examples:
-            >>> loader.set_weights({"web": 0.5, "code": 0.5})  # doctest: +SKIP
-            1024
-        """
-        return self._run.set_weights(weights, at)
-
     def sources(self) -> Mapping[str, Drawn]:
         """Return what the run has drawn of each source of a `Mixture`, up to the last batch that was delivered.
 
-        Samples that you leave out (`skip`), and those that the tail of an earlier epoch dropped, keep their place in
+        Samples of skipped steps, and those that the tail of an earlier epoch dropped, keep their place in
         the mixture, so they count as drawn. `certificate().sources` counts what an epoch delivers.
 
         Returns:
@@ -296,31 +269,6 @@ class ShardDataloader(PaddleShardDataloader):
             ArgumentError: The data set is no `Mixture`.
         """
         return self._run.sources()
-
-    @fails_on_all_ranks(_ranks_of)
-    def skip(self, *, steps: Iterable[int] = (), samples: Iterable[Any] = (), epoch: int | None = None) -> None:
-        """Leave out steps or samples: they are never read. It holds for iterators that are made afterwards.
-
-        A step that is left out is passed over. A sample that is left out is a row that is not `valid`, and holds the
-        data of another sample; a batch of which nothing is left is passed over. What is left out is in the saved state,
-        also for other meshes and batch sizes, and in the certificate as "skipped by the user". It cannot be taken back
-        in this loader; `load_state_dict` adds what the state leaves out. Every rank must leave out the same.
-
-        Args:
-            steps: Steps of the epoch, as the loader would make them now: not those that were delivered.
-            samples: Indices in the data set, left out from where the run stands on, in all later epochs, too; of a
-                `Mixture`, (name of the source, index in it).
-            epoch: The epoch of the steps; None: the current one.
-
-        Raises:
-            ArgumentError: There is no such step or sample, a step was delivered, an iterator is open, or the data is a
-                stream or split already.
-
-        Examples:
-            >>> loader.load_state_dict(state)  # doctest: +SKIP
-            >>> loader.skip(steps=range(1200, 1230))  # doctest: +SKIP
-        """
-        self._run.skip(steps, samples, epoch)
 
     @fails_on_all_ranks(_ranks_of)
     def certificate(self) -> Certificate:
@@ -386,8 +334,9 @@ class ShardBatchSampler(paddle.io.DistributedBatchSampler):
             raise ArgumentTypeError(
                 "batch_sampler: the samples of a stream have no index. Iterate over the loader itself."
             )
-        batches = copy(self._source.batches)  # looking is not requesting: `set_weights` goes by what was requested
-        for step in batches.steps(LoaderState(epoch=self.epoch), self._rows.to_read, self._run.skips):
+        start = self._run.start(self.epoch)
+        start = LoaderState(epoch=start.epoch, steps_before=start.steps_before)  # of the whole epoch
+        for step in self._source.batches.steps(start, self._rows.to_read, self._run.skips(start)):
             yield step.ids.tolist() if isinstance(step.ids, np.ndarray) else list(step.ids)
 
     def __len__(self) -> int:

@@ -17,7 +17,7 @@ from paddle_shard.plan.shuffle import VERSION as ORDER_VERSION
 from paddle_shard.position.run import Run
 from paddle_shard.version import VERSION
 
-_TOLD_OTHERWISE = {"dataloader", "meshes", "shard_dims", "batch_size", "balance", "record"}
+_TOLD_OTHERWISE = {"dataloader", "meshes", "shard_dims", "batch_size", "skip_steps", "balance", "record"}
 _MOST_TEXT = 200
 
 
@@ -50,6 +50,7 @@ def facts_of_run(
         "fingerprint": {"order_version": ORDER_VERSION, **source.batches.fingerprint()},
         "plan": None if source.item_is_batch else order,
         "sizes": sizes and [(int(first), int(rows) * times) for first, rows in sizes],
+        "skip_steps": options.skip_ranges,
         "order_of": run.no_order(),
         "dealt": source.costs is not None,
         "meshes": [one for number, one in enumerate(meshes) if one not in meshes[:number]],

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from paddle_shard.plan.mixture import Mixing, source_and_index
+from paddle_shard.plan.mixture import Mixing
 from paddle_shard.plan.partition import slice_rows
 from paddle_shard.plan.seeding import derive_seed
-from paddle_shard.plan.shard_plan import ShardPlan, steps_of_plan
-from paddle_shard.plan.skips import Skips, counted, united
+from paddle_shard.plan.shard_plan import ShardPlan, skipped_positions, steps_of_plan
+from paddle_shard.plan.skips import Ranges, counted, union, without
 from paddle_shard.plan.step import Ids, as_ids
 
 
@@ -115,19 +115,19 @@ def added(*accounts: Account) -> Account:
         sofar = found.get(owner, Delivered())
         both = [(max(one[0], two[0]), min(one[1], two[1])) for one in sofar.once for two in more.once]
         found[owner] = Delivered(
-            united([*sofar.once, *more.once]),
-            united([*sofar.again, *more.again, *both]),
+            union([*sofar.once, *more.once]),
+            union([*sofar.again, *more.again, *both]),
             plus(sofar.total, more.total),
         )
     return found
 
 
-def account_of_all(epoch: int, stretches: Iterable[tuple[int, int, Skips, ShardPlan | None]]) -> Account:
+def account_of_all(epoch: int, stretches: Iterable[tuple[int, int, Ranges, ShardPlan | None]]) -> Account:
     """Return the account of positions that all data ranks have delivered, as they were drawn.
 
     Args:
         epoch: The epoch.
-        stretches: (first position, position after the last, what was left out then, the order by which they were
+        stretches: (first position, position after the last, the skipped steps, the order by which they were
             delivered; None if it is not known, so that only the number of samples is).
     """
     found: list[Account] = []
@@ -239,7 +239,7 @@ class Certificate:
     dropped: int = 0
     """Samples that the tail drops; 0 if the order is that of the user's own sampler."""
     skipped: int = 0
-    """Samples that you leave out (`loader.skip`)."""
+    """Samples of the steps in `skip_steps=`."""
     delivered: int
     """Samples that were delivered, counted as often as they were."""
     missed: int
@@ -285,7 +285,7 @@ def certify(
     accounts: Iterable[tuple[Account, Account]],
     epoch: int,
     plan: ShardPlan | None,
-    skips: Skips,
+    skips: Ranges,
     end: int | None = None,
     drawn_by: str = "",
 ) -> Certificate:
@@ -295,7 +295,7 @@ def certify(
         accounts: Of each rank, see `merged`.
         epoch: The epoch.
         plan: Its order; None if a sampler of the user's own decides it.
-        skips: What the user leaves out.
+        skips: The skipped steps of the epoch.
         end: The position at which the sampler has ended; None if no pass has seen it.
         drawn_by: The sampler's name.
     """
@@ -316,7 +316,7 @@ def certify(
         belongs, end = total_of_plan(plan, epoch, skips), plan.num_served
         size = lambda first, end: belongs(first, end).num  # noqa: E731
         num_samples = size(0, end)
-        skipped = total_of_plan(plan, epoch, Skips())(0, end).num - num_samples if skips.concerns(epoch) else 0
+        skipped = total_of_plan(plan, epoch, ())(0, end).num - num_samples if skips else 0
         if not delivered.again:
             wanted = plus(*(belongs(*stretch) for stretch in delivered.once))
     at = missed = 0
@@ -350,12 +350,12 @@ def certify(
     )
 
 
-def total_of_plan(plan: ShardPlan, epoch: int, skips: Skips) -> Callable[[int, int], Total]:
+def total_of_plan(plan: ShardPlan, epoch: int, skips: Ranges) -> Callable[[int, int], Total]:
     """Return the function that tells what belongs at positions [first, end) of a plan."""
     return cache(lambda first, end: plus(*map(total_of, _kept(plan, epoch, skips, first, end))))
 
 
-def total_of_owner(owner: Owner, plan: ShardPlan, epoch: int, skips: Skips, first: int, end: int) -> Total:
+def total_of_owner(owner: Owner, plan: ShardPlan, epoch: int, skips: Ranges, first: int, end: int) -> Total:
     """Return the total of the rows of a data rank, or of all, in the steps at positions [first, end) of a plan."""
     data_rank, count, _ = owner
     if owner == ALL or count == 1:
@@ -365,27 +365,27 @@ def total_of_owner(owner: Owner, plan: ShardPlan, epoch: int, skips: Skips, firs
     return plus(*(total_of(np.asarray(one.ids)[slice(None) if one.real is None else one.real]) for one in mine))
 
 
-def _kept(plan: ShardPlan, epoch: int, skips: Skips, first: int, end: int) -> Iterator[npt.NDArray[np.int64]]:
-    """Yield the real samples at positions [first, end) that are not left out, in any order."""
-    if (first, end) == (0, plan.num_positions) and not plan.ordering.own_ids and not skips.concerns(epoch):
+def _kept(plan: ShardPlan, epoch: int, skips: Ranges, first: int, end: int) -> Iterator[npt.NDArray[np.int64]]:
+    """Yield the real samples at positions [first, end) that are not skipped, in any order."""
+    skipped = skipped_positions(plan, skips)
+    if (first, end) == (0, plan.num_positions) and not plan.ordering.own_ids and not skipped:
         # These are all samples. The order of the data set takes half the time of a shuffled one.
         for start in range(0, plan.num_samples, _CHUNK):
             yield np.arange(start, min(start + _CHUNK, plan.num_samples))
         return
-    for start in range(first, end, _CHUNK):
-        found = plan.order(epoch=epoch).between(start, min(start + _CHUNK, end))
-        kept = ~skips.rows(epoch, start, found)  # Paddle's padding has numbers past the last sample
-        yield found[kept & (found < plan.num_samples)] if plan.ordering.pads_first else found[kept]
+    order = plan.order(epoch=epoch)
+    for kept_first, kept_end in without(first, end, skipped):
+        for start in range(kept_first, kept_end, _CHUNK):
+            ids = order.between(start, min(start + _CHUNK, kept_end))
+            yield ids[ids < plan.num_samples] if plan.ordering.pads_first else ids
 
 
-def _of_sources(plan: ShardPlan, epoch: int, skips: Skips) -> Mapping[str, int] | None:
+def _of_sources(plan: ShardPlan, epoch: int, skips: Ranges) -> Mapping[str, int] | None:
     """Return how many samples of each source of a mixture an epoch delivers; None for other data sets."""
     if not isinstance(plan.ordering, Mixing):
         return None
     names, first = plan.ordering.names, plan.ordering.first_position(epoch, plan.num_samples)
-    counts = plan.ordering.draws.counts(first + plan.num_served) - plan.ordering.draws.counts(first)
-    if skips.concerns(epoch):
-        counts = np.zeros(len(names), np.int64)
-        for ids in _kept(plan, epoch, skips, 0, plan.num_served):
-            counts += np.bincount(source_and_index(ids)[0], minlength=len(names))
+    counts = np.zeros(len(names), np.int64)
+    for kept_first, kept_end in without(0, plan.num_served, skipped_positions(plan, skips)):
+        counts += plan.ordering.draws.counts(first + kept_end) - plan.ordering.draws.counts(first + kept_first)
     return dict(zip(names, counts.tolist(), strict=True))

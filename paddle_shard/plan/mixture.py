@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, ClassVar
@@ -49,25 +49,6 @@ def source_and_index(sample: Any) -> tuple[Any, Any]:
     return (sample >> 40) % MAX_SOURCES, sample % MAX_LENGTH
 
 
-def without_epoch(samples: Indices) -> Indices:
-    """Return ids without the epoch of their source; ids of other data sets as they are."""
-    return np.where(samples >= _MARK, samples & ~np.int64((ROUNDS - 1) << 52), samples)
-
-
-def first_sample(lengths: Sequence[tuple[int, int]], length: int, epoch: int) -> int:
-    """Return how many samples a run has before an epoch.
-
-    Args:
-        lengths: (first epoch, samples of an epoch from there on); empty if all epochs have `length` samples.
-        length: Samples of every epoch, unless `lengths` says otherwise.
-        epoch: The epoch.
-    """
-    if not lengths:
-        return max(0, epoch) * length
-    ends = [*(first for first, _ in lengths[1:]), epoch]
-    return sum(max(0, min(end, epoch) - first) * samples for (first, samples), end in zip(lengths, ends, strict=False))
-
-
 @dataclass(frozen=True)
 class Mixing(Ordering):
     """The order of a mixture: which source is drawn at each position, and which of its samples.
@@ -84,11 +65,9 @@ class Mixing(Ordering):
     names: tuple[str, ...]
     """Names of the sources, in a fixed order. The key of a source's order depends on its name."""
     segments: tuple[Segment, ...]
-    """One or more; the first begins at 0. A source that has grown ends its epoch with the old length."""
+    """One or more; the first begins at 0. All have the same lengths of the sources."""
     shuffles: bool = True
     """True if each source is shuffled; False: each is read from its first sample to its last."""
-    lengths: tuple[tuple[int, int], ...] = ()
-    """(first epoch, samples of an epoch from there on), if epochs of the mixture differ in length."""
 
     # Ordering
 
@@ -124,17 +103,16 @@ class Mixing(Ordering):
         return derive_key("source", self.names[source], seed, epoch, size=64)
 
     def padding_from(self, epoch: int, length: int) -> int:
-        """Return where the epoch's last segment begins, or else the epoch: a source from before may be gone."""
+        """Return where the epoch's last segment begins, or else the epoch: padding has the weights of the end."""
         first = self.first_position(epoch, length)
         return max(0, self.segments[self.draws.segment_at(first + length - 1)].first - first)
 
     def fingerprint(self, *, num_data_ranks: int, accumulation: int) -> dict[str, Any]:
         """Return what the order depends on."""
-        segments = [
-            {"from": segment.first, "weights": list(segment.parts), "lengths": list(segment.lengths)}
-            for segment in self.segments
-        ]
-        return {"mixture": {"sources": list(self.names), "shuffled": self.shuffles, "segments": segments}}
+        segments = [[segment.first, list(segment.parts)] for segment in self.segments]
+        lengths = list(self.segments[0].lengths)
+        sources = list(self.names)
+        return {"mixture": {"sources": sources, "lengths": lengths, "shuffled": self.shuffles, "segments": segments}}
 
     def numbers_of(self, sample: Any) -> tuple[int, int]:
         """Return the number of the source, and the index in it, of a sample that a user names.
@@ -147,7 +125,7 @@ class Mixing(Ordering):
         """
         fine = isinstance(sample, tuple | list) and len(sample) == 2 and sample[0] in self.names
         source, index = (self.names.index(sample[0]), sample[1]) if fine else (0, None)
-        most = max(segment.lengths[source] for segment in self.segments)  # it may be gone by now
+        most = self.segments[0].lengths[source]
         if not isinstance(index, int | np.integer) or not 0 <= index < most:
             raise ArgumentError(
                 "sample of a mixture must be (name of a source, index in it), such as "
@@ -172,19 +150,9 @@ class Mixing(Ordering):
 
         Args:
             epoch: The epoch.
-            length: Samples of every epoch, unless `lengths` says otherwise.
+            length: Samples of an epoch.
         """
-        return first_sample(self.lengths, length, epoch)
-
-    def switched(self, at: int, parts: tuple[int, ...]) -> tuple[Segment, ...]:
-        """Return the segments of a run that has other weights from a position on.
-
-        Args:
-            at: The position of the run.
-            parts: Integer weight of each source.
-        """
-        past = [segment for segment in self.segments if segment.first < at]
-        return *past, Segment(at, parts, self.segments[-1].lengths)  # those of now, also if an earlier epoch is served
+        return max(0, epoch) * length
 
     # What was computed once is kept in the value, as its hash takes long with a thousand sources.
 
@@ -200,15 +168,12 @@ class Mixing(Ordering):
 
 def segments_of(mixture: Mapping[str, Any]) -> tuple[Segment, ...]:
     """Return the segments that the fingerprint of a mixture names."""
-    entries = mixture["segments"]
-    return tuple(Segment(one["from"], tuple(one["weights"]), tuple(one["lengths"])) for one in entries)
+    lengths = tuple(mixture["lengths"])
+    return tuple(Segment(first, tuple(parts), lengths) for first, parts in mixture["segments"])
 
 
 class Draws:
-    """Which source is drawn at a position of a run, and in which epoch of it, for weights and sources that change.
-
-    The epoch that a source has begun when it grows ends with the old length; the next one has the new length.
-    """
+    """The source that is drawn at each position of a run, and the source's own epoch, for weights that change."""
 
     def __init__(self, segments: tuple[Segment, ...]) -> None:
         """Set up; a sequence is only computed as far as it is asked for.
@@ -221,19 +186,7 @@ class Draws:
         zero = np.zeros(len(segments[0].lengths), np.int64)
         self._bases = [zero]
         """How often each source was drawn before each segment, as far as it was asked for."""
-        self._layers = [(zero, zero, np.array(segments[0].lengths, np.int64))]
-        """For each source, the first draw, its epoch, and the length of the epochs from there on; newer ones follow."""
-        for number, segment in enumerate(segments[1:], 1):
-            start, epoch, before = self._layers[-1]
-            lengths = np.array(segment.lengths, np.int64)
-            changed = (lengths != before) & (lengths > 0)  # a source that is gone keeps the length that it had
-            if not changed.any():
-                continue
-            drawn = self._base(number) - start
-            begun = np.where(before > 0, -(-drawn // np.maximum(before, 1)), 0)  # epochs, also one that is not over
-            grown = start + begun * before, epoch + begun, lengths
-            layer = [np.where(changed, new, old) for new, old in zip(grown, (start, epoch, before), strict=True)]
-            self._layers.append((layer[0], layer[1], layer[2]))
+        self._lengths = np.array(segments[0].lengths, np.int64)
 
     def _base(self, number: int) -> Indices:
         """Return how often each source was drawn before a segment."""
@@ -279,22 +232,9 @@ class Draws:
 
     def epochs(self, sources: Indices, draws: Indices) -> tuple[Indices, Indices, Indices]:
         """Return, for some draws, the epoch of the source, its length, and the place in it."""
-        start, epoch, length = (values[sources] for values in self._layers[-1])
-        for layer in self._layers[-2::-1]:
-            earlier = draws < start
-            if not earlier.any():
-                break
-            for values, older in zip((start, epoch, length), layer, strict=True):
-                values[earlier] = older[sources[earlier]]
-        rounds, places = np.divmod(draws - start, np.maximum(length, 1))  # a source that is not there has length 0
-        return epoch + rounds, length, places
-
-    def begin(self, source: int, epoch: int) -> tuple[int, int]:
-        """Return the first draw of an epoch of a source, and its length; zeros if there is no such epoch."""
-        for start, first, length in self._layers[::-1]:
-            if epoch >= first[source] and length[source]:
-                return int(start[source] + (epoch - first[source]) * length[source]), int(length[source])
-        return 0, 0
+        lengths = self._lengths[sources]
+        epochs, places = np.divmod(draws, lengths)
+        return epochs, lengths, places
 
 
 class MixtureOrder(Order):
@@ -341,7 +281,7 @@ class MixtureOrder(Order):
 
         Args:
             source: The number of its source.
-            index: Its index in the source, which may be gone by now.
+            index: Its index in the source.
         """
         return sorted(self._found(source, index))
 
@@ -353,14 +293,13 @@ class MixtureOrder(Order):
             return []
         both = np.full(2, source, np.int64)
         first, last = run.epochs(both, np.array([begin, end - 1], np.int64))[0].tolist()
+        length = mixing.segments[0].lengths[source]
         step = 1
         if rounds is not None:  # an id tells the epoch modulo 512 only
             first, step = first + (rounds - first) % ROUNDS, ROUNDS
         draws = []
         for epoch in range(first, last + 1, step):
-            begun, length = run.begin(source, epoch)
-            if index >= length:  # the source has grown since
-                continue
+            begun = epoch * length
             place = index
             if mixing.shuffles:
                 order = Permutation(length, mixing.key(self.seed, source, epoch))

@@ -86,7 +86,7 @@ class Ordering:
     name: ClassVar[bool | str]
     """Name of the ordering in a saved state."""
     shuffles: bool = True
-    """True if each epoch has its own order."""
+    """True if each epoch has its own order. An order that is always the same, such as by length, has False."""
     pads_first: ClassVar[bool] = False
     """True if padding is added before the shuffle, so that it may be anywhere in the epoch."""
     own_ids: ClassVar[bool] = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -13,12 +14,12 @@ import numpy.typing as npt
 
 from paddle_shard.checks import check_count
 from paddle_shard.errors import ArgumentError
-from paddle_shard.plan.mixture import Mixing, MixtureOrder, source_and_index
+from paddle_shard.plan.mixture import Mixing, MixtureOrder
 from paddle_shard.plan.order import Indices, Order, Ordering
 from paddle_shard.plan.orders import Shuffle, find_ordering
 from paddle_shard.plan.partition import Rows, check_batch_size, nearest_multiples, place_of_rows, slice_rows
 from paddle_shard.plan.shuffle import MAX_SAMPLES
-from paddle_shard.plan.skips import Skips
+from paddle_shard.plan.skips import Ranges, is_in
 from paddle_shard.plan.step import Deal, GlobalBatch, RowsOf, Step, all_rows, rank_steps
 from paddle_shard.plan.tails import Tail, find_tail
 
@@ -211,12 +212,13 @@ class ShardPlan:
         check_batch_size(self.batch_size, self.num_data_ranks, self.accumulation)
         found["num_positions"] = positions = ordering.num_positions(self.num_samples, self.num_data_ranks)
         segments = self.segments or ((0, self.batch_size),)
-        check_segments(segments, self.batch_size, positions)
-        found["_stretches"] = stretches = Stretches(segments, segments[-1][0] if self.ended else positions)
+        end = segments[-1][0] if self.ended else positions
+        check_segments(segments, self.batch_size, end)
+        found["_stretches"] = stretches = Stretches(segments, end)
         unit = self.num_data_ranks * (1 if ordering.pads_first else self.accumulation)
         last_rows = ending.num_rows(stretches.rest, self.batch_size, unit) if stretches.rest else 0
         found["_last_rows"], found["num_steps"] = last_rows, stretches.num_full + (last_rows > 0)
-        found["num_served"] = min(positions, stretches.step(stretches.num_full)[0] + last_rows)
+        found["num_served"] = min(positions, end, stretches.step(stretches.num_full)[0] + last_rows)
         for name, value in found.items():  # what is derived is kept, as it is asked for at each step
             object.__setattr__(self, name, value)
         if self.ending.refuses and stretches.rest:
@@ -357,7 +359,7 @@ class ShardPlan:
             epoch: The epoch.
             sample: Its index in the data set; of a mixture, (name of the source, index in it).
         """
-        return places_of(self, epoch, sample, Skips())
+        return places_of(self, epoch, sample, ())
 
     def step_of(self, *, position: int) -> int:
         """Return the step that holds a position of an epoch; `num_steps` or more if the tail drops it.
@@ -407,9 +409,12 @@ def global_batch(plan: ShardPlan, epoch: int, step: int) -> GlobalBatch:
     num_real, order = min(num_rows, plan.num_positions - first), plan.order(epoch=epoch)
     all_real = num_real == num_rows and not plan.ordering.pads_first
     return GlobalBatch(
-        Step(epoch=epoch, number=step, num_rows=num_rows, micro_size=micro_size, num_real=num_real),
-        lambda rows: plan._at(order, epoch, first, rows),
-        None if all_real else lambda rows: plan._real(order, first + rows),
+        number=step,
+        num_rows=num_rows,
+        micro_size=micro_size,
+        num_real=num_real,
+        take=partial(plan._at, order, epoch, first),
+        valid=None if all_real else lambda rows: plan._real(order, first + rows),
     )
 
 
@@ -424,54 +429,39 @@ def positions_of(plan: ShardPlan, epoch: int, sample: Any) -> list[int]:
 
 
 def steps_of_plan(
-    plan: ShardPlan, epoch: int, steps: Sequence[int], rows_of: RowsOf, skips: Skips, deal: Deal | None = None
+    plan: ShardPlan, epoch: int, steps: Sequence[int], rows_of: RowsOf, skips: Ranges, deal: Deal | None = None
 ) -> Iterator[Step]:
     """Yield what a rank reads at some steps of a plan, one after the other; see `rank_steps`."""
-    batches, first = (global_batch(plan, epoch, step) for step in steps), plan.first_position(step=next(iter(steps), 0))
-    return rank_steps(batches, epoch, first, rows_of, skips=skips, deal=deal)
+    return rank_steps((global_batch(plan, epoch, step) for step in steps), epoch, rows_of, skips=skips, deal=deal)
 
 
-def step_of_plan(plan: ShardPlan, epoch: int, step: int, skips: Skips, deal: Deal | None = None) -> Step | None:
-    """Return a step of a plan with all its rows, without what is left out; None if nothing is left of it."""
+def step_of_plan(plan: ShardPlan, epoch: int, step: int, skips: Ranges, deal: Deal | None = None) -> Step | None:
+    """Return a step of a plan with all its rows; None if it is skipped."""
     return next(steps_of_plan(plan, epoch, [step], all_rows, skips, deal), None)
 
 
-def num_steps_left_out(plan: ShardPlan, epoch: int, skips: Skips, since: int = 0) -> int:
-    """Return how many steps of an epoch, from one on, are left out as a whole."""
-    if not skips.concerns(epoch):
-        return 0
-    # Steps inside a stretch are left out as a whole; those that hold its ends, or a sample, are looked at one by one.
-    inside: list[range] = []
-    perhaps = set[int]()
-    for _, first, end in (stretch for stretch in skips.stretches if stretch[0] == epoch):
-        low, high = plan.step_of(position=first), plan.step_of(position=end - 1)
-        inside.append(range(max(low + 1, since), min(high, plan.num_steps)))
-        perhaps |= {low, high}
-    for sample, _, _ in skips.samples:
-        order = plan.order(epoch=epoch)
-        if isinstance(order, MixtureOrder) and isinstance(sample, int):
-            positions = order.occurrences(*source_and_index(sample))  # in any epoch of its source
-        elif isinstance(sample, int) and sample < plan.num_samples:
-            positions = positions_of(plan, epoch, sample)
-        else:
-            continue
-        perhaps |= {plan.step_of(position=position) for position in positions}
-    perhaps = {
-        step for step in perhaps if since <= step < plan.num_steps and not any(step in steps for steps in inside)
-    }
-    left_out = sum(step_of_plan(plan, epoch, step, skips) is None for step in perhaps)
-    return sum(map(len, inside)) + left_out
+def num_skipped(num_steps: int, skips: Ranges, since: int = 0) -> int:
+    """Return how many of the steps [since, num_steps) of an epoch are skipped."""
+    return sum(max(0, min(end, num_steps) - max(first, since)) for first, end in skips)
+
+
+def skipped_positions(plan: ShardPlan, skips: Ranges) -> Ranges:
+    """Return the positions of an epoch that its skipped steps hold."""
+    last = plan.num_steps
+    ranges = [(min(first, last), min(end, last)) for first, end in skips]
+    positions = [(plan.first_position(step=first), plan.first_position(step=end)) for first, end in ranges]
+    return tuple((first, min(end, plan.num_served)) for first, end in positions if first < end)
 
 
 def rows_of_sample(
-    plan: ShardPlan, epoch: int, sample: Any, skips: Skips, deal: Deal | None = None
+    plan: ShardPlan, epoch: int, sample: Any, skips: Ranges, deal: Deal | None = None
 ) -> Iterator[tuple[int, int]]:
     """Yield (step, row of its global batch) for each delivery of a sample in an epoch; see `places_of`."""
     order = plan.order(epoch=epoch)
     for position in positions_of(plan, epoch, sample):
         step, row = plan._stretches.step_and_row(position)
         ids = order(np.array([position]))
-        if step >= plan.num_steps or skips.rows(epoch, position, ids)[0]:
+        if step >= plan.num_steps or is_in(skips, step):
             continue
         if deal is not None:
             dealt = step_of_plan(plan, epoch, step, skips, deal)
@@ -482,9 +472,9 @@ def rows_of_sample(
 
 
 def places_of(
-    plan: ShardPlan, epoch: int, sample: Any, skips: Skips, deal: Deal | None = None
+    plan: ShardPlan, epoch: int, sample: Any, skips: Ranges, deal: Deal | None = None
 ) -> Where | list[Where] | None:
-    """Return where a sample is delivered, with what is left out and how rows are dealt; see `ShardPlan.where`."""
+    """Return where a sample is delivered, with skipped steps and balanced rows; see `ShardPlan.where`."""
     found = []
     for step, row in rows_of_sample(plan, epoch, sample, skips, deal):
         _, num_rows, micro_size = plan._extent(step)

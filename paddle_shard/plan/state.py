@@ -1,8 +1,4 @@
-"""What is a loader's position in its run, what was changed before it, and can a saved position be resumed?
-
-`LoaderState` is the record of a run: the saved state is its JSON. `History` is the part of it that says what was
-changed, and where.
-"""
+"""The saved state: the position of a run, and the checks with which it may be resumed."""
 
 from __future__ import annotations
 
@@ -16,79 +12,21 @@ from typing import Any
 
 from paddle_shard.errors import StateError
 from paddle_shard.plan.certificate import Account, account_from_json, account_to_json
-from paddle_shard.plan.mixture import Mixing, first_sample, segments_of
-from paddle_shard.plan.shard_plan import ShardPlan, Stretches
+from paddle_shard.plan.shard_plan import Stretches
 from paddle_shard.plan.shuffle import VERSION as ORDER_VERSION
-from paddle_shard.plan.skips import Skips, counted
-from paddle_shard.plan.weights import Segment
+from paddle_shard.plan.skips import counted, without
 
-VERSION = 6
+VERSION = 7
 """Version of the layout of a saved state; no other is read."""
-
-
 DATA = "data"
-"""Is named in `override` to resume with data that holds something else."""
-OTHER_SAMPLES = {DATA, "mixture", "num_samples", "packed", "seed", "stream"}
+"""Name in `override` with which a state is resumed with other data."""
+_OTHER_SAMPLES = {DATA, "mixture", "num_samples", "packed", "seed", "stream"}
 """Names that, in `override`, give an index another sample or file, or a sample other random numbers."""
-
-
-@dataclass(frozen=True, slots=True)
-class History:
-    """What was changed in a run, and where: as little as makes every position's sample known.
-
-    A change of data or weights holds from a position on. What was drawn before it stays as it was, so the run can be
-    replayed.
-    """
-
-    lengths: tuple[tuple[int, int], ...] = ()
-    """(first epoch, samples of an epoch from there on); empty if the length never changed."""
-    segments: tuple[Segment, ...] = ()
-    """All segments of a mixture; empty if they are those of the data set."""
-    skips: Skips = field(default_factory=Skips)
-    """What the user leaves out."""
-
-    def plan(self, plan: ShardPlan) -> ShardPlan:
-        """Return a plan with the changes of the run, but for the length of each epoch."""
-        if not isinstance(plan.ordering, Mixing) or not (self.segments or self.lengths):
-            return plan
-        segments = self.segments or plan.ordering.segments
-        return replace(plan, shuffle=replace(plan.ordering, segments=segments, lengths=self.lengths))
-
-    def length(self, length: int, epoch: int) -> int:
-        """Return the samples of an epoch, if they are `length` where nothing has changed."""
-        found = [samples for first, samples in self.lengths if first <= epoch]
-        return found[-1] if found else length
-
-    def to_json(self) -> dict[str, Any] | None:
-        """Return the history for a saved state; None if nothing has changed."""
-        if self == History():
-            return None
-        skips = {"stretches": self.skips.stretches, "samples": self.skips.samples}
-        found = json.dumps({"lengths": self.lengths, "segments": self.segments, "skips": skips})
-        return dict(json.loads(found))  # without tuples: a state must be equal to what comes back from JSON
-
-    @classmethod
-    def from_json(cls, saved: Any) -> History:
-        """Return the history of a saved state; a KeyError, TypeError or ValueError if it is damaged."""
-        if saved is None:
-            return cls()
-        lengths = tuple((counted(first), counted(samples, 1)) for first, samples in saved["lengths"])
-        segments = tuple(
-            Segment(counted(first), tuple(map(counted, parts)), tuple(map(counted, sizes)))
-            for first, parts, sizes in saved["segments"]
-        )
-        for firsts in ([segment.first for segment in segments], [first for first, _ in lengths]):
-            if firsts[:1] not in ([], [0]) or firsts != sorted(set(firsts)):
-                raise ValueError(firsts)
-        widths = {len(values) for segment in segments for values in segment[1:]}
-        if len(widths) > 1 or not all(any(segment.parts) for segment in segments):
-            raise ValueError(segments)
-        return cls(lengths, segments, Skips.checked(**saved["skips"]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderState:
-    """A position of a run, in delivered samples. JSON can hold it, in less than 1 KB, or 3 KB of a stream of files."""
+    """A position of a run, in delivered samples. JSON can hold it, in less than 1 KB."""
 
     epoch: int = 0
     """The epoch."""
@@ -96,6 +34,8 @@ class LoaderState:
     """Real samples of the epoch that were delivered; prefetched samples do not count."""
     steps: int = 0
     """Batches of the epoch that were delivered."""
+    steps_before: int = 0
+    """Steps of the run before this epoch."""
     ended: bool = False
     """True if the epoch's last batch was delivered. Resuming from here yields nothing, then the next epoch."""
     segments: tuple[tuple[int, int], ...] = ()
@@ -106,10 +46,8 @@ class LoaderState:
     """Deliveries of the epoch so far."""
     fingerprint: Mapping[str, Any] = field(default_factory=dict)
     """Values that the order depends on."""
-    history: History = field(default_factory=History)
-    """What was changed since the run began."""
     data: Mapping[str, Any] | None = None
-    """What the data holds, by which a resumed run finds out that it has the same; None: that is not known."""
+    """The identity of the data; None if it is not known. See `inputs.identity`."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the state as a dict for JSON, `paddle.save` or a checkpoint."""
@@ -119,8 +57,8 @@ class LoaderState:
                 **{name: getattr(self, name) for name in _READ},
                 "segments": [list(segment) for segment in self.segments],
                 "certificate": account_to_json(self.certificate),
+                "data": None if self.data is None else dict(self.data),
                 "fingerprint": {"order_version": ORDER_VERSION, **self.fingerprint},
-                "history": self.history.to_json(),
             }
         )
 
@@ -173,10 +111,24 @@ class LoaderState:
                 raise StateError(f"state is damaged: {name} is {saved[name]!r}.") from None
         state = cls(**found)
         state._check_segments()
-        now, then = {"order_version": ORDER_VERSION, **fingerprint}, dict(saved["fingerprint"])
-        if OTHER_SAMPLES & set(override):
+        if _OTHER_SAMPLES & set(override):
             state = replace(state, data=None)
-        override = _packed_override(saved, fingerprint, override)
+        state._check_same_run(saved["fingerprint"], fingerprint, override, explain)
+        return state
+
+    def _check_same_run(
+        self,
+        saved: Mapping[str, Any],
+        fingerprint: Mapping[str, Any],
+        override: Collection[str],
+        explain: Callable[[Any], str],
+    ) -> None:
+        """Reject a saved fingerprint that differs from the loader's where `override` does not allow it."""
+        try:
+            then = _before_position(saved, self)
+        except (IndexError, KeyError, TypeError, ValueError):
+            raise StateError(f"state is damaged: fingerprint is {saved!r}.") from None
+        now = _before_position({"order_version": ORDER_VERSION, **fingerprint}, self)
         different = [name for name in sorted({*now, *then}) if now.get(name) != then.get(name)]
         if "num_parts" in different:  # with another number of parts, each part holds other samples
             raise StateError(
@@ -195,15 +147,22 @@ class LoaderState:
             raise StateError(f"override names {unknown}; the fingerprint has {sorted(names)}.")
         differing = [name for name in different if name not in override]
         if differing:
-            words = {"stream": explain(then.get("stream"))} if "stream" in differing else {}
+            words = {"stream": explain(saved.get("stream"))} if "stream" in differing else {}
+            if "mixture" in differing and None not in (then.get("mixture"), now.get("mixture")):
+                words["mixture"] = _mixture_difference(then["mixture"], now["mixture"])
             changes = ", ".join(
-                f"{name}: {words.get(name) or f'saved {then.get(name)!r}, now {now.get(name)!r}'}" for name in differing
+                f"{name}: {words.get(name) or f'saved {_shown(then, name)}, now {_shown(now, name)}'}"
+                for name in differing
             )
+            if changed := [name for name in differing if name in _SCHEDULES]:
+                changes += (
+                    f". A resumed run may change a schedule ({', '.join(changed)}) only after the position of the "
+                    f"state: step {self.steps_before + self.steps}, sample {_sample_of_run(self)} of the run"
+                )
+            if "num_samples" in differing and "mixture" in now:
+                changes += ". The weights decide the length of an epoch unless Mixture has num_samples="
             anyway = f"to resume anyway, call load_state_dict(state, override={differing})."
-            if lost := _bound(state, then, now):  # an override would be refused
-                anyway = lost
             raise StateError(f"state is of another run ({changes}). Give the loader its old arguments; or, {anyway}")
-        return state
 
     def _check_segments(self) -> None:
         """Refuse a state whose counts contradict each other."""
@@ -249,117 +208,77 @@ _READ: dict[str, Callable[[Any], Any]] = {
     "epoch": counted,
     "samples": counted,
     "steps": counted,
+    "steps_before": counted,
     "ended": partial(_checked, bool),
     "segments": lambda rows: tuple((counted(first), counted(size, 1)) for first, size in rows),
     "sampler": partial(_checked, object),
     "certificate": account_from_json,
     "fingerprint": partial(_checked, Mapping),
-    "history": History.from_json,
     "data": partial(_checked, Mapping | None),
 }
 """Reads each field of a saved state, in their order; what raises a TypeError or a ValueError is damaged."""
 
 
-def _packed_override(state: Mapping[str, Any], now: Mapping[str, Any], override: Collection[str]) -> Collection[str]:
-    """Return the fields that may differ, with "packed" if the packed sources of a mixture are those of the state.
+# Schedules
 
-    Args:
-        state: The saved state.
-        now: Fingerprint of the loader.
-        override: Fields that may differ, by the user.
-
-    Raises:
-        StateError: Rows that an epoch has delivered hold other documents now.
-    """
-    then, here = state["fingerprint"].get("packed") or {}, now.get("packed") or {}
-    if then == here:
-        return override
-    if "mixture" in now:
-        there = dict(zip(now["mixture"]["sources"], now["mixture"]["segments"][-1]["lengths"], strict=True))
-        old = state["fingerprint"].get("mixture", {"sources": []})["sources"]
-        changed = [name for name in old if there.get(name) and then.get(name) != here.get(name)]
-        if changed and "mixture" in override:
-            raise StateError(
-                f"the sources {changed} are packed into other rows than those of the state, so their epochs cannot be "
-                "continued. Give them under new names, and the old ones as None with the weight 0."
-            )
-        return override if changed else [*override, "packed"]
-    if "packed" in override and state["samples"] and not state["ended"]:
-        raise StateError(
-            "override=['packed']: the documents are packed into other rows than those of the state, so the epoch that "
-            "was begun cannot be continued: documents would be lost and repeated. Load a state from the end of an "
-            "epoch."
-        )
-    return override
+_SCHEDULES = ("mixture", "skip_steps", "stream")
+"""Names in a fingerprint whose values have a schedule."""
 
 
-def _bound(state: LoaderState, then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Return what else to do if the epoch that was begun cannot be continued with any `override`; "" if it can."""
-    if not state.samples or state.ended or "shuffle" not in then or "mixture" in {**then, **now}:
-        return ""
-    if then.get("packed") != now.get("packed"):
-        return "load a state from the end of an epoch: an epoch that was begun needs the same rows."
-    if now.get("num_samples", 0) < state.history.length(int(then.get("num_samples", 0)), state.epoch):
-        return "begin a new epoch, without this state: one that was begun can be continued with more samples only."
-    return ""
+def _shown(fingerprint: Mapping[str, Any], name: str) -> str:
+    value = fingerprint.get(name)
+    return str(list(map(tuple, value))) if name == "skip_steps" and value else repr(value)
 
 
-# Changes
+def _sample_of_run(state: LoaderState) -> int:
+    return max(0, state.epoch) * int(state.fingerprint.get("num_samples", 0)) + state.samples
 
 
-def grown(saved: Mapping[str, Any], plan: ShardPlan, state: LoaderState) -> History:
-    """Return the history of a run that resumes with data that has grown, or with other sources or weights.
+def _before_position(fingerprint: Mapping[str, Any], state: LoaderState) -> dict[str, Any]:
+    """Return a fingerprint with its schedules up to the position of a state; behind that they may differ."""
+    cut = dict(fingerprint)
+    behind = ((state.steps_before + state.steps, 1 << 62),)
+    skip_steps = cut.pop("skip_steps", ())
+    if before := [kept for first, end in skip_steps for kept in without(first, end, behind)]:
+        cut["skip_steps"] = before
+    if "mixture" in cut:
+        cut["mixture"] = mixture = _mixture_before(cut["mixture"], max(1, _sample_of_run(state)))
+        cut["packed"] = {name: rows for name, rows in cut.get("packed", {}).items() if name in mixture["sources"]}
+    if len(cut.get("stream", ())) == 1:  # later stages hold another sample at a position than the mixture
+        cut["stream"] = [_stage_before(cut["stream"][0], max(1, state.samples))]
+    return dict(json.loads(json.dumps(cut)))  # without tuples
 
-    The epoch that was begun ends with the old length; the next one has the new length. A mixture has the sources and
-    weights of the data set from the saved position on.
 
-    Args:
-        saved: Fingerprint of the saved state.
-        plan: The plan of the data as it is now.
-        state: The saved state.
+def _mixture_before(mixture: Mapping[str, Any], position: int) -> dict[str, Any]:
+    segments = [(first, parts) for first, parts in mixture["segments"] if first < position]
+    # The last sources may join later.
+    count = max(number for _, parts in segments for number, part in enumerate(parts, 1) if part)
+    return {
+        **mixture,
+        "segments": [(first, parts[:count]) for first, parts in segments],
+        "sources": mixture["sources"][:count],
+        "lengths": mixture["lengths"][:count],
+    }
 
-    Raises:
-        StateError: The old order cannot be continued with this data.
-    """
-    before, now = int(saved["num_samples"]), plan.num_samples
-    history, epoch, samples = state.history, state.epoch, state.samples
-    then = history.length(before, epoch)
-    first_new = epoch + (samples > 0)  # an epoch that was begun keeps its length
-    lengths = tuple(entry for entry in history.lengths or ((0, before),) if entry[0] < first_new)
-    if not lengths or lengths[-1][1] != now:
-        lengths = (*lengths, (first_new, now))
-    if lengths == ((0, now),):
-        lengths = ()
-    mixing = plan.ordering
-    if not isinstance(mixing, Mixing):
-        if samples and not state.ended and now < then:
-            raise StateError(
-                f"override=['num_samples']: the data had {then} samples and has {now} now, in the middle of epoch "
-                f"{epoch}. Only data that has grown can be continued; begin a new epoch, without this state."
-            )
-        return replace(history, lengths=lengths)
-    mixture = saved["mixture"]
-    if mixture == plan.fingerprint()["mixture"]:  # only the epochs are longer: weights that were switched stay
-        return replace(history, lengths=lengths)
-    old = mixture["sources"]
-    if list(mixing.names[: len(old)]) != old:
-        raise StateError(
-            f"override=['mixture']: the state's sources are {old}, this mixture's {list(mixing.names)}. Name "
-            "the old ones first, in their order, and new ones after them. A source that is gone is given as None, with "
-            "the weight 0."
-        )
-    segments = history.segments or segments_of(mixture)
-    for number, (name, has) in enumerate(zip(old, mixing.segments[-1].lengths, strict=False)):
-        was = max(segment.lengths[number] for segment in segments)  # also of one that was gone in between
-        if 0 < has < was:
-            raise StateError(
-                f"override=['mixture']: the source {name!r} had {was} samples and has {has} now. Only data that has "
-                "grown can be continued; a source that is gone is given as None, with the weight 0, and may come back "
-                "under another name."
-            )
-    more = (0,) * (len(mixing.names) - len(old))
-    at = first_sample(history.lengths, before, epoch) + samples
-    past = [Segment(first, parts + more, sizes + more) for first, parts, sizes in segments if first < at]
-    begun = mixing.segments[mixing.draws.segment_at(at)]._replace(first=at)
-    later = [segment for segment in mixing.segments if segment.first > at]
-    return replace(history, lengths=lengths, segments=(*past, begun, *later))
+
+def _mixture_difference(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Return in words how a mixture differs from the saved one."""
+
+    def in_words(mixture: Mapping[str, Any], name: str) -> str:
+        if name != "segments":
+            return repr(mixture.get(name))
+        weights = [f"{'/'.join(map(str, parts))} from sample {first}" for first, parts in mixture[name]]
+        return f"weights {', '.join(weights)}"
+
+    names = [name for name in sorted({*then, *now}) if then.get(name) != now.get(name)]
+    return ", ".join(f"{name} saved {in_words(then, name)}, now {in_words(now, name)}" for name in names)
+
+
+def _stage_before(stage: Any, position: int) -> Any:
+    """Return the fingerprint of a stage of a stream; for a mixture, with its weights before a position of the epoch."""
+    if not isinstance(stage, list) or stage[:1] != ["mixture"]:
+        return stage
+    name, stop, firsts, sources = stage
+    count = sum(first < position for first in firsts)
+    drawn = [[source, parts[:count], marks] for source, parts, marks in sources if any(parts[:count])]
+    return [name, stop, firsts[:count], drawn]

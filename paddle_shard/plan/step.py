@@ -1,17 +1,16 @@
-"""What does a rank read at a step, and what must the run remember after it?
+"""Steps: what one rank reads, and what the saved state records after it.
 
-An order yields the global batches of an epoch (`GlobalBatch`). `rank_steps` makes of them the steps of one rank. It is
-the only place where the order, what the user leaves out (`skip`), the dealing of rows by cost (`balance=`) and the rows
-of a rank come together, and so the only place that decides whether a row of data with an index is real. Of a stream,
-the readers find out (`reading/chunk_reader.py`).
+An order yields the global batches of an epoch (`GlobalBatch`). `rank_steps` makes the steps of one rank from them. It
+is the only place where the order, skipped steps (`skip_steps=`), balanced rows (`balance=`) and the rows of a rank come
+together, and so the only place that decides whether a row of data with an index is valid. For a stream, the readers
+decide that (`reading/chunk_reader.py`).
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +18,7 @@ import numpy.typing as npt
 
 from paddle_shard.plan.partition import Rows
 from paddle_shard.plan.seeding import derive_seed
-from paddle_shard.plan.skips import Skips
+from paddle_shard.plan.skips import Ranges, is_in
 
 Mask = npt.NDArray[np.bool_]
 Ids = Sequence[Any] | npt.NDArray[np.int64]
@@ -52,12 +51,10 @@ class Step:
     """Of a stream: what each of this rank's readers reads (`reading.chunk_reader.ChunkRequest`)."""
     real: Mask | None = None
     """Which of the rows that this rank reads are real; None: all, as far as is known before they are read."""
-    left_out: int = 0
-    """Number of those rows that are not real because the user leaves their samples out."""
-    passed: tuple[int, int] = (0, 0)
-    """(steps, positions) directly before this step that are left out as a whole."""
+    skipped: tuple[int, int] = (0, 0)
+    """(steps, samples) skipped immediately before this step."""
     drawn: Ids = ()
-    """Samples that the user's own sampler drew for all ranks, without padding and without those left out."""
+    """Samples that the user's own sampler drew for all ranks, without padding."""
     sampler_state: Any = None
     """State of the user's own sampler, or of the library that reads, after this step."""
     last: bool | None = None
@@ -73,14 +70,26 @@ class Step:
 
 
 class GlobalBatch(NamedTuple):
-    """The samples of one global batch, the same on every rank. It computes only the ids that a rank asks for."""
+    """The samples of one global batch, the same on every rank. Only the ids that a rank asks for are computed."""
 
-    step: Step
-    """The step, without what a rank reads."""
+    number: int
+    """Step of the epoch, from 0."""
+    num_rows: int
+    """Rows, padding included."""
+    micro_size: int
+    """Rows of each of its micro-batches."""
+    num_real: int
+    """Rows that are not padding at the end of the epoch."""
     take: Callable[[Rows | range], Ids]
     """Returns the ids at some rows."""
     valid: Callable[[Rows], Mask] | None = None
-    """Returns which of some rows are real; None: all are."""
+    """Returns which of some rows are valid; None: all are."""
+    drawn: Ids = ()
+    """See `Step.drawn`."""
+    sampler_state: Any = None
+    """See `Step.sampler_state`."""
+    last: bool | None = None
+    """See `Step.last`."""
 
 
 Deal = Callable[[Ids, int], tuple[Rows, tuple[float, float]]]
@@ -110,78 +119,57 @@ def all_rows(num_rows: int, micro_size: int) -> range:
 def rank_steps(
     batches: Iterator[GlobalBatch],
     epoch: int,
-    first: int,
     rows_of: RowsOf,
     *,
-    skips: Skips,
+    skips: Ranges = (),
     deal: Deal | None = None,
     compared: bool = False,
-) -> Iterator[Step]:
-    """Yield the steps of one rank over some global batches of an epoch. A batch that is left out whole is passed over.
+) -> Generator[Step, None, tuple[int, int]]:
+    """Yield the steps of one rank for some global batches of an epoch, without those that are skipped.
+
+    It may run in any thread, any number of steps ahead. It returns the (steps, samples) skipped after the last step.
 
     Args:
-        batches: The global batches, the first of which begins at position `first`.
+        batches: The global batches.
         epoch: The epoch.
-        first: Position of the first row.
         rows_of: The rows that the rank reads.
-        skips: What the user leaves out.
-        deal: How rows are dealt by cost; None: they stay in their order.
-        compared: True if the steps carry a digest, by which ranks see that they draw and deal alike.
+        skips: The skipped steps of the epoch.
+        deal: Assigns rows to data ranks by cost; None: they stay in their order.
+        compared: True if the steps carry a digest, by which ranks see that they draw and balance alike.
     """
-    concerned, passed, digest = skips.concerns(epoch), (0, 0), 0
+    skipped = no_steps = (0, 0)
+    digest = 0
     for batch in batches:
-        out: Mask | None = None
-        if concerned:
-            num_rows, num_real = batch.step.num_rows, batch.step.num_real
-            ids = batch.take(np.arange(num_rows))
-            out = np.ones(num_rows, bool)  # padding too: its sample may be left out elsewhere in the epoch
-            out[:num_real] = skips.rows(epoch, first, ids[:num_real])
-            first += num_real
-            if out[:num_real].all():
-                passed = passed[0] + 1, passed[1] + num_real
-                continue
-            if not out.any():
-                out = None
-        step = _step(batch, rows_of, out, deal, digest if compared else None)
-        digest = step.digest
-        yield step if passed == (0, 0) else replace(step, passed=passed)
-        passed = (0, 0)
-
-
-def _take_kept(take: Callable[[Rows], Ids], out: Mask, rows: Rows | range) -> Ids:
-    """Return the ids at some rows; the first row that is kept stands in for those that are left out."""
-    at = np.asarray(rows, np.int64)
-    return take(np.where(out[at], int(out.argmin()), at))
-
-
-def _step(batch: GlobalBatch, rows_of: RowsOf, out: Mask | None, deal: Deal | None, digest: int | None) -> Step:
-    """Return the step of a batch without the rows `out`.
-
-    Args:
-        batch: The global batch.
-        rows_of: The rows that the rank reads.
-        out: Which rows of the batch the user leaves out; None: none.
-        deal: Deals rows by cost.
-        digest: That of the pass before this step; None: steps carry none.
-    """
-    of_all, take, load = batch.step, batch.take, (0.0, 0.0)
-    rows, drawn = rows_of(of_all.num_rows, of_all.micro_size), of_all.drawn
-    if out is not None:
-        take = partial(_take_kept, batch.take, out)
-        drawn = np.asarray(drawn)[~out[: len(drawn)]] if len(drawn) else drawn
-    if digest is not None and len(drawn):
-        digest = zlib.crc32(as_ids(take(range(of_all.num_rows))).tobytes(), digest)
-    if deal is not None:
-        order, load = deal(take(range(of_all.num_rows)), of_all.micro_size)
-        if digest is not None:
-            digest = zlib.crc32(order.tobytes(), digest)
-        rows = order[np.asarray(rows, np.int64)]
-    real, left_out = None, 0
-    if out is not None or batch.valid is not None:
-        at = np.asarray(rows, np.int64)
-        real = np.ones(len(at), bool) if batch.valid is None else batch.valid(at)
-        if out is not None:
-            left_out = int(np.count_nonzero(real & out[at]))
-            real = real & ~out[at]
-        real = None if real.all() else real
-    return replace(of_all, ids=take(rows), real=real, left_out=left_out, drawn=drawn, load=load, digest=digest or 0)
+        if skips and is_in(skips, batch.number):
+            skipped = (skipped[0] + 1, skipped[1] + batch.num_real)
+            continue
+        take = batch.take
+        rows = rows_of(batch.num_rows, batch.micro_size)
+        load = (0.0, 0.0)
+        if compared and len(batch.drawn):
+            digest = zlib.crc32(as_ids(take(range(batch.num_rows))).tobytes(), digest)
+        if deal is not None:
+            order, load = deal(take(range(batch.num_rows)), batch.micro_size)
+            rows = order[np.asarray(rows, np.int64)]
+            digest = zlib.crc32(order.tobytes(), digest) if compared else 0
+        valid = None
+        if batch.valid is not None:
+            valid = batch.valid(np.asarray(rows, np.int64))
+            valid = None if valid.all() else valid
+        yield Step(
+            epoch=epoch,
+            number=batch.number,
+            num_rows=batch.num_rows,
+            micro_size=batch.micro_size,
+            num_real=batch.num_real,
+            ids=take(rows),
+            real=valid,
+            skipped=skipped,
+            drawn=batch.drawn,
+            sampler_state=batch.sampler_state,
+            last=batch.last,
+            load=load,
+            digest=digest,
+        )
+        skipped = no_steps
+    return skipped

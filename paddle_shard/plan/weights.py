@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from fractions import Fraction
 from functools import lru_cache
+from itertools import pairwise
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -27,9 +28,7 @@ CHUNK = 1 << 14
 """Positions of a sequence that are computed at once."""
 
 
-def integer_weights(
-    names: tuple[str, ...], weights: Mapping[str, Any], lengths: Sequence[int] | None = None
-) -> tuple[int, ...]:
+def integer_weights(names: tuple[str, ...], weights: Mapping[str, Any]) -> tuple[int, ...]:
     """Return an integer weight of each source, for the weights that a user has given. The greatest common divisor is 1.
 
     A float is taken as the simplest fraction that is equal to it: 0.7 is 7/10. If the exact shares need a period of
@@ -38,13 +37,11 @@ def integer_weights(
 
     Args:
         names: The sources.
-        weights: A number >= 0 for each source. They need not sum to 1.
-        lengths: Number of samples of each source; 0 for one that is gone, which cannot be drawn. None: all are there.
+        weights: A number >= 0 for each source; a source without one has the weight 0. They need not sum to 1.
 
     Raises:
         ArgumentTypeError: The weights are no mapping, or not numbers.
-        ArgumentError: A weight is negative or infinite, all are 0, a source that is gone has one, or a name is missing
-            or unknown.
+        ArgumentError: A weight is negative or infinite, all are 0, or a name is unknown.
 
     Examples:
         >>> integer_weights(("web", "code"), {"web": 0.7, "code": 0.3})
@@ -55,18 +52,11 @@ def integer_weights(
             f"weights must be a dict of a number for each source, as {dict.fromkeys(names, 1)}, got "
             f"{type(weights).__name__}: {weights!r}."
         )
-    missing, unknown = [name for name in names if name not in weights], [name for name in weights if name not in names]
-    if missing or unknown:
-        close = [one for name in unknown for one in get_close_matches(str(name), missing, 1)]
-        raise ArgumentError(
-            f"weights must name each source once: missing {missing}, unknown {unknown}; the sources are {list(names)}. "
-            + (f"Did you mean {close[0]!r}? " if close else "")
-            + "A source that is not to be drawn has the weight 0."
-        )
-    fractions = [_fraction(name, weights[name]) for name in names]
-    for name, fraction, length in zip(names, fractions, lengths or [1] * len(names), strict=True):
-        if fraction and not length:
-            raise ArgumentError(f"weights: source {name!r} is None; it needs the weight 0.")
+    if unknown := [name for name in weights if name not in names]:
+        close = [match for name in unknown for match in get_close_matches(str(name), names, 1)]
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        raise ArgumentError(f"weights: unknown sources {unknown}; the sources are {list(names)}.{hint}")
+    fractions = [_fraction(name, weights.get(name, 0)) for name in names]
     total = sum(fractions)
     if total == 0:
         raise ArgumentError(f"weights: at least one must be above 0, got {dict(weights)}.")
@@ -115,7 +105,39 @@ class Segment(NamedTuple):
     parts: tuple[int, ...]
     """Integer weight of each source; 0: it is not drawn."""
     lengths: tuple[int, ...]
-    """Number of samples of each source; 0 for a source that is not there."""
+    """Number of samples of each source."""
+
+
+def schedule_of(what: str, names: tuple[str, ...], weights: Any, lengths: tuple[int, ...]) -> tuple[Segment, ...]:
+    """Return the segments of a run for a user's weights.
+
+    Args:
+        what: Begins the messages.
+        names: The sources.
+        weights: A dict of a number for each source, or [(first sample of the run, such a dict), ...].
+        lengths: Number of samples of each source.
+
+    Raises:
+        ArgumentTypeError: It is neither.
+        ArgumentError: The segments do not begin at 0 and ascend, or a dict does not fit the sources.
+    """
+    entries = [(0, weights)] if isinstance(weights, Mapping) else weights
+    is_schedule = isinstance(entries, Sequence) and all(
+        isinstance(entry, tuple | list) and len(entry) == 2 and isinstance(entry[0], int | np.integer)
+        for entry in entries
+    )
+    if not is_schedule or isinstance(entries, str):
+        raise ArgumentTypeError(
+            f"{what}: weights must be a dict, or a list of (first sample of the run, dict) for weights that change, "
+            f"got {weights!r}."
+        )
+    firsts = [int(first) for first, _ in entries]
+    if firsts[:1] != [0] or any(first >= following for first, following in pairwise(firsts)):
+        raise ArgumentError(f"{what}: weights that change must begin at sample 0 and ascend, got {firsts}.")
+    segments = tuple(Segment(int(first), integer_weights(names, of_entry), lengths) for first, of_entry in entries)
+    if isinstance(weights, Mapping) and (missing := [name for name in names if name not in weights]):
+        raise ArgumentError(f"{what}: weights must name each source, missing {missing}. Give 0 to leave one out.")
+    return segments
 
 
 def num_positions_to_read(segments: Sequence[Segment], *, every: bool) -> int | None:

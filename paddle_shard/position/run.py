@@ -1,11 +1,11 @@
-"""Where does the run stand: which epoch, how far, and what has been delivered?"""
+"""The position of a run: the current epoch, delivered samples, the saved state and the certificate."""
 
 from __future__ import annotations
 
 import inspect
 import json
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from itertools import count
 from types import MappingProxyType
@@ -36,179 +36,324 @@ from paddle_shard.plan.certificate import (
     plus,
     total_of,
 )
-from paddle_shard.plan.mixture import MAX_DRAWS, Drawn, Mixing, drawn_of
-from paddle_shard.plan.shard_plan import ShardPlan, Where, num_steps_left_out, places_of
-from paddle_shard.plan.skips import Skips
-from paddle_shard.plan.state import DATA, History, LoaderState
-from paddle_shard.plan.step import Ids, Step
-from paddle_shard.plan.weights import integer_weights
-from paddle_shard.position.leaving_out import numbers_of, stretches_of
+from paddle_shard.plan.mixture import Drawn, Mixing, drawn_of
+from paddle_shard.plan.shard_plan import ShardPlan, Where, num_skipped, places_of
+from paddle_shard.plan.skips import Ranges, steps_of_epoch
+from paddle_shard.plan.state import DATA, LoaderState
+from paddle_shard.plan.step import Ids, Step, as_ids
 from paddle_shard.ranks.agreeing import gather_of
 from paddle_shard.record.recorder import Recorder, position
+from paddle_shard.samplers.plan_batches import Batches
 from paddle_shard.samplers.user_batches import owner_of, samplers
 from paddle_shard.say_once import say_once
 
-_CONTINUED = {DATA, "mixture", "num_samples", "packed", "tail"}
-"""Names in `override` with which an epoch that was begun goes on with the samples that are left."""
 _MOST_TEXT = 2000
 """Characters of an error that the record has."""
+_SAME_ORDER = {"tail", "skip_steps"}
+"""Names in `override` that do not change which samples are at the positions of an epoch."""
+_MOST_RECENT = 256
+"""Delivered batches whose samples are kept until they are added to the totals, all at once."""
 
-# What the passes have delivered
+_numbers = count(1)
+"""Numbers the passes in the order in which they begin."""
 
-numbers = count(1)
-"""Numbers the passes, and the events between them, in the order in which they occur."""
+
+class _Delivery(NamedTuple):
+    """One delivered batch, and those before it: a list that grows by one assignment."""
+
+    ids: Ids
+    """Samples in this process's slice, without padding."""
+    lost: int
+    """Samples of the slice that could not be read."""
+    drawn: Ids
+    """Samples that the user's sampler drew for all ranks."""
+    positions: int
+    """Positions of the order that the batch, and the skipped steps before it, hold."""
+    previous: _Delivery | None = None
+    number: int = 0
+    """Number of deliveries in the list."""
+
+
+class Progress(NamedTuple):
+    """The position of a pass, and its deliveries. It is replaced as a whole."""
+
+    samples: int
+    steps: int
+    ended: bool
+    sampler: Any
+    """State of the user's own sampler after the newest batch."""
+    totals: Mapping[Owner, Total] = MappingProxyType({})
+    """Totals of the deliveries that are not in `recent`."""
+    recent: _Delivery | None = None
 
 
 class PassProgress:
-    """The position of one pass, and what it has delivered."""
+    """The position of one pass."""
 
     def __init__(
-        self, start: LoaderState, segments: tuple[tuple[int, int], ...], place: Owner | None, num_steps: int | None
+        self,
+        start: LoaderState,
+        segments: tuple[tuple[int, int], ...],
+        place: Owner | None,
+        num_steps: int | None,
+        *,
+        counts_draws: bool = False,
     ) -> None:
         """Begin at a position.
 
         Args:
             start: The state at which the pass begins.
             segments: (first position, batch size) of each stretch of the epoch.
-            place: Who owns what this process delivers; None if it is not counted.
+            place: The owner of this process's deliveries; None if they are not counted.
             num_steps: Steps of the whole epoch; None if they are only known at its end.
+            counts_draws: True if the user's sampler draws the samples of all data ranks.
         """
-        self.start, self.epoch = start, start.epoch
-        self._place, self._num_steps = place, num_steps
-        self.number = next(numbers)
+        self.start = start
+        self.epoch = start.epoch
+        self.number = next(_numbers)
         self.closed = False
         """True if the pass delivers no more."""
+        self.finished = False
+        """True if it has come to its end."""
         self.noted_at = 0.0
-        """When the newest batch was noted here, and handed to the user."""
-        self.at = replace(start, segments=segments, certificate={})
-        """The position, and what was delivered in this pass. It is one value, so that a signal handler that saves the
-        state finds a batch as a whole or not at all."""
+        """When the newest batch was handed to the user."""
+        self._segments = segments
+        self._place = place
+        self._num_steps = num_steps
+        self._counts_draws = counts_draws
+        self.at = Progress(start.samples, start.steps, start.ended, start.sampler)
+        """The position. A signal handler that saves the state finds a batch as a whole or not at all."""
 
-    def deliver(self, batch: Step, ids: Ids, lost: int, *, drawn: bool) -> None:
-        """Count one more delivered batch, and those directly before it that were left out.
+    def deliver(self, step: Step, ids: Ids, lost: int) -> None:
+        """Count one more delivered batch, and the skipped steps before it: one value, one assignment.
 
         Args:
-            batch: The global batch.
+            step: The step.
             ids: Samples in this process's slice of the batch, without padding.
-            lost: How many samples of the slice could not be read.
-            drawn: True if the samples are counted that the user's sampler drew.
+            lost: Number of samples of the slice that could not be read.
         """
-        at, (passed, positions) = self.at, batch.passed
-        steps, positions = at.steps + passed + 1, positions + batch.num_real
-        samples = at.samples + positions
-        ended = steps == self._num_steps if batch.last is None else batch.last
-        totals: dict[Owner, Total] = {}
-        if self._place is not None:
-            totals[self._place] = total_of(ids, len(ids) + lost)
-        if drawn and len(batch.drawn):
-            totals[DRAWN] = total_of(batch.drawn, positions)
-        account, once = dict(at.certificate), ((self.start.samples, samples),)
-        for owner, total in totals.items():
-            account[owner] = Delivered(once, (), plus(account.get(owner, Delivered()).total, total))
-        found = replace(at, samples=samples, steps=steps, ended=ended, sampler=batch.sampler_state, certificate=account)
+        skipped_steps, skipped_samples = step.skipped
+        steps = self.at.steps + skipped_steps + 1
+        ended = step.last if step.last is not None else steps == self._num_steps
+        delivery = _Delivery(ids, lost, step.drawn, skipped_samples + step.num_real)
         self.noted_at = time.perf_counter()
-        self.at = found
+        self._move(delivery, steps, ended=ended, sampler=step.sampler_state)
 
-    def account(self, since: LoaderState) -> Account:
-        """Return what was delivered since an earlier position of the pass."""
-        at = self.at  # read once: another thread may deliver
+    def end(self, skipped_steps: int, skipped_samples: int) -> None:
+        """Count the skipped steps after the last delivered batch."""
+        delivery = _Delivery((), 0, (), skipped_samples)
+        self._move(delivery, self.at.steps + skipped_steps, ended=True, sampler=self.at.sampler)
+
+    def _move(self, delivery: _Delivery, steps: int, *, ended: bool, sampler: Any) -> None:
+        at = self.at
+        previous = at.recent
+        totals = at.totals
+        if previous is not None and previous.number >= _MOST_RECENT:
+            totals = self._totals(at)
+            previous = None
+        number = 1 if previous is None else previous.number + 1
+        recent = delivery._replace(previous=previous, number=number)
+        self.at = Progress(at.samples + delivery.positions, steps, ended, sampler, totals, recent)
+
+    def _totals(self, at: Progress) -> Mapping[Owner, Total]:
+        """Return the totals of all deliveries."""
+        recent = []
+        entry = at.recent
+        while entry is not None:
+            recent.append(entry)
+            entry = entry.previous
+        if not recent:
+            return at.totals
+        totals = dict(at.totals)
+        if self._place is not None:
+            total = _total([entry.ids for entry in recent], sum(len(entry.ids) + entry.lost for entry in recent))
+            totals[self._place] = plus(totals.get(self._place, Total()), total)
+        if self._counts_draws:
+            total = _total([entry.drawn for entry in recent], sum(entry.positions for entry in recent))
+            totals[DRAWN] = plus(totals.get(DRAWN, Total()), total)
+        return totals
+
+    def fold(self) -> Progress:
+        """Add the recent deliveries to the totals; return the position."""
+        at = self.at
+        folded = at._replace(totals=self._totals(at), recent=None)
+        if self.at is at:  # else a handler has delivered, or another thread
+            self.at = folded
+        return folded
+
+    def account(self, since: Progress) -> Account:
+        """Return the deliveries since an earlier, folded position of the pass."""
+        at = self.fold()
         if at.samples == since.samples:
             return {}
-        once, before = ((since.samples, at.samples),), since.certificate
+        once = ((since.samples, at.samples),)
         return {
-            owner: Delivered(once, (), minus(found.total, before.get(owner, Delivered()).total))
-            for owner, found in at.certificate.items()
+            owner: Delivered(once, (), minus(total, since.totals.get(owner, Total())))
+            for owner, total in at.totals.items()
         }
 
     def state(self) -> LoaderState:
         """Return the position as a state, without what the whole run knows."""
         at = self.at
-        return replace(at, segments=tuple(one for one in at.segments if one[0] < at.samples) or at.segments[:1])
+        segments = tuple(segment for segment in self._segments if segment[0] < at.samples) or self._segments[:1]
+        return replace(
+            self.start,
+            samples=at.samples,
+            steps=at.steps,
+            ended=at.ended,
+            sampler=at.sampler,
+            segments=segments,
+            certificate={},
+        )
 
 
-class OfEpoch(NamedTuple):
-    """What this process knows of the deliveries of an epoch.
+def _total(batches: list[Ids], belong: int) -> Total:
+    """Return the total of the samples of some batches; they are hashed at once."""
+    return total_of(np.concatenate([as_ids(ids) for ids in batches if len(ids)] or [np.empty(0, np.int64)]), belong)
 
-    It is replaced in one assignment, as the position of a pass is.
-    """
+
+class EpochDeliveries(NamedTuple):
+    """The deliveries of an epoch that this process knows of. It is replaced in one assignment."""
 
     known: Account = MappingProxyType({})
-    """What a saved state, or the last certificate, says."""
+    """Those of a saved state, or of the last certificate."""
     own: Account = MappingProxyType({})
-    """What the closed passes have delivered since then."""
-    passes: tuple[tuple[PassProgress, LoaderState], ...] = ()
-    """The other passes, and where each was at the last certificate, or when it began."""
+    """Those of closed passes since then."""
+    passes: tuple[tuple[PassProgress, Progress], ...] = ()
+    """The other passes, and the position of each at the last certificate, or at its beginning."""
     end: int | None = None
     """The position at which the user's sampler has ended; None if no pass has seen it."""
 
-    def settled(self, *, open_too: bool = False) -> OfEpoch:
+    def settled(self, *, open_too: bool = False) -> EpochDeliveries:
         """Return the same, with the closed passes, or all, added to `own`."""
-        # Asked once each: the garbage collector may close a pass at any moment.
-        asked = [(open_too or progress.closed, (progress, since)) for progress, since in self.passes]
-        done = [entry for is_done, entry in asked if is_done]
-        if not done:
+        # Read once each: the garbage collector may close a pass at any moment.
+        is_settled = [open_too or progress.closed for progress, _ in self.passes]
+        if not any(is_settled):
             return self
-        own = added(self.own, *(progress.account(since) for progress, since in done))
+        settled = [entry for done, entry in zip(is_settled, self.passes, strict=True) if done]
+        others = tuple(entry for done, entry in zip(is_settled, self.passes, strict=True) if not done)
+        own = added(self.own, *(progress.account(since) for progress, since in settled))
         end = next((progress.at.samples for progress, _ in reversed(self.passes) if progress.at.ended), self.end)
-        return OfEpoch(self.known, own, tuple(entry for is_done, entry in asked if not is_done), end)
-
-
-# The run
+        return EpochDeliveries(self.known, own, others, end)
 
 
 class Run:
     """The epoch and the position of a loader's passes, and its saved state."""
 
-    def __init__(self, source: Source, layout: FieldLayout, ranks: tuple[int, ...], timeout: float) -> None:
+    def __init__(
+        self, source: Source, layout: FieldLayout, ranks: tuple[int, ...], timeout: float, skip_steps: Ranges = ()
+    ) -> None:
         """Begin at epoch 0, or at the epoch of the user's own sampler.
 
         Args:
-            source: What the passes read.
+            source: The data and its order.
             layout: Of the field that says which data rank this process is.
             ranks: The global ranks of the meshes.
             timeout: Seconds to wait for the other ranks when a certificate is made.
+            skip_steps: The skipped steps of the run.
         """
-        self._source, self.ranks, self._timeout = source, ranks, timeout
+        self._source = source
+        self.ranks = ranks
+        self._timeout = timeout
+        self._skip_steps = skip_steps
         self._sampler = source.custom_sampler
         # The epoch of Paddle's own sampler is the loader's: it moves on there, as Paddle moves it, and users set it.
         self._shared = isinstance(self._sampler, paddle.io.DistributedBatchSampler)
-        self._seen = self._epoch = self._samplers_epoch() or 0
+        self._epoch = self._seen = self._samplers_epoch() or 0
         self._resumed: LoaderState | None = None
-        self.first_pass = self._epoch_set = 0
-        """Number of the first pass since a state was loaded: earlier ones are not of this run any more; and since the
-        user has chosen the epoch."""
+        """The loaded state, until a pass from it has come to its end."""
         self._newest: PassProgress | None = None
-        """The pass that is the position of the run; None: the position is where a pass that is made now begins."""
-        self._latest: PassProgress | None = None
-        """The pass that was delivered from last, or came to its end."""
+        """The newest pass that has delivered a batch or come to its end."""
+        self._steps_known = (0, 0)
+        """(epoch, steps of the run before it)."""
+        self.first_pass = 0
+        """Number of the first pass since a state was loaded: earlier ones do not move the run."""
+        self._epoch_set = 0
+        """Number of the passes when the user last chose the epoch."""
+        self.identity: Mapping[str, Any] | None = None
+        """The identity of the data, as JSON; None before the first iterator of the run."""
         indexed = source.stream is None and not source.item_is_batch
         self._place = (layout.data_rank, layout.num_data_ranks, 0) if indexed and layout.on_mesh else None
-        self._epochs: dict[int, OfEpoch] = {}
+        self._epochs: dict[int, EpochDeliveries] = {}
         self._num_steps: int | None = None
         """Steps of an epoch of a sampler that had to be drawn to its end; counted once."""
-        self.skips = Skips()
-        """What the user leaves out."""
-        self.identity: Mapping[str, Any] | None = None
-        """What the data holds; None until the first iterator of the run begins."""
         self.recorder: Recorder | None = None
         """Writes the record of the run, if the user wants one and this rank is the one that writes it."""
-        self._told: Any = None
-        """The position at which the state was saved, if the newest line of the record tells that."""
+        self._recorded: Any = None
+        """The position at which the state was saved, if the newest line of the record has it."""
 
     @property
     def plan(self) -> ShardPlan | None:
         """The order of the present epoch as this run serves it, unless the user's own sampler decides it."""
         return self._plan_from(self._present())
 
-    def _present(self) -> LoaderState:
-        """Return where the pass that is the position of the run began; if there is none, where the next one begins."""
+    def _current(self) -> PassProgress | None:
+        """Return the pass that is the position of the run; None: that is where the next pass begins."""
         newest = self._newest
-        return self.start() if newest is None or newest.epoch != self.epoch else newest.start
+        if newest is None or newest.finished or newest.epoch != self.epoch:
+            return None
+        return newest
+
+    def _present(self) -> LoaderState:
+        current = self._current()
+        return self.start() if current is None else current.start
 
     @property
     def delivered_at(self) -> float:
         """When the newest batch was handed over since a state was loaded, by `time.perf_counter`; 0.0: none was."""
-        return 0.0 if self._latest is None else self._latest.noted_at
+        return 0.0 if self._newest is None else self._newest.noted_at
+
+    # The data and the schedule
+
+    def note_identity(self, identity: Mapping[str, Any]) -> None:
+        """Set the identity of the data, when the first iterator of the run begins.
+
+        Raises:
+            StateError: It is not that of the loaded state.
+        """
+        self._compare_identity(None if self._resumed is None else self._resumed.data, identity)
+        self.identity = identity
+
+    @staticmethod
+    def _compare_identity(saved: Mapping[str, Any] | None, now: Mapping[str, Any] | None) -> None:
+        if saved is not None and now is not None and (how := differences(saved, now)):
+            raise StateError(
+                f"the data is not what it was when the state was saved: {how}. Give the loader the data of the state; "
+                f"or, to resume with this data, load_state_dict(state, override=[{DATA!r}])."
+            )
+
+    def skips(self, start: LoaderState) -> Ranges:
+        """Return the skipped steps of the epoch of a position."""
+        return steps_of_epoch(self._skip_steps, start.steps_before)
+
+    def _fingerprint(self) -> dict[str, Any]:
+        fingerprint: dict[str, Any] = self._source.batches.fingerprint()
+        if self._skip_steps:
+            fingerprint = {**fingerprint, "skip_steps": [list(skipped) for skipped in self._skip_steps]}
+        return fingerprint
+
+    def _steps_before(self, epoch: int) -> int:
+        """Return the steps of the run before an epoch."""
+        batches: Batches = self._source.batches
+        first, steps_before = self._steps_known if epoch >= self._steps_known[0] else (0, 0)
+        if epoch == first or self._source.stream is not None:
+            return steps_before
+        start = self._resumed
+        if start is not None and start.epoch == first:  # perhaps with other batch sizes
+            of_first = start.steps if start.ended else batches.known_steps(start)
+            between = [of_first, batches.steps_between(first + 1, epoch)]
+        else:
+            between = [batches.steps_between(first, epoch)]
+        known = [steps for steps in between if steps is not None]
+        if len(known) < len(between):
+            if self._skip_steps:
+                raise ArgumentError(
+                    f"skip_steps: the steps of the run before epoch {epoch} are not known, as the loader's "
+                    f"{type(self._sampler).__name__} does not tell how many steps epochs have. Serve the epochs in "
+                    "their order."
+                )
+            return steps_before
+        return steps_before + sum(known)
 
     # The epoch
 
@@ -231,14 +376,14 @@ class Run:
         if self._tell_samplers(epoch, others) == 0 and others:
             raise ArgumentError(f"set_epoch: the loader's sampler takes no {sorted(others)}.")
         loaded = self._resumed
-        if loaded and loaded.samples and not loaded.ended and self._latest is None and epoch != loaded.epoch:
+        if loaded and loaded.samples and not loaded.ended and self._newest is None and epoch != loaded.epoch:
             say_once(
                 f"set_epoch({epoch}): the loaded state stands in epoch {loaded.epoch}, after {loaded.samples} samples, "
                 f"which no loop has continued yet. Begin with set_epoch({loaded.epoch}), or leave it out, to continue."
             )
-        self._epoch, self._seen, self._epoch_set = epoch, self._samplers_epoch() or 0, next(numbers)
-        if self._newest is not None and self._newest.epoch != self._epoch:
-            self._newest = None
+        self._epoch = epoch
+        self._epoch_set = next(_numbers)
+        self._seen = self._samplers_epoch() or 0
 
     def _tell_samplers(self, epoch: int, others: Mapping[str, Any] = MappingProxyType({})) -> int:
         """Call `set_epoch` of the user's samplers; return how many have one."""
@@ -258,31 +403,38 @@ class Run:
             sampler.set_epoch(epoch, **others)
         return len(told)
 
-    def finished(self, progress: PassProgress) -> None:
-        """Move on to the next epoch, when a pass over this one has come to its end."""
+    def finished(self, progress: PassProgress, skipped_steps: int, skipped_samples: int) -> None:
+        """Move on to the next epoch, when a pass over this one has come to its end.
+
+        Args:
+            progress: Of the pass.
+            skipped_steps: Steps skipped after the last delivered batch.
+            skipped_samples: Their samples.
+        """
         if progress.number < self.first_pass:
             return
-        if self._latest is None or progress.number >= self._latest.number:
-            self._latest = progress
+        progress.end(skipped_steps, skipped_samples)
+        steps_before = progress.start.steps_before
         if progress.at.steps == 0:
             say_once(
                 "an epoch has ended without a batch: it is empty, or has less than fills one (tail='drop'). Use a "
                 "smaller batch, or tail='pad' or 'fill'."
             )
-        progress.at = replace(progress.at, ended=True)
         self._note("end", self._counted(progress.state()), ends=progress.number)
         self._source.batches.finished(progress.epoch)
         if progress.start is self._resumed:
             self._resumed = None
-        if progress.epoch == self.epoch:
+        is_current = progress.epoch == self.epoch
+        if is_current:
+            self._steps_known = (progress.epoch + 1, steps_before + progress.at.steps)
             self._epoch = progress.epoch + 1
             self._tell_samplers(self._epoch)  # as a run does that is resumed here
             if self._shared and owner_of(self._sampler) is not None:
                 self._sampler.epoch = self._epoch
             self._seen = self._samplers_epoch() or 0
-            self._newest = None
-        elif progress is self._newest:
-            self._newest = None
+        progress.finished = True
+        if self._newest is None or is_current or progress.number >= self._newest.number:
+            self._newest = progress
 
     # The position
 
@@ -294,77 +446,78 @@ class Run:
         epoch = self.epoch if epoch is None else epoch
         if self._resumed is not None and self._resumed.epoch == epoch:
             return self._resumed
-        return LoaderState(epoch=epoch)
+        return LoaderState(epoch=epoch, steps_before=self._steps_before(epoch))
 
     def begin(self, start: LoaderState) -> PassProgress:
         """Return the progress of a pass that begins at a position."""
-        source, plan, segments = self._source, self._plan_from(start), start.segments
+        source = self._source
+        plan = self._plan_from(start)
+        segments = start.segments
         if plan is not None:
             segments = plan.segments or ((0, plan.batch_size),)
         elif source.stream is not None and source.batch_size is not None:  # those of others may be of any size
             segments = start.continued(source.batch_size)
-        progress = PassProgress(start, segments, self._place, source.batches.known_steps(start))
+        known = source.batches.known_steps(start)
+        draws = source.stream is None and not source.split and source.batches.plan_of(start) is None
+        progress = PassProgress(start, segments, self._place, known, counts_draws=draws)
         self._note("pass", start, begins=progress.number)
         # Of closed passes only the sums are kept. A copy, since a signal handler may use the loader in between.
         for epoch, found in list(self._epochs.items()):
             self._epochs[epoch] = found.settled()
-        found = self._epochs.get(start.epoch, OfEpoch())
+        found = self._epochs.get(start.epoch, EpochDeliveries())
         self._epochs[start.epoch] = found._replace(passes=(*found.passes, (progress, progress.at)))
         return progress
 
     def delivered(self, progress: PassProgress, step: Step, ids: Ids, lost: int) -> None:
-        """Note that a pass has delivered a batch.
+        """Count a delivered batch of a pass.
 
         Args:
             progress: Of the pass.
             step: The step of the batch.
             ids: The samples in this process's slice of it.
-            lost: How many more could not be read.
+            lost: Number of samples of the slice that could not be read.
         """
-        before = self._newest
-        if progress.number >= self.first_pass and (before is None or progress.number > before.number):
-            # Only now is the one before closed: `batches = iter(loader)` lets go of it after the next one has begun.
-            left = before if before is not None and before.closed and before.number > self._epoch_set else None
-            if left is not None and left.epoch == step.epoch and left.at.steps > progress.start.steps:
+        newest = self._newest
+        if progress.number >= self.first_pass and (newest is None or progress.number > newest.number):
+            # Only now is the one before closed: `batches = iter(loader)` lets go of it after the next has begun.
+            if newest is not None and newest.number > self._epoch_set and self._is_begun_again(newest, progress):
                 say_once(
                     "a loop over this loader was left before its end, and the next one begins the same epoch again. "
                     "Call loader.set_epoch(the next) before it; or keep the iterator, batches = iter(loader), to "
                     "continue it."
                 )
-            self._newest = self._latest = progress
-        progress.deliver(step, ids, lost, drawn=not self._source.split)
+            self._newest = progress
+        progress.deliver(step, ids, lost)
 
-    def _of_epoch(self, epoch: int) -> OfEpoch:
+    def _is_begun_again(self, before: PassProgress, progress: PassProgress) -> bool:
+        was_left = before.closed and not before.finished
+        return was_left and before.epoch == progress.epoch and before.at.steps > progress.start.steps
+
+    def _of_epoch(self, epoch: int) -> EpochDeliveries:
         """Return what this process knows of the deliveries of an epoch, with all passes added up."""
-        return self._epochs.get(epoch, OfEpoch()).settled(open_too=True)
+        return self._epochs.get(epoch, EpochDeliveries()).settled(open_too=True)
 
     def num_batches(self) -> int:
         """Return how many batches a pass over the whole present epoch delivers."""
-        plan, found = self.plan, self.num_steps_or_none(self._present())
+        found = self.num_steps_or_none(self._present())
         if found is None:
             found = self._num_steps = len(self._source.batches)
-        return found if plan is None else found - num_steps_left_out(plan, self.epoch, self.skips)
+        return found - num_skipped(found, self.skips(self._present()))
 
     def num_steps_or_none(self, start: LoaderState) -> int | None:
         """Return the steps of the whole epoch of a position, if a sampler need not be drawn to its end for it."""
         known: int | None = self._source.batches.known_steps(start)
         return self._num_steps if known is None else known
 
-    @property
-    def history(self) -> History:
-        """What was changed in the run: the order, and what is left out."""
-        history: History = self._source.batches.history
-        return replace(history, skips=self.skips)
-
     def state(self) -> LoaderState:
         """Return the position of the run."""
-        batches, newest = self._source.batches, self._newest
-        state = self.start() if newest is None else newest.state()
-        if newest is None and state.sampler is None:
-            state = replace(state, sampler=batches.snapshot())
-        state = replace(self._counted(state), fingerprint=batches.fingerprint(), history=self.history)
+        current = self._current()
+        state = self.start() if current is None else current.state()
+        if current is None and state.sampler is None:
+            state = replace(state, sampler=self._source.batches.snapshot())
         known = None if self._resumed is None else self._resumed.data
-        return replace(state, data=known if self.identity is None else self.identity)
+        data = known if self.identity is None else self.identity
+        return replace(self._counted(state), fingerprint=self._fingerprint(), data=data)
 
     def _counted(self, state: LoaderState) -> LoaderState:
         """Return a position with all that this process knows of the deliveries of its epoch."""
@@ -374,10 +527,10 @@ class Run:
     def save(self) -> dict[str, Any]:
         """Return the position of the run as the user saves it."""
         state = self.state()
-        told = state.epoch, state.samples, state.steps, state.ended, state.history
-        if self._told != told:
+        told = state.epoch, state.samples, state.steps, state.ended
+        if self._recorded != told:
             self._note("checkpoint", state)
-            self._told = told
+            self._recorded = told
         return state.to_dict()
 
     def _note(self, kind: str, state: LoaderState | None = None, **facts: Any) -> None:
@@ -390,10 +543,10 @@ class Run:
         """
         if self.recorder is None:
             return
-        history, self._told = self.history, None
+        self._recorded = None
         if state is not None:
             facts |= position(state)
-        self.recorder.note(kind, history.to_json(), **{"passes": self._reached(), **facts})
+        self.recorder.note(kind, **{"passes": self._reached(), **facts})
 
     def _reached(self) -> list[tuple[int, int, int]]:
         """Return (number, steps, samples) of the passes that are not settled."""
@@ -407,14 +560,12 @@ class Run:
     def resume_from(self, state: Mapping[str, Any], override: Collection[str]) -> None:
         """Move the run to a saved position."""
         batches = self._source.batches
-        resumed = LoaderState.from_dict(state, batches.fingerprint(), override, batches.explained)
-        reached = self._reached()
+        resumed = LoaderState.from_dict(state, self._fingerprint(), override, batches.explained)
         batches.resume(resumed)
-        if unlike := batches.unlike_before(resumed):
-            say_once(unlike)
-        then, now = resumed.fingerprint, batches.fingerprint()
-        # Of data that has grown, and of other weights, the epoch that was begun is continued.
-        others = [name for name in override if name not in _CONTINUED and then.get(name) != now.get(name)]
+        reached = self._reached()
+        then = resumed.fingerprint
+        now = self._fingerprint()
+        others = [name for name in override if name not in _SAME_ORDER and then.get(name) != now.get(name)]
         if resumed.samples and not resumed.ended and others:
             what = "stream" if "stream" in others else "order"
             why = batches.explained(then.get("stream")) or f"the {what} is not that of the state"
@@ -425,106 +576,33 @@ class Run:
                 "are lost, and others are delivered twice; later epochs are whole. A state from the end of an epoch "
                 "does not have this."
             )
-        self.skips = self.skips.joined(resumed.history.skips.stretches, resumed.history.skips.samples)
         self._compare_identity(resumed.data, self.identity)
         self._resumed = resumed
+        self._steps_known = (resumed.epoch, resumed.steps_before)
         if self._place is not None:
             self._place = (*self._place[:2], resumed.samples)
-        self._epochs = {resumed.epoch: OfEpoch(resumed.certificate, end=resumed.samples if resumed.ended else None)}
-        self._newest = self._latest = None
-        self.first_pass = next(numbers)
+        end = resumed.samples if resumed.ended else None
+        self._epochs = {resumed.epoch: EpochDeliveries(resumed.certificate, end=end)}
+        self._newest = None
+        self.first_pass = next(_numbers)
         self.set_epoch(resumed.epoch, {})
-        self._note("resume", resumed, was=resumed.history.to_json(), override=sorted(override), passes=reached)
+        self._note("resume", resumed, override=sorted(override), passes=reached)
 
-    # What the data holds
-
-    def note_identity(self, identity: Mapping[str, Any]) -> None:
-        """Note what the data holds, when the first iterator of the run begins.
-
-        Raises:
-            StateError: It is not what a loaded state knows of it.
-        """
-        self._compare_identity(None if self._resumed is None else self._resumed.data, identity)
-        self.identity = identity
-
-    @staticmethod
-    def _compare_identity(saved: Mapping[str, Any] | None, now: Mapping[str, Any] | None) -> None:
-        if saved is not None and now is not None and (differ := differences(saved, now)):
-            raise StateError(
-                f"the data is not what it was when the state was saved: {differ}. Give the loader the data of the "
-                f"state; or, to resume with this data, load_state_dict(state, override=[{DATA!r}])."
-            )
-
-    # What is delivered
+    # Deliveries
 
     def _plan_from(self, start: LoaderState) -> ShardPlan | None:
         # An item that is a whole batch is none of the samples that a plan tells users about.
         return None if self._source.item_is_batch else self._source.batches.plan_of(start)
 
-    def _mixing(self, plan: ShardPlan | None, what: str) -> Mixing:
-        """Return the order of a mixture; refuse other data sets."""
-        if plan is None or not isinstance(plan.ordering, Mixing):
-            raise ArgumentError(f"{what} is for a loader over a paddle_shard.Mixture, with its own order.")
-        return plan.ordering
-
-    def set_weights(self, weights: Any, at: int | None) -> int:
-        """Switch to other weights of a mixture; collective.
-
-        Args:
-            weights: Name -> weight of each source, the same on all ranks.
-            at: The position of the run; None: the first one that no rank has requested.
-
-        Returns:
-            The position of the run.
-
-        Raises:
-            ArgumentError: The weights do not fit the sources, are not the same on all ranks, or the position was
-                requested already; on all ranks.
-        """
-        batches = self._source.batches
-        mixing = self._mixing(self._plan_from(LoaderState()), "set_weights()")
-        position = self.state()
-        if at is not None:
-            at = check_count("at", at, 0, MAX_DRAWS)
-        parts = list(integer_weights(mixing.names, weights, mixing.segments[-1].lengths))
-        after = f"step {position.steps} of epoch {position.epoch}"
-        said = {"parts": parts, "drawn": batches.drawn, "after": after, "at": at}
-        found = gathered(said, self.ranks, self._timeout, "set_weights()")
-        for rank, one in zip(self.ranks, found, strict=True):
-            if one["parts"] != found[0]["parts"]:
-                raise ArgumentError(
-                    f"set_weights(): the weights must be the same on all ranks, got {found[0]['parts']} (in parts of "
-                    f"the sum) on global rank {self.ranks[0]} and {one['parts']} on global rank {rank}."
-                )
-            if one["after"] != found[0]["after"]:
-                raise ArgumentError(
-                    f"set_weights(): called before {found[0]['after']} on global rank {self.ranks[0]}, and before "
-                    f"{one['after']} on global rank {rank}. Call it on all ranks at the same step."
-                )
-            if one["at"] != found[0]["at"]:
-                raise ArgumentError(
-                    f"set_weights(): at is {found[0]['at']} on global rank {self.ranks[0]}, and {one['at']} on global "
-                    f"rank {rank}. Give the same on all ranks."
-                )
-        drawn = max(int(one["drawn"]) for one in found)
-        if at is not None and at < drawn:
-            raise ArgumentError(
-                f"set_weights(): at={at}, but a rank has requested the samples of the run up to {drawn} already. Give "
-                f"at={drawn} or later, call it earlier, or leave at out."
-            )
-        at = drawn if at is None else at
-        batches.set_weights(at, tuple(found[0]["parts"]))
-        self._note("weights", at=at, weights=dict(zip(mixing.names, found[0]["parts"], strict=True)))
-        return at
-
     def sources(self) -> Mapping[str, Drawn]:
         """Return what was drawn of each source of a mixture, up to the last batch that was delivered."""
-        last = self._newest or self._latest
-        start, at = (self.start(), self.start()) if last is None else (last.start, last.at)
+        newest = self._newest
+        start = self.start() if newest is None else newest.start
+        samples = start.samples if newest is None else newest.at.samples
         plan = self._plan_from(start)
-        mixing = self._mixing(plan, "sources()")
-        assert plan is not None
-        return drawn_of(mixing, mixing.first_position(start.epoch, plan.num_samples) + at.samples)
+        if plan is None or not isinstance(plan.ordering, Mixing):
+            raise ArgumentError("sources() is for a loader over a paddle_shard.Mixture, with its own order.")
+        return drawn_of(plan.ordering, plan.ordering.first_position(start.epoch, plan.num_samples) + samples)
 
     def _no_index(self) -> str | None:
         """Return why samples have no number of their own that all ranks know; None if they have one."""
@@ -546,44 +624,25 @@ class Run:
     def where(self, sample: Any, epoch: int | None) -> Where | list[Where] | None:
         """Return where a sample is delivered."""
         epoch = self.epoch if epoch is None else epoch
-        done = self._newest or (self._latest if epoch != self.epoch else None)
-        # As the epoch was, is, or would be served.
-        plan = self._plan_from(done.start if done is not None and done.epoch == epoch else self.start(epoch))
+        newest = self._newest
+        if newest is not None and newest.epoch == epoch and (epoch != self.epoch or not newest.finished):
+            start = newest.start  # as the epoch was, or is, served
+        else:
+            start = self.start(epoch)
+        plan = self._plan_from(start)
         if plan is None:
             raise ArgumentError(f"where() cannot be asked: the order is that of {self.no_order()}.")
-        return places_of(plan, epoch, sample, self.skips, self._source.batches.deal)
-
-    def skip(self, steps: Iterable[int], samples: Iterable[Any], epoch: int | None) -> None:
-        """Leave out steps and samples, in passes that begin from now on."""
-        if (why := self._no_index()) is not None and not self._source.item_is_batch:
-            raise ArgumentError(f"skip() needs samples that have a number: this is {why}.")
-        if self._newest is not None and not self._newest.closed:
-            raise ArgumentError(
-                "skip(): an iterator of the loader is open, which has read ahead. Close it, or load a state: what is "
-                "left out holds for iterators that are made afterwards."
-            )
-        epoch = check_count("epoch", self.epoch if epoch is None else epoch, 0)
-        start, left = self.start(epoch), self._newest
-        if left is not None and left.epoch == epoch and left.at.steps > start.steps:
-            raise ArgumentError(
-                f"skip(): a loop over epoch {epoch} was left at step {left.at.steps}, and the next one would begin the "
-                "epoch again. Load a state first (loader.load_state_dict(loader.state_dict()) continues it), or choose "
-                "another epoch."
-            )
-        plan = self._plan_from(start)
-        stretches = list(stretches_of(steps, start, plan, self._source, self.num_steps_or_none(start)))
-        now, length = self.start(), 0 if plan is None else self._source.batches.plan.num_samples
-        found = [(one, now.epoch, now.samples) for one in numbers_of(samples, plan, length)]
-        self.skips = self.skips.joined(stretches, found)
-        self._note("skip", stretches=stretches, num_samples=len(found))
+        return places_of(plan, epoch, sample, self.skips(start), self._source.batches.deal)
 
     def certificate(self) -> Certificate:
         """Return what all ranks have delivered of the epoch in which this run was last; collective."""
         if (why := self._no_index()) is not None:
             raise ArgumentError(f"certificate() cannot tell how often a sample should be delivered: this is {why}.")
-        last = self._latest or self._resumed
+        newest = self._newest
+        last = newest or self._resumed
         epoch = self.epoch if last is None else last.epoch
-        plan = self._plan_from(self.start(epoch) if self._latest is None else self._latest.start)
+        start = self.start(epoch) if newest is None else newest.start
+        plan = self._plan_from(start)
         # That of the epoch in which the run stands as well, for a state that is saved now.
         of_epochs = {one: self._of_epoch(one) for one in sorted({epoch, self.state().epoch})}
         # A rank that has delivered nothing says so: its replicas must have delivered nothing, too.
@@ -597,11 +656,11 @@ class Run:
         end, drawn_by = of_epochs[epoch].end, f"the loader's {type(self._sampler).__name__}"
         if (length := self._source.batches.fingerprint().get("num_samples")) is not None:
             drawn_by += f" over a data set of {length}"  # it may have drawn a part of it only
-        found = certify(accounts[epoch], epoch, plan, self.skips, end, drawn_by)
+        found = certify(accounts[epoch], epoch, plan, self.skips(start), end, drawn_by)
         for one in accounts:  # what all ranks have delivered replaces what this one has
-            of_one = self._epochs.get(one, OfEpoch())
-            passes = tuple((progress, progress.at) for progress, _ in of_one.passes)
-            self._epochs[one] = OfEpoch(merged(accounts[one])[0], passes=passes, end=of_one.end)
+            of_one = self._epochs.get(one, EpochDeliveries())
+            passes = tuple((progress, progress.fold()) for progress, _ in of_one.passes)
+            self._epochs[one] = EpochDeliveries(merged(accounts[one])[0], passes=passes, end=of_one.end)
         if last is not None:
             self._note("certificate", self._counted(last if isinstance(last, LoaderState) else last.state()))
         return found

@@ -65,7 +65,7 @@ class Batch:
     num_valid: int = 0
     """Rows of this process that are real."""
     num_skipped: int = 0
-    """Rows of this process that the order serves, and whose sample could not be read, or was left out."""
+    """Rows of this process that the order serves, and whose sample could not be read."""
     delivered_ids: tuple[Ids, int] = ((), 0)
     """The samples of this process's slice without padding, and how many more could not be read; see `own_ids`."""
     exhausted: bool = False
@@ -107,7 +107,7 @@ class Batch:
     def count(self) -> None:
         """Count its rows."""
         self.num_valid = self.num_rows
-        self.num_skipped = self.step.left_out
+        self.num_skipped = 0
         if self.real is not None or self.skipped is not None:
             self.num_valid = int(np.count_nonzero(self.valid()))
             self.num_skipped += int(np.count_nonzero(self.served())) - self.num_valid

@@ -15,7 +15,7 @@ from paddle_shard.errors import ArgumentError, ArgumentTypeError
 from paddle_shard.plan.state import LoaderState
 from paddle_shard.record.lines import FORMAT, append
 
-_ELSEWHERE = ("fingerprint", "history", "sampler", "data", "checksum")
+_ELSEWHERE = ("fingerprint", "sampler", "data", "checksum")
 """Of a state, what other lines have, or what is not needed to tell what was delivered."""
 _BEGINNING = b'{"after": ""'
 _WAY_OUT = "Give a file in a folder that exists, on a disk with space, or leave record out."
@@ -44,7 +44,7 @@ class Recorder:
         if not isinstance(path, str | os.PathLike):
             raise ArgumentTypeError(f"record must be the path of a file, got {type(path).__name__}: {path!r}.")
         self.path, self._pending, self._busy, self._over = os.path.abspath(path), deque[dict[str, Any]](), False, False
-        self._job, self._history = "", None
+        self._job = ""
         try:
             if os.path.isfile(path):
                 with open(path, "rb") as file:
@@ -70,16 +70,13 @@ class Recorder:
                     *(self.path, name, before[name], now.get(name)),
                 )
 
-    def note(self, kind: str, history: Any, **facts: Any) -> None:
+    def note(self, kind: str, **facts: Any) -> None:
         """Write a line; if that is impossible, say so once and write no more.
 
         Args:
             kind: What has happened.
-            history: What was changed in the run so far. It is written if it is not that of the line before.
             facts: What is to be told: JSON-able.
         """
-        if history != self._history:
-            facts["history"] = self._history = history
         self._pending.append({"line": kind, **facts})
         if self._busy:  # a signal's handler saves the state while a line is written: who writes it takes this one, too
             return

@@ -18,7 +18,7 @@ from paddle_shard.errors import ArgumentError, ArgumentTypeError, PaddleShardErr
 from paddle_shard.plan.partition import check_batch_size
 from paddle_shard.plan.seeding import derive_seed
 from paddle_shard.plan.state import LoaderState
-from paddle_shard.plan.step import Deal, GlobalBatch, Step, as_ids
+from paddle_shard.plan.step import Deal, GlobalBatch, as_ids
 from paddle_shard.plan.tails import Tail
 from paddle_shard.randomness import Generator, PrivateRandomness
 from paddle_shard.samplers.plan_batches import IndexBatches
@@ -202,14 +202,14 @@ class UserBatches(IndexBatches):
             # Perhaps in another size from here on.
             steps += start.steps - -(-start.samples // self.nominal_size)
         batches = self._batches(draw, start)
-        for found, last in seen_ahead(batches, lambda one: steps is not None and one.step.number + 1 >= steps):
+        for found, last in seen_ahead(batches, lambda one: steps is not None and one.number + 1 >= steps):
             if not last:
                 yield found
                 continue
-            state = found.step.sampler_state
+            state = found.sampler_state
             if draw.epoch in self._ends:  # a state that is saved here knows where the next epoch begins
                 state = {**state, "end": self._ends[draw.epoch]}
-            yield found._replace(step=replace(found.step, last=True, sampler_state=state))
+            yield found._replace(last=True, sampler_state=state)
 
     def _batches(self, draw: Draw, start: LoaderState) -> Iterator[GlobalBatch]:
         """Yield the batches of a pass, the last one with the tail; none is marked as the last."""
@@ -231,7 +231,7 @@ class UserBatches(IndexBatches):
                 self._check_size(batch, number)
             if padding is None:
                 break
-            yield self._global(draw.epoch, number, batch, padding, draw.noted(batch, state))
+            yield self._global(number, batch, padding, draw.noted(batch, state))
             number += 1
         if not start.samples and not draw.head:
             raise ArgumentError(
@@ -304,16 +304,18 @@ class UserBatches(IndexBatches):
             )
         return [head[i % len(head)] for i in range(num_rows - len(batch))]
 
-    def _global(
-        self, epoch: int, number: int, batch: list[Any], padding: list[Any], noted: dict[str, Any]
-    ) -> GlobalBatch:
+    def _global(self, number: int, batch: list[Any], padding: list[Any], noted: dict[str, Any]) -> GlobalBatch:
         indices, num_real = batch + padding, len(batch)
         size, micro_size = len(indices), len(indices) // self.accumulation
-        step = Step(epoch=epoch, number=number, num_rows=size, micro_size=micro_size, num_real=num_real, last=False)
         return GlobalBatch(
-            replace(step, **noted),
-            lambda rows: [indices[row] for row in (rows if isinstance(rows, range) else rows.tolist())],
-            (lambda rows: rows < num_real) if padding else None,
+            number=number,
+            num_rows=size,
+            micro_size=micro_size,
+            num_real=num_real,
+            take=lambda rows: [indices[row] for row in (rows if isinstance(rows, range) else rows.tolist())],
+            valid=(lambda rows: rows < num_real) if padding else None,
+            last=False,
+            **noted,
         )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -12,7 +11,7 @@ from paddle_shard.errors import ArgumentError, ArgumentTypeError
 from paddle_shard.plan.mixture import MAX_DRAWS, MAX_LENGTH, MAX_SOURCES, Mixing, is_sample_id, source_and_index
 from paddle_shard.plan.order import Ordering
 from paddle_shard.plan.orders import Sequential, Shuffled
-from paddle_shard.plan.weights import Segment, integer_weights, num_positions_to_read
+from paddle_shard.plan.weights import num_positions_to_read, schedule_of
 from paddle_shard.sources.arrays import NO_REPEAT, check_indexed
 from paddle_shard.sources.packed import Packed
 
@@ -48,13 +47,13 @@ class Mixture:
         """Take note of the sources; nothing is read but their lengths.
 
         Args:
-            sources: Name -> data set with `__len__` and `__getitem__`, at most 4096 of them. None with the weight 0:
-                a source that a resumed run has drawn from, and that is gone.
+            sources: Name -> data set with `__len__` and `__getitem__`, at most 4096 of them.
             weights: Name -> a number >= 0; they need not sum to 1. A number like 0.7 is taken as 7/10. Shares that need
                 a period of more than 2^20 samples are rounded, by less than 2^-20 each; a smaller one is still drawn
                 once in 2^20, which the largest pay for. Weights that change are a list such as
-                `[(0, {...}), (1_000_000, {...})]`: from which sample of the run each holds. None: the lengths of the
-                sources.
+                `[(0, {...}), (1_000_000, {...})]`: from which sample of the run each holds. A source without a weight
+                has the weight 0, so a source may join later. A resumed run may have a longer list, with entries behind
+                its position. None: the lengths of the sources.
             num_samples: Samples of an epoch. None: `stop` decides. It is not an end: the next epoch of the mixture goes
                 on where the sources are.
             stop: "first": an epoch ends when the share of the first source has reached its length; that source has
@@ -82,7 +81,9 @@ class Mixture:
         if stop not in STOPS:
             raise ArgumentError(f"Mixture: stop must be {' or '.join(map(repr, STOPS))}, got {stop!r}.")
         _check_rows(self.sources)
-        self.segments = _schedule(self._names, lengths, weights)
+        if weights is None:
+            weights = dict(zip(self._names, lengths, strict=True))
+        self.segments = schedule_of("Mixture", self._names, weights, lengths)
         """The stretches of the run with the same weights."""
         found = num_samples if num_samples is not None else num_positions_to_read(self.segments, every=stop == "all")
         if found is None:
@@ -111,11 +112,6 @@ class Mixture:
             index: Its id in a loader's order, or a position of the first epoch.
         """
         name, at = self.sample_name(index)
-        if self.sources[name] is None:
-            raise ArgumentError(
-                f"source {name!r} is gone (it is None), and this sample was drawn from it before. Serve the epochs "
-                "from the resumed one on, or give the source back."
-            )
         return self.sources[name][at]
 
     def sample_name(self, index: int) -> tuple[str, int]:
@@ -182,8 +178,6 @@ def _check_rows(sources: Mapping[str, Any]) -> None:
 
 
 def _length(name: str, source: Any) -> int:
-    if source is None:
-        return 0
     streams = "Streams are mixed by paddle_shard.Stream.mixture."
     check_indexed(f"Mixture: source {name!r}", source, streams)
     try:
@@ -196,25 +190,3 @@ def _length(name: str, source: Any) -> int:
         way_out = f"It is repeated without an end? {NO_REPEAT}" if length else "Leave an empty source out."
         raise ArgumentError(f"Mixture: source {name!r} must have 1 to 2^40 samples, got {length}. {way_out}")
     return length
-
-
-def _schedule(names: tuple[str, ...], lengths: tuple[int, ...], weights: Any) -> tuple[Segment, ...]:
-    """Return the stretches of the run, each with its weights."""
-    if weights is None:
-        weights = dict(zip(names, lengths, strict=True))
-    if isinstance(weights, Mapping):
-        return (Segment(0, integer_weights(names, weights, lengths), lengths),)
-    fine = isinstance(weights, Sequence) and all(
-        isinstance(entry, tuple | list) and len(entry) == 2 and isinstance(entry[0], int | np.integer)
-        for entry in weights
-    )
-    if not fine or isinstance(weights, str):
-        raise ArgumentTypeError(
-            "Mixture: weights must be a dict, or a list of (first sample of the run, dict) for weights that change, "
-            f"got {weights!r}."
-        )
-    firsts = [int(first) for first, _ in weights]
-    if not firsts or firsts[0] != 0 or any(one >= other for one, other in pairwise(firsts)):
-        raise ArgumentError(f"Mixture: weights that change must begin at sample 0 and ascend, got {firsts}.")
-    parts = [integer_weights(names, found, lengths) for _, found in weights]
-    return tuple(Segment(first, each, lengths) for first, each in zip(firsts, parts, strict=True))

@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from itertools import count
 from typing import Any
 
 import numpy as np
 
+from paddle_shard.plan.mixture import Draws
 from paddle_shard.plan.parts import nothing_to_repeat
 from paddle_shard.plan.seeding import derive_seed
-from paddle_shard.plan.weights import chairman
+from paddle_shard.plan.weights import Segment
 from paddle_shard.say_once import say_once
 from paddle_shard.stages.cut import FAILED_AT
 from paddle_shard.stages.stage import Opening, Stage
@@ -20,6 +22,14 @@ from paddle_shard.stages.steps import in_rounds
 
 _BLOCK = 4096
 """Positions of which the sources are computed at once."""
+_NEVER = 1 << 62
+"""Position of the end of a source that is not drawn to its end."""
+
+
+@lru_cache(maxsize=16)
+def _draws_of(segments: tuple[Segment, ...], num_parts: int) -> Draws:
+    firsts = {-(-segment.first // num_parts): segment for segment in segments}  # the last of those that begin alike
+    return Draws(tuple(segment._replace(first=first) for first, segment in firsts.items()))
 
 
 class Mix(Stage):
@@ -29,18 +39,20 @@ class Mix(Stage):
     where it would open the first stream again; with stop="all", where it would open the last one again.
     """
 
-    def __init__(self, stages: Mapping[str, Stage], weights: Sequence[int], stop: str) -> None:
+    def __init__(self, stages: Mapping[str, Stage], segments: Sequence[Segment], stop: str) -> None:
         """Set up the stage.
 
         Args:
             stages: The streams, by name; each can open a part, or is cut.
-            weights: The integer weight of each.
+            segments: The integer weight of each, by the first sample of the epoch.
             stop: "first" or "all".
         """
-        self._stages = {name: stages[name] for name, part in zip(stages, weights, strict=True) if part}
+        drawn = [number for number in range(len(stages)) if any(segment.parts[number] for segment in segments)]
+        self._stages = {name: stage for number, (name, stage) in enumerate(stages.items()) if number in drawn}
         self._names = list(self._stages)
-        self._parts = tuple(part for part in weights if part)
-        self._chairman = chairman(self._parts)
+        self._segments = tuple(
+            Segment(first, tuple(parts[number] for number in drawn), (1,) * len(drawn)) for first, parts, _ in segments
+        )
         self._every = stop == "all"
         # No end comes: of any source, or with "first" of every one.
         self.endless = (any if self._every else all)(stage.endless for stage in self._stages.values())
@@ -52,9 +64,14 @@ class Mix(Stage):
     cuts = True
     """Each stream can open a part."""
 
+    def _draws(self, opening: Opening) -> Draws:
+        """Return the draws of a part: each part has its share of a segment's samples."""
+        return _draws_of(self._segments, opening.num_parts)
+
     def open(self, opening: Opening) -> list[Iterator[Any]]:
         """Return the samples of each part."""
-        counts = self._chairman.counts(opening.skip).tolist()
+        draws = self._draws(opening)
+        counts = draws.counts(opening.skip).tolist()
         opened = []
         for (name, stage), drawn in zip(self._stages.items(), counts, strict=True):
             back = int(drawn > 0)  # the draw before tells whether the source has been opened again by now
@@ -63,21 +80,23 @@ class Mix(Stage):
         mixed = []
         for at, part in enumerate(opening.parts):
             tells = part == 0 and not self._every  # where one source ends, others may not have come to their end
-            mixed.append(self._mixed([(back, parts[at]) for back, parts in opened], opening.skip, tells=tells))
+            mixed.append(self._mixed([(back, parts[at]) for back, parts in opened], opening.skip, draws, tells=tells))
         return mixed
 
     def _opening(self, opening: Opening, name: str) -> Opening:
         """Return the opening of a source, which has random numbers of its own."""
         return replace(opening, seed=derive_seed("source", name, opening.seed), seen=None)
 
-    def _mixed(self, sources: list[tuple[int, Iterator[tuple[int, Any]]]], skip: int, *, tells: bool) -> Iterator[Any]:
+    def _mixed(
+        self, sources: list[tuple[int, Iterator[tuple[int, Any]]]], skip: int, draws: Draws, *, tells: bool
+    ) -> Iterator[Any]:
         ended = {at for at, (back, items) in enumerate(sources) if back and next(items)[0]}
         ends_at = len(sources) if self._every else 1
         if len(ended) >= ends_at:  # it ended before this position
             return
         items_of = [items for _, items in sources]
         for first in count(skip, _BLOCK):
-            for position, at in enumerate(self._chairman.at(np.arange(first, first + _BLOCK))[0].tolist(), first):
+            for position, at in enumerate(draws.at(np.arange(first, first + _BLOCK))[0].tolist(), first):
                 try:
                     number, item = next(items_of[at])
                 except StopIteration:
@@ -90,7 +109,7 @@ class Mix(Stage):
                     ended.add(at)
                     if len(ended) >= ends_at:
                         if tells:
-                            self._say_what_is_left(items_of, self._chairman.counts(position).tolist(), ended)
+                            self._say_what_is_left(items_of, draws.counts(position).tolist(), ended)
                         return
                 yield item
 
@@ -118,6 +137,7 @@ class Mix(Stage):
         if self.endless:
             return None
         ends = []
+        draws = self._draws(opening)
         for at, (name, stage) in enumerate(self._stages.items()):
             found = [] if stage.endless else stage.lengths(self._opening(opening, name))
             if found is None:
@@ -125,14 +145,16 @@ class Mix(Stage):
             if 0 in found:
                 raise nothing_to_repeat(opening.parts[found.index(0)], opening.num_parts, name)
             if found:
-                ends.append(self._chairman.inverse(np.full(len(found), at, np.int64), np.array(found, np.int64)))
-        return list((np.max if self._every else np.min)(np.array(ends), axis=0).tolist())
+                positions = draws.positions(at, np.array(found, np.int64))
+                ends.append(np.where(positions < 0, _NEVER, positions))
+        lengths = (np.max if self._every else np.min)(np.array(ends), axis=0)
+        return None if (lengths == _NEVER).any() else list(lengths.tolist())
 
     def origin(self, opening: Opening, part: int, number: int) -> str | None:
         """Return the source of a sample, and its place in a file if that is known."""
-        sources, draws = self._chairman.at(np.array([number], np.int64))
+        sources, numbers = self._draws(opening).at(np.array([number], np.int64))
         name = self._names[int(sources[0])]
-        found = self._stages[name].origin(self._opening(opening, name), part, int(draws[0]))
+        found = self._stages[name].origin(self._opening(opening, name), part, int(numbers[0]))
         return f"source {name!r}" + ("" if found is None else f", {found}")
 
     @property
@@ -156,8 +178,10 @@ class Mix(Stage):
 
     def fingerprint(self) -> list[Any]:
         """Return the names, weights and fingerprints of the sources."""
+        parts = zip(*(segment.parts for segment in self._segments), strict=True)
         sources = [
-            [name, part, stage.fingerprint()]
-            for (name, stage), part in zip(self._stages.items(), self._parts, strict=True)
+            [name, list(of_source), stage.fingerprint()]
+            for (name, stage), of_source in zip(self._stages.items(), parts, strict=True)
         ]
-        return [["mixture", "all" if self._every else "first", sources]]
+        firsts = [segment.first for segment in self._segments]
+        return [["mixture", "all" if self._every else "first", firsts, sources]]

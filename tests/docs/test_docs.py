@@ -119,8 +119,7 @@ def test_options_that_a_page_mentions_exist(page):
     classes = paddle_shard.Mixture, paddle_shard.Packed, paddle_shard.BucketBatchSampler, paddle_shard.SequenceSplit
     classes = *classes, paddle_shard.Checkpoints, paddle_shard.TrainerCallback
     classes += paddle_shard.ExternalLoader, paddle_shard.RayReaders
-    calls = paddle_shard.ShardDataloader.set_weights, paddle_shard.ShardDataloader.skip
-    for takes in (paddle_shard.shard_dataloader, paddle_shard.patch_paddle, serve_metrics, *calls, *classes):
+    for takes in (paddle_shard.shard_dataloader, paddle_shard.patch_paddle, serve_metrics, *classes):
         known |= set(inspect.signature(takes).parameters)
     mentioned = {name for code in code_in(page) for name in re.findall(r"(?<![\w.\-/])([a-z]\w*)=", code)}
 

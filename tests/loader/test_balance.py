@@ -142,8 +142,8 @@ def test_the_certificate_is_exact_and_the_imbalance_is_counted():
 
 
 def test_a_mixture_has_costs_by_a_function_of_ids():
-    sources = {"web": Made(length=20), "code": Made(lambda i: np.array(100 + i), 9), "gone": None}
-    mixture = Mixture(sources, {"web": 2, "code": 1, "gone": 0}, num_samples=30)
+    sources = {"web": Made(length=20), "code": Made(lambda i: np.array(100 + i), 9)}
+    mixture = Mixture(sources, {"web": 2, "code": 1}, num_samples=30)
     web, code = COSTS[:20], COSTS[20:29]
 
     def balance(ids):

@@ -156,7 +156,8 @@ def differ():
         "stream": lambda: csv(True, num_batches=2 if second else 3),
         "on_error": lambda: sharded(Numbers(48), on_error="skip" if second else "raise"),
         "balance": lambda: sharded(Numbers(48), balance=np.arange(48) % (5 if second else 7)),
-        "skip": lambda: skipping([second]),
+        "skip": lambda: sharded(Numbers(48), skip_steps=[(int(second), 2)]),
+        "weights": lambda: mixture([(0, {"a": 1}), (16, {"a": 1, "b": 1 + second})]),
         "batch size by schedule": lambda: sharded(Numbers(48), batch_size=[(0, 8), (16, 4 if second else 12)]),
     }
     return {name: steps_of(make()) for name, make in made.items()}
@@ -187,10 +188,8 @@ def not_made():
     return {**found, "later": steps_of(sharded(Numbers(16)))}
 
 
-def skipping(samples):
-    loader = sharded(Numbers(48))
-    loader.skip(samples=map(int, samples))
-    return loader
+def mixture(weights):
+    return sharded(paddle_shard.Mixture({"a": Numbers(48), "b": Numbers(48)}, weights, num_samples=48))
 
 
 class Whole(paddle.io.IterableDataset):

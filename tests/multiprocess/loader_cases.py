@@ -66,10 +66,8 @@ def cases(num_ranks):
         def without(ids=ids, names=names, workers=2):
             given = paddle.io.DataLoader(Mixed(), batch_size=8, num_workers=workers, shuffle=True)
             mesh = dist.ProcessMesh(ids, dim_names=names)
-            costs = {"balance": lambda ids: ids**2}
-            loader = paddle_shard.shard_dataloader(given, mesh, shard_dims="dp", replicas="leader", **costs)
-            loader.skip(steps=[1], samples=[3, 4, 5])
-            return loader
+            options = {"balance": lambda ids: ids**2, "skip_steps": [(1, 2), (5, 8)], "replicas": "leader"}
+            return paddle_shard.shard_dataloader(given, mesh, shard_dims="dp", **options)
 
         made[f"{names} {ids} skip"] = without
     return made

@@ -139,10 +139,8 @@ def test_ranks_of_which_one_could_not_make_its_loader_can_go_on_with_another(of_
         ("stream", "num_batches: 3 on global rank 0, 2 on global rank 1"),
         ("on_error", "on_error: raise on global rank 0, skip on global rank 1"),
         ("balance", "balance: [48] "),
-        (
-            "skip",
-            "skip(samples=): 0 (from position 0 of epoch 0) on global rank 0, 1 (from position 0 of epoch 0) on",
-        ),
+        ("skip", "skip_steps: [(0, 2)] on global rank 0, [(1, 2)] on global rank 1"),
+        ("weights", "'segments': [[0, [1, 0]], [16, [1, 2]]]} on global rank 1"),
         ("a file", "files: 'b.csv (18 bytes)' is on global rank 0, and not on global rank 1"),
         ("a file's size", "files: 'b.csv (18 bytes)' is on global rank 0, and not on global rank 1"),
         ("a file's rows", "files: 'b.csv (8 samples)' is on global rank 0, and not on global rank 1"),

@@ -24,7 +24,6 @@ from paddle_shard.plan.certificate import (
     total_of_owner,
     total_of_plan,
 )
-from paddle_shard.plan.skips import Skips
 from tests.orders_and_tails import ALL as ALL_ORDERS
 from tests.orders_and_tails import SERVING_TAILS
 
@@ -44,7 +43,7 @@ def samples(first, end):
 def judged(*of_ranks):
     """Each is what a rank has delivered itself, or that after what it knows."""
     accounts = [one if isinstance(one, tuple) else ({}, one) for one in of_ranks]
-    return certify(accounts, 0, PLAN, Skips())
+    return certify(accounts, 0, PLAN, ())
 
 
 def test_stretches_on_different_meshes_add_up():
@@ -196,7 +195,7 @@ def test_what_belongs_to_the_data_ranks_adds_up_to_what_belongs_to_the_steps(
         plan = ShardPlan(num_samples=num_samples, shuffle=shuffle, tail=tail, **cut)
     except ArgumentError:  # blocks that these data ranks cannot share
         return
-    skips = Skips().joined([(0, 2, 4)], [(num_samples - 1, 0, 0)])
+    skips = ((1, 2), (3, 5))
     end = plan.num_served
     for first in {0, plan.batch_size, 2 * plan.batch_size}:
         if first < end and not plan.num_rows(step=plan.num_steps - 1) % (ranks * times):
@@ -222,7 +221,7 @@ def drawn(ids, first, end):
 
 
 def of_a_sampler(*accounts, end=6):
-    return certify(accounts, 0, None, Skips(), end, "a Sampler")
+    return certify(accounts, 0, None, (), end, "a Sampler")
 
 
 def test_what_a_sampler_drew_is_to_be_delivered_as_often_as_it_was_drawn():

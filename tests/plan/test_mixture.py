@@ -20,7 +20,7 @@ NAMES = ("web", "code", "wiki", "books", "chat")
 
 @st.composite
 def segments(draw, most=4):
-    """Segments of up to 5 sources that are there at times, and grow."""
+    """Segments of up to 5 sources that are drawn at times."""
     num = draw(st.integers(1, len(NAMES)))
     lengths = draw(st.lists(st.integers(1, 30), min_size=num, max_size=num))
     found, first = [], 0
@@ -28,8 +28,6 @@ def segments(draw, most=4):
         parts = draw(st.lists(st.integers(0, 9), min_size=num, max_size=num).filter(any))
         found.append(Segment(first, tuple(parts), tuple(lengths)))
         first += draw(st.integers(1, 60))
-        grown = draw(st.lists(st.sampled_from([0, 0, 0, 1, 7]), min_size=num, max_size=num))
-        lengths = [length + more for length, more in zip(lengths, grown, strict=True)]
     return tuple(found)
 
 
@@ -56,9 +54,8 @@ def test_each_source_is_read_epoch_by_epoch_whatever_happens_to_the_weights(foun
     for source in range(len(found[0].parts)):
         at = [position for position, (from_source, _) in enumerate(drawn) if from_source == source]
         indices = [drawn[position][1] for position in at]
-        while indices:  # an epoch has the length that the source had when the epoch began
-            begun = max((s for s in found if s.first <= at[0]), key=lambda s: s.first)
-            length = begun.lengths[source]
+        while indices:
+            length = found[0].lengths[source]
             epoch, indices, at = indices[:length], indices[length:], at[length:]
             assert len(set(epoch)) == len(epoch)
             assert set(epoch) <= set(range(length))
@@ -99,7 +96,7 @@ def test_the_inverse_undoes_the_order_and_finds_every_occurrence(found, seed, ep
     assert len(set(ids.tolist())) == length  # a repeated sample has another id
     assert (order.inverse(ids) == positions).all()
     source = data.draw(st.integers(0, len(found[0].parts) - 1))
-    index = data.draw(st.integers(0, 40))
+    index = data.draw(st.integers(0, found[0].lengths[source] - 1))
     delivered = [at for at, sample in enumerate(ids.tolist()) if source_and_index(sample) == (source, index)]
     assert order.occurrences(source, index) == delivered
 
@@ -121,7 +118,7 @@ def test_what_was_drawn_is_counted(found, at):
 @given(found=segments(most=3), every=st.booleans())
 @example(found=(Segment(0, (7, 3), (70, 30)),), every=False)
 def test_by_the_epochs_length_the_first_or_every_source_was_read(found, every):
-    steady = tuple(Segment(s.first, s.parts, found[0].lengths) for s in found)  # nothing has grown
+    steady = found
     num = num_positions_to_read(steady, every=every)
     if num is None:
         assert every or any(part == 0 for part in found[-1].parts)

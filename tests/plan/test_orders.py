@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from paddle_shard import ShardPlan
 from paddle_shard.errors import ArgumentError, StateError
-from paddle_shard.plan.order import Ordering
+from paddle_shard.plan.order import Identity, Ordering
 from paddle_shard.plan.orders import ORDERINGS, find_ordering
 from paddle_shard.plan.shuffle import permutation
 from paddle_shard.plan.state import LoaderState
@@ -42,7 +42,8 @@ def test_an_order_is_a_bijection_that_is_read_by_position_by_stretch_and_backwar
     assert sorted(samples.tolist()) == list(range(length))
     assert order.inverse(samples).tolist() == positions.tolist()
     assert order.between(start, stop).tolist() == samples[start:stop].tolist()
-    assert ordering.shuffles or samples.tolist() == positions.tolist()
+    if isinstance(order, Identity):
+        assert samples.tolist() == positions.tolist()
 
 
 @pytest.mark.parametrize("ordering", ANY_LENGTH, ids=repr)

@@ -24,7 +24,8 @@ def data_of(kind, broken):
             name: Made(lambda i, at=at: np.array([1000 * at + i]), length)
             for at, (name, length) in enumerate(SOURCES.items())
         }
-        return Mixture(sources, {"web": 5, "code": 3, "chat": 1}, num_samples=96)
+        weights = [(0, {"web": 5, "code": 3, "chat": 1}), (32, {"web": 1, "code": 0, "chat": 1})]
+        return Mixture(sources, weights, num_samples=96)
     if kind == "stream":
         return Stream.of(lambda: (np.array([i]) for i in range(64))).sharding_filter().in_parts(4)
 
@@ -90,13 +91,6 @@ def do(job, loader, folder, log):
         elif action == "load":
             batches = None
             loader.load_state_dict(json.loads(Path(folder, given).read_text()))
-        elif action == "skip":
-            batches = None
-            loader.skip(
-                **{**given, "samples": [tuple(s) if isinstance(s, list) else s for s in given.get("samples", [])]}
-            )
-        elif action == "weights":
-            loader.set_weights(given)
         elif action == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         elif action == "python":

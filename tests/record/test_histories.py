@@ -1,6 +1,5 @@
 """Random runs: what the record tells of them, against what each rank was given, one process playing all ranks."""
 
-import contextlib
 import json
 import tempfile
 from collections import Counter
@@ -13,7 +12,6 @@ from hypothesis import strategies as st
 from paddle.io import BatchSampler, DataLoader
 
 from paddle_shard import Mixture, ShardPlan
-from paddle_shard.errors import ArgumentError
 from paddle_shard.extras.cli.places import samples_of
 from paddle_shard.extras.cli.proof import proof_of
 from paddle_shard.extras.cli.timeline import places_in, timeline
@@ -61,7 +59,7 @@ def dataset(kind):
 class Ranks:
     """The ranks of a job in one process, in lockstep; the first one writes the record."""
 
-    def __init__(self, path, data_ranks, each, accumulation, kind, tail):
+    def __init__(self, path, data_ranks, each, accumulation, kind, tail, skip_steps):
         self.world, self.loaders, self.batches = data_ranks, [], None
         at = mesh(list(range(data_ranks)))
         for rank in range(data_ranks):
@@ -71,6 +69,7 @@ class Ranks:
                 sampler._acc_steps = accumulation
                 options = {"shuffle": BLOCKS} if kind == "blocks" else {}
                 options |= {"record": path} if rank == 0 else {}
+                options |= {"skip_steps": skip_steps}
                 self.loaders.append(sharded(DataLoader(data, batch_sampler=sampler), at, tail=tail, **options))
 
     def all(self, function):
@@ -102,10 +101,6 @@ class Ranks:
         self.batches = None
         self.all(lambda rank: self.loaders[rank].load_state_dict(state))
 
-    def skip(self, samples):
-        self.batches = None
-        self.all(lambda rank: self.loaders[rank].skip(samples=samples))
-
 
 JOBS = st.lists(
     st.tuples(
@@ -118,7 +113,6 @@ JOBS = st.lists(
                 st.tuples(st.just("leave"), st.none()),
                 st.tuples(st.just("certificate"), st.none()),
                 st.tuples(st.just("load"), st.integers(0, 5)),
-                st.tuples(st.just("skip"), st.integers(0, LENGTH - 1)),
             ),
             min_size=1,
             max_size=7,
@@ -135,20 +129,24 @@ JOBS = st.lists(
     accumulation=st.sampled_from([1, 2]),
     kind=st.sampled_from(["plain", "mixture", "blocks"]),
     tail=st.sampled_from(["pad", "fill", "drop"]),
+    skip_steps=st.sampled_from([None, None, [(3, 5)], [(0, 1), (9, 14)]]),
 )
 @example(
     jobs=[(1, 4, [("take", 5), ("certificate", None), ("leave", None), ("take", 9)])],
     accumulation=1,
     kind="plain",
     tail="pad",
+    skip_steps=None,
 )
-@example(jobs=[(1, 2, [("take", 5)]), (3, 4, [("take", 1)])], accumulation=2, kind="plain", tail="drop")
-def test_the_record_tells_what_each_rank_was_given(jobs, accumulation, kind, tail):
+@example(
+    jobs=[(1, 2, [("take", 5)]), (3, 4, [("take", 1)])], accumulation=2, kind="plain", tail="drop", skip_steps=None
+)
+def test_the_record_tells_what_each_rank_was_given(jobs, accumulation, kind, tail, skip_steps):
     if kind == "blocks":  # whose order depends on the rows of a micro-batch
         jobs = [(jobs[0][0], jobs[0][1], does) for _, _, does in jobs]
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder, "run.jsonl"))
-        delivered, told = _play(path, jobs, accumulation, kind, tail)
+        delivered, told = _play(path, jobs, accumulation, kind, tail, skip_steps)
         lines, problems = read(path)
     assert problems == []
     if not told:
@@ -177,17 +175,17 @@ def test_the_record_tells_what_each_rank_was_given(jobs, accumulation, kind, tai
 
 def _rows(leg, step):
     """What the record says each rank has had."""
-    shares = samples_of(leg.plan, leg.job.meshes, leg.start.epoch, step, leg.history.skips)
+    shares = samples_of(leg.plan, leg.job.meshes, leg.start.epoch, step, leg.skips)
     number = {"a": 0, "b": 1000}
     return [[number[one[0]] + one[1] if isinstance(one, list) else one for one in of["samples"]] for of in shares]
 
 
-def _play(path, jobs, accumulation, kind, tail):
+def _play(path, jobs, accumulation, kind, tail, skip_steps):
     """Play the jobs; return what counts in the end, and whether any line tells of it."""
     saved, way, told = [], [], False
     for number, (data_ranks, each, does) in enumerate(jobs, 1):
         times = accumulation if kind == "blocks" or number % 2 else 3 - accumulation
-        ranks = Ranks(path, data_ranks, each, times, kind, tail)
+        ranks = Ranks(path, data_ranks, each, times, kind, tail, skip_steps)
         way = []  # nothing is continued unless a state is loaded
         for action, what in [*([("load", 5)] if number > 1 and saved else []), *does, ("save", None)]:
             if action == "take":
@@ -207,7 +205,4 @@ def _play(path, jobs, accumulation, kind, tail):
                 names = state.keys() - {"contents", "checksum"}
                 alike = [way for one, way in saved if all(one[name] == state[name] for name in names)]
                 way = list(alike[-1])
-            elif action == "skip":
-                with contextlib.suppress(ArgumentError):  # a loop was left
-                    ranks.skip([what if kind != "mixture" else ("a", what % 40)])
     return way, told

@@ -135,26 +135,6 @@ def test_a_stream_that_went_on_with_other_files_is_not_proved(tmp_path):
     assert "from position 12 on are those that were left is not known: the run was resumed there with override=" in said
 
 
-def test_an_epoch_that_larger_batches_of_grown_data_have_closed_is_whole(tmp_path):
-    def made(length, size):
-        given = DataLoader(Made(length=length), batch_size=size)
-        return sharded(given, ONE, tail="drop", record=tmp_path / "run.jsonl")
-
-    loader = made(10, 1)
-    with iter(loader) as batches:
-        for _ in range(8):
-            next(batches)
-        state = loader.state_dict()
-    loader = made(30, 7)
-    loader.load_state_dict(state, override=["num_samples"])
-    assert list(loader) == []  # two samples of the epoch are left, which fill no batch
-    next(iter(loader))
-    loader.state_dict()
-    assert "epoch 0: each of 8 samples (of 10; tail='drop' leaves out 2) exactly once" in asked(
-        "verify", tmp_path / "run.jsonl"
-    )
-
-
 def test_of_a_stream_positions_are_counted_and_not_samples(tmp_path):
     """It has 21 samples, of which one cannot be read; the last batch has rows of padding."""
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from paddle_shard import Stream
 from paddle_shard.errors import ArgumentError, ArgumentTypeError
-from paddle_shard.plan.weights import Chairman, integer_weights
+from paddle_shard.plan.weights import Chairman, schedule_of
 from paddle_shard.sources.external import IterableSource
 from paddle_shard.stages import Map, Repeat, Shuffle, Stripe
 from paddle_shard.stages.mix import Mix
@@ -17,6 +17,10 @@ from tests.stages.test_stages import Parts, contents, opening
 from tests.trials import trials
 
 NAMES = ("web", "code", "chat")
+
+
+def schedule(names, weights):
+    return schedule_of("a mixture", tuple(names), weights, (1,) * len(names))
 
 
 @st.composite
@@ -38,7 +42,7 @@ def mix(lists, weights, stop, says=None):
     says = [True] * len(lists) if says is None else says
     stages = {name: Parts(parts, say) for name, parts, say in zip(NAMES, lists, says, strict=False)}
     names = tuple(stages)
-    return Mix(stages, integer_weights(names, dict(zip(names, weights, strict=True))), stop)
+    return Mix(stages, schedule(names, dict(zip(names, weights, strict=True))), stop)
 
 
 def by_hand(lists, weights, stop, part):
@@ -93,7 +97,7 @@ def test_stages_before_the_mixture_have_their_own_random_numbers_and_resume(leng
         for s, (name, n) in enumerate(zip(NAMES, lengths, strict=False))
     }
     names = tuple(stages)
-    stage = Shuffle(Mix(stages, integer_weights(names, dict.fromkeys(names, 1)), stop), 3)
+    stage = Shuffle(Mix(stages, schedule(names, dict.fromkeys(names, 1)), stop), 3)
 
     straight = contents(stage, opening(num_parts, seed=seed))
     skip = min(skip, *map(len, straight))
@@ -116,8 +120,8 @@ def test_after_every_prefix_of_a_part_each_source_is_near_its_share():
 def test_endless_sources_end_nothing():
     endless, short = Repeat(Parts([[1, 2]])), Parts([[10, 20, 30]])
     names = ("a", "b")
-    one = Mix({"a": endless, "b": short}, integer_weights(names, {"a": 1, "b": 1}), "first")
-    every = Mix({"a": endless, "b": short}, integer_weights(names, {"a": 1, "b": 1}), "all")
+    one = Mix({"a": endless, "b": short}, schedule(names, {"a": 1, "b": 1}), "first")
+    every = Mix({"a": endless, "b": short}, schedule(names, {"a": 1, "b": 1}), "all")
 
     assert contents(one, opening())[0] == [1, 10, 2, 20, 1, 30, 2]
     assert not one.endless
@@ -136,7 +140,7 @@ def test_a_sample_is_named_by_its_source():
         ({"a": [1, 2]}, {}, ArgumentTypeError, "must be a dict of named Streams"),
         ({}, {}, ArgumentError, "at least one source"),
         ({"a": Stream.of([1])}, {"stop": "last"}, ArgumentError, "stop must be"),
-        ({"a": Stream.of([1])}, {"weights": {"b": 1}}, ArgumentError, "missing ['a'], unknown ['b']"),
+        ({"a": Stream.of([1])}, {"weights": {"b": 1}}, ArgumentError, "weights: unknown sources ['b']"),
         ({"a": Stream.of(iter([1]))}, {}, ArgumentError, "can be opened only once"),
     ],
 )
@@ -157,3 +161,12 @@ def test_a_source_without_a_sample_in_a_part_is_named(stop, counted):
     ):
         stage.lengths(opening(3)) or contents(stage, opening(3))
     assert contents(mix(lists, [3, 0], stop, [counted, counted]), opening(3)) == [[1, 2, 3, 4]] * 3
+
+
+def test_the_weights_of_a_stream_may_change_and_a_source_may_join():
+    streams = {"a": Stream.of(list(range(100))), "b": Stream.of(list(range(1000, 1100)))}
+    mixed = list(Stream.mixture(streams, [(0, {"a": 1}), (6, {"a": 1, "b": 1}), (12, {"b": 1})]))
+
+    assert mixed[:6] == list(range(6))
+    assert sorted(mixed[6:12]) == [6, 7, 8, 1000, 1001, 1002]
+    assert mixed[12:20] == list(range(1003, 1011))

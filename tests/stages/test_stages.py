@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.parts import PartsPlan
+from paddle_shard.plan.weights import Segment
 from paddle_shard.randomness import NumpyGenerator, PythonGenerator
 from paddle_shard.reading.chunk_reader import ChunkReader, ChunkRequest
 from paddle_shard.reading.reader import HowToRead
@@ -592,7 +593,12 @@ class Counted(list):
 
 @pytest.mark.parametrize("skip", [0, 3, 29, 30, 31, 61])
 @pytest.mark.parametrize(
-    "make", [lambda one: Repeat(one), lambda one: Repeat(one, 3), lambda one: Mix({"a": one}, [1], "all")]
+    "make",
+    [
+        lambda one: Repeat(one),
+        lambda one: Repeat(one, 3),
+        lambda one: Mix({"a": one}, [Segment(0, (1,), (1,))], "all"),
+    ],
 )
 def test_parts_that_are_opened_in_the_middle_of_a_round_read_the_source_once(make, skip):
     source = Counted(range(121))

@@ -10,7 +10,6 @@ from paddle_shard.extras.cli.answer import EPOCH, RECORD, Answer, Rows, command,
 from paddle_shard.extras.cli.places import rows_of, samples_of, shapes_of
 from paddle_shard.extras.cli.proof import proof_of
 from paddle_shard.extras.cli.timeline import Leg, Timeline, places_in, timeline
-from paddle_shard.plan.skips import Skips
 from paddle_shard.record.lines import read
 
 _LOST = (
@@ -119,8 +118,8 @@ def where(options: argparse.Namespace) -> Answer:
     if run.untold and not places:
         raise ArgumentError(f"sample {options.sample} is in no line. {run.untold[0]}")
     missing = f"sample {options.sample} was not delivered, says the record"
-    if run.history.skips != Skips():
-        missing += "; the run leaves out samples or steps"
+    if run.last.facts["skip_steps"]:
+        missing += "; the run skips steps (skip_steps=)"
     notes = [*run.untold, *_notes(run)]
     values = {"sample": options.sample, "places": places, "notes": notes}
     return Answer(values=values, text=[places or missing, *notes])
@@ -137,7 +136,7 @@ def batch(options: argparse.Namespace) -> Answer:
     delivered = [
         {"job": leg.job.number, "told": _told(leg, options.step), **share}
         for leg in legs
-        for share in samples_of(leg.plan, leg.job.holders, leg.start.epoch, options.step, leg.history.skips)
+        for share in samples_of(leg.plan, leg.job.holders, leg.start.epoch, options.step, leg.skips)
     ]
     notes = _notes(run)
     values = {"epoch": legs[0].start.epoch, "step": options.step, "delivered": delivered, "notes": notes}

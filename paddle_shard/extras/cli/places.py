@@ -11,7 +11,7 @@ from paddle_shard.plan.mesh import MeshLayout, replica_groups
 from paddle_shard.plan.mixture import Mixing
 from paddle_shard.plan.partition import slice_rows
 from paddle_shard.plan.shard_plan import ShardPlan, step_of_plan
-from paddle_shard.plan.skips import Skips
+from paddle_shard.plan.skips import Ranges
 
 Meshes = Sequence[tuple[MeshLayout, Sequence[str]]]
 """Each mesh with its data axes."""
@@ -44,7 +44,7 @@ def rows_of(plan: ShardPlan, meshes: Meshes, step: int) -> Iterator[tuple[dict[s
         yield group, slice_rows(num_rows, mesh.num_data_ranks(axes), group["data_rank"], micro_size).tolist()
 
 
-def samples_at(plan: ShardPlan, epoch: int, step: int, skips: Skips) -> list[Any]:
+def samples_at(plan: ShardPlan, epoch: int, step: int, skips: Ranges) -> list[Any]:
     """Return the sample of each row of a step, as users name it; None for padding and skipped rows."""
     found = step_of_plan(plan, epoch, step, skips)
     if found is None:
@@ -56,7 +56,7 @@ def samples_at(plan: ShardPlan, epoch: int, step: int, skips: Skips) -> list[Any
     return [name if is_valid else None for name, is_valid in zip(names, valid, strict=True)]
 
 
-def samples_of(plan: ShardPlan, meshes: Meshes, epoch: int, step: int, skips: Skips) -> list[dict[str, Any]]:
+def samples_of(plan: ShardPlan, meshes: Meshes, epoch: int, step: int, skips: Ranges) -> list[dict[str, Any]]:
     """Return each replica group with the samples of its rows at a step."""
     samples = samples_at(plan, epoch, step, skips)
     return [{**group, "samples": [samples[row] for row in rows]} for group, rows in rows_of(plan, meshes, step)]

@@ -21,7 +21,6 @@ from paddle_shard.plan.mixture import Mixing, drawn_of
 from paddle_shard.plan.orders import ORDERINGS, find_ordering
 from paddle_shard.plan.partition import place_of_rows
 from paddle_shard.plan.shard_plan import ShardPlan, facts_of_plan
-from paddle_shard.plan.skips import Skips
 from paddle_shard.plan.tails import TAILS
 from paddle_shard.sources.mixture import Mixture
 
@@ -117,7 +116,7 @@ def plan(options: argparse.Namespace) -> Answer:
             values["sources"] = [{"source": name, **asdict(drawn)} for name, drawn in sources.items()]
             text.append(values["sources"])
         if options.step is not None:
-            values["step"] = samples_of(shard_plan, meshes, options.epoch, options.step, Skips())
+            values["step"] = samples_of(shard_plan, meshes, options.epoch, options.step, ())
             text += [f"epoch {options.epoch}, step {options.step}", values["step"]]
         hazards += hazards_of(shard_plan, options.epoch)
     answer = Answer(values=values, text=text, hazards=hazards)
@@ -206,7 +205,7 @@ def _draw(answer: Answer, plan: ShardPlan | None, meshes: Meshes, options: argpa
     first = options.step or 0
     pictures = []
     for step in range(first, min(first + _STEPS_OF_PAGE, plan.num_steps)):
-        samples = samples_of(plan, meshes, options.epoch, step, Skips())
+        samples = samples_of(plan, meshes, options.epoch, step, ())
         pictures.append(svg_of(meshes, samples, f"epoch {options.epoch}, step {step}"))
     if options.html is not None:
         options.html.write_text(page_of(f"Plan of epoch {options.epoch}", answer, pictures), encoding="utf-8")

@@ -45,7 +45,7 @@ def proof_of(run: Timeline, epoch: int) -> dict[str, Any]:
     ranges = []
     before = run.began_at
     if before is not None and before.epoch == epoch and before.samples:
-        ranges.append((0, before.samples, before.history.skips, plan))
+        ranges.append((0, before.samples, legs[0].skips, plan))
         notes.append(f"positions [0, {before.samples}) were delivered before this record begins, says the loaded state")
     for leg in legs:
         is_known = leg.job.unknown is None
@@ -53,17 +53,17 @@ def proof_of(run: Timeline, epoch: int) -> dict[str, Any]:
             what = f"epoch {epoch} has {leg.plan.num_positions} positions, and a line tells of {leg.samples}"
             raise ArgumentError(f"the record is damaged: {what}.")
         order = leg.plan if plan is not None and is_known else plan
-        ranges.append((leg.start.samples, leg.samples, leg.history.skips, order))
+        ranges.append((leg.start.samples, leg.samples, leg.skips, order))
     account = account_of_all(epoch, ranges)
     delivered = account[ALL]
 
     # What an open epoch has still to deliver is not missing.
     reached = delivered.once[-1][1]
     if is_open and plan is not None and reached < plan.num_served:
-        rest = (reached, plan.num_served, newest.history.skips, plan)
+        rest = (reached, plan.num_served, newest.skips, plan)
         account = added(account, account_of_all(epoch, [rest]))
     seen_to = reached if is_open or newest.ended else None
-    found = certify([(account, {})], epoch, plan, newest.history.skips, seen_to, "the loader's order")
+    found = certify([(account, {})], epoch, plan, newest.skips, seen_to, "the loader's order")
 
     if plan is None:
         notes.append(f"which samples these are is not known: {newest.job.unknown}")
@@ -124,8 +124,8 @@ def _expected_total(owner: Owner, delivered: Delivered, legs: Sequence[Leg], epo
         for first, end in delivered.once
         if max(leg.start.samples, first) < min(leg.samples, end)
     ]
-    account = account_of_all(epoch, [(first, end, leg.history.skips, None) for first, end, leg in pieces])
+    account = account_of_all(epoch, [(first, end, leg.skips, None) for first, end, leg in pieces])
     covered = account.get(ALL, Delivered())
     if delivered.again or covered.again or covered.once != delivered.once:
         return None
-    return plus(*(total_of_owner(owner, leg.plan, epoch, leg.history.skips, first, end) for first, end, leg in pieces))
+    return plus(*(total_of_owner(owner, leg.plan, epoch, leg.skips, first, end) for first, end, leg in pieces))

@@ -64,7 +64,7 @@ def show(options: argparse.Namespace) -> Answer:
     """
     run = run_of(options.record)
     leg = legs_at(run, options.epoch, options.step)[-1]
-    samples = samples_at(leg.plan, leg.start.epoch, options.step, leg.history.skips)
+    samples = samples_at(leg.plan, leg.start.epoch, options.step, leg.skips)
     dataset = _open(options.open, run)
     decode = text_of if options.decode is None else import_object(options.decode)
     found: list[dict[str, Any]] = []

@@ -16,7 +16,8 @@ from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.mesh import MeshLayout
 from paddle_shard.plan.orders import ordering_of
 from paddle_shard.plan.shard_plan import BatchSizes, ShardPlan, rows_of_sample
-from paddle_shard.plan.state import History, LoaderState, sealed
+from paddle_shard.plan.skips import Ranges, steps_of_epoch
+from paddle_shard.plan.state import LoaderState, sealed
 from paddle_shard.samplers import PlanBatches
 
 
@@ -53,8 +54,8 @@ class Job:
             return f"shuffle={self.facts['fingerprint']['shuffle']!r} is an order of your own"
         return None
 
-    def batches(self, history: History) -> PlanBatches:
-        """Return the order that this job served, with the changes of the run.
+    def batches(self) -> PlanBatches:
+        """Return the order that this job served.
 
         Raises:
             ArgumentError: Only the loader knows it.
@@ -62,7 +63,7 @@ class Job:
         if self.unknown is not None:
             raise ArgumentError(f"job {self.number}: {self.unknown}, so the record has positions and no samples.")
         sizes = self.facts["sizes"] and BatchSizes(tuple(map(tuple, self.facts["sizes"])))
-        return PlanBatches.of_run(self.facts["fingerprint"], sizes, history, **self.facts["plan"])
+        return PlanBatches.of_run(self.facts["fingerprint"], sizes, **self.facts["plan"])
 
 
 @dataclass(frozen=True)
@@ -77,14 +78,17 @@ class Leg:
     """Step of the epoch after the last one that was delivered."""
     samples: int
     """Position of the epoch after the last one that was delivered."""
-    history: History
-    """Changes of the run: the weights as of its end, and what is left out as of its beginning."""
     ended: bool = False
     """Whether the loop came to the end of the epoch."""
     override: tuple[str, ...] = ()
     """Fields of the loaded state that differed, as `load_state_dict(override=)` accepted them."""
     closed: bool = False
     """Whether a later loop found that nothing is left of the epoch, as in larger batches with `tail="drop"`."""
+
+    @property
+    def skips(self) -> Ranges:
+        """The skipped steps of its epoch."""
+        return steps_of_epoch(tuple(map(tuple, self.job.facts["skip_steps"])), self.start.steps_before)
 
     @property
     def moved(self) -> bool:
@@ -94,7 +98,7 @@ class Leg:
     @cached_property
     def plan(self) -> ShardPlan:
         """The order of its epoch, as it was served; an ArgumentError if only the loader knows it."""
-        plan = self.job.batches(self.history).plan_of(self.start)
+        plan = self.job.batches().plan_of(self.start)
         if not self.closed or self.samples >= plan.num_served:
             return plan
         segments = plan.segments or ((0, plan.batch_size),)
@@ -117,8 +121,6 @@ class Timeline:
     """Its newest job."""
     began_at: LoaderState | None
     """The position from which its first job was resumed, if no line tells how it was reached; None: it began anew."""
-    history: History
-    """Changes of the run, as of its newest line."""
     legs: list[Leg] = field(default_factory=list)
     """What counts, in the order of delivery."""
     open: Leg | None = None
@@ -166,7 +168,6 @@ class _Segment:
     job: Job
     resumed: LoaderState | None = None
     lines: list[dict[str, Any]] = field(default_factory=list)
-    """Each with the history of the run by then."""
     parent: _Segment | None = None
     """The segment that it continues; None if no line tells it."""
     num_parent_lines: int = 0
@@ -174,12 +175,10 @@ class _Segment:
 
     def state(self, number: int) -> LoaderState:
         """Return the state in a line, without what only the loader needs."""
-        line = self.lines[number]
-        history = line["was" if line["line"] == "resume" else "history"]
         fingerprint = self.job.facts["fingerprint"]
         order = {name: value for name, value in fingerprint.items() if name != "order_version"}
-        rest = {"history": history, "fingerprint": fingerprint, "sampler": None, "data": None}
-        return LoaderState.from_dict(sealed({**line["state"], **rest}), order)
+        rest = {"fingerprint": fingerprint, "sampler": None, "data": None}
+        return LoaderState.from_dict(sealed({**self.lines[number]["state"], **rest}), order)
 
     def legs(self) -> Iterator[dict[int, Leg]]:
         """Yield the legs by the number of their loop, as of each line."""
@@ -189,14 +188,11 @@ class _Segment:
             if line["line"] == "pass":
                 start = self.state(at)
                 number = line["begins"]
-                legs[number] = Leg(
-                    self.job, number, start, start.steps, start.samples, start.history, override=override
-                )
+                legs[number] = Leg(self.job, number, start, start.steps, start.samples, override=override)
             for number, steps, samples in line["passes"]:
                 leg = legs.get(number)
                 if leg is not None and steps > leg.steps:
-                    history = replace(History.from_json(line["history"]), skips=leg.history.skips)
-                    legs[number] = replace(leg, steps=steps, samples=samples, history=history)
+                    legs[number] = replace(leg, steps=steps, samples=samples)
             if line["line"] == "end" and line["ends"] in legs:
                 legs[line["ends"]] = replace(legs[line["ends"]], ended=True)
             yield dict(legs)
@@ -220,7 +216,7 @@ def timeline(lines: Sequence[dict[str, Any]]) -> Timeline:
         num_counted[id(first.parent)] = first.num_parent_lines
         first = first.parent
 
-    run = Timeline(last=newest.job, began_at=first.resumed, history=History.from_json(newest.lines[-1]["history"]))
+    run = Timeline(last=newest.job, began_at=first.resumed)
     for segment in segments:
         _add(run, segment, num_counted.get(id(segment), 0), is_newest=segment is newest)
     return run
@@ -271,8 +267,7 @@ def _segments(lines: Sequence[dict[str, Any]]) -> list[_Segment]:
             segments.append(segment)
         elif line["job"] in current:  # else its first line is gone
             segment = current[line["job"]]
-            history = segment.lines[-1]["history"] if segment.lines else None
-            segment.lines.append({"history": history, **line})
+            segment.lines.append(line)
             if line["line"] == "resume":
                 segment = _Segment(job=segment.job, lines=segment.lines[-1:])
                 segment.resumed = segment.state(0)
@@ -312,7 +307,7 @@ def places_in(run: Timeline, sample: Any) -> Iterator[tuple[Leg, int, int]]:
         num_data_ranks = leg.job.facts["plan"]["num_data_ranks"]
         plan = leg.plan
         try:
-            rows = list(rows_of_sample(plan, leg.start.epoch, sample, leg.history.skips))
+            rows = list(rows_of_sample(plan, leg.start.epoch, sample, leg.skips))
         except ArgumentError as error:  # data that has grown has it later
             errors.append(error)
             continue
