@@ -212,10 +212,6 @@ class RayPool(WorkerPool):
         worker.requests.append(cloudpickle.dumps(request))
         worker.refs.append(worker.handle.read.remote(worker.requests[-1]))
 
-    def has_answer(self, number: int) -> bool:
-        """See `WorkerPool`."""
-        return self._broken is not None or self._is_ready(self._actors[number].refs[0], 0)
-
     def _is_ready(self, ref: Any, seconds: float) -> bool:
         import ray
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, ClassVar
@@ -308,39 +307,6 @@ class MixtureOrder(Order):
                 draws.append(begun + place)
         positions = run.positions(source, np.array(draws, np.int64))
         return [position - self.first for position in positions.tolist()]
-
-
-def drift_of(order: MixtureOrder, first: int, ids: Indices) -> float:
-    """Return how far a source is from its share, at most, after each of some samples.
-
-    Args:
-        order: The order of an epoch.
-        first: Position in the epoch of the first of the samples.
-        ids: The samples at consecutive positions.
-    """
-    mixing, at = order.mixing, order.first + first
-    drawn = source_and_index(ids)[0][:, None] == np.arange(len(mixing.names))
-    drift = mixing.draws.counts(at) + np.cumsum(drawn, axis=0, dtype=float)  # [position, source]
-    positions = at + 1 + np.arange(len(ids))[:, None]
-    for segment, end in zip(mixing.segments, [*(one.first for one in mixing.segments[1:]), math.inf], strict=True):
-        share = np.array(segment.parts) / sum(segment.parts)
-        drift -= np.clip(positions - segment.first, 0, end - segment.first) * share
-    return float(np.abs(drift).max())
-
-
-def drift_bound(mixing: Mixing, end: int) -> float:
-    """Return what `drift_of` is at most in a run up to a position: the bounds of its segments add up.
-
-    Args:
-        mixing: The order of the run.
-        end: The position of the run.
-
-    Examples:
-        >>> drift_bound(Mixing(("web", "code", "chat"), (Segment(0, (7, 2, 1), (9, 9, 9)),)), 100)
-        0.75
-    """
-    drawn = [sum(map(bool, segment.parts)) for segment in mixing.segments if segment.first <= end]
-    return sum(1 - 1 / (2 * number - 2) for number in drawn if number > 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

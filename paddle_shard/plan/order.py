@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -12,17 +11,6 @@ Indices = npt.NDArray[np.int64]
 """Positions of an epoch, or samples."""
 BLOCK = 4096
 """Positions that are computed at once, even if only a few are needed."""
-
-
-def spread(numbers: Sequence[int] | Indices, most: int) -> list[int]:
-    """Return some numbers, spread over all of them, with the first and the last one.
-
-    Examples:
-        >>> spread(range(100), 3), spread([5, 7], 3)
-        ([0, 49, 99], [5, 7])
-    """
-    at = np.unique(np.linspace(0, len(numbers) - 1, min(len(numbers), most)).astype(np.int64))
-    return [int(numbers[one]) for one in at.tolist()]
 
 
 class Order:

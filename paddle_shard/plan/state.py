@@ -68,7 +68,6 @@ class LoaderState:
         saved: Mapping[str, Any],
         fingerprint: Mapping[str, Any],
         override: Collection[str] = (),
-        explain: Callable[[Any], str] = lambda saved: "",
     ) -> LoaderState:
         """Read a saved state for a loader.
 
@@ -76,7 +75,6 @@ class LoaderState:
             saved: The result of `to_dict`, which may have been written to JSON and read again.
             fingerprint: Fingerprint of the loader that is to resume.
             override: Fields of the fingerprint that may differ.
-            explain: Says in words how a stream differs from the fingerprint of another; "" if it cannot.
 
         Raises:
             StateError: `saved` is not such a state, has another version, or has a different fingerprint; the text
@@ -113,7 +111,7 @@ class LoaderState:
         state._check_segments()
         if _OTHER_SAMPLES & set(override):
             state = replace(state, data=None)
-        state._check_same_run(saved["fingerprint"], fingerprint, override, explain)
+        state._check_same_run(saved["fingerprint"], fingerprint, override)
         return state
 
     def _check_same_run(
@@ -121,7 +119,6 @@ class LoaderState:
         saved: Mapping[str, Any],
         fingerprint: Mapping[str, Any],
         override: Collection[str],
-        explain: Callable[[Any], str],
     ) -> None:
         """Reject a saved fingerprint that differs from the loader's where `override` does not allow it."""
         try:
@@ -147,7 +144,7 @@ class LoaderState:
             raise StateError(f"override names {unknown}; the fingerprint has {sorted(names)}.")
         differing = [name for name in different if name not in override]
         if differing:
-            words = {"stream": explain(saved.get("stream"))} if "stream" in differing else {}
+            words = {}
             if "mixture" in differing and None not in (then.get("mixture"), now.get("mixture")):
                 words["mixture"] = _mixture_difference(then["mixture"], now["mixture"])
             changes = ", ".join(

@@ -560,7 +560,7 @@ class Run:
     def resume_from(self, state: Mapping[str, Any], override: Collection[str]) -> None:
         """Move the run to a saved position."""
         batches = self._source.batches
-        resumed = LoaderState.from_dict(state, self._fingerprint(), override, batches.explained)
+        resumed = LoaderState.from_dict(state, self._fingerprint(), override)
         batches.resume(resumed)
         reached = self._reached()
         then = resumed.fingerprint
@@ -568,9 +568,8 @@ class Run:
         others = [name for name in override if name not in _SAME_ORDER and then.get(name) != now.get(name)]
         if resumed.samples and not resumed.ended and others:
             what = "stream" if "stream" in others else "order"
-            why = batches.explained(then.get("stream")) or f"the {what} is not that of the state"
             say_once(
-                f"override={others}: {why}. "
+                f"override={others}: the {what} is not that of the state. "
                 f"Epoch {resumed.epoch} was begun, and the {resumed.samples} samples that it has delivered are left "
                 f"out by their positions in the {what} as it is now. If other samples are there, samples of this epoch "
                 "are lost, and others are delivered twice; later epochs are whole. A state from the end of an epoch "

@@ -110,7 +110,7 @@ class Batch:
         self.num_skipped = 0
         if self.real is not None or self.skipped is not None:
             self.num_valid = int(np.count_nonzero(self.valid()))
-            self.num_skipped += int(np.count_nonzero(self.served())) - self.num_valid
+            self.num_skipped = int(np.count_nonzero(self.served())) - self.num_valid
 
     def own_ids(self, layout: Any) -> tuple[Ids, int]:
         """Return the ids of the samples in this process's slice, without padding, and how many more were not read.

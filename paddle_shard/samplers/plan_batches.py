@@ -45,10 +45,6 @@ class Batches:
     def resume(self, state: LoaderState) -> None:
         """Check that a run can continue from a saved position with the fingerprint of these batches."""
 
-    def explained(self, saved: Any) -> str:
-        """Return in words how a stream differs from what a saved fingerprint says of it; "" if that cannot be told."""
-        return ""
-
     def snapshot(self) -> dict[str, Any] | None:
         """Return the state of the user's own sampler while no pass is open; None if it has none."""
         return None

@@ -53,11 +53,6 @@ def local_path(name: str) -> str:
     return os.path.expanduser(name)
 
 
-def is_missing(name: str) -> bool:
-    """Return whether a name is that of a local file that does not exist."""
-    return not is_remote(name) and not os.path.exists(local_path(name))
-
-
 def matched(paths: Paths) -> list[str]:
     """Return the given files; each pattern, such as `data/*.csv`, is replaced by the files that match it, sorted.
 
