@@ -19,7 +19,6 @@ _TOTALS = {
     "samples": "Real rows of this rank's slices",
     "padding": "Rows of padding in this rank's slices",
     "skipped": "Rows of samples that could not be read",
-    "bytes": "Size of the rows that this rank reads",
     "wait_seconds": "Time for which the training loop waited for data",
     "hidden_seconds": "Time of waits that cost nothing, as the device was busy",
     "step_seconds": "Time of the training loop between two batches",

@@ -162,7 +162,12 @@ class Stream(paddle.io.IterableDataset):
         cls,
         paths: Paths,
         header: bool = True,
-        **options: Any,
+        *,
+        counts: bool | None = None,
+        shuffle_shards: bool = True,
+        resample: bool = False,
+        cache_dir: str | os.PathLike[str] | None = None,
+        cache_bytes: int | None = None,
     ) -> Stream:
         """Return a stream of the rows of CSV files (Python's `csv`, dialect "excel", strict). Empty lines are skipped.
 
@@ -170,7 +175,11 @@ class Stream(paddle.io.IterableDataset):
             paths: The same as for `lines`.
             header: If True, the first row of each file names the fields, and samples are dicts. If False, samples are
                 lists.
-            options: The options of `lines`: `counts`, `shuffle_shards`, `resample`, `cache_dir`, `cache_bytes`.
+            counts: The same as for `lines`.
+            shuffle_shards: The same as for `lines`.
+            resample: The same as for `lines`.
+            cache_dir: The same as for `lines`.
+            cache_bytes: The same as for `lines`.
 
         Raises:
             ArgumentError: There is no file, or none that matches a pattern.
@@ -179,7 +188,16 @@ class Stream(paddle.io.IterableDataset):
         Examples:
             >>> stream = Stream.csv("data/*.csv").map(lambda row: float(row["x"]))  # doctest: +SKIP
         """
-        return cls(text_source(paths, CSV_DICTS if header else CSV_ROWS, **options))
+        source = text_source(
+            paths,
+            CSV_DICTS if header else CSV_ROWS,
+            counts=counts,
+            shuffle_shards=shuffle_shards,
+            resample=resample,
+            cache_dir=cache_dir,
+            cache_bytes=cache_bytes,
+        )
+        return cls(source)
 
     @classmethod
     def lines(
@@ -227,12 +245,25 @@ class Stream(paddle.io.IterableDataset):
         )
 
     @classmethod
-    def jsonl(cls, paths: Paths, **options: Any) -> Stream:
+    def jsonl(
+        cls,
+        paths: Paths,
+        *,
+        counts: bool | None = None,
+        shuffle_shards: bool = True,
+        resample: bool = False,
+        cache_dir: str | os.PathLike[str] | None = None,
+        cache_bytes: int | None = None,
+    ) -> Stream:
         """Return a stream of the values of JSON Lines files: one JSON value per line. Blank lines are skipped.
 
         Args:
             paths: The same as for `lines`.
-            options: The options of `lines`: `counts`, `shuffle_shards`, `resample`, `cache_dir`, `cache_bytes`.
+            counts: The same as for `lines`.
+            shuffle_shards: The same as for `lines`.
+            resample: The same as for `lines`.
+            cache_dir: The same as for `lines`.
+            cache_bytes: The same as for `lines`.
 
         Raises:
             ArgumentError: There is no file, or none that matches a pattern.
@@ -241,7 +272,16 @@ class Stream(paddle.io.IterableDataset):
         Examples:
             >>> stream = Stream.jsonl("data/*.jsonl").map(lambda value: value["text"])  # doctest: +SKIP
         """
-        return cls(text_source(paths, JSON_LINES, **options))
+        source = text_source(
+            paths,
+            JSON_LINES,
+            counts=counts,
+            shuffle_shards=shuffle_shards,
+            resample=resample,
+            cache_dir=cache_dir,
+            cache_bytes=cache_bytes,
+        )
+        return cls(source)
 
     @classmethod
     def webdataset(

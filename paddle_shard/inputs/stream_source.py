@@ -145,13 +145,8 @@ def read_stream(options: LoaderOptions, layouts: Sequence[FieldLayout], own: Fie
             f"the stream has no batch: it is empty, or too short for tail={tail!r} and batches of {batch_size}. "
             "Check its path and filters, or use a smaller batch or tail='pad'."
         )
-    num_readers = max(1, order.num_workers) * (1 if split else own.num_data_ranks)
-    if own.global_rank == 0 and num_readers > 1 and not stage.source.cuts:
-        say_once(
-            f"this stream cannot be sharded at its source: each of {num_readers} readers (workers of all data ranks) "
-            "reads all of it and discards the samples of the others. Files (Stream.csv, .lines, .webdataset), or a "
-            "data set that splits itself (Stream.of(..., splits_itself=True)) are read once."
-        )
+    if own.global_rank == 0 and not stage.source.cuts:
+        _say_if_all_read_all(max(1, order.num_workers) * (1 if split else own.num_data_ranks))
     return Source(
         batches=order,
         batch_size=batch_size,
@@ -160,6 +155,15 @@ def read_stream(options: LoaderOptions, layouts: Sequence[FieldLayout], own: Fie
         item_is_batch=micro_rows is None,
         tail=tail,
     )
+
+
+def _say_if_all_read_all(num_readers: int) -> None:
+    if num_readers > 1:
+        say_once(
+            f"this stream cannot be sharded at its source: each of {num_readers} readers "
+            "reads all of it and discards the samples of the others. Files (Stream.csv, .lines, .webdataset), or a "
+            "data set that splits itself (Stream.of(..., splits_itself=True)) are read once."
+        )
 
 
 def _micro_rows(dataloader: paddle.io.DataLoader, *, split: bool) -> int | None:

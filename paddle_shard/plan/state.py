@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import zlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -145,13 +145,15 @@ class LoaderState:
         differing = [name for name in different if name not in override]
         if differing:
             words = {}
+            if "stream" in differing and None not in (then.get("stream"), now.get("stream")):
+                words["stream"] = _stream_difference(then["stream"], now["stream"])
             if "mixture" in differing and None not in (then.get("mixture"), now.get("mixture")):
                 words["mixture"] = _mixture_difference(then["mixture"], now["mixture"])
             changes = ", ".join(
                 f"{name}: {words.get(name) or f'saved {_shown(then, name)}, now {_shown(now, name)}'}"
                 for name in differing
             )
-            if changed := [name for name in differing if name in _SCHEDULES]:
+            if changed := [name for name in differing if name in _SCHEDULES and "its " not in words.get(name, "")]:
                 changes += (
                     f". A resumed run may change a schedule ({', '.join(changed)}) only after the position of the "
                     f"state: step {self.steps_before + self.steps}, sample {_sample_of_run(self)} of the run"
@@ -225,6 +227,17 @@ _SCHEDULES = ("mixture", "skip_steps", "stream")
 def _shown(fingerprint: Mapping[str, Any], name: str) -> str:
     value = fingerprint.get(name)
     return str(list(map(tuple, value))) if name == "skip_steps" and value else repr(value)
+
+
+def _stream_difference(then: Sequence[Any], now: Sequence[Any]) -> str:
+    """Return in words how the fingerprints of two streams differ; their digests would tell a user nothing."""
+    stages_then = [mark[0] if isinstance(mark, list) else mark for mark in then]
+    stages_now = [mark[0] if isinstance(mark, list) else mark for mark in now]
+    if stages_then != stages_now:
+        return f"its stages were {stages_then}, and are {stages_now} now"
+    changed = [stage for stage, mark, other in zip(stages_now, then, now, strict=True) if mark != other]
+    what = "the sources or their weights" if "mixture" in changed else "its files, data or arguments"
+    return f"{what} are others now, of {', '.join(map(str, changed))}"
 
 
 def _sample_of_run(state: LoaderState) -> int:

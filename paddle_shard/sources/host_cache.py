@@ -12,6 +12,7 @@ import errno
 import os
 import re
 import shutil
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -118,12 +119,11 @@ class HostCache:
 
         A process that reads a removed copy continues to read it; its bytes are freed when it closes the file.
         """
-        if self.most_bytes is None:
-            return True
-        if size is None or size > self.most_bytes:
+        most = sys.maxsize if self.most_bytes is None else self.most_bytes
+        if self.most_bytes is not None and (size is None or size > most):
             say_once("cache_bytes=%d has no room for %s of %s bytes", self.most_bytes, shown(name), size or "unknown")
             return False
-        free = self.most_bytes - size
+        free = most - (size or 0)
         copies = list[tuple[int, int, str]]()  # (time of last use, bytes, path)
         for entry in os.scandir(self.folder):
             if not _COPY.fullmatch(entry.name):

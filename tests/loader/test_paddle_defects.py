@@ -358,7 +358,7 @@ def test_input_keys_choose_what_is_delivered_and_nothing_vanishes_in_silence(cap
         "input_keys=['label', 'x']: the keys ['id'] of the batch are left out.",
         "input_keys=['x', 'label']: the keys ['id'] of the batch are left out.",
     ]
-    with pytest.raises(BatchStructureError, match="the batch has 3 keys .* but meshes has 2 entries"):
+    with pytest.raises(BatchStructureError, match="the batch has the 3 fields .* but meshes has 2 entries"):
         next(iter(sharded(both, [DP2, DP2])))
 
 
@@ -404,7 +404,7 @@ def test_a_0d_field_is_an_error_not_a_crash():
     def collate(samples):
         return [np.array(samples), np.array(1.0)]
 
-    with pytest.raises(BatchStructureError, match=r"epoch 0, step 0: field \[1\] is a 0-d tensor"):
+    with pytest.raises(BatchStructureError, match=r"epoch 0, step 0: field \[1\] has shape \[\] for 2 samples"):
         next(iter(sharded(collate_fn=collate)))
     batch = next(iter(sharded(meshes=[DP2, DP2], shard_dims=["dp", None], collate_fn=collate)))
     assert batch[1].shape == []
@@ -606,7 +606,7 @@ def test_arguments_that_cannot_be_read():
         sharded(shard_dims=None, is_dataset_splitted=True)
     with pytest.raises(TypeError, match=r"must be a paddle\.io\.DataLoader, .* got ndarray"):
         sharded(loader=np.arange(4))
-    with pytest.raises(ArgumentError, match="shard_dims .* has 2 entries, but meshes has 1"):
+    with pytest.raises(ArgumentError, match="shard_dims: the mesh has no axis None"):
         sharded(shard_dims=["dp", None])
     with pytest.raises(BatchStructureError, match=r"input_keys \['y'\] are not in the batch"):
         next(iter(sharded(Make(lambda i: {"x": np.array(i)}), input_keys=["y"])))

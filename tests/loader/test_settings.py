@@ -369,11 +369,13 @@ OPTIONS = {
     "Stream.csv": {
         "paths": (csv, "order"),
         "header": (csv, "header"),
-        "options": (csv, "counts"),
+        **{name: (csv, name) for name in ("counts", "shuffle_shards", "resample")},
+        **dict.fromkeys(("cache_dir", "cache_bytes"), "where files are kept"),
     },
     "Stream.jsonl": {
         "paths": (jsonl, "order"),
-        "options": (jsonl, "counts"),
+        **{name: (jsonl, name) for name in ("counts", "shuffle_shards", "resample")},
+        **dict.fromkeys(("cache_dir", "cache_bytes"), "where files are kept"),
     },
     "Stream.webdataset": {
         "urls": (webdataset, "order"),

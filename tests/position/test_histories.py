@@ -158,7 +158,7 @@ def test_the_schedule_of_a_stream_mixture_is_extended_after_the_position(switch,
 
     per_rank = on_each_rank(range(ranks), run).values()
     assert begun + [[row for part in parts for row in part] for parts in zip(*per_rank, strict=True)] == straight
-    with pytest.raises(StateError, match="its weights were .* only after the position"):
+    with pytest.raises(StateError, match="the sources or their weights are others now.* only after the position"):
         scheduled([(0, {"web": 1, "code": 1}), *schedule[1:]], rows).load_state_dict(state)
 
 
@@ -166,5 +166,5 @@ def test_a_schedule_is_not_extended_before_a_stage_that_changes_positions():
     first = scheduled([(0, {"web": 2, "code": 1})], 2, filtered=True)
     next(iter(first))
     extended = scheduled([(0, {"web": 2, "code": 1}), (80, {"chat": 1})], 2, filtered=True)
-    with pytest.raises(StateError, match="its weights were"):
+    with pytest.raises(StateError, match="the sources or their weights are others now"):
         extended.load_state_dict(first.state_dict())

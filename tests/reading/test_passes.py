@@ -52,7 +52,7 @@ def reading(dataset, sampler_fails_at, skip, collate_fn=None, ahead=0):
                 raise RuntimeError("the sampler's")
             yield step_of(number, [3 * number, 3 * number + 1, 3 * number + 2])
 
-    how = HowToRead(generators=generators_of(None), seed=7, skip_errors=skip)
+    how = HowToRead(generators=generators_of(), seed=7, skip_errors=skip)
     executor = InlineExecutor(IdReader(dataset, collate_fn, how))
     feed = Feed(steps(), executor, None, on_training_thread=False)
     return StepPass(feed, None, prepare=copied, num_ahead=ahead)
@@ -119,7 +119,7 @@ def test_a_batch_does_not_depend_on_those_that_were_read_before_it(draws_from, f
     """So that a run that is resumed goes on with the same bytes, though its reader has not seen the first samples."""
 
     def come(first):
-        how = HowToRead(generators=generators_of(None), seed=7)
+        how = HowToRead(generators=generators_of(), seed=7)
         executor = InlineExecutor(IdReader(Rows(draws_from, 10**6), None, how))
         for number in range(first, STEPS):
             executor.submit(step_of(number, [3 * number, 3 * number + 1, 3 * number + 2]))

@@ -134,7 +134,7 @@ def test_what_would_lose_or_repeat_samples_is_refused():
         HuggingFaceSource(needs("datasets.distributed").split_dataset_by_node(streamed(), rank=1, world_size=2))
     with pytest.raises(ArgumentError, match="shuffled without a seed"):
         HuggingFaceSource(streamed().shuffle(buffer_size=3).map(lambda sample: sample))
-    with pytest.raises(ArgumentTypeError, match=r"got Dataset. A datasets.Dataset has an index: give it to paddle.io"):
+    with pytest.raises(ArgumentTypeError, match=r"got Dataset\. .*give data with an index to paddle\.io"):
         HuggingFaceSource(datasets.Dataset.from_dict({"id": [1]}))
     with pytest.raises(ArgumentTypeError, match="got IterableDatasetDict. Choose a split"):
         HuggingFaceSource(datasets.IterableDatasetDict({"train": streamed()}))
@@ -163,12 +163,9 @@ def test_a_data_set_whose_shards_do_not_suit_the_ranks_is_told_what_does(caplog)
         mesh = dist.ProcessMesh(list(range(ranks)), dim_names=["dp"])
         return paddle_shard.shard_dataloader(paddle.io.DataLoader(stream, batch_size=size), mesh, shard_dims="dp")
 
-    with pytest.raises(ArgumentError, match=r"to_iterable_dataset\(num_shards=\)"):
+    with pytest.raises(ArgumentError, match=r"in_parts\(\) is missing: 1 shards"):
         made(1, 8, 2)
     with pytest.raises(
-        ArgumentError, match=r"in_parts\(\) is missing: 4 shards and 6 rows .* 3 parts.*: in_parts\(2\);"
+        ArgumentError, match=r"in_parts\(\) is missing: 4 shards .* into 3 parts .*in_parts\(\), one of \[2\]"
     ):
         made(4, 6, 2)
-    list(made(3, 8, 1))
-    assert "3 shards do not divide among 2 parts" in caplog.text
-    assert "a filter" not in caplog.text

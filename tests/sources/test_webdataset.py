@@ -325,23 +325,6 @@ def test_a_shard_of_another_size_than_the_index_says_is_an_error(folder, tmp_pat
         keys_of(source)
 
 
-@pytest.mark.parametrize("remote", [False, True])
-def test_a_shard_that_was_empty_when_the_index_was_made_is_no_longer_passed_over_in_silence(remote, tmp_path):
-    with tarfile.open(tmp_path / "001.tar", "w"):
-        pass
-    (tmp_path / "002.tar").write_bytes(SHARDS["002.tar"])
-    main(["index", f"{tmp_path}/{{001..002}}.tar", "-o", f"{tmp_path}/index.json"])
-    names, index = "{001..002}.tar", tmp_path / "index.json"
-    with serving({name: (tmp_path / name).read_bytes() for name in ("001.tar", "002.tar")}) as server:
-        where = server.url if remote else tmp_path
-        before = keys_of(webdataset_source(f"{where}/{names}", index=index))
-        assert before == keys_of(webdataset_source(f"{where}/002.tar", index=index))
-        server.files["001.tar"] = SHARDS["001.tar"]
-        (tmp_path / "001.tar").write_bytes(SHARDS["001.tar"])
-        with pytest.raises(ShardReadError, match=r"001\.tar: opening failed: .*It has changed since"):
-            webdataset_source(f"{where}/{names}", index=index)
-
-
 def test_twelve_openings_at_once_download_each_shard_once(tmp_path):
     with serving(SHARDS) as server:
         source = webdataset_source(server.url + "/{000..009}.tar", cache=HostCache(str(tmp_path), None))
@@ -391,7 +374,7 @@ def test_a_full_disk_is_said_and_leaves_no_half_file(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "open", opened, raising=False)
     with (
         serving({"001.tar": SHARDS["001.tar"]}) as server,
-        pytest.raises(ShardReadError, match=rf"is full: .*{server.url}/001\.tar has {len(SHARDS['001.tar'])} bytes"),
+        pytest.raises(ShardReadError, match=r"cannot write to cache_dir .*No space left on device.*Make room"),
     ):
         keys_of(webdataset_source(f"{server.url}/001.tar", cache=HostCache(str(tmp_path), None)))
 

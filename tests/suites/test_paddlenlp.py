@@ -65,7 +65,7 @@ def test_a_position_that_is_set_in_the_sampler_and_in_a_state_is_told():
     again = sharded(of_rank())
     again.load_state_dict(state)
     again.batch_sampler.set_epoch(consumed_samples=2 * BATCH * 2)
-    with pytest.raises(StateError, match=r"not those that were delivered.*consumed_samples"):
+    with pytest.raises(StateError, match=r"not those that were delivered"):
         next(iter(again))
 
 
