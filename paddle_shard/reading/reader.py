@@ -276,10 +276,15 @@ def _itself(index: Any) -> Any:
 
 
 def _stack_tensors(samples: Sequence[Any], path: str) -> Any:
-    """Stack tensors as arrays: the framework's own operators are not safe in a forked worker."""
+    """Stack tensors as arrays: the framework's own operators are not safe in a forked worker.
+
+    Tensors on a device are stacked there. No forked worker has any.
+    """
     if not all(is_tensor(sample) for sample in samples):
         raise cannot_stack(samples, path)
     check_dtypes(samples, path)  # before they are arrays: those of bfloat16 are uint16
+    if all(isinstance(sample, paddle.Tensor) and not sample.place.is_cpu_place() for sample in samples):
+        return paddle.stack(list(samples))
     return stack([sample.numpy() for sample in samples], path)
 
 
