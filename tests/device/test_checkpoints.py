@@ -19,5 +19,5 @@ def test_what_is_split_over_devices_is_loaded_as_it_is_split_then(tmp_path):
     for rank, found in enumerate(ranks):
         place = f"Place({NAME}:{rank})"
         assert found == {"split along 1": True, "split along 0": True, "whole": True, "place": place}
-    parts = list(tmp_path.glob("saved/*/**/parts.pdparams"))
-    assert len(parts) == 2, "each rank saves its own parts"
+    saved = [path.name for path in tmp_path.glob("saved/*/*_parts.pdparams")]
+    assert sorted(saved) == ["0_parts.pdparams", "1_parts.pdparams"]  # each rank its own
