@@ -105,6 +105,10 @@ def read_diaries(diary):
         yield [json.loads(line) for line in path.read_text().split("\n")[:-1]]  # whole lines
 
 
+def step_of(checkpoint):
+    return int(Path(checkpoint).name.rpartition("step")[2])
+
+
 def audit(diary, newest):
     """Return the ids in the history of a checkpoint, by epoch, and how many trained samples are not in it."""
     runs = [entries for entries in read_diaries(diary) if entries]
@@ -117,12 +121,12 @@ def audit(diary, newest):
             by_generation[name].append(entries)
     found, counted, checkpoint = collections.defaultdict(list), 0, newest
     while checkpoint is not None:  # from the last checkpoint back to the beginning
-        until, processes = int(Path(checkpoint).name.split("-")[1]), by_generation[generation(checkpoint)]
+        until, processes = step_of(checkpoint), by_generation[generation(checkpoint)]
         # A rank that was killed may have trained and not noted its save: its generation is that of who loaded alike.
         origins = {entries[0]["loaded"] for entries in processes}
         assert len(origins) == 1, f"the ranks of {checkpoint} have loaded {origins}"
         [checkpoint] = origins
-        first = 0 if checkpoint is None else int(Path(checkpoint).name.split("-")[1])
+        first = 0 if checkpoint is None else step_of(checkpoint)
         for entries in processes:
             for entry in entries:
                 if first < entry.get("step", 0) <= until:

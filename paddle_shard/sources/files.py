@@ -223,12 +223,15 @@ class ChangedError(Exception):
 def version_of(name: str) -> tuple[int, str]:
     """Return (size in bytes, version tag) of a file; the tag is an ETag or a time of modification, as far as known.
 
-    A remote file costs a request.
+    A remote file costs a request. A local name at which there is no file is that of a reader of the user's own; or the
+    file is missing, which an error says when it is read.
 
     Raises:
-        OSError: There is no such file, or its server fails.
+        OSError: There is no such remote file, or its server fails.
     """
     if not is_remote(name):
+        if not os.path.exists(local_path(name)):
+            return 0, ""
         status = os.stat(local_path(name))
         return status.st_size, str(status.st_mtime_ns)
     system, path = remote_file(name)
@@ -365,7 +368,14 @@ class RemoteFile(io.RawIOBase):
         stream = self._connected()
         if stream.tell() != self._position:
             stream.seek(self._position)
-        content: bytes = stream.read(most)
+        try:
+            content: bytes = stream.read(most)
+        except ValueError:
+            if not self._is_http:
+                raise
+            # Without ranges, as fsspec finds out only now.
+            self._stream = io.BytesIO(self._system.cat_file(self._path))
+            return self._received(most)
         if not content and self.size not in (None, self._position):
             raise ConnectionError("the connection was closed")
         return content
