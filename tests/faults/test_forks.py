@@ -74,7 +74,7 @@ def test_reading_an_iterator_of_the_parent_on_in_a_fork_is_an_error(kind):
 
 def test_a_fork_drops_an_iterator_of_its_parent_whatever_locks_were_held_when_it_was_made():
     def parent():
-        batches, lock = iter(loader_of("map", LENGTH)), threading.Lock()
+        batches, lock = iter(loader_of("map", LENGTH, prefetch=0)), threading.Lock()
         next(batches)
         # Several ranks have an agreement, whose thread holds its lock now and then.
         batches._pass._agreement = SimpleNamespace(close=lock.acquire)

@@ -8,6 +8,7 @@ import pytest
 from paddle.io import ChainDataset, DataLoader, IterableDataset
 
 import paddle_shard
+from paddle_shard.sources.external import OwnCopy
 from tests.helpers import ONE, locals_of, sharded
 
 FILES = 6
@@ -154,3 +155,17 @@ def test_what_cannot_be_copied_or_would_free_what_it_holds_is_read_as_it_is(kind
     assert sorted(row for batch in locals_of(loader(data)) for row in batch) == list(range(2 * FILES))
     assert Closes.closed == 0
     del data
+
+
+@pytest.mark.parametrize(("length", "is_copied"), [(10, True), ((1 << 20) + 1, False)])
+def test_a_long_list_is_the_data_itself_and_not_copied(length, is_copied):
+    class Holds(IterableDataset):
+        def __init__(self):
+            self.rows = [0] * length
+
+        def __iter__(self):
+            return iter(self.rows)
+
+    given = Holds()
+
+    assert (OwnCopy(given).dataset.rows is not given.rows) == is_copied

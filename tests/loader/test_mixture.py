@@ -67,6 +67,28 @@ def joined(data_ranks, function):
     return rows, per_rank[0][1]
 
 
+def delivered_by_jobs(stops, made):
+    """What the jobs of a run deliver, each of (data ranks, rows of a data rank, steps) and resumed from the one before.
+
+    `made` returns the loader of a job, given its batch size, its mesh, what was delivered before, and its steps.
+    """
+    delivered, state = [], None
+    for data_ranks, multiple, steps in stops:
+        begun = len(delivered)
+
+        def run(data_ranks=data_ranks, multiple=multiple, steps=steps, state=state, begun=begun):
+            loader = made(data_ranks * multiple, mesh(list(range(data_ranks)), "dp"), begun, steps)
+            if state is not None:
+                loader.load_state_dict(state)
+            with iter(loader) as batches:
+                found = ids(batches, steps)
+            return found, json.loads(json.dumps(loader.state_dict()))
+
+        rows, state = joined(data_ranks, run)
+        delivered += flat(rows)
+    return delivered
+
+
 @settings(max_examples=trials(30))
 @given(
     stops=st.lists(st.tuples(st.sampled_from([1, 2, 4]), st.integers(1, 3), st.integers(1, 5)), min_size=1, max_size=5),
@@ -77,21 +99,11 @@ def joined(data_ranks, function):
 def test_a_run_is_resumed_on_any_mesh_with_any_batch_size(stops, shuffle, workers, seed):
     straight_loader = make(shuffle=shuffle, seed=seed)
     straight = flat(flat([ids(iter(straight_loader)) for _ in stops]))  # each delivers up to an epoch
-    delivered, state = [], None
-    for number, (data_ranks, multiple, steps) in enumerate(stops):
 
-        def run(data_ranks=data_ranks, multiple=multiple, steps=steps, state=state, first=number == 0):
-            at, counted = mesh(list(range(data_ranks)), "dp"), workers if first else 0
-            loader = make(data_ranks * multiple, at, shuffle=shuffle, seed=seed, workers=counted)
-            if state is not None:
-                loader.load_state_dict(state)
-            with iter(loader) as batches:
-                found = ids(batches, steps)
-            return found, json.loads(json.dumps(loader.state_dict()))
+    def made(batch_size, at, begun, steps):
+        return make(batch_size, at, shuffle=shuffle, seed=seed, workers=0 if begun else workers)
 
-        rows, state = joined(data_ranks, run)
-        delivered += flat(rows)
-
+    delivered = delivered_by_jobs(stops, made)
     assert delivered == straight[: len(delivered)]
 
 
@@ -109,23 +121,12 @@ def test_a_schedule_of_weights_may_be_extended_behind_the_position(stops, switch
     schedule = [(0, OLD), *((first, (NEW, OLD)[at % 2]) for at, first in enumerate(sorted(switches)))]
     whole = make(weights=schedule, shuffle=shuffle)
     straight = flat(flat([ids(iter(whole)) for _ in stops]))
-    delivered, state = [], None
-    for data_ranks, multiple, steps in stops:
-        begun = len(delivered)
 
-        def run(data_ranks=data_ranks, multiple=multiple, steps=steps, state=state, begun=begun):
-            at, batch = mesh(list(range(data_ranks)), "dp"), data_ranks * multiple
-            due = [entry for entry in schedule if entry[0] <= begun + batch * steps]
-            loader = make(batch, at, shuffle=shuffle, weights=due)
-            if state is not None:
-                loader.load_state_dict(state)
-            with iter(loader) as batches:
-                found = ids(batches, steps)
-            return found, json.loads(json.dumps(loader.state_dict()))
+    def made(batch_size, at, begun, steps):
+        due = [entry for entry in schedule if entry[0] <= begun + batch_size * steps]
+        return make(batch_size, at, shuffle=shuffle, weights=due)
 
-        rows, state = joined(data_ranks, run)
-        delivered += flat(rows)
-
+    delivered = delivered_by_jobs(stops, made)
     assert delivered == straight[: len(delivered)]
 
 
