@@ -100,26 +100,13 @@ class LoaderOptions:
                 f"got {items!r}."
             )
         sizes = self.batch_size
-        if sizes is not None and not (
-            isinstance(sizes, Sequence)
-            and not isinstance(sizes, str)
-            and all(isinstance(entry, Sequence) and len(entry) == 2 for entry in sizes)
-            and all(isinstance(n, numbers.Integral) and not isinstance(n, bool) for entry in sizes for n in entry)
-            and all(first >= 0 and rows >= 1 for first, rows in sizes)
-        ):
+        if sizes is not None and not (_are_int_pairs(sizes) and all(first >= 0 and rows >= 1 for first, rows in sizes)):
             raise ArgumentError(
                 "batch_size must be a list of (first sample of the run, rows of the global batch) such as [(0, 256), "
                 f"(500_000, 512)], got {sizes!r}. One size for the whole run is the DataLoader's own batch_size."
             )
-
         ranges = self.skip_steps
-        if ranges is not None and not (
-            isinstance(ranges, Sequence)
-            and not isinstance(ranges, str)
-            and all(isinstance(entry, Sequence) and len(entry) == 2 for entry in ranges)
-            and all(isinstance(n, numbers.Integral) and not isinstance(n, bool) for entry in ranges for n in entry)
-            and all(0 <= first < end for first, end in ranges)
-        ):
+        if ranges is not None and not (_are_int_pairs(ranges) and all(0 <= first < end for first, end in ranges)):
             raise ArgumentError(
                 "skip_steps must be a list of (first step, step after the last) of the run, such as [(1200, 1230)], "
                 f"got {ranges!r}."
@@ -143,6 +130,16 @@ class LoaderOptions:
             value = getattr(self, name)
             if value is not None:
                 raise ArgumentError(f"{name}={value!r:.60}: {why} Leave {name} out.")
+
+
+def _are_int_pairs(value: Any) -> bool:
+    """Return whether an argument is a sequence of pairs of ints."""
+    return (
+        isinstance(value, Sequence)
+        and not isinstance(value, str)
+        and all(isinstance(entry, Sequence) and len(entry) == 2 for entry in value)
+        and all(isinstance(n, numbers.Integral) and not isinstance(n, bool) for entry in value for n in entry)
+    )
 
 
 def checked_prefetch(options: LoaderOptions) -> int:

@@ -167,15 +167,14 @@ def shard_dataloader(
             batches are the same. None: worker processes as the DataLoader says.
         on_error: "raise": a sample that cannot be read is a `DataReadError` on all ranks. "skip": a sample that raises
             while it is read, mapped or collated becomes an invalid row (see the iterator's `valid`) that holds another
-            sample's data; it is logged and counted in `stats`. Rows that differ in shape or fields are an error, which
-            names the sample.
+            sample's data; it is logged and counted in `stats`. Rows that differ in shape or fields are an error.
         on_lost: What to do when another rank is lost. "raise": the loop raises `PeerLostError`. A training thread that
             is stuck in a collective cannot be woken, so the log says it, too. "exit": the process also ends after
             10 s if its training thread has not raised the error by then.
         record: A file to which the first rank of the meshes appends what happens to the run: a line when it begins, at
-            each pass, checkpoint, resume and error, and none a step. Give every job of the run
-            the same file. The command `paddle-shard` answers from it which rank read which sample at which step, and
-            whether each was read once. A file that cannot be written is an error here; later it is a warning.
+            each pass, checkpoint, resume and error, and none a step. Give every job of the run the same file. The
+            command `paddle-shard` answers from it which rank read which sample at which step, and whether each was read
+            once. A file that cannot be written is an error here; later it is a warning.
 
     Returns:
         A `ShardDataloader`, which `dist.to_static` accepts, too.

@@ -153,7 +153,7 @@ class LoaderState:
                 f"{name}: {words.get(name) or f'saved {_shown(then, name)}, now {_shown(now, name)}'}"
                 for name in differing
             )
-            if changed := [name for name in differing if name in _SCHEDULES and "its " not in words.get(name, "")]:
+            if changed := [name for name in differing if _has_schedule(name, then, now)]:
                 changes += (
                     f". A resumed run may change a schedule ({', '.join(changed)}) only after the position of the "
                     f"state: step {self.steps_before + self.steps}, sample {_sample_of_run(self)} of the run"
@@ -220,24 +220,39 @@ _READ: dict[str, Callable[[Any], Any]] = {
 
 # Schedules
 
-_SCHEDULES = ("mixture", "skip_steps", "stream")
-"""Names in a fingerprint whose values have a schedule."""
-
 
 def _shown(fingerprint: Mapping[str, Any], name: str) -> str:
     value = fingerprint.get(name)
     return str(list(map(tuple, value))) if name == "skip_steps" and value else repr(value)
 
 
+def _has_schedule(name: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Return whether what differs under a name of two fingerprints may be a schedule."""
+    if name == "stream":
+        return "mixture" in _changed_stages(then.get(name) or [], now.get(name) or [])
+    return name in ("mixture", "skip_steps")
+
+
+def _stages(stream: Sequence[Any]) -> list[str]:
+    """Return the names of the stages in the fingerprint of a stream."""
+    return [str(mark[0] if isinstance(mark, list) else mark) for mark in stream]
+
+
+def _changed_stages(then: Sequence[Any], now: Sequence[Any]) -> list[str]:
+    """Return the stages that differ between two streams of the same stages; none of other streams."""
+    stages = _stages(now)
+    if stages != _stages(then):
+        return []
+    return [stage for stage, mark, other in zip(stages, then, now, strict=True) if mark != other]
+
+
 def _stream_difference(then: Sequence[Any], now: Sequence[Any]) -> str:
     """Return in words how the fingerprints of two streams differ; their digests would tell a user nothing."""
-    stages_then = [mark[0] if isinstance(mark, list) else mark for mark in then]
-    stages_now = [mark[0] if isinstance(mark, list) else mark for mark in now]
-    if stages_then != stages_now:
-        return f"its stages were {stages_then}, and are {stages_now} now"
-    changed = [stage for stage, mark, other in zip(stages_now, then, now, strict=True) if mark != other]
+    changed = _changed_stages(then, now)
+    if not changed:
+        return f"its stages were {_stages(then)}, and are {_stages(now)} now"
     what = "the sources or their weights" if "mixture" in changed else "its files, data or arguments"
-    return f"{what} are others now, of {', '.join(map(str, changed))}"
+    return f"{what} are others now, of {', '.join(changed)}"
 
 
 def _sample_of_run(state: LoaderState) -> int:

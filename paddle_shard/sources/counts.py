@@ -116,8 +116,6 @@ def count_files(
     """
     if counts is False or (counts is None and any(map(files.is_remote, names))):
         return None
-    if counts is None and any(map(_is_compressed, names)):
-        return None
     found: dict[str, ShardEntry] = {}
     paths = [name if files.is_remote(name) else os.path.abspath(files.local_path(name)) for name in names]
     with _kept(kind, paths) as kept:
@@ -129,6 +127,9 @@ def count_files(
                     status = os.stat(path)
                     version = [status.st_size, status.st_mtime_ns, status.st_ctime_ns]
                 entry = _kept_entry(kept.get(path), version)
+                # A kept entry without places may be of a compressed file, which `counts=True` has counted.
+                if counts is None and (entry is None or not entry.starts) and _is_compressed(name):
+                    return None
                 if entry is None:
                     logging.getLogger("paddle_shard").info("counting the samples of %s", files.shown(name))
                     entry = count_file(name, samples, MOST, cache)
@@ -139,10 +140,9 @@ def count_files(
 
 
 def _is_compressed(name: str) -> bool:
-    with files.failures_named(name, lambda: ("counting its samples", None)):
-        opened, _ = files.open_file(name)
-        with opened:
-            return files.decompressed(opened, name) is not opened
+    opened, _ = files.open_file(name)
+    with opened:
+        return files.decompressed(opened, name) is not opened
 
 
 def source_of_files(

@@ -22,8 +22,10 @@ ROUND = 1 << 20
 """Number that is added to a library's epoch each time that the data is read again within an epoch."""
 _CONTAINERS, _NUMBERS = (list, dict, set, deque, bytearray), (int, float)
 """What a data set may change in place, and what it may count in."""
+_MOST_ITEMS = 1 << 20
 _MOST_BYTES = 64 << 20
-"""A larger array is not copied: it is the data itself."""
+"""Containers of more items, and larger arrays, are not copied: they are the data itself, of which each worker would
+have a copy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,8 +108,10 @@ class OwnCopy:
     def _copy(self, value: Any) -> Any:
         if type(value) is list and value and is_iterable_dataset(value[0]):  # as in Paddle's ChainDataset
             return list(map(self._copy, value))
-        if type(value) in _CONTAINERS or (type(value) is np.ndarray and value.nbytes <= _MOST_BYTES):
-            return copy.copy(value)
+        if type(value) in _CONTAINERS:
+            return copy.copy(value) if len(value) <= _MOST_ITEMS else value
+        if type(value) is np.ndarray:
+            return value.copy() if value.nbytes <= _MOST_BYTES else value
         is_dataset = value is self._given or is_iterable_dataset(value)
         if not is_dataset or hasattr(type(value), "__del__"):  # which would free what both have
             return value

@@ -230,9 +230,10 @@ def version_of(name: str) -> tuple[int, str]:
         OSError: There is no such remote file, or its server fails.
     """
     if not is_remote(name):
-        if not os.path.exists(local_path(name)):
+        try:
+            status = os.stat(local_path(name))
+        except FileNotFoundError:
             return 0, ""
-        status = os.stat(local_path(name))
         return status.st_size, str(status.st_mtime_ns)
     system, path = remote_file(name)
     details = retried(lambda: system.info(path))
@@ -373,8 +374,7 @@ class RemoteFile(io.RawIOBase):
         except ValueError:
             if not self._is_http:
                 raise
-            # Without ranges, as fsspec finds out only now.
-            self._stream = io.BytesIO(self._system.cat_file(self._path))
+            self._read_whole()  # the server sends no ranges, as fsspec finds out only now
             return self._received(most)
         if not content and self.size not in (None, self._position):
             raise ConnectionError("the connection was closed")
@@ -396,12 +396,16 @@ class RemoteFile(io.RawIOBase):
         if size and details.get("partial", True):
             options = {"size": size} if self._is_http else {}
             self._stream = self._system.open(self._path, "rb", **options, **self._options)
+            self.size = size
         else:
-            content = self._system.cat_file(self._path)
-            size = len(content)
-            self._stream = io.BytesIO(content)
-        self.size = size
+            self._read_whole()
         return self._stream
+
+    def _read_whole(self) -> None:
+        """Read the file into memory, in place of a stream of its ranges."""
+        content = self._system.cat_file(self._path)
+        self._stream = io.BytesIO(content)
+        self.size = len(content)
 
     def _disconnect(self) -> None:
         stream = self._stream

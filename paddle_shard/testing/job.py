@@ -217,7 +217,14 @@ def start_ranks(
 
 
 def run_ranks(
-    script: str | Path, num_ranks: int, directory: str | Path, *, timeout: float = 120.0, **options: Any
+    script: str | Path,
+    num_ranks: int,
+    directory: str | Path,
+    *,
+    args: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+    timeout: float = 120.0,
+    processes: Processes | None = None,
 ) -> list[Any]:
     """Run `script` on `num_ranks` processes with the environment of `paddle.distributed.launch`; return their reports.
 
@@ -227,8 +234,10 @@ def run_ranks(
         script: A Python file; each rank runs it and calls `report` once.
         num_ranks: Number of processes, at least 1.
         directory: An empty directory for the reports and one log a rank (pytest's `tmp_path`).
+        args: See `start_ranks`.
+        env: See `start_ranks`.
         timeout: Deadline in seconds for the whole run.
-        options: `args`, `env` and `processes` of `start_ranks`.
+        processes: See `start_ranks`.
 
     Returns:
         What each rank gave to `report`, in rank order, after a round trip through JSON.
@@ -236,7 +245,7 @@ def run_ranks(
     Raises:
         RanksFailed: A rank ended with an error, left no report, or was not done at the deadline.
     """
-    with start_ranks(script, num_ranks, directory, timeout=timeout, **options) as job:
+    with start_ranks(script, num_ranks, directory, args=args, env=env, timeout=timeout, processes=processes) as job:
         return job.reports(range(num_ranks), timeout)
 
 

@@ -1,4 +1,4 @@
-"""`paddle-shard doctor`: check that a machine has what loaders need, and under the launcher, that its ranks agree."""
+"""`paddle-shard doctor`: check that a machine has what loaders need, and under the launcher, its collectives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`paddle-shard show`: the contents of the samples of a step, or of one sample. It opens the data set."""
+"""`paddle-shard show`: the contents of the samples of a step. It opens the data set."""
 
 from __future__ import annotations
 
