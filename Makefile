@@ -10,12 +10,14 @@ ADAPTERS ?= torchdata mds dali ffcv ray visualdl
 TRAINERS ?= paddlenlp paddleformers_auto paddleformers
 PYTHONS ?= $(foreach version,3.10 3.11 3.12 3.13,$(if $(shell python$(version) --version 2>/dev/null),$(version)))
 STEPS ?= 100000
+SEEDS ?= 1000
+TIME ?= 600
 # Tests wait more than they compute. The tests of a file share jobs, so they stay together.
 JOBS ?= 4
 SIDE_BY_SIDE := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 RUN := $(PY) launch/local.py
 
-.PHONY: help demo demos test test-long quick test-device test-gpu test-oldest test-pythons test-adapters test-suites test-trainers faults bench bench-device soak lint dist docs clean
+.PHONY: help demo demos test test-long quick simulate test-device test-gpu test-oldest test-pythons test-adapters test-suites test-trainers faults bench bench-device soak lint dist docs clean
 
 help:
 	@sed -n 's/^## //p' Makefile
@@ -40,6 +42,10 @@ test-long: $(READY)
 ## quick: the tests that start no processes, laws with half of the examples of test, in a minute or two
 quick: $(READY)
 	PADDLE_SHARD_QUICK=1 $(PY) -m pytest -q -n 2 --dist loadfile -m "not multiprocess and not processes"
+
+## simulate: ranks that agree, simulated: random schedules and faults, each replayed from its seed (SEEDS=1000 TIME=600)
+simulate: $(READY)
+	$(PY) -m tests.simulation.ranks --seeds $(SEEDS) --seconds $(TIME)
 
 ## test-device: delivery to a device, on one that stands in for a GPU (tests/device); needs g++, else it says so
 test-device: $(READY)

@@ -1,13 +1,10 @@
-"""Which groups, coordinators and shared tables do the ranks of this job use?"""
+"""Coordinators of the ranks of this job, and the calls in which ranks exchange something or report a failure."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import json
-import logging
 import os
-import secrets
 import sys
 import zlib
 from collections.abc import Callable, Sequence
@@ -18,14 +15,12 @@ from paddle.framework import core
 
 from paddle_shard.ranks.agreement import Agreement, Coordinator
 from paddle_shard.ranks.broadcast import own_name
-from paddle_shard.ranks.group import PASSES, Group, ProgressTable
+from paddle_shard.ranks.network import network_of
+from paddle_shard.ranks.protocol import Hub, Member, Node
 from paddle_shard.ranks.rendezvous import num_ranks
-from paddle_shard.ranks.star import group_of
 from paddle_shard.ranks.verdict import Terms, described, known_to_all, report_of
-from paddle_shard.reading.channel import Slots, mapped
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-_TOKEN = 16
 
 _coordinators: dict[tuple[tuple[int, ...], int], Coordinator] = {}
 """(global ranks, process) -> their coordinator; a forked process has its own."""
@@ -92,14 +87,12 @@ def _coordinator(ranks: tuple[int, ...], timeout: float) -> Coordinator:
     found = ranks, os.getpid()
     if found not in _coordinators:
         named = ",".join(map(str, ranks)) if len(ranks) < dist.get_world_size() else "all"
+        network, route, relays = network_of(ranks, f"loaders of {named}", timeout)
         introduction = f"{own_name()}-{zlib.crc32(repr(ranks).encode())}"
-        _coordinators[found] = Coordinator(
-            group_of(ranks, f"loaders of {named}", timeout),
-            timeout=timeout,
-            end_process=_end_process,
-            meet=lambda group: meet(group, introduction),
-            introduction=introduction,
-        )
+        hub = Hub(ranks, relays) if route.up is None else None
+        relay = relays.get(route.rank)
+        member = Member(route.rank, hub=ranks[0], relay=relay, introduction=introduction, timeout=timeout)
+        _coordinators[found] = Coordinator(Node(member, hub), network, end_process=_end_process)
     return _coordinators[found]
 
 
@@ -125,38 +118,6 @@ def gather_of(ranks: tuple[int, ...], payload: str, timeout: float | None, call:
         return [payload]
     terms = Terms(label=described({"call": call}), name=call, is_call=True, timeout=timeout)
     return open_agreement(ranks, terms).exchange(payload)
-
-
-def meet(group: Group, introduction: str = "") -> tuple[ProgressTable | None, dict[int, str]]:
-    """Return a progress table in memory that all ranks have mapped, or None if a rank cannot, and all introductions.
-
-    Collective. The first rank makes a file without a name, and the others open it through /proc, so the file disappears
-    when they end. A token proves that it is that file, and not a file of another host or container.
-    """
-    size, mine = _TOKEN + 8 * PASSES * group.size, {"name": introduction}
-    slots, memory = None, None
-    try:
-        if group.rank == 0:
-            slots = Slots(1, size)
-            memory, token = slots.memory, secrets.token_bytes(_TOKEN)
-            memory[:_TOKEN] = token
-            mine |= {"path": f"/proc/{os.getpid()}/fd/{slots.file}", "token": token.hex()}
-    except OSError as error:
-        logging.getLogger(__name__).debug("no progress table: %s", error)
-    told = [json.loads(one) for one in group.gather(json.dumps(mine).encode())]
-    try:
-        if memory is None and "path" in told[0]:
-            found = mapped(os.open(told[0]["path"], os.O_RDWR), size)
-            memory = found if found is not None and found[:_TOKEN].hex() == told[0]["token"] else None
-    except (OSError, ValueError) as error:  # not that file, and perhaps shorter
-        logging.getLogger(__name__).debug("no progress table: %s", error)
-    shared = all(fine == b"+" for fine in group.gather(b"+" if memory is not None else b"-"))
-    table = None
-    if memory is not None and shared:
-        words: Any = memory[_TOKEN:].cast("q")
-        table = ProgressTable(words, group.rank, group.size)
-    del slots  # all have opened the file
-    return table, {rank: one["name"] for rank, one in zip(group.names, told, strict=True)}
 
 
 def _end_process() -> None:

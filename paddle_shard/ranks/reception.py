@@ -17,7 +17,6 @@ import select
 import socket
 import struct
 import time
-from types import TracebackType
 
 from paddle_shard.ranks.rendezvous import noted
 
@@ -38,30 +37,34 @@ def hello(token: str, position: int) -> bytes:
 class Reception:
     """Sockets that listen where the ranks of a group look for its first one."""
 
-    def __init__(self, host: str, *, several_hosts: bool) -> None:
+    def __init__(self, host: str, *, several_hosts: bool, poll: select.poll) -> None:
         """Begin to listen, at the addresses of `host` only, or at all of this machine if that cannot be.
 
         Args:
             host: Name or address by which the others reach this rank.
             several_hosts: True if some of them are on other hosts.
+            poll: Reports when `arrived` should be called.
 
         Raises:
             OSError: This process cannot listen.
         """
-        self.token, self.poll = secrets.token_bytes(16), select.poll()  # not select: descriptors may be above 1023
+        self.token = secrets.token_bytes(16)
+        self._poll = poll
         self._strangers: dict[int, tuple[socket.socket, bytearray, float]] = {}  # the oldest first
         self._servers = _listening(host, several_hosts)
         self.port: int = self._servers[0].getsockname()[1]
         for server in self._servers:
             server.setblocking(False)
-            self.poll.register(server, select.POLLIN)
+            poll.register(server, select.POLLIN)
 
-    def __enter__(self) -> Reception:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        for one in [*self._servers, *(peer for peer, *_ in self._strangers.values())]:
-            one.close()
+    def close(self) -> None:
+        """Stop listening, and drop all connections that have not shown the token."""
+        for server in self._servers:
+            self._poll.unregister(server)
+            server.close()
+        for number in list(self._strangers):
+            self._drop(number)
+        self._servers = []
 
     def arrived(self) -> list[tuple[int, socket.socket]]:
         """Return (position, connection) of each rank that has shown the token; never waits."""
@@ -78,7 +81,7 @@ class Reception:
             said += got or b""
             token, position = _HELLO.unpack(said) if len(said) == _HELLO.size else (b"", 0)
             if hmac.compare_digest(token, self.token):
-                self.poll.unregister(number)
+                self._poll.unregister(number)
                 found.append((position, self._strangers.pop(number)[0]))
             elif token or got == b"" or time.monotonic() > came + _GRACE:
                 self._drop(number)
@@ -100,10 +103,10 @@ class Reception:
                 self._drop(next(iter(self._strangers)))
             peer.setblocking(False)
             self._strangers[peer.fileno()] = peer, bytearray(), time.monotonic()
-            self.poll.register(peer, select.POLLIN)
+            self._poll.register(peer, select.POLLIN)
 
     def _drop(self, number: int) -> None:
-        self.poll.unregister(number)
+        self._poll.unregister(number)
         self._strangers.pop(number)[0].close()
 
 

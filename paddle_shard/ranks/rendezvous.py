@@ -65,7 +65,7 @@ def _leave_sockets_to_the_parent() -> None:
 os.register_at_fork(after_in_child=_leave_sockets_to_the_parent)
 
 
-def connected(host: str, port: int, timeout: float) -> socket.socket:
+def connected(host: str, port: int, timeout: float | None) -> socket.socket:
     """Return a connection, as `socket.create_connection` does, that a forked child closes."""
     failure: OSError = ConnectionError("the host has no address")
     for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):

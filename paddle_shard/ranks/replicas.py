@@ -14,8 +14,9 @@ import paddle.distributed as dist
 
 from paddle_shard.errors import DifferentDataError, PeerLostError
 from paddle_shard.plan.step import Step
-from paddle_shard.ranks.agreement import NOTICE, Agreement
+from paddle_shard.ranks.agreement import Agreement
 from paddle_shard.ranks.broadcast import Broadcast, Receiver, connected
+from paddle_shard.ranks.protocol import NOTICE
 from paddle_shard.reading.batch import Batch
 from paddle_shard.reading.digest import digest
 from paddle_shard.reading.executor import Executor, read_errors

@@ -1,10 +1,10 @@
-"""What does a rank know of the next steps, what follows from what all ranks know, and which error says so?"""
+"""What ranks report about an epoch iterator, the decision that follows from all reports, and the errors it leads to."""
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,7 @@ FAIL, END, CLOSED, OK = range(4)
 OTHER_PASS, OTHER_DATA = 4, 5
 """Kinds of a decision only: the ranks do not refer to the same pass, or have read different data."""
 
-_CALL = '{"call": '
+_FAILED = '{"failed": '
 """Beginning of the report of a call of the user's that has failed on one rank, and not of reading a step."""
 NEVER = 2**60
 REPORT_LIMIT = 64 * 1024
@@ -24,8 +24,6 @@ _LONGEST = 10_000
 """Most characters of an error text that are sent to the other ranks."""
 _TOLD = ("index", "worker", "step", "epoch", "cause_type")
 _CUT = "\n[cut: a report holds 64 KB]"
-_STEPS_TOLD = 2000
-"""Most steps whose digests a rank reports if ranks differ: a report holds 64 KB."""
 IF_SPLIT = (
     "If each rank has its own data, set is_dataset_splitted=True; where a trainer makes the loader, set an attribute "
     "of the data set: `is_dataset_splitted = True`."
@@ -48,7 +46,7 @@ class Terms:
     ends_must_agree: bool = False
     """True if ends at different steps are an error."""
     same_data: bool = False
-    """True if all ranks read the same data, and give a digest with each step (`Agreement.note_read`)."""
+    """True if all ranks read the same data, and give a digest with each step (`PassState.note_read`)."""
     ends_apart: int | None = None
     """With `same_data`, by how many steps their ends may differ; None: by any number."""
     exit_when_lost: bool = False
@@ -116,77 +114,38 @@ class Terms:
             self.timeout,
         )
 
-    def first_difference(self, outlooks: Sequence[Outlook]) -> tuple[int, list[int]] | None:
-        """Return the first step at which the ranks have read different data, and each digest; None if there is none.
-
-        Args:
-            outlooks: The outlooks of all ranks, each after `report_read`.
-
-        Examples:
-            >>> one, two = Outlook(report="[0, [5, 7, 9]]"), Outlook(report="[0, [5, 8, 10]]")
-            >>> Terms().first_difference([one, two])
-            (1, [7, 8])
-        """
-        found: list[dict[int, int]] = []
-        for outlook in outlooks:
-            try:
-                first, digests = json.loads(outlook.report)
-            except ValueError:  # the report of a failure, which is raised instead
-                found.clear()
-                break
-            found.append({first + i: digest for i, digest in enumerate(digests)})
-        for step in sorted(set.intersection(*map(set, found))) if found else ():
-            digests = [of_rank[step] for of_rank in found]
-            if len(set(digests)) > 1:
-                return step, digests
-        if self.ends_apart is None:
-            return None
-        ends = [outlook.exhausted for outlook in outlooks]
-        if max(ends) == NEVER:
-            ends = [outlook.step for outlook in outlooks]
-        first = min(ends)
-        return (first, [int(end > first) for end in ends]) if max(ends) - first > self.ends_apart else None
-
 
 @dataclass(slots=True)
 class Outlook:
-    """One rank's knowledge about one pass. `vector` is its contribution to a round."""
+    """What one rank has reported about one epoch iterator."""
 
-    tag: int = 0
-    """Digest of the label of the pass; must be the same on all ranks."""
     step: int = 0
-    """This rank can serve every step before this one."""
+    """The rank can serve every step before this one."""
     kind: int = OK
     """Kind of `step`. OK: nothing is known yet. Any other value is final, and no step follows."""
     exhausted: int = NEVER
-    """From this step on, this rank has no real rows; NEVER while it may have some."""
+    """From this step on, the rank has no real rows; NEVER while it may have some."""
     delivered: int = 0
-    read: int = 0
-    """Digest of all that was read before the last step that was agreed on; 0 if ranks need not read the same data."""
     report: str = ""
     """Report of the failure; before that, the user's call if this is not a loop."""
+    label: str = ""
+    """Text of `described` about the data; must be the same on all ranks."""
+    read: int = 0
+    """For a decision of kind OTHER_DATA: digest of what the rank has read."""
     reads_on: int = 0
-    """Extra steps that this rank reads before the end of another rank is settled, to see whether its data continues."""
-
-    def vector(self) -> list[int]:
-        """Return seven values; `decide` takes their minima over the ranks."""
-        known = self.step - self.reads_on if self.kind == OK else NEVER
-        return [4 * self.step + self.kind, -self.exhausted, known, self.tag, -self.tag, self.read, -self.read]
+    """Extra steps that the rank reads before the end of another rank is settled, to see whether its data continues."""
 
     @property
-    def failed_call(self) -> bool:
-        """True if a call of the user's has failed on this rank, so that it makes no steps."""
-        return self.kind == FAIL and self.report.startswith(_CALL)
+    def failed_call(self) -> str:
+        """Report of a user's call that has failed on this rank, so that it makes no steps; empty: none has."""
+        # Such a call opens a pass whose label is the report: it may be known before its failure is.
+        texts = (self.report if self.kind == FAIL else "", self.label)
+        return next((text for text in texts if text.startswith(_FAILED)), "")
 
-    def report_read(self, digests: Mapping[int, int]) -> None:
-        """Report the digests of what was read up to the end of each step, for the others to compare."""
-        told = list(digests.items())[-_STEPS_TOLD:]
-        self.report = json.dumps([told[0][0] if told else 0, [digest for _, digest in told]])
-
-    def told(self) -> list[Any]:
-        """Return what `Outlook(*told)` makes again on another rank; a long report is cut."""
-        cut = self.report if len(self.report) <= REPORT_LIMIT else self.report[: REPORT_LIMIT - len(_CUT)] + _CUT
-        return [self.tag, self.step, self.kind, self.exhausted, self.delivered, self.read, cut]
+    @property
+    def short_report(self) -> str:
+        """The report, cut to 64 KB."""
+        return self.report if len(self.report) <= REPORT_LIMIT else self.report[: REPORT_LIMIT - len(_CUT)] + _CUT
 
 
 _SAME_DATA = (
@@ -197,12 +156,10 @@ _SAME_DATA = (
     "verify=None nobody looks, and then samples may be lost."
 )
 
-WIDTH = len(Outlook().vector())
-
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The result of a round, which follows from the minima; it is the same on all ranks."""
+    """What follows from the reports of all ranks; it is the same on all of them."""
 
     step: int
     """Every step before this one may be delivered."""
@@ -210,36 +167,34 @@ class Decision:
     """Final event at `step`; OK: it is not decided yet."""
     so_far: int = field(default=OK, repr=False)
     """The event at `step` by what was reported so far: no step from `step` on is delivered, unless it is OK."""
+    differs_at: int = field(default=0, repr=False)
+    """For OTHER_DATA: first step of which the ranks have read different data."""
 
 
-def decide(least: Sequence[int]) -> Decision:
-    """Return what the minima of all ranks' vectors decide.
+def decide(outlooks: Collection[Outlook]) -> Decision:
+    """Return the decision that follows from the reports of all ranks.
 
-    The result depends only on what the ranks report in the end, not on when it is computed. The pass ends at the first
-    step that any rank cannot serve; the reason is decided when every rank has reported what it can do there.
+    It does not depend on when it is computed. The iteration ends at the first step that any rank cannot serve; the
+    reason is decided when every rank has reported what it can do there.
 
     Examples:
         >>> ahead, ends, fails = Outlook(step=9), Outlook(step=5, kind=END), Outlook(step=5, kind=FAIL)
-        >>> def decided(*outlooks):
-        ...     return decide([min(column) for column in zip(*(o.vector() for o in outlooks))])
-        >>> decided(ahead, ends)
+        >>> decide([ahead, ends])
         Decision(step=5, kind=1)
-        >>> decided(ahead, ends, fails)
+        >>> decide([ahead, ends, fails])
         Decision(step=5, kind=0)
-        >>> decided(Outlook(step=5), ends)  # what the first rank will say of step 5 is not known
+        >>> decide([Outlook(step=5), ends])  # what the first rank will say of step 5 is not known
         Decision(step=5, kind=3)
-        >>> decided(Outlook(step=9, exhausted=3), Outlook(step=9, exhausted=6))
+        >>> decide([Outlook(step=9, exhausted=3), Outlook(step=9, exhausted=6)])
         Decision(step=6, kind=1)
     """
-    first, negated, known, tag, negated_tag, read, negated_read = least
-    if tag != -negated_tag:
-        return Decision(0, OTHER_PASS)
-    if read != -negated_read:
-        return Decision(0, OTHER_DATA)
-    if -negated < NEVER:
-        first = min(first, 4 * -negated + END)
+    first = min(4 * o.step + o.kind for o in outlooks)
+    exhausted = max(o.exhausted for o in outlooks)
+    if exhausted < NEVER:
+        first = min(first, 4 * exhausted + END)
     step, kind = divmod(first, 4)
-    return Decision(step, kind if known > step else OK, kind)
+    is_known = all(o.kind != OK or o.step - o.reads_on > step for o in outlooks)
+    return Decision(step, kind if is_known else OK, kind)
 
 
 def described(facts: Mapping[str, Any]) -> str:
@@ -309,8 +264,8 @@ def error_of(verdict: Decision, ranks: Mapping[int, Outlook], number: int, terms
     if verdict.kind == OTHER_PASS:
         for rank, o in ranks.items():
             if o.failed_call:
-                return error_of_another(rank, o.report)
-        differ = differences({rank: o.report for rank, o in ranks.items()})
+                return error_of_another(rank, o.failed_call)
+        differ = differences({rank: o.label for rank, o in ranks.items()})
         own = ""
         if "num_samples" in differ:
             own = " A rank that was given a part of its own (Subset, .shard()) needs is_dataset_splitted=True."
@@ -321,14 +276,12 @@ def error_of(verdict: Decision, ranks: Mapping[int, Outlook], number: int, terms
             f"arguments and data, and start every loop on all of them, in the same order.{own}"
         )
     if verdict.kind == OTHER_DATA:
-        # None: they have differed for so long that no rank keeps the digests.
-        first, digests = terms.first_difference(list(ranks.values())) or (None, [0] * len(ranks))
-        where = f"Before step {at}" if first is None else f"At step {terms.first_step + first}"
-        who = " and ".join(_holders(dict(zip(ranks, digests, strict=True))).values())
+        who = " and ".join(_holders({rank: o.read for rank, o in ranks.items()}).values())
+        first = terms.first_step + verdict.differs_at
         return errors.DifferentDataError(
-            f"{where} of {name}, {who} have read different data. Each must read the same stream, or draw the same "
-            "batches, and keeps its own rows of it; otherwise some rows are delivered twice, and some not at all. Use "
-            "the same seed on all ranks for every random generator of its own; and, with balance=, the same costs. "
+            f"At step {first} of {name}, {who} have read different data. Each must read the same stream, or draw the "
+            "same batches, and keeps its own rows of it; otherwise some rows are delivered twice, and some not at all. "
+            "Use the same seed on all ranks for every random generator of its own; and, with balance=, the same costs. "
             f"(The global generators of numpy, Python, Paddle and torch are seeded.) {IF_SPLIT}"
         )
     if verdict.kind == FAIL:
@@ -373,7 +326,7 @@ def report_of(failure: Any, call: str = "") -> str:
     text = errors.text_of(failure)
     if len(text) > _LONGEST:
         text = f"{text[:_LONGEST]} ... [cut]"
-    begin = {"call": call} if call else {}
+    begin = {"failed": call} if call else {}
     return json.dumps({**begin, "kind": type(failure).__name__, "text": text, **told}, default=repr)
 
 
@@ -383,7 +336,7 @@ def error_of_another(rank: int, report: str) -> Exception:
         told = json.loads(report)
     except ValueError:  # cut off because it was too long
         told = {"kind": "DataReadError", "text": report}
-    text = f"global rank {rank}: {told['call']}: " if "call" in told else f"global rank {rank}: "
+    text = f"global rank {rank}: {told['failed']}: " if "failed" in told else f"global rank {rank}: "
     text += told["text"]
     kind = getattr(errors, told["kind"], None)
     if kind is not None and kind is not errors.DataReadError:

@@ -16,7 +16,7 @@ import paddle.distributed as dist
 import paddle_shard
 from paddle_shard import Stream
 from paddle_shard.errors import PaddleShardError
-from paddle_shard.ranks import agreement as agreements
+from paddle_shard.ranks import protocol as agreements
 from paddle_shard.testing import report
 from tests.deadlines import HANG
 

@@ -3,7 +3,6 @@ import os
 import socket
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from unittest import mock
@@ -13,12 +12,13 @@ import pytest
 
 from paddle_shard.errors import ArgumentError, PeerLostError
 from paddle_shard.ranks import rendezvous
+from paddle_shard.ranks.network import network_of
 from paddle_shard.ranks.rendezvous import rendezvous_of
-from paddle_shard.ranks.star import StarGroup, group_of
 from paddle_shard.testing.simulated import simulated_rank
 from tests.deadlines import HANG
 from tests.descriptors import open_files
 from tests.jobs import run_ranks, start_ranks
+from tests.ranks.local_network import Meeting
 
 WORKER = Path(__file__).parent / "lost_worker.py"
 
@@ -120,9 +120,9 @@ def test_an_environment_that_does_not_say_where_is_refused_at_once(found, monkey
 
     initialized = mock.patch.object(dist, "is_initialized", lambda: True)
     with simulated_rank(0, 2), pytest.raises(ArgumentError, match="start the ranks with python -m paddle.distributed"):
-        group_of([0, 1], "test")
+        network_of([0, 1], "test")
     with simulated_rank(0, 2), initialized, pytest.raises(ArgumentError, match="Start the ranks with paddle.distri"):
-        group_of([0, 1], "test")
+        network_of([0, 1], "test")
 
 
 @pytest.mark.parametrize("members", [(0, 1), (1, 2)])
@@ -131,33 +131,16 @@ def test_a_store_whose_process_has_ended_before_the_ranks_have_met_is_named_at_o
         probe.bind(("127.0.0.1", 0))
         monkeypatch.setenv("PADDLE_MASTER", f"127.0.0.1:{probe.getsockname()[1]}")
     with simulated_rank(1, 3), mock.patch.object(dist, "is_initialized", lambda: True):
-        group = group_of(members, "test", 2 * HANG)
+        network, *_ = network_of(members, "test", 2 * HANG)
         start = time.monotonic()
         with pytest.raises(PeerLostError, match="Global rank 0, whose process has the store") as raised:
-            group.minimum([1])
+            network.connect()
 
     assert raised.value.ranks == (0,)
     assert time.monotonic() - start < HANG
 
 
 # Forked children
-
-
-class Store:
-    """A store of one process."""
-
-    def __init__(self):
-        self.values, self.counts = {}, {}
-
-    def set(self, key, value):
-        self.values[key] = value.encode()
-
-    def get(self, key):
-        return self.values[key]
-
-    def add(self, key, number):
-        self.counts[key] = self.counts.get(key, 0) + number
-        return self.counts[key]
 
 
 def sockets_in_a_child():
@@ -172,28 +155,8 @@ def sockets_in_a_child():
 
 @pytest.fixture
 def meeting():
-    """Starts the first exchange of a member of a group of three: [its result or error], and the groups."""
-    store, threads = Store(), []
-    groups = [StarGroup(rank, (4, 5, 6), lambda wanted: store, "127.0.0.1", "test", 2 * HANG) for rank in range(3)]
-
-    def start(rank):
-        found = []
-
-        def exchange():
-            try:
-                found.append(groups[rank].minimum([rank]))
-            except PeerLostError as error:
-                found.append(error)
-
-        threads.append(threading.Thread(target=exchange))
-        threads[-1].start()
-        return found
-
-    yield start, groups
-    for group in groups:
-        group.close()
-    for thread in threads:
-        thread.join(HANG)
+    with Meeting((4, 5, 6)) as found:
+        yield found
 
 
 def until(condition):
@@ -203,26 +166,26 @@ def until(condition):
         time.sleep(0.01)
 
 
-def test_all_who_have_come_know_who_has_not_and_a_slow_start_is_no_death(meeting):
-    start, groups = meeting
-    assert [group.absent() for group in groups] == [[5, 6], [4], [4]]
-    found = [start(0), start(1)]
-    until(lambda: [group.absent() for group in groups] == [[6], [6], [4]])
+def has_come(meeting, *ranks):
+    """Whether the hub knows that these ranks have come, and no other."""
+    return lambda: {*meeting.coordinators[4]._node.hub._introductions} == {*ranks}
+
+
+def test_a_slow_start_is_no_death(meeting):
+    found = [meeting.start(4), meeting.start(5)]
+    until(has_come(meeting, 4, 5))
     time.sleep(4.0)
     assert found == [[], []]
-    assert [group.absent() for group in groups] == [[6], [6], [4]]
-    found.append(start(2))
-    until(lambda: found == [[[0]]] * 3)
-    assert [group.absent() for group in groups] == [[], [], []]
+    found.append(meeting.start(6))
+    until(lambda: found == [[["from 4", "from 5", "from 6"]]] * 3)
 
 
 def test_who_ends_before_all_have_met_is_named_to_those_who_wait_and_those_who_come_later(meeting):
-    start, groups = meeting
-    first, _ = start(0), start(1)
-    until(lambda: groups[1].absent() == [6])
-    groups[1].close()
+    first, _ = meeting.start(4), meeting.start(5)
+    until(has_come(meeting, 4, 5))
+    meeting.coordinators[5].close()
     until(lambda: first)
-    late = start(2)
+    late = meeting.start(6)
     until(lambda: late)
     for [error] in (first, late):
         assert str(error) == "Global rank 5 has ended or was killed; its own log may say why."
@@ -230,21 +193,20 @@ def test_who_ends_before_all_have_met_is_named_to_those_who_wait_and_those_who_c
 
 
 def test_a_first_rank_with_the_store_stays_until_those_who_are_about_to_connect_have_heard_who_is_lost(meeting):
-    start, groups = meeting
-    store = groups[0]._connect_store(True)
-    first, _ = start(0), start(1)
-    until(lambda: groups[1].absent() == [6])
+    store = meeting.store
+    first, _ = meeting.start(4), meeting.start(5)
+    until(has_come(meeting, 4, 5))
     get = store.get
 
     def of_a_process_that_ends_as_soon_as_it_knows(key):
-        if first:
+        if not meeting.coordinators[4]._thread.is_alive():
             raise RuntimeError("the store has gone")
         return get(key)
 
     store.get = of_a_process_that_ends_as_soon_as_it_knows
-    groups[1].close()
+    meeting.coordinators[5].close()
     time.sleep(0.3)
-    late = start(2)
+    late = meeting.start(6)
     until(lambda: first and late)
 
     assert [error.ranks for [error] in (first, late)] == [(5,), (5,)]
@@ -252,11 +214,11 @@ def test_a_first_rank_with_the_store_stays_until_those_who_are_about_to_connect_
 
 @pytest.mark.parametrize("waited", [True, False])
 def test_a_first_rank_that_leaves_says_for_whom_it_has_waited_in_vain(waited, meeting):
-    start, groups = meeting
-    first, second = start(0), start(1)
-    until(lambda: groups[1].absent() == [6])
+    first, second = meeting.start(4), meeting.start(5)
+    until(has_come(meeting, 4, 5))
     why = PeerLostError.of("Waited 4 s for the other ranks: global rank 6 has not answered.", [6], 4.0)
-    groups[0].close(why if waited else None)
+    meeting.coordinators[4].member.silence = why if waited else None
+    meeting.coordinators[4].close()
     until(lambda: first and second)
 
     [error] = second
@@ -265,30 +227,14 @@ def test_a_first_rank_that_leaves_says_for_whom_it_has_waited_in_vain(waited, me
 
 
 def test_a_forked_child_does_not_keep_the_connections_of_its_rank():
-    store, found = Store(), {}
-    groups = [StarGroup(rank, (0, 1), lambda wanted: store, "127.0.0.1", "test", HANG) for rank in range(2)]
-
-    def exchange(rank):
-        found[rank] = groups[rank].minimum([5 + rank])
-
-    def together(*, between=lambda: None):
-        threads = [threading.Thread(target=exchange, args=[rank]) for rank in range(2)]
-        threads[0].start()
-        between()
-        threads[1].start()
-        for thread in threads:
-            thread.join(HANG)
-        return [found.pop(rank) for rank in range(2)]
-
-    def fork_while_it_listens():
-        while not store.counts:
-            time.sleep(0.01)
+    with Meeting((0, 1)) as meeting:
+        found = [meeting.start(0)]
+        until(lambda: meeting.store.counts)
+        time.sleep(0.1)
         assert sockets_in_a_child() == 0
-
-    try:
-        assert together(between=fork_while_it_listens) == [[5], [5]]
+        found.append(meeting.start(1))
+        meeting.join()
         assert sockets_in_a_child() == 0
-        assert together() == [[5], [5]], "the connections are this process's as before"
-    finally:
-        for group in groups:
-            group.close()
+        found += [meeting.start(0), meeting.start(1)]
+        meeting.join()
+        assert found == [[["from 0", "from 1"]]] * 4, "the connections are this process's as before"

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import re
+import select
 import socket
 import threading
 import time
@@ -12,64 +13,36 @@ import pytest
 
 from paddle_shard.ranks import reception
 from paddle_shard.ranks.reception import Reception, hello
-from paddle_shard.ranks.star import StarGroup
 from tests.deadlines import HANG
+from tests.ranks.local_network import Meeting
 
 STRANGERS, RANKS = 1000, 4
 SOON = 10.0
 """Seconds: the strangers are let in one after the other in a hundred times as many."""
 
 
-class Store:
-    """A store of one process."""
-
-    def __init__(self):
-        self.values, self.counts, self._lock = {}, {}, threading.Lock()
-
-    def set(self, key, value):
-        self.values[key] = value.encode()
-
-    def get(self, key):
-        return self.values[key]
-
-    def add(self, key, number):
-        with self._lock:
-            self.counts[key] = self.counts.get(key, 0) + number
-            return self.counts[key]
-
-
 @contextlib.contextmanager
 def meeting(host="127.0.0.1"):
-    """Gives a function that starts a rank's first exchange and returns its thread, the results, and (port, token)."""
-    store, threads, found = Store(), [], {}
-    groups = [StarGroup(rank, range(RANKS), lambda wanted: store, host, "test", HANG) for rank in range(RANKS)]
+    """Gives the ranks that meet, and a function that returns (port, token) of the hub."""
+    with Meeting(range(RANKS), host) as found:
 
-    def exchange(rank):
-        try:
-            found[rank] = groups[rank].minimum([5 + rank])
-        except Exception as error:
-            found[rank] = error
+        def address():
+            deadline = time.monotonic() + HANG
+            while not found.store.values:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            [said] = found.store.values.values()
+            port, token = said.decode().split()
+            return int(port), token
 
-    def start(rank):
-        threads.append(threading.Thread(target=exchange, args=[rank]))
-        threads[-1].start()
+        yield found, address
 
-    def address():
-        deadline = time.monotonic() + HANG
-        while not store.values:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        [said] = store.values.values()
-        port, token = said.decode().split()
-        return int(port), token
 
-    try:
-        yield start, threads, found, address
-    finally:
-        for group in groups:
-            group.close()
-        for thread in threads:
-            thread.join(HANG)
+ALL = [f"from {rank}" for rank in range(RANKS)]
+
+
+def reception_at(host, several_hosts=False):
+    return contextlib.closing(Reception(host, several_hosts=several_hosts, poll=select.poll()))
 
 
 def endless(peer):
@@ -91,27 +64,25 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_thousand_strangers_do_not_delay_the_ranks(kind):
-    with meeting() as (start, threads, found, address), contextlib.ExitStack() as kept:
-        start(0)
+    with meeting() as (ranks, address), contextlib.ExitStack() as kept:
+        found = [ranks.start(0)]
         port, token = address()
         for number in range(STRANGERS):
             peer = kept.enter_context(socket.create_connection(("127.0.0.1", port), HANG))
             with contextlib.suppress(ConnectionError):
                 KINDS[kind](peer, token)
             if number == STRANGERS // 2:  # one of the ranks comes among them
-                start(1)
+                found.append(ranks.start(1))
         begin = time.monotonic()
-        for rank in range(2, RANKS):
-            start(rank)
-        for thread in threads:
-            thread.join(HANG)
-        assert found == {rank: [5] for rank in range(RANKS)}
+        found += [ranks.start(rank) for rank in range(2, RANKS)]
+        ranks.join()
+        assert found == [[ALL]] * RANKS
         assert time.monotonic() - begin < SOON
 
 
 def test_strangers_that_never_stop_coming_do_not_delay_the_ranks():
-    with meeting() as (start, threads, found, address):
-        start(0)
+    with meeting() as (ranks, address):
+        found = [ranks.start(0)]
         port, _ = address()
         over = threading.Event()
 
@@ -132,11 +103,9 @@ def test_strangers_that_never_stop_coming_do_not_delay_the_ranks():
         try:
             time.sleep(0.5)
             begin = time.monotonic()
-            for rank in range(1, RANKS):
-                start(rank)
-            for thread in threads:
-                thread.join(HANG)
-            assert found == {rank: [5] for rank in range(RANKS)}
+            found += [ranks.start(rank) for rank in range(1, RANKS)]
+            ranks.join()
+            assert found == [[ALL]] * RANKS
             assert time.monotonic() - begin < SOON
         finally:
             over.set()
@@ -158,24 +127,21 @@ def test_a_rank_that_was_dropped_among_strangers_comes_again(monkeypatch):
 
     arrived = Reception.arrived
     monkeypatch.setattr(Reception, "arrived", drop_the_first)
-    with meeting() as (start, threads, found, _):
-        for rank in range(RANKS):
-            start(rank)
-        for thread in threads:
-            thread.join(HANG)
+    with meeting() as (ranks, _):
+        found = [ranks.start(rank) for rank in range(RANKS)]
+        ranks.join()
 
     assert len(dropped) >= 3
-    assert found == {rank: [5] for rank in range(RANKS)}
+    assert found == [[ALL]] * RANKS
 
 
 def test_nothing_listens_once_the_ranks_have_met():
-    with meeting() as (start, threads, _, address):
-        start(0)
+    with meeting() as (ranks, address):
+        ranks.start(0)
         port, token = address()
         for rank in range(1, RANKS):
-            start(rank)
-        for thread in threads:
-            thread.join(HANG)
+            ranks.start(rank)
+        ranks.join()
         assert len(token) == 32
         for host in ("127.0.0.1", "127.0.0.2"):
             with pytest.raises(ConnectionRefusedError):
@@ -183,7 +149,7 @@ def test_nothing_listens_once_the_ranks_have_met():
 
 
 def test_few_strangers_are_kept_and_no_more_than_a_token_is_read_of_each():
-    with Reception("127.0.0.1", several_hosts=False) as found, contextlib.ExitStack() as kept:
+    with reception_at("127.0.0.1") as found, contextlib.ExitStack() as kept:
         for _ in range(3 * reception._STRANGERS):
             peer = kept.enter_context(socket.create_connection(("127.0.0.1", found.port), HANG))
             peer.sendall(b"x" * 7)
@@ -195,7 +161,7 @@ def test_few_strangers_are_kept_and_no_more_than_a_token_is_read_of_each():
 def test_a_silent_stranger_is_shut_out_after_a_while(monkeypatch):
     monkeypatch.setattr(reception, "_GRACE", 0.1)
     with contextlib.ExitStack() as kept:
-        found = kept.enter_context(Reception("127.0.0.1", several_hosts=False))
+        found = kept.enter_context(reception_at("127.0.0.1"))
         peer = kept.enter_context(socket.create_connection(("127.0.0.1", found.port), HANG))
         found.arrived()
         time.sleep(0.2)
@@ -216,7 +182,7 @@ def listens_at(host, port):
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.3", "localhost"])
 def test_it_listens_where_the_ranks_are_and_nowhere_else(host, caplog):
-    with Reception(host, several_hosts=False) as found:
+    with reception_at(host) as found:
         assert listens_at(host, found.port)
         assert not listens_at("127.0.0.2", found.port)
     assert not caplog.records
@@ -231,7 +197,7 @@ def test_it_listens_where_the_ranks_are_and_nowhere_else(host, caplog):
     ],
 )
 def test_where_it_cannot_listen_there_it_listens_everywhere_and_says_why(host, several_hosts, reason, caplog):
-    with caplog.at_level(logging.WARNING), Reception(host, several_hosts=several_hosts) as found:
+    with caplog.at_level(logging.WARNING), reception_at(host, several_hosts) as found:
         assert listens_at("127.0.0.1", found.port)
         assert listens_at("127.0.0.2", found.port)
     [record] = caplog.records

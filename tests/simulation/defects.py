@@ -1,0 +1,123 @@
+"""Planted defects: weaker rules, of which the simulation must catch each."""
+
+import contextlib
+from unittest import mock
+
+from paddle_shard.ranks import protocol
+from paddle_shard.ranks.verdict import END, NEVER, OK, Decision, decide
+
+
+def delivers_unasked(self, step):
+    """What this rank can serve itself is delivered, agreed or not."""
+    return True if self.verdict is None and step < self.outlook.step else may_deliver(self, step)
+
+
+def releases_a_batch(self):
+    """Where all have announced n steps, the rest of a batch is thought to be safe."""
+    found = ballot_decide(self)
+    if found.kind == OK:
+        return Decision(found.step + found.step % protocol.BATCH, OK, found.so_far)
+    return found
+
+
+def notes_too_late(self):
+    """A note is sent after the step that it is about."""
+    found = reports(self)
+    return [message for message in found if message[0] != "note"] + [m for m in found if m[0] == "note"]
+
+
+def ends_too_early(outlooks):
+    """The first event is final, whatever the others have not said of that step."""
+    found = decide(outlooks)
+    return Decision(found.step, found.so_far, found.so_far)
+
+
+def keeps_padding_to_itself(self):
+    """Steps without real rows are announced as real ones."""
+    found = reports(self)
+    for message in found:
+        if message[0] == "at":
+            message[4] = NEVER
+    return found
+
+
+def takes_one_end_for_all(outlooks):
+    """The pass ends where the first rank has no real rows, and not where the last one has none."""
+    found = decide(outlooks)
+    first = min(one.exhausted for one in outlooks)
+    return Decision(first, END, END) if first < NEVER and first <= found.step else found
+
+
+def forgets_early_notes(self, rank, number, step, payload):
+    """A note that comes before all ranks have opened the pass is sent at once, to ranks that do not know the pass."""
+    self.outbox.append(["note", number, step, rank, payload])
+
+
+def decides_with_whom_it_knows(self):
+    """A pass is decided as soon as one rank has opened it."""
+    ranks, self._ranks = self._ranks, self._ranks[:1]
+    try:
+        hub_decide(self)
+    finally:
+        self._ranks = ranks
+
+
+def compares_nothing(self, digest):
+    """What was read is not sent."""
+
+
+def ignores_the_dead(self, kind="", *content, now):
+    """A loss is told to nobody but the hub's own rank."""
+    if kind != "lost" or self.rank == 0:
+        member_receive(self, kind, *content, now=now)
+
+
+def names_the_relayed(self, ranks, what, timeout=None):
+    """Who is silent behind a silent relay is named, too."""
+    relayed = [rank for rank, relay in self._relays.items() if relay in ranks]
+    lose(self, [*ranks, *relayed], what, timeout)
+
+
+def forgets_who_leaves(self, now=0.0):
+    """A rank leaves without a word."""
+    self.is_closed = True
+
+
+def drops_what_is_announced_in_a_wait(self):
+    """A rank that waits sends nothing before a batch is full, and heartbeats carry nothing."""
+    return self.outlook.step - self._sent[0] >= protocol.BATCH
+
+
+may_deliver = protocol.PassState.may_deliver
+ballot_decide = protocol._Ballot.decide
+reports = protocol.PassState.reports
+hub_decide = protocol.Hub._decide
+member_receive = protocol.Member.receive
+lose = protocol.Hub.lose
+
+DEFECTS = {
+    "delivers_unasked": ("PassState.may_deliver", delivers_unasked),
+    "releases_a_batch": ("_Ballot.decide", releases_a_batch),
+    "notes_too_late": ("PassState.reports", notes_too_late),
+    "ends_too_early": ("decide", ends_too_early),
+    "keeps_padding_to_itself": ("PassState.reports", keeps_padding_to_itself),
+    "takes_one_end_for_all": ("decide", takes_one_end_for_all),
+    "forgets_early_notes": ("Hub._take_note", forgets_early_notes),
+    "decides_with_whom_it_knows": ("Hub._decide", decides_with_whom_it_knows),
+    "ignores_the_dead": ("Member.receive", ignores_the_dead),
+    "forgets_who_leaves": ("PassState.close", forgets_who_leaves),
+}
+"""Name -> what is replaced in `protocol`, and by what."""
+
+
+@contextlib.contextmanager
+def planted(name):
+    """Run with a defect; None: without."""
+    if name is None:
+        yield
+        return
+    where, defect = DEFECTS[name]
+    owner, _, attribute = where.rpartition(".")
+    target = getattr(protocol, owner) if owner else protocol
+    with mock.patch.object(target, attribute, defect):
+        yield

@@ -1,0 +1,291 @@
+"""Simulate ranks that agree: random jobs, schedules and faults, each replayed from its seed.
+
+    python -m tests.simulation.ranks --seeds 10000 [--first 0] [--seconds 600] [--defect NAME]
+    python -m tests.simulation.ranks --seed 4711 [--trace]
+
+A trial that fails prints its seed and what has gone wrong. `--seed` runs it again, action by action.
+"""
+
+import argparse
+import hashlib
+import json
+import logging
+import math
+import random
+import sys
+import time
+from dataclasses import dataclass, replace
+
+from tests.simulation import defects
+from tests.simulation.scripts import leaving_script, led_script, outcome, random_script
+from tests.simulation.world import TIMEOUT, World
+
+MOST_ACTIONS = 200_000
+MOST_SECONDS = 20 * TIMEOUT
+SLACK = 1.0
+"""Seconds for which the clock may go on while a thread or a message is ready: less than any rank waits for another."""
+SOON = 5.0
+"""Seconds in which a rank that was killed is named."""
+FAULTS = ("kill", "freeze", "pause", "cut", "silence")
+
+
+@dataclass
+class Fault:
+    """What happens to one rank at some moment."""
+
+    kind: str
+    rank: int
+    at: int
+    """Number of actions before it."""
+
+
+@dataclass
+class Job:
+    """Some passes of some ranks, a schedule, and perhaps a fault."""
+
+    seed: str
+    size: int
+    scripts: list
+    relays: dict
+    threaded: tuple
+    fault: Fault | None = None
+
+
+def jobs_of(seed):
+    """Return the jobs of a seed: two without a fault, one with, and one in which a rank leaves its loop alone."""
+    rng = random.Random(seed)
+    found = []
+    for kind in ("sound", rng.choice(["sound", "led"]), "faulty", "leaves"):
+        size = rng.randint(3, 5) if kind == "faulty" and rng.random() < 0.8 else rng.randint(2, 5)
+        scripts = [random_script(rng, size) for _ in range(rng.randint(1, 3))]
+        if kind == "led":
+            size = 4
+            scripts = [led_script(rng) for _ in range(2)]
+        elif kind == "leaves":
+            scripts = [random_script(rng, size), leaving_script(rng, size)]
+        relays = dict.fromkeys(range(3, size), 2) if size > 3 and rng.random() < 0.3 else {}
+        threaded = tuple(rank for rank in range(size) if rng.random() < 0.6)
+        job = Job(f"{seed}.{len(found)}", size, scripts, relays, threaded)
+        if kind == "faulty":
+            actions = sum(5 * size * (outcome(script, size)[0] + 2) for script in scripts)
+            victim = rng.choice([0, *range(1, size), *range(1, size)])
+            job.fault = Fault(rng.choice(["kill", "kill", "kill", "kill", *FAULTS]), victim, rng.randrange(actions))
+        found.append(job)
+    return found
+
+
+class Schedule:
+    """Chooses what happens next: at random, or by priorities that change a few times (PCT)."""
+
+    def __init__(self, rng):
+        self._rng = rng
+        self._by_priority = rng.random() < 0.5
+        self._priorities = {}
+        self._changes = {int(math.exp(rng.uniform(0, 7))) for _ in range(rng.randint(0, 3))}
+        self._lowest = 0.0
+        self.count = 0
+
+    def choose(self, actions):
+        self.count += 1
+        if not self._by_priority:
+            return self._rng.choice(actions)
+        best = max(actions, key=self._priority)
+        if self.count in self._changes:
+            self._lowest -= 1.0
+            self._priorities[best] = self._lowest
+            best = max(actions, key=self._priority)
+        return best
+
+    def _priority(self, action):
+        if action not in self._priorities:
+            self._priorities[action] = self._rng.random()
+        return self._priorities[action]
+
+
+class Failed(AssertionError):
+    """What a trial has done wrong."""
+
+
+def run(seed, trace=None):
+    """Run the jobs of a seed; return (a digest of all that has happened, number of actions). Raises Failed."""
+    digest, count = hashlib.sha256(), 0
+    for job in jobs_of(seed):
+        if trace:
+            trace(job)
+        count += run_job(job, digest, trace)
+    return digest.hexdigest(), count
+
+
+def run_job(job, digest, trace=None):
+    """Run a job; return its number of actions. Raises Failed."""
+    rng = random.Random(f"schedule of {job.seed}")
+    world = World(job.size, job.scripts, relays=job.relays, threaded=job.threaded)
+    schedule, fault, slack = Schedule(rng), job.fault, SLACK
+    while not world.is_done:
+        if fault is not None and schedule.count >= fault.at:
+            strike(world, fault)
+            fault = None
+            if trace:
+                trace(f"{world.now:8.3f} {job.fault}")
+            continue
+        actions = world.actions()
+        if not actions:
+            world.now = world.next_time()
+            slack = SLACK
+            if world.now > MOST_SECONDS:
+                phases = {one.rank: (one.phase, one.results) for one in world.ranks if not one.is_dead}
+                raise Failed(f"waits for ever: {phases}")
+            continue
+        if slack > 0 and rng.random() < 0.03:
+            passed = rng.uniform(0, min(slack, 0.3))
+            slack -= passed
+            world.now += passed
+        action = schedule.choose(actions)
+        count = rng.choice([1, 1, 1, 3])
+        if trace:
+            kind, rank, source = action
+            taken = json.dumps(world.channels.get((source, rank), [])[:count])
+            trace(f"{world.now:8.3f} {kind} {rank} {'' if source is None else f'from {source}: {taken}'}")
+        try:
+            world.apply(action, count)
+        except (LookupError, ValueError, TypeError, AttributeError) as error:
+            raise Failed(f"a thread ends with {error!r}") from error
+        digest.update(f"{world.now} {action}".encode())
+        if schedule.count > MOST_ACTIONS:
+            raise Failed("goes on for ever")
+    check(job, world)
+    digest.update(repr([one.results for one in world.ranks]).encode())
+    return schedule.count
+
+
+def strike(world, fault):
+    """Have a fault happen."""
+    one = world.ranks[fault.rank]
+    world.struck_at = world.now
+    if fault.kind == "kill":
+        world.kill(fault.rank)
+    elif fault.kind == "freeze":
+        one.frozen_until = world.now + 5 * TIMEOUT
+    elif fault.kind == "pause":
+        one.frozen_until = world.now + 1.5
+    elif fault.kind == "cut":
+        world.cut(fault.rank, loses=True)
+    else:
+        world.fall_silent(fault.rank)
+
+
+def check(job, world):
+    """Compare what the ranks have delivered with the oracle."""
+    expected = [outcome(script, job.size) for script in job.scripts]
+    if job.scripts[-1].leaves:
+        check_left(job, world, expected)
+        return
+    fault = job.fault
+    for one in world.ranks:
+        if one.results == expected or (one.is_dead and one.results == expected[: len(one.results)]):
+            continue
+        if fault is None or fault.kind == "pause":
+            raise Failed(f"rank {one.rank}: {one.results}, not {expected}")
+        is_beyond = fault.kind != "kill" and fault.rank in (one.rank, job.relays.get(one.rank))
+        odd = {result[1] for result, right in zip(one.results, expected, strict=False) if result != right}
+        if is_beyond and odd <= {"lost", "deserted", "ended"}:
+            continue  # it is on the other side of what has happened, or goes on when the others have given up
+        *before, last = one.results
+        at = min(len(before), len(expected) - 1)
+        if before != expected[: len(before)] or last[1] != "lost" or last[0] > expected[at][0]:
+            raise Failed(f"rank {one.rank}: {one.results}, not {expected} or a part of it")
+        # A hub that is cut off takes others for lost, and those that come later hear that of it.
+        is_unclear = is_beyond or (fault.kind in ("cut", "silence") and fault.rank == 0)
+        # A relay that loses its connections before it has one to the hub is another end of theirs.
+        is_unclear = is_unclear or (fault.kind == "cut" and [job.relays.get(rank) for rank in last[2]] == [fault.rank])
+        if last[2] != [fault.rank] and not (is_unclear and last[2]):
+            raise Failed(f"rank {one.rank} names {last[2]}, not {[fault.rank]}")
+        seconds = one.finished_at - world.struck_at
+        if fault.kind == "kill" and world.ranks[fault.rank].is_connected and seconds > SOON:
+            raise Failed(f"rank {one.rank} waits {seconds:.1f} s until it names the rank that was killed")
+
+
+def check_left(job, world, expected):
+    """Check what the ranks have delivered of which one has left its last loop alone."""
+    [(leaver, step)] = job.scripts[-1].leaves.items()
+    steps = set()
+    for one in world.ranks:
+        *before, last = one.results
+        is_right = before == expected[:-1] and last[1:] == ("deserted", [leaver]) and last[0] >= step
+        if one.rank == leaver:
+            is_right = one.results == [*expected[:-1], (step, "left", None)]
+        else:
+            steps.add(last[0])
+        if not is_right:
+            raise Failed(f"rank {one.rank}: {one.results}, but rank {leaver} has left before step {step}")
+    if len(steps) > 1:
+        raise Failed(f"the others stop at the steps {sorted(steps)}")
+
+
+def shrunk(seed):
+    """Return a smaller job that fails too, and how."""
+    found = None
+    candidates = jobs_of(seed)
+    while candidates:
+        smaller = candidates.pop(0)
+        try:
+            run_job(smaller, hashlib.sha256())
+        except Failed as failure:
+            found = smaller, failure
+            candidates = list(smaller_jobs(smaller))
+    return found
+
+
+def smaller_jobs(job):
+    """Yield jobs with one thing less."""
+    for number in range(len(job.scripts) if len(job.scripts) > 1 else 0):
+        yield replace(job, scripts=job.scripts[:number] + job.scripts[number + 1 :])
+    for name, less in (("fault", None), ("relays", {}), ("threaded", ())):
+        if getattr(job, name):
+            yield replace(job, **{name: less})
+    for number, script in enumerate(job.scripts):
+        fewer = [{"noisy": -1}] if script.noisy >= 0 else []
+        fewer += [{name: {}} for name in ("fails", "differs", "leaders") if getattr(script, name) and script.ends]
+        for change in fewer:
+            yield replace(job, scripts=[*job.scripts[:number], replace(script, **change), *job.scripts[number + 1 :]])
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, help="run one trial, and print its digest")
+    parser.add_argument("--trace", action="store_true", help="with --seed: print each action")
+    parser.add_argument("--seeds", type=int, default=1000)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=math.inf)
+    parser.add_argument("--defect", choices=sorted(defects.DEFECTS), help="run with a planted defect")
+    options = parser.parse_args()
+    logging.getLogger("paddle_shard").setLevel(logging.CRITICAL)
+    with defects.planted(options.defect):
+        if options.seed is not None:
+            print(*run(options.seed, print if options.trace else None))
+            return
+        sys.exit(run_many(options))
+
+
+def run_many(options):
+    begun = time.monotonic()
+    done = actions = 0
+    for seed in range(options.first, options.first + options.seeds):
+        if time.monotonic() - begun > options.seconds:
+            break
+        try:
+            actions += run(seed)[1]
+        except Failed as failure:
+            print(f"seed {seed}: {failure}\n  python -m tests.simulation.ranks --seed {seed} --trace")
+            print("  a smaller job: {}\n  {}".format(*shrunk(seed)))
+            return 1
+        done += 1
+        if done % 500 == 0:
+            print(f"{done} trials, {time.monotonic() - begun:.0f} s", flush=True)
+    seconds = time.monotonic() - begun
+    print(f"{done} trials of 4 jobs, one of them with a fault, {actions} actions, {seconds:.0f} s: no failure")
+    return 0
+
+
+if __name__ == "__main__":
+    main()

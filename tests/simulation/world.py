@@ -1,0 +1,336 @@
+"""A simulated job: ranks whose threads, connections and clock move only when a schedule says so.
+
+All of it is plain data, so that a state can be copied and compared. Each action is what the real threads do with the
+lock of the agreement held, or one look without it.
+"""
+
+import json
+import math
+
+from paddle_shard.errors import PeerLostError
+from paddle_shard.ranks import protocol
+from paddle_shard.ranks.verdict import CLOSED, END, FAIL, OK, Terms
+from tests.simulation.scripts import note_of, report_of, result_of
+
+TIMEOUT = 20.0
+"""Seconds of a pass's timeout."""
+FAR = 60
+"""Steps; no script goes that far."""
+
+
+class Rank:
+    """One process: a training thread, a thread that reads ahead or none, and the driver's thread."""
+
+    def __init__(self, world, rank, up, is_threaded):
+        self.world = world
+        self.rank = rank
+        self.up = up
+        self.is_threaded = is_threaded
+        relay = world.relays.get(rank)
+        self.member = protocol.Member(rank, hub=0, relay=relay, introduction=f"rank {rank}", timeout=TIMEOUT)
+        hub = protocol.Hub(range(world.size), world.relays) if up is None else None
+        self.node = protocol.Node(self.member, hub)
+        self.results = []
+        self.phase = "open"
+        self.state = None
+        self.step = 0
+        self.allowed = 0
+        self.noted = -1
+        self.since = self.deadline = self.finished_at = 0.0
+        self.is_awake = False
+        self.is_connected = False
+        self.turned_at = 0.0
+        self.frozen_until = 0.0
+        self.is_dead = False
+
+    @property
+    def script(self):
+        return self.world.scripts[len(self.results)]
+
+    @property
+    def is_done(self):
+        return self.is_dead or self.phase == "done"
+
+    @property
+    def is_decided(self):
+        state = self.state
+        return state.stops_early or state.is_closed or state.verdict is not None or self.member.lost is not None
+
+    # The training thread
+
+    def may_train(self):
+        if self.phase == "wait":
+            return self.is_notified or self.world.now >= self.deadline
+        return self.phase != "done"
+
+    def train(self):
+        getattr(self, f"_{self.phase}")()
+
+    def _open(self):
+        script = self.script
+        terms = Terms(ends_must_agree=script.must_agree, same_data=script.same_data)
+        self.state = self.member.open(protocol.PassState, terms, self.world.now)
+        self.world.opened[self.state.number, self.rank] = self.state
+        self.is_awake = True
+        self.step, self.noted, self.allowed, self.phase = 0, -1, 0, "next"
+
+    def _next(self):
+        if self.step in (self.script.break_at, self.script.leaves.get(self.rank)):
+            self._finish((self.step, "left", None))
+            return
+        self.allowed = max(self.allowed, self.step + self.script.prefetch, self.state.wanted(self.step))
+        self.phase = "ask" if self.is_threaded else "read"
+
+    def _read(self):
+        if self.may_read():
+            self.read()
+        else:
+            self.phase = "ask"
+
+    def _ask(self):
+        if self.step < self.state.released:  # without the lock
+            self._deliver()
+            return
+        self.state.is_waiting = True
+        self.since = self.world.now
+        self._wait()
+
+    def _wait(self):
+        self.phase = "wait"
+        state, now = self.state, self.world.now
+        found = state.may_deliver(self.step)
+        if found is None:
+            self.is_awake = self.is_awake or state.is_due
+            self.is_notified = False
+            try:
+                self.deadline = now + self.member.patience(state, self.step, self.since, now)
+            except PeerLostError as error:
+                self._finish(result_of(self.step, error))
+            self.is_awake = self.is_awake or self.member.is_asking
+            return
+        state.is_waiting = False
+        if found:
+            self._deliver()
+            return
+        error = self.member.error(state)
+        self._finish((self.step, "ended", None) if error is None else result_of(self.step, error))
+
+    def _deliver(self):
+        for rank in range(self.world.size):
+            other = self.world.opened.get((self.state.number, rank))
+            if other is None or other.outlook.step <= self.step:
+                self._finish((self.step, f"wrongly delivered: rank {rank} has not announced it", None))
+                return
+        self.state.outlook.delivered += 1
+        received = dict(self.state.take_notes(self.step))
+        notes = {rank: note_of(rank, self.step, self.script) for rank in range(self.world.size)}
+        if received != {rank: note for rank, note in notes.items() if note is not None}:
+            self._finish((self.step, f"wrong notes: {received}", None))
+            return
+        self.step += 1
+        self.phase = "next" if self.step < FAR else "done"
+
+    def _finish(self, result):
+        self.state.is_waiting = False
+        self.state.close(self.world.now)
+        self.is_awake = True
+        self.results.append(result)
+        self.finished_at = self.world.now
+        is_over = result[1] in ("lost", "deserted") or result[1].startswith("wrong")
+        is_over = is_over or len(self.results) == len(self.world.scripts)
+        self.phase = "done" if is_over else "open"
+
+    # What reads: the training thread, or one of its own
+
+    def may_read(self):
+        state = self.state
+        if self.phase in ("open", "done") or state.outlook.kind != OK or state.verdict is not None:
+            return False
+        return state.outlook.step < self.allowed
+
+    def read(self):
+        state, script = self.state, self.script
+        step = state.outlook.step
+        if self._has_stopped():
+            state.announce_unread()
+        elif self.noted < step:
+            self.noted = step
+            if (text := note_of(self.rank, step, script)) is not None:
+                state.note(text)
+            if script.same_data:
+                state.note_read(7 * step + (script.differs.get(self.rank, FAR) <= step))
+            return
+        elif script.fails.get(self.rank) == step:
+            state.announce(FAIL, report=report_of(self.rank))
+        elif script.ends.get(self.rank) == step:
+            state.announce(END)
+        elif script.exhausted.get(self.rank, step + 1) <= step:
+            state.announce(exhausted=True)
+        else:
+            state.announce()
+        self.is_awake = self.is_awake or state.is_due
+
+    def _has_stopped(self):
+        """Whether the rank that reads for this one has left; what it has sent can still be taken."""
+        if self.rank not in self.script.leaders:
+            return False
+        leader = self.world.opened.get((self.state.number, self.script.leaders[self.rank]))
+        has_left = leader is not None and leader.outlook.kind == CLOSED
+        return self.is_decided or (has_left and leader.outlook.step <= self.state.outlook.step)
+
+    # The driver's thread
+
+    def may_turn(self):
+        beat = self.world.now >= self.turned_at + self.member.heartbeat
+        return self.member.lost is None and (self.is_awake or beat or not self.is_connected)
+
+    def turn(self, received):
+        world = self.world
+        if not self.is_connected:
+            self.is_connected = True
+            self.member.connected(world.now)
+            above = None if self.up is None else world.ranks[self.up]
+            if above is not None and (above.is_dead or above.member.lost is not None):
+                # It cannot be reached, or has left word why it has given up.
+                self.member.lost = above.member.lost or PeerLostError.of("cannot be reached", [self.up])
+                self.is_notified = True
+                self._give_up()
+                return
+        self.is_awake = False
+        self.turned_at = world.now
+        mine = [message for source, message in received if self._is_mine(source, message)]
+        messages = self.node.turn(mine, world.now)
+        for message in messages:
+            for other in world.below(0) if self.up is None else [self.up]:
+                world.send(self.rank, other, message)
+        if self.up is not None and messages:
+            self._tell_below([""])
+        self.is_notified = True
+        if self.member.lost is not None:
+            self._give_up()
+
+    def _give_up(self):
+        lost = self.member.lost
+        if self.up is not None:
+            self._tell_below(["lost", str(lost), lost.ranks, lost.timeout])
+        self.world.cut(self.rank)
+
+    def _tell_below(self, message):
+        for other in self.world.below(self.rank):
+            self.world.send(self.rank, other, message)
+
+    def _is_mine(self, source, message):
+        """Copy what this rank relays; return whether it is for the rank itself."""
+        world = self.world
+        if self.up is None:
+            return True
+        if source != self.up:
+            world.send(self.rank, self.up, message)
+            return False
+        self._tell_below(message)
+        return True
+
+
+class World:
+    """All ranks, and what is on its way between them."""
+
+    def __init__(self, size, scripts, *, relays=None, threaded=()):
+        self.size = size
+        self.scripts = scripts
+        self.relays = relays or {}
+        self.now = self.struck_at = 0.0
+        self.opened = {}
+        self.channels = {}  # (from, to) -> messages on their way
+        self.ended = set()  # channels that lose what is sent
+        self.ranks = [Rank(self, rank, self.up(rank), rank in threaded) for rank in range(size)]
+
+    def up(self, rank):
+        return None if rank == 0 else self.relays.get(rank, 0)
+
+    def below(self, rank):
+        return [other for other in range(1, self.size) if self.up(other) == rank and self.ranks[other].is_connected]
+
+    def send(self, source, target, message):
+        if (source, target) not in self.ended:
+            self.channels.setdefault((source, target), []).append(json.loads(json.dumps(message)))
+
+    def cut(self, rank, *, loses=False):
+        """End the connections of a rank; what is on its way arrives, unless it is lost."""
+        for other in [*self.below(rank), *([] if rank == 0 or not self.ranks[rank].is_connected else [self.up(rank)])]:
+            for source, target in ((rank, other), (other, rank)):
+                if (source, target) in self.ended:
+                    continue
+                if loses:
+                    self.channels.pop((source, target), None)
+                ends_above = self.up(source) == target
+                self.send(source, target, ["gone", source if ends_above else [source], "has ended or was killed"])
+                self.ended.add((source, target))
+
+    def kill(self, rank):
+        self.cut(rank)
+        self.ranks[rank].is_dead = True
+
+    def fall_silent(self, rank):
+        """Lose all that is sent to a rank or by it, without a word."""
+        for other in range(self.size):
+            for channel in ((rank, other), (other, rank)):
+                self.ended.add(channel)
+                self.channels.pop(channel, None)
+
+    # What may happen next
+
+    def actions(self):
+        """Return what may happen now: (thread, rank) or (driver, rank, from which rank it takes a message)."""
+        found = []
+        for one in self.ranks:
+            if one.is_dead or one.frozen_until > self.now:
+                continue
+            if one.may_train():
+                found.append(("train", one.rank, None))
+            if one.is_threaded and one.state is not None and one.may_read():
+                found.append(("read", one.rank, None))
+            if one.may_turn():
+                found.append(("drive", one.rank, None))
+        for (source, target), messages in self.channels.items():
+            one = self.ranks[target]
+            is_able = one.is_connected and not one.is_dead and one.frozen_until <= self.now
+            if messages and is_able and one.member.lost is None:
+                found.append(("drive", target, source))
+        return found
+
+    def apply(self, action, count=1):
+        """Do it.
+
+        Args:
+            action: One of `actions`.
+            count: Most messages that the driver takes.
+        """
+        kind, rank, source = action
+        one = self.ranks[rank]
+        if kind == "train":
+            one.train()
+        elif kind == "read":
+            one.read()
+        else:
+            messages = self.channels.get((source, rank), [])
+            taken, messages[:] = messages[:count], messages[count:]
+            one.turn([(source, message) for message in taken])
+
+    def next_time(self):
+        """Return when something may happen, if nothing may now."""
+        times = []
+        for one in self.ranks:
+            if one.is_dead:
+                continue
+            if one.frozen_until > self.now:
+                times.append(one.frozen_until)
+                continue
+            if one.phase == "wait":
+                times.append(one.deadline)
+            if one.member.lost is None and one.is_connected:
+                times.append(one.turned_at + one.member.heartbeat)
+        return min((time for time in times if time > self.now), default=math.inf)
+
+    @property
+    def is_done(self):
+        return all(one.is_done for one in self.ranks)
