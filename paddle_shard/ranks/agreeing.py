@@ -16,6 +16,7 @@ from paddle.framework import core
 from paddle_shard.ranks.agreement import Agreement, Coordinator
 from paddle_shard.ranks.broadcast import own_name
 from paddle_shard.ranks.network import network_of
+from paddle_shard.ranks.progress import TableOfHost
 from paddle_shard.ranks.protocol import Hub, Member, Node
 from paddle_shard.ranks.rendezvous import num_ranks
 from paddle_shard.ranks.verdict import Terms, described, known_to_all, report_of
@@ -89,9 +90,16 @@ def _coordinator(ranks: tuple[int, ...], timeout: float) -> Coordinator:
         named = ",".join(map(str, ranks)) if len(ranks) < dist.get_world_size() else "all"
         network, route, relays = network_of(ranks, f"loaders of {named}", timeout)
         introduction = f"{own_name()}-{zlib.crc32(repr(ranks).encode())}"
-        hub = Hub(ranks, relays) if route.up is None else None
-        relay = relays.get(route.rank)
-        member = Member(route.rank, hub=ranks[0], relay=relay, introduction=introduction, timeout=timeout)
+        table = TableOfHost(ranks, route.rank, is_hub=route.up is None)
+        hub = Hub(ranks, relays, table.place) if route.up is None else None
+        member = Member(
+            route.rank,
+            hub=ranks[0],
+            relay=relays.get(route.rank),
+            introduction=introduction,
+            timeout=timeout,
+            find_table=table.find,
+        )
         _coordinators[found] = Coordinator(Node(member, hub), network, end_process=_end_process)
     return _coordinators[found]
 

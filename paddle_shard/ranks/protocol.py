@@ -10,21 +10,26 @@ broadcasts the note before it releases the step, so that all ranks have the note
 numbers, since all ranks open them in the same order. The hub decides nothing about a pass before all ranks have opened
 it; passes cannot be mixed up if they overlap (`zip(loader, loader)`) or are closed early.
 
+Ranks of one host share a table on which each posts what it announces. Once all have opened a pass and none has ended or
+failed, a rank delivers what the table shows, and reports only with its heartbeats. A word of the table counts the notes
+that were sent before it: a reader trusts it when it has received as many.
+
 Nothing here knows of threads, locks, sockets or clocks: `Coordinator` drives a node, and tests simulate all of them.
 
 Messages to the hub are lists (kind, global rank, ...): here (introduction), open (pass, label, call, reads_on,
 ends_apart), note (pass, step, payload), at (pass, step, kind, exhausted, delivered, report, digests), ask, gone (what
-has happened). Messages from the hub are lists (kind, ...): met (introductions), release (pass, step, kind so far), note
-(rank, pass, step, payload), verdict (pass, decision, outlooks), failed (rank, pass, report), status (outlooks, absent
-ranks), lost (error). Both sides send an empty message where they would be silent for a heartbeat.
+has happened). Messages from the hub are lists (kind, ...): met (introductions, place of the table), release (pass,
+step, kind so far, whether it is ending), note (rank, pass, step, payload), verdict (pass, decision, outlooks), failed
+(rank, pass, report), status (outlooks, absent ranks), lost (error). Both sides send an empty message where they would
+be silent for a heartbeat.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import astuple, replace
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from paddle_shard.errors import ArgumentError, PeerLostError
 from paddle_shard.ranks.verdict import (
@@ -45,6 +50,8 @@ from paddle_shard.ranks.verdict import (
 
 Message: TypeAlias = list[Any]
 
+PASSES = 64
+"""Most passes that are on a table at the same time; a rank tells of older ones in messages only."""
 WINDOW = 4
 """Steps to announce ahead of the one that is asked for."""
 BATCH = 2
@@ -59,6 +66,25 @@ SHORTEST = 4.0
 """Least number of seconds of silence after which a rank is lost, for any timeout of a pass."""
 GRACE = 2.0
 """Seconds that the hub has to report who is silent, before it is taken to be silent itself."""
+
+
+class Table(Protocol):
+    """How far the ranks of a host are; see `ProgressTable`."""
+
+    @property
+    def is_shared(self) -> bool:
+        """True once all ranks have joined."""
+        ...
+
+    def join(self) -> None:
+        """Tell the others that this rank posts all that it announces."""
+
+    def post(self, number: int, step: int, num_notes: int) -> None:
+        """Publish what this rank has announced of a pass."""
+
+    def least(self, number: int, heard: Mapping[int, Any]) -> int:
+        """Return the number of steps of a pass that all ranks have announced; 0 if that is not known."""
+        ...
 
 
 class PassState:
@@ -84,8 +110,17 @@ class PassState:
         self.is_waiting = False
         self.is_closed = False
         self._closed_at: float | None = None
+        self.table: Table | None = None
+        """Where this rank posts what it announces."""
+        self._is_open = False
+        """True if all ranks have opened the pass."""
+        self._is_ending = False
+        """True if the pass ends on some rank, so that the hub decides each step."""
         self._notes: dict[int, list[tuple[int, str]]] = {}
         """Step -> (global rank, note) of all ranks."""
+        self._num_heard: dict[int, int] = {}
+        """Global rank -> number of its notes that have arrived."""
+        self._num_noted = 0
         self._unsent_notes: list[tuple[int, str]] = []
         self._unsent_digests: dict[int, int] = {}
         self._sent = (0, OK)
@@ -100,11 +135,23 @@ class PassState:
         """True if the hub should learn now what this rank has announced."""
         step, kind = self._sent
         unsent = self.outlook.step - step
+        if self._reads_table and self.outlook.kind == kind:
+            return bool(self._unsent_notes)
         return unsent >= BATCH or (self.is_waiting and unsent > 0) or self.outlook.kind != kind
+
+    @property
+    def _reads_table(self) -> bool:
+        return self._is_open and not self._is_ending and self.table is not None and self.table.is_shared
+
+    def post(self) -> None:
+        """Publish on the table what this rank has announced."""
+        if self.table is not None:
+            self.table.post(self.number, min(self.outlook.step, self.outlook.exhausted), self._num_noted)
 
     def note(self, payload: str) -> None:
         """Send all ranks a note about the step that is announced next; it arrives before they deliver that step."""
         self._unsent_notes.append((self.outlook.step, payload))
+        self._num_noted += 1
 
     def note_read(self, digest: int) -> None:
         """Record the digest of all that was read up to the end of the step that is announced next.
@@ -139,6 +186,7 @@ class PassState:
             raise ArgumentError(f"step {mine.step} was announced as the last: nothing can be announced after it.")
         if exhausted:
             mine.exhausted = min(mine.exhausted, mine.step)
+            self._is_ending = True
         elif kind == OK and mine.exhausted < NEVER:
             raise ArgumentError(
                 f"step {mine.step} was announced with real rows, but step {mine.exhausted} as exhausted. "
@@ -148,6 +196,7 @@ class PassState:
         mine.kind = kind
         if kind == OK:
             mine.step += steps
+            self.post()
 
     def announce_unread(self) -> None:
         """Announce that this rank reads no further, because another has stopped, and that nothing is wrong here.
@@ -168,6 +217,8 @@ class PassState:
 
     def may_deliver(self, step: int) -> bool | None:
         """Return whether all ranks deliver a step; None if it is not known yet."""
+        if step >= self.released and self.verdict is None and self._reads_table and self.table is not None:
+            self.released = max(self.released, self.table.least(self.number, self._num_heard))
         if step < self.released:
             return True
         return None if self.verdict is None else False
@@ -196,10 +247,14 @@ class PassState:
         """Apply a message of the hub about this pass."""
         if kind == "note":
             step, name, payload = content
+            self._num_heard[name] = self._num_heard.get(name, 0) + 1
             self._notes.setdefault(step, []).append((name, payload))
         elif kind == "release":
-            self.released, so_far = content
-            self.stops_early = so_far == CLOSED and self.released <= self.outlook.step
+            step, so_far, is_ending = content
+            self.released = max(self.released, step)
+            self.stops_early = so_far == CLOSED and step <= self.outlook.step
+            self._is_open = True
+            self._is_ending = self._is_ending or is_ending
         else:
             decision, outlooks = content
             self.verdict = Decision(*decision)
@@ -231,7 +286,16 @@ State = TypeVar("State", bound=PassState)
 class Member:
     """What one rank has opened and announced, and what it has received from the hub."""
 
-    def __init__(self, rank: int, *, hub: int, relay: int | None, introduction: str, timeout: float) -> None:
+    def __init__(
+        self,
+        rank: int,
+        *,
+        hub: int,
+        relay: int | None,
+        introduction: str,
+        timeout: float,
+        find_table: Callable[[str], Table | None] = lambda place: None,
+    ) -> None:
         """Begin without a connection to the hub.
 
         Args:
@@ -240,6 +304,7 @@ class Member:
             relay: Global rank that relays to it; None: this rank is connected to the hub, or has it.
             introduction: Name by which this rank can be reached.
             timeout: Default timeout of a pass.
+            find_table: Returns the table at a place, if it can be reached.
         """
         self.rank = rank
         self.timeout = timeout
@@ -254,6 +319,8 @@ class Member:
         """The error raised last because other ranks were silent for too long."""
         self.opened_at = 0.0
         """When a pass was opened last. No silence is counted before it: an earlier timeout may have been longer."""
+        self._find_table = find_table
+        self._table: Table | None = None
         self._hub = hub
         self._next = hub if relay is None else relay
         self._num_opened = 0
@@ -292,10 +359,21 @@ class Member:
         state = make(self._num_opened, terms)
         self.passes[state.number] = state
         self._num_opened += 1
+        older = self.passes.get(state.number - PASSES)
+        if older is not None:  # its place on the table is needed
+            older.table = None
+        self._share(state)
         self.opened_at = now
         reads_on, call = state.outlook.reads_on, state.outlook.report
-        self._outbox.append(["open", state.number, terms.label, call, reads_on, terms.ends_apart])
+        ends_apart = terms.ends_apart if terms.same_data else None
+        self._outbox.append(["open", state.number, terms.label, call, reads_on, ends_apart])
         return state
+
+    def _share(self, state: PassState) -> None:
+        """Post a pass on the table, unless its data is compared: then the hub decides each step."""
+        if not state.terms.same_data:
+            state.table = self._table
+            state.post()
 
     def connected(self, now: float) -> None:
         """Begin to expect messages of the hub."""
@@ -320,7 +398,14 @@ class Member:
             passes = {rank: {number: Outlook(*one) for number, one in outlooks} for rank, outlooks in said}
             self._status = passes, absent
         elif kind == "met":
-            self.introductions = dict(content[0])
+            introductions, place = content
+            self.introductions = dict(introductions)
+            self._table = self._find_table(place)
+            if self._table is not None:
+                for number, state in self.passes.items():
+                    if number > self._num_opened - 1 - PASSES:
+                        self._share(state)
+                self._table.join()
         elif kind in ("lost", "gone") and self.lost is None:
             self.lost = PeerLostError.of(*(content if kind == "lost" else lost_as(*content)))
 
@@ -446,8 +531,8 @@ class _Ballot:
         """Notes that are broadcast when all ranks have opened the pass."""
         self.digests: dict[int, dict[int, int]] = {}
         """Step -> global rank -> digest; for the steps that were not compared yet."""
-        self.told = (0, OK)
-        """Step and kind so far that were broadcast."""
+        self.told: tuple[int, int, bool] | None = None
+        """Step, kind so far and whether the pass is ending, as they were broadcast."""
         self._ends_apart = ends_apart
 
     def decide(self) -> Decision:
@@ -477,17 +562,19 @@ class _Ballot:
 class Hub:
     """Decides for all ranks what follows from their reports."""
 
-    def __init__(self, ranks: Sequence[int], relays: Mapping[int, int]) -> None:
+    def __init__(self, ranks: Sequence[int], relays: Mapping[int, int], table_place: str = "") -> None:
         """Begin without connections.
 
         Args:
             ranks: Global ranks that take part.
             relays: Global rank -> global rank that relays its messages, where it is not connected to the hub itself.
+            table_place: Where ranks of this host find the table.
         """
         self.outbox: list[Message] = []
         """Messages for all ranks."""
         self._ranks = tuple(ranks)
         self._relays = relays
+        self._table_place = table_place
         self._introductions: dict[int, str] = {}
         self._heard_at: dict[int, float] = {}
         self._passes: dict[int, _Ballot] = {}
@@ -513,7 +600,7 @@ class Hub:
         elif kind == "here":
             self._introductions[rank] = content[0]
             if len(self._introductions) == len(self._ranks):
-                self.outbox.append(["met", list(self._introductions.items())])
+                self.outbox.append(["met", list(self._introductions.items()), self._table_place])
         elif kind == "gone":
             self.lose([rank], *content)
 
@@ -557,7 +644,8 @@ class Hub:
         if outlook.failed_call:
             self.outbox.append(["failed", rank, number, outlook.failed_call])
         # A rank that was further than the slowest one and can serve more changes nothing.
-        if before <= ballot.told[0] or (outlook.kind, outlook.exhausted) != (OK, NEVER) or ballot.told[1] != OK:
+        step, _, is_ending = ballot.told or (0, OK, True)
+        if before <= step or is_ending or outlook.is_ending:
             self._changed.add(number)
 
     def _take_note(self, rank: int, number: int, step: int, payload: str) -> None:
@@ -579,9 +667,11 @@ class Hub:
                 del self._passes[number]
                 outlooks = [[rank, self._told(one, decision)] for rank, one in sorted(ballot.outlooks.items())]
                 self.outbox.append(["verdict", number, astuple(decision), outlooks])
-            elif ballot.told != (decision.step, decision.so_far):
-                ballot.told = (decision.step, decision.so_far)
-                self.outbox.append(["release", number, *ballot.told])
+            else:
+                told = decision.step, decision.so_far, any(one.is_ending for one in ballot.outlooks.values())
+                if ballot.told != told:
+                    ballot.told = told
+                    self.outbox.append(["release", number, *told])
 
     def _told(self, outlook: Outlook, decision: Decision) -> Message:
         return list(astuple(outlook if decision.kind == OTHER_PASS else replace(outlook, label="")))
@@ -624,12 +714,17 @@ class Node:
             for message in received:
                 member.receive(*message, now=now)
             return member.send(now)
-        for message in [*received, *member.send(now)]:
-            hub.receive(*message, now=now)
-        messages = hub.send(now, member.heartbeat, member.silence_limit, member.opened_at)
-        for message in messages:
-            member.receive(*message, now=now)
-        return messages
+        found: list[Message] = []
+        while True:
+            for message in [*received, *member.send(now)]:
+                hub.receive(*message, now=now)
+            messages = hub.send(now, member.heartbeat, member.silence_limit, member.opened_at)
+            for message in messages:
+                member.receive(*message, now=now)
+            found += messages
+            if not any(state.is_due for state in member.passes.values()):
+                return found
+            received = ()  # what the hub has said makes its own rank report
 
 
 def lost_as(ranks: Sequence[int], what: str, timeout: float | None = None) -> tuple[str, list[int], float | None]:

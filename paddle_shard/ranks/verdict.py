@@ -136,6 +136,11 @@ class Outlook:
     """Extra steps that the rank reads before the end of another rank is settled, to see whether its data continues."""
 
     @property
+    def is_ending(self) -> bool:
+        """True if the rank has no real rows, or will have none."""
+        return self.kind != OK or self.exhausted < NEVER
+
+    @property
     def failed_call(self) -> str:
         """Report of a user's call that has failed on this rank, so that it makes no steps; empty: none has."""
         # Such a call opens a pass whose label is the report: it may be known before its failure is.

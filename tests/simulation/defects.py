@@ -88,6 +88,30 @@ def drops_what_is_announced_in_a_wait(self):
     return self.outlook.step - self._sent[0] >= protocol.BATCH
 
 
+def posts_no_notes(self):
+    """The table does not say how many notes were sent before a step."""
+    if self.table is not None:
+        self.table.post(self.number, min(self.outlook.step, self.outlook.exhausted), 0)
+
+
+def posts_too_much(self):
+    """The step that is read next is on the table, too."""
+    if self.table is not None:
+        self.table.post(self.number, min(self.outlook.step, self.outlook.exhausted) + 1, self._num_noted)
+
+
+@property
+def reads_what_was_not_compared(self):
+    """The table is trusted before the hub has compared what the ranks have opened."""
+    return not self._is_ending and self.table is not None and self.table.is_shared
+
+
+def shares_what_is_compared(self, state):
+    """A pass whose data is compared is on the table."""
+    state.table = self._table
+    state.post()
+
+
 may_deliver = protocol.PassState.may_deliver
 ballot_decide = protocol._Ballot.decide
 reports = protocol.PassState.reports
@@ -106,6 +130,10 @@ DEFECTS = {
     "decides_with_whom_it_knows": ("Hub._decide", decides_with_whom_it_knows),
     "ignores_the_dead": ("Member.receive", ignores_the_dead),
     "forgets_who_leaves": ("PassState.close", forgets_who_leaves),
+    "posts_no_notes": ("PassState.post", posts_no_notes),
+    "posts_too_much": ("PassState.post", posts_too_much),
+    "reads_what_was_not_compared": ("PassState._reads_table", reads_what_was_not_compared),
+    "shares_what_is_compared": ("Member._share", shares_what_is_compared),
 }
 """Name -> what is replaced in `protocol`, and by what."""
 

@@ -12,12 +12,14 @@ import logging
 import math
 import sys
 import time
+import types
+from dataclasses import replace
 
 from paddle_shard.ranks.protocol import Hub, Member, Node, PassState, _Ballot
 from paddle_shard.ranks.verdict import Outlook
 from tests.simulation.ranks import Failed, Fault, Job, check
 from tests.simulation.scripts import Script, outcome
-from tests.simulation.world import TIMEOUT, Rank, World
+from tests.simulation.world import TIMEOUT, Memory, Rank, World
 
 
 def frozen(value):
@@ -42,26 +44,31 @@ def state_of(world):
     return hash(frozen(world))
 
 
-COPIED = (World, Rank, Node, Member, Hub, _Ballot, PassState, Outlook)
+COPIED = (World, Memory, Rank, Node, Member, Hub, _Ballot, PassState, Outlook)
 
 
 def copied(value, known=None):
     """Return a copy of a state; what never changes is shared."""
     known = {} if known is None else known
     kind = type(value)
+    if id(value) in known:
+        return known[id(value)]
     if kind is list:
         return [copied(one, known) for one in value]
     if kind is dict:
-        return {key: copied(one, known) for key, one in value.items()}
+        found = known[id(value)] = {}
+        found.update((key, copied(one, known)) for key, one in value.items())
+        return found
     if kind is set:
         return set(value)
+    if kind is types.MethodType:
+        return types.MethodType(value.__func__, copied(value.__self__, known))
     if kind not in COPIED:
         return value
-    if id(value) not in known:
-        made = known[id(value)] = object.__new__(kind)
-        for name in getattr(kind, "__slots__", None) or vars(value):
-            setattr(made, name, copied(getattr(value, name), known))
-    return known[id(value)]
+    made = known[id(value)] = object.__new__(kind)
+    for name in getattr(kind, "__slots__", None) or vars(value):
+        setattr(made, name, copied(getattr(value, name), known))
+    return made
 
 
 def act(world, action):
@@ -75,7 +82,7 @@ def act(world, action):
 
 def explore(job, *, kills, until=math.inf):
     """Visit all states of a job; return (states, ends, whether all were visited). Raises Failed."""
-    world = World(job.size, job.scripts, threaded=job.threaded)
+    world = World(job.size, job.scripts, threaded=job.threaded, sharing=job.sharing)
     for rank in range(job.size):
         world.apply(("drive", rank, None))  # all connect first
     pending = [(world, None, ())]
@@ -117,7 +124,7 @@ def explore(job, *, kills, until=math.inf):
 def verify(job, world, killed, path):
     fault = None if killed is None else Fault("kill", killed, 0)
     try:
-        check(Job(job.seed, job.size, job.scripts, {}, job.threaded, fault), world)
+        check(replace(job, fault=fault), world)
     except Failed as failure:
         raise Failed(f"{failure} in {job.scripts} after {list(path)}") from None
 
@@ -137,6 +144,7 @@ def main():
     parser.add_argument("--size", type=int, default=2)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--kill", action="store_true", help="one rank is killed at any moment, or none")
+    parser.add_argument("--table", action="store_true", help="the ranks are on one host, and share a table")
     parser.add_argument("--seconds", type=float, default=math.inf)
     options = parser.parse_args()
     logging.getLogger("paddle_shard").setLevel(logging.CRITICAL)
@@ -144,7 +152,8 @@ def main():
     states = ends = jobs = 0
     is_whole = True
     for script in scripts_of(options.size, options.steps):
-        job = Job("exhaustive", options.size, [script], {}, ())
+        sharing = tuple(range(options.size)) if options.table else ()
+        job = Job("exhaustive", options.size, [script], {}, (), sharing)
         try:
             found, final, all_visited = explore(job, kills=options.kill, until=begun + options.seconds)
         except Failed as failure:

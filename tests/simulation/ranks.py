@@ -17,7 +17,7 @@ import time
 from dataclasses import dataclass, replace
 
 from tests.simulation import defects
-from tests.simulation.scripts import leaving_script, led_script, outcome, random_script
+from tests.simulation.scripts import differing_script, leaving_script, led_script, outcome, random_script
 from tests.simulation.world import TIMEOUT, World
 
 MOST_ACTIONS = 200_000
@@ -48,6 +48,8 @@ class Job:
     scripts: list
     relays: dict
     threaded: tuple
+    sharing: tuple = ()
+    """Ranks that have mapped the memory of the table."""
     fault: Fault | None = None
 
 
@@ -58,14 +60,18 @@ def jobs_of(seed):
     for kind in ("sound", rng.choice(["sound", "led"]), "faulty", "leaves"):
         size = rng.randint(3, 5) if kind == "faulty" and rng.random() < 0.8 else rng.randint(2, 5)
         scripts = [random_script(rng, size) for _ in range(rng.randint(1, 3))]
-        if kind == "led":
+        if kind == "sound":
+            for is_other in (True, False):
+                scripts.insert(rng.randint(1, len(scripts)), differing_script(rng, size, is_other=is_other))
+        elif kind == "led":
             size = 4
             scripts = [led_script(rng) for _ in range(2)]
         elif kind == "leaves":
             scripts = [random_script(rng, size), leaving_script(rng, size)]
         relays = dict.fromkeys(range(3, size), 2) if size > 3 and rng.random() < 0.3 else {}
         threaded = tuple(rank for rank in range(size) if rng.random() < 0.6)
-        job = Job(f"{seed}.{len(found)}", size, scripts, relays, threaded)
+        sharing = random.Random(f"memory of {seed}.{len(found)}").choice([(), *3 * [range(size)], range(1, size)])
+        job = Job(f"{seed}.{len(found)}", size, scripts, relays, threaded, tuple(sharing))
         if kind == "faulty":
             actions = sum(5 * size * (outcome(script, size)[0] + 2) for script in scripts)
             victim = rng.choice([0, *range(1, size), *range(1, size)])
@@ -119,7 +125,7 @@ def run(seed, trace=None):
 def run_job(job, digest, trace=None):
     """Run a job; return its number of actions. Raises Failed."""
     rng = random.Random(f"schedule of {job.seed}")
-    world = World(job.size, job.scripts, relays=job.relays, threaded=job.threaded)
+    world = World(job.size, job.scripts, relays=job.relays, threaded=job.threaded, sharing=job.sharing)
     schedule, fault, slack = Schedule(rng), job.fault, SLACK
     while not world.is_done:
         if fault is not None and schedule.count >= fault.at:
@@ -210,7 +216,7 @@ def check_left(job, world, expected):
     [(leaver, step)] = job.scripts[-1].leaves.items()
     steps = set()
     for one in world.ranks:
-        *before, last = one.results
+        *before, last = one.results or [(0, "nothing")]
         is_right = before == expected[:-1] and last[1:] == ("deserted", [leaver]) and last[0] >= step
         if one.rank == leaver:
             is_right = one.results == [*expected[:-1], (step, "left", None)]
@@ -240,7 +246,7 @@ def smaller_jobs(job):
     """Yield jobs with one thing less."""
     for number in range(len(job.scripts) if len(job.scripts) > 1 else 0):
         yield replace(job, scripts=job.scripts[:number] + job.scripts[number + 1 :])
-    for name, less in (("fault", None), ("relays", {}), ("threaded", ())):
+    for name, less in (("fault", None), ("relays", {}), ("threaded", ()), ("sharing", ())):
         if getattr(job, name):
             yield replace(job, **{name: less})
     for number, script in enumerate(job.scripts):

@@ -3,7 +3,7 @@
 import random
 from dataclasses import dataclass, field
 
-from paddle_shard.errors import AgreedFailure, DifferentDataError, PeerLostError, UnequalEndsError
+from paddle_shard.errors import AgreedFailure, ArgumentError, DifferentDataError, PeerLostError, UnequalEndsError
 
 
 @dataclass
@@ -21,6 +21,7 @@ class Script:
     differs: dict = field(default_factory=dict)  # rank -> first step at which it has read other data than the rest
     same_data: bool = False
     leaves: dict = field(default_factory=dict)  # rank -> step before which it alone leaves
+    labels: dict = field(default_factory=dict)  # rank -> what it iterates over, if that is not the same
 
 
 def note_of(rank, step, script):
@@ -32,6 +33,8 @@ def note_of(rank, step, script):
 
 def outcome(script, size):
     """Return how many steps every rank delivers, how the pass ends, and details."""
+    if script.labels:
+        return 0, "other", None
     limits = [(step, "failed") for step in script.fails.values()] + [(step, "ended") for step in script.ends.values()]
     if len(script.exhausted) == size:
         limits.append((max(script.exhausted.values()), "ended"))
@@ -88,6 +91,18 @@ def random_script(rng, size):
     return script
 
 
+def differing_script(rng, size, *, is_other):
+    """One rank iterates over something else, or has other data."""
+    script = Script(prefetch=rng.randint(1, 6), ends=dict.fromkeys(range(size), 12), noisy=-1)
+    odd = rng.randrange(size)
+    if is_other:
+        script.labels = {odd: "another loader"}
+    else:
+        script.same_data = True
+        script.differs = {odd: rng.randint(0, 10)}
+    return script
+
+
 def leaving_script(rng, size):
     """One rank leaves its loop and the others go on."""
     step = rng.randint(0, 8)
@@ -121,6 +136,8 @@ def result_of(step, error):
         return step, "unequal" if error.step == step else f"wrongly: {error}", list(error.ended)
     if isinstance(error, PeerLostError):
         return step, "deserted" if "The loop was left by" in str(error) else "lost", sorted(error.ranks)
+    if isinstance(error, ArgumentError):
+        return step, "other" if "The ranks differ in pass" in str(error) else f"wrongly: {error}", None
     if isinstance(error, DifferentDataError):
         return step, "differs" if f"At step {step} of" in str(error) else f"wrongly: {error}", None
     return step, f"wrongly: {error!r}", None

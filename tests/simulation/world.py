@@ -18,16 +18,49 @@ FAR = 60
 """Steps; no script goes that far."""
 
 
+class Memory:
+    """What the ranks share, seen by one of them."""
+
+    def __init__(self, words, rank, size):
+        self.words = words  # rank or (number of a pass, rank) -> what is posted
+        self.rank = rank
+        self.size = size
+
+    @property
+    def is_shared(self):
+        return all(rank in self.words for rank in range(self.size))
+
+    def join(self):
+        self.words[self.rank] = True
+
+    def post(self, number, step, num_notes):
+        self.words[number, self.rank] = (step, num_notes)
+
+    def least(self, number, heard):
+        words = {rank: self.words.get((number, rank), (0, 0)) for rank in range(self.size)}
+        if any(num_notes > heard.get(rank, 0) for rank, (_, num_notes) in words.items()):
+            return 0
+        return min(step for step, _ in words.values())
+
+
 class Rank:
     """One process: a training thread, a thread that reads ahead or none, and the driver's thread."""
 
-    def __init__(self, world, rank, up, is_threaded):
+    def __init__(self, world, rank, up, is_threaded, words):
         self.world = world
         self.rank = rank
         self.up = up
         self.is_threaded = is_threaded
         relay = world.relays.get(rank)
-        self.member = protocol.Member(rank, hub=0, relay=relay, introduction=f"rank {rank}", timeout=TIMEOUT)
+        self.memory = None if words is None else Memory(words, rank, world.size)
+        self.member = protocol.Member(
+            rank,
+            hub=0,
+            relay=relay,
+            introduction=f"rank {rank}",
+            timeout=TIMEOUT,
+            find_table=self.found_memory,
+        )
         hub = protocol.Hub(range(world.size), world.relays) if up is None else None
         self.node = protocol.Node(self.member, hub)
         self.results = []
@@ -56,11 +89,15 @@ class Rank:
         state = self.state
         return state.stops_early or state.is_closed or state.verdict is not None or self.member.lost is not None
 
+    def found_memory(self, place):
+        return self.memory
+
     # The training thread
 
     def may_train(self):
         if self.phase == "wait":
-            return self.is_notified or self.world.now >= self.deadline
+            shows = self.state.table is not None and self.state.may_deliver(self.step)
+            return shows or self.is_notified or self.world.now >= self.deadline
         return self.phase != "done"
 
     def train(self):
@@ -68,7 +105,8 @@ class Rank:
 
     def _open(self):
         script = self.script
-        terms = Terms(ends_must_agree=script.must_agree, same_data=script.same_data)
+        label = script.labels.get(self.rank, "")
+        terms = Terms(label=label, ends_must_agree=script.must_agree, same_data=script.same_data)
         self.state = self.member.open(protocol.PassState, terms, self.world.now)
         self.world.opened[self.state.number, self.rank] = self.state
         self.is_awake = True
@@ -88,7 +126,7 @@ class Rank:
             self.phase = "ask"
 
     def _ask(self):
-        if self.step < self.state.released:  # without the lock
+        if self.state.may_deliver(self.step):  # without the lock
             self._deliver()
             return
         self.state.is_waiting = True
@@ -234,7 +272,7 @@ class Rank:
 class World:
     """All ranks, and what is on its way between them."""
 
-    def __init__(self, size, scripts, *, relays=None, threaded=()):
+    def __init__(self, size, scripts, *, relays=None, threaded=(), sharing=()):
         self.size = size
         self.scripts = scripts
         self.relays = relays or {}
@@ -242,7 +280,11 @@ class World:
         self.opened = {}
         self.channels = {}  # (from, to) -> messages on their way
         self.ended = set()  # channels that lose what is sent
-        self.ranks = [Rank(self, rank, self.up(rank), rank in threaded) for rank in range(size)]
+        words = {}
+        self.ranks = [
+            Rank(self, rank, self.up(rank), rank in threaded, words if rank in sharing else None)
+            for rank in range(size)
+        ]
 
     def up(self, rank):
         return None if rank == 0 else self.relays.get(rank, 0)

@@ -1,0 +1,62 @@
+"""The table on which the ranks of a host post what they have announced."""
+
+import os
+
+from paddle_shard.ranks.progress import ProgressTable, TableOfHost
+from paddle_shard.ranks.protocol import PASSES
+
+
+def tables(ranks):
+    words = memoryview(bytearray(8 * ProgressTable.size_of(len(ranks)))).cast("Q")
+    return [ProgressTable(words, ranks, rank) for rank in ranks]
+
+
+def test_least_counts_the_steps_that_all_ranks_have_posted():
+    one, other = tables((3, 7))
+    one.post(0, 5, 0)
+    assert one.least(0, {}) == 0
+    other.post(0, 2, 0)
+    assert one.least(0, {}) == other.least(0, {}) == 2
+    other.post(0, 1 << 31, 0)
+    assert one.least(0, {}) == 5
+
+
+def test_least_waits_for_the_notes_that_were_sent_before():
+    one, other = tables((3, 7))
+    for sent in (1, 1 << 15, (1 << 16) + 2):
+        one.post(4, 9, 0)
+        other.post(4, 9, sent)
+        assert one.least(4, {7: sent - 1}) == 0
+        assert one.least(4, {7: sent}) == one.least(4, {7: sent + 3}) == 9
+
+
+def test_a_pass_whose_place_is_taken_by_a_later_one_is_not_known():
+    one, other = tables((3, 7))
+    for table in (one, other):
+        table.post(1, 9, 0)
+    other.post(1 + PASSES, 4, 0)
+    assert one.least(1, {}) == 0
+    one.post(1 + PASSES, 6, 0)
+    assert one.least(1 + PASSES, {}) == 4
+
+
+def test_table_is_shared_once_all_have_joined():
+    one, other = tables((3, 7))
+    one.join()
+    assert not one.is_shared
+    other.join()
+    assert one.is_shared
+    assert other.is_shared
+
+
+def test_table_of_a_host_is_found_by_its_place_and_token(tmp_path):
+    hub, member = TableOfHost((0, 2), 0, is_hub=True), TableOfHost((0, 2), 2, is_hub=False)
+    one, other = hub.find(hub.place), member.find(hub.place)
+    one.post(0, 3, 0)
+    other.post(0, 4, 0)
+    assert one.least(0, {}) == other.least(0, {}) == 3
+
+    path, token = hub.place.split()
+    (tmp_path / "short").write_bytes(b"")
+    places = ["", f"{path} {'0' * len(token)}", f"{tmp_path / 'short'} {token}", f"/proc/{os.getpid()}/fd/9999 {token}"]
+    assert [member.find(place) for place in places] == [None] * 4
