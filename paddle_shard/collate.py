@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from paddle_shard.tree import TEXT, is_sequence, rebuild
 _NOT_NUMBERS = "OSUV"
 """Kinds of numpy dtypes that are not numeric."""
 _NUMERIC = (np.ndarray, np.generic, numbers.Number)
+_DTYPE = attrgetter("dtype")
 _OF_PYTHON = {bool, int, float}
 """Types without a dtype, which fit to several."""
 
@@ -49,7 +51,9 @@ def collate(
         _check(samples, TEXT, path)
         return list(samples)
     if isinstance(first, _NUMERIC):
-        if not _check(samples, _NUMERIC, path) <= _OF_PYTHON:
+        types = _check(samples, _NUMERIC, path)
+        is_one_dtype = types == {np.ndarray} and len(set(map(_DTYPE, samples))) == 1
+        if not (is_one_dtype or types <= _OF_PYTHON):
             check_dtypes(samples, path)
         return stack(samples, path)
     if isinstance(first, Mapping):
@@ -61,7 +65,7 @@ def collate(
         return rebuild(first, fields)
     if is_sequence(first):
         _check(samples, Sequence, path, but=TEXT)
-        if any(len(sample) != len(first) for sample in samples):
+        if len(set(map(len, samples))) > 1:
             lengths = _some(map(len, samples))
             raise ValueError(
                 f"samples differ in their number of fields{_at(path)}: {lengths}. A list is a structure of fields, as "

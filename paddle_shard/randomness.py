@@ -15,6 +15,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from paddle_shard.plan.seeding import mix
+
 _MT19937_BYTES = 4 * 624 + 4
 """Size of numpy's `mt19937_state`: 624 words and the position."""
 
@@ -125,10 +127,11 @@ class SampleRng:
         """True if batches show whether the generators are used: there are some, and the data set does not say it."""
         return self._declared is None and len(self._generators) > 0
 
-    def seed(self, seed: int) -> None:
-        """Seed the generators with a number in [0, 2^64), if samples use them."""
+    def seed(self, key: int, number: int | None = None) -> None:
+        """Seed the generators with a key in [0, 2^64), or for a number under that key, if samples use them."""
         if not self.seeds:
             return
+        seed = key if number is None else mix(key, number)
         self._look()
         for generator in self._generators:
             generator.seed(seed)

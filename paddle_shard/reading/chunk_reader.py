@@ -192,18 +192,18 @@ class ChunkReader(Reader):
         fresh = False
         size = asked.plan.samples_per_part
         for part, items in zip(asked.opening.parts, self._parts, strict=True):
-            column: list[Any] = []
+            found: list[tuple[int, Any]] = []
             try:
-                for times, sample in islice(items, size):
-                    if times == 0:
-                        fresh = True
-                    if isinstance(sample, Stated):
-                        sample, self._state = sample
-                    column.append(sample)
+                found.extend(islice(items, size))
             except BaseException:
-                number = asked.position + len(column)
+                number = asked.position + len(found)
                 at.update(what=f"reading sample {number} of part {part}", index=(part, number))
                 raise
+            fresh = fresh or bool(found and found[0][0] == 0)
+            column = [sample for _, sample in found]
+            if column and isinstance(column[-1], Stated):
+                self._state = column[-1].state
+                column = [stated.sample for stated in column]
             columns.append(column)
             self._padding.note(part, column, ended=len(column) < size)
         return columns, fresh

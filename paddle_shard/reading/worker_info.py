@@ -14,22 +14,33 @@ from paddle_shard.errors import ArgumentTypeError, SplitError
 from paddle_shard.sources.external import OwnCopy, iterate, tell_epoch
 from paddle_shard.stages.stage import Opening, Stage
 
-_END = object()
+_END: Any = object()
+_OF_TORCH = "torch.utils.data._utils.worker"
 
 
 @contextmanager
 def shown(info: WorkerInfo | None) -> Iterator[None]:
     """Let `paddle.io.get_worker_info()`, and torch's if that is loaded, return `info` inside the `with` block."""
-    of_torch: Any = sys.modules.get("torch.utils.data._utils.worker")
-    modules = [paddle_worker] if of_torch is None else [paddle_worker, of_torch]
-    own = [module._worker_info for module in modules]
-    for module in modules:
-        module._worker_info = info
+    own = _show(info)
     try:
         yield
     finally:
-        for module, before in zip(modules, own, strict=True):
-            module._worker_info = before
+        _restore(own)
+
+
+def _show(info: WorkerInfo | None) -> list[tuple[Any, Any]]:
+    """Show `info`; return (module, what it has shown before)."""
+    of_torch: Any = sys.modules.get(_OF_TORCH)
+    modules = [paddle_worker] if of_torch is None else [paddle_worker, of_torch]
+    own = [(module, module._worker_info) for module in modules]
+    for module in modules:
+        module._worker_info = info
+    return own
+
+
+def _restore(own: list[tuple[Any, Any]]) -> None:
+    for module, info in own:
+        module._worker_info = info
 
 
 def told(info: WorkerInfo | None, dataset: Iterable[Any] | Callable[[], Iterable[Any]]) -> Iterator[Any]:
@@ -41,11 +52,16 @@ def told(info: WorkerInfo | None, dataset: Iterable[Any] | Callable[[], Iterable
     with shown(info):
         items = iterate(dataset)
     while True:
-        with shown(info):
+        if info is paddle_worker._worker_info and _OF_TORCH not in sys.modules:  # as where no workers read
+            item = next(items, _END)
+        else:
+            own = _show(info)
             try:
-                item = next(items)
-            except StopIteration:
-                return
+                item = next(items, _END)
+            finally:
+                _restore(own)
+        if item is _END:
+            return
         yield item
 
 

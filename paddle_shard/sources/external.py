@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, StateError
-from paddle_shard.plan.seeding import mix
 from paddle_shard.stages.stage import Opening, Stage, Stated
 
 VERSION = 1
@@ -265,7 +264,7 @@ class IterableSource(Stage):
         key, seed = opening.key(0, "source"), opening.seed_generators
         if self._indexed:
             for number in range(opening.skip, len(self._iterable)):  # type: ignore[arg-type]
-                seed(mix(key, number))
+                seed(key, number)
                 yield self._iterable[number]  # type: ignore[index]
             return
         seed(key)

@@ -235,7 +235,7 @@ class ShardSource(Stage):
         items: Iterator[Any] = iter(())
         with failures_named(name, lambda: (f"reading {what or f'sample {offset}'}", offset)):
             try:
-                opening.seed_generators(mix(key, number))
+                opening.seed_generators(key, number)
                 items = iter(self._read(name, begin))
                 for item in items:
                     if offset + 1 == length:  # check before the last sample: no further one may be asked for
@@ -251,7 +251,7 @@ class ShardSource(Stage):
                     offset += 1
                     if offset == end:
                         return
-                    opening.seed_generators(mix(key, number + offset - begin))
+                    opening.seed_generators(key, number + offset - begin)
             finally:
                 if hasattr(items, "close"):
                     items.close()

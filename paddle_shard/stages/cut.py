@@ -81,30 +81,30 @@ class _Turns:
     def _taken(self, mine: deque[Any]) -> Iterator[Any]:
         while True:
             while not mine:
-                try:
-                    self._read()
-                except StopIteration:
+                if not self._read():
                     return
-            yield mine.popleft()
+            while mine:
+                yield mine.popleft()
 
-    def _read(self) -> None:
-        """Read the next sample of the stream, and put it into the queue of its part."""
-        stripe, within = divmod(self._at, self._opening.stripe)
-        turn, owner = divmod(stripe, self._opening.num_parts)
+    def _read(self) -> bool:
+        """Read the next samples of the stream, those of one stripe, into the queue of their part; False at the end."""
+        size = self._opening.stripe
+        begin = self._at
+        turn, owner = divmod(begin // size, self._opening.num_parts)
+        held = self._waiting.get(owner)
+        queue = None if held is None else held()
         try:
-            item = next(self._items)
-        except StopIteration:
-            raise
+            for item in islice(self._items, size - begin % size):
+                if self._seen is not None:
+                    self._seen(self._at, item)
+                self._at += 1
+                if queue is not None:
+                    queue.append(item)
         except Exception as error:
             with contextlib.suppress(Exception):  # the exception allows no attributes
-                setattr(error, FAILED_AT, (owner, turn * self._opening.stripe + within))
+                setattr(error, FAILED_AT, (owner, turn * size + self._at % size))
             raise
-        if self._seen is not None:
-            self._seen(self._at, item)
-        self._at += 1
-        held = self._waiting.get(owner)
-        if held is not None and (queue := held()) is not None:
-            queue.append(item)
+        return self._at > begin
 
 
 def chosen_num_parts(source: Stage, micro_rows: int, num_data_ranks: int) -> int:

@@ -8,10 +8,10 @@ from itertools import count, islice
 from typing import Any, ClassVar, NamedTuple
 
 from paddle_shard.errors import described
-from paddle_shard.plan.seeding import derive_seed, mix
+from paddle_shard.plan.seeding import derive_seed
 
 
-def _leave_generators(seed: int) -> None:
+def _leave_generators(key: int, number: int | None = None) -> None:
     """Seed nothing."""
 
 
@@ -39,8 +39,9 @@ class Opening:
     """Samples of each part to leave out at its beginning."""
     state: Any = None
     """State of the library that reads, after the last delivered sample; `skip` counts from there."""
-    seed_generators: Callable[[int], None] = _leave_generators
-    """Seeds the global random generators with a number in [0, 2^64); called before each call of the user's code."""
+    seed_generators: Callable[..., None] = _leave_generators
+    """Seeds the global random generators, given a key and perhaps a number; see `SampleRng.seed`. It is called before
+    each call of the user's code."""
 
     seen: Callable[[int, Any], None] | None = None
     """Called with (number, sample) for each sample at the cut of a stream that all readers read whole."""
@@ -82,14 +83,16 @@ class Opening:
             first: Number of the first item.
         """
         key = self.key(part, "source")
+        seed = self.seed_generators
+        begin = first + self.skip
         for number in count(first):
             if number:
-                self.seed_generators(mix(key, number))
+                seed(key, number)
             try:
                 item = next(items)
             except StopIteration:
                 return
-            if number >= first + self.skip:
+            if number >= begin:
                 yield item
 
 

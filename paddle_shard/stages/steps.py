@@ -11,7 +11,7 @@ import numpy as np
 
 from paddle_shard.checks import check_count
 from paddle_shard.plan.parts import nothing_to_repeat
-from paddle_shard.plan.seeding import derive_key, mix
+from paddle_shard.plan.seeding import derive_key
 from paddle_shard.plan.shuffle import Permutation
 from paddle_shard.stages.stage import Opening, Stage, Transform, Unreadable, windows
 
@@ -31,7 +31,7 @@ class Map(Transform):
         """Yield the results of the function."""
         key, function, seed = opening.key(part, "map", self.depth), self._function, opening.seed_generators
         for number, item in enumerate(items, opening.skip):
-            seed(mix(key, number))  # after `items` has run code that seeds the generators, too
+            seed(key, number)  # after `items` has run code that seeds the generators, too
             yield opening.tried(function, item)
 
     def origin(self, opening: Opening, part: int, number: int) -> str | None:
@@ -52,7 +52,7 @@ class Filter(Transform):
         """Yield the samples that are kept."""
         key = opening.key(part, "filter", self.depth)
         for number, item in enumerate(items):
-            opening.seed_generators(mix(key, number))
+            opening.seed_generators(key, number)
             keep = opening.tried(lambda sample: bool(self._predicate(sample)), item)
             if keep:
                 yield keep if isinstance(keep, Unreadable) else item
@@ -106,7 +106,7 @@ class Unbatch(Transform):
             return
         items, end = opening.tried(iter, group), object()
         while not isinstance(items, Unreadable):
-            opening.seed_generators(mix(key, next(numbers)))  # a generator runs the user's code for each item
+            opening.seed_generators(key, next(numbers))  # a generator runs the user's code for each item
             item = opening.tried(lambda rest: next(rest, end), items)
             if item is end:
                 return

@@ -17,6 +17,7 @@ import paddle_shard
 from paddle_shard import Stream
 from paddle_shard.errors import DataReadError
 from paddle_shard.plan.parts import PartsPlan, chunks_of
+from paddle_shard.plan.seeding import mix
 from paddle_shard.plan.step import Step
 from paddle_shard.randomness import NumpyGenerator, PythonGenerator
 from paddle_shard.reading.batch import Batch as ReadBatch
@@ -251,7 +252,8 @@ def stages_of(draw, plan):
     return stage, alone
 
 
-def seed_all(seed):
+def seed_all(key, number=None):
+    seed = key if number is None else mix(key, number)
     for generator in GENERATORS:
         generator.seed(seed)
 

@@ -100,7 +100,9 @@ def test_random_numbers_of_its_own_map_depend_on_part_and_sample_alone():
     source = HuggingFaceSource(streamed().map(lambda sample: {"noise": np.random.rand()}))
 
     def read(seed):
-        opening = Opening(parts=(0, 1), num_parts=2, seed=seed, seed_generators=lambda s: np.random.seed(s % 2**32))
+        opening = Opening(
+            parts=(0, 1), num_parts=2, seed=seed, seed_generators=lambda s, n=0: np.random.seed((s + n) % 2**32)
+        )
         return [[sample["noise"] for sample in items] for items in source.open(opening)]
 
     assert read(1) == read(1) != read(2)

@@ -9,11 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError
+from paddle_shard.plan.seeding import mix
 from paddle_shard.sources.external import IterableSource
 from paddle_shard.stages.stage import Opening
 
 
-def seed_generators(seed):
+def seed_generators(key, number=None):
+    seed = key if number is None else mix(key, number)
     np.random.seed(seed & 0xFFFFFFFF)
     random.seed(seed)
 

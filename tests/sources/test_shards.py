@@ -245,7 +245,7 @@ def test_generators_are_seeded_for_each_sample_by_its_place(counted):
     def seeds(skip):
         seen = []
         stage = ShardSource(["a", "b"], lambda name, s: iter(range(s, 4)), counts=[4, 4] if counted else None)
-        items = stage.open(opening(1, skip=skip, seed_generators=seen.append))[0]
+        items = stage.open(opening(1, skip=skip, seed_generators=lambda *seed: seen.append(seed)))[0]
         return [seen[-1] for _ in items]
 
     straight = seeds(0)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.parts import PartsPlan
+from paddle_shard.plan.seeding import mix
 from paddle_shard.plan.weights import Segment
 from paddle_shard.randomness import NumpyGenerator, PythonGenerator
 from paddle_shard.reading.chunk_reader import ChunkReader, ChunkRequest
@@ -28,7 +29,8 @@ from tests.trials import trials
 chains_settings = settings(max_examples=trials(60))
 
 
-def seed_generators(seed):
+def seed_generators(key, number=None):
+    seed = key if number is None else mix(key, number)
     np.random.seed(seed & 0xFFFFFFFF)
     random.seed(seed)
 
