@@ -51,9 +51,7 @@ def collate(
         _check(samples, TEXT, path)
         return list(samples)
     if isinstance(first, _NUMERIC):
-        types = _check(samples, _NUMERIC, path)
-        is_one_dtype = types == {np.ndarray} and len(set(map(_DTYPE, samples))) == 1
-        if not (is_one_dtype or types <= _OF_PYTHON):
+        if not _check(samples, _NUMERIC, path) <= _OF_PYTHON:
             check_dtypes(samples, path)
         return stack(samples, path)
     if isinstance(first, Mapping):
@@ -101,10 +99,12 @@ def _check(samples: Sequence[Any], kind: Any, path: str, but: Any = ()) -> set[t
 
 def check_dtypes(samples: Sequence[Any], path: str) -> None:
     """Refuse arrays, or tensors, of different dtypes: a row would have another one for other rows beside it."""
-    found = dict.fromkeys(getattr(sample, "dtype", None) for sample in samples)
+    try:
+        found = dict.fromkeys(map(_DTYPE, samples))
+    except AttributeError:  # numbers of Python fit to some dtypes
+        found = dict.fromkeys(sample.dtype for sample in samples if hasattr(sample, "dtype"))
     if len(found) == 1:
         return
-    found.pop(None, None)  # numbers of Python fit to some dtypes
     if len(found) > 1 and not any(getattr(dtype, "kind", "of Paddle") in _NOT_NUMBERS for dtype in found):
         dtypes = _some(str(dtype).rpartition(".")[2] for dtype in found)
         raise ValueError(
