@@ -55,8 +55,16 @@ def tar_samples(
         with tarfile.open(fileobj=file, mode=mode, tarinfo=_StrictInfo) as archive:
             for member in archive:
                 archive.members = []  # type: ignore[attr-defined]  # otherwise it keeps all of them
-                if not member.isreg() or _META.match(member.name) or not (select is None or select(member.name)):
+                is_link = member.islnk() or member.issym()
+                if not (member.isreg() or is_link) or _META.match(member.name):
                     continue
+                if not (select is None or select(member.name)):
+                    continue
+                if is_link:  # what it stands for may lie before `start`, or outside
+                    raise tarfile.ReadError(
+                        f"the member {member.name!r} is a link to {member.linkname!r}, and not a file. Pack the files "
+                        "themselves: tar --dereference --hard-dereference"
+                    )
                 content = archive.extractfile(member).read() if contents else b""  # type: ignore[union-attr]
                 following = start + member.offset
                 yield {"fname": member.name, "data": content, "__url__": name}
