@@ -39,7 +39,7 @@ def collate(
 
     Raises:
         ValueError: The samples differ in shape, in dtype, in keys or in the number of fields; the text names the field.
-        TypeError: A leaf has a type that cannot be stacked.
+        TypeError: A leaf has a type that cannot be stacked, or is of uint16.
 
     Examples:
         >>> collate([(np.zeros(2), 1, "a"), (np.ones(2), 2, "b")])
@@ -53,7 +53,9 @@ def collate(
     if isinstance(first, _NUMERIC):
         if not _check(samples, _NUMERIC, path) <= _OF_PYTHON:
             check_dtypes(samples, path)
-        return stack(samples, path)
+        rows = stack(samples, path)
+        check_dtype(rows, path)
+        return rows
     if isinstance(first, Mapping):
         _check(samples, Mapping, path)
         if any(sample.keys() != first.keys() for sample in samples):
@@ -95,6 +97,15 @@ def _check(samples: Sequence[Any], kind: Any, path: str, but: Any = ()) -> set[t
         if not issubclass(sample_type, kind) or issubclass(sample_type, but):
             raise cannot_stack(samples, path)
     return types
+
+
+def check_dtype(array: Any, path: str) -> None:
+    """Refuse an array of uint16: Paddle keeps bfloat16 in such arrays, and would take the numbers for its bits."""
+    if array.dtype == np.uint16:
+        raise TypeError(
+            f"{path or 'the batch'} is an array of uint16, which Paddle takes for bfloat16: convert the numbers, for "
+            "instance with .astype('int32'), or give bfloat16 as a tensor of Paddle."
+        )
 
 
 def check_dtypes(samples: Sequence[Any], path: str) -> None:
