@@ -101,7 +101,7 @@ class _StrictInfo(tarfile.TarInfo):
     @classmethod
     def fromtarfile(cls, archive: tarfile.TarFile) -> _StrictInfo:
         try:
-            return super().fromtarfile(archive)
+            found = super().fromtarfile(archive)
         except tarfile.HeaderError as error:
             if type(error).__name__ == "EOFHeaderError":
                 raise
@@ -109,6 +109,9 @@ class _StrictInfo(tarfile.TarInfo):
                 f"it is no tar, or is damaged or cut off: {error} at byte {archive.offset}, where a file or the "
                 "end of the tar should be"
             ) from error
+        if found.size < 0:  # the next header would be looked for before this one, without an end (CVE-2025-8194)
+            raise tarfile.ReadError(f"it is damaged: the member {found.name!r} has a negative size")
+        return found
 
 
 VERSION = 1
