@@ -105,7 +105,7 @@ def reading(work, steps, workers=2, reader=None, **settings):
 
 def batch_of(make, **settings):
     """What arrives of a batch that a worker makes."""
-    with reading(lambda step: make(), steps_of(1), **settings) as batches:
+    with reading(lambda step: make(), steps_of(1), workers=1, **settings) as batches:
         (found,) = batches
         return found
 

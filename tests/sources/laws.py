@@ -250,5 +250,7 @@ def check_laws(source, folder, workers, stops=(1, 4), oracle=None, workers_later
     for epoch in range(2):
         assert joined([of_ranks[rank][epoch] for rank in range(2)]) == alone[epoch], "the batches of one process"
     for step in stops:
-        of_ranks = on_each_rank(range(2), lambda step=step: resumed(step, workers_later, source, folder, workers, [0, 1]))
+        of_ranks = on_each_rank(
+            range(2), lambda step=step: resumed(step, workers_later, source, folder, workers, [0, 1])
+        )
         assert joined(of_ranks.values()) == alone[0], "resumed equals straight"
