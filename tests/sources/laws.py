@@ -175,7 +175,7 @@ SOURCES = {
 INSTALLED = [name for name in SOURCES if name in FILE_KINDS or find_spec("datasets" if "hugging" in name else name)]
 """Those whose library is installed; each needs an extra."""
 
-ON_RANKS = [name for name in INSTALLED if name not in ("csv", "jsonl") and not name.startswith("counted")]
+ON_RANKS = [name for name in INSTALLED if name not in ("csv", "jsonl", "huggingface indexed") and "counted" not in name]
 """Those that real ranks try; simulated ones try all."""
 
 
