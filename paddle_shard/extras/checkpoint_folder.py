@@ -50,28 +50,20 @@ def create_file(path: Path, content: bytes) -> None:
     Raises:
         FileExistsError: It exists; another process may have been faster.
     """
-    _make_directory(path.parent)
+    os.makedirs(path.parent, exist_ok=True)
     with open(path, "xb") as file:
         file.write(content)
-    sync(path, path.parent)
-
-
-def write_file(path: Path, content: bytes) -> None:
-    """Write a file that appears whole, or not at all."""
-    new = path.with_name(f"{path.name}.new")
-    with open(new, "wb") as file:
-        file.write(content)
-    sync(new)
-    os.replace(new, path)
-    sync(path.parent)
+    sync(path)
+    with contextlib.suppress(PermissionError):  # of a directory above, which was there before
+        sync(*path.parents)
 
 
 def save_files(directory: Path, contents: Mapping[str, Any]) -> dict[str, int]:
     """Save what `paddle.save` takes, by the names of files, in a directory; return the size of each file."""
-    _make_directory(directory)
+    os.makedirs(directory, exist_ok=True)
     for name, content in contents.items():
         paddle.save(content, str(directory / name))
-    sync(*(directory / name for name in contents), directory)
+    sync(*(directory / name for name in contents), directory, directory.parent)
     return {name: os.stat(directory / name).st_size for name in contents}
 
 
@@ -79,12 +71,3 @@ def remove_directory(path: Path) -> None:
     """Delete a directory with its files."""
     shutil.rmtree(path)
     sync(path.parent)
-
-
-def _make_directory(path: Path) -> None:
-    """Make a directory, and those above it, so that they outlast a crash of the host."""
-    if not os.path.isdir(path):
-        _make_directory(path.parent)
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(path)
-        sync(path.parent)

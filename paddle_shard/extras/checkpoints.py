@@ -39,7 +39,6 @@ from paddle_shard.extras.checkpoint_folder import (
     remove_directory,
     save_files,
     sizes_in,
-    write_file,
 )
 from paddle_shard.extras.checkpoint_parts import SavedPart, fill, is_dist, kind_of, part_of, without_sums
 from paddle_shard.ranks.agreeing import gather_of
@@ -209,7 +208,7 @@ class Checkpoints:
                 "same folder."
             )
         self._check_fence()
-        write_file(directory / _MANIFEST, json.dumps({"version": VERSION, "files": files}).encode())
+        create_file(directory / _MANIFEST, json.dumps({"version": VERSION, "files": files}).encode())
 
     def _clean(self, keep: int) -> None:
         """Delete what is older than the `keep` newest checkpoints, and what is half-written; on the first rank."""
@@ -270,14 +269,17 @@ class Checkpoints:
 
     def _newest_name(self) -> str | None:
         """Return the name of the newest complete checkpoint, on the first rank."""
-        if self._rank:
-            return None
-        for name in self._names():
-            problem = self._problem_of(name)
-            if problem is None:
-                return name
-            _log.warning("%s is skipped: %s", self._folder / name, problem)
-        return None
+        names: list[str] = []
+        newest = None
+        while self._rank == 0 and names != (names := self._names()):  # another job may save and delete meanwhile
+            newest = None
+            for name in names:
+                problem = self._problem_of(name)
+                if problem is None:
+                    newest = name
+                    break
+                _log.warning("%s is skipped: %s", self._folder / name, problem)
+        return newest
 
     def load(self, **what: Any) -> int | None:
         """Load the newest complete checkpoint into objects. From then on the folder is this job's.

@@ -29,6 +29,7 @@ from paddle_shard.errors import ArgumentError, CheckpointError, PaddleShardError
 from paddle_shard.extras import checkpoint_folder, checkpoint_parts, checkpoints
 from paddle_shard.extras.checkpoints import Checkpoints
 from paddle_shard.record import lines
+from tests.simulation import disk_defects
 from tests.simulation.files import Disk, Folder
 
 RECORD = "/run/record.jsonl"
@@ -36,13 +37,15 @@ MOST_CALLS = 20_000
 BUSY = 50
 """Calls for which a record may be locked until who waits for it gives up."""
 FAILING = {
-    "EIO": ("open", "create", "read", "write", "fsync", "listdir", "stat", "mkdir", "replace", "unlink", "rmdir"),
-    "ENOSPC": ("create", "mkdir", "write", "fsync", "replace"),
+    "EIO": ("open", "create", "read", "write", "fsync", "last fsync", "listdir", "stat", "mkdir", "unlink", "rmdir"),
+    "EIO of names": ("listdir", "stat"),
+    "EIO at last": ("last fsync",),
+    "ENOSPC": ("create", "mkdir", "write", "fsync", "last fsync"),
 }
 """Name of an error -> the calls that may fail with it. A file that is cut is changed in memory only."""
 ACTS = (
-    *("crash", "crash", "kill job", "kill rank", "kill rank", "freeze job", "freeze job", "freeze rank"),
-    *("start", "start", "start", "fault", "fault", "fault", "fault"),
+    *("crash", "crash", "kill job", "kill rank", "kill rank", "freeze job", "freeze rank"),
+    *("take over", "take over", "take over", "start", "start two", "fault", "fault", "fault", "fault"),
 )
 
 
@@ -76,6 +79,8 @@ class Plan:
     size: int
     keep: int
     saves: int
+    speed: int = 10
+    """How often its ranks move."""
 
 
 @dataclass
@@ -83,9 +88,13 @@ class Trial:
     """Jobs that are started one after another, each when none lives or when an act starts it."""
 
     seed: str
+    kind: str
+    """"twins": two jobs start at once. "reader": a slow job starts while another one saves. "random": neither."""
     folder: str
     splits: bool
     """Whether there are loaders of data that is split already: all jobs have as many ranks."""
+    shards: bool
+    """Whether there is a tensor that is split over all ranks."""
     jobs: list
     acts: list
 
@@ -94,18 +103,29 @@ def trial_of(seed):
     rng = random.Random(seed)
     splits = rng.random() < 0.3
     sizes = [rng.choice([1, 2, 2, 3])] if splits else [1, 2, 2, 3]
-    jobs = [Plan(rng.choice(sizes), rng.choice([2, 2, 3]), rng.randint(1, 4)) for _ in range(rng.randint(2, 4))]
+    jobs = [Plan(rng.choice(sizes), rng.choice([2, 2, 3]), rng.randint(1, 5)) for _ in range(rng.randint(2, 4))]
     acts = []
     at = 0
     for _ in range(rng.randint(2, 8)):
-        at += rng.randint(1, 150)
+        at += rng.choice([1, rng.randint(1, 150), rng.randint(1, 150)])
         act = Act(at, rng.choice(ACTS), rng.random(), rng.choice([1, 1, 10, 100, 400]))
         if act.kind == "fault":
             act.error = rng.choice(sorted(FAILING))
             act.odds = rng.choice([1.0, 0.2])
+            if act.error == "EIO at last":
+                act.length = 600
         acts.append(act)
+    kind = rng.choice(["random", "random", "random", "twins", "reader"])
+    if kind == "twins":
+        acts.insert(0, Act(1, "start", 0.0))
+    elif kind == "reader":
+        jobs[0].saves = 6
+        jobs[0].keep = 2
+        jobs[1].speed = 1
+        acts.insert(0, Act(rng.randint(100, 300), "start", 0.0))
+        acts[1:] = [replace(act, at=act.at + 600) for act in acts[1:]]
     folder = rng.choice(["/run/saved", "/run/deep/saved"])
-    return Trial(str(seed), folder, splits, jobs, acts)
+    return Trial(str(seed), kind, folder, splits, rng.random() < 0.6, jobs, acts)
 
 
 # What is saved
@@ -142,10 +162,12 @@ class Tensor:
 
 
 class Holder:
-    """An optimizer: a tensor that all ranks hold a part of, two that one rank holds, and a number."""
+    """An optimizer: two tensors that one rank holds, perhaps one that all ranks hold a part of, and a number."""
 
-    def __init__(self, ranks):
-        self.tensors = {"all": Tensor(ranks, 5), "first": Tensor(ranks[:1], 2), "last": Tensor(ranks[-1:], 2)}
+    def __init__(self, ranks, *, shards):
+        self.tensors = {"first": Tensor(ranks[:1], 2), "last": Tensor(ranks[-1:], 2)}
+        if shards:
+            self.tensors["all"] = Tensor(ranks, 5)
         self.number = None
         self.loaded = {}
 
@@ -195,8 +217,8 @@ class Loader:
 class Objects:
     """What a rank saves and loads."""
 
-    def __init__(self, rank, size, *, splits):
-        self.holder = Holder(list(range(size)))
+    def __init__(self, rank, size, *, splits, shards):
+        self.holder = Holder(list(range(size)), shards=shards)
         self.extra = {"token": None}
         self.what = {"optimizer": self.holder, "extra": self.extra}
         if splits:
@@ -231,6 +253,7 @@ class Actor:
         self.num_gathers = 0
         self.waits_for = None
         self.frozen_until = 0
+        self.speed = job.plan.speed * world.rng.choice([1, 1, 5])
         self.is_killed = self.is_done = False
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
@@ -309,6 +332,8 @@ class World:
         self.trace = trace
         self.rng = random.Random(f"schedule of {trial.seed}")
         self.stickiness = self.rng.choice([1, 3, 30])
+        if trial.kind != "random":
+            self.stickiness = 1
         self.count = 0
         self.current = None
         self.baton = threading.Lock()
@@ -347,12 +372,12 @@ class World:
                 actor.job.num_faults += 1
                 if name == RECORD:
                     actor.budget = max(actor.budget, 1)  # it takes the line off before it can be killed
-                raise OSError(getattr(errno, act.error), act.error, name)
+                raise OSError(getattr(errno, act.error.split()[0]), act.error, name)
         self.say(f"{actor}: {call} {name}")
         last = name.rpartition("/")[2]
         if call == "create" and last.startswith("generation-"):
             self.claims.setdefault(int(last.removeprefix("generation-")), self.count)
-        if call == "replace" and last == "manifest.json":
+        if last == "manifest.json" and call in ("create", "replace"):
             self.num_manifests += 1
 
     def get_rank(self):
@@ -428,7 +453,7 @@ class World:
         if actor.rank == 0:
             job.checkpoints = mine
             self.append(job, "begin", 100 * job.number)
-        objects = Objects(actor.rank, job.plan.size, splits=self.trial.splits)
+        objects = Objects(actor.rank, job.plan.size, splits=self.trial.splits, shards=self.trial.shards)
         if not self.load(actor, mine, objects):
             return
         for attempt in range(1, job.plan.saves + 1):
@@ -457,6 +482,9 @@ class World:
         self.say(f"{actor}: loaded {step}")
         self.check_found(f"{actor}", step, objects, job.required)
         job.loaded[actor.rank] = step
+        others = [other for other in self.jobs if other is not job and other.checkpoints is not None]
+        if any(other.generation == mine._generation for other in others):
+            raise Failed(f"job {job.number} and another have claimed generation {mine._generation}")
         if len(set(job.loaded.values())) > 1 or "load" in job.failed:
             raise Failed(f"the ranks of job {job.number} load {job.loaded}, failed: {job.failed}")
         return True
@@ -550,7 +578,8 @@ class World:
                 self.start(plans.pop(0))
             actors = [actor for actor in self.alive if actor.may_run()]
             if actors:
-                self.move(self.rng.choice(actors), acts)
+                speeds = [actor.speed for actor in actors]
+                self.move(self.rng.choices(actors, speeds)[0], acts)
             else:
                 times = [actor.frozen_until for actor in self.alive if actor.frozen_until > self.count]
                 times += [job.gives_up_at for job in self.jobs if job.gives_up_at > self.count]
@@ -606,26 +635,33 @@ class World:
                 self.resume(actor, 0)
 
     def act(self, act, plans):
+        """Have something happen."""
         self.say(str(act))
         alive = self.alive
-        if act.kind == "start":
-            if plans:
-                self.start(plans.pop(0))
-        elif act.kind == "fault":
+        if act.kind == "fault":
             self.faults.append(replace(act, at=self.count))
         elif act.kind == "crash":
             self.probe()
             self.crash()
-        elif alive:
-            actor = alive[int(act.draw * len(alive))]
-            ranks = actor.job.actors if act.kind.endswith("job") else [actor]
-            if act.kind.startswith("kill"):
-                self.end(ranks)
-                return
-            for one in ranks:
-                one.frozen_until = self.count + act.length
-            if act.kind == "freeze rank" and act.length > 50:
-                actor.job.gives_up_at = self.count + act.length // 2
+        elif alive and not act.kind.startswith("start"):
+            self.strike(act, alive[int(act.draw * len(alive))])
+        if act.kind in ("start", "start two", "take over"):
+            number = 2 if act.kind == "start two" else 1
+            for plan in plans[:number]:
+                self.start(plan)
+            del plans[:number]
+
+    def strike(self, act, actor):
+        """Kill or freeze a rank, or its job."""
+        is_alone = act.kind.endswith("rank")
+        ranks = [actor] if is_alone else actor.job.actors
+        if act.kind.startswith("kill"):
+            self.end(ranks)
+            return
+        for one in ranks:
+            one.frozen_until = self.count + act.length
+        if is_alone and act.length > 50:
+            actor.job.gives_up_at = self.count + act.length // 2
 
     # After a crash
 
@@ -643,19 +679,17 @@ class World:
         return self.disk.root.after_crash(self.rng, {})
 
     def probe(self):
-        """Check what a job would find now: without a crash, and after two."""
-        root = self.disk.root
-        for odds in (0.0, self.rng.choice([0.2, 0.5, 0.8, 1.0])):
-            self.num_probes += 1
-            self.disk.root = self.crashed(odds)
-            claims, self.claims = self.claims, {}
-            try:
-                self.check_disk()
-            finally:
-                self.disk.root, self.claims = root, claims
+        """Check what a job would find if the host crashed now."""
+        self.num_probes += 1
+        found = self.disk.root, self.claims
+        self.disk.root = self.crashed(self.rng.choice([0.0, 0.0, 0.2, 0.5, 0.8, 1.0]))
+        try:
+            self.check_disk()
+        finally:
+            self.disk.root, self.claims = found
 
     def check_disk(self):
-        objects = Objects(0, 1, splits=False)
+        objects = Objects(0, 1, splits=False, shards=self.trial.shards)
         try:
             step = Checkpoints(self.trial.folder).load(**objects.what)
         except PaddleShardError as error:
@@ -721,8 +755,9 @@ def smaller_trials(trial):
         fewer += [{"saves": plan.saves - 1}] if plan.saves else []
         for change in fewer:
             yield replace(trial, jobs=[*trial.jobs[:number], replace(plan, **change), *trial.jobs[number + 1 :]])
-    if trial.splits:
-        yield replace(trial, splits=False)
+    for change in ({"splits": False}, {"kind": "random"}):
+        if replace(trial, **change) != trial:
+            yield replace(trial, **change)
 
 
 def main():
@@ -732,12 +767,14 @@ def main():
     parser.add_argument("--seeds", type=int, default=1000)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=math.inf)
+    parser.add_argument("--defect", choices=sorted(disk_defects.DEFECTS), help="run with a planted defect")
     options = parser.parse_args()
     logging.getLogger("paddle_shard").setLevel(logging.CRITICAL)
-    if options.seed is not None:
-        print(*run(options.seed, print if options.trace else None))
-        return
-    sys.exit(run_many(options))
+    with disk_defects.planted(options.defect):
+        if options.seed is not None:
+            print(*run(options.seed, print if options.trace else None))
+            return
+        sys.exit(run_many(options))
 
 
 def run_many(options):

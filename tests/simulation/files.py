@@ -1,4 +1,4 @@
-"""A simulated disk: files and directories of which a crash of the host leaves what was synced, and any part of the rest.
+"""A simulated disk: a crash of the host leaves what was synced in files and directories, and any part of the rest.
 
 A write that was not synced is lost, kept, or torn: any of its pages may be there, and zeros in place of the others.
 Changes of a directory that was not synced are lost in any order; a rename is one change. A sync that has failed may
@@ -127,16 +127,16 @@ class Disk:
             fsync=self.fsync,
             listdir=self.listdir,
             stat=self.stat,
-            mkdir=self.mkdir,
+            makedirs=self.makedirs,
             replace=self.replace,
-            path=SimpleNamespace(isdir=self.isdir, dirname=os.path.dirname),
+            path=SimpleNamespace(dirname=os.path.dirname),
             getpid=lambda: 1,
         )
         self.shutil = SimpleNamespace(rmtree=self.rmtree)
 
     def find(self, path):
         node = self.root
-        for name in str(path).split("/")[1:]:
+        for name in filter(None, str(path).split("/")):
             if not isinstance(node, Folder):
                 raise NotADirectoryError(errno.ENOTDIR, "Not a directory", str(path))
             if name not in node.entries:
@@ -181,7 +181,8 @@ class Disk:
     def fsync(self, descriptor):
         path, node = self.descriptors[descriptor]
         try:
-            self.touch("fsync", path)
+            is_last = isinstance(node, Folder) and "manifest.json" in node.entries
+            self.touch("last fsync" if is_last else "fsync", path)
         except OSError:
             node.sync(drops=True)
             raise
@@ -201,18 +202,15 @@ class Disk:
             return SimpleNamespace(st_mode=stat.S_IFDIR, st_size=0)
         return SimpleNamespace(st_mode=stat.S_IFREG, st_size=len(node.content))
 
-    def isdir(self, path):
-        try:
-            return stat.S_ISDIR(self.stat(path).st_mode)
-        except OSError:
-            return False
-
-    def mkdir(self, path):
-        self.touch("mkdir", path)
-        folder, name = self.parent(path)
-        if name in folder.entries:
-            raise FileExistsError(errno.EEXIST, "File exists", str(path))
-        folder.change((name, Folder()))
+    def makedirs(self, path, *, exist_ok):
+        assert exist_ok
+        folder = self.root
+        for name in str(path).split("/")[1:]:
+            if name not in folder.entries:
+                self.touch("mkdir", path)
+                if name not in folder.entries:
+                    folder.change((name, Folder()))
+            folder = folder.entries[name]
 
     def replace(self, old, new):
         self.touch("replace", new)
@@ -222,7 +220,7 @@ class Disk:
         folder.change((new_name, self.find(old)), (name, None))
 
     def rmtree(self, path):
-        for name in self.listdir(path):
+        for name in sorted(self.listdir(path), reverse=True):
             self.touch("unlink", f"{path}/{name}")
             self.find(f"{path}/{name}")
             self.find(path).change((name, None))
