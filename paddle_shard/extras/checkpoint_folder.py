@@ -20,7 +20,9 @@ from paddle_shard.record.lines import sync
 
 
 def sizes_in(directory: Path) -> dict[str, int | None]:
-    """Return the entries of a directory: name -> bytes; None for a directory. There are none if it does not exist.
+    """Return the entries of a directory: name -> bytes. There are none if it does not exist.
+
+    It is None for a directory, for what was deleted in between, and for a link to nowhere.
 
     Raises:
         OSError: It cannot be read now. What it holds must not be taken for missing.
@@ -28,13 +30,14 @@ def sizes_in(directory: Path) -> dict[str, int | None]:
     sizes: dict[str, int | None] = {}
     with contextlib.suppress(FileNotFoundError):
         for name in os.listdir(directory):
+            sizes[name] = None
             try:
                 status = os.stat(directory / name)
+                if not stat.S_ISDIR(status.st_mode):
+                    sizes[name] = status.st_size
             except OSError as error:
-                if error.errno not in (errno.ENOENT, errno.ELOOP):  # deleted in between, or a link to nowhere
+                if error.errno not in (errno.ENOENT, errno.ELOOP):
                     raise
-                continue
-            sizes[name] = None if stat.S_ISDIR(status.st_mode) else status.st_size
     return sizes
 
 
