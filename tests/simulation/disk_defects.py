@@ -4,7 +4,7 @@ import contextlib
 import json
 from unittest import mock
 
-from paddle_shard.extras import checkpoint_folder, checkpoint_parts, checkpoints
+from paddle_shard.extras import checkpoint_folder, checkpoints
 from paddle_shard.extras.checkpoints import Checkpoints
 from paddle_shard.record import lines
 
@@ -97,22 +97,6 @@ def takes_errors_for_nothing(directory):
     return sizes
 
 
-def reads_what_is_there(self, directory):
-    """A rank reads the files that it finds, and not those that were saved."""
-    saved = checkpoints._Saved()
-    for name in sorted(checkpoint_folder.os.listdir(directory)):
-        if not name.endswith(checkpoints._VALUES):
-            continue
-        values = checkpoints.paddle.load(str(directory / name))
-        saved.whole |= values["whole"]
-        saved.own[int(name.partition("_")[0])] = values["own"]
-        for path, (kind, start, shape) in values["index"].items():
-            saved.kinds[path] = kind
-            file = directory / name.replace(checkpoints._VALUES, checkpoints._PARTS)
-            saved.parts.append(checkpoint_parts.SavedPart(path, start, shape, file))
-    return saved
-
-
 def syncs_no_lines(*paths):
     """The record is not synced."""
 
@@ -144,7 +128,6 @@ DEFECTS = {
     "counts_what_has_failed": (Checkpoints, {"_clean": counts_what_has_failed}),
     "cleans_before_the_end": (Checkpoints, {"_finish": cleans_before_the_end}),
     "takes_errors_for_nothing": (checkpoints, {"sizes_in": takes_errors_for_nothing}),
-    "reads_what_is_there": (Checkpoints, {"_read": reads_what_is_there}),
     "syncs_no_lines": (lines, {"sync": syncs_no_lines}),
     "keeps_half_lines": (lines, {"_last_line": keeps_half_lines}),
 }
