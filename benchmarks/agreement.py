@@ -1,11 +1,13 @@
-"""What does it cost that all ranks agree on each step ahead? Steps of 10 ms and reads of 8 ms, on two real ranks.
+"""What does it cost that all ranks agree on each step ahead, and does it grow with the ranks of a host?
 
-    python benchmarks/agreement.py
+    python benchmarks/agreement.py [--ranks 1 2 4 8] [--kind map|stream] [--prefetch N]
 
-Prints the ratio of the time of a step with the agreement to that without, for a stream and for a data set with an
-index; medians of alternating runs in one job. Two workers read, eight steps ahead, in windows of four.
+Between two batches a rank touches memory and computes for 2 ms. Prints the processor time that a loader adds to a step
+of a rank, all threads of its process together: its loop minus the loop without a loader, of the same round; the median
+of the ranks. "Alone" is this loader as if each rank were alone, a choice that users do not have.
 """
 
+import argparse
 import sys
 import tempfile
 import time
@@ -13,71 +15,90 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from common import busy, machine, print_table, print_target
+from price import COMPUTE_SECONDS, make_digits, make_work
 
-STEPS, RUNS, COMPUTE, READ = 150, 5, 0.010, 0.008
+NONE, LOCAL, ALONE, AGREED = "no loader", "paddle.io.DataLoader", "alone", "agreed"
+ROWS, STEPS, SKIPPED, ROUNDS = 16, 100, 20, 5
+"""Rows of a rank's batch; steps that are counted; steps before them; rounds."""
+AT_MOST = 1.3
+"""Times the processor time of one rank, at any number of ranks."""
 
 
-def rank():
+def run_rank(kind, prefetch):
     import paddle
     import paddle.distributed as dist
 
     import paddle_shard
-    from paddle_shard import Stream
     from paddle_shard.testing import report
 
     dist.init_parallel_env()
-    mesh = dist.ProcessMesh(np.arange(dist.get_world_size()), dim_names=["dp"])
-    batch = 4 * dist.get_world_size()
+    num_ranks = dist.get_world_size()
+    mesh = dist.ProcessMesh(np.arange(num_ranks), dim_names=["dp"])
+    digits = make_digits((SKIPPED + STEPS + 10) * ROWS * num_ranks)
+    stream = paddle_shard.Stream.of(range(len(digits))).sharding_filter().map(digits.__getitem__)
 
-    def slow(i):
-        time.sleep(READ / 4)  # a rank reads four samples a step
-        return np.full(256, i, "float32")
+    def sharded(*, agrees):
+        data = digits if kind == "map" else stream
+        given = paddle.io.DataLoader(data, batch_size=ROWS * num_ranks)
+        loader = paddle_shard.shard_dataloader(given, mesh, shard_dims="dp", prefetch=prefetch)
+        if not agrees:
+            loader._shared.setup = replace(loader._shared.setup, agreeing_ranks=(dist.get_rank(),))
+        return loader
 
-    class Slow(paddle.io.Dataset):
-        def __len__(self):
-            return STEPS * batch
-
-        def __getitem__(self, index):
-            return slow(index)
-
-    data = {"stream": Stream.of(range(STEPS * batch)).sharding_filter().map(slow), "index": Slow()}
-
-    def seconds_a_step(kind, agree):
-        options = {"num_batches": STEPS} if kind == "stream" else {}
-        given = paddle.io.DataLoader(data[kind], batch_size=batch, num_workers=2)
-        loader = paddle_shard.shard_dataloader(given, mesh, shard_dims="dp", **options)
-        if not agree:  # as if each rank were alone; users have no such choice
-            setup = loader._shared.setup
-            loader._shared.setup = replace(setup, agreeing_ranks=(dist.get_rank(),))
-        times, last = [], None
-        for _ in loader:
-            time.sleep(COMPUTE)
-            now = time.perf_counter()
-            times += [] if last is None else [now - last]
-            last = now
-        dist.barrier()
-        return float(np.mean(times[10:]))
-
-    found = {}
-    for kind in data:
-        pairs = [(seconds_a_step(kind, True), seconds_a_step(kind, False)) for _ in range(RUNS)]
-        found[kind] = pairs
-    report(found)
-    dist.barrier()
+    sampler = paddle.io.DistributedBatchSampler(digits, ROWS)
+    loaders = {
+        NONE: [None] * (SKIPPED + STEPS),
+        LOCAL: paddle.io.DataLoader(digits, batch_sampler=sampler),
+        ALONE: sharded(agrees=False),
+        AGREED: sharded(agrees=True),
+    }
+    work = make_work("matmul")
+    wait = dist.barrier if num_ranks > 1 else lambda: None
+    taken = {name: [] for name in loaders}
+    for number in range(ROUNDS + 1):  # the first one warms up
+        for name, loader in loaders.items():
+            wait()
+            for step, _batch in enumerate(loader):
+                if step == SKIPPED:
+                    start = time.process_time()
+                if step == SKIPPED + STEPS - 1:
+                    spent = (time.process_time() - start) / (STEPS - 1)
+                work()
+            if number:
+                taken[name].append(spent)
+    report(taken)
+    wait()
 
 
 def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--kind", choices=["map", "stream"], default="map")
+    parser.add_argument("--prefetch", type=int)
+    options = parser.parse_args()
     from paddle_shard.testing import run_ranks
 
-    with tempfile.TemporaryDirectory() as folder:
-        reports = run_ranks(Path(__file__), 2, Path(folder), args=["rank"], timeout=300)
-    print(f"{STEPS} steps of {COMPUTE * 1e3:g} ms, reads of {READ * 1e3:g} ms by 2 workers, 2 ranks, {RUNS} runs each")
-    for kind in reports[0]:
-        pairs = np.array([report[kind] for report in reports]).max(0)  # the slower rank
-        ratio = np.median(pairs[:, 0] / pairs[:, 1])
-        agreed, alone = np.median(pairs, axis=0) * 1e3
-        print(f"  {kind}: a step takes {agreed:.2f} ms, {alone:.2f} ms without agreement: ratio {ratio:.3f}")
+    print(machine(), busy(), sep="; ")
+    lines, of_one, worst = [], 0.0, 0.0
+    for num_ranks in options.ranks:
+        args = ["rank", options.kind, str(options.prefetch)]
+        with tempfile.TemporaryDirectory() as folder:
+            reports = run_ranks(Path(__file__), num_ranks, Path(folder), args=args, timeout=900)
+        taken = {name: np.array([report[name] for report in reports]) for name in (NONE, LOCAL, ALONE, AGREED)}
+        added = {name: float(np.median(taken[name] - taken[NONE])) * 1e6 for name in (LOCAL, ALONE, AGREED)}
+        of_one = of_one or added[AGREED]
+        worst = max(worst, added[AGREED] / of_one)
+        cells = [f"{added[name]:,.0f}" for name in (LOCAL, ALONE, AGREED)]
+        lines.append([str(num_ranks), *cells, f"{added[AGREED] / of_one:.2f} x"])
+    title = f"Microseconds of processor time that a loader adds to a step of {COMPUTE_SECONDS * 1e3:g} ms on a rank"
+    print_table(title, ["ranks", LOCAL, ALONE, AGREED, "to the first row"], lines)
+    print_target(f"at most {AT_MOST} x that of the first row", f"{worst:.2f} x", worst <= AT_MOST)
+    print(busy())
 
 
 if __name__ == "__main__":
-    rank() if sys.argv[1:] == ["rank"] else main()
+    if sys.argv[1:2] == ["rank"]:
+        run_rank(sys.argv[2], None if sys.argv[3] == "None" else int(sys.argv[3]))
+    else:
+        main()

@@ -39,7 +39,7 @@ def collate(
 
     Raises:
         ValueError: The samples differ in shape, in dtype, in keys or in the number of fields; the text names the field.
-        TypeError: A leaf has a type that cannot be stacked.
+        TypeError: A leaf has a type that cannot be stacked, or is of uint16.
 
     Examples:
         >>> collate([(np.zeros(2), 1, "a"), (np.ones(2), 2, "b")])
@@ -51,11 +51,11 @@ def collate(
         _check(samples, TEXT, path)
         return list(samples)
     if isinstance(first, _NUMERIC):
-        types = _check(samples, _NUMERIC, path)
-        is_one_dtype = types == {np.ndarray} and len(set(map(_DTYPE, samples))) == 1
-        if not (is_one_dtype or types <= _OF_PYTHON):
+        if not _check(samples, _NUMERIC, path) <= _OF_PYTHON:
             check_dtypes(samples, path)
-        return stack(samples, path)
+        rows = stack(samples, path)
+        check_dtype(rows, path)
+        return rows
     if isinstance(first, Mapping):
         _check(samples, Mapping, path)
         if any(sample.keys() != first.keys() for sample in samples):
@@ -99,12 +99,23 @@ def _check(samples: Sequence[Any], kind: Any, path: str, but: Any = ()) -> set[t
     return types
 
 
+def check_dtype(array: Any, path: str) -> None:
+    """Refuse an array of uint16: Paddle keeps bfloat16 in such arrays, and would take the numbers for its bits."""
+    if array.dtype == np.uint16:
+        raise TypeError(
+            f"{path or 'the batch'} is an array of uint16, which Paddle takes for bfloat16: convert the numbers, for "
+            "instance with .astype('int32'), or give bfloat16 as a tensor of Paddle."
+        )
+
+
 def check_dtypes(samples: Sequence[Any], path: str) -> None:
     """Refuse arrays, or tensors, of different dtypes: a row would have another one for other rows beside it."""
-    found = dict.fromkeys(getattr(sample, "dtype", None) for sample in samples)
+    try:
+        found = dict.fromkeys(map(_DTYPE, samples))
+    except AttributeError:  # numbers of Python fit to some dtypes
+        found = dict.fromkeys(sample.dtype for sample in samples if hasattr(sample, "dtype"))
     if len(found) == 1:
         return
-    found.pop(None, None)  # numbers of Python fit to some dtypes
     if len(found) > 1 and not any(getattr(dtype, "kind", "of Paddle") in _NOT_NUMBERS for dtype in found):
         dtypes = _some(str(dtype).rpartition(".")[2] for dtype in found)
         raise ValueError(

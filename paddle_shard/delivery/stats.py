@@ -56,9 +56,9 @@ class Counts:
         return (self.wait_seconds - self.hidden_seconds) / total if total else 0.0
 
     @property
-    def imbalance(self) -> float:
-        """Cost of the data rank that has most, over the mean: 1.0 if all have the same, or costs are not given."""
-        return self.largest_cost / self.mean_cost if self.mean_cost else 1.0
+    def imbalance(self) -> float | None:
+        """Cost of the data rank that has most, over the mean: 1.0 if all have the same. None without `balance=`."""
+        return self.largest_cost / self.mean_cost if self.mean_cost else None
 
     @property
     def samples_per_second(self) -> float:
@@ -142,17 +142,18 @@ class LoaderStats:
     def scalars(self, prefix: str = "data/") -> dict[str, float]:
         """Return this rank's counts of the newest pass as numbers by name, for `LogWriter.add_scalar` or TensorBoard.
 
-        They begin at 0 with each pass. `step_seconds` is all that your code does between two batches. Costs are 0 and
-        the imbalance is 1 without `balance=`.
+        They begin at 0 with each pass. `step_seconds` is all that your code does between two batches. Without
+        `balance=`, costs are 0 and there is no imbalance.
         """
-        names = [*(one.name for one in fields(Counts)), *DERIVED]
-        return {f"{prefix}{name}": float(getattr(self.epoch, name)) for name in names}
+        values = {name: getattr(self.epoch, name) for name in (*(one.name for one in fields(Counts)), *DERIVED)}
+        return {f"{prefix}{name}": float(value) for name, value in values.items() if value is not None}
 
     def __repr__(self) -> str:
         lines = [
             f"{name}: {c.batches} batches, {c.samples} samples ({c.skipped} skipped, {c.padding} rows of padding), "
             f"{c.wait_seconds:.2f} s waiting for data, {c.hidden_seconds:.2f} s of it hidden by the device, "
-            f"{c.step_seconds:.2f} s in the step ({c.starved:.0%} starved), imbalance {c.imbalance:.3f}"
+            f"{c.step_seconds:.2f} s in the step ({c.starved:.0%} starved)"
+            + ("" if c.imbalance is None else f", imbalance {c.imbalance:.3f}")
             for name, c in (("newest pass", self.epoch), ("all", self.total))
         ]
         return "\n".join([*lines, self.who_reads]).rstrip()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -167,10 +166,6 @@ def _planned(options: LoaderOptions, dataset: Any, **settings: Any) -> PlanBatch
     plan = _plan(dataset, seed=options.seed, **settings)
     if isinstance(dataset, Mixture) and plan.num_served < plan.num_samples:
         say_once(DROPPED_OF_MIXTURE, plan.num_samples - plan.num_served)
-    micro_rows = max(1, plan.batch_size // plan.accumulation)
-    advice = plan.ordering.advice(plan.num_samples, plan.num_data_ranks, micro_rows)
-    if advice is not None:
-        warnings.warn(advice, stacklevel=5)
     return PlanBatches(plan, dataset.fingerprint() if isinstance(dataset, Mixture | Packed) else None, sizes, dataset)
 
 

@@ -14,7 +14,6 @@ from paddle_shard.checks import check_count
 from paddle_shard.errors import ArgumentError, ArgumentTypeError
 from paddle_shard.plan.weights import schedule_of
 from paddle_shard.reading.worker_info import SelfSplit, told
-from paddle_shard.say_once import say_once
 from paddle_shard.sources.external import ExternalSource, IterableSource, is_iterable_dataset
 from paddle_shard.sources.files import Paths
 from paddle_shard.sources.host_cache import HostCache
@@ -564,13 +563,7 @@ class Stream(paddle.io.IterableDataset):
             >>> from paddle_shard import Stream
             >>> stream = Stream.of(range(100)).shuffle(10).sharding_filter().map(lambda x: x * x)
         """
-        if is_cut(self._stage):
-            say_once(
-                "sharding_filter: the stream is cut into parts already, by its source (files are) or an earlier stage. "
-                "Nothing is left to filter, so it can be left out."
-            )
-            return self
-        return self._then(Stripe(self._stage))
+        return self if is_cut(self._stage) else self._then(Stripe(self._stage))
 
     def in_parts(self, num_parts: int) -> Stream:
         """Return the stream with P parts, whatever the batch size and the number of files. P is part of its order.

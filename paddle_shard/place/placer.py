@@ -19,7 +19,7 @@ from paddle_shard.place.field import Entry, FieldLayout, from_local, layouts_of_
 from paddle_shard.place.lengths import Pad, PadTo, Row, Unplaced, check_fill
 from paddle_shard.place.local_tensor import TensorMaker
 from paddle_shard.plan.partition import Rows, slice_rows
-from paddle_shard.reading.tensors import arrays_of, as_array, becomes_tensor, dtype_of, is_tensor
+from paddle_shard.reading.tensors import SPARSE, arrays_of, as_array, becomes_tensor, dtype_of, is_tensor
 from paddle_shard.say_once import say_once as warn_once
 from paddle_shard.tree import is_sequence, mapped, named_leaves, rebuild
 
@@ -192,6 +192,10 @@ class BatchPlacer:
     pad_to: PadTo | None
     """What rows are padded to. If given, tensors stay `Unplaced` until all ranks' lengths are known."""
     _recipes: dict[Any, BatchRecipe] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _key_orders: dict[frozenset[Any], tuple[Any, ...]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    """The keys of batches -> their order in the first such batch."""
 
     @classmethod
     def of(cls, options: Any, global_rank: int, **others: bool) -> BatchPlacer:
@@ -222,7 +226,8 @@ class BatchPlacer:
         """
         names: Sequence[Any] = range(len(batch))
         if isinstance(batch, Mapping):
-            names = tuple(batch if self.input_keys is None else self.input_keys)
+            order = self._key_orders.setdefault(frozenset(batch), tuple(batch))  # samples of two writers may differ
+            names = tuple(order if self.input_keys is None else self.input_keys)
             missing = [key for key in names if key not in batch]
             if missing:
                 raise BatchStructureError(f"input_keys {missing} are not in the batch, which has {list(batch)}.")
@@ -357,12 +362,21 @@ class _Compiler:
     def leaf(self, leaf: Any, path: str, *, layout: FieldLayout, dense: bool) -> int:
         """Compile a leaf, and return the number of its recipe."""
         recipe = (
-            self._tensor(leaf, path, layout, dense=dense) if becomes_tensor(leaf) else self._other(leaf, path, layout)
+            self._tensor(leaf, path, layout, dense=dense)
+            if becomes_tensor(leaf)
+            else self._other(leaf, path, layout, dense=dense)
         )
         self.leaves.append(recipe)
         return len(self.leaves) - 1
 
-    def _other(self, leaf: Any, path: str, layout: FieldLayout) -> LeafRecipe:
+    def _other(self, leaf: Any, path: str, layout: FieldLayout, *, dense: bool) -> LeafRecipe:
+        is_number = isinstance(leaf, int | float | np.number) and not isinstance(leaf, bool)
+        if is_number and not dense and layout.num_data_ranks > 1:
+            raise BatchStructureError(
+                f"field {path or 'batch'} is the number {leaf!r}, made of this rank's rows: each data rank has its own,"
+                " and one process has that of the whole batch. Have the collate_fn return one number for each "
+                "row, such as their lengths, and add them up; or keep this rank's, by dense_tensor_idx."
+            )
         rows = None
         if layout.on_mesh and _is_row_like(leaf) and len(leaf) == len(self._rows.read):
             rows = self._rows_to_take(layout)
@@ -374,7 +388,8 @@ class _Compiler:
         return None if len(positions) == len(self._rows.read) else _as_slice(positions)
 
     def _tensor(self, leaf: Any, path: str, layout: FieldLayout, *, dense: bool) -> LeafRecipe:
-        _check_dtype(leaf, path)
+        if not dense or isinstance(leaf, np.ndarray):
+            _check_dtype(leaf, path)
         rows = self._rows
         shape = tuple(map(int, leaf.shape))
         has_row_each = shape[:1] == (len(rows.read),)
@@ -468,12 +483,14 @@ def _places_in_global_batch(leaf: Any, path: str, rows: BatchRows) -> Any:
 
 
 def _check_dtype(array: Any, path: str) -> None:
-    """Refuse an array of numbers that Paddle cannot hold; a tensor is fine.
+    """Refuse a sparse tensor, and an array of numbers that Paddle cannot hold.
 
     Raises:
-        TypeError: Paddle does not have its dtype or its byte order.
+        TypeError: It is sparse, or Paddle does not have its dtype or its byte order.
     """
     if not isinstance(array, np.ndarray):
+        if isinstance(array, paddle.Tensor) and not array.is_dense():
+            raise TypeError(f"field {path or 'batch'}: {SPARSE}")
         return
     dtype = array.dtype
     too_large = {"u": 2, "f": 8}.get(dtype.kind, 16) < dtype.itemsize

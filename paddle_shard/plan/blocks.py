@@ -12,7 +12,7 @@ import numpy as np
 from paddle_shard.checks import check_count
 from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.order import Indices, Order, Ordering
-from paddle_shard.plan.parts import MAX_PARTS, choose_num_parts
+from paddle_shard.plan.parts import choose_num_parts
 from paddle_shard.plan.seeding import derive_key
 from paddle_shard.plan.shuffle import Permutation
 
@@ -83,27 +83,6 @@ class Blocks(Ordering):
                 f"block on disk, got {size!r}. Correct it, or give shuffle=paddle_shard.Blocks(size=...)."
             )
         return Blocks(size=int(size), window=self.window)
-
-    def advice(self, num_samples: int, num_data_ranks: int, width: int) -> str | None:
-        """Return a warning if several data ranks will open the same blocks; a loader calls it.
-
-        Args:
-            num_samples: Number of samples in the data set.
-            num_data_ranks: Number of data ranks that read it.
-            width: Rows of a micro-batch.
-        """
-        parts = num_parts(num_samples, self, width)
-        if parts % num_data_ranks == 0:
-            return None
-        way_out = "choose a batch size with other divisors, or a smaller Blocks(size=...)"
-        if num_data_ranks > MAX_PARTS:
-            way_out = f"use at most {MAX_PARTS} data ranks, or shuffle=True"
-        return (
-            f"shuffle='blocks': the order has {parts} parts, which {num_data_ranks} data ranks cannot share evenly, so "
-            "several data ranks open the same blocks. The order is still correct. (The number of parts is the largest "
-            f"divisor, up to {MAX_PARTS}, of the {width} rows of a micro-batch that is not larger than the "
-            f"{-(-num_samples // self.size)} blocks.) To avoid shared reads, {way_out}."
-        )
 
 
 def num_parts(num_samples: int, blocks: Blocks, width: int) -> int:

@@ -116,7 +116,3 @@ class Ordering:
     def for_dataset(self, dataset: Any) -> Ordering:
         """Return the ordering adapted to a data set; called if the user has given only a name."""
         return self
-
-    def advice(self, num_samples: int, num_data_ranks: int, width: int) -> str | None:
-        """Return a warning about the order with these sizes, or None."""
-        return None

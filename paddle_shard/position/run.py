@@ -256,6 +256,7 @@ class Run:
         self.ranks = ranks
         self._timeout = timeout
         self._skip_steps = skip_steps
+        self._num_data_ranks = layout.num_data_ranks
         self._sampler = source.custom_sampler
         # The epoch of Paddle's own sampler is the loader's: it moves on there, as Paddle moves it, and users set it.
         self._shared = isinstance(self._sampler, paddle.io.DistributedBatchSampler)
@@ -328,6 +329,8 @@ class Run:
 
     def _fingerprint(self) -> dict[str, Any]:
         fingerprint: dict[str, Any] = self._source.batches.fingerprint()
+        if self._source.split and self._source.stream is None:  # each rank's state is of its own rows
+            fingerprint = {**fingerprint, "num_data_ranks": self._num_data_ranks}
         if self._skip_steps:
             fingerprint = {**fingerprint, "skip_steps": [list(skipped) for skipped in self._skip_steps]}
         return fingerprint

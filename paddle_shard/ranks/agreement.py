@@ -15,8 +15,8 @@ from paddle_shard.ranks.verdict import CLOSED, FAIL, OK, Terms
 
 GRACE = 10.0
 """Seconds that a training thread has to learn that a rank is lost, before its process is ended."""
-_LEAST_PAUSE, _MOST_PAUSE = 5e-5, 5e-3
-"""Seconds between two looks at the table of a training thread that waits: an eighth of what it has waited."""
+_LEAST_PAUSE, _MOST_PAUSE = 1e-4, 5e-3
+"""Seconds between two looks at the table of a training thread that waits: half of what it has waited."""
 _LEAVE = 1.0
 """Seconds for which a process that ends waits until the others have heard which passes it has left."""
 
@@ -119,7 +119,7 @@ class Agreement(PassState):
                 while (found := self.may_deliver(step)) is None:
                     seconds = self._coordinator.patience(self, step, start)
                     if self.table is not None:  # nobody says when it has changed
-                        seconds = min(seconds, max(_LEAST_PAUSE, (time.monotonic() - start) / 8), _MOST_PAUSE)
+                        seconds = min(seconds, max(_LEAST_PAUSE, (time.monotonic() - start) / 2), _MOST_PAUSE)
                     self._changed.wait(seconds)
             finally:
                 self.is_waiting = False

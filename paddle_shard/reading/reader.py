@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import paddle
 
-from paddle_shard.collate import cannot_stack, check_dtypes, collate, stack
+from paddle_shard.collate import cannot_stack, check_dtype, check_dtypes, collate, stack
 from paddle_shard.errors import described
 from paddle_shard.plan.seeding import derive_seed, mix
 from paddle_shard.plan.step import Step
@@ -18,10 +18,10 @@ from paddle_shard.randomness import Generator, SampleRng
 from paddle_shard.reading.batch import Chunk
 from paddle_shard.reading.digest import WHOLE, digest
 from paddle_shard.reading.failure import ReadFailure
-from paddle_shard.reading.tensors import is_tensor
+from paddle_shard.reading.tensors import as_array, is_tensor
 from paddle_shard.say_once import say_once as warn_once
 from paddle_shard.sources.arrays import ArrayDataset
-from paddle_shard.tree import leaves, mapped
+from paddle_shard.tree import leaves, mapped, named_leaves
 
 Look = Literal["", "first", "last"]
 """Whether a batch shows if its reading uses the global generators."""
@@ -75,7 +75,9 @@ class Reader:
         self.dataset = dataset
         self._how = how
         self._collate_fn = collate_fn
-        self._collate = partial(collate, stack_other=_stack_tensors) if collate_fn is None else collate_fn
+        self._collate = partial(collate, stack_other=_stack_tensors)
+        if collate_fn is not None:
+            self._collate = partial(_collated_by, collate_fn)
         declared = getattr(dataset, "uses_rng", None)
         self.rng = SampleRng(how.generators, declared if isinstance(declared, bool) else None)
         self._placeholder: Any = None
@@ -135,7 +137,7 @@ class Reader:
             name_of: Returns the name of a row's sample, for messages.
         """
         if whole:
-            return samples[0] if self._collate_fn is None else self._collate_fn(samples[0]), []
+            return _collated_by(_itself if self._collate_fn is None else self._collate_fn, samples[0]), []
         if not self._how.skip_errors:
             return self._collate(samples), []
         readable = next((sample for row, sample in enumerate(samples) if row not in failed), None)
@@ -155,6 +157,8 @@ class IdReader(Reader):
         how = replace(how, generators=()) if in_memory and collate_fn is None else how
         super().__init__(dataset, collate_fn, how)
         self._read_many = None if how.items_are_batches else getattr(dataset, "__getitems__", None)
+        if self._read_many is not None and isinstance(dataset, ArrayDataset) and collate_fn is not None:
+            self._read_many = dataset.samples  # a user's function gets a list of samples, as Paddle gives it
         self._name_of: Callable[[Any], Any] = getattr(dataset, "sample_name", _itself)
         stacks = self._read_many is None or in_memory
         self.owns_arrays = collate_fn is None and stacks and not how.items_are_batches
@@ -207,7 +211,8 @@ class IdReader(Reader):
             )
         at.update(what=f"collating {len(samples) if is_list else 'the'} samples", index=None)
         self._seed_collating(step)
-        return Chunk(self._collate(samples) if is_list or self._collate_fn is not None else samples)
+        collates = is_list or self._collate_fn is not None
+        return Chunk(self._collate(samples) if collates else _collated_by(_itself, samples))
 
     def _seed_collating(self, step: Step) -> None:
         """Seed what the user's function draws while it collates a step: the same on all data ranks."""
@@ -275,6 +280,15 @@ def _itself(index: Any) -> Any:
     return index
 
 
+def _collated_by(function: Callable[[Any], Any], samples: Any) -> Any:
+    """Return what a function of the user's makes of samples, whose arrays must be what Paddle takes them for."""
+    found = function(samples)
+    for path, leaf in named_leaves(found):
+        if isinstance(leaf, np.ndarray):
+            check_dtype(leaf, path)
+    return found
+
+
 def _stack_tensors(samples: Sequence[Any], path: str) -> Any:
     """Stack tensors as arrays: the framework's own operators are not safe in a forked worker.
 
@@ -285,7 +299,7 @@ def _stack_tensors(samples: Sequence[Any], path: str) -> Any:
     check_dtypes(samples, path)  # before they are arrays: those of bfloat16 are uint16
     if all(isinstance(sample, paddle.Tensor) and not sample.place.is_cpu_place() for sample in samples):
         return paddle.stack(list(samples))
-    return stack([sample.numpy() for sample in samples], path)
+    return stack([as_array(sample) for sample in samples], path)
 
 
 def collate_skipping(

@@ -11,6 +11,7 @@ import paddle
 from paddle_shard.errors import BatchStructureError
 from paddle_shard.tree import leaves
 
+SPARSE = "a sparse tensor cannot be split by rows: give its to_dense(), or its indices and values."
 NO_TENSOR = "OSUVMm"
 """Kinds of numpy arrays that no tensor can hold; such arrays stay as they are."""
 
@@ -50,11 +51,13 @@ def as_array(leaf: Any) -> np.ndarray[Any, Any]:
     """Return an array, or the array of a tensor of any framework.
 
     Raises:
-        TypeError: No array has the tensor's dtype.
+        TypeError: The tensor is sparse, or no array has its dtype.
     """
     if isinstance(leaf, np.ndarray):
         return leaf
     tensor = leaf if isinstance(leaf, paddle.Tensor) else paddle.utils.dlpack.from_dlpack(leaf)
+    if not tensor.is_dense():
+        raise TypeError(SPARSE)
     if "float8" in str(tensor.dtype):  # it would become an int8 array
         raise TypeError(
             f"a tensor of dtype {tensor.dtype} cannot leave a worker, nor can its rows be taken; convert it, or view "

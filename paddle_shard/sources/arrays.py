@@ -70,6 +70,11 @@ class ArrayDataset:
         rows = as_rows(indices)
         return self._shaped({name: _taken(array, rows) for name, array in self._columns.items()})
 
+    def samples(self, indices: Sequence[int]) -> list[Any]:
+        """Return some samples, read at once."""
+        columns = [_taken(array, as_rows(indices)) for array in self._columns.values()]
+        return [self._shaped(dict(zip(self._columns, row, strict=True))) for row in zip(*columns, strict=True)]
+
     def _shaped(self, found: dict[Any, Any]) -> Any:
         if self._named:
             return found

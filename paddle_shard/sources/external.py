@@ -8,7 +8,9 @@ import json
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import numpy as np
 
@@ -204,6 +206,10 @@ def _as_json(state: Any, name: str) -> Any:
     return copied
 
 
+_last_iterators: WeakKeyDictionary[Stage, Any] = WeakKeyDictionary()
+"""Source -> the iterator with which its newest pass has begun, or a reference to it."""
+
+
 class IterableSource(Stage):
     """A list, a function that returns an iterator, or anything that can be iterated once per epoch.
 
@@ -274,9 +280,24 @@ class IterableSource(Stage):
         own = OwnCopy(self._iterable)
         tell_epoch(own.dataset, opening)
         try:
-            yield from opening.drawn(self._begin(own.dataset), 0)
+            yield from opening.drawn(self._begin(partial(self._anew, own.dataset)), 0)
         finally:
             own.give_back()
+
+    def _anew(self, dataset: Any) -> Iterator[Any]:
+        """Begin to iterate; refuse the iterator of an earlier pass, which would continue behind what that has read."""
+        items = iterate(dataset)
+        last = _last_iterators.get(self)
+        if items is (last() if isinstance(last, ref) else last):
+            raise ArgumentError(
+                f"the __iter__ of this {type(dataset).__name__} has returned the iterator of an earlier pass, and not "
+                "a new one: samples would be missing. Make the iterator in __iter__, for instance with `yield`."
+            )
+        try:
+            _last_iterators[self] = ref(items)
+        except TypeError:  # most iterators of Python's own types allow no references
+            _last_iterators[self] = items
+        return items
 
     def _begun_once(self) -> Iterator[Any]:
         if self._used:

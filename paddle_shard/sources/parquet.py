@@ -50,7 +50,7 @@ def parquet_source(
 
     The type of a value depends on its column's type:
 
-    - int, float, bool, date, timestamp (in UTC, without the zone), duration: a numpy scalar.
+    - int, float, bool, date, timestamp (in UTC, without the zone; INT96 in microseconds), duration: a numpy scalar.
     - string, binary: `str` or `bytes`.
     - list of such scalars: an array of its own; of several dims for nested lists of fixed size and tensors.
     - list of anything else: a Python list. Struct: a dict. Dictionary: the value itself.
@@ -210,7 +210,9 @@ def _opened(
             raise ValueError(
                 "the file has changed since its footer was read, when the loader was made. Make the loader anew"
             )
-        yield stack.enter_context(ParquetFile(source, pre_buffer=is_remote(file))), now
+        # In nanoseconds, pyarrow's default for the INT96 of Spark, only the years 1678 to 2261 have a number.
+        settings = {"pre_buffer": is_remote(file), "coerce_int96_timestamp_unit": "us"}
+        yield stack.enter_context(ParquetFile(source, **settings)), now
 
 
 def _column(array: Any, allow_nulls: bool) -> Any:

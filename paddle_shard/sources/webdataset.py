@@ -55,8 +55,16 @@ def tar_samples(
         with tarfile.open(fileobj=file, mode=mode, tarinfo=_StrictInfo) as archive:
             for member in archive:
                 archive.members = []  # type: ignore[attr-defined]  # otherwise it keeps all of them
-                if not member.isreg() or _META.match(member.name) or not (select is None or select(member.name)):
+                is_link = member.islnk() or member.issym()
+                if not (member.isreg() or is_link) or _META.match(member.name):
                     continue
+                if not (select is None or select(member.name)):
+                    continue
+                if is_link:  # what it stands for may lie before `start`, or outside
+                    raise tarfile.ReadError(
+                        f"the member {member.name!r} is a link to {member.linkname!r}, and not a file. Pack the files "
+                        "themselves: tar --dereference --hard-dereference"
+                    )
                 content = archive.extractfile(member).read() if contents else b""  # type: ignore[union-attr]
                 following = start + member.offset
                 yield {"fname": member.name, "data": content, "__url__": name}
@@ -93,7 +101,7 @@ class _StrictInfo(tarfile.TarInfo):
     @classmethod
     def fromtarfile(cls, archive: tarfile.TarFile) -> _StrictInfo:
         try:
-            return super().fromtarfile(archive)
+            found = super().fromtarfile(archive)
         except tarfile.HeaderError as error:
             if type(error).__name__ == "EOFHeaderError":
                 raise
@@ -101,6 +109,9 @@ class _StrictInfo(tarfile.TarInfo):
                 f"it is no tar, or is damaged or cut off: {error} at byte {archive.offset}, where a file or the "
                 "end of the tar should be"
             ) from error
+        if found.size < 0:  # the next header would be looked for before this one, without an end (CVE-2025-8194)
+            raise tarfile.ReadError(f"it is damaged: the member {found.name!r} has a negative size")
+        return found
 
 
 VERSION = 1

@@ -94,7 +94,7 @@ def test_global_batches_stay_the_same_sets_and_ranks_cost_alike(
     if place is not None:
         ids, valid = dealt[place.data_rank][0][place.step]
         assert (ids[place.row], valid[place.row]) == (17, True)
-    assert all(imbalance >= 1 for *_, imbalance in dealt.values())
+    assert all(imbalance is None or imbalance >= 1 for *_, imbalance in dealt.values())
 
     def first():
         loader = make(at, size, balance, tail="pad", seed=3)

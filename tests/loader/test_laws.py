@@ -15,7 +15,7 @@ from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.seeding import derive_key
 from paddle_shard.plan.shuffle import Permutation
 from paddle_shard.plan.tails import INDEX_TAILS, find_tail
-from paddle_shard.testing.simulated import on_each_rank, simulated_rank
+from paddle_shard.testing.simulated import on_each_rank
 from tests.orders_and_tails import BLOCKS, OF_ANY_MESH
 from tests.strategies import layouts_with_data_axes
 from tests.trials import trials
@@ -46,9 +46,6 @@ def one_pass(loader):
         local = [leaf._local_value().numpy() for leaf in batch]
         out.append((local, [leaf.shape for leaf in batch], batches.valid._local_value().numpy()))
     return out
-
-
-UNSHARED = pytest.mark.filterwarnings("ignore:shuffle='blocks'. the .* data ranks cannot share evenly:UserWarning")
 
 
 def mixture(length):
@@ -161,7 +158,6 @@ def in_row_order(slices, accumulation):
     return np.concatenate([parts[rank][micro] for micro in range(accumulation) for rank in range(len(parts))])
 
 
-@UNSHARED
 @settings(max_examples=trials(40))
 @given(
     mesh=layouts_with_data_axes(),
@@ -190,14 +186,12 @@ def test_any_mesh_gets_the_batches_of_a_mixture(mesh, length, multiple, tail, ac
     check_laws(*mesh, length, multiple, tail, accumulation, shuffle=shuffle, seed=seed, data=mixture)
 
 
-@UNSHARED
 @settings(max_examples=trials(6))
 @given(mesh=layouts_with_data_axes(max_ranks=4), length=st.integers(1, 30), shuffle=st.sampled_from(OF_ANY_MESH))
 def test_any_mesh_gets_the_batches_of_one_process_with_workers(mesh, length, shuffle):
     check_laws(*mesh, length, 2, "pad", 1, workers=2, shuffle=shuffle)
 
 
-@UNSHARED
 @pytest.mark.parametrize("shuffle", OF_ANY_MESH)
 @pytest.mark.parametrize(("shape", "axes"), [((2, 2), ("mp", "dp")), ((2, 2, 2), ("dp", "mp", "sharding"))])
 def test_the_order_is_that_of_the_run_not_of_the_mesh(shape, axes, shuffle):
@@ -251,13 +245,6 @@ def test_a_data_set_may_say_how_large_its_blocks_are():
         loader(Chunks(40), shuffle="blocks")
     with pytest.raises(ArgumentError, match="shuffle must be one of .*Blocks, got"):
         loader(Rows(40), shuffle="block")
-
-
-def test_data_ranks_that_must_share_blocks_are_told_so():
-    mesh = dist.ProcessMesh([0, 1, 2, 3], dim_names=["dp"])
-
-    with simulated_rank(0, 4), pytest.warns(UserWarning, match="2 parts, which 4 data ranks cannot share evenly"):
-        make(100, 8, mesh, "dp", shuffle=paddle_shard.Blocks(size=40))
 
 
 def test_whole_batches_of_a_data_set_may_be_shuffled_in_blocks():

@@ -374,12 +374,12 @@ def test_tensors_in_nested_dicts_are_distributed():
 
 def test_what_is_no_tensor_passes_through():
     def collate(samples):
-        return [np.array(samples), 3, "text", None, {"n": 2.5}, ["one", "two"]]
+        return [np.array(samples), True, "text", None, {"n": "2"}, ["one", "two"]]
 
     batch = next(iter(sharded(collate_fn=collate)))
 
     assert local(batch[0]) == [0, 1]
-    assert batch[1:] == [3, "text", None, {"n": 2.5}, ["one", "two"]]
+    assert batch[1:] == [True, "text", None, {"n": "2"}, ["one", "two"]]
 
 
 Point = collections.namedtuple("Point", "x y")

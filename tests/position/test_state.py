@@ -38,9 +38,6 @@ class Ids(Dataset):
         return np.array(index), np.random.rand()
 
 
-UNSHARED = pytest.mark.filterwarnings("ignore:shuffle='blocks'. the .* data ranks cannot share evenly:UserWarning")
-
-
 def make(length=23, batch_size=4, mesh=ONE, *, workers=0, accumulation=1, sampler=None, shuffle=True, **options):
     if isinstance(shuffle, paddle_shard.Blocks):
         options["shuffle"] = shuffle
@@ -121,7 +118,6 @@ def test_a_run_resumed_at_every_step_is_the_straight_run(tail, shuffle, workers)
         assert rest(again) == epochs[1]
 
 
-@UNSHARED
 @settings(max_examples=trials(25))
 @given(
     length=st.integers(1, 60),
@@ -1178,7 +1174,6 @@ ACTIONS = st.one_of(
 )
 
 
-@UNSHARED
 @settings(max_examples=trials(60))
 @given(
     kind=st.sampled_from(sorted(KINDS)),

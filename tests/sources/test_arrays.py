@@ -69,7 +69,7 @@ def test_batched_reads_deliver_what_samples_one_by_one_do(workers):
     together = paddle_shard.ArrayDataset(TABLE, np.arange(20))
 
     assert batches(together, workers) == batches(Samples(), 0)
-    doubled = batches(together, workers, collate_fn=lambda batch: [batch[0] * 2, batch[1]])
+    doubled = batches(together, workers, collate_fn=lambda rows: [2 * np.stack([row[0] for row in rows])])
     assert doubled[0][0][0] == (np.array(batches(Samples(), 0)[0][0][0]) * 2).tolist()
 
 

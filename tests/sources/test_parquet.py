@@ -5,6 +5,7 @@ import io
 import numpy as np
 import pytest
 
+from paddle_shard import Stream
 from paddle_shard.errors import ArgumentError, MissingDependencyError, ShardReadError
 from paddle_shard.sources import files as files_module
 from paddle_shard.sources.parquet import parquet_source
@@ -156,6 +157,21 @@ def test_each_type_becomes_what_is_promised(tmp_path):
     for value in (first["square"], first["list"], first["struct"]["b"]["c"]):
         value += 1  # each sample's own
     assert second["square"].tolist() == [[5, 6], [7, 8]]
+
+
+@pytest.mark.parametrize("unit", ["s", "ms", "us"])
+def test_times_in_int96_keep_their_year(unit, tmp_path):
+    """Spark writes them; in nanoseconds, the year 9999 would be 1816."""
+    days = ["0001-01-01", "1066-10-14", "2026-11-28", "9999-12-31"]
+    times = pa.array(np.array(days, "M8[s]"), pa.timestamp(unit))
+    columns = {"time": times, "times": pa.array([[time] for time in times], pa.list_(pa.timestamp(unit)))}
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table(columns), path, use_deprecated_int96_timestamps=True)
+
+    rows = list(Stream.parquet(str(path), shuffle_shards=False))
+
+    assert [str(row["time"])[:10] for row in rows] == days
+    assert [str(row["times"][0])[:10] for row in rows] == days
 
 
 def test_columns_come_in_the_order_that_is_asked_for(tmp_path):

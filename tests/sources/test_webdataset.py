@@ -238,6 +238,37 @@ def test_tars_that_were_joined_by_cat_are_an_error_not_half_the_samples(tmp_path
         keys_of(webdataset_source(str(path)))
 
 
+@pytest.mark.parametrize("counted", [True, False])
+@pytest.mark.parametrize("kind", [tarfile.LNKTYPE, tarfile.SYMTYPE])
+def test_a_link_in_a_tar_is_an_error_that_names_it(kind, counted, tmp_path):
+    """GNU tar packs a second name of a file as a link: its sample would be missing."""
+    with tarfile.open(tmp_path / "a.tar", "w") as archive:
+        for number in range(2):
+            member = tarfile.TarInfo(f"{number}.txt")
+            if number:
+                member.type, member.linkname = kind, "0.txt"
+            else:
+                member.size = 1
+            archive.addfile(member, io.BytesIO(b"x"))
+
+    with pytest.raises(ShardReadError, match=r"'1.txt' is a link to '0.txt'.*--hard-dereference"):
+        list(Stream.webdataset(str(tmp_path / "a.tar"), index=None if counted else False))
+
+
+@pytest.mark.parametrize("size", [-512, -1024, -1536, -2048])
+def test_a_member_of_negative_size_is_an_error(size, tmp_path):
+    """Python's tarfile looks for the next member before this one, and may never end (CVE-2025-8194)."""
+    header = bytearray(tarfile.TarInfo("1.txt").tobuf(tarfile.GNU_FORMAT))
+    header[124:136] = b"\xff" + (size % (1 << 88)).to_bytes(11, "big")
+    header[148:156] = b" " * 8
+    header[148:156] = b"%06o\0 " % sum(header)
+    (tmp_path / "a.tar").write_bytes(tar([("0.txt", b"x")])[:1024] + header + bytes(1024))
+
+    for index in (None, False):
+        with pytest.raises(ShardReadError, match="the member '1.txt' has a negative size"):
+            list(Stream.webdataset(str(tmp_path / "a.tar"), index=index))
+
+
 def test_a_file_name_twice_in_a_sample_is_an_error(tmp_path):
     path = tmp_path / "twice.tar"
     path.write_bytes(tar([("0.a", b""), ("1.a", b""), ("1.a", b"")]))
