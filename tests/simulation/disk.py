@@ -2,10 +2,12 @@
 
     python -m tests.simulation.disk --seeds 10000 [--first 0] [--seconds 600] [--defect NAME]
     python -m tests.simulation.disk --seed 4711 [--trace]
+    python -m tests.simulation.disk --every 2 --seeds 20
 
 The ranks of some jobs run `Checkpoints` as it is, each in a thread of which one moves at a time, from one call of the
 operating system to another. Jobs are killed, frozen, and started while others still run; calls fail; the host crashes.
 After each crash, and for many moments as if it had crashed then, the newest checkpoint that was acknowledged is loaded.
+`--every` crashes two saves of so many ranks at each call in all ways, but for torn writes; a seed is a schedule of ranks.
 """
 
 import argparse
@@ -30,7 +32,7 @@ from paddle_shard.extras import checkpoint_folder, checkpoint_parts, checkpoints
 from paddle_shard.extras.checkpoints import Checkpoints
 from paddle_shard.record import lines
 from tests.simulation import disk_defects
-from tests.simulation.files import Disk, Folder
+from tests.simulation.files import Chance, Disk, Every, Folder, signature
 
 RECORD = "/run/record.jsonl"
 MOST_CALLS = 20_000
@@ -330,7 +332,7 @@ class World:
         self.trial = trial
         self.digest = digest
         self.trace = trace
-        self.rng = random.Random(f"schedule of {trial.seed}")
+        self.rng = Chance(f"schedule of {trial.seed}")
         self.stickiness = self.rng.choice([1, 3, 30])
         if trial.kind != "random":
             self.stickiness = 1
@@ -587,7 +589,7 @@ class World:
                 self.count = max(self.count, min((at for at in times if at < math.inf), default=self.count))
                 if not times and self.alive:
                     raise Failed(f"wait for ever: {[str(actor) for actor in self.alive]}")
-            if self.rng.random() < 0.02 * self.stickiness:
+            if self.looks():
                 self.probe()
             if self.count > MOST_CALLS:
                 raise Failed("goes on for ever")
@@ -609,12 +611,20 @@ class World:
 
     def move(self, actor, acts):
         """Have a rank make some calls."""
-        budget = int(self.rng.expovariate(1 / self.stickiness))
+        budget = self.budget()
         if acts:
             budget = min(budget, max(0, acts[0].at - self.count - 1))
         self.resume(actor, budget)
         if self.failure is not None:
             raise self.failure
+
+    def budget(self):
+        """Return how many calls a rank makes, besides one, before another may move."""
+        return int(self.rng.expovariate(1 / self.stickiness))
+
+    def looks(self):
+        """Return whether to look what a crash would leave now."""
+        return self.rng.random() < 0.02 * self.stickiness
 
     def resume(self, actor, budget):
         self.current = actor
@@ -713,6 +723,44 @@ class World:
                 raise Failed(f"the record has lines {numbers}, and {problem}")
 
 
+class EveryCrash(World):
+    """Looks, after each call, at every state in which a crash may leave the disk."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.seen = set()
+
+    def budget(self):
+        return 0
+
+    def looks(self):
+        return True
+
+    def probe(self):
+        every = Every()
+        found = self.disk.root, self.claims
+        is_more = True
+        while is_more:
+            self.disk.root = found[0].after_crash(every, {})
+            state = signature(self.disk.root), self.acknowledged, len(self.lines)
+            try:
+                if state not in self.seen:
+                    self.num_probes += 1
+                    self.check_disk()
+            finally:
+                self.disk.root, self.claims = found
+            self.seen.add(state)
+            is_more = every.turn()
+
+
+def explore(size, saves, seed=0):
+    """Crash a job at each of its calls, in each way; return the numbers of calls and of states. Raises Failed."""
+    trial = Trial(str(seed), "random", "/run/saved", splits=False, shards=True, jobs=[Plan(size, 2, saves)], acts=[])
+    world = EveryCrash(trial, hashlib.sha256())
+    world.run()
+    return world.count, world.num_probes
+
+
 def run_trial(trial, digest, trace=None):
     """Run a trial; return the world as it is in the end. Raises Failed."""
     world = World(trial, digest, trace)
@@ -764,6 +812,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, help="run one trial, and print its digest, calls, crashes and probes")
     parser.add_argument("--trace", action="store_true", help="with --seed: print each call")
+    parser.add_argument("--every", type=int, help="number of ranks of a job that crashes at each call, in all ways")
     parser.add_argument("--seeds", type=int, default=1000)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=math.inf)
@@ -771,6 +820,10 @@ def main():
     options = parser.parse_args()
     logging.getLogger("paddle_shard").setLevel(logging.CRITICAL)
     with disk_defects.planted(options.defect):
+        if options.every is not None:
+            found = [explore(options.every, 2, seed) for seed in range(options.first, options.first + options.seeds)]
+            print("{} calls, {} states: no failure".format(*np.sum(found, 0)))
+            return
         if options.seed is not None:
             print(*run(options.seed, print if options.trace else None))
             return

@@ -8,6 +8,7 @@ have dropped what it was to write, for good, though it can still be read until t
 import errno
 import io
 import os
+import random
 import stat
 from types import SimpleNamespace
 
@@ -77,6 +78,46 @@ class Folder:
         return known[self]
 
 
+class Chance(random.Random):
+    """Chooses what a crash leaves."""
+
+    odds = 0.5
+    tears = True
+
+
+class Every:
+    """Chooses each thing that a crash may leave, one after another; a write is there as a whole, or not."""
+
+    odds = 0.5
+    tears = False
+
+    def __init__(self):
+        self._choices = []
+        self._at = 0
+
+    def random(self):
+        if self._at == len(self._choices):
+            self._choices.append(0.0)
+        self._at += 1
+        return self._choices[self._at - 1]
+
+    def turn(self):
+        """Go on to the next choices; return whether there are any."""
+        while self._choices and self._choices[-1]:
+            self._choices.pop()
+        if self._choices:
+            self._choices[-1] = 1.0
+        self._at = 0
+        return bool(self._choices)
+
+
+def signature(node):
+    """Return what is in a file or a folder, hashable."""
+    if isinstance(node, File):
+        return node.content
+    return tuple((name, signature(child)) for name, child in sorted(node.entries.items()))
+
+
 def overlaid(content, offset, chunk):
     return content[:offset].ljust(offset, b"\0") + chunk + content[offset + len(chunk) :]
 
@@ -97,7 +138,7 @@ def renamed(entries, changes):
 
 def torn(rng, offset, chunk):
     """Yield the pages of a write that have reached the disk."""
-    if chunk is None or rng.random() < 0.5:
+    if chunk is None or not rng.tears or rng.random() < 0.5:
         yield offset, chunk
         return
     for begin in range(0, len(chunk), PAGE):

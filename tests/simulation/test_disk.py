@@ -54,6 +54,11 @@ def test_seeds_that_once_failed_keep_what_was_acknowledged(fault):
         disk.run(seed)
 
 
+def test_every_crash_of_a_save_leaves_what_was_acknowledged():
+    calls, states = disk.explore(2, 1)
+    assert states > calls > 100
+
+
 def test_simulated_disk_replays_from_its_seed():
     assert disk.run(17) == disk.run(17)
 
