@@ -375,7 +375,7 @@ class Checkpoints:
             manifest = json.loads(read_file(self._folder / name / _MANIFEST))
             version = manifest["version"]
             changed = sorted(manifest["files"].items() - sizes.items())
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, FileNotFoundError):
             return "its manifest is damaged"
         if version != VERSION:
             return f"its version is {version}, and this paddle_shard reads {VERSION}"

@@ -7,7 +7,7 @@
 The ranks of some jobs run `Checkpoints` as it is, each in a thread of which one moves at a time, from one call of the
 operating system to another. Jobs are killed, frozen, and started while others still run; calls fail; the host crashes.
 After each crash, and for many moments as if it had crashed then, the newest checkpoint that was acknowledged is loaded.
-`--every` crashes two saves of so many ranks at each call in all ways, but for torn writes; a seed is a schedule of ranks.
+`--every` crashes two saves of so many ranks at each call, in all ways but for torn writes; a seed is a schedule.
 """
 
 import argparse

@@ -48,6 +48,10 @@ def test_checkpoints_and_record_outlast_simulated_crashes():
         disk.run(seed)
 
 
+def test_load_looks_again_if_a_failed_save_is_deleted_meanwhile():
+    disk.run(6097)
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_seeds_that_once_failed_keep_what_was_acknowledged(fault):
     for seed in CAUGHT_BY[fault]:
