@@ -1,20 +1,50 @@
-"""The folder of checkpoints: a directory that all ranks see, of this host or of a file system that hosts share."""
+"""The folder of checkpoints: a directory that all ranks see, of this host or of a file system that hosts share.
+
+All that `Checkpoints` does with a disk, but for `paddle.load`, is here, so that a simulated disk can take its place.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
+import stat
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+import paddle
+
+from paddle_shard.record.lines import sync
 
 
 def sizes_in(directory: Path) -> dict[str, int | None]:
-    """Return the entries of a directory: name -> bytes; None for a directory. There are none if it does not exist."""
+    """Return the entries of a directory: name -> bytes. There are none if it does not exist.
+
+    It is None for a directory, for what was deleted in between, and for a link to nowhere.
+
+    Raises:
+        OSError: It cannot be read now. What it holds must not be taken for missing.
+    """
     sizes: dict[str, int | None] = {}
-    for path in directory.glob("*"):
-        with contextlib.suppress(OSError):  # deleted in between, or a link to nowhere
-            sizes[path.name] = None if path.is_dir() else path.stat().st_size
+    with contextlib.suppress(FileNotFoundError):
+        for name in os.listdir(directory):
+            sizes[name] = None
+            try:
+                status = os.stat(directory / name)
+                if not stat.S_ISDIR(status.st_mode):
+                    sizes[name] = status.st_size
+            except OSError as error:
+                if error.errno not in (errno.ENOENT, errno.ELOOP):
+                    raise
     return sizes
+
+
+def read_file(path: Path) -> bytes:
+    """Return the content of a file."""
+    with open(path, "rb") as file:
+        return file.read()
 
 
 def create_file(path: Path, content: bytes) -> None:
@@ -23,32 +53,24 @@ def create_file(path: Path, content: bytes) -> None:
     Raises:
         FileExistsError: It exists; another process may have been faster.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    os.makedirs(path.parent, exist_ok=True)
     with open(path, "xb") as file:
         file.write(content)
-    sync(path, path.parent)
+    sync(path)
+    with contextlib.suppress(PermissionError):  # of a directory above, which was there before
+        sync(*path.parents)
 
 
-def write_file(path: Path, content: bytes) -> None:
-    """Write a file that appears whole, or not at all."""
-    new = path.with_name(f"{path.name}.new")
-    new.write_bytes(content)
-    sync(new)
-    os.replace(new, path)
-    sync(path.parent)
+def save_files(directory: Path, contents: Mapping[str, Any]) -> dict[str, int]:
+    """Save what `paddle.save` takes, by the names of files, in a directory; return the size of each file."""
+    os.makedirs(directory, exist_ok=True)
+    for name, content in contents.items():
+        paddle.save(content, str(directory / name))
+    sync(*(directory / name for name in contents), directory, directory.parent)
+    return {name: os.stat(directory / name).st_size for name in contents}
 
 
 def remove_directory(path: Path) -> None:
     """Delete a directory with its files."""
     shutil.rmtree(path)
     sync(path.parent)
-
-
-def sync(*paths: Path) -> None:
-    """Write files, or the names in directories, to the disk."""
-    for path in paths:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

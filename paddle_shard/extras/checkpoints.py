@@ -14,6 +14,7 @@ import logging
 import os
 import re
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,7 +33,13 @@ from paddle_shard.errors import (
     TakenOverError,
     described,
 )
-from paddle_shard.extras.checkpoint_folder import create_file, remove_directory, sizes_in, sync, write_file
+from paddle_shard.extras.checkpoint_folder import (
+    create_file,
+    read_file,
+    remove_directory,
+    save_files,
+    sizes_in,
+)
 from paddle_shard.extras.checkpoint_parts import SavedPart, fill, is_dist, kind_of, part_of, without_sums
 from paddle_shard.ranks.agreeing import gather_of
 from paddle_shard.ranks.rendezvous import num_ranks
@@ -128,12 +135,14 @@ class Checkpoints:
         reports = self._on_all(lambda: self._collect(step, what, leaves, own), "save()")
         _check_same("save", [report["same"] for report in reports], _ONLY_SOME)
         directory = self._folder / reports[0]["name"]
+        keep = sys.maxsize  # what a failed save has left may look complete, and not outlast a crash
         try:
             files = self._on_all(lambda: self._write(directory, leaves, own), "save()")
             self._on_all(lambda: self._finish(directory, files), "save()")
+            keep = self._keep
         finally:
             if self._rank == 0:
-                self._clean()
+                self._clean(keep)
         return str(directory)
 
     def _collect(self, step: int, what: Mapping[str, Any], leaves: dict[str, Any], own: dict[str, Any]) -> Any:
@@ -182,15 +191,10 @@ class Checkpoints:
                 if part is not None and part.is_first:
                     parts[path] = tensor._local_value()
                     index[path] = [kind_of(tensor), part.start, part.shape]
-        directory.mkdir(parents=True, exist_ok=True)
-        contents: dict[str, Any] = {_VALUES: {"whole": whole, "own": own, "index": index}}
+        contents: dict[str, Any] = {f"{self._rank}_{_VALUES}": {"whole": whole, "own": own, "index": index}}
         if parts:
-            contents[_PARTS] = parts
-        files = {directory / f"{self._rank}_{name}": content for name, content in contents.items()}
-        for file, content in files.items():
-            paddle.save(content, str(file))
-        sync(*files, directory, self._folder)
-        return {file.name: file.stat().st_size for file in files}
+            contents[f"{self._rank}_{_PARTS}"] = parts
+        return save_files(directory, contents)
 
     def _finish(self, directory: Path, sizes_of_ranks: Sequence[Mapping[str, int]]) -> None:
         """Write the manifest, on the first rank."""
@@ -204,10 +208,10 @@ class Checkpoints:
                 "same folder."
             )
         self._check_fence()
-        write_file(directory / _MANIFEST, json.dumps({"version": VERSION, "files": files}).encode())
+        create_file(directory / _MANIFEST, json.dumps({"version": VERSION, "files": files}).encode())
 
-    def _clean(self) -> None:
-        """Delete what is older than the checkpoints to keep, and what is half-written; on the first rank."""
+    def _clean(self, keep: int) -> None:
+        """Delete what is older than the `keep` newest checkpoints, and what is half-written; on the first rank."""
         try:
             self._check_fence()
             num_complete = 0
@@ -215,7 +219,7 @@ class Checkpoints:
                 if _parsed(name)[0] > (self._generation or 0):  # of a job that has just claimed it
                     continue
                 is_complete = self._problem_of(name) is None
-                if num_complete >= self._keep or not is_complete:
+                if num_complete >= keep or not is_complete:
                     remove_directory(self._folder / name)
                 num_complete += is_complete
         except TakenOverError:
@@ -247,7 +251,7 @@ class Checkpoints:
         newest = self._newest_generation()
         if self._generation is None or newest <= self._generation:
             return
-        claim = (self._folder / f"generation-{newest:06d}").read_text(errors="replace") or "just now"
+        claim = read_file(self._folder / f"generation-{newest:06d}").decode(errors="replace") or "just now"
         raise TakenOverError(
             f"generation {newest} of this job has taken over {self._folder} (claimed {claim}). Generation "
             f"{self._generation}, of host {socket.gethostname()}, was held up: nothing was saved, and it must end."
@@ -265,14 +269,17 @@ class Checkpoints:
 
     def _newest_name(self) -> str | None:
         """Return the name of the newest complete checkpoint, on the first rank."""
-        if self._rank:
-            return None
-        for name in self._names():
-            problem = self._problem_of(name)
-            if problem is None:
-                return name
-            _log.warning("%s is skipped: %s", self._folder / name, problem)
-        return None
+        names: list[str] = []
+        newest = None
+        while self._rank == 0 and names != (names := self._names()):  # another job may save and delete meanwhile
+            newest = None
+            for name in names:
+                problem = self._problem_of(name)
+                if problem is None:
+                    newest = name
+                    break
+                _log.warning("%s is skipped: %s", self._folder / name, problem)
+        return newest
 
     def load(self, **what: Any) -> int | None:
         """Load the newest complete checkpoint into objects. From then on the folder is this job's.
@@ -341,7 +348,8 @@ class Checkpoints:
     def _read(self, directory: Path) -> _Saved:
         """Read what all ranks saved, without the parts of tensors."""
         saved = _Saved()
-        for file in sorted(directory.glob(f"*_{_VALUES}")):
+        names = json.loads(read_file(directory / _MANIFEST))["files"]  # another job may be deleting them
+        for file in sorted(directory / name for name in names if name.endswith(_VALUES)):
             values = paddle.load(str(file))
             saved.whole |= values["whole"]
             saved.own[int(file.name.partition("_")[0])] = values["own"]
@@ -364,10 +372,10 @@ class Checkpoints:
         if _MANIFEST not in sizes:
             return "it is half-written"
         try:
-            manifest = json.loads((self._folder / name / _MANIFEST).read_bytes())
+            manifest = json.loads(read_file(self._folder / name / _MANIFEST))
             version = manifest["version"]
             changed = sorted(manifest["files"].items() - sizes.items())
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, FileNotFoundError):
             return "its manifest is damaged"
         if version != VERSION:
             return f"its version is {version}, and this paddle_shard reads {VERSION}"

@@ -1,12 +1,13 @@
 """How is a line appended to a record, and was one taken out or changed?
 
 A record is a file of JSON lines. Each line begins with the digest of the one before it, and ends with that of its own
-text. A line is written in one call, so that a crash leaves half a line at most, and the next one that is appended takes
-its place.
+text. A line is written in one call and synced to the disk, so that a crash leaves half a line at most, and the next
+one that is appended takes its place.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import time
@@ -52,10 +53,30 @@ def append(path: str, line: Mapping[str, Any]) -> tuple[str, int]:
             found["mended"] = half
         text = json.dumps(found, default=repr).encode()[:-1]
         written = text + _OWN + b'"%s"}' % digest_of(text).encode()
-        file.seek(0, os.SEEK_END)
+        size = file.seek(0, os.SEEK_END)
         if file.write(written + b"\n") <= len(written):  # what is there of it is taken off by who appends next
             raise OSError("no space is left for the whole line")
+        try:
+            sync(path)
+        except OSError:
+            file.truncate(size)  # the disk may never get it, and a line behind it would be lost as well
+            raise
+        if made:
+            sync(os.path.dirname(path))
         return digest_of(written), half
+
+
+def sync(*paths: str | os.PathLike[str]) -> None:
+    """Write files, or the names in directories, to the disk."""
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # this file system writes names, or devices, by itself
+                raise
+        finally:
+            os.close(descriptor)
 
 
 def _lock(file: BinaryIO) -> None:

@@ -284,7 +284,7 @@ def test_one_that_was_frozen_deletes_nothing_of_who_overtook_it(tmp_path, monkey
         return names(self)
 
     monkeypatch.setattr(Checkpoints, "_names", frozen)
-    first._clean()
+    first._clean(2)
     assert (tmp_path / "000002-000001-step2").exists()
 
 
@@ -319,7 +319,8 @@ def killed_at(number, work):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # what a killed process had open
 def test_whatever_ends_a_save_at_any_line_the_checkpoint_before_or_this_one_is_there(tmp_path, monkeypatch):
     monkeypatch.setattr(module.os, "fsync", lambda _: None)
-    monkeypatch.setattr(Checkpoints, "_clean", lambda self, clean=Checkpoints._clean: clean(self) if tidy else None)
+    clean = Checkpoints._clean
+    monkeypatch.setattr(Checkpoints, "_clean", lambda self, keep: clean(self, keep) if tidy else None)
     base, found, tidy = tmp_path / "base", set(), True
     Checkpoints(base).save(1, extra={"step": 1})
     Checkpoints(base).save(2, extra={"step": 2})
@@ -426,7 +427,7 @@ def test_random_histories_of_starts_saves_kills_and_damage(batch, tmp_path, monk
             elif action == "kill":
                 before = set(os.listdir(folder))
                 with monkeypatch.context() as patch:
-                    patch.setattr(run, "_clean", lambda: None)
+                    patch.setattr(run, "_clean", lambda keep: None)
                     killed_at(rng.randint(1, 150), partial(run.save, number, extra={"number": number}))
                 new = (folder / name for name in set(os.listdir(folder)) - before)
                 whole += [(str(one), number, {"number": number}) for one in new if (one / "manifest.json").exists()]

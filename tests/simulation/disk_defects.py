@@ -1,0 +1,145 @@
+"""Planted defects of checkpoints and of the record: weaker ways to write, each caught by the simulated disk."""
+
+import contextlib
+import json
+from unittest import mock
+
+from paddle_shard.extras import checkpoint_folder, checkpoints
+from paddle_shard.extras.checkpoints import Checkpoints
+from paddle_shard.record import lines
+
+
+def is_file(path):
+    return "." in str(path).rpartition("/")[2] or "generation-" in str(path)
+
+
+def syncs_no_files(*paths):
+    """Files are not synced, but the directories that they are in."""
+    sync(*(path for path in paths if not is_file(path)))
+
+
+def syncs_no_directories(*paths):
+    """Directories are not synced, but the files in them."""
+    sync(*(path for path in paths if is_file(path)))
+
+
+def syncs_only_the_nearest(*paths):
+    """The directory in which the folder was made is not synced."""
+    sync(*(path for path in paths if str(path) not in ("/", "/run", "/run/deep")))
+
+
+def renames_before_the_data(path, content):
+    """The manifest gets its name, and nothing says when what is in it comes to the disk."""
+    if "generation-" in path.name:
+        create_file(path, content)
+        return
+    new = path.with_name(f"{path.name}.new")
+    with checkpoint_folder.open(new, "wb") as file:
+        file.write(content)
+    checkpoint_folder.os.replace(new, path)
+    sync(path.parent)
+
+
+def marks_first(self, directory, leaves, own):
+    """The mark of completeness is written before what it stands for."""
+    checkpoint_folder.os.makedirs(directory, exist_ok=True)
+    if self._rank == 0:
+        create_file(directory / checkpoints._MANIFEST, json.dumps({"version": 2, "files": {}}).encode())
+    return write(self, directory, leaves, own)
+
+
+def marks_no_more(self, directory, sizes_of_ranks):
+    """See `marks_first`."""
+
+
+def knows_no_fence(self):
+    """A job that was overtaken goes on writing."""
+
+
+def shares_a_generation(path, content):
+    """Two jobs may claim one generation."""
+    with contextlib.suppress(FileExistsError):
+        create_file(path, content)
+
+
+def looks_once(self):
+    """What another job deletes while a rank looks for the newest checkpoint is thought to be half-written."""
+    return next((name for name in self._names() if self._problem_of(name) is None), None) if self._rank == 0 else None
+
+
+def looks_on_each_rank(self, what, directory):
+    """Each rank loads what it takes for the newest checkpoint."""
+    names = [name for name in self._names() if self._problem_of(name) is None]
+    fill(self, what, self._folder / names[0])
+
+
+def counts_what_has_failed(self, keep):
+    """A checkpoint whose save has failed, and that looks complete, has an older one deleted."""
+    clean(self, self._keep)
+
+
+def cleans_before_the_end(self, directory, sizes_of_ranks):
+    """Older checkpoints are deleted before the manifest is written."""
+    if self._rank == 0:
+        for name in self._names()[1:]:
+            checkpoints.remove_directory(self._folder / name)
+    finish(self, directory, sizes_of_ranks)
+
+
+def takes_errors_for_nothing(directory):
+    """What cannot be read is thought not to be there."""
+    sizes = {}
+    with contextlib.suppress(OSError):
+        for name in checkpoint_folder.os.listdir(directory):
+            with contextlib.suppress(OSError):
+                status = checkpoint_folder.os.stat(directory / name)
+                sizes[name] = None if checkpoint_folder.stat.S_ISDIR(status.st_mode) else status.st_size
+    return sizes
+
+
+def syncs_no_lines(*paths):
+    """The record is not synced."""
+
+
+def keeps_half_lines(file):
+    """A line is appended behind half of one."""
+    last, _ = last_line(file)
+    return last, 0
+
+
+sync = lines.sync
+create_file = checkpoint_folder.create_file
+write = Checkpoints._write
+finish = Checkpoints._finish
+fill = Checkpoints._fill
+clean = Checkpoints._clean
+last_line = lines._last_line
+
+DEFECTS = {
+    "syncs_no_files": (checkpoint_folder, {"sync": syncs_no_files}),
+    "syncs_no_directories": (checkpoint_folder, {"sync": syncs_no_directories}),
+    "syncs_only_the_nearest": (checkpoint_folder, {"sync": syncs_only_the_nearest}),
+    "renames_before_the_data": (checkpoints, {"create_file": renames_before_the_data}),
+    "marks_first": (Checkpoints, {"_write": marks_first, "_finish": marks_no_more}),
+    "knows_no_fence": (Checkpoints, {"_check_fence": knows_no_fence}),
+    "shares_a_generation": (checkpoints, {"create_file": shares_a_generation}),
+    "looks_once": (Checkpoints, {"_newest_name": looks_once}),
+    "looks_on_each_rank": (Checkpoints, {"_fill": looks_on_each_rank}),
+    "counts_what_has_failed": (Checkpoints, {"_clean": counts_what_has_failed}),
+    "cleans_before_the_end": (Checkpoints, {"_finish": cleans_before_the_end}),
+    "takes_errors_for_nothing": (checkpoints, {"sizes_in": takes_errors_for_nothing}),
+    "syncs_no_lines": (lines, {"sync": syncs_no_lines}),
+    "keeps_half_lines": (lines, {"_last_line": keeps_half_lines}),
+}
+"""Name -> what is replaced where, and by what."""
+
+
+@contextlib.contextmanager
+def planted(name):
+    """Run with a defect; None: without."""
+    if name is None:
+        yield
+        return
+    target, changes = DEFECTS[name]
+    with mock.patch.multiple(target, **changes):
+        yield
