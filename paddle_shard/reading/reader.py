@@ -14,10 +14,11 @@ from paddle_shard.collate import cannot_stack, check_dtype, check_dtypes, collat
 from paddle_shard.errors import described
 from paddle_shard.plan.seeding import derive_seed, mix
 from paddle_shard.plan.step import Step
-from paddle_shard.randomness import Generator, SampleRng
+from paddle_shard.randomness import Generator
 from paddle_shard.reading.batch import Chunk
 from paddle_shard.reading.digest import WHOLE, digest
 from paddle_shard.reading.failure import ReadFailure
+from paddle_shard.reading.sample_rng import SampleRng
 from paddle_shard.reading.tensors import as_array, is_tensor
 from paddle_shard.say_once import say_once as warn_once
 from paddle_shard.sources.arrays import ArrayDataset
@@ -140,10 +141,10 @@ class Reader:
             return _collated_by(_itself if self._collate_fn is None else self._collate_fn, samples[0]), []
         if not self._how.skip_errors:
             return self._collate(samples), []
+        value = collate_skipping(samples, failed, self._collate, _zeros_like(self._placeholder))
         readable = next((sample for row, sample in enumerate(samples) if row not in failed), None)
         if readable is not None:
             self._placeholder = readable
-        value = collate_skipping(samples, failed, self._collate, _zeros_like(self._placeholder))
         return value, [(row, f"{name_of(row)}: {why}") for row, why in sorted(failed.items())]
 
 

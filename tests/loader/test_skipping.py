@@ -531,3 +531,34 @@ def test_an_exception_without_a_text_is_reported(workers, on_error, caplog):
     else:
         with pytest.raises(DataReadError, match="reading sample 3 failed .* Unprintable"):
             trace(loader)
+
+
+def refusing(*refused):
+    def collate_fn(samples):
+        if {*refused} & {*samples}:
+            raise ValueError(f"cannot collate {samples}")
+        return np.array(samples)
+
+    return collate_fn
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_read_whose_samples_all_fail_to_collate_is_skipped(stream):
+    data = list(range(6))
+    given = paddle.io.DataLoader(Stream.of(data) if stream else data, batch_size=1, collate_fn=refusing(3))
+    batches = iter(paddle_shard.shard_dataloader(given, ONE, shard_dims="dp", on_error="skip"))
+
+    found = [(int(batch._local_value().numpy()[0]), bool(batches.valid._local_value().numpy()[0])) for batch in batches]
+
+    assert found == [(0, True), (1, True), (2, True), (2, False), (4, True), (5, True)]
+
+
+def test_padding_that_cannot_be_collated_ends_no_epoch():
+    """A part's missing rows hold its first sample."""
+    stream = Stream.of(lambda: iter(range(5))).in_parts(1)
+    given = paddle.io.DataLoader(stream, batch_size=3, collate_fn=refusing(0))
+    batches = iter(paddle_shard.shard_dataloader(given, ONE, shard_dims="dp", on_error="skip"))
+
+    valid = [batches.valid._local_value().numpy().tolist() for _ in batches]
+
+    assert valid == [[False, True, True], [True, True, False]]

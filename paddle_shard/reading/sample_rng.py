@@ -1,0 +1,84 @@
+"""The global random generators while user code reads samples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from paddle_shard.plan.seeding import mix
+from paddle_shard.randomness import Generator, restore, states
+
+
+class SampleRng:
+    """The global generators while user code reads samples: seeded for each sample, or left alone if nothing uses them.
+
+    The first and the last batch of an epoch iterator are read with a look: every seeding checks whether the generators
+    were used since the one before. If nothing used them in the first batch, the rest is read without touching them.
+
+    Attributes:
+        seeds: True if `seed` seeds the generators; False if it does nothing.
+    """
+
+    def __init__(self, generators: Sequence[Generator], uses_rng: bool | None = None) -> None:
+        """Set up.
+
+        Args:
+            generators: The global generators that samples may use.
+            uses_rng: Whether the data set uses them, if it says so; None: the first batch shows it.
+        """
+        self._generators = generators
+        self._declared = uses_rng
+        self.seeds = uses_rng is not False and len(generators) > 0
+        self._used = False
+        self._marks: list[Any] | None = None
+        """The generators' marks after the last seeding, while a batch is looked at; None otherwise."""
+
+    @property
+    def looks(self) -> bool:
+        """True if batches show whether the generators are used: there are some, and the data set does not say it."""
+        return self._declared is None and len(self._generators) > 0
+
+    def seed(self, key: int, number: int | None = None) -> None:
+        """Seed the generators with a key in [0, 2^64), or for a number under that key, if samples use them."""
+        if not self.seeds:
+            return
+        seed = key if number is None else mix(key, number)
+        self._look()
+        for generator in self._generators:
+            generator.seed(seed)
+        if self._marks is not None:
+            self._marks = self._current_marks()
+
+    def _look(self) -> None:
+        if self._marks and not self._used:
+            self._used = self._current_marks() != self._marks
+
+    def _current_marks(self) -> list[Any]:
+        return [generator.mark() for generator in self._generators]
+
+    @contextmanager
+    def reading(self, *, look: bool, keep: bool) -> Iterator[None]:
+        """Read one batch inside the `with` block.
+
+        Args:
+            look: Find out whether the batch uses the generators, and go by that from then on.
+            keep: Restore the generators at the end: they belong to the training loop.
+        """
+        look = look and self.looks
+        if not (look or self.seeds):
+            yield
+            return
+        before = states(self._generators) if keep else None
+        self.seeds = True
+        self._used = False
+        self._marks = [] if look else None
+        try:
+            yield
+            self._look()
+        finally:
+            if look:
+                self.seeds = self._used
+                self._marks = None
+            if before is not None:
+                restore(self._generators, before)
