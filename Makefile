@@ -14,6 +14,8 @@ SEEDS ?= 1000
 TIME ?= 600
 # Tests wait more than they compute. The tests of a file share jobs, so they stay together.
 JOBS ?= 4
+# pytest keeps what it makes of the tests' asserts in __pycache__, which saves each of its processes seconds.
+unexport PYTHONDONTWRITEBYTECODE
 SIDE_BY_SIDE := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 RUN := $(PY) launch/local.py
 
@@ -35,11 +37,11 @@ demos: demo $(READY)
 test: $(READY)
 	$(PY) -m pytest $(SIDE_BY_SIDE) --durations=20
 
-## test-long: as test, laws with twice the examples, and the tests that start many fresh processes; before a release
+## test-long: as test, laws with three times the examples, and the tests that start many fresh processes; before a release
 test-long: $(READY)
 	PADDLE_SHARD_LONG=1 $(PY) -m pytest $(SIDE_BY_SIDE) --durations=20
 
-## quick: the tests that start no processes, laws with half of the examples of test, in a minute or two
+## quick: the tests that start no processes, laws with fewer examples, in a minute or two
 quick: $(READY)
 	PADDLE_SHARD_QUICK=1 $(PY) -m pytest -q -n 2 --dist loadfile -m "not multiprocess and not processes"
 

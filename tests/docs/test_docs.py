@@ -3,7 +3,6 @@
 import importlib
 import inspect
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -157,7 +156,7 @@ def test_no_page_is_left_out_of_the_readme():
 
 
 def test_make_knows_every_command_of_the_readme():
-    shown = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    makefile = (ROOT / "Makefile").read_text()
 
     for target in ("demo", "demos", "test", "quick"):
-        assert re.search(rf"^{target}:", shown, re.MULTILINE), shown
+        assert re.search(rf"^## {target}: ", makefile, re.MULTILINE), "`make help` shows these lines"

@@ -13,6 +13,7 @@ from paddle_shard.errors import DataReadError, PaddleShardError
 from tests.deadlines import HANG
 from tests.faults.feeds import loader_of, numbers, read_until, the_rest
 from tests.faults.traces import waited_for
+from tests.trials import draws
 
 LENGTH = 96
 ALL = list(range(LENGTH))
@@ -52,7 +53,7 @@ def end(loader, batches, how, steps):
 @pytest.mark.parametrize("how", ["exhaust", "close", "with", "loader", "cycle", "drop"])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_however_a_pass_ends_its_thread_ends_and_the_rest_can_be_read(how, workers, rng):
-    for _ in range(2):
+    for _ in range(draws(2)):
         kind, depth = rng.choice(KINDS), rng.randint(1, 5)
         loader = loader_of(kind, LENGTH, workers=workers, prefetch=depth)
         batches = iter(loader)

@@ -2,8 +2,6 @@
 
 import os
 import re
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -17,6 +15,7 @@ from paddle_shard.errors import DataReadError
 from tests.deadlines import HANG
 from tests.faults.feeds import drawn_options, loader_of, numbers, read_until, rows, the_rest
 from tests.faults.traces import children, gone, kill, shared_memory
+from tests.jobs import start_ranks
 
 LENGTH = 400
 TOO_MANY = 1600
@@ -162,22 +161,14 @@ def test_an_exception_in_collate_is_named_with_its_samples_and_nothing_is_lost(r
         assert read + the_rest(loader.state_dict(), "map", 96) == list(range(96))
 
 
+@pytest.mark.leaves  # the process that forks
 def test_a_worker_that_hangs_is_named_when_the_timeout_is_over(tmp_path):
     script = Path(__file__).parent / "hung_worker.py"
-    root = str(script.parents[2])
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
-    with open(tmp_path / "log", "w") as log:
-        child = subprocess.Popen([sys.executable, str(script), "1.5"], env=environment, stdout=log, stderr=log)
-        try:
-            child.wait(HANG)
-        except subprocess.TimeoutExpired:
-            pytest.fail("it hangs")
-        finally:
-            workers = children(child.pid)
-            child.kill()
-            child.wait()
-            assert gone(workers) == set()
-    text = (tmp_path / "log").read_text()
+    environment = {"PYTHONPATH": os.pathsep.join([str(script.parents[2]), os.environ.get("PYTHONPATH", "")])}
+    with start_ranks(script, 1, tmp_path, args=["1.5"], env=environment, timeout=HANG) as job:
+        assert job.wait([0], HANG), "it hangs"
+        assert job.left() == set()
+    text = (tmp_path / "workerlog.0").read_text()
     assert "DataReadError" in text, text
     assert re.search(r"worker 1 has not answered for 1\.\d+ s", text), text
 

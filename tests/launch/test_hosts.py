@@ -22,7 +22,7 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def start_by_hosts_sh(commands, hosts, reports):
+def start_by_hosts_sh(commands, hosts, reports, ranks):
     master = f"{hosts[0].ip}:{free_port()}"
     for rank, host in enumerate(hosts):
         commands.start(
@@ -32,7 +32,7 @@ def start_by_hosts_sh(commands, hosts, reports):
             MASTER=master,
             NNODES="2",
             RANK=str(rank),
-            NPROC="2",
+            NPROC=str(ranks),
             # Left over from another job; the launcher would take them.
             PADDLE_NNODES="1",
             PADDLE_JOB_ID=f"other-{rank}",
@@ -40,12 +40,13 @@ def start_by_hosts_sh(commands, hosts, reports):
         )
 
 
-def start_as_paddle_operator_does(commands, hosts, reports):
+def start_as_paddle_operator_does(commands, hosts, reports, ranks):
     if not hosts[0].enter:
         pytest.skip("pods have addresses of their own, and network namespaces are not permitted here")
     text = (LAUNCH / "kubernetes.yaml").read_text()
     arguments = json.loads(re.search(r"^ +args: (\[.*\])$", text, re.MULTILINE)[1])
     assert arguments[-1] == "demos/digits.py"
+    assert arguments[arguments.index("--nproc_per_node") + 1] == str(ranks)
     assert arguments[-3:-1] == ["--log_dir", "/logs"]
     for rank, host in enumerate(hosts):
         logs = ["--log_dir", f"log/host-{rank}"]
@@ -67,35 +68,35 @@ def start_as_paddle_operator_does(commands, hosts, reports):
         )
 
 
-@pytest.fixture
-def one_process():
+def one_process(num_ranks):
     """The same training by hand: [step, rank] -> the loss of the rank's rows."""
     worker = runpy.run_path(str(WORKER))
     weight, bias, losses = np.zeros((worker["FEATURES"], 1)), 0.0, []
     for features, labels in zip(*worker["fixed_data"](), strict=True):
         error = features @ weight + bias - labels
-        losses.append((error**2).reshape(4, -1).mean(axis=1))
+        losses.append((error**2).reshape(num_ranks, -1).mean(axis=1))
         weight -= worker["LEARNING_RATE"] * 2 * features.T @ error / len(error)
         bias -= worker["LEARNING_RATE"] * 2 * error.mean()
     return np.array(losses)
 
 
-def read_reports(directory: Path) -> list[dict]:
-    return [json.loads((directory / f"rank-{rank}.json").read_text()) for rank in range(4)]
-
-
 @pytest.mark.parametrize(
-    "start", [start_by_hosts_sh, pytest.param(start_as_paddle_operator_does, marks=pytest.mark.long)]
+    ("start", "ranks"),
+    [
+        (start_by_hosts_sh, 1),
+        pytest.param(start_by_hosts_sh, 2, marks=pytest.mark.long),
+        pytest.param(start_as_paddle_operator_does, 2, marks=pytest.mark.long),
+    ],
 )
-def test_two_hosts_of_two_processes_train_as_one_process_would(commands, tmp_path, two_hosts, one_process, start):
-    start(commands, two_hosts, tmp_path)
+def test_two_hosts_train_as_one_process_would(commands, tmp_path, two_hosts, start, ranks):
+    start(commands, two_hosts, tmp_path, ranks)
 
     assert commands.wait() == {"host-0": 0, "host-1": 0}
-    reports = read_reports(tmp_path)
-    assert [report["ip"] for report in reports] == [two_hosts[rank // 2].ip for rank in range(4)]
-    np.testing.assert_allclose([report["losses"] for report in reports], one_process.T, rtol=1e-5)
-    for host, rank in ((0, 0), (0, 1), (1, 2), (1, 3)):
-        assert f"rank {rank} lost" in (tmp_path / f"log/host-{host}/workerlog.{rank % 2}").read_text()
+    reports = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2 * ranks)]
+    assert [report["ip"] for report in reports] == [two_hosts[rank // ranks].ip for rank in range(2 * ranks)]
+    np.testing.assert_allclose([report["losses"] for report in reports], one_process(2 * ranks).T, rtol=1e-5)
+    for rank in range(2 * ranks):
+        assert f"rank {rank} lost" in (tmp_path / f"log/host-{rank // ranks}/workerlog.{rank % ranks}").read_text()
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def test_rank_0_is_seen_live_and_a_second_run_may_not_mix_in_its_logs(commands, 
 @pytest.mark.parametrize(
     "rank_0",
     [
-        pytest.param("time.sleep(60)", id="the other is stopped by the launcher"),
+        pytest.param("time.sleep(60)", id="the other is stopped by the launcher", marks=pytest.mark.long),
         pytest.param(
             "while not pathlib.Path('failed').exists(): time.sleep(0.01)\ntime.sleep(0.1)\nsys.exit(4)",
             id="the other fails of it",  # and is lower: the launcher names it

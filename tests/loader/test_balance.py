@@ -62,7 +62,8 @@ def test_global_batches_stay_the_same_sets_and_ranks_cost_alike(
     size = data_ranks * each
 
     def run(balance=balance):
-        loader = make(at, size, balance, accumulation=accumulation, workers=workers, tail=tail, seed=3)
+        own = 0 if balance is None else workers
+        loader = make(at, size, balance, accumulation=accumulation, workers=own, tail=tail, seed=3)
         with iter(loader) as batches:
             found = rows_of(batches)
         assert [ids for ids, _ in found] == list(

@@ -34,9 +34,10 @@ class Mixed(paddle.io.Dataset):
 
 
 def cases(num_ranks):
-    """{name: a function that makes a loader, with `workers` of its own or without any}"""
+    """{name: a function that makes a loader, with `workers` of its own or without any}: half of them on each mesh."""
     made = {}
-    for ids, names in MESHES[num_ranks]:
+    for number, (ids, names) in enumerate(MESHES[num_ranks]):
+        of_mesh = {}
         for workers, shuffle, tail in ((0, False, "pad"), (2, True, "fill"), (0, True, "drop")):
 
             def make(ids=ids, names=names, workers=workers, shuffle=shuffle, tail=tail):
@@ -45,7 +46,7 @@ def cases(num_ranks):
                 replicas = "leader" if shuffle else "each"
                 return paddle_shard.shard_dataloader(given, mesh, shard_dims="dp", tail=tail, seed=3, replicas=replicas)
 
-            made[f"{names} {ids} workers={workers} shuffle={shuffle} {tail}"] = make
+            of_mesh[f"{names} {ids} workers={workers} shuffle={shuffle} {tail}"] = make
 
         def ramped(ids=ids, names=names, workers=0):
             given = paddle.io.DataLoader(Mixed(), batch_size=8, num_workers=workers)
@@ -53,7 +54,7 @@ def cases(num_ranks):
             sizes = [(0, 4), (10, 8), (30, 4)]
             return paddle_shard.shard_dataloader(given, mesh, shard_dims="dp", batch_size=sizes, replicas="leader")
 
-        made[f"{names} {ids} batch sizes"] = ramped
+        of_mesh[f"{names} {ids} batch sizes"] = ramped
 
         def dealt(ids=ids, names=names, workers=2):
             given = paddle.io.DataLoader(Mixed(), batch_size=8, num_workers=workers, shuffle=True)
@@ -61,7 +62,7 @@ def cases(num_ranks):
             costs = {"balance": lambda ids: ids**2}
             return paddle_shard.shard_dataloader(given, mesh, shard_dims="dp", replicas="leader", **costs)
 
-        made[f"{names} {ids} balance"] = dealt
+        of_mesh[f"{names} {ids} balance"] = dealt
 
         def without(ids=ids, names=names, workers=2):
             given = paddle.io.DataLoader(Mixed(), batch_size=8, num_workers=workers, shuffle=True)
@@ -69,7 +70,8 @@ def cases(num_ranks):
             options = {"balance": lambda ids: ids**2, "skip_steps": [(1, 2), (5, 8)], "replicas": "leader"}
             return paddle_shard.shard_dataloader(given, mesh, shard_dims="dp", **options)
 
-        made[f"{names} {ids} skip"] = without
+        of_mesh[f"{names} {ids} skip"] = without
+        made |= list(of_mesh.items())[number % 2 :: 2]
     return made
 
 

@@ -112,27 +112,41 @@ def reads():
 
 
 def same_as_each():
-    """{case: [steps with a leader, steps as each rank reads them]}"""
+    """{case: [steps with a leader and workers, steps as each rank reads them without]}"""
     cases = {
-        "workers": lambda **how: sharded(given(Samples(), workers=2, shuffle=True), **how),
-        "random samples": lambda **how: sharded(given(Samples(), shuffle=True), "mp2 x dp2", **how),
-        "accumulation of steps": lambda **how: sharded(given(Samples(37), size=4), "dp1 x mp4", **how),
-        "prefetch": lambda **how: sharded(given(Samples()), prefetch=2, **how),
-        "growing": lambda **how: sharded(given(Growing()), "dp1 x mp4", **how),
-        "skips errors": lambda **how: sharded(given(Samples(bad=(3, 17, 18))), on_error="skip", **how),
-        "whole items": lambda **how: sharded([np.full((4, 2), i) for i in range(6)], **how),
-        "stream": lambda **how: sharded(given(Stream.of(range(45)).shuffle(8).map(lambda i: np.array([i]))), **how),
-        "stream, workers": lambda **how: sharded(
-            given(Stream.of(range(45)).sharding_filter().map(lambda i: np.array([i])), workers=2), **how
+        "workers": (2, lambda workers, **how: sharded(given(Samples(), workers=workers, shuffle=True), **how)),
+        "random samples": (0, lambda _, **how: sharded(given(Samples(), shuffle=True), "mp2 x dp2", **how)),
+        "accumulation of steps": (0, lambda _, **how: sharded(given(Samples(37), size=4), "dp1 x mp4", **how)),
+        "prefetch": (0, lambda _, **how: sharded(given(Samples()), prefetch=2, **how)),
+        "growing": (0, lambda _, **how: sharded(given(Growing()), "dp1 x mp4", **how)),
+        "skips errors": (0, lambda _, **how: sharded(given(Samples(bad=(3, 17, 18))), on_error="skip", **how)),
+        "whole items": (0, lambda _, **how: sharded([np.full((4, 2), i) for i in range(6)], **how)),
+        "stream": (
+            0,
+            lambda _, **how: sharded(given(Stream.of(range(45)).shuffle(8).map(lambda i: np.array([i]))), **how),
         ),
-        "stream, other workers": lambda **how: sharded(
-            given(Stream.of(range(45)).map(lambda i: np.array([i])), workers=0 if RANK % 2 else 3), **how
+        "stream, workers": (
+            2,
+            lambda workers, **how: sharded(
+                given(Stream.of(range(45)).sharding_filter().map(lambda i: np.array([i])), workers=workers), **how
+            ),
         ),
-        "bare rank fields": lambda **how: sharded(given(Samples(24), workers=1), shard_dims=None, **how),
+        "stream, other workers": (
+            0 if RANK % 2 else 3,
+            lambda workers, **how: sharded(
+                given(Stream.of(range(45)).map(lambda i: np.array([i])), workers=workers), **how
+            ),
+        ),
+        "bare rank fields": (
+            1,
+            lambda workers, **how: sharded(given(Samples(24), workers=workers), shard_dims=None, **how),
+        ),
     }
     found = {}
-    for name, make in cases.items():
-        found[name] = [[steps_of(loader) for loader in (made, made)] for made in (make(), make(replicas="each"))]
+    for name, (workers, make) in cases.items():
+        found[name] = [
+            [steps_of(loader) for loader in (made, made)] for made in (make(workers), make(0, replicas="each"))
+        ]
     return found
 
 
@@ -153,7 +167,7 @@ def long():
     return found
 
 
-WIDTHS = np.random.default_rng(7).choice([1, 30, 1000, 20_000, 300_000], 90)
+WIDTHS = np.random.default_rng(7).choice([1, 30, 1000, 20_000, 300_000], 40)
 
 
 def sizes():

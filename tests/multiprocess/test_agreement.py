@@ -35,16 +35,15 @@ def run_unsound(case, num_ranks, directory, wrong, args=()):
         return job.reports(survivors, HANG)
 
 
-@pytest.mark.parametrize(("num_ranks", "victim"), [(2, 0), (2, 1), (4, 0), (4, 2)])
+@pytest.mark.parametrize(("num_ranks", "victim"), [(2, 1), (4, 0), (4, 2)])
 def test_survivors_name_the_rank_that_was_killed(num_ranks, victim, tmp_path):
     for report in run_unsound("killed", num_ranks, tmp_path, victim, [str(victim)]):
         assert report[1:3] == ["lost", [victim]]
         assert report[3].startswith(f"Global rank {victim} has ended or was killed")
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_a_rank_that_sleeps_is_named_at_the_deadline(num_ranks, tmp_path):
-    for report in run_unsound("silent", num_ranks, tmp_path, 1):
+def test_a_rank_that_sleeps_is_named_at_the_deadline(tmp_path):
+    for report in run_unsound("silent", 4, tmp_path, 1):
         assert report[1:3] == ["lost", [1]]
         assert "global rank 1 has read up to step" in report[3]
         assert report[4] == TIMEOUT

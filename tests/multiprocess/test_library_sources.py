@@ -1,13 +1,12 @@
 """Data of other libraries, on files and over S3, read by real ranks; the oracle is one process without workers."""
 
 import json
-from contextlib import nullcontext
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from tests.deadlines import HANG
+from tests.extras import needs
 from tests.jobs import run_ranks
 from tests.sources.laws import ON_RANKS, TOTAL, files, ids_of, joined, make, steps_of
 from tests.sources.s3_server import BUCKET, serving_s3
@@ -17,21 +16,31 @@ STOPS = (1, 4)
 """The sources take them in turn; before the one, workers read, and behind the other."""
 
 
-@pytest.mark.parametrize("num_ranks", [2])
-def test_every_rank_and_worker_gets_its_rows_of_the_batches_of_one_process(num_ranks, tmp_path):
-    local = tmp_path / "files"
-    local.mkdir()
-    content = files()
-    for name, data in content.items():
-        (local / name).write_bytes(data)
-    cases = [(source, str(local), STOPS[number % 2]) for number, source in enumerate(ON_RANKS)]
-    s3 = all(map(find_spec, ("s3fs", "moto", "flask")))
-    cases += [("webdataset", f"s3://{BUCKET}", 0)] * (s3 and "webdataset" in ON_RANKS)
+@pytest.fixture
+def local(tmp_path):
+    """The folder with the files."""
+    folder = tmp_path / "files"
+    folder.mkdir()
+    for name, data in files().items():
+        (folder / name).write_bytes(data)
+    return str(folder)
 
-    with serving_s3(content) if s3 else nullcontext({}) as environment:
-        args = [json.dumps(cases)]
-        worker = Path(__file__).with_name("library_worker.py")
-        reports = run_ranks(worker, num_ranks, tmp_path / "run", args=args, env=environment, timeout=4 * HANG)
+
+def test_every_rank_and_worker_gets_its_rows_of_the_batches_of_one_process(local, tmp_path):
+    check([(source, local, STOPS[number % 2]) for number, source in enumerate(ON_RANKS)], local, tmp_path)
+
+
+@pytest.mark.long
+def test_ranks_read_files_of_a_store_as_those_of_a_disk(local, tmp_path):
+    needs("s3fs", "moto", "flask", "webdataset")
+    with serving_s3(files()) as environment:
+        check([("webdataset", f"s3://{BUCKET}", 0)], local, tmp_path, environment)
+
+
+def check(cases, local, tmp_path, environment=None):
+    """Check what two ranks read of (source, folder, step at which they stop), by what one process reads of files."""
+    args, worker = [json.dumps(cases)], Path(__file__).with_name("library_worker.py")
+    reports = run_ranks(worker, 2, tmp_path / "run", args=args, env=environment, timeout=4 * HANG)
 
     def of_run(name):
         of_ranks = [report[name] for report in reports]
@@ -39,7 +48,7 @@ def test_every_rank_and_worker_gets_its_rows_of_the_batches_of_one_process(num_r
         return joined(of_ranks)
 
     for source, folder, stop in cases:
-        name, loader = f"{source} {folder}", make(source, str(local), 0)
+        name, loader = f"{source} {folder}", make(source, local, 0)
         alone = [steps_of(loader) for _ in range(2)]
         for epoch in range(2):
             assert sorted(ids_of(alone[epoch])) == list(range(TOTAL)), f"each sample exactly once: {name}"

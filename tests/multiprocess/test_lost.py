@@ -24,8 +24,10 @@ WORKER = Path(__file__).parent / "lost_worker.py"
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize(("kind", "loop", "victim"), [("map", 1, 0), ("map", 2, 1), ("stream", 1, 1), ("stream", 2, 0)])
+@pytest.mark.parametrize(
+    ("kind", "loop", "victim", "workers"),
+    [("map", 1, 0, 0), ("map", 2, 1, 2), ("stream", 1, 1, 0), ("stream", 2, 0, 2)],
+)
 def test_a_killed_rank_is_named_and_leaves_no_process(kind, loop, victim, workers, tmp_path):
     args = ["lost", kind, str(workers), str(loop), str(victim)]
     with start_ranks(WORKER, 2, tmp_path, args=args, timeout=HANG) as job:

@@ -15,7 +15,7 @@ def part_lengths():
     return kept
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_all_ranks_end_or_fail_at_the_same_step(num_ranks, run_once):
     reports = run_once(WORKER, num_ranks)
     lengths = part_lengths()

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paddle_shard.plan.balance import deal, loads
+from tests.trials import trials
 
 numbers = st.one_of(st.integers(0, 9).map(float), st.floats(0, 1e6), st.sampled_from([0.0, 1e-300, 1e300]))
 
@@ -39,7 +40,7 @@ def test_every_row_is_dealt_once_and_none_of_the_ranks_gets_worse(ranks, each, c
     assert deal(costs * 0.5, ranks).tolist() == dealt.tolist(), "costs have no unit"
 
 
-@settings(max_examples=200)
+@settings(max_examples=trials(200))
 @given(rows=st.lists(st.integers(0, 20), min_size=1, max_size=5))
 def test_two_ranks_are_near_the_best_of_all_ways(rows):
     costs = np.array(rows + rows[::-1][: len(rows)], float).reshape(-1, 1)

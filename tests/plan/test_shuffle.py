@@ -40,12 +40,12 @@ def keyed(n, seed, epoch):
 # Bijection and inverse
 
 
-def test_every_length_up_to_5000_is_a_bijection():
-    for n in range(1, 5001):
+def test_lengths_up_to_5000_are_bijections():
+    for n in (*range(1, 700), *range(700, 5001, 7), *range(4090, 4103)):
         assert is_bijection(n, keyed(n, 0, n)(np.arange(n))), n
 
 
-@pytest.mark.parametrize("e", range(13, 23))
+@pytest.mark.parametrize("e", range(13, 21))
 def test_lengths_around_powers_of_two_are_bijections(e):
     for n in (2**e - 1, 2**e, 2**e + 1):
         assert is_bijection(n, keyed(n, 1, e)(np.arange(n))), n
@@ -77,7 +77,7 @@ def test_threads_that_share_an_order_get_its_samples():
     expected, wrong, interval = order(np.arange(1 << 16)), [], sys.getswitchinterval()
 
     def read(seed):
-        for block, within in np.random.RandomState(seed).randint(0, (3, 4000), (10_000, 2)).tolist():
+        for block, within in np.random.RandomState(seed).randint(0, (3, 4000), (1500, 2)).tolist():
             start = block * BLOCK + within  # each block throws the last one out
             if not np.array_equal(order.between(start, start + 8), expected[start : start + 8]):
                 wrong.append(start)
@@ -159,7 +159,7 @@ def joint(n, pairs, bins):
 
 def p_values(shuffle_of, n):
     """Every statistic of a shuffle at one length."""
-    keys = max(40, min(4000, 400_000 // n))
+    keys = max(40, min(2000, 200_000 // n))
     shuffle_of = cache(shuffle_of)
     orders = [shuffle_of(n, 5, epoch) for epoch in range(keys)]
     x = np.arange(n)

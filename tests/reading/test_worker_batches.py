@@ -105,7 +105,7 @@ def reading(work, steps, workers=2, reader=None, **settings):
 
 def batch_of(make, **settings):
     """What arrives of a batch that a worker makes."""
-    with reading(lambda step: make(), steps_of(1), **settings) as batches:
+    with reading(lambda step: make(), steps_of(1), workers=1, **settings) as batches:
         (found,) = batches
         return found
 
@@ -374,7 +374,7 @@ def test_persistent_workers_serve_another_pass_after_one_that_was_left():
 
 
 @pytest.mark.parametrize("persistent", [False, True])
-@pytest.mark.parametrize(("workers", "ahead", "steps"), [(1, 1, 7), (3, 1, 20), (5, 2, 3), (3, 4, 0), (2, 1000, 3000)])
+@pytest.mark.parametrize(("workers", "ahead", "steps"), [(1, 1, 7), (3, 1, 20), (5, 2, 3), (3, 4, 0), (2, 300, 700)])
 def test_all_steps_are_read_once_and_in_order(workers, ahead, steps, persistent):
     def work(step):
         return [np.full([1, 10, 3000][step % 3], step)]
@@ -421,7 +421,7 @@ from paddle_shard.tree import leaves, mapped
 if __name__ == "__main__":
     multiprocessing.set_start_method("{method}")
     rows = np.arange(12 * 3000).reshape(12, 3000)
-    dataloader = DataLoader(ArrayDataset(rows), batch_size=4, num_workers=2, persistent_workers=True)
+    dataloader = DataLoader(ArrayDataset(rows), batch_size=4, num_workers=1, persistent_workers=True)
     loader = paddle_shard.shard_dataloader(dataloader, dist.ProcessMesh([0], dim_names=["dp"]), shard_dims="dp")
     for _ in range(2):
         assert np.array_equal(np.concatenate([batch._local_value().numpy() for batch in loader]), rows)

@@ -175,7 +175,7 @@ SOURCES = {
 INSTALLED = [name for name in SOURCES if name in FILE_KINDS or find_spec("datasets" if "hugging" in name else name)]
 """Those whose library is installed; each needs an extra."""
 
-ON_RANKS = [name for name in INSTALLED if name not in ("csv", "jsonl") and not name.startswith("counted")]
+ON_RANKS = [name for name in INSTALLED if name not in ("csv", "jsonl", "huggingface indexed") and "counted" not in name]
 """Those that real ranks try; simulated ones try all."""
 
 
@@ -225,8 +225,18 @@ def ids_of(steps):
     return [i for step in steps for i, _ in step]
 
 
-def check_laws(source, folder, workers, stops=(1, 4), oracle=None):
-    """On two simulated data ranks, compared with one that has no workers and reads `oracle`: by default the folder."""
+def check_laws(source, folder, workers, stops=(1, 4), oracle=None, workers_later=None):
+    """On two simulated data ranks, compared with one that has no workers and reads `oracle`: by default the folder.
+
+    Args:
+        source: Name in `SOURCES`.
+        folder: Where the files are.
+        workers: Of a pass up to where it is stopped, and of those that are not.
+        stops: Steps at which passes are stopped.
+        oracle: Folder of the same files.
+        workers_later: Of a pass that goes on; by default it has workers if it had none before.
+    """
+    workers_later = 2 - workers if workers_later is None else workers_later
     loader = make(source, folder if oracle is None else oracle, 0)
     alone = [steps_of(loader) for _ in range(2)]
     assert [sorted(ids_of(epoch)) for epoch in alone] == [list(range(TOTAL))] * 2, "each sample exactly once"
@@ -240,5 +250,7 @@ def check_laws(source, folder, workers, stops=(1, 4), oracle=None):
     for epoch in range(2):
         assert joined([of_ranks[rank][epoch] for rank in range(2)]) == alone[epoch], "the batches of one process"
     for step in stops:
-        of_ranks = on_each_rank(range(2), lambda step=step: resumed(step, 2 - workers, source, folder, workers, [0, 1]))
+        of_ranks = on_each_rank(
+            range(2), lambda step=step: resumed(step, workers_later, source, folder, workers, [0, 1])
+        )
         assert joined(of_ranks.values()) == alone[0], "resumed equals straight"

@@ -4,8 +4,6 @@ import contextlib
 import os
 import random
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter
@@ -22,6 +20,7 @@ from paddle_shard.inputs.stream import stage_of
 from paddle_shard.sources.locks import held
 from paddle_shard.stages.stage import Opening
 from tests.deadlines import HANG
+from tests.jobs import start_ranks
 from tests.sources.http_server import serving
 from tests.sources.laws import FILE_KINDS, TOTAL, files, names
 from tests.trials import draws
@@ -125,18 +124,19 @@ def test_a_copy_that_is_removed_while_it_is_read_is_read_to_its_end(tmp_path):
 
 
 READER = """
-import random, sys
+import os, random, sys
 from paddle_shard import Stream
 from paddle_shard.inputs.stream import stage_of
 from paddle_shard.stages.stage import Opening
+from paddle_shard.testing import report
 url, folder, limit, seed = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-rng = random.Random(seed)
+rng = random.Random(4 * seed + int(os.environ["PADDLE_TRAINER_ID"]))
 for _ in range(12):
     urls = [f"{url}/{number}.txt" for number in rng.sample(range(6), 3)]
     stream = Stream.lines(urls, cache_dir=folder, cache_bytes=limit, shuffle_shards=False)
     for part in stage_of(stream).open(Opening(parts=(0,), num_parts=1, epoch=0)):
         assert [line[0] for line in part] == ["abcdef"[int(name[-5])] for name in urls]
-print("right")
+report("right")
 """
 
 
@@ -145,38 +145,31 @@ print("right")
 def test_processes_share_copies_keep_to_the_limit_and_outlive_one_that_is_killed(seed, tmp_path):
     rng = random.Random(seed)
     limit, most, stop = rng.randrange(2 * SIZE, 5 * SIZE), [], threading.Event()
+    folder, script = tmp_path / "copies", tmp_path / "reader.py"
+    folder.mkdir()
+    script.write_text(READER)
 
     def watch():
         while not stop.is_set():
-            most.append(bytes_in(tmp_path))
-            time.sleep(0.0005)
+            most.append(bytes_in(folder))
+            time.sleep(0.002)
 
     with serving(FILES) as server:
         watcher = threading.Thread(target=watch)
         watcher.start()
-        readers = [
-            subprocess.Popen(
-                [sys.executable, "-c", READER, server.url, str(tmp_path), str(limit), str(4 * seed + number)],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for number in range(4)
-        ]
         try:
-            while len(server.asked) < 5:
-                assert all(reader.poll() is None for reader in readers)
-                time.sleep(0.005)
-            readers[0].kill()
-            said = [reader.communicate(timeout=HANG) for reader in readers]
+            with start_ranks(script, 4, tmp_path / "run", args=[server.url, folder, limit, seed], timeout=HANG) as job:
+                while len(server.asked) < 5:
+                    assert job.exit_codes() == {}
+                    time.sleep(0.005)
+                job.send(0, signal.SIGKILL)
+                said = job.reports([1, 2, 3], HANG)
+                assert job.wait([0], HANG)[0] == -signal.SIGKILL
         finally:
             stop.set()
             watcher.join()
-            for reader in readers:
-                reader.kill()
 
-    assert [out for out, _ in said[1:]] == ["right\n"] * 3, said
-    assert readers[0].returncode == -signal.SIGKILL
+    assert said == ["right"] * 3
     assert max(most) <= limit
     assert max(most) > SIZE
 

@@ -64,7 +64,7 @@ def test_a_rank_that_hangs_is_named_with_its_stack_and_killed(tmp_path, processe
     body += "    time.sleep(600)\nif rank == 1: stuck_here()\nreport(rank)"
     path = script(tmp_path, body)
 
-    for timeout in (8 if processes else 20, 60, 180):  # on a busy machine it takes longer until the ranks have begun
+    for timeout in (4 if processes else 8, 30, 180):  # on a busy machine it takes longer until the ranks have begun
         with pytest.raises(RanksFailed) as caught:
             run_ranks(path, 2, tmp_path / f"run {timeout}", timeout=timeout, processes=processes)
         if "stuck_here" in str(caught.value):
@@ -97,13 +97,13 @@ def test_a_rank_sees_what_a_launched_one_sees(tmp_path, monkeypatch):
     """Its environment, arguments, folder, import path, signals and standard streams; `__main__` can be pickled."""
     body = """
 import json, pickle, signal
-import numpy as np, paddle
+if rank == 1:  # as users' scripts do; it takes seconds, but for a rank that is forked
+    import paddle
 class Own: pass
 assert type(pickle.loads(pickle.dumps(Own()))) is Own and __name__ == "__main__"
 names = sorted(n for n in os.environ if n.startswith(("PADDLE_", "POD_", "MY_", "FLAGS_")) and "SHARD" not in n)
 where = ("_MASTER", "_ENDPOINT", "_ENDPOINTS", "_LOG_DIR", "_NAME", "_ENV_PATH")
 told = {n: None if n.endswith(where) else os.environ[n] for n in names}
-threads = len(os.listdir("/proc/self/task"))
 report([told, sys.argv, os.getcwd(), sys.path[0], __file__, sys.stdin.read(), os.isatty(1),
         str(signal.getsignal(signal.SIGINT)), str(signal.getsignal(signal.SIGTERM))])
 """
