@@ -16,7 +16,7 @@ CAUGHT_BY = {
     "knows_no_fence": (103, 105),
     "shares_a_generation": (113, 140),
     "looks_once": (127,),
-    "looks_on_each_rank": (142, 153),
+    "looks_on_each_rank": (153, 160),
     "counts_what_has_failed": (232, 272),
     "cleans_before_the_end": (102, 105),
     "takes_errors_for_nothing": (127, 189),
