@@ -115,12 +115,16 @@ class PassState:
         self._is_open = False
         """True if all ranks have opened the pass."""
         self._is_ending = False
-        """True if the pass ends on some rank, so that the hub decides each step."""
+        """True if the pass ends on some rank, so that each step is reported, too."""
         self._notes: dict[int, list[tuple[int, str]]] = {}
         """Step -> (global rank, note) of all ranks."""
         self._num_heard: dict[int, int] = {}
         """Global rank -> number of its notes that have arrived."""
+        self.rank = -1
+        """Global rank of this process."""
         self._num_noted = 0
+        self._not_heard: list[int] = []
+        """Steps of this rank's notes that the hub has not broadcast yet."""
         self._unsent_notes: list[tuple[int, str]] = []
         self._unsent_digests: dict[int, int] = {}
         self._sent = (0, OK)
@@ -135,23 +139,28 @@ class PassState:
         """True if the hub should learn now what this rank has announced."""
         step, kind = self._sent
         unsent = self.outlook.step - step
-        if self._reads_table and self.outlook.kind == kind:
+        if self._reads_table and not self._is_ending and self.outlook.kind == kind:
             return bool(self._unsent_notes)
         return unsent >= BATCH or (self.is_waiting and unsent > 0) or self.outlook.kind != kind
 
     @property
     def _reads_table(self) -> bool:
-        return self._is_open and not self._is_ending and self.table is not None and self.table.is_shared
+        # Also while the pass ends: another rank may hold its interpreter, in a collective of a step that it was
+        # delivered, so that it cannot report that step.
+        return self._is_open and self.table is not None and self.table.is_shared
 
     def post(self) -> None:
         """Publish on the table what this rank has announced."""
         if self.table is not None:
-            self.table.post(self.number, min(self.outlook.step, self.outlook.exhausted), self._num_noted)
+            # No step of which a note is on its way: this rank may be unable to send it, as above.
+            step = min(self.outlook.step, self.outlook.exhausted, *self._not_heard[:1])
+            self.table.post(self.number, step, self._num_noted - len(self._not_heard))
 
     def note(self, payload: str) -> None:
         """Send all ranks a note about the step that is announced next; it arrives before they deliver that step."""
         self._unsent_notes.append((self.outlook.step, payload))
         self._num_noted += 1
+        self._not_heard.append(self.outlook.step)
 
     def note_read(self, digest: int) -> None:
         """Record the digest of all that was read up to the end of the step that is announced next.
@@ -248,6 +257,9 @@ class PassState:
         if kind == "note":
             step, name, payload = content
             self._num_heard[name] = self._num_heard.get(name, 0) + 1
+            if name == self.rank:
+                del self._not_heard[0]
+                self.post()
             self._notes.setdefault(step, []).append((name, payload))
         elif kind == "release":
             step, so_far, is_ending = content
@@ -357,6 +369,7 @@ class Member:
         """
         terms = replace(terms, timeout=self.timeout if terms.timeout is None else terms.timeout)
         state = make(self._num_opened, terms)
+        state.rank = self.rank
         self.passes[state.number] = state
         self._num_opened += 1
         older = self.passes.get(state.number - PASSES)

@@ -50,6 +50,8 @@ class Job:
     threaded: tuple
     sharing: tuple = ()
     """Ranks that have mapped the memory of the table."""
+    meets: bool = False
+    """True if each step ends with a collective in which no other thread of a rank runs."""
     fault: Fault | None = None
 
 
@@ -71,7 +73,8 @@ def jobs_of(seed):
         relays = dict.fromkeys(range(3, size), 2) if size > 3 and rng.random() < 0.3 else {}
         threaded = tuple(rank for rank in range(size) if rng.random() < 0.6)
         sharing = random.Random(f"memory of {seed}.{len(found)}").choice([(), *3 * [range(size)], range(1, size)])
-        job = Job(f"{seed}.{len(found)}", size, scripts, relays, threaded, tuple(sharing))
+        meets = kind in ("sound", "led") and not relays and random.Random(f"collectives of {seed}.{len(found)}").random() < 0.5
+        job = Job(f"{seed}.{len(found)}", size, scripts, relays, threaded, tuple(sharing), meets)
         if kind == "faulty":
             actions = sum(5 * size * (outcome(script, size)[0] + 2) for script in scripts)
             victim = rng.choice([0, *range(1, size), *range(1, size)])
@@ -125,7 +128,7 @@ def run(seed, trace=None):
 def run_job(job, digest, trace=None):
     """Run a job; return its number of actions. Raises Failed."""
     rng = random.Random(f"schedule of {job.seed}")
-    world = World(job.size, job.scripts, relays=job.relays, threaded=job.threaded, sharing=job.sharing)
+    world = World(job.size, job.scripts, relays=job.relays, threaded=job.threaded, sharing=job.sharing, meets=job.meets)
     schedule, fault, slack = Schedule(rng), job.fault, SLACK
     while not world.is_done:
         if fault is not None and schedule.count >= fault.at:
@@ -246,7 +249,7 @@ def smaller_jobs(job):
     """Yield jobs with one thing less."""
     for number in range(len(job.scripts) if len(job.scripts) > 1 else 0):
         yield replace(job, scripts=job.scripts[:number] + job.scripts[number + 1 :])
-    for name, less in (("fault", None), ("relays", {}), ("threaded", ()), ("sharing", ())):
+    for name, less in (("fault", None), ("relays", {}), ("threaded", ()), ("sharing", ()), ("meets", False)):
         if getattr(job, name):
             yield replace(job, **{name: less})
     for number, script in enumerate(job.scripts):

@@ -75,6 +75,7 @@ class Rank:
         self.turned_at = 0.0
         self.frozen_until = 0.0
         self.is_dead = False
+        self.meets = None  # the step at which it waits in a collective, and none of its threads runs
 
     @property
     def script(self):
@@ -167,6 +168,16 @@ class Rank:
             return
         self.step += 1
         self.phase = "next" if self.step < FAR else "done"
+        if self.world.meets:
+            self.meets = len(self.results), self.step
+
+    def is_held(self):
+        """Whether it waits in a collective for ranks that were not delivered its step."""
+        if self.meets is not None:
+            others = ((len(one.results), one.step) for one in self.world.ranks)
+            if min(others) >= self.meets:
+                self.meets = None
+        return self.meets is not None
 
     def _finish(self, result):
         self.state.is_waiting = False
@@ -272,9 +283,10 @@ class Rank:
 class World:
     """All ranks, and what is on its way between them."""
 
-    def __init__(self, size, scripts, *, relays=None, threaded=(), sharing=()):
+    def __init__(self, size, scripts, *, relays=None, threaded=(), sharing=(), meets=False):
         self.size = size
         self.scripts = scripts
+        self.meets = meets
         self.relays = relays or {}
         self.now = self.struck_at = 0.0
         self.opened = {}
@@ -325,7 +337,7 @@ class World:
         """Return what may happen now: (thread, rank) or (driver, rank, from which rank it takes a message)."""
         found = []
         for one in self.ranks:
-            if one.is_dead or one.frozen_until > self.now:
+            if one.is_dead or one.frozen_until > self.now or one.is_held():
                 continue
             if one.may_train():
                 found.append(("train", one.rank, None))
@@ -335,7 +347,7 @@ class World:
                 found.append(("drive", one.rank, None))
         for (source, target), messages in self.channels.items():
             one = self.ranks[target]
-            is_able = one.is_connected and not one.is_dead and one.frozen_until <= self.now
+            is_able = one.is_connected and not (one.is_dead or one.is_held()) and one.frozen_until <= self.now
             if messages and is_able and one.member.lost is None:
                 found.append(("drive", target, source))
         return found
