@@ -217,7 +217,8 @@ def describe(
 def _stack(frame: FrameType | None) -> list[CodeType]:
     """Return the functions that run, outermost first."""
     codes = []
-    while frame is not None:
+    # The thread goes on meanwhile: of a function that has just returned, Python 3.11 may give its code as `f_back`.
+    while isinstance(frame, FrameType):
         codes.append(frame.f_code)
         frame = frame.f_back
     return codes[::-1]

@@ -71,7 +71,11 @@ class ArrayDataset:
         return self._shaped({name: _taken(array, rows) for name, array in self._columns.items()})
 
     def samples(self, indices: Sequence[int]) -> list[Any]:
-        """Return some samples, read at once."""
+        """Return some samples, read at once.
+
+        Args:
+            indices: The samples.
+        """
         columns = [_taken(array, as_rows(indices)) for array in self._columns.values()]
         return [self._shaped(dict(zip(self._columns, row, strict=True))) for row in zip(*columns, strict=True)]
 

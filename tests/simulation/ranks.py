@@ -73,7 +73,8 @@ def jobs_of(seed):
         relays = dict.fromkeys(range(3, size), 2) if size > 3 and rng.random() < 0.3 else {}
         threaded = tuple(rank for rank in range(size) if rng.random() < 0.6)
         sharing = random.Random(f"memory of {seed}.{len(found)}").choice([(), *3 * [range(size)], range(1, size)])
-        meets = kind in ("sound", "led") and not relays and random.Random(f"collectives of {seed}.{len(found)}").random() < 0.5
+        meets = random.Random(f"collectives of {seed}.{len(found)}").random() < 0.5
+        meets = meets and kind in ("sound", "led") and not relays
         job = Job(f"{seed}.{len(found)}", size, scripts, relays, threaded, tuple(sharing), meets)
         if kind == "faulty":
             actions = sum(5 * size * (outcome(script, size)[0] + 2) for script in scripts)
