@@ -54,7 +54,7 @@ def collate(
         if not _check(samples, _NUMERIC, path) <= _OF_PYTHON:
             check_dtypes(samples, path)
         rows = stack(samples, path)
-        check_dtype(rows, path)
+        refuse_uint16(rows, path)
         return rows
     if isinstance(first, Mapping):
         _check(samples, Mapping, path)
@@ -99,7 +99,7 @@ def _check(samples: Sequence[Any], kind: Any, path: str, but: Any = ()) -> set[t
     return types
 
 
-def check_dtype(array: Any, path: str) -> None:
+def refuse_uint16(array: Any, path: str) -> None:
     """Refuse an array of uint16: Paddle keeps bfloat16 in such arrays, and would take the numbers for its bits."""
     if array.dtype == np.uint16:
         raise TypeError(

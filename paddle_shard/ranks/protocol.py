@@ -122,7 +122,6 @@ class PassState:
         """Global rank -> number of its notes that have arrived."""
         self.rank = -1
         """Global rank of this process."""
-        self._num_noted = 0
         self._not_heard: list[int] = []
         """Steps of this rank's notes that the hub has not broadcast yet."""
         self._unsent_notes: list[tuple[int, str]] = []
@@ -154,12 +153,11 @@ class PassState:
         if self.table is not None:
             # No step of which a note is on its way: this rank may be unable to send it, as above.
             step = min(self.outlook.step, self.outlook.exhausted, *self._not_heard[:1])
-            self.table.post(self.number, step, self._num_noted - len(self._not_heard))
+            self.table.post(self.number, step, self._num_heard.get(self.rank, 0))
 
     def note(self, payload: str) -> None:
         """Send all ranks a note about the step that is announced next; it arrives before they deliver that step."""
         self._unsent_notes.append((self.outlook.step, payload))
-        self._num_noted += 1
         self._not_heard.append(self.outlook.step)
 
     def note_read(self, digest: int) -> None:

@@ -35,8 +35,7 @@ def digest(value: Any, before: int = 0, most: int = _ITEMS) -> int:
         for key in sorted(value, key=repr):
             before = digest(value[key], zlib.crc32(repr(key).encode(), before), most)
         return before
-    is_dense = not hasattr(value, "is_dense") or value.is_dense()  # a sparse tensor of Paddle's has no `numpy`
-    if isinstance(value, np.ndarray) or (hasattr(value, "shape") and hasattr(value, "numpy") and is_dense):
+    if isinstance(value, np.ndarray) or _is_dense_tensor(value):
         array = value if isinstance(value, np.ndarray) else np.asarray(value.numpy())
         before = zlib.crc32(f"{array.shape}{array.dtype}".encode(), before)
         some = array.reshape(-1)[:: max(1, array.size // most)]
@@ -55,6 +54,12 @@ def digest(value: Any, before: int = 0, most: int = _ITEMS) -> int:
     if not is_known and hasattr(value, "tobytes"):  # an image of PIL
         return zlib.crc32(value.tobytes()[:most], before)
     return zlib.crc32((repr(value) if is_known else type(value).__qualname__).encode(), before)
+
+
+def _is_dense_tensor(value: Any) -> bool:
+    """Return whether a value is a tensor with a `numpy`; that of a sparse one of Paddle's crashes."""
+    is_tensor = hasattr(value, "shape") and hasattr(value, "numpy")
+    return is_tensor and (not hasattr(value, "is_dense") or value.is_dense())
 
 
 class TurnDigests:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import paddle
 
-from paddle_shard.collate import cannot_stack, check_dtype, check_dtypes, collate, stack
+from paddle_shard.collate import cannot_stack, check_dtypes, collate, refuse_uint16, stack
 from paddle_shard.errors import described
 from paddle_shard.plan.seeding import derive_seed, mix
 from paddle_shard.plan.step import Step
@@ -78,7 +78,7 @@ class Reader:
         self._collate_fn = collate_fn
         self._collate = partial(collate, stack_other=_stack_tensors)
         if collate_fn is not None:
-            self._collate = partial(_collated_by, collate_fn)
+            self._collate = partial(_call_and_check, collate_fn)
         declared = getattr(dataset, "uses_rng", None)
         self.rng = SampleRng(how.generators, declared if isinstance(declared, bool) else None)
         self._placeholder: Any = None
@@ -138,7 +138,7 @@ class Reader:
             name_of: Returns the name of a row's sample, for messages.
         """
         if whole:
-            return _collated_by(_itself if self._collate_fn is None else self._collate_fn, samples[0]), []
+            return _call_and_check(_itself if self._collate_fn is None else self._collate_fn, samples[0]), []
         if not self._how.skip_errors:
             return self._collate(samples), []
         value = collate_skipping(samples, failed, self._collate, _zeros_like(self._placeholder))
@@ -213,7 +213,7 @@ class IdReader(Reader):
         at.update(what=f"collating {len(samples) if is_list else 'the'} samples", index=None)
         self._seed_collating(step)
         collates = is_list or self._collate_fn is not None
-        return Chunk(self._collate(samples) if collates else _collated_by(_itself, samples))
+        return Chunk(self._collate(samples) if collates else _call_and_check(_itself, samples))
 
     def _seed_collating(self, step: Step) -> None:
         """Seed what the user's function draws while it collates a step: the same on all data ranks."""
@@ -281,12 +281,12 @@ def _itself(index: Any) -> Any:
     return index
 
 
-def _collated_by(function: Callable[[Any], Any], samples: Any) -> Any:
+def _call_and_check(function: Callable[[Any], Any], samples: Any) -> Any:
     """Return what a function of the user's makes of samples, whose arrays must be what Paddle takes them for."""
     found = function(samples)
     for path, leaf in named_leaves(found):
         if isinstance(leaf, np.ndarray):
-            check_dtype(leaf, path)
+            refuse_uint16(leaf, path)
     return found
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from paddle.io.dataloader import worker as paddle_worker
@@ -18,29 +17,23 @@ _END: Any = object()
 _OF_TORCH = "torch.utils.data._utils.worker"
 
 
-@contextmanager
-def shown(info: WorkerInfo | None) -> Iterator[None]:
+class shown:
     """Let `paddle.io.get_worker_info()`, and torch's if that is loaded, return `info` inside the `with` block."""
-    own = _show(info)
-    try:
-        yield
-    finally:
-        _restore(own)
 
+    def __init__(self, info: WorkerInfo | None) -> None:  # not by `contextmanager`: it is entered for each sample
+        self._info = info
+        self._own: list[tuple[Any, WorkerInfo | None]] = []
 
-def _show(info: WorkerInfo | None) -> list[tuple[Any, Any]]:
-    """Show `info`; return (module, what it has shown before)."""
-    of_torch: Any = sys.modules.get(_OF_TORCH)
-    modules = [paddle_worker] if of_torch is None else [paddle_worker, of_torch]
-    own = [(module, module._worker_info) for module in modules]
-    for module in modules:
-        module._worker_info = info
-    return own
+    def __enter__(self) -> None:
+        of_torch: Any = sys.modules.get(_OF_TORCH)
+        modules = [paddle_worker] if of_torch is None else [paddle_worker, of_torch]
+        self._own = [(module, module._worker_info) for module in modules]
+        for module in modules:
+            module._worker_info = self._info
 
-
-def _restore(own: list[tuple[Any, Any]]) -> None:
-    for module, info in own:
-        module._worker_info = info
+    def __exit__(self, *_: object) -> None:
+        for module, info in self._own:
+            module._worker_info = info
 
 
 def told(info: WorkerInfo | None, dataset: Iterable[Any] | Callable[[], Iterable[Any]]) -> Iterator[Any]:
@@ -55,11 +48,8 @@ def told(info: WorkerInfo | None, dataset: Iterable[Any] | Callable[[], Iterable
         if info is paddle_worker._worker_info and _OF_TORCH not in sys.modules:  # as where no workers read
             item = next(items, _END)
         else:
-            own = _show(info)
-            try:
+            with shown(info):
                 item = next(items, _END)
-            finally:
-                _restore(own)
         if item is _END:
             return
         yield item

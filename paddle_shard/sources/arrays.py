@@ -67,8 +67,7 @@ class ArrayDataset:
 
     def __getitems__(self, indices: Sequence[int]) -> Any:
         """Return a batch: some rows of each array, in the structure of a sample."""
-        rows = as_rows(indices)
-        return self._shaped({name: _taken(array, rows) for name, array in self._columns.items()})
+        return self._shaped(self._read(indices))
 
     def samples(self, indices: Sequence[int]) -> list[Any]:
         """Return some samples, read at once.
@@ -76,8 +75,12 @@ class ArrayDataset:
         Args:
             indices: The samples.
         """
-        columns = [_taken(array, as_rows(indices)) for array in self._columns.values()]
-        return [self._shaped(dict(zip(self._columns, row, strict=True))) for row in zip(*columns, strict=True)]
+        columns = self._read(indices)
+        return [self._shaped(dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True)]
+
+    def _read(self, indices: Sequence[int]) -> dict[Any, Any]:
+        rows = as_rows(indices)
+        return {name: _taken(array, rows) for name, array in self._columns.items()}
 
     def _shaped(self, found: dict[Any, Any]) -> Any:
         if self._named:

@@ -280,11 +280,11 @@ class IterableSource(Stage):
         own = OwnCopy(self._iterable)
         tell_epoch(own.dataset, opening)
         try:
-            yield from opening.drawn(self._begin(partial(self._anew, own.dataset)), 0)
+            yield from opening.drawn(self._begin(partial(self._new_iterator, own.dataset)), 0)
         finally:
             own.give_back()
 
-    def _anew(self, dataset: Any) -> Iterator[Any]:
+    def _new_iterator(self, dataset: Any) -> Iterator[Any]:
         """Begin to iterate; refuse the iterator of an earlier pass, which would continue behind what that has read."""
         items = iterate(dataset)
         last = _last_iterators.get(self)

@@ -97,7 +97,9 @@ def posts_no_notes(self):
 def posts_too_much(self):
     """The step that is read next is on the table, too."""
     if self.table is not None:
-        self.table.post(self.number, min(self.outlook.step, self.outlook.exhausted) + 1, self._num_noted)
+        self.table.post(
+            self.number, min(self.outlook.step, self.outlook.exhausted) + 1, self._num_heard.get(self.rank, 0)
+        )
 
 
 @property
