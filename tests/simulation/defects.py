@@ -1,8 +1,5 @@
 """Planted defects: weaker rules, of which the simulation must catch each."""
 
-import contextlib
-from unittest import mock
-
 from paddle_shard.ranks import protocol
 from paddle_shard.ranks.verdict import END, NEVER, OK, Decision, decide
 
@@ -103,6 +100,19 @@ def posts_too_much(self):
 
 
 @property
+def leaves_the_table_at_the_end(self):
+    """The table is not read any more once the pass ends on some rank, which may be held in a collective."""
+    return not self._is_ending and reads_table.fget(self)
+
+
+def posts_what_is_not_sent(self):
+    """The table shows steps whose notes may not be sent yet."""
+    if self.table is not None:
+        num_notes = self._num_heard.get(self.rank, 0) + len(self._not_heard)
+        self.table.post(self.number, min(self.outlook.step, self.outlook.exhausted), num_notes)
+
+
+@property
 def reads_what_was_not_compared(self):
     """The table is trusted before the hub has compared what the ranks have opened."""
     return not self._is_ending and self.table is not None and self.table.is_shared
@@ -120,34 +130,24 @@ reports = protocol.PassState.reports
 hub_decide = protocol.Hub._decide
 member_receive = protocol.Member.receive
 lose = protocol.Hub.lose
+reads_table = protocol.PassState._reads_table
 
 DEFECTS = {
-    "delivers_unasked": ("PassState.may_deliver", delivers_unasked),
-    "releases_a_batch": ("_Ballot.decide", releases_a_batch),
-    "notes_too_late": ("PassState.reports", notes_too_late),
-    "ends_too_early": ("decide", ends_too_early),
-    "keeps_padding_to_itself": ("PassState.reports", keeps_padding_to_itself),
-    "takes_one_end_for_all": ("decide", takes_one_end_for_all),
-    "forgets_early_notes": ("Hub._take_note", forgets_early_notes),
-    "decides_with_whom_it_knows": ("Hub._decide", decides_with_whom_it_knows),
-    "ignores_the_dead": ("Member.receive", ignores_the_dead),
-    "forgets_who_leaves": ("PassState.close", forgets_who_leaves),
-    "posts_no_notes": ("PassState.post", posts_no_notes),
-    "posts_too_much": ("PassState.post", posts_too_much),
-    "reads_what_was_not_compared": ("PassState._reads_table", reads_what_was_not_compared),
-    "shares_what_is_compared": ("Member._share", shares_what_is_compared),
+    "delivers_unasked": (protocol.PassState, {"may_deliver": delivers_unasked}),
+    "releases_a_batch": (protocol._Ballot, {"decide": releases_a_batch}),
+    "notes_too_late": (protocol.PassState, {"reports": notes_too_late}),
+    "ends_too_early": (protocol, {"decide": ends_too_early}),
+    "keeps_padding_to_itself": (protocol.PassState, {"reports": keeps_padding_to_itself}),
+    "takes_one_end_for_all": (protocol, {"decide": takes_one_end_for_all}),
+    "forgets_early_notes": (protocol.Hub, {"_take_note": forgets_early_notes}),
+    "decides_with_whom_it_knows": (protocol.Hub, {"_decide": decides_with_whom_it_knows}),
+    "ignores_the_dead": (protocol.Member, {"receive": ignores_the_dead}),
+    "forgets_who_leaves": (protocol.PassState, {"close": forgets_who_leaves}),
+    "posts_no_notes": (protocol.PassState, {"post": posts_no_notes}),
+    "posts_too_much": (protocol.PassState, {"post": posts_too_much}),
+    "leaves_the_table_at_the_end": (protocol.PassState, {"_reads_table": leaves_the_table_at_the_end}),
+    "posts_what_is_not_sent": (protocol.PassState, {"post": posts_what_is_not_sent}),
+    "reads_what_was_not_compared": (protocol.PassState, {"_reads_table": reads_what_was_not_compared}),
+    "shares_what_is_compared": (protocol.Member, {"_share": shares_what_is_compared}),
 }
-"""Name -> what is replaced in `protocol`, and by what."""
-
-
-@contextlib.contextmanager
-def planted(name):
-    """Run with a defect; None: without."""
-    if name is None:
-        yield
-        return
-    where, defect = DEFECTS[name]
-    owner, _, attribute = where.rpartition(".")
-    target = getattr(protocol, owner) if owner else protocol
-    with mock.patch.object(target, attribute, defect):
-        yield
+"""Name -> what is changed, and what replaces its attributes."""

@@ -10,7 +10,6 @@ After each crash, and for many moments as if it had crashed then, the newest che
 `--every` crashes two saves of so many ranks at each call, in all ways but for torn writes; a seed is a schedule.
 """
 
-import argparse
 import contextlib
 import errno
 import hashlib
@@ -20,7 +19,6 @@ import math
 import random
 import sys
 import threading
-import time
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from unittest import mock
@@ -31,8 +29,9 @@ from paddle_shard.errors import ArgumentError, CheckpointError, PaddleShardError
 from paddle_shard.extras import checkpoint_folder, checkpoint_parts, checkpoints
 from paddle_shard.extras.checkpoints import Checkpoints
 from paddle_shard.record import lines
-from tests.simulation import disk_defects
+from tests.simulation import disk_defects, seeds
 from tests.simulation.files import Chance, Disk, Every, Folder, signature
+from tests.simulation.seeds import Failed
 
 RECORD = "/run/record.jsonl"
 MOST_CALLS = 20_000
@@ -49,10 +48,6 @@ ACTS = (
     *("crash", "crash", "kill job", "kill rank", "kill rank", "freeze job", "freeze rank"),
     *("take over", "take over", "take over", "start", "start two", "fault", "fault", "fault", "fault"),
 )
-
-
-class Failed(AssertionError):
-    """What a trial has done wrong."""
 
 
 class Killed(BaseException):
@@ -780,16 +775,7 @@ def run(seed, trace=None):
 
 def shrunk(seed):
     """Return a smaller trial that fails too, and how."""
-    found = None
-    candidates = [trial_of(seed)]
-    while candidates:
-        smaller = candidates.pop(0)
-        try:
-            run_trial(smaller, hashlib.sha256())
-        except Failed as failure:
-            found = smaller, failure
-            candidates = list(smaller_trials(smaller))
-    return found
+    return seeds.shrunk([trial_of(seed)], lambda trial: run_trial(trial, hashlib.sha256()), smaller_trials)
 
 
 def smaller_trials(trial):
@@ -809,47 +795,17 @@ def smaller_trials(trial):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", type=int, help="run one trial, and print its digest, calls, crashes and probes")
-    parser.add_argument("--trace", action="store_true", help="with --seed: print each call")
+    module = sys.modules[__name__]
+    parser = seeds.parser_of(module, disk_defects.DEFECTS)
     parser.add_argument("--every", type=int, help="number of ranks of a job that crashes at each call, in all ways")
-    parser.add_argument("--seeds", type=int, default=1000)
-    parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--seconds", type=float, default=math.inf)
-    parser.add_argument("--defect", choices=sorted(disk_defects.DEFECTS), help="run with a planted defect")
     options = parser.parse_args()
+    if options.every is None:
+        seeds.main(options, module, disk_defects.DEFECTS, ("calls", "crashes", "more states looked at"))
+        return
     logging.getLogger("paddle_shard").setLevel(logging.CRITICAL)
-    with disk_defects.planted(options.defect):
-        if options.every is not None:
-            found = [explore(options.every, 2, seed) for seed in range(options.first, options.first + options.seeds)]
-            print("{} calls, {} states: no failure".format(*np.sum(found, 0)))
-            return
-        if options.seed is not None:
-            print(*run(options.seed, print if options.trace else None))
-            return
-        sys.exit(run_many(options))
-
-
-def run_many(options):
-    begun = time.monotonic()
-    done = 0
-    totals = np.zeros(3, int)
-    for seed in range(options.first, options.first + options.seeds):
-        if time.monotonic() - begun > options.seconds:
-            break
-        try:
-            totals += run(seed)[1:]
-        except Failed as failure:
-            print(f"seed {seed}: {failure}\n  python -m tests.simulation.disk --seed {seed} --trace")
-            print("  a smaller trial: {}\n  {}".format(*shrunk(seed)))
-            return 1
-        done += 1
-        if done % 500 == 0:
-            print(f"{done} trials, {time.monotonic() - begun:.0f} s", flush=True)
-    seconds = time.monotonic() - begun
-    calls, crashes, probes = totals
-    print(f"{done} trials, {calls} calls, {crashes} crashes, {probes} more looked at, {seconds:.0f} s: no failure")
-    return 0
+    with seeds.planted(disk_defects.DEFECTS, options.defect):
+        found = [explore(options.every, 2, seed) for seed in range(options.first, options.first + options.seeds)]
+    print("{} calls, {} states: no failure".format(*np.sum(found, 0)))
 
 
 if __name__ == "__main__":

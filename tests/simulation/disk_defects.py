@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-from unittest import mock
 
 from paddle_shard.extras import checkpoint_folder, checkpoints
 from paddle_shard.extras.checkpoints import Checkpoints
@@ -132,14 +131,3 @@ DEFECTS = {
     "keeps_half_lines": (lines, {"_last_line": keeps_half_lines}),
 }
 """Name -> what is replaced where, and by what."""
-
-
-@contextlib.contextmanager
-def planted(name):
-    """Run with a defect; None: without."""
-    if name is None:
-        yield
-        return
-    target, changes = DEFECTS[name]
-    with mock.patch.multiple(target, **changes):
-        yield

@@ -6,18 +6,16 @@
 A trial that fails prints its seed and what has gone wrong. `--seed` runs it again, action by action.
 """
 
-import argparse
 import hashlib
 import json
-import logging
 import math
 import random
 import sys
-import time
 from dataclasses import dataclass, replace
 
-from tests.simulation import defects
+from tests.simulation import defects, seeds
 from tests.simulation.scripts import differing_script, leaving_script, led_script, outcome, random_script
+from tests.simulation.seeds import Failed
 from tests.simulation.world import TIMEOUT, World
 
 MOST_ACTIONS = 200_000
@@ -110,10 +108,6 @@ class Schedule:
         if action not in self._priorities:
             self._priorities[action] = self._rng.random()
         return self._priorities[action]
-
-
-class Failed(AssertionError):
-    """What a trial has done wrong."""
 
 
 def run(seed, trace=None):
@@ -234,16 +228,7 @@ def check_left(job, world, expected):
 
 def shrunk(seed):
     """Return a smaller job that fails too, and how."""
-    found = None
-    candidates = jobs_of(seed)
-    while candidates:
-        smaller = candidates.pop(0)
-        try:
-            run_job(smaller, hashlib.sha256())
-        except Failed as failure:
-            found = smaller, failure
-            candidates = list(smaller_jobs(smaller))
-    return found
+    return seeds.shrunk(jobs_of(seed), lambda job: run_job(job, hashlib.sha256()), smaller_jobs)
 
 
 def smaller_jobs(job):
@@ -261,40 +246,8 @@ def smaller_jobs(job):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", type=int, help="run one trial, and print its digest")
-    parser.add_argument("--trace", action="store_true", help="with --seed: print each action")
-    parser.add_argument("--seeds", type=int, default=1000)
-    parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--seconds", type=float, default=math.inf)
-    parser.add_argument("--defect", choices=sorted(defects.DEFECTS), help="run with a planted defect")
-    options = parser.parse_args()
-    logging.getLogger("paddle_shard").setLevel(logging.CRITICAL)
-    with defects.planted(options.defect):
-        if options.seed is not None:
-            print(*run(options.seed, print if options.trace else None))
-            return
-        sys.exit(run_many(options))
-
-
-def run_many(options):
-    begun = time.monotonic()
-    done = actions = 0
-    for seed in range(options.first, options.first + options.seeds):
-        if time.monotonic() - begun > options.seconds:
-            break
-        try:
-            actions += run(seed)[1]
-        except Failed as failure:
-            print(f"seed {seed}: {failure}\n  python -m tests.simulation.ranks --seed {seed} --trace")
-            print("  a smaller job: {}\n  {}".format(*shrunk(seed)))
-            return 1
-        done += 1
-        if done % 500 == 0:
-            print(f"{done} trials, {time.monotonic() - begun:.0f} s", flush=True)
-    seconds = time.monotonic() - begun
-    print(f"{done} trials of 4 jobs, one of them with a fault, {actions} actions, {seconds:.0f} s: no failure")
-    return 0
+    module = sys.modules[__name__]
+    seeds.main(seeds.parser_of(module, defects.DEFECTS).parse_args(), module, defects.DEFECTS, ("actions",))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,9 @@
 """A short run of the simulated disk; `make simulate` runs it for as long as one likes."""
 
-import logging
-
 import pytest
 
 from tests.simulation import disk, disk_defects
+from tests.simulation.seeds import planted
 from tests.trials import trials
 
 CAUGHT_BY = {
@@ -34,15 +33,6 @@ FAULTS = (
 """Defects that `Checkpoints` and the record once had."""
 
 
-@pytest.fixture(autouse=True)
-def quiet():
-    logger = logging.getLogger("paddle_shard")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    yield
-    logger.setLevel(level)
-
-
 def test_checkpoints_and_record_outlast_simulated_crashes():
     for seed in range(trials(80)):
         disk.run(seed)
@@ -69,7 +59,7 @@ def test_simulated_disk_replays_from_its_seed():
 
 @pytest.mark.parametrize("defect", disk_defects.DEFECTS)
 def test_simulated_disk_catches_a_planted_defect(defect):
-    with disk_defects.planted(defect):
+    with planted(disk_defects.DEFECTS, defect):
         for seed in CAUGHT_BY[defect]:
             with pytest.raises(disk.Failed):
                 disk.run(seed)
