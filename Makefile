@@ -125,7 +125,7 @@ clean:
 
 # Paddle loads the plug-in when it is imported. Without kernels of its own, a device needs the flag.
 ON_DEVICE := CUSTOM_DEVICE_ROOT=$(CURDIR)/build/device FLAGS_use_stride_kernel=0 GLOG_minloglevel=2
-DEVICE_TESTS := tests/device tests/loader/test_laws.py tests/loader/test_verify.py tests/loader/test_skipping.py tests/inputs/test_streams.py tests/reading/test_passes.py
+DEVICE_TESTS := tests/device tests/loader/test_laws.py tests/loader/test_verify.py tests/loader/test_skipping.py tests/data/test_streams.py tests/reading/test_passes.py
 build/device/libstandin.so: tests/device/standin.cc tests/device/standin_collectives.h $(READY)
 	mkdir -p $(@D)
 	$(CXX) -std=c++17 -O1 -g -Wall -fPIC -shared -fvisibility=hidden -pthread \

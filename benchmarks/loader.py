@@ -112,7 +112,7 @@ def price(here):
     import paddle
 
     import paddle_shard
-    from paddle_shard.inputs.generators import generators_of
+    from paddle_shard.data.generators import generators_of
     from paddle_shard.plan.step import Step
     from paddle_shard.reading.reader import HowToRead, IdReader
 

@@ -20,7 +20,7 @@ import paddle.distributed as dist
 
 import paddle_shard
 from paddle_shard import Stream
-from paddle_shard.sources.shards import ShardSource
+from paddle_shard.data.files.shards import ShardSource
 
 SIZES, BATCH_SIZE, WORKERS = (20, 3, 11, 7, 16, 5, 9), 8, 2
 TAILS = ("pad", "drop", "repeat", "error")

@@ -13,6 +13,12 @@ from paddle_shard import errors
 from paddle_shard.plan import Blocks, MeshLayout, ShardPlan
 
 if TYPE_CHECKING:  # what type checkers and editors see of the names below
+    from paddle_shard.data.arrays import ArrayDataset as ArrayDataset
+    from paddle_shard.data.external import ExternalLoader as ExternalLoader
+    from paddle_shard.data.external import ShardOptions as ShardOptions
+    from paddle_shard.data.mixture import Mixture as Mixture
+    from paddle_shard.data.packed import Packed as Packed
+    from paddle_shard.data.stream import Stream as Stream
     from paddle_shard.extras.buckets import BucketBatchSampler as BucketBatchSampler
     from paddle_shard.extras.checkpoints import Checkpoints as Checkpoints
     from paddle_shard.extras.ray_readers import RayReaders as RayReaders
@@ -21,34 +27,28 @@ if TYPE_CHECKING:  # what type checkers and editors see of the names below
     from paddle_shard.extras.state_tensor import state_to_tensor as state_to_tensor
     from paddle_shard.extras.trainers import TrainerCallback as TrainerCallback
     from paddle_shard.extras.trainers import patch_paddle as patch_paddle
-    from paddle_shard.inputs.stream import Stream as Stream
     from paddle_shard.loader.api import gather_valid as gather_valid
     from paddle_shard.loader.api import shard_dataloader as shard_dataloader
     from paddle_shard.loader.iteration import ShardIterator as ShardIterator
     from paddle_shard.loader.loader import ShardDataloader as ShardDataloader
-    from paddle_shard.place.field import Balanced as Balanced
-    from paddle_shard.sources.arrays import ArrayDataset as ArrayDataset
-    from paddle_shard.sources.external import ExternalLoader as ExternalLoader
-    from paddle_shard.sources.external import ShardOptions as ShardOptions
-    from paddle_shard.sources.mixture import Mixture as Mixture
-    from paddle_shard.sources.packed import Packed as Packed
+    from paddle_shard.placement.field import Balanced as Balanced
 
 from paddle_shard.version import VERSION as __version__
 
 _LAZY = {
-    "ArrayDataset": "paddle_shard.sources.arrays",
-    "Balanced": "paddle_shard.place.field",
+    "ArrayDataset": "paddle_shard.data.arrays",
+    "Balanced": "paddle_shard.placement.field",
     "BucketBatchSampler": "paddle_shard.extras.buckets",
     "Checkpoints": "paddle_shard.extras.checkpoints",
-    "ExternalLoader": "paddle_shard.sources.external",
-    "Mixture": "paddle_shard.sources.mixture",
-    "Packed": "paddle_shard.sources.packed",
+    "ExternalLoader": "paddle_shard.data.external",
+    "Mixture": "paddle_shard.data.mixture",
+    "Packed": "paddle_shard.data.packed",
     "RayReaders": "paddle_shard.extras.ray_readers",
     "SequenceSplit": "paddle_shard.extras.sequence",
     "ShardDataloader": "paddle_shard.loader.loader",
     "ShardIterator": "paddle_shard.loader.iteration",
-    "ShardOptions": "paddle_shard.sources.external",
-    "Stream": "paddle_shard.inputs.stream",
+    "ShardOptions": "paddle_shard.data.external",
+    "Stream": "paddle_shard.data.stream",
     "TrainerCallback": "paddle_shard.extras.trainers",
     "gather_valid": "paddle_shard.loader.api",
     "patch_paddle": "paddle_shard.extras.trainers",

@@ -9,9 +9,9 @@ import pytest
 
 import paddle_shard
 from paddle_shard import Stream
+from paddle_shard.data.files.parquet import parquet_source
+from paddle_shard.data.files.webdataset import webdataset_source
 from paddle_shard.errors import PaddleShardError
-from paddle_shard.sources.parquet import parquet_source
-from paddle_shard.sources.webdataset import webdataset_source
 
 ONE = dist.ProcessMesh([0], dim_names=["dp"])
 CLASSES = [value for name in paddle_shard.__all__ if isinstance(value := getattr(paddle_shard, name), type)]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import paddle_shard
-from tests.extras import needs
+from tests.optional import needs
 
 needs("mypy")
 ROOT = Path(paddle_shard.__file__).parents[1]

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import shares
 
+from paddle_shard.data.external import ExternalLoader, ShardOptions
+from paddle_shard.data.files.files import needs
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, SplitError
-from paddle_shard.sources.external import ExternalLoader, ShardOptions
-from paddle_shard.sources.files import needs
 
 _OURS = ("batch_size", "shard_id", "num_shards", "seed", "enable_checkpointing", "checkpoint")
 

@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 from shares import check_same, local_rows, seed_of
 
+from paddle_shard.data.external import ExternalLoader, ShardOptions
 from paddle_shard.errors import ArgumentError, StateError
-from paddle_shard.sources.external import ExternalLoader, ShardOptions
 
 NAME = "ffcv"
 _OURS = ("distributed", "order", "seed", "drop_last", "recompile")

@@ -27,12 +27,12 @@ import numpy as np
 import numpy.typing as npt
 import shares
 
-from paddle_shard.collate import collate
+from paddle_shard.core.collate import collate
+from paddle_shard.data.external import ExternalLoader, ShardOptions
+from paddle_shard.data.files.files import needs
+from paddle_shard.data.files.locks import held
 from paddle_shard.errors import ArgumentError, MissingDependencyError, SplitError
 from paddle_shard.plan.seeding import derive_seed
-from paddle_shard.sources.external import ExternalLoader, ShardOptions
-from paddle_shard.sources.files import needs
-from paddle_shard.sources.locks import held
 
 _ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 _OURS = {

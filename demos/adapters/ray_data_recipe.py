@@ -12,10 +12,10 @@ from collections.abc import Iterable
 from itertools import count
 from typing import Any
 
-from paddle_shard.checks import check_count
+from paddle_shard.core.checks import check_count
+from paddle_shard.data.external import ExternalLoader, ShardOptions
+from paddle_shard.data.files.files import needs
 from paddle_shard.errors import ArgumentError, ArgumentTypeError
-from paddle_shard.sources.external import ExternalLoader, ShardOptions
-from paddle_shard.sources.files import needs
 
 _numbers = count()
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from paddle_shard.checks import check_count
+from paddle_shard.core.checks import check_count
+from paddle_shard.data.external import ShardOptions
 from paddle_shard.errors import ArgumentTypeError, SplitError, StateError
 from paddle_shard.plan.partition import check_batch_size
 from paddle_shard.plan.seeding import derive_seed
-from paddle_shard.sources.external import ShardOptions
 
 
 def local_rows(batch_size: int, share: ShardOptions) -> int:

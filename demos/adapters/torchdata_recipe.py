@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import shares
 
+from paddle_shard.data.arrays import check_indexed
+from paddle_shard.data.external import ExternalLoader, ShardOptions
+from paddle_shard.data.files.files import needs
 from paddle_shard.errors import ArgumentError, ArgumentTypeError
 from paddle_shard.plan.seeding import derive_seed, mix
-from paddle_shard.sources.arrays import check_indexed
-from paddle_shard.sources.external import ExternalLoader, ShardOptions
-from paddle_shard.sources.files import needs
 
 
 def torchdata_loader(build: Callable[[ShardOptions], Any]) -> ExternalLoader:

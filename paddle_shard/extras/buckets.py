@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from paddle_shard.checks import check_count
+from paddle_shard.core.checks import check_count
 from paddle_shard.errors import ArgumentError, StateError
 from paddle_shard.plan.order import Indices
 from paddle_shard.plan.seeding import derive_key

@@ -16,7 +16,7 @@ from typing import Any
 
 import paddle
 
-from paddle_shard.record.lines import sync
+from paddle_shard.run.record_lines import sync
 
 
 def sizes_in(directory: Path) -> dict[str, int | None]:

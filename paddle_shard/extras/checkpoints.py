@@ -24,7 +24,8 @@ from typing import Any
 import paddle
 import paddle.distributed as dist
 
-from paddle_shard.checks import check_count
+from paddle_shard.core.checks import check_count
+from paddle_shard.data.files.files import is_remote, local_path
 from paddle_shard.errors import (
     ArgumentError,
     CheckpointError,
@@ -43,7 +44,6 @@ from paddle_shard.extras.checkpoint_folder import (
 from paddle_shard.extras.checkpoint_parts import SavedPart, fill, is_dist, kind_of, part_of, without_sums
 from paddle_shard.ranks.agreeing import gather_of
 from paddle_shard.ranks.rendezvous import num_ranks
-from paddle_shard.sources.files import is_remote, local_path
 
 VERSION = 2
 """Version of the manifest, of the names of checkpoints and of the files of this library."""

@@ -22,14 +22,14 @@ import numpy as np
 import paddle
 import paddle.io
 
-from paddle_shard.checks import check_count
+from paddle_shard.core.checks import check_count
+from paddle_shard.data.files.files import needs
 from paddle_shard.errors import ArgumentTypeError, described
 from paddle_shard.reading.failure import ReadFailure
 from paddle_shard.reading.reader import Reader
 from paddle_shard.reading.serialization import pickled
 from paddle_shard.reading.worker import WorkerSettings, set_up
 from paddle_shard.reading.workers import WorkerPool, WorkersLostError, drawn_seed
-from paddle_shard.sources.files import needs
 
 _LOOK_SECONDS = 0.2
 """Seconds after which a call that waits for an answer checks whether it was interrupted."""

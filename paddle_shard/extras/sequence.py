@@ -11,11 +11,11 @@ import numpy.typing as npt
 import paddle
 import paddle.distributed as dist
 
-from paddle_shard.checks import check_count
-from paddle_shard.collate import collate
+from paddle_shard.core.checks import check_count
+from paddle_shard.core.collate import collate
 from paddle_shard.errors import ArgumentError, AxisError, BatchStructureError
-from paddle_shard.place.field import from_local
-from paddle_shard.place.lengths import padded
+from paddle_shard.placement.field import from_local
+from paddle_shard.placement.lengths import padded
 from paddle_shard.plan.sequence import balanced_order
 
 LAYOUTS = ("plain", "balanced", "documents")

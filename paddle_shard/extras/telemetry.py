@@ -10,9 +10,9 @@ from typing import Any
 
 import paddle.distributed as dist
 
-from paddle_shard.checks import check_count
+from paddle_shard.core.checks import check_count
+from paddle_shard.data.files.files import needs
 from paddle_shard.loader.loader import ShardDataloader
-from paddle_shard.sources.files import needs
 
 _TOTALS = {
     "batches": "Batches that were delivered to this rank",

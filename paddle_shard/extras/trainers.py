@@ -17,11 +17,11 @@ import paddle.distributed as dist
 import paddle.io
 from paddle.distributed import auto_parallel
 
+from paddle_shard.core.warn_once import say_once
 from paddle_shard.errors import ArgumentError, PaddleShardError, StateError
 from paddle_shard.loader.api import shard_dataloader
 from paddle_shard.loader.compat import mend_process_mesh
 from paddle_shard.loader.loader import ShardDataloader
-from paddle_shard.say_once import say_once
 
 FILE = "paddle_shard.json"
 """In a checkpoint's folder. Where each rank has data of its own, the others' names hold the rank, too."""

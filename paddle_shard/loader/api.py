@@ -12,17 +12,17 @@ from typing import Any, Literal, ParamSpec, TypeVar
 import paddle.distributed as dist
 import paddle.io
 
+from paddle_shard.core.trees import leaves
 from paddle_shard.errors import ArgumentError, ArgumentTypeError
-from paddle_shard.inputs.options import LoaderOptions
 from paddle_shard.loader.compat import auto_dp_axis, in_auto_dp_mode
 from paddle_shard.loader.loader import ShardDataloader
-from paddle_shard.place.field import from_local
+from paddle_shard.loader.options import LoaderOptions
+from paddle_shard.placement.field import from_local
 from paddle_shard.plan.orders import Shuffle
 from paddle_shard.plan.tails import TailName
-from paddle_shard.position.run import gathered
 from paddle_shard.ranks.agreeing import fails_on_all_ranks, groups, tell_failed
 from paddle_shard.reading.reading import Readers
-from paddle_shard.tree import leaves
+from paddle_shard.run.run import gathered
 
 P = ParamSpec("P")
 R = TypeVar("R")

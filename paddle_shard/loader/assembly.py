@@ -11,28 +11,28 @@ from typing import Any
 import paddle.distributed as dist
 import paddle.io
 
-from paddle_shard.delivery.placing import LoaderRows, PassSetup
-from paddle_shard.delivery.replicas import replicas_of
-from paddle_shard.delivery.stats import LoaderStats
+from paddle_shard.core.warn_once import say_once
+from paddle_shard.data.generators import generators_of
 from paddle_shard.errors import ArgumentError, BatchSizeError
-from paddle_shard.inputs.generators import generators_of
-from paddle_shard.inputs.options import COMPARED, LoaderOptions, checked_prefetch
-from paddle_shard.inputs.source import Source, read_source
-from paddle_shard.inputs.stream_source import as_stream_loader, read_stream
 from paddle_shard.loader.compat import auto_dp_axis, in_auto_dp_mode
+from paddle_shard.loader.options import COMPARED, LoaderOptions, checked_prefetch
+from paddle_shard.loader.placing import LoaderRows, PassSetup
 from paddle_shard.loader.recording import facts_of_run
-from paddle_shard.place.field import FieldLayout
-from paddle_shard.place.lengths import PadTo
-from paddle_shard.place.placer import BatchPlacer
-from paddle_shard.position.run import Run
+from paddle_shard.loader.replicas import replicas_of
+from paddle_shard.loader.source import Source, read_source
+from paddle_shard.loader.stats import LoaderStats
+from paddle_shard.loader.stream_source import as_stream_loader, read_stream
+from paddle_shard.placement.field import FieldLayout
+from paddle_shard.placement.lengths import PadTo
+from paddle_shard.placement.placer import BatchPlacer
 from paddle_shard.ranks.agreeing import connect
 from paddle_shard.ranks.batch_check import BatchCheck
 from paddle_shard.ranks.rendezvous import num_ranks
 from paddle_shard.ranks.verdict import IF_SPLIT
 from paddle_shard.reading.reader import HowToRead
 from paddle_shard.reading.reading import Reading, StreamReading, shallow_copy
-from paddle_shard.record.recorder import Recorder
-from paddle_shard.say_once import say_once
+from paddle_shard.run.recorder import Recorder
+from paddle_shard.run.run import Run
 from paddle_shard.version import VERSION
 
 _SHOWN_RANKS = 32

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import paddle.distributed as dist
 
+from paddle_shard.core.trees import leaves
 from paddle_shard.errors import ArgumentError
-from paddle_shard.tree import leaves
 
 try:  # Paddle >= 3.1
     from paddle.distributed.auto_parallel.auto_dp_utils import in_auto_dp_mode

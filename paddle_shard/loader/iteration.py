@@ -14,9 +14,9 @@ from paddle.profiler import RecordEvent
 from paddle.profiler.timer import benchmark
 from paddle.profiler.utils import in_profiler_mode
 
-from paddle_shard.delivery.begin import begin, unequal_ends
-from paddle_shard.delivery.placing import PassSetup
-from paddle_shard.delivery.step_pass import StepPass
+from paddle_shard.core.trees import named_leaves
+from paddle_shard.core.warn_once import say_once
+from paddle_shard.data.files.shards import ShardSource
 from paddle_shard.errors import (
     ArgumentError,
     BatchStructureError,
@@ -25,16 +25,16 @@ from paddle_shard.errors import (
     UnequalEndsError,
     described,
 )
-from paddle_shard.inputs.source import Source
-from paddle_shard.place.device import DeviceWatch
-from paddle_shard.place.local_tensor import TensorMaker
+from paddle_shard.loader.begin import begin, unequal_ends
+from paddle_shard.loader.placing import PassSetup
+from paddle_shard.loader.source import Source
+from paddle_shard.loader.step_pass import StepPass
+from paddle_shard.placement.device import DeviceWatch
+from paddle_shard.placement.local_tensor import TensorMaker
 from paddle_shard.plan.shard_plan import ShardPlan
 from paddle_shard.plan.state import LoaderState
 from paddle_shard.ranks.agreeing import tell_failed
 from paddle_shard.reading.batch import NO_STAND_IN, Batch
-from paddle_shard.say_once import say_once
-from paddle_shard.sources.shards import ShardSource
-from paddle_shard.tree import named_leaves
 
 _MUCH = 0.1
 """Share of dropped data from which on it is logged."""

@@ -12,15 +12,15 @@ import numpy as np
 import paddle.io
 from paddle.distributed.auto_parallel.api import ShardDataloader as PaddleShardDataloader
 
-from paddle_shard.delivery import stopping
-from paddle_shard.delivery.begin import begin
-from paddle_shard.delivery.placing import PassSetup
-from paddle_shard.delivery.step_pass import StepPass
 from paddle_shard.errors import ArgumentError, ArgumentTypeError
-from paddle_shard.inputs.options import LoaderOptions
+from paddle_shard.loader import stopping
 from paddle_shard.loader.assembly import setup_of
+from paddle_shard.loader.begin import begin
 from paddle_shard.loader.compat import asked_by_to_static, mend_process_mesh
 from paddle_shard.loader.iteration import ShardIterator, describe, warn_if_batches_differ
+from paddle_shard.loader.options import LoaderOptions
+from paddle_shard.loader.placing import PassSetup
+from paddle_shard.loader.step_pass import StepPass
 from paddle_shard.plan.certificate import Certificate
 from paddle_shard.plan.mixture import Drawn
 from paddle_shard.plan.shard_plan import ShardPlan, Where

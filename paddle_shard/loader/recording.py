@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import paddle
 
-from paddle_shard.checks import length_or_none
-from paddle_shard.inputs.options import LoaderOptions
-from paddle_shard.inputs.source import Source
-from paddle_shard.place.field import FieldLayout
+from paddle_shard.core.checks import length_or_none
+from paddle_shard.loader.options import LoaderOptions
+from paddle_shard.loader.source import Source
+from paddle_shard.placement.field import FieldLayout
 from paddle_shard.plan.shuffle import VERSION as ORDER_VERSION
-from paddle_shard.position.run import Run
+from paddle_shard.run.run import Run
 from paddle_shard.version import VERSION
 
 _TOLD_OTHERWISE = {"dataloader", "meshes", "shard_dims", "batch_size", "skip_steps", "balance", "record"}

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from paddle_shard.checks import check_count
+from paddle_shard.core.checks import check_count
 from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.order import Indices, Order, Ordering
 from paddle_shard.plan.parts import choose_num_parts

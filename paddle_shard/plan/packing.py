@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from paddle_shard.checks import check_count
+from paddle_shard.core.checks import check_count
 from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.order import Indices
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from paddle_shard.checks import check_count, listed
+from paddle_shard.core.checks import check_count, listed
 from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.partition import Rows, check_batch_size
 from paddle_shard.plan.tails import Tail, find_tail

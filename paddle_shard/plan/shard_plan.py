@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from paddle_shard.checks import check_count
+from paddle_shard.core.checks import check_count
 from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.mixture import Mixing, MixtureOrder
 from paddle_shard.plan.order import Indices, Order, Ordering

@@ -24,9 +24,9 @@ from typing import Any
 import paddle.distributed as dist
 from paddle.framework import core
 
+from paddle_shard.core.forks import no_fork
+from paddle_shard.core.warn_once import say_once
 from paddle_shard.errors import ArgumentError, PeerLostError
-from paddle_shard.forks import no_fork
-from paddle_shard.say_once import say_once
 
 _PAUSE = 0.02
 """Seconds between two attempts to reach a store that its owner may not have made yet."""

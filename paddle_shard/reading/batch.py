@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from paddle_shard.core.trees import is_sequence, rebuild
 from paddle_shard.plan.partition import Rows
 from paddle_shard.plan.step import Ids, Mask, Step
 from paddle_shard.reading.tensors import arrays_of, as_array, dtype_of
-from paddle_shard.tree import is_sequence, rebuild
 
 
 class Chunk(NamedTuple):

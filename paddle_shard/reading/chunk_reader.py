@@ -11,6 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from paddle_shard.data.stages.cut import FAILED_AT, Stripe
+from paddle_shard.data.stages.stage import Opening, Stage, Stated, Unreadable
+from paddle_shard.data.stages.steps import in_rounds
 from paddle_shard.errors import BatchStructureError, PaddleShardError
 from paddle_shard.plan.parts import PartsPlan
 from paddle_shard.plan.step import MOST_STAND_INS
@@ -18,9 +21,6 @@ from paddle_shard.reading.batch import Batch, Chunk, take_rows
 from paddle_shard.reading.digest import TurnDigests
 from paddle_shard.reading.reader import HowToRead, Reader
 from paddle_shard.reading.tensors import num_rows_of
-from paddle_shard.stages.cut import FAILED_AT, Stripe
-from paddle_shard.stages.stage import Opening, Stage, Stated, Unreadable
-from paddle_shard.stages.steps import in_rounds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from paddle_shard.tree import is_sequence
+from paddle_shard.core.trees import is_sequence
 
 _ITEMS = 64
 """Number of characters of a text that are looked at, at most; of elements of an array or list, less than twice that."""

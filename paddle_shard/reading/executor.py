@@ -16,7 +16,8 @@ from typing import Any
 from paddle.base.framework import _current_expected_place_, _dygraph_place_guard
 from paddle.framework import core
 
-from paddle_shard import forks
+from paddle_shard.core import forks
+from paddle_shard.core.warn_once import say_once as warn_once
 from paddle_shard.errors import DifferentDataError, PaddleShardError
 from paddle_shard.plan.partition import Rows
 from paddle_shard.plan.step import Step
@@ -25,7 +26,6 @@ from paddle_shard.reading.chunk_reader import OwnBatches
 from paddle_shard.reading.failure import ReadFailure
 from paddle_shard.reading.reader import DigestRequest, Look, Reader
 from paddle_shard.reading.workers import WorkerPool, WorkersLostError
-from paddle_shard.say_once import say_once as warn_once
 
 MAKING_TENSORS = "making tensors of the batch"
 

@@ -53,11 +53,9 @@ _CATEGORY_OF = {
     "workers": TRANSPORT,
     "plan": ORDER,
     "samplers": ORDER,
-    "inputs": READING,
+    "data": READING,
     "reading": READING,
-    "sources": READING,
-    "stages": READING,
-    "place": PLACING,
+    "placement": PLACING,
     "placing": PLACING,
     "ranks": OTHER_RANKS,
 }

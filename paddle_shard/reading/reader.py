@@ -10,19 +10,19 @@ from typing import Any, Literal
 import numpy as np
 import paddle
 
-from paddle_shard.collate import cannot_stack, check_dtypes, collate, refuse_uint16, stack
+from paddle_shard.core.collate import cannot_stack, check_dtypes, collate, refuse_uint16, stack
+from paddle_shard.core.randomness import Generator
+from paddle_shard.core.trees import leaves, mapped, named_leaves
+from paddle_shard.core.warn_once import say_once as warn_once
+from paddle_shard.data.arrays import ArrayDataset
 from paddle_shard.errors import described
 from paddle_shard.plan.seeding import derive_seed, mix
 from paddle_shard.plan.step import Step
-from paddle_shard.randomness import Generator
 from paddle_shard.reading.batch import Chunk
 from paddle_shard.reading.digest import WHOLE, digest
 from paddle_shard.reading.failure import ReadFailure
 from paddle_shard.reading.sample_rng import SampleRng
 from paddle_shard.reading.tensors import as_array, is_tensor
-from paddle_shard.say_once import say_once as warn_once
-from paddle_shard.sources.arrays import ArrayDataset
-from paddle_shard.tree import leaves, mapped, named_leaves
 
 Look = Literal["", "first", "last"]
 """Whether a batch shows if its reading uses the global generators."""

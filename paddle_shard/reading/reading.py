@@ -9,14 +9,14 @@ from typing import Any, Protocol
 
 import paddle.io
 
+from paddle_shard.data.external import IterableSource
+from paddle_shard.data.stages.stage import Stage
 from paddle_shard.plan.partition import Rows
 from paddle_shard.reading.batch import Even
 from paddle_shard.reading.chunk_reader import ChunkReader
 from paddle_shard.reading.executor import Executor, InlineExecutor, WorkerExecutor, on_cpu
 from paddle_shard.reading.reader import HowToRead, IdReader, Reader
 from paddle_shard.reading.workers import WorkerPool
-from paddle_shard.sources.external import IterableSource
-from paddle_shard.stages.stage import Stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

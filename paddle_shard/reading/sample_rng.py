@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from paddle_shard.core.randomness import Generator, restore, states
 from paddle_shard.plan.seeding import mix
-from paddle_shard.randomness import Generator, restore, states
 
 
 class SampleRng:

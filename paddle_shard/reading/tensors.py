@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import paddle
 
+from paddle_shard.core.trees import leaves
 from paddle_shard.errors import BatchStructureError
-from paddle_shard.tree import leaves
 
 SPARSE = "a sparse tensor cannot be split by rows: give its to_dense(), or its indices and values."
 NO_TENSOR = "OSUVMm"

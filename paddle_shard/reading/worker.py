@@ -16,13 +16,13 @@ import numpy as np
 import paddle
 from paddle.io.dataloader import worker as paddle_worker
 
+from paddle_shard.data.worker_info import shown
 from paddle_shard.reading.batch import Chunk
 from paddle_shard.reading.channel import Channel
 from paddle_shard.reading.failure import ReadFailure
 from paddle_shard.reading.profile import WORKER, Profiler
 from paddle_shard.reading.reader import Reader
 from paddle_shard.reading.worker_guards import end_with_the_parent
-from paddle_shard.reading.worker_info import shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

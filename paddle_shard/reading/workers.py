@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import paddle.io
 
-from paddle_shard import forks
-from paddle_shard.randomness import NumpyGenerator, kept
+from paddle_shard.core import forks
+from paddle_shard.core.randomness import NumpyGenerator, kept
 from paddle_shard.reading.channel import Channel
 from paddle_shard.reading.failure import ReadFailure
 from paddle_shard.reading.reader import Reader

@@ -10,7 +10,7 @@ import pytest
 from paddle_shard.extras.cli.main import COMMANDS, main
 from tests.deadlines import HANG
 from tests.jobs import run_ranks, start_ranks
-from tests.record.runs import asked
+from tests.run.record_runs import asked
 
 WORKER = Path(__file__).with_name("doctor_worker.py")
 ENV = {"PYTHONPATH": str(WORKER.parents[2])}

@@ -17,7 +17,7 @@ from paddle_shard.extras.cli.main import COMMANDS, main
 from paddle_shard.testing.simulated import on_each_rank
 from tests.deadlines import HANG
 from tests.helpers import Made, sharded
-from tests.record.runs import asked
+from tests.run.record_runs import asked
 
 MESHES = [
     ("dp=2,mp=2", "dp", [[0, 1], [2, 3]], ["dp", "mp"]),

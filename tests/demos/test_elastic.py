@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from tests.demos.test_resume import run_demo
-from tests.extras import needs
+from tests.optional import needs
 
 needs("etcd3")
 pytestmark = pytest.mark.multiprocess

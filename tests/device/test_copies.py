@@ -15,8 +15,8 @@ import pytest
 
 import paddle_shard
 from paddle_shard import Stream
-from paddle_shard.place import device
-from paddle_shard.place.local_tensor import TensorMaker
+from paddle_shard.placement import device
+from paddle_shard.placement.local_tensor import TensorMaker
 from tests.deadlines import HANG
 
 ROWS = np.random.default_rng(0).normal(size=(160, 16)).astype("float32")

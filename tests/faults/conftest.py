@@ -50,5 +50,5 @@ def nothing_is_left(request, thread_of_fsspec):
 
 @pytest.fixture(autouse=True)
 def quick_retries(monkeypatch):
-    monkeypatch.setattr("paddle_shard.sources.files.BACKOFF", 0.01)
+    monkeypatch.setattr("paddle_shard.data.files.files.BACKOFF", 0.01)
     monkeypatch.setenv("no_proxy", "*")

@@ -17,16 +17,16 @@ from paddle.io import DataLoader
 
 import paddle_shard
 from paddle_shard import Stream
+from paddle_shard.data.files import files
+from paddle_shard.data.files.host_cache import HostCache
+from paddle_shard.data.files.webdataset import read_index
 from paddle_shard.errors import ArgumentError, DataReadError, StateError
 from paddle_shard.extras.cli.main import main
-from paddle_shard.sources import files
-from paddle_shard.sources.host_cache import HostCache
-from paddle_shard.sources.webdataset import read_index
+from tests.data.http_server import serving
 from tests.deadlines import HANG
-from tests.extras import needs
 from tests.faults.feeds import drawn_options
 from tests.faults.traces import children, kill
-from tests.sources.http_server import serving
+from tests.optional import needs
 
 needs("webdataset")
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.extras import needs
 from tests.launch.elastic_hosts import ElasticHosts
+from tests.optional import needs
 
 needs("etcd3")
 pytestmark = pytest.mark.multiprocess

@@ -10,7 +10,8 @@ import pytest
 from paddle.io import DataLoader
 
 import paddle_shard
-from paddle_shard import Stream, say_once
+from paddle_shard import Stream
+from paddle_shard.core import warn_once as say_once
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, StateError
 from paddle_shard.testing.simulated import simulated_rank
 from tests.helpers import ONE, Made, sharded

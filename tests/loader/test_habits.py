@@ -8,7 +8,7 @@ import pytest
 from paddle.io import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler
 
 import paddle_shard
-from paddle_shard import say_once
+from paddle_shard.core import warn_once as say_once
 from paddle_shard.errors import ArgumentError, DataReadError, PaddleShardError
 from tests.helpers import ONE, Made, local, locals_of, sharded
 

@@ -16,8 +16,8 @@ from paddle.io import DataLoader
 import paddle_shard
 from paddle_shard import Blocks, BucketBatchSampler, Mixture, Packed, Stream
 from paddle_shard.errors import PaddleShardError
+from tests.data.source_laws import csv_bytes, jsonl_bytes, parquet_bytes, pieces, tar_bytes, text_bytes
 from tests.helpers import ONE, Made, sharded
-from tests.sources.laws import csv_bytes, jsonl_bytes, parquet_bytes, pieces, tar_bytes, text_bytes
 
 LENGTHS = np.random.default_rng(0).integers(1, 20, 46)
 DOCUMENTS = [np.arange(100 * i, 100 * i + n) for i, n in enumerate(LENGTHS)]
@@ -387,7 +387,7 @@ OPTIONS = {
         **{name: (parquet, name) for name in ("columns", "allow_nulls", "shuffle_shards", "resample")},
         **dict.fromkeys(("cache_dir", "cache_bytes"), "where files are kept"),
     },
-    "Stream.huggingface": {"dataset": "tests/sources/test_huggingface.py"},
+    "Stream.huggingface": {"dataset": "tests/data/test_huggingface.py"},
     "Stream.decode": {"handlers": HELD, "only": HELD},
     "Stream.map": {"function": (stream, "mapped")},
     "Stream.filter": {"predicate": (stream, "even")},

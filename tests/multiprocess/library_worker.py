@@ -6,7 +6,7 @@ import paddle.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from paddle_shard.testing import report
-from tests.sources.laws import make, resumed, steps_of
+from tests.data.source_laws import make, resumed, steps_of
 
 dist.init_parallel_env()
 num_ranks, found = dist.get_world_size(), {}

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.data.s3_server import BUCKET, serving_s3
+from tests.data.source_laws import ON_RANKS, TOTAL, files, ids_of, joined, make, steps_of
 from tests.deadlines import HANG
-from tests.extras import needs
 from tests.jobs import run_ranks
-from tests.sources.laws import ON_RANKS, TOTAL, files, ids_of, joined, make, steps_of
-from tests.sources.s3_server import BUCKET, serving_s3
+from tests.optional import needs
 
 pytestmark = pytest.mark.multiprocess
 STOPS = (1, 4)

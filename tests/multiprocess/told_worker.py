@@ -16,7 +16,7 @@ import paddle
 import paddle.distributed as dist
 
 import paddle_shard
-from paddle_shard.delivery import begin
+from paddle_shard.loader import begin
 from paddle_shard.testing import report
 from tests.deadlines import HANG
 

@@ -10,12 +10,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from paddle_shard import Blocks, ShardPlan
+from paddle_shard.data.samplers.plan_batches import PlanBatches
 from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.blocks import TABLE, BlockOrder, num_parts
 from paddle_shard.plan.shuffle import VERSION
 from paddle_shard.plan.state import LoaderState
-from paddle_shard.samplers.plan_batches import PlanBatches
-from tests.extras import Lazy
+from tests.optional import Lazy
 from tests.orders_and_tails import check_some_steps, delivered
 from tests.trials import trials
 

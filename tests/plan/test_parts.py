@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from paddle_shard.checks import check_count
+from paddle_shard.core.checks import check_count
 from paddle_shard.errors import ArgumentError, BatchSizeError
 from paddle_shard.plan.partition import slice_rows
 from paddle_shard.plan.parts import MAX_PARTS, PartsPlan, choose_num_parts, chunks_of

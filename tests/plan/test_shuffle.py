@@ -20,7 +20,7 @@ from paddle_shard.plan import shuffle
 from paddle_shard.plan.order import BLOCK
 from paddle_shard.plan.seeding import derive_key
 from paddle_shard.plan.shuffle import Permutation, Permutations
-from tests.extras import Lazy
+from tests.optional import Lazy
 from tests.trials import trials
 
 stats = Lazy("scipy.stats")

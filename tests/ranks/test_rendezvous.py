@@ -9,7 +9,7 @@ from paddle_shard.ranks.rendezvous import Rendezvous
 
 
 def test_a_host_whose_name_nobody_knows_is_named_while_it_is_tried(caplog, monkeypatch):
-    monkeypatch.setattr("paddle_shard.say_once._SAID", set())
+    monkeypatch.setattr("paddle_shard.core.warn_once._SAID", set())
     until = time.monotonic() + 0.5
     place = Rendezvous(host="no-such-host.invalid", port=1, owner=3, early=True)
 

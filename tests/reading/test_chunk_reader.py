@@ -15,19 +15,19 @@ from paddle.io import DataLoader
 
 import paddle_shard
 from paddle_shard import Stream
+from paddle_shard.core.randomness import NumpyGenerator, PythonGenerator
+from paddle_shard.data.external import IterableSource
+from paddle_shard.data.stages import Batch, Filter, Map, Repeat, Shuffle, Stripe, Unbatch
+from paddle_shard.data.stages.stage import Opening, Stage
 from paddle_shard.errors import DataReadError
 from paddle_shard.plan.parts import PartsPlan, chunks_of
 from paddle_shard.plan.seeding import mix
 from paddle_shard.plan.step import Step
-from paddle_shard.randomness import NumpyGenerator, PythonGenerator
 from paddle_shard.reading.batch import Batch as ReadBatch
 from paddle_shard.reading.batch import Chunk, joined
 from paddle_shard.reading.chunk_reader import ChunkReader, ChunkRequest, OwnBatches
 from paddle_shard.reading.failure import ReadFailure
 from paddle_shard.reading.reader import HowToRead
-from paddle_shard.sources.external import IterableSource
-from paddle_shard.stages import Batch, Filter, Map, Repeat, Shuffle, Stripe, Unbatch
-from paddle_shard.stages.stage import Opening, Stage
 from tests.trials import trials
 
 GENERATORS = (NumpyGenerator(), PythonGenerator())

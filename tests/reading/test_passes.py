@@ -9,9 +9,9 @@ from hypothesis import example, given, settings
 from paddle.io import DataLoader
 
 from paddle_shard import ArrayDataset
-from paddle_shard.delivery.step_pass import Feed, StepPass
+from paddle_shard.data.generators import generators_of
 from paddle_shard.errors import DataReadError
-from paddle_shard.inputs.generators import generators_of
+from paddle_shard.loader.step_pass import Feed, StepPass
 from paddle_shard.plan.step import Step
 from paddle_shard.reading.executor import InlineExecutor
 from paddle_shard.reading.reader import HowToRead, IdReader

@@ -12,8 +12,8 @@ from paddle.io import BatchSampler, DataLoader, Dataset
 from paddle_shard import Stream
 from paddle_shard.reading import profile
 from paddle_shard.reading.profile import READING_AHEAD, WORKER, Profiler, describe
+from tests.data.http_server import serving
 from tests.helpers import ONE, sharded
-from tests.sources.http_server import serving
 
 PAUSE = 0.03
 NUM_SAMPLES = 10
@@ -289,11 +289,11 @@ NEXT = ("loader/iteration.py", "__next__")
     ("functions", "category"),
     [
         ([NEXT], profile.LOADER),
-        ([NEXT, ("place/placer.py", "place")], profile.PLACING),
-        ([NEXT, ("place/placer.py", "place"), (np.__file__, "stack")], profile.PLACING),
+        ([NEXT, ("placement/placer.py", "place")], profile.PLACING),
+        ([NEXT, ("placement/placer.py", "place"), (np.__file__, "stack")], profile.PLACING),
         ([NEXT, ("ranks/agreement.py", "deliver"), (threading.__file__, "wait")], profile.OTHER_RANKS),
         ([NEXT, ("reading/reader.py", "read"), ("core/collate.py", "stack")], profile.COLLATING),
-        ([NEXT, ("reading/reader.py", "read"), ("core/tree.py", "leaves")], profile.READING),
+        ([NEXT, ("reading/reader.py", "read"), ("core/trees.py", "leaves")], profile.READING),
         ([NEXT, ("plan/orders.py", "block")], profile.ORDER),
         ([NEXT, ("reading/channel.py", "receive")], profile.TRANSPORT),
         ([("/home/train.py", "main"), NEXT, ("reading/reader.py", "read"), ("/home/a.py", "decode")], "decode"),

@@ -17,16 +17,16 @@ import pytest
 from paddle.framework import core
 from paddle.io import DataLoader
 
+from paddle_shard.core.trees import leaves, mapped
+from paddle_shard.data.arrays import ArrayDataset
 from paddle_shard.errors import DataReadError
-from paddle_shard.place.local_tensor import TensorMaker
+from paddle_shard.placement.local_tensor import TensorMaker
 from paddle_shard.plan.step import Step
 from paddle_shard.reading.batch import Chunk
 from paddle_shard.reading.executor import WorkerExecutor
 from paddle_shard.reading.failure import ReadFailure
 from paddle_shard.reading.tensors import becomes_tensor
 from paddle_shard.reading.workers import WorkerPool
-from paddle_shard.sources.arrays import ArrayDataset
-from paddle_shard.tree import leaves, mapped
 from tests.deadlines import HANG
 from tests.descriptors import open_files
 from tests.helpers import ONE, sharded
@@ -415,8 +415,8 @@ import numpy as np
 import paddle.distributed as dist
 from paddle.io import DataLoader
 import paddle_shard
-from paddle_shard.sources.arrays import ArrayDataset
-from paddle_shard.tree import leaves, mapped
+from paddle_shard.data.arrays import ArrayDataset
+from paddle_shard.core.trees import leaves, mapped
 
 if __name__ == "__main__":
     multiprocessing.set_start_method("{method}")

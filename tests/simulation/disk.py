@@ -28,7 +28,7 @@ import numpy as np
 from paddle_shard.errors import ArgumentError, CheckpointError, PaddleShardError, PeerLostError, TakenOverError
 from paddle_shard.extras import checkpoint_folder, checkpoint_parts, checkpoints
 from paddle_shard.extras.checkpoints import Checkpoints
-from paddle_shard.record import lines
+from paddle_shard.run import record_lines as lines
 from tests.simulation import disk_defects, seeds
 from tests.simulation.files import Chance, Disk, Every, Folder, signature
 from tests.simulation.seeds import Failed

@@ -5,7 +5,7 @@ import json
 
 from paddle_shard.extras import checkpoint_folder, checkpoints
 from paddle_shard.extras.checkpoints import Checkpoints
-from paddle_shard.record import lines
+from paddle_shard.run import record_lines as lines
 
 
 def is_file(path):

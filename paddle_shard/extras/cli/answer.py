@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from paddle_shard.errors import ArgumentError
 from paddle_shard.extras.cli.timeline import Leg, Timeline, timeline
-from paddle_shard.record.lines import read
+from paddle_shard.run.record_lines import read
 
 Rows = Sequence[Mapping[str, Any]]
 """A table: each row maps the same column names to values."""

@@ -10,7 +10,7 @@ from paddle_shard.extras.cli.answer import EPOCH, RECORD, Answer, Rows, command,
 from paddle_shard.extras.cli.places import rows_of, samples_of, shapes_of
 from paddle_shard.extras.cli.proof import proof_of
 from paddle_shard.extras.cli.timeline import Leg, Timeline, places_in, timeline
-from paddle_shard.record.lines import read
+from paddle_shard.run.record_lines import read
 
 _LOST = (
     "What does not count was delivered after the position from which the run was resumed. A job that was killed may "

@@ -6,11 +6,11 @@ import argparse
 import sys
 from pathlib import Path
 
+from paddle_shard.data.files.counts import ShardEntry, count_file
+from paddle_shard.data.files.files import base_name, shown
+from paddle_shard.data.files.webdataset import check_base_names, expand, tar_starts, write_index
 from paddle_shard.errors import ArgumentError, described
 from paddle_shard.extras.cli.answer import Answer, command
-from paddle_shard.sources.counts import ShardEntry, count_file
-from paddle_shard.sources.files import base_name, shown
-from paddle_shard.sources.webdataset import check_base_names, expand, tar_starts, write_index
 
 
 @command(

@@ -12,7 +12,7 @@ from inspect import cleandoc
 
 from paddle_shard.errors import PaddleShardError, described
 from paddle_shard.extras.cli import ask, doctor, index_shards, plan, show
-from paddle_shard.record.lines import read
+from paddle_shard.run.record_lines import read
 
 _COMMANDS = [plan.plan, ask.verify, ask.where, ask.batch, show.show, index_shards.index, doctor.doctor]
 COMMANDS = {command.answer.__name__: command for command in _COMMANDS}

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from paddle_shard.checks import listed
+from paddle_shard.core.checks import listed
+from paddle_shard.data.mixture import Mixture
 from paddle_shard.errors import ArgumentError
 from paddle_shard.extras.cli.answer import Answer, Hazard, Rows, command, parsed
 from paddle_shard.extras.cli.page import page_of, svg_of
@@ -22,7 +23,6 @@ from paddle_shard.plan.orders import ORDERINGS, find_ordering
 from paddle_shard.plan.partition import place_of_rows
 from paddle_shard.plan.shard_plan import ShardPlan, facts_of_plan
 from paddle_shard.plan.tails import TAILS
-from paddle_shard.sources.mixture import Mixture
 
 _MOST_RANKS = 10**6
 """Ranks of a mesh, all of which are held in memory."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from paddle_shard.checks import length_or_none
+from paddle_shard.core.checks import length_or_none
 from paddle_shard.errors import ArgumentError, described
 from paddle_shard.extras.cli.answer import EPOCH, RECORD, Answer, cell, command, legs_at, run_of
 from paddle_shard.extras.cli.places import samples_at

@@ -12,13 +12,13 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from paddle_shard.data.samplers import PlanBatches
 from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.mesh import MeshLayout
 from paddle_shard.plan.orders import ordering_of
 from paddle_shard.plan.shard_plan import BatchSizes, ShardPlan, rows_of_sample
 from paddle_shard.plan.skips import Ranges, steps_of_epoch
 from paddle_shard.plan.state import LoaderState, sealed
-from paddle_shard.samplers import PlanBatches
 
 
 @dataclass(frozen=True)

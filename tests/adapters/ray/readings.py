@@ -10,7 +10,7 @@ from paddle.io import DataLoader, Dataset, IterableDataset
 
 import paddle_shard
 from paddle_shard import Stream
-from paddle_shard.tree import leaves
+from paddle_shard.core.trees import leaves
 
 MESH = dist.ProcessMesh([0], dim_names=["dp"])
 LENGTH, BATCH = 203, 8

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
+from paddle_shard.data.external import ShardOptions
 from paddle_shard.errors import ArgumentTypeError, SplitError, StateError
-from paddle_shard.sources.external import ShardOptions
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "demos/adapters"))
 from shares import build_watched, check_same, from_json, to_json

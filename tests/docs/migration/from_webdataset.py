@@ -14,10 +14,10 @@ from paddle.io import DataLoader
 from paddle_shard import Stream
 from paddle_shard.errors import DataReadError
 from paddle_shard.testing.simulated import on_each_rank
+from tests.data.http_server import serving
 from tests.docs.migration import IDS, case, cut, flat, real, steps
 from tests.docs.migration.claims import epochs_differ, resumes
 from tests.helpers import DP2, ONE, local, sharded
-from tests.sources.http_server import serving
 
 WEBDATASET = "From WebDataset"
 URLS = "{000..002}.tar"

@@ -1,0 +1,1 @@
+"""Foundations without Paddle: checks, trees, collating, random generators, warnings."""

@@ -1,0 +1,98 @@
+"""The cost of each sample, as the user gives it."""
+
+from __future__ import annotations
+
+import copy
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from paddle_shard.core.checks import length_or_none
+from paddle_shard.data.mixture import Mixture
+from paddle_shard.errors import ArgumentError
+from paddle_shard.plan.balance import Costs
+
+_PROBES = 64
+
+
+def costs_of(given: Any, dataset: Any) -> SampleCosts:
+    """Return the costs that a user gives, checked.
+
+    Args:
+        given: An array of costs by sample, or a function of ids.
+        dataset: The data set.
+
+    Raises:
+        ArgumentError: It is neither, or a cost is missing, negative or not a number.
+    """
+    if callable(given):
+        return SampleCosts(given)
+    if isinstance(dataset, Mixture):
+        raise ArgumentError(
+            "balance: for a Mixture, it must be a function of ids; mixture.sample_name(id) returns (source, index)."
+        )
+    try:
+        costs = np.asarray(given)
+    except ValueError as error:  # rows of different lengths
+        raise ArgumentError(f"balance must be a function of ids, or numbers: {error}.") from None
+    if costs.dtype.kind not in "iuf" or costs.ndim not in (1, 2) or 0 in costs.shape:
+        raise ArgumentError(
+            "balance must be a function of ids, or numbers: [samples] or [samples, columns], got "
+            f"{costs.dtype} of shape {costs.shape}."
+        )
+    length = length_or_none(dataset)
+    if length is not None and len(costs) != length:
+        raise ArgumentError(f"balance has {len(costs)} costs, but the {type(dataset).__name__} {length} samples.")
+    _check(costs, range(len(costs)))
+    return SampleCosts(costs)
+
+
+@dataclass(frozen=True)
+class SampleCosts:
+    """The cost of each sample of a data set."""
+
+    given: Callable[[Any], Any] | np.ndarray[Any, Any]
+    """An array of costs by index, or a function of ids."""
+
+    def __call__(self, ids: Any) -> Costs:
+        """Return the costs of some samples.
+
+        Args:
+            ids: Indices into the data set.
+
+        Returns:
+            float64[samples, columns]
+
+        Raises:
+            ArgumentError: The user's function returns something else, or an id is not an index of the array.
+        """
+        if isinstance(self.given, np.ndarray):
+            if np.asarray(ids).dtype.kind not in "iu":
+                raise ArgumentError(f"balance is an array, but the samples' ids are {ids[:4]}. Give a function of ids.")
+            return np.asarray(self.given[ids].reshape(len(ids), -1), np.float64)
+        costs = np.asarray(self.given(copy.copy(ids)))  # it may change them
+        if costs.dtype.kind not in "iuf" or costs.ndim not in (1, 2) or len(costs) != len(ids):
+            raise ArgumentError(
+                f"balance must return {len(ids)} numbers for {len(ids)} ids, one or a row of them for each; it "
+                f"returned {costs.dtype} of shape {costs.shape}."
+            )
+        _check(costs, ids)
+        return costs.reshape(len(ids), -1).astype(np.float64)
+
+    def fact(self) -> str:
+        """Return a short text that differs if the costs do, which the ranks compare."""
+        given = self.given
+        if not isinstance(given, np.ndarray):
+            return str(getattr(given, "__qualname__", type(given).__qualname__))
+        some = np.ascontiguousarray(given[:: max(1, len(given) // _PROBES)], np.float64)
+        return f"{list(given.shape)} {zlib.crc32(some.tobytes()):08x}"
+
+
+def _check(costs: Any, ids: Any) -> None:
+    bad = ~(np.isfinite(costs) & (costs >= 0))
+    if bad.any():
+        row = int(np.argwhere(bad)[0][0])
+        raise ArgumentError(f"balance: a cost must be a number >= 0, got {costs[row]} for sample {ids[row]!r}.")

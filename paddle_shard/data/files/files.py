@@ -1,0 +1,483 @@
+"""Names of local and remote files, opening them (remote ones by fsspec, with retries), and errors that name them."""
+
+from __future__ import annotations
+
+import asyncio
+import bz2
+import contextlib
+import glob
+import gzip
+import io
+import itertools
+import lzma
+import os
+import re
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, BinaryIO, TypeVar, cast
+from urllib.parse import urlsplit
+
+from paddle_shard.core.forks import no_fork
+from paddle_shard.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    MissingDependencyError,
+    PaddleShardError,
+    ShardReadError,
+    described,
+)
+
+T = TypeVar("T")
+Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+
+
+def is_remote(name: str) -> bool:
+    """True if a name is a URL other than `file:`, or a command (which is refused later, when it is read).
+
+    Examples:
+        >>> is_remote("s3://bucket/000.tar"), is_remote("file:///data/000.tar"), is_remote("data/000.tar")
+        (True, False, False)
+    """
+    return name.startswith("pipe:") or ("://" in name and not name.startswith("file:"))
+
+
+def local_path(name: str) -> str:
+    """Return the path of a local file, given its name (a path or a `file:` URL)."""
+    if name.startswith("file:"):
+        return urllib.request.url2pathname(urlsplit(name).path)
+    return os.path.expanduser(name)
+
+
+def matched(paths: Paths) -> list[str]:
+    """Return the given files; each pattern, such as `data/*.csv`, is replaced by the files that match it, sorted.
+
+    Raises:
+        ArgumentTypeError: `paths` is neither a path nor a list.
+        ArgumentError: A pattern matches no file, or is for remote files.
+    """
+    given: Sequence[str | os.PathLike[str]] = [paths] if isinstance(paths, str | os.PathLike) else paths
+    if not isinstance(given, Iterable):
+        raise ArgumentTypeError(f"paths must be a path, or a list of them, got {paths!r}.")
+    found: list[str] = []
+    for name in [os.fspath(path) for path in given]:
+        path = "" if is_remote(name) else local_path(name)
+        if not path and "://" in name and "*" in name.partition("?")[0]:
+            raise ArgumentError(f"{shown(name)}: a pattern is not looked for on a server. Give the list of URLs.")
+        if not glob.has_magic(path) or os.path.exists(path):
+            found.append(name)
+            continue
+        files = sorted(filter(os.path.isfile, glob.glob(path, recursive=True)))
+        if not files:
+            raise ArgumentError(f"{name}: this pattern matches no file (the current folder is {os.getcwd()}).")
+        found += files
+    return found
+
+
+def base_name(name: str) -> str:
+    """Return the last piece of a path or URL.
+
+    Examples:
+        >>> base_name("https://host/train/000.tar?signature=1"), base_name("train/000.tar")
+        ('000.tar', '000.tar')
+    """
+    return os.path.basename(shown(name).rstrip("/"))
+
+
+def shown(name: str) -> str:
+    """Return a name without a URL's user, password and query, which may be secret or differ from day to day.
+
+    Examples:
+        >>> shown("https://me:word@host/000.tar?signature=1"), shown("dir/what?.tar")
+        ('https://host/000.tar', 'dir/what?.tar')
+    """
+    if "://" not in name:
+        return name
+    return re.sub(r"(?<=://)[^/@]*@", "", name.partition("?")[0])
+
+
+def within_their_folder(names: Sequence[str]) -> list[str]:
+    """Return names without the folder that all share, since data may be moved or be elsewhere on another host.
+
+    Examples:
+        >>> within_their_folder(["/data/a/0.csv", "/data/b/0.csv"]), within_their_folder(["s3://bucket/0.csv"])
+        (['a/0.csv', 'b/0.csv'], ['0.csv'])
+    """
+    steps = [(shown(name) if is_remote(name) else os.path.abspath(local_path(name))).split("/") for name in names]
+    folders = zip(*(path[:-1] for path in steps), strict=False)
+    shared = sum(1 for _ in itertools.takewhile(lambda column: len(set(column)) == 1, folders))
+    return ["/".join(path[shared:]) for path in steps]
+
+
+def local_size(name: str) -> int | None:
+    """Return the size of a local file in bytes; None for a remote file, whose size would cost a request."""
+    with contextlib.suppress(OSError):  # reading the file later raises an error that names it
+        return None if is_remote(name) else os.path.getsize(local_path(name))
+    return None
+
+
+@contextmanager
+def needs(extra: str, what: str = "") -> Iterator[None]:
+    """Turn a failed import into an error that names the extra to install.
+
+    Args:
+        extra: The extra of paddle_shard.
+        what: Begins the error's text, if the import alone does not say what is needed.
+
+    Raises:
+        MissingDependencyError: A package that is imported in the `with` block is not installed.
+    """
+    try:
+        yield
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"{what}{error.name or error} cannot be imported ({error}). Install it with: pip install "
+            f"'paddle_shard[{extra}]'."
+        ) from error
+
+
+@contextmanager
+def failures_named(name: str, place: Callable[[], tuple[str, int | None]]) -> Iterator[None]:
+    """Turn what fails in the `with` block into an error that names a file.
+
+    Args:
+        name: The file.
+        place: Called after a failure. It returns what failed, and the number of the sample in the file if it is known.
+
+    Raises:
+        ShardReadError: The block failed. The library's own errors are raised as they are.
+    """
+    try:
+        yield
+    except PaddleShardError:
+        raise
+    except Exception as error:
+        what, offset = place()
+        raise ShardReadError.of(f"{shown(name)}: {what} failed: {described(error)}", shown(name), offset) from error
+
+
+def remote_file(url: str, extra: str = "webdataset") -> tuple[Any, str]:
+    """Return (file system, path in it) of a file. A process uses one file system for all files of a host or bucket.
+
+    Making a file system takes long: most of a second for S3. fsspec's own cache is not used, since after a fork its
+    file systems belong to the parent's threads.
+
+    Args:
+        url: URL of the file.
+        extra: The extra of paddle_shard that installs fsspec, for the error.
+
+    Raises:
+        MissingDependencyError: fsspec, or a package that it needs for such a URL, is not installed.
+    """
+    with needs("s3" if url.startswith(("s3://", "s3a://")) else extra, f"reading {shown(url)}: "):
+        if "::" in url:  # a file inside another file, which is a file system of its own
+            from fsspec.core import url_to_fs  # type: ignore[import-untyped]
+
+            system, path = url_to_fs(url, skip_instance_cache=True)
+            return system, path
+        with no_fork:  # so that threads do not make several, of which all but one are closed again
+            return _file_system("/".join(url.split("/", 3)[:3]), os.getpid()), url
+
+
+@cache
+def _file_system(host: str, process: int) -> Any:
+    from fsspec.config import conf  # type: ignore[import-untyped]
+    from fsspec.core import url_to_fs
+
+    options: dict[str, Any] = {}
+    if (protocol := host.partition(":")[0]) in ("http", "https") and "client_kwargs" not in conf.get(protocol, {}):
+        import aiohttp
+
+        # Its own limit is five minutes for all of an answer, which is too long for one that stalls, and too short for a
+        # large one.
+        limit = aiohttp.ClientTimeout(total=None, sock_connect=TIMEOUT, sock_read=TIMEOUT)
+        options["client_kwargs"] = {"timeout": limit}
+    return url_to_fs(host, skip_instance_cache=True, **options)[0]
+
+
+RETRIES = 3
+"""Retries in a row after which reading fails. A byte that arrives resets the count."""
+BACKOFF = 0.5
+"""Seconds before the first retry; the time doubles before each further retry."""
+TIMEOUT = 60.0
+"""Seconds without a byte after which an HTTP connection counts as dropped."""
+BUFFER = 1 << 18
+REQUESTS = 16
+"""Requests to servers that are made in parallel."""
+
+_TAGS = ("ETag", "etag", "md5Hash", "Content-MD5", "LastModified", "Last-Modified", "last_modified", "mtime")
+"""Where fsspec's file systems keep what changes when a file changes; the first that is there counts."""
+_AGAIN = (408, 429, 500, 502, 503, 504)
+"""HTTP codes of failures that may pass."""
+_FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
+
+
+class ChangedError(Exception):
+    """A remote file has changed since its reading began."""
+
+
+def version_of(name: str) -> tuple[int, str]:
+    """Return (size in bytes, version tag) of a file; the tag is an ETag or a time of modification, as far as known.
+
+    A remote file costs a request. A local name at which there is no file is that of a reader of the user's own; or the
+    file is missing, which an error says when it is read.
+
+    Raises:
+        OSError: There is no such remote file, or its server fails.
+    """
+    if not is_remote(name):
+        try:
+            status = os.stat(local_path(name))
+        except FileNotFoundError:
+            return 0, ""
+        return status.st_size, str(status.st_mtime_ns)
+    system, path = remote_file(name)
+    details = retried(lambda: system.info(path))
+    return int(details.get("size") or 0), tag_of(details) or ""
+
+
+def identity(names: Sequence[str]) -> tuple[tuple[str, int, str], ...]:
+    """Return (name within the files' common folder, size in bytes, version tag) of each file.
+
+    Raises:
+        ShardReadError: A file is missing, or its server fails.
+    """
+
+    def version(name: str) -> tuple[int, str]:
+        with failures_named(name, lambda: ("reading its version", None)):
+            return version_of(name)
+
+    with ThreadPoolExecutor(REQUESTS if any(map(is_remote, names)) else 1) as pool:
+        versions = list(pool.map(version, names))
+    return tuple((name, *known) for name, known in zip(within_their_folder(names), versions, strict=True))
+
+
+def tag_of(details: Mapping[str, Any]) -> str | None:
+    """Return the value in fsspec's details of a file that changes when the file changes, if there is one."""
+    return next((str(details[tag]) for tag in _TAGS if details.get(tag)), None)
+
+
+def open_file(name: str, start: int = 0) -> tuple[BinaryIO, int | None]:
+    """Open a local path or a URL at a byte; return the file and the size of the whole file in bytes, if known.
+
+    If the connection to a remote file drops, reading continues at the same byte.
+    """
+    if name.startswith("pipe:"):
+        raise ArgumentError(f"{name!r}: commands are not run. Give the URL itself: http, s3, gs, or what fsspec opens.")
+    if not is_remote(name):
+        file = open(local_path(name), "rb", buffering=BUFFER)  # noqa: SIM115
+        if start:
+            file.seek(start)
+        return file, os.fstat(file.fileno()).st_size
+    remote = RemoteFile(name)
+    remote.seek(start)
+    return io.BufferedReader(remote, BUFFER), remote.size
+
+
+_PACKED: tuple[tuple[bytes, Callable[[Any], Any]], ...] = (
+    (b"\x1f\x8b", gzip.open),
+    (b"BZh", bz2.open),
+    (b"\xfd7zXZ\x00", lzma.open),
+)
+"""(first bytes, function that opens a file) of each kind of compression."""
+
+
+def decompressed(file: BinaryIO, name: str) -> BinaryIO:
+    """Return the plain bytes of a file that may be compressed by gzip, bzip2 or xz, as its first bytes tell.
+
+    Unlike `tarfile`'s own streams, these raise if the file ends too soon, and verify the checksums. The file itself is
+    returned if it is not compressed; otherwise, the caller closes both.
+
+    Raises:
+        EOFError: By its name it is compressed, but it holds nothing, so that it was cut off before its first byte.
+    """
+    begin = cast(io.BufferedReader, file).peek(6)
+    if not begin and shown(name).endswith((".gz", ".bz2", ".xz")):
+        raise EOFError("the file has 0 bytes, and compressed files have more, even if nothing is in them")
+    for first_bytes, unpack in _PACKED:
+        if begin.startswith(first_bytes):
+            return io.BufferedReader(unpack(file), BUFFER)
+    return file
+
+
+class RemoteFile(io.RawIOBase):
+    """A remote file, opened by fsspec. After a failure that may pass, it is opened again at the same byte.
+
+    Of a server that does not send ranges, the whole file is read into memory.
+    """
+
+    def __init__(self, name: str, *, extra: str = "webdataset", **options: Any) -> None:
+        """Open the file.
+
+        Args:
+            name: The URL.
+            extra: The extra that installs fsspec; see `remote_file`.
+            options: Passed to fsspec's `open`.
+        """
+        self._is_http = name.startswith(("http://", "https://"))
+        self._options = options
+        self._system, self._path = remote_file(name, extra)
+        self._position = 0
+        self._stream: Any = None
+        self.size: int | None = None
+        """Size of the whole file in bytes; None if the server does not send it."""
+        self.tag: str | None = None
+        """Version tag; see `version_of`."""
+        self._retried(self._connected)
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seekable(self) -> bool:
+        """Return True."""
+        return True
+
+    def tell(self) -> int:
+        """Return the position of the next byte."""
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Move to another byte."""
+        self._position = offset + (0, self._position, self.size or 0)[whence]
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        """Read some bytes.
+
+        Raises:
+            OSError: Reading failed too often in a row.
+            ChangedError: The file has changed.
+        """
+        if self._position == self.size:
+            return 0
+        content = self._retried(lambda: self._received(len(buffer)))
+        buffer[: len(content)] = content
+        self._position += len(content)
+        return len(content)
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._disconnect()
+        super().close()
+
+    def _received(self, most: int) -> bytes:
+        stream = self._connected()
+        if stream.tell() != self._position:
+            stream.seek(self._position)
+        try:
+            content: bytes = stream.read(most)
+        except ValueError:
+            if not self._is_http:
+                raise
+            self._read_whole()  # the server sends no ranges, as fsspec finds out only now
+            return self._received(most)
+        if not content and self.size not in (None, self._position):
+            raise ConnectionError("the connection was closed")
+        return content
+
+    def _connected(self) -> Any:
+        """Return fsspec's file; open it if there is none."""
+        if self._stream is not None:
+            return self._stream
+        details = self._system.info(self._path)
+        size = details.get("size")
+        tag = tag_of(details)
+        # Continuing at the same byte of another version would join two files silently.
+        if (None not in (self.size, size) and self.size != size) or (self.tag and tag and self.tag != tag):
+            raise ChangedError(
+                f"the file changed while it was read: it had {self.size} bytes (tag {self.tag}), now {size} ({tag})"
+            )
+        self.tag = tag or self.tag
+        if size and details.get("partial", True):
+            options = {"size": size} if self._is_http else {}
+            self._stream = self._system.open(self._path, "rb", **options, **self._options)
+            self.size = size
+        else:
+            self._read_whole()
+        return self._stream
+
+    def _read_whole(self) -> None:
+        """Read the file into memory, in place of a stream of its ranges."""
+        content = self._system.cat_file(self._path)
+        self._stream = io.BytesIO(content)
+        self.size = len(content)
+
+    def _disconnect(self) -> None:
+        stream = self._stream
+        self._stream = None
+        if stream is not None:
+            stream.close()
+
+    def _retried(self, attempt: Callable[[], T]) -> T:
+        return retried(attempt, self._disconnect, lambda: f" at byte {self._position} of {self.size or 'unknown'}")
+
+
+def retried(attempt: Callable[[], T], after: Callable[[], None] | None = None, place: Callable[[], str] = str) -> T:
+    """Return the result of an attempt; repeat it after a failure that may pass, with growing pauses.
+
+    Args:
+        attempt: Called at most `RETRIES` + 1 times.
+        after: Called after each failure.
+        place: Returns where it failed, for the error.
+
+    Raises:
+        OSError: All attempts failed.
+    """
+    for failures in itertools.count():
+        try:
+            return attempt()
+        except Exception as error:
+            if after is not None:
+                after()
+            cause = _told_by_server(error)
+            if not _may_pass(cause):
+                raise
+            if failures == RETRIES:
+                raise OSError(f"given up after {RETRIES} retries{place()}: {described(cause)}") from error
+        time.sleep(BACKOFF * 2**failures)
+    raise AssertionError
+
+
+def _told_by_server(error: BaseException) -> BaseException:
+    """Return what has really failed: fsspec calls everything over HTTP a missing file, and s3fs fails in a timeout."""
+    cause = error.__cause__ or error.__context__
+    if isinstance(error, FileNotFoundError):
+        really = type(cause).__module__.startswith("aiohttp") and getattr(cause, "status", 0) != 404
+    else:
+        really = not isinstance(error, OSError) and isinstance(cause, TimeoutError | asyncio.TimeoutError)
+    return cause if really and cause is not None else error
+
+
+def _may_pass(error: BaseException) -> bool:
+    """Return whether what has failed at a server may succeed when it is tried again."""
+    if type(error).__module__.startswith("aiohttp"):
+        return getattr(error, "status", _AGAIN[0]) in _AGAIN
+    # In Python 3.10, asyncio's TimeoutError is no OSError.
+    return isinstance(error, OSError | asyncio.TimeoutError) and not isinstance(error, _FINAL)
+
+
+@contextmanager
+def replacing(path: str | os.PathLike[str], mode: int = 0o600, *, buffering: int = -1) -> Iterator[Any]:
+    """Write a file under a temporary name, and give it its name when it is complete: nobody ever reads half of it.
+
+    Args:
+        path: The file, which is replaced if it exists. If writing fails, it stays as it is.
+        mode: Permissions of the file.
+        buffering: The same as for `open`.
+    """
+    folder, base = os.path.split(os.path.abspath(path))
+    handle, part = tempfile.mkstemp(prefix=f".{base}.", suffix=".part", dir=folder)
+    try:
+        with open(handle, "wb", buffering) as file:
+            yield file
+        os.chmod(part, mode)
+        os.replace(part, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(part)
+        raise

@@ -1,0 +1,153 @@
+"""Copies of remote files in a folder of the host, limited in bytes.
+
+All processes of a host use a folder at the same time. A copy gets its name when it is complete, and one process
+downloads it while the others wait for its lock. `flock` locks end with their process, so nothing needs repair after a
+process was killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import BinaryIO
+
+from paddle_shard.core.checks import check_count
+from paddle_shard.core.warn_once import say_once
+from paddle_shard.data.files.files import BUFFER, base_name, is_remote, open_file, replacing, shown
+from paddle_shard.data.files.locks import held
+from paddle_shard.errors import ArgumentError
+from paddle_shard.plan.seeding import derive_key
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_COPY = re.compile(r"\.?[0-9a-f]{16}-.*(?<!\.lock)")
+"""Names of copies, and of incomplete ones. The folder may hold other files, which are left alone."""
+_STALE = 3600.0
+"""Seconds without a write after which an incomplete copy counts as that of a killed process."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostCache:
+    """A folder of copies of remote files. Each is downloaded once, by the process that needs it first."""
+
+    folder: str
+    most_bytes: int | None
+    """Most bytes that all copies may have; None: no limit."""
+
+    @classmethod
+    def of(cls, cache_dir: str | os.PathLike[str] | None, cache_bytes: int | None) -> HostCache | None:
+        """Return the cache that the arguments of a source describe.
+
+        Raises:
+            ArgumentError: `cache_dir` is no local folder; `cache_bytes` is less than 1, or given without `cache_dir`.
+        """
+        if cache_bytes is not None:
+            check_count("cache_bytes", cache_bytes)
+            if cache_dir is None:
+                raise ArgumentError(f"cache_bytes={cache_bytes} limits cache_dir, which is not given. Give both.")
+        if cache_dir is None:
+            return None
+        folder = os.path.expanduser(cache_dir) if isinstance(cache_dir, str | os.PathLike) else ""
+        if not folder or is_remote(os.fspath(folder)):
+            raise ArgumentError(f"cache_dir must be a folder of this host, where copies are kept, got {cache_dir!r}.")
+        return cls(os.fspath(folder), cache_bytes)
+
+    def open(self, name: str, start: int = 0) -> tuple[BinaryIO, int | None]:
+        """Open the copy of a remote file at a byte; download it if there is none.
+
+        If there is no room for it, or its size is not known, the remote file itself is opened.
+
+        Returns:
+            (file, its size in bytes if it is known)
+
+        Raises:
+            OSError: The download failed, or the folder cannot be written to. No incomplete file is left.
+        """
+        path = os.path.join(self.folder, f"{derive_key(shown(name)).hex()}-{base_name(name)}")
+        while True:  # again, if another process removed the copy right after it was complete
+            with contextlib.suppress(FileNotFoundError):
+                copy = open(path, "rb", buffering=BUFFER)  # noqa: SIM115
+                with contextlib.suppress(OSError):  # the folder may be another user's
+                    now = time.time_ns()  # finer than the system's own time stamps
+                    os.utime(path, ns=(now, now))
+                copy.seek(start)
+                return copy, os.fstat(copy.fileno()).st_size
+            if not self._download(name, path):
+                return open_file(name, start)
+
+    def _download(self, name: str, path: str) -> bool:
+        """Make a copy of a file, unless another process has; return False if there is no room for it."""
+        os.makedirs(self.folder, exist_ok=True)
+        with open(os.path.join(self.folder, f".{os.path.basename(path)}.lock"), "wb") as lock, held(lock):
+            if os.path.exists(path):
+                return True
+            source, size = open_file(name)
+            try:
+                with source, ExitStack() as copying:
+                    with self._locked():
+                        if not self._make_room(name, size):
+                            return False
+                        target = copying.enter_context(replacing(path, 0o644, buffering=BUFFER))
+                        target.truncate(size or 0)  # so that other processes count all of it
+                    shutil.copyfileobj(source, target, BUFFER)
+                    target.flush()
+                    os.fsync(target.fileno())  # otherwise a crash could leave an empty file with the right name
+                    with self._locked():  # a process that lists the folder during a rename may miss the file
+                        copying.close()
+            except OSError as error:
+                if error.errno not in _FULL:
+                    raise
+                text = f"cannot write to cache_dir {self.folder!r}: {error}. Make room, or limit it by cache_bytes="
+                raise OSError(error.errno, text) from error
+        return True
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Begin, name and remove copies in one process at a time."""
+        with open(os.path.join(self.folder, ".lock"), "wb") as lock, held(lock):
+            yield
+
+    def _make_room(self, name: str, size: int | None) -> bool:
+        """Remove the least recently used copies until a file fits; log and return False if it cannot.
+
+        A process that reads a removed copy continues to read it; its bytes are freed when it closes the file.
+        """
+        most = sys.maxsize if self.most_bytes is None else self.most_bytes
+        if self.most_bytes is not None and (size is None or size > most):
+            say_once("cache_bytes=%d has no room for %s of %s bytes", self.most_bytes, shown(name), size or "unknown")
+            return False
+        free = most - (size or 0)
+        copies = list[tuple[int, int, str]]()  # (time of last use, bytes, path)
+        for entry in os.scandir(self.folder):
+            if not _COPY.fullmatch(entry.name):
+                continue
+            with contextlib.suppress(FileNotFoundError):
+                status = entry.stat()
+                if not entry.name.startswith("."):
+                    copies.append((status.st_mtime_ns, status.st_size, entry.path))
+                elif time.time() - status.st_mtime > _STALE:
+                    os.unlink(entry.path)
+                else:  # another process writes it
+                    free -= status.st_size
+        if free < 0:
+            return False
+        free -= sum(num_bytes for _, num_bytes, _ in copies)
+        for _, num_bytes, path in sorted(copies):
+            if free >= 0:
+                break
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+            free += num_bytes
+        return True
+
+
+def open_through(cache: HostCache | None, name: str, start: int = 0) -> tuple[BinaryIO, int | None]:
+    """Open a file at a byte, by a copy if it is remote and there is a cache; return it and its size, if known."""
+    return open_file(name, start) if cache is None or not is_remote(name) else cache.open(name, start)

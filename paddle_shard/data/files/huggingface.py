@@ -1,0 +1,148 @@
+"""A streamed data set of Hugging Face `datasets` as a source."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from paddle_shard.data.external import tell_epoch
+from paddle_shard.data.files.files import needs, within_their_folder
+from paddle_shard.data.stages.stage import Opening, Stage
+from paddle_shard.errors import ArgumentError, ArgumentTypeError, SplitError
+from paddle_shard.plan.seeding import derive_key
+
+_MOST_SHOWN = 1000
+_SEEDS = 1 << 64
+"""Seeds of this size and above come from the operating system and differ between processes."""
+
+
+class HuggingFaceSource(Stage):
+    """A `datasets.IterableDataset`: part p of P is its `.shard(num_shards=P, index=p)`.
+
+    The epoch is set on each part, so that the data set's own `shuffle` gives another order in each epoch. This order
+    depends on the library's version and on the data set's own seed, not on the loader's seed. A resumed run reads the
+    delivered samples again and drops them, since the library's own state leaves out what its shuffle buffer held.
+
+    With `with_format("numpy")`, lists become arrays. Without a format, a list is a structure of single numbers.
+
+    The library's own `shuffle` reads in threads, so put a random `map` after it. On Parquet files, it also sleeps 5 s
+    when it ends, to avoid a bug of Arrow; for several parts of a reader, these times add up. A stream's own
+    `shuffle(window)` has neither problem, and depends on the loader's seed.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        """Set up the source.
+
+        Args:
+            dataset: A streamed data set (`load_dataset(..., split=, streaming=True)` or
+                `to_iterable_dataset(num_shards=)`). It may be mapped, filtered and shuffled. A `shuffle` needs a seed.
+                The data set is not changed.
+
+        Raises:
+            MissingDependencyError: datasets is not installed.
+            ArgumentTypeError: `dataset` is not a `datasets.IterableDataset`.
+            SplitError: The data set was split by node already.
+            ArgumentError: The data set is shuffled without a seed, or has a state.
+        """
+        with needs("huggingface"):
+            import datasets  # type: ignore[import-untyped]
+        if not isinstance(dataset, datasets.IterableDataset):
+            raise ArgumentTypeError(
+                f"dataset must be a datasets.IterableDataset, got {type(dataset).__name__}. Choose a split: "
+                "load_dataset(..., split='train', streaming=True); or give data with an index to paddle.io.DataLoader."
+            )
+        split = dataset._distributed
+        if split is not None:
+            raise SplitError(
+                f"dataset was split by split_dataset_by_node (rank {split.rank} of {split.world_size}) already, so "
+                "most of it would be missing. Give it unsplit: it is cut into parts here."
+            )
+        if dataset._starting_state_dict is not None:
+            raise ArgumentError(
+                "dataset has a state (load_state_dict), which would be lost. Give a fresh one; the loader's own "
+                "state_dict says where the run resumes."
+            )
+        self._generators = list(_generators(dataset._ex_iterable))
+        self._dataset = dataset
+        self.num_shards: int = int(dataset.num_shards)
+
+    cuts = True
+    """The library opens a part without reading the others."""
+
+    def open(self, opening: Opening) -> list[Iterator[Any]]:
+        """Return an iterator over each part.
+
+        Raises:
+            ArgumentError: There are fewer shards than parts.
+        """
+        self._check(opening)
+        return [self._items(part, opening) for part in opening.parts]
+
+    def lengths(self, opening: Opening) -> list[int] | None:
+        """Return None: lengths are known only at the end.
+
+        Raises:
+            ArgumentError: There are fewer shards than parts.
+        """
+        self._check(opening)  # the loader asks for lengths before any batch
+        return None
+
+    def fingerprint(self) -> list[Any]:
+        """Return the number of shards, and a digest of the library's own shuffles, takes and skips."""
+        return [["huggingface", self.num_shards, derive_key(self._generators, size=16).hex()]]
+
+    @property
+    def files(self) -> list[str]:
+        """The first shards of each of its generators: files or numbers."""
+        lists = [
+            value for step in _walked(self._dataset._ex_iterable) for value in getattr(step, "kwargs", {}).values()
+        ]
+        shards = [shard for value in lists if isinstance(value, list) for shard in value[:_MOST_SHOWN]]
+        return within_their_folder([str(shard) for shard in shards if isinstance(shard, str | int)])
+
+    def _check(self, opening: Opening) -> None:
+        shards, parts = self.num_shards, opening.num_parts
+        if shards < parts:
+            raise ArgumentError(
+                f"in_parts({parts}): a data set of {shards} shards cannot be cut into {parts} parts, which need one "
+                f"each. Ways that work: in_parts() with at most {shards}; more shards (dataset.reshard(), or "
+                "to_iterable_dataset(num_shards=)); or a stream that is cut by turns, of which every reader reads "
+                "all: Stream.of(dataset)."
+            )
+
+    def _items(self, part: int, opening: Opening) -> Iterator[Any]:
+        opening.seed_generators(opening.key(part, "source"))
+        mine = self._dataset.shard(num_shards=opening.num_parts, index=part)  # a copy, so that its epoch can be set
+        tell_epoch(mine, opening)
+        yield from opening.drawn(iter(mine), part)
+
+
+def _walked(node: Any) -> Iterator[Any]:
+    """Yield a step of a data set and what it holds; the last step first."""
+    yield node
+    for value in vars(node).values():
+        for found in value if isinstance(value, list | tuple) else [value]:
+            yield from _walked(found) if type(found).__module__.startswith("datasets.iterable_dataset") else [found]
+
+
+def _num_cut(step: Any) -> int | None:
+    """Return how many samples a `take()` or `skip()` is of; None: it is another step."""
+    number = getattr(step, "n", None)
+    return number if hasattr(step, "ex_iterable") and isinstance(number, int) else None
+
+
+def _generators(node: Any) -> Iterator[str]:
+    """Yield the states of the generators of a data set's steps, and what is taken or skipped; the last step first."""
+    for found in _walked(node):
+        if (number := _num_cut(found)) is not None:
+            yield f"{type(found).__name__} {number}"  # of take() and skip(): ranks must not cut by these
+        if isinstance(found, np.random.Generator):
+            entropy = getattr(found.bit_generator.seed_seq, "entropy", None)
+            if entropy is None or (isinstance(entropy, int) and entropy >= _SEEDS):
+                raise ArgumentError(
+                    "dataset is shuffled without a seed, so each rank would have another order, with samples twice "
+                    "and samples missing. Give one below 2**64: dataset.shuffle(seed=0)."
+                )
+            yield repr(found.bit_generator.state)

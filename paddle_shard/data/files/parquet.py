@@ -1,0 +1,280 @@
+"""Parquet files as a source, and the samples that rows of Arrow tables become."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from paddle_shard.data.files.files import (
+    Paths,
+    RemoteFile,
+    failures_named,
+    is_remote,
+    local_path,
+    matched,
+    needs,
+    shown,
+    version_of,
+)
+from paddle_shard.data.files.host_cache import HostCache
+from paddle_shard.data.files.shards import ShardSource
+from paddle_shard.errors import ArgumentError
+
+BATCH_BYTES = 4 << 20
+"""Approximate number of uncompressed bytes that are decoded at a time."""
+FOOTERS = 16
+"""Number of remote footers that are read in parallel."""
+
+
+def parquet_source(
+    paths: Paths,
+    *,
+    columns: Sequence[str] | None = None,
+    allow_nulls: bool = False,
+    shuffle_shards: bool = True,
+    resample: bool = False,
+    cache: HostCache | None = None,
+) -> ShardSource:
+    """Return the source of the rows of Parquet files: dicts by column. Each row group is a shard.
+
+    The footers are read now, so the parts' lengths are known and parts are cut evenly, if necessary in the middle of a
+    row group. A resume does not open earlier row groups. In the row group where it begins, the delivered rows are
+    decoded and dropped. Only the requested columns are fetched.
+
+    The type of a value depends on its column's type:
+
+    - int, float, bool, date, timestamp (in UTC, without the zone; INT96 in microseconds), duration: a numpy scalar.
+    - string, binary: `str` or `bytes`.
+    - list of such scalars: an array of its own; of several dims for nested lists of fixed size and tensors.
+    - list of anything else: a Python list. Struct: a dict. Dictionary: the value itself.
+    - others (decimal, time, map): what pyarrow's `as_py` returns.
+
+    Args:
+        paths: One or more files, all with the same columns: paths, patterns such as `data/*.parquet`, whose files are
+            sorted, or URLs that fsspec opens. Settings such as keys and endpoints come from fsspec's configuration or
+            the environment.
+        columns: Top-level columns to read, in this order; None: all.
+        allow_nulls: If True, a null is None in the sample, for a later `map` or `filter`. If False, a null is an error
+            that names the column. A null inside a list is always an error, one inside a struct is None.
+        shuffle_shards: If True, permute the row groups, in another order each epoch. Rows keep their order within a row
+            group: add a `Shuffle` to permute them, too.
+        resample: If True, each part is an endless stream of row groups, sampled with replacement.
+        cache: Keeps copies of remote files, for all processes of the host. Then files are downloaded whole.
+
+    Raises:
+        MissingDependencyError: pyarrow, or a package that a URL needs, is not installed.
+        ArgumentTypeError: `paths` is not a path or a list of paths.
+        ArgumentError: There is no file or no row, a pattern matches no file, or a file lacks a column or has it with
+            another type.
+        ShardReadError: A footer cannot be read.
+    """
+    with needs("parquet", "reading Parquet: "):
+        import pyarrow.parquet  # type: ignore[import-untyped]  # noqa: F401
+    if isinstance(columns, str) or (columns is not None and (not columns or len(set(columns)) < len(columns))):
+        raise ArgumentError(f"columns must be a list of names, each once, or None for all, got {columns!r}.")
+    chosen = None if columns is None else list(columns)
+    files = matched(paths)
+    if not files:
+        raise ArgumentError("paths names no file. Give at least one.")
+    with ThreadPoolExecutor(FOOTERS if any(map(is_remote, files)) else 1) as pool:
+        footers = list(pool.map(_footer, files))
+    _check_columns(files, footers, chosen)
+    groups = [
+        (f"row group {number} of {file}", (file, number, version))
+        for file, (rows, _, version) in zip(files, footers, strict=True)
+        for number in range(len(rows))
+    ]
+    counts = [length for rows, _, _ in footers for length in rows]
+    if not sum(counts):
+        raise ArgumentError(f"paths: {len(files)} Parquet files have no row: {', '.join(map(shown, files[:3]))}.")
+    return ShardSource(
+        [name for name, _ in groups],
+        partial(_read_group, groups=dict(groups), columns=chosen, allow_nulls=allow_nulls, cache=cache),
+        files=[file for _, (file, _, _) in groups],
+        counts=counts,
+        shuffle_shards=shuffle_shards,
+        resample=resample,
+    )
+
+
+_Footer = tuple[list[int], dict[str, Any], tuple[int, str]]
+"""(number of rows of each row group, Arrow type of each top-level column, (size, version tag) of the file)"""
+
+
+def _read_group(
+    name: str,
+    skip: int,
+    *,
+    groups: Mapping[str, tuple[str, int, tuple[int, str]]],
+    columns: list[str] | None,
+    allow_nulls: bool,
+    cache: HostCache | None,
+) -> Iterator[Any]:
+    """Yield the rows of a row group from a given one on."""
+    file, number, version = groups[name]
+    end = 0
+    with _opened(file, cache, version) as (parquet, _):
+        group = parquet.metadata.row_group(number)
+        size = BATCH_BYTES * group.num_rows // max(1, group.total_byte_size)
+        batches = parquet.iter_batches(
+            batch_size=int(np.clip(size, 1, 1 << 12)),
+            row_groups=[number],
+            columns=columns,
+            use_threads=False,  # readers are parallel already
+        )
+        for batch in batches:
+            first, end = end, end + batch.num_rows
+            if end <= skip:
+                continue
+            begin = max(first, skip)
+            names = batch.schema.names if columns is None else columns
+            found = []
+            for column in names:
+                array = batch.column(column).slice(begin - first)
+                try:
+                    found.append(_column(array, allow_nulls))
+                except ValueError as error:
+                    raise ValueError(f"column {column!r}: {error} Leave it out (columns=).") from error
+            for row in zip(*found, strict=True):
+                yield dict(zip(names, row, strict=True))
+
+
+def _check_columns(files: list[str], footers: list[_Footer], columns: list[str] | None) -> None:
+    """Check that all files have the columns to read, with the types of the first file."""
+    first = None
+    for file, (_, has, _) in zip(files, footers, strict=True):
+        missing = [name for name in columns or () if name not in has]
+        if missing:
+            raise ArgumentError(
+                f"columns: {shown(file)} has no {', '.join(map(repr, missing))}. It has {', '.join(map(repr, has))}."
+            )
+        types = {name: has[name] for name in columns or has}
+        first = types if first is None else first
+        differ = sorted(name for name in first.keys() | types.keys() if first.get(name) != types.get(name))
+        if differ:
+            name = differ[0]
+            raise ArgumentError(
+                f"paths: column {name!r} is {first.get(name, 'missing')} in {shown(files[0])}, but "
+                f"{types.get(name, 'missing')} in {shown(file)}. Read only columns that all files have alike "
+                "(columns=), or a source for each kind of file."
+            )
+
+
+def _footer(file: str) -> _Footer:
+    with failures_named(file, lambda: ("reading its footer", None)), _opened(file) as (parquet, version):
+        metadata, schema = parquet.metadata, parquet.schema_arrow
+        if len(set(schema.names)) < len(schema.names):
+            raise ValueError(f"a column name stands twice among {schema.names}")
+        rows = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
+        return rows, {name: schema.field(name).type for name in schema.names}, version
+
+
+@contextmanager
+def _opened(
+    file: str, cache: HostCache | None = None, version: tuple[int, str] | None = None
+) -> Iterator[tuple[Any, tuple[int, str]]]:
+    """Open a file by pyarrow; yield it with its (size, version tag).
+
+    Only what pyarrow requests is read of a remote file without a copy.
+
+    Args:
+        file: Path or URL.
+        cache: Where copies of remote files are kept; None: nowhere.
+        version: (size, version tag) that the file had; None: not known.
+
+    Raises:
+        ValueError: It has another version.
+    """
+    from pyarrow.parquet import ParquetFile
+
+    source: Any
+    with ExitStack() as stack:
+        if not is_remote(file):
+            source = local_path(file)
+            now = version_of(file)
+        elif cache is not None:
+            source, size = cache.open(file)
+            stack.enter_context(source)
+            now = size or 0, ""
+        else:
+            source = stack.enter_context(RemoteFile(file, extra="parquet", cache_type="none"))
+            now = source.size or 0, source.tag or ""
+        if version is not None and (now[0] != version[0] or (now[1] and now[1] != version[1])):
+            raise ValueError(
+                "the file has changed since its footer was read, when the loader was made. Make the loader anew"
+            )
+        # In nanoseconds, pyarrow's default for the INT96 of Spark, only the years 1678 to 2261 have a number.
+        settings = {"pre_buffer": is_remote(file), "coerce_int96_timestamp_unit": "us"}
+        yield stack.enter_context(ParquetFile(source, **settings)), now
+
+
+def _column(array: Any, allow_nulls: bool) -> Any:
+    """Return the values of some rows of a column.
+
+    Args:
+        array: A `pyarrow.Array`.
+        allow_nulls: If True, a null becomes None.
+
+    Raises:
+        ValueError: There is a null that is not allowed.
+    """
+    if not array.null_count:
+        return _items(_values(array))
+    if not allow_nulls:
+        raise ValueError("a value is null. Take nulls as None (allow_nulls=True) and map or filter them.")
+    present = iter(_items(_values(array.drop_null())))
+    return [next(present) if is_valid else None for is_valid in array.is_valid().to_pylist()]
+
+
+def _items(values: Any) -> Any:
+    """Return values that can be changed one by one, and kept without keeping the others in memory."""
+    if isinstance(values, np.ndarray) and values.ndim > 1:
+        return [row.copy() for row in values]
+    return values
+
+
+def _values(array: Any) -> Any:
+    """Return the values of an Arrow array: a numpy array if all have the same dtype and shape, else a list.
+
+    Raises:
+        ValueError: There is a null inside a list.
+    """
+    import pyarrow as pa
+
+    kind = array.type
+    if array.null_count:
+        raise ValueError("a list has a null inside.")
+    if isinstance(kind, pa.FixedShapeTensorType):
+        return array.to_numpy_ndarray()
+    if isinstance(kind, pa.BaseExtensionType):
+        return _values(array.storage)
+    if pa.types.is_dictionary(kind):
+        return _values(array.dictionary_decode())
+    if pa.types.is_struct(kind):
+        names = [kind.field(number).name for number in range(kind.num_fields)]
+        fields = [_column(child, allow_nulls=True) for child in array.flatten()]
+        return [dict(zip(names, values, strict=True)) for values in zip(*fields, strict=True)]
+    if pa.types.is_fixed_size_list(kind):
+        inner = _values(array.flatten())
+        if isinstance(inner, np.ndarray):
+            return inner.reshape(len(array), kind.list_size, *inner.shape[1:])
+        return _pieces(inner, np.full(len(array), kind.list_size))
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        return _pieces(_values(array.flatten()), array.value_lengths().to_numpy())
+    numeric = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
+    if numeric or pa.types.is_date(kind) or pa.types.is_timestamp(kind) or pa.types.is_duration(kind):
+        return array.to_numpy(zero_copy_only=False)
+    return array.to_pylist()
+
+
+def _pieces(values: Any, lengths: npt.NDArray[np.integer[Any]]) -> list[Any]:
+    ends = np.cumsum([0, *lengths]).tolist()
+    own = np.array if isinstance(values, np.ndarray) else list
+    return [own(values[start:stop]) for start, stop in pairwise(ends)]

@@ -1,0 +1,268 @@
+"""Cutting a list of files into parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count, islice
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from paddle_shard.data.files.files import failures_named, identity, local_size, shown, within_their_folder
+from paddle_shard.data.stages.stage import Damaged, Opening, Stage, Unreadable
+from paddle_shard.errors import ArgumentError, ShardReadError, described
+from paddle_shard.plan.seeding import derive_key, derive_seed, mix
+from paddle_shard.plan.shuffle import Permutation
+
+RECOUNT = "count again (make the stream anew; for an index file: `paddle-shard index URL... -o index.json`)"
+
+_PRIME = (1 << 61) - 1
+"""Sums over files are taken modulo this."""
+
+Segment = tuple[int, int, int | None]
+"""(shard, first sample to read, sample to stop before; None: the shard's end)."""
+
+
+class ShardSource(Stage):
+    """Files of samples ("shards"), assigned to the parts. The assignment does not depend on who reads a part.
+
+    If the samples of each shard are counted, the shards are concatenated in their order and cut evenly, also in the
+    middle of a file, so that the parts' lengths differ by at most one. Otherwise, shard i of the order belongs to part
+    i mod P. Nothing is opened before a part is read.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        read: Callable[[str, int], Iterator[Any]],
+        *,
+        files: Sequence[str] | None = None,
+        counts: Sequence[int] | None = None,
+        shuffle_shards: bool = True,
+        resample: bool = False,
+    ) -> None:
+        """Set up the source.
+
+        Args:
+            names: The shards, each once: paths, URLs, or any names that `read` understands.
+            read: Called with a name and a number of samples to skip; returns an iterator over the other samples. Each
+                call must give the same samples.
+            files: The file that contains each shard, if a shard is less than a file; None: each shard is a file.
+            counts: Number of samples of each shard. With counts, parts are equal, their lengths are known, and skipping
+                is cheap. A shard with fewer or more samples is an error when its end is read.
+            shuffle_shards: If True, permute the shards, in another order in each epoch and round.
+            resample: If True, each part is an endless stream of whole shards, sampled with replacement from all.
+
+        Raises:
+            ArgumentError: There is no name, or names are not distinct.
+        """
+        self._names = [str(name) for name in names]
+        if not self._names:
+            raise ArgumentError("names holds no shard. Give at least one.")
+        if len(set(self._names)) < len(self._names):
+            twice = next(name for name in self._names if self._names.count(name) > 1)
+            raise ArgumentError(
+                f"names holds {shown(twice)!r} more than once, so its samples would be delivered as often. "
+                "Give each shard once; resample=True reads shards again and again."
+            )
+        self.num_shards: int = len(self._names)
+        self._counts: npt.NDArray[np.int64] | None = None
+        if counts is not None:
+            self._counts = np.asarray(counts, dtype=np.int64)
+            if resample and not self._counts.any():
+                raise ArgumentError("resample=True: the counts say that no shard has a sample. Give one that has.")
+        self._total = 0 if self._counts is None else int(self._counts.sum())
+        self._files = self._names if files is None else [str(file) for file in files]
+        self._digest: str | None = None
+        self._read = read
+        self._shuffle = bool(shuffle_shards)
+        self.endless = bool(resample)
+
+    @property
+    def most_even_parts(self) -> int:
+        """Most parts for which a part with the largest file is at most a third longer than the mean, by known sizes."""
+        sizes = self.sizes()
+        known = [size for size in sizes if size is not None]
+        if self.endless or len(known) < len(sizes) or not any(known):
+            return self.num_shards
+        return max(1, min(self.num_shards, 4 * sum(known) // (3 * max(known))))
+
+    cuts = True
+    """A part is opened without reading the others."""
+
+    def open(self, opening: Opening) -> list[Iterator[Any]]:
+        """Return an iterator over each part.
+
+        Raises:
+            ArgumentError: There are fewer shards than parts, and they are not counted.
+        """
+        self._check(opening)
+        return [self._part(part, opening) for part in opening.parts]
+
+    def lengths(self, opening: Opening) -> list[int] | None:
+        """Return the lengths of the parts; None if the shards are not counted or are resampled."""
+        self._check(opening)
+        if self._counts is None or self.endless:
+            return None
+        return [stop - start for start, stop in (self._cut(part, opening.num_parts) for part in opening.parts)]
+
+    def origin(self, opening: Opening, part: int, number: int) -> str | None:
+        """Return the shard and the sample's number in it; None if the shards are not counted or are resampled."""
+        if self._counts is None or self.endless:
+            return None
+        shard, offset, _ = next(self._cut_out(opening, part, number), (None, 0, None))
+        return None if shard is None else f"sample {offset} of {shown(self._names[shard])}"
+
+    def sizes(self) -> list[int | None]:
+        """Return the size of each shard's file in bytes; None for a file whose size would cost a request."""
+        return [local_size(file) for file in self._files]
+
+    def part_sizes(self, opening: Opening) -> list[int] | None:
+        """Return the total size in bytes of each part's files; None if it is not known or parts are not whole files."""
+        sizes = self.sizes()
+        if self._counts is not None or self.endless or None in sizes:
+            return None
+        return [sum(sizes[shard] or 0 for shard, _, _ in self._assigned(opening, part)) for part in opening.parts]
+
+    @property
+    def files(self) -> list[str]:
+        """The first files, with their numbers of samples or their sizes."""
+        names, unit = self._files[:1000], "bytes" if self._counts is None else "samples"
+        known = [local_size(name) for name in names] if self._counts is None else self._counts.tolist()
+        return [f"{name} ({size} {unit})" for name, size in zip(within_their_folder(names), known, strict=False)]
+
+    def files_identity(self) -> tuple[tuple[str, int, str], ...]:
+        """See `Stage`. Shards that are no files have no entry."""
+        return identity(list(dict.fromkeys(self._files)))
+
+    def fingerprint(self) -> list[Any]:
+        """Return what the order depends on, with a digest of the counts and of the names within their common folder."""
+        if self._digest is None:
+            # Two sums, of which the second depends on the places: they tell which one of the files has changed.
+            # Files that are not counted are identified by their sizes, if these cost no request.
+            known: Any = [("size", size) for size in self.sizes()] if self._counts is None else self._counts.tolist()
+            files = zip(within_their_folder(self._files), known, strict=True)
+            found = [derive_seed(*file) % _PRIME for file in files]
+            sums = sum(place * one for place, one in enumerate(found, 1)), sum(found)
+            self._digest = "".join(f"{one % _PRIME:016x}" for one in sums)
+        return [["shards", len(self._names), self._digest, self._shuffle, self.endless]]
+
+    def _check(self, opening: Opening) -> None:
+        shards, parts = len(self._names), opening.num_parts
+        if self._counts is None and not self.endless and shards < parts:
+            raise ArgumentError(
+                f"in_parts({parts}): {shards} shards cannot be assigned to {parts} parts, which need one each. Ways "
+                f"that work: in_parts() with at most {shards}; counted samples, so that shards are cut in mid-file "
+                "(counts=True; for tars an index file, index=, made by `paddle-shard index`); "
+                "resample=True; or an uncut stream (Stream.of(...)), of which each reader reads all."
+            )
+
+    def _part(self, part: int, opening: Opening) -> Iterator[Any]:
+        # Only counted shards can be skipped without reading them.
+        first = 0 if self._counts is None else opening.skip
+        if self.endless:
+            segments = self._drawn(opening, part, first)
+        elif self._counts is None:
+            segments = self._assigned(opening, part)
+        else:
+            segments = self._cut_out(opening, part, first)
+        yield from islice(self._samples(segments, first, part, opening), opening.skip - first, None)
+
+    def _order(self, opening: Opening) -> npt.NDArray[np.int64]:
+        numbers = np.arange(len(self._names), dtype=np.int64)
+        if not self._shuffle:
+            return numbers
+        key = derive_key("shards", opening.seed, opening.epoch, opening.round, size=64)
+        return Permutation(len(numbers), key)(numbers)
+
+    def _cut(self, part: int, num_parts: int) -> tuple[int, int]:
+        return self._total * part // num_parts, self._total * (part + 1) // num_parts
+
+    def _assigned(self, opening: Opening, part: int) -> Iterator[Segment]:
+        for shard in self._order(opening)[part :: opening.num_parts].tolist():
+            yield shard, 0, None
+
+    def _cut_out(self, opening: Opening, part: int, skip: int) -> Iterator[Segment]:
+        """Yield the pieces of the ordered shards that lie in a part, after its first `skip` samples."""
+        assert self._counts is not None
+        start, stop = self._cut(part, opening.num_parts)
+        start += skip
+        order = self._order(opening)
+        counts = self._counts[order]
+        # Sample number at which each shard ends, if all shards are laid end to end in this order.
+        ends = np.cumsum(counts)
+        at = int(np.searchsorted(ends, start, side="right"))
+        while start < stop:
+            end, length = int(ends[at]), int(counts[at])
+            if start < end:  # not an empty shard
+                begin = end - length
+                yield int(order[at]), start - begin, min(stop, end) - begin
+                start = end
+            at += 1
+
+    def _drawn(self, opening: Opening, part: int, skip: int) -> Iterator[Segment]:
+        """Yield shards sampled with replacement, forever. Counted shards that are skipped as a whole are left out."""
+        key, shards = opening.key(part, "draw"), len(self._names)
+        for draw in count():
+            shard = mix(key, draw) % shards
+            if self._counts is not None and skip >= self._counts[shard]:
+                skip -= int(self._counts[shard])
+                continue
+            yield shard, skip, None
+            skip = 0
+
+    def _samples(self, segments: Iterator[Segment], number: int, part: int, opening: Opening) -> Iterator[Any]:
+        """Read pieces of shards, one after the other; `number` is the first sample's number in the part."""
+        empty = 0  # shards in a row without a sample; resampling these would never end
+        for segment in segments:
+            before = number
+            for item in self._piece(segment, number, part, opening):
+                number += 1
+                yield item
+            empty = empty + 1 if number == before else 0
+            if self.endless and empty > 100 + 10 * len(self._names):
+                raise ShardReadError.of(
+                    f"resample=True: {empty} shards in a row, drawn from {len(self._names)}, have no sample.",
+                    shown(self._names[segment[0]]),
+                )
+
+    def _piece(self, segment: Segment, number: int, part: int, opening: Opening) -> Iterator[Any]:
+        shard, begin, end = segment
+        name, offset, what, key = self._names[shard], begin, "", opening.key(part, "read")
+        length = None if self._counts is None else int(self._counts[shard])
+        end = length if end is None else end
+        items: Iterator[Any] = iter(())
+        with failures_named(name, lambda: (f"reading {what or f'sample {offset}'}", offset)):
+            try:
+                opening.seed_generators(key, number)
+                items = iter(self._read(name, begin))
+                for item in items:
+                    if offset + 1 == length:  # check before the last sample: no further one may be asked for
+                        what, offset = f"what follows its {length} samples", length
+                        if more := sum(1 for _ in items):
+                            raise _miscounted(name, length + more, length)
+                        what, offset = "", length - 1
+                    if isinstance(item, Damaged):
+                        if not opening.skip_errors:
+                            raise item.error
+                        item = Unreadable(f"{shown(name)}: {described(item.error)}")
+                    yield item
+                    offset += 1
+                    if offset == end:
+                        return
+                    opening.seed_generators(key, number + offset - begin)
+            finally:
+                if hasattr(items, "close"):
+                    items.close()
+            if end is not None:
+                raise _miscounted(name, offset, length, "at most " if offset == begin > 0 else "")
+
+
+def _miscounted(name: str, found: int, length: int | None, bound: str = "") -> ShardReadError:
+    return ShardReadError.of(
+        f"{shown(name)} has {bound}{found} samples, but its count says {length}. It has changed since, or was counted "
+        f"otherwise: {RECOUNT}.",
+        shown(name),
+        min(found, length or 0),
+    )

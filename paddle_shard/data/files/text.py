@@ -1,0 +1,215 @@
+"""Files of text, CSV or JSON Lines as a source."""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import io
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, BinaryIO, NamedTuple
+
+from paddle_shard.data.files.counts import count_files, source_of_files
+from paddle_shard.data.files.files import BUFFER, Paths, matched, open_file
+from paddle_shard.data.files.host_cache import HostCache
+from paddle_shard.data.files.shards import ShardSource
+from paddle_shard.data.stages.stage import Damaged
+
+
+class TextFormat(NamedTuple):
+    """A kind of text files."""
+
+    kind: str
+    """Name of what is counted in the files; kept counts belong to it."""
+    samples: Callable[[_Text], Iterator[tuple[int, Any]]]
+    """Yields the samples of a file's text, each with the byte where it begins."""
+    starts: Callable[[_Text], Iterator[tuple[int, Any]]]
+    """Finds where samples begin, which may be cheaper than reading them."""
+
+
+def text_source(
+    paths: Paths,
+    form: TextFormat,
+    *,
+    counts: bool | None = None,
+    shuffle_shards: bool = True,
+    resample: bool = False,
+    cache_dir: str | os.PathLike[str] | None = None,
+    cache_bytes: int | None = None,
+) -> ShardSource:
+    """Return the source of text files.
+
+    Args:
+        paths: One or more UTF-8 files, plain or compressed by gzip, bzip2 or xz: paths, patterns such as `data/*.csv`,
+            whose files are sorted, or URLs that fsspec opens.
+        form: What a sample is: one of `LINES`, `CSV_ROWS`, `CSV_DICTS`, `JSON_LINES`.
+        counts: If True, count the samples now, which reads the files once. Then parts are equal and their lengths
+            known. None: count if all files are local, none is compressed, and the stream has an end. The counts of
+            local files are kept in the user's cache directory (`$XDG_CACHE_HOME`, `~/.cache`) for other ranks and
+            later runs.
+        shuffle_shards: If True, permute the files, in another order each epoch.
+        resample: If True, each part is an endless stream of files, sampled with replacement.
+        cache_dir: A folder in which copies of remote files are kept, for all processes of the host; None: none is kept.
+        cache_bytes: Most bytes of all copies in the folder; None: no limit.
+
+    Raises:
+        ArgumentTypeError: `paths` is neither a path nor a list of paths.
+        ArgumentError: There is no file, or none that matches a pattern.
+        ShardReadError: A file cannot be read to count it.
+    """
+    cache = HostCache.of(cache_dir, cache_bytes)
+    names = matched(paths)
+    if resample and counts is None:
+        counts = False
+    entries = count_files(names, form.kind, partial(_of_text, find=form.starts), counts, cache)
+    samples = partial(_of_text, find=form.samples)
+    return source_of_files(names, samples, entries, cache=cache, shuffle_shards=shuffle_shards, resample=resample)
+
+
+def _of_text(
+    file: BinaryIO, name: str, start: int, find: Callable[[_Text], Iterator[tuple[int, Any]]]
+) -> Iterator[tuple[int, Any]]:
+    return find(_Text(file, name, start))
+
+
+class _Text:
+    """The lines of an open file, each with the byte where it begins; iterate it once."""
+
+    def __init__(self, file: BinaryIO, name: str, start: int) -> None:
+        """Set up the reading.
+
+        Args:
+            file: The open file, at position `start`.
+            name: Path or URL of the file.
+            start: A byte where a line begins.
+        """
+        self._file = file
+        self._name = name
+        self.start = start
+        self._number = 0
+
+    def __iter__(self) -> Iterator[tuple[int, str]]:
+        at = self.start
+        for line in self._file:
+            if at == 0 and line.startswith(codecs.BOM_UTF8):
+                at, line = len(codecs.BOM_UTF8), line.removeprefix(codecs.BOM_UTF8)
+                if not line:  # there is nothing else in the file
+                    return
+            self._number += 1
+            try:
+                text = line.decode()
+            except UnicodeDecodeError as error:
+                error.reason += f" ({self.line()})"
+                raise
+            yield at, text
+            at += len(line)
+
+    def line(self) -> str:
+        """Return "line N" for the line that was read last, counted from 1, for messages."""
+        before = 0
+        left = self.start
+        if left:  # only error messages need this, so only now read what comes before `start`
+            with self._from_begin() as file:
+                while left and (block := file.read(min(left, BUFFER))):
+                    before += block.count(b"\n")
+                    left -= len(block)
+        return f"line {before + self._number}"
+
+    def first_row(self) -> list[str]:
+        """Return the first row of a CSV file."""
+        with self._from_begin() as file:
+            row: list[str] = next(_rows(_Text(file, self._name, 0)))[1]
+            return row
+
+    @contextmanager
+    def _from_begin(self) -> Iterator[BinaryIO]:
+        """Yield the file at its first byte: a remote one is opened again, any other stands where it stood after it."""
+        if not self._file.seekable():
+            opened, _ = open_file(self._name)
+            with opened:
+                yield opened
+            return
+        at = self._file.tell()
+        self._file.seek(0)
+        try:
+            yield self._file
+        finally:
+            self._file.seek(at)
+
+
+def _lines(text: _Text) -> Iterator[tuple[int, str]]:
+    for at, line in text:
+        yield at, line.removesuffix("\n").removesuffix("\r")
+
+
+def _not_blank(text: _Text) -> Iterator[tuple[int, str]]:
+    return ((at, line) for at, line in text if line.strip())
+
+
+def _values(text: _Text) -> Iterator[tuple[int, Any]]:
+    for at, line in _not_blank(text):
+        try:
+            value = json.loads(line)
+        except json.JSONDecodeError as error:
+            value = Damaged(ValueError(f"{text.line()} is not JSON: {error.msg} at column {error.colno}"))
+        yield at, value
+
+
+def _dicts(text: _Text) -> Iterator[tuple[int, Any]]:
+    rows = _rows(text)
+    names = text.first_row() if text.start else next(rows, (0, []))[1]
+    if len(set(names)) < len(names):
+        raise ValueError(f"the header {names}, which ends in {text.line()}, names a field twice")
+    for at, row in rows:
+        yield at, row if isinstance(row, Damaged) else dict(zip(names, row, strict=True))
+
+
+def _rows(text: _Text) -> Iterator[tuple[int, Any]]:
+    width = len(text.first_row()) if text.start else None
+    begins: list[int] = []  # [line of the row]: the byte where it begins
+    reader = csv.reader(_lines_of_csv(text, begins), strict=True)
+    while True:
+        begins.clear()
+        try:
+            row = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            # Nobody knows where the next row begins, so that it cannot be skipped.
+            raise ValueError(f"the row that ends in {text.line()}: {error}") from error
+        if not row:
+            continue
+        width = len(row) if width is None else width
+        if len(row) == width:
+            yield begins[0], row
+        else:
+            what = f"the row that ends in {text.line()} has {len(row)} fields, the first {width}"
+            yield begins[0], Damaged(ValueError(what))
+
+
+def _lines_of_csv(text: _Text, begins: list[int]) -> Iterator[str]:
+    """Yield lines, and append to `begins` where each begins. A carriage return alone also ends a line."""
+    for at, line in text:
+        if line.count("\r") == line.endswith("\r\n"):
+            begins.append(at)
+            yield line
+            continue
+        for piece in io.StringIO(line, newline=""):
+            begins.append(at)
+            yield piece
+            at += len(piece.encode())
+
+
+LINES = TextFormat("lines", _lines, _lines)
+r"""Samples are the lines, without their ends ("\n" or "\r\n")."""
+CSV_ROWS = TextFormat("CSV rows", _rows, _rows)
+"""Samples are the rows as lists (Python's `csv`, dialect "excel", strict).
+
+Empty lines are skipped. A row with more or fewer fields than the first row of its file is an error."""
+CSV_DICTS = TextFormat("CSV rows below a header", _dicts, _dicts)
+"""Samples are the rows as dicts; the first row of each file names the fields."""
+JSON_LINES = TextFormat("JSON lines", _values, _not_blank)
+"""Samples are JSON values, one per line. Blank lines are skipped. Counting does not parse the lines."""

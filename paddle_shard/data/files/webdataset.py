@@ -1,0 +1,294 @@
+"""WebDataset tars as a source: their samples, their index, and where each sample begins."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import tarfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, BinaryIO, cast
+
+from paddle_shard.core.checks import listed
+from paddle_shard.data.files.counts import ShardEntry, count_files, source_of_files
+from paddle_shard.data.files.files import (
+    BUFFER,
+    Paths,
+    base_name,
+    is_remote,
+    matched,
+    needs,
+    open_file,
+    replacing,
+    shown,
+)
+from paddle_shard.data.files.host_cache import HostCache
+from paddle_shard.data.files.shards import RECOUNT, ShardSource
+from paddle_shard.errors import ArgumentError, StateError
+
+_META = re.compile(r"__[^/]*__($|/)")
+"""Matches the names of members that are not samples: WebDataset's `skip_meta`."""
+
+Sample = dict[str, Any]
+"""A dict with `__key__`, `__url__`, and the bytes of each file; its key is the rest of the file's name."""
+
+
+def tar_samples(
+    file: BinaryIO,
+    name: str,
+    start: int = 0,
+    *,
+    select: Callable[[str], bool] | None = None,
+    contents: bool = True,
+) -> Iterator[tuple[int, Sample]]:
+    """Yield the samples of one open tar, from a given byte to the end, each with the byte where it begins.
+
+    WebDataset groups them. Its own loop over the members treats a damaged header, or a file that was cut between two
+    members, as the end of the tar. It also ignores data after the end marker. Here, each of these is an error.
+
+    Args:
+        file: The open tar, at position `start`.
+        name: The samples' `__url__`.
+        start: A byte where a sample begins.
+        select: Called with a member's name; True: the member is read. None: all members are read.
+        contents: If False, seek over the contents of the tar's files. `start` must be 0.
+    """
+    from webdataset.tariterators import group_by_keys  # type: ignore[import-untyped]
+
+    begin = following = start
+
+    def members() -> Iterator[dict[str, Any]]:
+        nonlocal following
+        mode: Any = "r|" if contents else "r:"
+        with tarfile.open(fileobj=file, mode=mode, tarinfo=_StrictInfo) as archive:
+            for member in archive:
+                archive.members = []  # type: ignore[attr-defined]  # otherwise it keeps all of them
+                is_link = member.islnk() or member.issym()
+                if not (member.isreg() or is_link) or _META.match(member.name):
+                    continue
+                if not (select is None or select(member.name)):
+                    continue
+                if is_link:  # what it stands for may lie before `start`, or outside
+                    raise tarfile.ReadError(
+                        f"the member {member.name!r} is a link to {member.linkname!r}, and not a file. Pack the files "
+                        "themselves: tar --dereference --hard-dereference"
+                    )
+                content = archive.extractfile(member).read() if contents else b""  # type: ignore[union-attr]
+                following = start + member.offset
+                yield {"fname": member.name, "data": content, "__url__": name}
+            rest: Any = archive.fileobj
+            while block := rest.read(BUFFER):
+                if block.count(0) != len(block):
+                    raise tarfile.ReadError(
+                        "there is data behind the end of the tar. Was it joined from several (cat)? They need "
+                        "`tar --concatenate`"
+                    )
+
+    for sample in group_by_keys(members(), handler=_raised):
+        yield begin, sample
+        begin = following  # when a sample is yielded, the first member of the next one has been read, but no more
+
+
+def tar_starts(file: BinaryIO, name: str, start: int) -> Iterator[tuple[int, Sample]]:
+    """Find where the samples of a tar begin: by its headers if it is local and not compressed, else by reading it."""
+    raw = getattr(file, "raw", None)
+    if not isinstance(raw, io.FileIO):
+        return tar_samples(file, name, start)
+    raw.seek(start)  # with the buffer, each header would fill it
+    return tar_samples(cast(BinaryIO, raw), name, start, contents=False)
+
+
+def _raised(error: Exception) -> None:
+    error.args = error.args[:1]  # WebDataset appends to them
+    raise error
+
+
+class _StrictInfo(tarfile.TarInfo):
+    """A tar header. Anything other than a header or the end marker is an error."""
+
+    @classmethod
+    def fromtarfile(cls, archive: tarfile.TarFile) -> _StrictInfo:
+        try:
+            found = super().fromtarfile(archive)
+        except tarfile.HeaderError as error:
+            if type(error).__name__ == "EOFHeaderError":
+                raise
+            raise tarfile.ReadError(
+                f"it is no tar, or is damaged or cut off: {error} at byte {archive.offset}, where a file or the "
+                "end of the tar should be"
+            ) from error
+        if found.size < 0:  # the next header would be looked for before this one, without an end (CVE-2025-8194)
+            raise tarfile.ReadError(f"it is damaged: the member {found.name!r} has a negative size")
+        return found
+
+
+VERSION = 1
+
+
+def write_index(path: str, entries: Mapping[str, ShardEntry]) -> None:
+    """Write an index; an existing file of that name is replaced atomically."""
+    shards = {name: entry.to_json() for name, entry in entries.items()}
+    text = json.dumps({"version": VERSION, "shards": shards}, separators=(",", ":"))
+    with replacing(path, 0o644) as file:
+        file.write(f"{text}\n".encode())
+
+
+def read_index(path: str, names: Sequence[str]) -> dict[str, ShardEntry]:
+    """Return the entries of some shards, by name.
+
+    Args:
+        path: Path or URL of the index.
+        names: Paths or URLs of the shards. The index contains only the last pieces of such names.
+
+    Raises:
+        StateError: The file is not an index, or has another version.
+        ArgumentError: The index cannot be opened or lacks a shard, or two shards have the same last piece.
+    """
+    try:
+        file, _ = open_file(path)
+    except OSError as error:
+        raise ArgumentError(f"index={path!r} cannot be read: {error}. Make it: {RECOUNT}.") from error
+    with file:
+        text = file.read()
+    try:
+        found: Any = json.loads(text)
+        if found["version"] != VERSION:
+            raise ValueError(f"version {found['version']}, this library reads {VERSION}")
+        shards = {name: ShardEntry.from_json(entry) for name, entry in found["shards"].items()}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise StateError(
+            f"index={path!r} is not an index of shards, or is damaged ({error!r}). Make it: {RECOUNT}."
+        ) from error
+    check_base_names(names)
+    unknown = [name for name in names if base_name(name) not in shards]
+    if unknown:
+        some = listed(list(map(base_name, unknown)), 5)
+        raise ArgumentError(f"index={path!r} does not know {len(unknown)} of the shards: {some}. Make it: {RECOUNT}.")
+    return {name: shards[base_name(name)] for name in names}
+
+
+def check_base_names(names: Sequence[str]) -> None:
+    """Refuse shards that an index could not distinguish."""
+    seen: dict[str, str] = {}
+    for name in names:
+        other = seen.setdefault(base_name(name), name)
+        if other != name:
+            raise ArgumentError(
+                f"an index knows shards by the last piece of their names, which {shown(other)} and {shown(name)} "
+                "share. Rename one."
+            )
+
+
+def webdataset_source(
+    urls: Paths,
+    *,
+    shuffle_shards: bool = True,
+    resample: bool = False,
+    index: str | os.PathLike[str] | bool | None = None,
+    cache: HostCache | None = None,
+    select: Callable[[str], bool] | None = None,
+) -> ShardSource:
+    """Return the source of raw samples: dicts of bytes by file ending, with `__key__` and `__url__`.
+
+    A tar that is cut off or damaged is an error, never an early end. If an HTTP connection drops, reading continues at
+    the same byte. A permanent failure raises a `ShardReadError` that names the shard and the sample.
+
+    Args:
+        urls: Paths, `http(s)://` URLs, or URLs that fsspec opens (`s3://`, ...), of tars that are compressed or not.
+            Braces are expanded as by WebDataset (`{000..009}`), also in each string of a list. Patterns of local files
+            (`data/*.tar`) are expanded and sorted.
+        shuffle_shards: If True, permute the shards, in another order each epoch. Samples keep their order within a
+            shard: add a `Shuffle` to permute them, too.
+        resample: If True, each part is an endless stream of shards, sampled with replacement.
+        index: An index file (path or URL), which `paddle-shard index` makes; True: `index.json` beside the first
+            shard. With an index, parts are equal, their lengths are known, and a resume is cheap.
+            None: count the shards now by their headers, if all are local, none is compressed, and neither `select` nor
+            `resample` is given. The counts are kept in the user's cache directory (`$XDG_CACHE_HOME`, `~/.cache`) for
+            other ranks and later runs. False: count nothing.
+        cache: Keeps copies of remote shards, for all processes of the host.
+        select: Called with a member's name; True: the member is read. None: all members are read. An index does not fit
+            if whole samples are left out.
+
+    Raises:
+        MissingDependencyError: webdataset is not installed.
+        ArgumentTypeError: `urls` is neither a path or URL nor a list of them.
+        ArgumentError: There is no shard, or the index lacks a shard.
+        StateError: The index file is not an index of this version.
+        ShardReadError: A shard cannot be read to count it.
+
+    Examples:
+        >>> source = webdataset_source("https://host/train-{000..099}.tar", index=True)  # doctest: +SKIP
+        >>> Map(source, Decode("rgb8"))  # doctest: +SKIP
+    """
+    names = expand(urls)
+    entries = None
+    if index is None and select is None and not resample:
+        entries = count_files(names, "samples of tars", tar_starts, None)
+    elif index is not None and index is not False:
+        entries = read_index(_beside(names[0]) if index is True else os.fspath(index), names)
+    samples = partial(tar_samples, select=select)
+    return source_of_files(names, samples, entries, cache=cache, shuffle_shards=shuffle_shards, resample=resample)
+
+
+class Decode:
+    """A function that decodes a raw sample, for `Map`: WebDataset's own `decode`."""
+
+    def __init__(self, *handlers: str | Callable[[str, bytes], Any], only: str | Sequence[str] | None = None) -> None:
+        """Set up the decoders.
+
+        Args:
+            handlers: Names of WebDataset's image decoders ("pil", "rgb8", "l", ...), or functions of (file ending with
+                a leading dot, bytes) that return None to leave a value to the next handler. After them, WebDataset's
+                decoders for txt, cls, json, npy, ... are tried. A value that no handler takes stays bytes.
+            only: File endings that are decoded; None: all.
+
+        Raises:
+            MissingDependencyError: webdataset is not installed.
+            ArgumentError: A handler is neither a function nor a name that WebDataset knows.
+        """
+        with needs("webdataset", "decoding WebDataset samples: "):
+            import webdataset.autodecode  # type: ignore[import-untyped]
+        autodecode = webdataset.autodecode
+        for handler in handlers:
+            if not (handler in autodecode.imagespecs if isinstance(handler, str) else callable(handler)):
+                raise ArgumentError(
+                    f"decode: {handler!r} is neither a function nor one of {', '.join(autodecode.imagespecs)}."
+                )
+        found = [autodecode.imagehandler(handler) if isinstance(handler, str) else handler for handler in handlers]
+        self._decoder = autodecode.Decoder(found, only=only)
+
+    def __call__(self, sample: Sample) -> Sample:
+        """Return the decoded sample."""
+        try:
+            return dict(self._decoder(sample))
+        except Exception as error:
+            if error.__cause__ is None:
+                raise
+            raise error.__cause__ from None  # since 0.2.111, WebDataset wraps it in one without a text
+
+
+def expand(urls: Paths) -> list[str]:
+    """Return the shards that a path or URL, or a list of them, names. Braces are expanded first, then patterns.
+
+    Raises:
+        MissingDependencyError: webdataset is not installed.
+        ArgumentTypeError: `urls` is neither a path or URL nor a list of them.
+        ArgumentError: There is no shard, or a pattern matches no file.
+    """
+    with needs("webdataset", "reading WebDataset tars: "):
+        import webdataset.shardlists  # type: ignore[import-untyped]
+    if isinstance(urls, str | os.PathLike):
+        urls = [urls]
+    braces = webdataset.shardlists.expand_urls
+    found = matched([name for url in urls for name in braces(os.fspath(url))] if isinstance(urls, Iterable) else urls)
+    if not found:
+        raise ArgumentError(f"urls={urls!r} names no shard. Give at least one.")
+    return found
+
+
+def _beside(name: str) -> str:
+    path, mark, query = name.partition("?") if is_remote(name) else (name, "", "")
+    folder = path.rpartition("/")[0]
+    return f"{folder}/index.json{mark}{query}" if folder else "index.json"

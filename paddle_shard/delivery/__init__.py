@@ -1,1 +1,0 @@
-"""How the steps of a pass are read ahead, placed, agreed on and delivered."""

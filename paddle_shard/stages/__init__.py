@@ -1,7 +1,0 @@
-"""The stages of a stream between its source and the batch."""
-
-from paddle_shard.stages.cut import Stripe
-from paddle_shard.stages.pack import Pack
-from paddle_shard.stages.steps import Batch, Filter, Map, Repeat, Shuffle, Unbatch
-
-__all__ = ["Batch", "Filter", "Map", "Pack", "Repeat", "Shuffle", "Stripe", "Unbatch"]

@@ -1,0 +1,171 @@
+"""Data sets that change themselves as they are read, as by `random.shuffle(self.files)` in `__iter__`."""
+
+import random
+
+import numpy as np
+import paddle
+import pytest
+from paddle.io import ChainDataset, DataLoader, IterableDataset
+
+import paddle_shard
+from paddle_shard.data.external import OwnCopy
+from tests.helpers import ONE, locals_of, sharded
+
+FILES = 6
+
+
+class Listed(IterableDataset):
+    """Two samples of each file, in an order that it makes anew each time from the one before."""
+
+    def __init__(self, files=range(FILES), kind=list):
+        self.files = kind(files)
+
+    def __iter__(self):
+        self.shuffle()
+        for file in list(self.files):
+            yield from (np.array(2 * file), np.array(2 * file + 1))
+
+    def shuffle(self):
+        random.shuffle(self.files)
+
+
+class OfArray(Listed):
+    def __init__(self):
+        super().__init__(kind=lambda files: np.array(files))
+
+    def shuffle(self):
+        np.random.shuffle(self.files)
+
+
+class OfDict(Listed):
+    def __init__(self):
+        super().__init__()
+        self.seen = {"epochs": 0}
+
+    def shuffle(self):
+        self.seen["epochs"] += 1
+        random.shuffle(self.files)
+        self.files = self.files[self.seen["epochs"] :] + self.files[: self.seen["epochs"]]
+
+
+class Counting(Listed):
+    """It counts its epochs by itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.epoch = 0
+
+    def shuffle(self):
+        random.Random(self.epoch).shuffle(self.files)
+        self.epoch += 1
+
+
+class Around(IterableDataset):
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __iter__(self):
+        return iter(self.inner)
+
+
+class Refuses(Listed):
+    """It cannot be copied, so that it is read as it is."""
+
+    def __copy__(self):
+        raise TypeError("never")
+
+
+class Closes(Listed):
+    """A copy that goes would close what both have."""
+
+    closed = 0
+
+    def __del__(self):
+        type(self).closed += 1
+
+
+KINDS = {
+    "a list": Listed,
+    "an array": OfArray,
+    "a dict": OfDict,
+    "in another": lambda: Around(Listed()),
+    "in a list": lambda: ChainDataset([Listed(range(3)), Listed(range(3, FILES))]),
+}
+
+
+def loader(data, workers=0, batch_size=4):
+    return sharded(DataLoader(data, batch_size=batch_size, num_workers=workers), ONE)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_order_is_that_of_seed_and_epoch_whoever_reads_and_wherever_it_is_resumed(kind):
+    straight, beside = loader(KINDS[kind]()), loader(KINDS[kind](), workers=2)
+    epochs = [locals_of(straight) for _ in range(3)]
+    assert [locals_of(beside) for _ in range(3)] == epochs
+    assert all(sorted(row for batch in epoch for row in batch) == list(range(2 * FILES)) for epoch in epochs)
+    before = loader(KINDS[kind]())
+    for epoch in range(2):
+        for step, _ in enumerate(before):
+            if (epoch, step) == (1, 0):
+                state = before.state_dict()
+    resumed = loader(KINDS[kind]())
+    resumed.load_state_dict(state)
+    assert locals_of(resumed) == epochs[1][1:]
+    assert locals_of(resumed) == epochs[2]
+
+
+def test_what_the_user_gave_is_as_it_was():
+    data = Around(Listed())
+    for _ in range(2):
+        locals_of(loader(data))
+    assert data.inner.files == list(range(FILES))
+
+
+def test_numbers_by_which_it_counts_its_epochs_go_on_in_this_process():
+    data = Around(Counting())
+    batches = loader(data)
+    epochs = [locals_of(batches) for _ in range(3)]
+    assert data.inner.epoch == 3
+    for epoch, found in enumerate(epochs):
+        files = list(range(FILES))
+        random.Random(epoch).shuffle(files)
+        assert [row for batch in found for row in batch] == [2 * file + i for file in files for i in (0, 1)]
+    data.inner.epoch = 0
+    assert locals_of(batches) == epochs[0], "what the user sets is heard"
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2, 3])
+def test_parts_that_split_themselves_each_shuffle_a_list_of_their_own(workers):
+    class Split(Listed):
+        """Shuffled alike in each part, as by an epoch that all know; then each takes every P-th file."""
+
+        def shuffle(self):
+            info = paddle.io.get_worker_info()
+            random.Random(3).shuffle(self.files)
+            self.files = self.files[info.id :: info.num_workers]
+
+    stream = paddle_shard.Stream.of(Split(), splits_itself=True).in_parts(3)
+    read = locals_of(loader(stream, workers, batch_size=3))
+    assert sorted(row for batch in read for row in batch) == list(range(2 * FILES))
+
+
+@pytest.mark.parametrize("kind", [Refuses, Closes])
+def test_what_cannot_be_copied_or_would_free_what_it_holds_is_read_as_it_is(kind):
+    data = kind()
+    assert sorted(row for batch in locals_of(loader(data)) for row in batch) == list(range(2 * FILES))
+    assert Closes.closed == 0
+    del data
+
+
+@pytest.mark.parametrize(("length", "is_copied"), [(10, True), ((1 << 20) + 1, False)])
+def test_a_long_list_is_the_data_itself_and_not_copied(length, is_copied):
+    class Holds(IterableDataset):
+        def __init__(self):
+            self.rows = [0] * length
+
+        def __iter__(self):
+            return iter(self.rows)
+
+    given = Holds()
+
+    assert (OwnCopy(given).dataset.rows is not given.rows) == is_copied

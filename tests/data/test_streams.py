@@ -1,0 +1,546 @@
+"""What a stream promises, on simulated ranks and one process; `multiprocess/test_streams.py` has real ones."""
+
+import copy
+import json
+import pickle
+import random
+import re
+import sys
+from collections import Counter
+from types import ModuleType
+
+import numpy as np
+import paddle
+import paddle.distributed as dist
+import pytest
+
+import paddle_shard
+from paddle_shard import Stream
+from paddle_shard.data.stages.stage import Stage
+from paddle_shard.errors import AgreedFailure, ArgumentError, ArgumentTypeError, DataReadError, StateError
+from paddle_shard.ranks.verdict import error_of_another, report_of
+from paddle_shard.testing.simulated import on_each_rank
+
+ONE = dist.ProcessMesh([0], dim_names=["dp"])
+TWO = dist.ProcessMesh([0, 1], dim_names=["dp"])
+
+
+def sharded(stream, *, size=8, workers=0, mesh=ONE, collate_fn=None, shard_dims="dp", num_parts=None, **options):
+    stream = stream if num_parts is None else Stream.of(stream).in_parts(num_parts)
+    given = paddle.io.DataLoader(stream, batch_size=size, num_workers=workers, collate_fn=collate_fn)
+    return paddle_shard.shard_dataloader(given, mesh, shard_dims=shard_dims, **options)
+
+
+def real_rows(loader, limit=None):
+    """The real rows of each batch of a pass, or of its first batches."""
+    batches, found = iter(loader), []
+    for batch in batches:
+        valid = batches.valid._local_value().numpy()
+        found.append(batch._local_value().numpy()[valid].tolist())
+        if len(found) == limit:
+            break
+    return found
+
+
+def flat(batches):
+    return [row for batch in batches for row in batch]
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize(("before", "after"), [(8, 16), (16, 8), (8, 4)])
+@pytest.mark.parametrize("tail", ["pad", "drop", "repeat"])
+def test_a_run_goes_on_with_another_batch_size_without_losing_a_sample(known, before, after, tail):
+    def stream():
+        return Stream.of(list(range(64)) if known else lambda: iter(range(64)))
+
+    first = sharded(stream(), size=before, num_parts=4, tail=tail)
+    begun = real_rows(first, 2)
+    second = sharded(stream(), size=after, num_parts=4, tail=tail)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    gone_on = real_rows(second)
+
+    assert Counter(flat(begun + gone_on)) == Counter(range(64))
+    assert len(gone_on) == (64 - 2 * before) // after
+
+
+REPEATED = {
+    "repeated": lambda: Stream.of(range(21)).repeat(2),
+    "cut, then repeated": lambda: Stream.of(range(21)).sharding_filter().repeat(2),
+    "shuffled, cut, then repeated": lambda: Stream.of(range(21)).shuffle(5).sharding_filter().repeat(2),
+    "repeated, then cut": lambda: Stream.of(range(21)).repeat(2).sharding_filter(),
+}
+
+
+@pytest.mark.parametrize("kind", REPEATED)
+def test_a_pass_goes_on_with_readers_that_begin_in_the_midst_of_it(kind):
+    straight = real_rows(sharded(REPEATED[kind](), size=4))
+    for stop in (1, len(straight) // 2 - 1, len(straight) - 2):  # in the first round, near its end, in the second
+        first, second = sharded(REPEATED[kind](), size=4), sharded(REPEATED[kind](), size=4, workers=2)
+        batches = iter(first)
+        for _ in range(stop):
+            next(batches)
+        batches.close()
+        second.load_state_dict(first.state_dict())
+        assert real_rows(second) == straight[stop:], stop
+
+
+PASSES_AT_ONCE = {
+    "a list": lambda: Stream.of(range(45)),
+    "a function": lambda: Stream.of(lambda: iter(range(45))).map(lambda i: i),
+    "shuffled": lambda: Stream.of(range(45)).shuffle(7).batch(3).unbatch(),
+}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("name", PASSES_AT_ONCE)
+def test_passes_at_once_each_deliver_all_data(name, workers):
+    def loader():
+        return sharded(PASSES_AT_ONCE[name](), workers=workers)
+
+    alone, shared = real_rows(loader()), loader()
+    one, two, found = iter(shared), iter(shared), ([], [])
+    peeked = real_rows(shared, 1)
+    for number in range(len(alone)):  # the second lags a step behind the first, and a third is left in the middle
+        for batches, rows in zip((one, two), found, strict=True):
+            if batches is one or number:
+                batch = next(batches)
+                rows.append(batch._local_value().numpy()[batches.valid._local_value().numpy()].tolist())
+    found[1].extend(real_rows(two))
+
+    assert found == (alone, alone)
+    assert peeked == alone[:1]
+
+
+BEHIND_THE_CUT = {
+    "filtered": lambda s: s.filter(lambda i: i % 8 > 2),
+    "grouped and mixed": lambda s: s.batch(3).shuffle(2).unbatch(),
+    "one to several": lambda s: s.map(lambda i: [i] * (1 + i % 3)).unbatch(),
+    "repeated": lambda s: s.filter(lambda i: i % 5).repeat(2),
+}
+
+
+@pytest.mark.parametrize("name", BEHIND_THE_CUT)
+def test_readers_of_one_stream_that_are_not_equally_far_have_read_the_same(name):
+    def rows(workers):
+        return real_rows(sharded(BEHIND_THE_CUT[name](Stream.of(range(96)).sharding_filter()), workers=workers))
+
+    assert rows(2) == rows(3) == rows(0)
+
+
+@pytest.mark.parametrize("workers", [0, 2, 3])
+def test_whole_batches_are_repeated_in_their_order_whoever_reads_them(workers):
+    stream = Stream.of(lambda: iter([np.arange(4) + 10 * k for k in range(3)]))
+
+    found = real_rows(sharded(stream, size=None, workers=workers, num_batches=8))
+
+    assert [batch[0] for batch in found] == [0, 10, 20, 0, 10, 20, 0, 10]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_function_that_splits_itself_is_called_for_each_part(workers):
+    def own_share():
+        info = paddle.io.get_worker_info()
+        return iter(range(info.id, 32, info.num_workers))
+
+    found = real_rows(sharded(Stream.of(own_share, splits_itself=True), workers=workers))
+
+    assert sorted(flat(found)) == list(range(32))
+    with pytest.raises(ArgumentTypeError, match="or a function that returns one"):
+        Stream.of(iter(range(4)), splits_itself=True)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_that_does_not_ask_which_part_to_read_is_refused_though_its_samples_are_random(workers):
+    def augmented():
+        return (row + random.random() for row in range(32))
+
+    with pytest.raises(DataReadError, match=r"asks neither paddle\.io\.get_worker_info\(\) nor torch's"):
+        list(sharded(Stream.of(augmented, splits_itself=True), workers=workers))
+
+    in_one = Stream.of(augmented, splits_itself=True).in_parts(1)
+    assert len(flat(real_rows(sharded(in_one, workers=workers)))) == 32
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_that_splits_itself_as_torch_does_is_shown_its_part_there(workers, monkeypatch):
+    of_torch = ModuleType("torch.utils.data._utils.worker")  # tests/adapters/torchdata has the real one
+    of_torch._worker_info = None
+    monkeypatch.setitem(sys.modules, of_torch.__name__, of_torch)
+
+    def own_share():
+        info = of_torch._worker_info
+        return (row + 0.5 * random.random() for row in range(info.id, 32, info.num_workers))
+
+    found = real_rows(sharded(Stream.of(own_share, splits_itself=True), workers=workers))
+
+    assert sorted(int(row) for row in flat(found)) == list(range(32))
+    assert of_torch._worker_info is None
+
+
+class Standing(paddle.io.IterableDataset):
+    """Holds where it stands, as a data set may of which each worker has a copy; its first sample says what follows."""
+
+    def __iter__(self):
+        yield -1.0
+        info = paddle.io.get_worker_info()
+        self.at, self.step = info.id, info.num_workers
+        while self.at < 32:
+            yield float(self.at)
+            self.at += self.step
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_that_splits_itself_may_hold_where_it_stands_and_ask_after_its_first_sample(workers):
+    rows = flat(
+        real_rows(sharded(Stream.of(Standing(), splits_itself=True).filter(lambda row: row >= 0), workers=workers))
+    )
+
+    assert sorted(rows) == list(range(32))
+
+
+class ByEpoch(paddle.io.IterableDataset):
+    """Shuffles by the epoch that it is told, as torch's data sets do."""
+
+    def __init__(self, splits):
+        self.epoch, self.splits = 0, splits
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        order = np.random.default_rng(self.epoch).permutation(32)
+        info = paddle.io.get_worker_info()
+        return iter(order[info.id :: info.num_workers] if self.splits else order)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("splits", [True, False])
+def test_a_data_set_with_a_set_epoch_is_told_each_epoch_also_after_a_resume(splits, workers):
+    def made():
+        stream = Stream.of(ByEpoch(splits), splits_itself=True) if splits else ByEpoch(splits)
+        return sharded(stream, workers=workers)
+
+    loader = made()
+    epochs = [flat(real_rows(loader)) for _ in range(3)]
+    assert [sorted(rows) for rows in epochs] == [list(range(32))] * 3
+    assert len({str(rows) for rows in epochs}) == 3
+    if not splits:
+        assert epochs[1] == np.random.default_rng(1).permutation(32).tolist()
+
+    loader = made()
+    flat(real_rows(loader))
+    begun = flat(real_rows(loader, 2))
+    other = made()
+    other.load_state_dict(loader.state_dict())
+    assert begun + flat(real_rows(other)) == epochs[1]
+
+
+def test_a_failing_second_sample_of_a_stream_that_splits_itself_is_raised_at_its_place():
+    def broken():
+        info = paddle.io.get_worker_info()
+        yield info.id
+        raise OSError("no disk")
+
+    batches = iter(sharded(Stream.of(broken, splits_itself=True)))
+    assert next(batches)._local_value().numpy().tolist() == list(range(8))
+    with pytest.raises(DataReadError, match="no disk"):
+        next(batches)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "int8", "bool", "complex64"])
+def test_chunks_of_several_workers_are_joined_for_every_dtype(dtype):
+    rows = [np.array([i % 2, 1]).astype(dtype) for i in range(32)]
+
+    found = flat(real_rows(sharded(Stream.of(rows), workers=3)))
+
+    assert found == [row.tolist() for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("made", "text"),
+    [
+        (lambda rows: {"x": np.array(rows), "n": len(rows)}, "differ in value, without a row for each sample"),
+        (lambda rows: np.array(5), "A collate_fn must make one row a sample"),
+    ],
+)
+def test_what_workers_collate_without_rows_is_refused_where_it_differs(made, text):
+    with pytest.raises(DataReadError, match=text):
+        next(iter(sharded(Stream.of(range(24)), workers=3, collate_fn=made)))
+
+
+def test_a_changed_list_or_file_is_not_gone_on_with(tmp_path):
+    (tmp_path / "lines").write_text("1\n2\n3\n4\n")
+    streams = [
+        (lambda: Stream.of(range(32)), lambda: Stream.of(range(40))),
+        (lambda: Stream.lines(tmp_path / "lines").map(int), lambda: Stream.lines(tmp_path / "lines").map(int)),
+    ]
+    for number, (one, other) in enumerate(streams):
+        first = sharded(one(), size=2)
+        real_rows(first, 1)
+        state = first.state_dict()
+        if number:
+            (tmp_path / "lines").write_text("1\n2\n3\n4\n5\n")
+        with pytest.raises(StateError, match="of another run"):
+            sharded(other(), size=2).load_state_dict(state)
+
+
+def test_parts_cannot_be_overridden():
+    first = sharded(Stream.of(range(32)), num_parts=4)
+    real_rows(first, 1)
+
+    with pytest.raises(StateError, match=r"in 4 parts, but this one is cut into 8.*Give it in_parts\(4\)"):
+        sharded(Stream.of(range(32)), num_parts=8).load_state_dict(first.state_dict(), override=["num_parts"])
+
+
+def test_an_empty_stream_is_an_error():
+    with pytest.raises(ArgumentError, match="the stream has no batch: it is empty"):
+        sharded(Stream.of([]))
+    with pytest.raises(DataReadError, match="every part is empty"):
+        next(iter(sharded(Stream.of(lambda: iter([])))))
+
+
+def test_a_long_failure_reaches_the_other_ranks_with_its_place():
+    error = DataReadError("x" * 100_000)
+    error.index, error.step = (3, 4), 7
+    agreed = AgreedFailure("")
+    agreed.reports = ((5, report_of(error)),)
+
+    other = error_of_another(*agreed.reports[0])
+
+    assert isinstance(other, DataReadError)
+    assert (other.index, other.step) == ((3, 4), 7)
+    assert str(other).startswith("global rank 5: xxx")
+    assert len(str(other)) < 11_000
+
+
+def test_a_one_shot_generator_loses_no_batch_to_its_description():
+    from paddle_shard.loader.iteration import describe
+
+    def pairs():
+        for k in range(3):
+            yield [np.full((4, 2), k, "float32"), np.full(4, k)]
+
+    loader = paddle_shard.shard_dataloader(pairs(), ONE, shard_dims="dp")
+    described = describe(loader._first_batch)
+
+    assert described[1]._local_value().numpy().tolist() == [0] * 4
+    assert [labels._local_value().numpy()[0] for _, labels in loader] == [0, 1, 2]
+
+
+def test_statistics_count_what_was_delivered():
+    loader = sharded(Stream.of(np.arange(20, dtype="float32")))
+    real_rows(loader)
+
+    assert (loader.stats.total.batches, loader.stats.total.samples) == (3, 20)
+    scalars = loader.stats.scalars()
+    assert scalars["data/batches"] == 3
+    assert 0 <= scalars["data/starved"] <= 1
+    assert "3 batches, 20 samples" in repr(loader.stats)
+
+
+def test_parts_belong_to_the_run_not_to_the_mesh():
+    def as_rank():
+        return real_rows(sharded(Stream.of(range(64)).shuffle(8), mesh=TWO, num_parts=4))
+
+    slices = on_each_rank([0, 1], as_rank)
+    alone = real_rows(sharded(Stream.of(range(64)).shuffle(8), num_parts=4))
+
+    assert [one + two for one, two in zip(slices[0], slices[1], strict=True)] == alone
+
+
+class _Uneven(Stage):
+    """Parts of given lengths, which it knows."""
+
+    cuts = True
+
+    def __init__(self, lengths):
+        self.given = lengths
+
+    def open(self, opening):
+        return [iter(range(100 * part + opening.skip, 100 * part + self.given[part])) for part in opening.parts]
+
+    def lengths(self, opening):
+        return [self.given[part] for part in opening.parts]
+
+    def fingerprint(self):
+        return ["uneven", self.given]
+
+
+def rolled(i):
+    return np.array([i, np.random.randint(1 << 30)])
+
+
+FOUR = dist.ProcessMesh([0, 1, 2, 3], dim_names=["dp"])
+PADDED = {
+    "uneven parts": lambda: Stream(_Uneven([9, 2, 5, 4])).map(rolled),
+    "shuffled": lambda: Stream(_Uneven([1, 7, 3, 12])).map(rolled).shuffle(4),
+    "empty parts": lambda: Stream(_Uneven([0, 0, 5, 0])).map(rolled),
+    "striped": lambda: Stream.of(list(range(21))).map(rolled),
+    "fewer samples than parts": lambda: Stream.of(list(range(3))).map(rolled),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "workers"), [(name, workers) for at, name in enumerate(PADDED) for workers in (0, 2 + at % 2)]
+)
+def test_every_row_also_of_padding_is_that_of_one_process_for_any_ranks_workers_and_resume(name, workers):
+    def rows(mesh, workers, state=None):
+        def as_rank():
+            loader = sharded(PADDED[name](), mesh=mesh, workers=workers, num_parts=4)
+            if state is not None:
+                loader.load_state_dict(state)
+            batches, found, states = iter(loader), [], [loader.state_dict()]
+            for batch in batches:
+                found.append((batch._local_value().numpy(), batches.valid._local_value().numpy()))
+                states.append(loader.state_dict())
+            return found, states
+
+        per_rank = on_each_rank(mesh.process_ids, as_rank)
+        steps = zip(*(found for found, _ in per_rank.values()), strict=True)
+        joined = [[np.concatenate(field).tolist() for field in zip(*ranks, strict=True)] for ranks in steps]
+        return joined, per_rank[0][1]
+
+    alone, states = rows(ONE, 0)
+    assert any(not all(valid) for _, valid in alone)
+    for mesh in (TWO,) if workers else (ONE, TWO, FOUR):
+        assert rows(mesh, workers)[0] == alone, mesh
+    meshes = (ONE, TWO) if workers else (ONE, TWO, FOUR)
+    for step, state in enumerate(states[:-1]):
+        assert rows(meshes[step % len(meshes)], workers, state)[0] == alone[step:], step
+
+
+@pytest.mark.parametrize("sizes", [[4, 4, 4, 2], [4, 2], [4], [4, 4, 1]])
+def test_a_ranks_own_short_batch_is_filled_alike_for_any_workers_and_resume(sizes):
+    def items():
+        return (np.arange(size) + 10 * number for number, size in enumerate(sizes))
+
+    def rows(workers, state=None):
+        loader = sharded(Stream.of(items), size=None, workers=workers, mesh=ONE, is_dataset_splitted=True, tail="pad")
+        if state is not None:
+            loader.load_state_dict(state)
+        batches, found, states = iter(loader), [], [loader.state_dict()]
+        for batch in batches:
+            valid = batches.valid._local_value().numpy().tolist()
+            found.append((batch._local_value().numpy().tolist(), valid))
+            states.append(loader.state_dict())
+        return found, states
+
+    alone, states = rows(0)
+    assert [sum(valid) for _, valid in alone] == sizes
+    assert all(len(valid) == 4 for _, valid in alone)
+    assert rows(1)[0] == rows(3)[0] == alone
+    for step, state in enumerate(states[:-1]):
+        assert rows(2 if step == 1 else 0, state)[0] == alone[step:]
+
+
+class _Shrunk(Stage):
+    """Says that its parts are longer than they are, as a stale index does."""
+
+    cuts = True
+
+    def open(self, opening):
+        return [iter(range(part, 29, opening.num_parts)) for part in opening.parts]
+
+    def lengths(self, opening):
+        return [8 for _ in opening.parts]
+
+    def fingerprint(self):
+        return ["shrunk"]
+
+
+def test_a_stream_that_is_shorter_than_its_index_says_is_an_error_and_not_the_last_batch_again():
+    loader = sharded(Stream(_Shrunk()), num_parts=4, tail="drop")
+    delivered = []
+
+    with pytest.raises(DataReadError, match="fewer samples than its source said"):
+        for batch in loader:
+            delivered.append(batch)
+    assert len(delivered) == 3
+
+
+def test_a_stream_has_no_indices_that_its_batch_sampler_could_yield():
+    with pytest.raises(ArgumentTypeError, match="samples of a stream have no index"):
+        list(sharded(Stream.of(range(8))).batch_sampler)
+
+
+@pytest.mark.parametrize("change", [{"size": 2}, {"tail": "pad"}])
+def test_an_epoch_that_has_ended_stays_as_it_was_delivered(change):
+    """A smaller batch, or another tail, would have served what "drop" has dropped; it comes too late."""
+    stream = Stream.of(range(23))
+    one = sharded(stream, size=4, tail="drop", num_parts=2)
+    found = iter(one)
+    for _ in range(len(one)):
+        next(found)
+    state = one.state_dict()
+    assert state["ended"]
+    again = sharded(stream, num_parts=2, **{"size": 4, "tail": "drop", **change})
+    again.load_state_dict(state, override=["tail"] if "tail" in change else [])
+
+    assert len(again) == 5
+    assert list(again) == []
+    assert again.epoch == 1
+    assert len(list(again)) == len(again)
+
+
+def test_a_stream_can_be_copied_and_pickled():
+    stream = Stream.of(range(4))
+
+    assert list(copy.deepcopy(pickle.loads(pickle.dumps(stream)))) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("after", [lambda s: s, lambda s: s.filter(bool), lambda s: s.shuffle(4).filter(bool).map(int)])
+def test_parts_without_a_file_are_refused_when_the_loader_is_made_whatever_stands_behind_the_files(after, tmp_path):
+    (tmp_path / "0.txt").write_text("1\n2\n3\n4\n")
+    stream = after(Stream.lines(str(tmp_path / "*.txt"), counts=False).map(int)).in_parts(2)
+
+    with pytest.raises(ArgumentError, match=r"in_parts\(2\): 1 shards cannot be assigned to 2 parts"):
+        sharded(stream, size=4)
+
+
+def test_files_that_are_drawn_again_and_again_need_only_a_number_of_parts(tmp_path):
+    (tmp_path / "0.txt").write_text("1\n2\n3\n4\n")
+    stream = Stream.lines(str(tmp_path / "*.txt"), resample=True).map(int)
+    two = dist.ProcessMesh([0, 1], dim_names=["dp"])
+
+    with pytest.raises(ArgumentError, match=r"1 shards that are not counted .* 2 data ranks do not divide"):
+        sharded(stream, size=4, mesh=two, num_batches=2)
+    sharded(stream.in_parts(2), size=4, mesh=two, num_batches=2)
+
+
+def test_padding_of_uneven_parts_is_told(tmp_path, caplog):
+    for number, lines in enumerate((40, 10, 10)):
+        (tmp_path / f"{number}.txt").write_text("".join(f"{line}\n" for line in range(lines)))
+    stream = Stream.lines(str(tmp_path / "*.txt"), counts=False, shuffle_shards=False).map(int)
+
+    list(sharded(stream.in_parts(2), size=4))
+
+    assert re.search(r"tail='pad': \d+ of the \d+ rows that rank 0 [^\n]*counts=True", caplog.text), caplog.text
+
+
+@pytest.mark.parametrize(
+    ("of_b", "options"),
+    [
+        (16, {}),
+        (16, {"stop": "all"}),
+        (400, {}),
+        (16, {"weights": {"a": 25, "b": 1}}),
+        (16, {"weights": {"a": 20, "b": 1}}),
+        (16, {"weights": {"a": 40, "b": 1}}),
+    ],
+)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_mixture_that_never_comes_to_the_end_of_a_source_says_so(of_b, options, workers, monkeypatch, tmp_path):
+    def say(text, *values):
+        with (tmp_path / "said").open("a") as file:
+            file.write(text % values + "\n")
+
+    monkeypatch.setattr("paddle_shard.data.stages.mix.say_once", say)
+    (tmp_path / "said").touch()
+    streams = {"a": Stream.of(range(400)), "b": Stream.of(range(1000, 1000 + of_b))}
+
+    rows_read = real_rows(sharded(Stream.mixture(streams, **options), size=8, workers=workers, num_parts=2))
+
+    said = (tmp_path / "said").read_text()
+    everything = {*range(400), *range(1000, 1000 + of_b)}
+    assert (said != "") == (not everything <= {row for batch in rows_read for row in batch}), said
+    assert said.count("\n") <= 1

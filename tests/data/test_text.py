@@ -1,0 +1,231 @@
+import bz2
+import csv
+import gzip
+from functools import partial
+
+import numpy as np
+import pytest
+from paddle.io import DataLoader
+
+from paddle_shard import Stream
+from paddle_shard.data.files.text import CSV_DICTS, CSV_ROWS, LINES, text_source
+from paddle_shard.data.stages.stage import Opening
+from paddle_shard.errors import ArgumentError, DataReadError, ShardReadError
+from tests.data.http_server import serving
+from tests.helpers import ONE, sharded
+
+lines_source = partial(text_source, form=LINES)
+
+
+def csv_source(paths, header=True, **options):
+    return text_source(paths, CSV_DICTS if header else CSV_ROWS, **options)
+
+
+def opening(num_parts=1, **what):
+    return Opening(parts=tuple(range(num_parts)), num_parts=num_parts, **what)
+
+
+def read_all(source, num_parts=1, **what):
+    return [list(items) for items in source.open(opening(num_parts, **what))]
+
+
+@pytest.fixture
+def texts(tmp_path):
+    lines, paths = [], []
+    for number, length in enumerate([4, 0, 9, 1, 22]):
+        mine = [f"{number}:{i} ünï  " for i in range(length)]
+        content = "\n".join(mine).encode() + (b"\n" if number % 2 == 0 and mine else b"")
+        path = tmp_path / f"{number}.txt"
+        path.write_bytes({2: gzip.compress, 4: bz2.compress}.get(number, bytes)(content))
+        lines += mine
+        paths.append(path)
+    return paths, lines
+
+
+@pytest.mark.parametrize("counts", [True, False])
+@pytest.mark.parametrize("num_parts", [1, 2, 5])
+def test_the_parts_together_are_every_line_once(texts, counts, num_parts):
+    paths, lines = texts
+    source = lines_source(paths, counts=counts)
+
+    parts = read_all(source, num_parts)
+
+    assert sorted(line for part in parts for line in part) == sorted(lines)
+    assert source.lengths(opening(num_parts)) == ([len(part) for part in parts] if counts else None)
+
+
+@pytest.mark.parametrize("counts", [True, False])
+def test_opening_after_s_lines_equals_dropping_s(texts, counts):
+    source = lines_source(texts[0], counts=counts)
+    straight = read_all(source, 2)
+
+    for skip in range(25):
+        assert read_all(source, 2, skip=skip) == [part[skip:] for part in straight]
+
+
+@pytest.mark.parametrize(
+    ("content", "lines"),
+    [
+        (b"", []),
+        (b"\n", [""]),
+        (b"a\n\nb", ["a", "", "b"]),
+        (b"a\r\nb\r\n", ["a", "b"]),
+        (b"a\rb\x0c\xe2\x80\xa8c\n", ["a\rb\x0c\u2028c"]),  # only \n ends a line, in counting as in reading
+        (b"\xef\xbb\xbfa\n", ["a"]),
+        (b"\xef\xbb\xbf", []),
+        (b"\xef\xbb\xbf\n", [""]),
+    ],
+)
+def test_lines_are_counted_as_they_are_read(content, lines, tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_bytes(content)
+
+    for counts in (True, False):
+        assert read_all(lines_source(path, counts=counts)) == [lines]
+        if not lines:
+            assert read_all(csv_source(path, counts=counts)) == [[]]
+
+
+@pytest.fixture
+def tables(tmp_path):
+    rows = [{"name": f"n{i}", "text": f'a "quoted", {i}\nand a second line'} for i in range(12)]
+    paths = []
+    for number, (start, stop) in enumerate([(0, 5), (5, 6), (6, 6), (6, 12)]):
+        path = tmp_path / f"{number}.csv"
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, ["name", "text"])
+            writer.writeheader()
+            writer.writerows(rows[start:stop])
+            file.write("\r\n")  # an empty line is no row
+        paths.append(str(path))
+    return paths, rows
+
+
+@pytest.mark.parametrize("counts", [True, False])
+@pytest.mark.parametrize("num_parts", [1, 3, 4])
+def test_the_parts_together_are_every_row_once(tables, counts, num_parts):
+    paths, rows = tables
+
+    parts = read_all(csv_source(paths, counts=counts), num_parts)
+
+    assert sorted((row for part in parts for row in part), key=lambda row: int(row["name"][1:])) == rows
+
+
+def test_without_a_header_rows_are_lists_and_the_first_is_one(tables):
+    [rows] = read_all(csv_source(tables[0][1], header=False, counts=True))
+
+    assert rows == [["name", "text"], list(tables[1][5].values())]
+
+
+@pytest.mark.parametrize(
+    ("text", "match", "offset"),
+    [
+        ("a,b\n1,2\n3\n", "ends in line 3 has 1 fields, the first 2", 1),
+        ("a,b\n1,2,3\n", "ends in line 2 has 3 fields", 0),
+        ("a,a\n1,2\n", "ends in line 1, names a field twice", 0),
+        ('a,b\n1,2\n1,"2\n', "line 3: unexpected end of data", 1),
+        ('a,b\n1,2\n1,"2\n\n2,3\n', "ends in line 5: unexpected end of data", 1),
+        ('a\n"1"1\n', "line 2: ',' expected after '\"'", 0),
+        ("a\n\xff\n", r"UnicodeDecodeError: .*\(line 2\)", 0),
+        ("a\n" + 900 * "1\n" + "\xff\n", r"UnicodeDecodeError: .*\(line 902\)", 900),
+        ('a\n\n\n"1\n\n"\n1,2\n', "ends in line 7 has 2 fields", 1),
+        (f"a\n{'1' * (1 << 18)}\n", "line 2: field larger", 0),
+    ],
+)
+def test_a_damaged_table_is_an_error_that_names_file_and_row(text, match, offset, tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_bytes(text.encode("latin-1"))
+
+    with pytest.raises(ShardReadError, match=match) as caught:
+        read_all(csv_source(path, counts=False))
+    assert (caught.value.shard, caught.value.offset) == (str(path), offset)
+    when = "reading" if "fields" in match else "counting its samples"  # a row that may be skipped counts
+    with pytest.raises(ShardReadError, match=rf"{when}.* failed: .*{match}"):
+        read_all(csv_source(path, counts=True))
+
+
+@pytest.mark.parametrize("ending", [b"\n", b"\r\n"])
+@pytest.mark.parametrize("at", [0, 1, 700, 1999])
+def test_a_line_that_is_no_utf8_is_named_and_those_before_it_are_read(at, ending, tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_bytes(ending.join(b"\xff" if n == at else b"%d" % n for n in range(2000)))
+    found = []
+
+    with pytest.raises(ShardReadError, match=rf"reading sample {at} failed: .*\(line {at + 1}\)"):
+        found.extend(lines_source(path, counts=False).open(opening())[0])
+    with pytest.raises(ShardReadError, match=rf"counting its samples failed: .*\(line {at + 1}\)"):
+        lines_source(path)
+
+
+@pytest.mark.parametrize("skip", [0, 500, 999])
+def test_an_error_names_the_line_wherever_reading_began(skip, tmp_path):
+    path = tmp_path / "a.csv"
+    good = "n\n" + "".join(f'"{n}\n"\n' for n in range(1000))
+    path.write_text(good)
+    source = csv_source(path)
+    path.write_text(good[:-7] + '"1"2\n\n\n')  # as many bytes
+
+    with pytest.raises(ShardReadError, match=r"reading sample 999 failed: .*line 2000: ',' expected"):
+        read_all(source, skip=skip)
+
+
+def test_a_longer_field_is_read_where_it_is_allowed(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text(f"a\n{'1' * (1 << 18)}\n")
+    before = csv.field_size_limit(1 << 20)
+    try:
+        [[row]] = read_all(csv_source(path))
+    finally:
+        csv.field_size_limit(before)
+
+    assert len(row["a"]) == 1 << 18
+
+
+def test_a_packed_file_that_is_cut_off_is_an_error(tmp_path):
+    path = tmp_path / "a.txt.gz"
+    path.write_bytes(gzip.compress("\n".join(map(str, range(10_000))).encode())[:-20])
+
+    with pytest.raises(ShardReadError, match="EOFError"):
+        read_all(lines_source(path))
+
+
+def test_remote_files_are_read_and_the_connection_may_drop(monkeypatch):
+    monkeypatch.setenv("no_proxy", "*")
+    monkeypatch.setattr("paddle_shard.data.files.files.BACKOFF", 0.001)
+    content = "\n".join(map(str, range(5000))).encode()
+    with serving({"a.txt": content, "b.txt.gz": gzip.compress(content)}, drops=[100, 5000]) as server:
+        source = lines_source([f"{server.url}/a.txt", f"{server.url}/b.txt.gz"], shuffle_shards=False, counts=True)
+
+        assert read_all(source) == [[str(i) for i in range(5000)] * 2]
+
+
+def test_no_file_is_refused():
+    with pytest.raises(ArgumentError, match="no shard"):
+        lines_source([])
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv"])
+@pytest.mark.parametrize("counts", [True, False])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_with_on_error_skip_a_damaged_line_costs_its_own_row_only(kind, counts, workers, tmp_path, caplog):
+    """It ended the epoch."""
+    path, bad = tmp_path / f"a.{kind}", (3, 4, 11)
+    if kind == "jsonl":
+        lines = [f'{{"n": {i}}}' if i not in bad else f'{{"n": {i},,' for i in range(16)]
+    else:
+        lines = ["n,m", *(f"{i},{i}" if i not in bad else f"{i},{i},{i}" for i in range(16))]
+    path.write_text("\n".join(lines) + "\n")
+    stream = getattr(Stream, kind)(path, counts=counts).map(lambda row: np.array(int(row["n"])))
+    loader = sharded(DataLoader(stream, batch_size=4, num_workers=workers), ONE, on_error="skip")
+    found, batches = [], iter(loader)
+    for batch in batches:
+        found += batch._local_value().numpy()[batches.valid._local_value().numpy()].tolist()
+
+    assert sorted(found) == [i for i in range(16) if i not in bad]
+    assert loader.stats.epoch.skipped == len(bad)
+    assert "skipped sample" in caplog.text
+    assert "a." + kind in caplog.text
+    with pytest.raises(
+        DataReadError, match=r"line \d is not JSON" if kind == "jsonl" else r"ends in line \d has 3 fields"
+    ):
+        list(sharded(DataLoader(stream, batch_size=4, num_workers=workers), ONE))

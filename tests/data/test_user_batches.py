@@ -1,0 +1,174 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paddle_shard.core.randomness import NumpyGenerator, PrivateRandomness, PythonGenerator
+from paddle_shard.data.samplers import UserBatches
+from paddle_shard.errors import ArgumentError, ArgumentTypeError, BatchSizeError
+from paddle_shard.plan.state import LoaderState
+from paddle_shard.plan.tails import find_tail
+
+BOTH = (NumpyGenerator(), PythonGenerator())
+
+
+class Batches:
+    def __init__(self, *batches, **attributes):
+        self.batches = batches
+        vars(self).update(attributes)
+
+    def __iter__(self):
+        return iter(self.batches)
+
+    def __len__(self):
+        return len(self.batches)
+
+
+def ids_and_padding(batch):
+    return list(batch.take(range(batch.num_rows))), batch.num_rows - batch.num_real
+
+
+def served(*batches, ranks=2, tail="pad", nominal=None):
+    source = UserBatches(
+        batch_sampler=Batches(*batches), num_data_ranks=ranks, tail=find_tail(tail), nominal_size=nominal
+    )
+    found = [ids_and_padding(batch) for batch in source.batches(LoaderState())]
+    assert len(source) == len(found)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("tail", "nominal", "last"),
+    [
+        ("pad", None, ([8, 5, 3, 1], 1)),  # up to an even split, with the first of the order
+        ("pad", 4, ([8, 5, 3, 1], 1)),
+        ("fill", 4, ([8, 5, 3, 1], 1)),
+        ("drop", 4, None),
+        ("drop", None, None),
+    ],
+)
+def test_a_short_last_batch_gets_the_tail(tail, nominal, last):
+    found = served([1, 2, 9, 4], [8, 5, 3], tail=tail, nominal=nominal)
+
+    assert found == [([1, 2, 9, 4], 0)] + ([last] if last else [])
+
+
+@given(
+    sizes=st.lists(st.integers(1, 4), min_size=1, max_size=6),
+    ranks=st.integers(1, 3),
+    nominal=st.sampled_from([None, 4, 12]),
+)
+def test_a_sampler_that_drops_its_last_batch_itself_is_served_whole(sizes, ranks, nominal):
+    """Buckets and token budgets end on a batch that is smaller than the nominal size, and mean it."""
+    ids = iter(range(100))
+    batches = [[next(ids) for _ in range(size * ranks)] for size in sizes]
+    sampler = Batches(*batches, drop_last=True)
+    source = UserBatches(batch_sampler=sampler, num_data_ranks=ranks, tail=find_tail("drop"), nominal_size=nominal)
+
+    assert [ids_and_padding(batch)[0] for batch in source.batches(LoaderState())] == batches
+    assert len(source) == len(batches)
+
+
+def test_a_last_batch_that_cannot_be_cut_evenly_is_refused_where_the_sampler_was_to_drop_it():
+    sampler = Batches([1, 2], [3], drop_last=True)
+
+    with pytest.raises(BatchSizeError, match="step 1 of the batch_sampler Batches: .* batch of 1 cannot"):
+        list(UserBatches(batch_sampler=sampler, num_data_ranks=2, tail=find_tail("drop")).batches(LoaderState()))
+
+
+def test_fill_goes_up_to_the_nominal_size_and_round_the_order():
+    assert served([7, 8], tail="fill", nominal=6) == [([7, 8, 7, 8, 7, 8], 4)]
+    assert served([7], ranks=4, tail="pad") == [([7, 7, 7, 7], 3)]
+
+
+def test_batches_of_other_sizes_that_divide_are_served_as_they_are():
+    assert served([1, 2], [3, 4, 5, 6], [7, 8]) == [([1, 2], 0), ([3, 4, 5, 6], 0), ([7, 8], 0)]
+
+
+def test_a_batch_in_the_middle_that_does_not_divide_is_refused():
+    with pytest.raises(BatchSizeError, match=r"step 1 of the batch_sampler Batches: .* batch of 3 cannot"):
+        served([1, 2], [3, 4, 5], [7, 8])
+
+
+def test_tail_error_refuses_a_short_last_batch():
+    with pytest.raises(ArgumentError, match=r"the last batch of the batch_sampler \(step 1\) is short with 1"):
+        served([1, 2], [3], tail="error")
+
+
+@pytest.mark.parametrize("bad", [3, "ab", {1, 2}])
+def test_what_is_no_list_of_indices_is_refused(bad):
+    with pytest.raises(ArgumentTypeError, match="must yield lists of indices"):
+        served(bad)
+
+
+def test_an_empty_batch_is_refused():
+    with pytest.raises(ArgumentError, match="empty batch at step 0"):
+        served([])
+
+
+def test_indices_may_be_anything_and_numpy_ints_become_ints():
+    assert served(["a", ("b", 1)]) == [(["a", ("b", 1)], 0)]
+    assert served(np.array([1, 2])) == [([1, 2], 0)]
+    assert all(type(index) is int for index in served([np.int64(1), np.int32(2)])[0][0])
+
+
+def test_a_sampler_without_a_length_still_serves():
+    class Unsized:
+        def __iter__(self):
+            return iter([[0, 1], [2, 3]])
+
+    source = UserBatches(batch_sampler=Unsized(), num_data_ranks=2, tail=find_tail("pad"))
+
+    with pytest.raises(ArgumentTypeError, match="has no __len__"):
+        len(source)
+    assert [ids_and_padding(batch)[0] for batch in source.batches(LoaderState())] == [[0, 1], [2, 3]]
+
+
+class Draws:
+    """Draws its batches one by one from numpy's global generator."""
+
+    def __iter__(self):
+        for _ in range(3):
+            yield np.random.permutation(1000)[:4].tolist()
+
+
+def test_drawing_is_the_same_whatever_the_generator_was_and_leaves_it_alone():
+    def orders(global_seed, seed=0, epoch=0, interleave=False):
+        np.random.seed(global_seed)
+        before = np.random.get_state()[1].tolist()
+        source = UserBatches(batch_sampler=Draws(), num_data_ranks=2, tail=find_tail("pad"), generators=BOTH, seed=seed)
+        found = []
+        for batch in source.batches(LoaderState(epoch=epoch)):
+            found.append(ids_and_padding(batch)[0])
+            if interleave:
+                np.random.rand(3)
+        if not interleave:
+            assert np.random.get_state()[1].tolist() == before
+        return found
+
+    assert orders(1) == orders(2) == orders(3, interleave=True)
+    assert orders(1) != orders(1, seed=1)
+    assert orders(1) != orders(1, epoch=1)
+
+
+def test_private_randomness_goes_on_where_it_was():
+    private = PrivateRandomness(BOTH, 5)
+    drawn = []
+    for _ in range(3):
+        with private():
+            drawn.append(np.random.rand())
+        np.random.rand()
+    with PrivateRandomness(BOTH, 5)():
+        straight = np.random.rand(3).tolist()
+
+    assert drawn == straight
+
+
+def test_generators_are_put_back_when_drawing_fails():
+    np.random.seed(1)
+    expected = np.random.rand()
+    np.random.seed(1)
+    with pytest.raises(ZeroDivisionError), PrivateRandomness(BOTH, 5)():
+        _ = 1 / 0
+
+    assert np.random.rand() == expected
