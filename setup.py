@@ -11,7 +11,9 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 ROOT = Path(__file__).parent
-VERSION = re.search(r'VERSION = "(.+?)"', (ROOT / "paddle_shard/version.py").read_text())[1]
+VERSION = re.search(
+    r'VERSION = "(.+?)"', (ROOT / "paddle_shard/version.py").read_text()
+)[1]
 
 DEMO = ["scikit-learn", "tqdm"]
 WEBDATASET = ["webdataset>=0.2.90", "fsspec[http]"]
@@ -19,7 +21,9 @@ PARQUET = ["pyarrow>=14", "fsspec[http]"]
 HUGGINGFACE = ["datasets>=5.2"]
 GRAIN = ["grain>=0.2.18; python_version >= '3.11'"]  # which has none for 3.10
 S3 = ["s3fs"]
-ELASTIC = ["etcd3"]  # of Paddle's launcher; launch/elastic.sh sets what it needs beside a newer protobuf
+ELASTIC = [
+    "etcd3"
+]  # of Paddle's launcher; launch/elastic.sh sets what it needs beside a newer protobuf
 # All of them; the tests of what is not installed are skipped.
 SOURCES = [*WEBDATASET, *PARQUET, *HUGGINGFACE, *GRAIN, *S3]
 METRICS = ["prometheus-client>=0.20"]
@@ -39,17 +43,27 @@ setup(
     name="paddle_shard",
     version=VERSION,
     description="Exact data sharding for Paddle auto-parallel training.",
-    long_description=shown_by_an_index((ROOT / "README.md").read_text(encoding="utf-8")),
+    long_description=shown_by_an_index(
+        (ROOT / "README.md").read_text(encoding="utf-8")
+    ),
     long_description_content_type="text/markdown",
     author="The paddle_shard authors",
     license="Apache-2.0",
     license_files=["LICENSE"],
     project_urls={"Source": URL, "Changes": f"{URL}/CHANGELOG.md"} if URL else {},
-    keywords=["paddlepaddle", "data loading", "sharding", "distributed training", "auto-parallel"],
+    keywords=[
+        "paddlepaddle",
+        "data loading",
+        "sharding",
+        "distributed training",
+        "auto-parallel",
+    ],
     python_requires=">=3.10",
     packages=find_packages(include=["paddle_shard", "paddle_shard.*"]),
     package_data={"paddle_shard": ["py.typed"]},
-    entry_points={"console_scripts": ["paddle-shard = paddle_shard.extras.cli.main:main"]},
+    entry_points={
+        "console_scripts": ["paddle-shard = paddle_shard.extras.cli.main:main"]
+    },
     install_requires=["numpy>=1.21"],
     extras_require={
         "cpu": ["paddlepaddle>=3.0"],

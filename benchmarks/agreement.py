@@ -36,14 +36,22 @@ def run_rank(kind, prefetch):
     num_ranks = dist.get_world_size()
     mesh = dist.ProcessMesh(np.arange(num_ranks), dim_names=["dp"])
     digits = make_digits((SKIPPED + STEPS + 10) * ROWS * num_ranks)
-    stream = paddle_shard.Stream.of(range(len(digits))).sharding_filter().map(digits.__getitem__)
+    stream = (
+        paddle_shard.Stream.of(range(len(digits)))
+        .sharding_filter()
+        .map(digits.__getitem__)
+    )
 
     def sharded(*, agrees):
         data = digits if kind == "map" else stream
         given = paddle.io.DataLoader(data, batch_size=ROWS * num_ranks)
-        loader = paddle_shard.shard_dataloader(given, mesh, shard_dims="dp", prefetch=prefetch)
+        loader = paddle_shard.shard_dataloader(
+            given, mesh, shard_dims="dp", prefetch=prefetch
+        )
         if not agrees:
-            loader._shared.setup = replace(loader._shared.setup, agreeing_ranks=(dist.get_rank(),))
+            loader._shared.setup = replace(
+                loader._shared.setup, agreeing_ranks=(dist.get_rank(),)
+            )
         return loader
 
     sampler = paddle.io.DistributedBatchSampler(digits, ROWS)
@@ -72,7 +80,9 @@ def run_rank(kind, prefetch):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--kind", choices=["map", "stream"], default="map")
     parser.add_argument("--prefetch", type=int)
@@ -84,16 +94,26 @@ def main():
     for num_ranks in options.ranks:
         args = ["rank", options.kind, str(options.prefetch)]
         with tempfile.TemporaryDirectory() as folder:
-            reports = run_ranks(Path(__file__), num_ranks, Path(folder), args=args, timeout=900)
-        taken = {name: np.array([report[name] for report in reports]) for name in (NONE, LOCAL, ALONE, AGREED)}
-        added = {name: float(np.median(taken[name] - taken[NONE])) * 1e6 for name in (LOCAL, ALONE, AGREED)}
+            reports = run_ranks(
+                Path(__file__), num_ranks, Path(folder), args=args, timeout=900
+            )
+        taken = {
+            name: np.array([report[name] for report in reports])
+            for name in (NONE, LOCAL, ALONE, AGREED)
+        }
+        added = {
+            name: float(np.median(taken[name] - taken[NONE])) * 1e6
+            for name in (LOCAL, ALONE, AGREED)
+        }
         of_one = of_one or added[AGREED]
         worst = max(worst, added[AGREED] / of_one)
         cells = [f"{added[name]:,.0f}" for name in (LOCAL, ALONE, AGREED)]
         lines.append([str(num_ranks), *cells, f"{added[AGREED] / of_one:.2f} x"])
     title = f"Microseconds of processor time that a loader adds to a step of {COMPUTE_SECONDS * 1e3:g} ms on a rank"
     print_table(title, ["ranks", LOCAL, ALONE, AGREED, "to the first row"], lines)
-    print_target(f"at most {AT_MOST} x that of the first row", f"{worst:.2f} x", worst <= AT_MOST)
+    print_target(
+        f"at most {AT_MOST} x that of the first row", f"{worst:.2f} x", worst <= AT_MOST
+    )
     print(busy())
 
 

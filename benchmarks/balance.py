@@ -18,7 +18,9 @@ RANKS, ROWS, STEPS = 8, 16, 200
 
 
 def lengths(median, sigma, most):
-    drawn = np.random.default_rng(0).lognormal(np.log(median), sigma, (STEPS, RANKS * ROWS, 1))
+    drawn = np.random.default_rng(0).lognormal(
+        np.log(median), sigma, (STEPS, RANKS * ROWS, 1)
+    )
     return np.minimum(drawn, most)
 
 
@@ -27,7 +29,11 @@ COSTS = {
     "log-normal, sigma 1, not cut": lengths(1, 1, np.inf),
     "squares of the cut lengths": lengths(400, 1, 4096) ** 2,
     "two columns: lengths, and 0 to 4 images": np.concatenate(
-        [lengths(400, 1, 4096), np.random.default_rng(1).integers(0, 5, (STEPS, RANKS * ROWS, 1))], axis=2
+        [
+            lengths(400, 1, 4096),
+            np.random.default_rng(1).integers(0, 5, (STEPS, RANKS * ROWS, 1)),
+        ],
+        axis=2,
     ),
 }
 
@@ -42,7 +48,11 @@ def as_they_come(costs, ranks):
     return np.arange(len(costs))
 
 
-WAYS = {"as they come": as_they_come, "sorted, dealt back and forth": back_and_forth, "balance= (ours)": deal}
+WAYS = {
+    "as they come": as_they_come,
+    "sorted, dealt back and forth": back_and_forth,
+    "balance= (ours)": deal,
+}
 
 
 def imbalance(step, way):
@@ -51,7 +61,11 @@ def imbalance(step, way):
 
 
 def least(step):
-    bound = (step.max(axis=0) + np.sort(step, axis=0)[: ROWS - 1].sum(axis=0)) / step.sum(axis=0) * RANKS
+    bound = (
+        (step.max(axis=0) + np.sort(step, axis=0)[: ROWS - 1].sum(axis=0))
+        / step.sum(axis=0)
+        * RANKS
+    )
     return max(1.0, float(bound.max()))
 
 
@@ -62,7 +76,9 @@ def main():
     for name, steps in COSTS.items():
         times = in_turns(
             {
-                way: lambda way=way, steps=steps: seconds(lambda: [WAYS[way](step, RANKS) for step in steps])
+                way: lambda way=way, steps=steps: seconds(
+                    lambda: [WAYS[way](step, RANKS) for step in steps]
+                )
                 for way in WAYS
             },
             5,
@@ -70,14 +86,32 @@ def main():
         for way in WAYS:
             each = [imbalance(step, WAYS[way]) for step in steps]
             found[name, way] = np.mean(each), times[way] / STEPS
-            rows.append([name, way, f"{np.mean(each):.3f}", f"{max(each):.3f}", time_of(times[way] / STEPS)])
+            rows.append(
+                [
+                    name,
+                    way,
+                    f"{np.mean(each):.3f}",
+                    f"{max(each):.3f}",
+                    time_of(times[way] / STEPS),
+                ]
+            )
         bound = [least(step) for step in steps]
-        rows.append([name, "the least there is", f"{np.mean(bound):.3f}", f"{max(bound):.3f}", ""])
+        rows.append(
+            [
+                name,
+                "the least there is",
+                f"{np.mean(bound):.3f}",
+                f"{max(bound):.3f}",
+                "",
+            ]
+        )
     title = f"Largest cost of {RANKS} data ranks over their mean, {ROWS} rows each, {STEPS} steps"
     print_table(title, ["costs", "dealt", "mean", "largest", "a step"], rows)
     first = next(iter(COSTS))
     mean, cost = found[first, "balance= (ours)"]
-    print_target("largest over mean at most 1.02 on lengths", f"{mean:.3f}", bool(mean <= 1.02))
+    print_target(
+        "largest over mean at most 1.02 on lengths", f"{mean:.3f}", bool(mean <= 1.02)
+    )
     print_target("under 100 us a step", time_of(cost), bool(cost < 100e-6))
 
 

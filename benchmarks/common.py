@@ -19,8 +19,13 @@ def package_version(name: str) -> str | None:
 
 def machine() -> str:
     packages = ("numpy", "paddlepaddle", "paddlepaddle-gpu", "torch", "grain")
-    found = [f"{name} {package_version(name)}" for name in packages if package_version(name)]
-    return f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}, " + ", ".join(found)
+    found = [
+        f"{name} {package_version(name)}" for name in packages if package_version(name)
+    ]
+    return (
+        f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}, "
+        + ", ".join(found)
+    )
 
 
 def seconds(function: Callable[[], object]) -> float:
@@ -55,9 +60,23 @@ def print_table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) 
     lines = [head, *rows]
     widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
     text = [
-        "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in lines
+        "| "
+        + " | ".join(
+            cell.ljust(width) for cell, width in zip(line, widths, strict=True)
+        )
+        + " |"
+        for line in lines
     ]
-    print("", title, "", text[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *text[1:], "", sep="\n")
+    print(
+        "",
+        title,
+        "",
+        text[0],
+        "|" + "|".join("-" * (width + 2) for width in widths) + "|",
+        *text[1:],
+        "",
+        sep="\n",
+    )
 
 
 def print_target(what: str, seen: str, reached: bool) -> None:
@@ -65,7 +84,9 @@ def print_target(what: str, seen: str, reached: bool) -> None:
 
 
 def time_of(value: float) -> str:
-    unit, scale = ("s", 1) if value >= 1 else ("ms", 1e3) if value >= 1e-3 else ("us", 1e6)
+    unit, scale = (
+        ("s", 1) if value >= 1 else ("ms", 1e3) if value >= 1e-3 else ("us", 1e6)
+    )
     return f"{value * scale:.3g} {unit}"
 
 

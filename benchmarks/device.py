@@ -30,7 +30,11 @@ ROWS, EPOCHS, SKIPPED = 16, 3, 5
 
 class Data(paddle.io.Dataset):
     def __init__(self, size, read, steps):
-        self.rows, self.read, self.steps = np.zeros((32, size // ROWS // 4), "float32"), read / 1000, steps
+        self.rows, self.read, self.steps = (
+            np.zeros((32, size // ROWS // 4), "float32"),
+            read / 1000,
+            steps,
+        )
 
     def __len__(self):
         return ROWS * self.steps
@@ -47,14 +51,19 @@ class ByHand:
     def __init__(self, size, steps):
         self.steps, self.place = steps, paddle.device._convert_to_place(DEVICE)
         rows = [np.zeros((ROWS, size // ROWS // 4), "float32") for _ in range(4)]
-        self.batches = [[self.on_host(one), self.on_host(np.arange(ROWS))] for one in rows]
+        self.batches = [
+            [self.on_host(one), self.on_host(np.arange(ROWS))] for one in rows
+        ]
 
     def on_host(self, array):
         return paddle.to_tensor(array, place=paddle.CPUPlace())
 
     def __iter__(self):
         for step in range(self.steps):
-            yield [one._copy_to(self.place, False) for one in self.batches[step % len(self.batches)]]
+            yield [
+                one._copy_to(self.place, False)
+                for one in self.batches[step % len(self.batches)]
+            ]
 
 
 def epochs(loader, plugin, stream, host, device):
@@ -67,7 +76,9 @@ def epochs(loader, plugin, stream, host, device):
             plugin.standin_work(stream, device * 1000)
             ends.append(time.perf_counter())
         plugin.standin_wait(stream)
-        found.append((time.perf_counter() - ends[SKIPPED - 1]) * 1000 / (len(ends) - SKIPPED))
+        found.append(
+            (time.perf_counter() - ends[SKIPPED - 1]) * 1000 / (len(ends) - SKIPPED)
+        )
     return found
 
 
@@ -93,31 +104,65 @@ def main():
         "Paddle, epochs 0 1 2",
         "ours, epochs 0 1 2",
     ]
-    print("|", " | ".join([*columns, "ours / bare", "ours / by hand", "ours / Paddle"]), "|")
+    print(
+        "|",
+        " | ".join([*columns, "ours / bare", "ours / by hand", "ours / Paddle"]),
+        "|",
+    )
     print("|---" * (len(columns) + 3) + "|")
     for host, device, read in WORKLOADS:
-        bare = statistics.median(epochs([None] * chosen.steps, plugin, stream, host, device))
+        bare = statistics.median(
+            epochs([None] * chosen.steps, plugin, stream, host, device)
+        )
         for name, size in SIZES.items():
             for workers in (0, 2):
                 data = Data(size, read, chosen.steps)
 
                 def given(data=data, workers=workers):
-                    return paddle.io.DataLoader(data, batch_size=ROWS, num_workers=workers)
+                    return paddle.io.DataLoader(
+                        data, batch_size=ROWS, num_workers=workers
+                    )
 
-                loaders = {"paddle": given(), "ours": paddle_shard.shard_dataloader(given(), mesh, shard_dims="dp")}
+                loaders = {
+                    "paddle": given(),
+                    "ours": paddle_shard.shard_dataloader(
+                        given(), mesh, shard_dims="dp"
+                    ),
+                }
                 loaders["by hand"] = ByHand(size, chosen.steps)
                 taken = {who: [] for who in loaders}
                 for turn in range(chosen.rounds):
                     for who in sorted(loaders, reverse=bool(turn % 2)):
-                        taken[who].append(epochs(loaders[who], plugin, stream, host, device))
+                        taken[who].append(
+                            epochs(loaders[who], plugin, stream, host, device)
+                        )
                 medians = {
-                    who: [statistics.median(one) for one in zip(*rounds, strict=True)] for who, rounds in taken.items()
+                    who: [statistics.median(one) for one in zip(*rounds, strict=True)]
+                    for who, rounds in taken.items()
                 }
-                paddles, ours, by_hand = medians["paddle"], medians["ours"], statistics.median(medians["by hand"])
-                times = [" ".join(f"{ms:.1f}" for ms in one) for one in ([bare], [by_hand], paddles, ours)]
-                behind = max(mine / theirs for mine, theirs in zip(ours, paddles, strict=True))
-                ratios = [f"{ratio:.2f}" for ratio in (max(ours) / bare, max(ours) / by_hand, behind)]
-                row = [f"{host} / {device} / {read} ms", name, str(workers), *times, *ratios]
+                paddles, ours, by_hand = (
+                    medians["paddle"],
+                    medians["ours"],
+                    statistics.median(medians["by hand"]),
+                )
+                times = [
+                    " ".join(f"{ms:.1f}" for ms in one)
+                    for one in ([bare], [by_hand], paddles, ours)
+                ]
+                behind = max(
+                    mine / theirs for mine, theirs in zip(ours, paddles, strict=True)
+                )
+                ratios = [
+                    f"{ratio:.2f}"
+                    for ratio in (max(ours) / bare, max(ours) / by_hand, behind)
+                ]
+                row = [
+                    f"{host} / {device} / {read} ms",
+                    name,
+                    str(workers),
+                    *times,
+                    *ratios,
+                ]
                 print("|", " | ".join(row), "|", flush=True)
 
 

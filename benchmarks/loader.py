@@ -17,12 +17,30 @@ from pathlib import Path
 
 import numpy as np
 from common import busy, machine, print_table, print_target, ratio_of, seconds, time_of
-from peers import BATCHED, OURS, PADDLE, PEERS, batch_sampler, end_pass, first_numbers, open_pass, sharded, why_not
+from peers import (
+    BATCHED,
+    OURS,
+    PADDLE,
+    PEERS,
+    batch_sampler,
+    end_pass,
+    first_numbers,
+    open_pass,
+    sharded,
+    why_not,
+)
 from workloads import SMALL_64, SMALL_256, TOKENS, WORKLOADS, Rows, write_files
 
 PARTS = ("throughput", "price", "limits", "steps")
 RANKS, WORKERS, ROUNDS = (1, 2), (0, 2), 5
-PER_SAMPLE, IN_BATCHES, PRICE, GATHERED, DELIVERED, STEP = 1.0, 3.0, 60e-6, 2.2, 3.5, 1.05
+PER_SAMPLE, IN_BATCHES, PRICE, GATHERED, DELIVERED, STEP = (
+    1.0,
+    3.0,
+    60e-6,
+    2.2,
+    3.5,
+    1.05,
+)
 STRETCH = 40
 """Steps whose mean is one value of the price; it divides the steps of each workload that has one."""
 COMPUTE, READ, STEPS, STEP_BATCH = 0.010, 0.008, 50, 8
@@ -45,7 +63,9 @@ class Rank:
         self.folder = folder
         self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
         self.mesh = dist.ProcessMesh(np.arange(self.num_ranks), dim_names=["dp"])
-        self.options = inspect.signature(__import__("paddle_shard").shard_dataloader).parameters
+        self.options = inspect.signature(
+            __import__("paddle_shard").shard_dataloader
+        ).parameters
 
     def rows(self, work):
         return Rows(work.path(self.folder), work.mapped)
@@ -77,12 +97,21 @@ def throughput(here):
     for work in WORKLOADS:
         rows = here.rows(work)
         for workers in WORKERS:
-            passes = {peer: APass(here, peer, work, rows, workers) for peer in PEERS if why_not(peer, workers) is None}
-            found[f"{WORKLOADS.index(work)}|{workers}"] = here.in_turns(passes, warm=False)
+            passes = {
+                peer: APass(here, peer, work, rows, workers)
+                for peer in PEERS
+                if why_not(peer, workers) is None
+            }
+            found[f"{WORKLOADS.index(work)}|{workers}"] = here.in_turns(
+                passes, warm=False
+            )
             for peer in (OURS, BATCHED):
                 same = (passes[peer].first == passes[PADDLE].first).all()
                 assert same, f"{peer} has not the rows that Paddle's loader has"
-            assert all(len(one.first) == work.batch_size // here.num_ranks for one in passes.values())
+            assert all(
+                len(one.first) == work.batch_size // here.num_ranks
+                for one in passes.values()
+            )
     return found
 
 
@@ -90,7 +119,10 @@ class APass:
     """A pass that is open alone, since the workers of others would go on reading ahead; its seconds a step."""
 
     def __init__(self, here, peer, work, rows, workers):
-        self.args, self.work = (peer, work, rows, workers, here.mesh, here.rank, here.num_ranks), work
+        self.args, self.work = (
+            (peer, work, rows, workers, here.mesh, here.rank, here.num_ranks),
+            work,
+        )
         self.first = None
         """Of the rows of its first batch, the first numbers."""
 
@@ -119,26 +151,47 @@ def price(here):
     found = {}
     for work in (SMALL_64, SMALL_256, TOKENS):
         rows = here.rows(work)
-        for kind, dataset in (("per sample", rows), ("batched", paddle_shard.ArrayDataset(rows.rows))):
-            loader = sharded(dataset, work.batch_size, 0, here.mesh, **here.only(prefetch=0))
+        for kind, dataset in (
+            ("per sample", rows),
+            ("batched", paddle_shard.ArrayDataset(rows.rows)),
+        ):
+            loader = sharded(
+                dataset, work.batch_size, 0, here.mesh, **here.only(prefetch=0)
+            )
             steps = work.steps + work.passed
-            lists = [loader.plan.indices(epoch=0, step=s, data_rank=here.rank).tolist() for s in range(steps)]
+            lists = [
+                loader.plan.indices(epoch=0, step=s, data_rank=here.rank).tolist()
+                for s in range(steps)
+            ]
             how = HowToRead(generators=generators_of(None), compared=here.num_ranks > 1)
             place, reader = paddle.CPUPlace(), IdReader(dataset, None, how)
 
             def bare(indices, dataset=dataset, kind=kind, place=place):
                 if kind == "batched":
                     return paddle.to_tensor(dataset.__getitems__(indices), place=place)
-                return paddle.to_tensor(np.stack([dataset[index] for index in indices]), place=place)
+                return paddle.to_tensor(
+                    np.stack([dataset[index] for index in indices]), place=place
+                )
 
             def by_reader(indices, reader=reader, place=place, size=work.batch_size):
-                step = Step(epoch=0, number=0, num_rows=size, micro_size=size, num_real=size, ids=indices)
+                step = Step(
+                    epoch=0,
+                    number=0,
+                    num_rows=size,
+                    micro_size=size,
+                    num_real=size,
+                    ids=indices,
+                )
                 return paddle.to_tensor(reader.read(step, None).value, place=place)
 
             measures = {
                 "loader": lambda loader=loader, work=work: one_pass(loader, work),
-                "bare": lambda bare=bare, lists=lists, work=work: one_pass(map(bare, lists), work),
-                "reader": lambda by=by_reader, lists=lists, work=work: one_pass(map(by, lists), work),
+                "bare": lambda bare=bare, lists=lists, work=work: one_pass(
+                    map(bare, lists), work
+                ),
+                "reader": lambda by=by_reader, lists=lists, work=work: one_pass(
+                    map(by, lists), work
+                ),
             }
             found[f"{WORKLOADS.index(work)}|{kind}"] = here.in_turns(measures, 9)
     return found
@@ -165,7 +218,10 @@ def limits(here):
     source, target = np.ones(size, np.uint8), np.ones(size, np.uint8)
     loader = sharded(dataset, TOKENS.batch_size, 0, here.mesh)
     steps = TOKENS.num_rows // TOKENS.batch_size
-    numbers = [loader.plan.indices(epoch=0, step=step, data_rank=0).tolist() for step in range(steps)]
+    numbers = [
+        loader.plan.indices(epoch=0, step=step, data_rank=0).tolist()
+        for step in range(steps)
+    ]
 
     def gather():
         for some in numbers:
@@ -193,7 +249,10 @@ def step_time(here):
             return (PAUSED_STEPS if self.pauses else STEPS) * STEP_BATCH
 
         def __getitem__(self, index):
-            time.sleep(READ / local + (PAUSE if self.pauses and index % PAUSE_EVERY == 0 else 0))
+            time.sleep(
+                READ / local
+                + (PAUSE if self.pauses and index % PAUSE_EVERY == 0 else 0)
+            )
             return np.full(256, index, "float32")
 
     left, steps = np.ones((400, 400), "float32"), {}
@@ -207,7 +266,13 @@ def step_time(here):
     for compute, workers in STEP_KINDS:
         work = busily if compute == "matmul" else lambda: time.sleep(COMPUTE)
         slow = Slow(compute == PAUSES)
-        ours = sharded(slow, STEP_BATCH, workers, here.mesh, **({} if slow.pauses else here.only(prefetch=2)))
+        ours = sharded(
+            slow,
+            STEP_BATCH,
+            workers,
+            here.mesh,
+            **({} if slow.pauses else here.only(prefetch=2)),
+        )
         given = batch_sampler(ours.plan, here.rank, len(slow) // STEP_BATCH)
         paddles = paddle.io.DataLoader(slow, batch_sampler=given, num_workers=workers)
         measures = {
@@ -235,7 +300,12 @@ def rank(folder, parts):
     warnings.filterwarnings("ignore", message=".*not writable.*")
     dist.init_parallel_env()
     here = Rank(folder)
-    measures = {"throughput": throughput, "price": price, "limits": limits, "steps": step_time}
+    measures = {
+        "throughput": throughput,
+        "price": price,
+        "limits": limits,
+        "steps": step_time,
+    }
     found = {}
     for part in parts:
         found[part] = measures[part](here)
@@ -250,7 +320,10 @@ def rank(folder, parts):
 def medians(reports, part, key=None):
     """{what: median over the rounds of the slower rank}."""
     found = [report[part] if key is None else report[part][key] for report in reports]
-    return {what: float(np.median(np.max([one[what] for one in found], axis=0))) for what in found[0]}
+    return {
+        what: float(np.median(np.max([one[what] for one in found], axis=0)))
+        for what in found[0]
+    }
 
 
 def processes(num_ranks):
@@ -272,7 +345,9 @@ def print_throughput(reports, num_ranks):
                 cells.append(f"{work.batch_size / took[peer]:,.0f} ({ratio_of(ratio)})")
             rows.append((work.name, str(work.batch_size), str(workers), *cells))
     reasons = {peer: why_not(peer) for peer in PEERS}
-    heads = [peer if reasons[peer] is None else f"{peer}: {reasons[peer]}" for peer in PEERS]
+    heads = [
+        peer if reasons[peer] is None else f"{peer}: {reasons[peer]}" for peer in PEERS
+    ]
     print_table(
         f"1. Samples per second of all ranks, {processes(num_ranks)}, random order, and (how many times {PADDLE})",
         ("samples", "global batch", "workers", *heads),
@@ -281,7 +356,9 @@ def print_throughput(reports, num_ranks):
     for peer, least in ((OURS, PER_SAMPLE), (BATCHED, IN_BATCHES)):
         for workers in WORKERS:
             seen = [
-                ratios[work.name, work.batch_size, workers, peer] for work in WORKLOADS if work.name == SMALL_64.name
+                ratios[work.name, work.batch_size, workers, peer]
+                for work in WORKLOADS
+                if work.name == SMALL_64.name
             ]
             print_target(
                 f"1 KB samples, {workers} workers, {processes(num_ranks)}: {peer}, at least {least:g} x {PADDLE}",
@@ -298,16 +375,36 @@ def print_price(reports, num_ranks):
             took = medians(reports, "price", key)
             found = [report["price"][key] for report in reports]
             apart = {  # by round, since they were taken in turns
-                what: float(np.max([np.median(np.subtract(one["loader"], one[what])) for one in found]))
+                what: float(
+                    np.max(
+                        [
+                            np.median(np.subtract(one["loader"], one[what]))
+                            for one in found
+                        ]
+                    )
+                )
                 for what in ("bare", "reader")
             }
             prices[work.name, work.batch_size, kind] = apart["bare"]
-            shown = (time_of(took["loader"]), time_of(took["bare"]), time_of(took["reader"]))
+            shown = (
+                time_of(took["loader"]),
+                time_of(took["bare"]),
+                time_of(took["reader"]),
+            )
             differences = (f"{value * 1e6:.0f} us" for value in apart.values())
             rows.append((work.name, str(work.batch_size), kind, *shown, *differences))
     print_table(
         f"2. The price of sharding and placing a batch, {processes(num_ranks)}, no workers",
-        ("samples", "global batch", "read", "our loader", "bare", "IdReader", "price", "loader - IdReader"),
+        (
+            "samples",
+            "global batch",
+            "read",
+            "our loader",
+            "bare",
+            "IdReader",
+            "price",
+            "loader - IdReader",
+        ),
         rows,
     )
     print(
@@ -326,19 +423,32 @@ def print_price(reports, num_ranks):
 def print_limits(reports):
     took = medians(reports, "limits")
     size = TOKENS.num_rows * TOKENS.row_bytes
-    names = {"copy": "np.copyto of as many bytes", "gather": "ArrayDataset", "deliver": "our loader, as tensors"}
+    names = {
+        "copy": "np.copyto of as many bytes",
+        "gather": "ArrayDataset",
+        "deliver": "our loader, as tensors",
+    }
     print_table(
         f"3. {TOKENS.num_rows:,} rows of 8 KB from a memmap in random order, {size / 2**20:.0f} MB, in the page cache, "
         f"batches of {TOKENS.batch_size}, one process, no workers",
         ("what", "time", "GB/s", "times the copy"),
         [
-            (name, time_of(took[key] * size), f"{1e-9 / took[key]:.1f}", ratio_of(took[key] / took["copy"]))
+            (
+                name,
+                time_of(took[key] * size),
+                f"{1e-9 / took[key]:.1f}",
+                ratio_of(took[key] / took["copy"]),
+            )
             for key, name in names.items()
         ],
     )
     for key, most in (("gather", GATHERED), ("deliver", DELIVERED)):
         ratio = took[key] / took["copy"]
-        print_target(f"{names[key]}: at most {most:g} x a streaming copy", ratio_of(ratio), ratio <= most)
+        print_target(
+            f"{names[key]}: at most {most:g} x a streaming copy",
+            ratio_of(ratio),
+            ratio <= most,
+        )
 
 
 def print_steps(reports, num_ranks):
@@ -347,9 +457,14 @@ def print_steps(reports, num_ranks):
         took = medians(reports, "steps", f"{compute}|{workers}")
         alone = took["the step alone"]
         larger = max(alone, READ)
-        cells = [f"{took[who] * 1e3:.2f} ms ({took[who] / larger:.3f} x)" for who in (OURS, PADDLE)]
+        cells = [
+            f"{took[who] * 1e3:.2f} ms ({took[who] / larger:.3f} x)"
+            for who in (OURS, PADDLE)
+        ]
         rows.append((compute, str(workers), f"{alone * 1e3:.2f} ms", *cells))
-        if compute == "sleep":  # a matmul wants a core that readers and other processes want, too
+        if (
+            compute == "sleep"
+        ):  # a matmul wants a core that readers and other processes want, too
             targets.append((compute, workers, took[OURS] / larger))
     print_table(
         f"4. A step of about {COMPUTE * 1e3:g} ms with reads of {READ * 1e3:g} ms, {processes(num_ranks)}, and (to the "
@@ -370,7 +485,9 @@ def run(parts, num_ranks, folder):
 
     with tempfile.TemporaryDirectory() as logs:
         arguments = ["rank", folder, *parts]
-        return run_ranks(Path(__file__), num_ranks, Path(logs), args=arguments, timeout=600)
+        return run_ranks(
+            Path(__file__), num_ranks, Path(logs), args=arguments, timeout=600
+        )
 
 
 def main():
@@ -382,7 +499,10 @@ def main():
         write_files(folder)
         alone = [part for part in parts if part != "steps"]
         together = [part for part in parts if part != "limits"]
-        reports = {1: run(alone, 1, folder) if alone else [], 2: run(together, 2, folder) if together else []}
+        reports = {
+            1: run(alone, 1, folder) if alone else [],
+            2: run(together, 2, folder) if together else [],
+        }
     for num_ranks in RANKS:
         if "throughput" in parts:
             print_throughput(reports[num_ranks], num_ranks)

@@ -22,7 +22,11 @@ from paddle_shard.plan.orders import Shuffled
 
 logging.disable(logging.WARNING)  # Grain's, about jax
 
-OURS, GRAIN, HF = "paddle_shard Mixture", "grain MapDataset.mix", "HF interleave_datasets"
+OURS, GRAIN, HF = (
+    "paddle_shard Mixture",
+    "grain MapDataset.mix",
+    "HF interleave_datasets",
+)
 DRAWS = 20_000
 SOURCES, LENGTH = 1000, 10**6
 BLOCK = 65_536
@@ -53,15 +57,21 @@ def weights_of(num, kind):
 def by_ours(weights):
     names = [str(source) for source in range(len(weights))]
     sources = {name: Rows(number, 10**7) for number, name in enumerate(names)}
-    mixture = Mixture(sources, dict(zip(names, weights.tolist(), strict=True)), num_samples=DRAWS)
+    mixture = Mixture(
+        sources, dict(zip(names, weights.tolist(), strict=True)), num_samples=DRAWS
+    )
     order = mixture.ordering(Shuffled()).order(DRAWS, 0, 0, 1)
-    return np.array([(sample >> 40) % 4096 for sample in order.between(0, DRAWS).tolist()])
+    return np.array(
+        [(sample >> 40) % 4096 for sample in order.between(0, DRAWS).tolist()]
+    )
 
 
 def by_grain(weights):
     import grain
 
-    datasets = [grain.MapDataset.source(Rows(number, 10**7)) for number in range(len(weights))]
+    datasets = [
+        grain.MapDataset.source(Rows(number, 10**7)) for number in range(len(weights))
+    ]
     mixed = grain.MapDataset.mix(datasets, weights=weights.tolist())
     return np.array([mixed[at] for at in range(DRAWS)])
 
@@ -77,7 +87,9 @@ def by_hf(weights):
         return datasets.IterableDataset.from_generator(rows)
 
     mixed = datasets.interleave_datasets(
-        [stream(number) for number in range(len(weights))], probabilities=weights.tolist(), seed=0
+        [stream(number) for number in range(len(weights))],
+        probabilities=weights.tolist(),
+        seed=0,
     )
     found = iter(mixed)
     return np.array([next(found)["source"] for _ in range(DRAWS)])
@@ -88,7 +100,11 @@ NEEDS = {GRAIN: "grain", HF: "datasets"}
 
 
 def present():
-    missing = [name for name, package in NEEDS.items() if importlib.util.find_spec(package) is None]
+    missing = [
+        name
+        for name, package in NEEDS.items()
+        if importlib.util.find_spec(package) is None
+    ]
     for name in missing:
         print(f"{name} is not installed and left out.")
     return {name: draw for name, draw in PEERS.items() if name not in missing}
@@ -111,10 +127,24 @@ def drifts():
         weights = weights_of(num, kind)
         found = {name: drift(draw(weights), weights) for name, draw in peers.items()}
         bound = 1 - 1 / (2 * num - 2)
-        reached &= found[OURS] <= bound + DRAWS * 2**-20  # weights are rounded by less than 2^-20
-        rows.append([f"{num}, {kind}", f"{bound:.3f}", *(f"{found[name]:.2f}" for name in peers)])
-    print_table(f"Drift over {DRAWS} draws, in samples", ["sources", "our bound", *peers], rows)
-    print_target("drift at most the bound, and the rounding of the weights (2^-20 a draw)", "see above", reached)
+        reached &= (
+            found[OURS] <= bound + DRAWS * 2**-20
+        )  # weights are rounded by less than 2^-20
+        rows.append(
+            [
+                f"{num}, {kind}",
+                f"{bound:.3f}",
+                *(f"{found[name]:.2f}" for name in peers),
+            ]
+        )
+    print_table(
+        f"Drift over {DRAWS} draws, in samples", ["sources", "our bound", *peers], rows
+    )
+    print_target(
+        "drift at most the bound, and the rounding of the weights (2^-20 a draw)",
+        "see above",
+        reached,
+    )
 
 
 # What it costs
@@ -123,12 +153,22 @@ def drifts():
 def large():
     drawn = np.random.default_rng(1)
     lengths = drawn.integers(LENGTH // 2, 3 * LENGTH // 2, SOURCES).tolist()
-    return Mixture({f"source {number}": Rows(number, length) for number, length in enumerate(lengths)})
+    return Mixture(
+        {
+            f"source {number}": Rows(number, length)
+            for number, length in enumerate(lengths)
+        }
+    )
 
 
 def first_batch():
     mixture = large()
-    plan = ShardPlan(num_samples=len(mixture), batch_size=1024, num_data_ranks=8, shuffle=mixture.ordering(Shuffled()))
+    plan = ShardPlan(
+        num_samples=len(mixture),
+        batch_size=1024,
+        num_data_ranks=8,
+        shuffle=mixture.ordering(Shuffled()),
+    )
     return plan.indices(epoch=0, step=0, data_rank=0)
 
 
@@ -154,13 +194,17 @@ def costs():
     tracemalloc.stop()
     mixture = large()
     order = mixture.ordering(Shuffled()).order(len(mixture), 0, 0, 1)
-    plain = ShardPlan(num_samples=len(mixture), batch_size=1024, num_data_ranks=8, shuffle=True).order(epoch=0)
+    plain = ShardPlan(
+        num_samples=len(mixture), batch_size=1024, num_data_ranks=8, shuffle=True
+    ).order(epoch=0)
     whole = seconds(lambda: order(np.array([len(mixture) - 1])))
     positions = len(mixture) // 2 + np.arange(BLOCK)
     order(positions)
     measures = {
         OURS: lambda: seconds(lambda: order(positions)) / BLOCK * 1e9,
-        "one shuffled data set": lambda: seconds(lambda: plain(positions)) / BLOCK * 1e9,
+        "one shuffled data set": lambda: (
+            seconds(lambda: plain(positions)) / BLOCK * 1e9
+        ),
     }
     best: dict = {}
     found = in_turns(measures, 9, best)
@@ -172,12 +216,19 @@ def costs():
             ["first batch of 1,024", time_of(sorted(taken)[2]), time_of(min(taken))],
             ["the worst position for a resume: once", time_of(whole), ""],
             ["allocated up to the first batch", f"{memory / 1e6:.1f} MB", ""],
-            *([name, f"{found[name]:.1f} ns an index", f"{best[name]:.1f}"] for name in measures),
+            *(
+                [name, f"{found[name]:.1f} ns an index", f"{best[name]:.1f}"]
+                for name in measures
+            ),
         ],
     )
-    print_target("first batch under 50 ms", time_of(sorted(taken)[2]), sorted(taken)[2] < 0.05)
+    print_target(
+        "first batch under 50 ms", time_of(sorted(taken)[2]), sorted(taken)[2] < 0.05
+    )
     print_target("memory under 50 MB", f"{memory / 1e6:.1f} MB", memory < 50e6)
-    print_target("under 100 ns an index in blocks", f"{found[OURS]:.1f} ns", found[OURS] < 100)
+    print_target(
+        "under 100 ns an index in blocks", f"{found[OURS]:.1f} ns", found[OURS] < 100
+    )
 
 
 def main():

@@ -31,7 +31,11 @@ DATA_RANKS, BATCH_SIZE = 8, 1024
 PER_RANK = BATCH_SIZE // DATA_RANKS
 MILLION, TABLE_LARGEST, BILLION = 10**6, 5 * 10**7, 10**9
 BLOCK = 65_536
-OURS, PADDLE, NUMPY = "paddle_shard", "paddle DistributedBatchSampler", "numpy Generator.permutation"
+OURS, PADDLE, NUMPY = (
+    "paddle_shard",
+    "paddle DistributedBatchSampler",
+    "numpy Generator.permutation",
+)
 TORCH, GRAIN = "torch DistributedSampler", "grain index_shuffle"
 GRAIN_ROUNDS = 4
 """What grain's own `shuffle` passes."""
@@ -66,13 +70,20 @@ def first_batch_of(peer, num_samples):
         from paddle_shard import ShardPlan
 
         return lambda: ShardPlan(
-            num_samples=num_samples, batch_size=BATCH_SIZE, num_data_ranks=DATA_RANKS, shuffle=True
+            num_samples=num_samples,
+            batch_size=BATCH_SIZE,
+            num_data_ranks=DATA_RANKS,
+            shuffle=True,
         ).indices(epoch=0, step=0, data_rank=0)
     if peer == PADDLE:
         from paddle.io import DistributedBatchSampler
 
         numbers = Numbers(num_samples)
-        return lambda: next(iter(DistributedBatchSampler(numbers, PER_RANK, DATA_RANKS, 0, shuffle=True)))
+        return lambda: next(
+            iter(
+                DistributedBatchSampler(numbers, PER_RANK, DATA_RANKS, 0, shuffle=True)
+            )
+        )
     if peer == NUMPY:
         generator = np.random.default_rng(0)
         return lambda: generator.permutation(num_samples)[:PER_RANK].copy()
@@ -82,10 +93,15 @@ def first_batch_of(peer, num_samples):
         from torch.utils.data import DistributedSampler
 
         numbers = Numbers(num_samples)
-        return lambda: list(islice(DistributedSampler(numbers, DATA_RANKS, 0, shuffle=True), PER_RANK))
+        return lambda: list(
+            islice(DistributedSampler(numbers, DATA_RANKS, 0, shuffle=True), PER_RANK)
+        )
     from grain.experimental import index_shuffle
 
-    return lambda: [index_shuffle(i, max_index=num_samples - 1, seed=0, rounds=GRAIN_ROUNDS) for i in range(PER_RANK)]
+    return lambda: [
+        index_shuffle(i, max_index=num_samples - 1, seed=0, rounds=GRAIN_ROUNDS)
+        for i in range(PER_RANK)
+    ]
 
 
 def peak_memory(reset=False):
@@ -95,7 +111,9 @@ def peak_memory(reset=False):
             with open("/proc/self/clear_refs", "w") as file:
                 file.write("5")
         with open("/proc/self/status") as file:
-            return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM"))
+            return next(
+                int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM")
+            )
     except OSError:
         return float("nan")
 
@@ -119,10 +137,19 @@ def child(peer, num_samples, trace):
 
 
 def in_fresh_process(peer, num_samples, trace=False):
-    command = [sys.executable, __file__, "child", peer, str(num_samples), "1" if trace else ""]
+    command = [
+        sys.executable,
+        __file__,
+        "child",
+        peer,
+        str(num_samples),
+        "1" if trace else "",
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError(f"{peer} at {num_samples:,} samples ended with {done.returncode}:\n{done.stderr}")
+        raise RuntimeError(
+            f"{peer} at {num_samples:,} samples ended with {done.returncode}:\n{done.stderr}"
+        )
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -139,21 +166,36 @@ def first_batch():
                 taken[peer].append(in_fresh_process(peer, num_samples))
         for peer in peers:
             found[peer, num_samples] = {
-                name: float(np.median([one[name] for one in taken[peer]])) for name in ("time", "grown")
+                name: float(np.median([one[name] for one in taken[peer]]))
+                for name in ("time", "grown")
             }
             if peer not in tables or num_samples == MILLION:
-                found[peer, num_samples].update(in_fresh_process(peer, num_samples, trace=True))
+                found[peer, num_samples].update(
+                    in_fresh_process(peer, num_samples, trace=True)
+                )
     for peer in tables:
         if not missing(peer):
             need = found[peer, TABLE_LARGEST]["grown"] * BILLION / TABLE_LARGEST
-            why_not[peer, BILLION] = f"skipped: its table would need {need / 1e9:,.0f} GB"
+            why_not[peer, BILLION] = (
+                f"skipped: its table would need {need / 1e9:,.0f} GB"
+            )
     rows = []
     for num_samples in (MILLION, TABLE_LARGEST, BILLION):
         ours = found[OURS, num_samples]
         for peer in (OURS, PADDLE, TORCH, GRAIN, NUMPY):
             one, name = found.get((peer, num_samples)), f"{num_samples:,}"
             if one is None:
-                rows.append((name, peer, why_not.get((peer, num_samples), "skipped: not installed"), "", "", "", ""))
+                rows.append(
+                    (
+                        name,
+                        peer,
+                        why_not.get((peer, num_samples), "skipped: not installed"),
+                        "",
+                        "",
+                        "",
+                        "",
+                    )
+                )
                 continue
             rows.append(
                 (
@@ -168,15 +210,31 @@ def first_batch():
             )
     print_table(
         f"1. The first shuffled batch of one data rank of {DATA_RANKS}, global batch {BATCH_SIZE}",
-        ("samples", "who", "time", "to ours", "resident memory grew by", "to ours", "allocated (tracemalloc)"),
+        (
+            "samples",
+            "who",
+            "time",
+            "to ours",
+            "resident memory grew by",
+            "to ours",
+            "allocated (tracemalloc)",
+        ),
         rows,
     )
     small, large = found[OURS, MILLION], found[OURS, BILLION]
-    print_target("first batch at 1e9 under 5 ms", time_of(large["time"]), large["time"] < 5e-3)
+    print_target(
+        "first batch at 1e9 under 5 ms", time_of(large["time"]), large["time"] < 5e-3
+    )
     for name, one in (("1e9", large), ("1e6", small)):
-        print_target(f"and under 1 MB of extra memory at {name}", bytes_of(one["grown"]), one["grown"] < 1e6)
+        print_target(
+            f"and under 1 MB of extra memory at {name}",
+            bytes_of(one["grown"]),
+            one["grown"] < 1e6,
+        )
     steep = large["time"] / small["time"]
-    print_target(f"flat (at most {FLAT:g} x): 1e9 to 1e6", ratio_of(steep), steep <= FLAT)
+    print_target(
+        f"flat (at most {FLAT:g} x): 1e9 to 1e6", ratio_of(steep), steep <= FLAT
+    )
 
 
 # 2. An index
@@ -185,12 +243,22 @@ def first_batch():
 def block_cost(num_samples, calls=15):
     from paddle_shard import ShardPlan
 
-    plan = ShardPlan(num_samples=num_samples, batch_size=BLOCK, num_data_ranks=1, shuffle=True, tail="drop")
+    plan = ShardPlan(
+        num_samples=num_samples,
+        batch_size=BLOCK,
+        num_data_ranks=1,
+        shuffle=True,
+        tail="drop",
+    )
     steps = [plan.num_steps * number // calls for number in range(calls)]
 
     def measure():
-        plan.indices(epoch=0, step=0, data_rank=0)  # the measure before may have emptied the caches
-        return seconds(lambda: [plan.indices(epoch=0, step=step, data_rank=0) for step in steps]) / (calls * BLOCK)
+        plan.indices(
+            epoch=0, step=0, data_rank=0
+        )  # the measure before may have emptied the caches
+        return seconds(
+            lambda: [plan.indices(epoch=0, step=step, data_rank=0) for step in steps]
+        ) / (calls * BLOCK)
 
     return measure
 
@@ -203,7 +271,9 @@ def shuffle_cost(num_samples, calls=15):
 
     def measure():
         shuffle.between(0, BLOCK)
-        return seconds(lambda: [shuffle.between(start, start + BLOCK) for start in starts]) / (calls * BLOCK)
+        return seconds(
+            lambda: [shuffle.between(start, start + BLOCK) for start in starts]
+        ) / (calls * BLOCK)
 
     return measure
 
@@ -211,11 +281,18 @@ def shuffle_cost(num_samples, calls=15):
 def small_batch_cost(num_samples, data_ranks, calls=512):
     from paddle_shard import ShardPlan
 
-    plan = ShardPlan(num_samples=num_samples, batch_size=32 * data_ranks, num_data_ranks=data_ranks, shuffle=True)
+    plan = ShardPlan(
+        num_samples=num_samples,
+        batch_size=32 * data_ranks,
+        num_data_ranks=data_ranks,
+        shuffle=True,
+    )
     steps = [(plan.num_steps // 3 + number) % plan.num_steps for number in range(calls)]
 
     def measure():
-        return seconds(lambda: [plan.indices(epoch=0, step=step, data_rank=0) for step in steps]) / (calls * 32)
+        return seconds(
+            lambda: [plan.indices(epoch=0, step=step, data_rank=0) for step in steps]
+        ) / (calls * 32)
 
     return measure
 
@@ -236,19 +313,31 @@ def grain_cost(num_samples, calls=8192):
 
 
 def per_index():
-    sizes = {"1e6": MILLION, "5e7": TABLE_LARGEST, "2^30": 2**30, "2^30+1": 2**30 + 1, "1e9": BILLION, "2^62": 2**62}
+    sizes = {
+        "1e6": MILLION,
+        "5e7": TABLE_LARGEST,
+        "2^30": 2**30,
+        "2^30+1": 2**30 + 1,
+        "1e9": BILLION,
+        "2^62": 2**62,
+    }
     small_ranks = (1, 8, 128)
     measures, of_5e7 = {("1e6", NUMPY): numpy_cost(MILLION)}, {}
     for name, size in sizes.items():
         row = of_5e7 if name == "5e7" else measures
         row[name, "block"], row[name, "shuffle"] = block_cost(size), shuffle_cost(size)
         if name in ("1e6", "1e9"):
-            row.update({(name, ranks): small_batch_cost(size, ranks) for ranks in small_ranks})
+            row.update(
+                {(name, ranks): small_batch_cost(size, ranks) for ranks in small_ranks}
+            )
         if not missing(GRAIN):
             row[name, GRAIN] = grain_cost(size)
     of_5e7["5e7", NUMPY] = numpy_cost(TABLE_LARGEST)
     best = {}
-    cost = {**in_turns(measures, 11, best), **in_turns(of_5e7, 5, best)}  # numpy's of 5e7 takes seconds: fewer turns
+    cost = {
+        **in_turns(measures, 11, best),
+        **in_turns(of_5e7, 5, best),
+    }  # numpy's of 5e7 takes seconds: fewer turns
     rows = []
     for name in sizes:
         ours = cost[name, "block"]
@@ -257,9 +346,20 @@ def per_index():
             value = cost.get((name, key))
             if value is None:
                 return ""
-            return f"{value * 1e9:,.1f} ns" + ("" if key in ("block", "shuffle") else f" ({ratio_of(value / ours)})")
+            return f"{value * 1e9:,.1f} ns" + (
+                "" if key in ("block", "shuffle") else f" ({ratio_of(value / ours)})"
+            )
 
-        rows.append((name, ns("block"), ns("shuffle"), ns(NUMPY), *(ns(ranks) for ranks in small_ranks), ns(GRAIN)))
+        rows.append(
+            (
+                name,
+                ns("block"),
+                ns("shuffle"),
+                ns(NUMPY),
+                *(ns(ranks) for ranks in small_ranks),
+                ns(GRAIN),
+            )
+        )
     print_table(
         f"2. An index: ours by plan.indices in blocks of {BLOCK:,}, and (how many times that) others",
         (
@@ -273,7 +373,10 @@ def per_index():
         rows,
     )
     worst = max(sizes, key=lambda name: cost[name, "block"])
-    for what, name in (("at most 40 ns an index in blocks, at every size", worst), ("the same at 2^30+1", "2^30+1")):
+    for what, name in (
+        ("at most 40 ns an index in blocks, at every size", worst),
+        ("the same at 2^30+1", "2^30+1"),
+    ):
         median, least = cost[name, "block"], best[name, "block"]
         seen = f"{median * 1e9:.1f} ns{' at ' + name if name == worst else ''} ({least * 1e9:.1f} in the best round)"
         print_target(what, seen, median <= 40e-9)
@@ -318,7 +421,13 @@ def resume():
 
     def state_at(step):
         # Each in an epoch of its own, so that no order and no block is still there from the time before.
-        return {**saved, "epoch": next(epochs), "steps": step, "samples": step * RESUME_BATCH, "certificate": []}
+        return {
+            **saved,
+            "epoch": next(epochs),
+            "steps": step,
+            "samples": step * RESUME_BATCH,
+            "certificate": [],
+        }
 
     def resume_at(step):
         def measure():
@@ -341,24 +450,35 @@ def resume():
         def measure():
             iterator = iter(iterable)
             next(iterator)  # what is done once is left out, in favour of the replay
-            return seconds(lambda: [next(iterator) for _ in range(REPLAYED)]) / REPLAYED * STEPS
+            return (
+                seconds(lambda: [next(iterator) for _ in range(REPLAYED)])
+                / REPLAYED
+                * STEPS
+            )
 
         return measure
 
     fresh = paddle_shard.shard_dataloader(given(), mesh, shard_dims="dp")
-    sampler = paddle.io.DistributedBatchSampler(data, RESUME_BATCH, num_replicas=1, rank=0, shuffle=True)
+    sampler = paddle.io.DistributedBatchSampler(
+        data, RESUME_BATCH, num_replicas=1, rank=0, shuffle=True
+    )
     resumes = in_turns({name: resume_at(step) for name, step in positions.items()}, 41)
     replays = in_turns(
         {
             "paddle_shard loader": steps_of(fresh),
             "paddle.io.DataLoader": steps_of(given()),
             "indices only, no sample read: paddle_shard": steps_of(fresh.batch_sampler),
-            "indices only, no sample read: paddle DistributedBatchSampler": steps_of(sampler),
+            "indices only, no sample read: paddle DistributedBatchSampler": steps_of(
+                sampler
+            ),
         },
         3,
     )
     slowest = max(resumes.values())
-    rows = [(f"resume at {name}", time_of(took), ratio_of(took / resumes["1 %"])) for name, took in resumes.items()]
+    rows = [
+        (f"resume at {name}", time_of(took), ratio_of(took / resumes["1 %"]))
+        for name, took in resumes.items()
+    ]
     print_table(
         f"3. A saved position to its next batch: an epoch of {STEPS:,} steps of {RESUME_BATCH} samples, no workers",
         ("what", "time", "to the resume at 1 %"),
@@ -367,7 +487,10 @@ def resume():
     print_table(
         f"Replaying {STEPS:,} steps ({REPLAYED:,} were measured, times {STEPS // REPLAYED})",
         ("what", "time", "to the slowest resume"),
-        [(name, time_of(took), ratio_of(took / slowest)) for name, took in replays.items()],
+        [
+            (name, time_of(took), ratio_of(took / slowest))
+            for name, took in replays.items()
+        ],
     )
     for name in ("paddle_shard loader", "paddle.io.DataLoader"):
         ratio = replays[name] / slowest
@@ -377,7 +500,11 @@ def resume():
             ratio >= 1000,
         )
     steep = slowest / min(resumes.values())
-    print_target(f"flat in the position (at most {FLAT:g} x): slowest to fastest", ratio_of(steep), steep <= FLAT)
+    print_target(
+        f"flat in the position (at most {FLAT:g} x): slowest to fastest",
+        ratio_of(steep),
+        steep <= FLAT,
+    )
 
 
 def main():

@@ -20,7 +20,11 @@ from paddle_shard.plan.packing import Packing, fitted
 logging.disable(logging.WARNING)  # Grain's, about jax
 
 LENGTH, WINDOW, DOCUMENTS = 4096, 4096, 8192
-OURS, STREAM, GREEDY = "paddle_shard Packed", "paddle_shard Stream.pack", "greedy concatenation (cuts documents)"
+OURS, STREAM, GREEDY = (
+    "paddle_shard Packed",
+    "paddle_shard Stream.pack",
+    "greedy concatenation (cuts documents)",
+)
 FIRST, BEST = "grain FirstFitPackIterDataset", "grain BestFitPackIterDataset"
 BINS = 64
 """Rows that Grain's packers keep open."""
@@ -28,7 +32,9 @@ BINS = 64
 
 def log_normal(num, seed=0):
     drawn = np.random.default_rng(seed)
-    return np.clip(np.exp(drawn.normal(np.log(400), 1, num)).astype(np.int64), 1, LENGTH)
+    return np.clip(
+        np.exp(drawn.normal(np.log(400), 1, num)).astype(np.int64), 1, LENGTH
+    )
 
 
 def best_fit(lengths):
@@ -62,9 +68,16 @@ def by_grain(kind):
     def rows(documents, lengths):
         import grain
 
-        source = grain.MapDataset.source([{"input_ids": tokens} for tokens in documents]).to_iter_dataset()
+        source = grain.MapDataset.source(
+            [{"input_ids": tokens} for tokens in documents]
+        ).to_iter_dataset()
         packer = getattr(grain.experimental, kind)
-        return sum(1 for _ in packer(source, length_struct={"input_ids": LENGTH}, num_packing_bins=BINS))
+        return sum(
+            1
+            for _ in packer(
+                source, length_struct={"input_ids": LENGTH}, num_packing_bins=BINS
+            )
+        )
 
     return rows
 
@@ -90,7 +103,9 @@ def main():
     peers = dict(PEERS)
     if importlib.util.find_spec("grain") is None:
         print("grain is not installed and left out.")
-        peers = {name: rows for name, rows in peers.items() if name not in (FIRST, BEST)}
+        peers = {
+            name: rows for name, rows in peers.items() if name not in (FIRST, BEST)
+        }
     lengths = log_normal(DOCUMENTS)
     documents = [np.arange(n) for n in lengths.tolist()]
     num_rows: dict = {}
@@ -105,18 +120,32 @@ def main():
         return measure
 
     found = in_turns({name: measured(name) for name in peers}, 5)
-    padding = {name: 1 - lengths.sum() / (rows * LENGTH) for name, rows in num_rows.items()}
+    padding = {
+        name: 1 - lengths.sum() / (rows * LENGTH) for name, rows in num_rows.items()
+    }
     print_table(
         f"{DOCUMENTS} documents, log-normal (median 400, sigma 1), rows of {LENGTH}",
         ["", "padding", "documents a second", "to ours"],
-        [[name, f"{padding[name]:.2%}", f"{found[name]:,.0f}", f"{found[name] / found[OURS]:.2f}"] for name in peers],
+        [
+            [
+                name,
+                f"{padding[name]:.2%}",
+                f"{found[name]:,.0f}",
+                f"{found[name] / found[OURS]:.2f}",
+            ]
+            for name in peers
+        ],
     )
     plan = log_normal(50 * WINDOW, 1)
     windows = [plan[at : at + WINDOW] for at in range(0, len(plan), WINDOW)]
     times = in_turns(
         {
-            "in rounds (ours)": lambda: seconds(lambda: [fitted(window, LENGTH) for window in windows]),
-            "best fit decreasing, one by one": lambda: seconds(lambda: [best_fit(window) for window in windows]),
+            "in rounds (ours)": lambda: seconds(
+                lambda: [fitted(window, LENGTH) for window in windows]
+            ),
+            "best fit decreasing, one by one": lambda: seconds(
+                lambda: [best_fit(window) for window in windows]
+            ),
             "all of Packing": lambda: seconds(lambda: Packing(plan, LENGTH, WINDOW)),
         },
         5,
@@ -128,8 +157,16 @@ def main():
         f"Planning {len(plan):,} documents, windows of {WINDOW}",
         ["", "us a document", "padding"],
         [
-            [name, f"{times[name] / len(plan) * 1e6:.3f}", f"{1 - tokens / (rows * LENGTH):.3%}"]
-            for name, rows in zip(times, (ours, theirs, Packing(plan, LENGTH, WINDOW).num_rows), strict=True)
+            [
+                name,
+                f"{times[name] / len(plan) * 1e6:.3f}",
+                f"{1 - tokens / (rows * LENGTH):.3%}",
+            ]
+            for name, rows in zip(
+                times,
+                (ours, theirs, Packing(plan, LENGTH, WINDOW).num_rows),
+                strict=True,
+            )
         ],
     )
     seen = 1 - tokens / (ours * LENGTH)

@@ -36,7 +36,9 @@ def sharded(dataset, work_batch_size, workers, mesh, **options):
 
     import paddle_shard
 
-    given = paddle.io.DataLoader(dataset, batch_size=work_batch_size, shuffle=True, num_workers=workers)
+    given = paddle.io.DataLoader(
+        dataset, batch_size=work_batch_size, shuffle=True, num_workers=workers
+    )
     return paddle_shard.shard_dataloader(given, mesh, shard_dims="dp", **options)
 
 
@@ -44,7 +46,10 @@ def batch_sampler(plan, rank, steps):
     """A batch sampler for Paddle's loader, with a rank's part of the first batches of a plan."""
     import paddle
 
-    batches = [plan.indices(epoch=0, step=step, data_rank=rank).tolist() for step in range(steps)]
+    batches = [
+        plan.indices(epoch=0, step=step, data_rank=rank).tolist()
+        for step in range(steps)
+    ]
 
     class Given(paddle.io.BatchSampler):
         def __init__(self):
@@ -69,32 +74,55 @@ def open_pass(peer, work, rows, workers, mesh, rank, num_ranks):
     if peer == OURS:
         return iter(sharded(rows, work.batch_size, workers, mesh))
     if peer == BATCHED:
-        return iter(sharded(paddle_shard.ArrayDataset(rows.rows), work.batch_size, workers, mesh))
+        return iter(
+            sharded(
+                paddle_shard.ArrayDataset(rows.rows), work.batch_size, workers, mesh
+            )
+        )
     if peer in (PADDLE, BARE):
         plan = sharded(rows, work.batch_size, 0, mesh).plan
-        given = batch_sampler(plan, rank, min(work.passed + work.steps + READ_AHEAD, plan.num_steps))
+        given = batch_sampler(
+            plan, rank, min(work.passed + work.steps + READ_AHEAD, plan.num_steps)
+        )
         if peer == BARE:
             place, dataset = paddle.CPUPlace(), paddle_shard.ArrayDataset(rows.rows)
-            return (paddle.to_tensor(dataset.__getitems__(indices), place=place) for indices in given)
-        return iter(paddle.io.DataLoader(rows, batch_sampler=given, num_workers=workers))
+            return (
+                paddle.to_tensor(dataset.__getitems__(indices), place=place)
+                for indices in given
+            )
+        return iter(
+            paddle.io.DataLoader(rows, batch_sampler=given, num_workers=workers)
+        )
     if peer == SHARDED:
-        given = paddle.io.DataLoader(rows, batch_size=work.batch_size, shuffle=True, num_workers=workers)
+        given = paddle.io.DataLoader(
+            rows, batch_size=work.batch_size, shuffle=True, num_workers=workers
+        )
         return iter(dist.shard_dataloader(given, mesh, shard_dims="dp"))
     local = work.batch_size // num_ranks
     if peer == TORCH:
         from torch.utils.data import DataLoader, DistributedSampler
 
         order = DistributedSampler(rows, num_ranks, rank, shuffle=True)
-        return iter(DataLoader(rows, batch_size=local, sampler=order, num_workers=workers))
+        return iter(
+            DataLoader(rows, batch_size=local, sampler=order, num_workers=workers)
+        )
     import grain.python as grain
 
     shard = grain.ShardOptions(rank, num_ranks, drop_remainder=True)
-    order = grain.IndexSampler(len(rows), shard_options=shard, shuffle=True, num_epochs=1, seed=0)
+    order = grain.IndexSampler(
+        len(rows), shard_options=shard, shuffle=True, num_epochs=1, seed=0
+    )
     batch = grain.Batch(local, drop_remainder=True)
     # Without reading threads, which make it ten times slower on rows that are in memory.
     read = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
     return iter(
-        grain.DataLoader(data_source=rows, sampler=order, operations=[batch], worker_count=workers, read_options=read)
+        grain.DataLoader(
+            data_source=rows,
+            sampler=order,
+            operations=[batch],
+            worker_count=workers,
+            read_options=read,
+        )
     )
 
 
@@ -111,4 +139,6 @@ def first_numbers(batch):
         local = local[0]
     if hasattr(local, "is_dist") and local.is_dist():
         local = local._local_value()
-    return np.asarray(local.numpy() if hasattr(local, "numpy") else local).reshape(len(local), -1)[:, 0]
+    return np.asarray(local.numpy() if hasattr(local, "numpy") else local).reshape(
+        len(local), -1
+    )[:, 0]

@@ -40,10 +40,16 @@ class Burns(Dataset):
 def loader_of(milliseconds, workers, readers=None):
     data = Burns(milliseconds, LENGTHS[milliseconds])
     loader = DataLoader(
-        data, batch_size=BATCH_SIZE, shuffle=True, num_workers=workers, persistent_workers=workers > 0 or bool(readers)
+        data,
+        batch_size=BATCH_SIZE,
+        shuffle=True,
+        num_workers=workers,
+        persistent_workers=workers > 0 or bool(readers),
     )
     mesh = dist.ProcessMesh([0], dim_names=["dp"])
-    return paddle_shard.shard_dataloader(loader, mesh, shard_dims="dp", readers=readers, prefetch=0, verify=None)
+    return paddle_shard.shard_dataloader(
+        loader, mesh, shard_dims="dp", readers=readers, prefetch=0, verify=None
+    )
 
 
 def rate(loader):
@@ -75,11 +81,19 @@ if __name__ == "__main__":
         loaders = {
             "inline": loader_of(milliseconds, 0),
             f"{READERS} worker processes": loader_of(milliseconds, READERS),
-            f"{READERS} actors": loader_of(milliseconds, 0, paddle_shard.RayReaders(num=READERS)),
+            f"{READERS} actors": loader_of(
+                milliseconds, 0, paddle_shard.RayReaders(num=READERS)
+            ),
         }
         for loader in loaders.values():
             rate(loader)  # starts them
-        found = in_turns({name: lambda loader=loader: rate(loader) for name, loader in loaders.items()}, ROUNDS)
+        found = in_turns(
+            {
+                name: lambda loader=loader: rate(loader)
+                for name, loader in loaders.items()
+            },
+            ROUNDS,
+        )
         inline, workers, actors = found.values()
         seen = [f"{one:.0f}" for one in (inline, workers, actors)]
         rows.append([f"{milliseconds} ms", *seen, f"{actors / workers:.2f}"])
@@ -87,7 +101,17 @@ if __name__ == "__main__":
             at_5 = actors / workers
         del loaders, loader
         gc.collect()
-    head = ["CPU of a sample", "inline", f"{READERS} worker processes", f"{READERS} actors", "actors to workers"]
+    head = [
+        "CPU of a sample",
+        "inline",
+        f"{READERS} worker processes",
+        f"{READERS} actors",
+        "actors to workers",
+    ]
     print_table("Samples per second by who reads them", head, rows)
-    print_target("samples of 5 ms: actors to as many workers, at least 0.9", f"{at_5:.2f}", at_5 >= 0.9)
+    print_target(
+        "samples of 5 ms: actors to as many workers, at least 0.9",
+        f"{at_5:.2f}",
+        at_5 >= 0.9,
+    )
     ray.shutdown()

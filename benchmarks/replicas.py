@@ -33,7 +33,12 @@ def worker():
 
     class Samples(paddle.io.Dataset):
         def __init__(self, kind, *, keeps=False):
-            self.kind, self.reads, self.kept, self.length = kind, 0, {} if keeps else None, STEPS[kind] * BATCH
+            self.kind, self.reads, self.kept, self.length = (
+                kind,
+                0,
+                {} if keeps else None,
+                STEPS[kind] * BATCH,
+            )
             self.rows = np.zeros((1024, 1024), "uint8")
 
         def __len__(self):
@@ -54,13 +59,20 @@ def worker():
             return np.int64(index)
 
     def loader_of(data, way):
-        mesh = dist.ProcessMesh([list(range(dist.get_world_size()))], dim_names=["dp", "mp"])
+        mesh = dist.ProcessMesh(
+            [list(range(dist.get_world_size()))], dim_names=["dp", "mp"]
+        )
         given = paddle.io.DataLoader(data, batch_size=BATCH)
-        return paddle_shard.shard_dataloader(given, mesh, shard_dims="dp", replicas=way, verify=None)
+        return paddle_shard.shard_dataloader(
+            given, mesh, shard_dims="dp", replicas=way, verify=None
+        )
 
     def own_memory():
         lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-        return sum(int(line.split()[1]) for line in lines if line.startswith("Private_")) << 10
+        return (
+            sum(int(line.split()[1]) for line in lines if line.startswith("Private_"))
+            << 10
+        )
 
     dist.init_parallel_env()
     found = {}
@@ -86,7 +98,9 @@ def worker():
                 for _ in loader_of(keeping, way):
                     pass
                 grown[way] = own_memory() - before
-        found[kind] = {way: [times[way], data[way].reads, grown.get(way)] for way in WAYS}
+        found[kind] = {
+            way: [times[way], data[way].reads, grown.get(way)] for way in WAYS
+        }
     report(found)
     if dist.get_world_size() > 1:
         dist.barrier()
@@ -110,20 +124,50 @@ def main():
             for way in WAYS:
                 of_turn = np.max([report[kind][way][0] for report in reports], axis=0)
                 took[way] = float(np.median(of_turn))
-                reads[size, kind, way] = sum(report[kind][way][1] for report in reports) / (STEPS[kind] * BATCH)
+                reads[size, kind, way] = sum(
+                    report[kind][way][1] for report in reports
+                ) / (STEPS[kind] * BATCH)
                 grown = [report[kind][way][2] for report in reports]
                 memory = "" if None in grown else f"{sum(grown) / 2**20:.0f} MB"
                 ratios[size, kind, way] = took["each"] / took[way]
                 ratio = f"{ratios[size, kind, way]:.2f}"
                 rows.append(
-                    [f"mp={size}", kind, way, f"{reads[size, kind, way]:.2f}", f"{1 / took[way]:.0f}", ratio, memory]
+                    [
+                        f"mp={size}",
+                        kind,
+                        way,
+                        f"{reads[size, kind, way]:.2f}",
+                        f"{1 / took[way]:.0f}",
+                        ratio,
+                        memory,
+                    ]
                 )
-    names = ["mesh", "samples", "replicas", "reads a sample", "batches a second", "over each", "memory"]
+    names = [
+        "mesh",
+        "samples",
+        "replicas",
+        "reads a sample",
+        "batches a second",
+        "over each",
+        "memory",
+    ]
     print_table(f"dp=1 x mp, batches of {BATCH}, median of {TURNS} turns", names, rows)
-    quarter, faster, small = reads[4, "1 ms", "leader"], ratios[4, "1 ms", "leader"], ratios[4, "1 KB", "leader"]
-    print_target("reads a sample of 1 ms at mp=4: 1, not 4", f"{quarter:.2f}", quarter == 1)
-    print_target("batches a second at mp=4, 1 ms: at least 1.5 times", f"{faster:.2f}", faster >= 1.5)
-    print_target("1 KB at mp=4: no slower by more than 5 %", f"{small:.2f}", small >= 0.95)
+    quarter, faster, small = (
+        reads[4, "1 ms", "leader"],
+        ratios[4, "1 ms", "leader"],
+        ratios[4, "1 KB", "leader"],
+    )
+    print_target(
+        "reads a sample of 1 ms at mp=4: 1, not 4", f"{quarter:.2f}", quarter == 1
+    )
+    print_target(
+        "batches a second at mp=4, 1 ms: at least 1.5 times",
+        f"{faster:.2f}",
+        faster >= 1.5,
+    )
+    print_target(
+        "1 KB at mp=4: no slower by more than 5 %", f"{small:.2f}", small >= 0.95
+    )
 
 
 if __name__ == "__main__":

@@ -35,19 +35,26 @@ def resident():
 
 
 def children():
-    return {pid for path in Path("/proc/self/task").glob("*/children") for pid in path.read_text().split()}
+    return {
+        pid
+        for path in Path("/proc/self/task").glob("*/children")
+        for pid in path.read_text().split()
+    }
 
 
 def held(workers):
     """What this process holds besides memory; `workers` are the processes that it ever had."""
-    own = tuple(f"paddle_{pid}_" for pid in (os.getpid(), *workers))  # as Paddle names what its workers share
+    own = tuple(
+        f"paddle_{pid}_" for pid in (os.getpid(), *workers)
+    )  # as Paddle names what its workers share
     mapped = Path("/proc/self/maps").read_text().count("/memfd:paddle_shard")
     return {
         "open files": len(os.listdir("/proc/self/fd")),
         "threads": threading.active_count(),
         "threads of the system": len(os.listdir("/proc/self/task")),
         "child processes": len(children()),
-        "shared memory": mapped + sum(name.startswith(own) for name in os.listdir("/dev/shm")),
+        "shared memory": mapped
+        + sum(name.startswith(own) for name in os.listdir("/dev/shm")),
     }
 
 
@@ -81,7 +88,10 @@ def rank(steps):
 
     def loader(data, workers, persistent=True, **options):
         given = paddle.io.DataLoader(
-            data, batch_size=BATCH, num_workers=workers, persistent_workers=persistent and workers > 0
+            data,
+            batch_size=BATCH,
+            num_workers=workers,
+            persistent_workers=persistent and workers > 0,
         )
         return paddle_shard.shard_dataloader(given, mesh, shard_dims="dp", **options)
 
@@ -95,16 +105,30 @@ def rank(steps):
     for data in loaders.values():  # each has been used once before anything is counted
         run_epoch(data, 20, workers)
     gc.collect()
-    taken, before, done, epoch, start = [(0, resident())], held(workers), 0, 0, time.perf_counter()
+    taken, before, done, epoch, start = (
+        [(0, resident())],
+        held(workers),
+        0,
+        0,
+        time.perf_counter(),
+    )
     while done < steps:
-        kind = "workers" if epoch % WITH_WORKERS == WITH_WORKERS - 1 else ("index", "stream")[epoch % 2]
+        kind = (
+            "workers"
+            if epoch % WITH_WORKERS == WITH_WORKERS - 1
+            else ("index", "stream")[epoch % 2]
+        )
         count = run_epoch(loaders[kind], min(EPOCH, steps - done), workers)
         done, epoch, kinds[kind] = done + count, epoch + 1, kinds[kind] + count
         gc.collect()
         taken.append((done, resident()))
         if dist.get_rank() == 0:
             took = time.perf_counter() - start
-            print(f"{done:,} steps, {took:.0f} s, {taken[-1][1] / 1e6:.2f} MB resident", file=sys.stderr, flush=True)
+            print(
+                f"{done:,} steps, {took:.0f} s, {taken[-1][1] / 1e6:.2f} MB resident",
+                file=sys.stderr,
+                flush=True,
+            )
     for data in loaders.values():
         data.close()
     dist.barrier()
@@ -112,8 +136,13 @@ def rank(steps):
     gc.collect()
     after = held(workers)
     theirs = paddle.io.DataLoader(Wide(), batch_size=BATCH, num_workers=2)
-    sets = {"paddle_shard": sets_of_workers(loader(Wide(), 2, persistent=False)), "Paddle": sets_of_workers(theirs)}
-    report({"taken": taken, "before": before, "after": after, "kinds": kinds, "sets": sets})
+    sets = {
+        "paddle_shard": sets_of_workers(loader(Wide(), 2, persistent=False)),
+        "Paddle": sets_of_workers(theirs),
+    }
+    report(
+        {"taken": taken, "before": before, "after": after, "kinds": kinds, "sets": sets}
+    )
     dist.barrier()
 
 
@@ -174,34 +203,63 @@ def main():
     print(machine())
     stop, start = threading.Event(), time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        following = threading.Thread(target=follow, args=(Path(folder, "log", "workerlog.0"), stop))
+        following = threading.Thread(
+            target=follow, args=(Path(folder, "log", "workerlog.0"), stop)
+        )
         following.start()
         try:
             arguments = ["rank", str(given.steps)]
             limit = 120 + 0.1 * given.steps
-            reports = run_ranks(Path(__file__), given.ranks, Path(folder), args=arguments, timeout=limit)
+            reports = run_ranks(
+                Path(__file__), given.ranks, Path(folder), args=arguments, timeout=limit
+            )
         finally:
             stop.set()
             following.join()
     rows, reached = [], []
     for number, found in enumerate(reports):
         first, last = found["taken"][0][1], found["taken"][-1][1]
-        rows.append((str(number), bytes_of(first), bytes_of(last), f"{slope(found['taken']) / 1e3:+.2f} KB"))
-        rows[-1] += tuple(f"{found['before'][what]} to {found['after'][what]}" for what in found["before"])
-    kinds = ", ".join(f"{count:,} {kind}" for kind, count in reports[0]["kinds"].items())
+        rows.append(
+            (
+                str(number),
+                bytes_of(first),
+                bytes_of(last),
+                f"{slope(found['taken']) / 1e3:+.2f} KB",
+            )
+        )
+        rows[-1] += tuple(
+            f"{found['before'][what]} to {found['after'][what]}"
+            for what in found["before"]
+        )
+    kinds = ", ".join(
+        f"{count:,} {kind}" for kind, count in reports[0]["kinds"].items()
+    )
     print_table(
         f"{given.steps:,} steps ({kinds}) of {given.ranks} ranks in {time.perf_counter() - start:.0f} s",
-        ("rank", "resident at first", "at last", "rise per 1,000 steps", *reports[0]["before"]),
+        (
+            "rank",
+            "resident at first",
+            "at last",
+            "rise per 1,000 steps",
+            *reports[0]["before"],
+        ),
         rows,
     )
     steepest = max(slope(found["taken"]) for found in reports)
     reached.append(steepest < MOST)
     print_target(
-        f"memory rises by less than {MOST / 1e3:g} KB per 1,000 steps", f"{steepest / 1e3:+.2f} KB", reached[-1]
+        f"memory rises by less than {MOST / 1e3:g} KB per 1,000 steps",
+        f"{steepest / 1e3:+.2f} KB",
+        reached[-1],
     )
-    rise = {who: max(found["sets"][who] for found in reports) / 1e3 for who in reports[0]["sets"]}
+    rise = {
+        who: max(found["sets"][who] for found in reports) / 1e3
+        for who in reports[0]["sets"]
+    }
     told = ", ".join(f"{who} {kilobytes:.1f} KB" for who, kilobytes in rise.items())
-    print(f"- left by a set of workers that is made and ended, without a target: {told}")
+    print(
+        f"- left by a set of workers that is made and ended, without a target: {told}"
+    )
     for what in reports[0]["before"]:
         more = max(found["after"][what] - found["before"][what] for found in reports)
         reached.append(more <= 0)

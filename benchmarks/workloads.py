@@ -35,7 +35,13 @@ class Workload:
         return Path(folder, self.file_name)
 
 
-SMALL = {"name": "1 KB", "shape": (256,), "dtype": "float32", "num_rows": 262_144, "mapped": False}
+SMALL = {
+    "name": "1 KB",
+    "shape": (256,),
+    "dtype": "float32",
+    "num_rows": 262_144,
+    "mapped": False,
+}
 SMALL_64 = Workload(**SMALL, batch_size=64, steps=600, passed=60)
 SMALL_256 = Workload(**SMALL, batch_size=256, steps=200, passed=60)
 SMALL_1024 = Workload(**SMALL, batch_size=1024, steps=80, passed=40)
@@ -83,10 +89,14 @@ class Rows:
 def write_files(folder):
     """Write the rows of every workload; the first number of a row is its index (its last digits, for bytes)."""
     for work in {work.file_name: work for work in WORKLOADS}.values():
-        rows = np.lib.format.open_memmap(work.path(folder), "w+", work.dtype, (work.num_rows, *work.shape))
+        rows = np.lib.format.open_memmap(
+            work.path(folder), "w+", work.dtype, (work.num_rows, *work.shape)
+        )
         flat, step = rows.reshape(work.num_rows, -1), max(1, 2**24 // work.row_bytes)
         for first in range(0, work.num_rows, step):
             flat[first : first + step] = np.arange(flat.shape[1]) % 251
             numbers = np.arange(first, min(first + step, work.num_rows))
-            flat[first : first + step, 0] = numbers % 256 if work.dtype == "uint8" else numbers
+            flat[first : first + step, 0] = (
+                numbers % 256 if work.dtype == "uint8" else numbers
+            )
         rows.flush()

@@ -30,15 +30,26 @@ FIELDS = ("input_ids", "labels", "position_ids", "segment_ids", "token_index")
 def documents():
     """Each of 60 modules of the standard library, up to 400 bytes of it."""
     modules = sorted(Path(sysconfig.get_path("stdlib")).glob("[a-z]*.py"))
-    return [np.frombuffer(module.read_bytes()[:400], "uint8").astype("int64") for module in modules[:60]]
+    return [
+        np.frombuffer(module.read_bytes()[:400], "uint8").astype("int64")
+        for module in modules[:60]
+    ]
 
 
 class Block(paddle.nn.Layer):
     def __init__(self):
         super().__init__()
-        self.norm1, self.norm2 = paddle.nn.LayerNorm(HIDDEN), paddle.nn.LayerNorm(HIDDEN)
-        self.query, self.key, self.value, self.out = (paddle.nn.Linear(HIDDEN, HIDDEN) for _ in range(4))
-        self.fc1, self.fc2 = paddle.nn.Linear(HIDDEN, 4 * HIDDEN), paddle.nn.Linear(4 * HIDDEN, HIDDEN)
+        self.norm1, self.norm2 = (
+            paddle.nn.LayerNorm(HIDDEN),
+            paddle.nn.LayerNorm(HIDDEN),
+        )
+        self.query, self.key, self.value, self.out = (
+            paddle.nn.Linear(HIDDEN, HIDDEN) for _ in range(4)
+        )
+        self.fc1, self.fc2 = (
+            paddle.nn.Linear(HIDDEN, 4 * HIDDEN),
+            paddle.nn.Linear(4 * HIDDEN, HIDDEN),
+        )
 
     def forward(self, x, mask, gathered):
         x = x + self.attention(self.norm1(x), mask, gathered)
@@ -46,9 +57,15 @@ class Block(paddle.nn.Layer):
 
     def attention(self, x, mask, gathered):
         def heads(y):
-            return y.reshape([y.shape[0], y.shape[1], HEADS, HIDDEN // HEADS]).transpose([0, 2, 1, 3])
+            return y.reshape(
+                [y.shape[0], y.shape[1], HEADS, HIDDEN // HEADS]
+            ).transpose([0, 2, 1, 3])
 
-        query, key, value = heads(self.query(x)), heads(gathered(self.key(x))), heads(gathered(self.value(x)))
+        query, key, value = (
+            heads(self.query(x)),
+            heads(gathered(self.key(x))),
+            heads(gathered(self.value(x))),
+        )
         scores = paddle.matmul(query, key, transpose_y=True) * (HIDDEN // HEADS) ** -0.5
         weights = F.softmax(scores + mask.unsqueeze(1))
         mixed = paddle.matmul(weights, value).transpose([0, 2, 1, 3])
@@ -58,9 +75,15 @@ class Block(paddle.nn.Layer):
 class GPT(paddle.nn.Layer):
     def __init__(self):
         super().__init__()
-        self.token, self.position = paddle.nn.Embedding(256, HIDDEN), paddle.nn.Embedding(LENGTH, HIDDEN)
+        self.token, self.position = (
+            paddle.nn.Embedding(256, HIDDEN),
+            paddle.nn.Embedding(LENGTH, HIDDEN),
+        )
         self.blocks = paddle.nn.LayerList([Block() for _ in range(LAYERS)])
-        self.norm, self.head = paddle.nn.LayerNorm(HIDDEN), paddle.nn.Linear(HIDDEN, 256)
+        self.norm, self.head = (
+            paddle.nn.LayerNorm(HIDDEN),
+            paddle.nn.Linear(HIDDEN, 256),
+        )
 
     def forward(self, batch, gathered=lambda tensor: tensor):
         """Return the loss of each token, [rows, length]; 0 where there is no label."""
@@ -71,7 +94,12 @@ class GPT(paddle.nn.Layer):
         x = self.token(batch["input_ids"]) + self.position(batch["position_ids"])
         for block in self.blocks:
             x = block(x, mask, gathered)
-        return F.cross_entropy(self.head(self.norm(x)), batch["labels"], reduction="none", ignore_index=-100)
+        return F.cross_entropy(
+            self.head(self.norm(x)),
+            batch["labels"],
+            reduction="none",
+            ignore_index=-100,
+        )
 
 
 def new_model(mesh=None):
@@ -82,14 +110,26 @@ def new_model(mesh=None):
         for kind, parameter in list(layer.named_parameters(include_sublayers=False)):
             dim = split.get(name.split(".")[-1])
             splits = dim is not None and (kind == "weight" or dim == 1)
-            mp = dist.Shard(dim if kind == "weight" else 0) if splits else dist.Replicate()
-            setattr(layer, kind, dist.shard_tensor(parameter, mesh, [dist.Replicate(), dist.Replicate(), mp]))
+            mp = (
+                dist.Shard(dim if kind == "weight" else 0)
+                if splits
+                else dist.Replicate()
+            )
+            setattr(
+                layer,
+                kind,
+                dist.shard_tensor(
+                    parameter, mesh, [dist.Replicate(), dist.Replicate(), mp]
+                ),
+            )
 
     paddle.seed(SEED)
     model = GPT()
     if mesh is not None:
         dist.shard_layer(model, mesh, place)
-    return model, paddle.optimizer.AdamW(learning_rate=3e-3, parameters=model.parameters())
+    return model, paddle.optimizer.AdamW(
+        learning_rate=3e-3, parameters=model.parameters()
+    )
 
 
 def step(model, optimizer, batch, gathered=lambda tensor: tensor):
@@ -115,7 +155,12 @@ def train(loader, split, mesh):
     for number, batch in zip(range(STEPS), loader, strict=False):
         loss, losses = step(model, optimizer, batch, gathered)
         in_order = split.unsplit(losses, batch["token_index"])
-        found.append((float(dist.reshard(loss, mesh, [dist.Replicate()] * 3)), in_order._local_value().numpy()))
+        found.append(
+            (
+                float(dist.reshard(loss, mesh, [dist.Replicate()] * 3)),
+                in_order._local_value().numpy(),
+            )
+        )
         if number == 0:
             check_balance(batch, mesh)
     return found
@@ -123,42 +168,66 @@ def train(loader, split, mesh):
 
 def check_balance(batch, mesh):
     """Each process of a row has as many tokens, and about as many pairs of a query and a key."""
-    positions, segments = (batch[name]._local_value().numpy() for name in ("position_ids", "segment_ids"))
+    positions, segments = (
+        batch[name]._local_value().numpy() for name in ("position_ids", "segment_ids")
+    )
     pairs = paddle.to_tensor([int((positions + 1)[segments > 0].sum()), positions.size])
     every = []
     dist.all_gather(every, pairs)
-    every = np.array([pair.numpy() for pair in every]).reshape([*mesh.shape, 2])  # [dp, sep, mp, 2]
+    every = np.array([pair.numpy() for pair in every]).reshape(
+        [*mesh.shape, 2]
+    )  # [dp, sep, mp, 2]
     assert (every[..., 1] == positions.size).all()
     of_rows = every[:, :, 0, 0]
     if dist.get_rank() == 0:
-        print(f"pairs of a query and a key on the processes of each row: {of_rows.tolist()}")
+        print(
+            f"pairs of a query and a key on the processes of each row: {of_rows.tolist()}"
+        )
     assert (of_rows.max(axis=1) < 1.01 * of_rows.min(axis=1)).all(), of_rows
 
 
 def train_one_process(rows):
     """Plain Paddle, no mesh, no loader: the first global batches by their indices, unsplit."""
     plan = paddle_shard.ShardPlan(
-        num_samples=len(rows), batch_size=BATCH_SIZE, num_data_ranks=1, shuffle=True, seed=SEED
+        num_samples=len(rows),
+        batch_size=BATCH_SIZE,
+        num_data_ranks=1,
+        shuffle=True,
+        seed=SEED,
     )
     (model, optimizer), found = new_model(), []
     collate = paddle_shard.SequenceSplit("sep", 1).collate()
     for number in range(STEPS):
-        batch = collate([rows[row] for row in plan.indices(epoch=0, step=number, data_rank=0)])
-        loss, losses = step(model, optimizer, {name: paddle.to_tensor(batch[name]) for name in FIELDS})
+        batch = collate(
+            [rows[row] for row in plan.indices(epoch=0, step=number, data_rank=0)]
+        )
+        loss, losses = step(
+            model, optimizer, {name: paddle.to_tensor(batch[name]) for name in FIELDS}
+        )
         found.append((float(loss), losses.numpy()))
     return found
 
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--mesh", type=int, nargs=3, metavar=("DP", "SEP", "MP"), default=[2, 2, 1])
+    parser.add_argument(
+        "--mesh", type=int, nargs=3, metavar=("DP", "SEP", "MP"), default=[2, 2, 1]
+    )
     shape = parser.parse_args().mesh
     dist.init_parallel_env()
-    mesh = dist.ProcessMesh(np.arange(np.prod(shape)).reshape(shape), dim_names=["dp", "sep", "mp"])
+    mesh = dist.ProcessMesh(
+        np.arange(np.prod(shape)).reshape(shape), dim_names=["dp", "sep", "mp"]
+    )
     rows = paddle_shard.Packed(documents(), LENGTH, labels="labels")
     split = paddle_shard.SequenceSplit("sep", shape[1], layout="documents")
     loader = paddle_shard.shard_dataloader(
-        paddle.io.DataLoader(rows, batch_size=BATCH_SIZE, shuffle=True, drop_last=True, collate_fn=split.collate()),
+        paddle.io.DataLoader(
+            rows,
+            batch_size=BATCH_SIZE,
+            shuffle=True,
+            drop_last=True,
+            collate_fn=split.collate(),
+        ),
         mesh,
         shard_dims="dp",
         input_keys=FIELDS,
@@ -167,16 +236,30 @@ def main():
         replicas="leader",  # on each host, one of the ranks that differ in sep or mp reads for them all
     )
     found, alone = train(loader, split, mesh), train_one_process(rows)
-    own = slice(*(BATCH_SIZE // shape[0] * (dist.get_rank() // (shape[1] * shape[2]) + end) for end in (0, 1)))
-    difference = max(abs(mine[0] - theirs[0]) for mine, theirs in zip(found, alone, strict=True))
-    of_tokens = max(np.abs(mine[1] - theirs[1][own]).max() for mine, theirs in zip(found, alone, strict=True))
+    own = slice(
+        *(
+            BATCH_SIZE // shape[0] * (dist.get_rank() // (shape[1] * shape[2]) + end)
+            for end in (0, 1)
+        )
+    )
+    difference = max(
+        abs(mine[0] - theirs[0]) for mine, theirs in zip(found, alone, strict=True)
+    )
+    of_tokens = max(
+        np.abs(mine[1] - theirs[1][own]).max()
+        for mine, theirs in zip(found, alone, strict=True)
+    )
     if dist.get_rank() == 0:
         print(f"dp={shape[0]} x sep={shape[1]} x mp={shape[2]}, {rows}")
         print("loss: " + "  ".join(f"{loss:.5f}" for loss, _ in found))
-        print(f"parity: the losses of {STEPS} steps differ from one process's by at most {difference:.1e},")
+        print(
+            f"parity: the losses of {STEPS} steps differ from one process's by at most {difference:.1e},"
+        )
         print(f"  those of tokens, in the order of the rows, by {of_tokens:.1e}")
     assert difference <= PARITY, f"losses differ from one process's by {difference:.1e}"
-    assert of_tokens <= 10 * PARITY, f"losses of tokens differ from one process's by {of_tokens:.1e}"
+    assert of_tokens <= 10 * PARITY, (
+        f"losses of tokens differ from one process's by {of_tokens:.1e}"
+    )
     assert found[-1][0] < found[0][0], "nothing was learnt"
     dist.barrier()  # rank 0 hosts the others' rendezvous
 

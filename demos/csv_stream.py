@@ -34,7 +34,9 @@ def write_files(folder):
 
 
 def parse(row):
-    return np.array([float(row["number"])], "float32"), np.array([float(row["square"])], "float32")
+    return np.array([float(row["number"])], "float32"), np.array(
+        [float(row["square"])], "float32"
+    )
 
 
 def rows_of(files):
@@ -47,7 +49,10 @@ def rows_of(files):
 def streams(files):
     """Two ways to the same end."""
     # As torchdata's users know it: every worker parses all rows, shuffles them alike, and keeps its share.
-    yield "sharding_filter", Stream.of(lambda: rows_of(files)).shuffle(512).sharding_filter().map(parse)
+    yield (
+        "sharding_filter",
+        Stream.of(lambda: rows_of(files)).shuffle(512).sharding_filter().map(parse),
+    )
     # The files are counted and cut in the middle: every row is read by one worker only.
     yield "files", Stream.csv(files).shuffle(128).map(parse)
 
@@ -62,7 +67,12 @@ def numbers(loader):
     batches, found = iter(loader), []
     for number, square in batches:
         assert bool((number._local_value() ** 2 == square._local_value()).all())
-        found.append(paddle_shard.gather_valid(number, batches.valid).flatten().astype("int64").tolist())
+        found.append(
+            paddle_shard.gather_valid(number, batches.valid)
+            .flatten()
+            .astype("int64")
+            .tolist()
+        )
     return found
 
 
@@ -75,11 +85,17 @@ def main():
             loader = make(stream, mesh)
             epochs = [numbers(loader) for _ in range(EPOCHS)]
             for epoch in epochs:
-                assert sorted(itertools.chain(*epoch)) == list(range(sum(ROWS))), "each row exactly once"
-            assert len({str(epoch) for epoch in epochs}) == EPOCHS, "each epoch has an order of its own"
+                assert sorted(itertools.chain(*epoch)) == list(range(sum(ROWS))), (
+                    "each row exactly once"
+                )
+            assert len({str(epoch) for epoch in epochs}) == EPOCHS, (
+                "each epoch has an order of its own"
+            )
             again = make(stream, mesh)
             again.set_epoch(3)
-            assert numbers(again) == epochs[3], "the same seed and epoch is the same order"
+            assert numbers(again) == epochs[3], (
+                "the same seed and epoch is the same order"
+            )
             if dist.get_rank() == 0:
                 print(
                     f"{name}: {EPOCHS} epochs of {len(epochs[0])} steps, {dist.get_world_size()} ranks x {WORKERS} "

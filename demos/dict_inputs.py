@@ -42,16 +42,23 @@ def check(batch, step, meshes):
         assert leaf.placements == [dist.Shard(0), dist.Replicate()], leaf.placements
         if dist.get_rank() in mesh.process_ids:
             data_rank = int(np.argwhere(np.array(mesh.mesh) == dist.get_rank())[0][0])
-            np.testing.assert_array_equal(leaf._local_value().numpy(), np.split(whole, 2)[data_rank])
+            np.testing.assert_array_equal(
+                leaf._local_value().numpy(), np.split(whole, 2)[data_rank]
+            )
             mine.append(leaf)
     return mine
 
 
 def main():
     dist.init_parallel_env()
-    assert dist.get_world_size() == 8, f"this demo takes 8 processes, got {dist.get_world_size()}"
+    assert dist.get_world_size() == 8, (
+        f"this demo takes 8 processes, got {dist.get_world_size()}"
+    )
     ways = {
-        "both inputs on mesh 0, the label on mesh 1": ([MESH0, MESH1], [MESH0, MESH0, MESH1]),
+        "both inputs on mesh 0, the label on mesh 1": (
+            [MESH0, MESH1],
+            [MESH0, MESH0, MESH1],
+        ),
         "a mesh for each input": ([[MESH0, MESH1], MESH1], [MESH0, MESH1, MESH1]),
         "the same, twice mesh 0": ([[MESH0, MESH0], MESH1], [MESH0, MESH0, MESH1]),
     }
@@ -62,10 +69,14 @@ def main():
             input_keys=["inputs", "label"],
             shard_dims="dp",
         )
-        counts = [len(check(batch, step, expected)) for step, batch in enumerate(loader)]
+        counts = [
+            len(check(batch, step, expected)) for step, batch in enumerate(loader)
+        ]
         assert len(counts) == len(loader) == 2
         if dist.get_rank() in (0, 4):
-            print(f"rank {dist.get_rank()}, {name}: holds {counts[0]} of 3 fields, 2 steps, all as expected")
+            print(
+                f"rank {dist.get_rank()}, {name}: holds {counts[0]} of 3 fields, 2 steps, all as expected"
+            )
     dist.barrier()
 
 

@@ -50,8 +50,12 @@ def new_model(mesh=None):
     paddle.seed(SEED)
     model = Classifier()
     if mesh is not None:
-        dist.shard_layer(model, mesh, lambda name, layer, mesh: None)  # parameters not named are replicated
-    return model, paddle.optimizer.AdamW(learning_rate=5e-3, parameters=model.parameters())
+        dist.shard_layer(
+            model, mesh, lambda name, layer, mesh: None
+        )  # parameters not named are replicated
+    return model, paddle.optimizer.AdamW(
+        learning_rate=5e-3, parameters=model.parameters()
+    )
 
 
 def train_dynamic(loader, mesh, bar):
@@ -73,12 +77,16 @@ def train_static(loader, mesh, bar):
 
     layer, optimizer = new_model(mesh)
     losses = []
-    with cpu_static():  # lets a static program run on CPU processes; changes nothing on GPUs
+    with (
+        cpu_static()
+    ):  # lets a static program run on CPU processes; changes nothing on GPUs
         model = dist.to_static(layer, loader, paddle.nn.CrossEntropyLoss(), optimizer)
         model.train()
         for _ in range(EPOCHS):
             for images, labels in loader:
-                loss = paddle.to_tensor(float(model(images, labels)))  # this rank's mean
+                loss = paddle.to_tensor(
+                    float(model(images, labels))
+                )  # this rank's mean
                 dist.all_reduce(loss)
                 losses.append(float(loss) / dist.get_world_size())
                 bar(losses[-1])
@@ -108,7 +116,9 @@ def accuracy(model, loader):
     right = total = 0
     batches = iter(loader)
     for images, labels in batches:
-        hits = paddle_shard.gather_valid(model(images).argmax(axis=-1) == labels, batches.valid)  # no padding
+        hits = paddle_shard.gather_valid(
+            model(images).argmax(axis=-1) == labels, batches.valid
+        )  # no padding
         right, total = right + int(hits.sum()), total + len(hits)
     return right / total, total
 
@@ -117,36 +127,59 @@ def main():
     dist.init_parallel_env()
     mesh = dist.ProcessMesh(list(range(dist.get_world_size())), dim_names=["dp"])
     images, labels = load_digits(return_X_y=True)
-    parts = train_test_split((images / 16).astype("float32"), labels, test_size=0.2, random_state=0)
+    parts = train_test_split(
+        (images / 16).astype("float32"), labels, test_size=0.2, random_state=0
+    )
     train, test = Digits(parts[0], parts[2]), Digits(parts[1], parts[3])
 
     loader = paddle_shard.shard_dataloader(
-        paddle.io.DataLoader(train, batch_size=BATCH_SIZE, shuffle=True, drop_last=True),
+        paddle.io.DataLoader(
+            train, batch_size=BATCH_SIZE, shuffle=True, drop_last=True
+        ),
         meshes=mesh,
         shard_dims="dp",
         seed=SEED,
     )
     test_loader = paddle_shard.shard_dataloader(
-        paddle.io.DataLoader(test, batch_size=BATCH_SIZE), meshes=mesh, shard_dims="dp", tail="fill"
+        paddle.io.DataLoader(test, batch_size=BATCH_SIZE),
+        meshes=mesh,
+        shard_dims="dp",
+        tail="fill",
     )
     mode = "static" if RUN_STATIC else "dynamic"
-    with tqdm(total=EPOCHS * len(loader), desc=mode, disable=dist.get_rank() != 0, mininterval=1) as progress:
+    with tqdm(
+        total=EPOCHS * len(loader),
+        desc=mode,
+        disable=dist.get_rank() != 0,
+        mininterval=1,
+    ) as progress:
 
         def bar(loss):
             progress.set_postfix(loss=f"{loss:.4f}", refresh=False)
             progress.update()
 
-        losses, model = (train_static if RUN_STATIC else train_dynamic)(loader, mesh, bar)
+        losses, model = (train_static if RUN_STATIC else train_dynamic)(
+            loader, mesh, bar
+        )
     reached, counted = accuracy(model, test_loader)
-    difference = np.abs(np.array(losses) - np.array(train_one_process(train, loader.plan))).max()
+    difference = np.abs(
+        np.array(losses) - np.array(train_one_process(train, loader.plan))
+    ).max()
     if dist.get_rank() == 0:
         print(f"{mode}, {dist.get_world_size()} processes, the loss of each step:")
         for first in range(0, len(losses), 16):
-            print(f"  {first:3d}  " + " ".join(f"{loss:.4f}" for loss in losses[first : first + 16]))
+            print(
+                f"  {first:3d}  "
+                + " ".join(f"{loss:.4f}" for loss in losses[first : first + 16])
+            )
         print(f"test accuracy: {reached:.2%} of {counted} images")
-        print(f"parity: the losses of {len(losses)} steps differ from one process's by at most {difference:.1e}")
+        print(
+            f"parity: the losses of {len(losses)} steps differ from one process's by at most {difference:.1e}"
+        )
     assert reached >= 0.95, f"test accuracy {reached:.2%} is below 95 %"
-    assert counted == len(test), f"{counted} test images were counted, there are {len(test)}"
+    assert counted == len(test), (
+        f"{counted} test images were counted, there are {len(test)}"
+    )
     assert difference <= 1e-5, f"losses differ from one process's by {difference:.1e}"
     dist.barrier()  # rank 0 hosts the others' rendezvous
 

@@ -60,12 +60,18 @@ def train(folder, diary):
     dist.init_parallel_env()  # with one rank there is no group, and none is needed
     mesh = dist.ProcessMesh(np.arange(dist.get_world_size()), dim_names=["dp"])
     loader = paddle_shard.shard_dataloader(
-        paddle.io.DataLoader(Numbers(), batch_size=BATCH_SIZE, shuffle=True, num_workers=1), mesh, shard_dims="dp"
+        paddle.io.DataLoader(
+            Numbers(), batch_size=BATCH_SIZE, shuffle=True, num_workers=1
+        ),
+        mesh,
+        shard_dims="dp",
     )
     paddle.seed(0)
     model = paddle.nn.Linear(2, 1)
     dist.shard_layer(model, mesh)
-    optimizer = dist.shard_optimizer(paddle.optimizer.AdamW(parameters=model.parameters()))
+    optimizer = dist.shard_optimizer(
+        paddle.optimizer.AdamW(parameters=model.parameters())
+    )
     what = {"model": model, "optimizer": optimizer, "data": loader}
     checkpoints = paddle_shard.Checkpoints(folder)
 
@@ -85,7 +91,11 @@ def train(folder, diary):
                 optimizer.clear_grad()
                 step += 1
                 real = batches.valid._local_value().numpy()
-                write(step=step, epoch=epoch, ids=ids._local_value().numpy()[real, 0].tolist())
+                write(
+                    step=step,
+                    epoch=epoch,
+                    ids=ids._local_value().numpy()[real, 0].tolist(),
+                )
                 time.sleep(0.05)
                 if loader.stop_requested:  # on all ranks at the same step
                     write(saved=checkpoints.save(step, **what), asked=True)
@@ -101,8 +111,12 @@ def train(folder, diary):
 
 def read_diaries(diary):
     """What each process of a rank has written, in the order of their starts."""
-    for path in sorted(Path(diary).iterdir(), key=lambda path: float(path.name.split("-")[0])):
-        yield [json.loads(line) for line in path.read_text().split("\n")[:-1]]  # whole lines
+    for path in sorted(
+        Path(diary).iterdir(), key=lambda path: float(path.name.split("-")[0])
+    ):
+        yield [
+            json.loads(line) for line in path.read_text().split("\n")[:-1]
+        ]  # whole lines
 
 
 def step_of(checkpoint):
@@ -147,12 +161,21 @@ def etcd_binary():
         folder = ROOT / "build" / "etcd"
         folder.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(OSError, subprocess.CalledProcessError, IndexError):
-            quiet = {"cwd": folder, "check": True, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+            quiet = {
+                "cwd": folder,
+                "check": True,
+                "stdout": subprocess.DEVNULL,
+                "stderr": subprocess.DEVNULL,
+            }
             subprocess.run(["apt-get", "download", "etcd-server"], **quiet)
-            subprocess.run(["dpkg-deb", "-x", glob.glob(str(folder / "*.deb"))[0], "."], **quiet)
+            subprocess.run(
+                ["dpkg-deb", "-x", glob.glob(str(folder / "*.deb"))[0], "."], **quiet
+            )
             found = str(unpacked)
     if found is None:
-        raise SystemExit("no etcd: apt-get install etcd-server (Debian, Ubuntu), or put etcd's release on the PATH")
+        raise SystemExit(
+            "no etcd: apt-get install etcd-server (Debian, Ubuntu), or put etcd's release on the PATH"
+        )
     return found
 
 
@@ -166,16 +189,49 @@ class Job:
     """An etcd and two nodes; all that is left of them is killed on leaving `with`."""
 
     def __init__(self, directory):
-        self.directory, self.folder, self.diary = directory, directory / "checkpoints", directory / "diary"
+        self.directory, self.folder, self.diary = (
+            directory,
+            directory / "checkpoints",
+            directory / "diary",
+        )
         self.diary.mkdir()
-        self.port, self.nodes, self.give_up = free_port(), {}, time.monotonic() + DEADLINE
+        self.port, self.nodes, self.give_up = (
+            free_port(),
+            {},
+            time.monotonic() + DEADLINE,
+        )
         here, peer = (f"http://127.0.0.1:{port}" for port in (self.port, free_port()))
-        command = [etcd_binary(), "--data-dir", directory / "etcd", "--log-level", "error", "--unsafe-no-fsync"]
-        command += ["--listen-client-urls", here, "--advertise-client-urls", here, "--listen-peer-urls", peer]
-        command += ["--initial-advertise-peer-urls", peer, "--initial-cluster", f"default={peer}"]
-        command = [one for one in command if one != "--unsafe-no-fsync" or "3.4" not in version_of(command[0])]
+        command = [
+            etcd_binary(),
+            "--data-dir",
+            directory / "etcd",
+            "--log-level",
+            "error",
+            "--unsafe-no-fsync",
+        ]
+        command += [
+            "--listen-client-urls",
+            here,
+            "--advertise-client-urls",
+            here,
+            "--listen-peer-urls",
+            peer,
+        ]
+        command += [
+            "--initial-advertise-peer-urls",
+            peer,
+            "--initial-cluster",
+            f"default={peer}",
+        ]
+        command = [
+            one
+            for one in command
+            if one != "--unsafe-no-fsync" or "3.4" not in version_of(command[0])
+        ]
         with open(directory / "etcd.log", "wb") as log:
-            self.etcd = subprocess.Popen(list(map(str, command)), stdout=log, stderr=log)
+            self.etcd = subprocess.Popen(
+                list(map(str, command)), stdout=log, stderr=log
+            )
 
     def __enter__(self):
         return self
@@ -187,15 +243,39 @@ class Job:
         self.etcd.wait()
 
     def start_node(self, number):
-        variables = {**os.environ, "ETCD": f"127.0.0.1:{self.port}", "JOB": "demo", "NNODES": "1:2", "NPROC": "1"}
-        variables |= {"HOST_IP": "127.0.0.1", "IFNAME": "lo", "LOG_DIR": str(self.directory / f"node-{number}")}
-        variables |= {"PYTHON": sys.executable, "DEMO_ELASTIC_NODE": self.mark(number), "TIMEOUT": "10"}
+        variables = {
+            **os.environ,
+            "ETCD": f"127.0.0.1:{self.port}",
+            "JOB": "demo",
+            "NNODES": "1:2",
+            "NPROC": "1",
+        }
+        variables |= {
+            "HOST_IP": "127.0.0.1",
+            "IFNAME": "lo",
+            "LOG_DIR": str(self.directory / f"node-{number}"),
+        }
+        variables |= {
+            "PYTHON": sys.executable,
+            "DEMO_ELASTIC_NODE": self.mark(number),
+            "TIMEOUT": "10",
+        }
         paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
         variables["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-        command = [ROOT / "launch" / "elastic.sh", __file__, "--as-rank", self.folder, self.diary]
+        command = [
+            ROOT / "launch" / "elastic.sh",
+            __file__,
+            "--as-rank",
+            self.folder,
+            self.diary,
+        ]
         with open(self.directory / f"node-{number}.log", "ab") as log:
             self.nodes[number] = subprocess.Popen(
-                list(map(str, command)), env=variables, stdout=log, stderr=log, start_new_session=True
+                list(map(str, command)),
+                env=variables,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
             )
 
     def mark(self, number):
@@ -206,8 +286,15 @@ class Job:
         found = []
         for path in glob.glob("/proc/[0-9]*"):
             with contextlib.suppress(OSError):  # it has ended, or is another user's
-                if f"DEMO_ELASTIC_NODE={self.mark(number)}".encode() in Path(path, "environ").read_bytes().split(b"\0"):
-                    found.append((int(path.split("/")[2]), Path(path, "cmdline").read_bytes().decode().split("\0")))
+                if f"DEMO_ELASTIC_NODE={self.mark(number)}".encode() in Path(
+                    path, "environ"
+                ).read_bytes().split(b"\0"):
+                    found.append(
+                        (
+                            int(path.split("/")[2]),
+                            Path(path, "cmdline").read_bytes().decode().split("\0"),
+                        )
+                    )
         return found
 
     def send(self, number, signalled, chosen=lambda command: True):
@@ -228,12 +315,19 @@ class Job:
     def wait_until(self, what, reached):
         while not reached():
             if time.monotonic() > self.give_up:
-                raise SystemExit(f"not reached within {DEADLINE} s: {what}\n{self.logs()}")
+                raise SystemExit(
+                    f"not reached within {DEADLINE} s: {what}\n{self.logs()}"
+                )
             time.sleep(0.1)
 
     def logs(self):
-        files = [*self.directory.glob("*.log"), *self.directory.glob("node-*/workerlog.*")]
-        return "\n".join(f"--- {path}\n{path.read_text(errors='replace')[-3000:]}" for path in files)
+        files = [
+            *self.directory.glob("*.log"),
+            *self.directory.glob("node-*/workerlog.*"),
+        ]
+        return "\n".join(
+            f"--- {path}\n{path.read_text(errors='replace')[-3000:]}" for path in files
+        )
 
     def steps(self, ranks=None):
         """The newest step of a process that was started among so many ranks; 0 if there is none."""
@@ -246,7 +340,9 @@ class Job:
 
     def worlds(self):
         """How many ranks each start of the job had; the processes of one have loaded the same."""
-        starts = [entries[0]["ranks"] for entries in read_diaries(self.diary) if entries]
+        starts = [
+            entries[0]["ranks"] for entries in read_diaries(self.diary) if entries
+        ]
         worlds = []
         while starts:
             worlds.append(starts[0])
@@ -255,11 +351,17 @@ class Job:
 
 
 def version_of(binary):
-    return subprocess.run([str(binary), "--version"], capture_output=True, text=True, check=True).stdout.split("\n")[0]
+    return subprocess.run(
+        [str(binary), "--version"], capture_output=True, text=True, check=True
+    ).stdout.split("\n")[0]
 
 
 def is_rank(command):
-    return "--as-rank" in command and "paddle.distributed.launch" not in command and "-c" not in command[:3]
+    return (
+        "--as-rank" in command
+        and "paddle.distributed.launch" not in command
+        and "-c" not in command[:3]
+    )
 
 
 def is_launcher(command):
@@ -271,7 +373,10 @@ def strike(job, fault, node):
     if fault == "node":
         job.kill_node(node)
         alone = job.steps(ranks=1)
-        job.wait_until("the other node trains alone", lambda: job.steps(ranks=1) > alone or job.steps() >= STEPS)
+        job.wait_until(
+            "the other node trains alone",
+            lambda: job.steps(ranks=1) > alone or job.steps() >= STEPS,
+        )
         job.start_node(node)
     elif fault == "rank":
         job.send(node, signal.SIGKILL, is_rank)
@@ -280,7 +385,11 @@ def strike(job, fault, node):
     elif fault == "sigterm":
         job.send(node, signal.SIGTERM, is_rank)
     else:  # all of the node, as a host that sleeps; or what elastic.sh has started, which goes on to watch it
-        pids = [pid for pid, command in job.processes(node) if fault == "freeze" or "-c" not in command[:3]]
+        pids = [
+            pid
+            for pid, command in job.processes(node)
+            if fault == "freeze" or "-c" not in command[:3]
+        ]
         for pid in pids:
             os.kill(pid, signal.SIGSTOP)
         time.sleep(16)  # past the lease, and past the other's wait for it
@@ -301,33 +410,52 @@ def drive(fault, rng, directory):
             flush=True,
         )
         strike(job, fault, node)
-        job.wait_until("the end of both nodes", lambda: all(one.poll() is not None for one in job.nodes.values()))
+        job.wait_until(
+            "the end of both nodes",
+            lambda: all(one.poll() is not None for one in job.nodes.values()),
+        )
         codes = {number: one.returncode for number, one in job.nodes.items()}
         if any(codes.values()):
             raise SystemExit(f"the nodes ended with {codes}\n{job.logs()}")
         worlds = job.worlds()
         newest = max(path.parent.name for path in job.folder.glob("*/manifest.json"))
         found, lost = audit(job.diary, str(job.folder / newest))
-    print(f"the job was started {len(worlds)} times, and ended after {time.monotonic() - began:.0f} s at {newest}")
+    print(
+        f"the job was started {len(worlds)} times, and ended after {time.monotonic() - began:.0f} s at {newest}"
+    )
     print(f"samples trained on in steps that were lost, and made again: {lost}")
     for epoch in range(EPOCHS):
         counts = collections.Counter(found[epoch])
         missed = [sample for sample in range(SAMPLES) if sample not in counts]
         again = [sample for sample, count in counts.items() if count > 1]
-        assert not missed + again, f"epoch {epoch}: {len(missed)} samples missed, {len(again)} more than once"
-        print(f"epoch {epoch}: each sample exactly once, by what the ranks wrote of their own rows ({SAMPLES} samples)")
+        assert not missed + again, (
+            f"epoch {epoch}: {len(missed)} samples missed, {len(again)} more than once"
+        )
+        print(
+            f"epoch {epoch}: each sample exactly once, by what the ranks wrote of their own rows ({SAMPLES} samples)"
+        )
 
 
 def main():
-    parser = argparse.ArgumentParser(description="Train on two nodes of which one is struck and comes back.")
-    parser.add_argument("--fault", choices=FAULTS, default="node", help="default: %(default)s")
-    parser.add_argument("--seed", type=int, help="of the moment and the node; default: a random one")
-    parser.add_argument("--as-rank", nargs=2, help=argparse.SUPPRESS)  # how the nodes start a rank
+    parser = argparse.ArgumentParser(
+        description="Train on two nodes of which one is struck and comes back."
+    )
+    parser.add_argument(
+        "--fault", choices=FAULTS, default="node", help="default: %(default)s"
+    )
+    parser.add_argument(
+        "--seed", type=int, help="of the moment and the node; default: a random one"
+    )
+    parser.add_argument(
+        "--as-rank", nargs=2, help=argparse.SUPPRESS
+    )  # how the nodes start a rank
     options = parser.parse_args()
     if options.as_rank:
         train(*options.as_rank)
         return
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # leaves every `with`
+    signal.signal(
+        signal.SIGTERM, lambda number, _: sys.exit(128 + number)
+    )  # leaves every `with`
     seed = random.randrange(10**6) if options.seed is None else options.seed
     print(f"--fault {options.fault} --seed {seed}", flush=True)
     with tempfile.TemporaryDirectory() as directory:

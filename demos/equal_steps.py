@@ -35,7 +35,9 @@ class Reader:
     def __call__(self, name, skip):
         info = paddle.io.get_worker_info()
         with open(self.folder / "opened", "a") as notes:
-            notes.write(f"{name} rank {dist.get_rank()} worker {'-' if info is None else info.id}\n")
+            notes.write(
+                f"{name} rank {dist.get_rank()} worker {'-' if info is None else info.id}\n"
+            )
         with open(self.folder / name) as lines:
             yield from itertools.islice(map(int, lines), skip, None)
 
@@ -43,14 +45,26 @@ class Reader:
 def write_files(folder):
     numbers = iter(range(sum(SIZES)))
     for shard, size in enumerate(SIZES):
-        (folder / f"shard-{shard}").write_text("".join(f"{n}\n" for n in itertools.islice(numbers, size)))
+        (folder / f"shard-{shard}").write_text(
+            "".join(f"{n}\n" for n in itertools.islice(numbers, size))
+        )
 
 
 def make_loader(folder, mesh, options, tail):
-    source = ShardSource([f"shard-{shard}" for shard in range(len(SIZES))], Reader(folder), shuffle_shards=False)
-    stream = Stream(source) if options.parts is None else Stream(source).in_parts(options.parts)
+    source = ShardSource(
+        [f"shard-{shard}" for shard in range(len(SIZES))],
+        Reader(folder),
+        shuffle_shards=False,
+    )
+    stream = (
+        Stream(source)
+        if options.parts is None
+        else Stream(source).in_parts(options.parts)
+    )
     loader = paddle.io.DataLoader(stream, batch_size=BATCH_SIZE, num_workers=WORKERS)
-    return paddle_shard.shard_dataloader(loader, mesh, shard_dims="dp", tail=tail, num_batches=options.num_batches)
+    return paddle_shard.shard_dataloader(
+        loader, mesh, shard_dims="dp", tail=tail, num_batches=options.num_batches
+    )
 
 
 def run(loader):
@@ -59,7 +73,9 @@ def run(loader):
     batches = iter(loader)
     try:
         for numbers in batches:
-            delivered += paddle_shard.gather_valid(numbers, batches.valid).tolist()  # a collective in every step
+            delivered += paddle_shard.gather_valid(
+                numbers, batches.valid
+            ).tolist()  # a collective in every step
             steps += 1
     except paddle_shard.errors.UnequalEndsError as error:
         return steps, type(error).__name__
@@ -68,7 +84,9 @@ def run(loader):
 
 def check(tail, options, steps, delivered):
     """Assert what a tail promises, against the sizes of the files alone."""
-    parts = options.parts or 4  # the largest divisor of the batch that is at most the number of files
+    parts = (
+        options.parts or 4
+    )  # the largest divisor of the batch that is at most the number of files
     # Shard i belongs to part i mod P; a step takes as many samples of each part.
     lengths = [sum(SIZES[part::parts]) for part in range(parts)]
     each = BATCH_SIZE // parts
@@ -78,7 +96,9 @@ def check(tail, options, steps, delivered):
         assert delivered == "UnequalEndsError"
         return f"UnequalEndsError on every rank, after {steps} steps"
     else:
-        assert steps == (min(lengths) // each if tail == "drop" else -(-max(lengths) // each))
+        assert steps == (
+            min(lengths) // each if tail == "drop" else -(-max(lengths) // each)
+        )
     seen = Counter(delivered)
     missing, again = sum(SIZES) - len(seen), sum(seen.values()) - len(seen)
     if options.num_batches is None:
@@ -88,17 +108,29 @@ def check(tail, options, steps, delivered):
 
 
 def show_opened(folder):
-    for line, times in sorted(Counter((folder / "opened").read_text().splitlines()).items()):
+    for line, times in sorted(
+        Counter((folder / "opened").read_text().splitlines()).items()
+    ):
         print(f"      {line}: {times} x")
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tail", choices=TAILS, help="only this one; all by default")
     parser.add_argument("--num-batches", type=int, help="exactly so many steps")
-    parser.add_argument("--parts", type=int, help="into how many parts the files are dispatched")
-    parser.add_argument("--show-splits", action="store_true", help="which part, rank and worker a file belongs to")
-    parser.add_argument("--show-open", action="store_true", help="who opened which file, and how often")
+    parser.add_argument(
+        "--parts", type=int, help="into how many parts the files are dispatched"
+    )
+    parser.add_argument(
+        "--show-splits",
+        action="store_true",
+        help="which part, rank and worker a file belongs to",
+    )
+    parser.add_argument(
+        "--show-open", action="store_true", help="who opened which file, and how often"
+    )
     options = parser.parse_args()
     dist.init_parallel_env()
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -107,14 +139,21 @@ def main():
     folder = Path(shared[0] or ".")
     if rank == 0:
         write_files(folder)
-        print(f"{len(SIZES)} files of {', '.join(map(str, SIZES))} lines; {ranks} ranks x {WORKERS} workers")
+        print(
+            f"{len(SIZES)} files of {', '.join(map(str, SIZES))} lines; {ranks} ranks x {WORKERS} workers"
+        )
         if options.show_splits:
             parts = options.parts or 4
             for part in range(parts):
                 held = parts // ranks
-                files = [f"shard-{shard} ({SIZES[shard]})" for shard in range(part, len(SIZES), parts)]
+                files = [
+                    f"shard-{shard} ({SIZES[shard]})"
+                    for shard in range(part, len(SIZES), parts)
+                ]
                 worker = part % held % min(WORKERS, held)
-                print(f"  part {part}: rank {part // held}, worker {worker}: {', '.join(files) or 'nothing'}")
+                print(
+                    f"  part {part}: rank {part // held}, worker {worker}: {', '.join(files) or 'nothing'}"
+                )
     dist.broadcast_object_list(shared, src=0)
     folder = Path(shared[0])
     for tail in [options.tail] if options.tail else TAILS:

@@ -56,21 +56,35 @@ class Windows(paddle.io.Dataset):
     """Windows of the text, end to end; the labels are the inputs, one byte later."""
 
     def __init__(self, text):
-        self.windows = np.lib.stride_tricks.sliding_window_view(text.astype("int64"), CONTEXT + 1)[::CONTEXT]
+        self.windows = np.lib.stride_tricks.sliding_window_view(
+            text.astype("int64"), CONTEXT + 1
+        )[::CONTEXT]
 
     def __len__(self):
         return len(self.windows)
 
     def __getitem__(self, index):
-        return {"input_ids": self.windows[index, ..., :-1], "labels": self.windows[index, ..., 1:]}
+        return {
+            "input_ids": self.windows[index, ..., :-1],
+            "labels": self.windows[index, ..., 1:],
+        }
 
 
 class Block(paddle.nn.Layer):
     def __init__(self):
         super().__init__()
-        self.norm1, self.norm2 = paddle.nn.LayerNorm(HIDDEN), paddle.nn.LayerNorm(HIDDEN)
-        self.qkv, self.out = paddle.nn.Linear(HIDDEN, 3 * HIDDEN), paddle.nn.Linear(HIDDEN, HIDDEN)
-        self.fc1, self.fc2 = paddle.nn.Linear(HIDDEN, 4 * HIDDEN), paddle.nn.Linear(4 * HIDDEN, HIDDEN)
+        self.norm1, self.norm2 = (
+            paddle.nn.LayerNorm(HIDDEN),
+            paddle.nn.LayerNorm(HIDDEN),
+        )
+        self.qkv, self.out = (
+            paddle.nn.Linear(HIDDEN, 3 * HIDDEN),
+            paddle.nn.Linear(HIDDEN, HIDDEN),
+        )
+        self.fc1, self.fc2 = (
+            paddle.nn.Linear(HIDDEN, 4 * HIDDEN),
+            paddle.nn.Linear(4 * HIDDEN, HIDDEN),
+        )
 
     def forward(self, x, mask):
         x = x + self.attention(self.norm1(x), mask)
@@ -79,9 +93,18 @@ class Block(paddle.nn.Layer):
     def attention(self, x, mask):
         rows, length, _ = x.shape
         # A head's query, key and value lie side by side, so that splitting the columns splits the heads.
-        qkv = self.qkv(x).reshape([rows, length, HEADS, 3 * HIDDEN // HEADS]).transpose([0, 2, 1, 3])
-        query, key, value = paddle.split(qkv, 3, axis=-1)  # each [rows, heads, length, hidden / heads]
-        scores = paddle.matmul(query, key, transpose_y=True) * (HIDDEN // HEADS) ** -0.5 + mask
+        qkv = (
+            self.qkv(x)
+            .reshape([rows, length, HEADS, 3 * HIDDEN // HEADS])
+            .transpose([0, 2, 1, 3])
+        )
+        query, key, value = paddle.split(
+            qkv, 3, axis=-1
+        )  # each [rows, heads, length, hidden / heads]
+        scores = (
+            paddle.matmul(query, key, transpose_y=True) * (HIDDEN // HEADS) ** -0.5
+            + mask
+        )
         mixed = paddle.matmul(F.softmax(scores), value).transpose([0, 2, 1, 3])
         return self.out(mixed.reshape([rows, length, HIDDEN]))
 
@@ -89,10 +112,18 @@ class Block(paddle.nn.Layer):
 class GPT(paddle.nn.Layer):
     def __init__(self):
         super().__init__()
-        self.token, self.position = paddle.nn.Embedding(256, HIDDEN), paddle.nn.Embedding(CONTEXT, HIDDEN)
+        self.token, self.position = (
+            paddle.nn.Embedding(256, HIDDEN),
+            paddle.nn.Embedding(CONTEXT, HIDDEN),
+        )
         self.blocks = paddle.nn.LayerList([Block() for _ in range(LAYERS)])
-        self.norm, self.head = paddle.nn.LayerNorm(HIDDEN), paddle.nn.Linear(HIDDEN, 256)
-        self.mask = paddle.triu(paddle.full([CONTEXT, CONTEXT], -1e9), diagonal=1)  # no byte sees a later one
+        self.norm, self.head = (
+            paddle.nn.LayerNorm(HIDDEN),
+            paddle.nn.Linear(HIDDEN, 256),
+        )
+        self.mask = paddle.triu(
+            paddle.full([CONTEXT, CONTEXT], -1e9), diagonal=1
+        )  # no byte sees a later one
 
     def forward(self, input_ids, labels):
         """Return the loss of every byte, [rows, length]."""
@@ -115,7 +146,9 @@ def new_model(mesh=None):
     model = GPT()
     if mesh is not None:
         dist.shard_layer(model, mesh, split_weights)
-    return model, paddle.optimizer.AdamW(learning_rate=3e-3, parameters=model.parameters())
+    return model, paddle.optimizer.AdamW(
+        learning_rate=3e-3, parameters=model.parameters()
+    )
 
 
 def number(scalar, mesh):
@@ -134,7 +167,9 @@ def train_step(model, optimizer, batch):
 def train(loader, mesh):
     model, optimizer = new_model(mesh)
     optimizer, losses = dist.shard_optimizer(optimizer), []
-    with tqdm(loader, desc="training", disable=dist.get_rank() != 0, mininterval=1) as bar:
+    with tqdm(
+        loader, desc="training", disable=dist.get_rank() != 0, mininterval=1
+    ) as bar:
         for batch in bar:
             losses.append(number(train_step(model, optimizer, batch), mesh))
             bar.set_postfix(loss=f"{losses[-1]:.4f}", refresh=False)
@@ -156,7 +191,12 @@ def evaluate(model, loader, mesh):
 def train_one_process(data):
     """Plain Paddle, no mesh, no loader: the first global batches by their indices."""
     plan = paddle_shard.ShardPlan(
-        num_samples=len(data), batch_size=BATCH_SIZE, num_data_ranks=1, shuffle=True, seed=SEED, tail="drop"
+        num_samples=len(data),
+        batch_size=BATCH_SIZE,
+        num_data_ranks=1,
+        shuffle=True,
+        seed=SEED,
+        tail="drop",
     )
     (model, optimizer), losses = new_model(), []
     for step in range(PARITY_STEPS):
@@ -169,7 +209,12 @@ def train_one_process(data):
 def evaluate_one_process(data, trained):
     """Plain Paddle again: all windows at once, with the trained weights put together."""
     model, _ = new_model()
-    model.set_state_dict({name: dist.unshard_dtensor(weight) for name, weight in trained.state_dict().items()})
+    model.set_state_dict(
+        {
+            name: dist.unshard_dtensor(weight)
+            for name, weight in trained.state_dict().items()
+        }
+    )
     return float(model(**tensors(data[:])).mean())
 
 
@@ -179,7 +224,9 @@ def tensors(batch):
 
 def main():
     dist.init_parallel_env()
-    mesh = dist.ProcessMesh(np.arange(dist.get_world_size()).reshape(-1, 2), dim_names=["dp", "mp"])
+    mesh = dist.ProcessMesh(
+        np.arange(dist.get_world_size()).reshape(-1, 2), dim_names=["dp", "mp"]
+    )
     text = read_text()
     data, held_out = Windows(text[:-HELD_OUT_BYTES]), Windows(text[-HELD_OUT_BYTES:])
 
@@ -190,25 +237,42 @@ def main():
         seed=SEED,
     )
     held_out_loader = paddle_shard.shard_dataloader(
-        paddle.io.DataLoader(held_out, batch_size=BATCH_SIZE), meshes=mesh, shard_dims="dp", tail="fill"
+        paddle.io.DataLoader(held_out, batch_size=BATCH_SIZE),
+        meshes=mesh,
+        shard_dims="dp",
+        tail="fill",
     )
     losses, model = train(loader, mesh)
     reached, counted = evaluate(model, held_out_loader, mesh)
     unigram = entropy(text[-HELD_OUT_BYTES:])
-    difference = np.abs(np.array(losses[:PARITY_STEPS]) - np.array(train_one_process(data))).max()
+    difference = np.abs(
+        np.array(losses[:PARITY_STEPS]) - np.array(train_one_process(data))
+    ).max()
     held_out_difference = abs(reached - evaluate_one_process(held_out, model))
 
     if dist.get_rank() == 0:
         steps = [*range(0, len(losses), 25), len(losses) - 1]
-        print(f"dp={mesh.shape[0]} x mp={mesh.shape[1]}, {dist.get_world_size()} processes, loss at steps:")
+        print(
+            f"dp={mesh.shape[0]} x mp={mesh.shape[1]}, {dist.get_world_size()} processes, loss at steps:"
+        )
         print("  " + "  ".join(f"{step}: {losses[step]:.5f}" for step in steps))
-        print(f"held-out loss: {reached:.5f} nats a byte, of {counted} windows; byte entropy: {unigram:.5f}")
-        print(f"parity: the losses of {PARITY_STEPS} steps differ from one process's by at most {difference:.1e},")
+        print(
+            f"held-out loss: {reached:.5f} nats a byte, of {counted} windows; byte entropy: {unigram:.5f}"
+        )
+        print(
+            f"parity: the losses of {PARITY_STEPS} steps differ from one process's by at most {difference:.1e},"
+        )
         print(f"  the held-out loss by {held_out_difference:.1e}")
     assert difference <= PARITY, f"losses differ from one process's by {difference:.1e}"
-    assert held_out_difference <= PARITY, f"the held-out loss differs from one process's by {held_out_difference:.1e}"
-    assert counted == len(held_out), f"{counted} held-out windows were counted, there are {len(held_out)}"
-    assert reached < unigram, f"held-out loss {reached:.5f} is not below the byte entropy {unigram:.5f}"
+    assert held_out_difference <= PARITY, (
+        f"the held-out loss differs from one process's by {held_out_difference:.1e}"
+    )
+    assert counted == len(held_out), (
+        f"{counted} held-out windows were counted, there are {len(held_out)}"
+    )
+    assert reached < unigram, (
+        f"held-out loss {reached:.5f} is not below the byte entropy {unigram:.5f}"
+    )
     dist.barrier()  # rank 0 hosts the others' rendezvous
 
 

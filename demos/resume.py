@@ -39,14 +39,19 @@ import paddle_shard
 
 LAUNCH = Path(__file__).parents[1] / "launch" / "local.py"
 EPOCHS, BATCH_SIZE, SEED = 3, 32, 7
-SAVE_EVERY, PARITY = 7, 1e-5  # 7: no checkpoint falls on the end of an epoch, so that each has one to complete
+SAVE_EVERY, PARITY = (
+    7,
+    1e-5,
+)  # 7: no checkpoint falls on the end of an epoch, so that each has one to complete
 DEADLINE = 120  # seconds, of a run
 
 
 class Digits(paddle.io.Dataset):
     def __init__(self):
         images, labels = load_digits(return_X_y=True)
-        images, _, self.labels, _ = train_test_split(images, labels, test_size=0.2, random_state=0)
+        images, _, self.labels, _ = train_test_split(
+            images, labels, test_size=0.2, random_state=0
+        )
         self.images = (images / 16).astype("float32")
 
     def __len__(self):
@@ -70,7 +75,10 @@ def split_weights(name, layer, mesh):
     """Split the hidden units over mp, if the mesh has that axis; replicate the rest."""
     dims = {"hidden": {"weight": 1, "bias": 0}, "output": {"weight": 0}}.get(name, {})
     for kind, dim in dims.items():
-        placements = [dist.Shard(dim) if axis == "mp" else dist.Replicate() for axis in mesh.dim_names]
+        placements = [
+            dist.Shard(dim) if axis == "mp" else dist.Replicate()
+            for axis in mesh.dim_names
+        ]
         setattr(layer, kind, dist.shard_tensor(getattr(layer, kind), mesh, placements))
 
 
@@ -82,7 +90,9 @@ def new_model(mesh=None, saved=None):
         model.set_state_dict(saved["model"])
     if mesh is not None:
         dist.shard_layer(model, mesh, split_weights)
-    optimizer = paddle.optimizer.AdamW(learning_rate=3e-3, parameters=model.parameters())
+    optimizer = paddle.optimizer.AdamW(
+        learning_rate=3e-3, parameters=model.parameters()
+    )
     if saved is not None:
         # Before the first step: the optimizer makes its moments then, whole, and only then splits them as the weights.
         optimizer.set_state_dict(saved["optimizer"])
@@ -104,12 +114,19 @@ def train_step(model, optimizer, images, labels, real):
 
 def train(checkpoint, record, axes, workers):
     """Train from the checkpoint, if there is one, to the end; write every step's loss to the record."""
-    (Path(record).parent / f"pid.{os.environ['PADDLE_TRAINER_ID']}").write_text(str(os.getpid()))
+    (Path(record).parent / f"pid.{os.environ['PADDLE_TRAINER_ID']}").write_text(
+        str(os.getpid())
+    )
     dist.init_parallel_env()
     axes = parse_mesh(axes)
-    mesh = dist.ProcessMesh(np.arange(dist.get_world_size()).reshape(list(axes.values())), dim_names=list(axes))
+    mesh = dist.ProcessMesh(
+        np.arange(dist.get_world_size()).reshape(list(axes.values())),
+        dim_names=list(axes),
+    )
     loader = paddle_shard.shard_dataloader(
-        paddle.io.DataLoader(Digits(), batch_size=BATCH_SIZE, shuffle=True, num_workers=int(workers)),
+        paddle.io.DataLoader(
+            Digits(), batch_size=BATCH_SIZE, shuffle=True, num_workers=int(workers)
+        ),
         meshes=mesh,
         shard_dims="dp",
         seed=SEED,
@@ -123,8 +140,13 @@ def train(checkpoint, record, axes, workers):
         while loader.epoch < EPOCHS:
             batches = iter(loader)
             for images, labels in batches:
-                loss = train_step(model, optimizer, images, labels, batches.valid.astype("float32"))
-                write(lines, f"step {step} {float(dist.reshard(loss, mesh, [dist.Replicate()] * mesh.ndim))!r}")
+                loss = train_step(
+                    model, optimizer, images, labels, batches.valid.astype("float32")
+                )
+                write(
+                    lines,
+                    f"step {step} {float(dist.reshard(loss, mesh, [dist.Replicate()] * mesh.ndim))!r}",
+                )
                 step += 1
                 if step % SAVE_EVERY == 0:
                     save(checkpoint, model, optimizer, loader, step)
@@ -156,7 +178,9 @@ def save(checkpoint, model, optimizer, loader, step):
 
 def whole(tensors):
     """The tensors with their parts put together, bound to no mesh."""
-    return {name: dist.unshard_dtensor(tensor).numpy() for name, tensor in tensors.items()}
+    return {
+        name: dist.unshard_dtensor(tensor).numpy() for name, tensor in tensors.items()
+    }
 
 
 # What the ranks' runs are compared with
@@ -166,12 +190,25 @@ def train_straight():
     """Plain Paddle, one process, no loader: the global batches by their indices. Returns each step's loss."""
     data, (model, optimizer), losses = Digits(), new_model(), []
     plan = paddle_shard.ShardPlan(
-        num_samples=len(data), batch_size=BATCH_SIZE, num_data_ranks=1, shuffle=True, seed=SEED
+        num_samples=len(data),
+        batch_size=BATCH_SIZE,
+        num_data_ranks=1,
+        shuffle=True,
+        seed=SEED,
     )
     for epoch in range(EPOCHS):
         for step in range(plan.num_steps):
-            images, labels = map(paddle.to_tensor, data[plan.indices(epoch=epoch, step=step, data_rank=0)])
-            losses.append(float(train_step(model, optimizer, images, labels, paddle.ones([len(labels)]))))
+            images, labels = map(
+                paddle.to_tensor,
+                data[plan.indices(epoch=epoch, step=step, data_rank=0)],
+            )
+            losses.append(
+                float(
+                    train_step(
+                        model, optimizer, images, labels, paddle.ones([len(labels)])
+                    )
+                )
+            )
     return losses, plan.num_steps
 
 
@@ -180,7 +217,9 @@ def train_straight():
 
 def parse_mesh(text):
     """'dp=2,mp=2' -> {'dp': 2, 'mp': 2}"""
-    return {axis: int(size) for axis, size in (item.split("=") for item in text.split(","))}
+    return {
+        axis: int(size) for axis, size in (item.split("=") for item in text.split(","))
+    }
 
 
 class Run:
@@ -191,10 +230,19 @@ class Run:
         self.processes = math.prod(parse_mesh(axes).values())
         directory.mkdir()
         self.record.touch()
-        command = [LAUNCH, "--processes", self.processes, "--log-dir", directory / "log", script]
+        command = [
+            LAUNCH,
+            "--processes",
+            self.processes,
+            "--log-dir",
+            directory / "log",
+            script,
+        ]
         command += ["--as-rank", checkpoint, self.record, axes, workers]
         with open(directory / "output", "wb") as output:
-            self.launch = subprocess.Popen([sys.executable, *map(str, command)], stdout=output, stderr=output)
+            self.launch = subprocess.Popen(
+                [sys.executable, *map(str, command)], stdout=output, stderr=output
+            )
         self.give_up = time.monotonic() + DEADLINE
 
     def __enter__(self):
@@ -208,7 +256,9 @@ class Run:
     def poll(self, wait):
         """Wait a little; return the exit code once the run has ended."""
         if time.monotonic() > self.give_up:
-            raise SystemExit(f"the run had not ended after {DEADLINE} s:\n{self.output()}")
+            raise SystemExit(
+                f"the run had not ended after {DEADLINE} s:\n{self.output()}"
+            )
         time.sleep(wait)
         return self.launch.poll()
 
@@ -217,7 +267,10 @@ class Run:
 
     def losses(self):
         """(step, loss) of every step so far, in the order in which they were made."""
-        return [(int(step), float(loss)) for step, loss in map(str.split, self.recorded("step "))]
+        return [
+            (int(step), float(loss))
+            for step, loss in map(str.split, self.recorded("step "))
+        ]
 
     def recorded(self, kind):
         lines = self.record.read_text().split("\n")[:-1]  # whole ones
@@ -229,12 +282,16 @@ class Run:
             if self.poll(0.002) is not None:
                 raise SystemExit(f"the run ended before step {step}:\n{self.output()}")
         pids = [int(path.read_text()) for path in self.directory.glob("pid.*")]
-        assert len(pids) == self.processes, f"{len(pids)} ranks of {self.processes} told their ids"
+        assert len(pids) == self.processes, (
+            f"{len(pids)} ranks of {self.processes} told their ids"
+        )
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
         while self.poll(0.05) is None:  # the launcher notices that its ranks are gone
             pass
-        assert self.launch.returncode != 0, f"the run ended well, though it was killed:\n{self.output()}"
+        assert self.launch.returncode != 0, (
+            f"the run ended well, though it was killed:\n{self.output()}"
+        )
         return len(self.losses())
 
     def finish(self):
@@ -250,50 +307,99 @@ def drive(meshes, kill_at, directory):
     latest = (EPOCHS - 1) * epoch_steps
     kill_at = random.randint(SAVE_EVERY + 1, latest) if kill_at is None else kill_at
     if not SAVE_EVERY < kill_at <= latest:
-        raise SystemExit(f"--kill-at must be from {SAVE_EVERY + 1} to {latest}, got {kill_at}")
-    print(f"straight run: 1 process, {len(straight)} steps in {EPOCHS} epochs", flush=True)
+        raise SystemExit(
+            f"--kill-at must be from {SAVE_EVERY + 1} to {latest}, got {kill_at}"
+        )
+    print(
+        f"straight run: 1 process, {len(straight)} steps in {EPOCHS} epochs", flush=True
+    )
 
     checkpoint = str(directory / "checkpoint.pd")
     with Run(directory / "killed", checkpoint, meshes[0], workers=0) as killed:
         stopped_at = killed.kill_at(kill_at)
     resumed_at = paddle.load(checkpoint)["step"]
-    print(f"killed run:   {killed.processes} processes ({meshes[0]}), 0 workers each; SIGKILL after {stopped_at} steps")
-    print(f"  (as chosen by --kill-at {kill_at}); its last checkpoint is from step {resumed_at}", flush=True)
+    print(
+        f"killed run:   {killed.processes} processes ({meshes[0]}), 0 workers each; SIGKILL after {stopped_at} steps"
+    )
+    print(
+        f"  (as chosen by --kill-at {kill_at}); its last checkpoint is from step {resumed_at}",
+        flush=True,
+    )
     with Run(directory / "resumed", checkpoint, meshes[1], workers=2) as resumed:
         resumed.finish()
-    print(f"resumed run:  {resumed.processes} processes ({meshes[1]}), 2 workers each; steps {resumed_at} to the end")
+    print(
+        f"resumed run:  {resumed.processes} processes ({meshes[1]}), 2 workers each; steps {resumed_at} to the end"
+    )
 
     losses, again = dict(killed.losses()), dict(resumed.losses())
-    assert list(losses) == list(range(stopped_at)), f"the killed run made the steps {list(losses)}"
-    assert list(again) == list(range(resumed_at, len(straight))), f"the resumed run made the steps {list(again)}"
-    difference = max(abs(loss - straight[step]) for run in (losses, again) for step, loss in run.items())
+    assert list(losses) == list(range(stopped_at)), (
+        f"the killed run made the steps {list(losses)}"
+    )
+    assert list(again) == list(range(resumed_at, len(straight))), (
+        f"the resumed run made the steps {list(again)}"
+    )
+    difference = max(
+        abs(loss - straight[step])
+        for run in (losses, again)
+        for step, loss in run.items()
+    )
     print("losses:    straight    killed   resumed")
-    for step in sorted({0, resumed_at - 1, resumed_at, stopped_at - 1, stopped_at, len(straight) - 1}):
-        cells = [f"{run[step]:10.6f}" if step in run else " " * 9 + "-" for run in (losses, again)]
+    for step in sorted(
+        {0, resumed_at - 1, resumed_at, stopped_at - 1, stopped_at, len(straight) - 1}
+    ):
+        cells = [
+            f"{run[step]:10.6f}" if step in run else " " * 9 + "-"
+            for run in (losses, again)
+        ]
         print(f"  step {step:3}{straight[step]:10.6f}{''.join(cells)}")
-    print(f"parity: the losses of all {len(straight)} steps, {stopped_at - resumed_at} of them made by both runs,")
+    print(
+        f"parity: the losses of all {len(straight)} steps, {stopped_at - resumed_at} of them made by both runs,"
+    )
     print(f"  differ from the straight run's by at most {difference:.1e}")
-    assert difference <= PARITY, f"losses differ from the straight run's by {difference:.1e}"
+    assert difference <= PARITY, (
+        f"losses differ from the straight run's by {difference:.1e}"
+    )
 
-    certificates = {text.split(":")[0]: text for run in (killed, resumed) for text in run.recorded("certificate ")}
+    certificates = {
+        text.split(":")[0]: text
+        for run in (killed, resumed)
+        for text in run.recorded("certificate ")
+    }
     stopped_epoch, its_steps = divmod(resumed_at, epoch_steps)
     for epoch, text in sorted(certificates.items()):
         by = f" ({its_steps} steps by the killed run, {epoch_steps - its_steps} by the resumed run)"
-        print(f"certificate of {text}" + (by if epoch == f"epoch {stopped_epoch}" else ""))
-    expected = [f"epoch {epoch}: each of {len(Digits())} samples exactly once" for epoch in range(EPOCHS)]
-    assert sorted(certificates.values()) == expected, f"the certificates are {certificates}"
+        print(
+            f"certificate of {text}" + (by if epoch == f"epoch {stopped_epoch}" else "")
+        )
+    expected = [
+        f"epoch {epoch}: each of {len(Digits())} samples exactly once"
+        for epoch in range(EPOCHS)
+    ]
+    assert sorted(certificates.values()) == expected, (
+        f"the certificates are {certificates}"
+    )
 
 
 def main():
-    parser = argparse.ArgumentParser(description="Kill a training run and go on with it on other processes.")
-    parser.add_argument("--kill-at", type=int, metavar="STEP", help="default: a random one")
-    parser.add_argument("--meshes", nargs=2, default=["dp=4", "mp=1,dp=2"], help="default: %(default)s")
-    parser.add_argument("--as-rank", nargs=4, help=argparse.SUPPRESS)  # how the driver starts a rank
+    parser = argparse.ArgumentParser(
+        description="Kill a training run and go on with it on other processes."
+    )
+    parser.add_argument(
+        "--kill-at", type=int, metavar="STEP", help="default: a random one"
+    )
+    parser.add_argument(
+        "--meshes", nargs=2, default=["dp=4", "mp=1,dp=2"], help="default: %(default)s"
+    )
+    parser.add_argument(
+        "--as-rank", nargs=4, help=argparse.SUPPRESS
+    )  # how the driver starts a rank
     options = parser.parse_args()
     if options.as_rank:
         train(*options.as_rank)
         return
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # leaves every `with`
+    signal.signal(
+        signal.SIGTERM, lambda number, _: sys.exit(128 + number)
+    )  # leaves every `with`
     with tempfile.TemporaryDirectory() as directory:
         drive(options.meshes, options.kill_at, Path(directory))
 

@@ -91,7 +91,9 @@ def train_by_stages(loader):
 
     stages, model, losses = Stages(FIRST, SECOND), Mlp(sharded=False), []
     start = model.w0 if stages.index == 0 else model.w1
-    weight = dist.shard_tensor(start, stages.mesh, [REPLICATE, SHARD(1) if stages.index == 0 else SHARD(0)])
+    weight = dist.shard_tensor(
+        start, stages.mesh, [REPLICATE, SHARD(1) if stages.index == 0 else SHARD(0)]
+    )
     optimizer = dist.shard_optimizer(adamw([weight]))
     for x, label in loader:
         if stages.index == 0:
@@ -111,11 +113,17 @@ def train_by_stages(loader):
 
 def main():
     dist.init_parallel_env()
-    assert dist.get_world_size() == 8, f"this demo takes 8 processes, got {dist.get_world_size()}"
+    assert dist.get_world_size() == 8, (
+        f"this demo takes 8 processes, got {dist.get_world_size()}"
+    )
     if RUN_STATIC and not ON_GPU:
-        raise SystemExit("RUN_STATIC=1 needs GPUs here: CPU kernels cannot move a tensor to another mesh.")
+        raise SystemExit(
+            "RUN_STATIC=1 needs GPUs here: CPU kernels cannot move a tensor to another mesh."
+        )
     loader = paddle_shard.shard_dataloader(
-        paddle.io.DataLoader(Random(), batch_size=2), meshes=[FIRST, SECOND], shard_dims="x"
+        paddle.io.DataLoader(Random(), batch_size=2),
+        meshes=[FIRST, SECOND],
+        shard_dims="x",
     )
     if RUN_STATIC:
         losses = train_static(loader)
@@ -131,13 +139,22 @@ def main():
         reached = paddle.to_tensor([float(loss.numpy()) for loss in losses])
     dist.broadcast(reached, src=SECOND.process_ids[0])
     alone, data = Mlp(sharded=False), Random()
-    batches = [tuple(map(paddle.to_tensor, data[np.arange(k, k + 2)])) for k in range(0, 8, 2)]
-    expected = np.array([float(loss) for loss in train(alone, adamw(alone.parameters()), batches)])
+    batches = [
+        tuple(map(paddle.to_tensor, data[np.arange(k, k + 2)])) for k in range(0, 8, 2)
+    ]
+    expected = np.array(
+        [float(loss) for loss in train(alone, adamw(alone.parameters()), batches)]
+    )
     difference = np.abs(reached.numpy() / expected - 1).max()
     if dist.get_rank() == 0:
-        print("losses on two meshes: " + "  ".join(f"{loss:.5f}" for loss in reached.tolist()))
+        print(
+            "losses on two meshes: "
+            + "  ".join(f"{loss:.5f}" for loss in reached.tolist())
+        )
         print("one process:          " + "  ".join(f"{loss:.5f}" for loss in expected))
-        print(f"parity: the losses of 4 steps differ from one process's by at most {difference:.1e} of them")
+        print(
+            f"parity: the losses of 4 steps differ from one process's by at most {difference:.1e} of them"
+        )
     assert difference <= 1e-4, f"losses differ from one process's by {difference:.1e}"
     dist.barrier()
 

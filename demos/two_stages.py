@@ -64,7 +64,9 @@ class Stages:
         ranks = sorted([*first.process_ids, *second.process_ids])
         num_ranks = paddle.distributed.get_world_size()
         if ranks != list(range(num_ranks)):
-            raise ArgumentError(f"the meshes hold ranks {ranks}; each of the job's {num_ranks} must be on one of them")
+            raise ArgumentError(
+                f"the meshes hold ranks {ranks}; each of the job's {num_ranks} must be on one of them"
+            )
         rank = paddle.distributed.get_rank()
         self.index = 0 if rank in first.process_ids else 1
         self.mesh, other = (first, second) if self.index == 0 else (second, first)
@@ -99,7 +101,9 @@ class Stages:
         header = json.loads(bytes(text.numpy()))
         local = paddle.empty(header["local_shape"], dtype=header["dtype"])
         paddle.distributed.recv(local, self.peer)
-        placements = [Replicate() if dim is None else Shard(dim) for dim in header["shard_dims"]]
+        placements = [
+            Replicate() if dim is None else Shard(dim) for dim in header["shard_dims"]
+        ]
         activation = dtensor_from_local(local, self.mesh, placements)
         activation.stop_gradient = False
         return activation
@@ -115,7 +119,9 @@ class Stages:
         self._check_stage(1, "send_backward")
         grad = activation.grad
         if grad is None:
-            raise ArgumentError("the activation has no gradient: call backward() on the loss first")
+            raise ArgumentError(
+                "the activation has no gradient: call backward() on the loss first"
+            )
         if grad.placements != activation.placements:
             grad = paddle.distributed.reshard(grad, self.mesh, activation.placements)
         self._send(grad)
@@ -132,7 +138,9 @@ class Stages:
 
     def _check_stage(self, stage: int, call: str) -> None:
         if self.index != stage:
-            raise ArgumentError(f"{call} is for stage {stage}; this rank is on stage {self.index}")
+            raise ArgumentError(
+                f"{call} is for stage {stage}; this rank is on stage {self.index}"
+            )
 
     def _send(self, tensor: Any) -> None:
         import paddle
@@ -144,17 +152,25 @@ def _header(activation: Any, mesh: Any) -> dict[str, Any]:
     """Return what the other side needs to rebuild an activation; raise if that would give another tensor."""
     placements = activation.placements
     if activation.process_mesh != mesh:
-        raise ArgumentError(f"the activation is on {activation.process_mesh}, this stage on {mesh}")
+        raise ArgumentError(
+            f"the activation is on {activation.process_mesh}, this stage on {mesh}"
+        )
     if any(placement.is_partial() for placement in placements):
-        raise ArgumentError(f"the activation has placements {placements}: reshard the partial ones first")
+        raise ArgumentError(
+            f"the activation has placements {placements}: reshard the partial ones first"
+        )
     parts = [1] * activation.ndim
     for size, placement in zip(mesh.shape, placements, strict=True):
         if placement.is_shard():
             parts[placement.get_dim()] *= size
     if any(dim % n for dim, n in zip(activation.shape, parts, strict=True)):
-        raise ArgumentError(f"the activation's shape {activation.shape} does not split evenly into {parts} parts")
+        raise ArgumentError(
+            f"the activation's shape {activation.shape} does not split evenly into {parts} parts"
+        )
     return {
-        "local_shape": [dim // n for dim, n in zip(activation.shape, parts, strict=True)],
+        "local_shape": [
+            dim // n for dim, n in zip(activation.shape, parts, strict=True)
+        ],
         "dtype": str(activation.dtype).removeprefix("paddle."),
         "shard_dims": [p.get_dim() if p.is_shard() else None for p in placements],
     }

@@ -33,7 +33,12 @@ EPOCHS, BATCH_SIZE, WORKERS, SEED = 8, 32, 2, 11
 
 def digits():
     images, labels = load_digits(return_X_y=True)
-    return train_test_split(images.astype("float32") / 16, labels.astype("int64"), test_size=0.2, random_state=SEED)
+    return train_test_split(
+        images.astype("float32") / 16,
+        labels.astype("int64"),
+        test_size=0.2,
+        random_state=SEED,
+    )
 
 
 def write_tars(folder, images, labels):
@@ -44,16 +49,28 @@ def write_tars(folder, images, labels):
         with webdataset.TarWriter(str(folder / f"digits-{number:02}.tar")) as tar:
             for key, (image, label) in (next(samples) for _ in range(size)):
                 tar.write({"__key__": f"{key:05}", "npy": image, "cls": int(label)})
-    command = [sys.executable, "-m", "paddle_shard", "index", str(folder / "digits-{00..09}.tar")]
+    command = [
+        sys.executable,
+        "-m",
+        "paddle_shard",
+        "index",
+        str(folder / "digits-{00..09}.tar"),
+    ]
     subprocess.run([*command, "-o", str(folder / "index.json")], check=True)
 
 
 def sample(decoded):
-    return decoded["npy"], np.array(decoded["cls"], "int64"), np.array(int(decoded["__key__"]), "int64")
+    return (
+        decoded["npy"],
+        np.array(decoded["cls"], "int64"),
+        np.array(int(decoded["__key__"]), "int64"),
+    )
 
 
 def make_loader(where, mesh):
-    tars = Stream.webdataset(where + "/digits-{00..09}.tar", index=where + "/index.json")
+    tars = Stream.webdataset(
+        where + "/digits-{00..09}.tar", index=where + "/index.json"
+    )
     stream = tars.shuffle(200).decode().map(sample)
     loader = paddle.io.DataLoader(stream, batch_size=BATCH_SIZE, num_workers=WORKERS)
     return paddle_shard.shard_dataloader(loader, mesh, shard_dims="dp", seed=SEED)
@@ -62,20 +79,30 @@ def make_loader(where, mesh):
 def train(loader, mesh):
     """Losses, the keys that each epoch delivered, and the model."""
     paddle.seed(SEED)
-    model = paddle.nn.Sequential(paddle.nn.Linear(64, 64), paddle.nn.ReLU(), paddle.nn.Linear(64, 10))
+    model = paddle.nn.Sequential(
+        paddle.nn.Linear(64, 64), paddle.nn.ReLU(), paddle.nn.Linear(64, 10)
+    )
     dist.shard_layer(model, mesh, lambda name, layer, mesh: None)
-    optimizer = dist.shard_optimizer(paddle.optimizer.AdamW(5e-3, parameters=model.parameters()))
+    optimizer = dist.shard_optimizer(
+        paddle.optimizer.AdamW(5e-3, parameters=model.parameters())
+    )
     losses, epochs = [], []
     for _ in range(EPOCHS):
         batches, keys = iter(loader), []
         for images, labels, key in batches:
-            each = paddle.nn.functional.cross_entropy(model(images), labels, reduction="none").squeeze(-1)
-            real = batches.valid.astype("float32")  # the parts differ by one sample at most
+            each = paddle.nn.functional.cross_entropy(
+                model(images), labels, reduction="none"
+            ).squeeze(-1)
+            real = batches.valid.astype(
+                "float32"
+            )  # the parts differ by one sample at most
             loss = (each * real).sum() / real.sum()
             loss.backward()
             optimizer.step()
             optimizer.clear_grad()
-            losses.append(dist.reshard(loss, mesh, [dist.Replicate()])._local_value().item())
+            losses.append(
+                dist.reshard(loss, mesh, [dist.Replicate()])._local_value().item()
+            )
             keys += paddle_shard.gather_valid(key, batches.valid).tolist()
         epochs.append(keys)
     return losses, epochs, model
@@ -87,14 +114,19 @@ class Quiet(http.server.SimpleHTTPRequestHandler):
 
 
 def serve(folder):
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=folder))
+    server = http.server.ThreadingHTTPServer(
+        ("127.0.0.1", 0), functools.partial(Quiet, directory=folder)
+    )
     threading.Thread(target=server.serve_forever, daemon=True).start()
     return server
 
 
 def main():
     dist.init_parallel_env()
-    rank, mesh = dist.get_rank(), dist.ProcessMesh(np.arange(dist.get_world_size()), dim_names=["dp"])
+    rank, mesh = (
+        dist.get_rank(),
+        dist.ProcessMesh(np.arange(dist.get_world_size()), dim_names=["dp"]),
+    )
     images, test_images, labels, test_labels = digits()
     shared = [tempfile.mkdtemp() if rank == 0 else None, None]
     if rank == 0:
@@ -107,11 +139,15 @@ def main():
     losses, epochs, model = train(make_loader(folder, mesh), mesh)
     for keys in epochs:
         assert sorted(keys) == list(range(len(labels))), "each image exactly once"
-    assert len({str(keys) for keys in epochs}) == EPOCHS, "each epoch has an order of its own"
+    assert len({str(keys) for keys in epochs}) == EPOCHS, (
+        "each epoch has an order of its own"
+    )
     over_http, _, _ = train(make_loader(url, mesh), mesh)
     assert over_http == losses, "the same run over HTTP"
 
-    found = model(dist.shard_tensor(paddle.to_tensor(test_images), mesh, [dist.Replicate()]))
+    found = model(
+        dist.shard_tensor(paddle.to_tensor(test_images), mesh, [dist.Replicate()])
+    )
     accuracy = float((found._local_value().numpy().argmax(1) == test_labels).mean())
     assert accuracy > 0.93, accuracy
     if rank == 0:
@@ -119,7 +155,9 @@ def main():
             f"{len(SIZES)} tars of {min(SIZES)} to {max(SIZES)} samples, {dist.get_world_size()} processes x {WORKERS} "
             f"workers: {EPOCHS} epochs of {len(losses) // EPOCHS} steps, each of {len(labels)} images exactly once"
         )
-        print(f"loss {losses[0]:.4f} to {losses[-1]:.4f}, test accuracy {accuracy:.2%}; over HTTP the same losses")
+        print(
+            f"loss {losses[0]:.4f} to {losses[-1]:.4f}, test accuracy {accuracy:.2%}; over HTTP the same losses"
+        )
         for name in os.listdir(folder):
             os.remove(os.path.join(folder, name))
         os.rmdir(folder)

@@ -28,31 +28,54 @@ jieba.setLogLevel("ERROR")  # it tells what it loads
 def on_files(files, config):
     """Add the pages."""
     for source, page in PAGES.items():
-        files.append(File.generated(config, page, content=(ROOT / source).read_text(encoding="utf-8")))
+        files.append(
+            File.generated(
+                config, page, content=(ROOT / source).read_text(encoding="utf-8")
+            )
+        )
     return files
 
 
 def on_page_markdown(markdown, page, config, files):
     """Turn the links of a page: those to files of the repository lead to pages, or to where the file can be read."""
     here = page.file.src_uri
-    source = next((source for source, name in PAGES.items() if name == here), f"docs/{here}")
+    source = next(
+        (source for source, name in PAGES.items() if name == here), f"docs/{here}"
+    )
 
     def turned(found):
         text, target, anchor = found["text"], found["target"], found["anchor"] or ""
         if "://" in target or not target:
             return found[0]
         wanted = os.path.relpath(ROOT / Path(source).parent / target, ROOT)
-        name = PAGES.get(wanted) or (wanted.removeprefix("docs/") if wanted.startswith("docs/") else None)
-        if name is not None and (name in PAGES.values() or (ROOT / "docs" / name).is_file()):
+        name = PAGES.get(wanted) or (
+            wanted.removeprefix("docs/") if wanted.startswith("docs/") else None
+        )
+        if name is not None and (
+            name in PAGES.values() or (ROOT / "docs" / name).is_file()
+        ):
             return f"[{text}]({os.path.relpath(name, Path(here).parent)}{anchor})"
-        return f"[{text}]({URL}/{wanted}{anchor})" if URL else text if text.startswith("`") else f"`{wanted}`"
+        return (
+            f"[{text}]({URL}/{wanted}{anchor})"
+            if URL
+            else text
+            if text.startswith("`")
+            else f"`{wanted}`"
+        )
 
     outside = re.split(r"(^```.*?^```)", markdown, flags=re.MULTILINE | re.DOTALL)
-    pattern = re.compile(r"(?<!!)\[(?P<text>[^\]\n]+)\]\((?P<target>[^)#\s]*)(?P<anchor>#[^)\s]*)?\)")
+    pattern = re.compile(
+        r"(?<!!)\[(?P<text>[^\]\n]+)\]\((?P<target>[^)#\s]*)(?P<anchor>#[^)\s]*)?\)"
+    )
     pictures = re.compile(r"(!\[[^\]]*\]\()docs/([^)]+\))")
     return "".join(
         part
         if part.startswith("```")
-        else pattern.sub(turned, pictures.sub(lambda one: one[1] + os.path.relpath(one[2], Path(here).parent), part))
+        else pattern.sub(
+            turned,
+            pictures.sub(
+                lambda one: one[1] + os.path.relpath(one[2], Path(here).parent), part
+            ),
+        )
         for part in outside
     )

@@ -59,8 +59,17 @@ _OLD_LOGS = ("workerlog.*", "exit.*", "envlog.*", "backup_env.*.json", "default.
 def main() -> int:
     """Run the script that the command line names and return the exit code of the run."""
     options = parse_arguments()
-    environment = {k: v for k, v in os.environ.items() if not _LAUNCHER_READS.fullmatch(k)}
-    command = [sys.executable, "-u", "-m", "paddle.distributed.launch", "--log_dir", str(options.log_dir)]
+    environment = {
+        k: v for k, v in os.environ.items() if not _LAUNCHER_READS.fullmatch(k)
+    }
+    command = [
+        sys.executable,
+        "-u",
+        "-m",
+        "paddle.distributed.launch",
+        "--log_dir",
+        str(options.log_dir),
+    ]
     if options.gpus is None:
         num_ranks = options.processes
         command += ["--nproc_per_node", str(num_ranks)]
@@ -73,13 +82,25 @@ def main() -> int:
         num_ranks = len(options.gpus)
         command += ["--devices", ",".join(options.gpus)]
     python = [sys.executable, "-u"] if options.script.endswith(".py") else []
-    command += ["/bin/sh", "-c", _RANK, "rank", *python, options.script, *options.arguments]
+    command += [
+        "/bin/sh",
+        "-c",
+        _RANK,
+        "rank",
+        *python,
+        options.script,
+        *options.arguments,
+    ]
     with open(options.log_dir / "launcher.log", "ab") as launcher_log:
         if not _lock(launcher_log):
-            say(f"--log-dir {options.log_dir} belongs to a run that is alive: wait, or pass another --log-dir")
+            say(
+                f"--log-dir {options.log_dir} belongs to a run that is alive: wait, or pass another --log-dir"
+            )
             return 2
         launcher_log.truncate(0)
-        for path in (path for pattern in _OLD_LOGS for path in options.log_dir.glob(pattern)):
+        for path in (
+            path for pattern in _OLD_LOGS for path in options.log_dir.glob(pattern)
+        ):
             path.unlink()
         try:
             return run(command, environment, num_ranks, options.log_dir, launcher_log)
@@ -96,21 +117,39 @@ def parse_arguments() -> argparse.Namespace:
         description="Run a training script on N processes of this host, under paddle.distributed.launch.",
         allow_abbrev=False,
     )
-    parser.add_argument("--processes", type=int, metavar="N", help="N processes on the CPU, over gloo")
-    parser.add_argument("--gpus", metavar="LIST", help="one process per GPU: 0,1 or all")
-    parser.add_argument("--log-dir", type=Path, default=Path("log"), metavar="DIR", help="default: %(default)s")
+    parser.add_argument(
+        "--processes", type=int, metavar="N", help="N processes on the CPU, over gloo"
+    )
+    parser.add_argument(
+        "--gpus", metavar="LIST", help="one process per GPU: 0,1 or all"
+    )
+    parser.add_argument(
+        "--log-dir",
+        type=Path,
+        default=Path("log"),
+        metavar="DIR",
+        help="default: %(default)s",
+    )
     parser.add_argument("script", help="a .py file or an executable")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="passed on to the script")
+    parser.add_argument(
+        "arguments", nargs=argparse.REMAINDER, help="passed on to the script"
+    )
     options = parser.parse_args()
     if (options.processes is None) == (options.gpus is None):
         given = "neither" if options.gpus is None else "both"
-        parser.error(f"pass --processes N (CPU) or --gpus LIST, exactly one of them; got {given}")
+        parser.error(
+            f"pass --processes N (CPU) or --gpus LIST, exactly one of them; got {given}"
+        )
     if options.processes is not None and options.processes < 1:
         parser.error(f"--processes must be at least 1, got {options.processes}")
     if not os.path.isfile(options.script):
-        parser.error(f"script {options.script!r} is not a file, seen from {os.getcwd()}")
+        parser.error(
+            f"script {options.script!r} is not a file, seen from {os.getcwd()}"
+        )
     if not options.script.endswith(".py") and not os.access(options.script, os.X_OK):
-        parser.error(f"script {options.script!r} must end in .py or be executable (chmod +x)")
+        parser.error(
+            f"script {options.script!r} must end in .py or be executable (chmod +x)"
+        )
     if options.gpus is not None:
         try:
             options.gpus = choose_gpus(options.gpus, visible_gpus())
@@ -119,7 +158,9 @@ def parse_arguments() -> argparse.Namespace:
     try:
         options.log_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        parser.error(f"--log-dir {options.log_dir} cannot be made: {error.strerror}; pass another")
+        parser.error(
+            f"--log-dir {options.log_dir} cannot be made: {error.strerror}; pass another"
+        )
     return options
 
 
@@ -134,28 +175,50 @@ def choose_gpus(wanted: str, visible: list[str]) -> list[str]:
         ValueError: If none is visible, or one is not visible or named twice.
     """
     if not visible:
-        raise ValueError(f"--gpus {wanted}: this Paddle sees no GPU; use --processes N to run on the CPU")
-    labels = visible if wanted == "all" else [label.strip() for label in wanted.split(",")]
+        raise ValueError(
+            f"--gpus {wanted}: this Paddle sees no GPU; use --processes N to run on the CPU"
+        )
+    labels = (
+        visible if wanted == "all" else [label.strip() for label in wanted.split(",")]
+    )
     if missing := [label for label in labels if label not in visible]:
-        raise ValueError(f"--gpus {wanted}: {missing} not among the visible GPUs, {visible}")
+        raise ValueError(
+            f"--gpus {wanted}: {missing} not among the visible GPUs, {visible}"
+        )
     if len(set(labels)) < len(labels):
-        raise ValueError(f"--gpus {wanted}: a GPU is named twice, and each runs one process")
+        raise ValueError(
+            f"--gpus {wanted}: a GPU is named twice, and each runs one process"
+        )
     return labels
 
 
 def visible_gpus() -> list[str]:
     """Return the launcher's labels of the GPUs that Paddle sees, asked in a process of its own."""
     code = "import paddle; print('count', paddle.device.cuda.device_count())"
-    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    answer = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True
+    )
     count = re.search(r"^count (\d+)$", answer.stdout, re.MULTILINE)
     if count is None:
-        raise ValueError(f"--gpus: Paddle cannot be asked for the GPUs that it sees:\n{answer.stderr}")
+        raise ValueError(
+            f"--gpus: Paddle cannot be asked for the GPUs that it sees:\n{answer.stderr}"
+        )
     listed = os.environ.get("CUDA_VISIBLE_DEVICES", "all")
-    labels = [str(index) for index in range(int(count[1]))] if listed == "all" else listed.split(",")
+    labels = (
+        [str(index) for index in range(int(count[1]))]
+        if listed == "all"
+        else listed.split(",")
+    )
     return labels[: int(count[1])]
 
 
-def run(command: list[str], environment: dict[str, str], num_ranks: int, log_dir: Path, launcher_log: BinaryIO) -> int:
+def run(
+    command: list[str],
+    environment: dict[str, str],
+    num_ranks: int,
+    log_dir: Path,
+    launcher_log: BinaryIO,
+) -> int:
     """Start the launcher, follow global rank 0, see the run to its end, and return its exit code."""
     run_id = uuid.uuid4().hex
     follower = Follower(log_dir / "workerlog.0")
@@ -179,7 +242,9 @@ def run(command: list[str], environment: dict[str, str], num_ranks: int, log_dir
                 # To the ranks, as in a terminal without a launcher: this one would turn it into SIGTERM.
                 ranks = [pid for pid in _pids_of(run_id) if pid != launcher.pid]
                 _send(received[0], ranks or [launcher.pid])
-            if len(received) > 1 or (give_up is not None and time.monotonic() > give_up):
+            if len(received) > 1 or (
+                give_up is not None and time.monotonic() > give_up
+            ):
                 break
             time.sleep(POLL_SECONDS)
     finally:
@@ -188,7 +253,11 @@ def run(command: list[str], environment: dict[str, str], num_ranks: int, log_dir
     if received:
         say(f"stopped by {signal.Signals(received[0]).name}; logs in {log_dir}")
         return 128 + received[0]
-    return 0 if launcher.returncode == 0 else explain_failure(launcher.returncode, num_ranks, log_dir)
+    return (
+        0
+        if launcher.returncode == 0
+        else explain_failure(launcher.returncode, num_ranks, log_dir)
+    )
 
 
 class Follower:
@@ -220,12 +289,20 @@ def explain_failure(launcher_code: int, num_ranks: int, log_dir: Path) -> int:
     logs.append(log_dir / ("launcher.log" if first is None else f"workerlog.{first}"))
     for path in (path for path in logs if path.exists()):
         lines = path.read_text(errors="replace").splitlines()
-        cut = f", the last {TAIL_LINES} of {len(lines)} lines" if len(lines) > TAIL_LINES else ""
+        cut = (
+            f", the last {TAIL_LINES} of {len(lines)} lines"
+            if len(lines) > TAIL_LINES
+            else ""
+        )
         print(f"--- {path}{cut} ---", *lines[-TAIL_LINES:], sep="\n", file=sys.stderr)
     if first is None:
-        say(f"the launcher ended with {how(launcher_code)}, no rank did; logs in {log_dir}")
+        say(
+            f"the launcher ended with {how(launcher_code)}, no rank did; logs in {log_dir}"
+        )
         return launcher_code if launcher_code > 0 else 128 - launcher_code
-    say(f"rank {first} of {num_ranks} failed first, with {how(codes[first])}; logs in {log_dir}")
+    say(
+        f"rank {first} of {num_ranks} failed first, with {how(codes[first])}; logs in {log_dir}"
+    )
     return codes[first]
 
 
@@ -257,7 +334,9 @@ def _collect_signals() -> list[int]:
     """Return a list to which every signal that asks this process to stop will be appended."""
     received: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # under nohup, SIGHUP stays ignored
+        if (
+            signal.getsignal(number) is not signal.SIG_IGN
+        ):  # under nohup, SIGHUP stays ignored
             signal.signal(number, lambda number, frame: received.append(number))
     return received
 
@@ -269,7 +348,9 @@ def _pids_of(run_id: str) -> list[int]:
     for name in os.listdir("/proc"):
         # One may end meanwhile, or be another user's.
         with contextlib.suppress(OSError):
-            if name.isdigit() and token in Path("/proc", name, "environ").read_bytes().split(b"\0"):
+            if name.isdigit() and token in Path(
+                "/proc", name, "environ"
+            ).read_bytes().split(b"\0"):
                 found.append(int(name))
     return found
 

@@ -28,7 +28,9 @@ import sys
 import time
 from typing import Any
 
-os.environ.setdefault("RAY_AUTH_MODE", "token")  # if the cluster has none, set RAY_AUTH_MODE=disabled
+os.environ.setdefault(
+    "RAY_AUTH_MODE", "token"
+)  # if the cluster has none, set RAY_AUTH_MODE=disabled
 
 POLL_SECONDS = 0.2
 CONNECT_SECONDS = 10.0
@@ -57,7 +59,9 @@ class Rank:
                 probe.close()
         return ray.util.get_node_ip_address(), free, list(map(str, ray.get_gpu_ids()))
 
-    def start(self, command: list[str], variables: dict[str, str], ip: str, folder: str | None) -> None:
+    def start(
+        self, command: list[str], variables: dict[str, str], ip: str, folder: str | None
+    ) -> None:
         """Start the script in a folder, None: in the actor's own. It is killed if this actor dies."""
         import ctypes
         import subprocess
@@ -67,10 +71,23 @@ class Rank:
         if folder is not None and not os.path.isdir(folder):
             raise NotADirectoryError(f"node {ip} has no {folder}")
 
-        ours = ("PADDLE_", "POD_", "TRAINER_", "FLAGS_selected_", "RAY_JOB_", "RAY_RAYLET_")
-        env = {name: value for name, value in os.environ.items() if not name.startswith(ours)} | variables
+        ours = (
+            "PADDLE_",
+            "POD_",
+            "TRAINER_",
+            "FLAGS_selected_",
+            "RAY_JOB_",
+            "RAY_RAYLET_",
+        )
+        env = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(ours)
+        } | variables
         if "GLOO_SOCKET_IFNAME" not in env and (interface := _interface_of(ip)):
-            env["GLOO_SOCKET_IFNAME"] = interface  # gloo would take what the host's name means, often 127.0.0.1
+            env["GLOO_SOCKET_IFNAME"] = (
+                interface  # gloo would take what the host's name means, often 127.0.0.1
+            )
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
         kill_with_parent = ctypes.CDLL(None).prctl
         self._process = subprocess.Popen(
@@ -96,7 +113,11 @@ class Rank:
         code = self._process.returncode if self._ended < float("inf") else None
         size = os.fstat(self._log.fileno()).st_size
         first = max(0, size + offset) if offset < 0 else offset
-        return os.pread(self._log.fileno(), max(0, size - first), first), code, self._ended
+        return (
+            os.pread(self._log.fileno(), max(0, size - first), first),
+            code,
+            self._ended,
+        )
 
     def stop(self) -> None:
         """Kill the process, and those that it has started."""
@@ -116,7 +137,9 @@ def _interface_of(ip: str) -> str | None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # it has no address
-                answer = fcntl.ioctl(probe, 0x8915, struct.pack("256s", name.encode()))  # SIOCGIFADDR
+                answer = fcntl.ioctl(
+                    probe, 0x8915, struct.pack("256s", name.encode())
+                )  # SIOCGIFADDR
                 if socket.inet_ntoa(answer[20:24]) == ip:
                     return name
     return None
@@ -130,19 +153,25 @@ def main() -> int:
         try:  # Ray itself would try for minutes
             socket.create_connection((found[1], int(found[2])), CONNECT_SECONDS).close()
         except OSError as error:
-            say(f"no Ray cluster answers at RAY_ADDRESS={address} ({error}). Start one there, or correct or unset it")
+            say(
+                f"no Ray cluster answers at RAY_ADDRESS={address} ({error}). Start one there, or correct or unset it"
+            )
             return 2
     try:
         import ray
     except ImportError as error:
-        say(f"Ray cannot be imported ({error}); install it with: pip install 'paddle_shard[ray]'")
+        say(
+            f"Ray cannot be imported ({error}); install it with: pip install 'paddle_shard[ray]'"
+        )
         return 2
     received: list[int] = []
     runtime_env = {"working_dir": options.working_dir} if options.working_dir else None
     try:
         ray.init(address="auto", runtime_env=runtime_env, log_to_driver=False)
     except (ConnectionError, ValueError) as error:
-        say(f"no Ray cluster: {error}. Start one with: ray start --head; or correct RAY_ADDRESS, or unset it")
+        say(
+            f"no Ray cluster: {error}. Start one with: ray start --head; or correct RAY_ADDRESS, or unset it"
+        )
         return 2
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
@@ -163,21 +192,43 @@ def parse_arguments() -> argparse.Namespace:
         description="Run a training script on N processes of a Ray cluster.",
         allow_abbrev=False,
     )
-    parser.add_argument("--processes", type=int, required=True, metavar="N", help="ranks in all")
-    parser.add_argument("--gpus", action="store_true", help="one GPU for each rank; else they run on CPUs, over gloo")
-    parser.add_argument("--cpus", type=float, default=1, metavar="C", help="CPUs for each rank; default: %(default)s")
-    parser.add_argument("--working-dir", metavar="DIR", help="a directory to send to the nodes, in which ranks run")
+    parser.add_argument(
+        "--processes", type=int, required=True, metavar="N", help="ranks in all"
+    )
+    parser.add_argument(
+        "--gpus",
+        action="store_true",
+        help="one GPU for each rank; else they run on CPUs, over gloo",
+    )
+    parser.add_argument(
+        "--cpus",
+        type=float,
+        default=1,
+        metavar="C",
+        help="CPUs for each rank; default: %(default)s",
+    )
+    parser.add_argument(
+        "--working-dir",
+        metavar="DIR",
+        help="a directory to send to the nodes, in which ranks run",
+    )
     parser.add_argument("script", help="a .py file")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="passed on to the script")
+    parser.add_argument(
+        "arguments", nargs=argparse.REMAINDER, help="passed on to the script"
+    )
     options = parser.parse_args()
     if options.processes < 1:
         parser.error(f"--processes must be at least 1, got {options.processes}")
     if options.working_dir is None:
         if not os.path.isfile(options.script):
-            parser.error(f"script {options.script!r} is not a file, seen from {os.getcwd()}")
+            parser.error(
+                f"script {options.script!r} is not a file, seen from {os.getcwd()}"
+            )
         options.script = os.path.abspath(options.script)
     elif not os.path.isfile(os.path.join(options.working_dir, options.script)):
-        parser.error(f"script {options.script!r} is not a file in --working-dir {options.working_dir}")
+        parser.error(
+            f"script {options.script!r} is not a file in --working-dir {options.working_dir}"
+        )
     return options
 
 
@@ -194,7 +245,9 @@ def placed(options: argparse.Namespace, received: list[int]) -> list[Any] | None
         if time.monotonic() > said:
             there = ray.cluster_resources()
             has = f"{there.get('CPU', 0):g} CPUs and {there.get('GPU', 0):g} GPUs"
-            say(f"waiting for room for {options.processes} x {bundle}; the cluster has {has}")
+            say(
+                f"waiting for room for {options.processes} x {bundle}; the cluster has {has}"
+            )
             said = float("inf")
     at = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
     made = ray.remote(Rank)
@@ -208,12 +261,22 @@ def placed(options: argparse.Namespace, received: list[int]) -> list[Any] | None
     ]
 
 
-def told(options: argparse.Namespace, ranks: list[Any]) -> tuple[list[Any], list[dict[str, str]], list[str]]:
+def told(
+    options: argparse.Namespace, ranks: list[Any]
+) -> tuple[list[Any], list[dict[str, str]], list[str]]:
     """Return the actors in the order of their ranks, with what Paddle's launcher tells each, and their addresses."""
     import ray
 
-    found = list(zip(ray.get([rank.where.remote(2) for rank in ranks]), ranks, strict=True))
-    found.sort(key=lambda one: tuple(map(int, one[0][0].split("."))) if one[0][0].count(".") == 3 else one[0][0])
+    found = list(
+        zip(ray.get([rank.where.remote(2) for rank in ranks]), ranks, strict=True)
+    )
+    found.sort(
+        key=lambda one: (
+            tuple(map(int, one[0][0].split(".")))
+            if one[0][0].count(".") == 3
+            else one[0][0]
+        )
+    )
     ips = [ip for (ip, _, _), _ in found]
     endpoints = [f"{ip}:{ports[0]}" for (ip, ports, _), _ in found]
     master, variables = f"{ips[0]}:{found[0][0][1][1]}", []
@@ -236,7 +299,10 @@ def told(options: argparse.Namespace, ranks: list[Any]) -> tuple[list[Any], list
         if options.gpus:  # the only one that it sees
             mine |= {"CUDA_VISIBLE_DEVICES": gpus[0], "FLAGS_selected_gpus": "0"}
         else:
-            mine |= {"PADDLE_DISTRI_BACKEND": "gloo", "OMP_NUM_THREADS": str(max(1, int(options.cpus)))}
+            mine |= {
+                "PADDLE_DISTRI_BACKEND": "gloo",
+                "OMP_NUM_THREADS": str(max(1, int(options.cpus))),
+            }
         variables.append(mine)
     return [actor for _, actor in found], variables, ips
 
@@ -250,15 +316,27 @@ def run(options: argparse.Namespace, ranks: list[Any], received: list[int]) -> i
     folder = None if options.working_dir else os.getcwd()
     of_ranks = zip(ranks, variables, ips, strict=True)
     try:
-        ray.get([rank.start.remote(command, mine, ip, folder) for rank, mine, ip in of_ranks])
+        ray.get(
+            [
+                rank.start.remote(command, mine, ip, folder)
+                for rank, mine, ip in of_ranks
+            ]
+        )
     except ray.exceptions.RayTaskError as error:
         way_out = "run this in a folder that every node has, or give --working-dir"
-        say(f"the ranks cannot be started: {str(error.cause).splitlines()[0]}; {way_out}")
+        say(
+            f"the ranks cannot be started: {str(error.cause).splitlines()[0]}; {way_out}"
+        )
         return 2
     offset, codes = 0, list[int | None]()
     while True:
         try:
-            looks = ray.get([rank.look.remote(offset if rank is ranks[0] else NOTHING) for rank in ranks])
+            looks = ray.get(
+                [
+                    rank.look.remote(offset if rank is ranks[0] else NOTHING)
+                    for rank in ranks
+                ]
+            )
         except ray.exceptions.RayError as error:
             say(f"a node or an actor was lost: {str(error).splitlines()[0]}")
             return 1
@@ -276,9 +354,20 @@ def run(options: argparse.Namespace, ranks: list[Any], received: list[int]) -> i
     if not any(codes):
         return 0
     # Others fail because one has: a little later, by clocks of hosts that agree.
-    first = min((rank for rank, code in enumerate(codes) if code), key=lambda rank: looks[rank][2])
-    for rank in [*(rank for rank in range(len(ranks)) if rank != first), first]:  # the cause comes last
-        print(f"--- rank {rank} on {ips[rank]} ---", ends[rank][0].decode(errors="replace"), sep="\n", file=sys.stderr)
+    first = min(
+        (rank for rank, code in enumerate(codes) if code),
+        key=lambda rank: looks[rank][2],
+    )
+    for rank in [
+        *(rank for rank in range(len(ranks)) if rank != first),
+        first,
+    ]:  # the cause comes last
+        print(
+            f"--- rank {rank} on {ips[rank]} ---",
+            ends[rank][0].decode(errors="replace"),
+            sep="\n",
+            file=sys.stderr,
+        )
     code = codes[first] or 1
     say(f"rank {first} of {len(ranks)} failed with exit code {code}, on {ips[first]}")
     return code if code > 0 else 128 - code

@@ -130,7 +130,9 @@ class PeerLostError(PaddleShardError, RuntimeError):
     timeout: float | None = None
 
     @classmethod
-    def of(cls, text: str, ranks: Iterable[int], timeout: float | None = None) -> PeerLostError:
+    def of(
+        cls, text: str, ranks: Iterable[int], timeout: float | None = None
+    ) -> PeerLostError:
         """Return the error for these ranks."""
         error = cls(text)
         error.ranks, error.timeout = tuple(ranks), timeout

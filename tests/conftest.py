@@ -10,7 +10,9 @@ from tests.jobs import run_ranks
 from tests.trials import LONG as RUNS_LONG
 from tests.trials import trials
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what runs in its background
+if (
+    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+):  # as a shell starts what runs in its background
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if find_spec("hypothesis"):  # which other libraries' environments do without
     from hypothesis import HealthCheck, settings
@@ -26,7 +28,13 @@ if find_spec("hypothesis"):  # which other libraries' environments do without
 collect_ignore_glob = ["*/*_worker.py"]
 # Other libraries need environments of their own: `make test-adapters`. `make demos` runs the demos.
 STARTS_PROCESSES = {"faults", "launch", "multiprocess"}
-STARTS_PROCESSES |= {"test_worker_processes", "test_worker_batches", "test_channel", "test_s3", "test_types"}
+STARTS_PROCESSES |= {
+    "test_worker_processes",
+    "test_worker_batches",
+    "test_channel",
+    "test_s3",
+    "test_types",
+}
 LONG = {"faults", "launch", "multiprocess", "testing"}
 OTHERS = {
     "adapters": "PADDLE_SHARD_ADAPTER",
@@ -51,7 +59,13 @@ def run_once(tmp_path_factory):
         job = script, num_ranks, *args
         if job not in found:
             try:
-                found[job] = run_ranks(script, num_ranks, tmp_path_factory.mktemp("job"), args=args, **options)
+                found[job] = run_ranks(
+                    script,
+                    num_ranks,
+                    tmp_path_factory.mktemp("job"),
+                    args=args,
+                    **options,
+                )
             except RanksFailed as error:
                 found[job] = error
         if isinstance(found[job], RanksFailed):
@@ -71,7 +85,9 @@ def run_case(run_once):
     def run(script, num_ranks, case, cases, **options):
         try:
             reports = run_once(script, num_ranks, cases, **options)
-        except RanksFailed:  # so that a case that breaks or hangs takes no other with it
+        except (
+            RanksFailed
+        ):  # so that a case that breaks or hangs takes no other with it
             reports = run_once(script, num_ranks, [case], **options)
         return [report[case] for report in reports]
 
@@ -82,7 +98,11 @@ def run_case(run_once):
 def pytest_collect_file():
     """Examples are in the package's docstrings; looking for some in every test takes seconds."""
     collectors = yield
-    return [collector for collector in collectors if type(collector).__name__ != "DoctestModule"]
+    return [
+        collector
+        for collector in collectors
+        if type(collector).__name__ != "DoctestModule"
+    ]
 
 
 def pytest_collection_finish():
@@ -94,10 +114,20 @@ def pytest_collection_finish():
 def pytest_collection_modifyitems(items):
     """Mark what starts processes, which `make quick` leaves out: whole rooms, and tests of workers."""
     for item in items:
-        workers = getattr(item, "callspec", None) is not None and item.callspec.params.get("workers")
-        if workers or item.path.parent.name in STARTS_PROCESSES or item.path.stem in STARTS_PROCESSES:
+        workers = getattr(
+            item, "callspec", None
+        ) is not None and item.callspec.params.get("workers")
+        if (
+            workers
+            or item.path.parent.name in STARTS_PROCESSES
+            or item.path.stem in STARTS_PROCESSES
+        ):
             item.add_marker("processes")
         if "long" in item.keywords and not RUNS_LONG:
-            item.add_marker(pytest.mark.skip(reason="takes long, and a faster test covers it: make test-long"))
+            item.add_marker(
+                pytest.mark.skip(
+                    reason="takes long, and a faster test covers it: make test-long"
+                )
+            )
     # Files that wait for many processes begin first: at the end the others would wait for them.
     items.sort(key=lambda item: item.path.parent.name not in LONG)

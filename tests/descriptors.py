@@ -36,7 +36,16 @@ def open_files() -> set[Descriptor]:
     """All that are open now."""
     found = set()
     for number in map(int, os.listdir("/proc/self/fd")):
-        with contextlib.suppress(OSError):  # the listing's own, and what another thread closes meanwhile
+        with contextlib.suppress(
+            OSError
+        ):  # the listing's own, and what another thread closes meanwhile
             status = os.fstat(number)
-            found.add(Descriptor(number, status.st_dev, status.st_ino, os.readlink(f"/proc/self/fd/{number}")))
+            found.add(
+                Descriptor(
+                    number,
+                    status.st_dev,
+                    status.st_ino,
+                    os.readlink(f"/proc/self/fd/{number}"),
+                )
+            )
     return found

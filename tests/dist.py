@@ -42,26 +42,39 @@ def run(*command, cwd=ROOT):
 
 def example():
     """Return the README's first example, for one process: its mesh is made smaller, and it has data."""
-    code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
+    code = re.search(
+        r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL
+    )[1]
     made, mesh = "import paddle_shard\n", "[[0, 1], [2, 3]]"
     assert code.count(made) == code.count(mesh) == code.count("    ...\n") == 1, (
         "the README's first example has changed"
     )
     code = code.replace(made, made + DATA).replace(mesh, "[[0]]")
-    return code.replace("    ...\n", "    assert inputs.shape == [64, 4]\n") + "print(loader)\n"
+    return (
+        code.replace("    ...\n", "    assert inputs.shape == [64, 4]\n")
+        + "print(loader)\n"
+    )
 
 
 def contents():
     """Say what is missing in what was built."""
     (wheel,), (sdist,) = DIST.glob("*.whl"), DIST.glob("*.tar.gz")
     inside = set(zipfile.ZipFile(wheel).namelist())
-    packaged = {str(path.relative_to(ROOT)) for path in (ROOT / "paddle_shard").rglob("*.py")}
+    packaged = {
+        str(path.relative_to(ROOT)) for path in (ROOT / "paddle_shard").rglob("*.py")
+    }
     packaged.add("paddle_shard/py.typed")
     assert packaged <= inside, sorted(packaged - inside)
-    strays = {name for name in inside if not name.startswith(("paddle_shard/", "paddle_shard-"))}
+    strays = {
+        name
+        for name in inside
+        if not name.startswith(("paddle_shard/", "paddle_shard-"))
+    }
     assert not strays, strays
     assert any(name.endswith("/LICENSE") and "dist-info" in name for name in inside)
-    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, check=False, capture_output=True, text=True).stdout.split()
+    tracked = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, check=False, capture_output=True, text=True
+    ).stdout.split()
     with tarfile.open(sdist) as archive:
         there = {name.partition("/")[2] for name in archive.getnames()}
     hidden = {name for name in tracked if name.startswith(".")}
@@ -75,7 +88,16 @@ def tried(built, extra, code):
         print(f"== {built.name}{extra}", flush=True)
         venv.create(Path(folder, "env"), with_pip=True)
         python = Path(folder, "env/bin/python")
-        run(python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", f"{built}{extra}", cwd=folder)
+        run(
+            python,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--disable-pip-version-check",
+            f"{built}{extra}",
+            cwd=folder,
+        )
         run(python, "-m", "pip", "check", cwd=folder)
         Path(folder, "example.py").write_text(code)
         run(python, "-W", "ignore", "example.py", cwd=folder)

@@ -64,17 +64,27 @@ class Forks(Processes):
         )
         self._ended: dict[int, int] = {}
 
-    def start(self, command: Sequence[str], variables: Mapping[str, str], log: Path) -> Fork:
+    def start(
+        self, command: Sequence[str], variables: Mapping[str, str], log: Path
+    ) -> Fork:
         """Start a process in this one's folder. A Python file is run as `__main__` in a fork.
 
         Raises:
             ValueError: A variable was given that is read when Paddle is imported, which the process does not do.
         """
-        changed = sorted(name for name, value in variables.items() if value != self._environment.get(name))
+        changed = sorted(
+            name
+            for name, value in variables.items()
+            if value != self._environment.get(name)
+        )
         if at_import := [name for name in changed if name.startswith(_READ_AT_IMPORT)]:
-            raise ValueError(f"env: {at_import} is read when Paddle is imported, before ranks are forked.")
+            raise ValueError(
+                f"env: {at_import} is read when Paddle is imported, before ranks are forked."
+            )
         pid = self._ask("start", list(command), dict(variables), str(log), os.getcwd())
-        self._ended.pop(pid, None)  # of one that had the same number before: the system begins again at 32768
+        self._ended.pop(
+            pid, None
+        )  # of one that had the same number before: the system begins again at 32768
         return Fork(self, pid)
 
     def ended(self) -> Mapping[int, int]:
@@ -100,7 +110,9 @@ class Forks(Processes):
             print(json.dumps(request), file=self._process.stdin)
         answer = self._process.stdout.readline()
         if not answer:
-            raise RuntimeError(f"the process that forks ranks has ended with {self._process.wait()}; see its output")
+            raise RuntimeError(
+                f"the process that forks ranks has ended with {self._process.wait()}; see its output"
+            )
         return json.loads(answer)
 
 
@@ -117,7 +129,12 @@ def _descendants(pid: int) -> list[int]:
     children: dict[int, list[int]] = {}
     for entry in os.listdir("/proc"):
         with suppress(OSError, ValueError):  # ended meanwhile
-            state, parent = Path("/proc", str(int(entry)), "stat").read_text().rpartition(")")[2].split()[:2]
+            state, parent = (
+                Path("/proc", str(int(entry)), "stat")
+                .read_text()
+                .rpartition(")")[2]
+                .split()[:2]
+            )
             if state not in "ZX":
                 children.setdefault(int(parent), []).append(int(entry))
     found, new = [], [pid]
@@ -160,13 +177,18 @@ def _kill_all() -> None:
         time.sleep(0.01)
 
 
-def _become(command: list[str], variables: Mapping[str, str], log: str, folder: str) -> None:
+def _become(
+    command: list[str], variables: Mapping[str, str], log: str, folder: str
+) -> None:
     """Run a command in this forked process; a script as its `__main__`."""
     import numpy as np
     import paddle
 
     os.setsid()
-    for path, flags, numbers in ((os.devnull, os.O_RDONLY, (0,)), (log, os.O_WRONLY | os.O_CREAT, (1, 2))):
+    for path, flags, numbers in (
+        (os.devnull, os.O_RDONLY, (0,)),
+        (log, os.O_WRONLY | os.O_CREAT, (1, 2)),
+    ):
         opened = os.open(path, flags, 0o644)
         for number in numbers:
             os.dup2(opened, number)
@@ -175,7 +197,11 @@ def _become(command: list[str], variables: Mapping[str, str], log: str, folder: 
     known = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     os.environ.clear()
     os.environ.update(variables)
-    more = [path for path in variables.get("PYTHONPATH", "").split(os.pathsep) if path and path not in known]
+    more = [
+        path
+        for path in variables.get("PYTHONPATH", "").split(os.pathsep)
+        if path and path not in known
+    ]
     sys.path[:1] = [str(Path(command[0]).resolve().parent), *more]
     sys.argv = command
     # Seed the generators from the system, as those of fresh processes; Python does it with its own after a fork.

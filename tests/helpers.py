@@ -44,7 +44,13 @@ def locals_of(batches):
 
 def places_in(value, way=()):
     """The way to each value inside a JSON value."""
-    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    inside = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     for key, one in inside:
         yield (*way, key)
         yield from places_in(one, (*way, key))

@@ -14,7 +14,9 @@ from tests.forks import forks_of_process
 
 def start_ranks(*args, **options):
     """`paddle_shard.testing.start_ranks`, of forked ranks."""
-    return testing.start_ranks(*args, processes=forks_of_process(os.getpid()), **options)
+    return testing.start_ranks(
+        *args, processes=forks_of_process(os.getpid()), **options
+    )
 
 
 def run_ranks(*args, **options):
@@ -37,12 +39,26 @@ def launch_ranks(script, num_ranks, directory, *, args=(), env=None, timeout=120
     """Return the reports of ranks that `python -m paddle.distributed.launch` has started."""
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
-    command = ["-m", "paddle.distributed.launch", "--nproc_per_node", str(num_ranks), "--log_dir", str(folder)]
+    command = [
+        "-m",
+        "paddle.distributed.launch",
+        "--nproc_per_node",
+        str(num_ranks),
+        "--log_dir",
+        str(folder),
+    ]
     job = Job("the launcher", folder, Processes(folder))
     with contextlib.ExitStack() as stack:
         stack.callback(job.kill)
-        job.start([*command, str(script), *map(str, args)], job_variables(folder, env, timeout), "launcher.log")
+        job.start(
+            [*command, str(script), *map(str, args)],
+            job_variables(folder, env, timeout),
+            "launcher.log",
+        )
         codes = job.wait([0], timeout)
     if codes != {0: 0} or job.silent(range(num_ranks)):
         raise RanksFailed(f"the launcher exited with {codes}\n{job.logs()}")
-    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(num_ranks)]
+    return [
+        json.loads((folder / f"rank-{rank}.json").read_text())
+        for rank in range(num_ranks)
+    ]

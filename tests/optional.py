@@ -13,7 +13,9 @@ class Lazy:
         self._name = name
 
     def __getattr__(self, name):
-        if name.startswith(("__", "_mock")):  # pytest asks them of every global of a test file
+        if name.startswith(
+            ("__", "_mock")
+        ):  # pytest asks them of every global of a test file
             raise AttributeError(name)
         return getattr(importlib.import_module(self._name), name)
 
@@ -22,5 +24,8 @@ def needs(*names):
     """The first of the modules, lazily; a file of tests that asks for one that is not installed is skipped."""
     for name in names:
         if find_spec(name.partition(".")[0]) is None:
-            pytest.skip(f"could not import {name!r}: it is not installed", allow_module_level=True)
+            pytest.skip(
+                f"could not import {name!r}: it is not installed",
+                allow_module_level=True,
+            )
     return Lazy(names[0])

@@ -14,7 +14,9 @@ ALL = [BLOCKS if name == "blocks" else name for name in ORDERINGS]
 
 def _of_any_mesh(shuffle):
     ordering = find_ordering(shuffle)
-    one, two = (ordering.fingerprint(num_data_ranks=ranks, accumulation=1) for ranks in (1, 2))
+    one, two = (
+        ordering.fingerprint(num_data_ranks=ranks, accumulation=1) for ranks in (1, 2)
+    )
     return one == two
 
 
@@ -34,21 +36,30 @@ def delivered(plan, epoch=0):
         for data_rank in range(plan.num_data_ranks):
             rows = slice_rows(num_rows, plan.num_data_ranks, data_rank, micro_size)
             real = plan.valid(epoch=epoch, step=step, rows=rows)
-            found += plan.indices(epoch=epoch, step=step, data_rank=data_rank)[real].tolist()
+            found += plan.indices(epoch=epoch, step=step, data_rank=data_rank)[
+                real
+            ].tolist()
     return found
 
 
 def check_some_steps(plan, epoch=0):
     """Check the first, the middle and the last steps of a long plan: disjoint slices, undone by `where`."""
     for step in (0, 1, plan.num_steps // 2, plan.num_steps - 1):
-        parts = [plan.indices(epoch=epoch, step=step, data_rank=rank) for rank in range(plan.num_data_ranks)]
+        parts = [
+            plan.indices(epoch=epoch, step=step, data_rank=rank)
+            for rank in range(plan.num_data_ranks)
+        ]
         read = np.concatenate(parts)
         first = plan.first_position(step=step)
         num_real = min(len(read), plan.num_positions - first)
-        assert sorted(read[:num_real].tolist()) == sorted(plan.samples(epoch=epoch, first=first, end=first + num_real))
+        assert sorted(read[:num_real].tolist()) == sorted(
+            plan.samples(epoch=epoch, first=first, end=first + num_real)
+        )
         assert len(set(read[:num_real].tolist())) == num_real
         for rank, part in enumerate(parts):
-            for row in range(0, min(len(part), num_real - rank * len(part)), 1 + len(part) // 5):
+            for row in range(
+                0, min(len(part), num_real - rank * len(part)), 1 + len(part) // 5
+            ):
                 place = plan.where(epoch=epoch, sample=int(part[row]))
                 assert (place.step, place.data_rank, place.row) == (step, rank, row)
     assert plan.num_served == plan.num_positions

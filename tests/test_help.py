@@ -14,7 +14,11 @@ from paddle_shard.data.files.webdataset import webdataset_source
 from paddle_shard.errors import PaddleShardError
 
 ONE = dist.ProcessMesh([0], dim_names=["dp"])
-CLASSES = [value for name in paddle_shard.__all__ if isinstance(value := getattr(paddle_shard, name), type)]
+CLASSES = [
+    value
+    for name in paddle_shard.__all__
+    if isinstance(value := getattr(paddle_shard, name), type)
+]
 
 
 def methods():
@@ -24,8 +28,16 @@ def methods():
             if not base.__module__.startswith("paddle_shard"):
                 continue
             for name, value in vars(base).items():
-                function = value.__func__ if isinstance(value, classmethod | staticmethod) else value
-                if inspect.isfunction(function) and not name.startswith("_") and (class_, name) not in seen:
+                function = (
+                    value.__func__
+                    if isinstance(value, classmethod | staticmethod)
+                    else value
+                )
+                if (
+                    inspect.isfunction(function)
+                    and not name.startswith("_")
+                    and (class_, name) not in seen
+                ):
                     seen.add((class_, name))
                     yield f"{class_.__name__}.{name}", function
 
@@ -36,7 +48,11 @@ METHODS = dict(methods())
 @pytest.mark.parametrize("method", list(METHODS.values()), ids=list(METHODS))
 def test_every_public_method_says_what_it_takes(method):
     text = inspect.getdoc(method) or ""
-    takes = [name for name in inspect.signature(method).parameters if name not in ("self", "cls", "args", "state")]
+    takes = [
+        name
+        for name in inspect.signature(method).parameters
+        if name not in ("self", "cls", "args", "state")
+    ]
 
     assert text
     if takes and not method.__name__.startswith("on_"):
@@ -46,12 +62,22 @@ def test_every_public_method_says_what_it_takes(method):
 
 def test_every_stage_of_a_stream_is_shown_by_an_example():
     for name, method in METHODS.items():
-        if inspect.signature(method).return_annotation in ("Stream", "Self") and name != "Stream.unbatched":
+        if (
+            inspect.signature(method).return_annotation in ("Stream", "Self")
+            and name != "Stream.unbatched"
+        ):
             assert "Examples:" in method.__doc__, name
 
 
 def test_options_are_spelled_out():
-    for source in (Stream.csv, Stream.lines, Stream.jsonl, Stream.webdataset, Stream.parquet, Stream.decode):
+    for source in (
+        Stream.csv,
+        Stream.lines,
+        Stream.jsonl,
+        Stream.webdataset,
+        Stream.parquet,
+        Stream.decode,
+    ):
         assert "options" not in inspect.signature(source).parameters
     with pytest.raises(TypeError, match="count"):
         Stream.lines(["a"], count=True)
@@ -66,17 +92,32 @@ def test_options_are_spelled_out():
 )
 def test_they_are_those_of_the_source_with_the_same_defaults(method, source):
     asked, taken = (dict(inspect.signature(one).parameters) for one in (method, source))
-    of_cache = [asked.pop("cache_dir"), asked.pop("cache_bytes"), taken.pop("cache")]  # a source is given the cache
+    of_cache = [
+        asked.pop("cache_dir"),
+        asked.pop("cache_bytes"),
+        taken.pop("cache"),
+    ]  # a source is given the cache
 
     assert list(asked.items()) == list(taken.items())
     assert [one.default for one in of_cache] == [None] * 3
 
 
 def test_a_stream_shows_its_methods_and_nothing_of_how_it_is_read():
-    public = {name for name in dir(Stream) if not name.startswith("_")} - set(dir(paddle.io.IterableDataset))
+    public = {name for name in dir(Stream) if not name.startswith("_")} - set(
+        dir(paddle.io.IterableDataset)
+    )
 
     assert public == {
-        *("of", "mixture", "csv", "jsonl", "lines", "parquet", "webdataset", "huggingface"),
+        *(
+            "of",
+            "mixture",
+            "csv",
+            "jsonl",
+            "lines",
+            "parquet",
+            "webdataset",
+            "huggingface",
+        ),
         *("decode", "map", "filter", "shuffle", "batch", "unbatch", "repeat", "pack"),
         *("sharding_filter", "in_parts"),
     }

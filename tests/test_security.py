@@ -13,9 +13,15 @@ UNPICKLED = {
 
 
 def test_only_the_files_that_the_threat_model_knows_unpickle():
-    asks = re.compile(r"pickle\.loads?\(|Unpickler|paddle\.load\(|allow_pickle=True|marshal|shelve|\b(eval|exec)\(")
+    asks = re.compile(
+        r"pickle\.loads?\(|Unpickler|paddle\.load\(|allow_pickle=True|marshal|shelve|\b(eval|exec)\("
+    )
     files = sorted((ROOT / "paddle_shard").rglob("*.py"))
-    found = {str(file.relative_to(ROOT / "paddle_shard")) for file in files if asks.search(file.read_text())}
+    found = {
+        str(file.relative_to(ROOT / "paddle_shard"))
+        for file in files
+        if asks.search(file.read_text())
+    }
 
     assert found - {"testing/cpu_static.py"} <= set(UNPICKLED)
     assert {file for file in UNPICKLED if file in found} == set(UNPICKLED)

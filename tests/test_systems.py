@@ -29,7 +29,12 @@ import paddle_shard
 
 
 def run(code):
-    return subprocess.run([sys.executable, "-c", LIKE_WINDOWS + code], capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        [sys.executable, "-c", LIKE_WINDOWS + code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
 
 
 def test_a_plan_works_without_what_only_linux_has():
@@ -39,9 +44,13 @@ def test_a_plan_works_without_what_only_linux_has():
     assert (done.stdout, done.stderr) == ("3 ArrayDataset\n", "")
 
 
-@pytest.mark.parametrize("name", ["shard_dataloader", "Stream", "BucketBatchSampler", "patch_paddle"])
+@pytest.mark.parametrize(
+    "name", ["shard_dataloader", "Stream", "BucketBatchSampler", "patch_paddle"]
+)
 def test_a_loader_says_that_it_needs_linux(name):
     done = run(f"paddle_shard.{name}")
 
-    assert done.stderr.splitlines()[-1].startswith(f"ImportError: paddle_shard.{name} needs Linux, and this system is")
+    assert done.stderr.splitlines()[-1].startswith(
+        f"ImportError: paddle_shard.{name} needs Linux, and this system is"
+    )
     assert "WSL 2" in done.stderr

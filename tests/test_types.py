@@ -27,16 +27,40 @@ for key in shard_dataloader(stream, None, shard_dims="dp").state_dict():
 @pytest.mark.long
 def test_public_names_have_their_types_and_a_misspelt_argument_is_an_error(tmp_path):
     script = tmp_path / "script.py"
-    shown = "".join(f"reveal_type(paddle_shard.{name})\n" for name in paddle_shard.__all__)
+    shown = "".join(
+        f"reveal_type(paddle_shard.{name})\n" for name in paddle_shard.__all__
+    )
     script.write_text(SCRIPT + shown)
-    command = [sys.executable, "-m", "mypy", "--config-file", ROOT / "pyproject.toml", "--follow-imports=silent"]
+    command = [
+        sys.executable,
+        "-m",
+        "mypy",
+        "--config-file",
+        ROOT / "pyproject.toml",
+        "--follow-imports=silent",
+    ]
     command += ["--cache-dir", tmp_path / "cache", script]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "MYPYPATH": str(ROOT)})
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "MYPYPATH": str(ROOT)},
+    )
 
     said = [line.partition("script.py:")[2] for line in done.stdout.splitlines()]
     errors = [line for line in said if " error: " in line]
     assert len(errors) == 2, done.stdout + done.stderr
-    assert errors[0].startswith('4: error: Unexpected keyword argument "shardims" for "shard_dataloader"')
-    assert errors[1].startswith('5: error: Unexpected keyword argument "splits" for "of" of "Stream"')
-    types = dict(zip(paddle_shard.__all__, [line for line in said if "Revealed type is" in line], strict=True))
+    assert errors[0].startswith(
+        '4: error: Unexpected keyword argument "shardims" for "shard_dataloader"'
+    )
+    assert errors[1].startswith(
+        '5: error: Unexpected keyword argument "splits" for "of" of "Stream"'
+    )
+    types = dict(
+        zip(
+            paddle_shard.__all__,
+            [line for line in said if "Revealed type is" in line],
+            strict=True,
+        )
+    )
     assert {name for name, line in types.items() if line.endswith('"Any"')} == set()

@@ -24,14 +24,21 @@ print(json.dumps([platform.python_version(), *map(importlib.metadata.version, ("
 
 def tested(environment, options):
     """Run the tests, and return (Python, Paddle, numpy, tests that passed), or None if one has failed."""
-    python, results = ROOT / environment / "bin/python", ROOT / f"log/versions/{Path(environment).name}.xml"
+    python, results = (
+        ROOT / environment / "bin/python",
+        ROOT / f"log/versions/{Path(environment).name}.xml",
+    )
     results.parent.mkdir(parents=True, exist_ok=True)
     print(f"== {environment}", flush=True)
-    done = subprocess.run([python, "-m", "pytest", "-q", *options, f"--junit-xml={results}"], cwd=ROOT)
+    done = subprocess.run(
+        [python, "-m", "pytest", "-q", *options, f"--junit-xml={results}"], cwd=ROOT
+    )
     if done.returncode:
         return None
     suite = ElementTree.parse(results).getroot()[0].attrib
-    facts = subprocess.run([python, "-c", FACTS], stdout=subprocess.PIPE, text=True, check=True).stdout
+    facts = subprocess.run(
+        [python, "-c", FACTS], stdout=subprocess.PIPE, text=True, check=True
+    ).stdout
     return (*json.loads(facts), int(suite["tests"]) - int(suite["skipped"]))
 
 
@@ -49,10 +56,24 @@ def put(page, row, on):
     """
     head, _, rest = page.partition(HEAD)
     rows = re.match(r"(?:\|.*\n)*", rest)[0]
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in rows.splitlines()]
-    minor = {(one[0].rpartition(".")[0], one[1]): one for one in [*cells, [*map(str, row), on]]}
-    lines = sorted(minor.values(), key=lambda one: [[int(part) for part in text.split(".")] for text in one[:2]])
-    return head + HEAD + "".join(f"| {' | '.join(one)} |\n" for one in lines) + rest[len(rows) :]
+    cells = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in rows.splitlines()
+    ]
+    minor = {
+        (one[0].rpartition(".")[0], one[1]): one
+        for one in [*cells, [*map(str, row), on]]
+    }
+    lines = sorted(
+        minor.values(),
+        key=lambda one: [[int(part) for part in text.split(".")] for text in one[:2]],
+    )
+    return (
+        head
+        + HEAD
+        + "".join(f"| {' | '.join(one)} |\n" for one in lines)
+        + rest[len(rows) :]
+    )
 
 
 def main(environments, options):
@@ -62,7 +83,10 @@ def main(environments, options):
         if row is None:
             failed.append(environment)
         else:
-            PAGE.write_text(put(PAGE.read_text(encoding="utf-8"), row, str(date.today())), encoding="utf-8")
+            PAGE.write_text(
+                put(PAGE.read_text(encoding="utf-8"), row, str(date.today())),
+                encoding="utf-8",
+            )
     return f"failed: {' '.join(failed)}" if failed else 0
 
 

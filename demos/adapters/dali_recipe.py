@@ -17,7 +17,14 @@ from paddle_shard.data.external import ExternalLoader, ShardOptions
 from paddle_shard.data.files.files import needs
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, SplitError
 
-_OURS = ("batch_size", "shard_id", "num_shards", "seed", "enable_checkpointing", "checkpoint")
+_OURS = (
+    "batch_size",
+    "shard_id",
+    "num_shards",
+    "seed",
+    "enable_checkpointing",
+    "checkpoint",
+)
 
 
 def dali_pipeline(
@@ -55,13 +62,17 @@ def dali_pipeline(
         >>> source = dali_pipeline(images, batch_size=256, num_threads=4, device_id=None)  # doctest: +SKIP
     """
     for name in sorted(options.keys() & set(_OURS)):
-        raise ArgumentError(f"dali_pipeline: leave {name} out: it is given for each data rank and epoch.")
+        raise ArgumentError(
+            f"dali_pipeline: leave {name} out: it is given for each data rank and epoch."
+        )
     with needs("dali"):
         import nvidia.dali  # noqa: F401
 
     named = None if fields is None else list(fields)
     return ExternalLoader(
-        lambda share: _Pass(partial(build_pipeline, **options), share, batch_size, named),
+        lambda share: _Pass(
+            partial(build_pipeline, **options), share, batch_size, named
+        ),
         name="dali",
         save=_Pass.state,
         repeatable=True,
@@ -72,7 +83,11 @@ class _Pass:
     """One pass over a share."""
 
     def __init__(
-        self, build_pipeline: Callable[..., Any], share: ShardOptions, batch_size: int, fields: list[str] | None
+        self,
+        build_pipeline: Callable[..., Any],
+        share: ShardOptions,
+        batch_size: int,
+        fields: list[str] | None,
     ) -> None:
         self._fields, self._rows = fields, shares.local_rows(batch_size, share)
         shares.check_same(share, batch_size=batch_size)
@@ -122,11 +137,17 @@ class _Pass:
                 return output.as_tensor()
             output = output.as_cpu()
         array = np.from_dlpack(output.as_tensor())[:rows]
-        return array if self._pipeline.exec_dynamic else array.copy()  # else DALI writes to its buffers again
+        return (
+            array if self._pipeline.exec_dynamic else array.copy()
+        )  # else DALI writes to its buffers again
 
     def state(self) -> dict[str, Any]:
         """Return the state after the last batch that was taken."""
-        return {"delivered": self._delivered, "checkpoint": shares.to_json(self._pipeline.checkpoint()), **self._same}
+        return {
+            "delivered": self._delivered,
+            "checkpoint": shares.to_json(self._pipeline.checkpoint()),
+            **self._same,
+        }
 
 
 def _checked(pipeline: Any, share: ShardOptions, rows: int) -> int:
@@ -140,14 +161,18 @@ def _checked(pipeline: Any, share: ShardOptions, rows: int) -> int:
     from nvidia.dali import Pipeline
 
     if not isinstance(pipeline, Pipeline):
-        raise ArgumentTypeError(f"dali_pipeline: build_pipeline must return a Pipeline, got {type(pipeline).__name__}.")
+        raise ArgumentTypeError(
+            f"dali_pipeline: build_pipeline must return a Pipeline, got {type(pipeline).__name__}."
+        )
     if pipeline.max_batch_size != rows:
         raise SplitError(
             f"dali_pipeline: the pipeline has batch_size={pipeline.max_batch_size}, but this data rank's is {rows}. "
             "Give the pipeline the batch_size that build_pipeline is called with."
         )
     if not pipeline._enable_checkpointing:
-        raise ArgumentError("dali_pipeline: give the pipeline the enable_checkpointing= and checkpoint= of the call.")
+        raise ArgumentError(
+            "dali_pipeline: give the pipeline the enable_checkpointing= and checkpoint= of the call."
+        )
     readers = pipeline.reader_meta()
     if not readers:
         raise ArgumentError(
@@ -160,7 +185,12 @@ def _checked(pipeline: Any, share: ShardOptions, rows: int) -> int:
         shares.check_share(found, share, f"dali: the reader {name!r}", fix)
     sizes = {name: meta["epoch_size"] for name, meta in readers.items()}
     if len(set(sizes.values())) > 1:
-        raise ArgumentError(f"dali_pipeline: the readers differ in their number of samples: {sizes}.")
+        raise ArgumentError(
+            f"dali_pipeline: the readers differ in their number of samples: {sizes}."
+        )
     # DALI cuts like this: [size * shard // shards, size * (shard + 1) // shards).
     size = next(iter(sizes.values()))
-    return int(size * (share.shard + 1) // share.num_shards - size * share.shard // share.num_shards)
+    return int(
+        size * (share.shard + 1) // share.num_shards
+        - size * share.shard // share.num_shards
+    )

@@ -15,7 +15,11 @@ from ffcv.writer import DatasetWriter
 from ffcv_recipe import ffcv_loader
 from training import BATCH_SIZE, digits, train, written_once
 
-FIELDS = {"image": NDArrayField(np.dtype("float32"), (64,)), "label": IntField(), "id": IntField()}
+FIELDS = {
+    "image": NDArrayField(np.dtype("float32"), (64,)),
+    "label": IntField(),
+    "id": IntField(),
+}
 PIPELINES = {"image": [NDArrayDecoder()], "label": [IntDecoder()], "id": [IntDecoder()]}
 
 
@@ -39,4 +43,9 @@ if __name__ == "__main__":
     dist.init_parallel_env()
     with tempfile.TemporaryDirectory() as own:
         path = written_once(lambda: write(f"{own}/digits.beton"))
-        train("ffcv", lambda: ffcv_loader(path, batch_size=BATCH_SIZE, shuffle=True, pipelines=PIPELINES))
+        train(
+            "ffcv",
+            lambda: ffcv_loader(
+                path, batch_size=BATCH_SIZE, shuffle=True, pipelines=PIPELINES
+            ),
+        )

@@ -60,13 +60,20 @@ def ffcv_loader(
                 f"ffcv_loader: leave {name} out; {_INSTEAD.get(name, 'it follows from the data rank')}."
             )
     if shuffle not in (False, True, "quasi"):
-        raise ArgumentError(f"ffcv_loader: shuffle must be False, True or 'quasi', got {shuffle!r}.")
+        raise ArgumentError(
+            f"ffcv_loader: shuffle must be False, True or 'quasi', got {shuffle!r}."
+        )
     settings = {"fname": os.fspath(fname), "num_workers": num_workers, **options}
     chosen = None if indices is None else np.array(indices, np.int64)
     ready: dict[tuple[int, int, int, int], Any] = {}
 
     def build(share: ShardOptions) -> _Pass:
-        key = (os.getpid(), share.shard, share.num_shards, local_rows(batch_size, share))
+        key = (
+            os.getpid(),
+            share.shard,
+            share.num_shards,
+            local_rows(batch_size, share),
+        )
         if key not in ready:
             ready[key] = _make(share, settings, shuffle, chosen, key[-1])
         return _Pass(ready[key], share, shuffle, chosen, batch_size, as_dict)
@@ -94,15 +101,27 @@ def _make(
 
     def make(indices: Any, order: Any) -> Any:
         # Without a seed it would draw one from numpy's global generator.
-        return Loader(batch_size=rows, order=order, indices=indices, seed=0, drop_last=False, **settings)
+        return Loader(
+            batch_size=rows,
+            order=order,
+            indices=indices,
+            seed=0,
+            drop_last=False,
+            **settings,
+        )
 
     if shuffle != "quasi":
         return make(chosen, OrderOption.SEQUENTIAL)
     if chosen is None:
         from ffcv.reader import Reader
 
-        chosen = np.arange(Reader(settings["fname"], settings.get("custom_fields", {})).num_samples)
-    first, last = (len(chosen) * part // share.num_shards for part in (share.shard, share.shard + 1))
+        chosen = np.arange(
+            Reader(settings["fname"], settings.get("custom_fields", {})).num_samples
+        )
+    first, last = (
+        len(chosen) * part // share.num_shards
+        for part in (share.shard, share.shard + 1)
+    )
     loader = make(chosen[first:last], OrderOption.QUASI_RANDOM)
     loader.traversal_order.prepare_data_structures()
     loader.pages_as_written = loader.traversal_order.page_to_samples_array
@@ -126,21 +145,31 @@ class _Pass:
             loader.next_epoch = 0
             loader.traversal_order.seed = seed_of(share, share.shard, bits=20)
             # FFCV permutes this table in place: an epoch's order would depend on those before it.
-            loader.traversal_order.page_to_samples_array = loader.pages_as_written.copy()
+            loader.traversal_order.page_to_samples_array = (
+                loader.pages_as_written.copy()
+            )
             self._order = np.asarray(loader.next_traversal_order())
         else:
             every = np.arange(loader.reader.num_samples) if chosen is None else chosen
             if shuffle:
-                every = np.random.default_rng(seed_of(share, "order", bits=63)).permutation(every)
+                every = np.random.default_rng(
+                    seed_of(share, "order", bits=63)
+                ).permutation(every)
             # Every data rank takes its turn, so that shares differ by one sample at most.
             self._order = every[share.shard :: share.num_shards]
-        self._same = {"samples": len(self._order), "batch_size": batch_size, "shuffle": shuffle}
+        self._same = {
+            "samples": len(self._order),
+            "batch_size": batch_size,
+            "shuffle": shuffle,
+        }
         self._delivered = 0
         if share.state is not None:
             check_same(share, **self._same)
             self._delivered = share.state["delivered"]
             if not 0 <= self._delivered <= len(self._order):
-                raise StateError(f"state: {self._delivered} samples of {len(self._order)} were delivered.")
+                raise StateError(
+                    f"state: {self._delivered} samples of {len(self._order)} were delivered."
+                )
 
     def __iter__(self) -> Iterator[Any]:
         if self._delivered == len(self._order):
@@ -149,7 +178,9 @@ class _Pass:
 
         Compiler.set_num_threads(self._loader.num_workers)
         names = list(self._loader.pipeline_specs)
-        batches = _reading_class()(self._loader, self._order[self._delivered :].astype(np.uint64))
+        batches = _reading_class()(
+            self._loader, self._order[self._delivered :].astype(np.uint64)
+        )
         try:
             for batch in batches:
                 leaves = [_own(leaf) for leaf in batch]

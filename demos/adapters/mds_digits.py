@@ -16,7 +16,9 @@ from training import BATCH_SIZE, digits, train, written_once
 def write(folder):
     """The digits in shards of 64 KiB, packed."""
     columns = {"image": "ndarray", "label": "int", "id": "int"}
-    with import_streaming().MDSWriter(out=folder, columns=columns, compression="zstd", size_limit=1 << 16) as out:
+    with import_streaming().MDSWriter(
+        out=folder, columns=columns, compression="zstd", size_limit=1 << 16
+    ) as out:
         for number, (image, label) in enumerate(zip(*digits(), strict=True)):
             out.write({"image": image, "label": int(label), "id": number})
     return folder
@@ -28,7 +30,11 @@ def as_tuple(sample):
 
 def make_source(folder):
     return mds_stream(
-        remote=f"{folder}/remote", local=f"{folder}/cache", batch_size=BATCH_SIZE, shuffle=True, transform=as_tuple
+        remote=f"{folder}/remote",
+        local=f"{folder}/cache",
+        batch_size=BATCH_SIZE,
+        shuffle=True,
+        transform=as_tuple,
     )
 
 

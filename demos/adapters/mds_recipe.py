@@ -43,11 +43,23 @@ _OURS = {
     "streams": "only a single stream is supported",
 }
 _MEMORIES = attrgetter(
-    *("_locals_shm", "_shared_barrier._arr.shm", "_next_epoch.arr.shm", "_cache_usage.arr.shm"),
+    *(
+        "_locals_shm",
+        "_shared_barrier._arr.shm",
+        "_next_epoch.arr.shm",
+        "_cache_usage.arr.shm",
+    ),
     *("_shard_states.shm", "_shard_access_times.shm"),
 )
 """Returns the shared memory of a data set."""
-_USED = ("_parallel_rank_world", "_get_work", "_shm_prefix_int", "_locals_shm", "_shared_barrier", "_next_epoch")
+_USED = (
+    "_parallel_rank_world",
+    "_get_work",
+    "_shm_prefix_int",
+    "_locals_shm",
+    "_shared_barrier",
+    "_next_epoch",
+)
 
 
 def mds_stream(
@@ -89,10 +101,21 @@ def mds_stream(
     for name in sorted(options.keys() & _OURS.keys()):
         raise ArgumentError(f"mds_stream: leave {name} out: {_OURS[name]}.")
     import_streaming()
-    settings = {"local": os.path.abspath(os.fspath(local)), "remote": remote, "shuffle": shuffle, **options}
+    settings = {
+        "local": os.path.abspath(os.fspath(local)),
+        "remote": remote,
+        "shuffle": shuffle,
+        **options,
+    }
 
     def build(share: ShardOptions) -> _Pass:
-        return _Pass(share, settings, batch_size, transform or dict, collate_fn or partial(collate, stack_other=list))
+        return _Pass(
+            share,
+            settings,
+            batch_size,
+            transform or dict,
+            collate_fn or partial(collate, stack_other=list),
+        )
 
     return ExternalLoader(build, name="mds", save=_Pass.state, repeatable=True)
 
@@ -134,10 +157,16 @@ class _Pass:
         # The library counts the samples of all ranks.
         seen = self._delivered * self._share.num_shards
         library = self._dataset.state_dict(num_samples=seen, from_beginning=True)
-        return {"delivered": self._delivered, "library": shares.to_json(library), **self._same}
+        return {
+            "delivered": self._delivered,
+            "library": shares.to_json(library),
+            **self._same,
+        }
 
 
-def _open(share: ShardOptions, settings: Mapping[str, Any], rows: int) -> tuple[Any, Callable[[], None]]:
+def _open(
+    share: ShardOptions, settings: Mapping[str, Any], rows: int
+) -> tuple[Any, Callable[[], None]]:
     """Open a StreamingDataset that reads a share; return it, and the function that closes it."""
     streaming = import_streaming()
     from streaming.base.batching import generate_work
@@ -155,9 +184,13 @@ def _open(share: ShardOptions, settings: Mapping[str, Any], rows: int) -> tuple[
     seed = derive_seed("mds", share.seed) >> 34  # the library adds the epoch to it
     # One process of the host at a time looks for free names of shared memory, since the library has no lock.
     # The data set is alone on its "host", so that no rank waits for another. Below, it gets its data rank.
-    one_at_a_time = os.path.join(tempfile.gettempdir(), f"paddle_shard_mds_{os.getuid()}.lock")
+    one_at_a_time = os.path.join(
+        tempfile.gettempdir(), f"paddle_shard_mds_{os.getuid()}.lock"
+    )
     with open(one_at_a_time, "wb") as lock, held(lock), _environment(_ALONE):
-        dataset = streaming.StreamingDataset(batch_size=rows, shuffle_seed=seed, **settings)
+        dataset = streaming.StreamingDataset(
+            batch_size=rows, shuffle_seed=seed, **settings
+        )
     missing = [name for name in _USED if not hasattr(dataset, name)]
     if missing:
         raise MissingDependencyError(
@@ -165,14 +198,19 @@ def _open(share: ShardOptions, settings: Mapping[str, Any], rows: int) -> tuple[
             "rank. Install the version that this was written for: pip install 'mosaicml-streaming==0.13.*'."
         )
     world = dataset._parallel_rank_world = World(
-        num_nodes=share.num_shards, ranks_per_node=1, workers_per_rank=1, worker=share.shard
+        num_nodes=share.num_shards,
+        ranks_per_node=1,
+        workers_per_rank=1,
+        worker=share.shard,
     )
 
     def work(epoch: int, sample_in_epoch: int) -> npt.NDArray[np.int64]:
         """Replace `_get_work`: return this data rank's sample ids after all ranks have seen `sample_in_epoch`."""
         # [data rank, 0, 0, batch, row]
         ids = generate_work(dataset.batching_method, dataset, world, epoch, 0)
-        wanted = np.bincount(dataset.resample_streams(epoch)[1], minlength=dataset.num_samples)
+        wanted = np.bincount(
+            dataset.resample_streams(epoch)[1], minlength=dataset.num_samples
+        )
         kept: npt.NDArray[np.int64] = _as_often_as(wanted, ids[:, 0, 0])[share.shard]
         return kept[kept >= 0][sample_in_epoch // share.num_shards :]
 
@@ -180,7 +218,9 @@ def _open(share: ShardOptions, settings: Mapping[str, Any], rows: int) -> tuple[
     if settings["remote"] is None:
         # The processes of a host share the directory, where the library would unpack a shard in all of them at once.
         for stream in dataset.streams:
-            stream.prepare_shard = partial(_prepared_alone, stream.prepare_shard, one_at_a_time)
+            stream.prepare_shard = partial(
+                _prepared_alone, stream.prepare_shard, one_at_a_time
+            )
     return dataset, _closing(dataset, lane)
 
 
@@ -210,7 +250,9 @@ def _closing(dataset: Any, lane: Any) -> Callable[[], None]:
     def close() -> None:
         """End the threads, remove shared memory and lock files, and release the directory; only once."""
         atexit.unregister(close)
-        if process != os.getpid() or not closing.acquire(blocking=False):  # the parent's, or closed already
+        if process != os.getpid() or not closing.acquire(
+            blocking=False
+        ):  # the parent's, or closed already
             return
         if hasattr(dataset, "_iterator"):
             dataset._iterator.non_blocking_exit()
@@ -220,17 +262,24 @@ def _closing(dataset: Any, lane: Any) -> Callable[[], None]:
             if memory is not None:
                 atexit.unregister(memory.cleanup)
                 memory.cleanup()
-        for path in (dataset._shared_barrier.filelock_path, dataset._cache_filelock_path):
+        for path in (
+            dataset._shared_barrier.filelock_path,
+            dataset._cache_filelock_path,
+        ):
             with suppress(OSError):
                 os.unlink(path)
         if lane is not None:
             lane.close()
 
-    atexit.register(close)  # after the library's own functions, so that it runs before them
+    atexit.register(
+        close
+    )  # after the library's own functions, so that it runs before them
     return close
 
 
-def _as_often_as(wanted: npt.NDArray[np.int64], ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+def _as_often_as(
+    wanted: npt.NDArray[np.int64], ids: npt.NDArray[np.int64]
+) -> npt.NDArray[np.int64]:
     """Return each data rank's sample ids, with -1 in place of an id that has come as often as wanted before.
 
     Args:
@@ -289,5 +338,7 @@ def import_streaming() -> Any:
             try:
                 import streaming
             finally:
-                del sys.modules[name]  # so that a later import of it says what is missing
+                del sys.modules[
+                    name
+                ]  # so that a later import of it says what is missing
         return streaming

@@ -30,8 +30,13 @@ def ray_loader(dataset: Any, batch_size: int) -> ExternalLoader:
     with needs("ray", "ray_loader: "):
         import ray.data
     if not isinstance(dataset, ray.data.Dataset):
-        raise ArgumentTypeError(f"ray_loader: dataset must be a ray.data.Dataset, got {type(dataset).__name__}.")
-    return ExternalLoader(_Shares(dataset, check_count("ray_loader: batch_size", batch_size)), name="Ray Data")
+        raise ArgumentTypeError(
+            f"ray_loader: dataset must be a ray.data.Dataset, got {type(dataset).__name__}."
+        )
+    return ExternalLoader(
+        _Shares(dataset, check_count("ray_loader: batch_size", batch_size)),
+        name="Ray Data",
+    )
 
 
 class Splits:
@@ -44,7 +49,11 @@ class Splits:
 
     def share(self, shard: int, process: str) -> Any:
         """Return the share of a data rank; None if another process has it."""
-        return self._shares[shard] if self._taken.setdefault(shard, process) == process else None
+        return (
+            self._shares[shard]
+            if self._taken.setdefault(shard, process) == process
+            else None
+        )
 
 
 class _Shares:
@@ -52,7 +61,11 @@ class _Shares:
 
     def __init__(self, dataset: Any, batch_size: int) -> None:
         self._dataset, self._batch_size = dataset, batch_size
-        self._number, self._process, self._held = next(_numbers), os.getpid(), list[Any]()
+        self._number, self._process, self._held = (
+            next(_numbers),
+            os.getpid(),
+            list[Any](),
+        )
 
     def __call__(self, share: ShardOptions) -> Iterable[Any]:
         import ray
@@ -70,10 +83,23 @@ class _Shares:
         if not self._held:
             if not ray.is_initialized():
                 ray.init(address="auto")
-            job = os.environ.get("PADDLE_MASTER") or os.environ.get("PADDLE_TRAINER_ENDPOINTS") or str(os.getpid())
+            job = (
+                os.environ.get("PADDLE_MASTER")
+                or os.environ.get("PADDLE_TRAINER_ENDPOINTS")
+                or str(os.getpid())
+            )
             name = f"paddle_shard: {job}, stream {self._number}"
-            options = {"name": name, "namespace": "paddle_shard", "get_if_exists": True, "num_cpus": 0}
-            splits = ray.remote(Splits).options(**options).remote(self._dataset, share.num_shards)
+            options = {
+                "name": name,
+                "namespace": "paddle_shard",
+                "get_if_exists": True,
+                "num_cpus": 0,
+            }
+            splits = (
+                ray.remote(Splits)
+                .options(**options)
+                .remote(self._dataset, share.num_shards)
+            )
             me = f"{ray.util.get_node_ip_address()}, {os.getpid()}"
             self._held = [ray.get(splits.share.remote(share.shard, me)), splits]
         if self._held[0] is None:

@@ -35,7 +35,9 @@ def seed_of(share: ShardOptions, *purpose: Any, bits: int = 31) -> int:
     return derive_seed("adapter", share.seed, share.epoch, *purpose) >> (64 - bits)
 
 
-def check_share(found: Mapping[str, Any], share: ShardOptions, what: str, fix: str) -> None:
+def check_share(
+    found: Mapping[str, Any], share: ShardOptions, what: str, fix: str
+) -> None:
     """Check that an object of a library has the data rank and the number of data ranks of a share.
 
     Args:
@@ -74,7 +76,9 @@ def check_same(share: ShardOptions, **values: Any) -> None:
             )
 
 
-def build_watched(build: Callable[[Any], Any], share: ShardOptions, library: str) -> Any:
+def build_watched(
+    build: Callable[[Any], Any], share: ShardOptions, library: str
+) -> Any:
     """Return what a user's function builds for a share.
 
     Raises:
@@ -121,16 +125,34 @@ def to_json(value: Any, path: str = "state") -> Any:
         items = [to_json(item, f"{path}[{i}]") for i, item in enumerate(value)]
         return items if isinstance(value, list) else {_TAG: ["tuple", items]}
     if isinstance(value, Mapping):
-        pairs = [[to_json(key, f"a key of {path}"), to_json(item, f"{path}[{key!r}]")] for key, item in value.items()]
+        pairs = [
+            [to_json(key, f"a key of {path}"), to_json(item, f"{path}[{key!r}]")]
+            for key, item in value.items()
+        ]
         plain = all(isinstance(key, str) and key != _TAG for key in value)
         return dict(pairs) if plain else {_TAG: ["dict", pairs]}
     if isinstance(value, bytes):
         return {_TAG: ["bytes", base64.b64encode(value).decode()]}
-    kind = "array" if isinstance(value, np.ndarray) else "tensor" if type(value).__module__ == "torch" else None
+    kind = (
+        "array"
+        if isinstance(value, np.ndarray)
+        else "tensor"
+        if type(value).__module__ == "torch"
+        else None
+    )
     array = np.ascontiguousarray(value) if kind else None
     if array is None or array.dtype.hasobject:
-        raise ArgumentTypeError(f"{path} is a {type(value).__name__}, which cannot be saved as JSON: {value!r:.200}")
-    return {_TAG: [kind, base64.b64encode(array.tobytes()).decode(), array.dtype.str, list(value.shape)]}
+        raise ArgumentTypeError(
+            f"{path} is a {type(value).__name__}, which cannot be saved as JSON: {value!r:.200}"
+        )
+    return {
+        _TAG: [
+            kind,
+            base64.b64encode(array.tobytes()).decode(),
+            array.dtype.str,
+            list(value.shape),
+        ]
+    }
 
 
 def from_json(value: Any) -> Any:
@@ -147,7 +169,9 @@ def from_json(value: Any) -> Any:
         return {key: from_json(item) for key, item in value.items()}
     kind, content, *about = value[_TAG]
     if kind in ("tuple", "dict"):
-        return tuple(from_json(content)) if kind == "tuple" else dict(from_json(content))
+        return (
+            tuple(from_json(content)) if kind == "tuple" else dict(from_json(content))
+        )
     if kind not in ("bytes", "array", "tensor"):
         raise StateError(f"state: {kind!r} is no kind of value that is known.")
     data = base64.b64decode(content)

@@ -23,4 +23,7 @@ class Digits:
 
 if __name__ == "__main__":
     dist.init_parallel_env()
-    train("torchdata", lambda: stateful_dataloader(Digits(), batch_size=BATCH_SIZE, shuffle=True))
+    train(
+        "torchdata",
+        lambda: stateful_dataloader(Digits(), batch_size=BATCH_SIZE, shuffle=True),
+    )

@@ -49,10 +49,14 @@ def torchdata_loader(build: Callable[[ShardOptions], Any]) -> ExternalLoader:
     def build_pass(share: ShardOptions) -> _Pass:
         return _Pass(shares.build_watched(build, share, "torchdata"), share)
 
-    return ExternalLoader(build_pass, name="torchdata", save=_Pass.state, repeatable=True)
+    return ExternalLoader(
+        build_pass, name="torchdata", save=_Pass.state, repeatable=True
+    )
 
 
-def stateful_dataloader(dataset: Any, *, batch_size: int, shuffle: bool = False, **options: Any) -> ExternalLoader:
+def stateful_dataloader(
+    dataset: Any, *, batch_size: int, shuffle: bool = False, **options: Any
+) -> ExternalLoader:
     """Return a `StatefulDataLoader` over a map-style data set, which is split here. Each sample is read exactly once.
 
     A global batch holds the same samples for every number of data ranks.
@@ -85,19 +89,28 @@ def stateful_dataloader(dataset: Any, *, batch_size: int, shuffle: bool = False,
         length = len(dataset)
         order = np.arange(length)
         if shuffle:
-            order = np.random.default_rng(shares.seed_of(share, "order", bits=63)).permutation(length)
+            order = np.random.default_rng(
+                shares.seed_of(share, "order", bits=63)
+            ).permutation(length)
         # The data ranks take samples in turns, so their shares differ by at most one sample.
         mine = order[share.shard :: share.num_shards]
         loader = StatefulDataLoader(
             dataset,
             batch_size=shares.local_rows(batch_size, share),
             sampler=mine.tolist(),
-            generator=torch.Generator().manual_seed(shares.seed_of(share, "workers", share.shard, bits=63)),
+            generator=torch.Generator().manual_seed(
+                shares.seed_of(share, "workers", share.shard, bits=63)
+            ),
             **options,
         )
         return _Pass(loader, share, samples=length, batch_size=batch_size)
 
-    return ExternalLoader(build_pass, name="torchdata StatefulDataLoader", save=_Pass.state, repeatable=True)
+    return ExternalLoader(
+        build_pass,
+        name="torchdata StatefulDataLoader",
+        save=_Pass.state,
+        repeatable=True,
+    )
 
 
 def _import() -> None:
@@ -129,7 +142,11 @@ class _Pass:
         if isinstance(built, Loader):
             built = built.root
         # By default, a Loader begins again if its state is at the end.
-        self._loader = Loader(built, restart_on_stop_iteration=False) if isinstance(built, BaseNode) else built
+        self._loader = (
+            Loader(built, restart_on_stop_iteration=False)
+            if isinstance(built, BaseNode)
+            else built
+        )
         self._key = derive_seed("torch", share.seed, share.epoch, share.shard)
         self._same = {"kind": type(self._loader).__name__, **same}
         self._batches = 0
@@ -141,7 +158,9 @@ class _Pass:
     def __iter__(self) -> Iterator[Any]:
         import torch
 
-        with torch.random.fork_rng(devices=[]):  # the generator is the user's: it is put back
+        with torch.random.fork_rng(
+            devices=[]
+        ):  # the generator is the user's: it is put back
             torch.manual_seed(self._key)
             items = iter(self._loader)
         # torch's handler would make Paddle's store fail ("Interrupted system call") when a worker ends.
@@ -158,7 +177,11 @@ class _Pass:
 
     def state(self) -> dict[str, Any]:
         """Return the state after the last batch that was taken."""
-        return {"batches": self._batches, "library": shares.to_json(self._loader.state_dict()), **self._same}
+        return {
+            "batches": self._batches,
+            "library": shares.to_json(self._loader.state_dict()),
+            **self._same,
+        }
 
 
 def _check_ranks(loader: Any, share: ShardOptions) -> None:
@@ -173,7 +196,9 @@ def _check_ranks(loader: Any, share: ShardOptions) -> None:
     todo, seen = [loader], set[int]()
     while todo:
         found = todo.pop()
-        if id(found) in seen or not isinstance(found, BaseNode | Loader | DataLoader | Sampler | IterableDataset):
+        if id(found) in seen or not isinstance(
+            found, BaseNode | Loader | DataLoader | Sampler | IterableDataset
+        ):
             continue
         seen.add(id(found))
         name = type(found).__name__
@@ -182,6 +207,13 @@ def _check_ranks(loader: Any, share: ShardOptions) -> None:
                 has = {"rank": found.rank, count_name: getattr(found, count_name)}
                 fix = f"Pass {name}(rank=share.shard, {count_name}=share.num_shards)."
                 shares.check_share(has, share, f"torchdata: the {name}", fix)
-        if not isinstance(found, IterableDataset):  # look at the samplers and nodes that it holds
+        if not isinstance(
+            found, IterableDataset
+        ):  # look at the samplers and nodes that it holds
             held = list(vars(found).values())
-            todo += held + [item for value in held if isinstance(value, dict) for item in value.values()]
+            todo += held + [
+                item
+                for value in held
+                if isinstance(value, dict)
+                for item in value.values()
+            ]

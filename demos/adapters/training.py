@@ -42,7 +42,9 @@ def train(name, make_source):
     """
 
     def make_loader():
-        return paddle_shard.shard_dataloader(make_source(), MESH, shard_dims="dp", seed=1)
+        return paddle_shard.shard_dataloader(
+            make_source(), MESH, shard_dims="dp", seed=1
+        )
 
     began = time.perf_counter()
     paddle.seed(0)
@@ -54,7 +56,9 @@ def train(name, make_source):
         batches = iter(loader)
         for images, labels, ids in batches:
             outputs = model(paddle.reshape(images, [images.shape[0], 64]))
-            each = paddle.nn.functional.cross_entropy(outputs, paddle.reshape(labels, [-1]), reduction="none")
+            each = paddle.nn.functional.cross_entropy(
+                outputs, paddle.reshape(labels, [-1]), reduction="none"
+            )
             valid = batches.valid.astype("float32")
             loss = (each.reshape([-1]) * valid).sum() / valid.sum()
             loss.backward()
@@ -78,7 +82,14 @@ def train(name, make_source):
     assert np.mean(losses[-5:]) < losses[0] / 2, "it learns"
     if dist.get_rank() == 0:
         seconds = time.perf_counter() - began
-        print(f"{name}: {len(read)} images, each once, in {len(epochs[0])} equal steps of 2 data ranks", flush=True)
-        print(f"{name}: loss {losses[0]:.3f} -> {losses[-1]:.3f} in 2 epochs, {seconds:.1f} s")
-        print(f"{name}: stopped behind step {STOP}, gone on with the same images by a state of {len(state)} bytes")
+        print(
+            f"{name}: {len(read)} images, each once, in {len(epochs[0])} equal steps of 2 data ranks",
+            flush=True,
+        )
+        print(
+            f"{name}: loss {losses[0]:.3f} -> {losses[-1]:.3f} in 2 epochs, {seconds:.1f} s"
+        )
+        print(
+            f"{name}: stopped behind step {STOP}, gone on with the same images by a state of {len(state)} bytes"
+        )
     dist.barrier()

@@ -71,11 +71,19 @@ def check(loader, advice):
     reader = LogReader(file_path=os.path.join(FOLDER, file))
     tags = reader.get_tags()["scalar"]
     assert {"train/loss", *loader.stats.scalars()} == set(tags), tags
-    points = {record.id: record.value for record in reader.get_data("scalar", "data/waits/reading")}
+    points = {
+        record.id: record.value
+        for record in reader.get_data("scalar", "data/waits/reading")
+    }
     assert list(points) == list(range(EVERY, STEPS, EVERY))
-    slow, quick = points[SLOW_STEPS] - points[EVERY], points[STEPS - 1] - points[SLOW_STEPS + EVERY]
+    slow, quick = (
+        points[SLOW_STEPS] - points[EVERY],
+        points[STEPS - 1] - points[SLOW_STEPS + EVERY],
+    )
     assert slow > 5 * quick, (slow, quick)
-    print(f"reading took {slow:.2f} s while the data set was slow, and {quick:.3f} s later: {len(tags)} curves")
+    print(
+        f"reading took {slow:.2f} s while the data set was slow, and {quick:.3f} s later: {len(tags)} curves"
+    )
     print(advice)
 
 

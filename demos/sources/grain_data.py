@@ -21,19 +21,27 @@ BATCH_SIZE, WORKERS, ELEMENTS = 16, 2, 320
 def by_index(mesh):
     dataset = grain.MapDataset.range(ELEMENTS).map(lambda i: {"id": i, "square": i * i})
     loader = paddle.io.DataLoader(dataset, batch_size=BATCH_SIZE, num_workers=WORKERS)
-    return paddle_shard.shard_dataloader(loader, mesh, shard_dims="dp", shuffle=True, seed=5)
+    return paddle_shard.shard_dataloader(
+        loader, mesh, shard_dims="dp", shuffle=True, seed=5
+    )
 
 
 def by_its_own_iterator(mesh):
     def build(share):
-        shuffled = grain.MapDataset.range(ELEMENTS).seed(share.seed + share.epoch).shuffle()
-        mine = shuffled[share.shard :: share.num_shards].map(lambda i: {"id": i, "square": i * i})
+        shuffled = (
+            grain.MapDataset.range(ELEMENTS).seed(share.seed + share.epoch).shuffle()
+        )
+        mine = shuffled[share.shard :: share.num_shards].map(
+            lambda i: {"id": i, "square": i * i}
+        )
         batches = iter(mine.to_iter_dataset().batch(BATCH_SIZE // share.num_shards))
         if share.state is not None:
             batches.set_state(share.state)
         return batches
 
-    loader = paddle_shard.ExternalLoader(build, name="grain", save=lambda batches: batches.get_state(), repeatable=True)
+    loader = paddle_shard.ExternalLoader(
+        build, name="grain", save=lambda batches: batches.get_state(), repeatable=True
+    )
     return paddle_shard.shard_dataloader(loader, mesh, shard_dims="dp", seed=5)
 
 
@@ -41,7 +49,10 @@ def ids_of(loader, steps=None):
     """The ids that all ranks together get, batch by batch."""
     batches, found = iter(loader), []
     for batch in itertools.islice(batches, steps):
-        ids, squares = (paddle_shard.gather_valid(batch[key], batches.valid) for key in ("id", "square"))
+        ids, squares = (
+            paddle_shard.gather_valid(batch[key], batches.valid)
+            for key in ("id", "square")
+        )
         assert (squares == ids**2).all()
         found.append(ids.tolist())
     return found
@@ -54,7 +65,9 @@ def main():
         loader = make(mesh)
         epochs = [ids_of(loader) for _ in range(2)]
         for epoch in epochs:
-            assert sorted(itertools.chain(*epoch)) == list(range(ELEMENTS)), "each element exactly once"
+            assert sorted(itertools.chain(*epoch)) == list(range(ELEMENTS)), (
+                "each element exactly once"
+            )
         assert epochs[0] != epochs[1], "each epoch has an order of its own"
 
         stopped = make(mesh)

@@ -24,24 +24,38 @@ BATCH_SIZE, WORKERS, SAMPLES = 16, 2, 500
 
 def make(data, mesh, shuffle=None):
     loader = paddle.io.DataLoader(data, batch_size=BATCH_SIZE, num_workers=WORKERS)
-    return paddle_shard.shard_dataloader(loader, mesh, shard_dims="dp", shuffle=shuffle, seed=5)
+    return paddle_shard.shard_dataloader(
+        loader, mesh, shard_dims="dp", shuffle=shuffle, seed=5
+    )
 
 
 def ids_of(loader):
     """The ids that all ranks together get in an epoch."""
     batches = iter(loader)
-    found = [paddle_shard.gather_valid(batch["id"], batches.valid).tolist() for batch in batches]
+    found = [
+        paddle_shard.gather_valid(batch["id"], batches.valid).tolist()
+        for batch in batches
+    ]
     return list(itertools.chain(*found))
 
 
 def main():
     dist.init_parallel_env()
     mesh = dist.ProcessMesh(np.arange(dist.get_world_size()), dim_names=["dp"])
-    indexed = datasets.Dataset.from_dict({"id": list(range(SAMPLES))}).with_format("numpy")
+    indexed = datasets.Dataset.from_dict({"id": list(range(SAMPLES))}).with_format(
+        "numpy"
+    )
     # As load_dataset(..., streaming=True) gives it. Its own shuffle needs a seed: the same on every rank.
-    streamed = indexed.to_iterable_dataset(num_shards=10).shuffle(seed=1, buffer_size=50)
-    streamed = streamed.map(lambda sample: {"id": sample["id"], "square": sample["id"] ** 2})
-    loaders = {"streamed": make(Stream.huggingface(streamed), mesh), "indexed": make(indexed, mesh, shuffle=True)}
+    streamed = indexed.to_iterable_dataset(num_shards=10).shuffle(
+        seed=1, buffer_size=50
+    )
+    streamed = streamed.map(
+        lambda sample: {"id": sample["id"], "square": sample["id"] ** 2}
+    )
+    loaders = {
+        "streamed": make(Stream.huggingface(streamed), mesh),
+        "indexed": make(indexed, mesh, shuffle=True),
+    }
     for name, loader in loaders.items():
         epochs = [ids_of(loader) for _ in range(2)]
         for ids in epochs:
@@ -53,7 +67,9 @@ def main():
                 f"epochs begin {[ids[:4] for ids in epochs]}"
             )
     try:
-        Stream.huggingface(split_dataset_by_node(streamed, dist.get_rank(), dist.get_world_size()))
+        Stream.huggingface(
+            split_dataset_by_node(streamed, dist.get_rank(), dist.get_world_size())
+        )
     except SplitError as error:
         refused = str(error)
     assert "split_dataset_by_node" in refused

@@ -28,8 +28,12 @@ def write_files(folder):
     first = 0
     for number, length in enumerate(ROWS):
         ids = np.arange(first, first := first + length)
-        vectors = pa.FixedSizeListArray.from_arrays(np.repeat(ids, 4).astype("float32"), 4)
-        table = pa.table({"id": ids, "vector": vectors, "text": [f"row {i}" for i in ids]})
+        vectors = pa.FixedSizeListArray.from_arrays(
+            np.repeat(ids, 4).astype("float32"), 4
+        )
+        table = pa.table(
+            {"id": ids, "vector": vectors, "text": [f"row {i}" for i in ids]}
+        )
         pq.write_table(table, folder / f"{number}.parquet", row_group_size=64)
     return sorted(folder.glob("*.parquet"))
 
@@ -44,7 +48,10 @@ def ids_of(loader, steps=None):
     """The ids that all ranks together get, batch by batch, and the rows of padding."""
     batches, found, padding = iter(loader), [], 0
     for batch in itertools.islice(batches, steps):
-        ids, vectors = (paddle_shard.gather_valid(batch[key], batches.valid).numpy() for key in ("id", "vector"))
+        ids, vectors = (
+            paddle_shard.gather_valid(batch[key], batches.valid).numpy()
+            for key in ("id", "vector")
+        )
         assert vectors.shape == (len(ids), 4)
         assert (vectors == ids[:, None]).all()
         found.append(ids.tolist())
@@ -60,7 +67,9 @@ def main():
         loader = make(files, mesh)
         (epoch, padding), (second, _) = ids_of(loader), ids_of(loader)
         for found in (epoch, second):
-            assert sorted(itertools.chain(*found)) == list(range(sum(ROWS))), "each row exactly once"
+            assert sorted(itertools.chain(*found)) == list(range(sum(ROWS))), (
+                "each row exactly once"
+            )
         assert epoch != second, "each epoch has an order of its own"
         assert padding < BATCH_SIZE, "parts differ by one row at most"
 

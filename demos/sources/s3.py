@@ -28,8 +28,18 @@ BATCH_SIZE, WORKERS, FILES, ROWS = 16, 2, 8, 25
 
 
 def use_server(port):
-    keys = {"AWS_ACCESS_KEY_ID": "none", "AWS_SECRET_ACCESS_KEY": "none", "AWS_DEFAULT_REGION": "us-east-1"}
-    os.environ.update({**keys, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}", "no_proxy": "127.0.0.1"})
+    keys = {
+        "AWS_ACCESS_KEY_ID": "none",
+        "AWS_SECRET_ACCESS_KEY": "none",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }
+    os.environ.update(
+        {
+            **keys,
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+            "no_proxy": "127.0.0.1",
+        }
+    )
 
 
 def start_server():
@@ -38,7 +48,9 @@ def start_server():
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     deadline = time.monotonic() + 30
     while True:
         with socket.socket() as probe:
@@ -80,12 +92,23 @@ def main():
             "parquet": Stream.parquet(urls("parquet")),
         }
         for name, stream in streams.items():
-            given = paddle.io.DataLoader(stream.shuffle(16), batch_size=BATCH_SIZE, num_workers=WORKERS)
-            batches = iter(paddle_shard.shard_dataloader(given, mesh, shard_dims="dp", seed=5))
-            found = [paddle_shard.gather_valid(batch["id"], batches.valid).tolist() for batch in batches]
-            assert sorted(itertools.chain(*found)) == list(range(FILES * ROWS)), "each row exactly once"
+            given = paddle.io.DataLoader(
+                stream.shuffle(16), batch_size=BATCH_SIZE, num_workers=WORKERS
+            )
+            batches = iter(
+                paddle_shard.shard_dataloader(given, mesh, shard_dims="dp", seed=5)
+            )
+            found = [
+                paddle_shard.gather_valid(batch["id"], batches.valid).tolist()
+                for batch in batches
+            ]
+            assert sorted(itertools.chain(*found)) == list(range(FILES * ROWS)), (
+                "each row exactly once"
+            )
             if dist.get_rank() == 0:
-                print(f"{name}: {len(found)} steps from s3://bucket, each of {FILES * ROWS} rows exactly once")
+                print(
+                    f"{name}: {len(found)} steps from s3://bucket, each of {FILES * ROWS} rows exactly once"
+                )
         dist.barrier()
     finally:
         if server is not None:

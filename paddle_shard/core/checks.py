@@ -23,10 +23,16 @@ def holds(kind: str, number: float) -> bool:
             cast = np.array(number).astype(dtype)
     except OverflowError:
         return False
-    return bool(np.isfinite(cast) == np.isfinite(number) if dtype.kind == "f" else cast == number)
+    return bool(
+        np.isfinite(cast) == np.isfinite(number)
+        if dtype.kind == "f"
+        else cast == number
+    )
 
 
-def check_count(name: str, value: object, least: int = 1, most: int | None = None, meaning: str = "") -> int:
+def check_count(
+    name: str, value: object, least: int = 1, most: int | None = None, meaning: str = ""
+) -> int:
     """Return an argument as an int; refuse what is not an int of at least `least` and at most `most`.
 
     Args:
@@ -36,9 +42,16 @@ def check_count(name: str, value: object, least: int = 1, most: int | None = Non
         most: The most that is allowed; None: anything.
         meaning: What it counts, for the error.
     """
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least or value > (most or value):
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | np.integer)
+        or value < least
+        or value > (most or value)
+    ):
         allowed = f">= {least}" if most is None else f"in [{least}, {most}]"
-        raise ArgumentError(f"{name} must be an int {allowed}{meaning and f' ({meaning})'}, got {value!r}.")
+        raise ArgumentError(
+            f"{name} must be an int {allowed}{meaning and f' ({meaning})'}, got {value!r}."
+        )
     return int(value)
 
 
@@ -51,5 +64,7 @@ def length_or_none(something: Any) -> int | None:
     """Return the length of an object of the user's; None if it has none."""
     try:
         return len(something)
-    except Exception:  # no __len__, or one that raises: Paddle's own WeightedRandomSampler with a list
+    except (
+        Exception
+    ):  # no __len__, or one that raises: Paddle's own WeightedRandomSampler with a list
         return None

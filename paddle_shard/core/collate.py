@@ -20,7 +20,9 @@ _OF_PYTHON = {bool, int, float}
 
 
 def collate(
-    samples: Sequence[Any], stack_other: Callable[[Sequence[Any], str], Any] | None = None, path: str = ""
+    samples: Sequence[Any],
+    stack_other: Callable[[Sequence[Any], str], Any] | None = None,
+    path: str = "",
 ) -> Any:
     """Stack samples field by field; the result has the structure of a sample.
 
@@ -61,7 +63,12 @@ def collate(
         if any(sample.keys() != first.keys() for sample in samples):
             keys = _some(sorted(sample, key=str) for sample in samples)
             raise ValueError(f"samples differ in their keys{_at(path)}: {keys}")
-        fields = {key: collate([sample[key] for sample in samples], stack_other, f"{path}[{key!r}]") for key in first}
+        fields = {
+            key: collate(
+                [sample[key] for sample in samples], stack_other, f"{path}[{key!r}]"
+            )
+            for key in first
+        }
         return rebuild(first, fields)
     if is_sequence(first):
         _check(samples, Sequence, path, but=TEXT)
@@ -73,7 +80,10 @@ def collate(
                 "pad rows of different lengths in a collate_fn; see pad_to=."
             )
         columns = enumerate(zip(*samples, strict=True))
-        return rebuild(first, [collate(column, stack_other, f"{path}[{i}]") for i, column in columns])
+        return rebuild(
+            first,
+            [collate(column, stack_other, f"{path}[{i}]") for i, column in columns],
+        )
     if stack_other is not None:
         return stack_other(samples, path)
     raise cannot_stack(samples, path)
@@ -82,7 +92,10 @@ def collate(
 def cannot_stack(samples: Sequence[Any], path: str) -> TypeError:
     """Return the error for samples of types that cannot be stacked, whichever type comes first."""
     kinds = dict.fromkeys(
-        f"array of {sample.dtype}" if isinstance(sample, np.ndarray) else type(sample).__name__ for sample in samples
+        f"array of {sample.dtype}"
+        if isinstance(sample, np.ndarray)
+        else type(sample).__name__
+        for sample in samples
     )
     return TypeError(
         f"cannot stack {' and '.join(kinds)}{_at(path)}: give every sample arrays or numbers of one type there (of "
@@ -113,10 +126,14 @@ def check_dtypes(samples: Sequence[Any], path: str) -> None:
     try:
         found = dict.fromkeys(map(_DTYPE, samples))
     except AttributeError:  # numbers of Python fit to some dtypes
-        found = dict.fromkeys(sample.dtype for sample in samples if hasattr(sample, "dtype"))
+        found = dict.fromkeys(
+            sample.dtype for sample in samples if hasattr(sample, "dtype")
+        )
     if len(found) == 1:
         return
-    if len(found) > 1 and not any(getattr(dtype, "kind", "of Paddle") in _NOT_NUMBERS for dtype in found):
+    if len(found) > 1 and not any(
+        getattr(dtype, "kind", "of Paddle") in _NOT_NUMBERS for dtype in found
+    ):
         dtypes = _some(str(dtype).rpartition(".")[2] for dtype in found)
         raise ValueError(
             f"samples differ in their dtype{_at(path)}: {dtypes}. Give all samples, of all sources, one dtype, in "
@@ -129,7 +146,11 @@ def stack(samples: Sequence[Any], path: str) -> Any:
     first = samples[0]
     try:
         # `np.array` is like `np.stack`, in a quarter of the time, but it looks into the objects of an array of objects.
-        rows = np.stack(samples) if np.asarray(first).dtype.hasobject else np.array(samples)
+        rows = (
+            np.stack(samples)
+            if np.asarray(first).dtype.hasobject
+            else np.array(samples)
+        )
     except (ValueError, TypeError, OverflowError):
         rows = None
     if rows is None or rows.shape != (len(samples), *np.shape(first)):
@@ -140,7 +161,10 @@ def stack(samples: Sequence[Any], path: str) -> Any:
             "Pad them to one shape, in the data set or in a collate_fn."
         )
     if rows.dtype.kind in _NOT_NUMBERS:  # arrays may hold texts or objects, if all do
-        kinds = {sample.dtype.kind if isinstance(sample, np.ndarray) else "number" for sample in samples}
+        kinds = {
+            sample.dtype.kind if isinstance(sample, np.ndarray) else "number"
+            for sample in samples
+        }
         if kinds != {rows.dtype.kind}:
             raise cannot_stack(samples, path)
     return rows

@@ -65,4 +65,8 @@ def _end_in_child() -> None:
 
 
 if hasattr(os, "register_at_fork"):  # Windows has no forks
-    os.register_at_fork(before=no_fork.acquire, after_in_parent=no_fork.release, after_in_child=_end_in_child)
+    os.register_at_fork(
+        before=no_fork.acquire,
+        after_in_parent=no_fork.release,
+        after_in_child=_end_in_child,
+    )

@@ -16,7 +16,11 @@ _PLAIN = frozenset((str, bytes, int, float, bool, type(None)))
 
 def is_sequence(value: Any) -> bool:
     """Return whether a value is a list, a tuple or another sequence that is not a leaf."""
-    return type(value) not in _PLAIN and isinstance(value, Sequence) and not isinstance(value, TEXT)
+    return (
+        type(value) not in _PLAIN
+        and isinstance(value, Sequence)
+        and not isinstance(value, TEXT)
+    )
 
 
 def leaves(value: Any) -> Iterator[Any]:
@@ -39,7 +43,10 @@ def leaves(value: Any) -> Iterator[Any]:
 
 
 def mapped(
-    value: Any, function: Callable[[Any, str], Any], path: str = "", is_leaf: Callable[[Any], bool] | None = None
+    value: Any,
+    function: Callable[[Any, str], Any],
+    path: str = "",
+    is_leaf: Callable[[Any], bool] | None = None,
 ) -> Any:
     """Return the same structure with a function applied to each leaf and its path.
 
@@ -55,14 +62,25 @@ def mapped(
     """
     if type(value) not in _PLAIN and (is_leaf is None or not is_leaf(value)):
         if isinstance(value, Mapping):
-            named = {key: mapped(child, function, f"{path}[{key!r}]", is_leaf) for key, child in value.items()}
+            named = {
+                key: mapped(child, function, f"{path}[{key!r}]", is_leaf)
+                for key, child in value.items()
+            }
             return rebuild(value, named)
         if is_sequence(value):
-            return rebuild(value, [mapped(v, function, f"{path}[{i}]", is_leaf) for i, v in enumerate(value)])
+            return rebuild(
+                value,
+                [
+                    mapped(v, function, f"{path}[{i}]", is_leaf)
+                    for i, v in enumerate(value)
+                ],
+            )
     return function(value, path)
 
 
-def named_leaves(value: Any, path: str = "", is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[str, Any]]:
+def named_leaves(
+    value: Any, path: str = "", is_leaf: Callable[[Any], bool] | None = None
+) -> list[tuple[str, Any]]:
     """Return (path, leaf) of each leaf, in order; see `mapped`.
 
     Examples:
@@ -83,7 +101,9 @@ def rebuild(like: Any, children: Any) -> Any:
     """
     if isinstance(like, Mapping):
         if isinstance(like, dict) and type(like) is not dict:
-            empty = copy.copy(like)  # keeps the attributes of a subclass, such as a defaultdict's factory
+            empty = copy.copy(
+                like
+            )  # keeps the attributes of a subclass, such as a defaultdict's factory
             empty.clear()
             empty.update(children)
             return empty

@@ -9,7 +9,9 @@ import numpy as np
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError
 
-NO_REPEAT = "Leave repeat() out (each pass over the loader is an epoch), or give it a number."
+NO_REPEAT = (
+    "Leave repeat() out (each pass over the loader is an epoch), or give it a number."
+)
 """The fix for a data set that is repeated without an end, and has a length all the same."""
 
 
@@ -27,7 +29,9 @@ class ArrayDataset:
         array([7, 2])
     """
 
-    def __init__(self, *arrays: Any, block_size: int | None = None, **named: Any) -> None:
+    def __init__(
+        self, *arrays: Any, block_size: int | None = None, **named: Any
+    ) -> None:
         """Keep the arrays; nothing is read.
 
         Args:
@@ -42,15 +46,21 @@ class ArrayDataset:
             ArgumentTypeError: An array has no length or cannot be indexed.
         """
         if bool(arrays) == bool(named):
-            raise ArgumentError("ArrayDataset takes arrays, by position or by name, and at least one.")
+            raise ArgumentError(
+                "ArrayDataset takes arrays, by position or by name, and at least one."
+            )
         columns: dict[Any, Any] = dict(named or enumerate(arrays))
         for name, array in columns.items():
-            check_indexed(f"array {name!r}", array, "Give arrays that are indexed by rows.")
+            check_indexed(
+                f"array {name!r}", array, "Give arrays that are indexed by rows."
+            )
         lengths = {name: len(array) for name, array in columns.items()}
         if len(set(lengths.values())) > 1:
             raise ArgumentError(f"arrays must have as many rows each, got {lengths}.")
         self._columns, self._named, self._alone = columns, bool(named), len(arrays) == 1
-        self.gathers = all(isinstance(array, np.ndarray | list | tuple) for array in columns.values())
+        self.gathers = all(
+            isinstance(array, np.ndarray | list | tuple) for array in columns.values()
+        )
         """True if a batch's arrays are copies that nothing else uses; slices of other kinds of arrays may be views."""
         self._length = next(iter(lengths.values()))
         chunks = getattr(next(iter(columns.values())), "chunks", None)
@@ -63,7 +73,9 @@ class ArrayDataset:
 
     def __getitem__(self, index: int) -> Any:
         """Return one sample."""
-        return self._shaped({name: array[index] for name, array in self._columns.items()})
+        return self._shaped(
+            {name: array[index] for name, array in self._columns.items()}
+        )
 
     def __getitems__(self, indices: Sequence[int]) -> Any:
         """Return a batch: some rows of each array, in the structure of a sample."""
@@ -76,7 +88,10 @@ class ArrayDataset:
             indices: The samples.
         """
         columns = self._read(indices)
-        return [self._shaped(dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True)]
+        return [
+            self._shaped(dict(zip(columns, row, strict=True)))
+            for row in zip(*columns.values(), strict=True)
+        ]
 
     def _read(self, indices: Sequence[int]) -> dict[Any, Any]:
         rows = as_rows(indices)
@@ -99,7 +114,9 @@ def check_indexed(what: str, data: Any, way_out: str) -> None:
     Raises:
         ArgumentTypeError: It lacks `__len__` or `__getitem__`, or is text or a dict.
     """
-    if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")) or isinstance(data, str | Mapping):
+    if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")) or isinstance(
+        data, str | Mapping
+    ):
         raise ArgumentTypeError(
             f"{what} must have a length and an index (__len__, __getitem__), got {type(data).__name__}. {way_out}"
         )
@@ -113,7 +130,11 @@ def as_rows(indices: Sequence[int]) -> slice | np.ndarray[Any, Any]:
         (slice(4, 7, None), array([4, 6]))
     """
     rows = np.asarray(indices, np.int64)
-    if len(rows) and rows[-1] - rows[0] == len(rows) - 1 and bool((rows[1:] - rows[:-1] == 1).all()):
+    if (
+        len(rows)
+        and rows[-1] - rows[0] == len(rows) - 1
+        and bool((rows[1:] - rows[:-1] == 1).all())
+    ):
         return slice(int(rows[0]), int(rows[-1]) + 1)
     return rows
 
@@ -121,9 +142,15 @@ def as_rows(indices: Sequence[int]) -> slice | np.ndarray[Any, Any]:
 def _taken(array: Any, rows: slice | np.ndarray[Any, Any]) -> Any:
     if isinstance(array, np.ndarray):
         # Copy a slice, so that a memory map is read now, not at the first access.
-        return np.array(array[rows]) if isinstance(rows, slice) else np.asarray(array.take(rows, axis=0))
+        return (
+            np.array(array[rows])
+            if isinstance(rows, slice)
+            else np.asarray(array.take(rows, axis=0))
+        )
     if isinstance(array, list | tuple):
-        picked = range(rows.start, rows.stop) if isinstance(rows, slice) else rows.tolist()
+        picked = (
+            range(rows.start, rows.stop) if isinstance(rows, slice) else rows.tolist()
+        )
         return np.stack([np.asarray(array[row]) for row in picked])
     if isinstance(rows, slice):
         return np.asarray(array[rows])
@@ -131,5 +158,7 @@ def _taken(array: Any, rows: slice | np.ndarray[Any, Any]) -> Any:
         return np.asarray(array.take(rows))
     if hasattr(array, "oindex"):  # Zarr
         return np.asarray(array.oindex[rows])
-    ordered, back = np.unique(rows, return_inverse=True)  # HDF5 takes ascending rows only
+    ordered, back = np.unique(
+        rows, return_inverse=True
+    )  # HDF5 takes ascending rows only
     return np.asarray(array[ordered])[back]

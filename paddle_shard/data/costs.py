@@ -37,7 +37,9 @@ def costs_of(given: Any, dataset: Any) -> SampleCosts:
     try:
         costs = np.asarray(given)
     except ValueError as error:  # rows of different lengths
-        raise ArgumentError(f"balance must be a function of ids, or numbers: {error}.") from None
+        raise ArgumentError(
+            f"balance must be a function of ids, or numbers: {error}."
+        ) from None
     if costs.dtype.kind not in "iuf" or costs.ndim not in (1, 2) or 0 in costs.shape:
         raise ArgumentError(
             "balance must be a function of ids, or numbers: [samples] or [samples, columns], got "
@@ -45,7 +47,9 @@ def costs_of(given: Any, dataset: Any) -> SampleCosts:
         )
     length = length_or_none(dataset)
     if length is not None and len(costs) != length:
-        raise ArgumentError(f"balance has {len(costs)} costs, but the {type(dataset).__name__} {length} samples.")
+        raise ArgumentError(
+            f"balance has {len(costs)} costs, but the {type(dataset).__name__} {length} samples."
+        )
     _check(costs, range(len(costs)))
     return SampleCosts(costs)
 
@@ -71,10 +75,16 @@ class SampleCosts:
         """
         if isinstance(self.given, np.ndarray):
             if np.asarray(ids).dtype.kind not in "iu":
-                raise ArgumentError(f"balance is an array, but the samples' ids are {ids[:4]}. Give a function of ids.")
+                raise ArgumentError(
+                    f"balance is an array, but the samples' ids are {ids[:4]}. Give a function of ids."
+                )
             return np.asarray(self.given[ids].reshape(len(ids), -1), np.float64)
         costs = np.asarray(self.given(copy.copy(ids)))  # it may change them
-        if costs.dtype.kind not in "iuf" or costs.ndim not in (1, 2) or len(costs) != len(ids):
+        if (
+            costs.dtype.kind not in "iuf"
+            or costs.ndim not in (1, 2)
+            or len(costs) != len(ids)
+        ):
             raise ArgumentError(
                 f"balance must return {len(ids)} numbers for {len(ids)} ids, one or a row of them for each; it "
                 f"returned {costs.dtype} of shape {costs.shape}."
@@ -95,4 +105,6 @@ def _check(costs: Any, ids: Any) -> None:
     bad = ~(np.isfinite(costs) & (costs >= 0))
     if bad.any():
         row = int(np.argwhere(bad)[0][0])
-        raise ArgumentError(f"balance: a cost must be a number >= 0, got {costs[row]} for sample {ids[row]!r}.")
+        raise ArgumentError(
+            f"balance: a cost must be a number >= 0, got {costs[row]} for sample {ids[row]!r}."
+        )

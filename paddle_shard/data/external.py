@@ -72,7 +72,12 @@ class ExternalLoader:
             repeatable: True if `build` gives the same batches in the same order whenever it gets the same share. Then a
                 run can be resumed within an epoch without a state: the delivered batches are read again and dropped.
         """
-        self.build, self.name, self.save, self.repeatable = build, name, save, repeatable
+        self.build, self.name, self.save, self.repeatable = (
+            build,
+            name,
+            save,
+            repeatable,
+        )
 
 
 def tell_epoch(dataset: Any, opening: Opening) -> None:
@@ -107,14 +112,18 @@ class OwnCopy:
         self.dataset = self._copy(given)
 
     def _copy(self, value: Any) -> Any:
-        if type(value) is list and value and is_iterable_dataset(value[0]):  # as in Paddle's ChainDataset
+        if (
+            type(value) is list and value and is_iterable_dataset(value[0])
+        ):  # as in Paddle's ChainDataset
             return list(map(self._copy, value))
         if type(value) in _CONTAINERS:
             return copy.copy(value) if len(value) <= _MOST_ITEMS else value
         if type(value) is np.ndarray:
             return value.copy() if value.nbytes <= _MOST_BYTES else value
         is_dataset = value is self._given or is_iterable_dataset(value)
-        if not is_dataset or hasattr(type(value), "__del__"):  # which would free what both have
+        if not is_dataset or hasattr(
+            type(value), "__del__"
+        ):  # which would free what both have
             return value
         try:
             copied = copy.copy(value)
@@ -122,15 +131,29 @@ class OwnCopy:
             return value
         if copied is not value and hasattr(copied, "__dict__"):
             held = vars(copied)
-            self._copies.append((held, vars(value), {name: n for name, n in held.items() if type(n) in _NUMBERS}))
+            self._copies.append(
+                (
+                    held,
+                    vars(value),
+                    {name: n for name, n in held.items() if type(n) in _NUMBERS},
+                )
+            )
             held.update({name: self._copy(item) for name, item in held.items()})
         return copied
 
     def give_back(self) -> None:
         """Give the user's objects the numbers that have changed."""
         for held, given, before in self._copies:
-            numbers = {name: value for name, value in held.items() if type(value) in _NUMBERS}
-            given.update({name: number for name, number in numbers.items() if before.get(name) != number})
+            numbers = {
+                name: value for name, value in held.items() if type(value) in _NUMBERS
+            }
+            given.update(
+                {
+                    name: number
+                    for name, number in numbers.items()
+                    if before.get(name) != number
+                }
+            )
 
 
 class ExternalSource(Stage):
@@ -158,7 +181,11 @@ class ExternalSource(Stage):
         given = self._loader
         if given.repeatable or (given.save is not None and not repeats):
             return
-        why = "has no save=" if given.save is None else "is read again within an epoch, which its save= does not cover"
+        why = (
+            "has no save="
+            if given.save is None
+            else "is read again within an epoch, which its save= does not cover"
+        )
         raise StateError(
             f"state is within an epoch, but the {given.name} loader {why}. If it gives other batches when it is read "
             "again, some samples would be missing and others come twice. Resume from the end of an epoch; or, if it "
@@ -171,8 +198,16 @@ class ExternalSource(Stage):
         return [["foreign", self._loader.name]]  # the kind as saved states spell it
 
     def _batches(self, part: int, opening: Opening) -> Iterator[Any]:
-        name, save, key = self._loader.name, self._loader.save, opening.key(part, "source")
-        state: Any = {"version": VERSION, "at": 0, "saved": None} if opening.state is None else opening.state
+        name, save, key = (
+            self._loader.name,
+            self._loader.save,
+            opening.key(part, "source"),
+        )
+        state: Any = (
+            {"version": VERSION, "at": 0, "saved": None}
+            if opening.state is None
+            else opening.state
+        )
         share = ShardOptions(
             shard=part,
             num_shards=opening.num_parts,
@@ -180,16 +215,27 @@ class ExternalSource(Stage):
             epoch=opening.epoch + opening.round * ROUND,
             state=state["saved"],
         )
-        opening.seed_generators(key)  # building may draw, for instance the order of a shuffle
+        opening.seed_generators(
+            key
+        )  # building may draw, for instance the order of a shuffle
         loader = self._loader.build(share)
         if not hasattr(loader, "__iter__"):
-            raise ArgumentError(f"{name}: build returned {type(loader).__name__}, which cannot be iterated.")
+            raise ArgumentError(
+                f"{name}: build returned {type(loader).__name__}, which cannot be iterated."
+            )
         batches = opening.drawn(iter(loader), part, state["at"])
         for number, batch in enumerate(batches, state["at"] + opening.skip + 1):
             if save is None:
                 yield batch
             else:
-                yield Stated(batch, {"version": VERSION, "at": number, "saved": _as_json(save(loader), name)})
+                yield Stated(
+                    batch,
+                    {
+                        "version": VERSION,
+                        "at": number,
+                        "saved": _as_json(save(loader), name),
+                    },
+                )
 
 
 def _as_json(state: Any, name: str) -> Any:
@@ -239,7 +285,9 @@ class IterableSource(Stage):
             )
         self._iterable, self._begin = iterable, begin or iterate
         has_index = hasattr(iterable, "__getitem__") and hasattr(iterable, "__len__")
-        self._indexed = begin is None and has_index and not isinstance(iterable, Mapping)
+        self._indexed = (
+            begin is None and has_index and not isinstance(iterable, Mapping)
+        )
         self.once = begin is None and isinstance(iterable, Iterator)
         self._used = False
 
@@ -263,7 +311,9 @@ class IterableSource(Stage):
         given = self._iterable
         if isinstance(given, list | tuple | range) and len(given):
             with contextlib.suppress(TypeError, ValueError):  # no plain values
-                return [f"a list from {json.dumps(given[0])[:100]} to {json.dumps(given[-1])[:100]}"]
+                return [
+                    f"a list from {json.dumps(given[0])[:100]} to {json.dumps(given[-1])[:100]}"
+                ]
         return []
 
     def _items(self, opening: Opening) -> Iterator[Any]:
@@ -280,7 +330,9 @@ class IterableSource(Stage):
         own = OwnCopy(self._iterable)
         tell_epoch(own.dataset, opening)
         try:
-            yield from opening.drawn(self._begin(partial(self._new_iterator, own.dataset)), 0)
+            yield from opening.drawn(
+                self._begin(partial(self._new_iterator, own.dataset)), 0
+            )
         finally:
             own.give_back()
 

@@ -55,7 +55,9 @@ class TorchGenerator:
         """Restore a state."""
         import torch
 
-        torch.default_generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+        torch.default_generator.set_state(
+            torch.frombuffer(bytearray(state), dtype=torch.uint8)
+        )
 
     mark = get_state
 

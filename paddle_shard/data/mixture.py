@@ -10,7 +10,14 @@ import numpy as np
 from paddle_shard.data.arrays import NO_REPEAT, check_indexed
 from paddle_shard.data.packed import Packed
 from paddle_shard.errors import ArgumentError, ArgumentTypeError
-from paddle_shard.plan.mixture import MAX_DRAWS, MAX_LENGTH, MAX_SOURCES, Mixing, is_sample_id, source_and_index
+from paddle_shard.plan.mixture import (
+    MAX_DRAWS,
+    MAX_LENGTH,
+    MAX_SOURCES,
+    Mixing,
+    is_sample_id,
+    source_and_index,
+)
 from paddle_shard.plan.order import Ordering
 from paddle_shard.plan.orders import Sequential, Shuffled
 from paddle_shard.plan.weights import num_positions_to_read, schedule_of
@@ -39,7 +46,9 @@ class Mixture:
     def __init__(
         self,
         sources: Mapping[str, Any],
-        weights: Mapping[str, float] | Sequence[tuple[int, Mapping[str, float]]] | None = None,
+        weights: Mapping[str, float]
+        | Sequence[tuple[int, Mapping[str, float]]]
+        | None = None,
         *,
         num_samples: int | None = None,
         stop: Literal["first", "all"] = "first",
@@ -69,40 +78,68 @@ class Mixture:
                 f"Mixture: sources must be a dict of named data sets, got {type(sources).__name__}: {sources!r}."
             )
         if not 1 <= len(sources) <= MAX_SOURCES:
-            raise ArgumentError(f"Mixture: there must be 1 to {MAX_SOURCES} sources, got {len(sources)}.")
+            raise ArgumentError(
+                f"Mixture: there must be 1 to {MAX_SOURCES} sources, got {len(sources)}."
+            )
         for name in sources:
             if not isinstance(name, str):
-                raise ArgumentTypeError(f"Mixture: the name of a source must be a str, got {name!r}.")
+                raise ArgumentTypeError(
+                    f"Mixture: the name of a source must be a str, got {name!r}."
+                )
         self.sources: dict[str, Any] = dict(sources)
         """The data sets, by name."""
-        self._names, lengths = tuple(sources), tuple(_length(name, source) for name, source in self.sources.items())
-        if isinstance(num_samples, bool) or not isinstance(num_samples, int | np.integer | None):
-            raise ArgumentTypeError(f"Mixture: num_samples must be an int, got {num_samples!r}.")
+        self._names, lengths = (
+            tuple(sources),
+            tuple(_length(name, source) for name, source in self.sources.items()),
+        )
+        if isinstance(num_samples, bool) or not isinstance(
+            num_samples, int | np.integer | None
+        ):
+            raise ArgumentTypeError(
+                f"Mixture: num_samples must be an int, got {num_samples!r}."
+            )
         if stop not in STOPS:
-            raise ArgumentError(f"Mixture: stop must be {' or '.join(map(repr, STOPS))}, got {stop!r}.")
+            raise ArgumentError(
+                f"Mixture: stop must be {' or '.join(map(repr, STOPS))}, got {stop!r}."
+            )
         _check_rows(self.sources)
         if weights is None:
             weights = dict(zip(self._names, lengths, strict=True))
         self.segments = schedule_of("Mixture", self._names, weights, lengths)
         """The stretches of the run with the same weights."""
-        found = num_samples if num_samples is not None else num_positions_to_read(self.segments, every=stop == "all")
+        found = (
+            num_samples
+            if num_samples is not None
+            else num_positions_to_read(self.segments, every=stop == "all")
+        )
         if found is None:
             raise ArgumentError(
                 f"Mixture: stop={stop!r} never comes: a source has the weight 0 before it is read in full. Give "
                 "num_samples, the samples of an epoch."
             )
         if not 1 <= found <= MAX_DRAWS:
-            raise ArgumentError(f"Mixture: num_samples must be in [1, 2^50], got {found}.")
+            raise ArgumentError(
+                f"Mixture: num_samples must be in [1, 2^50], got {found}."
+            )
         self._num_samples = int(found)
-        self._first_epoch = self.ordering(Sequential()).order(self._num_samples, 0, 0, 1)
+        self._first_epoch = self.ordering(Sequential()).order(
+            self._num_samples, 0, 0, 1
+        )
 
     def __len__(self) -> int:
         return self._num_samples
 
     def __repr__(self) -> str:
         parts = self.segments[0].parts
-        shares = ", ".join(f"{name} {part / sum(parts):.4g}" for name, part in zip(self._names, parts, strict=True))
-        switches = f", {len(self.segments)} schedules of weights" if len(self.segments) > 1 else ""
+        shares = ", ".join(
+            f"{name} {part / sum(parts):.4g}"
+            for name, part in zip(self._names, parts, strict=True)
+        )
+        switches = (
+            f", {len(self.segments)} schedules of weights"
+            if len(self.segments) > 1
+            else ""
+        )
         return f"Mixture({shares}{switches}; {self._num_samples} samples in an epoch)"
 
     def __getitem__(self, index: int) -> Any:
@@ -125,7 +162,11 @@ class Mixture:
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what the samples of packed sources depend on, by source, for a saved state: JSON-able."""
-        return {name: source.fingerprint() for name, source in self.sources.items() if isinstance(source, Packed)}
+        return {
+            name: source.fingerprint()
+            for name, source in self.sources.items()
+            if isinstance(source, Packed)
+        }
 
     def ordering(self, inner: Ordering) -> Mixing:
         """Return the order of the mixture; a loader calls it.
@@ -153,7 +194,9 @@ class Mixture:
         if is_sample_id(index):
             return source_and_index(index)
         if not -self._num_samples <= index < self._num_samples:
-            raise IndexError(f"index {index} is out of range for a mixture with {self._num_samples} samples")
+            raise IndexError(
+                f"index {index} is out of range for a mixture with {self._num_samples} samples"
+            )
         position = np.array([index % self._num_samples], np.int64)
         return source_and_index(int(self._first_epoch(position)[0]))
 
@@ -166,11 +209,19 @@ DROPPED_OF_MIXTURE = (
 
 def _check_rows(sources: Mapping[str, Any]) -> None:
     """Refuse packed sources whose rows have other shapes, which no batch could hold."""
-    packed = {name: source.rows for name, source in sources.items() if isinstance(source, Packed)}
+    packed = {
+        name: source.rows
+        for name, source in sources.items()
+        if isinstance(source, Packed)
+    }
     for what in ("length", "labels", "most_pieces"):
         found = {name: getattr(rows, what) for name, rows in packed.items()}
         if len(set(found.values())) > 1:
-            way_out = f"max_pieces={max(found.values())}" if what == "most_pieces" else f"the same {what}="
+            way_out = (
+                f"max_pieces={max(found.values())}"
+                if what == "most_pieces"
+                else f"the same {what}="
+            )
             raise ArgumentError(
                 f"Mixture: the packed sources have rows of different forms: {what.replace('_', ' ')} {found}. Give "
                 f"every Packed {way_out}."
@@ -187,6 +238,12 @@ def _length(name: str, source: Any) -> int:
             f"Mixture: source {name!r} has no length ({type(error).__name__}: {error}). {streams}"
         ) from error
     if not 1 <= length <= MAX_LENGTH:
-        way_out = f"It is repeated without an end? {NO_REPEAT}" if length else "Leave an empty source out."
-        raise ArgumentError(f"Mixture: source {name!r} must have 1 to 2^40 samples, got {length}. {way_out}")
+        way_out = (
+            f"It is repeated without an end? {NO_REPEAT}"
+            if length
+            else "Leave an empty source out."
+        )
+        raise ArgumentError(
+            f"Mixture: source {name!r} must have 1 to 2^40 samples, got {length}. {way_out}"
+        )
     return length

@@ -84,15 +84,23 @@ class Packed:
             ArgumentTypeError: The documents have no length or index, or an argument has another type.
             ArgumentError: An argument is out of range, a document is too long for `long="error"`, or nothing is left.
         """
-        check_indexed("Packed: documents", documents, "A stream is packed by its stage pack().")
+        check_indexed(
+            "Packed: documents", documents, "A stream is packed by its stage pack()."
+        )
         if long not in LONG:
-            raise ArgumentError(f"Packed: long must be one of {', '.join(map(repr, LONG))}, got {long!r}.")
+            raise ArgumentError(
+                f"Packed: long must be one of {', '.join(map(repr, LONG))}, got {long!r}."
+            )
         self.documents = documents
         """The documents, as given."""
         counts = _lengths(documents, lengths, key)
         self.lengths = counts
         """The tokens of each document, also of those that are in no row."""
-        too_long = counts > length if isinstance(length, int | np.integer) else np.zeros(len(counts), bool)
+        too_long = (
+            counts > length
+            if isinstance(length, int | np.integer)
+            else np.zeros(len(counts), bool)
+        )
         if long == "error" and too_long.any():
             first = int(np.argmax(too_long))
             raise ArgumentError(
@@ -103,11 +111,18 @@ class Packed:
         """Documents that were left out since they are longer than a row."""
         if self.num_dropped:
             counts = np.where(too_long, 0, counts)
-            say_once("Packed: %d of %d documents are longer than a row and left out", self.num_dropped, len(counts))
+            say_once(
+                "Packed: %d of %d documents are longer than a row and left out",
+                self.num_dropped,
+                len(counts),
+            )
         self.packing = Packing(counts, length, window)
         """The plan of the rows: which pieces of which documents each row holds."""
         most = self.packing.most_pieces
-        if max_pieces is not None and check_count("Packed: max_pieces", max_pieces) < most:
+        if (
+            max_pieces is not None
+            and check_count("Packed: max_pieces", max_pieces) < most
+        ):
             raise ArgumentError(
                 f"Packed: max_pieces={max_pieces}, but a row holds {most} pieces. Give max_pieces={most} or more, or "
                 "leave it out."
@@ -150,7 +165,10 @@ class Packed:
         pieces = self.packing.pieces(row % len(self))
         names = [f"document {piece.document}" for piece in pieces]
         made = self.rows.row([(self._fields(piece), piece) for piece in pieces], names)
-        if "labels" in made and "labels" not in (self.rows.labels, *self.rows.pad_values):
+        if "labels" in made and "labels" not in (
+            self.rows.labels,
+            *self.rows.pad_values,
+        ):
             say_once(
                 "Packed: the documents have 'labels' of their own, and the ends of rows are filled with 0, which a "
                 "loss takes for a token. Leave them out and give labels='labels' (the next token of the "
@@ -165,25 +183,41 @@ class Packed:
             row: What `__getitem__` takes.
         """
         found = [piece.document for piece in self.packing.pieces(int(row) % len(self))]
-        return f"row {int(row)} of documents {found[:8]}" + (f" and {len(found) - 8} more" if len(found) > 8 else "")
+        return f"row {int(row)} of documents {found[:8]}" + (
+            f" and {len(found) - 8} more" if len(found) > 8 else ""
+        )
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what the rows depend on, for a saved state: JSON-able."""
-        return {"length": self.packing.length, "window": self.packing.window, "documents": self._documents_crc}
+        return {
+            "length": self.packing.length,
+            "window": self.packing.window,
+            "documents": self._documents_crc,
+        }
 
     @cached_property
     def _documents_crc(self) -> int:
-        return zlib.crc32(np.ascontiguousarray(self.packing.lengths, np.int64).tobytes())
+        return zlib.crc32(
+            np.ascontiguousarray(self.packing.lengths, np.int64).tobytes()
+        )
 
     @cached_property
     def _token_fields(self) -> frozenset[str]:
         """The fields that have an entry for each token in the first document that is packed."""
         generators: list[Any] = [NumpyGenerator(), PythonGenerator()]
-        if (paddles := getattr(sys.modules.get("paddle"), "framework", None)) is not None:
+        if (
+            paddles := getattr(sys.modules.get("paddle"), "framework", None)
+        ) is not None:
             generators.append(paddles.core.default_cpu_generator())
         first = int(np.argmax(self.packing.lengths > 0))
-        with kept(generators):  # the sample that is being read has random numbers of its own
-            return frozenset(replace(self.rows, labels=None).fields(self.documents[first], f"document {first}"))
+        with kept(
+            generators
+        ):  # the sample that is being read has random numbers of its own
+            return frozenset(
+                replace(self.rows, labels=None).fields(
+                    self.documents[first], f"document {first}"
+                )
+            )
 
     def _fields(self, piece: Piece) -> dict[str, npt.NDArray[Any]]:
         """Return the fields of a piece's document that have an entry for each token."""
@@ -192,7 +226,10 @@ class Packed:
         found = self.rows.fields(document, what, self._token_fields)
         if isinstance(document, dict) and not found.keys() >= document.keys():
             left_out = ", ".join(sorted(map(str, document.keys() - found.keys())))
-            say_once("Packed: fields without an entry for each token are left out of the rows: %s", left_out)
+            say_once(
+                "Packed: fields without an entry for each token are left out of the rows: %s",
+                left_out,
+            )
         return found
 
     def _check_length(self, number: int, document: Any) -> None:

@@ -11,14 +11,33 @@ from typing import Any, Literal
 import paddle.io
 
 from paddle_shard.core.checks import check_count
-from paddle_shard.data.external import ExternalSource, IterableSource, is_iterable_dataset
+from paddle_shard.data.external import (
+    ExternalSource,
+    IterableSource,
+    is_iterable_dataset,
+)
 from paddle_shard.data.files.files import Paths
 from paddle_shard.data.files.host_cache import HostCache
 from paddle_shard.data.files.huggingface import HuggingFaceSource
 from paddle_shard.data.files.parquet import parquet_source
-from paddle_shard.data.files.text import CSV_DICTS, CSV_ROWS, JSON_LINES, LINES, text_source
+from paddle_shard.data.files.text import (
+    CSV_DICTS,
+    CSV_ROWS,
+    JSON_LINES,
+    LINES,
+    text_source,
+)
 from paddle_shard.data.files.webdataset import Decode, webdataset_source
-from paddle_shard.data.stages import Batch, Filter, Map, Pack, Repeat, Shuffle, Stripe, Unbatch
+from paddle_shard.data.stages import (
+    Batch,
+    Filter,
+    Map,
+    Pack,
+    Repeat,
+    Shuffle,
+    Stripe,
+    Unbatch,
+)
 from paddle_shard.data.stages.cut import cut, is_cut
 from paddle_shard.data.stages.mix import Mix
 from paddle_shard.data.stages.pack import PackedRows
@@ -44,7 +63,9 @@ class Stream(paddle.io.IterableDataset):
         [0, 4, 16, 36, 64]
     """
 
-    def __init__(self, source: Stage | Iterable[Any] | Callable[[], Iterable[Any]]) -> None:
+    def __init__(
+        self, source: Stage | Iterable[Any] | Callable[[], Iterable[Any]]
+    ) -> None:
         """Set up the stream.
 
         Args:
@@ -55,7 +76,9 @@ class Stream(paddle.io.IterableDataset):
         """
         super().__init__()
         if isinstance(source, Stream):
-            raise ArgumentTypeError(f"Stream: what is given is a {type(source).__name__} already. Use it as it is.")
+            raise ArgumentTypeError(
+                f"Stream: what is given is a {type(source).__name__} already. Use it as it is."
+            )
         if isinstance(source, str | bytes | os.PathLike):
             raise ArgumentTypeError(
                 f"Stream: {source!r} is one path or text, and not read as a stream. For files: Stream.csv(paths), "
@@ -63,14 +86,21 @@ class Stream(paddle.io.IterableDataset):
             )
         if not isinstance(source, Stage):
             given: Any = source
-            source = IterableSource(given, partial(told, None) if is_iterable_dataset(given) else None)
+            source = IterableSource(
+                given, partial(told, None) if is_iterable_dataset(given) else None
+            )
         self._stage = source
         """The last stage, as the user put the stream together."""
         self._num_parts: int | None = None
         """P, as the user has chosen it (`in_parts`)."""
 
     @classmethod
-    def of(cls, iterable: Iterable[Any] | Callable[[], Iterable[Any]], *, splits_itself: bool = False) -> Stream:
+    def of(
+        cls,
+        iterable: Iterable[Any] | Callable[[], Iterable[Any]],
+        *,
+        splits_itself: bool = False,
+    ) -> Stream:
         """Return a stream of anything that can be iterated.
 
         Args:
@@ -94,7 +124,9 @@ class Stream(paddle.io.IterableDataset):
     def mixture(
         cls,
         sources: Mapping[str, Stream],
-        weights: Mapping[str, float] | Sequence[tuple[int, Mapping[str, float]]] | None = None,
+        weights: Mapping[str, float]
+        | Sequence[tuple[int, Mapping[str, float]]]
+        | None = None,
         *,
         stop: Literal["first", "all"] = "first",
     ) -> Stream:
@@ -122,13 +154,17 @@ class Stream(paddle.io.IterableDataset):
             >>> list(Stream.mixture(streams, {"a": 2, "b": 1}))
             [1, 10, 2, 3, 20, 4]
         """
-        if not isinstance(sources, Mapping) or not all(isinstance(stream, Stream) for stream in sources.values()):
+        if not isinstance(sources, Mapping) or not all(
+            isinstance(stream, Stream) for stream in sources.values()
+        ):
             raise ArgumentTypeError(
                 "Stream.mixture: sources must be a dict of named Streams (Stream.of(iterable), Stream.huggingface(it), "
                 f"...); data sets with an index are mixed by paddle_shard.Mixture. Got {sources!r}."
             )
         if stop not in ("first", "all"):
-            raise ArgumentError(f"Stream.mixture: stop must be 'first' or 'all', got {stop!r}.")
+            raise ArgumentError(
+                f"Stream.mixture: stop must be 'first' or 'all', got {stop!r}."
+            )
         if not sources:
             raise ArgumentError("Stream.mixture: give at least one source.")
         names = tuple(sources)
@@ -153,7 +189,11 @@ class Stream(paddle.io.IterableDataset):
             stages[name] = stage_of(stream)
         if weights is None:
             weights = dict.fromkeys(names, 1)
-        mix = Mix(stages, schedule_of("Stream.mixture", names, weights, (1,) * len(names)), stop)
+        mix = Mix(
+            stages,
+            schedule_of("Stream.mixture", names, weights, (1,) * len(names)),
+            stop,
+        )
         return cls(mix)
 
     @classmethod
@@ -322,7 +362,12 @@ class Stream(paddle.io.IterableDataset):
         """
         cache = HostCache.of(cache_dir, cache_bytes)
         source = webdataset_source(
-            urls, shuffle_shards=shuffle_shards, resample=resample, index=index, cache=cache, select=select
+            urls,
+            shuffle_shards=shuffle_shards,
+            resample=resample,
+            index=index,
+            cache=cache,
+            select=select,
         )
         return cls(source)
 
@@ -392,7 +437,11 @@ class Stream(paddle.io.IterableDataset):
 
     # Stages
 
-    def decode(self, *handlers: str | Callable[[str, bytes], Any], only: str | Sequence[str] | None = None) -> Stream:
+    def decode(
+        self,
+        *handlers: str | Callable[[str, bytes], Any],
+        only: str | Sequence[str] | None = None,
+    ) -> Stream:
         """Return the stream with raw WebDataset samples decoded, by WebDataset's own `decode`.
 
         Args:
@@ -621,7 +670,9 @@ class Stream(paddle.io.IterableDataset):
 
 def _check_function(stage: str, function: object) -> None:
     if not callable(function):
-        raise ArgumentTypeError(f"{stage}: give a function of a sample, got {function!r}.")
+        raise ArgumentTypeError(
+            f"{stage}: give a function of a sample, got {function!r}."
+        )
 
 
 def stage_of(stream: Stream) -> Stage:

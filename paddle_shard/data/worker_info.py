@@ -20,7 +20,9 @@ _OF_TORCH = "torch.utils.data._utils.worker"
 class shown:
     """Let `paddle.io.get_worker_info()`, and torch's if that is loaded, return `info` inside the `with` block."""
 
-    def __init__(self, info: WorkerInfo | None) -> None:  # not by `contextmanager`: it is entered for each sample
+    def __init__(
+        self, info: WorkerInfo | None
+    ) -> None:  # not by `contextmanager`: it is entered for each sample
         self._info = info
         self._own: list[tuple[Any, WorkerInfo | None]] = []
 
@@ -36,7 +38,9 @@ class shown:
             module._worker_info = info
 
 
-def told(info: WorkerInfo | None, dataset: Iterable[Any] | Callable[[], Iterable[Any]]) -> Iterator[Any]:
+def told(
+    info: WorkerInfo | None, dataset: Iterable[Any] | Callable[[], Iterable[Any]]
+) -> Iterator[Any]:
     """Iterate over the user's stream, which sees `info` instead of its worker all the time.
 
     With None, it is not told of the workers, since it would give each only some of its samples. Every reader reads the
@@ -45,7 +49,9 @@ def told(info: WorkerInfo | None, dataset: Iterable[Any] | Callable[[], Iterable
     with shown(info):
         items = iterate(dataset)
     while True:
-        if info is paddle_worker._worker_info and _OF_TORCH not in sys.modules:  # as where no workers read
+        if (
+            info is paddle_worker._worker_info and _OF_TORCH not in sys.modules
+        ):  # as where no workers read
             item = next(items, _END)
         else:
             with shown(info):
@@ -74,7 +80,9 @@ class SelfSplit(Stage):
     """
 
     def __init__(self, dataset: Iterable[Any] | Callable[[], Iterable[Any]]) -> None:
-        if isinstance(dataset, Iterator) or not (isinstance(dataset, Iterable) or callable(dataset)):
+        if isinstance(dataset, Iterator) or not (
+            isinstance(dataset, Iterable) or callable(dataset)
+        ):
             raise ArgumentTypeError(
                 "splits_itself=True needs a data set that can be iterated for each part, or a function that returns "
                 f"one, got {type(dataset).__name__}: {dataset!r}."
@@ -93,10 +101,17 @@ class SelfSplit(Stage):
         opening.seed_generators(key)
         dataset = OwnCopy(self._dataset).dataset
         tell_epoch(dataset, opening)
-        info = _Part(id=part, num_workers=opening.num_parts, dataset=dataset, seed=key & 0x7FFFFFFF)
+        info = _Part(
+            id=part,
+            num_workers=opening.num_parts,
+            dataset=dataset,
+            seed=key & 0x7FFFFFFF,
+        )
         items = opening.drawn(told(info, dataset), part)
         for number, item in enumerate(items):
-            if number == 1 and opening.num_parts > 1 and not info.looked:  # it may ask after its first sample
+            if (
+                number == 1 and opening.num_parts > 1 and not info.looked
+            ):  # it may ask after its first sample
                 raise SplitError(
                     f"splits_itself=True, but the {type(self._dataset).__name__} asks neither "
                     "paddle.io.get_worker_info() nor torch's (imported before) which part to read, so each part would "

@@ -62,25 +62,42 @@ class BucketBatchSampler:
         Raises:
             ArgumentError: An argument is out of range, or both sizes or none are given.
         """
-        self._lengths = np.asarray(lengths if isinstance(lengths, Sequence) or hasattr(lengths, "__array__") else [])
-        if self._lengths.ndim != 1 or self._lengths.dtype.kind not in "iu" or not len(self._lengths):
+        self._lengths = np.asarray(
+            lengths
+            if isinstance(lengths, Sequence) or hasattr(lengths, "__array__")
+            else []
+        )
+        if (
+            self._lengths.ndim != 1
+            or self._lengths.dtype.kind not in "iu"
+            or not len(self._lengths)
+        ):
             raise ArgumentError(
                 f"lengths must be an array of ints or a list, one for each sample, got {type(lengths).__name__} of "
                 f"{self._lengths.dtype}, shape {list(self._lengths.shape)}. Make it once, for instance "
                 "[len(sample) for sample in dataset], and keep it in a file."
             )
         if int(self._lengths.min()) < 0:
-            raise ArgumentError(f"lengths must be 0 or more, got {int(self._lengths.min())}.")
+            raise ArgumentError(
+                f"lengths must be 0 or more, got {int(self._lengths.min())}."
+            )
         if (batch_size is None) == (max_tokens is None):
             raise ArgumentError(
                 f"give either batch_size or max_tokens, got batch_size={batch_size} and max_tokens={max_tokens}."
             )
-        sizes = {"batch_size": batch_size, "max_tokens": max_tokens, "window": window, "multiple_of": multiple_of}
+        sizes = {
+            "batch_size": batch_size,
+            "max_tokens": max_tokens,
+            "window": window,
+            "multiple_of": multiple_of,
+        }
         for name, value in sizes.items():
             if value is not None:
                 check_count(name, value)
         if batch_size is not None and batch_size % multiple_of:
-            raise ArgumentError(f"batch_size={batch_size} must be a multiple of multiple_of={multiple_of}.")
+            raise ArgumentError(
+                f"batch_size={batch_size} must be a multiple of multiple_of={multiple_of}."
+            )
         unit = batch_size or multiple_of
         self.batch_size = batch_size
         self.drop_last = drop_last
@@ -94,7 +111,12 @@ class BucketBatchSampler:
         """Window, and batch in it, of the next batch."""
         self._num_batches: dict[int, int] = {}
         """Number of batches of an epoch in which they hold tokens, once it was asked for."""
-        self._settings = {**sizes, "window": self._window, "seed": seed, "drop_last": drop_last}
+        self._settings = {
+            **sizes,
+            "window": self._window,
+            "seed": seed,
+            "drop_last": drop_last,
+        }
         """What the order depends on, besides the epoch and the lengths."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BucketBatchSampler:
@@ -121,7 +143,12 @@ class BucketBatchSampler:
             full, rest = divmod(len(self._lengths), self.batch_size)
             return full + (rest > 0 and not self.drop_last)
         if self.epoch not in self._num_batches:
-            self._num_batches = {self.epoch: sum(len(self._batches(self.epoch, window)) for window in self._windows(0))}
+            self._num_batches = {
+                self.epoch: sum(
+                    len(self._batches(self.epoch, window))
+                    for window in self._windows(0)
+                )
+            }
         return self._num_batches[self.epoch]
 
     def _windows(self, first: int) -> range:
@@ -140,13 +167,22 @@ class BucketBatchSampler:
     @cached_property
     def _fingerprint(self) -> dict[str, Any]:
         checksum = zlib.crc32(np.ascontiguousarray(self._lengths, np.int64).data)
-        return {**self._settings, "lengths": f"{len(self._lengths)}, CRC {checksum:08x}"}
+        return {
+            **self._settings,
+            "lengths": f"{len(self._lengths)}, CRC {checksum:08x}",
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position, and what the order depends on: JSON-able."""
         window, batch = self._position
         settings = dict(self._fingerprint)
-        return {"version": VERSION, "epoch": self.epoch, "window": window, "batch": batch, "settings": settings}
+        return {
+            "version": VERSION,
+            "epoch": self.epoch,
+            "window": window,
+            "batch": batch,
+            "settings": settings,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at a position.
@@ -158,8 +194,14 @@ class BucketBatchSampler:
             StateError: It is not such a state, or is of a sampler with other lengths or settings.
         """
         own = self.state_dict()
-        if not isinstance(state, Mapping) or set(state) != set(own) or state["version"] != VERSION:
-            raise StateError(f"state must be what BucketBatchSampler.state_dict() returned, got {state!r}.")
+        if (
+            not isinstance(state, Mapping)
+            or set(state) != set(own)
+            or state["version"] != VERSION
+        ):
+            raise StateError(
+                f"state must be what BucketBatchSampler.state_dict() returned, got {state!r}."
+            )
         saved = state["settings"]
         changes = [
             f"{name}: saved {saved.get(name)}, now {value}"
@@ -177,15 +219,23 @@ class BucketBatchSampler:
     def _batches(self, epoch: int, window: int) -> list[Indices]:
         """Return the batches of a window, in their order."""
         begin = window * self._window
-        positions = np.arange(begin, min(begin + self._window, len(self._lengths)), dtype=np.int64)
-        samples = Permutation(len(self._lengths), derive_key("buckets", self._seed, epoch, size=64))(positions)
+        positions = np.arange(
+            begin, min(begin + self._window, len(self._lengths)), dtype=np.int64
+        )
+        samples = Permutation(
+            len(self._lengths), derive_key("buckets", self._seed, epoch, size=64)
+        )(positions)
         batches = self._cut(samples[np.argsort(self._lengths[samples], kind="stable")])
         short = []
-        if len(batches[-1]) % (self.batch_size or self._multiple_of):  # only in the last window
+        if len(batches[-1]) % (
+            self.batch_size or self._multiple_of
+        ):  # only in the last window
             short = [batches.pop()]
         if batches:
             key = derive_key("bucket batches", self._seed, epoch, window, size=64)
-            order = Permutation(len(batches), key)(np.arange(len(batches), dtype=np.int64))
+            order = Permutation(len(batches), key)(
+                np.arange(len(batches), dtype=np.int64)
+            )
             batches = [batches[number] for number in order]
         return batches if self.drop_last else batches + short
 
@@ -195,7 +245,9 @@ class BucketBatchSampler:
         lengths = self._lengths[samples].astype(np.int64)
         begin = 0
         while begin < len(samples):
-            end = begin + (self.batch_size or self._num_samples_of_tokens(lengths[begin:]))
+            end = begin + (
+                self.batch_size or self._num_samples_of_tokens(lengths[begin:])
+            )
             batches.append(samples[begin:end])
             begin = end
         return batches
@@ -204,5 +256,9 @@ class BucketBatchSampler:
         """Return how many of the next samples, sorted by their lengths, are a batch of at most `max_tokens`."""
         assert self._max_tokens is not None
         # A batch of n samples has n times the length of its last one.
-        most = int(np.count_nonzero(lengths * np.arange(1, len(lengths) + 1) <= self._max_tokens))
+        most = int(
+            np.count_nonzero(
+                lengths * np.arange(1, len(lengths) + 1) <= self._max_tokens
+            )
+        )
         return max(self._multiple_of, most // self._multiple_of * self._multiple_of)

@@ -57,7 +57,9 @@ def create_file(path: Path, content: bytes) -> None:
     with open(path, "xb") as file:
         file.write(content)
     sync(path)
-    with contextlib.suppress(PermissionError):  # of a directory above, which was there before
+    with contextlib.suppress(
+        PermissionError
+    ):  # of a directory above, which was there before
         sync(*path.parents)
 
 

@@ -65,22 +65,32 @@ def part_of(tensor: Any) -> Part | None:
     mesh = tensor.process_mesh
     if dist.get_rank() not in mesh.process_ids:
         return None
-    coordinate = np.unravel_index(list(mesh.process_ids).index(dist.get_rank()), mesh.shape)
+    coordinate = np.unravel_index(
+        list(mesh.process_ids).index(dist.get_rank()), mesh.shape
+    )
     # `dist.shard_layer` gives a placement for each dim of a tensor, which may be more or fewer than the mesh has axes.
     placements = [*tensor.placements, *[dist.Replicate()] * len(mesh.shape)]
     is_first = True
-    for place, num_parts, placement in zip(map(int, coordinate), mesh.shape, placements, strict=False):
+    for place, num_parts, placement in zip(
+        map(int, coordinate), mesh.shape, placements, strict=False
+    ):
         if not placement.is_shard():
             is_first = is_first and place == 0
             continue
         dim = next(dim for dim in range(len(shape)) if placement.is_shard(dim))
-        quotient, remainder = divmod(shape[dim], num_parts)  # the first parts have one more each
+        quotient, remainder = divmod(
+            shape[dim], num_parts
+        )  # the first parts have one more each
         start[dim] += place * quotient + min(place, remainder)
         shape[dim] = quotient + (place < remainder)
     return Part(start, shape, is_first)
 
 
-def fill(targets: Mapping[str, Any], whole: Mapping[str, Any], saved_parts: Iterable[SavedPart]) -> None:
+def fill(
+    targets: Mapping[str, Any],
+    whole: Mapping[str, Any],
+    saved_parts: Iterable[SavedPart],
+) -> None:
     """Fill this rank's parts of tensors.
 
     Args:
@@ -91,9 +101,17 @@ def fill(targets: Mapping[str, Any], whole: Mapping[str, Any], saved_parts: Iter
     Raises:
         StateError: Not all of this rank's parts was saved.
     """
-    own = {path: part for path, target in targets.items() if (part := part_of(target)) is not None}
+    own = {
+        path: part
+        for path, target in targets.items()
+        if (part := part_of(target)) is not None
+    }
     missing = {path: int(np.prod(part.shape)) for path, part in own.items()}
-    whole_parts = [SavedPart(path, [0] * whole[path].ndim, whole[path].shape, None) for path in own if path in whole]
+    whole_parts = [
+        SavedPart(path, [0] * whole[path].ndim, whole[path].shape, None)
+        for path in own
+        if path in whole
+    ]
     # Where the saved parts overlap with this rank's, in the indices of both.
     pieces = defaultdict[Path | None, list[tuple[str, Any, Any]]](list)
     for saved in (*whole_parts, *saved_parts):
@@ -101,7 +119,9 @@ def fill(targets: Mapping[str, Any], whole: Mapping[str, Any], saved_parts: Iter
             continue
         part = own[saved.path]
         low = np.maximum(saved.start, part.start)
-        high = np.minimum(np.add(saved.start, saved.shape), np.add(part.start, part.shape))
+        high = np.minimum(
+            np.add(saved.start, saved.shape), np.add(part.start, part.shape)
+        )
         if (low < high).all():
             target = tuple(map(slice, low - part.start, high - part.start))
             source = tuple(map(slice, low - saved.start, high - saved.start))
@@ -109,13 +129,19 @@ def fill(targets: Mapping[str, Any], whole: Mapping[str, Any], saved_parts: Iter
             missing[saved.path] -= int(np.prod(high - low))
     incomplete = sorted(path for path, number in missing.items() if number > 0)
     if incomplete:
-        raise StateError(f"the checkpoint does not hold all of {incomplete}, of which this rank has a part.")
+        raise StateError(
+            f"the checkpoint does not hold all of {incomplete}, of which this rank has a part."
+        )
     arrays: dict[str, Any] = {}
     for file, of_file in pieces.items():
         tensors = whole if file is None else paddle.load(str(file), return_numpy=True)
         for path, target, source in of_file:
             values = np.asarray(tensors[path])
-            arrays.setdefault(path, np.empty(own[path].shape, values.dtype))[target] = values[source]
+            arrays.setdefault(path, np.empty(own[path].shape, values.dtype))[target] = (
+                values[source]
+            )
     for path, array in arrays.items():
-        local = targets[path]._local_value() if is_dist(targets[path]) else targets[path]
+        local = (
+            targets[path]._local_value() if is_dist(targets[path]) else targets[path]
+        )
         local.set_value(array)

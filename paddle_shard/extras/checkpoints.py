@@ -41,7 +41,14 @@ from paddle_shard.extras.checkpoint_folder import (
     save_files,
     sizes_in,
 )
-from paddle_shard.extras.checkpoint_parts import SavedPart, fill, is_dist, kind_of, part_of, without_sums
+from paddle_shard.extras.checkpoint_parts import (
+    SavedPart,
+    fill,
+    is_dist,
+    kind_of,
+    part_of,
+    without_sums,
+)
 from paddle_shard.ranks.agreeing import gather_of
 from paddle_shard.ranks.rendezvous import num_ranks
 
@@ -101,7 +108,9 @@ class Checkpoints:
             ArgumentError: `keep` is less than 2, or `folder` is a URL.
         """
         if is_remote(os.fspath(folder)):
-            raise ArgumentError(f"folder={folder!r} is a URL: give a folder that all hosts see, such as a mounted one.")
+            raise ArgumentError(
+                f"folder={folder!r} is a URL: give a folder that all hosts see, such as a mounted one."
+            )
         self._folder = Path(local_path(os.fspath(folder))).absolute()
         self._keep = check_count("keep", keep, 2)
         self._generation: int | None = None
@@ -135,7 +144,9 @@ class Checkpoints:
         reports = self._on_all(lambda: self._collect(step, what, leaves, own), "save()")
         _check_same("save", [report["same"] for report in reports], _ONLY_SOME)
         directory = self._folder / reports[0]["name"]
-        keep = sys.maxsize  # what a failed save has left may look complete, and not outlast a crash
+        keep = (
+            sys.maxsize
+        )  # what a failed save has left may look complete, and not outlast a crash
         try:
             files = self._on_all(lambda: self._write(directory, leaves, own), "save()")
             self._on_all(lambda: self._finish(directory, files), "save()")
@@ -145,7 +156,13 @@ class Checkpoints:
                 self._clean(keep)
         return str(directory)
 
-    def _collect(self, step: int, what: Mapping[str, Any], leaves: dict[str, Any], own: dict[str, Any]) -> Any:
+    def _collect(
+        self,
+        step: int,
+        what: Mapping[str, Any],
+        leaves: dict[str, Any],
+        own: dict[str, Any],
+    ) -> Any:
         """Collect what this rank may save, and return what the ranks compare.
 
         Args:
@@ -156,7 +173,9 @@ class Checkpoints:
         """
         check_count("step", step, 0)
         if not what:
-            raise ArgumentError("save(): there is nothing to save. Name it: save(step, model=model, data=loader).")
+            raise ArgumentError(
+                "save(): there is nothing to save. Name it: save(step, model=model, data=loader)."
+            )
         for name, value in what.items():
             if _is_loader(value):
                 with contextlib.suppress(ArgumentError):  # streams have none
@@ -171,12 +190,18 @@ class Checkpoints:
         if self._rank == 0:
             self._check_fence()
             numbers = [
-                number for generation, number, _ in map(_parsed, self._names()) if generation == self._generation
+                number
+                for generation, number, _ in map(_parsed, self._names())
+                if generation == self._generation
             ]
-            report["name"] = f"{self._generation:06d}-{max(numbers, default=0) + 1:06d}-step{step}"
+            report["name"] = (
+                f"{self._generation:06d}-{max(numbers, default=0) + 1:06d}-step{step}"
+            )
         return report
 
-    def _write(self, directory: Path, leaves: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, int]:
+    def _write(
+        self, directory: Path, leaves: Mapping[str, Any], own: Mapping[str, Any]
+    ) -> dict[str, int]:
         """Write this rank's files; return the size of each."""
         whole: dict[str, Any] = {}
         parts: dict[str, Any] = {}
@@ -191,12 +216,16 @@ class Checkpoints:
                 if part is not None and part.is_first:
                     parts[path] = tensor._local_value()
                     index[path] = [kind_of(tensor), part.start, part.shape]
-        contents: dict[str, Any] = {f"{self._rank}_{_VALUES}": {"whole": whole, "own": own, "index": index}}
+        contents: dict[str, Any] = {
+            f"{self._rank}_{_VALUES}": {"whole": whole, "own": own, "index": index}
+        }
         if parts:
             contents[f"{self._rank}_{_PARTS}"] = parts
         return save_files(directory, contents)
 
-    def _finish(self, directory: Path, sizes_of_ranks: Sequence[Mapping[str, int]]) -> None:
+    def _finish(
+        self, directory: Path, sizes_of_ranks: Sequence[Mapping[str, int]]
+    ) -> None:
         """Write the manifest, on the first rank."""
         if self._rank:
             return
@@ -208,7 +237,10 @@ class Checkpoints:
                 "same folder."
             )
         self._check_fence()
-        create_file(directory / _MANIFEST, json.dumps({"version": VERSION, "files": files}).encode())
+        create_file(
+            directory / _MANIFEST,
+            json.dumps({"version": VERSION, "files": files}).encode(),
+        )
 
     def _clean(self, keep: int) -> None:
         """Delete what is older than the `keep` newest checkpoints, and what is half-written; on the first rank."""
@@ -216,7 +248,9 @@ class Checkpoints:
             self._check_fence()
             num_complete = 0
             for name in self._names():
-                if _parsed(name)[0] > (self._generation or 0):  # of a job that has just claimed it
+                if _parsed(name)[0] > (
+                    self._generation or 0
+                ):  # of a job that has just claimed it
                     continue
                 is_complete = self._problem_of(name) is None
                 if num_complete >= keep or not is_complete:
@@ -225,14 +259,20 @@ class Checkpoints:
         except TakenOverError:
             return
         except OSError as error:
-            _log.warning("%s: old checkpoints could not be deleted: %s", self._folder, described(error))
+            _log.warning(
+                "%s: old checkpoints could not be deleted: %s",
+                self._folder,
+                described(error),
+            )
 
     # Generations
 
     def _claim(self, call: str) -> None:
         """Claim the next generation for all ranks, once."""
         if self._generation is None:
-            self._generation = self._on_all(lambda: None if self._rank else self._create_generation(), call)[0]
+            self._generation = self._on_all(
+                lambda: None if self._rank else self._create_generation(), call
+            )[0]
 
     def _create_generation(self) -> int:
         claim = f"{time.strftime('%Y-%m-%d %H:%M:%S %z')} by process {os.getpid()} on host {socket.gethostname()}"
@@ -243,7 +283,9 @@ class Checkpoints:
                 return number
 
     def _newest_generation(self) -> int:
-        matches = (re.fullmatch("generation-([0-9]+)", name) for name in sizes_in(self._folder))
+        matches = (
+            re.fullmatch("generation-([0-9]+)", name) for name in sizes_in(self._folder)
+        )
         return max((int(match[1]) for match in matches if match), default=0)
 
     def _check_fence(self) -> None:
@@ -251,7 +293,12 @@ class Checkpoints:
         newest = self._newest_generation()
         if self._generation is None or newest <= self._generation:
             return
-        claim = read_file(self._folder / f"generation-{newest:06d}").decode(errors="replace") or "just now"
+        claim = (
+            read_file(self._folder / f"generation-{newest:06d}").decode(
+                errors="replace"
+            )
+            or "just now"
+        )
         raise TakenOverError(
             f"generation {newest} of this job has taken over {self._folder} (claimed {claim}). Generation "
             f"{self._generation}, of host {socket.gethostname()}, was held up: nothing was saved, and it must end."
@@ -271,7 +318,9 @@ class Checkpoints:
         """Return the name of the newest complete checkpoint, on the first rank."""
         names: list[str] = []
         newest = None
-        while self._rank == 0 and names != (names := self._names()):  # another job may save and delete meanwhile
+        while self._rank == 0 and names != (
+            names := self._names()
+        ):  # another job may save and delete meanwhile
             newest = None
             for name in names:
                 problem = self._problem_of(name)
@@ -317,16 +366,26 @@ class Checkpoints:
 
         saved = self._read(directory)
         whole = saved.whole
-        kinds = saved.kinds | {path: kind_of(leaf) for path, leaf in whole.items() if is_dist(target_leaves.get(path))}
+        kinds = saved.kinds | {
+            path: kind_of(leaf)
+            for path, leaf in whole.items()
+            if is_dist(target_leaves.get(path))
+        }
         states = dict(saved.own.get(self._rank, {}))
 
         # Tensors that were saved in parts, or that are distributed now, are filled in place.
         filled: dict[str, Any] = {}
         for path, kind in kinds.items():
             if json.loads(path)[0] in what:
-                filled[path] = target_leaves[path] if path in target_leaves else paddle.zeros(*kind)
+                filled[path] = (
+                    target_leaves[path]
+                    if path in target_leaves
+                    else paddle.zeros(*kind)
+                )
                 if kind_of(filled[path]) != kind:
-                    raise StateError(f"{name} holds {kind} for {path}, and not {kind_of(filled[path])}.")
+                    raise StateError(
+                        f"{name} holds {kind} for {path}, and not {kind_of(filled[path])}."
+                    )
         for path, leaf in {**whole, **filled}.items():
             _put(states, path, leaf)
 
@@ -339,7 +398,9 @@ class Checkpoints:
                 )
         _check_fits(what, states, targets, name)
         loaders = [key for key, value in what.items() if _is_loader(value)]
-        for key in loaders:  # before anything else is filled: a loader may reject its state
+        for (
+            key
+        ) in loaders:  # before anything else is filled: a loader may reject its state
             setters[key](states[key])
         fill(filled, whole, saved.parts)
         for key in what.keys() - loaders:
@@ -348,8 +409,12 @@ class Checkpoints:
     def _read(self, directory: Path) -> _Saved:
         """Read what all ranks saved, without the parts of tensors."""
         saved = _Saved()
-        names = json.loads(read_file(directory / _MANIFEST))["files"]  # another job may be deleting them
-        for file in sorted(directory / name for name in names if name.endswith(_VALUES)):
+        names = json.loads(read_file(directory / _MANIFEST))[
+            "files"
+        ]  # another job may be deleting them
+        for file in sorted(
+            directory / name for name in names if name.endswith(_VALUES)
+        ):
             values = paddle.load(str(file))
             saved.whole |= values["whole"]
             saved.own[int(file.name.partition("_")[0])] = values["own"]
@@ -363,7 +428,11 @@ class Checkpoints:
 
     def _names(self) -> list[str]:
         """Return the names of all checkpoints, complete or not, the newest first."""
-        names = [name for name, size in sizes_in(self._folder).items() if size is None and _NAME.fullmatch(name)]
+        names = [
+            name
+            for name, size in sizes_in(self._folder).items()
+            if size is None and _NAME.fullmatch(name)
+        ]
         return sorted(names, key=_parsed, reverse=True)
 
     def _problem_of(self, name: str) -> str | None:
@@ -379,7 +448,11 @@ class Checkpoints:
             return "its manifest is damaged"
         if version != VERSION:
             return f"its version is {version}, and this paddle_shard reads {VERSION}"
-        return f"{changed} are missing, or have another size than when they were saved" if changed else None
+        return (
+            f"{changed} are missing, or have another size than when they were saved"
+            if changed
+            else None
+        )
 
     def _on_all(self, work: Callable[[], Any], call: str) -> list[Any]:
         """Return the JSON value that `work` returns on each rank. If it raises on any, all ranks raise."""
@@ -389,7 +462,9 @@ class Checkpoints:
         except Exception as own_error:
             error = own_error
             report = {"failed": described(error)}
-        texts = gather_of(self._ranks, json.dumps(report), _TIMEOUT, f"Checkpoints.{call}")
+        texts = gather_of(
+            self._ranks, json.dumps(report), _TIMEOUT, f"Checkpoints.{call}"
+        )
         reports = [json.loads(text) for text in texts]
         if isinstance(error, PaddleShardError):
             raise error
@@ -408,10 +483,17 @@ def _check_same(call: str, reports: Sequence[Any], hint: str = "") -> None:
     for rank, report in enumerate(reports):
         if report != reports[0]:
             what = f"global rank 0 has {reports[0]} and rank {rank} {report}"
-            raise ArgumentError(f"{call}(): all ranks {call} the same, but {what}.{hint}")
+            raise ArgumentError(
+                f"{call}(): all ranks {call} the same, but {what}.{hint}"
+            )
 
 
-def _check_fits(what: Mapping[str, Any], states: Mapping[str, Any], targets: Mapping[str, Any], name: str) -> None:
+def _check_fits(
+    what: Mapping[str, Any],
+    states: Mapping[str, Any],
+    targets: Mapping[str, Any],
+    name: str,
+) -> None:
     """Check that states were loaded for all objects, and that those of models have the same tensors.
 
     Args:
@@ -422,13 +504,17 @@ def _check_fits(what: Mapping[str, Any], states: Mapping[str, Any], targets: Map
     """
     missing = sorted(what.keys() - states.keys())
     if missing:
-        raise StateError(f"{name} holds {sorted(states)}, and not {missing}. Load what was saved, by its names.")
+        raise StateError(
+            f"{name} holds {sorted(states)}, and not {missing}. Load what was saved, by its names."
+        )
     for key, value in what.items():
         if isinstance(value, paddle.nn.Layer):  # Paddle would ignore what does not fit
             saved = {(path, *leaf.shape) for path, leaf in _leaves(states[key])}
             expected = {(path, *leaf.shape) for path, leaf in _leaves(targets[key])}
             if saved != expected:
-                raise StateError(f"{key}: {name} holds {saved - expected}, and this model {expected - saved}.")
+                raise StateError(
+                    f"{key}: {name} holds {saved - expected}, and this model {expected - saved}."
+                )
 
 
 def _setter_of(key: str, value: Any) -> Callable[[Any], Any]:
@@ -437,7 +523,9 @@ def _setter_of(key: str, value: Any) -> Callable[[Any], Any]:
         if hasattr(value, method):
             setter: Callable[[Any], Any] = getattr(value, method)
             return setter
-    raise ArgumentError(f"load({key}=): give an object with a state_dict, or a dict, not {type(value).__name__}.")
+    raise ArgumentError(
+        f"load({key}=): give an object with a state_dict, or a dict, not {type(value).__name__}."
+    )
 
 
 def _is_loader(value: Any) -> bool:
@@ -453,7 +541,11 @@ def _parsed(name: str) -> tuple[int, int, int]:
 
 def _leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[str, Any]]:
     """Yield (path as JSON, leaf) of nested dicts; an empty one is a leaf, and one with keys that JSON lacks."""
-    if isinstance(value, Mapping) and value and all(isinstance(key, str | int) for key in value):
+    if (
+        isinstance(value, Mapping)
+        and value
+        and all(isinstance(key, str | int) for key in value)
+    ):
         for key, child in value.items():
             yield from _leaves(child, (*path, key))
     else:

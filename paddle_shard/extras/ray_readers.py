@@ -60,8 +60,12 @@ def connect() -> None:
     except ValueError as error:
         address = os.environ.get("RAY_ADDRESS", "")
         hint = "Start one there (ray start --head), or correct or unset RAY_ADDRESS"
-        raise ConnectionError(f"RAY_ADDRESS={address} names no Ray cluster ({error}). {hint}.") from error
-    if threading.current_thread() is threading.main_thread():  # Ray installs a handler of its own
+        raise ConnectionError(
+            f"RAY_ADDRESS={address} names no Ray cluster ({error}). {hint}."
+        ) from error
+    if (
+        threading.current_thread() is threading.main_thread()
+    ):  # Ray installs a handler of its own
         signal.signal(signal.SIGTERM, handler)
 
 
@@ -84,7 +88,9 @@ class RayReaders:
     def __post_init__(self) -> None:
         check_count("RayReaders: num", self.num)
         if self.runtime_env is not None and not isinstance(self.runtime_env, Mapping):
-            raise ArgumentTypeError(f"RayReaders: runtime_env must be a dict, got {self.runtime_env!r}.")
+            raise ArgumentTypeError(
+                f"RayReaders: runtime_env must be a dict, got {self.runtime_env!r}."
+            )
         with needs("ray", "RayReaders: "):
             import ray  # noqa: F401
 
@@ -101,7 +107,9 @@ class RayReaders:
 class ReadingActor:
     """A worker in an actor."""
 
-    def __init__(self, number: int, settings: list[Any], seed: int, folder: str | None) -> None:
+    def __init__(
+        self, number: int, settings: list[Any], seed: int, folder: str | None
+    ) -> None:
         """Set up the worker.
 
         Args:
@@ -116,7 +124,9 @@ class ReadingActor:
         self._number = number
         self._where = f" on node {ray.util.get_node_ip_address()}"
         if folder is not None and not os.path.isdir(folder):
-            self._where += f" (where relative paths lead nowhere, as it has no folder {folder})"
+            self._where += (
+                f" (where relative paths lead nowhere, as it has no folder {folder})"
+            )
             folder = "/proc"  # no file of a user is there
         if folder is not None:
             os.chdir(folder)
@@ -134,7 +144,9 @@ class ReadingActor:
         answer = self._failure or self._reader.read(what, self._number, look)
         if isinstance(answer, ReadFailure):
             answer = replace(answer, where=self._where)
-        return [np.asarray(piece) for piece in pickled(answer, cloudpickle.CloudPickler)]
+        return [
+            np.asarray(piece) for piece in pickled(answer, cloudpickle.CloudPickler)
+        ]
 
 
 @dataclass(slots=True, eq=False)
@@ -165,7 +177,13 @@ class RayPool(WorkerPool):
         reads_all: bool,
     ) -> None:
         """Set up; see `WorkerPool`."""
-        super().__init__(settings, reader, num_workers, worker_timeout=worker_timeout, reads_all=reads_all)
+        super().__init__(
+            settings,
+            reader,
+            num_workers,
+            worker_timeout=worker_timeout,
+            reads_all=reads_all,
+        )
         self._runtime_env = dict(readers.runtime_env or {})
         self._seed = drawn_seed()
         self._settings_ref: Any = None
@@ -183,20 +201,32 @@ class RayPool(WorkerPool):
             from ray import cloudpickle
 
             self._settings_ref = ray.put(cloudpickle.dumps(self._settings))
-            self._actors = [_Worker(self._create(number)) for number in range(self.num_workers)]
+            self._actors = [
+                _Worker(self._create(number)) for number in range(self.num_workers)
+            ]
         except Exception as error:
-            self._broken = WorkersLostError(f"the readers cannot be started: {described(error)}", 0)
+            self._broken = WorkersLostError(
+                f"the readers cannot be started: {described(error)}", 0
+            )
             self._broken.__cause__ = error
 
     def _create(self, number: int) -> Any:
         """Return the handle of a new actor for a worker."""
         import ray
 
-        options: dict[str, Any] = {"num_cpus": 1, "max_restarts": 0, "scheduling_strategy": "SPREAD"}
+        options: dict[str, Any] = {
+            "num_cpus": 1,
+            "max_restarts": 0,
+            "scheduling_strategy": "SPREAD",
+        }
         if self._runtime_env:
             options["runtime_env"] = self._runtime_env
         folder = None if "working_dir" in self._runtime_env else os.getcwd()
-        return ray.remote(ReadingActor).options(**options).remote(number, [self._settings_ref], self._seed, folder)
+        return (
+            ray.remote(ReadingActor)
+            .options(**options)
+            .remote(number, [self._settings_ref], self._seed, folder)
+        )
 
     def send(self, number: int, request: Any) -> None:
         """Send a worker a request.
@@ -234,7 +264,12 @@ class RayPool(WorkerPool):
                 raise WorkersLostError(f"{text}. {self._free_cpus()}", number)
             if waited >= _PATIENCE_SECONDS and not is_reported:
                 is_reported = True
-                _log.warning("worker %d has not answered for %g s. %s", number, waited, self._free_cpus())
+                _log.warning(
+                    "worker %d has not answered for %g s. %s",
+                    number,
+                    waited,
+                    self._free_cpus(),
+                )
             if self._is_ready(worker.refs[0], _LOOK_SECONDS):
                 try:
                     answer = ray.get(worker.refs[0])
@@ -271,10 +306,15 @@ class RayPool(WorkerPool):
         if len(worker.deaths) >= MOST_DEATHS:
             text = f"{MOST_DEATHS} actors in a row died before they could read the next rows"
             raise WorkersLostError(f"{text}: {'; '.join(worker.deaths)}", number)
-        _log.warning("an actor that reads has died (%s). Another one takes its place.", worker.deaths[-1])
+        _log.warning(
+            "an actor that reads has died (%s). Another one takes its place.",
+            worker.deaths[-1],
+        )
         self._kill(worker)  # it may only be out of reach
         worker.handle = self._create(number)
-        worker.refs = deque(worker.handle.read.remote(request) for request in worker.requests)
+        worker.refs = deque(
+            worker.handle.read.remote(request) for request in worker.requests
+        )
 
     def _free_cpus(self) -> str:
         with contextlib.suppress(Exception):

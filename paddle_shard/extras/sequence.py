@@ -91,7 +91,9 @@ class SequenceSplit:
         # Without labels= they are shifted already, and have the name that `Packed` and most models give them.
         self._pads = {labels or "labels": ignore_index, **(pad_values or {})}
 
-    def collate(self, collate_fn: Callable[[list[Any]], Any] | None = None) -> Callable[[list[Any]], Arrays]:
+    def collate(
+        self, collate_fn: Callable[[list[Any]], Any] | None = None
+    ) -> Callable[[list[Any]], Arrays]:
         """Return a `collate_fn` that prepares batches and puts their tokens in order.
 
         The batch gets, beside the labels, the fields `position_ids` (unless it has one: the place of each token in its
@@ -101,9 +103,13 @@ class SequenceSplit:
             collate_fn: Makes a dict of arrays or tensors of some samples, with rows of one length; None: they are
                 stacked.
         """
-        return partial(self._collated, collate_fn or collate)  # can be pickled for workers
+        return partial(
+            self._collated, collate_fn or collate
+        )  # can be pickled for workers
 
-    def _collated(self, collate_fn: Callable[[list[Any]], Any], samples: list[Any]) -> Arrays:
+    def _collated(
+        self, collate_fn: Callable[[list[Any]], Any], samples: list[Any]
+    ) -> Arrays:
         return self.prepare(collate_fn(samples))
 
     def prepare(self, batch: Any) -> Arrays:
@@ -121,23 +127,39 @@ class SequenceSplit:
                 f"SequenceSplit: a batch must be a dict with the field {self.key!r}, [rows, length], got "
                 f"{list(batch) if isinstance(batch, Mapping) else type(batch).__name__}."
             )
-        fields = {name: value.numpy() if hasattr(value, "numpy") else value for name, value in batch.items()}
+        fields = {
+            name: value.numpy() if hasattr(value, "numpy") else value
+            for name, value in batch.items()
+        }
         tokens = np.asarray(fields[self.key])
         if tokens.ndim < 2:
-            raise BatchStructureError(f"SequenceSplit: {self.key!r} must be [rows, length], got {list(tokens.shape)}.")
+            raise BatchStructureError(
+                f"SequenceSplit: {self.key!r} must be [rows, length], got {list(tokens.shape)}."
+            )
         rows, length = tokens.shape[:2]
         segments = self._segments(fields, rows, length)
         if self._labels is not None:
-            fields[self._labels] = self._shifted(np.asarray(fields.get(self._labels, tokens)), tokens, segments)
-        fields.setdefault("position_ids", np.broadcast_to(np.arange(length), (rows, length)))
+            fields[self._labels] = self._shifted(
+                np.asarray(fields.get(self._labels, tokens)), tokens, segments
+            )
+        fields.setdefault(
+            "position_ids", np.broadcast_to(np.arange(length), (rows, length))
+        )
 
         # Pad all fields of tokens to a length that can be split, and put them in order.
         padded_length = -(-length // self.unit) * self.unit
-        order = np.stack([self._order(row) for row in padded(segments, [padded_length], 0)])
+        order = np.stack(
+            [self._order(row) for row in padded(segments, [padded_length], 0)]
+        )
         result: Arrays = dict(fields)
         for name, value in fields.items():
-            if name not in _OF_ROWS and getattr(value, "shape", ())[:2] == (rows, length):
-                values = padded(value, [padded_length, *value.shape[2:]], self._pads.get(name, 0))
+            if name not in _OF_ROWS and getattr(value, "shape", ())[:2] == (
+                rows,
+                length,
+            ):
+                values = padded(
+                    value, [padded_length, *value.shape[2:]], self._pads.get(name, 0)
+                )
                 index = order.reshape(rows, padded_length, *[1] * (value.ndim - 2))
                 result[name] = np.take_along_axis(values, index, axis=1)
         if "cu_seqlens" in fields:
@@ -146,7 +168,10 @@ class SequenceSplit:
         return result
 
     def _shifted(
-        self, labels: npt.NDArray[Any], tokens: npt.NDArray[Any], segments: npt.NDArray[np.int64]
+        self,
+        labels: npt.NDArray[Any],
+        tokens: npt.NDArray[Any],
+        segments: npt.NDArray[np.int64],
     ) -> npt.NDArray[Any]:
         """Return for each token the label of the next one in its document.
 
@@ -168,17 +193,24 @@ class SequenceSplit:
         shifted[:, :-1][same] = labels[:, 1:][same]
         return shifted
 
-    def _padded_lengths(self, fields: Mapping[str, Any], length: int, padded_length: int) -> Arrays:
+    def _padded_lengths(
+        self, fields: Mapping[str, Any], length: int, padded_length: int
+    ) -> Arrays:
         """Return `cu_seqlens` and `max_seqlen` with the padding of a row as a sequence of its own."""
         ends = fields["cu_seqlens"]
         if padded_length > length:
-            ends = np.where(np.cumsum(ends == length, axis=1) > 1, padded_length, ends).astype(ends.dtype)
+            ends = np.where(
+                np.cumsum(ends == length, axis=1) > 1, padded_length, ends
+            ).astype(ends.dtype)
             ends[:, -1] = padded_length
         if "max_seqlen" not in fields:
             return {"cu_seqlens": ends}
         longest = np.asarray(fields["max_seqlen"])
         lengths = np.diff(ends, axis=1).max(axis=1)
-        return {"cu_seqlens": ends, "max_seqlen": lengths.astype(longest.dtype).reshape(longest.shape)}
+        return {
+            "cu_seqlens": ends,
+            "max_seqlen": lengths.astype(longest.dtype).reshape(longest.shape),
+        }
 
     def placements(self, *fields: str, **rows: int) -> dict[str, dict[str, int]]:
         """Return `placements=` for fields that are split.
@@ -208,7 +240,9 @@ class SequenceSplit:
             AxisError: The mesh has no such axis.
         """
         if isinstance(outputs, np.ndarray):
-            back = np.argsort(token_index, axis=1).reshape(*token_index.shape, *[1] * (outputs.ndim - 2))
+            back = np.argsort(token_index, axis=1).reshape(
+                *token_index.shape, *[1] * (outputs.ndim - 2)
+            )
             return np.take_along_axis(outputs, back, axis=1)
         with paddle.no_grad():
             values = self._gathered(outputs)
@@ -222,7 +256,9 @@ class SequenceSplit:
         """Return a distributed tensor that is not split over the axis."""
         mesh = tensor.process_mesh
         if self.axis not in mesh.dim_names:
-            raise AxisError(f"unsplit: the mesh has the axes {mesh.dim_names}, and no {self.axis!r}.")
+            raise AxisError(
+                f"unsplit: the mesh has the axes {mesh.dim_names}, and no {self.axis!r}."
+            )
         placements = list(tensor.placements)
         placements[mesh.dim_names.index(self.axis)] = dist.Replicate()
         return dist.reshard(tensor, mesh, placements)
@@ -237,11 +273,15 @@ class SequenceSplit:
             ends = np.append(np.flatnonzero(np.diff(segments)) + 1, length)
         return balanced_order(ends, self.num_ranks)
 
-    def _segments(self, fields: Mapping[str, Any], rows: int, length: int) -> npt.NDArray[np.int64]:
+    def _segments(
+        self, fields: Mapping[str, Any], rows: int, length: int
+    ) -> npt.NDArray[np.int64]:
         """Return the number of each token's document, int64 [rows, length]; 0 for padding."""
         if "segment_ids" in fields:
             segments = np.asarray(fields["segment_ids"]).astype(np.int64)
-            if ((segments[:, 0] == 0) & (segments > 0).any(axis=1)).any() or not segments.any():
+            if (
+                (segments[:, 0] == 0) & (segments > 0).any(axis=1)
+            ).any() or not segments.any():
                 raise BatchStructureError(
                     "SequenceSplit: segment_ids begin at 0, which means padding, as Packed makes them: the tokens of "
                     "the first document would get no labels. Number the documents of a row from 1."
@@ -249,7 +289,9 @@ class SequenceSplit:
             return segments
         if "cu_seqlens" in fields:
             ends = np.asarray(fields["cu_seqlens"])
-            return np.stack([np.searchsorted(row, np.arange(length), side="right") for row in ends])
+            return np.stack(
+                [np.searchsorted(row, np.arange(length), side="right") for row in ends]
+            )
         if self.layout == "documents":
             raise BatchStructureError(
                 f"SequenceSplit: layout='documents' needs a field segment_ids or cu_seqlens, got {sorted(fields)}. "

@@ -47,18 +47,28 @@ def state_to_tensor(state: Mapping[str, Any]) -> paddle.Tensor:
             happen with the state of a sampler.
     """
     if not isinstance(state, Mapping):
-        raise ArgumentTypeError(f"state must be what state_dict() returned, got {type(state).__name__}: {state!r}.")
+        raise ArgumentTypeError(
+            f"state must be what state_dict() returned, got {type(state).__name__}: {state!r}."
+        )
     try:
         text = json.dumps(state, separators=(",", ":"), allow_nan=False)
     except (TypeError, ValueError) as error:
-        raise StateError(f"state cannot be written as JSON ({error}). {_HINT}") from error
-    changed = [name for name, value in json.loads(text).items() if name not in state or value != state[name]]
+        raise StateError(
+            f"state cannot be written as JSON ({error}). {_HINT}"
+        ) from error
+    changed = [
+        name
+        for name, value in json.loads(text).items()
+        if name not in state or value != state[name]
+    ]
     if changed:
         what = f"state: {changed} do not come back from JSON as they were (tuples become lists, keys become strings)"
         raise StateError(f"{what}. {_HINT}")
     content = text.encode().ljust(NUM_BYTES - _CHECKSUM_BYTES)
     if len(content) > NUM_BYTES - _CHECKSUM_BYTES:
-        raise StateError(f"state is {len(content)} bytes long as JSON, but a tensor holds {NUM_BYTES}. {_HINT}")
+        raise StateError(
+            f"state is {len(content)} bytes long as JSON, but a tensor holds {NUM_BYTES}. {_HINT}"
+        )
     content = b"%08x" % zlib.crc32(content) + content
     return paddle.to_tensor(np.frombuffer(content, np.uint8).copy())
 
@@ -73,7 +83,9 @@ def state_from_tensor(tensor: Any) -> dict[str, Any]:
         StateError: It is not such a tensor, or its bytes are not those that were saved.
     """
     if not isinstance(tensor, paddle.Tensor):
-        raise ArgumentTypeError(f"tensor must be what state_to_tensor returned, got {type(tensor).__name__}.")
+        raise ArgumentTypeError(
+            f"tensor must be what state_to_tensor returned, got {type(tensor).__name__}."
+        )
     array = tensor.numpy()
     if array.shape != (NUM_BYTES,) or array.dtype != np.uint8:
         raise StateError(

@@ -38,12 +38,16 @@ class StatsCollector:
 
         total = self._loader.stats.total
         for name, description in _TOTALS.items():
-            counter = CounterMetricFamily(f"paddle_shard_{name}", description, labels=["rank"])
+            counter = CounterMetricFamily(
+                f"paddle_shard_{name}", description, labels=["rank"]
+            )
             counter.add_metric([self._rank], getattr(total, name))
             yield counter
 
 
-def serve_metrics(loader: ShardDataloader, port: int, address: str = "127.0.0.1") -> Any:
+def serve_metrics(
+    loader: ShardDataloader, port: int, address: str = "127.0.0.1"
+) -> Any:
     """Serve the statistics of a loader to Prometheus, at `http://<address>:<port>/metrics`.
 
     Each rank serves its own, so give each rank of a host another port.

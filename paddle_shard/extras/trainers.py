@@ -42,7 +42,9 @@ class TrainerCallback:
         >>> trainer.train(resume_from_checkpoint=True)  # doctest: +SKIP
     """
 
-    def __init__(self, checkpoint: str | os.PathLike[str] | None = None, *, writer: Any = None) -> None:
+    def __init__(
+        self, checkpoint: str | os.PathLike[str] | None = None, *, writer: Any = None
+    ) -> None:
         """Watch nothing yet.
 
         Args:
@@ -68,7 +70,9 @@ class TrainerCallback:
         """Have the trainer skip no data."""
         args.ignore_data_skip = True
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, **others: Any
+    ) -> None:
         """Read the position of the checkpoint from which the trainer resumes.
 
         Raises:
@@ -98,7 +102,9 @@ class TrainerCallback:
                 "the callback to the trainer when it is made (callbacks=[...]), or set ignore_data_skip=True."
             )
 
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+    def on_epoch_begin(
+        self, args: Any, state: Any, control: Any, **others: Any
+    ) -> None:
         """Put the loader where it stood."""
         if self._loaded is None:
             return
@@ -112,7 +118,9 @@ class TrainerCallback:
         """Give the statistics of the data to the writer."""
         if self._writer is None:
             return
-        for name, value in self._loader(others.get("train_dataloader")).stats.scalars().items():
+        for name, value in (
+            self._loader(others.get("train_dataloader")).stats.scalars().items()
+        ):
             self._writer.add_scalar(name, value, state.global_step)
 
     def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
@@ -122,7 +130,9 @@ class TrainerCallback:
             loader.certificate()  # so that what all ranks have delivered is in the state
         if dist.get_rank() and not loader.is_dataset_splitted:
             return
-        path = Path(args.output_dir, f"checkpoint-{state.global_step}", _name(dist.get_rank()))
+        path = Path(
+            args.output_dir, f"checkpoint-{state.global_step}", _name(dist.get_rank())
+        )
         path.parent.mkdir(parents=True, exist_ok=True)
         # Replaced at once: a job that is killed here leaves no half of a state.
         new = path.with_suffix(".new")
@@ -141,7 +151,11 @@ class TrainerCallback:
         """
         if isinstance(dataloader, ShardDataloader):
             return [dataloader]
-        loaders = [loader for loader in self._loaders if dataloader is None or loader.given is dataloader]
+        loaders = [
+            loader
+            for loader in self._loaders
+            if dataloader is None or loader.given is dataloader
+        ]
         num_given = len({id(loader.given) for loader in loaders})
         if num_given == 0:
             raise ArgumentError(
@@ -157,7 +171,9 @@ class TrainerCallback:
 
     def _loader(self, dataloader: Any) -> ShardDataloader:
         """Return the one of them that is trained on: it has delivered last."""
-        return max(self._loaders_of(dataloader), key=lambda loader: loader._run.delivered_at)
+        return max(
+            self._loaders_of(dataloader), key=lambda loader: loader._run.delivered_at
+        )
 
 
 def _name(rank: int) -> str:
@@ -172,9 +188,13 @@ class PaddlePatch(ExitStack):
         self.close()
 
 
-def _shard_with_defaults(args: tuple[Any, ...], given: dict[str, Any], options: dict[str, Any]) -> ShardDataloader:
+def _shard_with_defaults(
+    args: tuple[Any, ...], given: dict[str, Any], options: dict[str, Any]
+) -> ShardDataloader:
     """Return a loader with the arguments that were given, and with those default options that it supports."""
-    sampler = getattr(args[0] if args else given.get("dataloader"), "batch_sampler", None)
+    sampler = getattr(
+        args[0] if args else given.get("dataloader"), "batch_sampler", None
+    )
     options = {name: value for name, value in options.items() if name not in given}
     shuffles = isinstance(getattr(sampler, "sampler", None), paddle.io.RandomSampler)
     if not isinstance(options.get("shuffle"), bool) and not shuffles:
@@ -184,18 +204,27 @@ def _shard_with_defaults(args: tuple[Any, ...], given: dict[str, Any], options: 
     try:
         return shard_dataloader(*args, **{**given, **options})
     except PaddleShardError:
-        loader = shard_dataloader(*args, **given)  # the trainer's own mistakes are raised here
+        loader = shard_dataloader(
+            *args, **given
+        )  # the trainer's own mistakes are raised here
     for name, value in options.items():
         try:
             loader = shard_dataloader(*args, **{**given, name: value})
         except PaddleShardError as error:
-            say_once("patch_paddle(%s=%s) is left out for a loader that cannot have it: %s", name, repr(value), error)
+            say_once(
+                "patch_paddle(%s=%s) is left out for a loader that cannot have it: %s",
+                name,
+                repr(value),
+                error,
+            )
         else:
             given = {**given, name: value}
     return loader
 
 
-def patch_paddle(*, on_loader: Callable[[ShardDataloader], Any] | None = None, **options: Any) -> PaddlePatch:
+def patch_paddle(
+    *, on_loader: Callable[[ShardDataloader], Any] | None = None, **options: Any
+) -> PaddlePatch:
     """Put this library in place of `paddle.distributed.shard_dataloader`, so that a trainer need not be edited.
 
     Call it before the trainer is imported: a name that a module has taken with
@@ -217,13 +246,23 @@ def patch_paddle(*, on_loader: Callable[[ShardDataloader], Any] | None = None, *
     mend_process_mesh()  # trainers ask the meshes before they make a loader
     original = dist.shard_dataloader
     if getattr(original, "__wrapped__", None) is shard_dataloader:
-        raise ArgumentError("patch_paddle: paddle is patched already; undo() the first patch.")
-    own = {p.name for p in inspect.signature(shard_dataloader).parameters.values() if p.kind is p.KEYWORD_ONLY}
+        raise ArgumentError(
+            "patch_paddle: paddle is patched already; undo() the first patch."
+        )
+    own = {
+        p.name
+        for p in inspect.signature(shard_dataloader).parameters.values()
+        if p.kind is p.KEYWORD_ONLY
+    }
     unknown = sorted(set(options) - own)
     if unknown:
-        raise ArgumentError(f"patch_paddle: unknown options {unknown}; there are {sorted(own)}.")
+        raise ArgumentError(
+            f"patch_paddle: unknown options {unknown}; there are {sorted(own)}."
+        )
     if on_loader is not None and not callable(on_loader):
-        raise ArgumentError(f"on_loader must be a function that takes a loader, got {on_loader!r}.")
+        raise ArgumentError(
+            f"on_loader must be a function that takes a loader, got {on_loader!r}."
+        )
 
     @functools.wraps(shard_dataloader)
     def shard_dataloader_of_paddle_shard(*args: Any, **kwargs: Any) -> ShardDataloader:
@@ -233,7 +272,9 @@ def patch_paddle(*, on_loader: Callable[[ShardDataloader], Any] | None = None, *
         return loader
 
     def put_back(module: Any) -> None:
-        if module.shard_dataloader is shard_dataloader_of_paddle_shard:  # and nobody has patched it again
+        if (
+            module.shard_dataloader is shard_dataloader_of_paddle_shard
+        ):  # and nobody has patched it again
             module.shard_dataloader = original
 
     patch = PaddlePatch()
@@ -244,7 +285,8 @@ def patch_paddle(*, on_loader: Callable[[ShardDataloader], Any] | None = None, *
     missed = [
         name
         for name, module in sys.modules.items()
-        if not name.startswith("paddle.") and getattr(module, "__dict__", {}).get("shard_dataloader") is original
+        if not name.startswith("paddle.")
+        and getattr(module, "__dict__", {}).get("shard_dataloader") is original
     ]
     if missed:
         warnings.warn(

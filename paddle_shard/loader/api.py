@@ -30,7 +30,10 @@ R = TypeVar("R")
 
 def _refuses_on_all_ranks(function: Callable[P, R]) -> Callable[P, R]:
     """Have a function tell the other ranks of its meshes why it fails, also because of an argument that it has not."""
-    known, of_loader = inspect.signature(function).parameters, inspect.signature(paddle.io.DataLoader).parameters
+    known, of_loader = (
+        inspect.signature(function).parameters,
+        inspect.signature(paddle.io.DataLoader).parameters,
+    )
 
     @functools.wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -38,14 +41,24 @@ def _refuses_on_all_ranks(function: Callable[P, R]) -> Callable[P, R]:
             for name in kwargs:
                 if name not in known:
                     close = get_close_matches(name, known, 1)
-                    way_out = f"Did you mean {close[0]}=?" if close else f"It has {', '.join(known)}."
+                    way_out = (
+                        f"Did you mean {close[0]}=?"
+                        if close
+                        else f"It has {', '.join(known)}."
+                    )
                     if name in of_loader:
                         way_out = "It is the DataLoader's: give it to that."
-                    raise ArgumentTypeError(f"{function.__name__} has no argument {name}=. {way_out}")
+                    raise ArgumentTypeError(
+                        f"{function.__name__} has no argument {name}=. {way_out}"
+                    )
             return function(*args, **kwargs)
         except Exception as error:
-            meshes = leaves({**dict(zip(known, args, strict=False)), **kwargs}.get("meshes"))
-            ranks = {rank for mesh in meshes for rank in getattr(mesh, "process_ids", ())}
+            meshes = leaves(
+                {**dict(zip(known, args, strict=False)), **kwargs}.get("meshes")
+            )
+            ranks = {
+                rank for mesh in meshes for rank in getattr(mesh, "process_ids", ())
+            }
             tell_failed("its loader was not made", error, tuple(sorted(ranks)))
             raise
 
@@ -216,7 +229,9 @@ def shard_dataloader(
     return ShardDataloader(options)
 
 
-def _ranks_of(values: Any = None, valid: Any = None, *_: Any, **__: Any) -> list[tuple[int, ...]]:
+def _ranks_of(
+    values: Any = None, valid: Any = None, *_: Any, **__: Any
+) -> list[tuple[int, ...]]:
     """Return the ranks of the mesh of `valid`; if it has none, all that this one makes a loader with."""
     mesh = getattr(valid, "process_mesh", None)
     return groups() if mesh is None else [tuple(sorted(mesh.process_ids))]
@@ -248,7 +263,11 @@ def gather_valid(values: Any, valid: Any) -> Any:
     """
     values = _rows_of(values, valid)
     placed = [str(one) for one in values.placements] if values.is_dist() else "none"
-    said = {"shape": list(values.shape), "dtype": str(values.dtype), "placements": placed}
+    said = {
+        "shape": list(values.shape),
+        "dtype": str(values.dtype),
+        "placements": placed,
+    }
     found = gathered(said, _ranks_of(values, valid)[0], None, "gather_valid()")
     for name in said:
         if any(one[name] != said[name] for one in found):
@@ -256,10 +275,17 @@ def gather_valid(values: Any, valid: Any) -> Any:
                 f"values must have the same {name} on all data ranks, got {[one[name] for one in found]}: give one "
                 "number for each row, or pad the rows to one length."
             )
-    if in_auto_dp_mode():  # placements say `Replicate` there, though each data rank has rows of its own
+    if (
+        in_auto_dp_mode()
+    ):  # placements say `Replicate` there, though each data rank has rows of its own
         mesh, axis = valid.process_mesh, auto_dp_axis(valid.process_mesh)
-        split = [dist.Shard(0) if axis in (at, name) else dist.Replicate() for at, name in enumerate(mesh.dim_names)]
-        parts = [one._local_value() if one.is_dist() else one for one in (values, valid)]
+        split = [
+            dist.Shard(0) if axis in (at, name) else dist.Replicate()
+            for at, name in enumerate(mesh.dim_names)
+        ]
+        parts = [
+            one._local_value() if one.is_dist() else one for one in (values, valid)
+        ]
         values, valid = (from_local(one, mesh, split) for one in parts)
     return _whole(values)[_whole(valid)]
 
@@ -268,7 +294,9 @@ def _rows_of(values: Any, valid: Any) -> Any:
     """Return values with a row for each of the global batch: a distributed tensor, or a local one of all rows."""
     for name, given in (("values", values), ("valid", valid)):
         if not isinstance(given, paddle.Tensor):
-            raise ArgumentTypeError(f"gather_valid: {name} must be a paddle.Tensor, got {type(given).__name__}.")
+            raise ArgumentTypeError(
+                f"gather_valid: {name} must be a paddle.Tensor, got {type(given).__name__}."
+            )
     if not valid.is_dist():
         raise ArgumentError(
             f"valid must be the iterator's `valid`, a distributed tensor, got a local one of {list(valid.shape)}: it "
@@ -289,6 +317,10 @@ def _whole(tensor: Any) -> Any:
     """Return all of a tensor, as a local one; collective over its mesh."""
     if not tensor.is_dist():
         return tensor
-    if len(tensor.process_mesh.process_ids) == 1:  # Paddle 3.0 asks for a launcher's variables even then
+    if (
+        len(tensor.process_mesh.process_ids) == 1
+    ):  # Paddle 3.0 asks for a launcher's variables even then
         return tensor._local_value()
-    return dist.reshard(tensor, tensor.process_mesh, [dist.Replicate() for _ in tensor.placements])._local_value()
+    return dist.reshard(
+        tensor, tensor.process_mesh, [dist.Replicate() for _ in tensor.placements]
+    )._local_value()

@@ -19,7 +19,7 @@ from paddle_shard.loader.options import COMPARED, LoaderOptions, checked_prefetc
 from paddle_shard.loader.placing import LoaderRows, PassSetup
 from paddle_shard.loader.recording import facts_of_run
 from paddle_shard.loader.replicas import replicas_of
-from paddle_shard.loader.source import Source, read_source
+from paddle_shard.loader.source import read_source
 from paddle_shard.loader.stats import LoaderStats
 from paddle_shard.loader.stream_source import as_stream_loader, read_stream
 from paddle_shard.placement.field import FieldLayout
@@ -31,6 +31,7 @@ from paddle_shard.ranks.rendezvous import num_ranks
 from paddle_shard.ranks.verdict import IF_SPLIT
 from paddle_shard.reading.reader import HowToRead
 from paddle_shard.reading.reading import Reading, StreamReading, shallow_copy
+from paddle_shard.reading.source import Source
 from paddle_shard.run.recorder import Recorder
 from paddle_shard.run.run import Run
 from paddle_shard.version import VERSION
@@ -57,21 +58,36 @@ def setup_of(options: LoaderOptions) -> PassSetup:
     auto_dp, me = in_auto_dp_mode(), dist.get_rank()
     if auto_dp:
         say_once(_LOST)
-        if options.shard_dims is None:  # as Paddle's own, and PaddleFormers for data without an index
+        if (
+            options.shard_dims is None
+        ):  # as Paddle's own, and PaddleFormers for data without an index
             options = replace(options, shard_dims=auto_dp_axis(options.meshes))
-    if getattr(getattr(options.dataloader, "dataset", None), "is_dataset_splitted", False) is True:
+    if (
+        getattr(
+            getattr(options.dataloader, "dataset", None), "is_dataset_splitted", False
+        )
+        is True
+    ):
         options = replace(options, is_dataset_splitted=True)
     given = options.dataloader
     _check_own_iteration(given)
-    name = type(given.dataset if isinstance(given, paddle.io.DataLoader) else given).__name__
+    name = type(
+        given.dataset if isinstance(given, paddle.io.DataLoader) else given
+    ).__name__
     placer = BatchPlacer.of(options, me, replicated_in_name=auto_dp)
     layouts, pad_to = placer.layouts, placer.pad_to
     members = _members(layouts)
     agreeing = members if me in members else (me,)
-    connect(agreeing, options.timeout)  # first, since the data may be counted for minutes, or refused on this rank only
+    connect(
+        agreeing, options.timeout
+    )  # first, since the data may be counted for minutes, or refused on this rank only
     here = [layout for layout in layouts if layout.on_mesh] or layouts
     own = max(here, key=lambda layout: layout.num_data_ranks)
-    if options.shard_dims is None and own.num_data_ranks == 1 and me == own.layout.process_ids[0]:
+    if (
+        options.shard_dims is None
+        and own.num_data_ranks == 1
+        and me == own.layout.process_ids[0]
+    ):
         _say_what_is_not_split(own)
     stream = as_stream_loader(options.dataloader, split=options.is_dataset_splitted)
     options = options if stream is None else replace(options, dataloader=stream)
@@ -90,12 +106,18 @@ def setup_of(options: LoaderOptions) -> PassSetup:
     batch_check: BatchCheck | None = None
     compares = options.verify is not None and len(agreeing) > 1
     if compares and not source.split:
-        batch_check = BatchCheck(None, getattr(options.dataloader.dataset, "sample_name", None))
+        batch_check = BatchCheck(
+            None, getattr(options.dataloader.dataset, "sample_name", None)
+        )
     elif compares and own.on_mesh:  # also of one data rank: its replicas are compared
         batch_check = BatchCheck((own.layout, own.data_axes))
     run = Run(source, own, members, options.timeout, options.skip_ranges)
-    if options.record is not None and me == min(rank for layout in layouts for rank in layout.layout.process_ids):
-        run.recorder = Recorder(options.record, facts_of_run(options, source, run, layouts, own))
+    if options.record is not None and me == min(
+        rank for layout in layouts for rank in layout.layout.process_ids
+    ):
+        run.recorder = Recorder(
+            options.record, facts_of_run(options, source, run, layouts, own)
+        )
     return PassSetup(
         options=options,
         source=source,
@@ -114,7 +136,10 @@ def setup_of(options: LoaderOptions) -> PassSetup:
 
 
 def _check_own_iteration(given: Any) -> None:
-    if isinstance(given, paddle.io.DataLoader) and type(given).__iter__ is not paddle.io.DataLoader.__iter__:
+    if (
+        isinstance(given, paddle.io.DataLoader)
+        and type(given).__iter__ is not paddle.io.DataLoader.__iter__
+    ):
         raise ArgumentError(
             f"dataloader: {type(given).__name__} has an __iter__ of its own, which would not be called. Change batches "
             "in the collate_fn and their order in a batch_sampler; or give shard_dataloader a function that returns an "
@@ -122,13 +147,28 @@ def _check_own_iteration(given: Any) -> None:
         )
 
 
-def _source_of(options: LoaderOptions, layouts: Sequence[FieldLayout], own: FieldLayout, *, stream: bool) -> Source:
+def _source_of(
+    options: LoaderOptions,
+    layouts: Sequence[FieldLayout],
+    own: FieldLayout,
+    *,
+    stream: bool,
+) -> Source:
     try:
-        return read_stream(options, layouts, own) if stream else read_source(options, layouts)
+        return (
+            read_stream(options, layouts, own)
+            if stream
+            else read_source(options, layouts)
+        )
     except BatchSizeError as error:
-        several = isinstance(getattr(options.dataloader.batch_sampler, "sampler", None), paddle.io.BatchSampler)
+        several = isinstance(
+            getattr(options.dataloader.batch_sampler, "sampler", None),
+            paddle.io.BatchSampler,
+        )
         ways = f"{IF_SPLIT} {_LISTS if several else _WHOLE}"
-        raise BatchSizeError(str(error) if options.is_dataset_splitted else f"{error} {ways}") from None
+        raise BatchSizeError(
+            str(error) if options.is_dataset_splitted else f"{error} {ways}"
+        ) from None
 
 
 def _say_what_is_not_split(own: FieldLayout) -> None:
@@ -141,7 +181,9 @@ def _say_what_is_not_split(own: FieldLayout) -> None:
             )
 
 
-def _reading(options: LoaderOptions, source: Source, own: FieldLayout, *, pads: PadTo | None) -> Reading:
+def _reading(
+    options: LoaderOptions, source: Source, own: FieldLayout, *, pads: PadTo | None
+) -> Reading:
     """Return how steps are read, here or in workers."""
     how = HowToRead(
         generators=generators_of(),
@@ -150,20 +192,39 @@ def _reading(options: LoaderOptions, source: Source, own: FieldLayout, *, pads: 
         items_are_batches=source.item_is_batch,
         # A sampler that says which rank it is of may repeat a row on another on purpose, to augment it twice. With
         # is_dataset_splitted=True a row that is the same on two shows that the data is not split, and must stay so.
-        of_rank=(own.data_rank,) if source.split and own.on_mesh and not options.is_dataset_splitted else (),
+        of_rank=(own.data_rank,)
+        if source.split and own.on_mesh and not options.is_dataset_splitted
+        else (),
     )
     stream, even, read = source.stream, None if pads is None else pads.even, None
     if stream is not None:
-        read = StreamReading(stage=stream.stage, num_workers=stream.num_workers, places=stream.places(), even=even)
+        read = StreamReading(
+            stage=stream.stage,
+            num_workers=stream.num_workers,
+            places=stream.places(),
+            even=even,
+        )
     # Workers have less time than the other ranks, so that these are told what it is.
-    return Reading(options.dataloader, how, 0.9 * options.timeout, read, options.readers)
+    return Reading(
+        options.dataloader, how, 0.9 * options.timeout, read, options.readers
+    )
 
 
-def _facts(options: LoaderOptions, source: Source, placer: BatchPlacer) -> dict[str, Any]:
+def _facts(
+    options: LoaderOptions, source: Source, placer: BatchPlacer
+) -> dict[str, Any]:
     """Return what must be the same on all ranks, and is compared when a pass begins: name -> value."""
     facts: dict[str, Any] = {"paddle_shard": VERSION}
-    facts |= {"meshes": _shown(placer.layouts), "global batch": source.batch_size, "accumulation": source.accumulation}
-    facts["num_parts"] = None if source.stream is None or source.item_is_batch else source.stream.plan.num_parts
+    facts |= {
+        "meshes": _shown(placer.layouts),
+        "global batch": source.batch_size,
+        "accumulation": source.accumulation,
+    }
+    facts["num_parts"] = (
+        None
+        if source.stream is None or source.item_is_batch
+        else source.stream.plan.num_parts
+    )
     facts |= {"tail": str(source.tail), "is_dataset_splitted": source.split}
     facts |= {name: getattr(options, name) for name in COMPARED}
     if placer.pad_to is not None:
@@ -186,7 +247,10 @@ def _shown(layouts: Sequence[FieldLayout]) -> str:
         if len(ids) > _SHOWN_RANKS:
             ranks = f"{len(ids)} ranks from {ids[0]} to {ids[-1]} (sum {zlib.crc32(ranks.encode()):08x})"
         axes = dict(zip(mesh.axes, mesh.shape, strict=True))
-        split = {mesh.axes[axis]: f"{dim} balanced" if dim in layout.balanced else dim for axis, dim in layout.dims}
+        split = {
+            mesh.axes[axis]: f"{dim} balanced" if dim in layout.balanced else dim
+            for axis, dim in layout.dims
+        }
         found.append(f"{axes} of {ranks}, dims split {split}")
     return " and ".join(dict.fromkeys(found))
 
@@ -208,8 +272,14 @@ def _members(layouts: Sequence[FieldLayout]) -> tuple[int, ...]:
     data_ranks = max(layout.num_data_ranks for layout in layouts)
     if count == 1 and data_ranks > 1:
         here = next((layout.data_rank for layout in layouts if layout.on_mesh), None)
-        part = "no rows" if here is None else f"1/{data_ranks} of the rows, those of data rank {here}"
-        shown = wanted if len(wanted) <= _SHOWN_RANKS else f"{wanted[0]} to {wanted[-1]}"
+        part = (
+            "no rows"
+            if here is None
+            else f"1/{data_ranks} of the rows, those of data rank {here}"
+        )
+        shown = (
+            wanted if len(wanted) <= _SHOWN_RANKS else f"{wanted[0]} to {wanted[-1]}"
+        )
         logging.getLogger("paddle_shard").warning(
             f"the mesh has the ranks {shown}, but this is the only process of its job, and reads {part}. Fine for a "
             "look at a program; to train, start all ranks: python -m paddle.distributed.launch --nproc_per_node "

@@ -6,11 +6,16 @@ from collections.abc import Callable
 from functools import partial
 
 from paddle_shard.core.checks import length_or_none
-from paddle_shard.data.identity import identity_of, in_words
+from paddle_shard.data.identity import identity_of_files, identity_of_samples, in_words
 from paddle_shard.data.samplers import PlanBatches, UserBatches
 from paddle_shard.errors import ArgumentError, SplitError, UnequalEndsError
 from paddle_shard.loader.notes import StepNotes
-from paddle_shard.loader.placing import PassSetup, Placing, note_summary, placed_of_stream
+from paddle_shard.loader.placing import (
+    PassSetup,
+    Placing,
+    note_summary,
+    placed_of_stream,
+)
 from paddle_shard.loader.source import knows_no_rank
 from paddle_shard.loader.step_pass import Feed, StepPass
 from paddle_shard.plan.shard_plan import num_skipped
@@ -24,7 +29,11 @@ from paddle_shard.reading.executor import WorkerExecutor
 
 def begin(setup: PassSetup, start: LoaderState) -> StepPass:
     """Return a pass from a position on; it yields placed batches."""
-    source, stream, alone = setup.source, setup.source.stream, len(setup.agreeing_ranks) == 1
+    source, stream, alone = (
+        setup.source,
+        setup.source.stream,
+        len(setup.agreeing_ranks) == 1,
+    )
     reading, replicas = setup.reading, setup.replicas
     run = setup.run
     _settle_draws(setup, start)
@@ -33,11 +42,19 @@ def begin(setup: PassSetup, start: LoaderState) -> StepPass:
     look = None if setup.batch_check is None else partial(note_summary, setup, start)
     prepare: Callable[[Batch], Batch] = Placing(setup, look)
     if stream is None:
-        compares = not source.split and (source.batches.plan_of(start) is None or source.costs is not None)
+        compares = not source.split and (
+            source.batches.plan_of(start) is None or source.costs is not None
+        )
         skips = run.skips(start)
-        steps = source.batches.steps(start, setup.rows.to_read, skips, compared=compares and not alone)
+        steps = source.batches.steps(
+            start, setup.rows.to_read, skips, compared=compares and not alone
+        )
         plan = source.batches.plan_of(start)
-        num_steps = None if plan is None else plan.num_steps - num_skipped(plan.num_steps, skips, start.steps)
+        num_steps = (
+            None
+            if plan is None
+            else plan.num_steps - num_skipped(plan.num_steps, skips, start.steps)
+        )
     else:
         compares = stream.read_by_all
         num_steps = stream.known_steps(start)
@@ -52,15 +69,40 @@ def begin(setup: PassSetup, start: LoaderState) -> StepPass:
     executor = core
     agreement: Agreement | None = None
     try:
-        if run.identity is None and setup.options.verify is not None and not source.split:
-            digests = core.digests if isinstance(core, WorkerExecutor) else reading.digests
-            run.note_identity(identity_of(source, setup.options.dataloader.dataset, digests))
+        if (
+            run.identity is None
+            and setup.options.verify is not None
+            and not source.split
+        ):
+            digests = (
+                core.digests if isinstance(core, WorkerExecutor) else reading.digests
+            )
+            dataset = setup.options.dataloader.dataset
+            run.note_identity(
+                identity_of_samples(
+                    dataset, source.batches.plan_of(LoaderState()), digests
+                )
+                if stream is None
+                else identity_of_files(stream.stage.source.files_identity())
+            )
         if not alone:
-            agreement = _agreement(setup, start, ends_must_agree=stream is None or source.tail.refuses, same=compares)
+            agreement = _agreement(
+                setup,
+                start,
+                ends_must_agree=stream is None or source.tail.refuses,
+                same=compares,
+            )
             executor = replicas.shared(core, agreement)
         assert executor is not None
-        feed = Feed(steps, executor, num_steps, on_training_thread=source.batches.on_training_thread)
-        if reading.num_workers:  # they begin to read before the first batch is asked for
+        feed = Feed(
+            steps,
+            executor,
+            num_steps,
+            on_training_thread=source.batches.on_training_thread,
+        )
+        if (
+            reading.num_workers
+        ):  # they begin to read before the first batch is asked for
             feed.fill(0, in_thread=False)
         return StepPass(
             feed,
@@ -74,7 +116,9 @@ def begin(setup: PassSetup, start: LoaderState) -> StepPass:
         )
     except BaseException as error:  # also a signal handler's
         if isinstance(error, Exception):
-            tell_failed("its iter(loader) failed", error, setup.agreeing_ranks, by=agreement)
+            tell_failed(
+                "its iter(loader) failed", error, setup.agreeing_ranks, by=agreement
+            )
         for begun in (agreement, executor):
             if begun is not None:
                 begun.close()
@@ -83,7 +127,11 @@ def begin(setup: PassSetup, start: LoaderState) -> StepPass:
 
 def _check_length(batches: PlanBatches) -> None:
     """Refuse data that has another length than when the loader was made: some would be left out, or not be there."""
-    name, now, then = type(batches.data).__name__, length_or_none(batches.data), batches.plan.num_samples
+    name, now, then = (
+        type(batches.data).__name__,
+        length_or_none(batches.data),
+        batches.plan.num_samples,
+    )
     if now not in (None, then):
         raise ArgumentError(
             f"the {name} had {then} samples when the loader was made, and has {now} now. Make a new loader of it."
@@ -98,16 +146,27 @@ def _settle_draws(setup: PassSetup, start: LoaderState) -> None:
     (Paddle's plain ones yield each sample once: if it is the same on two data ranks, the data is not split after all.)
     """
     batches, own, ranks = setup.source.batches, setup.own_layout, setup.agreeing_ranks
-    if not (setup.source.split and isinstance(batches, UserBatches)) or knows_no_rank(batches.batch_sampler):
+    if not (setup.source.split and isinstance(batches, UserBatches)) or knows_no_rank(
+        batches.batch_sampler
+    ):
         return
     if batches.draws_for or own.num_data_ranks == 1 or len(ranks) == 1:
         return
-    told = set(gather_of(ranks, batches.first_draw(start.epoch), setup.options.timeout, "iter(loader)"))
+    told = set(
+        gather_of(
+            ranks,
+            batches.first_draw(start.epoch),
+            setup.options.timeout,
+            "iter(loader)",
+        )
+    )
     if told != {""}:
         batches.draws_for.append((own.data_rank,) if len(told) == 1 else ())
 
 
-def _agreement(setup: PassSetup, start: LoaderState, *, ends_must_agree: bool, same: bool) -> Agreement:
+def _agreement(
+    setup: PassSetup, start: LoaderState, *, ends_must_agree: bool, same: bool
+) -> Agreement:
     stream = setup.source.stream
     facts = {**setup.facts, **in_words(setup.run.identity or {})}
     terms = Terms(
@@ -135,6 +194,10 @@ def unequal_ends(setup: PassSetup, error: UnequalEndsError) -> Exception:
             "is_dataset_splitted at False to have this loader split the data."
         )
     sampler = setup.source.custom_sampler
-    what = type(setup.options.dataloader.dataset if sampler is None else sampler).__name__
-    error.args = (f"{where}: the loader's {what} is not the same on all ranks. Seed it alike on all of them.",)
+    what = type(
+        setup.options.dataloader.dataset if sampler is None else sampler
+    ).__name__
+    error.args = (
+        f"{where}: the loader's {what} is not the same on all ranks. Seed it alike on all of them.",
+    )
     return error

@@ -52,7 +52,9 @@ def mend_process_mesh() -> None:
     original = dist.ProcessMesh.get_rank_by_dim_and_process_id
 
     @functools.wraps(original)
-    def get_rank_by_dim_and_process_id(self: Any, dim: str | int, process_id: int) -> int:
+    def get_rank_by_dim_and_process_id(
+        self: Any, dim: str | int, process_id: int
+    ) -> int:
         # Tried each time: a mesh made here to try it once would shift the seeds that Paddle gives to later meshes.
         try:
             return int(original(self, dim, process_id))

@@ -27,7 +27,6 @@ from paddle_shard.errors import (
 )
 from paddle_shard.loader.begin import begin, unequal_ends
 from paddle_shard.loader.placing import PassSetup
-from paddle_shard.loader.source import Source
 from paddle_shard.loader.step_pass import StepPass
 from paddle_shard.placement.device import DeviceWatch
 from paddle_shard.placement.local_tensor import TensorMaker
@@ -35,6 +34,7 @@ from paddle_shard.plan.shard_plan import ShardPlan
 from paddle_shard.plan.state import LoaderState
 from paddle_shard.ranks.agreeing import tell_failed
 from paddle_shard.reading.batch import NO_STAND_IN, Batch
+from paddle_shard.reading.source import Source
 
 _MUCH = 0.1
 """Share of dropped data from which on it is logged."""
@@ -54,7 +54,9 @@ class ShardIterator:
         start: The position in the epoch at which the pass began.
     """
 
-    def __init__(self, setup: PassSetup, loader: str, begun: StepPass | None = None) -> None:
+    def __init__(
+        self, setup: PassSetup, loader: str, begun: StepPass | None = None
+    ) -> None:
         """Start the pass.
 
         Args:
@@ -80,7 +82,9 @@ class ShardIterator:
         self._profiler = setup.stats.profiler
         # The pass does not refer to this object, so that abandoning it ends its workers at once.
         self._pass = begin(setup, self.start) if begun is None else begun
-        self._progress = setup.run.begin(self.start)  # at last: the run counts what it delivers until it is closed
+        self._progress = setup.run.begin(
+            self.start
+        )  # at last: the run counts what it delivers until it is closed
 
     @property
     def step(self) -> int:
@@ -103,7 +107,9 @@ class ShardIterator:
             PeerLostError: Another rank died, is silent, or has left its loop.
         """
         if self._progress.closed:
-            if self._failed:  # a loop that tries again would take it for the end of the epoch
+            if (
+                self._failed
+            ):  # a loop that tries again would take it for the end of the epoch
                 raise PaddleShardError(
                     f"this iterator has failed before ({self._failed}), and delivers no more. To go on behind the "
                     "batches that were delivered: loader.load_state_dict(loader.state_dict()), and iter(loader) again."
@@ -116,9 +122,15 @@ class ShardIterator:
         profiler = self._profiler
         profiler.is_waiting = True
         try:
-            batch = self._next_profiled() if benchmark().current_event or in_profiler_mode() else next(self._pass)
+            batch = (
+                self._next_profiled()
+                if benchmark().current_event or in_profiler_mode()
+                else next(self._pass)
+            )
             if batch.placed is None:
-                raise DataReadError(NO_STAND_IN.format("the run was resumed past the end of the stream"))
+                raise DataReadError(
+                    NO_STAND_IN.format("the run was resumed past the end of the stream")
+                )
         except StopIteration:
             self._finish(asked)
             raise
@@ -156,7 +168,9 @@ class ShardIterator:
         self.close()
         try:
             setup.run.finished(self._progress, *self._pass.skipped_at_end())
-        except Exception as error:  # by the user's sampler; the others hear of it in their next loop
+        except (
+            Exception
+        ) as error:  # by the user's sampler; the others hear of it in their next loop
             tell_failed("the end of its loop failed", error, setup.agreeing_ranks)
             raise
         say_if_uneven(setup, self.epoch)
@@ -172,7 +186,9 @@ class ShardIterator:
         if isinstance(error, UnequalEndsError):
             raise unequal_ends(setup, error) from None
         if isinstance(error, BatchStructureError):
-            raise BatchStructureError(f"epoch {self.epoch}, step {self.step}: {error}") from None
+            raise BatchStructureError(
+                f"epoch {self.epoch}, step {self.step}: {error}"
+            ) from None
 
     @property
     def valid(self) -> Any:
@@ -181,10 +197,17 @@ class ShardIterator:
         It is placed like the rows of the batch's last field, so `(metric * valid).sum() / valid.sum()` is exact.
         """
         if self._current is None:
-            raise PaddleShardError("valid: no batch has been delivered yet; call next() first.")
+            raise PaddleShardError(
+                "valid: no batch has been delivered yet; call next() first."
+            )
         found = self._current
-        if self._valid is None or self._valid[0] is not found:  # made once a batch: it is a copy to the device
-            self._valid = found, found.placed.rows.valid(found.valid(), found.placed.last, self._make)
+        if (
+            self._valid is None or self._valid[0] is not found
+        ):  # made once a batch: it is a copy to the device
+            self._valid = (
+                found,
+                found.placed.rows.valid(found.valid(), found.placed.last, self._make),
+            )
         return self._valid[1]
 
     def close(self) -> None:
@@ -200,7 +223,9 @@ class ShardIterator:
         self.close()
 
     def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
-        if hasattr(self, "_progress") and not ending():  # workers and threads are ended when the process begins to end
+        if (
+            hasattr(self, "_progress") and not ending()
+        ):  # workers and threads are ended when the process begins to end
             self.close()
 
 
@@ -218,7 +243,9 @@ def say_if_uneven(setup: PassSetup, epoch: int) -> None:
     rank = setup.own_layout.global_rank
     rows = counts.samples + counts.padding + counts.skipped
     padding = counts.padding / max(1, rows)
-    if plan.ending.pads and padding * counts.batches >= 1 and padding > stats.most_lost:  # a whole batch
+    if (
+        plan.ending.pads and padding * counts.batches >= 1 and padding > stats.most_lost
+    ):  # a whole batch
         stats.most_lost = padding
         say_once(
             f"tail='pad': {counts.padding} of the {rows} rows that rank {rank} was given in this epoch are padding, "
@@ -269,7 +296,9 @@ def describe(first_batch: Callable[[], Any]) -> Any:
     try:
         batch = first_batch()
     except StopIteration:
-        raise ArgumentError("dist.to_static needs a batch to describe the inputs, but the loader has none.") from None
+        raise ArgumentError(
+            "dist.to_static needs a batch to describe the inputs, but the loader has none."
+        ) from None
     if isinstance(batch, tuple):
         batch = list(batch)  # Paddle takes the label off with pop()
     if not isinstance(batch, list | dict) or len(batch) < 2:
@@ -279,7 +308,9 @@ def describe(first_batch: Callable[[], Any]) -> Any:
             + (f" of {len(batch)}." if isinstance(batch, list | dict) else ".")
         )
     # Of dicts, only the batch itself may be one.
-    found = named_leaves(batch, "batch", lambda value: isinstance(value, dict) and value is not batch)
+    found = named_leaves(
+        batch, "batch", lambda value: isinstance(value, dict) and value is not batch
+    )
     others = [path for path, leaf in found if not isinstance(leaf, paddle.Tensor)]
     if others:
         raise BatchStructureError(

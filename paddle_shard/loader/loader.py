@@ -10,14 +10,20 @@ from typing import Any
 
 import numpy as np
 import paddle.io
-from paddle.distributed.auto_parallel.api import ShardDataloader as PaddleShardDataloader
+from paddle.distributed.auto_parallel.api import (
+    ShardDataloader as PaddleShardDataloader,
+)
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError
 from paddle_shard.loader import stopping
 from paddle_shard.loader.assembly import setup_of
 from paddle_shard.loader.begin import begin
 from paddle_shard.loader.compat import asked_by_to_static, mend_process_mesh
-from paddle_shard.loader.iteration import ShardIterator, describe, warn_if_batches_differ
+from paddle_shard.loader.iteration import (
+    ShardIterator,
+    describe,
+    warn_if_batches_differ,
+)
 from paddle_shard.loader.options import LoaderOptions
 from paddle_shard.loader.placing import PassSetup
 from paddle_shard.loader.step_pass import StepPass
@@ -28,7 +34,9 @@ from paddle_shard.plan.state import LoaderState
 from paddle_shard.ranks.agreeing import fails_on_all_ranks
 
 
-def _ranks_of(it: ShardDataloader | ShardBatchSampler, *_: Any, **__: Any) -> list[tuple[int, ...]]:
+def _ranks_of(
+    it: ShardDataloader | ShardBatchSampler, *_: Any, **__: Any
+) -> list[tuple[int, ...]]:
     return [it._run.ranks]
 
 
@@ -68,8 +76,16 @@ class ShardDataloader(PaddleShardDataloader):
         self._shared, self._run = _Shared(setup), setup.run
         self._next_of: tuple[int, ShardIterator] | None = None
         """The iterator of `next(loader)`, and the first pass of the run when it was made: a load begins another."""
-        self.given, self.dataset, self.stats = options.dataloader, setup.options.dataloader.dataset, setup.stats
-        self.seed, self.timeout, self.is_dataset_splitted = options.seed, options.timeout, source.split
+        self.given, self.dataset, self.stats = (
+            options.dataloader,
+            setup.options.dataloader.dataset,
+            setup.stats,
+        )
+        self.seed, self.timeout, self.is_dataset_splitted = (
+            options.seed,
+            options.timeout,
+            source.split,
+        )
         self.dense_tensor_idx = options.dense_tensor_idx
         self.batch_size = None
         if source.batch_size is not None:
@@ -88,14 +104,28 @@ class ShardDataloader(PaddleShardDataloader):
     @_input_keys.setter
     def _input_keys(self, keys: Any) -> None:
         setup = self._shared.setup
-        self._shared.setup = replace(setup, placer=replace(setup.placer, input_keys=keys))
+        self._shared.setup = replace(
+            setup, placer=replace(setup.placer, input_keys=keys)
+        )
 
     def __repr__(self) -> str:
-        source, own, plan = self._shared.setup.source, self._shared.setup.own_layout, self.plan
-        order = "sequential" if source.custom_sampler is None else type(source.custom_sampler).__name__
+        source, own, plan = (
+            self._shared.setup.source,
+            self._shared.setup.own_layout,
+            self.plan,
+        )
+        order = (
+            "sequential"
+            if source.custom_sampler is None
+            else type(source.custom_sampler).__name__
+        )
         if source.stream is not None and not source.item_is_batch:
             order = f"stream in {source.stream.plan.num_parts} parts"
-        if source.custom_sampler is None and plan is not None and plan.ordering.shuffles:
+        if (
+            source.custom_sampler is None
+            and plan is not None
+            and plan.ordering.shuffles
+        ):
             order = f"shuffled with seed {self.seed}"
         return (
             f"{type(self).__name__}({type(self.dataset).__name__}, {order}, global batch {source.batch_size}, "
@@ -122,7 +152,11 @@ class ShardDataloader(PaddleShardDataloader):
 
     def _first_batch(self) -> Any:
         """Return the first batch of the current epoch without delivering it."""
-        shared, start, described = self._shared, self._run.start(), self._take_described()
+        shared, start, described = (
+            self._shared,
+            self._run.start(),
+            self._take_described(),
+        )
         if described is None:
             described = begin(shared.setup, start)
         shared.described = start, described
@@ -227,7 +261,9 @@ class ShardDataloader(PaddleShardDataloader):
         return self._run.save()
 
     @fails_on_all_ranks(_ranks_of)
-    def load_state_dict(self, state: Mapping[str, Any], *, override: Collection[str] = ()) -> None:
+    def load_state_dict(
+        self, state: Mapping[str, Any], *, override: Collection[str] = ()
+    ) -> None:
         """Resume from a saved position: iterators of its epoch begin with the next sample.
 
         The position is used until one of them reaches its end. Later iterators over the same epoch serve all of it.
@@ -244,7 +280,9 @@ class ShardDataloader(PaddleShardDataloader):
         """
         self._run.resume_from(state, override)
 
-    def where(self, *, sample: int | tuple[str, int], epoch: int | None = None) -> Where | list[Where] | None:
+    def where(
+        self, *, sample: int | tuple[str, int], epoch: int | None = None
+    ) -> Where | list[Where] | None:
         """Return where a sample is delivered; see `ShardPlan.where`.
 
         Of a `Mixture`, a sample may be delivered several times in an epoch, or not at all: it is a list then.
@@ -306,7 +344,10 @@ class ShardBatchSampler(paddle.io.DistributedBatchSampler):
         # Not Paddle's: its constructor would look for a rank of its own.
         source, own = setup.source, setup.own_layout
         self._source, self._rows, self._run = source, setup.rows, setup.run
-        self._given, self.dataset = setup.options.dataloader.batch_sampler, setup.options.dataloader.dataset
+        self._given, self.dataset = (
+            setup.options.dataloader.batch_sampler,
+            setup.options.dataloader.dataset,
+        )
         self.nranks = own.num_data_ranks
         self.local_rank = own.data_rank if own.on_mesh else 0
         self.batch_size = batch_size
@@ -335,9 +376,17 @@ class ShardBatchSampler(paddle.io.DistributedBatchSampler):
                 "batch_sampler: the samples of a stream have no index. Iterate over the loader itself."
             )
         start = self._run.start(self.epoch)
-        start = LoaderState(epoch=start.epoch, steps_before=start.steps_before)  # of the whole epoch
-        for step in self._source.batches.steps(start, self._rows.to_read, self._run.skips(start)):
-            yield step.ids.tolist() if isinstance(step.ids, np.ndarray) else list(step.ids)
+        start = LoaderState(
+            epoch=start.epoch, steps_before=start.steps_before
+        )  # of the whole epoch
+        for step in self._source.batches.steps(
+            start, self._rows.to_read, self._run.skips(start)
+        ):
+            yield (
+                step.ids.tolist()
+                if isinstance(step.ids, np.ndarray)
+                else list(step.ids)
+            )
 
     def __len__(self) -> int:
         return self._run.num_batches()
@@ -355,7 +404,9 @@ class ShardBatchSampler(paddle.io.DistributedBatchSampler):
         # must stand behind its `consumed_samples` then, which not all of them tell it, and is not shown before.
         known, given = self.__dict__, self.__dict__.get("_given")
         if given is not None and getattr(given, "consumed_samples", None) != 0:
-            known["_shown"] = type(given)  # also in later epochs, where it begins at 0 again
+            known["_shown"] = type(
+                given
+            )  # also in later epochs, where it begins at 0 again
         shown: type = known.get("_shown", type(self))
         return shown
 

@@ -78,9 +78,15 @@ class StepNotes:
         recipe = batch.placed
         if recipe is not self._sent_recipe:
             self._sent_recipe = recipe
-            if recipe.row_shapes != self._sent_shapes and (self._holds_rows or self._pad_to is None):
+            if recipe.row_shapes != self._sent_shapes and (
+                self._holds_rows or self._pad_to is None
+            ):
                 self._sent_shapes = message["shapes"] = recipe.row_shapes
-            if self._is_split and self._holds_rows and batch.num_rows != self._sent_rows:
+            if (
+                self._is_split
+                and self._holds_rows
+                and batch.num_rows != self._sent_rows
+            ):
                 self._sent_rows = message["rows"] = batch.num_rows
         if batch.skipped is not None and self._holds_rows:
             message["skipped"] = recipe.rows.read[batch.skipped].tolist()
@@ -117,7 +123,9 @@ class StepNotes:
         for rows in by_kind.get("skipped", {}).values():
             if self._holds_rows:
                 skipped = np.isin(batch.placed.rows.read, rows)
-                batch.skipped = skipped if batch.skipped is None else batch.skipped | skipped
+                batch.skipped = (
+                    skipped if batch.skipped is None else batch.skipped | skipped
+                )
                 batch.count()
                 batch.delivered_ids = self._setup.delivered_ids(batch)
         if self._batch_check is not None:
@@ -135,7 +143,10 @@ class StepNotes:
 
 def _check_num_rows(rows_of_ranks: Mapping[int, int]) -> None:
     if len(set(rows_of_ranks.values())) > 1:
-        shown = ", ".join(f"{rows} on global rank {rank}" for rank, rows in sorted(rows_of_ranks.items()))
+        shown = ", ".join(
+            f"{rows} on global rank {rank}"
+            for rank, rows in sorted(rows_of_ranks.items())
+        )
         raise SplitError(
             f"the data is split already, and the ranks' batches have different numbers of rows: {shown}. Give "
             "every data rank as many rows at each step; a last batch that is short is filled with tail='fill', or "
@@ -145,11 +156,20 @@ def _check_num_rows(rows_of_ranks: Mapping[int, int]) -> None:
 
 def _check_shapes(shapes_of_ranks: Mapping[int, Mapping[str, Any]]) -> None:
     shapes = list(shapes_of_ranks.values())
-    differ = {path for one in shapes for path in one if any(other.get(path) != one[path] for other in shapes)}
+    differ = {
+        path
+        for one in shapes
+        for path in one
+        if any(other.get(path) != one[path] for other in shapes)
+    }
     if not differ:
         return
     of_rank = {
-        rank: ", ".join(f"{path} {kind}{row}".lstrip() for path, (kind, *row) in one.items() if path in differ)
+        rank: ", ".join(
+            f"{path} {kind}{row}".lstrip()
+            for path, (kind, *row) in one.items()
+            if path in differ
+        )
         for rank, one in sorted(shapes_of_ranks.items())
     }
     shown = "; ".join(f"global rank {rank}: {text}" for rank, text in of_rank.items())

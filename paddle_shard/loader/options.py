@@ -15,7 +15,11 @@ from paddle_shard.plan.orders import Shuffle
 from paddle_shard.plan.skips import Ranges, union
 from paddle_shard.reading.reading import Readers
 
-CHOICES = {"on_lost": ("raise", "exit"), "on_error": ("raise", "skip"), "replicas": ("each", "leader")}
+CHOICES = {
+    "on_lost": ("raise", "exit"),
+    "on_error": ("raise", "skip"),
+    "replicas": ("each", "leader"),
+}
 """Options that are one of a few words."""
 COMPARED = (
     "seed",
@@ -80,33 +84,57 @@ class LoaderOptions:
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise ArgumentError(f"seed must be an int, got {self.seed!r}.")
         timeout = self.timeout
-        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0:
-            raise ArgumentError(f"timeout must be a number of seconds > 0, got {timeout!r}.")
+        if (
+            isinstance(timeout, bool)
+            or not isinstance(timeout, int | float)
+            or not timeout > 0
+        ):
+            raise ArgumentError(
+                f"timeout must be a number of seconds > 0, got {timeout!r}."
+            )
         verify = self.verify
-        if verify not in (None, "first") and (not isinstance(verify, numbers.Integral) or verify is True or verify < 1):
-            raise ArgumentError(f"verify must be 'first', an int >= 1 (every so many steps), or None, got {verify!r}.")
+        if verify not in (None, "first") and (
+            not isinstance(verify, numbers.Integral) or verify is True or verify < 1
+        ):
+            raise ArgumentError(
+                f"verify must be 'first', an int >= 1 (every so many steps), or None, got {verify!r}."
+            )
         for name, known in CHOICES.items():
             if getattr(self, name) not in known:
-                raise ArgumentError(f"{name} must be {' or '.join(map(repr, known))}, got {getattr(self, name)!r}.")
-        if self.readers is not None and not callable(getattr(self.readers, "pool", None)):
-            raise ArgumentTypeError(f"readers must be a paddle_shard.RayReaders, or None, got {self.readers!r}.")
+                raise ArgumentError(
+                    f"{name} must be {' or '.join(map(repr, known))}, got {getattr(self, name)!r}."
+                )
+        if self.readers is not None and not callable(
+            getattr(self.readers, "pool", None)
+        ):
+            raise ArgumentTypeError(
+                f"readers must be a paddle_shard.RayReaders, or None, got {self.readers!r}."
+            )
         items = self.dense_tensor_idx
         if items is not None and not (
             isinstance(items, list | tuple)
-            and all(isinstance(one, list | tuple) and all(isinstance(i, int) for i in one) for one in items)
+            and all(
+                isinstance(one, list | tuple) and all(isinstance(i, int) for i in one)
+                for one in items
+            )
         ):
             raise ArgumentError(
                 "dense_tensor_idx must be a list with a list of item numbers for each field, such as [[], [0]], "
                 f"got {items!r}."
             )
         sizes = self.batch_size
-        if sizes is not None and not (_are_int_pairs(sizes) and all(first >= 0 and rows >= 1 for first, rows in sizes)):
+        if sizes is not None and not (
+            _are_int_pairs(sizes)
+            and all(first >= 0 and rows >= 1 for first, rows in sizes)
+        ):
             raise ArgumentError(
                 "batch_size must be a list of (first sample of the run, rows of the global batch) such as [(0, 256), "
                 f"(500_000, 512)], got {sizes!r}. One size for the whole run is the DataLoader's own batch_size."
             )
         ranges = self.skip_steps
-        if ranges is not None and not (_are_int_pairs(ranges) and all(0 <= first < end for first, end in ranges)):
+        if ranges is not None and not (
+            _are_int_pairs(ranges) and all(0 <= first < end for first, end in ranges)
+        ):
             raise ArgumentError(
                 "skip_steps must be a list of (first step, step after the last) of the run, such as [(1200, 1230)], "
                 f"got {ranges!r}."
@@ -138,7 +166,11 @@ def _are_int_pairs(value: Any) -> bool:
         isinstance(value, Sequence)
         and not isinstance(value, str)
         and all(isinstance(entry, Sequence) and len(entry) == 2 for entry in value)
-        and all(isinstance(n, numbers.Integral) and not isinstance(n, bool) for entry in value for n in entry)
+        and all(
+            isinstance(n, numbers.Integral) and not isinstance(n, bool)
+            for entry in value
+            for n in entry
+        )
     )
 
 
@@ -151,6 +183,10 @@ def checked_prefetch(options: LoaderOptions) -> int:
     prefetch = options.prefetch
     if prefetch is None:
         return 2 if options.dataloader.use_buffer_reader else 0
-    if isinstance(prefetch, bool) or not isinstance(prefetch, numbers.Integral) or prefetch < 0:
+    if (
+        isinstance(prefetch, bool)
+        or not isinstance(prefetch, numbers.Integral)
+        or prefetch < 0
+    ):
         raise ArgumentError(f"prefetch must be None or an int >= 0, got {prefetch!r}.")
     return int(prefetch)

@@ -18,7 +18,6 @@ from paddle_shard.core.trees import leaves, named_leaves
 from paddle_shard.data.samplers import UserBatches
 from paddle_shard.errors import BatchStructureError, DataReadError, UnequalEndsError
 from paddle_shard.loader.options import LoaderOptions
-from paddle_shard.loader.source import Source
 from paddle_shard.loader.stats import LoaderStats
 from paddle_shard.placement.field import FieldLayout
 from paddle_shard.placement.local_tensor import TensorMaker
@@ -32,6 +31,7 @@ from paddle_shard.reading.batch import NO_STAND_IN, Batch
 from paddle_shard.reading.digest import WHOLE, digest
 from paddle_shard.reading.executor import MAKING_TENSORS, read_errors
 from paddle_shard.reading.reading import Reading
+from paddle_shard.reading.source import Source
 from paddle_shard.reading.tensors import as_array, becomes_tensor
 from paddle_shard.run.run import Run
 
@@ -39,7 +39,9 @@ from paddle_shard.run.run import Run
 class LoaderRows:
     """The rows of batches of any size, for one loader."""
 
-    def __init__(self, source: Source, layouts: Sequence[FieldLayout], own_layout: FieldLayout) -> None:
+    def __init__(
+        self, source: Source, layouts: Sequence[FieldLayout], own_layout: FieldLayout
+    ) -> None:
         """Set up.
 
         Args:
@@ -50,7 +52,9 @@ class LoaderRows:
         self._source = source
         self._layouts = layouts
         self._own = own_layout
-        self._of_samples = lru_cache(maxsize=64)(partial(_rows_of_samples, source, layouts))
+        self._of_samples = lru_cache(maxsize=64)(
+            partial(_rows_of_samples, source, layouts)
+        )
 
     def to_read(self, num_rows: int, micro_size: int) -> Rows | range:
         """Return which rows of a global batch this rank reads: the order's `RowsOf`."""
@@ -69,29 +73,47 @@ class LoaderRows:
         source, own, num_rows = self._source, self._own, step.num_rows
         if not (source.item_is_batch or source.split):
             return self._of_samples(num_rows, step.micro_size)
-        found = placer.num_rows(value) if source.item_is_batch else num_rows  # None: no field of it has rows
+        found = (
+            placer.num_rows(value) if source.item_is_batch else num_rows
+        )  # None: no field of it has rows
         if source.split:
             num_rows = 1 if found is None else found
             read = None if own.on_mesh else np.arange(num_rows)
-            return BatchRows(num_rows * own.num_data_ranks, None, [own], read=read, apart=True)
-        if found is None and own.num_data_ranks > 1 and not any(map(becomes_tensor, leaves(value))):
+            return BatchRows(
+                num_rows * own.num_data_ranks, None, [own], read=read, apart=True
+            )
+        if (
+            found is None
+            and own.num_data_ranks > 1
+            and not any(map(becomes_tensor, leaves(value)))
+        ):
             raise BatchStructureError(
                 f"an item is a whole batch, of which each data rank gets its rows, but {value!r:.100} has no "
                 f"array or tensor with rows: each of {own.num_data_ranks} data ranks would get all of it. If an item "
                 "is a sample, let a DataLoader make batches: paddle.io.DataLoader(what is given, batch_size=rows of "
                 "all ranks)."
             )
-        unit = math.lcm(*(layout.num_data_ranks for layout in self._layouts)) * source.accumulation
+        unit = (
+            math.lcm(*(layout.num_data_ranks for layout in self._layouts))
+            * source.accumulation
+        )
         num_rows = unit if found is None else found
         if num_rows % unit:
             raise BatchStructureError(
                 f"an item of the data set is a global batch of {num_rows} rows, which cannot be split evenly by "
                 f"{unit}. Nearest sizes that can: {' or '.join(map(str, nearest_multiples(num_rows, unit)))}."
             )
-        return BatchRows(num_rows, num_rows // source.accumulation, self._layouts, read=np.arange(num_rows))
+        return BatchRows(
+            num_rows,
+            num_rows // source.accumulation,
+            self._layouts,
+            read=np.arange(num_rows),
+        )
 
 
-def _rows_of_samples(source: Source, layouts: Sequence[FieldLayout], num_rows: int, micro_size: int) -> BatchRows:
+def _rows_of_samples(
+    source: Source, layouts: Sequence[FieldLayout], num_rows: int, micro_size: int
+) -> BatchRows:
     """Return the rows of a global batch of samples."""
     apart = isinstance(source.custom_sampler, paddle.io.DistributedBatchSampler)
     read = None if source.stream is None else source.stream.read_rows()
@@ -125,7 +147,9 @@ class PassSetup:
 
     def delivered_ids(self, batch: Batch) -> tuple[Ids, int]:
         """Return the samples that this process delivers with a batch, and how many more could not be read."""
-        if self.source.split or batch.step.parts:  # the rows that were read are this rank's only
+        if (
+            self.source.split or batch.step.parts
+        ):  # the rows that were read are this rank's only
             return batch.step.ids, 0
         return batch.own_ids(self.own_layout)
 
@@ -152,7 +176,9 @@ class Placing:
         step = batch.step
         with no_fork, read_errors(step, MAKING_TENSORS):
             recipe, leaves = setup.placer.recipe(
-                batch.value, lambda value: setup.rows.of(step, value, setup.placer), (step.num_rows, step.micro_size)
+                batch.value,
+                lambda value: setup.rows.of(step, value, setup.placer),
+                (step.num_rows, step.micro_size),
             )
             placed = recipe.begin(leaves, batch.owned, self._maker)
             if recipe.is_host and self._maker.is_on_cpu:
@@ -167,7 +193,11 @@ class Placing:
 
 
 def placed_of_stream(
-    setup: PassSetup, place: Callable[[Batch], Batch], start: LoaderState, num_steps: int | None, batch: Batch
+    setup: PassSetup,
+    place: Callable[[Batch], Batch],
+    start: LoaderState,
+    num_steps: int | None,
+    batch: Batch,
 ) -> Batch:
     """Return a stream's batch, placed if it holds anything.
 
@@ -223,12 +253,26 @@ def note_summary(setup: PassSetup, start: LoaderState, batch: Batch) -> None:
         return
     ids = np.asarray(batch.step.ids).tolist()
     stream = setup.source.stream
-    key = f"parts {stream.parts}" if stream is not None else f"{zlib.crc32(repr(ids).encode())} of {len(ids)}"
-    arrays = [(path, _compared(leaf)) for path, leaf in named_leaves(batch.value, "", _is_list_of_values)]
+    key = (
+        f"parts {stream.parts}"
+        if stream is not None
+        else f"{zlib.crc32(repr(ids).encode())} of {len(ids)}"
+    )
+    arrays = [
+        (path, _compared(leaf))
+        for path, leaf in named_leaves(batch.value, "", _is_list_of_values)
+    ]
     batches = setup.source.batches
     cuts = isinstance(setup.source.custom_sampler, paddle.io.DistributedBatchSampler)
-    if isinstance(batches, UserBatches) and setup.source.split and cuts and not batches.draws_for:
-        arrays = [("the sampler's indices", as_ids(ids))]  # whether it draws for its rank alone is not known
+    if (
+        isinstance(batches, UserBatches)
+        and setup.source.split
+        and cuts
+        and not batches.draws_for
+    ):
+        arrays = [
+            ("the sampler's indices", as_ids(ids))
+        ]  # whether it draws for its rank alone is not known
     if batch.skipped is not None:  # its rows hold other samples than their own
         key += f" but for {np.flatnonzero(batch.skipped).tolist()}"
     found = summary(
@@ -244,13 +288,17 @@ def note_summary(setup: PassSetup, start: LoaderState, batch: Batch) -> None:
 
 def _is_list_of_values(value: Any) -> bool:
     """Return whether a list has an item for each row, such as a text, and no tensors."""
-    return isinstance(value, list) and not any(becomes_tensor(leaf) for leaf in leaves(value))
+    return isinstance(value, list) and not any(
+        becomes_tensor(leaf) for leaf in leaves(value)
+    )
 
 
 def _compared(leaf: Any) -> np.ndarray[Any, Any]:
     """Return the array of a leaf; of what becomes no tensor, digests: one for each item of a list or array."""
     if becomes_tensor(leaf):  # `as_array` refuses dtypes whose rows cannot be taken
-        found: np.ndarray[Any, Any] = leaf.numpy() if isinstance(leaf, paddle.Tensor) else as_array(leaf)
+        found: np.ndarray[Any, Any] = (
+            leaf.numpy() if isinstance(leaf, paddle.Tensor) else as_array(leaf)
+        )
         return found
     if isinstance(leaf, list | np.ndarray):
         return np.array([digest(item, 0, WHOLE) for item in leaf], np.uint32)

@@ -8,14 +8,17 @@ import paddle.distributed as dist
 
 from paddle_shard.errors import ArgumentError
 from paddle_shard.loader.options import LoaderOptions
-from paddle_shard.loader.source import Source
 from paddle_shard.placement.field import FieldLayout
 from paddle_shard.ranks.rendezvous import hosts_of_ranks
 from paddle_shard.ranks.replicas import Replicas
+from paddle_shard.reading.source import Source
 
 
 def replicas_of(
-    options: LoaderOptions, source: Source, layouts: Sequence[FieldLayout], ranks: Sequence[int]
+    options: LoaderOptions,
+    source: Source,
+    layouts: Sequence[FieldLayout],
+    ranks: Sequence[int],
 ) -> Replicas:
     """Return how a loader shares its reading: ranks of one host that read the same rows share a reader.
 
@@ -39,7 +42,11 @@ def replicas_of(
             "at 'each'."
         )
     rows = _rows_of(me, source, layouts)
-    together = [one for one in sorted(ranks) if hosts[one] == hosts[me] and _rows_of(one, source, layouts) == rows]
+    together = [
+        one
+        for one in sorted(ranks)
+        if hosts[one] == hosts[me] and _rows_of(one, source, layouts) == rows
+    ]
     return Replicas(ranks=tuple(together) if len(together) > 1 else ())
 
 
@@ -47,4 +54,8 @@ def _rows_of(rank: int, source: Source, layouts: Sequence[FieldLayout]) -> Hasha
     """Return what stands for the rows that a rank reads; equal for ranks that read the same."""
     if source.item_is_batch and not source.split:
         return "whole global batches"
-    return tuple(dict.fromkeys(found for layout in layouts if (found := layout.slice_of(rank)) is not None))
+    return tuple(
+        dict.fromkeys(
+            found for layout in layouts if (found := layout.slice_of(rank)) is not None
+        )
+    )

@@ -1,10 +1,9 @@
-"""The order that a given DataLoader stands for, and whether it is split already."""
+"""Reading a DataLoader over data with an index: its order, and whether it is split already."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,7 +12,7 @@ import paddle.io
 from paddle_shard.core.checks import length_or_none
 from paddle_shard.core.warn_once import say_once
 from paddle_shard.data.arrays import NO_REPEAT
-from paddle_shard.data.costs import SampleCosts, costs_of
+from paddle_shard.data.costs import costs_of
 from paddle_shard.data.generators import generators_of
 from paddle_shard.data.mixture import DROPPED_OF_MIXTURE, Mixture
 from paddle_shard.data.packed import Packed
@@ -29,34 +28,9 @@ from paddle_shard.plan.partition import check_batch_size
 from paddle_shard.plan.shard_plan import BatchSizes, ShardPlan
 from paddle_shard.plan.shuffle import MAX_SAMPLES
 from paddle_shard.plan.step import Deal
-from paddle_shard.plan.tails import TAILS, Tail, find_tail
+from paddle_shard.plan.tails import Tail, find_tail
 from paddle_shard.reading.executor import on_cpu
-from paddle_shard.reading.stream_order import StreamOrder
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
-    """The order of a DataLoader, read once at construction."""
-
-    batches: Any
-    """The order: `Batches`."""
-    batch_size: int | None
-    """Rows of the global batch, at the start of the run if there is a schedule; None if batches differ in size."""
-    accumulation: int = 1
-    split: bool = False
-    """True if the loader of every data rank has rows of its own."""
-    item_is_batch: bool = False
-    """True if an item of the data set is a whole global batch (`batch_size=None`)."""
-    tail: Tail = TAILS["pad"]
-    custom_sampler: Any = None
-    """The user's batch sampler, if it decides on the order."""
-    costs: SampleCosts | None = None
-    """The cost of each sample, if rows are dealt to data ranks by cost."""
-
-    @property
-    def stream(self) -> StreamOrder | None:
-        """The order, if the data has no index."""
-        return self.batches if isinstance(self.batches, StreamOrder) else None
+from paddle_shard.reading.source import Source
 
 
 def read_source(options: LoaderOptions, layouts: Sequence[FieldLayout]) -> Source:
@@ -67,24 +41,41 @@ def read_source(options: LoaderOptions, layouts: Sequence[FieldLayout]) -> Sourc
         ArgumentError: Something in the DataLoader cannot be honoured.
     """
     dataset, sampler = options.dataloader.dataset, options.dataloader.batch_sampler
-    options.refuse(num_batches=f"it is for streams; the {type(dataset).__name__} has a length and an index.")
+    options.refuse(
+        num_batches=f"it is for streams; the {type(dataset).__name__} has a length and an index."
+    )
     # PaddleNLP's distributed sampler is not Paddle's, but says what part it reads just the same.
     nranks = getattr(sampler, "nranks", 1)
-    distributed = isinstance(sampler, paddle.io.DistributedBatchSampler) or (isinstance(nranks, int) and nranks > 1)
+    distributed = isinstance(sampler, paddle.io.DistributedBatchSampler) or (
+        isinstance(nranks, int) and nranks > 1
+    )
     split = options.is_dataset_splitted or distributed
     ranks = math.lcm(*(layout.num_data_ranks for layout in layouts))
     tail = find_tail(options.tail, drop_last=bool(getattr(sampler, "drop_last", False)))
     accumulation = getattr(sampler, "_acc_steps", 1)
     if sampler is None and not split:  # each item is a global batch
         whole = "whole batches (batch_size=None)"
-        options.refuse(batch_size=f"the loader has {whole}, {DECIDES}", balance=f"the data has {whole}, and {DEALS}")
-        items = _planned(options, dataset, shuffle=_ordering(options), batch_size=1, num_data_ranks=1)
-        return Source(batches=items, batch_size=None, accumulation=accumulation, item_is_batch=True, tail=tail)
+        options.refuse(
+            batch_size=f"the loader has {whole}, {DECIDES}",
+            balance=f"the data has {whole}, and {DEALS}",
+        )
+        items = _planned(
+            options, dataset, shuffle=_ordering(options), batch_size=1, num_data_ranks=1
+        )
+        return Source(
+            batches=items,
+            batch_size=None,
+            accumulation=accumulation,
+            item_is_batch=True,
+            tail=tail,
+        )
     paddles = type(sampler) is paddle.io.DistributedBatchSampler
     if split and not paddles:
         options.refuse(balance=f"the data is split already, and {DEALS}")
     costs = None if options.balance is None else costs_of(options.balance, dataset)
-    deal: Deal | None = None if costs is None else partial(dealt, num_data_ranks=ranks, costs_of=costs)
+    deal: Deal | None = (
+        None if costs is None else partial(dealt, num_data_ranks=ranks, costs_of=costs)
+    )
     plain = not split and is_plain(sampler)
     if not plain:
         _check_own_order(options, tail)
@@ -93,18 +84,37 @@ def read_source(options: LoaderOptions, layouts: Sequence[FieldLayout]) -> Sourc
         else:
             _check_unsplit(sampler)
     source = partial(
-        Source, accumulation=accumulation, tail=tail, custom_sampler=None if plain else sampler, costs=costs
+        Source,
+        accumulation=accumulation,
+        tail=tail,
+        custom_sampler=None if plain else sampler,
+        costs=costs,
     )
     if not (plain or paddles):
-        mine = next((layout.data_rank for layout in layouts if layout.on_mesh), 0) if split else None
+        mine = (
+            next((layout.data_rank for layout in layouts if layout.on_mesh), 0)
+            if split
+            else None
+        )
         users = _users(options, 1 if split else ranks, accumulation, tail, deal, mine)
         return source(batches=users, batch_size=users.nominal_size, split=split)
     if plain:
-        data, shuffle, size = sampler.sampler.data_source, _ordering(options), sampler.batch_size
+        data, shuffle, size = (
+            sampler.sampler.data_source,
+            _ordering(options),
+            sampler.batch_size,
+        )
     else:  # its order over all its ranks; each takes the slice that the sampler gives it
-        data, shuffle = sampler.dataset, PaddleOrdering() if sampler.shuffle else PaddleSequential()
+        data, shuffle = (
+            sampler.dataset,
+            PaddleOrdering() if sampler.shuffle else PaddleSequential(),
+        )
         size = sampler.batch_size * nranks
-    cut = {"batch_size": size * accumulation, "num_data_ranks": ranks, "accumulation": accumulation}
+    cut = {
+        "batch_size": size * accumulation,
+        "num_data_ranks": ranks,
+        "accumulation": accumulation,
+    }
     planned = _planned(options, data, shuffle=shuffle, tail=tail, **cut)
     planned.deal = deal
     return source(batches=planned, batch_size=planned.plan.batch_size)
@@ -114,16 +124,25 @@ def _ordering(options: LoaderOptions) -> Ordering:
     """Return the order that the user asks for, or that of a plain DataLoader."""
     shuffle, dataset = options.shuffle, options.dataloader.dataset
     if shuffle is None:
-        shuffle = type(getattr(options.dataloader.batch_sampler, "sampler", None)) is paddle.io.RandomSampler
+        shuffle = (
+            type(getattr(options.dataloader.batch_sampler, "sampler", None))
+            is paddle.io.RandomSampler
+        )
     ordering = find_ordering(shuffle, dataset)
     return dataset.ordering(ordering) if isinstance(dataset, Mixture) else ordering
 
 
 def is_plain(batch_sampler: Any) -> bool:
     """True if a batch sampler is what `DataLoader(batch_size=, shuffle=)` makes, with nothing of the user's."""
-    sampler: Any = batch_sampler.sampler if type(batch_sampler) is paddle.io.BatchSampler else None
+    sampler: Any = (
+        batch_sampler.sampler if type(batch_sampler) is paddle.io.BatchSampler else None
+    )
     if type(sampler) is paddle.io.RandomSampler:
-        return not sampler.replacement and sampler._num_samples is None and sampler.generator is None
+        return (
+            not sampler.replacement
+            and sampler._num_samples is None
+            and sampler.generator is None
+        )
     return type(sampler) is paddle.io.SequenceSampler
 
 
@@ -141,7 +160,9 @@ def _check_own_order(options: LoaderOptions, tail: Tail) -> None:
     sampler = options.dataloader.batch_sampler
     name = type(sampler).__name__
     order = f"the order is that of the loader's own {name}; or give a DataLoader without a sampler of its own."
-    options.refuse(batch_size=f"the loader has its own {name}, {DECIDES}", shuffle=order)
+    options.refuse(
+        batch_size=f"the loader has its own {name}, {DECIDES}", shuffle=order
+    )
     if sampler is None:
         raise ArgumentError(
             "is_dataset_splitted=True needs a DataLoader with a batch size, got one with batch_size=None. "
@@ -159,14 +180,21 @@ def _planned(options: LoaderOptions, dataset: Any, **settings: Any) -> PlanBatch
     sizes = None
     if options.batch_size is not None:
         ranks, times = settings["num_data_ranks"], settings["accumulation"]
-        sizes = BatchSizes(tuple((int(first), int(rows) * times) for first, rows in options.batch_size))
+        sizes = BatchSizes(
+            tuple((int(first), int(rows) * times) for first, rows in options.batch_size)
+        )
         for _, size in sizes.entries:
             check_batch_size(size, ranks, times)
         settings["batch_size"] = sizes.entries[0][1]
     plan = _plan(dataset, seed=options.seed, **settings)
     if isinstance(dataset, Mixture) and plan.num_served < plan.num_samples:
         say_once(DROPPED_OF_MIXTURE, plan.num_samples - plan.num_served)
-    return PlanBatches(plan, dataset.fingerprint() if isinstance(dataset, Mixture | Packed) else None, sizes, dataset)
+    return PlanBatches(
+        plan,
+        dataset.fingerprint() if isinstance(dataset, Mixture | Packed) else None,
+        sizes,
+        dataset,
+    )
 
 
 def _check_unsplit(sampler: Any) -> None:
@@ -182,7 +210,12 @@ def _check_unsplit(sampler: Any) -> None:
 
 
 def _users(
-    options: LoaderOptions, num_data_ranks: int, accumulation: int, tail: Tail, deal: Deal | None, mine: int | None
+    options: LoaderOptions,
+    num_data_ranks: int,
+    accumulation: int,
+    tail: Tail,
+    deal: Deal | None,
+    mine: int | None,
 ) -> UserBatches:
     """Return the order of the user's own sampler, or of the batches that each data rank has for itself.
 
@@ -198,16 +231,29 @@ def _users(
         check_batch_size(nominal, num_data_ranks, accumulation)
         if consecutive and length_or_none(sampler.sampler) is not None:
             # It yields single indices, so its length tells how many batches there are, and whether the last is short.
-            cut = {"batch_size": nominal, "num_data_ranks": num_data_ranks, "accumulation": accumulation}
+            cut = {
+                "batch_size": nominal,
+                "num_data_ranks": num_data_ranks,
+                "accumulation": accumulation,
+            }
             num_steps = _plan(sampler.sampler, tail=tail, **cut).num_steps
     lengths: dict[str, int] = {}  # without the batch size, which may change
     if mine is not None and owner_of(sampler) is not None:
         lengths = {"data_rank": mine}  # another one's sampler stands elsewhere
     if mine is None:
-        of = {"num_samples": dataset, "sampler_length": getattr(sampler, "sampler", None)}
+        of = {
+            "num_samples": dataset,
+            "sampler_length": getattr(sampler, "sampler", None),
+        }
         of |= {} if nominal is not None else {"num_batches": sampler}
-        lengths = {name: length for name, one in of.items() if (length := length_or_none(one)) is not None}
-        drawn = getattr(of["sampler_length"], "num_samples", None)  # of Paddle's WeightedRandomSampler `len` may fail
+        lengths = {
+            name: length
+            for name, one in of.items()
+            if (length := length_or_none(one)) is not None
+        }
+        drawn = getattr(
+            of["sampler_length"], "num_samples", None
+        )  # of Paddle's WeightedRandomSampler `len` may fail
         if "sampler_length" not in lengths and isinstance(drawn, int):
             lengths["sampler_length"] = drawn
     return UserBatches(
@@ -242,7 +288,9 @@ def _plan(data: Any, **settings: Any) -> ShardPlan:
             f"the {type(data).__name__} is empty: an empty data set cannot be sharded. Check its path and filters."
         )
     if length > MAX_SAMPLES:
-        raise ArgumentError(f"the {type(data).__name__} has {length} samples, more than 2^62. {NO_REPEAT}")
+        raise ArgumentError(
+            f"the {type(data).__name__} has {length} samples, more than 2^62. {NO_REPEAT}"
+        )
     plan = ShardPlan(num_samples=length, **settings)
     if plan.num_steps == 0:
         raise ArgumentError(

@@ -36,7 +36,12 @@ class Counts:
 
     def __add__(self, other: Counts) -> Counts:
         """Return the counts of both periods."""
-        return Counts(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(self)))
+        return Counts(
+            *(
+                getattr(self, one.name) + getattr(other, one.name)
+                for one in fields(self)
+            )
+        )
 
     def add(self, batch: Batch) -> None:
         """Count a delivered batch."""
@@ -125,7 +130,11 @@ class LoaderStats:
     def summary(self) -> Summary:
         """Return what the newest pass of this rank waited for."""
         counts, steps = self.epoch, max(1, self.epoch.batches)
-        seconds = counts.wait_seconds / steps, counts.step_seconds / steps, counts.hidden_seconds / steps
+        seconds = (
+            counts.wait_seconds / steps,
+            counts.step_seconds / steps,
+            counts.hidden_seconds / steps,
+        )
         return *seconds, dict(self.profiler.counts())
 
     def __str__(self) -> str:
@@ -145,8 +154,15 @@ class LoaderStats:
         They begin at 0 with each pass. `step_seconds` is all that your code does between two batches. Without
         `balance=`, costs are 0 and there is no imbalance.
         """
-        values = {name: getattr(self.epoch, name) for name in (*(one.name for one in fields(Counts)), *DERIVED)}
-        return {f"{prefix}{name}": float(value) for name, value in values.items() if value is not None}
+        values = {
+            name: getattr(self.epoch, name)
+            for name in (*(one.name for one in fields(Counts)), *DERIVED)
+        }
+        return {
+            f"{prefix}{name}": float(value)
+            for name, value in values.items()
+            if value is not None
+        }
 
     def __repr__(self) -> str:
         lines = [
@@ -162,4 +178,6 @@ class LoaderStats:
 def _own_wait(summary: Summary) -> float:
     wait, _, hidden, counts = summary
     total = sum(counts.values())
-    return (wait - hidden) * (1.0 - counts.get(OTHER_RANKS, 0.0) / total if total else 0.0)
+    return (wait - hidden) * (
+        1.0 - counts.get(OTHER_RANKS, 0.0) / total if total else 0.0
+    )

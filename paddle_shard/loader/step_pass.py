@@ -15,7 +15,12 @@ from typing import Any
 
 from paddle_shard.core.forks import no_fork
 from paddle_shard.core.trees import mapped
-from paddle_shard.errors import AgreedFailure, ArgumentError, DataReadError, PeerLostError
+from paddle_shard.errors import (
+    AgreedFailure,
+    ArgumentError,
+    DataReadError,
+    PeerLostError,
+)
 from paddle_shard.loader.notes import StepNotes
 from paddle_shard.plan.step import Step
 from paddle_shard.ranks.agreement import Agreement
@@ -37,7 +42,12 @@ class Feed:
     """Submits the steps of a pass to its executor."""
 
     def __init__(
-        self, steps: Iterator[Step], executor: Executor, num_steps: int | None, *, on_training_thread: bool
+        self,
+        steps: Iterator[Step],
+        executor: Executor,
+        num_steps: int | None,
+        *,
+        on_training_thread: bool,
     ) -> None:
         """Begin.
 
@@ -60,7 +70,10 @@ class Feed:
 
     def make(self, num_steps: int) -> None:
         """Make steps until so many are made or submitted; for the thread of the training loop."""
-        while self.num_submitted + len(self._made) < num_steps and (step := self._next()) is not None:
+        while (
+            self.num_submitted + len(self._made) < num_steps
+            and (step := self._next()) is not None
+        ):
             self._made.append(step)
 
     def fill(self, num_taken: int, *, in_thread: bool) -> None:
@@ -141,7 +154,9 @@ class StepPass:
         self._least_ahead = 0 if agreement is None else agreement.outlook.reads_on
         """Steps that must be announced beyond a step before it can be delivered."""
         # One step more than is needed, so that the ranks agree on it while the model computes.
-        self._reads_on = 0 if agreement is None else max(int(num_ahead > 0), self._least_ahead)
+        self._reads_on = (
+            0 if agreement is None else max(int(num_ahead > 0), self._least_ahead)
+        )
         self._ready: SimpleQueue[Any] = SimpleQueue()
         """Batches that can be delivered, then what the pass ends with: `_END_OF_PASS`, or an error."""
         self._room: SimpleQueue[Any] = SimpleQueue()
@@ -228,7 +243,9 @@ class StepPass:
             own = self._own_failure(failure.step)
             self.close()
             raise own or error_of_another(*failure.reports[0]) from None
-        except PeerLostError as lost:  # it may have timed out because of the failure on this rank
+        except (
+            PeerLostError
+        ) as lost:  # it may have timed out because of the failure on this rank
             own = self._own_failure(step)
             if own is None:
                 raise
@@ -265,7 +282,9 @@ class StepPass:
             raise self._peeked
         found = self._peeked
         if found.placed is None:
-            raise DataReadError(NO_STAND_IN.format("the run was resumed past the end of the stream"))
+            raise DataReadError(
+                NO_STAND_IN.format("the run was resumed past the end of the stream")
+            )
         if found.finish is not None:
             self._finish(found)
         value = found.value if self._notes is None else self._notes.alone(copy(found))
@@ -274,7 +293,9 @@ class StepPass:
     def close(self) -> None:
         """End the workers and threads, and leave the agreement. It is safe to call this again."""
         self._over = True
-        if self._process == os.getpid():  # in a forked child, a lock of the other threads may stay locked
+        if (
+            self._process == os.getpid()
+        ):  # in a forked child, a lock of the other threads may stay locked
             if self._agreement is not None:
                 self._agreement.close()
             self._stop_thread(interrupt=True)
@@ -314,7 +335,10 @@ class StepPass:
             else:
                 if self._compares:
                     agreement.note_read(found.digest)
-                if self._notes is not None and (note := self._notes.say(found)) is not None:
+                if (
+                    self._notes is not None
+                    and (note := self._notes.say(found)) is not None
+                ):
                     agreement.note(note)
         except StopIteration:
             self._over = True
@@ -323,7 +347,9 @@ class StepPass:
                 self._ready.put(_END_OF_PASS)
             else:
                 agreement.announce(END)
-        except LeaderStoppedError as stopped:  # it says why, once this rank has said that nothing is wrong here
+        except (
+            LeaderStoppedError
+        ) as stopped:  # it says why, once this rank has said that nothing is wrong here
             self._over = True
             self._ready.put(stopped)
             assert agreement is not None
@@ -363,7 +389,12 @@ class StepPass:
     # The thread that reads ahead
 
     def _may_start_thread(self) -> bool:
-        return self._thread is None and not self._over and self._num_ahead > 0 and self._executor.runs_in_thread
+        return (
+            self._thread is None
+            and not self._over
+            and self._num_ahead > 0
+            and self._executor.runs_in_thread
+        )
 
     def _start_thread(self) -> None:
         self._thread_until = _UNLIMITED
@@ -372,8 +403,12 @@ class StepPass:
         self._has_room = self._announced
         self._allow_until(self._delivered + 1)
         self._make_room()
-        thread = threading.Thread(target=self._run, name="paddle_shard-ahead", daemon=True)
-        with signals_held():  # a handler may raise only once the thread is stored and can be stopped
+        thread = threading.Thread(
+            target=self._run, name="paddle_shard-ahead", daemon=True
+        )
+        with (
+            signals_held()
+        ):  # a handler may raise only once the thread is stored and can be stopped
             self._thread = thread
             try:
                 thread.start()
@@ -397,7 +432,11 @@ class StepPass:
 
     def _run(self) -> None:
         self._profiler.watch(threading.get_ident(), READING_AHEAD)
-        while not self._over and self._announced < self._thread_until and self._room.get() is not _STOP:
+        while (
+            not self._over
+            and self._announced < self._thread_until
+            and self._room.get() is not _STOP
+        ):
             if self._over:
                 return
             self._read(in_thread=True)

@@ -21,11 +21,11 @@ from paddle_shard.data.stages.stage import Stage
 from paddle_shard.data.stream import Stream, last_stage
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, SplitError
 from paddle_shard.loader.options import DEALS, DECIDES, LoaderOptions
-from paddle_shard.loader.source import Source
 from paddle_shard.placement.field import FieldLayout
 from paddle_shard.plan.parts import PartsPlan
 from paddle_shard.plan.state import LoaderState
 from paddle_shard.plan.tails import TAILS, find_tail
+from paddle_shard.reading.source import Source
 from paddle_shard.reading.stream_order import StreamOrder
 
 
@@ -59,7 +59,9 @@ def as_stream_loader(given: Any, *, split: bool) -> paddle.io.DataLoader | None:
             "batch_size=None if it yields whole global batches."
         )
     refused = (str, bytes, np.ndarray, paddle.Tensor, Mapping, paddle.io.Dataset)
-    if isinstance(given, refused) or not (hasattr(given, "__iter__") or callable(given)):
+    if isinstance(given, refused) or not (
+        hasattr(given, "__iter__") or callable(given)
+    ):
         raise ArgumentTypeError(
             "dataloader must be a paddle.io.DataLoader, a paddle_shard.Stream, or an iterable of batches (a list, a "
             f"generator, a function that returns one), got {type(given).__name__}: {given!r}."
@@ -72,7 +74,9 @@ def _loader_of(stream: Stream, **settings: Any) -> paddle.io.DataLoader:
 
     In auto-DP mode, Paddle's constructor would ask the stream for a length, to split its indices.
     """
-    mode: Any = sys.modules.get("paddle.distributed.auto_parallel.auto_dp_utils", SimpleNamespace())
+    mode: Any = sys.modules.get(
+        "paddle.distributed.auto_parallel.auto_dp_utils", SimpleNamespace()
+    )
     was, mode._enable_auto_dp_mode = getattr(mode, "_enable_auto_dp_mode", False), False
     try:
         return paddle.io.DataLoader(stream, batch_size=None, **settings)
@@ -89,7 +93,9 @@ def _reads_for_itself(dataloader: paddle.io.DataLoader) -> bool:
     return "__iter__" not in iterates.__code__.co_names
 
 
-def read_stream(options: LoaderOptions, layouts: Sequence[FieldLayout], own: FieldLayout) -> Source:
+def read_stream(
+    options: LoaderOptions, layouts: Sequence[FieldLayout], own: FieldLayout
+) -> Source:
     """Return the order of a DataLoader over an IterableDataset, checked against the meshes.
 
     Raises:
@@ -98,7 +104,9 @@ def read_stream(options: LoaderOptions, layouts: Sequence[FieldLayout], own: Fie
     """
     dataloader = options.dataloader
     dataset = dataloader.dataset
-    stage, num_parts = last_stage(dataset if isinstance(dataset, Stream) else Stream.of(dataset))
+    stage, num_parts = last_stage(
+        dataset if isinstance(dataset, Stream) else Stream.of(dataset)
+    )
     _check_arguments(options, stage)
     is_external = isinstance(stage, ExternalSource)
     if is_external:
@@ -116,14 +124,20 @@ def read_stream(options: LoaderOptions, layouts: Sequence[FieldLayout], own: Fie
         stage = stage.upstream
     if micro_rows is None:
         if num_parts is not None:
-            raise ArgumentError(f"in_parts({num_parts}): its items are whole global batches, which have no parts.")
-        tail = tail if split else TAILS["drop"]  # all ranks read the same batches, so they end together
+            raise ArgumentError(
+                f"in_parts({num_parts}): its items are whole global batches, which have no parts."
+            )
+        tail = (
+            tail if split else TAILS["drop"]
+        )  # all ranks read the same batches, so they end together
         order = _order_of_batches(options, own, stage, tail, split=split)
     else:
         ranks = 1 if split else math.lcm(*(layout.num_data_ranks for layout in layouts))
         plan = PartsPlan(
             batch_size=micro_rows * accumulation,
-            num_parts=chosen_num_parts(stage.source, micro_rows, ranks) if num_parts is None else num_parts,
+            num_parts=chosen_num_parts(stage.source, micro_rows, ranks)
+            if num_parts is None
+            else num_parts,
             num_data_ranks=ranks,
             accumulation=accumulation,
             tail=tail,
@@ -140,13 +154,17 @@ def read_stream(options: LoaderOptions, layouts: Sequence[FieldLayout], own: Fie
         )
 
     batch_size = None if micro_rows is None else micro_rows * accumulation
-    if order.known_steps(LoaderState()) == 0:  # this also refuses lengths that the tail forbids
+    if (
+        order.known_steps(LoaderState()) == 0
+    ):  # this also refuses lengths that the tail forbids
         raise ArgumentError(
             f"the stream has no batch: it is empty, or too short for tail={tail!r} and batches of {batch_size}. "
             "Check its path and filters, or use a smaller batch or tail='pad'."
         )
     if own.global_rank == 0 and not stage.source.cuts:
-        _say_if_all_read_all(max(1, order.num_workers) * (1 if split else own.num_data_ranks))
+        _say_if_all_read_all(
+            max(1, order.num_workers) * (1 if split else own.num_data_ranks)
+        )
     return Source(
         batches=order,
         batch_size=batch_size,
@@ -175,17 +193,23 @@ def _micro_rows(dataloader: paddle.io.DataLoader, *, split: bool) -> int | None:
     return int(rows * getattr(dataloader.batch_sampler, "nranks", 1))
 
 
-def _order_of_batches(options: LoaderOptions, own: FieldLayout, stage: Stage, tail: str, *, split: bool) -> StreamOrder:
+def _order_of_batches(
+    options: LoaderOptions, own: FieldLayout, stage: Stage, tail: str, *, split: bool
+) -> StreamOrder:
     """Return the order of a stream whose items are whole batches."""
     num_batches = options.num_batches
     num_workers = options.dataloader.num_workers
-    plan = PartsPlan(batch_size=1, num_parts=1, num_data_ranks=1, tail=tail, num_batches=num_batches)
+    plan = PartsPlan(
+        batch_size=1, num_parts=1, num_data_ranks=1, tail=tail, num_batches=num_batches
+    )
     parts = (0,)
     if isinstance(stage, ExternalSource):
         parts = (own.data_rank,) if own.on_mesh else (0,)
     else:  # repeat it before it is cut for the workers, if all ranks read the same
         stage = Stripe(stage if num_batches is None or split else Repeat(stage))
-    if split and plan.repeats:  # each of several workers would repeat only its own batches
+    if (
+        split and plan.repeats
+    ):  # each of several workers would repeat only its own batches
         num_workers = min(1, num_workers)
     return StreamOrder(
         stage=stage,
@@ -199,11 +223,19 @@ def _order_of_batches(options: LoaderOptions, own: FieldLayout, stage: Stage, ta
 
 
 def _held(
-    options: LoaderOptions, layouts: Sequence[FieldLayout], plan: PartsPlan, *, split: bool
+    options: LoaderOptions,
+    layouts: Sequence[FieldLayout],
+    plan: PartsPlan,
+    *,
+    split: bool,
 ) -> tuple[tuple[int, ...], int]:
     """Return the parts from which this rank reads rows, for any of its fields, and the workers that read them."""
     mine = [] if split else [layout for layout in layouts if layout.on_mesh]
-    held = {part for layout in mine for part in plan.parts_of(layout.data_rank, layout.num_data_ranks)}
+    held = {
+        part
+        for layout in mine
+        for part in plan.parts_of(layout.data_rank, layout.num_data_ranks)
+    }
     # All parts of a stream of its own; and on no mesh, to know where they end.
     parts = tuple(sorted(held)) or tuple(range(plan.num_parts))
     num_workers = options.dataloader.num_workers
@@ -213,7 +245,10 @@ def _held(
             "one of them; the others are not started. in_parts() makes more parts."
         )
     # Rows that are not the samples cannot be joined one by one: one reader collates each batch.
-    if num_workers > 1 and (any(options.dense_tensor_idx or ()) or any(layout.own_rows for layout in layouts)):
+    if num_workers > 1 and (
+        any(options.dense_tensor_idx or ())
+        or any(layout.own_rows for layout in layouts)
+    ):
         num_workers = 1
     return parts, min(num_workers, len(parts))
 
@@ -231,7 +266,9 @@ def _check_arguments(options: LoaderOptions, stage: Stage) -> None:
     if options.shuffle is not False:
         permute = "Permute it in windows: paddle_shard.Stream.of(...).shuffle(window)."
         options.refuse(shuffle=f"a stream has no index to be shuffled by. {permute}")
-    options.refuse(skip_steps="the steps of a stream cannot be passed over without reading them.")
+    options.refuse(
+        skip_steps="the steps of a stream cannot be passed over without reading them."
+    )
     options.refuse(
         batch_size=f"the loader has a stream, {DECIDES}",
         balance=f"the data is a stream, whose samples have no number, and {DEALS}",

@@ -23,7 +23,9 @@ so many steps ahead of the device: each holds host memory."""
 
 def is_cpu(place: Any) -> bool:
     """Return whether a place is the CPU. Paddle has two classes for it."""
-    return isinstance(place, core.CPUPlace) or (isinstance(place, core.Place) and place.is_cpu_place())
+    return isinstance(place, core.CPUPlace) or (
+        isinstance(place, core.Place) and place.is_cpu_place()
+    )
 
 
 def _event(place: Any) -> Any:
@@ -33,8 +35,12 @@ def _event(place: Any) -> Any:
     """
     # `paddle.device.Event` is the current place's, which is the same for all threads: it must not be changed here.
     if isinstance(place, core.CustomPlace):
-        return core.CustomDeviceEvent(place.get_device_type(), place.get_device_id(), False, False, False)
-    core.set_cuda_current_device_id(place.get_device_id())  # CUDA has one for each thread
+        return core.CustomDeviceEvent(
+            place.get_device_type(), place.get_device_id(), False, False, False
+        )
+    core.set_cuda_current_device_id(
+        place.get_device_id()
+    )  # CUDA has one for each thread
     return core.CUDAEvent(False, False, False)
 
 
@@ -103,7 +109,9 @@ class DeviceQueue:
         Args:
             tensors: One or more tensors in host memory, which nothing else writes to.
         """
-        if isinstance(self._place, core.XPUPlace):  # a copy has ended when it returns, and Paddle 3.0 has no event
+        if isinstance(
+            self._place, core.XPUPlace
+        ):  # a copy has ended when it returns, and Paddle 3.0 has no event
             return [tensor._copy_to(self._place, False) for tensor in tensors]
         for one in (*self._held, *_left):
             if not one.marked:
@@ -112,9 +120,13 @@ class DeviceQueue:
         while len(self._held) >= _MOST_QUEUED:
             self.free()
             if len(self._held) >= _MOST_QUEUED:
-                time.sleep(_PAUSE)  # `synchronize` would hold the GIL, so that no other thread could run
+                time.sleep(
+                    _PAUSE
+                )  # `synchronize` would hold the GIL, so that no other thread could run
         queued = _Queued(tensors, self._place)
-        self._held.append(queued)  # first: there may be no memory for a later one, or a signal's handler may raise
+        self._held.append(
+            queued
+        )  # first: there may be no memory for a later one, or a signal's handler may raise
         made = [tensor._copy_to(self._place, False) for tensor in tensors]
         queued.mark()
         return made

@@ -13,7 +13,12 @@ import paddle
 import paddle.distributed as dist
 from paddle.base import core
 
-from paddle_shard.errors import ArgumentError, ArgumentTypeError, AxisError, BatchStructureError
+from paddle_shard.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    AxisError,
+    BatchStructureError,
+)
 from paddle_shard.plan.mesh import Axes, MeshLayout
 from paddle_shard.plan.partition import nearest_multiples
 
@@ -30,7 +35,9 @@ class Balanced:
     """The tensor dim, at least 1."""
 
 
-@dataclass(frozen=True, kw_only=True)  # without slots, since cached properties are kept in `__dict__`
+@dataclass(
+    frozen=True, kw_only=True
+)  # without slots, since cached properties are kept in `__dict__`
 class FieldLayout:
     """A mesh and how a field is split over it, as one process sees it."""
 
@@ -84,7 +91,9 @@ class FieldLayout:
     @cached_property
     def rows_only(self) -> FieldLayout:
         """The layout of a tensor with one number per row of the field."""
-        return replace(self, dims=tuple((axis, dim) for axis, dim in self.dims if dim == 0))
+        return replace(
+            self, dims=tuple((axis, dim) for axis, dim in self.dims if dim == 0)
+        )
 
     @cached_property
     def placements(self) -> list[Any]:
@@ -107,7 +116,13 @@ class FieldLayout:
             parts = math.prod(self.layout.shape[axis] for axis in axes)
             part = self.layout.data_rank(self.global_rank, axes) if self.on_mesh else 0
             balanced = dim in self.balanced
-            cuts.append((dim, 2 * parts if balanced else parts, [part, 2 * parts - 1 - part] if balanced else [part]))
+            cuts.append(
+                (
+                    dim,
+                    2 * parts if balanced else parts,
+                    [part, 2 * parts - 1 - part] if balanced else [part],
+                )
+            )
         return tuple(cuts)
 
     @cached_property
@@ -123,15 +138,22 @@ class FieldLayout:
         """
         for dim, num_chunks, chunks in self._cuts:
             size = self._chunk_size(rows.shape, dim, num_chunks, path)
-            pieces = [rows[(slice(None),) * dim + (slice(c * size, (c + 1) * size),)] for c in chunks]
-            concatenate = np.concatenate if isinstance(rows, np.ndarray) else paddle.concat
+            pieces = [
+                rows[(slice(None),) * dim + (slice(c * size, (c + 1) * size),)]
+                for c in chunks
+            ]
+            concatenate = (
+                np.concatenate if isinstance(rows, np.ndarray) else paddle.concat
+            )
             rows = pieces[0] if len(pieces) == 1 else concatenate(pieces, axis=dim)
         return rows
 
     @staticmethod
     def _chunk_size(shape: Sequence[int], dim: int, num_chunks: int, path: str) -> int:
         if len(shape) <= dim:
-            raise BatchStructureError(f"field {path} has {len(shape)} dims, so its dim {dim} cannot be split.")
+            raise BatchStructureError(
+                f"field {path} has {len(shape)} dims, so its dim {dim} cannot be split."
+            )
         size, rest = divmod(shape[dim], num_chunks)
         if rest:
             sizes = " or ".join(map(str, nearest_multiples(shape[dim], num_chunks)))
@@ -159,10 +181,14 @@ def from_local(tensor: Any, mesh: Any, placements: Sequence[Any]) -> Any:
     # Paddle's reshard sends the memory of a local tensor as it lies there: of a view it sends other numbers. Not
     # `contiguous`, which changes the tensor itself.
     # Not `dist.auto_parallel.api.dtensor_from_local`: it fails in a thread while another one builds a static program.
-    return core.dtensor_from_local(tensor if tensor.is_contiguous() else tensor.clone(), mesh, placements)
+    return core.dtensor_from_local(
+        tensor if tensor.is_contiguous() else tensor.clone(), mesh, placements
+    )
 
 
-def field_layout(mesh: Any, axes: Axes | Mapping[str | int, Any], global_rank: int, **others: bool) -> FieldLayout:
+def field_layout(
+    mesh: Any, axes: Axes | Mapping[str | int, Any], global_rank: int, **others: bool
+) -> FieldLayout:
     """Return the layout of a field.
 
     Args:
@@ -180,8 +206,16 @@ def field_layout(mesh: Any, axes: Axes | Mapping[str | int, Any], global_rank: i
         raise ArgumentTypeError(
             f"meshes must be paddle.distributed.ProcessMesh objects, got {type(mesh).__name__}: {mesh!r}."
         )
-    layout = MeshLayout(shape=tuple(mesh.shape), axes=tuple(mesh.dim_names), process_ids=tuple(mesh.process_ids))
-    given = axes if isinstance(axes, Mapping) else dict.fromkeys(layout.axis_indices(axes), 0)
+    layout = MeshLayout(
+        shape=tuple(mesh.shape),
+        axes=tuple(mesh.dim_names),
+        process_ids=tuple(mesh.process_ids),
+    )
+    given = (
+        axes
+        if isinstance(axes, Mapping)
+        else dict.fromkeys(layout.axis_indices(axes), 0)
+    )
     split: dict[int, int] = {}
     plain: set[int] = set()
     balanced: set[int] = set()
@@ -197,14 +231,23 @@ def field_layout(mesh: Any, axes: Axes | Mapping[str | int, Any], global_rank: i
             )
         for number in layout.axis_indices(axis):
             if number in split:  # by its name and by its index
-                raise AxisError(f"placements names an axis twice: {dict(given)}. Name each axis once.")
+                raise AxisError(
+                    f"placements names an axis twice: {dict(given)}. Name each axis once."
+                )
             split[number] = dim
         (balanced if is_balanced else plain).add(dim)
     if balanced & plain:
-        raise ArgumentError(f"placements splits one dim both plainly and Balanced: {dict(given)}.")
+        raise ArgumentError(
+            f"placements splits one dim both plainly and Balanced: {dict(given)}."
+        )
     dims = tuple(sorted(split.items()))
     return FieldLayout(
-        mesh=mesh, layout=layout, dims=dims, balanced=frozenset(balanced), global_rank=global_rank, **others
+        mesh=mesh,
+        layout=layout,
+        dims=dims,
+        balanced=frozenset(balanced),
+        global_rank=global_rank,
+        **others,
     )
 
 
@@ -218,7 +261,9 @@ ROW_INDEX = "row index"
 """The same, and its numbers, or those in its first column, are places of samples in the batch."""
 
 
-def layouts_of_fields(options: Any, global_rank: int, **others: bool) -> tuple[list[Entry], dict[Any, Entry]]:
+def layouts_of_fields(
+    options: Any, global_rank: int, **others: bool
+) -> tuple[list[Entry], dict[Any, Entry]]:
     """Read the arguments of `shard_dataloader` that say where fields go.
 
     Args:
@@ -236,7 +281,9 @@ def layouts_of_fields(options: Any, global_rank: int, **others: bool) -> tuple[l
     meshes, input_keys = options.meshes, options.input_keys
     given = list(meshes) if isinstance(meshes, list | tuple) else [meshes]
     if not given or any(isinstance(m, list | tuple) and not m for m in given):
-        raise ArgumentError(f"meshes must hold at least one ProcessMesh, got {meshes!r}.")
+        raise ArgumentError(
+            f"meshes must hold at least one ProcessMesh, got {meshes!r}."
+        )
     if input_keys is not None and not isinstance(input_keys, list | tuple):
         raise ArgumentError(f"input_keys must be a list of keys, got {input_keys!r}.")
     if input_keys is not None and len(given) > 1 and len(input_keys) != len(given):
@@ -247,7 +294,9 @@ def layouts_of_fields(options: Any, global_rank: int, **others: bool) -> tuple[l
     axes = _axes_by_mesh(options.shard_dims, len(given))
     entries: list[Entry] = []
     for number, (mesh, dims) in enumerate(zip(given, axes, strict=True)):
-        if not isinstance(mesh, list | tuple) and not (isinstance(dims, list) and len(given) > 1):
+        if not isinstance(mesh, list | tuple) and not (
+            isinstance(dims, list) and len(given) > 1
+        ):
             entries.append(field_layout(mesh, dims, global_rank, **others))
             continue
         # A field that is a list: its items have a mesh each, or an entry of `shard_dims` each, or both.
@@ -258,15 +307,25 @@ def layouts_of_fields(options: Any, global_rank: int, **others: bool) -> tuple[l
                 f"shard_dims[{number}] {dims!r} has {len(each)} entries and meshes[{number}] has {len(of_items)}: "
                 "give one per mesh, or one for all."
             )
-        entries.append([field_layout(m, d, global_rank, **others) for m, d in zip(of_items, each, strict=True)])
+        entries.append(
+            [
+                field_layout(m, d, global_rank, **others)
+                for m, d in zip(of_items, each, strict=True)
+            ]
+        )
     overrides: dict[Any, Entry] = {}
     for key, of_field in _placements_by_field(options.placements).items():
         number = _mesh_of_field(key, given, input_keys)
         layouts = []
         for placement in of_field if isinstance(of_field, list) else [of_field]:
-            own = {"own_rows": placement in (AS_READ, ROW_INDEX), "row_index": placement == ROW_INDEX}
+            own = {
+                "own_rows": placement in (AS_READ, ROW_INDEX),
+                "row_index": placement == ROW_INDEX,
+            }
             split = placement if isinstance(placement, Mapping) else axes[number]
-            layouts.append(field_layout(given[number], split, global_rank, **own, **others))
+            layouts.append(
+                field_layout(given[number], split, global_rank, **own, **others)
+            )
         overrides[key] = layouts if isinstance(of_field, list) else layouts[0]
     return entries, overrides
 
@@ -281,7 +340,9 @@ def _axes_by_mesh(shard_dims: Any, num_meshes: int) -> list[Any]:
     if shard_dims is None or isinstance(shard_dims, str | int):
         return [shard_dims] * num_meshes
     if not isinstance(shard_dims, list | tuple) or not shard_dims:
-        raise ArgumentError(f"shard_dims must be an axis, a list of them, or None, got {shard_dims!r}.")
+        raise ArgumentError(
+            f"shard_dims must be an axis, a list of them, or None, got {shard_dims!r}."
+        )
     if num_meshes == 1:
         return [shard_dims[0] if len(shard_dims) == 1 else tuple(shard_dims)]
     if len(shard_dims) != num_meshes:
@@ -295,12 +356,25 @@ def _axes_by_mesh(shard_dims: Any, num_meshes: int) -> list[Any]:
 def _placements_by_field(placements: Any) -> Mapping[Any, Any]:
     """Return the entries of `placements` by key or position of their field."""
     if isinstance(placements, list | tuple):
-        placements = {number: entry for number, entry in enumerate(placements) if entry is not None}
+        placements = {
+            number: entry
+            for number, entry in enumerate(placements)
+            if entry is not None
+        }
     if placements is None:
         return {}
-    entries = list(placements.values()) if isinstance(placements, Mapping) else [placements]
-    items = [item for entry in entries for item in (entry if isinstance(entry, list) else [entry or ""])]
-    if not all(isinstance(item, Mapping) or item in (AS_READ, ROW_INDEX, None) for item in items):
+    entries = (
+        list(placements.values()) if isinstance(placements, Mapping) else [placements]
+    )
+    items = [
+        item
+        for entry in entries
+        for item in (entry if isinstance(entry, list) else [entry or ""])
+    ]
+    if not all(
+        isinstance(item, Mapping) or item in (AS_READ, ROW_INDEX, None)
+        for item in items
+    ):
         raise ArgumentError(
             "placements must map a field's key or position to {axis: tensor dim}, such as "
             f"{{'input_ids': {{'dp': 0, 'sep': 1}}}}, or to 'as read' or 'row index'; a field that is a list, "
@@ -309,7 +383,9 @@ def _placements_by_field(placements: Any) -> Mapping[Any, Any]:
     return dict(placements)
 
 
-def _mesh_of_field(key: Any, meshes: Sequence[Any], input_keys: Sequence[Any] | None) -> int:
+def _mesh_of_field(
+    key: Any, meshes: Sequence[Any], input_keys: Sequence[Any] | None
+) -> int:
     """Return the number of the mesh of a field that `placements` names."""
     keys = list(range(len(meshes)) if input_keys is None else input_keys)
     number = 0 if len(meshes) == 1 else keys.index(key) if key in keys else None

@@ -49,7 +49,9 @@ class Unplaced:
         """
         pad = self.pad
         known = list(rows.values())
-        if len({(row[0], len(row)) for row in known}) > 1 or (pad is None and len(set(known)) > 1):
+        if len({(row[0], len(row)) for row in known}) > 1 or (
+            pad is None and len(set(known)) > 1
+        ):
             raise _differ(self.path, rows)
         shape = [max(sizes) for sizes in zip(*(row[1:] for row in known), strict=True)]
         if pad is not None and pad.sizes and shape:
@@ -61,7 +63,9 @@ class Unplaced:
                     "collate_fn, or give a larger size."
                 )
             shape[0] = size
-        return self.layout.distributed(padded(self.local, shape, pad.value if pad else 0), self.path)
+        return self.layout.distributed(
+            padded(self.local, shape, pad.value if pad else 0), self.path
+        )
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,9 @@ class PadTo:
         if pad_to is None:
             return None
         given = list(pad_to.values()) if isinstance(pad_to, Mapping) else []
-        if not given or not all(isinstance(one, tuple) and len(one) == 2 for one in given):
+        if not given or not all(
+            isinstance(one, tuple) and len(one) == 2 for one in given
+        ):
             raise ArgumentError(
                 "pad_to must say of each field whose rows differ in length, by key or position, to which length they "
                 "are padded and with which number, such as {'input_ids': ('longest', 0), 'labels': ('longest', -100)}, "
@@ -91,24 +97,40 @@ class PadTo:
         for key, (length, value) in pad_to.items():
             is_longest = isinstance(length, str) and length == LONGEST
             sizes = list(length) if isinstance(length, list | tuple) else [length]
-            is_length = is_longest or (len(sizes) > 0 and all(type(size) is int and size > 0 for size in sizes))
-            if not is_length or not isinstance(value, float | int | np.integer | np.floating):
+            is_length = is_longest or (
+                len(sizes) > 0 and all(type(size) is int and size > 0 for size in sizes)
+            )
+            if not is_length or not isinstance(
+                value, float | int | np.integer | np.floating
+            ):
                 raise ArgumentError(
                     f"pad_to: field {key!r} is padded to 'longest', or to the lengths that its rows may have, such as "
                     f"[128, 256, 512], and with a number; got {(length, value)!r}."
                 )
-            fields[key] = Pad(f"[{key!r}]", () if is_longest else tuple(sorted(sizes)), value)
+            fields[key] = Pad(
+                f"[{key!r}]", () if is_longest else tuple(sorted(sizes)), value
+            )
         return cls(fields)
 
     def fact(self) -> dict[str, Any]:
         """Return what the ranks compare: the same for all ways to write it."""
         fields = sorted(self.fields.items(), key=str)
-        return {str(key): (list(pad.sizes) or LONGEST, float(pad.value)) for key, pad in fields}
+        return {
+            str(key): (list(pad.sizes) or LONGEST, float(pad.value))
+            for key, pad in fields
+        }
 
     def pad_of(self, path: str) -> Pad | None:
         """Return how the rows of the tensor at a path are padded; None if they are not."""
         # The paths of a field's tensors begin with its own, up to the bracket.
-        return next((pad for pad in self.fields.values() if (path or "[0]").startswith(pad.path)), None)
+        return next(
+            (
+                pad
+                for pad in self.fields.values()
+                if (path or "[0]").startswith(pad.path)
+            ),
+            None,
+        )
 
     def even(self, arrays: Sequence[Any], path: str) -> Sequence[Any]:
         """Return what several workers have collated of one array, padded to one length, so that it can be joined.
@@ -116,9 +138,15 @@ class PadTo:
         Arrays that differ in dtype or in their number of dims are returned as they are: joining them reports that.
         """
         pad = self.pad_of(path)
-        if pad is None or len({(array.dtype, len(array.shape)) for array in arrays}) > 1:
+        if (
+            pad is None
+            or len({(array.dtype, len(array.shape)) for array in arrays}) > 1
+        ):
             return arrays
-        row = [max(sizes) for sizes in zip(*(array.shape[1:] for array in arrays), strict=True)]
+        row = [
+            max(sizes)
+            for sizes in zip(*(array.shape[1:] for array in arrays), strict=True)
+        ]
         return [padded(array, row, pad.value) for array in arrays]
 
 
@@ -133,11 +161,20 @@ def finished(batch: Any, said: Mapping[int, Mapping[str, Row]]) -> Any:
         BatchStructureError: The rows do not fit together, or are longer than all sizes; raised on all ranks.
     """
     rows = {}
-    for path in dict.fromkeys(path for of_rank in said.values() for path in of_rank):  # the same on all ranks
-        rows[path] = {rank: tuple(of_rank.get(path, ())) for rank, of_rank in said.items()}
+    for path in dict.fromkeys(
+        path for of_rank in said.values() for path in of_rank
+    ):  # the same on all ranks
+        rows[path] = {
+            rank: tuple(of_rank.get(path, ())) for rank, of_rank in said.items()
+        }
         if not all(rows[path].values()):
             raise _differ(path, rows[path])
-    return mapped(batch, lambda leaf, _: leaf.placed(rows[leaf.path]) if isinstance(leaf, Unplaced) else leaf)
+    return mapped(
+        batch,
+        lambda leaf, _: (
+            leaf.placed(rows[leaf.path]) if isinstance(leaf, Unplaced) else leaf
+        ),
+    )
 
 
 def padded(tensor: Any, row: Sequence[int], fill: float) -> Any:

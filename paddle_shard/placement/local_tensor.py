@@ -27,7 +27,9 @@ class TensorMaker:
         self.is_on_cpu = is_cpu(place)
         """True if its tensors are in host memory, so that any thread may make all of them."""
         self._queue = None if self.is_on_cpu else DeviceQueue(place)
-        self._pins = isinstance(place, core.CUDAPlace)  # from other memory a GPU's copy is not asynchronous
+        self._pins = isinstance(
+            place, core.CUDAPlace
+        )  # from other memory a GPU's copy is not asynchronous
         self._host: Any = core.CUDAPinnedPlace() if self._pins else core.CPUPlace()
         """Where arrays are put first."""
 
@@ -55,13 +57,21 @@ class TensorMaker:
             if isinstance(leaf, np.ndarray):
                 # A subclass of ndarray may share its memory, and a tensor can only use that of a C-contiguous array.
                 mine = owned and type(leaf) is np.ndarray and leaf.flags.c_contiguous
-                if not mine and not self._pins:  # numpy takes large pages for its copy, and Paddle small ones
+                if (
+                    not mine and not self._pins
+                ):  # numpy takes large pages for its copy, and Paddle small ones
                     leaf = np.array(leaf, order="C")
                 one = core.DenseTensor()
                 one.set(leaf, self._host, not self._pins and leaf.size > 0)
             else:
-                made = leaf.detach() if isinstance(leaf, paddle.Tensor) else paddle.utils.dlpack.from_dlpack(leaf)
-                if made.is_dense() and (is_cpu(made.place) or made.place.is_cuda_pinned_place()):
+                made = (
+                    leaf.detach()
+                    if isinstance(leaf, paddle.Tensor)
+                    else paddle.utils.dlpack.from_dlpack(leaf)
+                )
+                if made.is_dense() and (
+                    is_cpu(made.place) or made.place.is_cuda_pinned_place()
+                ):
                     # On a device, what is owned is copied, too: a copy does not know of strides, and frees what it
                     # holds when the device is done with it.
                     if not (owned and self.is_on_cpu):
@@ -72,7 +82,9 @@ class TensorMaker:
             found.append(made)
 
         def made_tensors() -> list[Any]:
-            tensors = core.eager.read_next_tensor_list(list(dense.values())) if dense else ()
+            tensors = (
+                core.eager.read_next_tensor_list(list(dense.values())) if dense else ()
+            )
             if self._queue is not None and dense:
                 tensors = self._queue.copied(tensors)
             for number, tensor in zip(dense, tensors, strict=True):

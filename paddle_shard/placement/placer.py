@@ -17,11 +17,23 @@ import paddle
 from paddle_shard.core.trees import is_sequence, mapped, named_leaves, rebuild
 from paddle_shard.core.warn_once import say_once as warn_once
 from paddle_shard.errors import BatchStructureError
-from paddle_shard.placement.field import Entry, FieldLayout, from_local, layouts_of_fields
+from paddle_shard.placement.field import (
+    Entry,
+    FieldLayout,
+    from_local,
+    layouts_of_fields,
+)
 from paddle_shard.placement.lengths import Pad, PadTo, Row, Unplaced, check_fill
 from paddle_shard.placement.local_tensor import TensorMaker
 from paddle_shard.plan.partition import Rows, slice_rows
-from paddle_shard.reading.tensors import SPARSE, arrays_of, as_array, becomes_tensor, dtype_of, is_tensor
+from paddle_shard.reading.tensors import (
+    SPARSE,
+    arrays_of,
+    as_array,
+    becomes_tensor,
+    dtype_of,
+    is_tensor,
+)
 
 _MOST_RECIPES = 256
 """Recipes that are kept; forms of batches may be many, such as those of texts of all lengths."""
@@ -53,7 +65,9 @@ class BatchRows:
         self.apart = apart
         self._micro_size = micro_size
         self._positions: dict[int, Rows] = {}
-        if read is None:  # A rank on none of the meshes reads one row, for the dtypes and the other dims.
+        if (
+            read is None
+        ):  # A rank on none of the meshes reads one row, for the dtypes and the other dims.
             mine = [self._rows_of(layout) for layout in layouts if layout.on_mesh]
             read = np.unique(np.concatenate(mine)) if mine else np.zeros(1, np.int64)
         self.read = read
@@ -65,17 +79,23 @@ class BatchRows:
         return range(rows.start, rows.stop) if isinstance(rows, slice) else rows
 
     def _rows_of(self, layout: FieldLayout) -> Rows:
-        return slice_rows(self.num_rows, layout.num_data_ranks, layout.data_rank, self._micro_size)
+        return slice_rows(
+            self.num_rows, layout.num_data_ranks, layout.data_rank, self._micro_size
+        )
 
     def positions(self, layout: FieldLayout) -> Rows:
         """Return the positions of a field's rows on this rank among the rows that were read."""
         # This is called for each leaf of each batch. The cache is keyed by id(layout), since layouts live as long.
         found = self._positions.get(id(layout))
         if found is None:
-            found = self._positions[id(layout)] = np.searchsorted(self.read, self._rows_of(layout))
+            found = self._positions[id(layout)] = np.searchsorted(
+                self.read, self._rows_of(layout)
+            )
         return found
 
-    def valid(self, mask: np.ndarray[Any, Any], layout: FieldLayout, make: TensorMaker) -> Any:
+    def valid(
+        self, mask: np.ndarray[Any, Any], layout: FieldLayout, make: TensorMaker
+    ) -> Any:
         """Return one bool per row of a field, True if the row is real, placed like the rows.
 
         Args:
@@ -83,7 +103,11 @@ class BatchRows:
             layout: The layout of the field.
             make: Makes tensors where the batch is.
         """
-        mine = mask[self.positions(layout)] if layout.on_mesh else np.ones(self.num_rows // layout.num_data_ranks, bool)
+        mine = (
+            mask[self.positions(layout)]
+            if layout.on_mesh
+            else np.ones(self.num_rows // layout.num_data_ranks, bool)
+        )
         return layout.rows_only.distributed(make([mine], True)()[0], "valid")
 
 
@@ -149,7 +173,9 @@ class BatchRecipe:
     is_host: bool
     """True if all its leaves are arrays, so that any thread may place it on the CPU."""
 
-    def begin(self, leaves: Sequence[Any], owned: bool, maker: TensorMaker) -> Callable[[], Any]:
+    def begin(
+        self, leaves: Sequence[Any], owned: bool, maker: TensorMaker
+    ) -> Callable[[], Any]:
         """Begin to place a batch, and return a function that returns it placed.
 
         Args:
@@ -157,25 +183,45 @@ class BatchRecipe:
             owned: True if nothing else refers to them.
             maker: Makes the tensors.
         """
-        owned = owned and len(set(map(id, leaves))) == len(leaves)  # two tensors must not share one array's memory
+        owned = owned and len(set(map(id, leaves))) == len(
+            leaves
+        )  # two tensors must not share one array's memory
         parts = [leaves[recipe.number] for recipe in self.leaves]
         if self.is_host:
             parts = self._cut(parts)
-        rest = maker([part for part, recipe in zip(parts, self.leaves, strict=True) if recipe.becomes_tensor], owned)
+        rest = maker(
+            [
+                part
+                for part, recipe in zip(parts, self.leaves, strict=True)
+                if recipe.becomes_tensor
+            ],
+            owned,
+        )
         return partial(self._finish, parts, rest)
 
     def _cut(self, parts: Sequence[Any]) -> list[Any]:
-        return [recipe.cut(part) for part, recipe in zip(parts, self.leaves, strict=True)]
+        return [
+            recipe.cut(part) for part, recipe in zip(parts, self.leaves, strict=True)
+        ]
 
-    def _finish(self, parts: Sequence[Any], make_tensors: Callable[[], list[Any]]) -> Any:
+    def _finish(
+        self, parts: Sequence[Any], make_tensors: Callable[[], list[Any]]
+    ) -> Any:
         tensors = iter(make_tensors())
         parts = [
-            next(tensors) if recipe.becomes_tensor else part for part, recipe in zip(parts, self.leaves, strict=True)
+            next(tensors) if recipe.becomes_tensor else part
+            for part, recipe in zip(parts, self.leaves, strict=True)
         ]
         if not self.is_host:
             parts = self._cut(parts)
-        placed = [recipe.place(part) for part, recipe in zip(parts, self.leaves, strict=True)]
-        return placed if self.is_flat else mapped(self.template, lambda number, _: placed[number])
+        placed = [
+            recipe.place(part) for part, recipe in zip(parts, self.leaves, strict=True)
+        ]
+        return (
+            placed
+            if self.is_flat
+            else mapped(self.template, lambda number, _: placed[number])
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,7 +237,9 @@ class BatchPlacer:
     dense_tensor_idx: Sequence[Sequence[int]] | None
     pad_to: PadTo | None
     """What rows are padded to. If given, tensors stay `Unplaced` until all ranks' lengths are known."""
-    _recipes: dict[Any, BatchRecipe] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _recipes: dict[Any, BatchRecipe] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
     _key_orders: dict[frozenset[Any], tuple[Any, ...]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -213,7 +261,11 @@ class BatchPlacer:
     def layouts(self) -> list[FieldLayout]:
         """Every layout."""
         entries = [*self.entries, *self.overrides.values()]
-        return [layout for entry in entries for layout in (entry if isinstance(entry, list) else [entry])]
+        return [
+            layout
+            for entry in entries
+            for layout in (entry if isinstance(entry, list) else [entry])
+        ]
 
     def _fields(self, batch: Any) -> list[tuple[Any, Entry, Sequence[int]]]:
         """Return (key or position, layouts, items that stay local) for each field of a batch, in order of the result.
@@ -226,11 +278,15 @@ class BatchPlacer:
         """
         names: Sequence[Any] = range(len(batch))
         if isinstance(batch, Mapping):
-            order = self._key_orders.setdefault(frozenset(batch), tuple(batch))  # samples of two writers may differ
+            order = self._key_orders.setdefault(
+                frozenset(batch), tuple(batch)
+            )  # samples of two writers may differ
             names = tuple(order if self.input_keys is None else self.input_keys)
             missing = [key for key in names if key not in batch]
             if missing:
-                raise BatchStructureError(f"input_keys {missing} are not in the batch, which has {list(batch)}.")
+                raise BatchStructureError(
+                    f"input_keys {missing} are not in the batch, which has {list(batch)}."
+                )
         self._check_names(names)
         entries = self.entries * len(names) if len(self.entries) == 1 else self.entries
         if len(names) != len(entries):
@@ -240,7 +296,9 @@ class BatchPlacer:
             )
         dense = [*(self.dense_tensor_idx or ()), *[()] * len(names)]
         fields = zip(names, entries, dense, strict=False)
-        return [(key, self.overrides.get(key, entry), items) for key, entry, items in fields]
+        return [
+            (key, self.overrides.get(key, entry), items) for key, entry, items in fields
+        ]
 
     def _check_names(self, names: Sequence[Any]) -> None:
         """Refuse arguments that name other fields than those that are delivered."""
@@ -253,7 +311,9 @@ class BatchPlacer:
                     "chooses them, if it is given)."
                 )
 
-    def recipe(self, batch: Any, rows_of: Callable[[Any], BatchRows], key: Any) -> tuple[BatchRecipe, list[Any]]:
+    def recipe(
+        self, batch: Any, rows_of: Callable[[Any], BatchRows], key: Any
+    ) -> tuple[BatchRecipe, list[Any]]:
         """Return how a batch is placed, and its leaves.
 
         Args:
@@ -269,14 +329,20 @@ class BatchPlacer:
         form = tuple((path, *_form(leaf)) for path, leaf in named)
         recipe = self._recipes.get((form, key))
         if recipe is None:
-            recipe = self._compile(batch, rows_of(batch), {path: number for number, (path, _) in enumerate(named)})
+            recipe = self._compile(
+                batch,
+                rows_of(batch),
+                {path: number for number, (path, _) in enumerate(named)},
+            )
             self._warn_about_keys(batch)
             if len(self._recipes) >= _MOST_RECIPES:
                 self._recipes.clear()
             self._recipes[form, key] = recipe
         return recipe, [leaf for _, leaf in named]
 
-    def _compile(self, batch: Any, rows: BatchRows, numbers: Mapping[str, int]) -> BatchRecipe:
+    def _compile(
+        self, batch: Any, rows: BatchRows, numbers: Mapping[str, int]
+    ) -> BatchRecipe:
         compiler = _Compiler(rows, self.pad_to, numbers)
         template, last = self._mapped(batch, compiler.leaf)
         return BatchRecipe(
@@ -294,7 +360,9 @@ class BatchPlacer:
             dropped = [key for key in batch if key not in self.input_keys]
             if dropped:
                 warn_once(
-                    "input_keys=%s: the keys %s of the batch are left out.", repr(list(self.input_keys)), repr(dropped)
+                    "input_keys=%s: the keys %s of the batch are left out.",
+                    repr(list(self.input_keys)),
+                    repr(dropped),
                 )
 
     def num_rows(self, batch: Any) -> int | None:
@@ -306,9 +374,13 @@ class BatchPlacer:
                 sizes.setdefault((not layout.data_axes, dense), int(leaf.shape[0]))
 
         self._mapped(batch, count)
-        return sizes[min(sizes)] if sizes else None  # of a field that is split, if there is one, and is not local
+        return (
+            sizes[min(sizes)] if sizes else None
+        )  # of a field that is split, if there is one, and is not local
 
-    def _mapped(self, batch: Any, function: Callable[..., Any]) -> tuple[Any, FieldLayout]:
+    def _mapped(
+        self, batch: Any, function: Callable[..., Any]
+    ) -> tuple[Any, FieldLayout]:
         """Return a batch with a function applied to each leaf, and the layout of the last field.
 
         Args:
@@ -334,8 +406,12 @@ class BatchPlacer:
                         f"placements has {len(entries)}."
                     )
                 items = []
-                for number, (item, item_layout) in enumerate(zip(value, entries, strict=True)):
-                    of_leaf = partial(function, layout=item_layout, dense=number in dense)
+                for number, (item, item_layout) in enumerate(
+                    zip(value, entries, strict=True)
+                ):
+                    of_leaf = partial(
+                        function, layout=item_layout, dense=number in dense
+                    )
                     items.append(mapped(item, of_leaf, f"{path}[{number}]", is_leaf))
                 children[key] = rebuild(value, items)
             elif isinstance(entry, list):
@@ -344,14 +420,23 @@ class BatchPlacer:
                     f"{len(entry)}: give it one, or make it a list of as many items."
                 )
             else:
-                children[key] = mapped(value, partial(function, layout=entry, dense=len(dense) > 0), path, is_leaf)
-        return rebuild(batch, children if isinstance(batch, Mapping) else list(children.values())), layout
+                children[key] = mapped(
+                    value,
+                    partial(function, layout=entry, dense=len(dense) > 0),
+                    path,
+                    is_leaf,
+                )
+        return rebuild(
+            batch, children if isinstance(batch, Mapping) else list(children.values())
+        ), layout
 
 
 class _Compiler:
     """Compiles the leaves of a batch into recipes, one by one."""
 
-    def __init__(self, rows: BatchRows, pad_to: PadTo | None, numbers: Mapping[str, int]) -> None:
+    def __init__(
+        self, rows: BatchRows, pad_to: PadTo | None, numbers: Mapping[str, int]
+    ) -> None:
         self._rows = rows
         self._pad_to = pad_to
         self._numbers = numbers
@@ -369,8 +454,12 @@ class _Compiler:
         self.leaves.append(recipe)
         return len(self.leaves) - 1
 
-    def _other(self, leaf: Any, path: str, layout: FieldLayout, *, dense: bool) -> LeafRecipe:
-        is_number = isinstance(leaf, int | float | np.number) and not isinstance(leaf, bool)
+    def _other(
+        self, leaf: Any, path: str, layout: FieldLayout, *, dense: bool
+    ) -> LeafRecipe:
+        is_number = isinstance(leaf, int | float | np.number) and not isinstance(
+            leaf, bool
+        )
         if is_number and not dense and layout.num_data_ranks > 1:
             raise BatchStructureError(
                 f"field {path or 'batch'} is the number {leaf!r}, made of this rank's rows: each data rank has its own,"
@@ -381,13 +470,22 @@ class _Compiler:
         if layout.on_mesh and _is_row_like(leaf) and len(leaf) == len(self._rows.read):
             rows = self._rows_to_take(layout)
         number = self._numbers[path]
-        return LeafRecipe(number=number, layout=layout, path=path, rows=rows, becomes_tensor=False, is_local=True)
+        return LeafRecipe(
+            number=number,
+            layout=layout,
+            path=path,
+            rows=rows,
+            becomes_tensor=False,
+            is_local=True,
+        )
 
     def _rows_to_take(self, layout: FieldLayout) -> slice | Rows | None:
         positions = self._rows.positions(layout)
         return None if len(positions) == len(self._rows.read) else _as_slice(positions)
 
-    def _tensor(self, leaf: Any, path: str, layout: FieldLayout, *, dense: bool) -> LeafRecipe:
+    def _tensor(
+        self, leaf: Any, path: str, layout: FieldLayout, *, dense: bool
+    ) -> LeafRecipe:
         if not dense or isinstance(leaf, np.ndarray):
             _check_dtype(leaf, path)
         rows = self._rows
@@ -405,16 +503,26 @@ class _Compiler:
         if waits and pad is not None:
             check_fill(pad.value, dtype, path)
         if waits or (self._pad_to is None and not (dense or layout.replicated_in_name)):
-            if is_split and not by_rows and layout.num_data_ranks > 1:  # all data ranks must have as many
+            if (
+                is_split and not by_rows and layout.num_data_ranks > 1
+            ):  # all data ranks must have as many
                 dtype += f", {shape[0]} rows of "
             self.row_shapes[path] = [dtype, *shape[1:]]
 
         empty_shape = None
         if not (dense or layout.on_mesh):
-            empty_shape = (rows.num_rows // layout.num_data_ranks, *shape[1:]) if has_row_each else shape
+            empty_shape = (
+                (rows.num_rows // layout.num_data_ranks, *shape[1:])
+                if has_row_each
+                else shape
+            )
             if not waits:
                 empty_shape = layout.cut(np.empty(empty_shape, bool), path).shape
-        has_index = layout.row_index and layout.on_mesh and not (dense or layout.replicated_in_name)
+        has_index = (
+            layout.row_index
+            and layout.on_mesh
+            and not (dense or layout.replicated_in_name)
+        )
         return LeafRecipe(
             number=self._numbers[path],
             layout=layout,
@@ -423,7 +531,8 @@ class _Compiler:
             is_local=dense,
             empty_shape=empty_shape,
             index_rows=rows if has_index else None,
-            is_cut_along_dims=layout.cuts_dims and not (dense or waits or empty_shape is not None),
+            is_cut_along_dims=layout.cuts_dims
+            and not (dense or waits or empty_shape is not None),
             waits=waits,
             pad=pad,
         )
@@ -438,7 +547,12 @@ def _form(leaf: Any) -> tuple[Any, ...]:
     """Return what the recipe of a leaf depends on."""
     if isinstance(leaf, list):
         return list, len(leaf)
-    return type(leaf), tuple(getattr(leaf, "shape", ())), getattr(leaf, "dtype", None), str(getattr(leaf, "place", ""))
+    return (
+        type(leaf),
+        tuple(getattr(leaf, "shape", ())),
+        getattr(leaf, "dtype", None),
+        str(getattr(leaf, "place", "")),
+    )
 
 
 def _as_slice(rows: Rows) -> slice | Rows:
@@ -455,7 +569,11 @@ def _take_rows(leaf: Any, rows: slice | Rows) -> Any:
     if isinstance(leaf, np.ndarray):
         return leaf[rows]
     if isinstance(leaf, list):
-        return leaf[rows] if isinstance(rows, slice) else [leaf[row] for row in rows.tolist()]
+        return (
+            leaf[rows]
+            if isinstance(rows, slice)
+            else [leaf[row] for row in rows.tolist()]
+        )
     if isinstance(rows, slice):
         return leaf[rows]
     # Not `gather`: it lacks dtypes, and its index would be copied to the device, which waits for all that is queued.
@@ -479,7 +597,11 @@ def _places_in_global_batch(leaf: Any, path: str, rows: BatchRows) -> Any:
         )
     is_place = places >= 0
     places[is_place] = rows.read[places[is_place].astype(np.int64)]
-    return array if isinstance(leaf, np.ndarray) else paddle.to_tensor(array, place=leaf.place)
+    return (
+        array
+        if isinstance(leaf, np.ndarray)
+        else paddle.to_tensor(array, place=leaf.place)
+    )
 
 
 def _check_dtype(array: Any, path: str) -> None:
@@ -501,10 +623,22 @@ def _check_dtype(array: Any, path: str) -> None:
         )
 
 
-def _check_own_rows(shape: Sequence[int], layout: FieldLayout, path: str, rows: BatchRows, *, dense: bool) -> None:
+def _check_own_rows(
+    shape: Sequence[int],
+    layout: FieldLayout,
+    path: str,
+    rows: BatchRows,
+    *,
+    dense: bool,
+) -> None:
     """Refuse a field whose rows are not the samples, if it would have to be cut or cannot be a distributed tensor."""
     reads_others = layout.on_mesh and len(rows.positions(layout)) < len(rows.read)
-    stays_whole = layout.own_rows or layout.replicated_in_name or rows.apart or layout.num_data_ranks == 1
+    stays_whole = (
+        layout.own_rows
+        or layout.replicated_in_name
+        or rows.apart
+        or layout.num_data_ranks == 1
+    )
     if not reads_others and (dense or (len(shape) > 0 and stays_whole)):
         return
     raise BatchStructureError(
@@ -523,5 +657,9 @@ def _is_row_like(value: Any) -> bool:
         return value.ndim > 0
     if not isinstance(value, list) or not value:
         return False
-    has_numbers = any(isinstance(item, int | float | complex | np.generic) for item in value)
-    return not has_numbers and not any(becomes_tensor(leaf) for leaf in arrays_of(value))
+    has_numbers = any(
+        isinstance(item, int | float | complex | np.generic) for item in value
+    )
+    return not has_numbers and not any(
+        becomes_tensor(leaf) for leaf in arrays_of(value)
+    )

@@ -100,9 +100,13 @@ def _dealt(costs: npt.NDArray[np.int64], num_data_ranks: int) -> Rows:
     """Return the rows of each data rank: int64[num_data_ranks, rows / num_data_ranks]."""
     each = len(costs) // num_data_ranks
     found: list[list[int]] = [[] for _ in range(num_data_ranks)]
-    open_ranks = list(range(num_data_ranks))  # a heap of cost * num_data_ranks + rank: one int is compared quickly
+    open_ranks = list(
+        range(num_data_ranks)
+    )  # a heap of cost * num_data_ranks + rank: one int is compared quickly
     rows = np.argsort(-costs, kind="stable")
-    for row, cost in zip(rows.tolist(), (costs[rows] * num_data_ranks).tolist(), strict=True):
+    for row, cost in zip(
+        rows.tolist(), (costs[rows] * num_data_ranks).tolist(), strict=True
+    ):
         least = open_ranks[0]
         own = found[least % num_data_ranks]
         own.append(row)
@@ -125,7 +129,9 @@ def _swap(dealt: Rows, costs: npt.NDArray[np.int64]) -> int:
         if most <= close:
             break
         other = int(sums[:, column].argmin())
-        less = of_row[worst][:, None] - of_row[other][None]  # [row of the worst, row of the other, column]
+        less = (
+            of_row[worst][:, None] - of_row[other][None]
+        )  # [row of the worst, row of the other, column]
         after = np.maximum(sums[worst] - less, sums[other] + less).max(axis=2)
         mine, theirs = divmod(int(after.argmin()), after.shape[1])
         if after[mine, theirs] >= most:

@@ -41,7 +41,10 @@ class Blocks(Ordering):
     """Blocks whose samples are mixed, at least 1. More blocks mix better; a reader should keep that many open."""
 
     def __post_init__(self) -> None:
-        for name, meaning in (("size", "samples in a block on disk"), ("window", "blocks that are mixed")):
+        for name, meaning in (
+            ("size", "samples in a block on disk"),
+            ("window", "blocks that are mixed"),
+        ):
             count = check_count(f"Blocks: {name}", getattr(self, name), meaning=meaning)
             object.__setattr__(self, name, count)
 
@@ -63,7 +66,11 @@ class Blocks(Ordering):
             num_data_ranks: Not used: the order does not depend on it.
             accumulation: Micro-batches in a global batch.
         """
-        return {"block_size": self.size, "window": self.window, "accumulation": accumulation}
+        return {
+            "block_size": self.size,
+            "window": self.window,
+            "accumulation": accumulation,
+        }
 
     def for_dataset(self, dataset: Any) -> Blocks:
         """Return a `Blocks` with the block size of a data set on disk; a loader calls it.
@@ -118,7 +125,9 @@ class BlockOrder(Order):
     8 MB for 64 parts.
     """
 
-    def __init__(self, num_samples: int, blocks: Blocks, width: int, seed: int, epoch: int) -> None:
+    def __init__(
+        self, num_samples: int, blocks: Blocks, width: int, seed: int, epoch: int
+    ) -> None:
         """Set up the order of an epoch.
 
         Args:
@@ -136,14 +145,20 @@ class BlockOrder(Order):
         self.width, self._share = width, width // parts
         self._whole, self._in_rows = rows * width, rows * self._share
         # [part]: start of its share of the rest, counted from the start of the rest; P + 1 numbers
-        self._rests = np.array([part * rest // parts for part in range(parts + 1)], np.int64)
+        self._rests = np.array(
+            [part * rest // parts for part in range(parts + 1)], np.int64
+        )
         self._starts = np.arange(parts + 1) * self._in_rows + self._rests
         # Each slot holds a block; the short last block may be in any of them.
         self._size = min(blocks.size, num_samples)
         self._num_blocks = -(-num_samples // self._size)
         self._window = min(blocks.window, self._num_blocks)
-        self._blocks = Permutation(self._num_blocks, derive_key("blocks", seed, epoch, size=64))
-        self._short = int(self._blocks.inverse(np.array([self._num_blocks - 1], np.int64))[0])
+        self._blocks = Permutation(
+            self._num_blocks, derive_key("blocks", seed, epoch, size=64)
+        )
+        self._short = int(
+            self._blocks.inverse(np.array([self._num_blocks - 1], np.int64))[0]
+        )
         self._gap = self._num_blocks * self._size - num_samples
         # From here on, blocks after the short one begin `gap` places earlier than slot * size.
         self._short_end = (self._short + 1) * self._size - self._gap
@@ -181,7 +196,9 @@ class BlockOrder(Order):
         row, column = np.divmod(place, self._share)
         early = row * self.width + part * self._share + column
         late = self._whole + self._rests[part] + place - self._in_rows
-        found: Indices = np.where(place < self._in_rows, early, late).reshape(samples.shape)
+        found: Indices = np.where(place < self._in_rows, early, late).reshape(
+            samples.shape
+        )
         return found
 
     def between(self, start: int, stop: int) -> Indices:
@@ -195,32 +212,50 @@ class BlockOrder(Order):
 
     def _slot(self, places: Indices) -> Indices:
         """Return the slot of each place."""
-        found: Indices = (places + self._gap * (places >= self._short_end)) // self._size
+        found: Indices = (
+            places + self._gap * (places >= self._short_end)
+        ) // self._size
         return found
 
     def _offsets(self, part: Indices, place: Indices) -> tuple[Indices, Indices]:
         """Return the window of each place, and the offset of the place in the window, which is cut to the part."""
         window = self._slot(place) // self._window
-        return window, place - np.maximum(self._start(window * self._window), self._starts[part])
+        return window, place - np.maximum(
+            self._start(window * self._window), self._starts[part]
+        )
 
     def _mixing(self, part: int, window: int) -> tuple[int, Permutation]:
         """Return the first place of a window that lies in a part, and the order of its places there."""
-        slots = window * self._window, min((window + 1) * self._window, self._num_blocks)
+        slots = (
+            window * self._window,
+            min((window + 1) * self._window, self._num_blocks),
+        )
         first, end = self._start(np.array(slots, np.int64)).tolist()
-        first, end = max(first, int(self._starts[part])), min(end, int(self._starts[part + 1]))
+        first, end = (
+            max(first, int(self._starts[part])),
+            min(end, int(self._starts[part + 1])),
+        )
         key = derive_key("window", self._seed, self._epoch, part, window, size=64)
         return first, Permutation(end - first, key)
 
     def _draw(self, part: int, window: int, number: int) -> Indices:
         """Return one table of a window's samples, in their mixed order."""
         first, mixing = self._mixing(part, window)
-        places = first + mixing(np.arange(number * TABLE, min((number + 1) * TABLE, mixing.length), dtype=np.int64))
+        places = first + mixing(
+            np.arange(
+                number * TABLE, min((number + 1) * TABLE, mixing.length), dtype=np.int64
+            )
+        )
         slots = self._slot(places)
-        found, at = np.unique(slots, return_inverse=True)  # a block has many places here: each is computed once
+        found, at = np.unique(
+            slots, return_inverse=True
+        )  # a block has many places here: each is computed once
         return self._blocks(found)[at] * self._size + places - self._start(slots)
 
 
-_block_order = lru_cache(maxsize=4)(BlockOrder)  # with the tables that were computed last
+_block_order = lru_cache(maxsize=4)(
+    BlockOrder
+)  # with the tables that were computed last
 
 
 def _runs(places: Indices, *keys: Indices) -> Iterator[tuple[Indices, list[int]]]:
@@ -232,5 +267,7 @@ def _runs(places: Indices, *keys: Indices) -> Iterator[tuple[Indices, list[int]]
     starts = np.flatnonzero((sorted_keys[1:] != sorted_keys[:-1]).any(axis=1)) + 1
     starts = np.concatenate([[0], starts])
     ends = [*starts[1:].tolist(), len(places)]
-    for start, end, key in zip(starts.tolist(), ends, sorted_keys[starts].tolist(), strict=True):
+    for start, end, key in zip(
+        starts.tolist(), ends, sorted_keys[starts].tolist(), strict=True
+    ):
         yield ascending[start:end], key

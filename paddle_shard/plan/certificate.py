@@ -47,7 +47,9 @@ DRAWN: Owner = (-2, 1, 0)
 UNKNOWN = "not known"
 """Is in each problem that tells of something missing in what this run knows, and of nothing wrong."""
 
-_KEYS = np.array([[derive_seed("certificate", number)] for number in range(2)], np.uint64)
+_KEYS = np.array(
+    [[derive_seed("certificate", number)] for number in range(2)], np.uint64
+)
 _MULTIPLY = np.uint64(0x9E3779B97F4A7C15)
 _FINISH = np.uint64(0xD6E8FEB86659FD93)
 _SHIFT = np.uint64(32)
@@ -113,7 +115,11 @@ def added(*accounts: Account) -> Account:
         if more == Delivered():
             continue
         sofar = found.get(owner, Delivered())
-        both = [(max(one[0], two[0]), min(one[1], two[1])) for one in sofar.once for two in more.once]
+        both = [
+            (max(one[0], two[0]), min(one[1], two[1]))
+            for one in sofar.once
+            for two in more.once
+        ]
         found[owner] = Delivered(
             union([*sofar.once, *more.once]),
             union([*sofar.again, *more.again, *both]),
@@ -122,7 +128,9 @@ def added(*accounts: Account) -> Account:
     return found
 
 
-def account_of_all(epoch: int, stretches: Iterable[tuple[int, int, Ranges, ShardPlan | None]]) -> Account:
+def account_of_all(
+    epoch: int, stretches: Iterable[tuple[int, int, Ranges, ShardPlan | None]]
+) -> Account:
     """Return the account of positions that all data ranks have delivered, as they were drawn.
 
     Args:
@@ -132,7 +140,11 @@ def account_of_all(epoch: int, stretches: Iterable[tuple[int, int, Ranges, Shard
     """
     found: list[Account] = []
     for first, end, skips, plan in stretches:
-        total = Total(end - first, end - first) if plan is None else total_of_plan(plan, epoch, skips)(first, end)
+        total = (
+            Total(end - first, end - first)
+            if plan is None
+            else total_of_plan(plan, epoch, skips)(first, end)
+        )
         found.append(dict.fromkeys((ALL, DRAWN), Delivered(((first, end),), (), total)))
     return added(*found)
 
@@ -140,7 +152,9 @@ def account_of_all(epoch: int, stretches: Iterable[tuple[int, int, Ranges, Shard
 def account_to_json(account: Account) -> list[Any]:
     """Return an account as lists: [data rank, number of data ranks, resumed at, once, again, total] for each owner."""
     rows = [[*owner, *delivered] for owner, delivered in sorted(account.items())]
-    return list(json.loads(json.dumps(rows)))  # without tuples: a state must be equal to what comes back from JSON
+    return list(
+        json.loads(json.dumps(rows))
+    )  # without tuples: a state must be equal to what comes back from JSON
 
 
 def account_from_json(saved: Any) -> Account:
@@ -194,17 +208,34 @@ def merged(accounts: Iterable[tuple[Account, Account]]) -> tuple[Account, list[s
 
 
 def _named(owner: Owner) -> str:
-    return {ALL: "all data ranks", DRAWN: "the sampler"}.get(owner, f"data rank {owner[0]}")
+    return {ALL: "all data ranks", DRAWN: "the sampler"}.get(
+        owner, f"data rank {owner[0]}"
+    )
 
 
 def _of_all(account: Account, problems: list[str]) -> Account:
     """Return an account in which the slices of all data ranks are put together, as far as all are known."""
-    found: dict[Owner, Delivered] = {owner: account[owner] for owner in (ALL, DRAWN) if owner in account}
+    found: dict[Owner, Delivered] = {
+        owner: account[owner] for owner in (ALL, DRAWN) if owner in account
+    }
     stages: dict[Any, Total] = {}
     for run in sorted({owner[1:] for owner in account if owner not in found}):
-        count, slices = run[0], {owner[0]: account[owner] for owner in account if owner[1:] == run and owner[0] >= 0}
-        most = max(slices.values())  # any of them, if all data ranks have delivered the same positions
-        missing = [rank for rank in range(count) if rank not in slices or slices[rank][:2] != most[:2]]
+        count, slices = (
+            run[0],
+            {
+                owner[0]: account[owner]
+                for owner in account
+                if owner[1:] == run and owner[0] >= 0
+            },
+        )
+        most = max(
+            slices.values()
+        )  # any of them, if all data ranks have delivered the same positions
+        missing = [
+            rank
+            for rank in range(count)
+            if rank not in slices or slices[rank][:2] != most[:2]
+        ]
         if missing:
             found |= {(rank, *run): delivered for rank, delivered in slices.items()}
             problems.append(
@@ -212,13 +243,22 @@ def _of_all(account: Account, problems: list[str]) -> Account:
                 "certificate() on all ranks before state_dict(), or load every rank's own state"
             )
             continue
-        total, steps = plus(*(delivered.total for delivered in slices.values())), (run[1], *most[:2])
-        if steps in stages:  # a stage of a pipeline with another number of data ranks has delivered them, too
+        total, steps = (
+            plus(*(delivered.total for delivered in slices.values())),
+            (run[1], *most[:2]),
+        )
+        if (
+            steps in stages
+        ):  # a stage of a pipeline with another number of data ranks has delivered them, too
             if stages[steps] != total:
-                problems.append("pipeline stages with different numbers of data ranks delivered different samples")
+                problems.append(
+                    "pipeline stages with different numbers of data ranks delivered different samples"
+                )
             continue
         stages[steps] = total
-        found |= added({ALL: found.get(ALL, Delivered())}, {ALL: Delivered(*most[:2], total)})
+        found |= added(
+            {ALL: found.get(ALL, Delivered())}, {ALL: Delivered(*most[:2], total)}
+        )
     return found
 
 
@@ -272,9 +312,16 @@ class Certificate:
         if self.exact:
             return f"epoch {self.epoch}: {what} exactly once"
         known = not any(UNKNOWN in problem for problem in self.problems)
-        if not self.delivered and self.num_samples and known:  # a finished job that was started again asks, too
-            return f"epoch {self.epoch} has not begun, as far as this run knows: " + "; ".join(self.problems)
-        if all(UNKNOWN in problem for problem in self.problems):  # nothing is known to be wrong
+        if (
+            not self.delivered and self.num_samples and known
+        ):  # a finished job that was started again asks, too
+            return (
+                f"epoch {self.epoch} has not begun, as far as this run knows: "
+                + "; ".join(self.problems)
+            )
+        if all(
+            UNKNOWN in problem for problem in self.problems
+        ):  # nothing is known to be wrong
             what = f"not proved that {what} was delivered"
         else:
             what = f"NOT {what}"
@@ -303,34 +350,56 @@ def certify(
     delivered, drawn = found.get(ALL, Delivered()), found.get(DRAWN, Delivered())
     known, num = set(found) <= {ALL, DRAWN}, delivered.total.num
     # Of stretches that were delivered several times, only the number of samples is known.
-    wanted, what = delivered.total._replace(num=delivered.total.belong), f"positions {_shown(delivered.once)}"
+    wanted, what = (
+        delivered.total._replace(num=delivered.total.belong),
+        f"positions {_shown(delivered.once)}",
+    )
     if plan is None:
         size: Callable[[int, int], int] = lambda first, end: end - first  # noqa: E731
         # An epoch that was drawn several times has left out the same samples each time.
         positions = sum(end - first for first, end in drawn.once)
-        skipped = (drawn.total.belong - drawn.total.num) * positions // max(1, drawn.total.belong)
-        num_samples = (max([(0, 0), *delivered.once])[1] if end is None else end) - skipped
+        skipped = (
+            (drawn.total.belong - drawn.total.num)
+            * positions
+            // max(1, drawn.total.belong)
+        )
+        num_samples = (
+            max([(0, 0), *delivered.once])[1] if end is None else end
+        ) - skipped
         if known:
             wanted, what = drawn.total, "the sampler's batches"
     else:
         belongs, end = total_of_plan(plan, epoch, skips), plan.num_served
         size = lambda first, end: belongs(first, end).num  # noqa: E731
         num_samples = size(0, end)
-        skipped = total_of_plan(plan, epoch, ())(0, end).num - num_samples if skips else 0
+        skipped = (
+            total_of_plan(plan, epoch, ())(0, end).num - num_samples if skips else 0
+        )
         if not delivered.again:
             wanted = plus(*(belongs(*stretch) for stretch in delivered.once))
     at = missed = 0
     for first, stop in (*delivered.once, (end or 0, end or 0)):
         if first > at and size(at, first):
             missed += size(at, first)
-            gap = "were not delivered" if known else f"are {UNKNOWN} to have been delivered by all data ranks"
+            gap = (
+                "were not delivered"
+                if known
+                else f"are {UNKNOWN} to have been delivered by all data ranks"
+            )
             problems.append(f"positions [{at}, {first}) {gap}")
         at = max(at, stop)
-    problems += [f"positions [{first}, {stop}) were delivered again" for first, stop in delivered.again]
+    problems += [
+        f"positions [{first}, {stop}) were delivered again"
+        for first, stop in delivered.again
+    ]
     if end is None:
-        problems.append(f"{drawn_by} has not ended after position {at}, as far as this run has seen")
+        problems.append(
+            f"{drawn_by} has not ended after position {at}, as far as this run has seen"
+        )
     if end == 0:
-        problems.append("no sample was delivered: the data has none, or tail='drop' dropped all of them")
+        problems.append(
+            "no sample was delivered: the data has none, or tail='drop' dropped all of them"
+        )
     if num != wanted.num:
         problems.append(f"{what} hold {wanted.num} samples, but {num} were delivered")
         missed += max(0, wanted.num - num)
@@ -350,25 +419,48 @@ def certify(
     )
 
 
-def total_of_plan(plan: ShardPlan, epoch: int, skips: Ranges) -> Callable[[int, int], Total]:
+def total_of_plan(
+    plan: ShardPlan, epoch: int, skips: Ranges
+) -> Callable[[int, int], Total]:
     """Return the function that tells what belongs at positions [first, end) of a plan."""
-    return cache(lambda first, end: plus(*map(total_of, _kept(plan, epoch, skips, first, end))))
+    return cache(
+        lambda first, end: plus(*map(total_of, _kept(plan, epoch, skips, first, end)))
+    )
 
 
-def total_of_owner(owner: Owner, plan: ShardPlan, epoch: int, skips: Ranges, first: int, end: int) -> Total:
+def total_of_owner(
+    owner: Owner, plan: ShardPlan, epoch: int, skips: Ranges, first: int, end: int
+) -> Total:
     """Return the total of the rows of a data rank, or of all, in the steps at positions [first, end) of a plan."""
     data_rank, count, _ = owner
     if owner == ALL or count == 1:
         return total_of_plan(plan, epoch, skips)(first, end)
     steps = range(plan.step_of(position=first), plan.step_of(position=end - 1) + 1)
-    mine = steps_of_plan(plan, epoch, steps, lambda rows, micro: slice_rows(rows, count, data_rank, micro), skips)
-    return plus(*(total_of(np.asarray(one.ids)[slice(None) if one.real is None else one.real]) for one in mine))
+    mine = steps_of_plan(
+        plan,
+        epoch,
+        steps,
+        lambda rows, micro: slice_rows(rows, count, data_rank, micro),
+        skips,
+    )
+    return plus(
+        *(
+            total_of(np.asarray(one.ids)[slice(None) if one.real is None else one.real])
+            for one in mine
+        )
+    )
 
 
-def _kept(plan: ShardPlan, epoch: int, skips: Ranges, first: int, end: int) -> Iterator[npt.NDArray[np.int64]]:
+def _kept(
+    plan: ShardPlan, epoch: int, skips: Ranges, first: int, end: int
+) -> Iterator[npt.NDArray[np.int64]]:
     """Yield the real samples at positions [first, end) that are not skipped, in any order."""
     skipped = skipped_positions(plan, skips)
-    if (first, end) == (0, plan.num_positions) and not plan.ordering.own_ids and not skipped:
+    if (
+        (first, end) == (0, plan.num_positions)
+        and not plan.ordering.own_ids
+        and not skipped
+    ):
         # These are all samples. The order of the data set takes half the time of a shuffled one.
         for start in range(0, plan.num_samples, _CHUNK):
             yield np.arange(start, min(start + _CHUNK, plan.num_samples))
@@ -384,8 +476,15 @@ def _of_sources(plan: ShardPlan, epoch: int, skips: Ranges) -> Mapping[str, int]
     """Return how many samples of each source of a mixture an epoch delivers; None for other data sets."""
     if not isinstance(plan.ordering, Mixing):
         return None
-    names, first = plan.ordering.names, plan.ordering.first_position(epoch, plan.num_samples)
+    names, first = (
+        plan.ordering.names,
+        plan.ordering.first_position(epoch, plan.num_samples),
+    )
     counts = np.zeros(len(names), np.int64)
-    for kept_first, kept_end in without(0, plan.num_served, skipped_positions(plan, skips)):
-        counts += plan.ordering.draws.counts(first + kept_end) - plan.ordering.draws.counts(first + kept_first)
+    for kept_first, kept_end in without(
+        0, plan.num_served, skipped_positions(plan, skips)
+    ):
+        counts += plan.ordering.draws.counts(
+            first + kept_end
+        ) - plan.ordering.draws.counts(first + kept_first)
     return dict(zip(names, counts.tolist(), strict=True))

@@ -36,16 +36,25 @@ class MeshLayout:
         for name in ("shape", "axes", "process_ids"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         if not self.shape or any(size < 1 for size in self.shape):
-            raise ArgumentError(f"shape must be one or more sizes >= 1, got {self.shape}.")
+            raise ArgumentError(
+                f"shape must be one or more sizes >= 1, got {self.shape}."
+            )
         if len(self.axes) != len(self.shape) or len(set(self.axes)) != len(self.axes):
-            raise AxisError(f"axes must be {len(self.shape)} different names, one per axis, got {self.axes}.")
+            raise AxisError(
+                f"axes must be {len(self.shape)} different names, one per axis, got {self.axes}."
+            )
         if len(self.process_ids) != math.prod(self.shape):
             raise ArgumentError(
                 f"process_ids must hold {math.prod(self.shape)} ranks for shape {self.shape}, "
                 f"got {len(self.process_ids)}: {self.process_ids}."
             )
-        if len(set(self.process_ids)) != len(self.process_ids) or min(self.process_ids) < 0:
-            raise ArgumentError(f"process_ids must be different ranks >= 0, got {self.process_ids}.")
+        if (
+            len(set(self.process_ids)) != len(self.process_ids)
+            or min(self.process_ids) < 0
+        ):
+            raise ArgumentError(
+                f"process_ids must be different ranks >= 0, got {self.process_ids}."
+            )
 
     def axis_indices(self, axes: Axes) -> tuple[int, ...]:
         """Return the indices of `axes` in the mesh's own order, which is the row-major order of the data.
@@ -61,7 +70,13 @@ class MeshLayout:
             >>> mesh.axis_indices(["sharding", "dp"])
             (0, 2)
         """
-        names = () if axes is None else (axes,) if isinstance(axes, str | int) else tuple(axes)
+        names = (
+            ()
+            if axes is None
+            else (axes,)
+            if isinstance(axes, str | int)
+            else tuple(axes)
+        )
         found = []
         for name in names:
             if isinstance(name, int) and not isinstance(name, bool):
@@ -73,14 +88,25 @@ class MeshLayout:
             elif name in self.axes:
                 found.append(self.axes.index(name))
             else:
-                near = difflib.get_close_matches(str(name).lower(), [axis.lower() for axis in self.axes], n=1)
-                hint = next((f" Did you mean {axis!r}?" for axis in self.axes if axis.lower() in near), "")
+                near = difflib.get_close_matches(
+                    str(name).lower(), [axis.lower() for axis in self.axes], n=1
+                )
+                hint = next(
+                    (
+                        f" Did you mean {axis!r}?"
+                        for axis in self.axes
+                        if axis.lower() in near
+                    ),
+                    "",
+                )
                 raise AxisError(
                     f"shard_dims: the mesh has no axis {name!r}; its axes are {list(self.axes)} "
                     f"with shape {list(self.shape)}.{hint}"
                 )
         if len(set(found)) != len(found):
-            raise AxisError(f"shard_dims names an axis twice: {list(names)}. Name each axis once.")
+            raise AxisError(
+                f"shard_dims names an axis twice: {list(names)}. Name each axis once."
+            )
         return tuple(sorted(found))
 
     def coordinate(self, global_rank: int) -> tuple[int, ...]:
@@ -96,7 +122,9 @@ class MeshLayout:
             raise ArgumentError(
                 f"global_rank {global_rank} is not on the mesh; its process_ids are {list(self.process_ids)}."
             )
-        return tuple(map(int, np.unravel_index(self.process_ids.index(global_rank), self.shape)))
+        return tuple(
+            map(int, np.unravel_index(self.process_ids.index(global_rank), self.shape))
+        )
 
     def num_data_ranks(self, data_axes: Axes) -> int:
         """Return the product of the sizes of the data axes; 1 if there are none.
@@ -133,9 +161,14 @@ def replica_groups(mesh: MeshLayout, data_axes: Axes) -> list[list[int]]:
         >>> replica_groups(MeshLayout(shape=(2, 2), axes=("mp", "dp"), process_ids=(0, 1, 2, 3)), "dp")
         [[0, 2], [1, 3]]
     """
-    axes, ids = mesh.axis_indices(data_axes), np.array(mesh.process_ids).reshape(mesh.shape)
+    axes, ids = (
+        mesh.axis_indices(data_axes),
+        np.array(mesh.process_ids).reshape(mesh.shape),
+    )
     # [data axes, other axes] -> [data rank, replica]
-    groups = np.moveaxis(ids, axes, range(len(axes))).reshape(mesh.num_data_ranks(data_axes), -1)
+    groups = np.moveaxis(ids, axes, range(len(axes))).reshape(
+        mesh.num_data_ranks(data_axes), -1
+    )
     return list(groups.tolist())
 
 
@@ -154,6 +187,15 @@ def grid_of(mesh: MeshLayout, data_axes: Axes) -> list[dict[str, str]]:
     for rank in mesh.process_ids:
         *place, last = mesh.coordinate(rank)
         if last == 0:
-            rows.append({"ranks": ", ".join(f"{axis} {at}" for axis, at in zip(mesh.axes, place, strict=False))})
-        rows[-1][f"{mesh.axes[-1]} {last}"] = f"{rank} (data rank {mesh.data_rank(rank, data_axes)})"
+            rows.append(
+                {
+                    "ranks": ", ".join(
+                        f"{axis} {at}"
+                        for axis, at in zip(mesh.axes, place, strict=False)
+                    )
+                }
+            )
+        rows[-1][f"{mesh.axes[-1]} {last}"] = (
+            f"{rank} (data rank {mesh.data_rank(rank, data_axes)})"
+        )
     return rows

@@ -89,7 +89,11 @@ class Mixing(Ordering):
             )
         # The order that was asked for last is kept. It is read once: threads may ask for different orders.
         kept, first = self._kept.get("order"), self.first_position(epoch, length)
-        if kept is not None and (kept.seed, kept.first, kept.length) == (seed, first, length):
+        if kept is not None and (kept.seed, kept.first, kept.length) == (
+            seed,
+            first,
+            length,
+        ):
             return kept
         # Epochs of a source continue in the next epoch of the mixture, so their permutations are handed on.
         handed_on = kept.many if kept is not None and kept.seed == seed else None
@@ -104,14 +108,23 @@ class Mixing(Ordering):
     def padding_from(self, epoch: int, length: int) -> int:
         """Return where the epoch's last segment begins, or else the epoch: padding has the weights of the end."""
         first = self.first_position(epoch, length)
-        return max(0, self.segments[self.draws.segment_at(first + length - 1)].first - first)
+        return max(
+            0, self.segments[self.draws.segment_at(first + length - 1)].first - first
+        )
 
     def fingerprint(self, *, num_data_ranks: int, accumulation: int) -> dict[str, Any]:
         """Return what the order depends on."""
         segments = [[segment.first, list(segment.parts)] for segment in self.segments]
         lengths = list(self.segments[0].lengths)
         sources = list(self.names)
-        return {"mixture": {"sources": sources, "lengths": lengths, "shuffled": self.shuffles, "segments": segments}}
+        return {
+            "mixture": {
+                "sources": sources,
+                "lengths": lengths,
+                "shuffled": self.shuffles,
+                "segments": segments,
+            }
+        }
 
     def numbers_of(self, sample: Any) -> tuple[int, int]:
         """Return the number of the source, and the index in it, of a sample that a user names.
@@ -122,7 +135,11 @@ class Mixing(Ordering):
         Raises:
             ArgumentError: There is no such sample.
         """
-        fine = isinstance(sample, tuple | list) and len(sample) == 2 and sample[0] in self.names
+        fine = (
+            isinstance(sample, tuple | list)
+            and len(sample) == 2
+            and sample[0] in self.names
+        )
         source, index = (self.names.index(sample[0]), sample[1]) if fine else (0, None)
         most = self.segments[0].lengths[source]
         if not isinstance(index, int | np.integer) or not 0 <= index < most:
@@ -168,7 +185,9 @@ class Mixing(Ordering):
 def segments_of(mixture: Mapping[str, Any]) -> tuple[Segment, ...]:
     """Return the segments that the fingerprint of a mixture names."""
     lengths = tuple(mixture["lengths"])
-    return tuple(Segment(first, tuple(parts), lengths) for first, parts in mixture["segments"])
+    return tuple(
+        Segment(first, tuple(parts), lengths) for first, parts in mixture["segments"]
+    )
 
 
 class Draws:
@@ -180,7 +199,10 @@ class Draws:
         Args:
             segments: The segments of the run; the first begins at 0.
         """
-        self._segments, self._chairmen = segments, [chairman(segment.parts) for segment in segments]
+        self._segments, self._chairmen = (
+            segments,
+            [chairman(segment.parts) for segment in segments],
+        )
         self._firsts = np.array([segment.first for segment in segments], np.int64)
         zero = np.zeros(len(segments[0].lengths), np.int64)
         self._bases = [zero]
@@ -203,7 +225,9 @@ class Draws:
     def counts(self, position: int) -> Indices:
         """Return how often each source is drawn before a position of the run: int64[number of sources]."""
         number = self.segment_at(position)
-        return self._base(number) + self._chairmen[number].counts(position - self._segments[number].first)
+        return self._base(number) + self._chairmen[number].counts(
+            position - self._segments[number].first
+        )
 
     def at(self, positions: Indices) -> tuple[Indices, Indices]:
         """Return, for some positions of the run, the source of each, and how often it was drawn in the run before."""
@@ -213,7 +237,9 @@ class Draws:
         sources, draws = np.empty_like(positions), np.empty_like(positions)
         for number in np.unique(numbers).tolist():
             chosen = numbers == number
-            found, drawn = self._chairmen[number].at(positions[chosen] - self._firsts[number])
+            found, drawn = self._chairmen[number].at(
+                positions[chosen] - self._firsts[number]
+            )
             sources[chosen], draws[chosen] = found, drawn + self._base(number)[found]
         return sources, draws
 
@@ -224,12 +250,18 @@ class Draws:
             if segment.parts[source] == 0:
                 continue
             base, last = self._base(number)[source], number + 1 == len(self._segments)
-            inside = (draws >= base) & (True if last else draws < self._base(number + 1)[source])
+            inside = (draws >= base) & (
+                True if last else draws < self._base(number + 1)[source]
+            )
             mine = draws[inside] - base
-            found[inside] = segment.first + self._chairmen[number].inverse(np.full(len(mine), source), mine)
+            found[inside] = segment.first + self._chairmen[number].inverse(
+                np.full(len(mine), source), mine
+            )
         return found
 
-    def epochs(self, sources: Indices, draws: Indices) -> tuple[Indices, Indices, Indices]:
+    def epochs(
+        self, sources: Indices, draws: Indices
+    ) -> tuple[Indices, Indices, Indices]:
         """Return, for some draws, the epoch of the source, its length, and the place in it."""
         lengths = self._lengths[sources]
         epochs, places = np.divmod(draws, lengths)
@@ -239,7 +271,9 @@ class Draws:
 class MixtureOrder(Order):
     """The order of one epoch of a mixture. Its entries are ids of samples, not numbers below the epoch's length."""
 
-    def __init__(self, mixing: Mixing, seed: int, many: Permutations, first: int, length: int) -> None:
+    def __init__(
+        self, mixing: Mixing, seed: int, many: Permutations, first: int, length: int
+    ) -> None:
         """Set up the order.
 
         Args:
@@ -260,7 +294,11 @@ class MixtureOrder(Order):
     def of_draws(self, sources: Indices, draws: Indices) -> Indices:
         """Return the id of the sample of some draws, each of a source by how often it was drawn in the run before."""
         epochs, lengths, places = self.mixing.draws.epochs(sources, draws)
-        indices = self.many(sources, epochs, lengths, places) if self.mixing.shuffles else places
+        indices = (
+            self.many(sources, epochs, lengths, places)
+            if self.mixing.shuffles
+            else places
+        )
         found: Indices = sample_ids(sources, epochs, indices)
         return found
 
@@ -272,8 +310,13 @@ class MixtureOrder(Order):
     def inverse(self, samples: Indices) -> Indices:
         """Return the position in the epoch of each id; -1 if the epoch does not deliver it."""
         flat = samples.reshape(-1)
-        found = [self._found(*source_and_index(sample), (sample >> 52) % ROUNDS) for sample in flat.tolist()]
-        return np.array([at[0] if at else -1 for at in found], np.int64).reshape(samples.shape)
+        found = [
+            self._found(*source_and_index(sample), (sample >> 52) % ROUNDS)
+            for sample in flat.tolist()
+        ]
+        return np.array([at[0] if at else -1 for at in found], np.int64).reshape(
+            samples.shape
+        )
 
     def occurrences(self, source: int, index: int) -> list[int]:
         """Return the positions in the epoch at which a sample is delivered, in ascending order.
@@ -287,7 +330,9 @@ class MixtureOrder(Order):
     def _found(self, source: int, index: int, rounds: int | None = None) -> list[int]:
         """Return the positions of a sample, of all epochs of its source or of those with this number modulo 512."""
         mixing, run = self.mixing, self.mixing.draws
-        begin, end = (int(run.counts(at)[source]) for at in (self.first, self.first + self.length))
+        begin, end = (
+            int(run.counts(at)[source]) for at in (self.first, self.first + self.length)
+        )
         if begin == end:
             return []
         both = np.full(2, source, np.int64)

@@ -37,10 +37,14 @@ class Order:
             return self(np.arange(start, stop, dtype=np.int64))
         parts = []
         while start < stop:
-            first, block = self._newest  # read once, as one value: threads share an order
+            first, block = (
+                self._newest
+            )  # read once, as one value: threads share an order
             if first != start - start % BLOCK:
                 first = start - start % BLOCK
-                block = self(np.arange(first, min(first + BLOCK, self.length), dtype=np.int64))
+                block = self(
+                    np.arange(first, min(first + BLOCK, self.length), dtype=np.int64)
+                )
                 self._newest = first, block
             upto = min(stop, first + BLOCK)
             parts.append(block[start - first : upto - first])

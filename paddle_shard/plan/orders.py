@@ -68,7 +68,9 @@ class PaddleOrder(Order):
         return self._inverse[samples]
 
 
-_paddle_order = lru_cache(maxsize=2)(PaddleOrder)  # a table of all samples takes long to draw
+_paddle_order = lru_cache(maxsize=2)(
+    PaddleOrder
+)  # a table of all samples takes long to draw
 
 
 @dataclass(frozen=True)
@@ -133,7 +135,9 @@ def find_ordering(shuffle: Any, dataset: Any = None) -> Ordering:
         return shuffle
     if not isinstance(shuffle, bool | str) or shuffle not in ORDERINGS:
         names = ", ".join(map(repr, ORDERINGS))
-        raise ArgumentError(f"shuffle must be one of {names}, or a paddle_shard.Blocks, got {shuffle!r}.")
+        raise ArgumentError(
+            f"shuffle must be one of {names}, or a paddle_shard.Blocks, got {shuffle!r}."
+        )
     return ORDERINGS[shuffle].for_dataset(dataset)
 
 
@@ -147,7 +151,9 @@ def ordering_of(fingerprint: Mapping[str, Any]) -> Ordering | None:
     name = fingerprint["shuffle"]
     if name == Mixing.name:
         mixture = fingerprint["mixture"]
-        return Mixing(tuple(mixture["sources"]), segments_of(mixture), mixture["shuffled"])
+        return Mixing(
+            tuple(mixture["sources"]), segments_of(mixture), mixture["shuffled"]
+        )
     if name == Blocks.name:
         return Blocks(size=fingerprint["block_size"], window=fingerprint["window"])
     return PaddleSequential() if name == PaddleSequential.name else ORDERINGS.get(name)

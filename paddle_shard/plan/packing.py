@@ -66,7 +66,9 @@ def fitted(lengths: Indices, length: int) -> tuple[npt.NDArray[np.int64], int]:
             pieces = pieces[kept]
             fits -= chosen // _PAIR * _PAIR
         else:
-            number = min(len(pieces), int((pieces // _PAIR).sum() / length * (1 - _FEWER)))
+            number = min(
+                len(pieces), int((pieces // _PAIR).sum() / length * (1 - _FEWER))
+            )
             if number < _ROWS:
                 break
             chosen, pieces = pieces[-number:], pieces[:-number]
@@ -75,11 +77,19 @@ def fitted(lengths: Indices, length: int) -> tuple[npt.NDArray[np.int64], int]:
             rows = np.concatenate([rows, (length - chosen // _PAIR) * _PAIR + new])
             num_rows += number
         rows = np.sort(rows)
-        rows = rows[np.searchsorted(rows, pieces[0] // _PAIR * _PAIR if len(pieces) else rows[-1] + 1) :]
+        rows = rows[
+            np.searchsorted(
+                rows, pieces[0] // _PAIR * _PAIR if len(pieces) else rows[-1] + 1
+            ) :
+        ]
     spaces = rows.tolist()
-    for size, piece in zip(*(values[::-1].tolist() for values in np.divmod(pieces, _PAIR)), strict=True):
+    for size, piece in zip(
+        *(values[::-1].tolist() for values in np.divmod(pieces, _PAIR)), strict=True
+    ):
         at = bisect_left(spaces, size * _PAIR)
-        room, row = divmod(spaces.pop(at), _PAIR) if at < len(spaces) else (length, num_rows)
+        room, row = (
+            divmod(spaces.pop(at), _PAIR) if at < len(spaces) else (length, num_rows)
+        )
         num_rows += row == num_rows
         found[piece] = row
         if room > size:
@@ -128,7 +138,11 @@ class Packing:
             ArgumentError: An argument is out of range, or there is no token.
         """
         lengths = np.asarray(lengths)
-        if lengths.ndim != 1 or lengths.dtype.kind not in "iu" or (len(lengths) and int(lengths.min()) < 0):
+        if (
+            lengths.ndim != 1
+            or lengths.dtype.kind not in "iu"
+            or (len(lengths) and int(lengths.min()) < 0)
+        ):
             raise ArgumentError(
                 f"lengths must be an array of ints >= 0, one for each document, got {lengths.dtype} of shape "
                 f"{list(lengths.shape)}."
@@ -139,10 +153,16 @@ class Packing:
         self.num_tokens = int(lengths.sum(dtype=np.int64))
         """Tokens of all documents."""
         if self.num_tokens == 0:
-            raise ArgumentError("the documents have no token: there is nothing to pack. Check their path and filters.")
+            raise ArgumentError(
+                "the documents have no token: there is nothing to pack. Check their path and filters."
+            )
         counts = -(-lengths.astype(np.int64) // self.length)
-        self._first_piece = None if (counts == 1).all() else np.concatenate([[0], np.cumsum(counts)])
-        self.num_pieces = len(lengths) if self._first_piece is None else int(self._first_piece[-1])
+        self._first_piece = (
+            None if (counts == 1).all() else np.concatenate([[0], np.cumsum(counts)])
+        )
+        self.num_pieces = (
+            len(lengths) if self._first_piece is None else int(self._first_piece[-1])
+        )
         """Documents, and the stretches of long ones."""
         if self.num_pieces > _MOST_PIECES:
             raise ArgumentError(
@@ -151,7 +171,9 @@ class Packing:
             )
         orders, sizes, self.most_pieces = [], [], 0
         for first in range(0, self.num_pieces, self.window):
-            _, begins, ends = self._cut(np.arange(first, min(first + self.window, self.num_pieces)))
+            _, begins, ends = self._cut(
+                np.arange(first, min(first + self.window, self.num_pieces))
+            )
             rows, num_rows = fitted(ends - begins, self.length)
             orders.append(np.argsort(rows, kind="stable").astype(np.uint16))
             sizes.append(np.bincount(rows, minlength=num_rows))
@@ -174,12 +196,23 @@ class Packing:
         begin, end = int(self._begin[row]), int(self._begin[row + 1])
         window = begin // self.window * self.window
         cut = self._cut(window + self._order[begin:end].astype(np.int64))
-        return [Piece(*piece) for piece in zip(*(values.tolist() for values in cut), strict=True)]
+        return [
+            Piece(*piece)
+            for piece in zip(*(values.tolist() for values in cut), strict=True)
+        ]
 
     def _cut(self, numbers: Indices) -> tuple[Indices, Indices, Indices]:
         """Return the document of each piece, its first token there, and the token after its last one."""
         if self._first_piece is None:  # no document is longer than a row
-            return numbers, np.zeros_like(numbers), self.lengths[numbers].astype(np.int64)
+            return (
+                numbers,
+                np.zeros_like(numbers),
+                self.lengths[numbers].astype(np.int64),
+            )
         documents = np.searchsorted(self._first_piece, numbers, "right") - 1
         begins = (numbers - self._first_piece[documents]) * self.length
-        return documents, begins, np.minimum(self.lengths[documents].astype(np.int64), begins + self.length)
+        return (
+            documents,
+            begins,
+            np.minimum(self.lengths[documents].astype(np.int64), begins + self.length),
+        )

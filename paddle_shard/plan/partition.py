@@ -10,7 +10,9 @@ from paddle_shard.errors import BatchSizeError
 Rows = npt.NDArray[np.int64]
 
 
-def slice_rows(num_rows: int, num_data_ranks: int, data_rank: int, micro_size: int | None = None) -> Rows:
+def slice_rows(
+    num_rows: int, num_data_ranks: int, data_rank: int, micro_size: int | None = None
+) -> Rows:
     """Return the rows of a global batch that `data_rank` delivers, in the order in which it delivers them.
 
     A global batch is one or more micro-batches, one after the other. Every data rank takes an equal part of each,
@@ -52,7 +54,9 @@ def slice_rows(num_rows: int, num_data_ranks: int, data_rank: int, micro_size: i
     return own
 
 
-def place_of_rows(rows: Rows, num_rows: int, num_data_ranks: int, micro_size: int) -> tuple[Rows, Rows]:
+def place_of_rows(
+    rows: Rows, num_rows: int, num_data_ranks: int, micro_size: int
+) -> tuple[Rows, Rows]:
     """Return (data rank, row in its slice) for some rows of a global batch.
 
     Examples:
@@ -60,7 +64,9 @@ def place_of_rows(rows: Rows, num_rows: int, num_data_ranks: int, micro_size: in
         [[0, 0, 1, 1, 0, 1], [0, 1, 0, 1, 2, 2]]
     """
     micro, within = np.divmod(rows, micro_size)
-    part = np.minimum(micro_size, num_rows - micro * micro_size) // num_data_ranks  # the last micro-batch may be short
+    part = (
+        np.minimum(micro_size, num_rows - micro * micro_size) // num_data_ranks
+    )  # the last micro-batch may be short
     return within // part, micro * (micro_size // num_data_ranks) + within % part
 
 
@@ -75,7 +81,9 @@ def nearest_multiples(number: int, unit: int) -> tuple[int, ...]:
     return tuple(size for size in (below, below + unit) if size)
 
 
-def check_batch_size(batch_size: int, num_data_ranks: int, accumulation: int = 1) -> None:
+def check_batch_size(
+    batch_size: int, num_data_ranks: int, accumulation: int = 1
+) -> None:
     """Refuse a global batch that cannot be cut into equal slices.
 
     Raises:

@@ -64,7 +64,10 @@ class PartsPlan:
             check_count(name, getattr(self, name))
         if self.num_batches is not None:
             check_count("num_batches", self.num_batches)
-        ending, micro_rows = find_tail(self.tail, stream=True), self.batch_size // self.accumulation
+        ending, micro_rows = (
+            find_tail(self.tail, stream=True),
+            self.batch_size // self.accumulation,
+        )
         stripe = micro_rows // self.num_parts
         found = {
             "ending": ending,
@@ -76,7 +79,10 @@ class PartsPlan:
         for name, value in found.items():
             object.__setattr__(self, name, value)
         check_batch_size(self.batch_size, self.num_data_ranks, self.accumulation)
-        if self.micro_rows % self.num_parts == 0 and self.num_parts % self.num_data_ranks == 0:
+        if (
+            self.micro_rows % self.num_parts == 0
+            and self.num_parts % self.num_data_ranks == 0
+        ):
             return
         multiples = range(self.num_data_ranks, self.micro_rows + 1, self.num_data_ranks)
         works = [number for number in multiples if self.micro_rows % number == 0]
@@ -91,14 +97,18 @@ class PartsPlan:
             f"Values that work with this batch: {listed(works)}."
         )
 
-    def parts_of(self, data_rank: int, num_data_ranks: int | None = None) -> tuple[int, ...]:
+    def parts_of(
+        self, data_rank: int, num_data_ranks: int | None = None
+    ) -> tuple[int, ...]:
         """Return the parts that a data rank holds.
 
         Args:
             data_rank: The data rank, in `range(num_data_ranks)`.
             num_data_ranks: Data ranks of a field that is split over fewer than the plan's; None: the plan's.
         """
-        held = self.num_parts // (self.num_data_ranks if num_data_ranks is None else num_data_ranks)
+        held = self.num_parts // (
+            self.num_data_ranks if num_data_ranks is None else num_data_ranks
+        )
         return tuple(range(data_rank * held, (data_rank + 1) * held))
 
     def rows_of(self, parts: Sequence[int]) -> Rows:
@@ -108,7 +118,9 @@ class PartsPlan:
             parts: The parts, ascending.
         """
         # [micro-batch, part, row of its stripe]
-        rows = np.arange(self.batch_size, dtype=np.int64).reshape(self.accumulation, self.num_parts, self.stripe)
+        rows = np.arange(self.batch_size, dtype=np.int64).reshape(
+            self.accumulation, self.num_parts, self.stripe
+        )
         return rows[:, list(parts)].reshape(-1)
 
     def num_steps(self, lengths: Sequence[int]) -> int:
@@ -135,7 +147,11 @@ class PartsPlan:
 def nothing_to_repeat(part: int, num_parts: int, source: str = "") -> ArgumentError:
     """Return the error for a part, perhaps of a source of a mixture, that is to be read again and has no sample."""
     whose = f"Stream.mixture: source {source!r}: " if source else ""
-    way_out = "leave an empty source out" if source else "tail='pad' or 'drop' without num_batches="
+    way_out = (
+        "leave an empty source out"
+        if source
+        else "tail='pad' or 'drop' without num_batches="
+    )
     text = f"{whose}part {part} of {num_parts} has no sample to repeat. Use fewer parts (in_parts()), or {way_out}."
     return ArgumentError(text)
 

@@ -40,7 +40,9 @@ def balanced_order(ends: Tokens, parts: int) -> Tokens:
         stops = begin + np.cumsum(sizes)
         for rank in range(parts):
             for chunk in (rank, 2 * parts - 1 - rank):
-                held[rank].append(np.arange(stops[chunk] - sizes[chunk], stops[chunk], dtype=np.int64))
+                held[rank].append(
+                    np.arange(stops[chunk] - sizes[chunk], stops[chunk], dtype=np.int64)
+                )
                 counts[rank] += sizes[chunk]
         begin = end
     return np.concatenate([tokens for own in held for tokens in own])

@@ -17,7 +17,13 @@ from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.mixture import Mixing, MixtureOrder
 from paddle_shard.plan.order import Indices, Order, Ordering
 from paddle_shard.plan.orders import Shuffle, find_ordering
-from paddle_shard.plan.partition import Rows, check_batch_size, nearest_multiples, place_of_rows, slice_rows
+from paddle_shard.plan.partition import (
+    Rows,
+    check_batch_size,
+    nearest_multiples,
+    place_of_rows,
+    slice_rows,
+)
 from paddle_shard.plan.shuffle import MAX_SAMPLES
 from paddle_shard.plan.skips import Ranges, is_in
 from paddle_shard.plan.step import Deal, GlobalBatch, RowsOf, Step, all_rows, rank_steps
@@ -68,7 +74,9 @@ class Stretches:
         return self._steps[at] + step, row
 
 
-def check_segments(segments: tuple[tuple[int, int], ...], batch_size: int, num_positions: int) -> None:
+def check_segments(
+    segments: tuple[tuple[int, int], ...], batch_size: int, num_positions: int
+) -> None:
     """Refuse segments that do not describe an epoch.
 
     Raises:
@@ -76,7 +84,11 @@ def check_segments(segments: tuple[tuple[int, int], ...], batch_size: int, num_p
     """
     fine = segments[0][0] == 0 and segments[-1][1] == batch_size
     for (first, size), (end, _) in pairwise(segments):
-        fine &= size >= 1 and end >= first and not ((end - first) % size and end != num_positions)
+        fine &= (
+            size >= 1
+            and end >= first
+            and not ((end - first) % size and end != num_positions)
+        )
     if not fine:
         raise ArgumentError(
             "segments must begin at 0, hold whole batches only, and end with this batch size "
@@ -103,9 +115,13 @@ class BatchSizes:
     def __post_init__(self) -> None:
         firsts = [first for first, _ in self.entries]
         if firsts[:1] != [0] or any(one >= other for one, other in pairwise(firsts)):
-            raise ArgumentError(f"batch_size: the schedule must begin at sample 0 and ascend, got {firsts}.")
+            raise ArgumentError(
+                f"batch_size: the schedule must begin at sample 0 and ascend, got {firsts}."
+            )
 
-    def segments(self, *, origin: int, at: int, end: int) -> tuple[tuple[int, int], ...]:
+    def segments(
+        self, *, origin: int, at: int, end: int
+    ) -> tuple[tuple[int, int], ...]:
         """Return (first position, batch size) for each stretch of an epoch.
 
         Args:
@@ -207,19 +223,38 @@ class ShardPlan:
             for name in ("num_samples", "batch_size", "num_data_ranks", "accumulation")
         }
         if self.num_samples > MAX_SAMPLES:
-            raise ArgumentError(f"num_samples must be at most 2^62, got {self.num_samples}.")
-        found["ordering"], found["ending"] = ordering, ending = find_ordering(self.shuffle), find_tail(self.tail)
+            raise ArgumentError(
+                f"num_samples must be at most 2^62, got {self.num_samples}."
+            )
+        found["ordering"], found["ending"] = ordering, ending = (
+            find_ordering(self.shuffle),
+            find_tail(self.tail),
+        )
         check_batch_size(self.batch_size, self.num_data_ranks, self.accumulation)
-        found["num_positions"] = positions = ordering.num_positions(self.num_samples, self.num_data_ranks)
+        found["num_positions"] = positions = ordering.num_positions(
+            self.num_samples, self.num_data_ranks
+        )
         segments = self.segments or ((0, self.batch_size),)
         end = segments[-1][0] if self.ended else positions
         check_segments(segments, self.batch_size, end)
         found["_stretches"] = stretches = Stretches(segments, end)
         unit = self.num_data_ranks * (1 if ordering.pads_first else self.accumulation)
-        last_rows = ending.num_rows(stretches.rest, self.batch_size, unit) if stretches.rest else 0
-        found["_last_rows"], found["num_steps"] = last_rows, stretches.num_full + (last_rows > 0)
-        found["num_served"] = min(positions, end, stretches.step(stretches.num_full)[0] + last_rows)
-        for name, value in found.items():  # what is derived is kept, as it is asked for at each step
+        last_rows = (
+            ending.num_rows(stretches.rest, self.batch_size, unit)
+            if stretches.rest
+            else 0
+        )
+        found["_last_rows"], found["num_steps"] = (
+            last_rows,
+            stretches.num_full + (last_rows > 0),
+        )
+        found["num_served"] = min(
+            positions, end, stretches.step(stretches.num_full)[0] + last_rows
+        )
+        for (
+            name,
+            value,
+        ) in found.items():  # what is derived is kept, as it is asked for at each step
             object.__setattr__(self, name, value)
         if self.ending.refuses and stretches.rest:
             lengths = nearest_multiples(self.num_samples, self.batch_size)
@@ -288,7 +323,9 @@ class ShardPlan:
             step: Step of the epoch, from 0.
             rows: Rows of the global batch, from 0.
         """
-        return self._real(self.order(epoch=epoch), self.first_position(step=step) + rows)
+        return self._real(
+            self.order(epoch=epoch), self.first_position(step=step) + rows
+        )
 
     def _real(self, order: Order, positions: Indices) -> npt.NDArray[np.bool_]:
         real = positions < self.num_positions
@@ -308,7 +345,9 @@ class ShardPlan:
             int64[num_rows(step) // num_data_ranks]
         """
         _, num_rows, micro_size = self._extent(step)
-        rows: Rows | range = slice_rows(num_rows, self.num_data_ranks, data_rank, micro_size)
+        rows: Rows | range = slice_rows(
+            num_rows, self.num_data_ranks, data_rank, micro_size
+        )
         if micro_size >= num_rows and len(rows):  # a range is faster
             rows = range(int(rows[0]), int(rows[-1]) + 1)
         return self.take(epoch=epoch, step=step, rows=rows)
@@ -332,7 +371,13 @@ class ShardPlan:
             positions = start + np.asarray(rows, np.int64)
             first = self.ordering.padding_from(epoch, end)
             # Rows of padding lie past the end of the epoch: they hold its samples from `first` on.
-            found = order(np.where(positions < end, positions, first + (positions - end) % (end - first)))
+            found = order(
+                np.where(
+                    positions < end,
+                    positions,
+                    first + (positions - end) % (end - first),
+                )
+            )
         else:
             found = np.empty(0, np.int64)
         # In Paddle's order, padding has numbers past the last sample.
@@ -349,7 +394,9 @@ class ShardPlan:
         found = self.order(epoch=epoch).between(first, end)
         return found[found < self.num_samples] if self.ordering.pads_first else found
 
-    def where(self, *, epoch: int, sample: int | tuple[str, int]) -> Where | list[Where] | None:
+    def where(
+        self, *, epoch: int, sample: int | tuple[str, int]
+    ) -> Where | list[Where] | None:
         """Return where a sample is delivered, as a real row; None if the tail drops it.
 
         It takes O(1); with "paddle", O(n) once per epoch. Of a mixture, a sample may be delivered several times in an
@@ -372,8 +419,15 @@ class ShardPlan:
     def fingerprint(self) -> dict[str, Any]:
         """Return what a saved state must match to resume in this order: JSON-able, without the batch size."""
         order = self.ordering
-        found = {"num_samples": self.num_samples, "shuffle": order.name, "seed": self.seed, "tail": str(self.tail)}
-        return found | order.fingerprint(num_data_ranks=self.num_data_ranks, accumulation=self.accumulation)
+        found = {
+            "num_samples": self.num_samples,
+            "shuffle": order.name,
+            "seed": self.seed,
+            "tail": str(self.tail),
+        }
+        return found | order.fingerprint(
+            num_data_ranks=self.num_data_ranks, accumulation=self.accumulation
+        )
 
     def order(self, *, epoch: int) -> Order:
         """Return the epoch's order: which sample is at each of the `num_positions` positions, and the inverse.
@@ -382,7 +436,9 @@ class ShardPlan:
             epoch: The epoch.
         """
         # An order of blocks keeps the micro-batches with which the epoch began.
-        width = (self.segments[0][1] if self.segments else self.batch_size) // self.accumulation
+        width = (
+            self.segments[0][1] if self.segments else self.batch_size
+        ) // self.accumulation
         return self.ordering.order(self.num_positions, self.seed, epoch, max(1, width))
 
 
@@ -423,19 +479,38 @@ def positions_of(plan: ShardPlan, epoch: int, sample: Any) -> list[int]:
     order = plan.order(epoch=epoch)
     if isinstance(order, MixtureOrder):
         return order.occurrences(*order.mixing.numbers_of(sample))
-    if isinstance(sample, bool) or not isinstance(sample, int | np.integer) or not 0 <= sample < plan.num_samples:
-        raise ArgumentError(f"sample must be an int in range({plan.num_samples}), got {sample!r}.")
+    if (
+        isinstance(sample, bool)
+        or not isinstance(sample, int | np.integer)
+        or not 0 <= sample < plan.num_samples
+    ):
+        raise ArgumentError(
+            f"sample must be an int in range({plan.num_samples}), got {sample!r}."
+        )
     return [int(order.inverse(np.array([sample], np.int64))[0])]
 
 
 def steps_of_plan(
-    plan: ShardPlan, epoch: int, steps: Sequence[int], rows_of: RowsOf, skips: Ranges, deal: Deal | None = None
+    plan: ShardPlan,
+    epoch: int,
+    steps: Sequence[int],
+    rows_of: RowsOf,
+    skips: Ranges,
+    deal: Deal | None = None,
 ) -> Iterator[Step]:
     """Yield what a rank reads at some steps of a plan, one after the other; see `rank_steps`."""
-    return rank_steps((global_batch(plan, epoch, step) for step in steps), epoch, rows_of, skips=skips, deal=deal)
+    return rank_steps(
+        (global_batch(plan, epoch, step) for step in steps),
+        epoch,
+        rows_of,
+        skips=skips,
+        deal=deal,
+    )
 
 
-def step_of_plan(plan: ShardPlan, epoch: int, step: int, skips: Ranges, deal: Deal | None = None) -> Step | None:
+def step_of_plan(
+    plan: ShardPlan, epoch: int, step: int, skips: Ranges, deal: Deal | None = None
+) -> Step | None:
     """Return a step of a plan with all its rows; None if it is skipped."""
     return next(steps_of_plan(plan, epoch, [step], all_rows, skips, deal), None)
 
@@ -449,8 +524,13 @@ def skipped_positions(plan: ShardPlan, skips: Ranges) -> Ranges:
     """Return the positions of an epoch that its skipped steps hold."""
     last = plan.num_steps
     ranges = [(min(first, last), min(end, last)) for first, end in skips]
-    positions = [(plan.first_position(step=first), plan.first_position(step=end)) for first, end in ranges]
-    return tuple((first, min(end, plan.num_served)) for first, end in positions if first < end)
+    positions = [
+        (plan.first_position(step=first), plan.first_position(step=end))
+        for first, end in ranges
+    ]
+    return tuple(
+        (first, min(end, plan.num_served)) for first, end in positions if first < end
+    )
 
 
 def rows_of_sample(
@@ -481,6 +561,8 @@ def places_of(
         if num_rows % plan.num_data_ranks or micro_size % plan.num_data_ranks:
             found.append(Where(step=step, data_rank=None, row=None))
         else:
-            data_rank, local = place_of_rows(np.array(row), num_rows, plan.num_data_ranks, micro_size)
+            data_rank, local = place_of_rows(
+                np.array(row), num_rows, plan.num_data_ranks, micro_size
+            )
             found.append(Where(step=step, data_rank=int(data_rank), row=int(local)))
     return found if isinstance(plan.ordering, Mixing) else next(iter(found), None)

@@ -56,7 +56,11 @@ class Permutation(Order):
         if num_samples <= TABLE_MAX:
             table = draw_tables(keys[None], num_samples)[0].astype(np.int64)
             self._tables = table, np.argsort(table, kind="stable").astype(np.int64)
-        self._limit, self._sizes, self._rounds = np.uint64(num_samples), network_sizes(num_samples), list(keys[:ROUNDS])
+        self._limit, self._sizes, self._rounds = (
+            np.uint64(num_samples),
+            network_sizes(num_samples),
+            list(keys[:ROUNDS]),
+        )
 
     def __call__(self, positions: Indices) -> Indices:
         """Return the sample at each position: int64, same shape."""
@@ -69,7 +73,11 @@ class Permutation(Order):
     def _apply(self, values: Indices, *, backward: bool) -> Indices:
         if self._tables is not None:
             return self._tables[backward][values]
-        return walk(values, self._limit, lambda x, _: network(x, self._sizes, self._rounds, backward=backward))
+        return walk(
+            values,
+            self._limit,
+            lambda x, _: network(x, self._sizes, self._rounds, backward=backward),
+        )
 
 
 def network_sizes(num_samples: int) -> tuple[np.uint64, np.uint64]:
@@ -97,7 +105,9 @@ def network(
     right = x - left * sizes[1]
     added, scratch = np.empty_like(x), np.empty_like(x)
     for number in range(len(rounds))[:: -1 if backward else 1]:
-        half, other, size = (left, right, sizes[0]) if number % 2 == 0 else (right, left, sizes[1])
+        half, other, size = (
+            (left, right, sizes[0]) if number % 2 == 0 else (right, left, sizes[1])
+        )
         hash_into(other, rounds[number], added, scratch)
         # Into [0, size), size <= 2^32, by the high half of a product (Lemire 2019).
         added >>= _HALF
@@ -106,7 +116,9 @@ def network(
         if backward:
             np.subtract(size, added, out=added)
         half += added
-        np.subtract(half, size, out=scratch)  # wraps round to a huge number if half < size
+        np.subtract(
+            half, size, out=scratch
+        )  # wraps round to a huge number if half < size
         np.minimum(half, scratch, out=half)
     np.multiply(left, sizes[1], out=x)
     x += right
@@ -121,7 +133,9 @@ def hash_into(x: Words, key: np.uint64 | Words, out: Words, scratch: Words) -> N
     out *= _FINISH
 
 
-def walk(values: Indices, limits: np.uint64 | Words, step: Callable[[Words, Any], None]) -> Indices:
+def walk(
+    values: Indices, limits: np.uint64 | Words, step: Callable[[Words, Any], None]
+) -> Indices:
     """Apply a network to each value, and again to each result that is not below its limit.
 
     Args:
@@ -138,7 +152,9 @@ def walk(values: Indices, limits: np.uint64 | Words, step: Callable[[Words, Any]
         again = flat[outside]
         step(again, outside)
         flat[outside] = again
-        outside = outside[again >= (limits[outside] if isinstance(limits, np.ndarray) else limits)]
+        outside = outside[
+            again >= (limits[outside] if isinstance(limits, np.ndarray) else limits)
+        ]
     return out.view(np.int64)
 
 
@@ -195,7 +211,9 @@ class Permutations(threading.local):
         self._tables = np.empty(0, np.int16)
         self._entries = 0
 
-    def __call__(self, sources: Indices, epochs: Indices, lengths: Indices, places: Indices) -> Indices:
+    def __call__(
+        self, sources: Indices, epochs: Indices, lengths: Indices, places: Indices
+    ) -> Indices:
         """Return the sample at each place: int64, as many as there are places.
 
         Args:
@@ -213,7 +231,10 @@ class Permutations(threading.local):
 
     def _slots(self, sources: Indices, epochs: Indices, lengths: Indices) -> Indices:
         """Return where the key, or the table, of each (source, epoch) is kept."""
-        if self._entries > MAX_ENTRIES or len(self._table_at) > 4 * self._num_sources + BLOCK:
+        if (
+            self._entries > MAX_ENTRIES
+            or len(self._table_at) > 4 * self._num_sources + BLOCK
+        ):
             self._forget()
         slots = self._slot[sources]
         new = np.flatnonzero(self._epoch[sources] != epochs)
@@ -230,7 +251,9 @@ class Permutations(threading.local):
         """Make a slot for each (source, epoch), in their order."""
         start, count = len(self._table_at), len(sources)
         pairs = zip(sources.tolist(), epochs.tolist(), strict=True)
-        drawn = np.frombuffer(b"".join(self._key_of(*pair) for pair in pairs), "<u8").reshape(count, 8)
+        drawn = np.frombuffer(
+            b"".join(self._key_of(*pair) for pair in pairs), "<u8"
+        ).reshape(count, 8)
         keys = drawn.astype(np.uint64)
         sizes = np.array([network_sizes(length) for length in lengths.tolist()])
         self._keys = np.concatenate([self._keys, keys[:, :ROUNDS].T], axis=1)

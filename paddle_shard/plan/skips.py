@@ -20,7 +20,11 @@ def steps_of_epoch(skip_steps: Ranges, steps_before: int) -> Ranges:
         >>> steps_of_epoch(((3, 5), (8, 12)), steps_before=10)
         ((0, 2),)
     """
-    return tuple((max(0, first - steps_before), end - steps_before) for first, end in skip_steps if end > steps_before)
+    return tuple(
+        (max(0, first - steps_before), end - steps_before)
+        for first, end in skip_steps
+        if end > steps_before
+    )
 
 
 def is_in(ranges: Ranges, number: int) -> bool:

@@ -66,7 +66,11 @@ class Step:
 
     def to_read(self) -> Step:
         """Return the step without what only the state needs, to send it to a worker."""
-        return replace(self, real=None, drawn=(), sampler_state=None) if self.sampler_state or len(self.drawn) else self
+        return (
+            replace(self, real=None, drawn=(), sampler_state=None)
+            if self.sampler_state or len(self.drawn)
+            else self
+        )
 
 
 class GlobalBatch(NamedTuple):
@@ -107,7 +111,10 @@ def as_ids(indices: Ids) -> npt.NDArray[np.int64]:
         found = np.array(None)
     if found.dtype.kind == "i" and found.ndim == 1:
         return found.astype(np.int64, copy=False)
-    numbers = [index if isinstance(index, int) else derive_seed("id", index) for index in indices]
+    numbers = [
+        index if isinstance(index, int) else derive_seed("id", index)
+        for index in indices
+    ]
     return np.array(numbers, dtype=object).astype(np.uint64).view(np.int64)
 
 

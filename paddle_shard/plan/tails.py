@@ -92,7 +92,9 @@ INDEX_TAILS = tuple(tail for tail in TAILS.values() if tail.for_indices)
 STREAM_TAILS = tuple(tail for tail in TAILS.values() if tail.for_streams)
 
 
-def find_tail(tail: str | None, *, stream: bool = False, drop_last: bool = False) -> Tail:
+def find_tail(
+    tail: str | None, *, stream: bool = False, drop_last: bool = False
+) -> Tail:
     """Return the tail with a name.
 
     Args:
@@ -113,5 +115,7 @@ def find_tail(tail: str | None, *, stream: bool = False, drop_last: bool = False
     found = TAILS.get(tail) if isinstance(tail, str) else None
     if found is None or found not in known:
         others = ", ".join(map(repr, known))
-        raise ArgumentError(f"tail must be one of {others}{' for a stream' if stream else ''}, got {tail!r}.")
+        raise ArgumentError(
+            f"tail must be one of {others}{' for a stream' if stream else ''}, got {tail!r}."
+        )
     return found

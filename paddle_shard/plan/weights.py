@@ -28,7 +28,9 @@ CHUNK = 1 << 14
 """Positions of a sequence that are computed at once."""
 
 
-def integer_weights(names: tuple[str, ...], weights: Mapping[str, Any]) -> tuple[int, ...]:
+def integer_weights(
+    names: tuple[str, ...], weights: Mapping[str, Any]
+) -> tuple[int, ...]:
     """Return an integer weight of each source, for the weights that a user has given. The greatest common divisor is 1.
 
     A float is taken as the simplest fraction that is equal to it: 0.7 is 7/10. If the exact shares need a period of
@@ -53,16 +55,28 @@ def integer_weights(names: tuple[str, ...], weights: Mapping[str, Any]) -> tuple
             f"{type(weights).__name__}: {weights!r}."
         )
     if unknown := [name for name in weights if name not in names]:
-        close = [match for name in unknown for match in get_close_matches(str(name), names, 1)]
+        close = [
+            match
+            for name in unknown
+            for match in get_close_matches(str(name), names, 1)
+        ]
         hint = f" Did you mean {close[0]!r}?" if close else ""
-        raise ArgumentError(f"weights: unknown sources {unknown}; the sources are {list(names)}.{hint}")
+        raise ArgumentError(
+            f"weights: unknown sources {unknown}; the sources are {list(names)}.{hint}"
+        )
     fractions = [_fraction(name, weights.get(name, 0)) for name in names]
     total = sum(fractions)
     if total == 0:
-        raise ArgumentError(f"weights: at least one must be above 0, got {dict(weights)}.")
+        raise ArgumentError(
+            f"weights: at least one must be above 0, got {dict(weights)}."
+        )
     shares = [fraction / total for fraction in fractions]
     period = math.lcm(*(share.denominator for share in shares))
-    parts = [int(share * period) for share in shares] if period <= MAX_PERIOD else _rounded(shares)
+    parts = (
+        [int(share * period) for share in shares]
+        if period <= MAX_PERIOD
+        else _rounded(shares)
+    )
     divisor = math.gcd(*parts)
     return tuple(part // divisor for part in parts)
 
@@ -72,14 +86,18 @@ _LARGEST = 1e300
 
 def _fraction(name: str, weight: Any) -> Fraction:
     if isinstance(weight, bool) or not isinstance(weight, Real):
-        raise ArgumentTypeError(f"weights: the weight of {name!r} must be a number, got {weight!r}.")
+        raise ArgumentTypeError(
+            f"weights: the weight of {name!r} must be a number, got {weight!r}."
+        )
     value: Any = weight
     if not isinstance(weight, int | Fraction):  # a float32 is what its digits say
         value = float(str(weight)) if isinstance(weight, np.generic) else float(weight)
     if not 0 <= value <= _LARGEST:  # nor is nan
         long = isinstance(value, int) and abs(value) > _LARGEST
         shown = "an int of more than 300 digits" if long else repr(weight)
-        raise ArgumentError(f"weights: the weight of {name!r} must be a finite number >= 0, got {shown}.")
+        raise ArgumentError(
+            f"weights: the weight of {name!r} must be a finite number >= 0, got {shown}."
+        )
     exact = Fraction(value)
     simple: Fraction = exact.limit_denominator(MAX_PERIOD)
     return simple if isinstance(value, float) and float(simple) == value else exact
@@ -90,7 +108,9 @@ def _rounded(shares: list[Fraction]) -> list[int]:
     ideal = [share * MAX_PERIOD for share in shares]
     parts = [max(math.floor(part), int(part > 0)) for part in ideal]
     left = MAX_PERIOD - sum(parts)
-    for at in heapq.nsmallest(left, range(len(parts)), key=lambda at: parts[at] - ideal[at]):  # largest remainder first
+    for at in heapq.nsmallest(
+        left, range(len(parts)), key=lambda at: parts[at] - ideal[at]
+    ):  # largest remainder first
         parts[at] += 1
     for _ in range(-left):  # the smallest sources were raised to 1
         parts[parts.index(max(parts))] -= 1
@@ -108,7 +128,9 @@ class Segment(NamedTuple):
     """Number of samples of each source."""
 
 
-def schedule_of(what: str, names: tuple[str, ...], weights: Any, lengths: tuple[int, ...]) -> tuple[Segment, ...]:
+def schedule_of(
+    what: str, names: tuple[str, ...], weights: Any, lengths: tuple[int, ...]
+) -> tuple[Segment, ...]:
     """Return the segments of a run for a user's weights.
 
     Args:
@@ -123,7 +145,9 @@ def schedule_of(what: str, names: tuple[str, ...], weights: Any, lengths: tuple[
     """
     entries = [(0, weights)] if isinstance(weights, Mapping) else weights
     is_schedule = isinstance(entries, Sequence) and all(
-        isinstance(entry, tuple | list) and len(entry) == 2 and isinstance(entry[0], int | np.integer)
+        isinstance(entry, tuple | list)
+        and len(entry) == 2
+        and isinstance(entry[0], int | np.integer)
         for entry in entries
     )
     if not is_schedule or isinstance(entries, str):
@@ -132,11 +156,22 @@ def schedule_of(what: str, names: tuple[str, ...], weights: Any, lengths: tuple[
             f"got {weights!r}."
         )
     firsts = [int(first) for first, _ in entries]
-    if firsts[:1] != [0] or any(first >= following for first, following in pairwise(firsts)):
-        raise ArgumentError(f"{what}: weights that change must begin at sample 0 and ascend, got {firsts}.")
-    segments = tuple(Segment(int(first), integer_weights(names, of_entry), lengths) for first, of_entry in entries)
-    if isinstance(weights, Mapping) and (missing := [name for name in names if name not in weights]):
-        raise ArgumentError(f"{what}: weights must name each source, missing {missing}. Give 0 to leave one out.")
+    if firsts[:1] != [0] or any(
+        first >= following for first, following in pairwise(firsts)
+    ):
+        raise ArgumentError(
+            f"{what}: weights that change must begin at sample 0 and ascend, got {firsts}."
+        )
+    segments = tuple(
+        Segment(int(first), integer_weights(names, of_entry), lengths)
+        for first, of_entry in entries
+    )
+    if isinstance(weights, Mapping) and (
+        missing := [name for name in names if name not in weights]
+    ):
+        raise ArgumentError(
+            f"{what}: weights must name each source, missing {missing}. Give 0 to leave one out."
+        )
     return segments
 
 
@@ -154,18 +189,29 @@ def num_positions_to_read(segments: Sequence[Segment], *, every: bool) -> int | 
         >>> num_positions_to_read([Segment(0, (7, 3), (70, 60))], every=False)
         100
     """
-    drawn = [source for source, parts in enumerate(zip(*(one.parts for one in segments), strict=True)) if any(parts)]
+    drawn = [
+        source
+        for source, parts in enumerate(
+            zip(*(one.parts for one in segments), strict=True)
+        )
+        if any(parts)
+    ]
     found = [_position_to_read(segments, source) for source in drawn]
     if every and None in found:
         return None
-    return (max if every else min)((position for position in found if position is not None), default=None)
+    return (max if every else min)(
+        (position for position in found if position is not None), default=None
+    )
 
 
 def _position_to_read(segments: Sequence[Segment], source: int) -> int | None:
     ends = [*(segment.first for segment in segments[1:]), None]
     share = Fraction(0)
     for segment, end in zip(segments, ends, strict=True):
-        weight, left = Fraction(segment.parts[source], sum(segment.parts)), segment.lengths[source] - share
+        weight, left = (
+            Fraction(segment.parts[source], sum(segment.parts)),
+            segment.lengths[source] - share,
+        )
         if left <= 0:
             return segment.first
         if weight:
@@ -205,7 +251,9 @@ class Chairman:
         self.period = int(self._parts.sum())
         drawn = int((self._parts > 0).sum())
         self._scale = max(1, 2 * drawn - 2)  # times are counted in 1 / (2n - 2) draws
-        self._source = np.empty(self.period, np.int16 if len(parts) < 1 << 15 else np.int32)
+        self._source = np.empty(
+            self.period, np.int16 if len(parts) < 1 << 15 else np.int32
+        )
         self._draw = np.empty(self.period, np.int32)
         nothing = np.zeros(len(parts), np.int64)
         self._state: tuple[int, Indices, Indices, list[int]] = (0, nothing, nothing, [])
@@ -247,7 +295,9 @@ class Chairman:
         if self._by_source is None:
             self._by_source = np.argsort(self._source, kind="stable")
         begin = np.cumsum(self._parts) - self._parts
-        places: Indices = self._by_source[begin[sources] + draws] + periods * self.period
+        places: Indices = (
+            self._by_source[begin[sources] + draws] + periods * self.period
+        )
         return places
 
     def _compute(self, end: int) -> None:
@@ -277,7 +327,9 @@ class Chairman:
             self._source[start:stop], self._draw[start:stop] = sources, draws
             self._state = stop, counts + number, released, waiting
 
-    def _releases(self, released: Indices, end: int) -> tuple[list[int], list[int], Indices]:
+    def _releases(
+        self, released: Indices, end: int
+    ) -> tuple[list[int], list[int], Indices]:
         """Return the draws that may be made from now on and before `end`: the first position, and deadline and source.
 
         The third value is how many draws of each source are released by then.
@@ -287,7 +339,11 @@ class Chairman:
         """
         scale, period, parts = self._scale, self.period, self._parts
         # the draws with a first position below `end`
-        upto = np.where(parts > 0, np.minimum((end * parts * scale - period) // (period * scale) + 1, parts), 0)
+        upto = np.where(
+            parts > 0,
+            np.minimum((end * parts * scale - period) // (period * scale) + 1, parts),
+            0,
+        )
         number = np.maximum(upto - released, 0)
         sources = np.repeat(np.arange(len(parts)), number)
         begin = np.cumsum(number) - number

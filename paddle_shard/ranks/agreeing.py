@@ -42,7 +42,11 @@ def connect(ranks: tuple[int, ...], timeout: float) -> None:
 
     Where `paddle.distributed` is not initialized, or in a forked child, the first pass does it.
     """
-    if len(ranks) > 1 and dist.is_initialized() and all(ranks != known for known, _ in _coordinators):
+    if (
+        len(ranks) > 1
+        and dist.is_initialized()
+        and all(ranks != known for known, _ in _coordinators)
+    ):
         _coordinator(ranks, timeout).start()
 
 
@@ -65,7 +69,11 @@ def fails_on_all_ranks(
             try:
                 return function(*args, **kwargs)
             except Exception as error:
-                tell_failed(f"its {name or f'{function.__name__}()'} failed", error, *groups_of(*args, **kwargs))
+                tell_failed(
+                    f"its {name or f'{function.__name__}()'} failed",
+                    error,
+                    *groups_of(*args, **kwargs),
+                )
                 raise
 
         return cast(Function, called)
@@ -73,11 +81,15 @@ def fails_on_all_ranks(
     return decorated
 
 
-def tell_failed(what: str, error: Exception, *groups: tuple[int, ...], by: Agreement | None = None) -> None:
+def tell_failed(
+    what: str, error: Exception, *groups: tuple[int, ...], by: Agreement | None = None
+) -> None:
     """See `fails_on_all_ranks`; `by` is the agreement of the pass that has failed to begin, if it is open."""
     for ranks in () if getattr(error, "known_to_all", False) else groups:
         if len(ranks) > 1 and num_ranks() > max(ranks) and dist.get_rank() in ranks:
-            with contextlib.suppress(Exception):  # they cannot meet: the error of this rank is the one to raise
+            with contextlib.suppress(
+                Exception
+            ):  # they cannot meet: the error of this rank is the one to raise
                 report = report_of(error, what)
                 (by or open_agreement(ranks, Terms(label=report))).fail(report)
     known_to_all(error)
@@ -87,7 +99,9 @@ def _coordinator(ranks: tuple[int, ...], timeout: float) -> Coordinator:
     """Return the coordinator of some ranks; one that is made now has this default timeout."""
     found = ranks, os.getpid()
     if found not in _coordinators:
-        named = ",".join(map(str, ranks)) if len(ranks) < dist.get_world_size() else "all"
+        named = (
+            ",".join(map(str, ranks)) if len(ranks) < dist.get_world_size() else "all"
+        )
         network, route, relays = network_of(ranks, f"loaders of {named}", timeout)
         introduction = f"{own_name()}-{zlib.crc32(repr(ranks).encode())}"
         table = TableOfHost(ranks, route.rank, is_hub=route.up is None)
@@ -100,7 +114,9 @@ def _coordinator(ranks: tuple[int, ...], timeout: float) -> Coordinator:
             timeout=timeout,
             find_table=table.find,
         )
-        _coordinators[found] = Coordinator(Node(member, hub), network, end_process=_end_process)
+        _coordinators[found] = Coordinator(
+            Node(member, hub), network, end_process=_end_process
+        )
     return _coordinators[found]
 
 
@@ -109,7 +125,9 @@ def groups() -> list[tuple[int, ...]]:
     return [ranks for ranks, process in _coordinators if process == os.getpid()]
 
 
-def gather_of(ranks: tuple[int, ...], payload: str, timeout: float | None, call: str) -> list[str]:
+def gather_of(
+    ranks: tuple[int, ...], payload: str, timeout: float | None, call: str
+) -> list[str]:
     """Return the payload of each of some ranks, by rank; collective.
 
     Args:
@@ -124,7 +142,9 @@ def gather_of(ranks: tuple[int, ...], payload: str, timeout: float | None, call:
     """
     if len(ranks) == 1 or num_ranks() == 1:
         return [payload]
-    terms = Terms(label=described({"call": call}), name=call, is_call=True, timeout=timeout)
+    terms = Terms(
+        label=described({"call": call}), name=call, is_call=True, timeout=timeout
+    )
     return open_agreement(ranks, terms).exchange(payload)
 
 

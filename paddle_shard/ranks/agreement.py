@@ -54,7 +54,14 @@ class Agreement(PassState):
         with self._changed:
             super().note_read(digest)
 
-    def announce(self, kind: int = OK, *, steps: int = 1, exhausted: bool = False, report: str = "") -> None:
+    def announce(
+        self,
+        kind: int = OK,
+        *,
+        steps: int = 1,
+        exhausted: bool = False,
+        report: str = "",
+    ) -> None:
         """See `PassState`."""
         with self._changed:
             super().announce(kind, steps=steps, exhausted=exhausted, report=report)
@@ -75,8 +82,14 @@ class Agreement(PassState):
             PeerLostError: A rank is gone, did not respond before the timeout expired, or has left the loop early.
         """
         if step != self.outlook.delivered or self.is_closed:
-            state = "the pass is closed" if self.is_closed else f"{self.outlook.delivered} comes next"
-            raise ArgumentError(f"step={step} cannot be delivered: {state}. Ask for the steps in order.")
+            state = (
+                "the pass is closed"
+                if self.is_closed
+                else f"{self.outlook.delivered} comes next"
+            )
+            raise ArgumentError(
+                f"step={step} cannot be delivered: {state}. Ask for the steps in order."
+            )
         # Most steps are released long before, or are on the table.
         if step >= self.released and not (self.may_deliver(step) or self._wait(step)):
             with self._changed:
@@ -119,7 +132,11 @@ class Agreement(PassState):
                 while (found := self.may_deliver(step)) is None:
                     seconds = self._coordinator.patience(self, step, start)
                     if self.table is not None:  # nobody says when it has changed
-                        seconds = min(seconds, max(_LEAST_PAUSE, (time.monotonic() - start) / 2), _MOST_PAUSE)
+                        seconds = min(
+                            seconds,
+                            max(_LEAST_PAUSE, (time.monotonic() - start) / 2),
+                            _MOST_PAUSE,
+                        )
                     self._changed.wait(seconds)
             finally:
                 self.is_waiting = False
@@ -130,7 +147,9 @@ class Agreement(PassState):
 class Coordinator:
     """Owns the node of this rank, and the thread that drives it."""
 
-    def __init__(self, node: Node, network: TcpNetwork, *, end_process: Callable[[], None]) -> None:
+    def __init__(
+        self, node: Node, network: TcpNetwork, *, end_process: Callable[[], None]
+    ) -> None:
         """Set up the coordinator; its thread starts with the first pass.
 
         Args:
@@ -145,7 +164,9 @@ class Coordinator:
         self.member: Member = node.member
         if not self.member.timeout > 0:
             timeout = self.member.timeout
-            raise ArgumentError(f"timeout must be positive, got {timeout}. Give seconds; the default is 1800.")
+            raise ArgumentError(
+                f"timeout must be positive, got {timeout}. Give seconds; the default is 1800."
+            )
         self.changed = threading.Condition()
         self._node = node
         self._network = network
@@ -172,7 +193,9 @@ class Coordinator:
         """Begin to connect to the other ranks, if this was not done yet; from then on they learn if this one ends."""
         with self.changed:
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="paddle_shard-agree", daemon=True)
+                self._thread = threading.Thread(
+                    target=self._run, name="paddle_shard-agree", daemon=True
+                )
                 self._thread.start()
                 atexit.register(self._take_leave)
 
@@ -202,7 +225,9 @@ class Coordinator:
         if silence is not None and self._node.hub is not None:
             # The others raise whom this rank has waited for in vain, instead of naming this rank.
             with self.changed:
-                self._node.hub.outbox.append(["lost", str(silence), silence.ranks, silence.timeout])
+                self._node.hub.outbox.append(
+                    ["lost", str(silence), silence.ranks, silence.timeout]
+                )
                 self._network.wake()
                 self.changed.wait_for(lambda: self.member.lost, _LEAVE)
         self._network.interrupt()
@@ -215,8 +240,15 @@ class Coordinator:
         with self.changed:
             # A pass that was left is in `passes` until all ranks have heard of it.
             passes = member.passes.values()
-            self.changed.wait_for(lambda: member.lost or all(one.outlook.kind != CLOSED for one in passes), _LEAVE)
-            self.changed.wait_for(lambda: member.lost or not (self._is_awake and member.has_met), _LEAVE)
+            self.changed.wait_for(
+                lambda: (
+                    member.lost or all(one.outlook.kind != CLOSED for one in passes)
+                ),
+                _LEAVE,
+            )
+            self.changed.wait_for(
+                lambda: member.lost or not (self._is_awake and member.has_met), _LEAVE
+            )
         if not member.has_met:
             # A thread in the store's client, when the interpreter is gone, would abort the process.
             self.close()
@@ -229,7 +261,11 @@ class Coordinator:
                 self._turn(self._network.receive(self.member.heartbeat))
             lost = self.member.lost
         except Exception as error:
-            lost = error if isinstance(error, PeerLostError) else PeerLostError.of(f"Agreement failed: {error!r}", [])
+            lost = (
+                error
+                if isinstance(error, PeerLostError)
+                else PeerLostError.of(f"Agreement failed: {error!r}", [])
+            )
         with self.changed:
             self.member.lost = lost
             self.changed.notify_all()
@@ -251,11 +287,19 @@ class Coordinator:
     def _report(self, lost: PeerLostError) -> None:
         """Log who is lost, since the training thread may be unable to; end the process if a pass requires it."""
         with self.changed:
-            in_use = [one.terms for one in self.member.passes.values() if one.outlook.kind != CLOSED]
+            in_use = [
+                one.terms
+                for one in self.member.passes.values()
+                if one.outlook.kind != CLOSED
+            ]
             exits = any(terms.exit_when_lost for terms in in_use)
-            then = f" This process ends in {GRACE:g} s (on_lost='exit')." if exits else ""
+            then = (
+                f" This process ends in {GRACE:g} s (on_lost='exit')." if exits else ""
+            )
             if in_use and not self._leaves:
-                logging.getLogger("paddle_shard").error("global rank %s: %s%s", self.member.rank, lost, then)
+                logging.getLogger("paddle_shard").error(
+                    "global rank %s: %s%s", self.member.rank, lost, then
+                )
             heard = self.changed.wait_for(lambda: self._has_heard or not exits, GRACE)
         if not heard:
             self._end_process()

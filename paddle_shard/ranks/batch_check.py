@@ -17,7 +17,9 @@ _SHOWN = 8
 FEW_STEPS = 4
 """Steps at the beginning of a pass at which batches of one row are compared, of data that is split already."""
 
-_SPLIT = "the data is split already, by is_dataset_splitted=True or by the loader's sampler"
+_SPLIT = (
+    "the data is split already, by is_dataset_splitted=True or by the loader's sampler"
+)
 
 Arrays = Sequence[tuple[str, np.ndarray[Any, Any]]]
 """(path, array) of each leaf of a batch; the first dim of an array is its rows."""
@@ -27,7 +29,9 @@ class BatchCheck:
     """Compares the summaries of the ranks' batches of a step."""
 
     def __init__(
-        self, split: tuple[MeshLayout, tuple[int, ...]] | None, named: Callable[[Any], Any] | None = None
+        self,
+        split: tuple[MeshLayout, tuple[int, ...]] | None,
+        named: Callable[[Any], Any] | None = None,
     ) -> None:
         """Set up the comparison.
 
@@ -35,12 +39,17 @@ class BatchCheck:
             split: (layout of the mesh, data axes), if the user says that the data is split already.
             named: Returns the name of a sample, for messages; None: its id.
         """
-        self._named, self._data_ranks = named or (lambda sample: sample), dict[int, int]()
+        self._named, self._data_ranks = (
+            named or (lambda sample: sample),
+            dict[int, int](),
+        )
         self._single: dict[int, tuple[str, ...]] = {}
         """Global rank -> digests of its newest batches of one row."""
         if split is not None:
             layout, axes = split
-            self._data_ranks = {rank: layout.data_rank(rank, axes) for rank in layout.process_ids}
+            self._data_ranks = {
+                rank: layout.data_rank(rank, axes) for rank in layout.process_ids
+            }
 
     def compare(self, said: Mapping[int, Mapping[str, Any]]) -> None:
         """Compare the summaries of a step, by global rank.
@@ -52,21 +61,43 @@ class BatchCheck:
         """
         said = {rank: said[rank] for rank in sorted(said)}
         if self._data_ranks:
-            self._compare_split({rank: found for rank, found in said.items() if rank in self._data_ranks})
+            self._compare_split(
+                {
+                    rank: found
+                    for rank, found in said.items()
+                    if rank in self._data_ranks
+                }
+            )
             return
         leaders: dict[str, int] = {}
         for rank, found in said.items():
             leader = leaders.setdefault(found["key"], rank)
             if found["fields"] != said[leader]["fields"]:
-                raise DifferentDataError(self._different(leader, rank, said[leader], found))
+                raise DifferentDataError(
+                    self._different(leader, rank, said[leader], found)
+                )
 
-    def _different(self, leader: int, rank: int, one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    def _different(
+        self, leader: int, rank: int, one: Mapping[str, Any], other: Mapping[str, Any]
+    ) -> str:
         ours, theirs = dict(one["fields"]), dict(other["fields"])
-        fields = [path or "the batch" for path in {**ours, **theirs} if ours.get(path) != theirs.get(path)]
-        rows = [at for at, pair in enumerate(zip(one["rows"], other["rows"], strict=False)) if pair[0] != pair[1]]
+        fields = [
+            path or "the batch"
+            for path in {**ours, **theirs}
+            if ours.get(path) != theirs.get(path)
+        ]
+        rows = [
+            at
+            for at, pair in enumerate(zip(one["rows"], other["rows"], strict=False))
+            if pair[0] != pair[1]
+        ]
         ids = one["ids"]
-        named = len(ids) == len(one["rows"])  # an item that is a whole batch has rows without ids
-        samples = [self._named(ids[row]) if named else f"row {row}" for row in rows[:_SHOWN]]
+        named = len(ids) == len(
+            one["rows"]
+        )  # an item that is a whole batch has rows without ids
+        samples = [
+            self._named(ids[row]) if named else f"row {row}" for row in rows[:_SHOWN]
+        ]
         where = f" at the samples {samples}" if samples else ""
         more = f" and {len(rows) - _SHOWN} more" if len(rows) > _SHOWN else ""
         return (
@@ -78,7 +109,11 @@ class BatchCheck:
         )
 
     def _compare_split(self, said: Mapping[int, Mapping[str, Any]]) -> None:
-        leaders, by_digest, first = dict[int, int](), dict[str, int](), min(said, default=0)
+        leaders, by_digest, first = (
+            dict[int, int](),
+            dict[str, int](),
+            min(said, default=0),
+        )
         for rank, found in said.items():
             if found["size"] != said[first]["size"]:
                 raise SplitError(
@@ -86,7 +121,9 @@ class BatchCheck:
                     f"{rank} has {found['size']}, so their steps would differ. Give every data rank the same number of "
                     "rows, or leave is_dataset_splitted=False, and this loader splits the data."
                 )
-            leader = leaders.setdefault(self._data_ranks[rank], rank)  # the first rank of the replica group
+            leader = leaders.setdefault(
+                self._data_ranks[rank], rank
+            )  # the first rank of the replica group
             if found["fields"] != said[leader]["fields"]:
                 raise SplitError(
                     f"{_SPLIT}, but global ranks {leader} and {rank}, which are replicas "
@@ -94,9 +131,18 @@ class BatchCheck:
                     "rank, and draw random numbers from a seed that replicas share."
                 )
             if found["varies"]:
-                self._check_apart(by_digest.setdefault(str(found["fields"]), rank), rank, found["what"])
-            elif len(found["rows"]) == 1:  # rows that are all equal prove nothing, but one row in several steps does
-                self._single[rank] = (*self._single.get(rank, ()), str(found["fields"]))[-FEW_STEPS:]
+                self._check_apart(
+                    by_digest.setdefault(str(found["fields"]), rank),
+                    rank,
+                    found["what"],
+                )
+            elif (
+                len(found["rows"]) == 1
+            ):  # rows that are all equal prove nothing, but one row in several steps does
+                self._single[rank] = (
+                    *self._single.get(rank, ()),
+                    str(found["fields"]),
+                )[-FEW_STEPS:]
         by_digests = dict[tuple[str, ...], int]()
         for rank, digests in self._single.items():
             if len(set(digests)) == FEW_STEPS:
@@ -114,7 +160,15 @@ class BatchCheck:
             )
 
 
-def summary(arrays: Arrays, *, step: int, first: bool, key: str, ids: Iterable[Any], num_steps: int | None) -> Any:
+def summary(
+    arrays: Arrays,
+    *,
+    step: int,
+    first: bool,
+    key: str,
+    ids: Iterable[Any],
+    num_steps: int | None,
+) -> Any:
     """Return what `BatchCheck` compares of a rank's batch: JSON-able, a few KB at most.
 
     Args:
@@ -129,14 +183,25 @@ def summary(arrays: Arrays, *, step: int, first: bool, key: str, ids: Iterable[A
     num_rows = next((len(array) for _, array in arrays if array.ndim), 0)
     rows = [0] * num_rows if num_rows <= _MOST_ROWS else []
     for path, array in arrays:
-        whole, form = np.ascontiguousarray(array), zlib.crc32(f"{array.shape}{array.dtype.str}".encode())
+        whole, form = (
+            np.ascontiguousarray(array),
+            zlib.crc32(f"{array.shape}{array.dtype.str}".encode()),
+        )
         varies = varies or (array.ndim > 0 and bool((array != array[:1]).any()))
         if array.ndim and len(array) == len(rows) and array.size:
-            of_rows = [zlib.crc32(row.data) for row in whole.reshape(len(rows), -1).view(np.uint8)]
-            rows = [zlib.crc32(b"%d" % one, before) for one, before in zip(of_rows, rows, strict=True)]
+            of_rows = [
+                zlib.crc32(row.data)
+                for row in whole.reshape(len(rows), -1).view(np.uint8)
+            ]
+            rows = [
+                zlib.crc32(b"%d" % one, before)
+                for one, before in zip(of_rows, rows, strict=True)
+            ]
             fields.append([path, zlib.crc32(repr(of_rows).encode(), form)])
         else:
-            fields.append([path, zlib.crc32(whole.reshape(-1).view(np.uint8).data, form)])
+            fields.append(
+                [path, zlib.crc32(whole.reshape(-1).view(np.uint8).data, form)]
+            )
     steps = "" if num_steps is None else f"{num_steps} steps, "
     what = "first batches" if first else f"batches at step {step}"
     return {

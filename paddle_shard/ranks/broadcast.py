@@ -93,12 +93,18 @@ class Broadcast:
 
     def _place(self, size: int) -> tuple[int, memoryview]:
         """Return where a free slot begins, and its memory; see `framed`. New memory is made if there is none."""
-        taken = min((follower.num_taken() for follower in self._followers), default=_ALL)
-        number = next((number for number, used in enumerate(self._used) if used <= taken), None)
+        taken = min(
+            (follower.num_taken() for follower in self._followers), default=_ALL
+        )
+        number = next(
+            (number for number, used in enumerate(self._used) if used <= taken), None
+        )
         room = 0 if self._slots is None else self._slots.room
         if self._slots is None or number is None or size > room:
             slots = Slots(_NUM_SLOTS, max(room, ample(size)))
-            for follower in self._followers:  # each of them maps it before it takes a message that lies in it
+            for follower in (
+                self._followers
+            ):  # each of them maps it before it takes a message that lies in it
                 follower.send(HEAD.pack(MEMORY, 0, 0, len(slots.memory)), slots)
             self._slots, self._used, number = slots, [0] * _NUM_SLOTS, 0
         self._used[number] = self._count + 1
@@ -114,7 +120,9 @@ class _Follower:
         """(frame, memory whose file goes with it), in order."""
         self._taken = 0
         self._connected = False
-        self._socket = noted(lambda: socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        self._socket = noted(
+            lambda: socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        )
         """Listens until the follower has connected, then it is the connection."""
         self._socket.setblocking(False)
         self._socket.bind(address)
@@ -161,7 +169,9 @@ class _Follower:
             if self._connected:
                 self._flush()
             else:
-                _watcher(os.getpid()).when_ready(self._socket, select.EPOLLIN, self.go_on)
+                _watcher(os.getpid()).when_ready(
+                    self._socket, select.EPOLLIN, self.go_on
+                )
             return accepted
 
     def _accept(self) -> bool:
@@ -187,9 +197,13 @@ class _Follower:
                 else:
                     socket.send_fds(self._socket, [frame], [memory.file])
             except BlockingIOError:
-                _watcher(os.getpid()).when_ready(self._socket, select.EPOLLOUT, self.go_on)
+                _watcher(os.getpid()).when_ready(
+                    self._socket, select.EPOLLOUT, self.go_on
+                )
                 return
-            except OSError:  # it has closed its pass or was killed, of which the agreement tells
+            except (
+                OSError
+            ):  # it has closed its pass or was killed, of which the agreement tells
                 self.close()
                 return
             self._unsent.popleft()
@@ -201,9 +215,13 @@ class _Watcher:
     def __init__(self) -> None:
         self._poll, self._calls = select.epoll(), dict[int, Callable[[], bool]]()
         with signals_held():
-            threading.Thread(target=self._run, name="paddle_shard-reception", daemon=True).start()
+            threading.Thread(
+                target=self._run, name="paddle_shard-reception", daemon=True
+            ).start()
 
-    def when_ready(self, connection: socket.socket, event: int, call: Callable[[], bool]) -> None:
+    def when_ready(
+        self, connection: socket.socket, event: int, call: Callable[[], bool]
+    ) -> None:
         """Make a call, once, when a socket is ready; a later one for the same socket replaces it.
 
         Args:
@@ -286,8 +304,12 @@ def _address(name: str, follower: int) -> str:
 
 def _check_user(connection: socket.socket) -> None:
     """Refuse a process of another user: sockets with names have no permissions."""
-    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    found = connection.getsockopt(
+        socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size
+    )
     _, user, _ = _CREDENTIALS.unpack(found)
     if user != os.geteuid():
         connection.close()
-        raise PermissionError(f"the process at the other end belongs to user {user}, not to {os.geteuid()}")
+        raise PermissionError(
+            f"the process at the other end belongs to user {user}, not to {os.geteuid()}"
+        )

@@ -56,7 +56,9 @@ class Route:
     """True if this rank and those are on several hosts."""
 
     @classmethod
-    def of(cls, ranks: Sequence[int], rank: int, hosts: Sequence[str]) -> tuple[Route, dict[int, int]]:
+    def of(
+        cls, ranks: Sequence[int], rank: int, hosts: Sequence[str]
+    ) -> tuple[Route, dict[int, int]]:
         """Return the route of a rank, and which ranks are relayed by which others.
 
         Args:
@@ -70,7 +72,12 @@ class Route:
             together.setdefault(hosts[one], []).append(one)
         relays: dict[int, int] = {}
         if len(ranks) > MAX_DIRECT and len(together) > 1:
-            relays = {one: members[0] for members in together.values() for one in members[1:] if members[0] != first}
+            relays = {
+                one: members[0]
+                for members in together.values()
+                for one in members[1:]
+                if members[0] != first
+            }
         up = None if rank == first else relays.get(rank, first)
         down = tuple(one for one in others if relays.get(one, first) == rank)
         several_hosts = len({hosts[one] for one in (rank, *down)}) > 1
@@ -146,7 +153,9 @@ class TcpNetwork:
         """File descriptor -> connection."""
         self._up: _Link | None = None
         self._is_closed = False
-        self._poll = select.poll()  # not select: file descriptors above 1023 are common in a training process
+        self._poll = (
+            select.poll()
+        )  # not select: file descriptors above 1023 are common in a training process
         self._signal = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poll.register(self._signal, select.POLLIN)
 
@@ -161,9 +170,12 @@ class TcpNetwork:
         self._key += f"/{self._store.add(f'{self._key}/of {route.rank}', 1)}"
         if route.down:
             host = self._hosts[route.rank]
-            self._reception = Reception(host, several_hosts=route.several_hosts, poll=self._poll)
+            self._reception = Reception(
+                host, several_hosts=route.several_hosts, poll=self._poll
+            )
             self._store.set(
-                f"{self._key}/address {route.rank}", f"{self._reception.port} {self._reception.token.hex()}"
+                f"{self._key}/address {route.rank}",
+                f"{self._reception.port} {self._reception.token.hex()}",
             )
             self._store.add(f"{self._key}/there {route.rank}", 1)
         if route.up is not None:
@@ -253,7 +265,9 @@ class TcpNetwork:
         had_unsent = bool(link.unsent)
         link.send(lines)
         if had_unsent != bool(link.unsent):
-            self._poll.modify(link.peer, select.POLLIN | (select.POLLOUT if link.unsent else 0))
+            self._poll.modify(
+                link.peer, select.POLLIN | (select.POLLOUT if link.unsent else 0)
+            )
 
     def _take(self, link: _Link) -> list[Message]:
         """Return the messages that have come from a rank, and pass them on if this rank relays."""
@@ -263,7 +277,9 @@ class TcpNetwork:
             self._poll.unregister(link.peer)
             del self._links[link.peer.fileno()]
             link.peer.close()
-            messages.append(["gone", link.rank if self._up is not link else [link.rank], ENDED])
+            messages.append(
+                ["gone", link.rank if self._up is not link else [link.rank], ENDED]
+            )
             lines.append(encoded(messages[-1]).rstrip())
         if self._up is None:
             return messages
@@ -315,13 +331,20 @@ class TcpNetwork:
         peer: socket.socket | None = None
         try:
             # `wait` and `get` would block forever if a rank never comes; adding 0 reads the value and returns.
-            while not self._is_closed and not self._store.add(f"{self._key}/there {rank}", 0):
+            while not self._is_closed and not self._store.add(
+                f"{self._key}/there {rank}", 0
+            ):
                 found = self._look_for_gone([rank])
                 if found is not None:
                     raise PeerLostError.of(*lost_as([found[0]], found[1]))
-                time.sleep(5 * _POLL)  # many ranks may wait for minutes for one that starts slowly
+                time.sleep(
+                    5 * _POLL
+                )  # many ranks may wait for minutes for one that starts slowly
             while peer is None and not self._is_closed:
-                before, address = address, self._store.get(f"{self._key}/address {rank}").decode()
+                before, address = (
+                    address,
+                    self._store.get(f"{self._key}/address {rank}").decode(),
+                )
                 if address.startswith("["):  # the error of the hub
                     self._store.add(f"{self._key}/heard", 1)
                     raise PeerLostError.of(*json.loads(address))
@@ -334,8 +357,14 @@ class TcpNetwork:
                     time.sleep(_POLL)
         except PeerLostError:
             raise
-        except (OSError, RuntimeError, ValueError) as error:  # the store raises the last two if its host is gone
-            raise PeerLostError.of(*lost_as([rank], f"cannot be reached at {host} ({error})")) from error
+        except (
+            OSError,
+            RuntimeError,
+            ValueError,
+        ) as error:  # the store raises the last two if its host is gone
+            raise PeerLostError.of(
+                *lost_as([rank], f"cannot be reached at {host} ({error})")
+            ) from error
         if peer is None:
             raise PeerLostError.of("This rank has left the group.", [self._route.rank])
         return peer
@@ -357,7 +386,9 @@ class TcpNetwork:
         return None
 
 
-def network_of(ranks: Sequence[int], key: str, timeout: float = 1800.0) -> tuple[TcpNetwork, Route, dict[int, int]]:
+def network_of(
+    ranks: Sequence[int], key: str, timeout: float = 1800.0
+) -> tuple[TcpNetwork, Route, dict[int, int]]:
     """Return connections of some ranks of `paddle.distributed`, the route of this one, and who relays for whom.
 
     Args:
@@ -374,13 +405,21 @@ def network_of(ranks: Sequence[int], key: str, timeout: float = 1800.0) -> tuple
     route, relays = Route.of(ranks, dist.get_rank(), hosts)
     # The store's host is known to be reachable; for other hosts, use the launcher's names.
     hosts[rendezvous.owner] = rendezvous.host
-    connect_store: Callable[[Callable[[], bool]], Any] = functools.partial(rendezvous.store, size, timeout)
+    connect_store: Callable[[Callable[[], bool]], Any] = functools.partial(
+        rendezvous.store, size, timeout
+    )
     if not rendezvous.early:
         connect_store = _connected_now(connect_store)
-    return TcpNetwork(route, hosts, f"paddle_shard/agree/{key}", connect_store), route, relays
+    return (
+        TcpNetwork(route, hosts, f"paddle_shard/agree/{key}", connect_store),
+        route,
+        relays,
+    )
 
 
-def _connected_now(connect: Callable[[Callable[[], bool]], Any]) -> Callable[[Callable[[], bool]], Any]:
+def _connected_now(
+    connect: Callable[[Callable[[], bool]], Any],
+) -> Callable[[Callable[[], bool]], Any]:
     """Connect to a store that is there in the caller's thread, and return a function that returns the client.
 
     While Paddle makes a client, it changes the table of objects of pybind11 without the GIL. If another thread makes or

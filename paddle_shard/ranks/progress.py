@@ -56,7 +56,9 @@ class ProgressTable:
     def post(self, number: int, step: int, num_notes: int) -> None:
         """Publish that this rank has announced the steps before `step` of a pass, and sent so many notes before."""
         first = number % PASSES * len(self._ranks)
-        self._words[first + self._index] = (number & _LOW) << 48 | (num_notes & _LOW) << 32 | step
+        self._words[first + self._index] = (
+            (number & _LOW) << 48 | (num_notes & _LOW) << 32 | step
+        )
 
     def least(self, number: int, heard: Mapping[int, Any]) -> int:
         """Return the number of steps of a pass that all ranks have announced; 0 if that is not known.
@@ -66,7 +68,9 @@ class ProgressTable:
             heard: Global rank -> number of its notes that have arrived. Steps with missing notes are not known.
         """
         first, found = number % PASSES * len(self._ranks), NEVER
-        for rank, word in zip(self._ranks, self._words[first : first + len(self._ranks)], strict=True):
+        for rank, word in zip(
+            self._ranks, self._words[first : first + len(self._ranks)], strict=True
+        ):
             missing = (word >> 32) - heard.get(rank, 0) & _LOW
             if word >> 48 != number & _LOW or 0 < missing <= _LOW // 2:
                 return 0

@@ -97,7 +97,9 @@ class PassState:
         self.terms = terms
         self.timeout = terms.timeout
         compares_ends = terms.same_data and terms.ends_apart is not None
-        self.outlook = Outlook(report=terms.name if terms.is_call else "", reads_on=int(compares_ends))
+        self.outlook = Outlook(
+            report=terms.name if terms.is_call else "", reads_on=int(compares_ends)
+        )
         self.released = 0
         """Steps before this one may be delivered."""
         self.verdict: Decision | None = None
@@ -140,7 +142,11 @@ class PassState:
         unsent = self.outlook.step - step
         if self._reads_table and not self._is_ending and self.outlook.kind == kind:
             return bool(self._unsent_notes)
-        return unsent >= BATCH or (self.is_waiting and unsent > 0) or self.outlook.kind != kind
+        return (
+            unsent >= BATCH
+            or (self.is_waiting and unsent > 0)
+            or self.outlook.kind != kind
+        )
 
     @property
     def _reads_table(self) -> bool:
@@ -175,7 +181,14 @@ class PassState:
         """Return (global rank, note) of all ranks, including this one, for a delivered step; only the first call."""
         return self._notes.pop(step, []) if self._notes else []
 
-    def announce(self, kind: int = OK, *, steps: int = 1, exhausted: bool = False, report: str = "") -> None:
+    def announce(
+        self,
+        kind: int = OK,
+        *,
+        steps: int = 1,
+        exhausted: bool = False,
+        report: str = "",
+    ) -> None:
         """Announce whether the next step can be served.
 
         Args:
@@ -190,7 +203,9 @@ class PassState:
         if mine.kind == CLOSED or self.verdict is not None:
             return  # a prefetch thread may be one step behind
         if mine.kind != OK:
-            raise ArgumentError(f"step {mine.step} was announced as the last: nothing can be announced after it.")
+            raise ArgumentError(
+                f"step {mine.step} was announced as the last: nothing can be announced after it."
+            )
         if exhausted:
             mine.exhausted = min(mine.exhausted, mine.step)
             self._is_ending = True
@@ -224,8 +239,15 @@ class PassState:
 
     def may_deliver(self, step: int) -> bool | None:
         """Return whether all ranks deliver a step; None if it is not known yet."""
-        if step >= self.released and self.verdict is None and self._reads_table and self.table is not None:
-            self.released = max(self.released, self.table.least(self.number, self._num_heard))
+        if (
+            step >= self.released
+            and self.verdict is None
+            and self._reads_table
+            and self.table is not None
+        ):
+            self.released = max(
+                self.released, self.table.least(self.number, self._num_heard)
+            )
         if step < self.released:
             return True
         return None if self.verdict is None else False
@@ -240,14 +262,27 @@ class PassState:
     def reports(self) -> list[Message]:
         """Return the messages that the hub needs in order to know all that this rank has announced."""
         mine = self.outlook
-        found: list[Message] = [["note", self.number, *note] for note in self._unsent_notes]
+        found: list[Message] = [
+            ["note", self.number, *note] for note in self._unsent_notes
+        ]
         self._unsent_notes = []
         if self._sent != (mine.step, mine.kind) and self.verdict is None:
             self._sent = (mine.step, mine.kind)
             digests = list(self._unsent_digests.items())
             self._unsent_digests = {}
             report = mine.short_report if mine.kind != OK else ""
-            found.append(["at", self.number, mine.step, mine.kind, mine.exhausted, mine.delivered, report, digests])
+            found.append(
+                [
+                    "at",
+                    self.number,
+                    mine.step,
+                    mine.kind,
+                    mine.exhausted,
+                    mine.delivered,
+                    report,
+                    digests,
+                ]
+            )
         return found
 
     def apply(self, kind: str, *content: Any) -> None:
@@ -283,7 +318,11 @@ class PassState:
                 self.noticed = True
                 self.terms.log_left(rank, self.outlook.delivered, LEFT)
         elif self.verdict.kind in (END, CLOSED):
-            left = {name: o.delivered for name, o in self.outlooks.items() if o.kind == CLOSED}
+            left = {
+                name: o.delivered
+                for name, o in self.outlooks.items()
+                if o.kind == CLOSED
+            }
             left[rank] = self.outlook.delivered  # it may have grown since
             if len(set(left.values())) > 1:
                 self.noticed = True
@@ -343,7 +382,9 @@ class Member:
         self.is_asking = False
         """True if the hub should answer how far all ranks are."""
         self._has_asked = False
-        self._status: tuple[Mapping[int, Mapping[int, Outlook]], Collection[int]] | None = None
+        self._status: (
+            tuple[Mapping[int, Mapping[int, Outlook]], Collection[int]] | None
+        ) = None
         """Answer of the hub: global rank -> pass -> reports, and the absent ranks."""
 
     @property
@@ -354,7 +395,11 @@ class Member:
     @property
     def silence_limit(self) -> float:
         """Seconds of silence after which a rank is lost."""
-        in_use = [state.timeout for state in self.passes.values() if state.outlook.kind != CLOSED]
+        in_use = [
+            state.timeout
+            for state in self.passes.values()
+            if state.outlook.kind != CLOSED
+        ]
         return max(min(in_use, default=self.timeout), SHORTEST)
 
     def open(self, make: type[State], terms: Terms, now: float) -> State:
@@ -365,7 +410,9 @@ class Member:
             terms: What the ranks agree on.
             now: The time in seconds.
         """
-        terms = replace(terms, timeout=self.timeout if terms.timeout is None else terms.timeout)
+        terms = replace(
+            terms, timeout=self.timeout if terms.timeout is None else terms.timeout
+        )
         state = make(self._num_opened, terms)
         state.rank = self.rank
         self.passes[state.number] = state
@@ -377,7 +424,9 @@ class Member:
         self.opened_at = now
         reads_on, call = state.outlook.reads_on, state.outlook.report
         ends_apart = terms.ends_apart if terms.same_data else None
-        self._outbox.append(["open", state.number, terms.label, call, reads_on, ends_apart])
+        self._outbox.append(
+            ["open", state.number, terms.label, call, reads_on, ends_apart]
+        )
         return state
 
     def _share(self, state: PassState) -> None:
@@ -406,7 +455,10 @@ class Member:
             self._failed[rank] = tuple(failure)
         elif kind == "status":
             said, absent = content
-            passes = {rank: {number: Outlook(*one) for number, one in outlooks} for rank, outlooks in said}
+            passes = {
+                rank: {number: Outlook(*one) for number, one in outlooks}
+                for rank, outlooks in said
+            }
             self._status = passes, absent
         elif kind == "met":
             introductions, place = content
@@ -418,7 +470,9 @@ class Member:
                         self._share(state)
                 self._table.join()
         elif kind in ("lost", "gone") and self.lost is None:
-            self.lost = PeerLostError.of(*(content if kind == "lost" else lost_as(*content)))
+            self.lost = PeerLostError.of(
+                *(content if kind == "lost" else lost_as(*content))
+            )
 
     def send(self, now: float) -> list[Message]:
         """Return the messages for the hub that are due: what is new, and at least one in each heartbeat."""
@@ -436,8 +490,13 @@ class Member:
         if found:
             self._sent_at = now
         limit = self.silence_limit
-        if self._heard_at is not None and now - max(self._heard_at, self.opened_at) > limit + GRACE:
-            self.lost = PeerLostError.of(*lost_as([self._next], f"did not respond for {limit:g} s", limit))
+        if (
+            self._heard_at is not None
+            and now - max(self._heard_at, self.opened_at) > limit + GRACE
+        ):
+            self.lost = PeerLostError.of(
+                *lost_as([self._next], f"did not respond for {limit:g} s", limit)
+            )
         return [[kind, self.rank, *content] for kind, *content in found]
 
     # The training thread waits
@@ -506,7 +565,9 @@ class Member:
                 return error_of_another(rank, report)
         return None
 
-    def _behind(self, state: PassState, step: int, absent: Collection[int]) -> dict[int, str]:
+    def _behind(
+        self, state: PassState, step: int, absent: Collection[int]
+    ) -> dict[int, str]:
         """Return the global ranks that keep `step` from being agreed on, and how far each is.
 
         Args:
@@ -523,14 +584,25 @@ class Member:
         said, absent = ({}, absent) if self._status is None else self._status
         behind = dict.fromkeys(absent, unheard)
         for name, outlooks in said.items():
-            calls = [o.report for one, o in outlooks.items() if one != state.number and o.report and o.kind == OK]
+            calls = [
+                o.report
+                for one, o in outlooks.items()
+                if one != state.number and o.report and o.kind == OK
+            ]
             waits = f", and waits in {calls[0]}" if calls else ""
             outlook = state.outlook if name == self.rank else outlooks.get(state.number)
             if outlook is None:
-                behind[name] = f"has not {'made this call' if state.terms.is_call else 'started this loop'}{waits}"
+                behind[name] = (
+                    f"has not {'made this call' if state.terms.is_call else 'started this loop'}{waits}"
+                )
             elif outlook.kind == OK and outlook.step <= step:
-                behind[name] = f"has read up to step {state.terms.first_step + outlook.step}{waits}"
-        return {name: f"{text} ({why})" if (why := self.cause_of([name])) else text for name, text in behind.items()}
+                behind[name] = (
+                    f"has read up to step {state.terms.first_step + outlook.step}{waits}"
+                )
+        return {
+            name: f"{text} ({why})" if (why := self.cause_of([name])) else text
+            for name, text in behind.items()
+        }
 
 
 class _Ballot:
@@ -561,10 +633,16 @@ class _Ballot:
                 ends = {rank: o.step for rank, o in self.outlooks.items()}
             first = min(ends.values())
             if max(ends.values()) - first > self._ends_apart:
-                return self._differs(decision.step, first, {rank: int(end > first) for rank, end in ends.items()})
+                return self._differs(
+                    decision.step,
+                    first,
+                    {rank: int(end > first) for rank, end in ends.items()},
+                )
         return decision
 
-    def _differs(self, step: int, differs_at: int, digests: Mapping[int, int]) -> Decision:
+    def _differs(
+        self, step: int, differs_at: int, digests: Mapping[int, int]
+    ) -> Decision:
         for rank, outlook in self.outlooks.items():
             outlook.read = digests.get(rank, 0)
         return Decision(step, OTHER_DATA, differs_at=differs_at)
@@ -573,7 +651,9 @@ class _Ballot:
 class Hub:
     """Decides for all ranks what follows from their reports."""
 
-    def __init__(self, ranks: Sequence[int], relays: Mapping[int, int], table_place: str = "") -> None:
+    def __init__(
+        self, ranks: Sequence[int], relays: Mapping[int, int], table_place: str = ""
+    ) -> None:
         """Begin without connections.
 
         Args:
@@ -611,11 +691,15 @@ class Hub:
         elif kind == "here":
             self._introductions[rank] = content[0]
             if len(self._introductions) == len(self._ranks):
-                self.outbox.append(["met", list(self._introductions.items()), self._table_place])
+                self.outbox.append(
+                    ["met", list(self._introductions.items()), self._table_place]
+                )
         elif kind == "gone":
             self.lose([rank], *content)
 
-    def send(self, now: float, heartbeat: float, limit: float, since: float) -> list[Message]:
+    def send(
+        self, now: float, heartbeat: float, limit: float, since: float
+    ) -> list[Message]:
         """Return the messages for all ranks: what is new, and at least one in each heartbeat.
 
         Args:
@@ -625,9 +709,15 @@ class Hub:
             since: No silence is counted before this time.
         """
         self._decide()
-        silent = [rank for rank, heard in self._heard_at.items() if now - max(heard, since) > limit]
+        silent = [
+            rank
+            for rank, heard in self._heard_at.items()
+            if now - max(heard, since) > limit
+        ]
         if silent:
-            self.lose(self._blamed(silent, now), f"did not respond for {limit:g} s", limit)
+            self.lose(
+                self._blamed(silent, now), f"did not respond for {limit:g} s", limit
+            )
         if not self.outbox and now - self._sent_at >= heartbeat:
             self.outbox.append([""])
         if self.outbox:
@@ -635,7 +725,9 @@ class Hub:
         found, self.outbox = self.outbox, []
         return found
 
-    def lose(self, ranks: Sequence[int], what: str, timeout: float | None = None) -> None:
+    def lose(
+        self, ranks: Sequence[int], what: str, timeout: float | None = None
+    ) -> None:
         """Broadcast that some ranks are lost; nothing is decided after that."""
         if not self._is_over:
             self._decide()
@@ -648,7 +740,14 @@ class Hub:
             return
         outlook = ballot.outlooks[rank]
         before = outlook.step
-        outlook.step, outlook.kind, outlook.exhausted, outlook.delivered, text, digests = report
+        (
+            outlook.step,
+            outlook.kind,
+            outlook.exhausted,
+            outlook.delivered,
+            text,
+            digests,
+        ) = report
         outlook.report = text or outlook.report
         for step, digest in digests:
             ballot.digests.setdefault(step, {})[rank] = digest
@@ -676,28 +775,45 @@ class Hub:
             decision = ballot.decide()
             if decision.kind != OK:
                 del self._passes[number]
-                outlooks = [[rank, self._told(one, decision)] for rank, one in sorted(ballot.outlooks.items())]
+                outlooks = [
+                    [rank, self._told(one, decision)]
+                    for rank, one in sorted(ballot.outlooks.items())
+                ]
                 self.outbox.append(["verdict", number, astuple(decision), outlooks])
             else:
-                told = decision.step, decision.so_far, any(one.is_ending for one in ballot.outlooks.values())
+                told = (
+                    decision.step,
+                    decision.so_far,
+                    any(one.is_ending for one in ballot.outlooks.values()),
+                )
                 if ballot.told != told:
                     ballot.told = told
                     self.outbox.append(["release", number, *told])
 
     def _told(self, outlook: Outlook, decision: Decision) -> Message:
-        return list(astuple(outlook if decision.kind == OTHER_PASS else replace(outlook, label="")))
+        return list(
+            astuple(
+                outlook if decision.kind == OTHER_PASS else replace(outlook, label="")
+            )
+        )
 
     def _is_silent(self, rank: int, now: float, seconds: float) -> bool:
         return now - self._heard_at.get(rank, -NEVER) > seconds
 
     def _blamed(self, silent: Iterable[int], now: float) -> list[int]:
         """Return the ranks to name for those that are silent: of those behind a silent relay, only the relay."""
-        relays = {rank: relay for rank, relay in self._relays.items() if self._is_silent(relay, now, GRACE)}
+        relays = {
+            rank: relay
+            for rank, relay in self._relays.items()
+            if self._is_silent(relay, now, GRACE)
+        }
         return sorted({relays.get(rank, rank) for rank in silent})
 
     def _tell_status(self, now: float) -> None:
         absent = {rank for rank in self._ranks if self._is_silent(rank, now, SILENT)}
-        said: dict[int, list[Any]] = {rank: [] for rank in self._ranks if rank not in absent}
+        said: dict[int, list[Any]] = {
+            rank: [] for rank in self._ranks if rank not in absent
+        }
         for number, ballot in self._passes.items():
             for rank, outlook in ballot.outlooks.items():
                 if rank in said:
@@ -729,7 +845,9 @@ class Node:
         while True:
             for message in [*received, *member.send(now)]:
                 hub.receive(*message, now=now)
-            messages = hub.send(now, member.heartbeat, member.silence_limit, member.opened_at)
+            messages = hub.send(
+                now, member.heartbeat, member.silence_limit, member.opened_at
+            )
             for message in messages:
                 member.receive(*message, now=now)
             found += messages
@@ -738,9 +856,15 @@ class Node:
             received = ()  # what the hub has said makes its own rank report
 
 
-def lost_as(ranks: Sequence[int], what: str, timeout: float | None = None) -> tuple[str, list[int], float | None]:
+def lost_as(
+    ranks: Sequence[int], what: str, timeout: float | None = None
+) -> tuple[str, list[int], float | None]:
     """Return the arguments of `PeerLostError.of` for ranks that are lost."""
-    named = f"Global rank {ranks[0]}" if len(ranks) == 1 else f"Each of the global ranks {list(ranks)}"
+    named = (
+        f"Global rank {ranks[0]}"
+        if len(ranks) == 1
+        else f"Each of the global ranks {list(ranks)}"
+    )
     return f"{named} {what}; its own log may say why.", list(ranks), timeout
 
 

@@ -50,7 +50,9 @@ class Reception:
         """
         self.token = secrets.token_bytes(16)
         self._poll = poll
-        self._strangers: dict[int, tuple[socket.socket, bytearray, float]] = {}  # the oldest first
+        self._strangers: dict[
+            int, tuple[socket.socket, bytearray, float]
+        ] = {}  # the oldest first
         self._servers = _listening(host, several_hosts)
         self.port: int = self._servers[0].getsockname()[1]
         for server in self._servers:
@@ -79,7 +81,9 @@ class Reception:
                 except ConnectionError:
                     got = b""
             said += got or b""
-            token, position = _HELLO.unpack(said) if len(said) == _HELLO.size else (b"", 0)
+            token, position = (
+                _HELLO.unpack(said) if len(said) == _HELLO.size else (b"", 0)
+            )
             if hmac.compare_digest(token, self.token):
                 self._poll.unregister(number)
                 found.append((position, self._strangers.pop(number)[0]))
@@ -115,12 +119,20 @@ def _listening(host: str, several_hosts: bool) -> list[socket.socket]:
     make = functools.partial(socket.create_server, backlog=socket.SOMAXCONN)
     made, reason = list[socket.socket](), "it has no address"
     try:
-        for family, address in dict.fromkeys((found[0], found[4]) for found in socket.getaddrinfo(host, 0)):
+        for family, address in dict.fromkeys(
+            (found[0], found[4]) for found in socket.getaddrinfo(host, 0)
+        ):
             if several_hosts and str(address[0]).startswith(("127.", "::1")):
                 raise OSError(f"{address[0]} is another machine on each host")
             port = made[0].getsockname()[1] if made else 0
             try:
-                made.append(noted(functools.partial(make, (address[0], port, *address[2:]), family=family)))
+                made.append(
+                    noted(
+                        functools.partial(
+                            make, (address[0], port, *address[2:]), family=family
+                        )
+                    )
+                )
             except OSError as error:  # a name may have addresses of other machines, too, or of a kind that is off here
                 reason = str(error)
     except OSError as error:

@@ -68,7 +68,9 @@ os.register_at_fork(after_in_child=_leave_sockets_to_the_parent)
 def connected(host: str, port: int, timeout: float | None) -> socket.socket:
     """Return a connection, as `socket.create_connection` does, that a forked child closes."""
     failure: OSError = ConnectionError("the host has no address")
-    for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+    for family, kind, protocol, _, address in socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM
+    ):
         peer = noted(functools.partial(socket.socket, family, kind, protocol))
         peer.settimeout(timeout)
         try:
@@ -100,7 +102,9 @@ class Rendezvous:
     early: bool
     """True if that process may not have made the store yet, so others wait for it."""
 
-    def store(self, size: int, timeout: float, wanted: Callable[[], bool] = lambda: True) -> Any:
+    def store(
+        self, size: int, timeout: float, wanted: Callable[[], bool] = lambda: True
+    ) -> Any:
         """Return a new client of the store for this thread: a wait on a client blocks every other use of it.
 
         Args:
@@ -114,10 +118,18 @@ class Rendezvous:
         while True:
             try:  # first by a plain connection: Paddle's client would try for longer than its timeout (3.3.1)
                 connected(self.host, self.port, timeout).close()
-                return core.TCPStore(self.host, self.port, False, size, max(1, int(timeout)))
-            except (OSError, RuntimeError, ValueError) as error:  # Paddle raises the last two if its process ends now
+                return core.TCPStore(
+                    self.host, self.port, False, size, max(1, int(timeout))
+                )
+            except (
+                OSError,
+                RuntimeError,
+                ValueError,
+            ) as error:  # Paddle raises the last two if its process ends now
                 if self.early and wanted():
-                    if isinstance(error, OSError) and not isinstance(error, ConnectionError):  # else it comes later
+                    if isinstance(error, OSError) and not isinstance(
+                        error, ConnectionError
+                    ):  # else it comes later
                         say_once(
                             "global rank %d is where these ranks meet, and cannot be reached at %s:%d: %s. It is tried "
                             "until timeout= is over.",
@@ -125,8 +137,16 @@ class Rendezvous:
                         )
                     time.sleep(_PAUSE)
                     continue
-                whose = f"global rank {self.owner}, which" if self.early else "Global rank 0, whose process"
-                what = "should have the store for these ranks" if self.early else "has the store of paddle.distributed"
+                whose = (
+                    f"global rank {self.owner}, which"
+                    if self.early
+                    else "Global rank 0, whose process"
+                )
+                what = (
+                    "should have the store for these ranks"
+                    if self.early
+                    else "has the store of paddle.distributed"
+                )
                 raise PeerLostError.of(
                     f"{whose} {what}, cannot be reached at {self.host}:{self.port} ({error}). Look for the reason in "
                     "its own log.",
@@ -146,10 +166,16 @@ def rendezvous_of(ranks: Sequence[int]) -> Rendezvous:
     if dist.is_initialized():
         # Its address is PADDLE_MASTER, which the launcher sets, else the first of PADDLE_TRAINER_ENDPOINTS, which
         # `paddle.distributed.spawn` sets. Paddle reads MASTER_ADDR and MASTER_PORT too, but not for its store (3.3.1).
-        named = "PADDLE_MASTER" if "PADDLE_MASTER" in os.environ else "PADDLE_TRAINER_ENDPOINTS"
+        named = (
+            "PADDLE_MASTER"
+            if "PADDLE_MASTER" in os.environ
+            else "PADDLE_TRAINER_ENDPOINTS"
+        )
         host, port = _address(os.environ.get(named, "").split(",")[0], named)
         return Rendezvous(host=host, port=port, owner=0, early=False)
-    endpoints = [end for end in os.environ.get("PADDLE_TRAINER_ENDPOINTS", "").split(",") if end]
+    endpoints = [
+        end for end in os.environ.get("PADDLE_TRAINER_ENDPOINTS", "").split(",") if end
+    ]
     if "PADDLE_MASTER" not in os.environ or len(endpoints) != dist.get_world_size():
         raise ArgumentError(
             "the ranks of a loader agree on its steps. They meet at the store of paddle.distributed, which is not "
@@ -176,17 +202,27 @@ def _say_gone() -> None:
     """
     error = getattr(sys, "last_value", None)  # what the interpreter has printed
     met = any(one.fileno() >= 0 for one in list(_sockets))
-    if (met and error is None) or _is_child or not dist.is_initialized() or num_ranks() == 1:
+    if (
+        (met and error is None)
+        or _is_child
+        or not dist.is_initialized()
+        or num_ranks() == 1
+    ):
         return
     why = "" if error is None else f": {type(error).__name__}: {error}"[:_MOST_TEXT]
-    with contextlib.suppress(Exception), open(os.devnull, "w") as nowhere:  # the store has gone before
+    with (
+        contextlib.suppress(Exception),
+        open(os.devnull, "w") as nowhere,
+    ):  # the store has gone before
         # If its process is stopped, Paddle's client would wait for it, and this process would not end.
         faulthandler.dump_traceback_later(_LONGEST_WORD, exit=True, file=nowhere)
         place, rank = rendezvous_of([0]), dist.get_rank()
         connected(place.host, place.port, 1.0).close()
         time.sleep(_DYING)
         store = place.store(num_ranks(), 1.0)
-        store.set(f"{_GONE}/why {rank}", f"has ended before it could meet the others{why}")
+        store.set(
+            f"{_GONE}/why {rank}", f"has ended before it could meet the others{why}"
+        )
         store.add(f"{_GONE}/{rank}", 1)
         store.add(_GONE, 1)
     faulthandler.cancel_dump_traceback_later()
@@ -194,13 +230,22 @@ def _say_gone() -> None:
 
 def gone(store: Any, ranks: Iterable[int]) -> tuple[int, str] | None:
     """Return one of some ranks that has ended before it has met the others, and a text that says so; or None."""
-    found = (rank for rank in ranks if store.add(f"{_GONE}/{rank}", 0)) if store.add(_GONE, 0) else iter(())
-    return next(((rank, store.get(f"{_GONE}/why {rank}").decode()) for rank in found), None)
+    found = (
+        (rank for rank in ranks if store.add(f"{_GONE}/{rank}", 0))
+        if store.add(_GONE, 0)
+        else iter(())
+    )
+    return next(
+        ((rank, store.get(f"{_GONE}/why {rank}").decode()) for rank in found), None
+    )
 
 
 def hosts_of_ranks() -> list[str] | None:
     """Return the host of each global rank, as the launcher has named it; None if it has not."""
-    hosts = [end.rpartition(":")[0] for end in os.environ.get("PADDLE_TRAINER_ENDPOINTS", "").split(",")]
+    hosts = [
+        end.rpartition(":")[0]
+        for end in os.environ.get("PADDLE_TRAINER_ENDPOINTS", "").split(",")
+    ]
     return hosts if len(hosts) == dist.get_world_size() and all(hosts) else None
 
 

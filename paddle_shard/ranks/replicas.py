@@ -175,7 +175,11 @@ class Subscribing(Executor):
                 "(replicas=). Seed the sampler alike on all ranks."
             )
         # A source that has a state of its own is read by the leader only.
-        found.step = replace(step, sampler_state=found.step.sampler_state) if step.parts else step
+        found.step = (
+            replace(step, sampler_state=found.step.sampler_state)
+            if step.parts
+            else step
+        )
         return found
 
     def interrupt(self) -> None:
@@ -196,19 +200,28 @@ class Subscribing(Executor):
 
     def _receive(self) -> tuple[int, Any]:
         """Return the next message."""
-        began, position = time.monotonic(), self._replicas.ranks.index(dist.get_rank()) - 1
+        began, position = (
+            time.monotonic(),
+            self._replicas.ranks.index(dist.get_rank()) - 1,
+        )
         while True:
             try:
                 if self._receiver is None:
-                    self._receiver = connected(self._agreement.name_of(self._leader), position)
+                    self._receiver = connected(
+                        self._agreement.name_of(self._leader), position
+                    )
                 return self._receiver.receive(_failed)  # type: ignore[no-any-return]
-            except BlockingIOError:  # the leader has not opened the pass yet, or is reading
+            except (
+                BlockingIOError
+            ):  # the leader has not opened the pass yet, or is reading
                 waited = time.monotonic() - began
             except (EOFError, OSError) as error:
                 if self._closed or self._receiver is not None:
                     raise self._stopped() from None
                 how = f"cannot be reached on this host: {error}. With replicas='each', every rank reads for itself."
-                raise PeerLostError.of(f"{self._named}, {how}", [self._leader]) from error
+                raise PeerLostError.of(
+                    f"{self._named}, {how}", [self._leader]
+                ) from error
             self._check(waited)
             if self._receiver is not None:
                 self._receiver.wait(_LOOK_SECONDS)
@@ -240,7 +253,9 @@ class Subscribing(Executor):
             )
 
     def _stopped(self) -> PeerLostError:
-        return LeaderStoppedError.of(f"{self._named}, has ended its pass.", [self._leader])
+        return LeaderStoppedError.of(
+            f"{self._named}, has ended its pass.", [self._leader]
+        )
 
 
 def _key_of(step: Step) -> int:

@@ -55,7 +55,11 @@ class Terms:
     """The epoch's step with which the pass begins, for messages."""
 
     def _at(self, step: int) -> str:
-        return self.name if self.is_call else f"step {self.first_step + step} of {self.name}"
+        return (
+            self.name
+            if self.is_call
+            else f"step {self.first_step + step} of {self.name}"
+        )
 
     def log_left(self, rank: int, count: int, seconds: float) -> None:
         """Log that this rank has left its loop and others have not: it may be what they wait for, in a collective.
@@ -77,13 +81,17 @@ class Terms:
         Args:
             left: Global rank -> steps that it has delivered, as far as it is known.
         """
-        told = _listed({rank: f"after {count} steps" for rank, count in sorted(left.items())})
+        told = _listed(
+            {rank: f"after {count} steps" for rank, count in sorted(left.items())}
+        )
         logging.getLogger("paddle_shard").warning(
             f"The ranks have left their loop at different steps of {self.name}: {told}. What they have delivered "
             "differs, and so do their saved states. Leave it at the same step on all ranks."
         )
 
-    def log_wait(self, rank: int, step: int, waited: float, behind: Mapping[int, str]) -> None:
+    def log_wait(
+        self, rank: int, step: int, waited: float, behind: Mapping[int, str]
+    ) -> None:
         """Log which ranks this one waits for, long before the timeout.
 
         Args:
@@ -150,7 +158,11 @@ class Outlook:
     @property
     def short_report(self) -> str:
         """The report, cut to 64 KB."""
-        return self.report if len(self.report) <= REPORT_LIMIT else self.report[: REPORT_LIMIT - len(_CUT)] + _CUT
+        return (
+            self.report
+            if len(self.report) <= REPORT_LIMIT
+            else self.report[: REPORT_LIMIT - len(_CUT)] + _CUT
+        )
 
 
 _SAME_DATA = (
@@ -204,7 +216,9 @@ def decide(outlooks: Collection[Outlook]) -> Decision:
 
 def described(facts: Mapping[str, Any]) -> str:
     """Return facts (name -> value, each a short text) as a text for `differences`."""
-    return json.dumps({name: str(value) for name, value in facts.items()}, ensure_ascii=False)
+    return json.dumps(
+        {name: str(value) for name, value in facts.items()}, ensure_ascii=False
+    )
 
 
 def differences(said: Mapping[int, str]) -> str:
@@ -225,18 +239,30 @@ def differences(said: Mapping[int, str]) -> str:
             facts[rank] = {"loader": text}
     found = []
     for name in dict.fromkeys(name for of_rank in facts.values() for name in of_rank):
-        holders = _holders({rank: of_rank.get(name, "nothing") for rank, of_rank in facts.items()})
+        holders = _holders(
+            {rank: of_rank.get(name, "nothing") for rank, of_rank in facts.items()}
+        )
         if any("\n" in value for value in holders) and len(holders) > 1:
-            found.append(f"{name}: {_on_some({rank: of_rank.get(name, '') for rank, of_rank in facts.items()})}")
+            found.append(
+                f"{name}: {_on_some({rank: of_rank.get(name, '') for rank, of_rank in facts.items()})}"
+            )
         elif len(holders) > 1:
-            found.append(f"{name}: " + ", ".join(f"{value} on {ranks}" for value, ranks in holders.items()))
+            found.append(
+                f"{name}: "
+                + ", ".join(f"{value} on {ranks}" for value, ranks in holders.items())
+            )
     return "; ".join(found)
 
 
 def _on_some(texts: Mapping[int, str]) -> str:
     """Return the first line that not all ranks have, and who has it."""
     lines = {rank: dict.fromkeys(text.split("\n")) for rank, text in texts.items()}
-    for _, _, line in sorted((at, rank, line) for rank, own in lines.items() for at, line in enumerate(own) if line):
+    for _, _, line in sorted(
+        (at, rank, line)
+        for rank, own in lines.items()
+        for at, line in enumerate(own)
+        if line
+    ):
         if lacking := [rank for rank, own in lines.items() if line not in own]:
             having = [rank for rank in lines if rank not in lacking]
             return f"{line!r} is on {_named(having)}, and not on {_named(lacking)}"
@@ -256,7 +282,9 @@ def _named(ranks: Sequence[int]) -> str:
     return f"global rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:_MOST_RANKS]))}{more}"
 
 
-def error_of(verdict: Decision, ranks: Mapping[int, Outlook], number: int, terms: Terms) -> Exception | None:
+def error_of(
+    verdict: Decision, ranks: Mapping[int, Outlook], number: int, terms: Terms
+) -> Exception | None:
     """Return the error for a pass that has ended; None if it has ended as it should.
 
     Args:
@@ -275,13 +303,17 @@ def error_of(verdict: Decision, ranks: Mapping[int, Outlook], number: int, terms
         if "num_samples" in differ:
             own = " A rank that was given a part of its own (Subset, .shard()) needs is_dataset_splitted=True."
         if differ.startswith("sample "):
-            return errors.DifferentDataError(f"the ranks hold different data. {differ}. {_SAME_DATA}")
+            return errors.DifferentDataError(
+                f"the ranks hold different data. {differ}. {_SAME_DATA}"
+            )
         return errors.ArgumentError(
             f"The ranks differ in pass {number} over a loader, but must be the same. {differ}. Give all ranks the same "
             f"arguments and data, and start every loop on all of them, in the same order.{own}"
         )
     if verdict.kind == OTHER_DATA:
-        who = " and ".join(_holders({rank: o.read for rank, o in ranks.items()}).values())
+        who = " and ".join(
+            _holders({rank: o.read for rank, o in ranks.items()}).values()
+        )
         first = terms.first_step + verdict.differs_at
         return errors.DifferentDataError(
             f"At step {first} of {name}, {who} have read different data. Each must read the same stream, or draw the "
@@ -290,14 +322,22 @@ def error_of(verdict: Decision, ranks: Mapping[int, Outlook], number: int, terms
             f"(The global generators of numpy, Python, Paddle and torch are seeded.) {IF_SPLIT}"
         )
     if verdict.kind == FAIL:
-        failed = [(rank, o.report) for rank, o in ranks.items() if o.kind == FAIL and o.step == step]
-        failure = errors.AgreedFailure(f"Reading step {step} failed on global ranks {[rank for rank, _ in failed]}.")
+        failed = [
+            (rank, o.report)
+            for rank, o in ranks.items()
+            if o.kind == FAIL and o.step == step
+        ]
+        failure = errors.AgreedFailure(
+            f"Reading step {step} failed on global ranks {[rank for rank, _ in failed]}."
+        )
         failure.step, failure.reports = step, tuple(failed)
         return failure
     if verdict.kind == END:
         ended = [rank for rank, o in ranks.items() if o.kind == END and o.step == step]
         # A rank that has left its loop, and had announced all steps before the end, keeps the others from nothing.
-        went_on = [rank for rank, o in ranks.items() if o.kind != CLOSED and rank not in ended]
+        went_on = [
+            rank for rank, o in ranks.items() if o.kind != CLOSED and rank not in ended
+        ]
         if not (terms.ends_must_agree and ended and went_on):
             return None
         unequal = errors.UnequalEndsError(
@@ -306,8 +346,14 @@ def error_of(verdict: Decision, ranks: Mapping[int, Outlook], number: int, terms
         )
         unequal.step, unequal.ended, unequal.went_on = at, tuple(ended), tuple(went_on)
         return unequal
-    left = {rank: o.delivered for rank, o in ranks.items() if o.kind == CLOSED and o.step == step}
-    told = " and ".join(f"global rank {rank} after {count} steps" for rank, count in left.items())
+    left = {
+        rank: o.delivered
+        for rank, o in ranks.items()
+        if o.kind == CLOSED and o.step == step
+    }
+    told = " and ".join(
+        f"global rank {rank} after {count} steps" for rank, count in left.items()
+    )
     return errors.PeerLostError.of(
         f"The loop was left by {told}, while this rank asks for step {at}. Leave it at the same step on all ranks, or "
         "iterate to the end on all of them.",
@@ -332,7 +378,9 @@ def report_of(failure: Any, call: str = "") -> str:
     if len(text) > _LONGEST:
         text = f"{text[:_LONGEST]} ... [cut]"
     begin = {"failed": call} if call else {}
-    return json.dumps({**begin, "kind": type(failure).__name__, "text": text, **told}, default=repr)
+    return json.dumps(
+        {**begin, "kind": type(failure).__name__, "text": text, **told}, default=repr
+    )
 
 
 def error_of_another(rank: int, report: str) -> Exception:
@@ -341,13 +389,19 @@ def error_of_another(rank: int, report: str) -> Exception:
         told = json.loads(report)
     except ValueError:  # cut off because it was too long
         told = {"kind": "DataReadError", "text": report}
-    text = f"global rank {rank}: {told['failed']}: " if "failed" in told else f"global rank {rank}: "
+    text = (
+        f"global rank {rank}: {told['failed']}: "
+        if "failed" in told
+        else f"global rank {rank}: "
+    )
     text += told["text"]
     kind = getattr(errors, told["kind"], None)
     if kind is not None and kind is not errors.DataReadError:
         found: Exception = kind(text)
         return found
-    error = errors.DataReadError(text if kind is errors.DataReadError else f"{told['kind']}: {text}")
+    error = errors.DataReadError(
+        text if kind is errors.DataReadError else f"{told['kind']}: {text}"
+    )
     for name in _TOLD:
         value = told.get(name)
         setattr(error, name, tuple(value) if isinstance(value, list) else value)

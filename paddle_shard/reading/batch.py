@@ -97,7 +97,9 @@ class Batch:
             return np.ones(self.num_rows, bool)
         if len(self.real) == self.num_rows:
             return self.real
-        return np.full(self.num_rows, self.real[0])  # an item that is a whole batch is real or not as a whole
+        return np.full(
+            self.num_rows, self.real[0]
+        )  # an item that is a whole batch is real or not as a whole
 
     def valid(self) -> Mask:
         """Return one bool for each row that was read: True if the row is real."""
@@ -127,20 +129,32 @@ class Batch:
         if len(rows) == len(ids) and self.real is None and self.skipped is None:
             return ids, 0
         valid = self.valid()[rows]
-        num_lost = int(np.count_nonzero(self.served()[rows])) - int(np.count_nonzero(valid))
+        num_lost = int(np.count_nonzero(self.served()[rows])) - int(
+            np.count_nonzero(valid)
+        )
         rows = rows[valid]
-        return (ids[rows] if isinstance(ids, np.ndarray) else [ids[row] for row in rows.tolist()]), num_lost
+        return (
+            ids[rows]
+            if isinstance(ids, np.ndarray)
+            else [ids[row] for row in rows.tolist()]
+        ), num_lost
 
 
 NO_STAND_IN = (
-    "tail='pad': no sample can stand in for this rank's missing rows ({}). Use tail='drop', or more samples than parts."
+    "tail='pad': no sample can stand in for this rank's missing rows ({}). "
+    "Use tail='drop', or more samples than parts."
 )
 
 Even = Callable[[Sequence[Any], str], Sequence[Any]]
 """Pads the rows of several arrays to the same length, if lengths may differ, given the path of their field."""
 
 
-def joined(step: Step, chunks: Sequence[Chunk], places: Sequence[Rows], even: Even | None = None) -> Batch:
+def joined(
+    step: Step,
+    chunks: Sequence[Chunk],
+    places: Sequence[Rows],
+    even: Even | None = None,
+) -> Batch:
     """Return the rows that all readers of a rank have read for a step, in the order of the global batch's rows.
 
     Args:
@@ -156,7 +170,9 @@ def joined(step: Step, chunks: Sequence[Chunk], places: Sequence[Rows], even: Ev
     one = chunks[0] if len(chunks) == 1 else _one_of(chunks, places, even)
     if one.state is not None:
         step = replace(step, sampler_state=one.state)
-    found = Batch(step=step, value=one.value, real=step.real, fresh=one.fresh, why=one.why)
+    found = Batch(
+        step=step, value=one.value, real=step.real, fresh=one.fresh, why=one.why
+    )
     found.profile = next((chunk.profile for chunk in chunks if chunk.profile), None)
     found.digest = one.digest or step.digest
     if one.real is not None:
@@ -164,24 +180,33 @@ def joined(step: Step, chunks: Sequence[Chunk], places: Sequence[Rows], even: Ev
     if one.value is None and one.why and not found.empty:
         raise LookupError(NO_STAND_IN.format(one.why))
     if one.skipped:
-        found.skipped = np.zeros(len(step.ids) if found.real is None else len(found.real), np.bool_)
+        found.skipped = np.zeros(
+            len(step.ids) if found.real is None else len(found.real), np.bool_
+        )
         found.skipped[[row for row, _ in one.skipped]] = True
     return found
 
 
-def _one_of(chunks: Sequence[Chunk], places: Sequence[Rows], even: Even | None) -> Chunk:
+def _one_of(
+    chunks: Sequence[Chunk], places: Sequence[Rows], even: Even | None
+) -> Chunk:
     """Return the chunk that one reader of all parts would have returned."""
     order = np.argsort(np.concatenate(places), kind="stable")
     sizes = list(map(len, places))
     real: bytes | None = None
     if any(chunk.real is not None for chunk in chunks):
-        masks = b"".join(chunk.real or bytes([1]) * size for chunk, size in zip(chunks, sizes, strict=True))
+        masks = b"".join(
+            chunk.real or bytes([1]) * size
+            for chunk, size in zip(chunks, sizes, strict=True)
+        )
         real = np.frombuffer(masks, np.uint8)[order].tobytes()
     value = None
     if not any(chunk.value is None for chunk in chunks):
         value = take_rows([chunk.value for chunk in chunks], sizes, order, even)
     skipped = [
-        (int(place[row]), why) for chunk, place in zip(chunks, places, strict=True) for row, why in chunk.skipped
+        (int(place[row]), why)
+        for chunk, place in zip(chunks, places, strict=True)
+        for row, why in chunk.skipped
     ]
     return chunks[0]._replace(
         value=value,
@@ -193,7 +218,11 @@ def _one_of(chunks: Sequence[Chunk], places: Sequence[Rows], even: Even | None) 
 
 
 def take_rows(
-    batches: Sequence[Any], sizes: Sequence[int], rows: Rows, even: Even | None = None, path: str = ""
+    batches: Sequence[Any],
+    sizes: Sequence[int],
+    rows: Rows,
+    even: Even | None = None,
+    path: str = "",
 ) -> Any:
     """Return some rows of several batches, joined one after the other.
 
@@ -211,7 +240,13 @@ def take_rows(
     if isinstance(first, Mapping):
         _check_alike([sorted(map(str, batch)) for batch in batches], "keys", path)
         columns = {key: [batch[key] for batch in batches] for key in first}
-        return rebuild(first, {key: take_rows(c, sizes, rows, even, f"{path}[{key!r}]") for key, c in columns.items()})
+        return rebuild(
+            first,
+            {
+                key: take_rows(c, sizes, rows, even, f"{path}[{key!r}]")
+                for key, c in columns.items()
+            },
+        )
     if hasattr(first, "shape"):
         if [tuple(batch.shape[:1]) for batch in batches] != [(size,) for size in sizes]:
             if len(batches) == 1:
@@ -223,17 +258,30 @@ def take_rows(
             )
         if even is not None:
             batches = even(batches, path)
-        _check_alike([(list(batch.shape[1:]), dtype_of(batch)) for batch in batches], "row shape and dtype", path)
+        _check_alike(
+            [(list(batch.shape[1:]), dtype_of(batch)) for batch in batches],
+            "row shape and dtype",
+            path,
+        )
         return np.concatenate([as_array(batch) for batch in batches])[rows]
     if not is_sequence(first):
-        _check_alike([(type(batch).__name__, batch) for batch in batches], "value, without a row for each sample", path)
+        _check_alike(
+            [(type(batch).__name__, batch) for batch in batches],
+            "value, without a row for each sample",
+            path,
+        )
         return first
-    if [len(batch) for batch in batches] == list(sizes) and not any(True for _ in arrays_of(batches)):
+    if [len(batch) for batch in batches] == list(sizes) and not any(
+        True for _ in arrays_of(batches)
+    ):
         items = [item for batch in batches for item in batch]
         return [items[row] for row in rows.tolist()]
     _check_alike([len(batch) for batch in batches], "number of fields", path)
     fields = enumerate(zip(*batches, strict=True))
-    return rebuild(first, [take_rows(column, sizes, rows, even, f"{path}[{i}]") for i, column in fields])
+    return rebuild(
+        first,
+        [take_rows(column, sizes, rows, even, f"{path}[{i}]") for i, column in fields],
+    )
 
 
 def _check_alike(values: Sequence[Any], what: str, path: str) -> None:

@@ -48,7 +48,9 @@ class Slots:
         if hasattr(os, "memfd_create"):
             self.file = os.memfd_create("paddle_shard")
         else:  # Python was built for a C library from before 2018
-            self.file = ctypes.CDLL(None, use_errno=True).memfd_create(b"paddle_shard", 1)  # MFD_CLOEXEC
+            self.file = ctypes.CDLL(None, use_errno=True).memfd_create(
+                b"paddle_shard", 1
+            )  # MFD_CLOEXEC
         weakref.finalize(self, os.close, self.file)
         os.ftruncate(self.file, num_slots * self.room)
         self.memory = memoryview(mmap.mmap(self.file, num_slots * self.room))
@@ -102,18 +104,31 @@ class Channel:
         """
         while True:
             try:
-                received, files, *_ = self._connection.recvmsg_into([self._small], _ONE_FILE, socket.MSG_CMSG_CLOEXEC)
-            except ConnectionResetError:  # raised once; earlier messages can still be received
+                received, files, *_ = self._connection.recvmsg_into(
+                    [self._small], _ONE_FILE, socket.MSG_CMSG_CLOEXEC
+                )
+            except (
+                ConnectionResetError
+            ):  # raised once; earlier messages can still be received
                 continue
             if not received:
                 raise EOFError
             kind, num_pieces, start, size = HEAD.unpack_from(self._small)
             if kind == MEMORY:
-                self._theirs = mapped(_FILE.unpack(files[0][2])[0], size) if files else None
+                self._theirs = (
+                    mapped(_FILE.unpack(files[0][2])[0], size) if files else None
+                )
                 continue
-            theirs = self._small[HEAD.size :] if kind == INLINE else self._theirs  # another thread may close this end
+            theirs = (
+                self._small[HEAD.size :] if kind == INLINE else self._theirs
+            )  # another thread may close this end
             if theirs is None:
-                return failed(OSError(errno.EMFILE, "memory was sent that cannot be mapped; see ulimit -n and -v"))
+                return failed(
+                    OSError(
+                        errno.EMFILE,
+                        "memory was sent that cannot be mapped; see ulimit -n and -v",
+                    )
+                )
             try:
                 return read(theirs[start : start + size], num_pieces)
             except Exception as error:
@@ -143,12 +158,18 @@ class Channel:
         """Return where the next slot begins, and its memory. If that is too small, new memory is made and sent."""
         if self._ours is None or self._ours.room < size:
             slots = Slots(self._num_slots, ample(size))
-            socket.send_fds(self._connection, [HEAD.pack(MEMORY, 0, 0, len(slots.memory))], [slots.file])
+            socket.send_fds(
+                self._connection,
+                [HEAD.pack(MEMORY, 0, 0, len(slots.memory))],
+                [slots.file],
+            )
             self._ours = slots
         return self._ours.slot(self._num_sent % self._num_slots)
 
 
-def framed(message: Any, place: Callable[[int], tuple[int, memoryview]]) -> bytes | bytearray:
+def framed(
+    message: Any, place: Callable[[int], tuple[int, memoryview]]
+) -> bytes | bytearray:
     """Return what goes through the socket for a message; a large payload goes into memory.
 
     Args:

@@ -57,7 +57,10 @@ class ChunkRequest:
     @property
     def position(self) -> int:
         """Number of samples of each part before this step."""
-        return self.opening.skip + (self.step - self.first_step) // self.stride * self.plan.samples_per_part
+        return (
+            self.opening.skip
+            + (self.step - self.first_step) // self.stride * self.plan.samples_per_part
+        )
 
     @property
     def indices(self) -> list[tuple[int, int]]:
@@ -91,7 +94,13 @@ class ChunkReader(Reader):
     It runs in a worker, or in the main process if there are no workers. It keeps the parts of its pass open.
     """
 
-    def __init__(self, stage: Stage, dataset: Any, collate_fn: Callable[[Any], Any] | None, how: HowToRead) -> None:
+    def __init__(
+        self,
+        stage: Stage,
+        dataset: Any,
+        collate_fn: Callable[[Any], Any] | None,
+        how: HowToRead,
+    ) -> None:
         """Set up the reader.
 
         Args:
@@ -115,20 +124,39 @@ class ChunkReader(Reader):
 
     def _begin(self, asked: ChunkRequest) -> None:
         """Open the parts at a step: the first of the pass, unless another reader has read those before it."""
-        opening = replace(asked.opening, seed_generators=self.rng.seed, skip_errors=self._how.skip_errors)
-        self._pass_number, self._next_step, self._parts = asked.pass_number, asked.step, []
+        opening = replace(
+            asked.opening,
+            seed_generators=self.rng.seed,
+            skip_errors=self._how.skip_errors,
+        )
+        self._pass_number, self._next_step, self._parts = (
+            asked.pass_number,
+            asked.step,
+            [],
+        )
         self._state, whole = opening.state, asked.whole_items
         here = replace(opening, skip=asked.position)
         # Whole batches that several readers take in turns are made up for by the first one of the stream.
         fills = here.uncut(here.skip) if asked.stride > 1 else here
         self._padding = Padding(self._stage, fills, whole=whole)
-        self._digests = TurnDigests(1 if whole else opening.num_parts * opening.stripe, apart=whole)
+        self._digests = TurnDigests(
+            1 if whole else opening.num_parts * opening.stripe, apart=whole
+        )
         # Readers that repeat their parts may begin a round at different steps. If samples become several after the cut,
         # a position does not tell how far a reader must have read.
         line = list(self._stage.line())
-        after_the_cut = list(takewhile(lambda stage: not isinstance(stage, Stripe), line))
-        several, uncut = any(stage.makes_several for stage in after_the_cut), len(after_the_cut) < len(line)
-        seen = self._digests.see if asked.compared and uncut and not (asked.repeat or several) else None
+        after_the_cut = list(
+            takewhile(lambda stage: not isinstance(stage, Stripe), line)
+        )
+        several, uncut = (
+            any(stage.makes_several for stage in after_the_cut),
+            len(after_the_cut) < len(line),
+        )
+        seen = (
+            self._digests.see
+            if asked.compared and uncut and not (asked.repeat or several)
+            else None
+        )
         # The digests are of all that was read since the pass began.
         opening = here if seen is None else replace(opening, seen=seen)
         self._parts = in_rounds(self._stage, opening, None if asked.repeat else 1)
@@ -142,7 +170,9 @@ class ChunkReader(Reader):
         if asked.pass_number != self._pass_number:
             self._begin(asked)
         if asked.step != self._next_step:
-            raise AssertionError(f"step {asked.step} was asked for, but step {self._next_step} is next")
+            raise AssertionError(
+                f"step {asked.step} was asked for, but step {self._next_step} is next"
+            )
         self._next_step += asked.stride
         columns, fresh = self._columns(asked, at)
         parts = asked.opening.parts
@@ -161,20 +191,34 @@ class ChunkReader(Reader):
             samples = [columns[part][row] for part, row in places]
             failed: dict[int, str] = {}
             if self._how.skip_errors:
-                failed = {row: one.why for row, one in enumerate(samples) if isinstance(one, Unreadable)}
-            if self._placeholder is None and len(failed) == len(samples):  # no sample was readable so far
+                failed = {
+                    row: one.why
+                    for row, one in enumerate(samples)
+                    if isinstance(one, Unreadable)
+                }
+            if self._placeholder is None and len(failed) == len(
+                samples
+            ):  # no sample was readable so far
                 with contextlib.suppress(LookupError):
                     self._placeholder = self._padding.of(parts[0])
             at.update(what=f"collating {len(samples)} samples", index=None)
-            if self._collate_fn is not None and self.rng.seeds:  # the same for all readers of the step
+            if (
+                self._collate_fn is not None and self.rng.seeds
+            ):  # the same for all readers of the step
                 self.rng.seed(asked.opening.key(0, "collate", asked.step))
             value, skipped = self._collated(
                 samples,
                 failed,
                 whole=asked.whole_items,
-                name_of=lambda row: self._named(parts[places[row][0]], position + places[row][1], asked),
+                name_of=lambda row: self._named(
+                    parts[places[row][0]], position + places[row][1], asked
+                ),
             )
-            skipped = [(row, reason) for row, reason in skipped if places[row][1] < num_valid[places[row][0]]]
+            skipped = [
+                (row, reason)
+                for row, reason in skipped
+                if places[row][1] < num_valid[places[row][0]]
+            ]
             if asked.local_rows is not None:
                 num_rows = num_rows_of(value)
         valid = None
@@ -182,11 +226,21 @@ class ChunkReader(Reader):
             valid = bytes([row < num_valid[part] for part, row in places] * num_rows)
         state = None
         if asked.local_rows is not None:
-            state = {"shard": parts[0], "rows": asked.local_rows, "library": self._state}
-        digest = self._digests.until((position + size - 1) // asked.opening.stripe) if asked.compared else 0
+            state = {
+                "shard": parts[0],
+                "rows": asked.local_rows,
+                "library": self._state,
+            }
+        digest = (
+            self._digests.until((position + size - 1) // asked.opening.stripe)
+            if asked.compared
+            else 0
+        )
         return Chunk(value, valid, fresh, state, skipped, why, digest=digest)
 
-    def _columns(self, asked: ChunkRequest, at: dict[str, Any]) -> tuple[list[list[Any]], bool]:
+    def _columns(
+        self, asked: ChunkRequest, at: dict[str, Any]
+    ) -> tuple[list[list[Any]], bool]:
         """Return the samples of each part, as many as there are, and whether any is of the part's first round."""
         columns: list[list[Any]] = []
         fresh = False
@@ -197,7 +251,9 @@ class ChunkReader(Reader):
                 found.extend(islice(items, size))
             except BaseException:
                 number = asked.position + len(found)
-                at.update(what=f"reading sample {number} of part {part}", index=(part, number))
+                at.update(
+                    what=f"reading sample {number} of part {part}", index=(part, number)
+                )
                 raise
             fresh = fresh or bool(found and found[0][0] == 0)
             column = [sample for _, sample in found]
@@ -208,14 +264,19 @@ class ChunkReader(Reader):
             self._padding.note(part, column, ended=len(column) < size)
         return columns, fresh
 
-    def _fill(self, columns: list[list[Any]], asked: ChunkRequest, at: dict[str, Any]) -> str:
+    def _fill(
+        self, columns: list[list[Any]], asked: ChunkRequest, at: dict[str, Any]
+    ) -> str:
         """Fill missing rows if the request says so; return why they cannot be filled."""
         delivers = any(columns)
         for part, column in zip(asked.opening.parts, columns, strict=True):
             missing = asked.plan.samples_per_part - len(column)
             if not asked.pad or not missing:
                 continue
-            at.update(what=f"finding what stands in the missing rows of part {part}", index=None)
+            at.update(
+                what=f"finding what stands in the missing rows of part {part}",
+                index=None,
+            )
             try:
                 column += [self._padding.of(part)] * missing
             except Exception as error:
@@ -226,13 +287,21 @@ class ChunkReader(Reader):
 
     def _named(self, part: int, number: int, asked: ChunkRequest) -> str:
         """Return the name of a sample, for messages."""
-        origin = None if asked.whole_items else self._stage.origin(asked.opening, part, number)
+        origin = (
+            None
+            if asked.whole_items
+            else self._stage.origin(asked.opening, part, number)
+        )
         return f"sample {number} of part {part}" + (f" ({origin})" if origin else "")
 
-    def _explain(self, error: BaseException, asked: ChunkRequest, at: dict[str, Any]) -> None:
+    def _explain(
+        self, error: BaseException, asked: ChunkRequest, at: dict[str, Any]
+    ) -> None:
         at["indices"] = tuple(asked.indices)
         index = getattr(error, FAILED_AT, None)
-        if index is not None:  # it failed before the cut, perhaps at another reader's sample
+        if (
+            index is not None
+        ):  # it failed before the cut, perhaps at another reader's sample
             at.update(what=f"reading sample {index[1]} of part {index[0]}", index=index)
         elif at["index"] is not None and not isinstance(error, PaddleShardError):
             part, number = at["index"]
@@ -275,7 +344,11 @@ class Padding:
         Raises:
             LookupError: Every part is empty, or none of its samples can be read.
         """
-        for candidate in self._opening.parts if self._whole else (part, *range(self._opening.num_parts)):
+        for candidate in (
+            self._opening.parts
+            if self._whole
+            else (part, *range(self._opening.num_parts))
+        ):
             if candidate not in self._first:
                 opening = replace(self._opening, parts=(candidate,))
                 opened = self._stage.open(opening)[0]
@@ -312,7 +385,9 @@ class OwnBatches:
         """
         if request.step == 0 and request.pad:
             self._first = found.value
-        if found.value is None and self._first is not None:  # a stream that can be read once is not opened again
+        if (
+            found.value is None and self._first is not None
+        ):  # a stream that can be read once is not opened again
             found.value, found.owned = self._first, False
         if request.local_rows is None:
             return
@@ -323,10 +398,18 @@ class OwnBatches:
                 f"a batch of {rows} rows came after batches of {wanted}: every rank's batches must have as many rows, "
                 "and only its last may have fewer."
             )
-        found.step = replace(found.step, sampler_state={**found.step.sampler_state, "rows": wanted})
+        found.step = replace(
+            found.step, sampler_state={**found.step.sampler_state, "rows": wanted}
+        )
         if rows < wanted or found.empty:
             real = 0 if found.empty else rows
             found.real = np.arange(wanted) < real
         if found.value is not None and rows < wanted:
             fills = request.pad or request.repeat
-            found.value = take_rows([found.value], [rows], np.minimum(np.arange(wanted), rows - 1)) if fills else None
+            found.value = (
+                take_rows(
+                    [found.value], [rows], np.minimum(np.arange(wanted), rows - 1)
+                )
+                if fills
+                else None
+            )

@@ -43,17 +43,25 @@ def digest(value: Any, before: int = 0, most: int = _ITEMS) -> int:
             return digest(some.tolist(), before, most)
         return zlib.crc32(np.ascontiguousarray(some).tobytes(), before)
     if isinstance(value, str | bytes | bytearray):
-        seen = value[:most].encode(errors="replace") if isinstance(value, str) else value[:most]
+        seen = (
+            value[:most].encode(errors="replace")
+            if isinstance(value, str)
+            else value[:most]
+        )
         return zlib.crc32(b"%d" % len(value) + seen, before)
     if is_sequence(value):
         before = zlib.crc32(b"%d" % len(value), before)
         for item in value[:: max(1, len(value) // most)]:
             before = digest(item, before, most)
         return before
-    is_known = value is None or isinstance(value, numbers.Number | np.generic | datetime.date | datetime.time)
+    is_known = value is None or isinstance(
+        value, numbers.Number | np.generic | datetime.date | datetime.time
+    )
     if not is_known and hasattr(value, "tobytes"):  # an image of PIL
         return zlib.crc32(value.tobytes()[:most], before)
-    return zlib.crc32((repr(value) if is_known else type(value).__qualname__).encode(), before)
+    return zlib.crc32(
+        (repr(value) if is_known else type(value).__qualname__).encode(), before
+    )
 
 
 def _is_dense_tensor(value: Any) -> bool:

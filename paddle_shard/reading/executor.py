@@ -143,7 +143,9 @@ def on_cpu() -> contextlib.AbstractContextManager[Any]:
     """
     if isinstance(_current_expected_place_(), core.CPUPlace):
         return contextlib.nullcontext()
-    guard: contextlib.AbstractContextManager[Any] = _dygraph_place_guard(core.CPUPlace())
+    guard: contextlib.AbstractContextManager[Any] = _dygraph_place_guard(
+        core.CPUPlace()
+    )
     return guard
 
 
@@ -167,7 +169,9 @@ class InlineExecutor(_Reads):
         reader = self._reader
         if reader.rng.seeds or (self._num_taken == 0 and reader.rng.looks):
             return False
-        return not reader.makes_tensors or isinstance(_current_expected_place_(), core.CPUPlace)
+        return not reader.makes_tensors or isinstance(
+            _current_expected_place_(), core.CPUPlace
+        )
 
     @property
     def reads_last_here(self) -> bool:
@@ -211,7 +215,9 @@ class WorkerExecutor(_Reads):
     So each worker's channel is a queue, nothing needs to be sorted, and two numbers tell which requests are where.
     """
 
-    _pool: WorkerPool | None = None  # for `__del__`, as a signal handler may raise in the constructor
+    _pool: WorkerPool | None = (
+        None  # for `__del__`, as a signal handler may raise in the constructor
+    )
 
     def __init__(
         self,
@@ -244,7 +250,11 @@ class WorkerExecutor(_Reads):
     def depth(self) -> int:
         """See `Executor`."""
         pool = self._pool
-        return 1 if pool is None else max(1, pool.num_workers * pool.num_ahead // self._num_parts)
+        return (
+            1
+            if pool is None
+            else max(1, pool.num_workers * pool.num_ahead // self._num_parts)
+        )
 
     def submit(self, step: Step, *, is_last: bool = False) -> None:
         """See `Executor`."""
@@ -265,7 +275,11 @@ class WorkerExecutor(_Reads):
             answer = ReadFailure.of(lost, what="reading", worker=lost.worker)
         if isinstance(answer, ReadFailure):
             self.close()
-            raise answer.error(Step(epoch=0, number=0, num_rows=0, micro_size=0, num_real=0, ids=samples))
+            raise answer.error(
+                Step(
+                    epoch=0, number=0, num_rows=0, micro_size=0, num_real=0, ids=samples
+                )
+            )
         return answer  # type: ignore[no-any-return]
 
     def take(self, *, in_thread: bool = False) -> Batch:
@@ -294,7 +308,10 @@ class WorkerExecutor(_Reads):
     def _send(self, pool: WorkerPool) -> None:
         """Send as many requests as the workers may have, in their order."""
         # Of the requests that were sent and not taken, one in `num_workers` is with the worker of the next one.
-        while self._unsent and (self._num_sent - self._num_taken) // pool.num_workers < pool.num_ahead:
+        while (
+            self._unsent
+            and (self._num_sent - self._num_taken) // pool.num_workers < pool.num_ahead
+        ):
             request = self._unsent[0]
             look: Look = ""
             if self._num_sent < pool.num_workers:
@@ -327,7 +344,9 @@ class WorkerExecutor(_Reads):
         if pool is not None:
             stays = ended and pool.persistent
             with contextlib.suppress(WorkersLostError):
-                while stays and self._num_taken < self._num_sent + len(self._unsent):  # it cannot be taken back
+                while stays and self._num_taken < self._num_sent + len(
+                    self._unsent
+                ):  # it cannot be taken back
                     self._answer(pool)
             if stays and self._num_taken == self._num_sent and not pool.interrupted:
                 self._idle.append(pool)

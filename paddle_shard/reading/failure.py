@@ -40,20 +40,41 @@ class ReadFailure:
             text = "".join(traceback.format_exception(error))
         except Exception as other:  # an exception whose own __str__ raises
             text = f"(its text cannot be had: {type(other).__name__})"
-        return cls(cause_type=type(error).__name__, cause=text_of(error), traceback=text, **where)
+        return cls(
+            cause_type=type(error).__name__,
+            cause=text_of(error),
+            traceback=text,
+            **where,
+        )
 
     def error(self, asked: Step) -> DataReadError:
         """Return the exception to raise for a step that failed."""
-        where = "in the main process" if self.worker is None else f"in worker {self.worker}{self.where}"
+        where = (
+            "in the main process"
+            if self.worker is None
+            else f"in worker {self.worker}{self.where}"
+        )
         parts = [index for part in asked.parts for index in part.indices]
         named = self.indices or parts or asked.ids
-        indices = [index.item() if isinstance(index, np.generic) else index for index in named]
-        shown = ", ".join(map(repr, indices[:_SHOWN])) + (", ..." * (len(indices) > _SHOWN))
+        indices = [
+            index.item() if isinstance(index, np.generic) else index for index in named
+        ]
+        shown = ", ".join(map(repr, indices[:_SHOWN])) + (
+            ", ..." * (len(indices) > _SHOWN)
+        )
         error = DataReadError(
             f"{self.what} failed {where} (epoch {asked.epoch}, step {asked.number}): "
             f"{self.cause_type}: {self.cause}\n"
             f"Samples of this read: [{shown}].\nOriginal traceback:\n{self.traceback}"
         )
-        error.index, error.indices, error.worker = self.index, tuple(indices), self.worker
-        error.epoch, error.step, error.cause_type = asked.epoch, asked.number, self.cause_type
+        error.index, error.indices, error.worker = (
+            self.index,
+            tuple(indices),
+            self.worker,
+        )
+        error.epoch, error.step, error.cause_type = (
+            asked.epoch,
+            asked.number,
+            self.cause_type,
+        )
         return error

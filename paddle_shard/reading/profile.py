@@ -22,7 +22,9 @@ TRANSPORT = "handing batches over"
 PLACING = "placing"
 OTHER_RANKS = "waiting for other ranks"
 LOADER = "the loader's own code"
-CATEGORIES = frozenset({READING, COLLATING, ORDER, TRANSPORT, PLACING, OTHER_RANKS, LOADER})
+CATEGORIES = frozenset(
+    {READING, COLLATING, ORDER, TRANSPORT, PLACING, OTHER_RANKS, LOADER}
+)
 """All other keys of the counts are names of the user's functions."""
 
 TRAINING = "training"
@@ -95,7 +97,10 @@ class Profiler:
         if self._run is None:
             self._run = object()
             threading.Thread(
-                target=self._sample_until_stopped, args=(self._run,), name="paddle_shard-profile", daemon=True
+                target=self._sample_until_stopped,
+                args=(self._run,),
+                name="paddle_shard-profile",
+                daemon=True,
             ).start()
 
     def stop(self) -> None:
@@ -152,7 +157,10 @@ class Profiler:
         stacks = self._stacks()
         if WORKER in stacks:
             category = _category(_in_thread(stacks[WORKER]))
-            is_idle = category == TRANSPORT and stacks[WORKER][-1].co_name in ("receive", "wait")
+            is_idle = category == TRANSPORT and stacks[WORKER][-1].co_name in (
+                "receive",
+                "wait",
+            )
             if not is_idle:
                 self._add(category, 1.0)
             return not is_idle
@@ -160,7 +168,9 @@ class Profiler:
         if not stack:
             return False
         category = _category(stack)
-        if READING_AHEAD in stacks and (category == OTHER_RANKS or _is_blocked(stack, category)):
+        if READING_AHEAD in stacks and (
+            category == OTHER_RANKS or _is_blocked(stack, category)
+        ):
             ahead = _in_thread(stacks[READING_AHEAD])
             if ahead[-1].co_name != "_run":  # else it has read as far ahead as it may
                 stack = ahead
@@ -180,7 +190,11 @@ class Profiler:
 
 
 def describe(
-    wait_seconds: float, step_seconds: float, hidden_seconds: float, counts: Mapping[str, float], rank: int
+    wait_seconds: float,
+    step_seconds: float,
+    hidden_seconds: float,
+    counts: Mapping[str, float],
+    rank: int,
 ) -> str:
     """Return which share of a step waits for data, on which rank and in what; empty if it is less than 5%.
 
@@ -225,7 +239,9 @@ def _stack(frame: FrameType | None) -> list[CodeType]:
 def _in_wait(stack: list[CodeType]) -> list[CodeType]:
     """Return the part of a training thread's stack below its loop; empty if the loop itself runs."""
     for depth, code in enumerate(stack):
-        if code.co_name in ("__next__", "__iter__") and code.co_filename.startswith(_PACKAGE):
+        if code.co_name in ("__next__", "__iter__") and code.co_filename.startswith(
+            _PACKAGE
+        ):
             return stack[depth:]
     return []
 
@@ -262,14 +278,21 @@ def _origin(filename: str) -> str:
     """Return the category of a file of this package, `_RUNTIME`, or `_USER`."""
     if filename.startswith(_PACKAGE):
         parts = os.path.splitext(filename)[0][len(_PACKAGE) :].split(os.sep)
-        return next((_CATEGORY_OF[part] for part in reversed(parts) if part in _CATEGORY_OF), LOADER)
-    is_library = filename.startswith((_STANDARD_LIBRARY, "<frozen ")) or "-packages" in filename
+        return next(
+            (_CATEGORY_OF[part] for part in reversed(parts) if part in _CATEGORY_OF),
+            LOADER,
+        )
+    is_library = (
+        filename.startswith((_STANDARD_LIBRARY, "<frozen ")) or "-packages" in filename
+    )
     return _RUNTIME if is_library else _USER
 
 
 def _function_name(code: CodeType) -> str:
     """Return the qualified name of a function, with its line if the name alone says too little."""
-    name = getattr(code, "co_qualname", code.co_name).rpartition("<locals>.")[2]  # Python >= 3.11 has the former
+    name = getattr(code, "co_qualname", code.co_name).rpartition("<locals>.")[
+        2
+    ]  # Python >= 3.11 has the former
     if "<" in name or name.startswith("__"):
         return f"{name} ({os.path.basename(code.co_filename)}:{code.co_firstlineno})"
     return str(name)

@@ -10,7 +10,13 @@ from typing import Any, Literal
 import numpy as np
 import paddle
 
-from paddle_shard.core.collate import cannot_stack, check_dtypes, collate, refuse_uint16, stack
+from paddle_shard.core.collate import (
+    cannot_stack,
+    check_dtypes,
+    collate,
+    refuse_uint16,
+    stack,
+)
 from paddle_shard.core.randomness import Generator
 from paddle_shard.core.trees import leaves, mapped, named_leaves
 from paddle_shard.core.warn_once import say_once as warn_once
@@ -65,7 +71,9 @@ class Reader:
     owns_arrays = False
     """True if nothing else refers to the arrays of a batch, so that tensors may share their memory."""
 
-    def __init__(self, dataset: Any, collate_fn: Callable[[Any], Any] | None, how: HowToRead) -> None:
+    def __init__(
+        self, dataset: Any, collate_fn: Callable[[Any], Any] | None, how: HowToRead
+    ) -> None:
         """Set up the reader.
 
         Args:
@@ -80,7 +88,9 @@ class Reader:
         if collate_fn is not None:
             self._collate = partial(_call_and_check, collate_fn)
         declared = getattr(dataset, "uses_rng", None)
-        self.rng = SampleRng(how.generators, declared if isinstance(declared, bool) else None)
+        self.rng = SampleRng(
+            how.generators, declared if isinstance(declared, bool) else None
+        )
         self._placeholder: Any = None
         """The sample that was read last, for rows of which no sample can be read (`on_error="skip"`)."""
 
@@ -95,7 +105,9 @@ class Reader:
         if isinstance(asked, DigestRequest):
             return self.digests(asked.samples)
         at: dict[str, Any] = {"what": "reading", "index": None}
-        catches = Exception if worker is None else BaseException  # SystemExit would end a worker silently
+        catches = (
+            Exception if worker is None else BaseException
+        )  # SystemExit would end a worker silently
         used_rng = self.rng.seeds
         with self.rng.reading(look=bool(look), keep=worker is None):
             try:
@@ -127,7 +139,12 @@ class Reader:
         raise NotImplementedError
 
     def _collated(
-        self, samples: Sequence[Any], failed: dict[int, str], *, whole: bool, name_of: Callable[[int], str]
+        self,
+        samples: Sequence[Any],
+        failed: dict[int, str],
+        *,
+        whole: bool,
+        name_of: Callable[[int], str],
     ) -> tuple[Any, list[tuple[int, str]]]:
         """Return the batch of some samples, and (row, why) of the rows that hold another sample.
 
@@ -138,28 +155,46 @@ class Reader:
             name_of: Returns the name of a row's sample, for messages.
         """
         if whole:
-            return _call_and_check(_itself if self._collate_fn is None else self._collate_fn, samples[0]), []
+            return _call_and_check(
+                _itself if self._collate_fn is None else self._collate_fn, samples[0]
+            ), []
         if not self._how.skip_errors:
             return self._collate(samples), []
-        value = collate_skipping(samples, failed, self._collate, _zeros_like(self._placeholder))
-        readable = next((sample for row, sample in enumerate(samples) if row not in failed), None)
+        value = collate_skipping(
+            samples, failed, self._collate, _zeros_like(self._placeholder)
+        )
+        readable = next(
+            (sample for row, sample in enumerate(samples) if row not in failed), None
+        )
         if readable is not None:
             self._placeholder = readable
-        return value, [(row, f"{name_of(row)}: {why}") for row, why in sorted(failed.items())]
+        return value, [
+            (row, f"{name_of(row)}: {why}") for row, why in sorted(failed.items())
+        ]
 
 
 class IdReader(Reader):
     """Reads the samples of a step from a data set with an index."""
 
-    def __init__(self, dataset: Any, collate_fn: Callable[[Any], Any] | None, how: HowToRead) -> None:
+    def __init__(
+        self, dataset: Any, collate_fn: Callable[[Any], Any] | None, how: HowToRead
+    ) -> None:
         """See `Reader`."""
         # Arrays in memory use no generator, so nothing has to be looked at.
         in_memory = type(dataset) is ArrayDataset and dataset.gathers
         how = replace(how, generators=()) if in_memory and collate_fn is None else how
         super().__init__(dataset, collate_fn, how)
-        self._read_many = None if how.items_are_batches else getattr(dataset, "__getitems__", None)
-        if self._read_many is not None and isinstance(dataset, ArrayDataset) and collate_fn is not None:
-            self._read_many = dataset.samples  # a user's function gets a list of samples, as Paddle gives it
+        self._read_many = (
+            None if how.items_are_batches else getattr(dataset, "__getitems__", None)
+        )
+        if (
+            self._read_many is not None
+            and isinstance(dataset, ArrayDataset)
+            and collate_fn is not None
+        ):
+            self._read_many = (
+                dataset.samples
+            )  # a user's function gets a list of samples, as Paddle gives it
         self._name_of: Callable[[Any], Any] = getattr(dataset, "sample_name", _itself)
         stacks = self._read_many is None or in_memory
         self.owns_arrays = collate_fn is None and stacks and not how.items_are_batches
@@ -198,29 +233,51 @@ class IdReader(Reader):
                 raise
             return self._one_by_one(asked, ids, at, key, look=look)
 
-    def _at_once(self, step: Step, ids: Sequence[Any], at: dict[str, Any], seed: int) -> Chunk:
+    def _at_once(
+        self, step: Step, ids: Sequence[Any], at: dict[str, Any], seed: int
+    ) -> Chunk:
         """Read with the `__getitems__` of the data set, and collate."""
         assert self._read_many is not None
         at.update(what=f"reading {len(ids)} samples at once", index=None)
         self.rng.seed(seed)
-        samples = self._read_many(step.ids if isinstance(self.dataset, ArrayDataset) else ids)
+        samples = self._read_many(
+            step.ids if isinstance(self.dataset, ArrayDataset) else ids
+        )
         is_list = isinstance(samples, list)
         if is_list and len(samples) != len(ids):
             raise ValueError(
                 f"__getitems__ returned {len(samples)} samples for {len(ids)} indices; return one for each, or "
                 "a batch that is no list."
             )
-        at.update(what=f"collating {len(samples) if is_list else 'the'} samples", index=None)
+        at.update(
+            what=f"collating {len(samples) if is_list else 'the'} samples", index=None
+        )
         self._seed_collating(step)
         collates = is_list or self._collate_fn is not None
-        return Chunk(self._collate(samples) if collates else _call_and_check(_itself, samples))
+        return Chunk(
+            self._collate(samples) if collates else _call_and_check(_itself, samples)
+        )
 
     def _seed_collating(self, step: Step) -> None:
         """Seed what the user's function draws while it collates a step: the same on all data ranks."""
         if self.rng.seeds and self._collate_fn is not None:
-            self.rng.seed(derive_seed(_key_of("sample", self._how.seed, step.epoch), "collate", step.number))
+            self.rng.seed(
+                derive_seed(
+                    _key_of("sample", self._how.seed, step.epoch),
+                    "collate",
+                    step.number,
+                )
+            )
 
-    def _one_by_one(self, step: Step, ids: Sequence[Any], at: dict[str, Any], key: int, *, look: bool) -> Chunk:
+    def _one_by_one(
+        self,
+        step: Step,
+        ids: Sequence[Any],
+        at: dict[str, Any],
+        key: int,
+        *,
+        look: bool,
+    ) -> Chunk:
         """Read sample after sample, and collate."""
         samples: list[Any] = []
         failed: dict[int, str] = {}
@@ -240,7 +297,9 @@ class IdReader(Reader):
                 at["what"] = f"reading sample {at['index']!r}"
                 raise
         if look:
-            tensors = (leaf for leaf in leaves(samples[0]) if isinstance(leaf, paddle.Tensor))
+            tensors = (
+                leaf for leaf in leaves(samples[0]) if isinstance(leaf, paddle.Tensor)
+            )
             self.makes_tensors = any(tensor.place.is_cpu_place() for tensor in tensors)
         at["what"] = f"collating {len(samples)} samples"
         self._seed_collating(step)
@@ -298,7 +357,10 @@ def _stack_tensors(samples: Sequence[Any], path: str) -> Any:
     if not all(is_tensor(sample) for sample in samples):
         raise cannot_stack(samples, path)
     check_dtypes(samples, path)  # before they are arrays: those of bfloat16 are uint16
-    if all(isinstance(sample, paddle.Tensor) and not sample.place.is_cpu_place() for sample in samples):
+    if all(
+        isinstance(sample, paddle.Tensor) and not sample.place.is_cpu_place()
+        for sample in samples
+    ):
         return paddle.stack(list(samples))
     return stack([as_array(sample) for sample in samples], path)
 
@@ -323,15 +385,24 @@ def collate_skipping(
     """
 
     def filled() -> list[Any]:
-        other = next((sample for row, sample in enumerate(samples) if row not in failed), placeholder)
+        other = next(
+            (sample for row, sample in enumerate(samples) if row not in failed),
+            placeholder,
+        )
         if other is None:
             why = next(iter(failed.values()))
-            raise ValueError(f"{why}; and no other sample was read that its row could hold") from None
-        return [other if row in failed else sample for row, sample in enumerate(samples)]
+            raise ValueError(
+                f"{why}; and no other sample was read that its row could hold"
+            ) from None
+        return [
+            other if row in failed else sample for row, sample in enumerate(samples)
+        ]
 
     try:
         return collate(filled())
-    except Exception as error:  # it is not kept: its frames hold the iterator, which would not end
+    except (
+        Exception
+    ) as error:  # it is not kept: its frames hold the iterator, which would not end
         why = described(error)
     num_failed = len(failed)
     for row, sample in enumerate(samples):

@@ -14,7 +14,12 @@ from paddle_shard.data.stages.stage import Stage
 from paddle_shard.plan.partition import Rows
 from paddle_shard.reading.batch import Even
 from paddle_shard.reading.chunk_reader import ChunkReader
-from paddle_shard.reading.executor import Executor, InlineExecutor, WorkerExecutor, on_cpu
+from paddle_shard.reading.executor import (
+    Executor,
+    InlineExecutor,
+    WorkerExecutor,
+    on_cpu,
+)
 from paddle_shard.reading.reader import HowToRead, IdReader, Reader
 from paddle_shard.reading.workers import WorkerPool
 
@@ -39,7 +44,13 @@ class Readers(Protocol):
     num: int
     """Number of readers."""
 
-    def pool(self, settings: paddle.io.DataLoader, reader: Reader, num_workers: int, **options: Any) -> WorkerPool:
+    def pool(
+        self,
+        settings: paddle.io.DataLoader,
+        reader: Reader,
+        num_workers: int,
+        **options: Any,
+    ) -> WorkerPool:
         """Return a pool with the methods of `WorkerPool`; the arguments are those of its constructor."""
 
 
@@ -63,13 +74,20 @@ class Reading:
             stream: How it is read, if the data is a stream.
             readers: What takes the place of worker processes.
         """
-        self._how, self._stream, self._worker_timeout, self._readers = how, stream, worker_timeout, readers
+        self._how, self._stream, self._worker_timeout, self._readers = (
+            how,
+            stream,
+            worker_timeout,
+            readers,
+        )
         self._idle: list[WorkerPool] = []
         self.dataloader = shallow_copy(dataloader, paddle.io.DataLoader)
         """A shallow copy of the user's DataLoader."""
         self.dataloader._iterator = None
         self.dataloader.pin_memory = False  # Paddle's own shard_dataloader does this, too, but to the user's object
-        self.num_workers = dataloader.num_workers if stream is None else stream.num_workers
+        self.num_workers = (
+            dataloader.num_workers if stream is None else stream.num_workers
+        )
 
     def start(self) -> Executor:
         """Start to read a new pass, in this process or in workers; any number may be open at once."""
@@ -79,7 +97,9 @@ class Reading:
         if stream is None:
             reader: Reader = IdReader(given.dataset, given.collate_fn, self._how)
         else:
-            reader = ChunkReader(stream.stage, given.dataset, given.collate_fn, self._how)
+            reader = ChunkReader(
+                stream.stage, given.dataset, given.collate_fn, self._how
+            )
             places, even = stream.places, stream.even
             reads_all = isinstance(stream.stage.source, IterableSource)
         if not self.num_workers:
@@ -88,13 +108,21 @@ class Reading:
         if pool is None:
             timeout = self._worker_timeout
             make_pool = WorkerPool if self._readers is None else self._readers.pool
-            pool = make_pool(given, reader, self.num_workers, worker_timeout=timeout, reads_all=reads_all)
+            pool = make_pool(
+                given,
+                reader,
+                self.num_workers,
+                worker_timeout=timeout,
+                reads_all=reads_all,
+            )
         return WorkerExecutor(pool, self._idle, places, even)
 
     def digests(self, samples: Sequence[Any]) -> list[int]:
         """Return a digest of each of some samples, read in this process; see `IdReader.digests`."""
         with on_cpu():
-            return IdReader(self.dataloader.dataset, self.dataloader.collate_fn, self._how).digests(samples)
+            return IdReader(
+                self.dataloader.dataset, self.dataloader.collate_fn, self._how
+            ).digests(samples)
 
     def close(self) -> None:
         """End persistent workers that wait for another pass."""

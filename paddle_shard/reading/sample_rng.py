@@ -20,7 +20,9 @@ class SampleRng:
         seeds: True if `seed` seeds the generators; False if it does nothing.
     """
 
-    def __init__(self, generators: Sequence[Generator], uses_rng: bool | None = None) -> None:
+    def __init__(
+        self, generators: Sequence[Generator], uses_rng: bool | None = None
+    ) -> None:
         """Set up.
 
         Args:

@@ -67,7 +67,9 @@ def layout(lengths: Sequence[int]) -> tuple[list[int], int]:
     return starts, end
 
 
-def write(memory: memoryview, pieces: Sequence[memoryview], starts: Sequence[int]) -> None:
+def write(
+    memory: memoryview, pieces: Sequence[memoryview], starts: Sequence[int]
+) -> None:
     """Write the pieces of a message, with the starts that `layout` has returned."""
     struct.pack_into(f"<{len(pieces)}Q", memory, 0, *[piece.nbytes for piece in pieces])
     for piece, start in zip(pieces, starts, strict=True):

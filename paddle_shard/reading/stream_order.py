@@ -61,7 +61,10 @@ class StreamOrder(Batches):
         """Return, for each chunk of a step, the positions of its rows among the rows that this rank reads."""
         if self.whole_items:
             return [np.zeros(1, np.int64)]
-        return [np.searchsorted(self.read_rows(), self.plan.rows_of(parts)) for parts in self.chunks]
+        return [
+            np.searchsorted(self.read_rows(), self.plan.rows_of(parts))
+            for parts in self.chunks
+        ]
 
     # The order
 
@@ -75,7 +78,11 @@ class StreamOrder(Batches):
         plan = self.plan
         requests = self._first_requests(start, compared)
         for number in count(start.steps):
-            sent = [requests[(number - start.steps) % len(requests)]] if self.whole_items else requests
+            sent = (
+                [requests[(number - start.steps) % len(requests)]]
+                if self.whole_items
+                else requests
+            )
             yield Step(
                 epoch=start.epoch,
                 number=number,
@@ -87,8 +94,16 @@ class StreamOrder(Batches):
 
     def _first_requests(self, start: LoaderState, compared: bool) -> list[ChunkRequest]:
         """Return the first request to each reader of an iteration; the later ones differ only in their step."""
-        opening = replace(self.opening(start), skip=start.samples // self.plan.num_parts)
-        request = partial(ChunkRequest, pass_number=next(_numbers), step=start.steps, plan=self.plan, compared=compared)
+        opening = replace(
+            self.opening(start), skip=start.samples // self.plan.num_parts
+        )
+        request = partial(
+            ChunkRequest,
+            pass_number=next(_numbers),
+            step=start.steps,
+            plan=self.plan,
+            compared=compared,
+        )
         if self.whole_items:
             return self._requests_in_turns(start, opening, request)
         request = partial(request, first_step=start.steps, repeat=self.plan.repeats)
@@ -113,7 +128,13 @@ class StreamOrder(Batches):
         for step in range(start.steps, start.steps + num_readers):
             parts, num_parts = self._turn(step % num_readers, num_readers)
             skip = step // num_readers if library_state is None else 0
-            at = replace(opening, parts=parts, num_parts=num_parts, skip=skip, state=library_state)
+            at = replace(
+                opening,
+                parts=parts,
+                num_parts=num_parts,
+                skip=skip,
+                state=library_state,
+            )
             requests.append(request(opening=at, first_step=step))
         return requests
 
@@ -132,7 +153,10 @@ class StreamOrder(Batches):
         if self.split_over is None:
             return None
         local = dict(start.sampler or _UNREAD)
-        if isinstance(self.stage, ExternalSource) and local["shard"] not in (None, *self.parts):
+        if isinstance(self.stage, ExternalSource) and local["shard"] not in (
+            None,
+            *self.parts,
+        ):
             raise StateError(
                 f"state is of data rank {local['shard']}, but this rank reads as data rank {self.parts[0]}. Each "
                 "data rank's own library has a state of its own: save it on every rank, and load that."
@@ -151,12 +175,22 @@ class StreamOrder(Batches):
         first_size = start.segments[0][1] if start.segments else plan.batch_size
         stripe = max(1, first_size // plan.accumulation // plan.num_parts)
         parts = tuple(range(plan.num_parts))
-        return Opening(parts=parts, num_parts=len(parts), stripe=stripe, seed=self.seed, epoch=start.epoch)
+        return Opening(
+            parts=parts,
+            num_parts=len(parts),
+            stripe=stripe,
+            seed=self.seed,
+            epoch=start.epoch,
+        )
 
     def fingerprint(self) -> dict[str, Any]:
         """Return the values that the order depends on."""
         plan = self.plan
-        found: dict[str, Any] = {"stream": self.stage.fingerprint(), "seed": self.seed, "tail": str(plan.ending)}
+        found: dict[str, Any] = {
+            "stream": self.stage.fingerprint(),
+            "seed": self.seed,
+            "tail": str(plan.ending),
+        }
         if not self.whole_items:
             found["num_parts"] = plan.num_parts
         if plan.num_batches is not None:
@@ -172,7 +206,11 @@ class StreamOrder(Batches):
         plan = self.plan
         if start.ended:  # also for another tail, or a batch size for which more is left
             return start.steps
-        lengths = None if self.split_over is not None else self.stage.lengths(self.opening(start))
+        lengths = (
+            None
+            if self.split_over is not None
+            else self.stage.lengths(self.opening(start))
+        )
         if plan.num_batches is not None:
             return max(start.steps, plan.num_batches)
         if lengths is None:
@@ -192,13 +230,17 @@ class StreamOrder(Batches):
     @property
     def read_by_all(self) -> bool:
         """True if each reader reads the whole stream and keeps its own samples of it."""
-        return self.split_over is None and any(isinstance(stage, Stripe) for stage in self.stage.line())
+        return self.split_over is None and any(
+            isinstance(stage, Stripe) for stage in self.stage.line()
+        )
 
     @property
     def ends_apart(self) -> int | None:
         """By how many steps the ends may differ that readers of one stream see; None: by any number."""
         # Map and Shuffle keep the number of samples.
-        cut = next(stage for stage in self.stage.line() if not isinstance(stage, Map | Shuffle))
+        cut = next(
+            stage for stage in self.stage.line() if not isinstance(stage, Map | Shuffle)
+        )
         if not isinstance(cut, Stripe) or self.plan.repeats:
             return None
         return 0 if self.whole_items else 1

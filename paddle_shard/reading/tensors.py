@@ -20,7 +20,9 @@ def is_tensor(value: Any) -> bool:
     """Return whether a leaf is a framework's tensor: it is not an array, and has a shape, and a place or DLPack."""
     if isinstance(value, np.ndarray | np.generic):
         return False
-    return hasattr(value, "shape") and (hasattr(value, "place") or hasattr(value, "__dlpack__"))
+    return hasattr(value, "shape") and (
+        hasattr(value, "place") or hasattr(value, "__dlpack__")
+    )
 
 
 def arrays_of(value: Any) -> Iterator[Any]:
@@ -30,7 +32,11 @@ def arrays_of(value: Any) -> Iterator[Any]:
 
 def becomes_tensor(leaf: Any) -> bool:
     """Return whether a leaf is a tensor, or an array that Paddle can hold."""
-    return leaf.dtype.kind not in NO_TENSOR if isinstance(leaf, np.ndarray) else is_tensor(leaf)
+    return (
+        leaf.dtype.kind not in NO_TENSOR
+        if isinstance(leaf, np.ndarray)
+        else is_tensor(leaf)
+    )
 
 
 def num_rows_of(batch: Any) -> int:
@@ -38,7 +44,9 @@ def num_rows_of(batch: Any) -> int:
     for leaf in arrays_of(batch):
         if len(leaf.shape):
             return int(leaf.shape[0])
-    raise BatchStructureError(f"a batch has no array or tensor with rows: {type(batch).__name__}.")
+    raise BatchStructureError(
+        f"a batch has no array or tensor with rows: {type(batch).__name__}."
+    )
 
 
 def dtype_of(leaf: Any) -> str:
@@ -55,7 +63,11 @@ def as_array(leaf: Any) -> np.ndarray[Any, Any]:
     """
     if isinstance(leaf, np.ndarray):
         return leaf
-    tensor = leaf if isinstance(leaf, paddle.Tensor) else paddle.utils.dlpack.from_dlpack(leaf)
+    tensor = (
+        leaf
+        if isinstance(leaf, paddle.Tensor)
+        else paddle.utils.dlpack.from_dlpack(leaf)
+    )
     if not tensor.is_dense():
         raise TypeError(SPARSE)
     if "float8" in str(tensor.dtype):  # it would become an int8 array

@@ -42,7 +42,9 @@ class WorkerSettings:
 _CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT}
 
 
-def work(number: int, connection: socket.socket, settings: WorkerSettings, seed: int) -> None:
+def work(
+    number: int, connection: socket.socket, settings: WorkerSettings, seed: int
+) -> None:
     """Answer requests until the other side has closed.
 
     Args:
@@ -56,12 +58,18 @@ def work(number: int, connection: socket.socket, settings: WorkerSettings, seed:
     # (A signal that is ignored would be ignored by programs that are started here, too.)
     for signalled in signal.valid_signals():
         if signalled == signal.SIGTERM or callable(signal.getsignal(signalled)):
-            signal.signal(signalled, signal.SIG_DFL if signalled in _CRASHES else lambda *_: None)
+            signal.signal(
+                signalled, signal.SIG_DFL if signalled in _CRASHES else lambda *_: None
+            )
     end_with_the_parent()
     gc.freeze()  # the parent's garbage stays the parent's: its finalizers may wait for threads that are not here
     channel = Channel(connection, settings.num_ahead)
-    os.register_at_fork(after_in_child=channel.close)  # a process that the user starts here may outlive this one
-    with paddle.base.dygraph.guard(place=paddle.CPUPlace()):  # other devices' drivers do not work after a fork
+    os.register_at_fork(
+        after_in_child=channel.close
+    )  # a process that the user starts here may outlive this one
+    with paddle.base.dygraph.guard(
+        place=paddle.CPUPlace()
+    ):  # other devices' drivers do not work after a fork
         failure = set_up(number, settings, seed)
         profiler = Profiler()
         profiler.start(role=WORKER)
@@ -73,7 +81,11 @@ def work(number: int, connection: socket.socket, settings: WorkerSettings, seed:
                 return
             answer: Any = failure
             if answer is None:
-                answer = asked if isinstance(asked, ReadFailure) else settings.reader.read(asked[0], number, asked[1])
+                answer = (
+                    asked
+                    if isinstance(asked, ReadFailure)
+                    else settings.reader.read(asked[0], number, asked[1])
+                )
             if isinstance(answer, Chunk):
                 answer = answer._replace(profile=profiler.snapshot())
             try:
@@ -82,7 +94,9 @@ def work(number: int, connection: socket.socket, settings: WorkerSettings, seed:
             except ConnectionError:
                 return
             except Exception as error:  # nothing was sent
-                channel.send(ReadFailure.of(error, what="sending the batch", worker=number))
+                channel.send(
+                    ReadFailure.of(error, what="sending the batch", worker=number)
+                )
             del answer  # else it takes memory while the next one is read
 
 
@@ -92,14 +106,20 @@ def set_up(number: int, settings: WorkerSettings, seed: int) -> ReadFailure | No
     paddle.seed(seed + number)
     np.random.seed(paddle_worker._generate_states(seed, number))
     dataset = settings.reader.dataset
-    own = paddle_worker.WorkerInfo(id=number, num_workers=settings.num_workers, dataset=dataset, seed=seed)
+    own = paddle_worker.WorkerInfo(
+        id=number, num_workers=settings.num_workers, dataset=dataset, seed=seed
+    )
     paddle_worker._worker_info = own
     try:
         if settings.init_fn is not None:
             # As Paddle documents, users split a stream here. A stream that is cut later must stay whole.
-            alone = paddle_worker.WorkerInfo(id=0, num_workers=1, dataset=dataset, seed=seed)
+            alone = paddle_worker.WorkerInfo(
+                id=0, num_workers=1, dataset=dataset, seed=seed
+            )
             with shown(alone if settings.reads_all else own):
                 settings.init_fn(number)
-    except BaseException as error:  # also SystemExit, which would end the worker silently
+    except (
+        BaseException
+    ) as error:  # also SystemExit, which would end the worker silently
         return ReadFailure.of(error, what="worker_init_fn", worker=number)
     return None

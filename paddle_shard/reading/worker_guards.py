@@ -21,7 +21,11 @@ def end_with_the_parent() -> None:
     The end of its channel shows that only after the worker has read what was requested, and reading may take long.
     """
     made_by = multiprocessing.parent_process()
-    parent = made_by.pid if made_by is not None and multiprocessing.get_start_method() == "fork" else os.getppid()
+    parent = (
+        made_by.pid
+        if made_by is not None and multiprocessing.get_start_method() == "fork"
+        else os.getppid()
+    )
 
     def watch() -> None:
         while os.getppid() == parent:
@@ -38,10 +42,14 @@ def signals_held() -> Iterator[None]:
     What a handler raises during a fork is lost, and a child would run the user's handlers. If a handler raises while a
     thread is being started, nobody would end that thread.
     """
-    if threading.current_thread() is not threading.main_thread():  # no handler runs in this thread
+    if (
+        threading.current_thread() is not threading.main_thread()
+    ):  # no handler runs in this thread
         yield
         return
-    handlers: dict[int, Any] = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    handlers: dict[int, Any] = {
+        number: signal.getsignal(number) for number in signal.valid_signals()
+    }
     held = [number for number in handlers if callable(handlers[number])]
     received: set[int] = set()
     try:

@@ -56,7 +56,9 @@ _processes: set[int] = set()
 
 def drawn_seed() -> int:
     """Return a seed for workers."""
-    with kept([NumpyGenerator()]):  # Paddle draws it there, too, but changes the user's generator
+    with kept(
+        [NumpyGenerator()]
+    ):  # Paddle draws it there, too, but changes the user's generator
         return int(np.random.randint(sys.maxsize))
 
 
@@ -101,7 +103,11 @@ class WorkerPool:
             reads_all=reads_all,
             num_ahead=self.num_ahead,
         )
-        self.worker_timeout = min(worker_timeout, settings.timeout) if settings.timeout > 0 else worker_timeout
+        self.worker_timeout = (
+            min(worker_timeout, settings.timeout)
+            if settings.timeout > 0
+            else worker_timeout
+        )
         self._workers: list[Any] = []
         self._channels: list[Channel] = []
         self.interrupted = False
@@ -140,7 +146,9 @@ class WorkerPool:
             self._channels.append(Channel(ours, self.num_ahead))
             arguments = (number, theirs, self._settings, seed)
             name = f"paddle_shard-worker-{number}"
-            worker = multiprocessing.Process(target=work, args=arguments, name=name, daemon=True)
+            worker = multiprocessing.Process(
+                target=work, args=arguments, name=name, daemon=True
+            )
             worker.start()
         self._workers.append(worker)
 
@@ -201,7 +209,14 @@ class WorkerPool:
                 continue
             waited += seconds
             if waited >= _OTHERS_SECONDS:
-                killed = next((at for at, worker in enumerate(self._workers) if worker.exitcode is not None), None)
+                killed = next(
+                    (
+                        at
+                        for at, worker in enumerate(self._workers)
+                        if worker.exitcode is not None
+                    ),
+                    None,
+                )
                 if killed is not None:
                     raise self._lost(killed)
             if waited >= self.worker_timeout:
@@ -215,8 +230,14 @@ class WorkerPool:
         """Return the error for a worker that has ended."""
         if not self.interrupted:
             self._workers[number].join(_LOOK_SECONDS)  # it may still be ending
-        codes = {at: worker.exitcode for at, worker in enumerate(self._workers) if worker.exitcode or at == number}
-        named = ", ".join(f"worker {at} (exit code {code})" for at, code in codes.items())
+        codes = {
+            at: worker.exitcode
+            for at, worker in enumerate(self._workers)
+            if worker.exitcode or at == number
+        }
+        named = ", ".join(
+            f"worker {at} (exit code {code})" for at, code in codes.items()
+        )
         text = f"a worker process ended: {named}"
         if -signal.SIGKILL in codes.values():
             text += ". SIGKILL (-9) comes when memory runs out: use fewer workers or a smaller prefetch_factor"

@@ -43,7 +43,9 @@ def append(path: str, line: Mapping[str, Any]) -> tuple[str, int]:
         OSError: It cannot be written, or another process holds the file.
     """
     # Opened each time: a process that forks meanwhile, and a file system that was away, do no harm.
-    made = os.O_CREAT if line["line"] == "begin" else 0  # one that was removed meanwhile would lack its beginning
+    made = (
+        os.O_CREAT if line["line"] == "begin" else 0
+    )  # one that was removed meanwhile would lack its beginning
     with open(os.open(path, os.O_RDWR | made, 0o644), "r+b", buffering=0) as file:
         _lock(file)
         last, half = _last_line(file)
@@ -54,12 +56,16 @@ def append(path: str, line: Mapping[str, Any]) -> tuple[str, int]:
         text = json.dumps(found, default=repr).encode()[:-1]
         written = text + _OWN + b'"%s"}' % digest_of(text).encode()
         size = file.seek(0, os.SEEK_END)
-        if file.write(written + b"\n") <= len(written):  # what is there of it is taken off by who appends next
+        if file.write(written + b"\n") <= len(
+            written
+        ):  # what is there of it is taken off by who appends next
             raise OSError("no space is left for the whole line")
         try:
             sync(path)
         except OSError:
-            file.truncate(size)  # the disk may never get it, and a line behind it would be lost as well
+            file.truncate(
+                size
+            )  # the disk may never get it, and a line behind it would be lost as well
             raise
         if made:
             sync(os.path.dirname(path))
@@ -73,7 +79,9 @@ def sync(*paths: str | os.PathLike[str]) -> None:
         try:
             os.fsync(descriptor)
         except OSError as error:
-            if error.errno != errno.EINVAL:  # this file system writes names, or devices, by itself
+            if (
+                error.errno != errno.EINVAL
+            ):  # this file system writes names, or devices, by itself
                 raise
         finally:
             os.close(descriptor)
@@ -122,7 +130,9 @@ def read(path: str) -> tuple[list[dict[str, Any]], list[str]]:
         with open(path, "rb") as file:
             *whole, half = file.read().split(b"\n")
     except OSError as error:
-        raise ArgumentError(f"{path} cannot be read ({error}). Give the file of shard_dataloader(record=).") from error
+        raise ArgumentError(
+            f"{path} cannot be read ({error}). Give the file of shard_dataloader(record=)."
+        ) from error
     found, problems, before = [], [], ""
     for number, line in enumerate(whole, 1):
         try:
@@ -135,15 +145,27 @@ def read(path: str) -> tuple[list[dict[str, Any]], list[str]]:
             problems.append(f"line {number} is not a line of a record: it was changed")
             after, one = before, None
         if after != before:
-            what = "lines before it were taken out" if number == 1 else f"line {number - 1} was changed or taken out"
-            problems.append(f"line {number} does not follow on the one before it: {what}")
+            what = (
+                "lines before it were taken out"
+                if number == 1
+                else f"line {number - 1} was changed or taken out"
+            )
+            problems.append(
+                f"line {number} does not follow on the one before it: {what}"
+            )
         if one is not None:
             found.append({**one, "number": number, "digest": digest_of(line)})
         before = digest_of(line)
     if half:
-        problems.append(f"line {len(whole) + 1} is cut after {len(half)} bytes, as by a crash while it was written")
+        problems.append(
+            f"line {len(whole) + 1} is cut after {len(half)} bytes, as by a crash while it was written"
+        )
     if not any(one.get("line") == "begin" for one in found):
-        raise ArgumentError(f"{path} is no record of a run. Give the file of shard_dataloader(record=).")
+        raise ArgumentError(
+            f"{path} is no record of a run. Give the file of shard_dataloader(record=)."
+        )
     if any(one.get("format", FORMAT) != FORMAT for one in found):
-        raise ArgumentError(f"{path} has lines of another format than {FORMAT}, which this paddle_shard reads.")
+        raise ArgumentError(
+            f"{path} has lines of another format than {FORMAT}, which this paddle_shard reads."
+        )
     return found, problems

@@ -18,13 +18,21 @@ from paddle_shard.run.record_lines import FORMAT, append
 _ELSEWHERE = ("fingerprint", "sampler", "data", "checksum")
 """Of a state, what other lines have, or what is not needed to tell what was delivered."""
 _BEGINNING = b'{"after": ""'
-_WAY_OUT = "Give a file in a folder that exists, on a disk with space, or leave record out."
+_WAY_OUT = (
+    "Give a file in a folder that exists, on a disk with space, or leave record out."
+)
 _LOG = logging.getLogger("paddle_shard")
 
 
 def position(state: LoaderState) -> dict[str, Any]:
     """Return what a line holds of a state."""
-    return {"state": {name: value for name, value in state.to_dict().items() if name not in _ELSEWHERE}}
+    return {
+        "state": {
+            name: value
+            for name, value in state.to_dict().items()
+            if name not in _ELSEWHERE
+        }
+    }
 
 
 class Recorder:
@@ -42,26 +50,45 @@ class Recorder:
             ArgumentError: It cannot be written, or is a file of something else.
         """
         if not isinstance(path, str | os.PathLike):
-            raise ArgumentTypeError(f"record must be the path of a file, got {type(path).__name__}: {path!r}.")
-        self.path, self._pending, self._busy, self._over = os.path.abspath(path), deque[dict[str, Any]](), False, False
+            raise ArgumentTypeError(
+                f"record must be the path of a file, got {type(path).__name__}: {path!r}."
+            )
+        self.path, self._pending, self._busy, self._over = (
+            os.path.abspath(path),
+            deque[dict[str, Any]](),
+            False,
+            False,
+        )
         self._job = ""
         try:
             if os.path.isfile(path):
                 with open(path, "rb") as file:
                     if not _BEGINNING.startswith(file.read(len(_BEGINNING))):
-                        raise ArgumentError(f"record={self.path!r} is a file of something else. Give another name.")
+                        raise ArgumentError(
+                            f"record={self.path!r} is a file of something else. Give another name."
+                        )
                     file.seek(0)
-                    self._compare([line for line in file if b'"line": "begin"' in line], facts["fingerprint"])
+                    self._compare(
+                        [line for line in file if b'"line": "begin"' in line],
+                        facts["fingerprint"],
+                    )
             self._job = self._append("begin", {"format": FORMAT, **facts})
         except ArgumentError:
             raise
         except (OSError, ValueError) as error:  # a ValueError: its name has a null byte
-            raise ArgumentError(f"record={self.path!r} cannot be written ({error}). {_WAY_OUT}") from error
+            raise ArgumentError(
+                f"record={self.path!r} cannot be written ({error}). {_WAY_OUT}"
+            ) from error
 
     def _compare(self, begun: Sequence[bytes], fingerprint: Mapping[str, Any]) -> None:
         """Say that the file has another run, if its newest job had other data, or another order."""
-        with suppress(ValueError, KeyError):  # a line that was changed; `verify` names it
-            before, now = json.loads(begun[-1])["fingerprint"] if begun else {}, json.loads(json.dumps(fingerprint))
+        with suppress(
+            ValueError, KeyError
+        ):  # a line that was changed; `verify` names it
+            before, now = (
+                json.loads(begun[-1])["fingerprint"] if begun else {},
+                json.loads(json.dumps(fingerprint)),
+            )
             for name in [name for name in before if before[name] != now.get(name)][:1]:
                 _LOG.warning(
                     "record=%r also has a loader of other data, or another order (its %s: %.60r, and now %.60r). The "
@@ -87,7 +114,11 @@ class Recorder:
                 self._append(one.pop("line"), {"job": self._job, **one})
         except OSError as error:
             self._over = True
-            _LOG.warning("record=%r cannot be written any more (%s). The run continues without it.", self.path, error)
+            _LOG.warning(
+                "record=%r cannot be written any more (%s). The run continues without it.",
+                self.path,
+                error,
+            )
         finally:
             self._busy = False
 
@@ -95,5 +126,9 @@ class Recorder:
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
         digest, half = append(self.path, {"line": kind, "time": now, **facts})
         if half:
-            _LOG.warning("record=%r: a crash had cut its last line. The %d bytes were taken off.", self.path, half)
+            _LOG.warning(
+                "record=%r: a crash had cut its last line. The %d bytes were taken off.",
+                self.path,
+                half,
+            )
         return digest

@@ -21,7 +21,6 @@ from paddle_shard.data.identity import differences
 from paddle_shard.data.samplers.plan_batches import Batches
 from paddle_shard.data.samplers.user_batches import owner_of, samplers
 from paddle_shard.errors import ArgumentError, PeerLostError, StateError, described
-from paddle_shard.loader.source import Source
 from paddle_shard.placement.field import FieldLayout
 from paddle_shard.plan.certificate import (
     DRAWN,
@@ -45,6 +44,7 @@ from paddle_shard.plan.skips import Ranges, steps_of_epoch
 from paddle_shard.plan.state import DATA, LoaderState
 from paddle_shard.plan.step import Ids, Step, as_ids
 from paddle_shard.ranks.agreeing import gather_of
+from paddle_shard.reading.source import Source
 from paddle_shard.run.recorder import Recorder, position
 
 _MOST_TEXT = 2000
@@ -142,9 +142,13 @@ class PassProgress:
     def end(self, skipped_steps: int, skipped_samples: int) -> None:
         """Count the skipped steps after the last delivered batch."""
         delivery = _Delivery((), 0, (), skipped_samples)
-        self._move(delivery, self.at.steps + skipped_steps, ended=True, sampler=self.at.sampler)
+        self._move(
+            delivery, self.at.steps + skipped_steps, ended=True, sampler=self.at.sampler
+        )
 
-    def _move(self, delivery: _Delivery, steps: int, *, ended: bool, sampler: Any) -> None:
+    def _move(
+        self, delivery: _Delivery, steps: int, *, ended: bool, sampler: Any
+    ) -> None:
         at = self.at
         previous = at.recent
         totals = at.totals
@@ -153,7 +157,9 @@ class PassProgress:
             previous = None
         number = 1 if previous is None else previous.number + 1
         recent = delivery._replace(previous=previous, number=number)
-        self.at = Progress(at.samples + delivery.positions, steps, ended, sampler, totals, recent)
+        self.at = Progress(
+            at.samples + delivery.positions, steps, ended, sampler, totals, recent
+        )
 
     def _totals(self, at: Progress) -> Mapping[Owner, Total]:
         """Return the totals of all deliveries."""
@@ -166,10 +172,16 @@ class PassProgress:
             return at.totals
         totals = dict(at.totals)
         if self._place is not None:
-            total = _total([entry.ids for entry in recent], sum(len(entry.ids) + entry.lost for entry in recent))
+            total = _total(
+                [entry.ids for entry in recent],
+                sum(len(entry.ids) + entry.lost for entry in recent),
+            )
             totals[self._place] = plus(totals.get(self._place, Total()), total)
         if self._counts_draws:
-            total = _total([entry.drawn for entry in recent], sum(entry.positions for entry in recent))
+            total = _total(
+                [entry.drawn for entry in recent],
+                sum(entry.positions for entry in recent),
+            )
             totals[DRAWN] = plus(totals.get(DRAWN, Total()), total)
         return totals
 
@@ -195,7 +207,10 @@ class PassProgress:
     def state(self) -> LoaderState:
         """Return the position as a state, without what the whole run knows."""
         at = self.at
-        segments = tuple(segment for segment in self._segments if segment[0] < at.samples) or self._segments[:1]
+        segments = (
+            tuple(segment for segment in self._segments if segment[0] < at.samples)
+            or self._segments[:1]
+        )
         return replace(
             self.start,
             samples=at.samples,
@@ -209,7 +224,12 @@ class PassProgress:
 
 def _total(batches: list[Ids], belong: int) -> Total:
     """Return the total of the samples of some batches; they are hashed at once."""
-    return total_of(np.concatenate([as_ids(ids) for ids in batches if len(ids)] or [np.empty(0, np.int64)]), belong)
+    return total_of(
+        np.concatenate(
+            [as_ids(ids) for ids in batches if len(ids)] or [np.empty(0, np.int64)]
+        ),
+        belong,
+    )
 
 
 class EpochDeliveries(NamedTuple):
@@ -230,10 +250,23 @@ class EpochDeliveries(NamedTuple):
         is_settled = [open_too or progress.closed for progress, _ in self.passes]
         if not any(is_settled):
             return self
-        settled = [entry for done, entry in zip(is_settled, self.passes, strict=True) if done]
-        others = tuple(entry for done, entry in zip(is_settled, self.passes, strict=True) if not done)
+        settled = [
+            entry for done, entry in zip(is_settled, self.passes, strict=True) if done
+        ]
+        others = tuple(
+            entry
+            for done, entry in zip(is_settled, self.passes, strict=True)
+            if not done
+        )
         own = added(self.own, *(progress.account(since) for progress, since in settled))
-        end = next((progress.at.samples for progress, _ in reversed(self.passes) if progress.at.ended), self.end)
+        end = next(
+            (
+                progress.at.samples
+                for progress, _ in reversed(self.passes)
+                if progress.at.ended
+            ),
+            self.end,
+        )
         return EpochDeliveries(self.known, own, others, end)
 
 
@@ -241,7 +274,12 @@ class Run:
     """The epoch and the position of a loader's passes, and its saved state."""
 
     def __init__(
-        self, source: Source, layout: FieldLayout, ranks: tuple[int, ...], timeout: float, skip_steps: Ranges = ()
+        self,
+        source: Source,
+        layout: FieldLayout,
+        ranks: tuple[int, ...],
+        timeout: float,
+        skip_steps: Ranges = (),
     ) -> None:
         """Begin at epoch 0, or at the epoch of the user's own sampler.
 
@@ -274,7 +312,11 @@ class Run:
         self.identity: Mapping[str, Any] | None = None
         """The identity of the data, as JSON; None before the first iterator of the run."""
         indexed = source.stream is None and not source.item_is_batch
-        self._place = (layout.data_rank, layout.num_data_ranks, 0) if indexed and layout.on_mesh else None
+        self._place = (
+            (layout.data_rank, layout.num_data_ranks, 0)
+            if indexed and layout.on_mesh
+            else None
+        )
         self._epochs: dict[int, EpochDeliveries] = {}
         self._num_steps: int | None = None
         """Steps of an epoch of a sampler that had to be drawn to its end; counted once."""
@@ -312,11 +354,15 @@ class Run:
         Raises:
             StateError: It is not that of the loaded state.
         """
-        self._compare_identity(None if self._resumed is None else self._resumed.data, identity)
+        self._compare_identity(
+            None if self._resumed is None else self._resumed.data, identity
+        )
         self.identity = identity
 
     @staticmethod
-    def _compare_identity(saved: Mapping[str, Any] | None, now: Mapping[str, Any] | None) -> None:
+    def _compare_identity(
+        saved: Mapping[str, Any] | None, now: Mapping[str, Any] | None
+    ) -> None:
         if saved is not None and now is not None and (how := differences(saved, now)):
             raise StateError(
                 f"the data is not what it was when the state was saved: {how}. Give the loader the data of the state; "
@@ -329,16 +375,23 @@ class Run:
 
     def _fingerprint(self) -> dict[str, Any]:
         fingerprint: dict[str, Any] = self._source.batches.fingerprint()
-        if self._source.split and self._source.stream is None:  # each rank's state is of its own rows
+        if (
+            self._source.split and self._source.stream is None
+        ):  # each rank's state is of its own rows
             fingerprint = {**fingerprint, "num_data_ranks": self._num_data_ranks}
         if self._skip_steps:
-            fingerprint = {**fingerprint, "skip_steps": [list(skipped) for skipped in self._skip_steps]}
+            fingerprint = {
+                **fingerprint,
+                "skip_steps": [list(skipped) for skipped in self._skip_steps],
+            }
         return fingerprint
 
     def _steps_before(self, epoch: int) -> int:
         """Return the steps of the run before an epoch."""
         batches: Batches = self._source.batches
-        first, steps_before = self._steps_known if epoch >= self._steps_known[0] else (0, 0)
+        first, steps_before = (
+            self._steps_known if epoch >= self._steps_known[0] else (0, 0)
+        )
         if epoch == first or self._source.stream is not None:
             return steps_before
         start = self._resumed
@@ -377,9 +430,17 @@ class Run:
         """Choose the epoch of the passes that begin from now on; the user's sampler is told."""
         epoch = check_count("epoch", epoch, 0)
         if self._tell_samplers(epoch, others) == 0 and others:
-            raise ArgumentError(f"set_epoch: the loader's sampler takes no {sorted(others)}.")
+            raise ArgumentError(
+                f"set_epoch: the loader's sampler takes no {sorted(others)}."
+            )
         loaded = self._resumed
-        if loaded and loaded.samples and not loaded.ended and self._newest is None and epoch != loaded.epoch:
+        if (
+            loaded
+            and loaded.samples
+            and not loaded.ended
+            and self._newest is None
+            and epoch != loaded.epoch
+        ):
             say_once(
                 f"set_epoch({epoch}): the loaded state stands in epoch {loaded.epoch}, after {loaded.samples} samples, "
                 f"which no loop has continued yet. Begin with set_epoch({loaded.epoch}), or leave it out, to continue."
@@ -388,9 +449,15 @@ class Run:
         self._epoch_set = next(_numbers)
         self._seen = self._samplers_epoch() or 0
 
-    def _tell_samplers(self, epoch: int, others: Mapping[str, Any] = MappingProxyType({})) -> int:
+    def _tell_samplers(
+        self, epoch: int, others: Mapping[str, Any] = MappingProxyType({})
+    ) -> int:
         """Call `set_epoch` of the user's samplers; return how many have one."""
-        told = [sampler for sampler in samplers(self._sampler) if callable(getattr(sampler, "set_epoch", None))]
+        told = [
+            sampler
+            for sampler in samplers(self._sampler)
+            if callable(getattr(sampler, "set_epoch", None))
+        ]
         for sampler in list(told):
             try:
                 inspect.signature(sampler.set_epoch).bind(epoch, **others)
@@ -406,7 +473,9 @@ class Run:
             sampler.set_epoch(epoch, **others)
         return len(told)
 
-    def finished(self, progress: PassProgress, skipped_steps: int, skipped_samples: int) -> None:
+    def finished(
+        self, progress: PassProgress, skipped_steps: int, skipped_samples: int
+    ) -> None:
         """Move on to the next epoch, when a pass over this one has come to its end.
 
         Args:
@@ -458,20 +527,30 @@ class Run:
         segments = start.segments
         if plan is not None:
             segments = plan.segments or ((0, plan.batch_size),)
-        elif source.stream is not None and source.batch_size is not None:  # those of others may be of any size
+        elif (
+            source.stream is not None and source.batch_size is not None
+        ):  # those of others may be of any size
             segments = start.continued(source.batch_size)
         known = source.batches.known_steps(start)
-        draws = source.stream is None and not source.split and source.batches.plan_of(start) is None
+        draws = (
+            source.stream is None
+            and not source.split
+            and source.batches.plan_of(start) is None
+        )
         progress = PassProgress(start, segments, self._place, known, counts_draws=draws)
         self._note("pass", start, begins=progress.number)
         # Of closed passes only the sums are kept. A copy, since a signal handler may use the loader in between.
         for epoch, found in list(self._epochs.items()):
             self._epochs[epoch] = found.settled()
         found = self._epochs.get(start.epoch, EpochDeliveries())
-        self._epochs[start.epoch] = found._replace(passes=(*found.passes, (progress, progress.at)))
+        self._epochs[start.epoch] = found._replace(
+            passes=(*found.passes, (progress, progress.at))
+        )
         return progress
 
-    def delivered(self, progress: PassProgress, step: Step, ids: Ids, lost: int) -> None:
+    def delivered(
+        self, progress: PassProgress, step: Step, ids: Ids, lost: int
+    ) -> None:
         """Count a delivered batch of a pass.
 
         Args:
@@ -481,9 +560,15 @@ class Run:
             lost: Number of samples of the slice that could not be read.
         """
         newest = self._newest
-        if progress.number >= self.first_pass and (newest is None or progress.number > newest.number):
+        if progress.number >= self.first_pass and (
+            newest is None or progress.number > newest.number
+        ):
             # Only now is the one before closed: `batches = iter(loader)` lets go of it after the next has begun.
-            if newest is not None and newest.number > self._epoch_set and self._is_begun_again(newest, progress):
+            if (
+                newest is not None
+                and newest.number > self._epoch_set
+                and self._is_begun_again(newest, progress)
+            ):
                 say_once(
                     "a loop over this loader was left before its end, and the next one begins the same epoch again. "
                     "Call loader.set_epoch(the next) before it; or keep the iterator, batches = iter(loader), to "
@@ -494,7 +579,11 @@ class Run:
 
     def _is_begun_again(self, before: PassProgress, progress: PassProgress) -> bool:
         was_left = before.closed and not before.finished
-        return was_left and before.epoch == progress.epoch and before.at.steps > progress.start.steps
+        return (
+            was_left
+            and before.epoch == progress.epoch
+            and before.at.steps > progress.start.steps
+        )
 
     def _of_epoch(self, epoch: int) -> EpochDeliveries:
         """Return what this process knows of the deliveries of an epoch, with all passes added up."""
@@ -553,7 +642,11 @@ class Run:
 
     def _reached(self) -> list[tuple[int, int, int]]:
         """Return (number, steps, samples) of the passes that are not settled."""
-        passes = [progress for found in list(self._epochs.values()) for progress, _ in found.passes]
+        passes = [
+            progress
+            for found in list(self._epochs.values())
+            for progress, _ in found.passes
+        ]
         return [(one.number, one.at.steps, one.at.samples) for one in passes]
 
     def failed(self, progress: PassProgress, error: BaseException) -> None:
@@ -568,7 +661,11 @@ class Run:
         reached = self._reached()
         then = resumed.fingerprint
         now = self._fingerprint()
-        others = [name for name in override if name not in _SAME_ORDER and then.get(name) != now.get(name)]
+        others = [
+            name
+            for name in override
+            if name not in _SAME_ORDER and then.get(name) != now.get(name)
+        ]
         if resumed.samples and not resumed.ended and others:
             what = "stream" if "stream" in others else "order"
             say_once(
@@ -594,7 +691,9 @@ class Run:
 
     def _plan_from(self, start: LoaderState) -> ShardPlan | None:
         # An item that is a whole batch is none of the samples that a plan tells users about.
-        return None if self._source.item_is_batch else self._source.batches.plan_of(start)
+        return (
+            None if self._source.item_is_batch else self._source.batches.plan_of(start)
+        )
 
     def sources(self) -> Mapping[str, Drawn]:
         """Return what was drawn of each source of a mixture, up to the last batch that was delivered."""
@@ -603,8 +702,13 @@ class Run:
         samples = start.samples if newest is None else newest.at.samples
         plan = self._plan_from(start)
         if plan is None or not isinstance(plan.ordering, Mixing):
-            raise ArgumentError("sources() is for a loader over a paddle_shard.Mixture, with its own order.")
-        return drawn_of(plan.ordering, plan.ordering.first_position(start.epoch, plan.num_samples) + samples)
+            raise ArgumentError(
+                "sources() is for a loader over a paddle_shard.Mixture, with its own order."
+            )
+        return drawn_of(
+            plan.ordering,
+            plan.ordering.first_position(start.epoch, plan.num_samples) + samples,
+        )
 
     def _no_index(self) -> str | None:
         """Return why samples have no number of their own that all ranks know; None if they have one."""
@@ -627,48 +731,80 @@ class Run:
         """Return where a sample is delivered."""
         epoch = self.epoch if epoch is None else epoch
         newest = self._newest
-        if newest is not None and newest.epoch == epoch and (epoch != self.epoch or not newest.finished):
+        if (
+            newest is not None
+            and newest.epoch == epoch
+            and (epoch != self.epoch or not newest.finished)
+        ):
             start = newest.start  # as the epoch was, or is, served
         else:
             start = self.start(epoch)
         plan = self._plan_from(start)
         if plan is None:
-            raise ArgumentError(f"where() cannot be asked: the order is that of {self.no_order()}.")
-        return places_of(plan, epoch, sample, self.skips(start), self._source.batches.deal)
+            raise ArgumentError(
+                f"where() cannot be asked: the order is that of {self.no_order()}."
+            )
+        return places_of(
+            plan, epoch, sample, self.skips(start), self._source.batches.deal
+        )
 
     def certificate(self) -> Certificate:
         """Return what all ranks have delivered of the epoch in which this run was last; collective."""
         if (why := self._no_index()) is not None:
-            raise ArgumentError(f"certificate() cannot tell how often a sample should be delivered: this is {why}.")
+            raise ArgumentError(
+                f"certificate() cannot tell how often a sample should be delivered: this is {why}."
+            )
         newest = self._newest
         last = newest or self._resumed
         epoch = self.epoch if last is None else last.epoch
         start = self.start(epoch) if newest is None else newest.start
         plan = self._plan_from(start)
         # That of the epoch in which the run stands as well, for a state that is saved now.
-        of_epochs = {one: self._of_epoch(one) for one in sorted({epoch, self.state().epoch})}
+        of_epochs = {
+            one: self._of_epoch(one) for one in sorted({epoch, self.state().epoch})
+        }
         # A rank that has delivered nothing says so: its replicas must have delivered nothing, too.
         nothing = {} if self._place is None else {self._place: Delivered()}
-        said = [(account_to_json(one.known), account_to_json({**nothing, **one.own})) for one in of_epochs.values()]
+        said = [
+            (account_to_json(one.known), account_to_json({**nothing, **one.own}))
+            for one in of_epochs.values()
+        ]
         told = gathered(said, self.ranks, self._timeout, "certificate()")
         accounts = {
-            one: [(account_from_json(known), account_from_json(own)) for known, own in (rank[at] for rank in told)]
+            one: [
+                (account_from_json(known), account_from_json(own))
+                for known, own in (rank[at] for rank in told)
+            ]
             for at, one in enumerate(of_epochs)
         }
-        end, drawn_by = of_epochs[epoch].end, f"the loader's {type(self._sampler).__name__}"
-        if (length := self._source.batches.fingerprint().get("num_samples")) is not None:
-            drawn_by += f" over a data set of {length}"  # it may have drawn a part of it only
+        end, drawn_by = (
+            of_epochs[epoch].end,
+            f"the loader's {type(self._sampler).__name__}",
+        )
+        if (
+            length := self._source.batches.fingerprint().get("num_samples")
+        ) is not None:
+            drawn_by += (
+                f" over a data set of {length}"  # it may have drawn a part of it only
+            )
         found = certify(accounts[epoch], epoch, plan, self.skips(start), end, drawn_by)
         for one in accounts:  # what all ranks have delivered replaces what this one has
             of_one = self._epochs.get(one, EpochDeliveries())
             passes = tuple((progress, progress.fold()) for progress, _ in of_one.passes)
-            self._epochs[one] = EpochDeliveries(merged(accounts[one])[0], passes=passes, end=of_one.end)
+            self._epochs[one] = EpochDeliveries(
+                merged(accounts[one])[0], passes=passes, end=of_one.end
+            )
         if last is not None:
-            self._note("certificate", self._counted(last if isinstance(last, LoaderState) else last.state()))
+            self._note(
+                "certificate",
+                self._counted(last if isinstance(last, LoaderState) else last.state()),
+            )
         return found
 
 
-def gathered(said: Any, ranks: tuple[int, ...], timeout: float | None, call: str) -> list[Any]:
+def gathered(
+    said: Any, ranks: tuple[int, ...], timeout: float | None, call: str
+) -> list[Any]:
     """Return what each of some ranks says, this one included, as JSON values; collective over them.
 
     Raises:
@@ -681,7 +817,11 @@ def gathered(said: Any, ranks: tuple[int, ...], timeout: float | None, call: str
             "it on the ranks of the meshes, all of them."
         )
     try:
-        return [json.loads(one) for one in gather_of(ranks, json.dumps(said), timeout, call)]
+        return [
+            json.loads(one) for one in gather_of(ranks, json.dumps(said), timeout, call)
+        ]
     except PeerLostError as lost:
-        lost.args = (f"{call}: every rank of the meshes must call it, at the same step. {lost}",)
+        lost.args = (
+            f"{call}: every rank of the meshes must call it, at the same step. {lost}",
+        )
         raise

@@ -71,13 +71,25 @@ def cpu_static(timeout: float = 60.0) -> CpuStatic:
     from paddle.framework import core
 
     patch = CpuStatic()
-    has_accelerator = core.is_compiled_with_cuda() or core.is_compiled_with_xpu() or core.get_all_custom_device_type()
+    has_accelerator = (
+        core.is_compiled_with_cuda()
+        or core.is_compiled_with_xpu()
+        or core.get_all_custom_device_type()
+    )
     if has_accelerator or Engine._init_comm.__module__ == __name__:
         return patch
-    if "POD_NAME" in os.environ:  # with it, DistModel calls fleet.init: a dozen gloo groups
+    if (
+        "POD_NAME" in os.environ
+    ):  # with it, DistModel calls fleet.init: a dozen gloo groups
         patch.callback(os.environ.setdefault, "POD_NAME", os.environ.pop("POD_NAME"))
-    patch.enter_context(mock.patch.object(Engine, "_init_comm", lambda engine: _prepare(engine, timeout)))
-    patch.enter_context(mock.patch.object(ProcessGroup, "instantiate", lambda group: None))
+    patch.enter_context(
+        mock.patch.object(
+            Engine, "_init_comm", lambda engine: _prepare(engine, timeout)
+        )
+    )
+    patch.enter_context(
+        mock.patch.object(ProcessGroup, "instantiate", lambda group: None)
+    )
     return patch
 
 
@@ -88,19 +100,34 @@ def _prepare(engine: Any, timeout: float) -> None:
     if engine._nranks < 2:
         return
     if not engine._in_pir_mode:
-        raise NotImplementedError("cpu_static() needs PIR programs: unset FLAGS_enable_pir_api=0.")
+        raise NotImplementedError(
+            "cpu_static() needs PIR programs: unset FLAGS_enable_pir_api=0."
+        )
     try:
-        programs = {mode: [program] for mode, program in engine._pir_dense_main_progs.items()}
-        if engine._job_plan is not None:  # pipelines and gradient accumulation run parts of it
-            parts = [engine._job_plan.ir_program(kind) for kind in engine._job_plan.job_types()]
+        programs = {
+            mode: [program] for mode, program in engine._pir_dense_main_progs.items()
+        }
+        if (
+            engine._job_plan is not None
+        ):  # pipelines and gradient accumulation run parts of it
+            parts = [
+                engine._job_plan.ir_program(kind)
+                for kind in engine._job_plan.job_types()
+            ]
             programs["train"] = programs.get("train", []) + parts
-        groups = {mode: _groups(of_mode, engine._cur_rank) for mode, of_mode in programs.items()}
+        groups = {
+            mode: _groups(of_mode, engine._cur_rank)
+            for mode, of_mode in programs.items()
+        }
         _agree(engine, groups, timeout)
     except Exception:
         paddle.disable_static()  # as `train` and `eval` do when they return
         raise
     # Where a program communicates in no group, as on a mesh of replicas, Paddle still meets all ranks at its start.
-    ranks_of = {mode: used[0] if used else tuple(range(engine._nranks)) for mode, used in groups.items()}
+    ranks_of = {
+        mode: used[0] if used else tuple(range(engine._nranks))
+        for mode, used in groups.items()
+    }
     for ranks in dict.fromkeys(ranks_of.values()):
         _make_current(ranks)  # creates the group, while all ranks are here
     vars(engine).pop("run", None)
@@ -121,7 +148,9 @@ def _groups(programs: Iterable[Any], global_rank: int) -> list[tuple[int, ...]]:
 
     rings = {ring for program in programs for ring in _rings(program.global_block())}
     members = [tuple(get_process_group(ring).ranks) for ring in rings]
-    return sorted({ranks for ranks in members if len(ranks) > 1 and global_rank in ranks})
+    return sorted(
+        {ranks for ranks in members if len(ranks) > 1 and global_rank in ranks}
+    )
 
 
 def _rings(block: Any) -> Iterator[int]:
@@ -132,12 +161,20 @@ def _rings(block: Any) -> Iterator[int]:
             yield from _rings(inner)
 
 
-def _agree(engine: Any, groups: dict[str, list[tuple[int, ...]]], timeout: float) -> None:
+def _agree(
+    engine: Any, groups: dict[str, list[tuple[int, ...]]], timeout: float
+) -> None:
     """Wait until every rank has examined its program; raise on all if one of them cannot be trained."""
     from paddle_shard.ranks.agreeing import gather_of
 
-    unsupported = [f"{mode} uses {[*map(list, used)]}" for mode, used in groups.items() if len(used) > 1]
-    texts = gather_of(tuple(range(engine._nranks)), "; ".join(unsupported), timeout, "cpu_static()")
+    unsupported = [
+        f"{mode} uses {[*map(list, used)]}"
+        for mode, used in groups.items()
+        if len(used) > 1
+    ]
+    texts = gather_of(
+        tuple(range(engine._nranks)), "; ".join(unsupported), timeout, "cpu_static()"
+    )
     lines = [f"  rank {rank}: {text}\n" for rank, text in enumerate(texts) if text]
     if lines:
         raise StaticGroupsError(
@@ -160,7 +197,9 @@ def _make_current(ranks: tuple[int, ...]) -> None:
 
     def reshard() -> None:
         mesh = paddle.distributed.ProcessMesh(list(ranks), dim_names=["group"])
-        partial = dtensor_from_local(paddle.zeros([1], dtype="float32"), mesh, [paddle.distributed.Partial()])
+        partial = dtensor_from_local(
+            paddle.zeros([1], dtype="float32"), mesh, [paddle.distributed.Partial()]
+        )
         paddle.distributed.reshard(partial, mesh, [paddle.distributed.Replicate()])
 
     dygraph_guard(reshard)()

@@ -47,7 +47,9 @@ class Processes:
     def __init__(self, directory: Path) -> None:
         self._mark = f"{_REPORT_DIR}={directory}".encode()
 
-    def start(self, command: Sequence[str], variables: Mapping[str, str], log: Path) -> Any:
+    def start(
+        self, command: Sequence[str], variables: Mapping[str, str], log: Path
+    ) -> Any:
         """Start a process in this one's folder, and return an object with its `pid` and `poll`, as a `Popen`.
 
         Args:
@@ -85,9 +87,13 @@ class Job:
         self._processes = processes
         self._ranks: list[Any] = []
 
-    def start(self, command: Sequence[str], variables: Mapping[str, str], log: str) -> None:
+    def start(
+        self, command: Sequence[str], variables: Mapping[str, str], log: str
+    ) -> None:
         """Start the next rank; see `Processes.start`."""
-        self._ranks.append(self._processes.start(command, variables, self._directory / log))
+        self._ranks.append(
+            self._processes.start(command, variables, self._directory / log)
+        )
 
     @property
     def pids(self) -> list[int]:
@@ -114,9 +120,15 @@ class Job:
         wanted = list(ranks)
 
         def failed() -> dict[int, int]:
-            return {rank: code for rank, code in self.exit_codes().items() if code and rank in wanted}
+            return {
+                rank: code
+                for rank, code in self.exit_codes().items()
+                if code and rank in wanted
+            }
 
-        _poll(lambda: bool(failed()) or set(wanted) <= self.exit_codes().keys(), seconds)
+        _poll(
+            lambda: bool(failed()) or set(wanted) <= self.exit_codes().keys(), seconds
+        )
         if failed():  # the others may be its victims, and their logs say more
             self.wait(wanted, _AFTER_A_FAILURE)
         running = [rank for rank in wanted if rank not in self.exit_codes()]
@@ -128,12 +140,17 @@ class Job:
         elif silent:
             reason = f"no report from ranks {silent}: the script must call paddle_shard.testing.report()"
         else:
-            return [json.loads(_report_path(self._directory, rank).read_text()) for rank in wanted]
+            return [
+                json.loads(_report_path(self._directory, rank).read_text())
+                for rank in wanted
+            ]
         raise RanksFailed(f"{self._name}: {reason}\n{self.logs()}")
 
     def silent(self, ranks: Iterable[int]) -> list[int]:
         """Return which of these ranks have not reported."""
-        return [rank for rank in ranks if not _report_path(self._directory, rank).exists()]
+        return [
+            rank for rank in ranks if not _report_path(self._directory, rank).exists()
+        ]
 
     def send(self, rank: int, number: int) -> None:
         """Send a signal to a rank that has not ended."""
@@ -206,11 +223,19 @@ def start_ranks(
     folder.mkdir(parents=True, exist_ok=True)
     endpoints = _free_endpoints(num_ranks + 1)  # the ranks', then the store's
     variables = job_variables(folder, env, timeout)
-    job = Job(f"{Path(script).name} on {num_ranks} ranks", folder, processes or Processes(folder))
+    job = Job(
+        f"{Path(script).name} on {num_ranks} ranks",
+        folder,
+        processes or Processes(folder),
+    )
     try:
         for rank in range(num_ranks):
             command = [str(script), *map(str, args)]
-            job.start(command, variables | _rank_variables(num_ranks, rank, endpoints), f"workerlog.{rank}")
+            job.start(
+                command,
+                variables | _rank_variables(num_ranks, rank, endpoints),
+                f"workerlog.{rank}",
+            )
         yield job
     finally:
         job.kill()
@@ -245,13 +270,27 @@ def run_ranks(
     Raises:
         RanksFailed: A rank ended with an error, left no report, or was not done at the deadline.
     """
-    with start_ranks(script, num_ranks, directory, args=args, env=env, timeout=timeout, processes=processes) as job:
+    with start_ranks(
+        script,
+        num_ranks,
+        directory,
+        args=args,
+        env=env,
+        timeout=timeout,
+        processes=processes,
+    ) as job:
         return job.reports(range(num_ranks), timeout)
 
 
-def job_variables(directory: Path, env: Mapping[str, str] | None, timeout: float) -> dict[str, str]:
+def job_variables(
+    directory: Path, env: Mapping[str, str] | None, timeout: float
+) -> dict[str, str]:
     """Return the environment of a job's processes, without the variables of a launcher."""
-    variables = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHER_SETS)}
+    variables = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(_LAUNCHER_SETS)
+    }
     variables[_REPORT_DIR] = str(directory)
     variables[_DUMP_AT] = str(time.time() + max(timeout - 3.0, timeout * 0.8))
     variables["OMP_NUM_THREADS"] = "1"
@@ -267,7 +306,9 @@ def _free_endpoints(count: int) -> list[str]:
         return [f"127.0.0.1:{bound.getsockname()[1]}" for bound in sockets]
 
 
-def _rank_variables(num_ranks: int, rank: int, endpoints: Sequence[str]) -> dict[str, str]:
+def _rank_variables(
+    num_ranks: int, rank: int, endpoints: Sequence[str]
+) -> dict[str, str]:
     """Return the variables that `paddle.distributed.launch` sets for a rank on the CPU of one host (3.0 to 3.3).
 
     Args:
@@ -303,9 +344,13 @@ def report(value: Any) -> None:
     def to_json(value: Any) -> Any:
         if isinstance(value, np.ndarray | np.generic):
             return value.tolist()
-        raise TypeError(f"report() takes what JSON can hold, got {type(value).__name__}: {value!r}")
+        raise TypeError(
+            f"report() takes what JSON can hold, got {type(value).__name__}: {value!r}"
+        )
 
-    path = _report_path(Path(os.environ[_REPORT_DIR]), int(os.environ.get("PADDLE_TRAINER_ID", "0")))
+    path = _report_path(
+        Path(os.environ[_REPORT_DIR]), int(os.environ.get("PADDLE_TRAINER_ID", "0"))
+    )
     path.with_suffix(".part").write_text(json.dumps(value, default=to_json))
     path.with_suffix(".part").rename(path)  # at once, so that nobody reads half of it
 
@@ -322,7 +367,9 @@ def _end_with_the_parent() -> None:
 def arm_stack_dump() -> None:
     """In a rank: write all threads' stacks to the log shortly before the deadline."""
     if _DUMP_AT in os.environ and "PADDLE_TRAINER_ID" in os.environ:
-        faulthandler.dump_traceback_later(max(0.1, float(os.environ[_DUMP_AT]) - time.time()))
+        faulthandler.dump_traceback_later(
+            max(0.1, float(os.environ[_DUMP_AT]) - time.time())
+        )
 
 
 arm_stack_dump()  # its script imports this to report

@@ -13,7 +13,14 @@ import paddle_shard
 from paddle_shard.testing import report
 
 SEED = 5
-TORCH_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+TORCH_NAMES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
 
 
 def mesh_of(num_data_ranks):
@@ -24,7 +31,10 @@ def mesh_of(num_data_ranks):
 
 def loader_of(foreign, num_data_ranks=2, **options):
     return paddle_shard.shard_dataloader(
-        foreign, mesh_of(num_data_ranks), shard_dims="dp", **{"seed": SEED, "tail": "pad", **options}
+        foreign,
+        mesh_of(num_data_ranks),
+        shard_dims="dp",
+        **{"seed": SEED, "tail": "pad", **options},
     )
 
 
@@ -39,11 +49,15 @@ def steps_of(loader, limit=None, *, collective=False):
             local = field._local_value().numpy()
             assert len(local) == len(ids)
             digest.update(local[valid].tobytes())
-        found.append({"ids": ids[valid].tolist(), "rows": len(ids), "digest": digest.hexdigest()})
+        found.append(
+            {"ids": ids[valid].tolist(), "rows": len(ids), "digest": digest.hexdigest()}
+        )
         if collective:
             counted = paddle.to_tensor([len(found)])
             dist.all_reduce(counted)
-            assert counted.item() == len(found) * dist.get_world_size(), "all ranks are at the same step"
+            assert counted.item() == len(found) * dist.get_world_size(), (
+                "all ranks are at the same step"
+            )
         if len(found) == limit:
             break
     return found
@@ -55,7 +69,11 @@ def resumed(make, step):
     begun = steps_of(first, step)
     state = json.dumps(first.state_dict())
     second.load_state_dict(json.loads(state))
-    return {"steps": begun + steps_of(second), "next epoch": steps_of(second), "size": len(state)}
+    return {
+        "steps": begun + steps_of(second),
+        "next epoch": steps_of(second),
+        "size": len(state),
+    }
 
 
 def refusal(function):
@@ -78,12 +96,24 @@ def observe(make, *, resume=True):
     found["other seed"] = steps_of(loader_of(make(), seed=SEED + 1))
     found["dropped"] = steps_of(loader_of(make(), tail="drop"))
     if resume:
-        found["resumed"] = [resumed(make, step) for step in range(1, len(found["epochs"][0]) + 1)]
-    found["other data ranks"] = refusal(lambda: loader_of(make(), num_data_ranks=1).load_state_dict(state))
-    changed = {k for k in before.keys() | dict(os.environ).keys() if before.get(k) != os.environ.get(k)}
+        found["resumed"] = [
+            resumed(make, step) for step in range(1, len(found["epochs"][0]) + 1)
+        ]
+    found["other data ranks"] = refusal(
+        lambda: loader_of(make(), num_data_ranks=1).load_state_dict(state)
+    )
+    changed = {
+        k
+        for k in before.keys() | dict(os.environ).keys()
+        if before.get(k) != os.environ.get(k)
+    }
     found["environment"] = sorted(changed | (set(TORCH_NAMES) & set(os.environ)))
     torch = sys.modules.get("torch")
-    found["torch runs"] = bool(torch and torch.distributed.is_available() and torch.distributed.is_initialized())
+    found["torch runs"] = bool(
+        torch
+        and torch.distributed.is_available()
+        and torch.distributed.is_initialized()
+    )
     return found
 
 

@@ -35,7 +35,13 @@ def run(library):
     logs.mkdir(parents=True, exist_ok=True)
     results = logs / "results.xml"
     results.unlink(missing_ok=True)
-    tests = [python, "-m", "pytest", f"tests/adapters/{library}", f"--junit-xml={results}"]
+    tests = [
+        python,
+        "-m",
+        "pytest",
+        f"tests/adapters/{library}",
+        f"--junit-xml={results}",
+    ]
     demo = [python, "launch/local.py", "--processes", "2", "--log-dir", logs / "ranks"]
     demo += [DEMOS.get(library, f"demos/adapters/{library}_digits.py")]
     named = [*PACKAGES[library], "paddlepaddle", "numpy"]
@@ -47,10 +53,14 @@ def run(library):
         for command in (tests, demo):
             began = time.monotonic()
             env = {**environ, "PADDLE_SHARD_ADAPTER": library}
-            done = subprocess.run(command, cwd=ROOT, env=env, stdout=log, stderr=log, timeout=DEADLINE)
+            done = subprocess.run(
+                command, cwd=ROOT, env=env, stdout=log, stderr=log, timeout=DEADLINE
+            )
             seconds.append(time.monotonic() - began)
             codes.append(done.returncode)
-    suite = {} if not results.exists() else ElementTree.parse(results).getroot()[0].attrib
+    suite = (
+        {} if not results.exists() else ElementTree.parse(results).getroot()[0].attrib
+    )
     failed = int(suite.get("failures", 0)) + int(suite.get("errors", 0))
     passed = int(suite.get("tests", 0)) - failed - int(suite.get("skipped", 0))
     fine = codes == [0, 0] and passed > 0
@@ -61,7 +71,10 @@ def run(library):
     )
     if not fine:
         print(f"--- the end of log/adapters/{library}.log ---", file=sys.stderr)
-        print((ROOT / f"log/adapters/{library}.log").read_text(errors="replace")[-6000:], file=sys.stderr)
+        print(
+            (ROOT / f"log/adapters/{library}.log").read_text(errors="replace")[-6000:],
+            file=sys.stderr,
+        )
     return fine
 
 

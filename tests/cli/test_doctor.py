@@ -29,7 +29,10 @@ def told(folder, ranks=3, *, all=(), timeout=110, **flags):
 
 def the_hazard(reports):
     """The one hazard, the same on all ranks."""
-    found = [[hazard for hazard in one["hazards"] if "MB" not in hazard["what"]] for one in reports]
+    found = [
+        [hazard for hazard in one["hazards"] if "MB" not in hazard["what"]]
+        for one in reports
+    ]
     assert found == [found[0]] * len(found)
     (one,) = found[0]
     return f"{one['what']}. {one['remedy']}"
@@ -55,9 +58,14 @@ def test_collectives_that_fail_are_told_on_all_ranks(flags, what, tmp_path):
     assert all(re.search(what, str(one["hazards"])) for one in found)
 
 
-@pytest.mark.parametrize("missing", [0, 2])  # rank 0 has the store by which the others meet
+@pytest.mark.parametrize(
+    "missing", [0, 2]
+)  # rank 0 has the store by which the others meet
 def test_a_rank_that_is_missing_is_named_after_the_timeout(missing, tmp_path):
-    args, begun = [json.dumps({"all": ["--timeout", "5"], "does": {missing: "killed"}})], time.monotonic()
+    args, begun = (
+        [json.dumps({"all": ["--timeout", "5"], "does": {missing: "killed"}})],
+        time.monotonic(),
+    )
     with start_ranks(WORKER, 3, tmp_path, args=args, env=ENV, timeout=HANG) as job:
         found = job.reports([rank for rank in range(3) if rank != missing], HANG)
     assert time.monotonic() - begun < HANG / 2
@@ -67,7 +75,9 @@ def test_a_rank_that_is_missing_is_named_after_the_timeout(missing, tmp_path):
 
 
 def test_a_timeout_that_is_none_exits_with_2():
-    assert "argument --timeout: must be an int from 1" in asked("doctor", "--timeout", "0", code=2)
+    assert "argument --timeout: must be an int from 1" in asked(
+        "doctor", "--timeout", "0", code=2
+    )
 
 
 def test_what_is_stopped_by_ctrl_c_says_so_in_a_line(monkeypatch, capsys):

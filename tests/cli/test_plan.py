@@ -41,17 +41,26 @@ def given_to_ranks(data, batch_size, accumulation, ids, names, dims, **options):
     def rows():
         sampler = BatchSampler(data, batch_size=batch_size, shuffle=shuffles)
         sampler._acc_steps = accumulation
-        batches = iter(sharded(DataLoader(data, batch_sampler=sampler), mesh, dims, **options))
+        batches = iter(
+            sharded(DataLoader(data, batch_sampler=sampler), mesh, dims, **options)
+        )
         found = []
         for batch in batches:
-            values, valid = (one._local_value().numpy().reshape(-1).tolist() for one in (batch, batches.valid))
-            found.append([one if real else None for one, real in zip(values, valid, strict=True)])
+            values, valid = (
+                one._local_value().numpy().reshape(-1).tolist()
+                for one in (batch, batches.valid)
+            )
+            found.append(
+                [one if real else None for one, real in zip(values, valid, strict=True)]
+            )
         return found
 
     return on_each_rank(range(4), rows)
 
 
-@pytest.mark.parametrize(("text", "axes", "ids", "names"), MESHES, ids=[mesh[0] for mesh in MESHES])
+@pytest.mark.parametrize(
+    ("text", "axes", "ids", "names"), MESHES, ids=[mesh[0] for mesh in MESHES]
+)
 @pytest.mark.parametrize(
     ("samples", "batch_size", "accumulation", "tail", "shuffle"),
     [
@@ -67,12 +76,32 @@ def given_to_ranks(data, batch_size, accumulation, ids, names, dims, **options):
 def test_the_plan_is_what_loaders_deliver(
     text, axes, ids, names, samples, batch_size, accumulation, tail, shuffle, capsys
 ):
-    dims, how = axes.split(","), {"True": {}, "False": {}, "paddle": {"shuffle": "paddle"}}[shuffle]
+    dims, how = (
+        axes.split(","),
+        {"True": {}, "False": {}, "paddle": {"shuffle": "paddle"}}[shuffle],
+    )
     data = Made(lambda i: np.array([i]), samples)
     per_rank = given_to_ranks(
-        data, batch_size, accumulation, ids, names, dims, tail=tail, shuffles=shuffle == "True", **how
+        data,
+        batch_size,
+        accumulation,
+        ids,
+        names,
+        dims,
+        tail=tail,
+        shuffles=shuffle == "True",
+        **how,
     )
-    flags = "--samples", samples, "--batch-size", batch_size, "--accumulation", accumulation, "--mesh", text
+    flags = (
+        "--samples",
+        samples,
+        "--batch-size",
+        batch_size,
+        "--accumulation",
+        accumulation,
+        "--mesh",
+        text,
+    )
     flags = *flags, "--data-axes", axes, "--tail", tail, "--shuffle", shuffle
 
     found = planned(capsys, *flags)
@@ -82,40 +111,84 @@ def test_the_plan_is_what_loaders_deliver(
     assert real["steps of an epoch"] == steps
     for ranks in groups:
         assert all(per_rank[rank] == per_rank[ranks[0]] for rank in ranks)
-    rows = [[row for ranks in groups for row in per_rank[ranks[0]][step]] for step in range(steps)]
+    rows = [
+        [row for ranks in groups for row in per_rank[ranks[0]][step]]
+        for step in range(steps)
+    ]
     assert real["rows of the last step"] == len(rows[-1])
     assert real["rows of a data rank"] == len(per_rank[0][0])
     assert (
-        real["rows of padding in an epoch"] == sum(row is None for of_step in rows for row in of_step) or tail == "drop"
+        real["rows of padding in an epoch"]
+        == sum(row is None for of_step in rows for row in of_step)
+        or tail == "drop"
     )
     served = sum(row is not None for of_step in rows for row in of_step)
-    assert real["samples dropped in an epoch"] == (samples - served if shuffle != "paddle" else 4 * (tail == "drop"))
-    starved = [at for at, ranks in enumerate(groups) if not any(one is not None for one in per_rank[ranks[0]][-1])]
+    assert real["samples dropped in an epoch"] == (
+        samples - served if shuffle != "paddle" else 4 * (tail == "drop")
+    )
+    starved = [
+        at
+        for at, ranks in enumerate(groups)
+        if not any(one is not None for one in per_rank[ranks[0]][-1])
+    ]
     told = [one["what"] for one in found["hazards"] if "nothing else" in one["what"]]
-    expected = [f"on {len(starved)} of its data ranks: {', '.join(map(str, starved))}"] * bool(starved)
+    expected = [
+        f"on {len(starved)} of its data ranks: {', '.join(map(str, starved))}"
+    ] * bool(starved)
     assert [one.partition("nothing else ")[2] for one in told] == expected
     for step in {0, steps // 2, steps - 1}:
         for one in planned(capsys, *flags, "--step", step)["step"]:
-            assert [per_rank[rank][step] for rank in one["ranks"]] == [one["samples"]] * len(one["ranks"])
+            assert [per_rank[rank][step] for rank in one["ranks"]] == [
+                one["samples"]
+            ] * len(one["ranks"])
 
 
 def test_the_plan_of_a_mixture_is_what_a_loader_delivers(capsys):
     sources = {"web": 40, "code": 11}
     data = Mixture(
-        {name: Made(lambda i, at=at: np.array([1000 * at + i]), n) for at, (name, n) in enumerate(sources.items())},
+        {
+            name: Made(lambda i, at=at: np.array([1000 * at + i]), n)
+            for at, (name, n) in enumerate(sources.items())
+        },
         {"web": 0.7, "code": 0.3},
         num_samples=48,
     )
-    per_rank = given_to_ranks(data, 8, 1, [[0, 1], [2, 3]], ["dp", "mp"], "dp", shuffles=True)
-    flags = "--source", "web=40:0.7", "--source", "code=11:0.3", "--samples", 48, "--batch-size", 8
-    found = planned(capsys, *flags, "--mesh", "dp=2,mp=2", "--shuffle", "--step", 4)["step"]
+    per_rank = given_to_ranks(
+        data, 8, 1, [[0, 1], [2, 3]], ["dp", "mp"], "dp", shuffles=True
+    )
+    flags = (
+        "--source",
+        "web=40:0.7",
+        "--source",
+        "code=11:0.3",
+        "--samples",
+        48,
+        "--batch-size",
+        8,
+    )
+    found = planned(capsys, *flags, "--mesh", "dp=2,mp=2", "--shuffle", "--step", 4)[
+        "step"
+    ]
 
-    shown = [[1000 * list(sources).index(name) + at for name, at in one["samples"]] for one in found]
+    shown = [
+        [1000 * list(sources).index(name) + at for name, at in one["samples"]]
+        for one in found
+    ]
     assert shown == [per_rank[0][4], per_rank[2][4]]
-    drawn = Counter(int(one) // 1000 for ranks in (per_rank[0], per_rank[2]) for of in ranks for one in of)
+    drawn = Counter(
+        int(one) // 1000
+        for ranks in (per_rank[0], per_rank[2])
+        for of in ranks
+        for one in of
+    )
     told = planned(capsys, *flags, "--mesh", "dp=2,mp=2", "--shuffle")["sources"]
-    assert {one["source"]: one["drawn"] for one in told} == {"web": drawn[0], "code": drawn[1]}
-    assert "two of ['web', 'web', 'code'] have one name" in asked("plan", *flags[:2], *flags, "--mesh", "dp=2", code=2)
+    assert {one["source"]: one["drawn"] for one in told} == {
+        "web": drawn[0],
+        "code": drawn[1],
+    }
+    assert "two of ['web', 'web', 'code'] have one name" in asked(
+        "plan", *flags[:2], *flags, "--mesh", "dp=2", code=2
+    )
 
 
 FINE = ["--samples", "64", "--batch-size", "8", "--mesh", "dp=4"]
@@ -124,9 +197,22 @@ FINE = ["--samples", "64", "--batch-size", "8", "--mesh", "dp=4"]
 @pytest.mark.parametrize(
     ("flags", "what", "remedy"),
     [
-        (["--samples", "64", "--batch-size", "6", "--mesh", "dp=4"], "6 cannot be split evenly over 4", "4 or 8"),
         (
-            ["--samples", "64", "--batch-size", "10", "--accumulation", "2", "--mesh", "dp=4"],
+            ["--samples", "64", "--batch-size", "6", "--mesh", "dp=4"],
+            "6 cannot be split evenly over 4",
+            "4 or 8",
+        ),
+        (
+            [
+                "--samples",
+                "64",
+                "--batch-size",
+                "10",
+                "--accumulation",
+                "2",
+                "--mesh",
+                "dp=4",
+            ],
             "a global batch of 20 cannot be split evenly over 4 data ranks times 2 accumulation steps",
             "16 or 24, micro-batches of 8 or 12 rows",
         ),
@@ -135,13 +221,21 @@ FINE = ["--samples", "64", "--batch-size", "8", "--mesh", "dp=4"]
             "1 of 4 rows of padding, and nothing else on 1",
             "tail='drop'",
         ),
-        ([*FINE, "--tail", "drop", "--samples", "70"], "drops 6 of 70 samples", "tail='pad'"),
+        (
+            [*FINE, "--tail", "drop", "--samples", "70"],
+            "drops 6 of 70 samples",
+            "tail='pad'",
+        ),
         (
             [*FINE[:4], "--mesh", "dp=4", "--samples", "66"],
             "the last step of the epoch, 8, has 2 of 4 rows of padding, and nothing else on 2 of its data ranks: 2, 3",
             "tail='drop' leaves such a step out",
         ),
-        ([*FINE, "--tail", "error", "--samples", "70"], "70 samples do not fill the last batch of 8", "tail='pad'"),
+        (
+            [*FINE, "--tail", "error", "--samples", "70"],
+            "70 samples do not fill the last batch of 8",
+            "tail='pad'",
+        ),
     ],
 )
 def test_each_hazard_is_told_with_its_remedy(flags, what, remedy, capsys):
@@ -161,7 +255,10 @@ def test_a_plan_without_a_hazard_exits_with_0():
         (["--mesh", "dp4"], "must be axes and sizes such as dp=4,mp=2, got 'dp4'"),
         (["--mesh", "dp=2@0,0"], "process_ids must be different ranks"),
         (["--mesh", "dp=2"], "the following arguments are required: --batch-size"),
-        (["--mesh", "dp=2", "--batch-size", "2"], "give the data: --samples, or --source"),
+        (
+            ["--mesh", "dp=2", "--batch-size", "2"],
+            "give the data: --samples, or --source",
+        ),
         ([*FINE[:4], "--mesh", "mp=2"], "the mesh has no axis 'dp'"),
         ([*FINE, "--data-axes", "DP"], "the mesh has no axis 'DP'"),
         ([*FINE, "--step", "99"], "step must be in range"),
@@ -169,9 +266,18 @@ def test_a_plan_without_a_hazard_exits_with_0():
             [*FINE, "--shuffle", "paddle", "--epoch", "-1", "--step", "0"],
             "argument --epoch: must be an int from 0",
         ),
-        (["--mesh", "dp=99999999999"], "has 99999999999 ranks; at most 1000000 are supported"),
-        (["--batch-size", str(2**64)], f"argument --batch-size: must be an int from 1 to 100000000, got {2**64}"),
-        (["--accumulation", "1" + "0" * 20], "argument --accumulation: must be an int from 1 to 100000000"),
+        (
+            ["--mesh", "dp=99999999999"],
+            "has 99999999999 ranks; at most 1000000 are supported",
+        ),
+        (
+            ["--batch-size", str(2**64)],
+            f"argument --batch-size: must be an int from 1 to 100000000, got {2**64}",
+        ),
+        (
+            ["--accumulation", "1" + "0" * 20],
+            "argument --accumulation: must be an int from 1 to 100000000",
+        ),
     ],
 )
 def test_bad_arguments_exit_with_2_and_say_what_to_do(flags, text):
@@ -200,40 +306,58 @@ def test_a_file_that_cannot_be_written_exits_with_2(command, tmp_path, monkeypat
 def test_whoever_stops_reading_a_long_answer_has_seen_enough():
     command = f"{sys.executable} -m paddle_shard plan --samples 5000 --batch-size 4000 --mesh dp=2000 --step 0 --json"
     done = subprocess.run(
-        ["bash", "-c", f"{command} | head -1; exit ${{PIPESTATUS[0]}}"], capture_output=True, text=True, timeout=HANG
+        ["bash", "-c", f"{command} | head -1; exit ${{PIPESTATUS[0]}}"],
+        capture_output=True,
+        text=True,
+        timeout=HANG,
     )
     assert (done.stdout, done.stderr) == ("{\n", "")
     assert done.returncode in (0, 1)
 
 
 def test_no_samples_are_told_as_such():
-    assert "num_samples" in asked("plan", "--samples", 0, "--batch-size", 4, "--mesh", "dp=2", code=1)
+    assert "num_samples" in asked(
+        "plan", "--samples", 0, "--batch-size", 4, "--mesh", "dp=2", code=1
+    )
 
 
-@pytest.mark.parametrize(("flag", "value"), [("--batch-size", 0), ("--accumulation", -2), ("--step", -1)])
+@pytest.mark.parametrize(
+    ("flag", "value"), [("--batch-size", 0), ("--accumulation", -2), ("--step", -1)]
+)
 def test_numbers_that_cannot_be_are_refused_by_the_name_of_their_flag(flag, value):
-    assert f"argument {flag}: must be an int from" in asked("plan", *FINE, flag, value, code=2)
+    assert f"argument {flag}: must be an int from" in asked(
+        "plan", *FINE, flag, value, code=2
+    )
 
 
 @pytest.mark.parametrize("flag", ["--html", "--svg"])
 def test_what_has_no_step_is_not_drawn(flag, tmp_path):
-    said = asked("plan", *FINE, "--tail", "drop", "--samples", 7, flag, tmp_path / "plan", code=2)
+    said = asked(
+        "plan", *FINE, "--tail", "drop", "--samples", 7, flag, tmp_path / "plan", code=2
+    )
     assert "there is no step that could be drawn" in said
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("samples", range(1, 7))
 @pytest.mark.parametrize("tail", ["pad", "fill"])
-def test_data_ranks_without_a_sample_are_counted_where_there_are_more_ranks_than_samples(samples, tail, capsys):
+def test_data_ranks_without_a_sample_are_counted_where_there_are_more_ranks_than_samples(
+    samples, tail, capsys
+):
     flags = "--samples", samples, "--batch-size", 18, "--mesh", "dp=6", "--tail", tail
     found = planned(capsys, *flags, "--step", 0)
     empty = sum(all(one is None for one in of["samples"]) for of in found["step"])
-    said = [re.search(r"nothing else on (\d+) of", one["what"])[1] for one in found["hazards"]]
+    said = [
+        re.search(r"nothing else on (\d+) of", one["what"])[1]
+        for one in found["hazards"]
+    ]
     assert said == [str(empty)] * (empty > 0)
 
 
 def test_plan_page_draws_the_steps_from_the_one_that_was_asked_for(tmp_path):
-    asked("plan", *FINE, "--step", "3", "--epoch", "2", "--html", tmp_path / "plan.html")
+    asked(
+        "plan", *FINE, "--step", "3", "--epoch", "2", "--html", tmp_path / "plan.html"
+    )
     page = (tmp_path / "plan.html").read_text(encoding="utf-8")
     assert "epoch 2, step 3" in page
     assert "epoch 2, step 2" not in page

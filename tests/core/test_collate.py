@@ -46,9 +46,21 @@ def test_a_default_dict_keeps_its_factory():
 @pytest.mark.parametrize(
     ("samples", "error", "text"),
     [
-        ([np.ones(2), np.ones(3)], ValueError, r"different shapes cannot be stacked: \(2,\), \(3,\)\. Pad them"),
-        ([{"x": [np.ones(2)]}, {"x": [np.ones(3)]}], ValueError, r"at field \['x'\]\[0\]"),
-        ([{"x": 1}, {"y": 1}], ValueError, r"samples differ in their keys: \['x'\], \['y'\]"),
+        (
+            [np.ones(2), np.ones(3)],
+            ValueError,
+            r"different shapes cannot be stacked: \(2,\), \(3,\)\. Pad them",
+        ),
+        (
+            [{"x": [np.ones(2)]}, {"x": [np.ones(3)]}],
+            ValueError,
+            r"at field \['x'\]\[0\]",
+        ),
+        (
+            [{"x": 1}, {"y": 1}],
+            ValueError,
+            r"samples differ in their keys: \['x'\], \['y'\]",
+        ),
         (
             [[1, 2], [1]],
             ValueError,
@@ -56,8 +68,16 @@ def test_a_default_dict_keeps_its_factory():
         ),
         ([{"x": None}], TypeError, r"cannot stack NoneType at field \['x'\]"),
         ([{1: 1, "x": 1}, {"x": 1}], ValueError, "samples differ in their keys"),
-        ([1, np.ones(2)], ValueError, r"different shapes cannot be stacked: \(\), \(2,\)"),
-        ([1 << 70, 1], TypeError, "cannot stack int: give every sample arrays or numbers"),
+        (
+            [1, np.ones(2)],
+            ValueError,
+            r"different shapes cannot be stacked: \(\), \(2,\)",
+        ),
+        (
+            [1 << 70, 1],
+            TypeError,
+            "cannot stack int: give every sample arrays or numbers",
+        ),
     ],
 )
 def test_samples_that_do_not_fit_are_named_with_their_field(samples, error, text):
@@ -76,10 +96,15 @@ KINDS = {
     "list": [[1, 2], (3, 4)],
     "object": [object(), slice(2)],
 }
-SHAPED = [{"number", "array", "array of no dims"}, {"number", "array of text", "array of no dims"}]  # other errors
+SHAPED = [
+    {"number", "array", "array of no dims"},
+    {"number", "array of text", "array of no dims"},
+]  # other errors
 
 
-@pytest.mark.parametrize("path", [lambda x: x, lambda x: {"x": [x]}], ids=["", "nested"])
+@pytest.mark.parametrize(
+    "path", [lambda x: x, lambda x: {"x": [x]}], ids=["", "nested"]
+)
 @pytest.mark.parametrize("other", KINDS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_not_of_one_kind_is_a_type_error_wherever_it_stands(kind, other, path):
@@ -104,7 +129,9 @@ class Named(dict):
         self.name = name
 
 
-@pytest.mark.parametrize("sample", [Plain(x=1), Named("n", x=1), collections.Counter(x=1)])
+@pytest.mark.parametrize(
+    "sample", [Plain(x=1), Named("n", x=1), collections.Counter(x=1)]
+)
 def test_a_plain_subclass_of_dict_is_kept(sample):
     made = collate([sample, sample])
 
@@ -124,5 +151,8 @@ def test_a_plain_subclass_of_dict_is_kept(sample):
     ],
 )
 def test_samples_of_different_dtypes_are_not_cast(one, other):
-    with pytest.raises(ValueError, match=rf"differ in their dtype at field \['x'\]: {one.dtype}, {other.dtype}"):
+    with pytest.raises(
+        ValueError,
+        match=rf"differ in their dtype at field \['x'\]: {one.dtype}, {other.dtype}",
+    ):
         collate([{"x": one}, {"x": one}, {"x": other}])

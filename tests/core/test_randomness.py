@@ -10,7 +10,9 @@ from paddle_shard.core.randomness import NumpyGenerator, PythonGenerator, kept
 DRAWS = {
     "numpy": [
         lambda: np.random.rand(),
-        lambda: np.random.rand(312),  # 624 words: back to the same place in the next table
+        lambda: np.random.rand(
+            312
+        ),  # 624 words: back to the same place in the next table
         lambda: np.random.randn(),
         lambda: np.random.randint(5),
         lambda: np.random.shuffle([1, 2, 3]),
@@ -28,7 +30,9 @@ GENERATORS = {"numpy": NumpyGenerator(), "python": PythonGenerator()}
 
 
 @pytest.mark.parametrize("name", ["numpy", "python"])
-@given(seed=st.integers(0, 2**64 - 1), before=st.integers(0, 700), which=st.integers(0, 5))
+@given(
+    seed=st.integers(0, 2**64 - 1), before=st.integers(0, 700), which=st.integers(0, 5)
+)
 def test_every_draw_changes_the_state(name, seed, before, which):
     generator = GENERATORS[name]
     generator.seed(seed)
@@ -44,7 +48,9 @@ def test_every_draw_changes_the_state(name, seed, before, which):
 
 @pytest.mark.parametrize("name", ["numpy", "python"])
 @given(seed=st.integers(0, 1000), ahead=st.booleans(), which=st.integers(-1, 5))
-def test_a_state_is_put_back_with_the_gaussian_that_was_drawn_ahead(name, seed, ahead, which):
+def test_a_state_is_put_back_with_the_gaussian_that_was_drawn_ahead(
+    name, seed, ahead, which
+):
     gauss = np.random.randn if name == "numpy" else lambda: random.gauss(0, 1)
     generator = GENERATORS[name]
     generator.seed(seed)

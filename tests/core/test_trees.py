@@ -10,7 +10,12 @@ Pair = namedtuple("Pair", ["a", "b"])
 
 def nested():
     counts = defaultdict(list, x=[1, "text"])
-    return {"a": (b"raw", None), "b": Pair(counts, OrderedDict(y=2.5)), "c": [], "d": UserDict(z=np.zeros(2))}
+    return {
+        "a": (b"raw", None),
+        "b": Pair(counts, OrderedDict(y=2.5)),
+        "c": [],
+        "d": UserDict(z=np.zeros(2)),
+    }
 
 
 def test_leaves_come_in_order_and_texts_and_arrays_are_some():
@@ -32,7 +37,12 @@ def test_what_is_mapped_keeps_its_containers_and_says_where_each_leaf_is():
     assert found["c"] == []
     assert given["b"].a["x"] == [1, "text"], "what is given is not changed"
     assert list(leaves(mapped(given, lambda leaf, path: path, "batch"))) == [
-        *("batch['a'][0]", "batch['a'][1]", "batch['b'][0]['x'][0]", "batch['b'][0]['x'][1]"),
+        *(
+            "batch['a'][0]",
+            "batch['a'][1]",
+            "batch['b'][0]['x'][0]",
+            "batch['b'][0]['x'][1]",
+        ),
         *("batch['b'][1]['y']", "batch['d']['z']"),
     ]
 
@@ -44,6 +54,11 @@ def test_a_leaf_alone_is_mapped_too(value):
 
 
 def test_some_containers_may_be_leaves():
-    found = mapped([["a", "b"], [1]], lambda leaf, path: (leaf, path), "", lambda value: value == ["a", "b"])
+    found = mapped(
+        [["a", "b"], [1]],
+        lambda leaf, path: (leaf, path),
+        "",
+        lambda value: value == ["a", "b"],
+    )
 
     assert found == [(["a", "b"], "[0]"), [(1, "[1][0]")]]

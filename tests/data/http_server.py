@@ -47,9 +47,18 @@ class ShardServer:
         handler.end_headers()
 
     def answer(self, handler):
-        name, span = handler.path.lstrip("/").partition("?")[0], handler.headers.get("Range")
+        name, span = (
+            handler.path.lstrip("/").partition("?")[0],
+            handler.headers.get("Range"),
+        )
         self.asked.append((name, span))
-        status = self.statuses.pop(0) if self.statuses else 404 if name not in self.files else 200
+        status = (
+            self.statuses.pop(0)
+            if self.statuses
+            else 404
+            if name not in self.files
+            else 200
+        )
         if status != 200:
             handler.send_error(status)
             return
@@ -59,7 +68,9 @@ class ShardServer:
             start, whole = int(first), len(content)
             content = content[: int(last) + 1 if last else None]
             handler.send_response(206)
-            handler.send_header("Content-Range", f"bytes {start}-{len(content) - 1}/{whole}")
+            handler.send_header(
+                "Content-Range", f"bytes {start}-{len(content) - 1}/{whole}"
+            )
         else:
             handler.send_response(200)
         if self.sized:
@@ -101,7 +112,9 @@ def serving(files, **how):
             pass
 
     with _Server(("127.0.0.1", 0), Handler) as http:
-        thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.02})
+        thread = threading.Thread(
+            target=http.serve_forever, kwargs={"poll_interval": 0.02}
+        )
         thread.start()
         server.url = f"http://127.0.0.1:{http.server_address[1]}"
         try:

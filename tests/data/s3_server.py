@@ -22,7 +22,9 @@ def _free_port():
 def _put(url, content=b""):
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     headers = {"Content-Type": "application/octet-stream", "x-amz-acl": "public-read"}
-    with direct.open(urllib.request.Request(url, content, headers, method="PUT"), timeout=10):
+    with direct.open(
+        urllib.request.Request(url, content, headers, method="PUT"), timeout=10
+    ):
         pass
 
 
@@ -33,7 +35,9 @@ def _wait(process, port, seconds=60.0):
             if probe.connect_ex(("127.0.0.1", port)) == 0:
                 return
         time.sleep(0.05)
-    raise RuntimeError(f"moto's server did not answer within {seconds} s, or ended with {process.poll()}")
+    raise RuntimeError(
+        f"moto's server did not answer within {seconds} s, or ended with {process.poll()}"
+    )
 
 
 @contextmanager
@@ -56,8 +60,12 @@ def serving_s3(files):
             "AWS_ACCESS_KEY_ID": "none",
             "AWS_SECRET_ACCESS_KEY": "none",
             "AWS_DEFAULT_REGION": "us-east-1",
-            "NO_PROXY": ",".join(filter(None, ["127.0.0.1", os.environ.get("NO_PROXY", "")])),
-            "no_proxy": ",".join(filter(None, ["127.0.0.1", os.environ.get("no_proxy", "")])),
+            "NO_PROXY": ",".join(
+                filter(None, ["127.0.0.1", os.environ.get("NO_PROXY", "")])
+            ),
+            "no_proxy": ",".join(
+                filter(None, ["127.0.0.1", os.environ.get("no_proxy", "")])
+            ),
         }
     finally:
         process.kill()

@@ -54,7 +54,9 @@ def text_bytes(ids):
 
 
 def csv_bytes(ids):
-    return "".join(f"{line}\r\n" for line in ("id,text", *(f'{i},"text, {i}"' for i in ids))).encode()
+    return "".join(
+        f"{line}\r\n" for line in ("id,text", *(f'{i},"text, {i}"' for i in ids))
+    ).encode()
 
 
 def jsonl_bytes(ids):
@@ -86,15 +88,35 @@ def of_row(row):
 
 
 FILE_KINDS = {
-    "lines": FileKind("txt", text_bytes, lambda paths: Stream.lines(paths, counts=False), int),
+    "lines": FileKind(
+        "txt", text_bytes, lambda paths: Stream.lines(paths, counts=False), int
+    ),
     "counted lines": FileKind("txt", text_bytes, Stream.lines, int),
-    "csv": FileKind("csv", csv_bytes, lambda paths: Stream.csv(paths, counts=False), of_row),
+    "csv": FileKind(
+        "csv", csv_bytes, lambda paths: Stream.csv(paths, counts=False), of_row
+    ),
     "counted csv": FileKind("csv", csv_bytes, Stream.csv, of_row),
-    "jsonl": FileKind("jsonl", jsonl_bytes, lambda paths: Stream.jsonl(paths, counts=False), of_row),
+    "jsonl": FileKind(
+        "jsonl", jsonl_bytes, lambda paths: Stream.jsonl(paths, counts=False), of_row
+    ),
     "counted jsonl": FileKind("jsonl", jsonl_bytes, Stream.jsonl, of_row),
-    "webdataset": FileKind("tar", tar_bytes, lambda urls: Stream.webdataset(urls, index=False), of_tar, "webdataset"),
-    "counted webdataset": FileKind("tar", tar_bytes, Stream.webdataset, of_tar, "webdataset"),
-    "parquet": FileKind("parquet", parquet_bytes, lambda p: Stream.parquet(p, columns=["id"]), of_row, "pyarrow"),
+    "webdataset": FileKind(
+        "tar",
+        tar_bytes,
+        lambda urls: Stream.webdataset(urls, index=False),
+        of_tar,
+        "webdataset",
+    ),
+    "counted webdataset": FileKind(
+        "tar", tar_bytes, Stream.webdataset, of_tar, "webdataset"
+    ),
+    "parquet": FileKind(
+        "parquet",
+        parquet_bytes,
+        lambda p: Stream.parquet(p, columns=["id"]),
+        of_row,
+        "pyarrow",
+    ),
 }
 """Every source of files. A new one joins all laws by a line here: parts, skipping, moved copies, meshes and resumes."""
 FILE_KINDS = {name: kind for name, kind in FILE_KINDS.items() if find_spec(kind.needs)}
@@ -104,7 +126,9 @@ def files():
     """Name -> content of files of each kind, each kind with all ids."""
     kinds = {kind.ending: kind for kind in FILE_KINDS.values()}
     return {
-        f"{number}.{kind.ending}": kind.content(ids) for number, ids in enumerate(pieces()) for kind in kinds.values()
+        f"{number}.{kind.ending}": kind.content(ids)
+        for number, ids in enumerate(pieces())
+        for kind in kinds.values()
     }
 
 
@@ -120,13 +144,17 @@ def _of_shards(ids_of_shards):
 def _huggingface():
     import datasets
 
-    return datasets.IterableDataset.from_generator(_of_shards, gen_kwargs={"ids_of_shards": pieces()})
+    return datasets.IterableDataset.from_generator(
+        _of_shards, gen_kwargs={"ids_of_shards": pieces()}
+    )
 
 
 def _huggingface_shuffled():
     import datasets
 
-    found = datasets.Dataset.from_dict({"id": list(range(TOTAL))}).to_iterable_dataset(num_shards=8)
+    found = datasets.Dataset.from_dict({"id": list(range(TOTAL))}).to_iterable_dataset(
+        num_shards=8
+    )
     return found.shuffle(seed=4, buffer_size=5)
 
 
@@ -151,7 +179,9 @@ class Indexed(paddle.io.Dataset):
 def _huggingface_indexed():
     import datasets
 
-    return Indexed(datasets.Dataset.from_dict({"id": list(range(TOTAL))}).with_format("numpy"))
+    return Indexed(
+        datasets.Dataset.from_dict({"id": list(range(TOTAL))}).with_format("numpy")
+    )
 
 
 def _grain():
@@ -161,21 +191,37 @@ def _grain():
 
 
 def _of_files(kind):
-    return lambda folder: kind.stream(names(folder, kind.ending)).shuffle(4).map(partial(noisy, kind.id_of))
+    return lambda folder: (
+        kind.stream(names(folder, kind.ending))
+        .shuffle(4)
+        .map(partial(noisy, kind.id_of))
+    )
 
 
 SOURCES = {
     **{name: _of_files(kind) for name, kind in FILE_KINDS.items()},
-    "huggingface": lambda folder: Stream.huggingface(_huggingface()).shuffle(4).map(partial(noisy, of_row)),
-    "huggingface shuffled": lambda folder: Stream.huggingface(_huggingface_shuffled()).map(partial(noisy, of_row)),
+    "huggingface": lambda folder: (
+        Stream.huggingface(_huggingface()).shuffle(4).map(partial(noisy, of_row))
+    ),
+    "huggingface shuffled": lambda folder: Stream.huggingface(
+        _huggingface_shuffled()
+    ).map(partial(noisy, of_row)),
     "huggingface indexed": lambda folder: _huggingface_indexed(),
     "grain": lambda folder: _grain(),
 }
 """Name -> what a DataLoader is given, for a folder (or the URL of one) with `files()`."""
-INSTALLED = [name for name in SOURCES if name in FILE_KINDS or find_spec("datasets" if "hugging" in name else name)]
+INSTALLED = [
+    name
+    for name in SOURCES
+    if name in FILE_KINDS or find_spec("datasets" if "hugging" in name else name)
+]
 """Those whose library is installed; each needs an extra."""
 
-ON_RANKS = [name for name in INSTALLED if name not in ("csv", "jsonl", "huggingface indexed") and "counted" not in name]
+ON_RANKS = [
+    name
+    for name in INSTALLED
+    if name not in ("csv", "jsonl", "huggingface indexed") and "counted" not in name
+]
 """Those that real ranks try; simulated ones try all."""
 
 
@@ -188,14 +234,18 @@ def make(source, folder, workers, ids=(0,), axes=("dp",), seed=3):
     loader = paddle.io.DataLoader(data, batch_size=BATCH, num_workers=workers)
     shuffle = None if isinstance(data, Stream) else True
     mesh = dist.ProcessMesh(list(ids), dim_names=list(axes))
-    return paddle_shard.shard_dataloader(loader, mesh, shard_dims="dp", shuffle=shuffle, seed=seed, timeout=HANG)
+    return paddle_shard.shard_dataloader(
+        loader, mesh, shard_dims="dp", shuffle=shuffle, seed=seed, timeout=HANG
+    )
 
 
 def steps_of(loader, limit=None, *, collective=False):
     """[[[id, noise] of each real row] of each step] of this rank, in one pass or its first steps."""
     batches, found = iter(loader), []
     for batch in batches:
-        ids, noise, valid = (leaf._local_value().numpy().tolist() for leaf in (*batch, batches.valid))
+        ids, noise, valid = (
+            leaf._local_value().numpy().tolist() for leaf in (*batch, batches.valid)
+        )
         found.append([[i, n] for i, n, v in zip(ids, noise, valid, strict=True) if v])
         if collective and dist.get_world_size() > 1:
             steps = paddle.to_tensor([len(found)])
@@ -218,7 +268,10 @@ def resumed(step, other_workers, source, folder, workers, *mesh):
 
 def joined(per_rank):
     """The steps of several data ranks as those of one; a rank that ended sooner has no rows there."""
-    return [list(itertools.chain(*step)) for step in itertools.zip_longest(*per_rank, fillvalue=[])]
+    return [
+        list(itertools.chain(*step))
+        for step in itertools.zip_longest(*per_rank, fillvalue=[])
+    ]
 
 
 def ids_of(steps):
@@ -239,7 +292,9 @@ def check_laws(source, folder, workers, stops=(1, 4), oracle=None, workers_later
     workers_later = 2 - workers if workers_later is None else workers_later
     loader = make(source, folder if oracle is None else oracle, 0)
     alone = [steps_of(loader) for _ in range(2)]
-    assert [sorted(ids_of(epoch)) for epoch in alone] == [list(range(TOTAL))] * 2, "each sample exactly once"
+    assert [sorted(ids_of(epoch)) for epoch in alone] == [list(range(TOTAL))] * 2, (
+        "each sample exactly once"
+    )
     assert ids_of(alone[0]) != ids_of(alone[1]), "two epochs differ"
 
     def two_epochs():
@@ -248,9 +303,14 @@ def check_laws(source, folder, workers, stops=(1, 4), oracle=None, workers_later
 
     of_ranks = on_each_rank(range(2), two_epochs)
     for epoch in range(2):
-        assert joined([of_ranks[rank][epoch] for rank in range(2)]) == alone[epoch], "the batches of one process"
+        assert joined([of_ranks[rank][epoch] for rank in range(2)]) == alone[epoch], (
+            "the batches of one process"
+        )
     for step in stops:
         of_ranks = on_each_rank(
-            range(2), lambda step=step: resumed(step, workers_later, source, folder, workers, [0, 1])
+            range(2),
+            lambda step=step: resumed(
+                step, workers_later, source, folder, workers, [0, 1]
+            ),
         )
         assert joined(of_ranks.values()) == alone[0], "resumed equals straight"

@@ -55,11 +55,20 @@ class Samples(paddle.io.Dataset):
 
 
 def batches(dataset, workers, collate_fn=None, shuffle=True):
-    loader = paddle.io.DataLoader(dataset, batch_size=6, shuffle=shuffle, num_workers=workers, collate_fn=collate_fn)
+    loader = paddle.io.DataLoader(
+        dataset,
+        batch_size=6,
+        shuffle=shuffle,
+        num_workers=workers,
+        collate_fn=collate_fn,
+    )
 
     def as_rank():
         sharded = paddle_shard.shard_dataloader(loader, MESH, shard_dims="dp")
-        return [[leaf._local_value().numpy().tolist() for leaf in batch] for batch in sharded]
+        return [
+            [leaf._local_value().numpy().tolist() for leaf in batch]
+            for batch in sharded
+        ]
 
     return on_each_rank([0, 1], as_rank)
 
@@ -69,7 +78,11 @@ def test_batched_reads_deliver_what_samples_one_by_one_do(workers):
     together = paddle_shard.ArrayDataset(TABLE, np.arange(20))
 
     assert batches(together, workers) == batches(Samples(), 0)
-    doubled = batches(together, workers, collate_fn=lambda rows: [2 * np.stack([row[0] for row in rows])])
+    doubled = batches(
+        together,
+        workers,
+        collate_fn=lambda rows: [2 * np.stack([row[0] for row in rows])],
+    )
     assert doubled[0][0][0] == (np.array(batches(Samples(), 0)[0][0][0]) * 2).tolist()
 
 
@@ -127,8 +140,12 @@ def test_writing_to_a_batch_leaves_an_array_alone_whose_slices_are_views(workers
             return self.rows[rows]
 
     views = Views()
-    loader = paddle.io.DataLoader(paddle_shard.ArrayDataset(views), batch_size=4, num_workers=workers)
-    for batch in paddle_shard.shard_dataloader(loader, dist.ProcessMesh([0], dim_names=["dp"]), shard_dims="dp"):
+    loader = paddle.io.DataLoader(
+        paddle_shard.ArrayDataset(views), batch_size=4, num_workers=workers
+    )
+    for batch in paddle_shard.shard_dataloader(
+        loader, dist.ProcessMesh([0], dim_names=["dp"]), shard_dims="dp"
+    ):
         batch._local_value().fill_(-1.0)
 
     np.testing.assert_array_equal(views.rows, TABLE)

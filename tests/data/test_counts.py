@@ -47,9 +47,16 @@ def tar_bytes(numbers):
 
 
 KINDS = {
-    "txt": (lambda numbers: "".join(f"{n}\n" for n in numbers).encode(), Stream.lines, int, "counts"),
+    "txt": (
+        lambda numbers: "".join(f"{n}\n" for n in numbers).encode(),
+        Stream.lines,
+        int,
+        "counts",
+    ),
     "csv": (
-        lambda numbers: "".join(f'"{n}","a\n\nb"\r\n' for n in ["n", *numbers]).encode(),
+        lambda numbers: "".join(
+            f'"{n}","a\n\nb"\r\n' for n in ["n", *numbers]
+        ).encode(),
         Stream.csv,
         lambda row: int(row["n"]),
         "counts",
@@ -59,7 +66,9 @@ KINDS = {
 """Ending -> (content of some numbers, stream, number of a sample, name of the option that says no)."""
 
 
-@pytest.fixture(params=[kind for kind in KINDS if kind != "tar" or find_spec("webdataset")])
+@pytest.fixture(
+    params=[kind for kind in KINDS if kind != "tar" or find_spec("webdataset")]
+)
 def kind(request):
     return request.param
 
@@ -69,7 +78,9 @@ def write(folder, kind, lengths=UNEVEN, pack=bytes):
     paths = []
     for file, length in enumerate(lengths):
         paths.append(str(folder / f"{file}.{kind}"))
-        (folder / f"{file}.{kind}").write_bytes(pack(KINDS[kind][0]([next(numbers) for _ in range(length)])))
+        (folder / f"{file}.{kind}").write_bytes(
+            pack(KINDS[kind][0]([next(numbers) for _ in range(length)]))
+        )
     return paths
 
 
@@ -83,13 +94,17 @@ def loader_of(stream, ranks=1, size=8, **options):
 def real_rows(loader):
     batches, found = iter(loader), []
     for batch in batches:
-        found.append(batch._local_value().numpy()[batches.valid._local_value().numpy()].tolist())
+        found.append(
+            batch._local_value().numpy()[batches.valid._local_value().numpy()].tolist()
+        )
     return found
 
 
 @pytest.mark.parametrize("tail", ["pad", "drop"])
 @pytest.mark.parametrize("ranks", [1, 2, 8])
-def test_eight_uneven_files_need_no_padding_and_lose_no_row(kind, ranks, tail, tmp_path):
+def test_eight_uneven_files_need_no_padding_and_lose_no_row(
+    kind, ranks, tail, tmp_path
+):
     _, stream, number, _ = KINDS[kind]
     paths = write(tmp_path, kind)
 
@@ -99,19 +114,28 @@ def test_eight_uneven_files_need_no_padding_and_lose_no_row(kind, ranks, tail, t
 
     found = on_each_rank(range(ranks), as_rank)
 
-    assert [(len(steps), length, padding) for steps, length, padding in found.values()] == [(20, 20, 0)] * ranks
-    assert Counter(n for steps, *_ in found.values() for step in steps for n in step) == Counter(range(160))
+    assert [
+        (len(steps), length, padding) for steps, length, padding in found.values()
+    ] == [(20, 20, 0)] * ranks
+    assert Counter(
+        n for steps, *_ in found.values() for step in steps for n in step
+    ) == Counter(range(160))
 
 
 @pytest.mark.parametrize("pack", [bytes, bz2.compress])
 @pytest.mark.parametrize("where", ["disk", "http", "both"])
-def test_what_is_counted_depends_on_the_arguments_and_the_files_alone(kind, where, pack, tmp_path, monkeypatch):
+def test_what_is_counted_depends_on_the_arguments_and_the_files_alone(
+    kind, where, pack, tmp_path, monkeypatch
+):
     monkeypatch.setenv("no_proxy", "*")
     _, stream, _, option = KINDS[kind]
     paths = write(tmp_path, kind, [3, 2], pack)
 
     def knows_length(names, **options):
-        return stage_of(stream(names, **options)).lengths(Opening(parts=(0,), num_parts=1)) is not None
+        return (
+            stage_of(stream(names, **options)).lengths(Opening(parts=(0,), num_parts=1))
+            is not None
+        )
 
     with serving({path.name: path.read_bytes() for path in map(Path, paths)}) as server:
         urls = [f"{server.url}/{os.path.basename(path)}" for path in paths]
@@ -127,7 +151,10 @@ def test_what_is_counted_depends_on_the_arguments_and_the_files_alone(kind, wher
 
 
 def test_a_file_that_cannot_be_counted_is_an_error_that_names_it(kind, tmp_path):
-    with pytest.raises(ShardReadError, match=rf"none\.{kind}: counting its samples failed: FileNotFoundError"):
+    with pytest.raises(
+        ShardReadError,
+        match=rf"none\.{kind}: counting its samples failed: FileNotFoundError",
+    ):
         KINDS[kind][1](f"{tmp_path}/none.{kind}")
 
 
@@ -140,7 +167,9 @@ def counted(monkeypatch, tmp_path):
     seen = []
 
     def noted(count):
-        return lambda name, *how: seen.append(os.path.basename(name)) or count(name, *how)
+        return lambda name, *how: (
+            seen.append(os.path.basename(name)) or count(name, *how)
+        )
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(counts, "count_file", noted(counts.count_file))
@@ -156,7 +185,9 @@ def test_a_file_is_counted_once_and_again_when_it_has_changed(kind, counted, tmp
 
     (tmp_path / f"3.{kind}").write_bytes(KINDS[kind][0](range(999)))
 
-    assert stage_of(stream(paths)).lengths(Opening(parts=(0,), num_parts=1)) == [160 - 7 + 999]
+    assert stage_of(stream(paths)).lengths(Opening(parts=(0,), num_parts=1)) == [
+        160 - 7 + 999
+    ]
     assert counted[8:] == [f"3.{kind}"]
 
 
@@ -184,12 +215,16 @@ def test_a_damaged_cache_is_no_cache(kind, damage, counted, tmp_path):
 
 
 @pytest.mark.parametrize("folder", ["/proc/nowhere", "a file"])
-def test_without_a_place_to_keep_counts_they_are_counted_each_time(kind, folder, counted, monkeypatch, tmp_path):
+def test_without_a_place_to_keep_counts_they_are_counted_each_time(
+    kind, folder, counted, monkeypatch, tmp_path
+):
     (tmp_path / "a file").write_bytes(b"")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / folder))
     stream, paths = KINDS[kind][1], write(tmp_path, kind, [3, 2])
 
-    assert stage_of(stream(paths)).fingerprint() == stage_of(stream(paths)).fingerprint()
+    assert (
+        stage_of(stream(paths)).fingerprint() == stage_of(stream(paths)).fingerprint()
+    )
     assert len(counted) == 4
 
 
@@ -204,7 +239,9 @@ def test_ranks_that_start_together_count_once(counted, tmp_path):
     path.write_bytes(b"a line\n" * 100_000)
     context = multiprocessing.get_context("fork")
     seen = context.Queue()
-    ranks = [context.Process(target=_count_and_tell, args=(path, seen)) for _ in range(4)]
+    ranks = [
+        context.Process(target=_count_and_tell, args=(path, seen)) for _ in range(4)
+    ]
     for rank in ranks:
         rank.start()
     for rank in ranks:
@@ -230,11 +267,17 @@ def few_places():
 @pytest.mark.parametrize("ending", ["\n", "\r\n", "\r"])
 @settings(max_examples=trials(60))
 @given(
-    rows=st.lists(st.lists(st.text("ab\"',\n\r\u2028é", max_size=4), min_size=2, max_size=2), min_size=1, max_size=40),
+    rows=st.lists(
+        st.lists(st.text("ab\"',\n\r\u2028é", max_size=4), min_size=2, max_size=2),
+        min_size=1,
+        max_size=40,
+    ),
     bom=st.booleans(),
     header=st.booleans(),
 )
-def test_csv_that_is_begun_in_mid_file_is_what_python_reads(tmp_path_factory, ending, rows, bom, header):
+def test_csv_that_is_begun_in_mid_file_is_what_python_reads(
+    tmp_path_factory, ending, rows, bom, header
+):
     """The oracle is Python's csv over the whole file."""
     rows = [["n", "m"], *rows]
     path = tmp_path_factory.mktemp("csv") / "a.csv"
@@ -250,7 +293,10 @@ def test_csv_that_is_begun_in_mid_file_is_what_python_reads(tmp_path_factory, en
     [length] = source.lengths(Opening(parts=(0,), num_parts=1))
     assert length == len(expected)
     for skip in range(length + 1):
-        assert list(source.open(Opening(parts=(0,), num_parts=1, skip=skip))[0]) == expected[skip:]
+        assert (
+            list(source.open(Opening(parts=(0,), num_parts=1, skip=skip))[0])
+            == expected[skip:]
+        )
 
 
 @pytest.mark.parametrize("num_parts", [1, 5, 40])
@@ -282,7 +328,9 @@ def test_of_a_tar_only_headers_are_read(tmp_path, monkeypatch):
             member = tarfile.TarInfo(f"{number}.bin")
             member.size = 10 << 20
             tar.addfile(member, io.BytesIO(bytes(10 << 20)))
-    monkeypatch.setattr(tarfile.TarFile, "extractfile", None)  # what would read contents
+    monkeypatch.setattr(
+        tarfile.TarFile, "extractfile", None
+    )  # what would read contents
     before = _bytes_read()
 
     entry = counts.count_file(str(path), tar_starts)
@@ -302,19 +350,28 @@ def test_counting_a_tar_that_is_cut_off_fails_where_reading_it_does(cut, tmp_pat
     path = tmp_path / "a.tar"
     path.write_bytes(tar_bytes(range(30))[:cut])
 
-    for make in (webdataset_source, lambda path: list(Stream.webdataset(path, index=False))):
-        with pytest.raises(ShardReadError, match=r"a\.tar: (counting|reading) .* failed: ReadError"):
+    for make in (
+        webdataset_source,
+        lambda path: list(Stream.webdataset(path, index=False)),
+    ):
+        with pytest.raises(
+            ShardReadError, match=r"a\.tar: (counting|reading) .* failed: ReadError"
+        ):
             make(str(path))
 
 
 @pytest.mark.parametrize("kind", ["txt", "csv"])
-def test_a_file_that_is_changed_between_counting_and_reading_is_an_error(kind, tmp_path):
+def test_a_file_that_is_changed_between_counting_and_reading_is_an_error(
+    kind, tmp_path
+):
     paths = write(tmp_path, kind, [30])
     stream = KINDS[kind][1](paths)
     with open(paths[0], "ab") as file:
         file.write(KINDS[kind][0]([1]))
 
-    with pytest.raises(ShardReadError, match=r"bytes, and had \d+ when it was counted.*: count again"):
+    with pytest.raises(
+        ShardReadError, match=r"bytes, and had \d+ when it was counted.*: count again"
+    ):
         list(stream)
 
 
@@ -335,7 +392,9 @@ def _sizes(*lengths):
         ([100, 1, 1, 1, 1, 1, 1, 1], 1),
     ],
 )
-def test_files_that_are_not_counted_are_cut_into_as_many_parts_as_their_sizes_let_be_even(lengths, parts, tmp_path):
+def test_files_that_are_not_counted_are_cut_into_as_many_parts_as_their_sizes_let_be_even(
+    lengths, parts, tmp_path
+):
     paths = []
     for number, content in enumerate(_sizes(*lengths)):
         paths.append(tmp_path / f"{number}.txt")
@@ -345,31 +404,46 @@ def test_files_that_are_not_counted_are_cut_into_as_many_parts_as_their_sizes_le
 
     assert f"stream in {parts} parts" in repr(loader)
     if parts < 8 and len(lengths) == 8:
-        with pytest.raises(ArgumentError, match=rf"into {parts} parts of .*, which 8 data.*counts=True.*one of \[8\]"):
+        with pytest.raises(
+            ArgumentError,
+            match=rf"into {parts} parts of .*, which 8 data.*counts=True.*one of \[8\]",
+        ):
             loader_of(Stream.lines(paths, counts=False).map(int), ranks=8)
 
 
 def test_rows_of_padding_are_counted_and_said_once(tmp_path, caplog):
-    loader = loader_of(Stream.lines(write(tmp_path, "txt", UNEVEN), counts=False).map(int).in_parts(8))
+    loader = loader_of(
+        Stream.lines(write(tmp_path, "txt", UNEVEN), counts=False).map(int).in_parts(8)
+    )
 
     with caplog.at_level(logging.WARNING, "paddle_shard"):
         steps = [len(real_rows(loader)) for _ in range(2)]
 
     padding = max(UNEVEN) * 8 - 160  # a sample of each file a step
     assert steps == [max(UNEVEN)] * 2
-    assert (loader.stats.epoch.padding, loader.stats.total.padding) == (padding, 2 * padding)
+    assert (loader.stats.epoch.padding, loader.stats.total.padding) == (
+        padding,
+        2 * padding,
+    )
     [said] = [record.getMessage() for record in caplog.records]
-    assert f"tail='pad': {padding} of the {padding + 160} rows that rank 0 was given in this epoch are padding" in said
+    assert (
+        f"tail='pad': {padding} of the {padding + 160} rows that rank 0 was given in this epoch are padding"
+        in said
+    )
     assert "counts=True" in said
 
 
 @pytest.mark.parametrize("tail", ["pad", "drop"])
-def test_what_parts_differ_by_is_said_again_in_an_epoch_in_which_it_is_more(tail, tmp_path, caplog):
+def test_what_parts_differ_by_is_said_again_in_an_epoch_in_which_it_is_more(
+    tail, tmp_path, caplog
+):
     paths = []
     for number, content in enumerate(_sizes(40, 23, 31, 9)):
         paths.append(tmp_path / f"{number}.txt")
         paths[-1].write_bytes(content)
-    loader = loader_of(Stream.lines(paths, counts=False).map(int).in_parts(2), tail=tail)
+    loader = loader_of(
+        Stream.lines(paths, counts=False).map(int).in_parts(2), tail=tail
+    )
 
     lost, said = [], []
     for _ in range(12):
@@ -380,9 +454,17 @@ def test_what_parts_differ_by_is_said_again_in_an_epoch_in_which_it_is_more(tail
         said.append([record.getMessage() for record in caplog.records])
 
     told = [number for number, lines in enumerate(said) if lines]
-    more = [number for number, share in enumerate(lost) if share > max(lost[:number], default=0)]
+    more = [
+        number
+        for number, share in enumerate(lost)
+        if share > max(lost[:number], default=0)
+    ]
     assert len(more) > 1
-    assert set(told) >= set(more[1:]) if tail == "pad" else told[-1] == lost.index(max(lost))
+    assert (
+        set(told) >= set(more[1:])
+        if tail == "pad"
+        else told[-1] == lost.index(max(lost))
+    )
     assert all(len(lines) <= 1 for lines in said)
     assert len(told) < len(lost)
 
@@ -392,13 +474,20 @@ def test_what_drop_drops_is_said_once(tmp_path, caplog):
     for number, content in enumerate(_sizes(10, 40)):
         paths.append(tmp_path / f"{number}.txt")
         paths[-1].write_bytes(content)
-    loader = loader_of(Stream.lines(paths, counts=False).map(int).in_parts(2), tail="drop", size=4)
+    loader = loader_of(
+        Stream.lines(paths, counts=False).map(int).in_parts(2), tail="drop", size=4
+    )
 
     with caplog.at_level(logging.WARNING, "paddle_shard"):
-        assert sum(map(len, real_rows(loader))) == sum(map(len, real_rows(loader))) == 20
+        assert (
+            sum(map(len, real_rows(loader))) == sum(map(len, real_rows(loader))) == 20
+        )
 
     [said] = [record.getMessage() for record in caplog.records]
-    assert "had 5 batches, 20 rows, and ended with the shortest of the stream's 2 parts" in said
+    assert (
+        "had 5 batches, 20 rows, and ended with the shortest of the stream's 2 parts"
+        in said
+    )
     assert "about 60% of the data" in said
     assert "counts=True" in said
 
@@ -407,14 +496,18 @@ def test_what_drop_drops_is_said_once(tmp_path, caplog):
 def test_nothing_is_said_of_parts_that_are_equal(kind, tail, tmp_path, caplog):
     _, stream, number, _ = KINDS[kind]
     with caplog.at_level(logging.WARNING, "paddle_shard"):
-        real_rows(loader_of(stream(write(tmp_path, kind, [20, 3, 18])).map(number), tail=tail))
+        real_rows(
+            loader_of(stream(write(tmp_path, kind, [20, 3, 18])).map(number), tail=tail)
+        )
         real_rows(loader_of(Stream.of(lambda: iter(range(45))), tail=tail))
 
     assert not caplog.records
 
 
 def test_statistics_count_padding_of_data_with_an_index_too():
-    dataset = paddle.io.TensorDataset([paddle.to_tensor(np.arange(10, dtype="float32"))])
+    dataset = paddle.io.TensorDataset(
+        [paddle.to_tensor(np.arange(10, dtype="float32"))]
+    )
     mesh = dist.ProcessMesh([0], dim_names=["dp"])
     loader = paddle_shard.shard_dataloader(
         paddle.io.DataLoader(dataset, batch_size=8), mesh, shard_dims="dp", tail="fill"

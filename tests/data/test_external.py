@@ -37,7 +37,12 @@ class Pass:
 def loader_of(repeatable=False, *, says=None, save=None, **options):
     build = Library(repeatable)
     says = {} if says is None else {"repeatable": says}
-    return sharded(ExternalLoader(build, name="other", save=save, **says), ONE, tail="pad", **options)
+    return sharded(
+        ExternalLoader(build, name="other", save=save, **says),
+        ONE,
+        tail="pad",
+        **options,
+    )
 
 
 def stopped(loader, steps):
@@ -50,18 +55,25 @@ def stopped(loader, steps):
 def test_a_resume_within_an_epoch_is_refused_where_samples_could_be_lost(says, options):
     _, state = stopped(loader_of(says=says, **options), 5)
 
-    with pytest.raises(StateError, match=r"the other loader has no save=.*repeatable=True"):
+    with pytest.raises(
+        StateError, match=r"the other loader has no save=.*repeatable=True"
+    ):
         loader_of(says=says, **options).load_state_dict(state)
 
 
 def test_a_librarys_state_does_not_cover_data_that_is_read_again_within_an_epoch():
     def made(**options):
-        return loader_of(True, save=lambda batches: batches.at, num_batches=30, **options)
+        return loader_of(
+            True, save=lambda batches: batches.at, num_batches=30, **options
+        )
 
     expected = locals_of(made())
     begun, state = stopped(made(), 20)
 
-    with pytest.raises(StateError, match="is read again within an epoch, which its save= does not cover"):
+    with pytest.raises(
+        StateError,
+        match="is read again within an epoch, which its save= does not cover",
+    ):
         made().load_state_dict(state)
     again = made(says=True)
     again.load_state_dict(state)
@@ -95,4 +107,6 @@ def test_a_loader_with_a_state_is_resumed_by_it():
     resumed = made()
     resumed.load_state_dict(state)
 
-    assert sorted(np.concatenate(begun + locals_of(resumed)).tolist()) == list(range(LENGTH))
+    assert sorted(np.concatenate(begun + locals_of(resumed)).tolist()) == list(
+        range(LENGTH)
+    )

@@ -42,9 +42,14 @@ def rows(data, workers=0, passed=0, **options):
     for step, batch in enumerate(loader):
         if passed and step + 1 == passed:
             state = loader.state_dict()
-            found, loader = [], paddle_shard.shard_dataloader(given, ONE, shard_dims="dp", **options)
+            found, loader = (
+                [],
+                paddle_shard.shard_dataloader(given, ONE, shard_dims="dp", **options),
+            )
             loader.load_state_dict(state)
-            return [row for batch in loader for row in batch._local_value().numpy().tolist()]
+            return [
+                row for batch in loader for row in batch._local_value().numpy().tolist()
+            ]
         found += batch._local_value().numpy().tolist()
     paddle.set_rng_state(before)
     return found
@@ -65,7 +70,11 @@ def test_data_that_draws_for_all_or_some_samples_is_the_same_for_all_readers(fir
 @pytest.mark.parametrize("first", [0, 9])
 def test_a_stream_that_draws_for_all_or_some_samples_is_the_same_for_all_readers(first):
     def noisy():
-        return Stream.of(range(24)).map(lambda i: noise() if i >= first else np.zeros(2, "float32")).shuffle(4)
+        return (
+            Stream.of(range(24))
+            .map(lambda i: noise() if i >= first else np.zeros(2, "float32"))
+            .shuffle(4)
+        )
 
     straight = rows(noisy())
     assert len({tuple(row) for row in straight}) == 24 - first + (first > 0)
@@ -102,7 +111,9 @@ class Bytes(np.ndarray):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_samples_draw_from_torch_differs_by_sample_and_epoch_and_is_the_same_for_all_readers(stream, monkeypatch):
+def test_what_samples_draw_from_torch_differs_by_sample_and_epoch_and_is_the_same_for_all_readers(
+    stream, monkeypatch
+):
     """In workers, its draws were the same in each of them and in each epoch."""
     monkeypatch.setitem(sys.modules, "torch", StandInTorch())
     own = sys.modules["torch"].default_generator
@@ -117,7 +128,10 @@ def test_what_samples_draw_from_torch_differs_by_sample_and_epoch_and_is_the_sam
 
     def epochs(workers):
         loader = made(workers)
-        return [[row for batch in loader for row in batch._local_value().numpy().tolist()] for _ in range(2)]
+        return [
+            [row for batch in loader for row in batch._local_value().numpy().tolist()]
+            for _ in range(2)
+        ]
 
     before = own.getstate()
     straight = epochs(0)

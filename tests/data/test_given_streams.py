@@ -23,7 +23,9 @@ def sharded(given):
 def rows(stream):
     batches, found = iter(sharded(paddle.io.DataLoader(stream, batch_size=4))), []
     for batch in batches:
-        found += batch._local_value().numpy()[batches.valid._local_value().numpy()].tolist()
+        found += (
+            batch._local_value().numpy()[batches.valid._local_value().numpy()].tolist()
+        )
     return found
 
 
@@ -87,17 +89,28 @@ def test_a_path_is_no_stream(tmp_path):
 @pytest.mark.parametrize("stage", ["map", "filter"])
 @pytest.mark.parametrize("function", [3, None, "int"])
 def test_a_stage_refuses_at_once_what_is_no_function(stage, function):
-    with pytest.raises(ArgumentTypeError, match=f"{stage}: .* a function of a sample, got {function!r}"):
+    with pytest.raises(
+        ArgumentTypeError, match=f"{stage}: .* a function of a sample, got {function!r}"
+    ):
         getattr(Stream.of(range(3)), stage)(function)
 
 
-NEEDS = {Stream.csv: "os", Stream.lines: "os", Stream.parquet: "pyarrow", Stream.webdataset: "webdataset"}
+NEEDS = {
+    Stream.csv: "os",
+    Stream.lines: "os",
+    Stream.parquet: "pyarrow",
+    Stream.webdataset: "webdataset",
+}
 
 
-@pytest.mark.parametrize("source", [source for source, needed in NEEDS.items() if find_spec(needed)])
+@pytest.mark.parametrize(
+    "source", [source for source, needed in NEEDS.items() if find_spec(needed)]
+)
 @pytest.mark.parametrize("paths", [3, None])
 def test_what_is_no_path_is_refused_at_once(source, paths):
-    with pytest.raises(ArgumentTypeError, match=f"a path, or a list of them, got {paths}"):
+    with pytest.raises(
+        ArgumentTypeError, match=f"a path, or a list of them, got {paths}"
+    ):
         source(paths)
 
 
@@ -110,5 +123,8 @@ def test_data_that_is_repeated_without_an_end_is_told_that_each_pass_is_an_epoch
 
     with pytest.raises(ArgumentError, match=r"more than 2\^62.*Leave repeat\(\) out"):
         sharded(paddle.io.DataLoader(given, batch_size=4))
-    with pytest.raises(ArgumentError, match=r"source 'a' must have 1 to 2\^40 samples.*Leave repeat\(\) out"):
+    with pytest.raises(
+        ArgumentError,
+        match=r"source 'a' must have 1 to 2\^40 samples.*Leave repeat\(\) out",
+    ):
         paddle_shard.Mixture({"a": given})

@@ -27,7 +27,10 @@ from tests.trials import draws
 
 ONE = dist.ProcessMesh([0], dim_names=["x"])
 SIZE = 60_000
-FILES = {f"{number}.txt": bytes([ord("a") + number]) * (SIZE - 1) + b"\n" for number in range(6)}
+FILES = {
+    f"{number}.txt": bytes([ord("a") + number]) * (SIZE - 1) + b"\n"
+    for number in range(6)
+}
 """A line each, all of the same size."""
 
 CACHED = {
@@ -43,7 +46,9 @@ CACHED = {
 
 
 def samples_of(stream, parts=4, skip=0, epoch=0):
-    opening = Opening(parts=tuple(range(parts)), num_parts=parts, epoch=epoch, skip=skip)
+    opening = Opening(
+        parts=tuple(range(parts)), num_parts=parts, epoch=epoch, skip=skip
+    )
     return [sample for part in stage_of(stream).open(opening) for sample in part]
 
 
@@ -63,7 +68,9 @@ def bytes_in(folder):
 
 
 @pytest.mark.parametrize("name", [name for name in CACHED if name in FILE_KINDS])
-def test_every_source_gives_the_same_samples_by_copies_and_downloads_each_file_once(name, tmp_path):
+def test_every_source_gives_the_same_samples_by_copies_and_downloads_each_file_once(
+    name, tmp_path
+):
     kind = FILE_KINDS[name]
     with serving(files()) as server:
         urls = names(server.url, kind.ending)
@@ -71,17 +78,27 @@ def test_every_source_gives_the_same_samples_by_copies_and_downloads_each_file_o
         for _ in range(3):  # as three runs, or ranks
             stream = CACHED[name](urls, cache_dir=tmp_path)
             for epoch, skip in ((0, 0), (1, 3)):
-                found.append([kind.id_of(sample) for sample in samples_of(stream, skip=skip, epoch=epoch)])
+                found.append(
+                    [
+                        kind.id_of(sample)
+                        for sample in samples_of(stream, skip=skip, epoch=epoch)
+                    ]
+                )
         whole = [asked for asked, span in server.asked if span.startswith("bytes=0-")]
         expected = CACHED[name](urls)
         assert found == 3 * [
-            [kind.id_of(sample) for sample in samples_of(expected, skip=skip, epoch=epoch)]
+            [
+                kind.id_of(sample)
+                for sample in samples_of(expected, skip=skip, epoch=epoch)
+            ]
             for epoch, skip in ((0, 0), (1, 3))
         ]
 
     assert sorted(found[0]) == list(range(TOTAL))
     opened = 3 if name == "parquet" else 0  # each time for the footers
-    assert Counter(whole) == dict.fromkeys([url.rpartition("/")[2] for url in urls], 1 + opened)
+    assert Counter(whole) == dict.fromkeys(
+        [url.rpartition("/")[2] for url in urls], 1 + opened
+    )
 
 
 def test_the_copy_that_was_not_used_for_the_longest_time_goes_first(tmp_path):
@@ -89,24 +106,50 @@ def test_the_copy_that_was_not_used_for_the_longest_time_goes_first(tmp_path):
 
         def read(number):
             [line] = samples_of(
-                Stream.lines(f"{server.url}/{number}.txt", cache_dir=tmp_path, cache_bytes=3 * SIZE), parts=1
+                Stream.lines(
+                    f"{server.url}/{number}.txt",
+                    cache_dir=tmp_path,
+                    cache_bytes=3 * SIZE,
+                ),
+                parts=1,
             )
             assert line == chr(ord("a") + number) * (SIZE - 1)
 
         for number in (0, 1, 2, 0, 3, 1, 0, 3):
             read(number)
-        assert [name for name, _ in server.asked] == ["0.txt", "1.txt", "2.txt", "3.txt", "1.txt"]
-        assert {name.rpartition("-")[2] for name in copies(tmp_path)} == {"0.txt", "1.txt", "3.txt"}
+        assert [name for name, _ in server.asked] == [
+            "0.txt",
+            "1.txt",
+            "2.txt",
+            "3.txt",
+            "1.txt",
+        ]
+        assert {name.rpartition("-")[2] for name in copies(tmp_path)} == {
+            "0.txt",
+            "1.txt",
+            "3.txt",
+        }
 
 
 def test_a_file_that_has_no_room_at_all_takes_none_from_others(tmp_path, caplog):
     with serving({"a.txt": b"a\n", "b.txt": b"b\n" * 100}) as server:
         for name in ("a.txt", "b.txt", "a.txt"):
-            samples_of(Stream.lines(f"{server.url}/{name}", cache_dir=tmp_path, cache_bytes=100), parts=1)
+            samples_of(
+                Stream.lines(
+                    f"{server.url}/{name}", cache_dir=tmp_path, cache_bytes=100
+                ),
+                parts=1,
+            )
         assert [name for name, _ in server.asked].count("a.txt") == 1
-        assert f"cache_bytes=100 has no room for {server.url}/b.txt of 200 bytes" in caplog.text
+        assert (
+            f"cache_bytes=100 has no room for {server.url}/b.txt of 200 bytes"
+            in caplog.text
+        )
         before = len(server.asked)
-        samples_of(Stream.lines(f"{server.url}/b.txt", cache_dir=tmp_path, cache_bytes=100), parts=1)
+        samples_of(
+            Stream.lines(f"{server.url}/b.txt", cache_dir=tmp_path, cache_bytes=100),
+            parts=1,
+        )
         assert len(server.asked) == before + 1, "and is not begun to be copied again"
 
 
@@ -114,10 +157,14 @@ def test_a_copy_that_is_removed_while_it_is_read_is_read_to_its_end(tmp_path):
     long = b"".join(b"%06d\n" % number for number in range(200_000))
     with serving({"a.txt": long, "b.txt": b"b\n"}) as server:
         limit = len(long) + 1
-        first = Stream.lines(f"{server.url}/a.txt", cache_dir=tmp_path, cache_bytes=limit)
+        first = Stream.lines(
+            f"{server.url}/a.txt", cache_dir=tmp_path, cache_bytes=limit
+        )
         [half_read] = stage_of(first).open(Opening(parts=(0,), num_parts=1, epoch=0))
         assert next(half_read) == "000000"
-        second = Stream.lines(f"{server.url}/b.txt", cache_dir=tmp_path, cache_bytes=limit)
+        second = Stream.lines(
+            f"{server.url}/b.txt", cache_dir=tmp_path, cache_bytes=limit
+        )
         assert samples_of(second, parts=1) == ["b"]
         assert {name.rpartition("-")[2] for name in copies(tmp_path)} == {"b.txt"}
         assert len(list(half_read)) == 199_999
@@ -142,7 +189,9 @@ report("right")
 
 @pytest.mark.processes
 @pytest.mark.parametrize("seed", range(draws(2)))
-def test_processes_share_copies_keep_to_the_limit_and_outlive_one_that_is_killed(seed, tmp_path):
+def test_processes_share_copies_keep_to_the_limit_and_outlive_one_that_is_killed(
+    seed, tmp_path
+):
     rng = random.Random(seed)
     limit, most, stop = rng.randrange(2 * SIZE, 5 * SIZE), [], threading.Event()
     folder, script = tmp_path / "copies", tmp_path / "reader.py"
@@ -158,7 +207,13 @@ def test_processes_share_copies_keep_to_the_limit_and_outlive_one_that_is_killed
         watcher = threading.Thread(target=watch)
         watcher.start()
         try:
-            with start_ranks(script, 4, tmp_path / "run", args=[server.url, folder, limit, seed], timeout=HANG) as job:
+            with start_ranks(
+                script,
+                4,
+                tmp_path / "run",
+                args=[server.url, folder, limit, seed],
+                timeout=HANG,
+            ) as job:
                 while len(server.asked) < 5:
                     assert job.exit_codes() == {}
                     time.sleep(0.005)
@@ -182,7 +237,12 @@ def test_what_a_killed_process_was_writing_is_removed_and_other_files_stay(tmp_p
     os.utime(half, (0, 0))
     with serving(FILES) as server:
         for number in range(6):
-            samples_of(Stream.lines(f"{server.url}/{number}.txt", cache_dir=tmp_path, cache_bytes=SIZE), parts=1)
+            samples_of(
+                Stream.lines(
+                    f"{server.url}/{number}.txt", cache_dir=tmp_path, cache_bytes=SIZE
+                ),
+                parts=1,
+            )
 
     assert not half.exists()
     assert {"precious.txt", "0123456789abcdef"} <= copies(tmp_path)
@@ -191,7 +251,9 @@ def test_what_a_killed_process_was_writing_is_removed_and_other_files_stay(tmp_p
 
 def test_a_file_whose_size_the_server_does_not_tell_is_kept(tmp_path):
     with serving({"a.txt": b"1\n2\n"}, sized=False) as server:
-        stream = Stream.lines(f"{server.url}/a.txt", cache_dir=tmp_path, cache_bytes=SIZE)
+        stream = Stream.lines(
+            f"{server.url}/a.txt", cache_dir=tmp_path, cache_bytes=SIZE
+        )
         assert samples_of(stream, parts=1) == ["1", "2"]
     assert len(copies(tmp_path)) == 1
 
@@ -203,13 +265,19 @@ def test_a_limit_that_cannot_be_is_refused_by_name():
         Stream.lines("memory://a.txt", cache_bytes=5)
 
 
-@pytest.mark.parametrize(("first", "then"), [(None, "a"), ("a", None), ("a", "a"), ("a", "b"), (None, None)])
+@pytest.mark.parametrize(
+    ("first", "then"), [(None, "a"), ("a", None), ("a", "a"), ("a", "b"), (None, None)]
+)
 def test_a_run_is_resumed_with_or_without_copies(first, then, tmp_path):
-    with serving({"a.txt": b"".join(b"%d\n" % number for number in range(40))}) as server:
+    with serving(
+        {"a.txt": b"".join(b"%d\n" % number for number in range(40))}
+    ) as server:
 
         def loader(folder):
             cache_dir = None if folder is None else tmp_path / folder
-            stream = Stream.lines(f"{server.url}/a.txt", cache_dir=cache_dir).map(lambda line: np.array([int(line)]))
+            stream = Stream.lines(f"{server.url}/a.txt", cache_dir=cache_dir).map(
+                lambda line: np.array([int(line)])
+            )
             given = paddle.io.DataLoader(stream, batch_size=4)
             return paddle_shard.shard_dataloader(given, ONE, shard_dims="x")
 
@@ -223,7 +291,9 @@ def test_a_run_is_resumed_with_or_without_copies(first, then, tmp_path):
 
 
 @pytest.mark.parametrize("kind", CACHED)
-@pytest.mark.parametrize("given", [5, b"cache", "", "s3://bucket/cache", "https://host/cache"])
+@pytest.mark.parametrize(
+    "given", [5, b"cache", "", "s3://bucket/cache", "https://host/cache"]
+)
 def test_a_cache_that_is_no_folder_of_this_host_is_refused(kind, given):
     with pytest.raises(ArgumentError, match=f"cache_dir must be .*got {given!r}"):
         CACHED[kind]("https://host/data", cache_dir=given)

@@ -21,7 +21,9 @@ datasets = needs("datasets")
 
 
 def streamed(length=24, num_shards=4):
-    return datasets.Dataset.from_dict({"id": list(range(length))}).to_iterable_dataset(num_shards=num_shards)
+    return datasets.Dataset.from_dict({"id": list(range(length))}).to_iterable_dataset(
+        num_shards=num_shards
+    )
 
 
 def read_all(source, num_parts=1, **what):
@@ -30,20 +32,28 @@ def read_all(source, num_parts=1, **what):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("source", ["huggingface", "huggingface shuffled", "huggingface indexed"])
+@pytest.mark.parametrize(
+    "source", ["huggingface", "huggingface shuffled", "huggingface indexed"]
+)
 def test_the_laws_hold(source, workers):
     check_laws(source, None, workers, stops=[1 if workers else 4])
 
 
 @pytest.mark.parametrize("num_parts", [1, 3, 4])
 @pytest.mark.parametrize("shuffled", [False, True])
-def test_the_parts_together_are_every_sample_once_whenever_they_are_opened(num_parts, shuffled):
+def test_the_parts_together_are_every_sample_once_whenever_they_are_opened(
+    num_parts, shuffled
+):
     dataset = streamed().shuffle(seed=1, buffer_size=3) if shuffled else streamed()
     source = HuggingFaceSource(dataset)
     epochs = [read_all(source, num_parts, epoch=epoch) for epoch in range(3)]
 
-    assert all(sorted(i for part in epoch for i in part) == list(range(24)) for epoch in epochs)
-    assert read_all(source, num_parts, epoch=1, skip=2) == [part[2:] for part in epochs[1]]
+    assert all(
+        sorted(i for part in epoch for i in part) == list(range(24)) for epoch in epochs
+    )
+    assert read_all(source, num_parts, epoch=1, skip=2) == [
+        part[2:] for part in epochs[1]
+    ]
     assert len({str(epoch) for epoch in epochs}) == 3 or not shuffled
     assert dataset.epoch == 0, "the user's data set is not changed"
 
@@ -59,22 +69,37 @@ def test_a_data_set_with_an_index_is_read_in_batches_or_one_by_one_alike():
         def __getitem__(self, index):
             return self.dataset[index]
 
-    dataset = datasets.Dataset.from_dict({"id": list(range(20)), "x": [[i, i] for i in range(20)]})
+    dataset = datasets.Dataset.from_dict(
+        {"id": list(range(20)), "x": [[i, i] for i in range(20)]}
+    )
     dataset = dataset.with_format("numpy")
 
     def batches(dataset, workers):
         given = paddle.io.DataLoader(dataset, batch_size=8, num_workers=workers)
-        loader = paddle_shard.shard_dataloader(given, dist.ProcessMesh([0]), shard_dims=0, shuffle=True)
-        return [{k: v._local_value().numpy().tolist() for k, v in batch.items()} for batch in loader]
+        loader = paddle_shard.shard_dataloader(
+            given, dist.ProcessMesh([0]), shard_dims=0, shuffle=True
+        )
+        return [
+            {k: v._local_value().numpy().tolist() for k, v in batch.items()}
+            for batch in loader
+        ]
 
     found = batches(dataset, 0)
     assert sorted(i for batch in found for i in batch["id"]) == sorted([*range(20)])
-    assert all(x == [i, i] for batch in found for i, x in zip(batch["id"], batch["x"], strict=True))
+    assert all(
+        x == [i, i]
+        for batch in found
+        for i, x in zip(batch["id"], batch["x"], strict=True)
+    )
     assert batches(dataset, 2) == batches(OneByOne(dataset), 0) == found
 
 
 def test_a_format_makes_arrays_of_lists():
-    dataset = datasets.Dataset.from_dict({"x": [[1, 2], [3, 4]]}).to_iterable_dataset().with_format("numpy")
+    dataset = (
+        datasets.Dataset.from_dict({"x": [[1, 2], [3, 4]]})
+        .to_iterable_dataset()
+        .with_format("numpy")
+    )
 
     [items] = HuggingFaceSource(dataset).open(Opening(parts=(0,), num_parts=1))
 
@@ -84,12 +109,21 @@ def test_a_format_makes_arrays_of_lists():
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_column_that_no_tensor_holds_is_named_with_the_way_out(streams):
     images = needs("PIL.Image")
-    rows = {"id": range(8), "image": [images.fromarray(np.zeros((2, 2), np.uint8))] * 8, "labels": [*"abcdefgh"]}
+    rows = {
+        "id": range(8),
+        "image": [images.fromarray(np.zeros((2, 2), np.uint8))] * 8,
+        "labels": [*"abcdefgh"],
+    }
     dataset = datasets.Dataset.from_dict(rows).cast_column("image", datasets.Image())
     given = Stream.huggingface(dataset.to_iterable_dataset()) if streams else dataset
-    loader = paddle_shard.shard_dataloader(paddle.io.DataLoader(given, batch_size=4), dist.ProcessMesh([0]))
+    loader = paddle_shard.shard_dataloader(
+        paddle.io.DataLoader(given, batch_size=4), dist.ProcessMesh([0])
+    )
 
-    with pytest.raises(DataReadError, match=r"cannot stack PngImageFile at field \['image'\].*leave the field out"):
+    with pytest.raises(
+        DataReadError,
+        match=r"cannot stack PngImageFile at field \['image'\].*leave the field out",
+    ):
         next(iter(loader))
     texts = paddle.io.DataLoader(dataset.remove_columns("image"), batch_size=4)
     (first, _) = paddle_shard.shard_dataloader(texts, dist.ProcessMesh([0]))
@@ -97,11 +131,16 @@ def test_a_column_that_no_tensor_holds_is_named_with_the_way_out(streams):
 
 
 def test_random_numbers_of_its_own_map_depend_on_part_and_sample_alone():
-    source = HuggingFaceSource(streamed().map(lambda sample: {"noise": np.random.rand()}))
+    source = HuggingFaceSource(
+        streamed().map(lambda sample: {"noise": np.random.rand()})
+    )
 
     def read(seed):
         opening = Opening(
-            parts=(0, 1), num_parts=2, seed=seed, seed_generators=lambda s, n=0: np.random.seed((s + n) % 2**32)
+            parts=(0, 1),
+            num_parts=2,
+            seed=seed,
+            seed_generators=lambda s, n=0: np.random.seed((s + n) % 2**32),
         )
         return [[sample["noise"] for sample in items] for items in source.open(opening)]
 
@@ -113,7 +152,10 @@ def test_fewer_shards_than_parts_are_refused_with_what_works():
     stream = Stream.huggingface(streamed(num_shards=3))
     loader = paddle.io.DataLoader(stream, batch_size=8)
 
-    with pytest.raises(ArgumentError, match=r"in_parts\(4\): .* 3 shards .* at most 3; .*reshard.*; .*Stream\.of"):
+    with pytest.raises(
+        ArgumentError,
+        match=r"in_parts\(4\): .* 3 shards .* at most 3; .*reshard.*; .*Stream\.of",
+    ):
         cut = paddle.io.DataLoader(stream.in_parts(4), batch_size=8)
         for _ in paddle_shard.shard_dataloader(cut, mesh, shard_dims="dp"):
             pass
@@ -128,17 +170,30 @@ def test_an_uncut_stream_of_one_shard_is_the_way_out():
 
     steps = steps_of(paddle_shard.shard_dataloader(loader, mesh, shard_dims="dp"))
 
-    assert [[i for i, _ in step] for step in steps] == [list(range(0, 8)), list(range(8, 16)), list(range(16, 24))]
+    assert [[i for i, _ in step] for step in steps] == [
+        list(range(0, 8)),
+        list(range(8, 16)),
+        list(range(16, 24)),
+    ]
 
 
 def test_what_would_lose_or_repeat_samples_is_refused():
     with pytest.raises(SplitError, match=r"split_dataset_by_node \(rank 1 of 2\)"):
-        HuggingFaceSource(needs("datasets.distributed").split_dataset_by_node(streamed(), rank=1, world_size=2))
+        HuggingFaceSource(
+            needs("datasets.distributed").split_dataset_by_node(
+                streamed(), rank=1, world_size=2
+            )
+        )
     with pytest.raises(ArgumentError, match="shuffled without a seed"):
         HuggingFaceSource(streamed().shuffle(buffer_size=3).map(lambda sample: sample))
-    with pytest.raises(ArgumentTypeError, match=r"got Dataset\. .*give data with an index to paddle\.io"):
+    with pytest.raises(
+        ArgumentTypeError,
+        match=r"got Dataset\. .*give data with an index to paddle\.io",
+    ):
         HuggingFaceSource(datasets.Dataset.from_dict({"id": [1]}))
-    with pytest.raises(ArgumentTypeError, match="got IterableDatasetDict. Choose a split"):
+    with pytest.raises(
+        ArgumentTypeError, match="got IterableDatasetDict. Choose a split"
+    ):
         HuggingFaceSource(datasets.IterableDatasetDict({"train": streamed()}))
     begun = streamed()
     begun.load_state_dict(begun.state_dict())
@@ -147,7 +202,10 @@ def test_what_would_lose_or_repeat_samples_is_refused():
 
 
 def test_another_seed_of_its_own_shuffle_is_another_stream():
-    prints = [HuggingFaceSource(streamed().shuffle(seed=seed)).fingerprint() for seed in (1, 1, 2)]
+    prints = [
+        HuggingFaceSource(streamed().shuffle(seed=seed)).fingerprint()
+        for seed in (1, 1, 2)
+    ]
 
     assert prints[0] == prints[1] != prints[2]
 
@@ -161,13 +219,18 @@ def test_a_missing_package_names_the_extra(monkeypatch):
 
 def test_a_data_set_whose_shards_do_not_suit_the_ranks_is_told_what_does(caplog):
     def made(num_shards, size, ranks):
-        stream = Stream.huggingface(streamed(45, num_shards)).map(lambda sample: sample["id"])
+        stream = Stream.huggingface(streamed(45, num_shards)).map(
+            lambda sample: sample["id"]
+        )
         mesh = dist.ProcessMesh(list(range(ranks)), dim_names=["dp"])
-        return paddle_shard.shard_dataloader(paddle.io.DataLoader(stream, batch_size=size), mesh, shard_dims="dp")
+        return paddle_shard.shard_dataloader(
+            paddle.io.DataLoader(stream, batch_size=size), mesh, shard_dims="dp"
+        )
 
     with pytest.raises(ArgumentError, match=r"in_parts\(\) is missing: 1 shards"):
         made(1, 8, 2)
     with pytest.raises(
-        ArgumentError, match=r"in_parts\(\) is missing: 4 shards .* into 3 parts .*in_parts\(\), one of \[2\]"
+        ArgumentError,
+        match=r"in_parts\(\) is missing: 4 shards .* into 3 parts .*in_parts\(\), one of \[2\]",
     ):
         made(4, 6, 2)

@@ -28,8 +28,14 @@ def folder(tmp_path):
 def test_files_identity_has_name_size_and_time_of_each_file(folder):
     found = identity(lines_of(folder))
 
-    assert [(name, size) for name, size, _ in found] == [("0.txt", 10), ("1.txt", 10), ("2.txt", 10)]
-    assert [tag for *_, tag in found] == [str(path.stat().st_mtime_ns) for path in sorted(folder.iterdir())]
+    assert [(name, size) for name, size, _ in found] == [
+        ("0.txt", 10),
+        ("1.txt", 10),
+        ("2.txt", 10),
+    ]
+    assert [tag for *_, tag in found] == [
+        str(path.stat().st_mtime_ns) for path in sorted(folder.iterdir())
+    ]
 
 
 def test_files_identity_changes_with_a_rewritten_file_of_the_same_size(folder):
@@ -40,7 +46,11 @@ def test_files_identity_changes_with_a_rewritten_file_of_the_same_size(folder):
 
     after = identity(stream)
 
-    assert [now == then for now, then in zip(after, before, strict=True)] == [True, False, True]
+    assert [now == then for now, then in zip(after, before, strict=True)] == [
+        True,
+        False,
+        True,
+    ]
 
 
 def test_files_identity_stays_when_the_folder_is_moved(folder, tmp_path):
@@ -53,16 +63,24 @@ def test_files_identity_stays_when_the_folder_is_moved(folder, tmp_path):
 def test_files_identity_of_a_mixture_names_the_sources(folder):
     mixture = Stream.mixture({"a": lines_of(folder), "b": Stream.of(range(9))})
 
-    assert [name for name, *_ in identity(mixture)] == ["a: 0.txt", "a: 1.txt", "a: 2.txt"]
+    assert [name for name, *_ in identity(mixture)] == [
+        "a: 0.txt",
+        "a: 1.txt",
+        "a: 2.txt",
+    ]
 
 
 def test_files_identity_of_row_groups_has_each_file_once(tmp_path):
     pa = pytest.importorskip("pyarrow")
     import pyarrow.parquet
 
-    pyarrow.parquet.write_table(pa.table({"x": list(range(20))}), tmp_path / "a.parquet", row_group_size=5)
+    pyarrow.parquet.write_table(
+        pa.table({"x": list(range(20))}), tmp_path / "a.parquet", row_group_size=5
+    )
 
-    assert [name for name, *_ in identity(Stream.parquet(tmp_path / "a.parquet"))] == ["a.parquet"]
+    assert [name for name, *_ in identity(Stream.parquet(tmp_path / "a.parquet"))] == [
+        "a.parquet"
+    ]
 
 
 def test_a_name_at_which_there_is_no_file_may_be_that_of_a_reader(folder):

@@ -63,16 +63,24 @@ ONE_SHOT = {"generator", "map"}
 kinds = st.sampled_from(sorted(KINDS))
 
 
-@given(kind=kinds, samples=st.lists(st.integers(-9, 9), max_size=9), skip=st.integers(0, 12))
+@given(
+    kind=kinds,
+    samples=st.lists(st.integers(-9, 9), max_size=9),
+    skip=st.integers(0, 12),
+)
 def test_it_is_iterated_from_a_position_on(kind, samples, skip):
     assert read(IterableSource(KINDS[kind](samples)), skip=skip) == samples[skip:]
 
 
 @given(kind=kinds, samples=st.lists(st.integers(), max_size=9), skip=st.integers(0, 12))
-def test_its_length_is_known_where_it_is_indexed_and_does_not_depend_on_the_position(kind, samples, skip):
+def test_its_length_is_known_where_it_is_indexed_and_does_not_depend_on_the_position(
+    kind, samples, skip
+):
     known = kind in ("list", "tuple", "array", "deque")
 
-    assert IterableSource(KINDS[kind](samples)).lengths(opening(skip=skip)) == ([len(samples)] if known else None)
+    assert IterableSource(KINDS[kind](samples)).lengths(opening(skip=skip)) == (
+        [len(samples)] if known else None
+    )
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS.keys() - ONE_SHOT))
@@ -89,13 +97,19 @@ def test_what_can_be_read_only_once_is_not_read_again_in_silence(kind):
     assert source.lengths(opening()) is None
     assert read(source) == [1, 2, 3]
 
-    with pytest.raises(ArgumentError, match=f"{kind} has been read already.*function that makes it, without calling"):
+    with pytest.raises(
+        ArgumentError,
+        match=f"{kind} has been read already.*function that makes it, without calling",
+    ):
         read(source, epoch=1)
 
 
 @pytest.mark.parametrize("given_", [3, None, object()])
 def test_what_cannot_be_iterated_is_refused_by_type(given_):
-    with pytest.raises(ArgumentTypeError, match=f"must be iterable, or a function .* got {type(given_).__name__}"):
+    with pytest.raises(
+        ArgumentTypeError,
+        match=f"must be iterable, or a function .* got {type(given_).__name__}",
+    ):
         IterableSource(given_)
 
 
@@ -129,8 +143,12 @@ def draws():
         yield number, np.random.randint(1 << 30), random.randrange(1 << 30)
 
 
-@pytest.mark.parametrize("make", [lambda: Draws(range(8)), lambda: draws], ids=["list", "function"])
-def test_a_random_source_gives_the_same_samples_whoever_reads_it_and_others_each_epoch(make):
+@pytest.mark.parametrize(
+    "make", [lambda: Draws(range(8)), lambda: draws], ids=["list", "function"]
+)
+def test_a_random_source_gives_the_same_samples_whoever_reads_it_and_others_each_epoch(
+    make,
+):
     straight = read(IterableSource(make()))
     for skip in range(9):
         seed_generators(skip)
@@ -141,11 +159,18 @@ def test_a_random_source_gives_the_same_samples_whoever_reads_it_and_others_each
             random.random(), np.random.rand()  # another's draws in between
         assert found == straight[skip:]
 
-    others = [read(IterableSource(make()), **how) for how in ({"epoch": 1}, {"seed": 1}, {"round": 1})]
-    assert all(a[1:] != b[1:] for other in others for a, b in zip(straight, other, strict=True))
+    others = [
+        read(IterableSource(make()), **how)
+        for how in ({"epoch": 1}, {"seed": 1}, {"round": 1})
+    ]
+    assert all(
+        a[1:] != b[1:] for other in others for a, b in zip(straight, other, strict=True)
+    )
 
 
-@pytest.mark.parametrize("make", [lambda fail: fail, lambda fail: Failing()], ids=["function", "list"])
+@pytest.mark.parametrize(
+    "make", [lambda fail: fail, lambda fail: Failing()], ids=["function", "list"]
+)
 def test_an_exception_comes_out_where_it_was_raised(make):
     def fail():
         yield 0
@@ -201,4 +226,6 @@ def test_an_order_is_the_same_whether_it_is_drawn_when_the_iterator_is_made_or_w
 
     # A reader with a thread of its own, as Paddle's DataLoader has one, draws it at any time between the two.
     for options in ({}, {"skip": 3}, {"epoch": 1}):
-        assert read(IterableSource(AtOnce()), **options) == read(IterableSource(WithTheFirst()), **options)
+        assert read(IterableSource(AtOnce()), **options) == read(
+            IterableSource(WithTheFirst()), **options
+        )

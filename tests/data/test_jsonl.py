@@ -25,11 +25,16 @@ def written(path, content):
     ],
 )
 def test_each_line_that_is_not_blank_is_a_value(content, values, counts, tmp_path):
-    assert list(Stream.jsonl(written(tmp_path / "a.jsonl", content), counts=counts)) == values
+    assert (
+        list(Stream.jsonl(written(tmp_path / "a.jsonl", content), counts=counts))
+        == values
+    )
 
 
 def test_packed_files_are_read(tmp_path):
-    assert list(Stream.jsonl(written(tmp_path / "a.jsonl.gz", gzip.compress(b"1\n2\n")))) == [1, 2]
+    assert list(
+        Stream.jsonl(written(tmp_path / "a.jsonl.gz", gzip.compress(b"1\n2\n")))
+    ) == [1, 2]
 
 
 @pytest.mark.parametrize("counts", [True, False])
@@ -38,7 +43,9 @@ def test_a_damaged_line_is_named_with_its_file(counts, tmp_path):
     values = iter(Stream.jsonl(path, counts=counts))
 
     assert next(values) == {"a": 1}
-    with pytest.raises(ShardReadError, match=r"a\.jsonl.*line 3 is not JSON: Expecting value at column"):
+    with pytest.raises(
+        ShardReadError, match=r"a\.jsonl.*line 3 is not JSON: Expecting value at column"
+    ):
         next(values)
 
 

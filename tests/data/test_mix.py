@@ -28,19 +28,33 @@ def mixtures(draw):
     """(parts of each source, weights, stop)"""
     num_parts = draw(st.integers(1, 3))
     sources = draw(
-        st.lists(st.lists(st.integers(1, 9), min_size=num_parts, max_size=num_parts), min_size=1, max_size=3)
+        st.lists(
+            st.lists(st.integers(1, 9), min_size=num_parts, max_size=num_parts),
+            min_size=1,
+            max_size=3,
+        )
     )
     lists = [
-        [[1000 * source + 100 * part + i for i in range(length)] for part, length in enumerate(lengths)]
+        [
+            [1000 * source + 100 * part + i for i in range(length)]
+            for part, length in enumerate(lengths)
+        ]
         for source, lengths in enumerate(sources)
     ]
-    weights = draw(st.lists(st.integers(0, 4), min_size=len(lists), max_size=len(lists)).filter(any))
+    weights = draw(
+        st.lists(st.integers(0, 4), min_size=len(lists), max_size=len(lists)).filter(
+            any
+        )
+    )
     return lists, weights, draw(st.sampled_from(["first", "all"]))
 
 
 def mix(lists, weights, stop, says=None):
     says = [True] * len(lists) if says is None else says
-    stages = {name: Parts(parts, say) for name, parts, say in zip(NAMES, lists, says, strict=False)}
+    stages = {
+        name: Parts(parts, say)
+        for name, parts, say in zip(NAMES, lists, says, strict=False)
+    }
     names = tuple(stages)
     return Mix(stages, schedule(names, dict(zip(names, weights, strict=True))), stop)
 
@@ -66,18 +80,29 @@ def test_a_part_draws_from_the_same_part_of_each_source(mixture, data):
     lists, weights, _ = mixture
     num_parts = len(lists[0])
     says = data.draw(st.lists(st.booleans(), min_size=len(lists), max_size=len(lists)))
-    stage, wanted = mix(*mixture, says), [by_hand(*mixture, part) for part in range(num_parts)]
+    stage, wanted = (
+        mix(*mixture, says),
+        [by_hand(*mixture, part) for part in range(num_parts)],
+    )
 
     assert contents(stage, opening(num_parts)) == wanted
     lengths = stage.lengths(opening(num_parts))
     assert lengths == (
-        [len(part) for part in wanted] if all(s for s, w in zip(says, weights, strict=True) if w) else None
+        [len(part) for part in wanted]
+        if all(s for s, w in zip(says, weights, strict=True) if w)
+        else None
     )
-    skip = data.draw(st.integers(0, max(map(len, wanted)) + 9))  # a part that has ended is passed over
-    resumed = [list(islice(items, 999)) for items in stage.open(opening(num_parts, skip=skip))]
+    skip = data.draw(
+        st.integers(0, max(map(len, wanted)) + 9)
+    )  # a part that has ended is passed over
+    resumed = [
+        list(islice(items, 999)) for items in stage.open(opening(num_parts, skip=skip))
+    ]
     assert resumed == [part[skip:] for part in wanted]
     held = data.draw(st.sets(st.integers(0, num_parts - 1), min_size=1))
-    assert contents(stage, opening(num_parts, tuple(sorted(held)))) == [wanted[part] for part in sorted(held)]
+    assert contents(stage, opening(num_parts, tuple(sorted(held)))) == [
+        wanted[part] for part in sorted(held)
+    ]
 
 
 @settings(max_examples=trials(60))
@@ -88,11 +113,14 @@ def test_a_part_draws_from_the_same_part_of_each_source(mixture, data):
     stop=st.sampled_from(["first", "all"]),
     seed=st.integers(0, 3),
 )
-def test_stages_before_the_mixture_have_their_own_random_numbers_and_resume(lengths, skip, num_parts, stop, seed):
+def test_stages_before_the_mixture_have_their_own_random_numbers_and_resume(
+    lengths, skip, num_parts, stop, seed
+):
     """Striped streams of which no length is known, shuffled before the mixture."""
     stages = {
         name: Map(
-            Shuffle(Stripe(IterableSource(lambda n=n: iter(range(n)))), 4), lambda i, s=s: (s, i, np.random.rand())
+            Shuffle(Stripe(IterableSource(lambda n=n: iter(range(n)))), 4),
+            lambda i, s=s: (s, i, np.random.rand()),
         )
         for s, (name, n) in enumerate(zip(NAMES, lengths, strict=False))
     }
@@ -101,18 +129,30 @@ def test_stages_before_the_mixture_have_their_own_random_numbers_and_resume(leng
 
     straight = contents(stage, opening(num_parts, seed=seed))
     skip = min(skip, *map(len, straight))
-    assert contents(stage, opening(num_parts, seed=seed, skip=skip)) == [part[skip:] for part in straight]
+    assert contents(stage, opening(num_parts, seed=seed, skip=skip)) == [
+        part[skip:] for part in straight
+    ]
     if num_parts == 1 and lengths[0] == lengths[1]:
-        first, second = ([i for s, i, _ in straight[0] if s == source] for source in (0, 1))
+        first, second = (
+            [i for s, i, _ in straight[0] if s == source] for source in (0, 1)
+        )
         assert first[:4] != second[:4] or sorted(first[:4]) != sorted(range(4))
 
 
 def test_after_every_prefix_of_a_part_each_source_is_near_its_share():
     stage = mix(
-        [[list(range(500))] * 2, [list(range(500, 1000))] * 2, [list(range(1000, 1500))] * 2], [5, 3, 1], "first"
+        [
+            [list(range(500))] * 2,
+            [list(range(500, 1000))] * 2,
+            [list(range(1000, 1500))] * 2,
+        ],
+        [5, 3, 1],
+        "first",
     )
     for part in contents(stage, opening(2)):
-        counts = np.cumsum([[i // 500 == source for source in range(3)] for i in part], axis=0)
+        counts = np.cumsum(
+            [[i // 500 == source for source in range(3)] for i in part], axis=0
+        )
         share = np.outer(np.arange(1, len(part) + 1), [5 / 9, 3 / 9, 1 / 9])
         assert np.abs(counts - share).max() <= 3 / 4 + 1e-9
 
@@ -127,11 +167,25 @@ def test_endless_sources_end_nothing():
     assert not one.endless
     assert every.endless
     assert every.lengths(opening()) is None
-    assert list(islice(every.open(opening())[0], 10)) == [1, 10, 2, 20, 1, 30, 2, 10, 1, 20]
+    assert list(islice(every.open(opening())[0], 10)) == [
+        1,
+        10,
+        2,
+        20,
+        1,
+        30,
+        2,
+        10,
+        1,
+        20,
+    ]
 
 
 def test_a_sample_is_named_by_its_source():
-    assert mix([[[1, 2, 3]], [[4, 5, 6]]], [2, 1], "first").origin(opening(), 0, 1) == "source 'code'"
+    assert (
+        mix([[[1, 2, 3]], [[4, 5, 6]]], [2, 1], "first").origin(opening(), 0, 1)
+        == "source 'code'"
+    )
 
 
 @pytest.mark.parametrize(
@@ -140,7 +194,12 @@ def test_a_sample_is_named_by_its_source():
         ({"a": [1, 2]}, {}, ArgumentTypeError, "must be a dict of named Streams"),
         ({}, {}, ArgumentError, "at least one source"),
         ({"a": Stream.of([1])}, {"stop": "last"}, ArgumentError, "stop must be"),
-        ({"a": Stream.of([1])}, {"weights": {"b": 1}}, ArgumentError, "weights: unknown sources ['b']"),
+        (
+            {"a": Stream.of([1])},
+            {"weights": {"b": 1}},
+            ArgumentError,
+            "weights: unknown sources ['b']",
+        ),
         ({"a": Stream.of(iter([1]))}, {}, ArgumentError, "can be opened only once"),
     ],
 )
@@ -157,15 +216,24 @@ def test_a_source_without_a_sample_in_a_part_is_named(stop, counted):
     stage = mix(lists, [3, 1], stop, [counted, counted])
 
     with pytest.raises(
-        ArgumentError, match="source 'code': part 2 of 3 has no sample to repeat. .* leave an empty source out"
+        ArgumentError,
+        match="source 'code': part 2 of 3 has no sample to repeat. .* leave an empty source out",
     ):
         stage.lengths(opening(3)) or contents(stage, opening(3))
-    assert contents(mix(lists, [3, 0], stop, [counted, counted]), opening(3)) == [[1, 2, 3, 4]] * 3
+    assert (
+        contents(mix(lists, [3, 0], stop, [counted, counted]), opening(3))
+        == [[1, 2, 3, 4]] * 3
+    )
 
 
 def test_the_weights_of_a_stream_may_change_and_a_source_may_join():
-    streams = {"a": Stream.of(list(range(100))), "b": Stream.of(list(range(1000, 1100)))}
-    mixed = list(Stream.mixture(streams, [(0, {"a": 1}), (6, {"a": 1, "b": 1}), (12, {"b": 1})]))
+    streams = {
+        "a": Stream.of(list(range(100))),
+        "b": Stream.of(list(range(1000, 1100))),
+    }
+    mixed = list(
+        Stream.mixture(streams, [(0, {"a": 1}), (6, {"a": 1, "b": 1}), (12, {"b": 1})])
+    )
 
     assert mixed[:6] == list(range(6))
     assert sorted(mixed[6:12]) == [6, 7, 8, 1000, 1001, 1002]

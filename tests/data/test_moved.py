@@ -45,7 +45,10 @@ def spellings(paths, monkeypatch, root):
     yield "absolute", paths
     yield "relative", [os.path.relpath(path) for path in paths]
     yield "dotted", [f"./{os.path.relpath(path)}" for path in paths]
-    yield "roundabout", [f"{root}/../{root.name}/{os.path.relpath(path)}" for path in paths]
+    yield (
+        "roundabout",
+        [f"{root}/../{root.name}/{os.path.relpath(path)}" for path in paths],
+    )
     yield "home", [f"~/{os.path.relpath(path)}" for path in paths]
     yield "file URL", [f"file://{path}" for path in paths]
 
@@ -90,7 +93,9 @@ def test_a_run_is_resumed_from_moved_files_and_not_from_others(kind, tmp_path):
     def loader(folder):
         paths = [str(folder / f"{name}.{ending}") for name in LAYOUTS["folders"]]
         stream = make(paths).map(str)
-        return paddle_shard.shard_dataloader(paddle.io.DataLoader(stream, batch_size=8), mesh, shard_dims="dp", seed=3)
+        return paddle_shard.shard_dataloader(
+            paddle.io.DataLoader(stream, batch_size=8), mesh, shard_dims="dp", seed=3
+        )
 
     write(tmp_path / "old", "folders", ending)
     begun = loader(tmp_path / "old")
@@ -103,7 +108,13 @@ def test_a_run_is_resumed_from_moved_files_and_not_from_others(kind, tmp_path):
     moved.load_state_dict(state)
 
     def rows(batches):  # a tar's samples say where they were read
-        return [[row.replace(str(tmp_path / "old"), str(tmp_path / "new/place")) for row in batch] for batch in batches]
+        return [
+            [
+                row.replace(str(tmp_path / "old"), str(tmp_path / "new/place"))
+                for row in batch
+            ]
+            for batch in batches
+        ]
 
     assert rows(moved) == rows(epoch[1:])
     write(tmp_path / "others", "folders", ending, other_files())
@@ -112,27 +123,44 @@ def test_a_run_is_resumed_from_moved_files_and_not_from_others(kind, tmp_path):
 
 
 def without_its_path(sample):
-    return {key: value for key, value in sample.items() if key != "__url__"} if isinstance(sample, dict) else sample
+    return (
+        {key: value for key, value in sample.items() if key != "__url__"}
+        if isinstance(sample, dict)
+        else sample
+    )
 
 
 def values(batch):
-    return mapped(batch, lambda leaf, _: local(leaf) if isinstance(leaf, paddle.Tensor) else leaf)
+    return mapped(
+        batch, lambda leaf, _: local(leaf) if isinstance(leaf, paddle.Tensor) else leaf
+    )
 
 
-def test_files_in_other_folders_below_a_common_one_are_refused_with_the_override_that_goes_on(kind, tmp_path):
+def test_files_in_other_folders_below_a_common_one_are_refused_with_the_override_that_goes_on(
+    kind, tmp_path
+):
     """Nothing tells them from other files, but their order and numbers are the same, so that positions are."""
     mesh = dist.ProcessMesh([0], dim_names=["dp"])
 
     def made(layout):
-        stream = kind.stream(write(tmp_path / layout, layout, kind.ending)).map(without_its_path).in_parts(1)
-        return paddle_shard.shard_dataloader(paddle.io.DataLoader(stream, batch_size=4), mesh, shard_dims="dp")
+        stream = (
+            kind.stream(write(tmp_path / layout, layout, kind.ending))
+            .map(without_its_path)
+            .in_parts(1)
+        )
+        return paddle_shard.shard_dataloader(
+            paddle.io.DataLoader(stream, batch_size=4), mesh, shard_dims="dp"
+        )
 
     first = made("folders")
     batches = iter(first)
     next(batches)
     state, left = first.state_dict(), [values(batch) for batch in batches]
     moved = made("one folder")
-    with pytest.raises(StateError, match=r"its files, data or arguments are others.* override=\['stream'\]"):
+    with pytest.raises(
+        StateError,
+        match=r"its files, data or arguments are others.* override=\['stream'\]",
+    ):
         moved.load_state_dict(state)
     moved.load_state_dict(state, override=["stream"])
 

@@ -11,7 +11,12 @@ from paddle_shard.errors import ArgumentError
 from paddle_shard.extras.cli.main import main
 from tests.data.source_laws import files, names
 
-KINDS = {"csv": Stream.csv, "txt": Stream.lines, "tar": Stream.webdataset, "parquet": Stream.parquet}
+KINDS = {
+    "csv": Stream.csv,
+    "txt": Stream.lines,
+    "tar": Stream.webdataset,
+    "parquet": Stream.parquet,
+}
 NEEDS = {"tar": "webdataset", "parquet": "pyarrow"}
 
 
@@ -23,7 +28,10 @@ def kind(request):
 @pytest.fixture
 def folder(tmp_path):
     found = files()
-    for name, content in {**found, **{n.replace("txt", "csv"): c for n, c in found.items() if "txt" in n}}.items():
+    for name, content in {
+        **found,
+        **{n.replace("txt", "csv"): c for n, c in found.items() if "txt" in n},
+    }.items():
         (tmp_path / name).write_bytes(content)
     for kind in KINDS:
         (tmp_path / f"{kind}.{kind}").mkdir()  # no file
@@ -38,9 +46,15 @@ def test_a_pattern_is_the_sorted_list_of_what_matches_it(kind, folder, monkeypat
     monkeypatch.chdir(folder.parent)
     expected = order(KINDS[kind](names(folder, kind), shuffle_shards=False))
 
-    for pattern in (f"{folder}/*.{kind}", folder / f"?.{kind}", [f"{folder}/[0-3].{kind}", f"{folder}/[!0-3].{kind}"]):
+    for pattern in (
+        f"{folder}/*.{kind}",
+        folder / f"?.{kind}",
+        [f"{folder}/[0-3].{kind}", f"{folder}/[!0-3].{kind}"],
+    ):
         assert order(KINDS[kind](pattern, shuffle_shards=False)) == expected
-    fingerprint, _ = order(KINDS[kind](f"{folder.name}/**/*.{kind}", shuffle_shards=False))
+    fingerprint, _ = order(
+        KINDS[kind](f"{folder.name}/**/*.{kind}", shuffle_shards=False)
+    )
     assert fingerprint == expected[0]
 
 

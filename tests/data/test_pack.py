@@ -11,7 +11,9 @@ from tests.trials import trials
 
 
 def documents(lengths):
-    return [100 * number + np.arange(1, length + 1) for number, length in enumerate(lengths)]
+    return [
+        100 * number + np.arange(1, length + 1) for number, length in enumerate(lengths)
+    ]
 
 
 @settings(max_examples=trials(100))
@@ -21,8 +23,14 @@ def documents(lengths):
     window=st.integers(1, 8),
     long=st.sampled_from(["split", "drop"]),
 )
-def test_every_token_of_a_part_is_in_one_row_of_its_window(lengths, length, window, long):
-    rows = list(Stream.of(documents(lengths)).pack(length, window=window, long=long, labels="labels"))
+def test_every_token_of_a_part_is_in_one_row_of_its_window(
+    lengths, length, window, long
+):
+    rows = list(
+        Stream.of(documents(lengths)).pack(
+            length, window=window, long=long, labels="labels"
+        )
+    )
     kept = [n if n <= length or long == "split" else 0 for n in lengths]
     found = []
     for row in rows:
@@ -34,14 +42,20 @@ def test_every_token_of_a_part_is_in_one_row_of_its_window(lengths, length, wind
             number, place = divmod(token, 100)
             assert label == (token + 1 if place < lengths[number] else -100)
 
-    assert sorted(t for row in found for t in row) == [100 * d + t for d, n in enumerate(kept) for t in range(1, n + 1)]
+    assert sorted(t for row in found for t in row) == [
+        100 * d + t for d, n in enumerate(kept) for t in range(1, n + 1)
+    ]
     windows = [{token // 100 // window for token in row} for row in found]
     assert all(len(numbers) == 1 for numbers in windows)
-    assert [min(numbers) for numbers in windows] == sorted(min(numbers) for numbers in windows)
+    assert [min(numbers) for numbers in windows] == sorted(
+        min(numbers) for numbers in windows
+    )
 
 
 def test_a_shuffle_before_it_loses_no_token():
-    stream = Stream.of(documents([3, 9, 4, 4, 7, 1, 2, 8] * 6)).shuffle(6).pack(8, window=7)
+    stream = (
+        Stream.of(documents([3, 9, 4, 4, 7, 1, 2, 8] * 6)).shuffle(6).pack(8, window=7)
+    )
     straight = [row["input_ids"].tolist() for row in stream]
 
     assert sum(token > 0 for row in straight for token in row) == 38 * 6

@@ -11,7 +11,15 @@ from paddle_shard.data.files.parquet import parquet_source
 from paddle_shard.data.stages.stage import Opening
 from paddle_shard.errors import ArgumentError, MissingDependencyError, ShardReadError
 from tests.data.http_server import serving
-from tests.data.source_laws import FILE_KINDS, LENGTHS, TOTAL, check_laws, files, names, pieces
+from tests.data.source_laws import (
+    FILE_KINDS,
+    LENGTHS,
+    TOTAL,
+    check_laws,
+    files,
+    names,
+    pieces,
+)
 from tests.optional import needs
 
 pa, pq = needs("pyarrow"), needs("pyarrow.parquet")
@@ -66,7 +74,9 @@ def test_opening_after_s_rows_equals_dropping_s(folder):
         assert read_all(source, 3, skip=skip) == [part[skip:] for part in straight]
 
 
-def test_only_the_row_groups_and_columns_that_are_needed_are_fetched(tmp_path, monkeypatch):
+def test_only_the_row_groups_and_columns_that_are_needed_are_fetched(
+    tmp_path, monkeypatch
+):
     fetched, opened = [], []
 
     class Counting(io.FileIO):
@@ -93,7 +103,9 @@ def test_only_the_row_groups_and_columns_that_are_needed_are_fetched(tmp_path, m
 
     monkeypatch.setattr("paddle_shard.data.files.parquet.local_path", counting)
 
-    assert [row["narrow"] for row in read_all(source, skip=950)[0]] == list(range(950, 1000))
+    assert [row["narrow"] for row in read_all(source, skip=950)[0]] == list(
+        range(950, 1000)
+    )
     assert 0 < sum(fetched) < 80_000, "of 2 MB: the footer, and a column of a row group"
     for file in opened:
         file.close()
@@ -102,7 +114,9 @@ def test_only_the_row_groups_and_columns_that_are_needed_are_fetched(tmp_path, m
 def test_each_type_becomes_what_is_promised(tmp_path):
     moment = datetime.datetime(2026, 1, 2, 3, 4, 5)
     east = moment.replace(tzinfo=datetime.timezone(datetime.timedelta(hours=2)))
-    square = pa.array([[[1, 2], [3, 4]], [[5, 6], [7, 8]]], pa.list_(pa.list_(pa.int16(), 2), 2))
+    square = pa.array(
+        [[[1, 2], [3, 4]], [[5, 6], [7, 8]]], pa.list_(pa.list_(pa.int16(), 2), 2)
+    )
     tensor_type = pa.fixed_shape_tensor(pa.float32(), [2, 3])
     tensor = pa.ExtensionArray.from_storage(
         tensor_type, pa.array([[0.0, 1, 2, 3, 4, 5]] * 2, pa.list_(pa.float32(), 6))
@@ -123,7 +137,9 @@ def test_each_type_becomes_what_is_promised(tmp_path):
             "named": pa.array(["x", "y"]).dictionary_encode(),
             "decimal": [decimal.Decimal("1.50")] * 2,
             "list": [[1, 2, 3], []],
-            "pairs": pa.array([[[1, 2], [3, 4]], []], pa.list_(pa.list_(pa.int64(), 2))),
+            "pairs": pa.array(
+                [[[1, 2], [3, 4]], []], pa.list_(pa.list_(pa.int64(), 2))
+            ),
             "square": square,
             "tensor": tensor,
             "texts": [["a", "b"], []],
@@ -136,18 +152,46 @@ def test_each_type_becomes_what_is_promised(tmp_path):
 
     [[first, second]] = read_all(parquet_source(path))
 
-    kinds = {name: getattr(value, "dtype", type(value)) for name, value in first.items()}
+    kinds = {
+        name: getattr(value, "dtype", type(value)) for name, value in first.items()
+    }
     assert kinds == {
-        **{"int": np.uint8, "float": np.float32, "half": np.float16, "bool": np.bool_, "date": np.dtype("<M8[D]")},
-        **{"time": datetime.time, "timestamp": np.dtype("<M8[us]"), "zoned": np.dtype("<M8[us]"), "text": str},
-        **{"bytes": bytes, "named": str, "decimal": decimal.Decimal, "list": np.int64, "pairs": np.int64},
-        **{"square": np.int16, "tensor": np.float32, "texts": list, "ragged": list, "struct": dict},
+        **{
+            "int": np.uint8,
+            "float": np.float32,
+            "half": np.float16,
+            "bool": np.bool_,
+            "date": np.dtype("<M8[D]"),
+        },
+        **{
+            "time": datetime.time,
+            "timestamp": np.dtype("<M8[us]"),
+            "zoned": np.dtype("<M8[us]"),
+            "text": str,
+        },
+        **{
+            "bytes": bytes,
+            "named": str,
+            "decimal": decimal.Decimal,
+            "list": np.int64,
+            "pairs": np.int64,
+        },
+        **{
+            "square": np.int16,
+            "tensor": np.float32,
+            "texts": list,
+            "ragged": list,
+            "struct": dict,
+        },
         **{"structs": list, "map": list},
     }
     assert isinstance(first["int"], np.uint8)
     assert first["zoned"] == np.datetime64(moment) - np.timedelta64(2, "h")
     assert (first["list"].tolist(), second["list"].shape) == ([1, 2, 3], (0,))
-    assert (first["pairs"].tolist(), second["pairs"].shape) == ([[1, 2], [3, 4]], (0, 2))
+    assert (first["pairs"].tolist(), second["pairs"].shape) == (
+        [[1, 2], [3, 4]],
+        (0, 2),
+    )
     assert second["square"].tolist() == [[5, 6], [7, 8]]
     assert second["tensor"].tolist() == [[0, 1, 2], [3, 4, 5]]
     assert (first["texts"], second["texts"]) == (["a", "b"], [])
@@ -164,7 +208,10 @@ def test_times_in_int96_keep_their_year(unit, tmp_path):
     """Spark writes them; in nanoseconds, the year 9999 would be 1816."""
     days = ["0001-01-01", "1066-10-14", "2026-11-28", "9999-12-31"]
     times = pa.array(np.array(days, "M8[s]"), pa.timestamp(unit))
-    columns = {"time": times, "times": pa.array([[time] for time in times], pa.list_(pa.timestamp(unit)))}
+    columns = {
+        "time": times,
+        "times": pa.array([[time] for time in times], pa.list_(pa.timestamp(unit))),
+    }
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table(columns), path, use_deprecated_int96_timestamps=True)
 
@@ -177,18 +224,27 @@ def test_times_in_int96_keep_their_year(unit, tmp_path):
 def test_columns_come_in_the_order_that_is_asked_for(tmp_path):
     path = write(tmp_path / "a.parquet", {"a": [1], "b": [2], "c": [3]})
 
-    assert [list(row) for row in read_all(parquet_source(path, columns=["c", "a"]))[0]] == [["c", "a"]]
+    assert [
+        list(row) for row in read_all(parquet_source(path, columns=["c", "a"]))[0]
+    ] == [["c", "a"]]
 
 
 def test_a_null_is_an_error_that_names_its_column_or_none_if_allowed(tmp_path):
     columns = {
         "id": range(20),
         "age": [None if i in (13, 17) else i for i in range(20)],
-        "place": [None if i == 12 else {"x": None if i == 15 else i} for i in range(20)],
+        "place": [
+            None if i == 12 else {"x": None if i == 15 else i} for i in range(20)
+        ],
     }
-    path = write(tmp_path / "a.parquet", {**columns, "id": list(range(20))}, row_group_size=10)
+    path = write(
+        tmp_path / "a.parquet", {**columns, "id": list(range(20))}, row_group_size=10
+    )
 
-    with pytest.raises(ShardReadError, match="row group 1 of .*: column 'age': a value is null.*allow_nulls"):
+    with pytest.raises(
+        ShardReadError,
+        match="row group 1 of .*: column 'age': a value is null.*allow_nulls",
+    ):
         read_all(parquet_source(path, columns=["id", "age"]))
     with pytest.raises(ShardReadError, match="column 'place': a value is null"):
         read_all(parquet_source(path, columns=["place"], shuffle_shards=False), skip=11)
@@ -202,7 +258,10 @@ def test_a_null_is_an_error_that_names_its_column_or_none_if_allowed(tmp_path):
 def test_a_null_inside_a_list_is_always_an_error(tmp_path):
     path = write(tmp_path / "a.parquet", {"list": [[1], [], None, [2, None]]})
 
-    with pytest.raises(ShardReadError, match=r"column 'list': a list has a null inside.*\(columns=\)\.$"):
+    with pytest.raises(
+        ShardReadError,
+        match=r"column 'list': a list has a null inside.*\(columns=\)\.$",
+    ):
         read_all(parquet_source(path, allow_nulls=True))
 
 
@@ -222,37 +281,62 @@ def test_columns_that_are_not_in_all_files_alike_are_refused(columns, match, tmp
     third = write(tmp_path / "c.parquet", {"id": ["1"]})
 
     with pytest.raises(ArgumentError, match=match):
-        parquet_source([first, third] if columns == ["id"] else [first, second], columns=columns)
+        parquet_source(
+            [first, third] if columns == ["id"] else [first, second], columns=columns
+        )
 
 
 def test_arguments_that_cannot_serve_are_refused(tmp_path):
     path = write(tmp_path / "a.parquet", {"id": [1]})
 
-    with pytest.raises(ArgumentError, match="columns must be a list of names, .* got 'id'"):
+    with pytest.raises(
+        ArgumentError, match="columns must be a list of names, .* got 'id'"
+    ):
         parquet_source(path, columns="id")
     with pytest.raises(ArgumentError, match="more than once"):
         parquet_source([path, path])
     with pytest.raises(ArgumentError, match="no row: "):
-        parquet_source(write(tmp_path / "empty.parquet", {"id": pa.array([], pa.int64())}))
+        parquet_source(
+            write(tmp_path / "empty.parquet", {"id": pa.array([], pa.int64())})
+        )
     with pytest.raises(ArgumentError, match="no file"):
         parquet_source([])
-    with pytest.raises(ShardReadError, match="missing.parquet: reading its footer failed: FileNotFoundError"):
+    with pytest.raises(
+        ShardReadError,
+        match="missing.parquet: reading its footer failed: FileNotFoundError",
+    ):
         parquet_source(tmp_path / "missing.parquet")
 
 
 def test_a_file_that_changed_or_is_damaged_is_an_error(tmp_path):
-    path = write(tmp_path / "a.parquet", {"id": list(range(50))}, compression="none", use_dictionary=False)
+    path = write(
+        tmp_path / "a.parquet",
+        {"id": list(range(50))},
+        compression="none",
+        use_dictionary=False,
+    )
     source = parquet_source(path)
     write(path, {"id": list(range(40))})
-    with pytest.raises(ShardReadError, match="row group 0 of .*a.parquet.* changed since its footer was read"):
+    with pytest.raises(
+        ShardReadError,
+        match="row group 0 of .*a.parquet.* changed since its footer was read",
+    ):
         read_all(source)
-    write(path, {"id": list(range(1000, 1050))}, compression="none", use_dictionary=False)
-    with pytest.raises(ShardReadError, match="row group 0 of .*a.parquet.* changed since its footer was read"):
+    write(
+        path, {"id": list(range(1000, 1050))}, compression="none", use_dictionary=False
+    )
+    with pytest.raises(
+        ShardReadError,
+        match="row group 0 of .*a.parquet.* changed since its footer was read",
+    ):
         read_all(source)
     content = write(path, {"id": list(range(50))}).read_bytes()
     source = parquet_source(path)
     path.write_bytes(content[: len(content) // 2])
-    with pytest.raises(ShardReadError, match="row group 0 of .*a.parquet.* changed since its footer was read"):
+    with pytest.raises(
+        ShardReadError,
+        match="row group 0 of .*a.parquet.* changed since its footer was read",
+    ):
         read_all(source)
 
 
@@ -263,12 +347,20 @@ def quick(monkeypatch):
 
 
 def contents():
-    return {f"{number}.parquet": content for number, content in enumerate(map(FILE_KINDS["parquet"].content, pieces()))}
+    return {
+        f"{number}.parquet": content
+        for number, content in enumerate(map(FILE_KINDS["parquet"].content, pieces()))
+    }
 
 
 @pytest.mark.parametrize(
     "bad",
-    [{"statuses": [503] * 3}, {"drops": [100, 1 << 20, 300]}, {"statuses": [200, 500, 429]}, {"stalls": [100, 300]}],
+    [
+        {"statuses": [503] * 3},
+        {"drops": [100, 1 << 20, 300]},
+        {"statuses": [200, 500, 429]},
+        {"stalls": [100, 300]},
+    ],
 )
 def test_what_a_server_fails_to_send_is_asked_for_again(quick, bad):
     needs("aiohttp")
@@ -291,15 +383,21 @@ def test_what_a_server_fails_to_send_is_asked_for_again(quick, bad):
         assert ids(source) == alone, "not only where footers are read"
 
 
-def test_a_server_that_goes_on_to_fail_is_an_error_and_a_missing_file_is_one_at_once(quick):
+def test_a_server_that_goes_on_to_fail_is_an_error_and_a_missing_file_is_one_at_once(
+    quick,
+):
     needs("aiohttp")
     with serving(contents()) as server:
-        with pytest.raises(ShardReadError, match="no.parquet: reading its footer failed: FileNotFoundError"):
+        with pytest.raises(
+            ShardReadError,
+            match="no.parquet: reading its footer failed: FileNotFoundError",
+        ):
             parquet_source(f"{server.url}/no.parquet")
         assert len(server.asked) == 1, "HEAD is not noted"
         server.statuses += [503] * 100
         with pytest.raises(
-            ShardReadError, match=r"0.parquet: reading its footer failed: .*given up after 3 retries.*503"
+            ShardReadError,
+            match=r"0.parquet: reading its footer failed: .*given up after 3 retries.*503",
         ):
             parquet_source(f"{server.url}/0.parquet")
 
@@ -309,8 +407,13 @@ def test_a_file_that_changes_at_its_server_is_an_error():
     with serving(contents()) as server:
         urls = [f"{server.url}/{name}" for name in server.files]
         source = parquet_source(urls, columns=["id"])
-        server.files["0.parquet"] = FILE_KINDS["parquet"].content([i + 1000 for i in pieces()[0]])
-        with pytest.raises(ShardReadError, match=r"row group . of .*0.parquet.* changed since its footer was read"):
+        server.files["0.parquet"] = FILE_KINDS["parquet"].content(
+            [i + 1000 for i in pieces()[0]]
+        )
+        with pytest.raises(
+            ShardReadError,
+            match=r"row group . of .*0.parquet.* changed since its footer was read",
+        ):
             read_all(source)
 
 
@@ -330,7 +433,9 @@ def test_a_missing_package_names_the_extra(tmp_path, monkeypatch):
 
     path = write(tmp_path / "a.parquet", {"id": [1]})
     monkeypatch.setitem(sys.modules, "s3fs", None)
-    monkeypatch.delitem(needs("fsspec.registry")._registry, "s3", raising=False)  # which another test has used
+    monkeypatch.delitem(
+        needs("fsspec.registry")._registry, "s3", raising=False
+    )  # which another test has used
     with pytest.raises(MissingDependencyError, match=r"paddle_shard\[s3\]"):
         parquet_source("s3://another-bucket/a.parquet")
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)

@@ -12,7 +12,16 @@ from paddle_shard.data.stages.stage import Opening
 from paddle_shard.data.stream import last_stage
 from paddle_shard.errors import ShardReadError
 from tests.data.s3_server import BUCKET, serving_s3
-from tests.data.source_laws import FILE_KINDS, SOURCES, TOTAL, check_laws, files, make, names, steps_of
+from tests.data.source_laws import (
+    FILE_KINDS,
+    SOURCES,
+    TOTAL,
+    check_laws,
+    files,
+    make,
+    names,
+    steps_of,
+)
 from tests.optional import needs
 
 fsspec = needs("fsspec", "s3fs", "moto", "flask", "webdataset", "pyarrow")
@@ -38,13 +47,17 @@ def local(tmp_path_factory):
 
 
 # Each worker connects anew, which takes a second.
-@pytest.mark.parametrize(("source", "workers"), [("parquet", 1), ("lines", 0), ("webdataset", 0)])
+@pytest.mark.parametrize(
+    ("source", "workers"), [("parquet", 1), ("lines", 0), ("webdataset", 0)]
+)
 def test_the_laws_hold_over_s3(server, local, source, workers):
     check_laws(source, FOLDER, workers, stops=[3], oracle=local, workers_later=0)
 
 
 def test_the_laws_hold_over_http_by_fsspec(server, local):
-    check_laws("parquet", f"{server}/{BUCKET}", 0, stops=[3], oracle=local, workers_later=1)
+    check_laws(
+        "parquet", f"{server}/{BUCKET}", 0, stops=[3], oracle=local, workers_later=1
+    )
 
 
 def test_workers_are_left_no_connection_of_their_parent(server):
@@ -58,7 +71,9 @@ def test_workers_are_left_no_connection_of_their_parent(server):
 
 
 @pytest.mark.parametrize("source", ["parquet", "lines", "webdataset"])
-def test_a_process_makes_one_client_for_all_files_of_a_bucket(server, source, monkeypatch):
+def test_a_process_makes_one_client_for_all_files_of_a_bucket(
+    server, source, monkeypatch
+):
     made = []
     class_ = fsspec.get_filesystem_class("s3")
     connect = class_.set_session
@@ -68,7 +83,9 @@ def test_a_process_makes_one_client_for_all_files_of_a_bucket(server, source, mo
         return await connect(self, *args, **options)
 
     def slowly(*args, made_by=fsspec.core.url_to_fs, **options):
-        time.sleep(0.05)  # as the first one does, which imports a library: all threads that ask meanwhile wait
+        time.sleep(
+            0.05
+        )  # as the first one does, which imports a library: all threads that ask meanwhile wait
         return made_by(*args, **options)
 
     monkeypatch.setattr(class_, "set_session", counted)
@@ -81,15 +98,23 @@ def test_a_process_makes_one_client_for_all_files_of_a_bucket(server, source, mo
 
 
 def test_a_file_that_is_missing_or_replaced_is_an_error(server):
-    with pytest.raises(ShardReadError, match=r"s3://bucket/nine.parquet: reading its footer failed: FileNotFoundError"):
+    with pytest.raises(
+        ShardReadError,
+        match=r"s3://bucket/nine.parquet: reading its footer failed: FileNotFoundError",
+    ):
         parquet_source(f"{FOLDER}/nine.parquet")
     source = parquet_source(names(FOLDER, "parquet"))
     with fsspec.open(f"{FOLDER}/0.parquet", "rb", skip_instance_cache=True) as file:
         content = file.read()
-    system, path = fsspec.core.url_to_fs(f"{FOLDER}/0.parquet", skip_instance_cache=True)
+    system, path = fsspec.core.url_to_fs(
+        f"{FOLDER}/0.parquet", skip_instance_cache=True
+    )
     system.pipe_file(path, content[:60])
     try:
-        with pytest.raises(ShardReadError, match=r"row group \d of s3://bucket/0.parquet: reading sample 0 failed"):
+        with pytest.raises(
+            ShardReadError,
+            match=r"row group \d of s3://bucket/0.parquet: reading sample 0 failed",
+        ):
             [list(items) for items in source.open(Opening(parts=(0,), num_parts=1))]
     finally:
         system.pipe_file(path, content)
@@ -107,7 +132,9 @@ def test_files_identity_changes_with_the_tag_of_a_remote_file(server, kind):
         return last_stage(SOURCES[kind](f"{FOLDER}/anew"))[0].files_identity()
 
     first = identity(1000)
-    assert [name for name, _, _ in first] == [f"{number}.{ending}" for number in range(8)]
+    assert [name for name, _, _ in first] == [
+        f"{number}.{ending}" for number in range(8)
+    ]
     assert all(size > 0 and tag for _, size, tag in first)
     assert identity(1000) == first, "the same content has the same tag"
     other = identity(5000)
@@ -129,6 +156,8 @@ def test_what_s3fs_makes_of_a_timeout_is_asked_for_again(monkeypatch, server):
         return fetch(self, *args)
 
     stream = Stream.parquet(names(FOLDER, "parquet"))
-    monkeypatch.setattr(importlib.import_module("s3fs.core").S3File, "_fetch_range", times_out)
+    monkeypatch.setattr(
+        importlib.import_module("s3fs.core").S3File, "_fetch_range", times_out
+    )
     assert len(list(stream)) == TOTAL
     assert next(failures, None) is None

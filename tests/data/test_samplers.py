@@ -36,10 +36,19 @@ class DuckDistributed(BatchSampler):
 def test_a_sampler_with_nranks_is_not_split_again():
     got = on_each_rank(
         range(2),
-        lambda: locals_of(sharded(DataLoader(Made(), batch_sampler=DuckDistributed(Made(), 4, 2, dist.get_rank())))),
+        lambda: locals_of(
+            sharded(
+                DataLoader(
+                    Made(), batch_sampler=DuckDistributed(Made(), 4, 2, dist.get_rank())
+                )
+            )
+        ),
     )
 
-    assert got == {0: [[0, 1, 2, 3], [8, 9, 10, 11]], 1: [[4, 5, 6, 7], [12, 13, 14, 15]]}
+    assert got == {
+        0: [[0, 1, 2, 3], [8, 9, 10, 11]],
+        1: [[4, 5, 6, 7], [12, 13, 14, 15]],
+    }
 
 
 class OfTorch:
@@ -57,15 +66,29 @@ class OfTorch:
 
 def test_a_sampler_of_indices_that_draws_for_one_rank_is_refused_with_the_way_out_unless_that_is_said():
     def run(num_replicas=2, **options):
-        sampler = BatchSampler(sampler=OfTorch(16, num_replicas, dist.get_rank() % num_replicas), batch_size=4)
+        sampler = BatchSampler(
+            sampler=OfTorch(16, num_replicas, dist.get_rank() % num_replicas),
+            batch_size=4,
+        )
         return locals_of(sharded(DataLoader(Made(), batch_sampler=sampler), **options))
 
-    with pytest.raises(SplitError, match=r"OfTorch draws for rank=\d of num_replicas=2.*batch_size=rows of all ranks"):
+    with pytest.raises(
+        SplitError,
+        match=r"OfTorch draws for rank=\d of num_replicas=2.*batch_size=rows of all ranks",
+    ):
         on_each_rank(range(2), run)
     got = on_each_rank(range(2), lambda: run(is_dataset_splitted=True))
-    assert got == {0: [[0, 2, 4, 6], [8, 10, 12, 14]], 1: [[1, 3, 5, 7], [9, 11, 13, 15]]}
+    assert got == {
+        0: [[0, 2, 4, 6], [8, 10, 12, 14]],
+        1: [[1, 3, 5, 7], [9, 11, 13, 15]],
+    }
     whole = on_each_rank(range(2), lambda: run(1))
-    assert [row for step in zip(*whole.values(), strict=True) for rows in step for row in rows] == list(range(16))
+    assert [
+        row
+        for step in zip(*whole.values(), strict=True)
+        for rows in step
+        for row in rows
+    ] == list(range(16))
 
 
 class Own(BatchSampler):
@@ -91,7 +114,9 @@ class Own(BatchSampler):
 
 def test_a_samplers_state_is_of_its_data_rank_and_another_one_refuses_it():
     def made():
-        return sharded(DataLoader(Made(), batch_sampler=Own()), is_dataset_splitted=True)
+        return sharded(
+            DataLoader(Made(), batch_sampler=Own()), is_dataset_splitted=True
+        )
 
     def stopped():
         loader = made()
@@ -105,8 +130,12 @@ def test_a_samplers_state_is_of_its_data_rank_and_another_one_refuses_it():
         return locals_of(loader)
 
     rest = on_each_rank(range(2), lambda: resumed(lambda rank: rank))
-    assert sorted([*begun[0][0], *begun[1][0], *chain(*rest[0], *rest[1])]) == list(range(16))
-    with pytest.raises(StateError, match="state is of data rank 0, but this rank reads as data rank 1"):
+    assert sorted([*begun[0][0], *begun[1][0], *chain(*rest[0], *rest[1])]) == list(
+        range(16)
+    )
+    with pytest.raises(
+        StateError, match="state is of data rank 0, but this rank reads as data rank 1"
+    ):
         on_each_rank(range(2), lambda: resumed(lambda rank: 0))
 
 
@@ -148,9 +177,16 @@ class ByEpoch(Yielded):
 
 @pytest.mark.parametrize("kind", [Yielded, ByEpoch])
 @pytest.mark.parametrize("stop", [1, 3, 4, 5, 8])
-def test_a_sampler_that_begins_behind_what_its_state_says_it_has_yielded_serves_every_epoch(kind, stop):
+def test_a_sampler_that_begins_behind_what_its_state_says_it_has_yielded_serves_every_epoch(
+    kind, stop
+):
     def made():
-        return sharded(DataLoader(Made(), batch_sampler=BatchSampler(sampler=kind(), batch_size=4)), ONE)
+        return sharded(
+            DataLoader(
+                Made(), batch_sampler=BatchSampler(sampler=kind(), batch_size=4)
+            ),
+            ONE,
+        )
 
     def run(stop):
         loader, rows = made(), []
@@ -170,13 +206,23 @@ def test_a_sampler_that_begins_behind_what_its_state_says_it_has_yielded_serves_
     assert run(stop) == straight
 
 
-def distributed(length=16, batch_size=2, ranks=2, cls=DistributedBatchSampler, **options):
-    return cls(Made(length=length), batch_size, num_replicas=ranks, rank=dist.get_rank(), **options)
+def distributed(
+    length=16, batch_size=2, ranks=2, cls=DistributedBatchSampler, **options
+):
+    return cls(
+        Made(length=length),
+        batch_size,
+        num_replicas=ranks,
+        rank=dist.get_rank(),
+        **options,
+    )
 
 
 def test_the_padding_of_paddles_sampler_is_marked():
     def run():
-        batches = iter(sharded(DataLoader(Made(length=7), batch_sampler=distributed(7))))
+        batches = iter(
+            sharded(DataLoader(Made(length=7), batch_sampler=distributed(7)))
+        )
         return [(local(b), local(batches.valid)) for b in batches]
 
     got = on_each_rank(range(2), run)
@@ -188,8 +234,12 @@ def test_meshes_that_order_the_ranks_otherwise_refuse_data_that_is_split():
     pairs = Made(lambda i: (np.array(i), np.array(i)))
     with simulated_rank(0, 2):
         sampler = DuckDistributed(pairs, 2, 2, 0)
-        with pytest.raises(SplitError, match=r"gives global rank 0 the data ranks \[0, 1\]"):
-            sharded(DataLoader(pairs, batch_sampler=sampler), [mesh([0, 1]), mesh([1, 0])])
+        with pytest.raises(
+            SplitError, match=r"gives global rank 0 the data ranks \[0, 1\]"
+        ):
+            sharded(
+                DataLoader(pairs, batch_sampler=sampler), [mesh([0, 1]), mesh([1, 0])]
+            )
 
 
 def test_a_rank_on_no_mesh_gets_metadata_of_split_data_too():
@@ -206,13 +256,20 @@ def test_a_rank_on_no_mesh_gets_metadata_of_split_data_too():
 
 
 def test_split_items_are_refused_at_construction():
-    with pytest.raises(ArgumentError, match="is_dataset_splitted=True needs a DataLoader with a batch size"):
+    with pytest.raises(
+        ArgumentError,
+        match="is_dataset_splitted=True needs a DataLoader with a batch size",
+    ):
         sharded(DataLoader(Made(), batch_size=None), is_dataset_splitted=True)
 
 
-@pytest.mark.parametrize("cls", [DistributedBatchSampler, type("Sub", (DistributedBatchSampler,), {})])
+@pytest.mark.parametrize(
+    "cls", [DistributedBatchSampler, type("Sub", (DistributedBatchSampler,), {})]
+)
 def test_a_look_consumes_no_epoch_of_paddles_sampler(cls):
-    loader = sharded(DataLoader(Made(), batch_sampler=distributed(cls=cls, shuffle=True)))
+    loader = sharded(
+        DataLoader(Made(), batch_sampler=distributed(cls=cls, shuffle=True))
+    )
     next(iter(loader))
 
     pairs = [(a, b) for a, b in zip(locals_of(loader), locals_of(loader), strict=True)]
@@ -238,7 +295,13 @@ def test_the_epoch_of_paddles_sampler_is_the_loaders():
 def test_packed_rows_in_the_order_of_paddles_sampler_are_those_of_the_run():
     def loader(window):
         rows = Packed([np.arange(8)] * 6, length=8, window=window)
-        return sharded(DataLoader(rows, batch_sampler=DistributedBatchSampler(rows, 2, num_replicas=1, rank=0)), ONE)
+        return sharded(
+            DataLoader(
+                rows,
+                batch_sampler=DistributedBatchSampler(rows, 2, num_replicas=1, rank=0),
+            ),
+            ONE,
+        )
 
     first = loader(4)
     next(iter(first))
@@ -248,8 +311,18 @@ def test_packed_rows_in_the_order_of_paddles_sampler_are_those_of_the_run():
 
 
 def test_a_sampler_of_paddle_that_leaves_no_batch_is_refused():
-    with pytest.raises(ArgumentError, match="leaves no batch: the loader's Made has 3 samples"):
-        sharded(DataLoader(Made(), batch_sampler=DistributedBatchSampler(Made(length=3), 4, 1, 0, drop_last=True)), ONE)
+    with pytest.raises(
+        ArgumentError, match="leaves no batch: the loader's Made has 3 samples"
+    ):
+        sharded(
+            DataLoader(
+                Made(),
+                batch_sampler=DistributedBatchSampler(
+                    Made(length=3), 4, 1, 0, drop_last=True
+                ),
+            ),
+            ONE,
+        )
 
 
 # Samplers with a state
@@ -262,7 +335,10 @@ class OwnRandom(BatchSampler):
 
     def __iter__(self):
         order = self.random.permutation(self.length).tolist()
-        yield from (order[k : k + self.batch_size] for k in range(0, self.length, self.batch_size))
+        yield from (
+            order[k : k + self.batch_size]
+            for k in range(0, self.length, self.batch_size)
+        )
 
 
 def test_neither_len_nor_describing_moves_a_sampler():
@@ -298,7 +374,9 @@ class Epochs:
 
 
 def test_set_epoch_reaches_the_sampler_inside_a_batch_sampler():
-    loader = sharded(DataLoader(Made(), batch_sampler=BatchSampler(sampler=Epochs(), batch_size=4)))
+    loader = sharded(
+        DataLoader(Made(), batch_sampler=BatchSampler(sampler=Epochs(), batch_size=4))
+    )
 
     loader.set_epoch(1)
 
@@ -327,20 +405,32 @@ def test_none_in_a_sampler_is_an_error():
         def __iter__(self):
             yield from ([0, 1], None, [2, 3])
 
-    with pytest.raises(TypeError, match="must yield lists of indices, got NoneType at step 1"):
-        locals_of(sharded(DataLoader(Made(), batch_sampler=Holes(Made(), batch_size=2))))
+    with pytest.raises(
+        TypeError, match="must yield lists of indices, got NoneType at step 1"
+    ):
+        locals_of(
+            sharded(DataLoader(Made(), batch_sampler=Holes(Made(), batch_size=2)))
+        )
 
 
 def test_dropping_everything_is_an_error_with_a_sampler_too():
-    given = DataLoader(Made(), batch_sampler=BatchSampler(sampler=[1, 2, 3], batch_size=4, drop_last=True))
+    given = DataLoader(
+        Made(),
+        batch_sampler=BatchSampler(sampler=[1, 2, 3], batch_size=4, drop_last=True),
+    )
 
-    with pytest.raises(ArgumentError, match="tail='drop' leaves no batch: the loader's list has 3 samples"):
+    with pytest.raises(
+        ArgumentError,
+        match="tail='drop' leaves no batch: the loader's list has 3 samples",
+    ):
         sharded(given)
 
 
 @pytest.mark.parametrize("inner", [True, False])
 @pytest.mark.parametrize("stop", [2, 6, 7, 13])
-def test_a_sampler_with_set_epoch_is_told_of_each_epoch_in_a_straight_run_as_in_a_resumed_one(inner, stop):
+def test_a_sampler_with_set_epoch_is_told_of_each_epoch_in_a_straight_run_as_in_a_resumed_one(
+    inner, stop
+):
     """Only the resumed one told it, so that they drew other samples."""
 
     class Shuffled(paddle.io.Sampler):
@@ -364,13 +454,19 @@ def test_a_sampler_with_set_epoch_is_told_of_each_epoch_in_a_straight_run_as_in_
         set_epoch = Shuffled.set_epoch
 
         def __iter__(self):
-            return iter(np.random.RandomState(self.epoch).permutation(24).reshape(6, 4).tolist())
+            return iter(
+                np.random.RandomState(self.epoch).permutation(24).reshape(6, 4).tolist()
+            )
 
         def __len__(self):
             return 6
 
     def made():
-        own = paddle.io.BatchSampler(sampler=Shuffled(), batch_size=4) if inner else Batches()
+        own = (
+            paddle.io.BatchSampler(sampler=Shuffled(), batch_size=4)
+            if inner
+            else Batches()
+        )
         return sharded(DataLoader(Made(length=24), batch_sampler=own), ONE)
 
     loader = made()
@@ -406,19 +502,29 @@ class Stateful(BatchSampler):
         pass
 
 
-@pytest.mark.parametrize("given", [{"dataset": Heavy(length=8)}, {"sampler": RandomSampler(Heavy(length=8))}])
+@pytest.mark.parametrize(
+    "given", [{"dataset": Heavy(length=8)}, {"sampler": RandomSampler(Heavy(length=8))}]
+)
 def test_a_copy_of_a_sampler_shares_the_data_set_that_the_sampler_holds(given):
-    loader = sharded(DataLoader(Made(length=8), batch_sampler=Stateful(**given, batch_size=4)), ONE)
+    loader = sharded(
+        DataLoader(Made(length=8), batch_sampler=Stateful(**given, batch_size=4)), ONE
+    )
 
     for _ in range(2):  # the second pass needs a copy
-        assert sorted(row for batch in locals_of(loader) for row in batch) == list(range(8))
+        assert sorted(row for batch in locals_of(loader) for row in batch) == list(
+            range(8)
+        )
 
 
 class Counts(BatchSampler):
     """Batches of three, and a state that JSON changes: its keys are ints."""
 
     def __init__(self, extra=None):
-        self.at, self.batch_size, self.extra = 0, 3, {10: 1, 9: (2,)} if extra is None else extra
+        self.at, self.batch_size, self.extra = (
+            0,
+            3,
+            {10: 1, 9: (2,)} if extra is None else extra,
+        )
 
     def __len__(self):
         return 10
@@ -437,7 +543,9 @@ class Counts(BatchSampler):
 
 
 @pytest.mark.parametrize(
-    "way", [lambda state: state, lambda state: json.loads(json.dumps(state))], ids=["as it is", "JSON"]
+    "way",
+    [lambda state: state, lambda state: json.loads(json.dumps(state))],
+    ids=["as it is", "JSON"],
 )
 def test_what_a_sampler_has_saved_is_covered_by_the_checksum_of_a_state(way):
     def loader(extra=None):
@@ -451,7 +559,10 @@ def test_what_a_sampler_has_saved_is_covered_by_the_checksum_of_a_state(way):
     resumed.load_state_dict(way(begun.state_dict()))
     assert local(next(iter(resumed))) == [12, 13, 14]
     changed = way(begun.state_dict())
-    changed["sampler"] = {**changed["sampler"], "now": {**changed["sampler"]["now"], "at": 15}}
+    changed["sampler"] = {
+        **changed["sampler"],
+        "now": {**changed["sampler"]["now"], "at": 15},
+    }
     with pytest.raises(StateError, match="its content is not that of its checksum"):
         loader().load_state_dict(changed)
     other = loader({"set": {1, 2}})  # which no JSON holds
@@ -495,7 +606,11 @@ class Right(BatchSampler):
 @pytest.mark.parametrize("stops", [(2,), (7,), (12,), (2, 3, 4), (10, 5)])
 def test_each_sample_is_drawn_once_by_a_samplers_own_state(stops, inner):
     def made():
-        sampler = Right() if not inner else BatchSampler(sampler=OfBatches(Right()), batch_size=4)
+        sampler = (
+            Right()
+            if not inner
+            else BatchSampler(sampler=OfBatches(Right()), batch_size=4)
+        )
         return sharded(DataLoader(Made(length=40), batch_sampler=sampler), ONE)
 
     def steps(loader, most):
@@ -517,7 +632,11 @@ def test_each_sample_is_drawn_once_by_a_samplers_own_state(stops, inner):
         more, state = steps(loader, stop)
         found += more
 
-    assert found == locals_of(made()) + np.random.RandomState(1).permutation(40).reshape(10, 4).tolist()
+    assert (
+        found
+        == locals_of(made())
+        + np.random.RandomState(1).permutation(40).reshape(10, 4).tolist()
+    )
 
 
 class OfBatches:

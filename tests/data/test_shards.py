@@ -26,17 +26,27 @@ class Shards:
             yield f"{name}/{number}"
 
     def all(self):
-        return [f"{name}/{i}" for name, length in self.lengths.items() for i in range(length)]
+        return [
+            f"{name}/{i}"
+            for name, length in self.lengths.items()
+            for i in range(length)
+        ]
 
 
 def source(lengths, *, counted=True, **settings):
     shards = Shards(lengths)
     counts = lengths if counted else None
-    return shards, ShardSource(list(shards.lengths), shards.read, counts=counts, **settings)
+    return shards, ShardSource(
+        list(shards.lengths), shards.read, counts=counts, **settings
+    )
 
 
 def opening(num_parts, parts=None, **what):
-    return Opening(parts=tuple(range(num_parts)) if parts is None else parts, num_parts=num_parts, **what)
+    return Opening(
+        parts=tuple(range(num_parts)) if parts is None else parts,
+        num_parts=num_parts,
+        **what,
+    )
 
 
 def read_all(source, num_parts, **what):
@@ -53,7 +63,9 @@ lengths_of_shards = st.lists(st.integers(0, 12), min_size=1, max_size=9)
     counted=st.booleans(),
     seed=st.integers(0, 9),
 )
-def test_the_parts_together_are_every_sample_once(lengths, num_parts, shuffled, counted, seed):
+def test_the_parts_together_are_every_sample_once(
+    lengths, num_parts, shuffled, counted, seed
+):
     shards, stage = source(lengths, counted=counted, shuffle_shards=shuffled)
     if not counted:
         num_parts = min(num_parts, len(lengths))
@@ -64,7 +76,9 @@ def test_the_parts_together_are_every_sample_once(lengths, num_parts, shuffled, 
 
 
 @given(lengths=lengths_of_shards, num_parts=st.integers(1, 40))
-def test_counted_parts_differ_by_one_sample_at_most_and_their_lengths_are_known(lengths, num_parts):
+def test_counted_parts_differ_by_one_sample_at_most_and_their_lengths_are_known(
+    lengths, num_parts
+):
     _, stage = source(lengths)
 
     lengths_read = [len(part) for part in read_all(stage, num_parts)]
@@ -86,7 +100,10 @@ def test_counted_parts_laid_end_to_end_are_the_shards_in_their_order():
 @pytest.mark.parametrize("num_parts", [1, 3, 8])
 def test_opening_after_s_samples_equals_dropping_s(counted, resample, num_parts):
     _, stage = source(UNEQUAL, counted=counted, resample=resample)
-    straight = [list(islice(items, 40)) for items in stage.open(opening(num_parts, epoch=1, seed=3))]
+    straight = [
+        list(islice(items, 40))
+        for items in stage.open(opening(num_parts, epoch=1, seed=3))
+    ]
 
     for skip in range(max(map(len, straight)) + 1):
         resumed = [
@@ -110,7 +127,9 @@ def test_a_part_is_the_same_whoever_opens_it_with_whichever_others(counted, resa
 
 @pytest.mark.parametrize("counted", [True, False])
 @pytest.mark.parametrize("resample", [True, False])
-def test_the_order_differs_between_epochs_rounds_and_seeds_and_repeats_for_the_same(counted, resample):
+def test_the_order_differs_between_epochs_rounds_and_seeds_and_repeats_for_the_same(
+    counted, resample
+):
     _, stage = source([3] * 20, counted=counted, resample=resample)
 
     def order(**what):
@@ -167,9 +186,16 @@ def test_fewer_uncounted_shards_than_parts_are_refused_with_the_ways_that_work()
     _, stage = source([3, 3, 3], counted=False)
 
     for call in (stage.open, stage.lengths):
-        with pytest.raises(ArgumentError, match="3 shards cannot be assigned to 4 parts") as caught:
+        with pytest.raises(
+            ArgumentError, match="3 shards cannot be assigned to 4 parts"
+        ) as caught:
             call(opening(4))
-        for way in ("at most 3", "paddle-shard index", "resample=True", "each reader reads all"):
+        for way in (
+            "at most 3",
+            "paddle-shard index",
+            "resample=True",
+            "each reader reads all",
+        ):
             assert way in str(caught.value)
 
 
@@ -178,13 +204,29 @@ def test_fewer_uncounted_shards_than_parts_are_refused_with_the_ways_that_work()
     [
         ([4, 6], [4, 5], 0, 1, "s1 has 6 samples, but its count says 5"),
         ([4, 5], [4, 6], 0, 1, "s1 has 5 samples, but its count says 6"),
-        ([4, 5], [4, 12], 2, 4, "s1 has 5 samples, but its count says 12"),  # the part that begins before its end
-        ([4, 5], [4, 12], 3, 4, "s1 has at most 8 samples, but its count says 12"),  # and one that begins behind it
+        (
+            [4, 5],
+            [4, 12],
+            2,
+            4,
+            "s1 has 5 samples, but its count says 12",
+        ),  # the part that begins before its end
+        (
+            [4, 5],
+            [4, 12],
+            3,
+            4,
+            "s1 has at most 8 samples, but its count says 12",
+        ),  # and one that begins behind it
     ],
 )
-def test_a_shard_that_does_not_have_its_count_is_an_error(really, said, part, num_parts, text):
+def test_a_shard_that_does_not_have_its_count_is_an_error(
+    really, said, part, num_parts, text
+):
     shards = Shards(really)
-    stage = ShardSource(list(shards.lengths), shards.read, counts=said, shuffle_shards=False)
+    stage = ShardSource(
+        list(shards.lengths), shards.read, counts=said, shuffle_shards=False
+    )
 
     with pytest.raises(ShardReadError, match=text) as caught:
         list(stage.open(opening(num_parts, (part,)))[0])
@@ -203,17 +245,25 @@ def test_a_shard_with_too_many_samples_is_found_before_its_last_one_is_delivered
         next(items)
 
 
-@pytest.mark.parametrize(("counted", "skip"), [(True, 0), (False, 0), (True, 6), (False, 6)])
-def test_a_failed_read_names_the_shard_and_the_sample_and_keeps_the_cause(counted, skip):
+@pytest.mark.parametrize(
+    ("counted", "skip"), [(True, 0), (False, 0), (True, 6), (False, 6)]
+)
+def test_a_failed_read_names_the_shard_and_the_sample_and_keeps_the_cause(
+    counted, skip
+):
     def read(name, start):
         for number in range(start, 5):
             if (name, number) == ("b", 3):
                 raise OSError("disk on fire")
             yield number
 
-    stage = ShardSource(["a", "b"], read, counts=[5, 5] if counted else None, shuffle_shards=False)
+    stage = ShardSource(
+        ["a", "b"], read, counts=[5, 5] if counted else None, shuffle_shards=False
+    )
 
-    with pytest.raises(ShardReadError, match="b: reading sample 3 failed: OSError: disk on fire") as caught:
+    with pytest.raises(
+        ShardReadError, match="b: reading sample 3 failed: OSError: disk on fire"
+    ) as caught:
         list(stage.open(opening(1, skip=skip))[0])
 
     assert (caught.value.shard, caught.value.offset) == ("b", 3)
@@ -244,8 +294,14 @@ def test_a_shard_is_closed_when_a_part_ends_inside_it_or_is_left():
 def test_generators_are_seeded_for_each_sample_by_its_place(counted):
     def seeds(skip):
         seen = []
-        stage = ShardSource(["a", "b"], lambda name, s: iter(range(s, 4)), counts=[4, 4] if counted else None)
-        items = stage.open(opening(1, skip=skip, seed_generators=lambda *seed: seen.append(seed)))[0]
+        stage = ShardSource(
+            ["a", "b"],
+            lambda name, s: iter(range(s, 4)),
+            counts=[4, 4] if counted else None,
+        )
+        items = stage.open(
+            opening(1, skip=skip, seed_generators=lambda *seed: seen.append(seed))
+        )[0]
         return [seen[-1] for _ in items]
 
     straight = seeds(0)
@@ -276,7 +332,9 @@ def test_the_fingerprint_is_of_what_samples_and_order_depend_on(change, same):
 
 
 def test_signatures_and_passwords_are_in_no_fingerprint_and_no_error():
-    first, second = (ShardSource([f"https://u:pw@h/0.tar?sig={n}"], None) for n in (1, 2))
+    first, second = (
+        ShardSource([f"https://u:pw@h/0.tar?sig={n}"], None) for n in (1, 2)
+    )
 
     assert first.fingerprint() == second.fingerprint()
     with pytest.raises(ShardReadError) as caught:
@@ -291,7 +349,12 @@ def test_signatures_and_passwords_are_in_no_fingerprint_and_no_error():
     [
         ([], {}, ArgumentError, "no shard"),
         (["a", "b", "a"], {}, ArgumentError, "'a' more than once"),
-        (["a", "b"], {"counts": [0, 0], "resample": True}, ArgumentError, "no shard has a sample"),
+        (
+            ["a", "b"],
+            {"counts": [0, 0], "resample": True},
+            ArgumentError,
+            "no shard has a sample",
+        ),
     ],
 )
 def test_wrong_arguments_are_refused(names, settings, error, text):

@@ -45,7 +45,9 @@ class OfDict(Listed):
     def shuffle(self):
         self.seen["epochs"] += 1
         random.shuffle(self.files)
-        self.files = self.files[self.seen["epochs"] :] + self.files[: self.seen["epochs"]]
+        self.files = (
+            self.files[self.seen["epochs"] :] + self.files[: self.seen["epochs"]]
+        )
 
 
 class Counting(Listed):
@@ -98,11 +100,16 @@ def loader(data, workers=0, batch_size=4):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_order_is_that_of_seed_and_epoch_whoever_reads_and_wherever_it_is_resumed(kind):
+def test_the_order_is_that_of_seed_and_epoch_whoever_reads_and_wherever_it_is_resumed(
+    kind,
+):
     straight, beside = loader(KINDS[kind]()), loader(KINDS[kind](), workers=2)
     epochs = [locals_of(straight) for _ in range(3)]
     assert [locals_of(beside) for _ in range(3)] == epochs
-    assert all(sorted(row for batch in epoch for row in batch) == list(range(2 * FILES)) for epoch in epochs)
+    assert all(
+        sorted(row for batch in epoch for row in batch) == list(range(2 * FILES))
+        for epoch in epochs
+    )
     before = loader(KINDS[kind]())
     for epoch in range(2):
         for step, _ in enumerate(before):
@@ -129,7 +136,9 @@ def test_numbers_by_which_it_counts_its_epochs_go_on_in_this_process():
     for epoch, found in enumerate(epochs):
         files = list(range(FILES))
         random.Random(epoch).shuffle(files)
-        assert [row for batch in found for row in batch] == [2 * file + i for file in files for i in (0, 1)]
+        assert [row for batch in found for row in batch] == [
+            2 * file + i for file in files for i in (0, 1)
+        ]
     data.inner.epoch = 0
     assert locals_of(batches) == epochs[0], "what the user sets is heard"
 
@@ -152,7 +161,9 @@ def test_parts_that_split_themselves_each_shuffle_a_list_of_their_own(workers):
 @pytest.mark.parametrize("kind", [Refuses, Closes])
 def test_what_cannot_be_copied_or_would_free_what_it_holds_is_read_as_it_is(kind):
     data = kind()
-    assert sorted(row for batch in locals_of(loader(data)) for row in batch) == list(range(2 * FILES))
+    assert sorted(row for batch in locals_of(loader(data)) for row in batch) == list(
+        range(2 * FILES)
+    )
     assert Closes.closed == 0
     del data
 

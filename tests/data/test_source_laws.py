@@ -49,13 +49,18 @@ def test_opening_after_some_samples_equals_dropping_them(stage, kind, num_parts)
     straight = read(stage, kind, num_parts)
 
     for skip in (1, 2, 5, 6, 17, TOTAL):
-        assert read(stage, kind, num_parts, skip=skip) == [part[skip:] for part in straight]
+        assert read(stage, kind, num_parts, skip=skip) == [
+            part[skip:] for part in straight
+        ]
 
 
 def test_a_part_is_the_same_whichever_others_are_opened_with_it(stage, kind):
     together = read(stage, kind, 3)
 
-    assert [*read(stage, kind, 3, (2,)), *read(stage, kind, 3, (0, 1))] == [together[2], *together[:2]]
+    assert [*read(stage, kind, 3, (2,)), *read(stage, kind, 3, (0, 1))] == [
+        together[2],
+        *together[:2],
+    ]
 
 
 def test_epochs_have_orders_of_their_own_and_an_epoch_always_the_same(stage, kind):

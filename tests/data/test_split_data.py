@@ -28,5 +28,7 @@ def test_its_rows_are_not_split_again():
 
 
 def test_it_needs_an_axis_as_the_argument_does():
-    with pytest.raises(ArgumentError, match="is_dataset_splitted=True needs shard_dims"):
+    with pytest.raises(
+        ArgumentError, match="is_dataset_splitted=True needs shard_dims"
+    ):
         sharded(of_this_rank(True), DP2, None)

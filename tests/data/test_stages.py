@@ -13,7 +13,16 @@ from hypothesis import strategies as st
 
 from paddle_shard.core.randomness import NumpyGenerator, PythonGenerator
 from paddle_shard.data.external import IterableSource
-from paddle_shard.data.stages import Batch, Filter, Map, Pack, Repeat, Shuffle, Stripe, Unbatch
+from paddle_shard.data.stages import (
+    Batch,
+    Filter,
+    Map,
+    Pack,
+    Repeat,
+    Shuffle,
+    Stripe,
+    Unbatch,
+)
 from paddle_shard.data.stages.mix import Mix
 from paddle_shard.data.stages.pack import PackedRows
 from paddle_shard.data.stages.stage import Opening, Stage, Unreadable
@@ -48,12 +57,18 @@ class Parts(Stage):
         return [iter(self.parts[part][opening.skip :]) for part in opening.parts]
 
     def lengths(self, opening):
-        return [len(self.parts[part]) for part in opening.parts] if self.says_lengths else None
+        return (
+            [len(self.parts[part]) for part in opening.parts]
+            if self.says_lengths
+            else None
+        )
 
 
 def opening(num_parts=1, parts=None, **options):
     held = tuple(range(num_parts)) if parts is None else parts
-    return Opening(parts=held, num_parts=num_parts, seed_generators=seed_generators, **options)
+    return Opening(
+        parts=held, num_parts=num_parts, seed_generators=seed_generators, **options
+    )
 
 
 def contents(stage, asked=None):
@@ -62,7 +77,9 @@ def contents(stage, asked=None):
     return found if asked is not None else found[0]
 
 
-lists_of_parts = st.lists(st.lists(st.integers(0, 99), max_size=20), min_size=1, max_size=4)
+lists_of_parts = st.lists(
+    st.lists(st.integers(0, 99), max_size=20), min_size=1, max_size=4
+)
 
 
 # One stage
@@ -94,10 +111,16 @@ def test_batches_are_full_but_for_the_last_and_unbatch_undoes_them(parts, size):
 
 @given(parts=lists_of_parts, times=st.integers(1, 4), says=st.booleans())
 def test_repeat_reads_each_part_so_often(parts, times, says):
-    assert contents(Repeat(Parts(parts, says), times), opening(len(parts))) == [part * times for part in parts]
+    assert contents(Repeat(Parts(parts, says), times), opening(len(parts))) == [
+        part * times for part in parts
+    ]
 
 
-@given(part=st.lists(st.integers(), min_size=1, max_size=5), says=st.booleans(), skip=st.integers(0, 30))
+@given(
+    part=st.lists(st.integers(), min_size=1, max_size=5),
+    says=st.booleans(),
+    skip=st.integers(0, 30),
+)
 def test_repeat_without_an_end_goes_round_and_round(part, says, skip):
     (items,) = Repeat(Parts([part], says)).open(opening(skip=skip))
 
@@ -106,11 +129,15 @@ def test_repeat_without_an_end_goes_round_and_round(part, says, skip):
 
 @given(length=st.integers(0, 60), window=st.integers(1, 20), seed=st.integers(0, 9))
 def test_shuffle_permutes_within_its_windows_only(length, window, seed):
-    found = contents(Shuffle(Parts([list(range(length))]), window), opening(seed=seed))[0]
+    found = contents(Shuffle(Parts([list(range(length))]), window), opening(seed=seed))[
+        0
+    ]
 
     assert len(found) == length
     for first in range(0, length, window):
-        assert sorted(found[first : first + window]) == list(range(first, min(first + window, length)))
+        assert sorted(found[first : first + window]) == list(
+            range(first, min(first + window, length))
+        )
 
 
 @given(
@@ -119,17 +146,21 @@ def test_shuffle_permutes_within_its_windows_only(length, window, seed):
     stripe=st.integers(1, 4),
     data=st.data(),
 )
-def test_a_striped_stream_is_dealt_by_turns_and_its_rows_are_its_own_order(length, num_parts, stripe, data):
-    found = contents(Stripe(IterableSource(range(length))), opening(num_parts, stripe=stripe))
+def test_a_striped_stream_is_dealt_by_turns_and_its_rows_are_its_own_order(
+    length, num_parts, stripe, data
+):
+    found = contents(
+        Stripe(IterableSource(range(length))), opening(num_parts, stripe=stripe)
+    )
 
     again = []  # take a stripe of each part by turns, as the rows of a micro-batch stand
     for first in range(0, length, stripe):
         again += [x for part in found for x in part[first : first + stripe]]
     assert again == list(range(length))
     some = tuple(sorted(data.draw(st.sets(st.integers(0, num_parts - 1), min_size=1))))
-    assert contents(Stripe(IterableSource(range(length))), opening(num_parts, some, stripe=stripe)) == [
-        found[part] for part in some
-    ]
+    assert contents(
+        Stripe(IterableSource(range(length))), opening(num_parts, some, stripe=stripe)
+    ) == [found[part] for part in some]
 
 
 def test_what_is_skipped_costs_no_call_of_a_map():
@@ -150,7 +181,9 @@ def test_a_shuffle_that_begins_anywhere_reads_again_less_than_a_window():
 
 def test_a_window_is_read_before_its_first_sample_comes_out_and_nothing_more():
     called = []
-    (items,) = Shuffle(Map(Parts([list(range(40))]), lambda x: called.append(x) or x), 8).open(opening())
+    (items,) = Shuffle(
+        Map(Parts([list(range(40))]), lambda x: called.append(x) or x), 8
+    ).open(opening())
     assert called == []
     next(items)
 
@@ -161,10 +194,14 @@ def test_a_window_is_read_before_its_first_sample_comes_out_and_nothing_more():
 def test_sizes_that_cannot_be_are_refused_by_name(wrong):
     with pytest.raises(ArgumentError, match=f"size must be an int >= 1, got {wrong!r}"):
         Batch(Parts([[]]), wrong)
-    with pytest.raises(ArgumentError, match=f"window must be an int >= 1, got {wrong!r}"):
+    with pytest.raises(
+        ArgumentError, match=f"window must be an int >= 1, got {wrong!r}"
+    ):
         Shuffle(Parts([[]]), wrong)
     if wrong is not None:  # without an end
-        with pytest.raises(ArgumentError, match=f"times must be an int >= 1, got {wrong!r}"):
+        with pytest.raises(
+            ArgumentError, match=f"times must be an int >= 1, got {wrong!r}"
+        ):
             Repeat(Parts([[]]), wrong)
 
 
@@ -172,12 +209,17 @@ def test_sizes_that_cannot_be_are_refused_by_name(wrong):
 
 
 @given(
-    parts=st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=6), min_size=1, max_size=4),
+    parts=st.lists(
+        st.lists(st.integers(0, 99), min_size=1, max_size=6), min_size=1, max_size=4
+    ),
     says=st.booleans(),
     skip=st.integers(0, 25),
 )
 def test_every_sample_of_a_round_says_which_one_it_is(parts, says, skip):
-    found = [list(islice(items, 15)) for items in in_rounds(Parts(parts, says), opening(len(parts), skip=skip), None)]
+    found = [
+        list(islice(items, 15))
+        for items in in_rounds(Parts(parts, says), opening(len(parts), skip=skip), None)
+    ]
     straight = [[(number, x) for number in range(60) for x in part] for part in parts]
 
     assert found == [pairs[skip : skip + 15] for pairs in straight]
@@ -185,11 +227,16 @@ def test_every_sample_of_a_round_says_which_one_it_is(parts, says, skip):
 
 @pytest.mark.parametrize("says", [False, True])
 @pytest.mark.parametrize("skip", [0, 3])
-def test_an_empty_part_that_is_to_be_repeated_for_ever_is_an_error_and_no_hang(says, skip):
+def test_an_empty_part_that_is_to_be_repeated_for_ever_is_an_error_and_no_hang(
+    says, skip
+):
     first, second = Repeat(Parts([[], [1, 2]], says)).open(opening(2, skip=skip))
 
     assert len(list(islice(second, 9))) == 9
-    with pytest.raises(ArgumentError, match=r"part 0 of 2 has no sample .*in_parts.*tail='pad' or 'drop'"):
+    with pytest.raises(
+        ArgumentError,
+        match=r"part 0 of 2 has no sample .*in_parts.*tail='pad' or 'drop'",
+    ):
         next(first)
 
 
@@ -205,13 +252,18 @@ def test_rounds_of_rounds_are_shuffled_each_by_itself():
 
 
 def test_a_random_filter_may_drop_all_of_many_short_rounds():
-    (items,) = Filter(Repeat(Parts([[1, 2]])), lambda sample: np.random.rand() < 0.02).open(opening())
+    (items,) = Filter(
+        Repeat(Parts([[1, 2]])), lambda sample: np.random.rand() < 0.02
+    ).open(opening())
 
     assert len(list(islice(items, 30))) == 30
 
 
 def test_a_part_of_several_rounds_may_be_dropped_whole():
-    assert contents(Filter(Repeat(Parts([list(range(900))]), 9), lambda sample: False)) == []
+    assert (
+        contents(Filter(Repeat(Parts([list(range(900))]), 9), lambda sample: False))
+        == []
+    )
 
 
 # Chains
@@ -240,12 +292,16 @@ def coin(sample):
 
 def tokens(stage, most=3):
     """Documents of up to so many tokens, made of samples of any kind."""
-    return Map(stage, lambda sample: np.arange(1 + zlib.crc32(repr(sample).encode()) % most))
+    return Map(
+        stage, lambda sample: np.arange(1 + zlib.crc32(repr(sample).encode()) % most)
+    )
 
 
 def unpacked(stage):
     """Rows as text, which can be compared."""
-    return Map(stage, lambda row: str([row["input_ids"].tolist(), row["segment_ids"].tolist()]))
+    return Map(
+        stage, lambda row: str([row["input_ids"].tolist(), row["segment_ids"].tolist()])
+    )
 
 
 STEPS = {
@@ -257,15 +313,32 @@ STEPS = {
     "shuffle 4": lambda s: Shuffle(s, 4),
     "shuffle 7": lambda s: Shuffle(s, 7),
     "batch": lambda s: Batch(s, 3),
-    "batch, map, unbatch": lambda s: Unbatch(Map(Batch(s, 3), lambda batch: batch[::-1])),
+    "batch, map, unbatch": lambda s: Unbatch(
+        Map(Batch(s, 3), lambda batch: batch[::-1])
+    ),
     "two of each": lambda s: Unbatch(Map(s, doubled)),
-    "pack 5": lambda s: unpacked(Pack(tokens(s), PackedRows(length=5, most_pieces=5), 3, "split")),
-    "pack 9": lambda s: unpacked(Pack(tokens(s), PackedRows(length=9, most_pieces=9), 4, "split")),
-    "pack and split": lambda s: unpacked(Pack(tokens(s, 9), PackedRows(length=3, most_pieces=3), 2, "split")),
+    "pack 5": lambda s: unpacked(
+        Pack(tokens(s), PackedRows(length=5, most_pieces=5), 3, "split")
+    ),
+    "pack 9": lambda s: unpacked(
+        Pack(tokens(s), PackedRows(length=9, most_pieces=9), 4, "split")
+    ),
+    "pack and split": lambda s: unpacked(
+        Pack(tokens(s, 9), PackedRows(length=3, most_pieces=3), 2, "split")
+    ),
     "repeat 2": lambda s: Repeat(s, 2),
     "repeat 3": lambda s: Repeat(s, 3),
 }
-ONE_TO_ONE = ["map", "random map", "shuffle 1", "shuffle 4", "shuffle 7", "batch", "repeat 2", "repeat 3"]
+ONE_TO_ONE = [
+    "map",
+    "random map",
+    "shuffle 1",
+    "shuffle 4",
+    "shuffle 7",
+    "batch",
+    "repeat 2",
+    "repeat 3",
+]
 steps = st.lists(st.sampled_from(sorted(STEPS)), max_size=4)
 sources = st.sampled_from(["list", "function", "parts", "silent parts"])
 
@@ -273,7 +346,10 @@ sources = st.sampled_from(["list", "function", "parts", "silent parts"])
 def chained(source, before, after, lengths):
     """A chain of stages over some lists, fresh each time; one that is cut by turns if its source cannot be."""
     if source.endswith("parts"):
-        numbered = [[100 * part + n for n in range(length)] for part, length in enumerate(lengths)]
+        numbered = [
+            [100 * part + n for n in range(length)]
+            for part, length in enumerate(lengths)
+        ]
         stage, before = Parts(numbered, source == "parts"), []
     else:
         samples = list(range(sum(lengths)))
@@ -300,16 +376,24 @@ chained_arguments = {
 @given(**chained_arguments, data=st.data())
 @example("list", ["random map"], ["random map", "shuffle 4"], [9, 9], 2, None)
 @example("function", ["shuffle 4", "repeat 2"], ["batch"], [9, 8], 1, None)
-def test_opening_at_a_position_is_reading_on_from_there(source, before, after, lengths, stripe, data):
+def test_opening_at_a_position_is_reading_on_from_there(
+    source, before, after, lengths, stripe, data
+):
     asked = {"num_parts": len(lengths), "stripe": stripe, "seed": 4}
     straight = contents(chained(source, before, after, lengths), opening(**asked))
     longest = max(map(len, straight))
     some = range(longest + 3)
     if longest > 12:  # every one of a few, some of many
-        some = sorted(data.draw(st.sets(st.integers(0, longest + 2), min_size=3, max_size=9)) if data else some)
+        some = sorted(
+            data.draw(st.sets(st.integers(0, longest + 2), min_size=3, max_size=9))
+            if data
+            else some
+        )
 
     for skip in some:
-        found = contents(chained(source, before, after, lengths), opening(**asked, skip=skip))
+        found = contents(
+            chained(source, before, after, lengths), opening(**asked, skip=skip)
+        )
         assert found == [part[skip:] for part in straight], skip
 
 
@@ -318,18 +402,29 @@ def test_opening_at_a_position_is_reading_on_from_there(source, before, after, l
     [
         (step, source)  # the stages take them by turns
         for number, step in enumerate(sorted(STEPS))
-        for source in (("list", "silent parts") if number % 2 else ("function", "parts"))
+        for source in (
+            ("list", "silent parts") if number % 2 else ("function", "parts")
+        )
     ],
 )
 def test_every_stage_can_be_opened_at_every_position(step, source):
     asked = {"num_parts": 3, "stripe": 2, "seed": 1, "epoch": 2, "round": 1}
-    for lengths, some in (([7, 5, 0], 12), ([73, 60, 2], 1)):  # also for stages that keep few samples
+    for lengths, some in (
+        ([7, 5, 0], 12),
+        ([73, 60, 2], 1),
+    ):  # also for stages that keep few samples
         straight = contents(chained(source, [step], [step], lengths), opening(**asked))
         longest = max(map(len, straight))
         apart = 1 + longest // 7
 
-        for skip in (n for n in range(longest + 3) if n < some or n % apart == 0 or n > longest - 2):
-            found = contents(chained(source, [step], [step], lengths), opening(**asked, skip=skip))
+        for skip in (
+            n
+            for n in range(longest + 3)
+            if n < some or n % apart == 0 or n > longest - 2
+        ):
+            found = contents(
+                chained(source, [step], [step], lengths), opening(**asked, skip=skip)
+            )
             assert found == [part[skip:] for part in straight], skip
 
 
@@ -340,7 +435,9 @@ def test_every_stage_knows_its_lengths_or_says_that_it_does_not(step):
     said = stage.lengths(opening(len(parts)))
 
     assert (said is not None) == (step in ONE_TO_ONE)
-    assert said is None or said == [len(part) for part in contents(stage, opening(len(parts)))]
+    assert said is None or said == [
+        len(part) for part in contents(stage, opening(len(parts)))
+    ]
 
 
 @pytest.mark.parametrize("step", sorted(STEPS))
@@ -349,7 +446,9 @@ def test_opening_any_stage_reads_nothing(step):
 
     class Noted(Parts):
         def open(self, opening):
-            return [(read.append(x) or x for x in part) for part in super().open(opening)]
+            return [
+                (read.append(x) or x for x in part) for part in super().open(opening)
+            ]
 
     STEPS[step](Noted([[1, 2, 3], [4, 5]])).open(opening(2))
 
@@ -371,7 +470,11 @@ def test_no_stage_lets_an_unreadable_sample_vanish(step):
     assert any(isinstance(sample, Unreadable) for sample in found)
 
 
-OF_NO_FUNCTION = [name for name in STEPS if not {"map", "filter", "two"} & set(name.replace(",", "").split())]
+OF_NO_FUNCTION = [
+    name
+    for name in STEPS
+    if not {"map", "filter", "two"} & set(name.replace(",", "").split())
+]
 
 
 def test_stages_that_order_or_count_samples_otherwise_have_other_fingerprints():
@@ -382,19 +485,30 @@ def test_stages_that_order_or_count_samples_otherwise_have_other_fingerprints():
         found[name] = (contents(stage, opening(seed=1)), stage.fingerprint())
     for one, (content, fingerprint) in found.items():
         for other, (other_content, other_fingerprint) in found.items():
-            assert content == other_content or fingerprint != other_fingerprint, (one, other)
+            assert content == other_content or fingerprint != other_fingerprint, (
+                one,
+                other,
+            )
 
 
 @chains_settings
 @given(**chained_arguments, skip=st.integers(0, 5), data=st.data())
-def test_parts_that_are_opened_together_are_those_opened_one_by_one(source, before, after, lengths, stripe, skip, data):
+def test_parts_that_are_opened_together_are_those_opened_one_by_one(
+    source, before, after, lengths, stripe, skip, data
+):
     asked = {"num_parts": len(lengths), "stripe": stripe, "skip": skip}
     apart = [
-        contents(chained(source, before, after, lengths), opening(parts=(part,), **asked))[0]
+        contents(
+            chained(source, before, after, lengths), opening(parts=(part,), **asked)
+        )[0]
         for part in range(len(lengths))
     ]
-    some = tuple(sorted(data.draw(st.sets(st.integers(0, len(lengths) - 1), min_size=1))))
-    together = chained(source, before, after, lengths).open(opening(parts=some, **asked))
+    some = tuple(
+        sorted(data.draw(st.sets(st.integers(0, len(lengths) - 1), min_size=1)))
+    )
+    together = chained(source, before, after, lengths).open(
+        opening(parts=some, **asked)
+    )
 
     found, going = {part: [] for part in some}, dict(zip(some, together, strict=True))
     turns = data.draw(st.randoms(use_true_random=False))
@@ -410,12 +524,22 @@ def test_parts_that_are_opened_together_are_those_opened_one_by_one(source, befo
 
 
 @chains_settings
-@given(**(chained_arguments | {"after": st.lists(st.sampled_from(sorted(STEPS)), max_size=3)}), skip=st.integers(0, 3))
-def test_lengths_are_what_comes_out_or_are_not_known(source, before, after, lengths, stripe, skip):
+@given(
+    **(
+        chained_arguments
+        | {"after": st.lists(st.sampled_from(sorted(STEPS)), max_size=3)}
+    ),
+    skip=st.integers(0, 3),
+)
+def test_lengths_are_what_comes_out_or_are_not_known(
+    source, before, after, lengths, stripe, skip
+):
     stage = chained(source, before, after, lengths)
     asked = {"num_parts": len(lengths), "stripe": stripe}
     said = stage.lengths(opening(**asked, skip=skip))
-    counts = source in ("list", "parts") and set(after) | set(before if source == "list" else ()) <= set(ONE_TO_ONE)
+    counts = source in ("list", "parts") and set(after) | set(
+        before if source == "list" else ()
+    ) <= set(ONE_TO_ONE)
 
     assert (said is not None) == counts
     if counts:
@@ -427,13 +551,21 @@ def test_lengths_are_what_comes_out_or_are_not_known(source, before, after, leng
 # Randomness
 
 
-@pytest.mark.parametrize("changed", [{"epoch": 1}, {"seed": 1}, {"round": 1}, {"parts": (1,)}])
+@pytest.mark.parametrize(
+    "changed", [{"epoch": 1}, {"seed": 1}, {"round": 1}, {"parts": (1,)}]
+)
 @pytest.mark.parametrize("step", ["shuffle", "random map", "random filter"])
 def test_another_epoch_seed_round_or_part_draws_anew(changed, step):
     same = list(range(200))
-    stage = Shuffle(Parts([same, same]), 200) if step == "shuffle" else STEPS[step](Parts([same, same]))
+    stage = (
+        Shuffle(Parts([same, same]), 200)
+        if step == "shuffle"
+        else STEPS[step](Parts([same, same]))
+    )
     asked = {"num_parts": 2, "parts": (0,), "seed": 0, "epoch": 0, "round": 0}
-    first, again, other = (contents(stage, opening(**(asked | how))) for how in ({}, {}, changed))
+    first, again, other = (
+        contents(stage, opening(**(asked | how))) for how in ({}, {}, changed)
+    )
 
     assert first == again
     assert first != other
@@ -443,7 +575,9 @@ def test_another_epoch_seed_round_or_part_draws_anew(changed, step):
 
 def test_every_window_has_an_order_of_its_own():
     found = contents(Shuffle(Parts([list(range(400))]), 20))
-    orders = {tuple(x % 20 for x in found[first : first + 20]) for first in range(0, 400, 20)}
+    orders = {
+        tuple(x % 20 for x in found[first : first + 20]) for first in range(0, 400, 20)
+    }
 
     assert len(orders) == 20
 
@@ -451,7 +585,9 @@ def test_every_window_has_an_order_of_its_own():
 def test_two_random_stages_of_one_chain_draw_different_numbers():
     samples = contents(Map(Map(Parts([list(range(20))]), rolled), rolled))
 
-    assert all(inner[1:] != outer for inner, *outer in ((s[0], *s[1:]) for s in samples))
+    assert all(
+        inner[1:] != outer for inner, *outer in ((s[0], *s[1:]) for s in samples)
+    )
     assert len({s[1:] for s in samples}) == 20
 
 
@@ -499,7 +635,9 @@ def breaks_at(number, error):
 @pytest.mark.parametrize("error", [Broken("x"), StopIteration("x")])
 @pytest.mark.parametrize("stage", [Map, Filter])
 def test_no_exception_in_the_users_function_ends_a_part_in_silence(stage, error):
-    chain_ = Shuffle(Unbatch(Batch(stage(Parts([[0, 1, 2, 3, 4]]), breaks_at(3, error)), 2)), 1)
+    chain_ = Shuffle(
+        Unbatch(Batch(stage(Parts([[0, 1, 2, 3, 4]]), breaks_at(3, error)), 2)), 1
+    )
     (items,) = chain_.open(opening())
 
     with pytest.raises((Broken, RuntimeError)):
@@ -547,7 +685,10 @@ def test_a_fingerprint_tells_sizes_and_stages_apart_and_is_json():
 def test_a_map_can_be_added_to_a_run_and_a_filter_is_another_run():
     source = Parts([list(range(30))])
     plain = Shuffle(source, 10)
-    mapped, filtered = Shuffle(Map(source, lambda i: i), 10), Shuffle(Filter(source, lambda i: True), 10)
+    mapped, filtered = (
+        Shuffle(Map(source, lambda i: i), 10),
+        Shuffle(Filter(source, lambda i: True), 10),
+    )
 
     assert contents(mapped) == contents(plain)
     assert mapped.fingerprint() == plain.fingerprint()
@@ -556,7 +697,10 @@ def test_a_map_can_be_added_to_a_run_and_a_filter_is_another_run():
 
 def test_two_shuffles_in_a_row_have_keys_of_their_own():
     source = Parts([list(range(12))])
-    once, twice = contents(Shuffle(source, 12)), contents(Shuffle(Shuffle(source, 12), 12))
+    once, twice = (
+        contents(Shuffle(source, 12)),
+        contents(Shuffle(Shuffle(source, 12), 12)),
+    )
 
     assert twice != [once[i] for i in once]
 
@@ -570,18 +714,34 @@ def test_two_shuffles_in_a_row_have_keys_of_their_own():
     per_step=st.integers(1, 3),
     num=st.integers(2, 4),
 )
-def test_readers_that_read_the_same_stream_never_say_that_they_differ(before, after, length, stripe, per_step, num):
+def test_readers_that_read_the_same_stream_never_say_that_they_differ(
+    before, after, length, stripe, per_step, num
+):
     """Each holds one part, and compares what all of them have read up to a step."""
     how = HowToRead(generators=(NumpyGenerator(), PythonGenerator()))
-    readers = [ChunkReader(chained("function", before, after, [length]), None, list, how) for _ in range(num)]
+    readers = [
+        ChunkReader(chained("function", before, after, [length]), None, list, how)
+        for _ in range(num)
+    ]
     plan = PartsPlan(
-        batch_size=num * stripe * per_step, num_parts=num, num_data_ranks=num, accumulation=per_step, tail="drop"
+        batch_size=num * stripe * per_step,
+        num_parts=num,
+        num_data_ranks=num,
+        accumulation=per_step,
+        tail="drop",
     )
     for step in range(8):
         chunks = []
         for part, reader in enumerate(readers):
             asked = Opening(parts=(part,), num_parts=num, stripe=stripe)
-            request = ChunkRequest(pass_number=1, opening=asked, step=step, first_step=0, plan=plan, compared=True)
+            request = ChunkRequest(
+                pass_number=1,
+                opening=asked,
+                step=step,
+                first_step=0,
+                plan=plan,
+                compared=True,
+            )
             chunks.append(reader.read(request, 0))
         assert len({chunk.digest for chunk in chunks}) == 1
         if not all(chunk.real is None or all(chunk.real) for chunk in chunks):
@@ -609,7 +769,9 @@ class Counted(list):
         lambda one: Mix({"a": one}, [Segment(0, (1,), (1,))], "all"),
     ],
 )
-def test_parts_that_are_opened_in_the_middle_of_a_round_read_the_source_once(make, skip):
+def test_parts_that_are_opened_in_the_middle_of_a_round_read_the_source_once(
+    make, skip
+):
     source = Counted(range(121))
     stage = make(Stripe(IterableSource(source)))
 
@@ -618,7 +780,12 @@ def test_parts_that_are_opened_in_the_middle_of_a_round_read_the_source_once(mak
     opened = stage.open(opening(4, skip=skip))
     found = [[next(items, None) for items in opened] for _ in range(4)]
 
-    wanted = [[one[at] if at < len(one) else None for one in straight] for at in range(skip, skip + 4)]
+    wanted = [
+        [one[at] if at < len(one) else None for one in straight]
+        for at in range(skip, skip + 4)
+    ]
     assert found == wanted
     # Where the parts of a round differ in length, those that are behind begin their round at another sample.
-    assert max(Counter(source.read).values(), default=0) <= (2 if skip in (31, 61) else 1)
+    assert max(Counter(source.read).values(), default=0) <= (
+        2 if skip in (31, 61) else 1
+    )

@@ -17,7 +17,13 @@ import pytest
 import paddle_shard
 from paddle_shard import Stream
 from paddle_shard.data.stages.stage import Stage
-from paddle_shard.errors import AgreedFailure, ArgumentError, ArgumentTypeError, DataReadError, StateError
+from paddle_shard.errors import (
+    AgreedFailure,
+    ArgumentError,
+    ArgumentTypeError,
+    DataReadError,
+    StateError,
+)
 from paddle_shard.ranks.verdict import error_of_another, report_of
 from paddle_shard.testing.simulated import on_each_rank
 
@@ -25,9 +31,21 @@ ONE = dist.ProcessMesh([0], dim_names=["dp"])
 TWO = dist.ProcessMesh([0, 1], dim_names=["dp"])
 
 
-def sharded(stream, *, size=8, workers=0, mesh=ONE, collate_fn=None, shard_dims="dp", num_parts=None, **options):
+def sharded(
+    stream,
+    *,
+    size=8,
+    workers=0,
+    mesh=ONE,
+    collate_fn=None,
+    shard_dims="dp",
+    num_parts=None,
+    **options,
+):
     stream = stream if num_parts is None else Stream.of(stream).in_parts(num_parts)
-    given = paddle.io.DataLoader(stream, batch_size=size, num_workers=workers, collate_fn=collate_fn)
+    given = paddle.io.DataLoader(
+        stream, batch_size=size, num_workers=workers, collate_fn=collate_fn
+    )
     return paddle_shard.shard_dataloader(given, mesh, shard_dims=shard_dims, **options)
 
 
@@ -49,7 +67,9 @@ def flat(batches):
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize(("before", "after"), [(8, 16), (16, 8), (8, 4)])
 @pytest.mark.parametrize("tail", ["pad", "drop", "repeat"])
-def test_a_run_goes_on_with_another_batch_size_without_losing_a_sample(known, before, after, tail):
+def test_a_run_goes_on_with_another_batch_size_without_losing_a_sample(
+    known, before, after, tail
+):
     def stream():
         return Stream.of(list(range(64)) if known else lambda: iter(range(64)))
 
@@ -66,7 +86,9 @@ def test_a_run_goes_on_with_another_batch_size_without_losing_a_sample(known, be
 REPEATED = {
     "repeated": lambda: Stream.of(range(21)).repeat(2),
     "cut, then repeated": lambda: Stream.of(range(21)).sharding_filter().repeat(2),
-    "shuffled, cut, then repeated": lambda: Stream.of(range(21)).shuffle(5).sharding_filter().repeat(2),
+    "shuffled, cut, then repeated": lambda: (
+        Stream.of(range(21)).shuffle(5).sharding_filter().repeat(2)
+    ),
     "repeated, then cut": lambda: Stream.of(range(21)).repeat(2).sharding_filter(),
 }
 
@@ -74,8 +96,15 @@ REPEATED = {
 @pytest.mark.parametrize("kind", REPEATED)
 def test_a_pass_goes_on_with_readers_that_begin_in_the_midst_of_it(kind):
     straight = real_rows(sharded(REPEATED[kind](), size=4))
-    for stop in (1, len(straight) // 2 - 1, len(straight) - 2):  # in the first round, near its end, in the second
-        first, second = sharded(REPEATED[kind](), size=4), sharded(REPEATED[kind](), size=4, workers=2)
+    for stop in (
+        1,
+        len(straight) // 2 - 1,
+        len(straight) - 2,
+    ):  # in the first round, near its end, in the second
+        first, second = (
+            sharded(REPEATED[kind](), size=4),
+            sharded(REPEATED[kind](), size=4, workers=2),
+        )
         batches = iter(first)
         for _ in range(stop):
             next(batches)
@@ -100,11 +129,17 @@ def test_passes_at_once_each_deliver_all_data(name, workers):
     alone, shared = real_rows(loader()), loader()
     one, two, found = iter(shared), iter(shared), ([], [])
     peeked = real_rows(shared, 1)
-    for number in range(len(alone)):  # the second lags a step behind the first, and a third is left in the middle
+    for number in range(
+        len(alone)
+    ):  # the second lags a step behind the first, and a third is left in the middle
         for batches, rows in zip((one, two), found, strict=True):
             if batches is one or number:
                 batch = next(batches)
-                rows.append(batch._local_value().numpy()[batches.valid._local_value().numpy()].tolist())
+                rows.append(
+                    batch._local_value()
+                    .numpy()[batches.valid._local_value().numpy()]
+                    .tolist()
+                )
     found[1].extend(real_rows(two))
 
     assert found == (alone, alone)
@@ -122,7 +157,12 @@ BEHIND_THE_CUT = {
 @pytest.mark.parametrize("name", BEHIND_THE_CUT)
 def test_readers_of_one_stream_that_are_not_equally_far_have_read_the_same(name):
     def rows(workers):
-        return real_rows(sharded(BEHIND_THE_CUT[name](Stream.of(range(96)).sharding_filter()), workers=workers))
+        return real_rows(
+            sharded(
+                BEHIND_THE_CUT[name](Stream.of(range(96)).sharding_filter()),
+                workers=workers,
+            )
+        )
 
     assert rows(2) == rows(3) == rows(0)
 
@@ -142,7 +182,9 @@ def test_a_function_that_splits_itself_is_called_for_each_part(workers):
         info = paddle.io.get_worker_info()
         return iter(range(info.id, 32, info.num_workers))
 
-    found = real_rows(sharded(Stream.of(own_share, splits_itself=True), workers=workers))
+    found = real_rows(
+        sharded(Stream.of(own_share, splits_itself=True), workers=workers)
+    )
 
     assert sorted(flat(found)) == list(range(32))
     with pytest.raises(ArgumentTypeError, match="or a function that returns one"):
@@ -150,11 +192,15 @@ def test_a_function_that_splits_itself_is_called_for_each_part(workers):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_stream_that_does_not_ask_which_part_to_read_is_refused_though_its_samples_are_random(workers):
+def test_a_stream_that_does_not_ask_which_part_to_read_is_refused_though_its_samples_are_random(
+    workers,
+):
     def augmented():
         return (row + random.random() for row in range(32))
 
-    with pytest.raises(DataReadError, match=r"asks neither paddle\.io\.get_worker_info\(\) nor torch's"):
+    with pytest.raises(
+        DataReadError, match=r"asks neither paddle\.io\.get_worker_info\(\) nor torch's"
+    ):
         list(sharded(Stream.of(augmented, splits_itself=True), workers=workers))
 
     in_one = Stream.of(augmented, splits_itself=True).in_parts(1)
@@ -162,16 +208,24 @@ def test_a_stream_that_does_not_ask_which_part_to_read_is_refused_though_its_sam
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_stream_that_splits_itself_as_torch_does_is_shown_its_part_there(workers, monkeypatch):
-    of_torch = ModuleType("torch.utils.data._utils.worker")  # tests/adapters/torchdata has the real one
+def test_a_stream_that_splits_itself_as_torch_does_is_shown_its_part_there(
+    workers, monkeypatch
+):
+    of_torch = ModuleType(
+        "torch.utils.data._utils.worker"
+    )  # tests/adapters/torchdata has the real one
     of_torch._worker_info = None
     monkeypatch.setitem(sys.modules, of_torch.__name__, of_torch)
 
     def own_share():
         info = of_torch._worker_info
-        return (row + 0.5 * random.random() for row in range(info.id, 32, info.num_workers))
+        return (
+            row + 0.5 * random.random() for row in range(info.id, 32, info.num_workers)
+        )
 
-    found = real_rows(sharded(Stream.of(own_share, splits_itself=True), workers=workers))
+    found = real_rows(
+        sharded(Stream.of(own_share, splits_itself=True), workers=workers)
+    )
 
     assert sorted(int(row) for row in flat(found)) == list(range(32))
     assert of_torch._worker_info is None
@@ -190,9 +244,16 @@ class Standing(paddle.io.IterableDataset):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_stream_that_splits_itself_may_hold_where_it_stands_and_ask_after_its_first_sample(workers):
+def test_a_stream_that_splits_itself_may_hold_where_it_stands_and_ask_after_its_first_sample(
+    workers,
+):
     rows = flat(
-        real_rows(sharded(Stream.of(Standing(), splits_itself=True).filter(lambda row: row >= 0), workers=workers))
+        real_rows(
+            sharded(
+                Stream.of(Standing(), splits_itself=True).filter(lambda row: row >= 0),
+                workers=workers,
+            )
+        )
     )
 
     assert sorted(rows) == list(range(32))
@@ -215,9 +276,15 @@ class ByEpoch(paddle.io.IterableDataset):
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("splits", [True, False])
-def test_a_data_set_with_a_set_epoch_is_told_each_epoch_also_after_a_resume(splits, workers):
+def test_a_data_set_with_a_set_epoch_is_told_each_epoch_also_after_a_resume(
+    splits, workers
+):
     def made():
-        stream = Stream.of(ByEpoch(splits), splits_itself=True) if splits else ByEpoch(splits)
+        stream = (
+            Stream.of(ByEpoch(splits), splits_itself=True)
+            if splits
+            else ByEpoch(splits)
+        )
         return sharded(stream, workers=workers)
 
     loader = made()
@@ -259,7 +326,10 @@ def test_chunks_of_several_workers_are_joined_for_every_dtype(dtype):
 @pytest.mark.parametrize(
     ("made", "text"),
     [
-        (lambda rows: {"x": np.array(rows), "n": len(rows)}, "differ in value, without a row for each sample"),
+        (
+            lambda rows: {"x": np.array(rows), "n": len(rows)},
+            "differ in value, without a row for each sample",
+        ),
         (lambda rows: np.array(5), "A collate_fn must make one row a sample"),
     ],
 )
@@ -272,7 +342,10 @@ def test_a_changed_list_or_file_is_not_gone_on_with(tmp_path):
     (tmp_path / "lines").write_text("1\n2\n3\n4\n")
     streams = [
         (lambda: Stream.of(range(32)), lambda: Stream.of(range(40))),
-        (lambda: Stream.lines(tmp_path / "lines").map(int), lambda: Stream.lines(tmp_path / "lines").map(int)),
+        (
+            lambda: Stream.lines(tmp_path / "lines").map(int),
+            lambda: Stream.lines(tmp_path / "lines").map(int),
+        ),
     ]
     for number, (one, other) in enumerate(streams):
         first = sharded(one(), size=2)
@@ -288,8 +361,13 @@ def test_parts_cannot_be_overridden():
     first = sharded(Stream.of(range(32)), num_parts=4)
     real_rows(first, 1)
 
-    with pytest.raises(StateError, match=r"in 4 parts, but this one is cut into 8.*Give it in_parts\(4\)"):
-        sharded(Stream.of(range(32)), num_parts=8).load_state_dict(first.state_dict(), override=["num_parts"])
+    with pytest.raises(
+        StateError,
+        match=r"in 4 parts, but this one is cut into 8.*Give it in_parts\(4\)",
+    ):
+        sharded(Stream.of(range(32)), num_parts=8).load_state_dict(
+            first.state_dict(), override=["num_parts"]
+        )
 
 
 def test_an_empty_stream_is_an_error():
@@ -340,7 +418,9 @@ def test_statistics_count_what_was_delivered():
 
 def test_parts_belong_to_the_run_not_to_the_mesh():
     def as_rank():
-        return real_rows(sharded(Stream.of(range(64)).shuffle(8), mesh=TWO, num_parts=4))
+        return real_rows(
+            sharded(Stream.of(range(64)).shuffle(8), mesh=TWO, num_parts=4)
+        )
 
     slices = on_each_rank([0, 1], as_rank)
     alone = real_rows(sharded(Stream.of(range(64)).shuffle(8), num_parts=4))
@@ -357,7 +437,10 @@ class _Uneven(Stage):
         self.given = lengths
 
     def open(self, opening):
-        return [iter(range(100 * part + opening.skip, 100 * part + self.given[part])) for part in opening.parts]
+        return [
+            iter(range(100 * part + opening.skip, 100 * part + self.given[part]))
+            for part in opening.parts
+        ]
 
     def lengths(self, opening):
         return [self.given[part] for part in opening.parts]
@@ -381,9 +464,12 @@ PADDED = {
 
 
 @pytest.mark.parametrize(
-    ("name", "workers"), [(name, workers) for at, name in enumerate(PADDED) for workers in (0, 2 + at % 2)]
+    ("name", "workers"),
+    [(name, workers) for at, name in enumerate(PADDED) for workers in (0, 2 + at % 2)],
 )
-def test_every_row_also_of_padding_is_that_of_one_process_for_any_ranks_workers_and_resume(name, workers):
+def test_every_row_also_of_padding_is_that_of_one_process_for_any_ranks_workers_and_resume(
+    name, workers
+):
     def rows(mesh, workers, state=None):
         def as_rank():
             loader = sharded(PADDED[name](), mesh=mesh, workers=workers, num_parts=4)
@@ -391,13 +477,18 @@ def test_every_row_also_of_padding_is_that_of_one_process_for_any_ranks_workers_
                 loader.load_state_dict(state)
             batches, found, states = iter(loader), [], [loader.state_dict()]
             for batch in batches:
-                found.append((batch._local_value().numpy(), batches.valid._local_value().numpy()))
+                found.append(
+                    (batch._local_value().numpy(), batches.valid._local_value().numpy())
+                )
                 states.append(loader.state_dict())
             return found, states
 
         per_rank = on_each_rank(mesh.process_ids, as_rank)
         steps = zip(*(found for found, _ in per_rank.values()), strict=True)
-        joined = [[np.concatenate(field).tolist() for field in zip(*ranks, strict=True)] for ranks in steps]
+        joined = [
+            [np.concatenate(field).tolist() for field in zip(*ranks, strict=True)]
+            for ranks in steps
+        ]
         return joined, per_rank[0][1]
 
     alone, states = rows(ONE, 0)
@@ -415,7 +506,14 @@ def test_a_ranks_own_short_batch_is_filled_alike_for_any_workers_and_resume(size
         return (np.arange(size) + 10 * number for number, size in enumerate(sizes))
 
     def rows(workers, state=None):
-        loader = sharded(Stream.of(items), size=None, workers=workers, mesh=ONE, is_dataset_splitted=True, tail="pad")
+        loader = sharded(
+            Stream.of(items),
+            size=None,
+            workers=workers,
+            mesh=ONE,
+            is_dataset_splitted=True,
+            tail="pad",
+        )
         if state is not None:
             loader.load_state_dict(state)
         batches, found, states = iter(loader), [], [loader.state_dict()]
@@ -488,12 +586,25 @@ def test_a_stream_can_be_copied_and_pickled():
     assert list(copy.deepcopy(pickle.loads(pickle.dumps(stream)))) == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("after", [lambda s: s, lambda s: s.filter(bool), lambda s: s.shuffle(4).filter(bool).map(int)])
-def test_parts_without_a_file_are_refused_when_the_loader_is_made_whatever_stands_behind_the_files(after, tmp_path):
+@pytest.mark.parametrize(
+    "after",
+    [
+        lambda s: s,
+        lambda s: s.filter(bool),
+        lambda s: s.shuffle(4).filter(bool).map(int),
+    ],
+)
+def test_parts_without_a_file_are_refused_when_the_loader_is_made_whatever_stands_behind_the_files(
+    after, tmp_path
+):
     (tmp_path / "0.txt").write_text("1\n2\n3\n4\n")
-    stream = after(Stream.lines(str(tmp_path / "*.txt"), counts=False).map(int)).in_parts(2)
+    stream = after(
+        Stream.lines(str(tmp_path / "*.txt"), counts=False).map(int)
+    ).in_parts(2)
 
-    with pytest.raises(ArgumentError, match=r"in_parts\(2\): 1 shards cannot be assigned to 2 parts"):
+    with pytest.raises(
+        ArgumentError, match=r"in_parts\(2\): 1 shards cannot be assigned to 2 parts"
+    ):
         sharded(stream, size=4)
 
 
@@ -502,19 +613,28 @@ def test_files_that_are_drawn_again_and_again_need_only_a_number_of_parts(tmp_pa
     stream = Stream.lines(str(tmp_path / "*.txt"), resample=True).map(int)
     two = dist.ProcessMesh([0, 1], dim_names=["dp"])
 
-    with pytest.raises(ArgumentError, match=r"1 shards that are not counted .* 2 data ranks do not divide"):
+    with pytest.raises(
+        ArgumentError,
+        match=r"1 shards that are not counted .* 2 data ranks do not divide",
+    ):
         sharded(stream, size=4, mesh=two, num_batches=2)
     sharded(stream.in_parts(2), size=4, mesh=two, num_batches=2)
 
 
 def test_padding_of_uneven_parts_is_told(tmp_path, caplog):
     for number, lines in enumerate((40, 10, 10)):
-        (tmp_path / f"{number}.txt").write_text("".join(f"{line}\n" for line in range(lines)))
-    stream = Stream.lines(str(tmp_path / "*.txt"), counts=False, shuffle_shards=False).map(int)
+        (tmp_path / f"{number}.txt").write_text(
+            "".join(f"{line}\n" for line in range(lines))
+        )
+    stream = Stream.lines(
+        str(tmp_path / "*.txt"), counts=False, shuffle_shards=False
+    ).map(int)
 
     list(sharded(stream.in_parts(2), size=4))
 
-    assert re.search(r"tail='pad': \d+ of the \d+ rows that rank 0 [^\n]*counts=True", caplog.text), caplog.text
+    assert re.search(
+        r"tail='pad': \d+ of the \d+ rows that rank 0 [^\n]*counts=True", caplog.text
+    ), caplog.text
 
 
 @pytest.mark.parametrize(
@@ -529,7 +649,9 @@ def test_padding_of_uneven_parts_is_told(tmp_path, caplog):
     ],
 )
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_mixture_that_never_comes_to_the_end_of_a_source_says_so(of_b, options, workers, monkeypatch, tmp_path):
+def test_a_mixture_that_never_comes_to_the_end_of_a_source_says_so(
+    of_b, options, workers, monkeypatch, tmp_path
+):
     def say(text, *values):
         with (tmp_path / "said").open("a") as file:
             file.write(text % values + "\n")
@@ -538,9 +660,15 @@ def test_a_mixture_that_never_comes_to_the_end_of_a_source_says_so(of_b, options
     (tmp_path / "said").touch()
     streams = {"a": Stream.of(range(400)), "b": Stream.of(range(1000, 1000 + of_b))}
 
-    rows_read = real_rows(sharded(Stream.mixture(streams, **options), size=8, workers=workers, num_parts=2))
+    rows_read = real_rows(
+        sharded(
+            Stream.mixture(streams, **options), size=8, workers=workers, num_parts=2
+        )
+    )
 
     said = (tmp_path / "said").read_text()
     everything = {*range(400), *range(1000, 1000 + of_b)}
-    assert (said != "") == (not everything <= {row for batch in rows_read for row in batch}), said
+    assert (said != "") == (
+        not everything <= {row for batch in rows_read for row in batch}
+    ), said
     assert said.count("\n") <= 1

@@ -34,9 +34,13 @@ def texts(tmp_path):
     lines, paths = [], []
     for number, length in enumerate([4, 0, 9, 1, 22]):
         mine = [f"{number}:{i} ünï  " for i in range(length)]
-        content = "\n".join(mine).encode() + (b"\n" if number % 2 == 0 and mine else b"")
+        content = "\n".join(mine).encode() + (
+            b"\n" if number % 2 == 0 and mine else b""
+        )
         path = tmp_path / f"{number}.txt"
-        path.write_bytes({2: gzip.compress, 4: bz2.compress}.get(number, bytes)(content))
+        path.write_bytes(
+            {2: gzip.compress, 4: bz2.compress}.get(number, bytes)(content)
+        )
         lines += mine
         paths.append(path)
     return paths, lines
@@ -51,7 +55,9 @@ def test_the_parts_together_are_every_line_once(texts, counts, num_parts):
     parts = read_all(source, num_parts)
 
     assert sorted(line for part in parts for line in part) == sorted(lines)
-    assert source.lengths(opening(num_parts)) == ([len(part) for part in parts] if counts else None)
+    assert source.lengths(opening(num_parts)) == (
+        [len(part) for part in parts] if counts else None
+    )
 
 
 @pytest.mark.parametrize("counts", [True, False])
@@ -70,7 +76,10 @@ def test_opening_after_s_lines_equals_dropping_s(texts, counts):
         (b"\n", [""]),
         (b"a\n\nb", ["a", "", "b"]),
         (b"a\r\nb\r\n", ["a", "b"]),
-        (b"a\rb\x0c\xe2\x80\xa8c\n", ["a\rb\x0c\u2028c"]),  # only \n ends a line, in counting as in reading
+        (
+            b"a\rb\x0c\xe2\x80\xa8c\n",
+            ["a\rb\x0c\u2028c"],
+        ),  # only \n ends a line, in counting as in reading
         (b"\xef\xbb\xbfa\n", ["a"]),
         (b"\xef\xbb\xbf", []),
         (b"\xef\xbb\xbf\n", [""]),
@@ -88,7 +97,10 @@ def test_lines_are_counted_as_they_are_read(content, lines, tmp_path):
 
 @pytest.fixture
 def tables(tmp_path):
-    rows = [{"name": f"n{i}", "text": f'a "quoted", {i}\nand a second line'} for i in range(12)]
+    rows = [
+        {"name": f"n{i}", "text": f'a "quoted", {i}\nand a second line'}
+        for i in range(12)
+    ]
     paths = []
     for number, (start, stop) in enumerate([(0, 5), (5, 6), (6, 6), (6, 12)]):
         path = tmp_path / f"{number}.csv"
@@ -108,7 +120,13 @@ def test_the_parts_together_are_every_row_once(tables, counts, num_parts):
 
     parts = read_all(csv_source(paths, counts=counts), num_parts)
 
-    assert sorted((row for part in parts for row in part), key=lambda row: int(row["name"][1:])) == rows
+    assert (
+        sorted(
+            (row for part in parts for row in part),
+            key=lambda row: int(row["name"][1:]),
+        )
+        == rows
+    )
 
 
 def test_without_a_header_rows_are_lists_and_the_first_is_one(tables):
@@ -132,28 +150,40 @@ def test_without_a_header_rows_are_lists_and_the_first_is_one(tables):
         (f"a\n{'1' * (1 << 18)}\n", "line 2: field larger", 0),
     ],
 )
-def test_a_damaged_table_is_an_error_that_names_file_and_row(text, match, offset, tmp_path):
+def test_a_damaged_table_is_an_error_that_names_file_and_row(
+    text, match, offset, tmp_path
+):
     path = tmp_path / "a.csv"
     path.write_bytes(text.encode("latin-1"))
 
     with pytest.raises(ShardReadError, match=match) as caught:
         read_all(csv_source(path, counts=False))
     assert (caught.value.shard, caught.value.offset) == (str(path), offset)
-    when = "reading" if "fields" in match else "counting its samples"  # a row that may be skipped counts
+    when = (
+        "reading" if "fields" in match else "counting its samples"
+    )  # a row that may be skipped counts
     with pytest.raises(ShardReadError, match=rf"{when}.* failed: .*{match}"):
         read_all(csv_source(path, counts=True))
 
 
 @pytest.mark.parametrize("ending", [b"\n", b"\r\n"])
 @pytest.mark.parametrize("at", [0, 1, 700, 1999])
-def test_a_line_that_is_no_utf8_is_named_and_those_before_it_are_read(at, ending, tmp_path):
+def test_a_line_that_is_no_utf8_is_named_and_those_before_it_are_read(
+    at, ending, tmp_path
+):
     path = tmp_path / "a.txt"
-    path.write_bytes(ending.join(b"\xff" if n == at else b"%d" % n for n in range(2000)))
+    path.write_bytes(
+        ending.join(b"\xff" if n == at else b"%d" % n for n in range(2000))
+    )
     found = []
 
-    with pytest.raises(ShardReadError, match=rf"reading sample {at} failed: .*\(line {at + 1}\)"):
+    with pytest.raises(
+        ShardReadError, match=rf"reading sample {at} failed: .*\(line {at + 1}\)"
+    ):
         found.extend(lines_source(path, counts=False).open(opening())[0])
-    with pytest.raises(ShardReadError, match=rf"counting its samples failed: .*\(line {at + 1}\)"):
+    with pytest.raises(
+        ShardReadError, match=rf"counting its samples failed: .*\(line {at + 1}\)"
+    ):
         lines_source(path)
 
 
@@ -165,7 +195,9 @@ def test_an_error_names_the_line_wherever_reading_began(skip, tmp_path):
     source = csv_source(path)
     path.write_text(good[:-7] + '"1"2\n\n\n')  # as many bytes
 
-    with pytest.raises(ShardReadError, match=r"reading sample 999 failed: .*line 2000: ',' expected"):
+    with pytest.raises(
+        ShardReadError, match=r"reading sample 999 failed: .*line 2000: ',' expected"
+    ):
         read_all(source, skip=skip)
 
 
@@ -193,8 +225,14 @@ def test_remote_files_are_read_and_the_connection_may_drop(monkeypatch):
     monkeypatch.setenv("no_proxy", "*")
     monkeypatch.setattr("paddle_shard.data.files.files.BACKOFF", 0.001)
     content = "\n".join(map(str, range(5000))).encode()
-    with serving({"a.txt": content, "b.txt.gz": gzip.compress(content)}, drops=[100, 5000]) as server:
-        source = lines_source([f"{server.url}/a.txt", f"{server.url}/b.txt.gz"], shuffle_shards=False, counts=True)
+    with serving(
+        {"a.txt": content, "b.txt.gz": gzip.compress(content)}, drops=[100, 5000]
+    ) as server:
+        source = lines_source(
+            [f"{server.url}/a.txt", f"{server.url}/b.txt.gz"],
+            shuffle_shards=False,
+            counts=True,
+        )
 
         assert read_all(source) == [[str(i) for i in range(5000)] * 2]
 
@@ -207,25 +245,41 @@ def test_no_file_is_refused():
 @pytest.mark.parametrize("kind", ["jsonl", "csv"])
 @pytest.mark.parametrize("counts", [True, False])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_with_on_error_skip_a_damaged_line_costs_its_own_row_only(kind, counts, workers, tmp_path, caplog):
+def test_with_on_error_skip_a_damaged_line_costs_its_own_row_only(
+    kind, counts, workers, tmp_path, caplog
+):
     """It ended the epoch."""
     path, bad = tmp_path / f"a.{kind}", (3, 4, 11)
     if kind == "jsonl":
-        lines = [f'{{"n": {i}}}' if i not in bad else f'{{"n": {i},,' for i in range(16)]
+        lines = [
+            f'{{"n": {i}}}' if i not in bad else f'{{"n": {i},,' for i in range(16)
+        ]
     else:
-        lines = ["n,m", *(f"{i},{i}" if i not in bad else f"{i},{i},{i}" for i in range(16))]
+        lines = [
+            "n,m",
+            *(f"{i},{i}" if i not in bad else f"{i},{i},{i}" for i in range(16)),
+        ]
     path.write_text("\n".join(lines) + "\n")
-    stream = getattr(Stream, kind)(path, counts=counts).map(lambda row: np.array(int(row["n"])))
-    loader = sharded(DataLoader(stream, batch_size=4, num_workers=workers), ONE, on_error="skip")
+    stream = getattr(Stream, kind)(path, counts=counts).map(
+        lambda row: np.array(int(row["n"]))
+    )
+    loader = sharded(
+        DataLoader(stream, batch_size=4, num_workers=workers), ONE, on_error="skip"
+    )
     found, batches = [], iter(loader)
     for batch in batches:
-        found += batch._local_value().numpy()[batches.valid._local_value().numpy()].tolist()
+        found += (
+            batch._local_value().numpy()[batches.valid._local_value().numpy()].tolist()
+        )
 
     assert sorted(found) == [i for i in range(16) if i not in bad]
     assert loader.stats.epoch.skipped == len(bad)
     assert "skipped sample" in caplog.text
     assert "a." + kind in caplog.text
     with pytest.raises(
-        DataReadError, match=r"line \d is not JSON" if kind == "jsonl" else r"ends in line \d has 3 fields"
+        DataReadError,
+        match=r"line \d is not JSON"
+        if kind == "jsonl"
+        else r"ends in line \d has 3 fields",
     ):
         list(sharded(DataLoader(stream, batch_size=4, num_workers=workers), ONE))

@@ -3,7 +3,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paddle_shard.core.randomness import NumpyGenerator, PrivateRandomness, PythonGenerator
+from paddle_shard.core.randomness import (
+    NumpyGenerator,
+    PrivateRandomness,
+    PythonGenerator,
+)
 from paddle_shard.data.samplers import UserBatches
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, BatchSizeError
 from paddle_shard.plan.state import LoaderState
@@ -30,7 +34,10 @@ def ids_and_padding(batch):
 
 def served(*batches, ranks=2, tail="pad", nominal=None):
     source = UserBatches(
-        batch_sampler=Batches(*batches), num_data_ranks=ranks, tail=find_tail(tail), nominal_size=nominal
+        batch_sampler=Batches(*batches),
+        num_data_ranks=ranks,
+        tail=find_tail(tail),
+        nominal_size=nominal,
     )
     found = [ids_and_padding(batch) for batch in source.batches(LoaderState())]
     assert len(source) == len(found)
@@ -40,7 +47,11 @@ def served(*batches, ranks=2, tail="pad", nominal=None):
 @pytest.mark.parametrize(
     ("tail", "nominal", "last"),
     [
-        ("pad", None, ([8, 5, 3, 1], 1)),  # up to an even split, with the first of the order
+        (
+            "pad",
+            None,
+            ([8, 5, 3, 1], 1),
+        ),  # up to an even split, with the first of the order
         ("pad", 4, ([8, 5, 3, 1], 1)),
         ("fill", 4, ([8, 5, 3, 1], 1)),
         ("drop", 4, None),
@@ -58,22 +69,38 @@ def test_a_short_last_batch_gets_the_tail(tail, nominal, last):
     ranks=st.integers(1, 3),
     nominal=st.sampled_from([None, 4, 12]),
 )
-def test_a_sampler_that_drops_its_last_batch_itself_is_served_whole(sizes, ranks, nominal):
+def test_a_sampler_that_drops_its_last_batch_itself_is_served_whole(
+    sizes, ranks, nominal
+):
     """Buckets and token budgets end on a batch that is smaller than the nominal size, and mean it."""
     ids = iter(range(100))
     batches = [[next(ids) for _ in range(size * ranks)] for size in sizes]
     sampler = Batches(*batches, drop_last=True)
-    source = UserBatches(batch_sampler=sampler, num_data_ranks=ranks, tail=find_tail("drop"), nominal_size=nominal)
+    source = UserBatches(
+        batch_sampler=sampler,
+        num_data_ranks=ranks,
+        tail=find_tail("drop"),
+        nominal_size=nominal,
+    )
 
-    assert [ids_and_padding(batch)[0] for batch in source.batches(LoaderState())] == batches
+    assert [
+        ids_and_padding(batch)[0] for batch in source.batches(LoaderState())
+    ] == batches
     assert len(source) == len(batches)
 
 
 def test_a_last_batch_that_cannot_be_cut_evenly_is_refused_where_the_sampler_was_to_drop_it():
     sampler = Batches([1, 2], [3], drop_last=True)
 
-    with pytest.raises(BatchSizeError, match="step 1 of the batch_sampler Batches: .* batch of 1 cannot"):
-        list(UserBatches(batch_sampler=sampler, num_data_ranks=2, tail=find_tail("drop")).batches(LoaderState()))
+    with pytest.raises(
+        BatchSizeError,
+        match="step 1 of the batch_sampler Batches: .* batch of 1 cannot",
+    ):
+        list(
+            UserBatches(
+                batch_sampler=sampler, num_data_ranks=2, tail=find_tail("drop")
+            ).batches(LoaderState())
+        )
 
 
 def test_fill_goes_up_to_the_nominal_size_and_round_the_order():
@@ -82,16 +109,26 @@ def test_fill_goes_up_to_the_nominal_size_and_round_the_order():
 
 
 def test_batches_of_other_sizes_that_divide_are_served_as_they_are():
-    assert served([1, 2], [3, 4, 5, 6], [7, 8]) == [([1, 2], 0), ([3, 4, 5, 6], 0), ([7, 8], 0)]
+    assert served([1, 2], [3, 4, 5, 6], [7, 8]) == [
+        ([1, 2], 0),
+        ([3, 4, 5, 6], 0),
+        ([7, 8], 0),
+    ]
 
 
 def test_a_batch_in_the_middle_that_does_not_divide_is_refused():
-    with pytest.raises(BatchSizeError, match=r"step 1 of the batch_sampler Batches: .* batch of 3 cannot"):
+    with pytest.raises(
+        BatchSizeError,
+        match=r"step 1 of the batch_sampler Batches: .* batch of 3 cannot",
+    ):
         served([1, 2], [3, 4, 5], [7, 8])
 
 
 def test_tail_error_refuses_a_short_last_batch():
-    with pytest.raises(ArgumentError, match=r"the last batch of the batch_sampler \(step 1\) is short with 1"):
+    with pytest.raises(
+        ArgumentError,
+        match=r"the last batch of the batch_sampler \(step 1\) is short with 1",
+    ):
         served([1, 2], [3], tail="error")
 
 
@@ -117,11 +154,16 @@ def test_a_sampler_without_a_length_still_serves():
         def __iter__(self):
             return iter([[0, 1], [2, 3]])
 
-    source = UserBatches(batch_sampler=Unsized(), num_data_ranks=2, tail=find_tail("pad"))
+    source = UserBatches(
+        batch_sampler=Unsized(), num_data_ranks=2, tail=find_tail("pad")
+    )
 
     with pytest.raises(ArgumentTypeError, match="has no __len__"):
         len(source)
-    assert [ids_and_padding(batch)[0] for batch in source.batches(LoaderState())] == [[0, 1], [2, 3]]
+    assert [ids_and_padding(batch)[0] for batch in source.batches(LoaderState())] == [
+        [0, 1],
+        [2, 3],
+    ]
 
 
 class Draws:
@@ -136,7 +178,13 @@ def test_drawing_is_the_same_whatever_the_generator_was_and_leaves_it_alone():
     def orders(global_seed, seed=0, epoch=0, interleave=False):
         np.random.seed(global_seed)
         before = np.random.get_state()[1].tolist()
-        source = UserBatches(batch_sampler=Draws(), num_data_ranks=2, tail=find_tail("pad"), generators=BOTH, seed=seed)
+        source = UserBatches(
+            batch_sampler=Draws(),
+            num_data_ranks=2,
+            tail=find_tail("pad"),
+            generators=BOTH,
+            seed=seed,
+        )
         found = []
         for batch in source.batches(LoaderState(epoch=epoch)):
             found.append(ids_and_padding(batch)[0])

@@ -23,7 +23,13 @@ from paddle_shard.data.files.host_cache import HostCache
 from paddle_shard.data.files.webdataset import Decode, webdataset_source
 from paddle_shard.data.stages import Map, Shuffle
 from paddle_shard.data.stages.stage import Opening
-from paddle_shard.errors import ArgumentError, DataReadError, MissingDependencyError, ShardReadError, StateError
+from paddle_shard.errors import (
+    ArgumentError,
+    DataReadError,
+    MissingDependencyError,
+    ShardReadError,
+    StateError,
+)
 from paddle_shard.extras.cli.main import main
 from tests.data.http_server import serving
 from tests.deadlines import HANG
@@ -66,12 +72,19 @@ def shard_of(number, length=None):
     for i in range(LENGTHS[number] if length is None else length):
         key = key_of(number, i)
         members.append((f"{key}.cls", str(i % 10).encode()))
-        members.append((f"{key}.bin", b"\0" * 900 if i % 5 == 2 else random.randbytes(random.randrange(3000))))
+        members.append(
+            (
+                f"{key}.bin",
+                b"\0" * 900 if i % 5 == 2 else random.randbytes(random.randrange(3000)),
+            )
+        )
     return tar(members)
 
 
 SHARDS = {f"{number:03d}.tar": shard_of(number) for number in range(10)}
-KEYS = [key_of(number, i) for number, length in enumerate(LENGTHS) for i in range(length)]
+KEYS = [
+    key_of(number, i) for number, length in enumerate(LENGTHS) for i in range(length)
+]
 
 
 @pytest.fixture(scope="module")
@@ -79,16 +92,25 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("shards")
     for name, content in SHARDS.items():
         (folder / name).write_bytes(content)
-    assert main(["index", f"{folder}/{{000..009}}.tar", "-o", f"{folder}/index.json"]) == 0
+    assert (
+        main(["index", f"{folder}/{{000..009}}.tar", "-o", f"{folder}/index.json"]) == 0
+    )
     return folder
 
 
 def opening(num_parts=1, parts=None, **what):
-    return Opening(parts=tuple(range(num_parts)) if parts is None else parts, num_parts=num_parts, **what)
+    return Opening(
+        parts=tuple(range(num_parts)) if parts is None else parts,
+        num_parts=num_parts,
+        **what,
+    )
 
 
 def keys_of(source, num_parts=1, **what):
-    return [[sample["__key__"] for sample in items] for items in source.open(opening(num_parts, **what))]
+    return [
+        [sample["__key__"] for sample in items]
+        for items in source.open(opening(num_parts, **what))
+    ]
 
 
 @pytest.mark.parametrize("index", [None, False, True])
@@ -117,17 +139,31 @@ def test_opening_after_s_samples_equals_dropping_s(folder, index):
     straight = [list(items) for items in source.open(opening(3))]
 
     for skip in [*range(0, 12), *range(58, 68), *range(120, 160, 9)]:
-        assert [list(items) for items in source.open(opening(3, skip=skip))] == [part[skip:] for part in straight]
+        assert [list(items) for items in source.open(opening(3, skip=skip))] == [
+            part[skip:] for part in straight
+        ]
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # it leaves its files open
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)  # it leaves its files open
 def test_samples_are_those_of_webdataset_itself(folder):
     import webdataset
 
-    theirs = list(webdataset.WebDataset(f"{folder}/{{000..003}}.tar", shardshuffle=False, empty_check=False))
-    ours = list(webdataset_source(f"{folder}/{{000..003}}.tar", shuffle_shards=False).open(opening())[0])
+    theirs = list(
+        webdataset.WebDataset(
+            f"{folder}/{{000..003}}.tar", shardshuffle=False, empty_check=False
+        )
+    )
+    ours = list(
+        webdataset_source(f"{folder}/{{000..003}}.tar", shuffle_shards=False).open(
+            opening()
+        )[0]
+    )
 
-    assert [{k: v for k, v in s.items() if k != "__local_path__"} for s in theirs] == ours
+    assert [
+        {k: v for k, v in s.items() if k != "__local_path__"} for s in theirs
+    ] == ours
 
 
 @pytest.mark.parametrize("index", [False, True])
@@ -136,14 +172,20 @@ def test_it_is_the_same_wherever_the_shards_are(folder, where, index, tmp_path):
     import fsspec
 
     local = webdataset_source(f"{folder}/{{000..009}}.tar", index=index)
-    expected = [[{**s, "__url__": None} for s in items] for items in local.open(opening(2, skip=100))]
+    expected = [
+        [{**s, "__url__": None} for s in items]
+        for items in local.open(opening(2, skip=100))
+    ]
     memory = fsspec.filesystem("memory")
     memory.pipe({f"/w/{path.name}": path.read_bytes() for path in folder.iterdir()})
     with serving({path.name: path.read_bytes() for path in folder.iterdir()}) as server:
         base = {"file": folder.as_uri(), "memory": "memory://w"}.get(where, server.url)
         cache = HostCache(str(tmp_path), None) if "cached" in where else None
         source = webdataset_source(base + "/{000..009}.tar", index=index, cache=cache)
-        found = [[{**s, "__url__": None} for s in items] for items in source.open(opening(2, skip=100))]
+        found = [
+            [{**s, "__url__": None} for s in items]
+            for items in source.open(opening(2, skip=100))
+        ]
 
     assert found == expected
 
@@ -152,7 +194,17 @@ def test_it_is_the_same_wherever_the_shards_are(folder, where, index, tmp_path):
     ("urls", "expected"),
     [
         ("d/{000..002}.tar", ["d/000.tar", "d/001.tar", "d/002.tar"]),
-        ("d/{a,b}-{8..10}.tar", ["d/a-8.tar", "d/a-9.tar", "d/a-10.tar", "d/b-8.tar", "d/b-9.tar", "d/b-10.tar"]),
+        (
+            "d/{a,b}-{8..10}.tar",
+            [
+                "d/a-8.tar",
+                "d/a-9.tar",
+                "d/a-10.tar",
+                "d/b-8.tar",
+                "d/b-9.tar",
+                "d/b-10.tar",
+            ],
+        ),
         (["x.tar", "{0..1}.tar"], ["x.tar", "0.tar", "1.tar"]),
         ("a.tar::b.tar", ["a.tar", "b.tar"]),
     ],
@@ -162,7 +214,9 @@ def test_braces_expand(urls, expected):
 
 
 def test_select_reads_only_some_files_of_each_sample(folder):
-    source = webdataset_source(f"{folder}/001.tar", select=lambda name: name.endswith(".cls"))
+    source = webdataset_source(
+        f"{folder}/001.tar", select=lambda name: name.endswith(".cls")
+    )
 
     samples = list(source.open(opening())[0])
 
@@ -178,7 +232,9 @@ def test_a_packed_shard_is_read_and_one_that_is_cut_off_is_an_error(pack, tmp_pa
     assert main(["index", str(path), "-o", f"{tmp_path}/index.json"]) == 0
 
     assert keys_of(webdataset_source(str(path)))[0] == KEYS[7:157]
-    assert keys_of(webdataset_source(str(path), index=True), skip=100)[0] == KEYS[107:157]
+    assert (
+        keys_of(webdataset_source(str(path), index=True), skip=100)[0] == KEYS[107:157]
+    )
 
     path.write_bytes(packed[: len(packed) * 2 // 3])
     with pytest.raises(ShardReadError) as caught:
@@ -192,12 +248,25 @@ def boundaries(content):
         return [member.offset for member in archive] + [archive.offset]
 
 
-CUT = tar([(f"{i:04d}.{end}", b"\0" * size) for i in range(5) for end, size in (("a", 512), ("b", 700))])
+CUT = tar(
+    [
+        (f"{i:04d}.{end}", b"\0" * size)
+        for i in range(5)
+        for end, size in (("a", 512), ("b", 700))
+    ]
+)
 
 
 @pytest.mark.parametrize("index", [False, True])
-@pytest.mark.parametrize("at", sorted({b + d for b in boundaries(CUT) for d in (0, 1, 511, 512, 600) if b + d > 0}))
-def test_a_tar_that_is_cut_off_anywhere_is_an_error_that_names_shard_and_sample(at, index, tmp_path):
+@pytest.mark.parametrize(
+    "at",
+    sorted(
+        {b + d for b in boundaries(CUT) for d in (0, 1, 511, 512, 600) if b + d > 0}
+    ),
+)
+def test_a_tar_that_is_cut_off_anywhere_is_an_error_that_names_shard_and_sample(
+    at, index, tmp_path
+):
     path = tmp_path / "cut.tar"
     path.write_bytes(CUT)
     main(["index", str(path), "-o", f"{tmp_path}/index.json"])
@@ -226,7 +295,9 @@ def test_a_damaged_header_in_the_middle_is_an_error(index, tmp_path):
     damaged[boundaries(CUT)[4] + 20] ^= 0xFF
     path.write_bytes(damaged)
 
-    with pytest.raises(ShardReadError, match="damaged or cut off: bad checksum at byte"):
+    with pytest.raises(
+        ShardReadError, match="damaged or cut off: bad checksum at byte"
+    ):
         keys_of(webdataset_source(str(path), index=index))
 
 
@@ -251,8 +322,12 @@ def test_a_link_in_a_tar_is_an_error_that_names_it(kind, counted, tmp_path):
                 member.size = 1
             archive.addfile(member, io.BytesIO(b"x"))
 
-    with pytest.raises(ShardReadError, match=r"'1.txt' is a link to '0.txt'.*--hard-dereference"):
-        list(Stream.webdataset(str(tmp_path / "a.tar"), index=None if counted else False))
+    with pytest.raises(
+        ShardReadError, match=r"'1.txt' is a link to '0.txt'.*--hard-dereference"
+    ):
+        list(
+            Stream.webdataset(str(tmp_path / "a.tar"), index=None if counted else False)
+        )
 
 
 @pytest.mark.parametrize("size", [-512, -1024, -1536, -2048])
@@ -262,10 +337,14 @@ def test_a_member_of_negative_size_is_an_error(size, tmp_path):
     header[124:136] = b"\xff" + (size % (1 << 88)).to_bytes(11, "big")
     header[148:156] = b" " * 8
     header[148:156] = b"%06o\0 " % sum(header)
-    (tmp_path / "a.tar").write_bytes(tar([("0.txt", b"x")])[:1024] + header + bytes(1024))
+    (tmp_path / "a.tar").write_bytes(
+        tar([("0.txt", b"x")])[:1024] + header + bytes(1024)
+    )
 
     for index in (None, False):
-        with pytest.raises(ShardReadError, match="the member '1.txt' has a negative size"):
+        with pytest.raises(
+            ShardReadError, match="the member '1.txt' has a negative size"
+        ):
             list(Stream.webdataset(str(tmp_path / "a.tar"), index=index))
 
 
@@ -273,35 +352,56 @@ def test_a_file_name_twice_in_a_sample_is_an_error(tmp_path):
     path = tmp_path / "twice.tar"
     path.write_bytes(tar([("0.a", b""), ("1.a", b""), ("1.a", b"")]))
 
-    with pytest.raises(ShardReadError, match=r"sample 1 failed: ValueError: 1\.a: duplicate file name") as caught:
+    with pytest.raises(
+        ShardReadError, match=r"sample 1 failed: ValueError: 1\.a: duplicate file name"
+    ) as caught:
         keys_of(webdataset_source(str(path), index=False))
     assert caught.value.offset == 1
-    with pytest.raises(ShardReadError, match=r"counting its samples failed: ValueError: 1\.a: duplicate file name"):
+    with pytest.raises(
+        ShardReadError,
+        match=r"counting its samples failed: ValueError: 1\.a: duplicate file name",
+    ):
         webdataset_source(str(path))
 
 
 def test_a_shard_that_is_missing_is_named(tmp_path):
-    with pytest.raises(ShardReadError, match=r"none\.tar: reading sample 0 failed: FileNotFoundError"):
+    with pytest.raises(
+        ShardReadError, match=r"none\.tar: reading sample 0 failed: FileNotFoundError"
+    ):
         keys_of(webdataset_source(f"{tmp_path}/none.tar", index=False))
-    with pytest.raises(ShardReadError, match=r"none\.tar: counting its samples failed: FileNotFoundError"):
+    with pytest.raises(
+        ShardReadError,
+        match=r"none\.tar: counting its samples failed: FileNotFoundError",
+    ):
         webdataset_source(f"{tmp_path}/none.tar")
 
 
 @pytest.mark.parametrize("ranges", [True, False])
 @pytest.mark.parametrize("sized", [True, False])
 @pytest.mark.parametrize("skip", [0, 70])
-def test_a_dropped_connection_loses_and_repeats_nothing(folder, ranges, sized, skip, monkeypatch):
+def test_a_dropped_connection_loses_and_repeats_nothing(
+    folder, ranges, sized, skip, monkeypatch
+):
     content = SHARDS["001.tar"]
     # A server without ranges sends all again; one that does not say the size closes unnoticed, so it does not drop.
     drops = [] if not sized else [10_000, 0, 511] if ranges else [220_000, 0, 500_000]
     index = (folder / "index.json").read_bytes()
-    with serving({"001.tar": content, "index.json": index}, drops=drops, ranges=ranges, sized=sized) as server:
+    with serving(
+        {"001.tar": content, "index.json": index},
+        drops=drops,
+        ranges=ranges,
+        sized=sized,
+    ) as server:
         local = list(webdataset_source(f"{folder}/001.tar").open(opening(skip=skip))[0])
-        source = webdataset_source(f"{server.url}/001.tar", index=f"{folder}/index.json")
+        source = webdataset_source(
+            f"{server.url}/001.tar", index=f"{folder}/index.json"
+        )
 
         found = list(source.open(opening(skip=skip))[0])
 
-    assert [{**s, "__url__": None} for s in found] == [{**s, "__url__": None} for s in local]
+    assert [{**s, "__url__": None} for s in found] == [
+        {**s, "__url__": None} for s in local
+    ]
     if sized and ranges:
         assert len(server.asked) == 4
         assert all(span for _, span in server.asked)
@@ -318,7 +418,9 @@ def test_a_connection_that_drops_without_end_is_given_up_with_shard_and_sample()
     with serving({"a.tar": SHARDS["001.tar"]}, drops=[20_000, 0, 0, 0, 0, 0]) as server:
         items = webdataset_source(f"{server.url}/a.tar").open(opening())[0]
         read = []
-        with pytest.raises(ShardReadError, match="given up after 3 retries at byte 0 of") as caught:
+        with pytest.raises(
+            ShardReadError, match="given up after 3 retries at byte 0 of"
+        ) as caught:
             read.extend(sample["__key__"] for sample in items)
     assert len(server.asked) == 4
     assert caught.value.shard == f"{server.url}/a.tar"
@@ -326,7 +428,8 @@ def test_a_connection_that_drops_without_end_is_given_up_with_shard_and_sample()
 
 
 @pytest.mark.parametrize(
-    ("statuses", "fails"), [([503, 500, 429], False), ([503] * 4, True), ([404], True), ([403], True)]
+    ("statuses", "fails"),
+    [([503, 500, 429], False), ([503] * 4, True), ([404], True), ([403], True)],
 )
 def test_answers_that_may_pass_are_asked_for_again_and_others_not(statuses, fails):
     with serving({"a.tar": SHARDS["000.tar"]}, statuses=list(statuses)) as server:
@@ -339,7 +442,11 @@ def test_answers_that_may_pass_are_asked_for_again_and_others_not(statuses, fail
     assert len(server.asked) == len(statuses) + (not fails)
 
 
-@pytest.mark.parametrize("other", [SHARDS["005.tar"], SHARDS["001.tar"][::-1]], ids=["another size", "another tag"])
+@pytest.mark.parametrize(
+    "other",
+    [SHARDS["005.tar"], SHARDS["001.tar"][::-1]],
+    ids=["another size", "another tag"],
+)
 def test_a_remote_file_that_changes_while_it_is_read_is_an_error(other):
     shards = {"a.tar": SHARDS["001.tar"]}
     with serving(shards, drops=[20_000], rewrites={"a.tar": other}) as server:
@@ -352,16 +459,23 @@ def test_a_shard_of_another_size_than_the_index_says_is_an_error(folder, tmp_pat
     (tmp_path / "001.tar").write_bytes(SHARDS["002.tar"])
     source = webdataset_source(f"{tmp_path}/001.tar", index=folder / "index.json")
 
-    with pytest.raises(ShardReadError, match=r"bytes, and had \d+ when it was counted\. .*paddle-shard index"):
+    with pytest.raises(
+        ShardReadError,
+        match=r"bytes, and had \d+ when it was counted\. .*paddle-shard index",
+    ):
         keys_of(source)
 
 
 def test_twelve_openings_at_once_download_each_shard_once(tmp_path):
     with serving(SHARDS) as server:
-        source = webdataset_source(server.url + "/{000..009}.tar", cache=HostCache(str(tmp_path), None))
+        source = webdataset_source(
+            server.url + "/{000..009}.tar", cache=HostCache(str(tmp_path), None)
+        )
         found, threads = [], []
         for _ in range(12):
-            threads.append(threading.Thread(target=lambda: found.append(keys_of(source, 5))))
+            threads.append(
+                threading.Thread(target=lambda: found.append(keys_of(source, 5)))
+            )
             threads[-1].start()
         for thread in threads:
             thread.join()
@@ -385,7 +499,10 @@ def test_processes_at_once_download_each_shard_once(tmp_path):
             "print(sum(1 for _ in source.open(Opening(parts=(0,), num_parts=1, epoch=int(sys.argv[3])))[0]))\n"
         )
         command = [sys.executable, "-c", script, server.url, str(tmp_path)]
-        ranks = [subprocess.Popen([*command, str(i)], stdout=subprocess.PIPE, text=True) for i in range(2)]
+        ranks = [
+            subprocess.Popen([*command, str(i)], stdout=subprocess.PIPE, text=True)
+            for i in range(2)
+        ]
         counts = [int(rank.communicate(timeout=HANG)[0]) for rank in ranks]
 
     assert counts == [len(KEYS)] * 2
@@ -405,16 +522,29 @@ def test_a_full_disk_is_said_and_leaves_no_half_file(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "open", opened, raising=False)
     with (
         serving({"001.tar": SHARDS["001.tar"]}) as server,
-        pytest.raises(ShardReadError, match=r"cannot write to cache_dir .*No space left on device.*Make room"),
+        pytest.raises(
+            ShardReadError,
+            match=r"cannot write to cache_dir .*No space left on device.*Make room",
+        ),
     ):
-        keys_of(webdataset_source(f"{server.url}/001.tar", cache=HostCache(str(tmp_path), None)))
+        keys_of(
+            webdataset_source(
+                f"{server.url}/001.tar", cache=HostCache(str(tmp_path), None)
+            )
+        )
 
-    assert [path.name for path in tmp_path.iterdir() if not path.name.endswith(".lock")] == []
+    assert [
+        path.name for path in tmp_path.iterdir() if not path.name.endswith(".lock")
+    ] == []
 
 
-def test_a_download_that_drops_is_finished_and_what_a_killed_one_left_is_removed(tmp_path):
+def test_a_download_that_drops_is_finished_and_what_a_killed_one_left_is_removed(
+    tmp_path,
+):
     with serving({"001.tar": SHARDS["001.tar"]}, drops=[5_000, 0, 5_000]) as server:
-        source = webdataset_source(f"{server.url}/001.tar", cache=HostCache(str(tmp_path), None))
+        source = webdataset_source(
+            f"{server.url}/001.tar", cache=HostCache(str(tmp_path), None)
+        )
         assert keys_of(source)[0] == KEYS[7:157]
         [kept] = [path for path in tmp_path.iterdir() if path.suffix == ".tar"]
         left = tmp_path / f".{kept.name}.abc.part"
@@ -429,7 +559,9 @@ def test_a_download_that_drops_is_finished_and_what_a_killed_one_left_is_removed
 def test_a_source_made_and_used_before_a_fork_reads_in_the_child(folder):
     import fsspec
 
-    fsspec.filesystem("memory").pipe({f"/f/{name}": content for name, content in SHARDS.items()})
+    fsspec.filesystem("memory").pipe(
+        {f"/f/{name}": content for name, content in SHARDS.items()}
+    )
     source = webdataset_source("memory://f/{000..009}.tar")
     here = keys_of(source, 2)
     context = multiprocessing.get_context("fork")
@@ -452,14 +584,21 @@ def test_samples_are_decoded_and_shuffled_by_stages(tmp_path):
     np.save(array, np.arange(3))
     members = []
     for i in range(20):
-        contents = {"png": picture.getvalue(), "cls": str(i).encode(), "npy": array.getvalue(), "up": b"a"}
+        contents = {
+            "png": picture.getvalue(),
+            "cls": str(i).encode(),
+            "npy": array.getvalue(),
+            "up": b"a",
+        }
         members += [(f"{i:03d}.{end}", content) for end, content in contents.items()]
     (tmp_path / "a.tar").write_bytes(tar(members))
 
     def upper(key, data):
         return data.decode().upper() if key == ".up" else None
 
-    stage = Map(Shuffle(webdataset_source(f"{tmp_path}/a.tar"), 8), Decode("rgb8", upper))
+    stage = Map(
+        Shuffle(webdataset_source(f"{tmp_path}/a.tar"), 8), Decode("rgb8", upper)
+    )
     samples = list(stage.open(opening())[0])
 
     assert sorted(sample["cls"] for sample in samples) == list(range(20))
@@ -475,38 +614,64 @@ def test_decode_raises_what_a_decoder_raises():
     with pytest.raises(OSError, match="cannot identify image"):
         Decode("pil")(sample)
     assert Decode("pil", only="cls")(sample)["png"] == b"no picture"
-    with pytest.raises(ArgumentError, match="'rgb9' is neither a function nor one of l8, rgb8"):
+    with pytest.raises(
+        ArgumentError, match="'rgb9' is neither a function nor one of l8, rgb8"
+    ):
         Decode("rgb9")
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("stage", ["map", "filter"])
-def test_a_sample_on_which_a_function_of_the_users_fails_is_named_by_its_key_and_tar(stage, workers, tmp_path, caplog):
+def test_a_sample_on_which_a_function_of_the_users_fails_is_named_by_its_key_and_tar(
+    stage, workers, tmp_path, caplog
+):
     members = [(f"{i:03d}.{'cls' if i != 5 else 'txt'}", b"1") for i in range(12)]
     (tmp_path / "a.tar").write_bytes(tar(members))
-    stream = getattr(Stream.webdataset(f"{tmp_path}/a.tar").shuffle(8), stage)(lambda sample: int(sample["cls"]) > 0)
+    stream = getattr(Stream.webdataset(f"{tmp_path}/a.tar").shuffle(8), stage)(
+        lambda sample: int(sample["cls"]) > 0
+    )
     stream = stream if stage == "map" else stream.map(lambda sample: int(sample["cls"]))
 
-    with pytest.raises(DataReadError, match=r"KeyError: 'cls' \(sample '005' of a\.tar\)"):
-        list(sharded(paddle.io.DataLoader(stream, batch_size=4, num_workers=workers), ONE))
+    with pytest.raises(
+        DataReadError, match=r"KeyError: 'cls' \(sample '005' of a\.tar\)"
+    ):
+        list(
+            sharded(
+                paddle.io.DataLoader(stream, batch_size=4, num_workers=workers), ONE
+            )
+        )
 
-    list(sharded(paddle.io.DataLoader(stream, batch_size=4, num_workers=workers), ONE, on_error="skip"))
+    list(
+        sharded(
+            paddle.io.DataLoader(stream, batch_size=4, num_workers=workers),
+            ONE,
+            on_error="skip",
+        )
+    )
     assert "KeyError: 'cls' (sample '005' of a.tar)" in caplog.text
 
 
-@pytest.mark.parametrize("call", [lambda: webdataset_source("a.tar"), lambda: Decode("pil")])
+@pytest.mark.parametrize(
+    "call", [lambda: webdataset_source("a.tar"), lambda: Decode("pil")]
+)
 def test_without_the_package_the_extra_is_named(call, monkeypatch):
     monkeypatch.setitem(sys.modules, "webdataset", None)
 
-    with pytest.raises(MissingDependencyError, match=r"pip install 'paddle_shard\[webdataset\]'"):
+    with pytest.raises(
+        MissingDependencyError, match=r"pip install 'paddle_shard\[webdataset\]'"
+    ):
         call()
 
 
-def test_without_fsspec_local_files_are_read_and_the_extra_is_named_for_the_rest(folder, monkeypatch):
+def test_without_fsspec_local_files_are_read_and_the_extra_is_named_for_the_rest(
+    folder, monkeypatch
+):
     monkeypatch.setitem(sys.modules, "fsspec.core", None)
 
     assert keys_of(webdataset_source(f"{folder}/000.tar"))[0] == KEYS[:7]
-    with pytest.raises(MissingDependencyError, match=r"reading s3://b/a\.tar: .*fsspec.*\[s3\]"):
+    with pytest.raises(
+        MissingDependencyError, match=r"reading s3://b/a\.tar: .*fsspec.*\[s3\]"
+    ):
         keys_of(webdataset_source("s3://b/a.tar"))
 
 
@@ -523,7 +688,9 @@ def test_the_index_command_counts_and_shows_its_progress(folder, tmp_path, capsy
     index = json.loads(output.read_text())
     assert index["version"] == 1
     assert [index["shards"][name]["samples"] for name in SHARDS] == LENGTHS
-    assert [index["shards"][name]["bytes"] for name in SHARDS] == [len(content) for content in SHARDS.values()]
+    assert [index["shards"][name]["bytes"] for name in SHARDS] == [
+        len(content) for content in SHARDS.values()
+    ]
     shown = capsys.readouterr()
     assert "[2/10]" in shown.err
     assert f"{sum(LENGTHS)} samples in 10 shards" in shown.out
@@ -534,19 +701,25 @@ def test_the_index_command_writes_nothing_when_a_shard_is_damaged(tmp_path, caps
     (tmp_path / "a.tar").write_bytes(CUT)
     (tmp_path / "b.tar").write_bytes(CUT[:3000])
 
-    assert main(["index", f"{tmp_path}/{{a,b}}.tar", "-o", f"{tmp_path}/index.json"]) == 1
+    assert (
+        main(["index", f"{tmp_path}/{{a,b}}.tar", "-o", f"{tmp_path}/index.json"]) == 1
+    )
 
     assert "b.tar: ReadError" in capsys.readouterr().out
     assert not (tmp_path / "index.json").exists()
 
 
 def test_the_index_says_where_samples_begin_over_http_too(folder):
-    with serving({**SHARDS, "index.json": (folder / "index.json").read_bytes()}) as server:
+    with serving(
+        {**SHARDS, "index.json": (folder / "index.json").read_bytes()}
+    ) as server:
         source = webdataset_source(f"{server.url}/001.tar", index=True)
         first = next(source.open(opening(skip=130))[0])
 
     assert first["__key__"] == KEYS[137]
-    start = json.loads((folder / "index.json").read_text())["shards"]["001.tar"]["starts"][2]
+    start = json.loads((folder / "index.json").read_text())["shards"]["001.tar"][
+        "starts"
+    ][2]
     assert [name for name, _ in server.asked] == ["index.json", "001.tar"]
     assert server.asked[1][1].startswith(f"bytes={start}-")
 
@@ -557,20 +730,37 @@ def test_the_index_says_where_samples_begin_over_http_too(folder):
         ("not json", StateError, "is not an index of shards"),
         ("[]", StateError, "is not an index of shards"),
         ('{"version": 2, "shards": {}}', StateError, "version 2, this library reads 1"),
-        ('{"version": 1, "shards": {"000.tar": {"samples": "many"}}}', StateError, "is damaged"),
+        (
+            '{"version": 1, "shards": {"000.tar": {"samples": "many"}}}',
+            StateError,
+            "is damaged",
+        ),
         *[
             (
                 f'{{"version": 1, "shards": {{"000.tar": {{"samples": {samples}, "bytes": {size}}}}}}}',
                 StateError,
                 "is damaged",
             )
-            for samples, size in [("true", 1), (1.5, 1), (2**70, 1), (-1, 1), (1, 2**63), (1, "null")]
+            for samples, size in [
+                ("true", 1),
+                (1.5, 1),
+                (2**70, 1),
+                (-1, 1),
+                (1, 2**63),
+                (1, "null"),
+            ]
         ],
-        ('{"version": 1, "shards": {}}', ArgumentError, r"does not know 1 of the shards: 000\.tar"),
+        (
+            '{"version": 1, "shards": {}}',
+            ArgumentError,
+            r"does not know 1 of the shards: 000\.tar",
+        ),
         (None, ArgumentError, "cannot be read"),
     ],
 )
-def test_an_index_that_does_not_serve_is_refused_with_the_command_that_makes_one(folder, text, error, match, tmp_path):
+def test_an_index_that_does_not_serve_is_refused_with_the_command_that_makes_one(
+    folder, text, error, match, tmp_path
+):
     if text is not None:
         (tmp_path / "i.json").write_text(text)
 
@@ -595,7 +785,9 @@ def test_an_index_replaces_no_file_of_another_kind(folder, tmp_path, capsys):
     copy.write_bytes((folder / "000.tar").read_bytes())
 
     assert main(["index", str(copy), "-o", str(copy)]) == 2
-    assert f"--output {copy} is there already, and is no index" in capsys.readouterr().err
+    assert (
+        f"--output {copy} is there already, and is no index" in capsys.readouterr().err
+    )
     assert copy.read_bytes() == (folder / "000.tar").read_bytes()
     for _ in range(2):
         assert main(["index", str(copy), "-o", f"{tmp_path}/index.json"]) == 0
@@ -604,12 +796,25 @@ def test_an_index_replaces_no_file_of_another_kind(folder, tmp_path, capsys):
         assert f"--output {nowhere} cannot be written: " in capsys.readouterr().err
 
 
-def test_shards_that_an_index_could_not_tell_apart_are_refused(folder, tmp_path, capsys):
+def test_shards_that_an_index_could_not_tell_apart_are_refused(
+    folder, tmp_path, capsys
+):
     (tmp_path / "000.tar").write_bytes(CUT)
 
     with pytest.raises(ArgumentError, match="last piece of their names"):
         webdataset_source([f"{folder}/000.tar", f"{tmp_path}/000.tar"], index=True)
-    assert main(["index", f"{folder}/000.tar", f"{tmp_path}/000.tar", "-o", f"{tmp_path}/i.json"]) == 2
+    assert (
+        main(
+            [
+                "index",
+                f"{folder}/000.tar",
+                f"{tmp_path}/000.tar",
+                "-o",
+                f"{tmp_path}/i.json",
+            ]
+        )
+        == 2
+    )
     assert main(["index", f"{folder}/none-*.tar", "-o", f"{tmp_path}/i.json"]) == 2
     assert "last piece of their names" in capsys.readouterr().err
 
@@ -617,8 +822,13 @@ def test_shards_that_an_index_could_not_tell_apart_are_refused(folder, tmp_path,
 def test_resampled_shards_go_on_without_end_and_resume(folder):
     source = webdataset_source(f"{folder}/{{000..009}}.tar", resample=True, index=True)
 
-    straight = [sample["__key__"] for sample in islice(source.open(opening(4, (2,)))[0], 1200)]
-    resumed = [sample["__key__"] for sample in islice(source.open(opening(4, (2,), skip=1000))[0], 200)]
+    straight = [
+        sample["__key__"] for sample in islice(source.open(opening(4, (2,)))[0], 1200)
+    ]
+    resumed = [
+        sample["__key__"]
+        for sample in islice(source.open(opening(4, (2,), skip=1000))[0], 200)
+    ]
 
     assert resumed == straight[1000:]
 
@@ -627,7 +837,9 @@ def test_files_are_closed_when_a_part_is_left(folder):
     def open_tars():
         return sum(one.target.endswith(".tar") for one in open_files())
 
-    items = webdataset_source(f"{folder}/{{000..009}}.tar", index=True).open(opening(skip=10))[0]
+    items = webdataset_source(f"{folder}/{{000..009}}.tar", index=True).open(
+        opening(skip=10)
+    )[0]
     next(items)
     assert open_tars() == 1
     items.close()

@@ -24,7 +24,9 @@ def printed(notebook):
         with contextlib.redirect_stdout(text):
             exec(compile(tree, "<cell>", "exec"), names)
             if last is not None:
-                value = eval(compile(ast.Expression(last.value), "<cell>", "eval"), names)
+                value = eval(
+                    compile(ast.Expression(last.value), "<cell>", "eval"), names
+                )
         found.append(text.getvalue() + ("" if value is None else f"{value!r}\n"))
     return found
 
@@ -41,8 +43,12 @@ def write(path):
     for cell in notebook["cells"]:
         if cell["cell_type"] == "code":
             number += 1
-            cell.update(execution_count=number, metadata={}, outputs=outputs_of(next(of_cells)))
-    path.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+            cell.update(
+                execution_count=number, metadata={}, outputs=outputs_of(next(of_cells))
+            )
+    path.write_text(
+        json.dumps(notebook, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
+    )
 
 
 if __name__ == "__main__":

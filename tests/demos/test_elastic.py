@@ -16,7 +16,9 @@ def run_elastic(fault, seed, directory):
     """Run the demo; return what it printed. It fails unless each sample was trained once."""
     if not (shutil.which("etcd") or shutil.which("apt-get")):
         pytest.skip("there is no etcd, and no way to fetch Debian's package")
-    code, text, left = run_demo(["--fault", fault, "--seed", str(seed)], directory, "elastic.py")
+    code, text, left = run_demo(
+        ["--fault", fault, "--seed", str(seed)], directory, "elastic.py"
+    )
     if code and "no etcd: " in text:
         pytest.skip("there is no etcd, and Debian's package cannot be fetched")
     assert code == 0, text

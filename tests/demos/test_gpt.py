@@ -43,7 +43,9 @@ def run(tmp_path_factory):
     rank.write_text(RANK)
     # Under the launcher, as its reader runs it.
     reports = launch_ranks(rank, 4, directory / "run", args=[str(DEMO)], timeout=400)
-    return reports[0], [(directory / "run" / f"workerlog.{k}").read_text() for k in range(4)]
+    return reports[0], [
+        (directory / "run" / f"workerlog.{k}").read_text() for k in range(4)
+    ]
 
 
 def test_the_losses_are_one_process_s(run):
@@ -65,11 +67,18 @@ def test_the_held_out_loss_is_exact_and_below_the_byte_entropy(run):
     length = len(report["held_out"])
     counts = Counter(report["held_out"]).values()
 
-    found = re.search(rf"held-out loss: {NUMBER} nats a byte, of (\d+) windows; byte entropy: {NUMBER}\n", logs[0])
+    found = re.search(
+        rf"held-out loss: {NUMBER} nats a byte, of (\d+) windows; byte entropy: {NUMBER}\n",
+        logs[0],
+    )
 
     assert int(found[2]) == (length - 1) // report["context"]
-    assert int(found[2]) % report["batch_size"], "the last batch is full: nothing shows that padding is left out"
-    assert float(found[3]) == pytest.approx(math.log(length) - sum(c * math.log(c) for c in counts) / length, abs=1e-5)
+    assert int(found[2]) % report["batch_size"], (
+        "the last batch is full: nothing shows that padding is left out"
+    )
+    assert float(found[3]) == pytest.approx(
+        math.log(length) - sum(c * math.log(c) for c in counts) / length, abs=1e-5
+    )
     assert float(found[1]) < float(found[3])
 
 

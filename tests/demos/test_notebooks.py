@@ -13,7 +13,9 @@ NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_prints_what_it_shows(path):
     notebook = json.loads(path.read_text(encoding="utf-8"))
-    shown = [cell["outputs"] for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    shown = [
+        cell["outputs"] for cell in notebook["cells"] if cell["cell_type"] == "code"
+    ]
     log = logging.getLogger("paddle_shard")
     level = log.level
     try:
@@ -24,4 +26,8 @@ def test_a_notebook_prints_what_it_shows(path):
 
 
 def test_there_is_one_for_each_of_the_first_tasks():
-    assert [path.stem for path in NOTEBOOKS] == ["first_steps", "mixtures_and_packing", "resume_on_another_mesh"]
+    assert [path.stem for path in NOTEBOOKS] == [
+        "first_steps",
+        "mixtures_and_packing",
+        "resume_on_another_mesh",
+    ]

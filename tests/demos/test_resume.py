@@ -33,7 +33,9 @@ def run_demo(arguments, directory, name="resume.py"):
     try:
         text, _ = demo.communicate(timeout=DEADLINE)
     except subprocess.TimeoutExpired:
-        os.killpg(demo.pid, signal.SIGTERM)  # the demo and launch/local.py, which ends the ranks
+        os.killpg(
+            demo.pid, signal.SIGTERM
+        )  # the demo and launch/local.py, which ends the ranks
         text, _ = demo.communicate(timeout=30)
         pytest.fail(f"the demo had not ended after {DEADLINE} s:\n{text}")
     finally:
@@ -47,7 +49,9 @@ def processes_with(mark):
     found = []
     for directory in Path("/proc").glob("[0-9]*"):
         try:
-            if f"{MARK}={mark}".encode() in (directory / "environ").read_bytes().split(b"\0"):
+            if f"{MARK}={mark}".encode() in (directory / "environ").read_bytes().split(
+                b"\0"
+            ):
                 found.append(int(directory.name))
         except OSError:
             continue  # it has ended, or is another user's
@@ -75,7 +79,10 @@ def runs(request, tmp_path_factory):
     ]
     with ThreadPoolExecutor(2) as pool:
         directories = {name: tmp_path_factory.mktemp(name) for name in chosen}
-        yield {name: (pool.submit(run_demo, RUNS[name][0], where), where) for name, where in directories.items()}
+        yield {
+            name: (pool.submit(run_demo, RUNS[name][0], where), where)
+            for name, where in directories.items()
+        }
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -93,13 +100,21 @@ def test_a_run_that_is_killed_and_resumed_is_the_straight_run(name, runs):
     )
     assert f"{resumed}, 2 workers each; steps {resumed_at} to the end" in text
     assert 0 < resumed_at <= stopped_at < 135
-    parity = re.search(r"losses of all 135 steps, (\d+) of them made by both .*\s+.* by at most (\S+)\n", text)
+    parity = re.search(
+        r"losses of all 135 steps, (\d+) of them made by both .*\s+.* by at most (\S+)\n",
+        text,
+    )
     assert int(parity[1]) == stopped_at - resumed_at
     assert float(parity[2]) <= 1e-5
-    certificates = re.findall(r"certificate of (epoch \d): each of 1437 samples exactly once(.*)\n", text)
+    certificates = re.findall(
+        r"certificate of (epoch \d): each of 1437 samples exactly once(.*)\n", text
+    )
     epoch, steps = divmod(resumed_at, 45)
     assert [name for name, _ in certificates] == ["epoch 0", "epoch 1", "epoch 2"]
-    assert certificates[epoch][1] == f" ({steps} steps by the killed run, {45 - steps} by the resumed run)"
+    assert (
+        certificates[epoch][1]
+        == f" ({steps} steps by the killed run, {45 - steps} by the resumed run)"
+    )
     assert left == [], f"processes are left: {left}"
     assert list(directory.iterdir()) == []
 

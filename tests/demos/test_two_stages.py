@@ -15,7 +15,10 @@ LAYOUTS = {8: ["docstring", "partial gradient"], 4: ["data parallel"]}
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize(("name", "num_ranks"), [("docstring", 8), ("partial gradient", 8), ("data parallel", 4)])
+@pytest.mark.parametrize(
+    ("name", "num_ranks"),
+    [("docstring", 8), ("partial gradient", 8), ("data parallel", 4)],
+)
 def test_the_losses_are_those_of_one_process(name, num_ranks, run_case):
     reports = run_case(WORKER, num_ranks, name, LAYOUTS[num_ranks])
 
@@ -23,7 +26,9 @@ def test_the_losses_are_those_of_one_process(name, num_ranks, run_case):
     for report in reports:
         expected = report["whole"] if report["stage"] == 1 else []
         assert report["losses"] == pytest.approx(expected, rel=1e-6)
-        assert report["whole"] == pytest.approx([231.17969, 394.97314, 388.04575, 358.34125], rel=1e-6)
+        assert report["whole"] == pytest.approx(
+            [231.17969, 394.97314, 388.04575, 358.34125], rel=1e-6
+        )
 
 
 def mesh(ids):
@@ -57,7 +62,9 @@ def test_meshes_whose_ranks_cannot_be_paired_are_refused(first, second, text, as
         Stages(mesh(first), mesh(second))
 
 
-@pytest.mark.parametrize(("rank", "index", "peer"), [(5, 0, 2), (0, 0, 3), (4, 1, 1), (2, 1, 5)])
+@pytest.mark.parametrize(
+    ("rank", "index", "peer"), [(5, 0, 2), (0, 0, 3), (4, 1, 1), (2, 1, 5)]
+)
 def test_ranks_are_paired_by_position(rank, index, peer, as_rank):
     as_rank(rank, 6)
 
@@ -70,7 +77,9 @@ def test_a_call_of_the_other_stage_is_refused(as_rank):
     as_rank(1, 2)
     stages = Stages(mesh([[0]]), mesh([[1]]))
 
-    with pytest.raises(ArgumentError, match="send_forward is for stage 0; this rank is on stage 1"):
+    with pytest.raises(
+        ArgumentError, match="send_forward is for stage 0; this rank is on stage 1"
+    ):
         stages.send_forward(None)
 
 
@@ -82,7 +91,9 @@ def test_a_call_of_the_other_stage_is_refused(as_rank):
         ([[0, 2]], 2, False, "this stage on"),
     ],
 )
-def test_an_activation_that_would_arrive_as_another_is_refused(ids, rows, partial, text, as_rank):
+def test_an_activation_that_would_arrive_as_another_is_refused(
+    ids, rows, partial, text, as_rank
+):
     import paddle
     from paddle.distributed import Partial, Shard
 

@@ -16,7 +16,12 @@ from two_stages import Stages
 R, S = dist.Replicate(), dist.Shard
 LAYOUTS = {  # meshes, and the placements of each stage's weight
     "docstring": ([[0, 1], [2, 3]], [[4, 5], [6, 7]], [R, S(1)], [R, S(0)]),
-    "partial gradient": ([[3, 1], [2, 0]], [[4, 5], [6, 7]], [R, R], [R, S(1)]),  # ranks out of order too
+    "partial gradient": (
+        [[3, 1], [2, 0]],
+        [[4, 5], [6, 7]],
+        [R, R],
+        [R, S(1)],
+    ),  # ranks out of order too
     "data parallel": ([[1], [2]], [[3], [0]], [R, R], [R, R]),
 }
 BATCHES, BATCH = 4, 2
@@ -25,9 +30,14 @@ BATCHES, BATCH = 4, 2
 def data():
     paddle.seed(1024)
     np.random.seed(1024)
-    inputs = [np.random.uniform(size=[4, 8]).astype("float32") for _ in range(BATCHES * BATCH)]
+    inputs = [
+        np.random.uniform(size=[4, 8]).astype("float32") for _ in range(BATCHES * BATCH)
+    ]
     labels = [np.array(i, dtype="float32") for i in range(BATCHES * BATCH)]
-    return [(np.stack(inputs[k : k + BATCH]), np.stack(labels[k : k + BATCH])) for k in range(0, 8, BATCH)]
+    return [
+        (np.stack(inputs[k : k + BATCH]), np.stack(labels[k : k + BATCH]))
+        for k in range(0, 8, BATCH)
+    ]
 
 
 def weights():
@@ -44,7 +54,9 @@ def whole():
     optimizer = paddle.optimizer.AdamW(learning_rate=0.001, parameters=parameters)
     losses = []
     for x, y in batches:
-        loss = loss_fn(paddle.to_tensor(x) @ parameters[0] @ parameters[1], paddle.to_tensor(y))
+        loss = loss_fn(
+            paddle.to_tensor(x) @ parameters[0] @ parameters[1], paddle.to_tensor(y)
+        )
         loss.backward()
         optimizer.step()
         optimizer.clear_grad()
@@ -58,12 +70,16 @@ def staged(name):
     mesh, i = stages.mesh, stages.index
     batches = data()
     weight = dist.shard_tensor(weights()[i], mesh, (first, second)[i])
-    optimizer = dist.shard_optimizer(paddle.optimizer.AdamW(learning_rate=0.001, parameters=[weight]))
+    optimizer = dist.shard_optimizer(
+        paddle.optimizer.AdamW(learning_rate=0.001, parameters=[weight])
+    )
     local = BATCH // mesh.shape[0]
     start = mesh.process_ids.index(dist.get_rank()) // mesh.shape[1] * local
 
     def placed(array):
-        return dtensor_from_local(paddle.to_tensor(array[start : start + local]), mesh, [S(0), R])
+        return dtensor_from_local(
+            paddle.to_tensor(array[start : start + local]), mesh, [S(0), R]
+        )
 
     losses = []
     for x, y in batches:

@@ -19,7 +19,10 @@ if os.environ["ON"] == "standin":
 if os.environ["ON"] != "cpu":
     paddle.set_device(f"{os.environ['ON']}:{RANK}")
 MESH = dist.ProcessMesh([0, 1], dim_names=["mp"])
-WEIGHT, BIAS = np.arange(24, dtype="float32").reshape(4, 6), np.arange(6, dtype="float32")
+WEIGHT, BIAS = (
+    np.arange(24, dtype="float32").reshape(4, 6),
+    np.arange(6, dtype="float32"),
+)
 
 
 def layer_of(dim, weight=WEIGHT, bias=BIAS):
@@ -28,16 +31,26 @@ def layer_of(dim, weight=WEIGHT, bias=BIAS):
     def parameter(value, split):
         mine = np.array_split(value, 2, split)[RANK] if split is not None else value
         kind = dist.Replicate() if split is None else dist.Shard(split)
-        made = dist.auto_parallel.api.dtensor_from_local(paddle.to_tensor(mine), MESH, [kind])
-        return paddle.base.framework.EagerParamBase.from_tensor(made, stop_gradient=False)
+        made = dist.auto_parallel.api.dtensor_from_local(
+            paddle.to_tensor(mine), MESH, [kind]
+        )
+        return paddle.base.framework.EagerParamBase.from_tensor(
+            made, stop_gradient=False
+        )
 
     layer = paddle.nn.Linear(4, 6)
-    layer.weight, layer.bias = parameter(weight, dim), parameter(bias, 0 if dim == 1 else None)
+    layer.weight, layer.bias = (
+        parameter(weight, dim),
+        parameter(bias, 0 if dim == 1 else None),
+    )
     return layer
 
 
 def local(layer):
-    return [layer.weight._local_value().numpy().tolist(), layer.bias._local_value().numpy().tolist()]
+    return [
+        layer.weight._local_value().numpy().tolist(),
+        layer.bias._local_value().numpy().tolist(),
+    ]
 
 
 checkpoints = paddle_shard.Checkpoints(sys.argv[1])

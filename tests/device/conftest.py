@@ -27,7 +27,11 @@ def counters(plugin):
     def counted():
         text = ctypes.create_string_buffer(4096)
         plugin.standin_counters(text, len(text))
-        return {name: tuple(found) for name, found in json.loads(text.value).items() if found[0]}
+        return {
+            name: tuple(found)
+            for name, found in json.loads(text.value).items()
+            if found[0]
+        }
 
     counted()
     return counted

@@ -13,7 +13,9 @@ ON_GPU = paddle.is_compiled_with_cuda()
 NAME = "gpu" if ON_GPU else "standin"
 DEVICE, OTHER = f"{NAME}:0", f"{NAME}:1"
 COUNT = core.get_cuda_device_count() if ON_GPU else core.get_custom_device_count(NAME)
-needs_two = pytest.mark.skipif(COUNT < 2, reason=f"needs two devices, and {COUNT} is there")
+needs_two = pytest.mark.skipif(
+    COUNT < 2, reason=f"needs two devices, and {COUNT} is there"
+)
 
 
 def place(number=0):
@@ -21,7 +23,11 @@ def place(number=0):
 
 
 def generator():
-    return core.default_cuda_generator(0) if ON_GPU else core.default_custom_device_generator(place())
+    return (
+        core.default_cuda_generator(0)
+        if ON_GPU
+        else core.default_custom_device_generator(place())
+    )
 
 
 class Work:
@@ -37,8 +43,12 @@ class Work:
             self.wait()
             self._seconds = (time.perf_counter() - began) / 20
         else:
-            self._plugin = ctypes.CDLL(str(Path(os.environ["CUSTOM_DEVICE_ROOT"]) / "libstandin.so"))
-            self._stream = ctypes.c_void_p(paddle.device.current_stream(DEVICE).stream_base.raw_stream)
+            self._plugin = ctypes.CDLL(
+                str(Path(os.environ["CUSTOM_DEVICE_ROOT"]) / "libstandin.so")
+            )
+            self._stream = ctypes.c_void_p(
+                paddle.device.current_stream(DEVICE).stream_base.raw_stream
+            )
 
     def __call__(self, seconds):
         if ON_GPU:

@@ -12,7 +12,11 @@ def numpy(tensor, *args):
     """`Tensor.numpy` without a crash of Paddle 3.3.1: on a custom device it takes a distributed tensor for a dense."""
     if tensor.is_dist() and tensor.place.is_custom_place():
         if any(not placement.is_replicated() for placement in tensor.placements):
-            tensor = dist.reshard(tensor, tensor.process_mesh, [dist.Replicate() for _ in tensor.placements])
+            tensor = dist.reshard(
+                tensor,
+                tensor.process_mesh,
+                [dist.Replicate() for _ in tensor.placements],
+            )
         tensor = tensor._local_value()
     return _numpy(tensor, *args)
 

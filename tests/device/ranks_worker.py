@@ -37,8 +37,12 @@ class Data(paddle.io.Dataset):
 
 def loader_of(data=None, mesh=MESH, given=None, **options):
     shuffle = {} if data is not None else {"shuffle": True}
-    dataloader = paddle.io.DataLoader(Data() if data is None else data, batch_size=8, **shuffle, **(given or {}))
-    return paddle_shard.shard_dataloader(dataloader, mesh, shard_dims="dp", seed=3, **options)
+    dataloader = paddle.io.DataLoader(
+        Data() if data is None else data, batch_size=8, **shuffle, **(given or {})
+    )
+    return paddle_shard.shard_dataloader(
+        dataloader, mesh, shard_dims="dp", seed=3, **options
+    )
 
 
 def resumed():
@@ -66,16 +70,22 @@ def trained(loader):
     paddle.seed(7)
     net = paddle.nn.Linear(8, 4)
     for parameter in net.parameters():
-        weights = np.random.default_rng(1).normal(size=parameter.shape).astype("float32")
+        weights = (
+            np.random.default_rng(1).normal(size=parameter.shape).astype("float32")
+        )
         parameter.set_value(paddle.to_tensor(weights))
     adam = paddle.optimizer.AdamW(learning_rate=0.05, parameters=net.parameters())
     losses, places, rows = [], set(), []
     for _ in range(2):
         for x, y in loader:
             places.add(str(x.place))
-            rows.append(np.round(x._local_value().numpy()[:, 0].astype("float64"), 4).tolist())
+            rows.append(
+                np.round(x._local_value().numpy()[:, 0].astype("float64"), 4).tolist()
+            )
             # Local tensors and plain collectives: Paddle's own reshards are for the CPU only in this wheel.
-            loss = paddle.nn.functional.cross_entropy(net(x._local_value()), y._local_value())
+            loss = paddle.nn.functional.cross_entropy(
+                net(x._local_value()), y._local_value()
+            )
             loss.backward()
             for parameter in net.parameters():
                 with paddle.no_grad():
@@ -93,7 +103,9 @@ def copied_back():
     """Return how often delivery alone copied from the device while every batch was compared."""
     if os.environ["ON"] != "standin":
         return 0
-    plugin = ctypes.CDLL(os.path.join(os.environ["CUSTOM_DEVICE_ROOT"], "libstandin.so"))
+    plugin = ctypes.CDLL(
+        os.path.join(os.environ["CUSTOM_DEVICE_ROOT"], "libstandin.so")
+    )
     text = ctypes.create_string_buffer(4096)
     batches = iter(loader_of(verify=1))
     next(batches)
@@ -101,8 +113,15 @@ def copied_back():
     for _ in batches:
         pass
     plugin.standin_counters(text, ctypes.c_size_t(len(text)))
-    return sum(found[0] for name, found in json.loads(text.value).items() if name in ("d2h", "d2h_async"))
+    return sum(
+        found[0]
+        for name, found in json.loads(text.value).items()
+        if name in ("d2h", "d2h_async")
+    )
 
 
-report({name: trained(make()) for name, make in CASES.items()} | {"copied back": copied_back()})
+report(
+    {name: trained(make()) for name, make in CASES.items()}
+    | {"copied back": copied_back()}
+)
 dist.barrier()

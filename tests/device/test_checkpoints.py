@@ -14,10 +14,25 @@ WORKER = Path(__file__).parent / "checkpoints_worker.py"
 @pytest.mark.gpu
 @needs_two
 def test_what_is_split_over_devices_is_loaded_as_it_is_split_then(tmp_path):
-    ranks = launch_ranks(WORKER, 2, tmp_path, args=[tmp_path / "saved"], env={"ON": NAME}, timeout=2 * HANG)
+    ranks = launch_ranks(
+        WORKER,
+        2,
+        tmp_path,
+        args=[tmp_path / "saved"],
+        env={"ON": NAME},
+        timeout=2 * HANG,
+    )
 
     for rank, found in enumerate(ranks):
         place = f"Place({NAME}:{rank})"
-        assert found == {"split along 1": True, "split along 0": True, "whole": True, "place": place}
+        assert found == {
+            "split along 1": True,
+            "split along 0": True,
+            "whole": True,
+            "place": place,
+        }
     saved = [path.name for path in tmp_path.glob("saved/*/*_parts.pdparams")]
-    assert sorted(saved) == ["0_parts.pdparams", "1_parts.pdparams"]  # each rank its own
+    assert sorted(saved) == [
+        "0_parts.pdparams",
+        "1_parts.pdparams",
+    ]  # each rank its own

@@ -40,7 +40,9 @@ class DeviceTensors(Data):
     """Samples that are tensors on the device on purpose: the current place is the CPU while they are read."""
 
     def __getitem__(self, index):
-        return paddle.to_tensor(ROWS[index], place=paddle.CustomPlace("standin", 0)), index
+        return paddle.to_tensor(
+            ROWS[index], place=paddle.CustomPlace("standin", 0)
+        ), index
 
 
 class Empty(Data):
@@ -66,7 +68,9 @@ KINDS = {
     "workers": lambda: loader_of(given(num_workers=2)),
     "stream": lambda: loader_of(given(stream())),
     "stream, workers": lambda: loader_of(given(stream(), num_workers=2)),
-    "scattered rows": lambda: loader_of(given(), dist.ProcessMesh([[0, 1]], dim_names=["dp", "mp"])),
+    "scattered rows": lambda: loader_of(
+        given(), dist.ProcessMesh([[0, 1]], dim_names=["dp", "mp"])
+    ),
     "verified": lambda: loader_of(given(), verify=1),
     "an empty field": lambda: loader_of(given(Empty())),
 }
@@ -96,7 +100,16 @@ def test_a_step_costs_one_copy_a_leaf_and_waits_for_nothing(kind, counters):
     assert found.pop("h2d_async") == (2 * STEPS, BATCH * STEPS, 2 * STEPS), (
         "two leaves, asked for by the training thread"
     )
-    assert not {"h2d", "d2h", "d2h_async", "d2d", "d2d_async", "sync_device", "sync_stream", "sync_event"} & set(found)
+    assert not {
+        "h2d",
+        "d2h",
+        "d2h_async",
+        "d2d",
+        "d2d_async",
+        "sync_device",
+        "sync_stream",
+        "sync_event",
+    } & set(found)
 
 
 class OneBuffer(Data):
@@ -108,13 +121,18 @@ class OneBuffer(Data):
 
     def __getitems__(self, indices):
         self.array[:] = ROWS[indices]
-        paddle.assign(paddle.to_tensor(np.array(indices, "float32"), place=paddle.CPUPlace()), self.tensor)
+        paddle.assign(
+            paddle.to_tensor(np.array(indices, "float32"), place=paddle.CPUPlace()),
+            self.tensor,
+        )
         return self.array, self.tensor
 
 
 @pytest.mark.parametrize("data", [None, OneBuffer])
 @pytest.mark.parametrize("kind", NOT_AHEAD)
-def test_a_copy_that_is_queued_reads_what_its_batch_held_when_it_was_asked_for(kind, data, plugin):
+def test_a_copy_that_is_queued_reads_what_its_batch_held_when_it_was_asked_for(
+    kind, data, plugin
+):
     batches = iter(NOT_AHEAD[kind](data and data()))
     found = [next(batches)]
     plugin.standin_close(COMPUTE)
@@ -122,12 +140,19 @@ def test_a_copy_that_is_queued_reads_what_its_batch_held_when_it_was_asked_for(k
     plugin.standin_open()
     found += batches
 
-    assert np.concatenate([x._local_value().numpy() for x, _ in found]).tolist() == ROWS.tolist()
-    assert [i for _, y in found for i in y._local_value().numpy().tolist()] == list(range(len(ROWS)))
+    assert (
+        np.concatenate([x._local_value().numpy() for x, _ in found]).tolist()
+        == ROWS.tolist()
+    )
+    assert [i for _, y in found for i in y._local_value().numpy().tolist()] == list(
+        range(len(ROWS))
+    )
 
 
 @pytest.mark.parametrize("kind", NOT_AHEAD)
-def test_a_dropped_loader_keeps_the_memory_of_what_is_queued_and_waits_for_nothing(kind, plugin):
+def test_a_dropped_loader_keeps_the_memory_of_what_is_queued_and_waits_for_nothing(
+    kind, plugin
+):
     """A signal's handler that raises while it waited would be lost, and the memory with it."""
     for _ in range(3):
         batches = iter(NOT_AHEAD[kind]())
@@ -143,7 +168,10 @@ def test_a_dropped_loader_keeps_the_memory_of_what_is_queued_and_waits_for_nothi
             plugin.standin_open()
 
         assert took < HANG / 2
-        assert [x._local_value().numpy().tolist() for x, _ in held] == [ROWS[:8].tolist(), ROWS[8:16].tolist()]
+        assert [x._local_value().numpy().tolist() for x, _ in held] == [
+            ROWS[:8].tolist(),
+            ROWS[8:16].tolist(),
+        ]
         del noise
 
 
@@ -163,7 +191,10 @@ def test_a_loop_may_compute_in_several_streams(plugin):
         plugin.standin_open()
     plugin.standin_wait(other.stream_base.raw_stream)
 
-    assert [x._local_value().numpy().tolist() for x, _ in held] == [ROWS[:8].tolist(), ROWS[8:16].tolist()]
+    assert [x._local_value().numpy().tolist() for x, _ in held] == [
+        ROWS[:8].tolist(),
+        ROWS[8:16].tolist(),
+    ]
     del noise
 
 
@@ -176,7 +207,9 @@ def test_memory_that_a_dropped_loader_has_left_is_given_up_once_it_is_copied():
     assert len(device._left) <= 1
 
 
-def test_a_forked_child_that_drops_a_loader_does_not_wait_for_its_parents_device(plugin):
+def test_a_forked_child_that_drops_a_loader_does_not_wait_for_its_parents_device(
+    plugin,
+):
     batches = iter(KINDS["plain"]())
     plugin.standin_close(COMPUTE)
     try:
@@ -219,7 +252,9 @@ def test_rows_that_are_scattered_are_taken_without_an_index_that_is_copied(monke
     """A copy of an array to a GPU, as paddle.to_tensor makes it, waits for all that is queued there."""
     dataloader, two = given(), dist.ProcessMesh([0, 1], dim_names=["dp"])
     dataloader.batch_sampler._acc_steps = 2
-    batches = iter(paddle_shard.shard_dataloader(dataloader, [two, two], shard_dims=["dp", None]))
+    batches = iter(
+        paddle_shard.shard_dataloader(dataloader, [two, two], shard_dims=["dp", None])
+    )
     monkeypatch.setattr(paddle, "to_tensor", None)
     rows, indices = (leaf._local_value() for leaf in next(batches))
 
@@ -236,7 +271,9 @@ def test_a_copy_leaves_the_current_place_as_it_is(monkeypatch):
         return current_stream(*place)
 
     monkeypatch.setattr(paddle.device, "current_stream", stream)
-    batches = iter(loader_of(given(places=[paddle.CustomPlace("standin", 1)]), prefetch=0))
+    batches = iter(
+        loader_of(given(places=[paddle.CustomPlace("standin", 1)]), prefetch=0)
+    )
     next(batches)
 
     assert seen == ["standin:0"]
@@ -254,14 +291,18 @@ def test_a_place_may_be_that_of_a_tensor(plugin):
     plugin.standin_open()
 
     assert held == 2, "host memory is given up that was not copied yet"
-    assert [(str(one.place), one.numpy().tolist()) for (one,) in made] == [(str(other), [0, 1, 2])] * 2
+    assert [(str(one.place), one.numpy().tolist()) for (one,) in made] == [
+        (str(other), [0, 1, 2])
+    ] * 2
 
 
 def test_samples_that_are_device_tensors_are_stacked_on_the_device(monkeypatch):
     """Operators run by fallback here, with copies of their own, so the copies say nothing."""
     stacked = []
     stack = paddle.stack
-    monkeypatch.setattr(paddle, "stack", lambda tensors: stacked.append(len(tensors)) or stack(tensors))
+    monkeypatch.setattr(
+        paddle, "stack", lambda tensors: stacked.append(len(tensors)) or stack(tensors)
+    )
 
     rows = [x._local_value() for x, _ in loader_of(given(DeviceTensors()))]
 
@@ -292,7 +333,10 @@ def test_next_does_not_wait_for_what_the_device_has_to_compute(way, plugin):
         time.sleep(SETTLE)  # what was asked for is copied
         plugin.standin_close(COMPUTE)
         found = []
-        waiting = threading.Thread(target=lambda batches=batches, found=found: found.append(next(batches)), daemon=True)
+        waiting = threading.Thread(
+            target=lambda batches=batches, found=found: found.append(next(batches)),
+            daemon=True,
+        )
         try:
             waiting.start()
             waiting.join(HANG)

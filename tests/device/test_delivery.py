@@ -25,7 +25,11 @@ class Data(paddle.io.Dataset):
 
 class Nested(Data):
     def __getitem__(self, index):
-        return {"x": ROWS[index], "more": {"y": index, "z": [ROWS[index, :2]]}, "name": f"sample {index}"}
+        return {
+            "x": ROWS[index],
+            "more": {"y": index, "z": [ROWS[index, :2]]},
+            "name": f"sample {index}",
+        }
 
 
 class HostTensors(Data):
@@ -94,16 +98,29 @@ KINDS = {
     "nested": lambda **how: (given(Nested(), **how), {}),
     "host tensors": lambda **how: (given(HostTensors(), **how), {}),
     "collated host tensors": lambda **how: (given(collate_fn=host_tensors, **how), {}),
-    "collated foreign tensors": lambda **how: (given(collate_fn=foreign_tensors, **how), {}),
-    "collated foreign tensors, workers": lambda **how: (given(collate_fn=foreign_tensors, num_workers=2, **how), {}),
+    "collated foreign tensors": lambda **how: (
+        given(collate_fn=foreign_tensors, **how),
+        {},
+    ),
+    "collated foreign tensors, workers": lambda **how: (
+        given(collate_fn=foreign_tensors, num_workers=2, **how),
+        {},
+    ),
     "random": lambda **how: (given(Drawing(), **how), {}),
     "at once": lambda **how: (given(AtOnce(), **how), {}),
     "fill": lambda **how: (given(**how), {"tail": "fill"}),
     "verify": lambda **how: (given(**how), {"verify": 1}),
     "stream": lambda **how: (given(Stream.of(samples), **how), {}),
-    "stream, workers": lambda **how: (given(Stream.of(samples), num_workers=2, **how), {}),
+    "stream, workers": lambda **how: (
+        given(Stream.of(samples), num_workers=2, **how),
+        {},
+    ),
     "whole batches": lambda **how: (
-        paddle.io.DataLoader(Stream.of(lambda: (ROWS[i : i + 4] for i in range(0, 40, 4))), batch_size=None, **how),
+        paddle.io.DataLoader(
+            Stream.of(lambda: (ROWS[i : i + 4] for i in range(0, 40, 4))),
+            batch_size=None,
+            **how,
+        ),
         {},
     ),
 }
@@ -118,7 +135,11 @@ def leaves(value):
 
 
 def shown(leaf):
-    return leaf._local_value().numpy().tolist() if isinstance(leaf, paddle.Tensor) else leaf
+    return (
+        leaf._local_value().numpy().tolist()
+        if isinstance(leaf, paddle.Tensor)
+        else leaf
+    )
 
 
 def passes(kind, places):
@@ -131,7 +152,13 @@ def passes(kind, places):
 def test_every_kind_of_batch_is_on_the_device_with_the_bytes_of_the_cpu(kind):
     on_device, on_cpu = passes(kind, [PLACE]), passes(kind, [CPU])
 
-    tensors = [t for batches in on_device for batch in batches for t in batch if isinstance(t, paddle.Tensor)]
+    tensors = [
+        t
+        for batches in on_device
+        for batch in batches
+        for t in batch
+        if isinstance(t, paddle.Tensor)
+    ]
     assert {str(tensor.place) for tensor in tensors} == {str(PLACE)}
     assert [[list(map(shown, batch)) for batch in one] for one in on_device] == [
         [list(map(shown, batch)) for batch in one] for one in on_cpu
@@ -150,16 +177,24 @@ def with_views():
 def views(samples):
     """Tensors in host memory whose numbers do not lie in it in order, or begin in the middle."""
     rows = paddle.to_tensor(np.stack([x for x, _ in samples]), place=CPU)
-    found = [rows.reshape([-1, 2, 4]).transpose([0, 2, 1]), rows[:, 2:6], paddle.concat([rows[:1], rows])[1:]]
+    found = [
+        rows.reshape([-1, 2, 4]).transpose([0, 2, 1]),
+        rows[:, 2:6],
+        paddle.concat([rows[:1], rows])[1:],
+    ]
     assert [one.is_contiguous() for one in found] == [False, False, True]
     return found
 
 
 @pytest.mark.parametrize("options", [{}, {"prefetch": 0}, {"prefetch": 2}], ids=str)
 def test_views_of_tensors_in_host_memory_come_with_their_numbers(options, with_views):
-    loader = paddle_shard.shard_dataloader(given(collate_fn=views, places=[PLACE]), MESH, shard_dims="dp", **options)
+    loader = paddle_shard.shard_dataloader(
+        given(collate_fn=views, places=[PLACE]), MESH, shard_dims="dp", **options
+    )
 
-    turned, cut, late = (np.concatenate(found) for found in zip(*map(arrays, loader), strict=True))
+    turned, cut, late = (
+        np.concatenate(found) for found in zip(*map(arrays, loader), strict=True)
+    )
 
     assert turned.tolist() == ROWS.reshape(-1, 2, 4).transpose(0, 2, 1).tolist()
     assert cut.tolist() == ROWS[:, 2:6].tolist()
@@ -172,24 +207,35 @@ def arrays(batch):
 
 def nothing_in_a_row(samples):
     empty = np.empty([len(samples), 0], "float32")
-    return [np.stack([x for x, _ in samples]), empty, paddle.to_tensor(empty, place=CPU), Foreign(empty)]
+    return [
+        np.stack([x for x, _ in samples]),
+        empty,
+        paddle.to_tensor(empty, place=CPU),
+        Foreign(empty),
+    ]
 
 
 @pytest.mark.parametrize("options", [{}, {"prefetch": 0}], ids=str)
 def test_what_is_empty_is_where_the_batch_is(options, with_views):
     given_ = given(collate_fn=nothing_in_a_row, places=[PLACE])
-    for batch in paddle_shard.shard_dataloader(given_, MESH, shard_dims="dp", **options):
+    for batch in paddle_shard.shard_dataloader(
+        given_, MESH, shard_dims="dp", **options
+    ):
         assert [str(leaf.place) for leaf in batch] == [str(PLACE)] * 4
         assert [leaf.shape for leaf in batch[1:]] == [[len(batch[0]), 0]] * 3
 
 
 def test_what_a_collate_function_makes_on_the_device_stays_there():
-    loader = paddle_shard.shard_dataloader(given(collate_fn=device_tensors), MESH, shard_dims="dp")
+    loader = paddle_shard.shard_dataloader(
+        given(collate_fn=device_tensors), MESH, shard_dims="dp"
+    )
 
     batches = list(loader)
 
     assert {str(leaf.place) for batch in batches for leaf in batch} == {str(PLACE)}
-    assert [i for batch in batches for i in batch[1]._local_value().numpy().tolist()] == list(range(45))
+    assert [
+        i for batch in batches for i in batch[1]._local_value().numpy().tolist()
+    ] == list(range(45))
 
 
 def test_a_batch_that_the_user_holds_keeps_its_numbers():
@@ -197,14 +243,20 @@ def test_a_batch_that_the_user_holds_keeps_its_numbers():
 
     held = list(loader)  # all at once, while later batches are copied
 
-    assert np.concatenate([x._local_value().numpy() for x, _ in held]).tolist() == ROWS.tolist()
+    assert (
+        np.concatenate([x._local_value().numpy() for x, _ in held]).tolist()
+        == ROWS.tolist()
+    )
 
 
 class OneMemory(Data):
     """Gives the same array and the same tensor in host memory for every batch."""
 
     def __init__(self):
-        self.array, self.tensor = np.zeros([8, 8], "float32"), paddle.to_tensor(np.zeros([8, 8], "float32"), place=CPU)
+        self.array, self.tensor = (
+            np.zeros([8, 8], "float32"),
+            paddle.to_tensor(np.zeros([8, 8], "float32"), place=CPU),
+        )
 
     def __getitems__(self, indices):
         self.array[: len(indices)] = ROWS[indices]
@@ -214,16 +266,23 @@ class OneMemory(Data):
 
 @pytest.mark.parametrize("options", [{}, {"prefetch": 0}, {"prefetch": 2}], ids=str)
 def test_a_data_set_may_use_its_memory_again_for_the_next_batch(options):
-    loader = paddle_shard.shard_dataloader(given(OneMemory(), places=[PLACE]), MESH, shard_dims="dp", **options)
+    loader = paddle_shard.shard_dataloader(
+        given(OneMemory(), places=[PLACE]), MESH, shard_dims="dp", **options
+    )
     found = [arrays(batch) for _ in range(5) for batch in loader]
 
     for field in range(2):
-        assert np.concatenate([batch[field] for batch in found]).tolist() == ROWS.tolist() * 5
+        assert (
+            np.concatenate([batch[field] for batch in found]).tolist()
+            == ROWS.tolist() * 5
+        )
 
 
 @needs_two
 def test_valid_is_where_the_batch_is_and_counts_its_rows():
-    loader = paddle_shard.shard_dataloader(given(places=[PLACE]), MESH, shard_dims="dp", tail="fill")
+    loader = paddle_shard.shard_dataloader(
+        given(places=[PLACE]), MESH, shard_dims="dp", tail="fill"
+    )
     paddle.set_device(OTHER)  # after the DataLoader was made
     try:
         batches = iter(loader)

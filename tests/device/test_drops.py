@@ -52,7 +52,9 @@ print("dropped", times)
 def test_dropped_loaders_neither_hang_nor_crash(kind):
     times = os.environ.get("DROPS", "300")
     command = [sys.executable, "-c", CODE, times, kind]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=600, check=False
+    )
 
     assert done.returncode == 0, done.stderr[-3000:]
     assert f"dropped {times}" in done.stdout

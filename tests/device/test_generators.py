@@ -22,7 +22,9 @@ class Draws(paddle.io.Dataset):
     """Samples that draw from numpy's, Python's and Paddle's generators."""
 
     def __getitem__(self, index):
-        return np.concatenate([[index, np.random.rand(), random.random()], paddle.rand([2]).numpy()])
+        return np.concatenate(
+            [[index, np.random.rand(), random.random()], paddle.rand([2]).numpy()]
+        )
 
     def __len__(self):
         return 24
@@ -42,10 +44,17 @@ def rows(device, workers):
     paddle.set_device(device)
     try:
         dataset = Draws()
-        given = paddle.io.DataLoader(dataset, batch_size=8, num_workers=workers, shuffle=True)
+        given = paddle.io.DataLoader(
+            dataset, batch_size=8, num_workers=workers, shuffle=True
+        )
         loader = loader_of(given)
         before = generators()
-        found = [row for _ in range(2) for batch in loader for row in batch._local_value().numpy().tolist()]
+        found = [
+            row
+            for _ in range(2)
+            for batch in loader
+            for row in batch._local_value().numpy().tolist()
+        ]
         assert generators() == before
         return found
     finally:
@@ -66,11 +75,15 @@ def test_samples_draw_the_same_and_leave_the_users_generators_alone(device, work
 def order(device):
     paddle.set_device(device)
     try:
-        sampler = paddle.io.BatchSampler(sampler=paddle.io.SubsetRandomSampler(list(range(24))), batch_size=8)
+        sampler = paddle.io.BatchSampler(
+            sampler=paddle.io.SubsetRandomSampler(list(range(24))), batch_size=8
+        )
         before = generators()
         batches = list(loader_of(paddle.io.DataLoader(Draws(), batch_sampler=sampler)))
         assert generators() == before
-        return [int(row[0]) for batch in batches for row in batch._local_value().numpy()]
+        return [
+            int(row[0]) for batch in batches for row in batch._local_value().numpy()
+        ]
     finally:
         paddle.set_device(DEVICE)
 
@@ -92,7 +105,12 @@ class Places(paddle.io.Dataset):
 
     def __getitem__(self, index):
         time.sleep(0.0005)
-        self.seen.append((paddle.device.get_device(), threading.current_thread() is threading.main_thread()))
+        self.seen.append(
+            (
+                paddle.device.get_device(),
+                threading.current_thread() is threading.main_thread(),
+            )
+        )
         return paddle.to_tensor([float(index)]) if self.tensors else index
 
     def __len__(self):
@@ -104,9 +122,14 @@ def test_samples_are_read_on_the_cpu_and_the_users_device_stays():
     for _ in loader_of(paddle.io.DataLoader(data, batch_size=4)):
         assert paddle.device.get_device() == DEVICE
 
-    places = {on_main: {place for place, main in data.seen if main == on_main} for on_main in (True, False)}
+    places = {
+        on_main: {place for place, main in data.seen if main == on_main}
+        for on_main in (True, False)
+    }
     assert places[True] == {"cpu"}
-    assert places[False] == {DEVICE}  # the place of all threads: another would be the training loop's, too
+    assert places[False] == {
+        DEVICE
+    }  # the place of all threads: another would be the training loop's, too
 
 
 @needs_two

@@ -56,7 +56,10 @@ def test_how_fast_is_a_copy(work):
     """Pinned memory should be copied two to four times as fast; on the stand-in there is none."""
     array, found = np.zeros(SIZE // 4, "float32"), {}
     for kind in ("pageable", "pinned") if ON_GPU else ("pageable",):
-        tensor = paddle.to_tensor(array, place=paddle.CUDAPinnedPlace() if kind == "pinned" else paddle.CPUPlace())
+        tensor = paddle.to_tensor(
+            array,
+            place=paddle.CUDAPinnedPlace() if kind == "pinned" else paddle.CPUPlace(),
+        )
         times = []
         for _ in range(10):
             work.wait()
@@ -65,7 +68,10 @@ def test_how_fast_is_a_copy(work):
             work.wait()
             times.append(time.perf_counter() - began)
         found[kind] = SIZE / min(times) / 1e9
-    print("\ncopies to the device, GB/s:", ", ".join(f"{kind} {rate:.1f}" for kind, rate in found.items()))
+    print(
+        "\ncopies to the device, GB/s:",
+        ", ".join(f"{kind} {rate:.1f}" for kind, rate in found.items()),
+    )
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -73,15 +79,24 @@ def test_next_does_not_wait_for_what_the_device_has_to_compute(way, work):
     assert_quick(way, iter(loader_of(way)), work)
 
 
-@pytest.mark.skipif(not ON_GPU, reason="on the stand-in an operator is run on the CPU, which waits")
+@pytest.mark.skipif(
+    not ON_GPU, reason="on the stand-in an operator is run on the CPU, which waits"
+)
 def test_next_does_not_wait_where_rows_are_scattered_or_fields_are_empty(work):
     def collate(samples):
         rows, indices = zip(*samples, strict=True)
         return [np.stack(rows), np.array(indices), np.empty([len(rows), 0], "float32")]
 
-    dataloader = paddle.io.DataLoader(Data(), batch_size=ROWS, places=place(), collate_fn=collate)
-    dataloader.batch_sampler._acc_steps, two = 2, dist.ProcessMesh([0, 1], dim_names=["dp"])
-    loader = paddle_shard.shard_dataloader(dataloader, [two] * 3, shard_dims=["dp", None, None])
+    dataloader = paddle.io.DataLoader(
+        Data(), batch_size=ROWS, places=place(), collate_fn=collate
+    )
+    dataloader.batch_sampler._acc_steps, two = (
+        2,
+        dist.ProcessMesh([0, 1], dim_names=["dp"]),
+    )
+    loader = paddle_shard.shard_dataloader(
+        dataloader, [two] * 3, shard_dims=["dp", None, None]
+    )
     assert_quick("scattered rows, an empty field", iter(loader), work)
 
 
@@ -94,7 +109,9 @@ def assert_quick(way, batches, work, busy=2.0):
     began = time.perf_counter()
     next(batches)
     took = time.perf_counter() - began
-    print(f"\n{way}: next() took {took * 1000:.1f} ms, with {busy * 1000:.0f} ms of work queued")
+    print(
+        f"\n{way}: next() took {took * 1000:.1f} ms, with {busy * 1000:.0f} ms of work queued"
+    )
     work.wait()
 
     assert took < busy / 4
@@ -133,9 +150,17 @@ print("this library", used())
 @pytest.mark.skipif(not ON_GPU or COUNT < 2, reason="needs two GPUs")
 def test_a_rank_takes_memory_of_its_own_gpu_only():
     """A context on another GPU takes some 500 MB there, and so do those of all ranks on the first GPU."""
-    done = subprocess.run([sys.executable, "-c", CONTEXTS], capture_output=True, text=True, timeout=HANG, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", CONTEXTS],
+        capture_output=True,
+        text=True,
+        timeout=HANG,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
-    print("\nGPUs that a process of gpu:1 uses:", "; ".join(done.stdout.splitlines()[-3:]))
+    print(
+        "\nGPUs that a process of gpu:1 uses:", "; ".join(done.stdout.splitlines()[-3:])
+    )
     _, paddles, ours = (line.split("[")[1] for line in done.stdout.splitlines()[-3:])
 
     assert ours == paddles
@@ -153,7 +178,9 @@ def test_batches_hold_their_numbers_while_the_device_computes(way, work):
             held.append((local, index._local_value()))
     last = Data().steps[-1]
 
-    firsts, lasts = (np.concatenate([pair[at].numpy() for pair in sums]) for at in (0, 1))
+    firsts, lasts = (
+        np.concatenate([pair[at].numpy() for pair in sums]) for at in (0, 1)
+    )
     assert firsts.tolist() == list(range(len(Data())))
     assert lasts.tolist() == [row + last for row in range(len(Data()))]
     for rows, index in held:
@@ -165,7 +192,10 @@ def test_a_step_takes_its_work_and_its_copy(work):
     busy, took = 0.02, {}
     given = paddle.io.DataLoader(Data(), batch_size=ROWS, places=place())
     loops = {"no data": lambda: [None] * STEPS, "Paddle's own loader": lambda: given}
-    loops |= {way: lambda way=way: loader_of(way) for way in ("default", "2 workers", "prefetch=0")}
+    loops |= {
+        way: lambda way=way: loader_of(way)
+        for way in ("default", "2 workers", "prefetch=0")
+    }
     for way, loop in loops.items():
         times = []
         for _ in range(2):
@@ -178,4 +208,6 @@ def test_a_step_takes_its_work_and_its_copy(work):
             times.append((time.perf_counter() - ends[3]) * 1000 / (len(ends) - 4))
         took[way] = statistics.median(times)
     shown = ", ".join(f"{way} {ms:.1f}" for way, ms in took.items())
-    print(f"\nms a step of {busy * 1000:.0f} ms of work, batches of {SIZE >> 20} MB: {shown}")
+    print(
+        f"\nms a step of {busy * 1000:.0f} ms of work, batches of {SIZE >> 20} MB: {shown}"
+    )

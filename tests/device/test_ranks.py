@@ -22,7 +22,9 @@ def jobs(tmp_path_factory):
         if device == "cpu":
             environment |= {"CUSTOM_DEVICE_ROOT": "", "PADDLE_DISTRI_BACKEND": "gloo"}
         folder = tmp_path_factory.mktemp(device)
-        return launch_ranks(HERE / "ranks_worker.py", 2, folder, env=environment, timeout=2 * HANG)
+        return launch_ranks(
+            HERE / "ranks_worker.py", 2, folder, env=environment, timeout=2 * HANG
+        )
 
     return {device: run(device) for device in (NAME, "cpu")}
 
@@ -31,10 +33,14 @@ def jobs(tmp_path_factory):
 @needs_two
 @pytest.mark.parametrize("case", CASES)
 def test_rows_and_losses_are_those_of_the_cpu(jobs, case):
-    for rank, (on_device, on_cpu) in enumerate(zip(jobs[NAME], jobs["cpu"], strict=True)):
+    for rank, (on_device, on_cpu) in enumerate(
+        zip(jobs[NAME], jobs["cpu"], strict=True)
+    ):
         assert on_device[case]["places"] == [f"Place({NAME}:{rank})"]
         assert on_device[case]["rows"] == on_cpu[case]["rows"]
-        assert on_device[case]["losses"] == pytest.approx(on_cpu[case]["losses"], abs=1e-4)
+        assert on_device[case]["losses"] == pytest.approx(
+            on_cpu[case]["losses"], abs=1e-4
+        )
 
 
 def test_what_is_compared_is_what_was_read_and_nothing_is_copied_back(jobs):
@@ -44,7 +50,16 @@ def test_what_is_compared_is_what_was_read_and_nothing_is_copied_back(jobs):
 def test_nothing_of_ours_touches_device_memory_from_the_host(tmp_path):
     """Delivery alone: Paddle's own `clear_grad` writes to device memory from the host."""
     environment = os.environ | {"STANDIN_GUARD": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.device.on_standin", "-p", "no:cacheprovider"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "tests.device.on_standin",
+        "-p",
+        "no:cacheprovider",
+    ]
     files = [str(HERE / name) for name in ("test_delivery.py", "test_copies.py")]
 
     done = subprocess.run(

@@ -56,7 +56,10 @@ def write_tars(folder):
             for number in range(20):
                 picture = io.BytesIO()
                 Image.new("RGB", (4, 4), (shard, number, 0)).save(picture, "PNG")
-                for suffix, content in (("png", picture.getvalue()), ("cls", str(number % 4).encode())):
+                for suffix, content in (
+                    ("png", picture.getvalue()),
+                    ("cls", str(number % 4).encode()),
+                ):
                     member = tarfile.TarInfo(f"{shard:03d}{number:03d}.{suffix}")
                     member.size = len(content)
                     tar.addfile(member, io.BytesIO(content))
@@ -78,16 +81,26 @@ def taken_for_granted(ranks):
         "paddle_shard": paddle_shard,
         "mesh": mesh,
         "dataset": Rows(),
-        "loader": paddle_shard.shard_dataloader(paddle.io.DataLoader(Rows(), batch_size=16), mesh, shard_dims="dp"),
-        "model": type("Model", (), {"__call__": lambda self, x: x @ weight, "state_dict": lambda self: {}})(),
+        "loader": paddle_shard.shard_dataloader(
+            paddle.io.DataLoader(Rows(), batch_size=16), mesh, shard_dims="dp"
+        ),
+        "model": type(
+            "Model",
+            (),
+            {"__call__": lambda self, x: x @ weight, "state_dict": lambda self: {}},
+        )(),
         "optimizer": paddle.optimizer.SGD(parameters=[weight]),
         "texts": Texts(),
         "language_model": lambda ids: (
-            paddle.nn.functional.one_hot(ids, 64) @ dist.shard_tensor(paddle.ones([64, 64]), mesh, [dist.Replicate()])
+            paddle.nn.functional.one_hot(ids, 64)
+            @ dist.shard_tensor(paddle.ones([64, 64]), mesh, [dist.Replicate()])
         ),
         "texts_of_8": Sequences(),
         "tokenized": Tokenized(),
-        **{name: Rows(length) for name, length in (("web", 100), ("code", 40), ("chat", 9), ("books", 7))},
+        **{
+            name: Rows(length)
+            for name, length in (("web", 100), ("code", 40), ("chat", 9), ("books", 7))
+        },
         "more_web": Rows(130),
         **{name: tokens() for name in ("documents", "web_texts", "code_texts")},
         "files": [str(text_file)],
@@ -112,7 +125,10 @@ def main(page, folder):
     blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     with contextlib.redirect_stdout(printed):
         for number, block in enumerate(blocks):
-            exec(compile(block, f"{Path(page).name}, Python block {number + 1}", "exec"), names)
+            exec(
+                compile(block, f"{Path(page).name}, Python block {number + 1}", "exec"),
+                names,
+            )
     report({"blocks": len(blocks), "printed": printed.getvalue()})
 
 

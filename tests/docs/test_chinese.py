@@ -20,12 +20,18 @@ def blocks(page):
 
 def codes(text):
     """The code in a text. In batches(rows) the words are of either language."""
-    return sorted(code for code in re.findall(r"`([^`]+)`", text) if "batch(" not in code)
+    return sorted(
+        code for code in re.findall(r"`([^`]+)`", text) if "batch(" not in code
+    )
 
 
 def rows(page):
     """Of each line of a table: the code in its first column, and the number of columns."""
-    lines = [line.strip("| ") for line in without_blocks(page.read_text()).splitlines() if line.startswith("|")]
+    lines = [
+        line.strip("| ")
+        for line in without_blocks(page.read_text()).splitlines()
+        if line.startswith("|")
+    ]
     return [(codes(line.split(" | ")[0]), line.count(" | ")) for line in lines]
 
 
@@ -33,7 +39,10 @@ def targets(page):
     """The files of the repository and the addresses that a page links to; a page in Chinese is its English one."""
     found = re.findall(r"\]\(([^)#]+)[^)]*\)", without_blocks(page.read_text()))
     paths = [one if "://" in one else (page.parent / one).resolve() for one in found]
-    return sorted(str(english(one) if isinstance(one, Path) and one in PAGES else one) for one in paths)
+    return sorted(
+        str(english(one) if isinstance(one, Path) and one in PAGES else one)
+        for one in paths
+    )
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -45,12 +54,18 @@ def test_a_page_in_chinese_says_what_the_english_one_says(page):
     assert codes(without_blocks(one)) == codes(without_blocks(two))
     # Each links to the other, in its second line.
     paths = {english(page).resolve(), page}
-    assert {(page.parent / re.findall(r"\]\((.*?)\)", one)[0]).resolve()} == {english(page)}
-    assert {(english(page).parent / re.findall(r"\]\((.*?)\)", two)[0]).resolve()} == {page}
+    assert {(page.parent / re.findall(r"\]\((.*?)\)", one)[0]).resolve()} == {
+        english(page)
+    }
+    assert {(english(page).parent / re.findall(r"\]\((.*?)\)", two)[0]).resolve()} == {
+        page
+    }
     assert [one for one in targets(page) if one not in map(str, paths)] == [
         one for one in targets(english(page)) if one not in map(str, paths)
     ]
 
 
 def test_the_pages_that_a_newcomer_needs_are_there():
-    assert {"checkpoint.md", "from_paddle.md", "trainers.md", "troubleshooting.md"} <= {page.name for page in PAGES}
+    assert {"checkpoint.md", "from_paddle.md", "trainers.md", "troubleshooting.md"} <= {
+        page.name for page in PAGES
+    }

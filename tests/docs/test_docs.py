@@ -14,13 +14,35 @@ from tests.jobs import run_ranks
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-ALL = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "demos/README.md", ROOT / "launch/README.md"]
-OTHERS = {"resampled", "pin_memory", "use_buffer_reader", "persistent_workers", "nranks", "local_rank"}
+ALL = [
+    *PAGES,
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "demos/README.md",
+    ROOT / "launch/README.md",
+]
+OTHERS = {
+    "resampled",
+    "pin_memory",
+    "use_buffer_reader",
+    "persistent_workers",
+    "nranks",
+    "local_rank",
+}
 """Options of other libraries."""
-RANKS = {"README.md": 4, "evaluation.md": 2, "lengths.md": 4, "checkpoint.md": 2, "elastic.md": 2, "failures.md": 2}
+RANKS = {
+    "README.md": 4,
+    "evaluation.md": 2,
+    "lengths.md": 4,
+    "checkpoint.md": 2,
+    "elastic.md": 2,
+    "failures.md": 2,
+}
 RANKS |= {"from_paddle.md": 2, "migration.md": 2}
 """Of the pages whose meshes have several."""
-EXTRAS = {"streams.md": ["PIL"], "migration.md": ["PIL", "webdataset", "datasets", "grain"]}
+EXTRAS = {
+    "streams.md": ["PIL"],
+    "migration.md": ["PIL", "webdataset", "datasets", "grain"],
+}
 
 
 def name_of(page):
@@ -33,13 +55,18 @@ def without_blocks(text):
 
 def code_in(page):
     text = without_blocks(page.read_text())
-    if page.name in ("from_paddle.md", "migration.md"):  # test_migration.py runs what is this library's in their tables
+    if page.name in (
+        "from_paddle.md",
+        "migration.md",
+    ):  # test_migration.py runs what is this library's in their tables
         text = re.sub(r"^\|.*\n", "", text, flags=re.MULTILINE)
     return re.findall(r"`([^`\n]+)`", text)
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("page", [page for page in PAGES if "```python" in page.read_text()], ids=name_of)
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if "```python" in page.read_text()], ids=name_of
+)
 def test_the_python_of_a_page_runs(page, tmp_path):
     for extra in EXTRAS.get(page.name, ()):
         pytest.importorskip(extra)
@@ -47,17 +74,23 @@ def test_the_python_of_a_page_runs(page, tmp_path):
     worker = Path(__file__).with_name("page_worker.py")
     ranks = RANKS.get(page.name, 1)
 
-    reports = run_ranks(worker, ranks, tmp_path / "run", args=[page, tmp_path / "work"], timeout=HANG)
+    reports = run_ranks(
+        worker, ranks, tmp_path / "run", args=[page, tmp_path / "work"], timeout=HANG
+    )
 
     assert all(report["blocks"] for report in reports)
     for promised in re.findall(r"prints `([^`]+)`", page.read_text()):
-        assert all(promised in report["printed"] for report in reports), reports[0]["printed"]
+        assert all(promised in report["printed"] for report in reports), reports[0][
+            "printed"
+        ]
 
 
 def test_scripts_of_other_libraries_are_python():
     """They stand beside those that replace them, in blocks of `py`, and do not run: their libraries are not here."""
     for page in (ROOT / "docs/from_paddle.md", ROOT / "docs/migration.md"):
-        blocks = re.findall(r"^```py\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+        blocks = re.findall(
+            r"^```py\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL
+        )
         assert blocks
         for block in blocks:
             compile(block, str(page), "exec")
@@ -67,7 +100,11 @@ def test_scripts_of_other_libraries_are_python():
 def test_files_that_a_page_links_to_exist(page):
     links = re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text())
 
-    assert [link for link in links if "://" not in link and not (page.parent / link).exists()] == []
+    assert [
+        link
+        for link in links
+        if "://" not in link and not (page.parent / link).exists()
+    ] == []
 
 
 @pytest.mark.parametrize("page", ALL, ids=name_of)
@@ -102,7 +139,11 @@ def test_options_that_a_page_mentions_exist(page):
         "splits_itself",
         "num_workers",
     }
-    known |= {"model", "optimizer", "data"}  # what Checkpoints saves is named by the user
+    known |= {
+        "model",
+        "optimizer",
+        "data",
+    }  # what Checkpoints saves is named by the user
     known |= {
         "batch_sampler",
         "batch_size",
@@ -115,25 +156,47 @@ def test_options_that_a_page_mentions_exist(page):
         "num_ranks",
         "collate_fn",
     }
-    classes = paddle_shard.Mixture, paddle_shard.Packed, paddle_shard.BucketBatchSampler, paddle_shard.SequenceSplit
+    classes = (
+        paddle_shard.Mixture,
+        paddle_shard.Packed,
+        paddle_shard.BucketBatchSampler,
+        paddle_shard.SequenceSplit,
+    )
     classes = *classes, paddle_shard.Checkpoints, paddle_shard.TrainerCallback
     classes += paddle_shard.ExternalLoader, paddle_shard.RayReaders
-    for takes in (paddle_shard.shard_dataloader, paddle_shard.patch_paddle, serve_metrics, *classes):
+    for takes in (
+        paddle_shard.shard_dataloader,
+        paddle_shard.patch_paddle,
+        serve_metrics,
+        *classes,
+    ):
         known |= set(inspect.signature(takes).parameters)
-    mentioned = {name for code in code_in(page) for name in re.findall(r"(?<![\w.\-/])([a-z]\w*)=", code)}
+    mentioned = {
+        name
+        for code in code_in(page)
+        for name in re.findall(r"(?<![\w.\-/])([a-z]\w*)=", code)
+    }
 
     assert mentioned - known - OTHERS == set()
 
 
 @pytest.mark.parametrize("page", ALL, ids=name_of)
 def test_targets_of_make_that_a_page_mentions_exist(page):
-    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    mentioned = [target for code in code_in(page) for target in re.findall(r"^make ([a-z-]+)", code)]
+    targets = set(
+        re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    )
+    mentioned = [
+        target
+        for code in code_in(page)
+        for target in re.findall(r"^make ([a-z-]+)", code)
+    ]
 
     assert set(mentioned) <= targets
 
 
-@pytest.mark.parametrize(("page", "fewest"), [("differences.md", 25), ("guarantees.md", 15)])
+@pytest.mark.parametrize(
+    ("page", "fewest"), [("differences.md", 25), ("guarantees.md", 15)]
+)
 def test_tests_that_a_page_names_exist(page, fewest):
     named = re.findall(r"`([^`]*test_[^`]*)`", (ROOT / "docs" / page).read_text())
     assert len(named) > fewest
@@ -146,7 +209,10 @@ def test_tests_that_a_page_names_exist(page, fewest):
             file, test = "loader/test_paddle_defects.py", f"def {test}("
         else:
             test = f"def {test}("
-        assert any(str(path).endswith(file) and test in source for path, source in sources.items()), code
+        assert any(
+            str(path).endswith(file) and test in source
+            for path, source in sources.items()
+        ), code
 
 
 def test_no_page_is_left_out_of_the_readme():
@@ -159,4 +225,6 @@ def test_make_knows_every_command_of_the_readme():
     makefile = (ROOT / "Makefile").read_text()
 
     for target in ("demo", "demos", "test", "quick"):
-        assert re.search(rf"^## {target}: ", makefile, re.MULTILINE), "`make help` shows these lines"
+        assert re.search(rf"^## {target}: ", makefile, re.MULTILINE), (
+            "`make help` shows these lines"
+        )

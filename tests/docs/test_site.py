@@ -27,27 +27,42 @@ def test_each_error_has_its_place_and_each_text_is_one_of_the_package():
     public = {
         name
         for name, one in inspect.getmembers(errors, inspect.isclass)
-        if issubclass(one, errors.PaddleShardError) and one is not errors.PaddleShardError
+        if issubclass(one, errors.PaddleShardError)
+        and one is not errors.PaddleShardError
     }
     assert public == set(re.findall(r"^## (\w+)$", page, re.MULTILINE))
     package, missing = texts(), []
     for first in re.findall(r"^\| (`.*?) \|", page, re.MULTILINE):
-        missing += [quoted for quoted in re.findall(r"`([^`]+)`", first) if quoted not in package]
+        missing += [
+            quoted
+            for quoted in re.findall(r"`([^`]+)`", first)
+            if quoted not in package
+        ]
     assert missing == []
 
 
 def test_each_public_name_is_in_the_reference():
-    found = re.findall(r"^::: paddle_shard\.(\w+)$", (ROOT / "docs/api.md").read_text(), re.MULTILINE)
+    found = re.findall(
+        r"^::: paddle_shard\.(\w+)$", (ROOT / "docs/api.md").read_text(), re.MULTILINE
+    )
     assert sorted(found) == sorted(set(paddle_shard.__all__) - {"__version__"})
 
 
 def test_each_page_is_in_the_navigation_once():
-    listed = re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
-    of_repository = re.findall(r'^    ".*?": "(.*?)",$', (ROOT / "docs/hooks.py").read_text(), re.MULTILINE)
-    there = [str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")]
+    listed = re.findall(
+        r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE
+    )
+    of_repository = re.findall(
+        r'^    ".*?": "(.*?)",$', (ROOT / "docs/hooks.py").read_text(), re.MULTILINE
+    )
+    there = [
+        str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")
+    ]
     assert sorted(listed) == sorted([*there, *of_repository])
 
 
 def test_words_of_the_glossary_are_in_order():
-    words = re.findall(r"^\| (\w.*?) \| ", (ROOT / "docs/glossary.md").read_text(), re.MULTILINE)[1:]
+    words = re.findall(
+        r"^\| (\w.*?) \| ", (ROOT / "docs/glossary.md").read_text(), re.MULTILINE
+    )[1:]
     assert words == sorted(words)

@@ -20,9 +20,17 @@ LENGTHS = st.lists(st.integers(0, 40), min_size=1, max_size=80)
 
 
 @settings(max_examples=trials(150))
-@given(lengths=LENGTHS, size=st.integers(1, 6), windows=st.integers(1, 4), seed=st.integers(0, 3), drop=st.booleans())
+@given(
+    lengths=LENGTHS,
+    size=st.integers(1, 6),
+    windows=st.integers(1, 4),
+    seed=st.integers(0, 3),
+    drop=st.booleans(),
+)
 def test_each_sample_is_drawn_once_with_its_like(lengths, size, windows, seed, drop):
-    sampler = BucketBatchSampler(lengths, size, window=size * windows, seed=seed, drop_last=drop)
+    sampler = BucketBatchSampler(
+        lengths, size, window=size * windows, seed=seed, drop_last=drop
+    )
     for epoch in range(2):
         assert sampler.epoch == epoch
         expected = len(sampler)
@@ -39,14 +47,23 @@ def test_each_sample_is_drawn_once_with_its_like(lengths, size, windows, seed, d
 
 
 @settings(max_examples=trials(150))
-@given(lengths=LENGTHS, tokens=st.integers(1, 100), multiple=st.integers(1, 4), window=st.integers(1, 60))
+@given(
+    lengths=LENGTHS,
+    tokens=st.integers(1, 100),
+    multiple=st.integers(1, 4),
+    window=st.integers(1, 60),
+)
 def test_a_batch_has_at_most_so_many_tokens(lengths, tokens, multiple, window):
-    sampler = BucketBatchSampler(lengths, max_tokens=tokens, multiple_of=multiple, window=window)
+    sampler = BucketBatchSampler(
+        lengths, max_tokens=tokens, multiple_of=multiple, window=window
+    )
     expected = len(sampler)
     batches = list(sampler)
 
     assert len(batches) == expected
-    assert sorted(index for batch in batches for index in batch) == list(range(len(lengths)))
+    assert sorted(index for batch in batches for index in batch) == list(
+        range(len(lengths))
+    )
     for batch in batches:
         longest = max(lengths[i] for i in batch)
         assert len(batch) * longest <= tokens or len(batch) <= multiple
@@ -77,7 +94,11 @@ def test_it_continues_at_any_batch_and_in_the_next_epoch(lengths, stop, by_token
     state, other = json.loads(json.dumps(one.state_dict())), made()
     other.load_state_dict(state)
 
-    assert before + (list(other) if len(before) < len(straight[0]) or stop == len(before) else []) == straight[0]
+    assert (
+        before
+        + (list(other) if len(before) < len(straight[0]) or stop == len(before) else [])
+        == straight[0]
+    )
 
 
 def test_a_copy_shares_the_lengths_and_not_the_position():
@@ -86,7 +107,10 @@ def test_a_copy_shares_the_lengths_and_not_the_position():
     next(iter(other))
 
     assert other._lengths is sampler._lengths
-    assert sampler.state_dict() == BucketBatchSampler(np.arange(100), 4, window=20).state_dict()
+    assert (
+        sampler.state_dict()
+        == BucketBatchSampler(np.arange(100), 4, window=20).state_dict()
+    )
 
 
 def test_a_run_is_resumed_on_another_mesh():
@@ -124,7 +148,10 @@ def test_a_run_is_resumed_on_another_mesh():
         ({}, "either batch_size or max_tokens"),
         ({"batch_size": 0}, "batch_size must be an int >= 1"),
         ({"max_tokens": 2.5}, "max_tokens must be an int >= 1"),
-        ({"batch_size": 3, "multiple_of": 2}, "batch_size=3 must be a multiple of multiple_of=2"),
+        (
+            {"batch_size": 3, "multiple_of": 2},
+            "batch_size=3 must be a multiple of multiple_of=2",
+        ),
         ({"batch_size": 1, "lengths": []}, "lengths must be an array of ints"),
         ({"batch_size": 1, "lengths": [1.5]}, "lengths must be an array of ints"),
         ({"batch_size": 1, "lengths": [-1, 2]}, "lengths must be 0 or more, got -1"),
@@ -135,29 +162,48 @@ def test_bad_arguments_are_named(options, says):
         BucketBatchSampler(options.pop("lengths", [1, 2]), **options)
 
 
-@pytest.mark.parametrize("state", [None, {}, {"version": 2, "epoch": 0, "window": 0, "batch": 0}, {"epoch": 1}])
+@pytest.mark.parametrize(
+    "state",
+    [None, {}, {"version": 2, "epoch": 0, "window": 0, "batch": 0}, {"epoch": 1}],
+)
 def test_a_state_of_something_else_is_refused(state):
     with pytest.raises(StateError, match="BucketBatchSampler.state_dict"):
         BucketBatchSampler([1], 1).load_state_dict(state)
 
 
 @pytest.mark.parametrize(
-    "size", [{"batch_size": 8}, {"max_tokens": 60, "multiple_of": 4}, {"max_tokens": 9, "multiple_of": 2}]
+    "size",
+    [
+        {"batch_size": 8},
+        {"max_tokens": 60, "multiple_of": 4},
+        {"max_tokens": 9, "multiple_of": 2},
+    ],
 )
 @pytest.mark.parametrize("number", [1, 39, 40, 41, 64, 101])
 @pytest.mark.parametrize("tail", ["pad", "fill", "drop"])
 def test_any_number_of_samples_is_served_on_two_data_ranks(size, number, tail):
     """Only the last batch of an epoch may need padding."""
     lengths = np.random.default_rng(number).integers(1, 20, number)
-    if (tail == "fill" and "batch_size" not in size) or (tail == "drop" and number == 1):
+    if (tail == "fill" and "batch_size" not in size) or (
+        tail == "drop" and number == 1
+    ):
         return
 
     def run():
         sampler = BucketBatchSampler(lengths, window=32, **size)
-        batches = iter(sharded(DataLoader(Made(length=number), batch_sampler=sampler), mesh([0, 1]), tail=tail))
+        batches = iter(
+            sharded(
+                DataLoader(Made(length=number), batch_sampler=sampler),
+                mesh([0, 1]),
+                tail=tail,
+            )
+        )
         found = []
         for batch in batches:
-            rows, real = batch._local_value().numpy(), batches.valid._local_value().numpy()
+            rows, real = (
+                batch._local_value().numpy(),
+                batches.valid._local_value().numpy(),
+            )
             found += rows[real].tolist()
         return found
 
@@ -182,7 +228,9 @@ def test_any_number_of_samples_is_served_on_two_data_ranks(size, number, tail):
 )
 def test_a_state_of_another_order_is_refused_with_both_values(change, says):
     def made(lengths=range(1, 47), batch_size=4, **settings):
-        return BucketBatchSampler(list(lengths), batch_size, **{"window": 16, **settings})
+        return BucketBatchSampler(
+            list(lengths), batch_size, **{"window": 16, **settings}
+        )
 
     sampler = made()
     next(iter(sampler))
@@ -194,5 +242,7 @@ def test_a_state_of_another_order_is_refused_with_both_values(change, says):
 @pytest.mark.parametrize("wrong", [Made(), iter([1, 2]), {1: 2}, "12"])
 def test_what_are_no_lengths_is_refused(wrong):
     """A data set without an end was read for ever."""
-    with pytest.raises((ArgumentError, ArgumentTypeError), match="lengths must be an array"):
+    with pytest.raises(
+        (ArgumentError, ArgumentTypeError), match="lengths must be an array"
+    ):
         BucketBatchSampler(wrong, 2)

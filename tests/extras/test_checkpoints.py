@@ -16,7 +16,12 @@ import pytest
 
 import paddle_shard
 from paddle_shard import Checkpoints
-from paddle_shard.errors import ArgumentError, CheckpointError, StateError, TakenOverError
+from paddle_shard.errors import (
+    ArgumentError,
+    CheckpointError,
+    StateError,
+    TakenOverError,
+)
 from paddle_shard.extras import checkpoints as module
 from paddle_shard.extras.checkpoint_parts import fill
 from tests.helpers import ONE, Made, local, sharded
@@ -37,16 +42,30 @@ class Parts:
         with paddle.utils.unique_name.guard():
             self.model = paddle.nn.Linear(2, 1)
             schedule = paddle.optimizer.lr.StepDecay(0.1, 3)
-            self.optimizer = paddle.optimizer.AdamW(parameters=self.model.parameters(), learning_rate=schedule)
-            self.loader = sharded(
-                paddle.io.DataLoader(Made(row), batch_size=batch_size, shuffle=True), ONE, tail="pad", seed=3
+            self.optimizer = paddle.optimizer.AdamW(
+                parameters=self.model.parameters(), learning_rate=schedule
             )
-            self.extra = {"best": 0.5, "names": ["a", ("b", 2)], "half": paddle.ones([2], "bfloat16")}
+            self.loader = sharded(
+                paddle.io.DataLoader(Made(row), batch_size=batch_size, shuffle=True),
+                ONE,
+                tail="pad",
+                seed=3,
+            )
+            self.extra = {
+                "best": 0.5,
+                "names": ["a", ("b", 2)],
+                "half": paddle.ones([2], "bfloat16"),
+            }
             self.steps, self.seen = 0, []
 
     @property
     def what(self):
-        return {"model": self.model, "optimizer": self.optimizer, "data": self.loader, "extra": self.extra}
+        return {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "data": self.loader,
+            "extra": self.extra,
+        }
 
     def train(self, steps):
         with paddle.utils.unique_name.guard():
@@ -93,7 +112,9 @@ def test_a_run_that_is_loaded_goes_on_as_the_straight_run(where):
     straight_batches = iter(straight.loader)
     expected = [local(next(straight_batches)) for _ in range(4)]
     second.train(2)
-    assert [*first.seen, *second.seen] == [[value[0] for value in batch] for batch in expected]
+    assert [*first.seen, *second.seen] == [
+        [value[0] for value in batch] for batch in expected
+    ]
     straight = Parts()
     straight.model.set_state_dict(start)
     straight.train(2)
@@ -101,7 +122,10 @@ def test_a_run_that_is_loaded_goes_on_as_the_straight_run(where):
     straight.loader.load_state_dict(straight.loader.state_dict())
     straight.train(2)
     assert second.weights() == straight.weights()
-    assert second.optimizer._learning_rate.last_epoch == straight.optimizer._learning_rate.last_epoch
+    assert (
+        second.optimizer._learning_rate.last_epoch
+        == straight.optimizer._learning_rate.last_epoch
+    )
     assert second.loader.certificate().exact
 
 
@@ -118,13 +142,20 @@ def test_another_batch_size_goes_on_where_the_saved_one_stopped(tmp_path):
     Checkpoints(tmp_path).save(1, data=first.loader)
     Checkpoints(tmp_path).load(data=second.loader)
     second.train(2)
-    assert sorted(number for batch in first.seen + second.seen for number in batch) == list(range(16))
+    assert sorted(
+        number for batch in first.seen + second.seen for number in batch
+    ) == list(range(16))
     assert second.loader.certificate().exact
 
 
 def test_what_cannot_be_overridden_is_refused_without_the_way_to_override_it(tmp_path):
     in_two, in_four = (
-        sharded(paddle.io.DataLoader(paddle_shard.Stream.of(range(16)).in_parts(parts), batch_size=4), ONE)
+        sharded(
+            paddle.io.DataLoader(
+                paddle_shard.Stream.of(range(16)).in_parts(parts), batch_size=4
+            ),
+            ONE,
+        )
         for parts in (2, 4)
     )
     next(iter(in_two))
@@ -135,7 +166,10 @@ def test_what_cannot_be_overridden_is_refused_without_the_way_to_override_it(tmp
 
 
 def test_a_loader_that_refuses_its_state_leaves_the_model_as_it_was(tmp_path):
-    first, other = Parts(), sharded(paddle.io.DataLoader(Made(length=12), batch_size=4), ONE, tail="drop")
+    first, other = (
+        Parts(),
+        sharded(paddle.io.DataLoader(Made(length=12), batch_size=4), ONE, tail="drop"),
+    )
     saved, model = paddle.nn.Linear(2, 1), paddle.nn.Linear(2, 1)
     Checkpoints(tmp_path).save(1, model=saved, data=first.loader)
     before = model.weight.numpy().copy()
@@ -180,7 +214,9 @@ def trained(model, optimizer):
 
 
 @pytest.mark.parametrize("steps", [0, 1])
-def test_a_layer_that_is_sharded_as_paddles_guide_does_it_is_loaded_before_its_first_step(steps, tmp_path):
+def test_a_layer_that_is_sharded_as_paddles_guide_does_it_is_loaded_before_its_first_step(
+    steps, tmp_path
+):
     with paddle.utils.unique_name.guard():
         model, optimizer = adam()
         for _ in range(steps):
@@ -198,7 +234,9 @@ def test_a_layer_that_is_sharded_as_paddles_guide_does_it_is_loaded_before_its_f
 
 def test_a_stream_which_has_no_certificate_is_saved_too(tmp_path):
     def loader():
-        return sharded(paddle.io.DataLoader(paddle_shard.Stream.of(range(8)), batch_size=2), ONE)
+        return sharded(
+            paddle.io.DataLoader(paddle_shard.Stream.of(range(8)), batch_size=2), ONE
+        )
 
     one, two = loader(), loader()
     batches = iter(one)
@@ -221,7 +259,11 @@ def test_the_newest_ones_are_kept_and_the_newest_is_that_of_the_last_start(where
     assert Checkpoints(where).load(extra=extra) == 5
     assert extra == {"step": 5.5}
     names = sorted(name for name in os.listdir(where) if "generation" not in name)
-    assert names == ["000001-000004-step31", "000002-000001-step5", "000002-000002-step5"]
+    assert names == [
+        "000001-000004-step31",
+        "000002-000001-step5",
+        "000002-000002-step5",
+    ]
 
 
 def test_a_run_that_was_overtaken_saves_nothing_and_says_by_whom(where):
@@ -230,7 +272,10 @@ def test_a_run_that_was_overtaken_saves_nothing_and_says_by_whom(where):
     assert second.load(extra={}) == 1
     before = sorted(os.listdir(where))
 
-    with pytest.raises(TakenOverError, match=r"generation 2 of this job .* by process \d+ on host .*Generation 1, of"):
+    with pytest.raises(
+        TakenOverError,
+        match=r"generation 2 of this job .* by process \d+ on host .*Generation 1, of",
+    ):
         first.save(2, extra={"by": 1})
 
     assert sorted(os.listdir(where)) == before
@@ -269,7 +314,9 @@ def test_one_that_is_overtaken_while_it_writes_leaves_no_checkpoint(where, monke
     assert second.newest().endswith("000001-000001-step1")
     assert "000001-000002-step2" in os.listdir(where)
     second.save(2, extra={"by": 2})
-    assert "000001-000002-step2" not in os.listdir(where)  # what is half-written is cleaned up
+    assert "000001-000002-step2" not in os.listdir(
+        where
+    )  # what is half-written is cleaned up
 
 
 def test_one_that_was_frozen_deletes_nothing_of_who_overtook_it(tmp_path, monkeypatch):
@@ -280,7 +327,9 @@ def test_one_that_was_frozen_deletes_nothing_of_who_overtook_it(tmp_path, monkey
     def frozen(self):
         if self is first and second._generation is None:
             second._claim("save()")
-            (tmp_path / f"{second._generation:06d}-000001-step2").mkdir()  # it has begun to write
+            (
+                tmp_path / f"{second._generation:06d}-000001-step2"
+            ).mkdir()  # it has begun to write
         return names(self)
 
     monkeypatch.setattr(Checkpoints, "_names", frozen)
@@ -316,11 +365,17 @@ def killed_at(number, work):
     return False
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # what a killed process had open
-def test_whatever_ends_a_save_at_any_line_the_checkpoint_before_or_this_one_is_there(tmp_path, monkeypatch):
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)  # what a killed process had open
+def test_whatever_ends_a_save_at_any_line_the_checkpoint_before_or_this_one_is_there(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(module.os, "fsync", lambda _: None)
     clean = Checkpoints._clean
-    monkeypatch.setattr(Checkpoints, "_clean", lambda self, keep: clean(self, keep) if tidy else None)
+    monkeypatch.setattr(
+        Checkpoints, "_clean", lambda self, keep: clean(self, keep) if tidy else None
+    )
     base, found, tidy = tmp_path / "base", set(), True
     Checkpoints(base).save(1, extra={"step": 1})
     Checkpoints(base).save(2, extra={"step": 2})
@@ -328,7 +383,9 @@ def test_whatever_ends_a_save_at_any_line_the_checkpoint_before_or_this_one_is_t
         folder = tmp_path / str(number)
         shutil.copytree(base, folder)
         run = Checkpoints(folder)
-        tidy = number % 2 == 0  # a killed process does not reach `finally`; one that raises does
+        tidy = (
+            number % 2 == 0
+        )  # a killed process does not reach `finally`; one that raises does
         killed = killed_at(number, lambda run=run: run.save(3, extra={"step": 3}))
         extra, tidy = {}, True
         step = Checkpoints(folder).load(extra=extra)
@@ -351,13 +408,34 @@ DAMAGE = {
     "no file": (lambda new: values(new).unlink(), "are missing"),
     "half a manifest": (lambda new: cut(new / "manifest.json"), "manifest is damaged"),
     "no manifest": (lambda new: (new / "manifest.json").unlink(), "half-written"),
-    "a list for a manifest": (lambda new: (new / "manifest.json").write_text("[]"), "manifest is damaged"),
-    "null for a manifest": (lambda new: (new / "manifest.json").write_text("null"), "manifest is damaged"),
-    "a number for a manifest": (lambda new: (new / "manifest.json").write_text("3"), "manifest is damaged"),
-    "a text for a manifest": (lambda new: (new / "manifest.json").write_text('"x"'), "manifest is damaged"),
-    "bytes for a manifest": (lambda new: (new / "manifest.json").write_bytes(b"\xff\xfe"), "manifest is damaged"),
-    "a link to itself": (lambda new: (values(new).unlink(), values(new).symlink_to(values(new))), "are missing"),
-    "another version": (lambda new: of_version(new / "manifest.json", 1), "its version is 1"),
+    "a list for a manifest": (
+        lambda new: (new / "manifest.json").write_text("[]"),
+        "manifest is damaged",
+    ),
+    "null for a manifest": (
+        lambda new: (new / "manifest.json").write_text("null"),
+        "manifest is damaged",
+    ),
+    "a number for a manifest": (
+        lambda new: (new / "manifest.json").write_text("3"),
+        "manifest is damaged",
+    ),
+    "a text for a manifest": (
+        lambda new: (new / "manifest.json").write_text('"x"'),
+        "manifest is damaged",
+    ),
+    "bytes for a manifest": (
+        lambda new: (new / "manifest.json").write_bytes(b"\xff\xfe"),
+        "manifest is damaged",
+    ),
+    "a link to itself": (
+        lambda new: (values(new).unlink(), values(new).symlink_to(values(new))),
+        "are missing",
+    ),
+    "another version": (
+        lambda new: of_version(new / "manifest.json", 1),
+        "its version is 1",
+    ),
 }
 
 
@@ -370,7 +448,9 @@ def of_version(path, version):
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_what_is_damaged_half_written_or_mixed_is_passed_over_with_a_line_that_says_why(damage, tmp_path, caplog):
+def test_what_is_damaged_half_written_or_mixed_is_passed_over_with_a_line_that_says_why(
+    damage, tmp_path, caplog
+):
     run = Checkpoints(tmp_path, keep=3)
     old, new = (Path(run.save(step, extra={"step": step})) for step in (1, 2))
     spoil, why = DAMAGE[damage]
@@ -382,7 +462,11 @@ def test_what_is_damaged_half_written_or_mixed_is_passed_over_with_a_line_that_s
     assert Checkpoints(tmp_path).load(extra=extra) == 1
 
     assert extra == {"step": 1}
-    [line] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    [line] = [
+        record.getMessage()
+        for record in caplog.records
+        if record.levelname == "WARNING"
+    ]
     assert line.startswith(f"{new} is skipped: ")
     assert why in line
 
@@ -407,32 +491,53 @@ def test_one_that_was_passed_over_is_none_of_those_to_keep(tmp_path):
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("batch", range(4))
-def test_random_histories_of_starts_saves_kills_and_damage(batch, tmp_path, monkeypatch):
+def test_random_histories_of_starts_saves_kills_and_damage(
+    batch, tmp_path, monkeypatch
+):
     """An oracle in a list: what was saved whole, in order; every start loads the newest of it that is undamaged."""
     monkeypatch.setattr(module.os, "fsync", lambda _: None)
     for seed in range(100 * batch, 100 * batch + trials(12)):
         rng, folder = random.Random(seed), tmp_path / str(seed)
         run, late, whole, keep = None, [], [], rng.choice([2, 3])
         for number in range(1, 25):
-            action = rng.choice(["start", "save", "save", "save", "kill", "damage", "late"])
+            action = rng.choice(
+                ["start", "save", "save", "save", "kill", "damage", "late"]
+            )
             if action == "start" or run is None:
                 late += [run] if run is not None else []
                 run, extra = Checkpoints(folder, keep=keep), {}
                 loaded = run.load(extra=extra)
-                whole = sorted(one for one in whole if Path(one[0]).exists())  # of `keep`, damaged ones may be some
-                assert (loaded, extra) == (whole[-1][1:] if whole else (None, {})), f"seed {seed}, action {number}"
+                whole = sorted(
+                    one for one in whole if Path(one[0]).exists()
+                )  # of `keep`, damaged ones may be some
+                assert (loaded, extra) == (whole[-1][1:] if whole else (None, {})), (
+                    f"seed {seed}, action {number}"
+                )
             elif action == "save":
                 step = number + rng.choice([0, 100])
-                whole.append((run.save(step, extra={"number": number}), step, {"number": number}))
+                whole.append(
+                    (run.save(step, extra={"number": number}), step, {"number": number})
+                )
             elif action == "kill":
                 before = set(os.listdir(folder))
                 with monkeypatch.context() as patch:
                     patch.setattr(run, "_clean", lambda keep: None)
-                    killed_at(rng.randint(1, 150), partial(run.save, number, extra={"number": number}))
+                    killed_at(
+                        rng.randint(1, 150),
+                        partial(run.save, number, extra={"number": number}),
+                    )
                 new = (folder / name for name in set(os.listdir(folder)) - before)
-                whole += [(str(one), number, {"number": number}) for one in new if (one / "manifest.json").exists()]
+                whole += [
+                    (str(one), number, {"number": number})
+                    for one in new
+                    if (one / "manifest.json").exists()
+                ]
                 run = None
-            elif action == "damage" and len(whole := sorted(one for one in whole if Path(one[0]).exists())) > 1:
+            elif (
+                action == "damage"
+                and len(whole := sorted(one for one in whole if Path(one[0]).exists()))
+                > 1
+            ):
                 cut(values(Path(whole.pop()[0])))
             elif action == "late" and late:
                 with pytest.raises(TakenOverError):
@@ -470,17 +575,23 @@ def test_what_cannot_be_saved_or_loaded_is_refused_by_name(tmp_path):
     assert run.newest() is None
     model = paddle.nn.Linear(2, 1)
     run.save(1, model=model, number=4)
-    with pytest.raises(StateError, match=r"holds \['model', 'number'\], and not \['ema'\]"):
+    with pytest.raises(
+        StateError, match=r"holds \['model', 'number'\], and not \['ema'\]"
+    ):
         run.load(ema={})
     with pytest.raises(ArgumentError, match=r"load\(number=\)"):
         run.load(number=5)
     with pytest.raises(StateError, match=r"holds .*2, 1\).*, and this model .*3, 1\)"):
         run.load(model=paddle.nn.Linear(3, 1))
-    with pytest.raises(StateError, match=r'holds .*"weight".*, and this model .*"0.weight"'):
+    with pytest.raises(
+        StateError, match=r'holds .*"weight".*, and this model .*"0.weight"'
+    ):
         run.load(model=paddle.nn.Sequential(model))
 
 
-def test_a_save_that_fails_leaves_the_checkpoints_before_and_the_next_one_works(tmp_path, monkeypatch):
+def test_a_save_that_fails_leaves_the_checkpoints_before_and_the_next_one_works(
+    tmp_path, monkeypatch
+):
     run = Checkpoints(tmp_path)
     run.save(1, extra={"step": 1})
 
@@ -489,7 +600,10 @@ def test_a_save_that_fails_leaves_the_checkpoints_before_and_the_next_one_works(
 
     with monkeypatch.context() as patch:
         patch.setattr(paddle, "save", full)
-        with pytest.raises(CheckpointError, match=r"save\(\) in .* failed on global rank 0: OSError: .*No space left"):
+        with pytest.raises(
+            CheckpointError,
+            match=r"save\(\) in .* failed on global rank 0: OSError: .*No space left",
+        ):
             run.save(2, extra={"step": 2})
     assert sorted(os.listdir(tmp_path)) == ["000001-000001-step1", "generation-000001"]
     run.save(2, extra={"step": 2})

@@ -16,7 +16,9 @@ collect_ignore_glob = ["*_worker.py", "rounds.py"]
 def pytest_collection_modifyitems(items):
     for item in items:
         if "only_in_rounds" in item.keywords and "FAULT_SEED" not in os.environ:
-            item.add_marker(pytest.mark.skip(reason="takes long: make faults, or FAULT_SEED=0"))
+            item.add_marker(
+                pytest.mark.skip(reason="takes long: make faults, or FAULT_SEED=0")
+            )
 
 
 def pytest_report_header():

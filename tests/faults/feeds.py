@@ -48,16 +48,35 @@ class Faulty:
         return row_of(number)
 
 
-def loader_of(kind, length, *, workers=0, batch_size=8, fault=None, mesh=None, settings=None, **own):
+def loader_of(
+    kind,
+    length,
+    *,
+    workers=0,
+    batch_size=8,
+    fault=None,
+    mesh=None,
+    settings=None,
+    **own,
+):
     """A loader over the numbers below a length: "map", with an index; "stream", read whole by all; "cut", in parts."""
     if kind == "map":
         dataset = Rows(length, fault)
     else:
         stream, faulty = Stream.of(range(length)), Faulty(fault)
-        dataset = stream.map(faulty).sharding_filter() if kind == "stream" else stream.sharding_filter().map(faulty)
+        dataset = (
+            stream.map(faulty).sharding_filter()
+            if kind == "stream"
+            else stream.sharding_filter().map(faulty)
+        )
     mesh = dist.ProcessMesh([0], dim_names=["dp"]) if mesh is None else mesh
-    dataloader = DataLoader(dataset, batch_size=batch_size, num_workers=workers, **(settings or {}))
-    own = {"verify": None, **own}  # rows tell who has read them, so those of replicas differ
+    dataloader = DataLoader(
+        dataset, batch_size=batch_size, num_workers=workers, **(settings or {})
+    )
+    own = {
+        "verify": None,
+        **own,
+    }  # rows tell who has read them, so those of replicas differ
     return paddle_shard.shard_dataloader(dataloader, mesh, shard_dims="dp", **own)
 
 
@@ -75,7 +94,11 @@ def numbers(batches):
     """The numbers of this rank's rows that are real."""
     found = []
     for batch in batches:
-        valid = batches.valid._local_value().numpy() if hasattr(batches, "valid") else slice(None)
+        valid = (
+            batches.valid._local_value().numpy()
+            if hasattr(batches, "valid")
+            else slice(None)
+        )
         found += rows(batch)[valid][:, 0].tolist()
     return found
 

@@ -40,18 +40,26 @@ def mesh():
     ranks = list(range(dist.get_world_size()))
     if "PAIRS_OF_REPLICAS" not in os.environ:
         return dist.ProcessMesh(ranks, dim_names=["dp"])
-    return dist.ProcessMesh([ranks[at : at + 2] for at in ranks[::2]], dim_names=["dp", "mp"])
+    return dist.ProcessMesh(
+        [ranks[at : at + 2] for at in ranks[::2]], dim_names=["dp", "mp"]
+    )
 
 
 def told(failure):
     """A failure as the test compares it."""
     names = ("index", "step", "worker", "ranks")
-    return [type(failure).__name__, *(getattr(failure, name, None) for name in names), str(failure)[:2000]]
+    return [
+        type(failure).__name__,
+        *(getattr(failure, name, None) for name in names),
+        str(failure)[:2000],
+    ]
 
 
 def each(case):
     """What the loop does at each step: nothing, or a collective, in which a rank that parts from the others hangs."""
-    return lambda: dist.all_reduce(paddle.to_tensor([1.0])) if case["together"] else None
+    return lambda: (
+        dist.all_reduce(paddle.to_tensor([1.0])) if case["together"] else None
+    )
 
 
 def fails(case):
@@ -60,7 +68,9 @@ def fails(case):
     fault = Fault(case["number"], case["ranks"])
     own = case["options"]
     loader = loader_of(kind, LENGTH, workers=workers, fault=fault, mesh=mesh(), **own)
-    read, _, failure, waited = read_until(iter(loader), pause=case["pause"], each=each(case))
+    read, _, failure, waited = read_until(
+        iter(loader), pause=case["pause"], each=each(case)
+    )
     rest = loader_of(kind, LENGTH, workers=case["workers_later"], mesh=mesh(), **own)
     rest.load_state_dict(loader.state_dict())
     return [read, told(failure), waited, numbers(iter(rest))]
@@ -69,12 +79,16 @@ def fails(case):
 def loses_a_worker(case):
     """A worker of one rank is killed."""
     before = children()
-    loader = loader_of(case["kind"], LENGTH, workers=case["workers"], mesh=mesh(), **case["options"])
+    loader = loader_of(
+        case["kind"], LENGTH, workers=case["workers"], mesh=mesh(), **case["options"]
+    )
     batches = iter(loader)
     read, *_ = read_until(batches, steps=case["steps"], each=each(case))
     time.sleep(case["moment"])
     if dist.get_rank() in case["ranks"]:
-        for worker in sorted(children() - before)[:1]:  # none where all has been read ahead
+        for worker in sorted(children() - before)[
+            :1
+        ]:  # none where all has been read ahead
             os.kill(worker, signal.SIGKILL)
     more, _, failure, waited = read_until(batches, each=each(case))
     rest = loader_of(case["kind"], LENGTH, mesh=mesh())
@@ -85,14 +99,20 @@ def loses_a_worker(case):
 def is_left(case):
     """All ranks leave at the same step; a second loader goes by turns with the first."""
     own = case["options"]
-    loader = loader_of(case["kind"], LENGTH, workers=case["workers"], mesh=mesh(), **own)
-    other = iter(loader_of("stream", LENGTH, workers=case["workers_later"], mesh=mesh()))
+    loader = loader_of(
+        case["kind"], LENGTH, workers=case["workers"], mesh=mesh(), **own
+    )
+    other = iter(
+        loader_of("stream", LENGTH, workers=case["workers_later"], mesh=mesh())
+    )
     batches = iter(loader)
     read, *_ = read_until(batches, steps=case["steps"], each=each(case))
     beside, *_ = read_until(other, steps=case["steps"])
     batches.close()
     beside += numbers(other)
-    rest = loader_of(case["kind"], LENGTH, workers=case["workers_later"], mesh=mesh(), **own)
+    rest = loader_of(
+        case["kind"], LENGTH, workers=case["workers_later"], mesh=mesh(), **own
+    )
     rest.load_state_dict(loader.state_dict())
     return [read, beside, 0.0, numbers(iter(rest))]
 
@@ -103,7 +123,11 @@ def soundly(cases):
     found = []
     before, threads = children(), None
     for number, case in enumerate(cases):
-        found.append({"fails": fails, "loses": loses_a_worker, "left": is_left}[case["what"]](case))
+        found.append(
+            {"fails": fails, "loses": loses_a_worker, "left": is_left}[case["what"]](
+                case
+            )
+        )
         if number == 0:
             threads = set(threading.enumerate())
     left = gone(children() - before)
@@ -118,12 +142,27 @@ def leaves(cases):
     dist.init_parallel_env()
     found = []
     for case in cases:
-        made = [loader_of(case["kind"], LENGTH, workers=case["workers"], mesh=mesh(), **case["options"])]
+        made = [
+            loader_of(
+                case["kind"],
+                LENGTH,
+                workers=case["workers"],
+                mesh=mesh(),
+                **case["options"],
+            )
+        ]
         batches = iter(made[0])
         steps = case["steps"] if dist.get_rank() == case["leaves"] else None
         read, _, failure, waited = read_until(batches, steps=steps)
         batches.close()
-        found.append([len(read), told(failure), waited, numbers(iter(loader_of("map", LENGTH, mesh=mesh())))])
+        found.append(
+            [
+                len(read),
+                told(failure),
+                waited,
+                numbers(iter(loader_of("map", LENGTH, mesh=mesh()))),
+            ]
+        )
     report(found)
     dist.barrier()
 
@@ -137,7 +176,14 @@ def killed(case):
     dist.init_parallel_env()
     dist.barrier()  # a rank that dies while others still meet is Paddle's to report
     own = case["options"]
-    loader = loader_of(case["kind"], LENGTH, workers=case["workers"], mesh=mesh(), timeout=case["timeout"], **own)
+    loader = loader_of(
+        case["kind"],
+        LENGTH,
+        workers=case["workers"],
+        mesh=mesh(),
+        timeout=case["timeout"],
+        **own,
+    )
     if dist.get_rank() == case["victim"]:
 
         def kill():
@@ -147,7 +193,14 @@ def killed(case):
         threading.Timer(case["moment"], kill).start()
     batches = iter(loader)
     read, _, failure, _ = read_until(batches, pause=0.03)
-    report([read, told(failure), time.time() - float(when("killed").read_text()), loader.state_dict()])
+    report(
+        [
+            read,
+            told(failure),
+            time.time() - float(when("killed").read_text()),
+            loader.state_dict(),
+        ]
+    )
     atexit._run_exitfuncs()  # as at the end of any script: a rank that leaves says for whom it has waited
     os._exit(0)  # Paddle's own groups wait for the dead
 
@@ -161,7 +214,13 @@ def hung(case):
             time.sleep(1000)
 
     loader = loader_of(
-        case["kind"], LENGTH, workers=2, fault=fault, mesh=mesh(), timeout=case["timeout"], **case["options"]
+        case["kind"],
+        LENGTH,
+        workers=2,
+        fault=fault,
+        mesh=mesh(),
+        timeout=case["timeout"],
+        **case["options"],
     )
     read, _, failure, waited = read_until(iter(loader))
     report([read, told(failure), waited])
@@ -173,7 +232,14 @@ def asked_to_save(case):
     dist.init_parallel_env()
     asked = []
     signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
-    loader = loader_of(case["kind"], LENGTH, workers=case["workers"], mesh=mesh(), timeout=30.0, **case["options"])
+    loader = loader_of(
+        case["kind"],
+        LENGTH,
+        workers=case["workers"],
+        mesh=mesh(),
+        timeout=30.0,
+        **case["options"],
+    )
     read, why = [], "ended"
     when(f"started-{dist.get_rank()}").touch()
     try:
@@ -193,7 +259,14 @@ def asked_to_stop(case):
     """SIGTERM at any moment to some ranks, or to all their processes; all see it at the same step, save and leave."""
     dist.init_parallel_env()
     length = case["length"]
-    train = loader_of(case["kind"], length, workers=case["workers"], mesh=mesh(), timeout=60.0, **case["options"])
+    train = loader_of(
+        case["kind"],
+        length,
+        workers=case["workers"],
+        mesh=mesh(),
+        timeout=60.0,
+        **case["options"],
+    )
     other = loader_of("map", 16, mesh=mesh(), timeout=60.0)
     seen = []
     assert not train.stop_requested
@@ -223,7 +296,14 @@ def asked_to_stop(case):
 def stuck(case):
     """One rank is killed while the other is in a call that nothing wakes, as a collective on a GPU."""
     dist.init_parallel_env()
-    loader = loader_of(case["kind"], 100_000, workers=0, mesh=mesh(), timeout=30.0, on_lost=case["on_lost"])
+    loader = loader_of(
+        case["kind"],
+        100_000,
+        workers=0,
+        mesh=mesh(),
+        timeout=30.0,
+        on_lost=case["on_lost"],
+    )
     for step, _ in enumerate(loader):
         if step == case["steps"]:
             if dist.get_rank() == case["victim"]:
@@ -234,5 +314,11 @@ def stuck(case):
 
 if __name__ == "__main__":
     roles = {"soundly": soundly, "leaves": leaves}
-    roles |= {"killed": killed, "hung": hung, "told": asked_to_save, "stuck": stuck, "stop": asked_to_stop}
+    roles |= {
+        "killed": killed,
+        "hung": hung,
+        "told": asked_to_save,
+        "stuck": stuck,
+        "stop": asked_to_stop,
+    }
     roles[sys.argv[1]](json.loads(sys.argv[2]))

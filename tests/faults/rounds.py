@@ -14,9 +14,21 @@ ROUND_SECONDS = 900
 
 
 def main():
-    rounds, first = int(os.environ.get("FAULT_ROUNDS", "50")), int(os.environ.get("FAULT_SEED", "0"))
+    rounds, first = (
+        int(os.environ.get("FAULT_ROUNDS", "50")),
+        int(os.environ.get("FAULT_SEED", "0")),
+    )
     root = Path(__file__).parents[2]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/faults", *sys.argv[1:]]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "tests/faults",
+        *sys.argv[1:],
+    ]
     start = time.monotonic()
     for number, seed in enumerate(range(first, first + rounds), 1):
         began = time.monotonic()
@@ -25,8 +37,14 @@ def main():
         log.parent.mkdir(exist_ok=True)
         with open(log, "w") as output:
             paths = [str(root), os.environ.get("PYTHONPATH", "")]
-            environment = {**os.environ, "FAULT_SEED": str(seed), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-            run = subprocess.Popen(command, cwd=root, env=environment, stdout=output, stderr=output)
+            environment = {
+                **os.environ,
+                "FAULT_SEED": str(seed),
+                "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+            }
+            run = subprocess.Popen(
+                command, cwd=root, env=environment, stdout=output, stderr=output
+            )
             try:
                 code = run.wait(ROUND_SECONDS)
             except subprocess.TimeoutExpired:
@@ -35,10 +53,15 @@ def main():
                 run.kill()
                 run.wait()
         last = log.read_text(errors="replace").strip().splitlines()[-1:]
-        print(f"round {number} of {rounds}, FAULT_SEED={seed}: {time.monotonic() - began:.0f} s {last}", flush=True)
+        print(
+            f"round {number} of {rounds}, FAULT_SEED={seed}: {time.monotonic() - began:.0f} s {last}",
+            flush=True,
+        )
         if code:
             print(log.read_text(errors="replace")[-8000:])
-            sys.exit(f"red in round {number} (exit code {code}): FAULT_SEED={seed} python -m pytest tests/faults")
+            sys.exit(
+                f"red in round {number} (exit code {code}): FAULT_SEED={seed} python -m pytest tests/faults"
+            )
     print(f"{rounds} rounds green in {time.monotonic() - start:.0f} s")
 
 

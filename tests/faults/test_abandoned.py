@@ -51,14 +51,21 @@ def leave(loader, steps, how):
 def test_an_epoch_left_at_any_step_is_gone_on_with_where_it_was_left(workers, rng):
     before = children()
     for steps in sorted({0, 1, STEPS, *rng.sample(range(2, STEPS), draws(STEPS - 2))}):
-        kind, how = rng.choice(KINDS), rng.choice(["break", "raise", "close", "cycle", "drop"])
+        kind, how = (
+            rng.choice(KINDS),
+            rng.choice(["break", "raise", "close", "cycle", "drop"]),
+        )
         options = drawn_options(rng)
         loader = loader_of(kind, LENGTH, workers=workers, **options)
         read = leave(loader, steps, how)
         state = loader.state_dict()
         assert read == ALL[: 8 * steps], (kind, how)
-        assert waited_for(lambda: children() - before, HANG) == set(), f"{how} leaves workers"
-        if how != "break":  # a loop that is left has been given one more than it counted
+        assert waited_for(lambda: children() - before, HANG) == set(), (
+            f"{how} leaves workers"
+        )
+        if (
+            how != "break"
+        ):  # a loop that is left has been given one more than it counted
             assert state["steps"] == steps
         elif steps == STEPS:  # it has come to its end
             assert (state["epoch"], state["steps"]) == (1, 0)
@@ -70,7 +77,17 @@ def test_an_epoch_left_at_any_step_is_gone_on_with_where_it_was_left(workers, rn
 
 def test_loaders_that_are_read_by_turns_do_not_meet(rng):
     found = [[] for _ in range(3)]
-    passes = [iter(loader_of(rng.choice(KINDS), LENGTH, workers=rng.randrange(3), **drawn_options(rng))) for _ in found]
+    passes = [
+        iter(
+            loader_of(
+                rng.choice(KINDS),
+                LENGTH,
+                workers=rng.randrange(3),
+                **drawn_options(rng),
+            )
+        )
+        for _ in found
+    ]
     running = list(range(len(passes)))
     while running:
         number = rng.choice(running)
@@ -88,11 +105,17 @@ def test_what_befalls_one_loader_does_not_befall_another(rng):
         if number == bad:
             raise ValueError("this one")
 
-    own = loader_of(rng.choice(KINDS), LENGTH, workers=rng.randint(1, 2), **drawn_options(rng))
+    own = loader_of(
+        rng.choice(KINDS), LENGTH, workers=rng.randint(1, 2), **drawn_options(rng)
+    )
     other = iter(own)
     before = children()
-    failing = iter(loader_of(rng.choice(KINDS), LENGTH, workers=rng.randrange(3), fault=fault))
-    killed = iter(loader_of(rng.choice(KINDS), LENGTH, workers=1, settings={"prefetch_factor": 2}))
+    failing = iter(
+        loader_of(rng.choice(KINDS), LENGTH, workers=rng.randrange(3), fault=fault)
+    )
+    killed = iter(
+        loader_of(rng.choice(KINDS), LENGTH, workers=1, settings={"prefetch_factor": 2})
+    )
     victim = max(children() - before)
     read, *_ = read_until(other, steps=rng.randrange(6))
     _, _, failure, _ = read_until(failing)
@@ -110,7 +133,9 @@ def test_what_befalls_one_loader_does_not_befall_another(rng):
 
 
 def test_both_of_two_passes_over_one_loader_are_whole_and_the_state_is_the_newers(rng):
-    loader = loader_of(rng.choice(KINDS), LENGTH, workers=rng.randrange(3), **drawn_options(rng))
+    loader = loader_of(
+        rng.choice(KINDS), LENGTH, workers=rng.randrange(3), **drawn_options(rng)
+    )
     older, newer = iter(loader), iter(loader)
     first, *_ = read_until(older, steps=rng.randrange(1, 11))
     second, *_ = read_until(newer, steps=(steps := rng.randrange(1, 11)))

@@ -9,8 +9,12 @@ from tests.launch.elastic_hosts import ElasticHosts, elastic_demo
 pytestmark = [pytest.mark.multiprocess, pytest.mark.leaves, pytest.mark.only_in_rounds]
 
 
-def test_a_node_whose_launcher_or_rank_is_killed_or_told_to_end_or_frozen_past_its_lease_costs_no_sample(rng, tmp_path):
-    text = run_elastic(rng.choice(elastic_demo().FAULTS), rng.randrange(10**6), tmp_path)
+def test_a_node_whose_launcher_or_rank_is_killed_or_told_to_end_or_frozen_past_its_lease_costs_no_sample(
+    rng, tmp_path
+):
+    text = run_elastic(
+        rng.choice(elastic_demo().FAULTS), rng.randrange(10**6), tmp_path
+    )
 
     assert "epoch 1: each sample exactly once" in text
 

@@ -60,7 +60,9 @@ def tar_of(first, length):
     return buffer.getvalue()
 
 
-TARS = {f"{i:03d}.tar": tar_of(sum(LENGTHS[:i]), length) for i, length in enumerate(LENGTHS)}
+TARS = {
+    f"{i:03d}.tar": tar_of(sum(LENGTHS[:i]), length) for i, length in enumerate(LENGTHS)
+}
 TOTAL = sum(LENGTHS)
 
 
@@ -75,7 +77,11 @@ def folder(tmp_path):
 
 
 def loader_over(base, *, workers=0, index=False, cache_dir=None, **own):
-    stream = Stream.webdataset(f"{base}/{{000..003}}.tar", index=index, cache_dir=cache_dir).map(Numbered()).in_parts(4)
+    stream = (
+        Stream.webdataset(f"{base}/{{000..003}}.tar", index=index, cache_dir=cache_dir)
+        .map(Numbered())
+        .in_parts(4)
+    )
     mesh = dist.ProcessMesh([0], dim_names=["dp"])
     own = {"tail": "pad", **own}
     dataloader = DataLoader(stream, batch_size=BATCH, num_workers=workers)
@@ -88,7 +94,11 @@ def read(loader, steps=None):
     try:
         while steps is None or steps > 0:
             batch = next(batches)
-            found += batch._local_value().numpy()[batches.valid._local_value().numpy()].tolist()
+            found += (
+                batch._local_value()
+                .numpy()[batches.valid._local_value().numpy()]
+                .tolist()
+            )
             steps = None if steps is None else steps - 1
     except StopIteration:
         return found, None
@@ -101,7 +111,9 @@ def read(loader, steps=None):
 def assert_whole(before, state, base, **how):
     """Going on from a state delivers what is missing, each sample exactly once."""
     loader = loader_over(base, **how)
-    loader.load_state_dict(state, override=["stream"])  # files without counts are known by their sizes
+    loader.load_state_dict(
+        state, override=["stream"]
+    )  # files without counts are known by their sizes
     after, failure = read(loader)
     assert failure is None, failure
     assert sorted(before + after) == list(range(TOTAL))
@@ -111,9 +123,14 @@ def assert_whole(before, state, base, **how):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_tar_cut_off_anywhere_is_named_and_mended_it_is_gone_on_with(workers, rng, folder):
+def test_a_tar_cut_off_anywhere_is_named_and_mended_it_is_gone_on_with(
+    workers, rng, folder
+):
     for _ in range(4):
-        name, index = rng.choice(sorted(TARS)), rng.choice([False, f"{folder}/index.json"])
+        name, index = (
+            rng.choice(sorted(TARS)),
+            rng.choice([False, f"{folder}/index.json"]),
+        )
         straight, _ = read(loader_over(folder, index=index))
         assert sorted(straight) == list(range(TOTAL))
         whole = TARS[name]
@@ -124,7 +141,9 @@ def test_a_tar_cut_off_anywhere_is_named_and_mended_it_is_gone_on_with(workers, 
         found, failure = read(loader)
         (folder / name).write_bytes(whole)
 
-        assert failure is not None, f"{len(found)} numbers and no failure: {name} cut at {at} of {len(last)}"
+        assert failure is not None, (
+            f"{len(found)} numbers and no failure: {name} cut at {at} of {len(last)}"
+        )
         assert name in str(failure)
         assert straight[: len(found)] == found
         assert_whole(found, loader.state_dict(), folder, index=index)
@@ -138,7 +157,9 @@ def test_a_damaged_byte_is_an_error_or_in_one_files_content(packed, rng, tmp_pat
     keys = [f"{number:04d}" for number in range(LENGTHS[0])]
     named = 0
     for _ in range(25):
-        at = rng.randrange(10 if packed else 0, len(whole))  # of gzip's own header nothing is checked
+        at = rng.randrange(
+            10 if packed else 0, len(whole)
+        )  # of gzip's own header nothing is checked
         content = bytearray(whole)
         content[at] ^= 1 << rng.randrange(8)
         path.write_bytes(content)
@@ -160,7 +181,9 @@ def test_a_sample_that_cannot_be_decoded_is_named_by_shard_and_key(rng, folder):
     bad = rng.randrange(TOTAL)
     shard = next(i for i in range(4) if bad < sum(LENGTHS[: i + 1]))
     name = f"{shard:03d}.tar"
-    content = TARS[name].replace(str(bad).encode().ljust(512, b"\0"), b"}".ljust(512, b"\0"), 1)
+    content = TARS[name].replace(
+        str(bad).encode().ljust(512, b"\0"), b"}".ljust(512, b"\0"), 1
+    )
     assert content != TARS[name]
     stream = Stream.webdataset(f"{folder}/{{000..003}}.tar").decode()
     mesh = dist.ProcessMesh([0], dim_names=["dp"])
@@ -188,7 +211,9 @@ def test_an_index_cut_short_anywhere_is_refused(rng, folder):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_server_that_drops_and_stalls_costs_no_sample_and_no_step(workers, rng, folder, monkeypatch):
+def test_a_server_that_drops_and_stalls_costs_no_sample_and_no_step(
+    workers, rng, folder, monkeypatch
+):
     monkeypatch.setattr(files, "TIMEOUT", 0.3)
     index = rng.choice([False, f"{folder}/index.json"])
     straight, _ = read(loader_over(folder, index=index))
@@ -200,7 +225,9 @@ def test_a_server_that_drops_and_stalls_costs_no_sample_and_no_step(workers, rng
             server.stalls += [rng.randrange(20_000)]
         else:
             server.drops += [drop for i, drop in enumerate(drops) if i % 3]
-        loader = loader_over(server.url, workers=workers, index=index, **drawn_options(rng))
+        loader = loader_over(
+            server.url, workers=workers, index=index, **drawn_options(rng)
+        )
         monkeypatch.setattr(files, "RETRIES", 12)  # what befalls one file is drawn
         found, failure = read(loader)
     assert failure is None, failure
@@ -208,7 +235,9 @@ def test_a_server_that_drops_and_stalls_costs_no_sample_and_no_step(workers, rng
 
 
 @pytest.mark.parametrize("ill", ["gone", "stalls", "refuses"])
-def test_a_server_that_is_gone_is_given_up_soon_and_named_and_back_it_is_gone_on_with(ill, rng, monkeypatch):
+def test_a_server_that_is_gone_is_given_up_soon_and_named_and_back_it_is_gone_on_with(
+    ill, rng, monkeypatch
+):
     monkeypatch.setattr(files, "TIMEOUT", 0.2)
     workers = rng.choice([0, 2])
     with serving(TARS) as server:
@@ -226,19 +255,34 @@ def test_a_server_that_is_gone_is_given_up_soon_and_named_and_back_it_is_gone_on
         server.released.set()
         server.drops.clear(), server.stalls.clear(), server.statuses.clear()
         assert failure is not None
-        assert f"given up after {files.RETRIES} retries" in str(failure) or "HTTP Error 500" in str(failure)
+        assert f"given up after {files.RETRIES} retries" in str(
+            failure
+        ) or "HTTP Error 500" in str(failure)
         assert server.url in str(failure)
         # Each try its time, and the pauses between them; parts are opened one after the other.
-        assert seconds < 4 * (files.RETRIES + 1) * (files.TIMEOUT + files.BACKOFF * 2**files.RETRIES) + HANG
+        assert (
+            seconds
+            < 4
+            * (files.RETRIES + 1)
+            * (files.TIMEOUT + files.BACKOFF * 2**files.RETRIES)
+            + HANG
+        )
         assert_whole(found, loader.state_dict(), server.url)
 
 
 def test_pauses_between_retries_double(monkeypatch):
     pauses = []
     monkeypatch.setattr(files.time, "sleep", pauses.append)
-    with serving(TARS, statuses=[503] * 9) as server, pytest.raises(OSError, match="given up after 3 retries"):
+    with (
+        serving(TARS, statuses=[503] * 9) as server,
+        pytest.raises(OSError, match="given up after 3 retries"),
+    ):
         files.open_file(f"{server.url}/000.tar")[0].read(1)
-    assert [pause for pause in pauses if pause > 0] == [files.BACKOFF, 2 * files.BACKOFF, 4 * files.BACKOFF]
+    assert [pause for pause in pauses if pause > 0] == [
+        files.BACKOFF,
+        2 * files.BACKOFF,
+        4 * files.BACKOFF,
+    ]
 
 
 # Caches
@@ -251,7 +295,11 @@ def kept(cache_dir):
 @contextlib.contextmanager
 def small_disk(path, options):
     path.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(path)], capture_output=True, check=False)
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(path)],
+        capture_output=True,
+        check=False,
+    )
     if done.returncode:
         pytest.skip(f"no tmpfs can be mounted: {done.stderr.decode().strip()}")
     try:
@@ -260,11 +308,18 @@ def small_disk(path, options):
         subprocess.run(["umount", "-l", str(path)], check=True)
 
 
-def test_a_full_disk_is_said_leaves_no_half_file_and_with_room_it_is_gone_on_with(rng, tmp_path):
+def test_a_full_disk_is_said_leaves_no_half_file_and_with_room_it_is_gone_on_with(
+    rng, tmp_path
+):
     sizes = sorted(len(content) for content in TARS.values())
     room = rng.randrange(4096, sum(sizes) - 4096) // 4096 * 4096
     with small_disk(tmp_path / "disk", f"size={room}") as disk, serving(TARS) as server:
-        loader = loader_over(server.url, workers=rng.choice([0, 2]), cache_dir=str(disk), **drawn_options(rng))
+        loader = loader_over(
+            server.url,
+            workers=rng.choice([0, 2]),
+            cache_dir=str(disk),
+            **drawn_options(rng),
+        )
         found, failure = read(loader)
         assert failure is not None
         assert f"cannot write to cache_dir {str(disk)!r}" in str(failure)
@@ -276,7 +331,10 @@ def test_a_full_disk_is_said_leaves_no_half_file_and_with_room_it_is_gone_on_wit
 
 
 def test_a_disk_without_room_for_another_file_is_said_too(tmp_path):
-    with small_disk(tmp_path / "disk", "size=10m,nr_inodes=3") as disk, serving(TARS) as server:
+    with (
+        small_disk(tmp_path / "disk", "size=10m,nr_inodes=3") as disk,
+        serving(TARS) as server,
+    ):
         _, failure = read(loader_over(server.url, cache_dir=str(disk)))
         assert failure is not None
         assert "No space left on device" in str(failure)
@@ -300,14 +358,22 @@ def test_a_file_that_may_grow_no_further_is_said_and_leaves_no_half_file(rng, tm
         assert_whole(found, loader.state_dict(), server.url, cache_dir=str(disk))
 
 
-def test_a_worker_killed_in_the_middle_of_a_download_leaves_nothing_that_is_taken_for_a_file(rng, tmp_path):
+def test_a_worker_killed_in_the_middle_of_a_download_leaves_nothing_that_is_taken_for_a_file(
+    rng, tmp_path
+):
     disk = tmp_path / "disk"
     with serving(TARS, stalls=[rng.randrange(1, 30_000)]) as server:
         before = children()
-        loader = loader_over(server.url, workers=2, cache_dir=str(disk), **drawn_options(rng))
+        loader = loader_over(
+            server.url, workers=2, cache_dir=str(disk), **drawn_options(rng)
+        )
         batches = iter(loader)
         deadline = time.monotonic() + HANG
-        while not (parts := [name for name in os.listdir(disk) if name.endswith(".part")] if disk.exists() else []):
+        while not (
+            parts := [name for name in os.listdir(disk) if name.endswith(".part")]
+            if disk.exists()
+            else []
+        ):
             assert time.monotonic() < deadline
             time.sleep(0.01)
         assert parts
@@ -318,25 +384,37 @@ def test_a_worker_killed_in_the_middle_of_a_download_leaves_nothing_that_is_take
         server.released.set()
         assert_whole([], loader.state_dict(), server.url, cache_dir=str(disk))
         whole = [name for name in kept(disk) if not name.endswith(".part")]
-        assert sorted(os.path.getsize(disk / name) for name in whole) == sorted(map(len, TARS.values()))
+        assert sorted(os.path.getsize(disk / name) for name in whole) == sorted(
+            map(len, TARS.values())
+        )
 
 
 def test_a_child_forked_during_a_download_that_fails_does_not_keep_the_lock(tmp_path):
     disk = str(tmp_path / "disk")
     with serving(TARS, stalls=[5000], statuses=[200, 404]) as server:
         url = f"{server.url}/000.tar"
-        first = threading.Thread(target=lambda: contextlib.suppress(OSError).__enter__() or failing(url, disk))
+        first = threading.Thread(
+            target=lambda: (
+                contextlib.suppress(OSError).__enter__() or failing(url, disk)
+            )
+        )
         first.start()
         deadline = time.monotonic() + HANG
-        while not os.path.isdir(disk) or not any(name.endswith(".part") for name in os.listdir(disk)):
+        while not os.path.isdir(disk) or not any(
+            name.endswith(".part") for name in os.listdir(disk)
+        ):
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(100,))
+        child = multiprocessing.get_context("fork").Process(
+            target=time.sleep, args=(100,)
+        )
         child.start()  # such as a worker of another loader
         server.released.set()
         first.join()
         found = []
-        second = threading.Thread(target=lambda: found.append(HostCache(disk, None).open(url)[0].close()))
+        second = threading.Thread(
+            target=lambda: found.append(HostCache(disk, None).open(url)[0].close())
+        )
         second.start()
         second.join(HANG)
         in_time = list(found)

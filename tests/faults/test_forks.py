@@ -20,7 +20,9 @@ def test_a_loader_serves_in_a_fork_as_in_its_parent_before_use_and_after(kind, r
     for persistent in (False, True):
         workers, steps = rng.choice([0, 1, 2]), rng.randrange(1, 12)
         settings = {"persistent_workers": persistent and workers > 0}
-        loader = loader_of(kind, LENGTH, workers=workers, settings=settings, **drawn_options(rng))
+        loader = loader_of(
+            kind, LENGTH, workers=workers, settings=settings, **drawn_options(rng)
+        )
         assert in_a_fork(lambda loader=loader: numbers(iter(loader))) == ALL
         batches = iter(loader)
         read, *_ = read_until(batches, steps=steps)
@@ -36,8 +38,14 @@ def test_a_loader_serves_in_a_fork_as_in_its_parent_before_use_and_after(kind, r
 
 def test_a_loader_with_persistent_workers_serves_in_a_fork_after_an_epoch_too():
     def parent():
-        loader = loader_of("map", LENGTH, workers=2, settings={"persistent_workers": True})
-        found = [numbers(iter(loader)), in_a_fork(lambda: numbers(iter(loader))), numbers(iter(loader))]
+        loader = loader_of(
+            "map", LENGTH, workers=2, settings={"persistent_workers": True}
+        )
+        found = [
+            numbers(iter(loader)),
+            in_a_fork(lambda: numbers(iter(loader))),
+            numbers(iter(loader)),
+        ]
         loader.close()
         return found
 
@@ -101,7 +109,11 @@ def test_workers_are_started_while_another_thread_forks_too():
     def parent():
         ended, forked = [], []
         late = threading.RLock()
-        os.register_at_fork(before=late.acquire, after_in_parent=late.release, after_in_child=late.release)
+        os.register_at_fork(
+            before=late.acquire,
+            after_in_parent=late.release,
+            after_in_child=late.release,
+        )
 
         def forks():
             while not ended:

@@ -52,7 +52,9 @@ def end(loader, batches, how, steps):
 
 @pytest.mark.parametrize("how", ["exhaust", "close", "with", "loader", "cycle", "drop"])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_however_a_pass_ends_its_thread_ends_and_the_rest_can_be_read(how, workers, rng):
+def test_however_a_pass_ends_its_thread_ends_and_the_rest_can_be_read(
+    how, workers, rng
+):
     for _ in range(draws(2)):
         kind, depth = rng.choice(KINDS), rng.randint(1, 5)
         loader = loader_of(kind, LENGTH, workers=workers, prefetch=depth)
@@ -66,12 +68,18 @@ def test_however_a_pass_ends_its_thread_ends_and_the_rest_can_be_read(how, worke
         if how == "exhaust":
             assert (read, state["epoch"]) == (ALL, 1)
         else:
-            assert state["steps"] * 8 == len(read), "what is ready but was not taken does not count"
-            assert read + the_rest(state, kind, LENGTH, prefetch=rng.choice([0, 2])) == ALL
+            assert state["steps"] * 8 == len(read), (
+                "what is ready but was not taken does not count"
+            )
+            assert (
+                read + the_rest(state, kind, LENGTH, prefetch=rng.choice([0, 2])) == ALL
+            )
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_what_was_ready_before_a_failure_is_delivered_and_the_failure_at_its_step(workers, rng):
+def test_what_was_ready_before_a_failure_is_delivered_and_the_failure_at_its_step(
+    workers, rng
+):
     for _ in range(3):
         kind, bad = rng.choice(KINDS), rng.randrange(LENGTH)
 
@@ -79,7 +87,9 @@ def test_what_was_ready_before_a_failure_is_delivered_and_the_failure_at_its_ste
             if number == bad:
                 raise OSError("no disk")
 
-        loader = loader_of(kind, LENGTH, workers=workers, fault=fault, prefetch=rng.randint(1, 5))
+        loader = loader_of(
+            kind, LENGTH, workers=workers, fault=fault, prefetch=rng.randint(1, 5)
+        )
         batches = iter(loader)
         read, _, failure, _ = read_until(batches, pause=rng.choice([0.0, 0.01]))
         assert isinstance(failure, DataReadError), (kind, failure)
@@ -93,7 +103,10 @@ def test_what_was_ready_before_a_failure_is_delivered_and_the_failure_at_its_ste
 def test_a_read_that_is_slow_does_not_hold_up_the_end_of_a_pass_for_long(tmp_path):
     for workers in (0, 2):
         # Files: a worker that is killed while it waits for an event leaves it locked.
-        reached, released = tmp_path / f"reached-{workers}", tmp_path / f"released-{workers}"
+        reached, released = (
+            tmp_path / f"reached-{workers}",
+            tmp_path / f"released-{workers}",
+        )
 
         def fault(number, reached=reached, released=released):
             if number == 40:
@@ -113,7 +126,9 @@ def test_a_read_that_is_slow_does_not_hold_up_the_end_of_a_pass_for_long(tmp_pat
 
 @pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_skipped_samples_are_invalid_rows_are_logged_and_counted(workers, prefetch, rng, caplog):
+def test_skipped_samples_are_invalid_rows_are_logged_and_counted(
+    workers, prefetch, rng, caplog
+):
     bad = sorted(rng.sample(range(LENGTH), rng.randint(1, 6)))
 
     def fault(number):
@@ -121,7 +136,9 @@ def test_skipped_samples_are_invalid_rows_are_logged_and_counted(workers, prefet
             raise OSError("no disk")
 
     own = {"prefetch": prefetch} if prefetch else {}
-    loader = loader_of("map", LENGTH, workers=workers, fault=fault, on_error="skip", **own)
+    loader = loader_of(
+        "map", LENGTH, workers=workers, fault=fault, on_error="skip", **own
+    )
     batches, found, steps = iter(loader), [], 0
     with caplog.at_level(logging.INFO):
         for batch in batches:
@@ -131,7 +148,9 @@ def test_skipped_samples_are_invalid_rows_are_logged_and_counted(workers, prefet
             found += local[valid][:, 0].tolist()
             steps += 1
     assert found == [number for number in ALL if number not in bad]
-    assert len(bad) in [value for name, value in asdict(loader.stats.total).items() if "skip" in name]
+    assert len(bad) in [
+        value for name, value in asdict(loader.stats.total).items() if "skip" in name
+    ]
     assert all(str(number) in caplog.text for number in bad), caplog.text
     assert loader.state_dict()["epoch"] == 1
 

@@ -38,33 +38,53 @@ def joined(found):
     """The global batches of what each rank has read: its rows of each are contiguous."""
     size = 8 // RANKS
     assert len({len(rows) for rows in found}) == 1
-    return [row for at in range(0, len(found[0]), size) for rows in found for row in rows[at : at + size]]
+    return [
+        row
+        for at in range(0, len(found[0]), size)
+        for rows in found
+        for row in rows[at : at + size]
+    ]
 
 
-def test_what_fails_on_one_rank_fails_on_all_at_the_same_step_and_nothing_is_lost(rng, tmp_path):
+def test_what_fails_on_one_rank_fails_on_all_at_the_same_step_and_nothing_is_lost(
+    rng, tmp_path
+):
     cases = []
     for what in ["fails"] * draws(6) + ["loses"] * draws(3) + ["left"] * draws(3):
         cases.append(
             {
                 "what": what,
                 "kind": rng.choice(KINDS),
-                "workers": rng.choice([0, 1, 2]) if what != "loses" else rng.choice([1, 2]),
+                "workers": rng.choice([0, 1, 2])
+                if what != "loses"
+                else rng.choice([1, 2]),
                 "workers_later": rng.choice([0, 2]),
                 "number": rng.randrange(LENGTH - 16),  # behind it no reader need look
-                "ranks": rng.choice([[0], [1], [0, 1]]) if what == "fails" else [rng.randrange(RANKS)],
+                "ranks": rng.choice([[0], [1], [0, 1]])
+                if what == "fails"
+                else [rng.randrange(RANKS)],
                 "pause": rng.choice([0.0, 0.0, 0.01]),
-                "steps": 2 if what == "loses" and cases[-1]["what"] != "loses" else rng.randrange(25),
+                "steps": 2
+                if what == "loses" and cases[-1]["what"] != "loses"
+                else rng.randrange(25),
                 "moment": rng.uniform(0.0, 0.1),
                 "together": rng.random() < 0.5,
                 "options": options(rng),
             }
         )
     reports = run_ranks(
-        WORKER, RANKS, tmp_path, args=["soundly", json.dumps(cases)], env=environment(), timeout=2 * HANG
+        WORKER,
+        RANKS,
+        tmp_path,
+        args=["soundly", json.dumps(cases)],
+        env=environment(),
+        timeout=2 * HANG,
     )
 
     for number, case in enumerate(cases):
-        read, told, waited, rest = zip(*(report["found"][number] for report in reports), strict=True)
+        read, told, waited, rest = zip(
+            *(report["found"][number] for report in reports), strict=True
+        )
         whole = joined(read) == ALL  # then the next epoch follows
         assert joined(read) + joined(rest) == ALL + ALL * whole, case
         if case["what"] == "left":
@@ -73,25 +93,36 @@ def test_what_fails_on_one_rank_fails_on_all_at_the_same_step_and_nothing_is_los
             continue
         step = len(read[0]) * RANKS // 8
         if case["what"] == "fails":
-            reader = case["number"] % 8 // 4  # who reads it, where data are read in parts
+            reader = (
+                case["number"] % 8 // 4
+            )  # who reads it, where data are read in parts
             happens = case["kind"] == "stream" or reader in case["ranks"]
             if not happens:
                 assert {one[0] for one in told} == {"NoneType"}
                 continue
             assert {one[0] for one in told} == {"DataReadError"}, (case, told)
             assert all("no disk" in one[5] for one in told)
-            if case["kind"] != "stream" or case["ranks"] == [0, 1]:  # else its first step of those that it reads ahead
+            if case["kind"] != "stream" or case["ranks"] == [
+                0,
+                1,
+            ]:  # else its first step of those that it reads ahead
                 assert step == case["number"] // 8
-            assert len({json.dumps(one[1]) for one in told}) == 1, "the same sample is named"
+            assert len({json.dumps(one[1]) for one in told}) == 1, (
+                "the same sample is named"
+            )
             assert max(waited) < HANG
-        elif whole and case["steps"] >= 4:  # quick steps are read up to 32 ahead: all had been read when it was killed
+        elif (
+            whole and case["steps"] >= 4
+        ):  # quick steps are read up to 32 ahead: all had been read when it was killed
             assert {one[0] for one in told} == {"NoneType"}, (case, told)
             continue
         else:
             assert {one[0] for one in told} == {"DataReadError"}, (case, told)
             assert all("exit code -9" in one[5] for one in told)
             assert max(waited) < HANG
-        assert {one[2] for one in told} == {step}, "the step that is not delivered is named"
+        assert {one[2] for one in told} == {step}, (
+            "the step that is not delivered is named"
+        )
     assert [report["processes"] for report in reports] == [[], []]
     assert [report["threads"] for report in reports] == [[], []]
 
@@ -102,7 +133,14 @@ def test_what_fails_on_one_rank_fails_on_all_at_the_same_step_and_nothing_is_los
 @contextlib.contextmanager
 def ranks(directory, role, case, count=RANKS):
     """Start the ranks; what they have started and left is an error."""
-    with start_ranks(WORKER, count, directory, args=[role, json.dumps(case)], env=environment(), timeout=HANG) as job:
+    with start_ranks(
+        WORKER,
+        count,
+        directory,
+        args=[role, json.dumps(case)],
+        env=environment(),
+        timeout=HANG,
+    ) as job:
         yield job
         assert job.left(8.0) == set(), "processes are left"
 
@@ -113,7 +151,9 @@ def rest_of(state, kind):
     return numbers(iter(loader))
 
 
-def test_a_rank_killed_at_any_moment_is_named_and_what_it_had_not_is_delivered_later(rng, tmp_path):
+def test_a_rank_killed_at_any_moment_is_named_and_what_it_had_not_is_delivered_later(
+    rng, tmp_path
+):
     victim, kind = rng.randrange(RANKS), rng.choice(KINDS)
     case = {
         "kind": kind,
@@ -157,10 +197,22 @@ def test_sigterm_at_any_moment_saves_on_each_rank_what_it_was_given(rng, tmp_pat
 
 
 @pytest.mark.parametrize("evaluates", [False, True])
-def test_after_a_sigterm_to_any_ranks_all_stop_at_the_same_step_and_workers_live_until_then(evaluates, rng, tmp_path):
-    kind, to = rng.choice(KINDS), rng.choice(["one", "all", "one and its workers", "all and their workers"])
-    case = {"kind": kind, "workers": rng.choice([0, 2, 2]), "options": options(rng), "evaluates": evaluates}
-    case["length"] = rng.choice([16, 64, LENGTH])  # passes so short that the signal often comes between two
+def test_after_a_sigterm_to_any_ranks_all_stop_at_the_same_step_and_workers_live_until_then(
+    evaluates, rng, tmp_path
+):
+    kind, to = (
+        rng.choice(KINDS),
+        rng.choice(["one", "all", "one and its workers", "all and their workers"]),
+    )
+    case = {
+        "kind": kind,
+        "workers": rng.choice([0, 2, 2]),
+        "options": options(rng),
+        "evaluates": evaluates,
+    }
+    case["length"] = rng.choice(
+        [16, 64, LENGTH]
+    )  # passes so short that the signal often comes between two
     with ranks(tmp_path, "stop", case) as job:
         deadline = time.monotonic() + HANG
         while not all((tmp_path / f"started-{rank}").exists() for rank in range(RANKS)):
@@ -170,7 +222,9 @@ def test_after_a_sigterm_to_any_ranks_all_stop_at_the_same_step_and_workers_live
         chosen = [rng.randrange(RANKS)] if to.startswith("one") else range(RANKS)
         for rank in chosen:
             for child in children(job.pids[rank]) if "workers" in to else ():
-                with contextlib.suppress(ProcessLookupError):  # its epoch has just ended
+                with contextlib.suppress(
+                    ProcessLookupError
+                ):  # its epoch has just ended
                     os.kill(child, signal.SIGTERM)
             job.send(rank, signal.SIGTERM)
         one, two = job.reports(range(RANKS), HANG)
@@ -182,22 +236,35 @@ def test_after_a_sigterm_to_any_ranks_all_stop_at_the_same_step_and_workers_live
 @pytest.mark.only_in_rounds
 def test_a_worker_that_hangs_is_named_on_all_ranks_at_the_timeout(rng, tmp_path):
     timeout = 4.0
-    case = {"kind": rng.choice(["map", "cut"]), "number": rng.randrange(8, LENGTH), "timeout": timeout}
+    case = {
+        "kind": rng.choice(["map", "cut"]),
+        "number": rng.randrange(8, LENGTH),
+        "timeout": timeout,
+    }
     case["options"] = options(rng)
     with ranks(tmp_path, "hung", case) as job:
         found = job.reports(range(RANKS), HANG)
     assert len({len(read) for read, *_ in found}) == 1
-    assert all(told[0] in ("DataReadError", "PeerLostError") for _, told, _ in found), found
+    assert all(told[0] in ("DataReadError", "PeerLostError") for _, told, _ in found), (
+        found
+    )
     reader = case["number"] % 8 // 4
     assert re.search(r"worker \d", found[reader][1][5]), found[reader]
-    assert re.search(rf"worker \d|rank {reader}", found[1 - reader][1][5]), found[1 - reader]
+    assert re.search(rf"worker \d|rank {reader}", found[1 - reader][1][5]), found[
+        1 - reader
+    ]
     assert all(seconds < HANG for *_, seconds in found)
 
 
 @pytest.mark.only_in_rounds
 def test_a_rank_that_is_stuck_when_another_dies_is_ended_after_a_report(rng, tmp_path):
     victim = rng.randrange(RANKS)
-    case = {"kind": rng.choice(KINDS), "victim": victim, "steps": rng.randrange(1, 10), "on_lost": "exit"}
+    case = {
+        "kind": rng.choice(KINDS),
+        "victim": victim,
+        "steps": rng.randrange(1, 10),
+        "on_lost": "exit",
+    }
     with ranks(tmp_path, "stuck", case) as job:
         codes = job.wait([1 - victim], HANG)
         assert 1 - victim in codes, f"it is not ended\n{job.logs()}"
@@ -205,5 +272,6 @@ def test_a_rank_that_is_stuck_when_another_dies_is_ended_after_a_report(rng, tmp
     assert codes[1 - victim] != 0
     assert seconds < HANG
     assert re.search(
-        rf"[Gg]lobal rank {victim} has ended or was killed", (tmp_path / f"workerlog.{1 - victim}").read_text()
+        rf"[Gg]lobal rank {victim} has ended or was killed",
+        (tmp_path / f"workerlog.{1 - victim}").read_text(),
     )

@@ -14,20 +14,43 @@ from tests.deadlines import HANG
 pytestmark = [pytest.mark.multiprocess, pytest.mark.leaves, pytest.mark.only_in_rounds]
 
 ROOT = Path(__file__).parents[2]
-ENVIRONMENT = ROOT / ".venv-ray" / "bin" / "python"  # of `make test-adapters ADAPTERS=ray`
+ENVIRONMENT = (
+    ROOT / ".venv-ray" / "bin" / "python"
+)  # of `make test-adapters ADAPTERS=ray`
 
 
 def test_random_kills_of_actors_change_no_byte_and_no_certificate(rng, tmp_path):
     python = sys.executable if find_spec("ray") else ENVIRONMENT
     if not Path(python).exists():
         pytest.skip("Ray is not installed: make .venv-ray/.ready")
-    command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--basetemp={tmp_path / 'ray'}"]
+    command = [
+        python,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        f"--basetemp={tmp_path / 'ray'}",
+    ]
     kind = rng.choice(["draws", "gathers", "skips"])  # a round has few minutes
-    command += [f"tests/adapters/ray/test_ray.py::test_twenty_random_kills_change_nothing[{kind}]"]
-    environment = {**os.environ, "FAULT_SEED": str(rng.randrange(10**6)), "PYTHONPATH": str(ROOT)}
+    command += [
+        f"tests/adapters/ray/test_ray.py::test_twenty_random_kills_change_nothing[{kind}]"
+    ]
+    environment = {
+        **os.environ,
+        "FAULT_SEED": str(rng.randrange(10**6)),
+        "PYTHONPATH": str(ROOT),
+    }
     log = tmp_path / "log.txt"  # a pipe would be kept open by what is left
     with open(log, "w") as output:
-        run = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=output, start_new_session=True)
+        run = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=environment,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
     try:
         code = run.wait(4 * HANG)
     finally:

@@ -85,7 +85,11 @@ def test_what_a_handler_of_sigterm_saves_is_what_was_delivered(kind, rng, tmp_pa
 
             def save():
                 with open(f"{path}.json", "w") as file:
-                    read = [number for batch in received for number in batch._local_value().numpy()[:, 0].tolist()]
+                    read = [
+                        number
+                        for batch in received
+                        for number in batch._local_value().numpy()[:, 0].tolist()
+                    ]
                     json.dump([os.getpid(), loader.state_dict(), read], file)
 
             def handler(number, frame):
@@ -124,7 +128,9 @@ def test_what_a_handler_of_sigterm_saves_is_what_was_delivered(kind, rng, tmp_pa
 
 
 @pytest.mark.parametrize("kind", ["map", "stream"])
-def test_workers_read_on_when_all_processes_hear_a_signal_that_the_loop_only_notes(kind, tmp_path):
+def test_workers_read_on_when_all_processes_hear_a_signal_that_the_loop_only_notes(
+    kind, tmp_path
+):
     def work(path):
         heard, received = [], []
         signal.signal(signal.SIGTERM, lambda *_: heard.append(1))
@@ -153,12 +159,22 @@ def test_at_every_line_of_next_the_state_is_that_of_what_the_user_has(kind, opti
         if not path.startswith(os.path.dirname(paddle_shard.__file__)):
             return None
         # No handler runs between an assignment and a `return` behind it.
-        if event == "line" and not lines(path)[frame.f_lineno - 1].lstrip().startswith("return"):
+        if event == "line" and not lines(path)[frame.f_lineno - 1].lstrip().startswith(
+            "return"
+        ):
             sys.settrace(None)
             state = loader.state_dict()
             sys.settrace(at_line)
-            counted = sum(total[1] for *_, total in state["certificate"]) if kind == "map" else 8 * received
-            if (state["steps"], state["samples"], counted) != (received, 8 * received, 8 * received):
+            counted = (
+                sum(total[1] for *_, total in state["certificate"])
+                if kind == "map"
+                else 8 * received
+            )
+            if (state["steps"], state["samples"], counted) != (
+                received,
+                8 * received,
+                8 * received,
+            ):
                 wrong.add(f"{os.path.basename(path)}:{frame.f_lineno}")
         return at_line
 
@@ -181,7 +197,9 @@ def lines(path, known={}):  # noqa: B006
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_handler_that_exits_ends_the_process_in_the_middle_of_a_read(workers, tmp_path):
+def test_a_handler_that_exits_ends_the_process_in_the_middle_of_a_read(
+    workers, tmp_path
+):
     def work(path):
         def slow(number):
             time.sleep(0.01)
@@ -203,7 +221,11 @@ def test_a_handler_that_exits_ends_the_process_in_the_middle_of_a_read(workers, 
 @pytest.mark.parametrize("to", ["process", "group"])
 def test_ctrl_c_ends_a_process_at_any_moment_and_leaves_nothing(to, rng, tmp_path):
     for trial in range(3):
-        kind, workers, options = rng.choice(KINDS), rng.choice([0, 1, 3]), drawn_options(rng)
+        kind, workers, options = (
+            rng.choice(KINDS),
+            rng.choice([0, 1, 3]),
+            drawn_options(rng),
+        )
 
         def work(path, kind=kind, workers=workers, options=options):
             try:
@@ -218,14 +240,18 @@ def test_ctrl_c_ends_a_process_at_any_moment_and_leaves_nothing(to, rng, tmp_pat
             time.sleep(rng.uniform(0.0, 0.5))
             (os.killpg if to == "group" else os.kill)(child.pid, signal.SIGINT)
             code, left = ended(child, HANG)
-        assert code == 3, f"{kind}, {workers} workers, {options}, exit code {code}:\n{log_of(path)}"
+        assert code == 3, (
+            f"{kind}, {workers} workers, {options}, exit code {code}:\n{log_of(path)}"
+        )
         assert left == set()
 
 
 def test_a_worker_that_is_just_being_started_does_not_run_the_users_handler(tmp_path):
     def work(path):
         def handler(*_):
-            with open(f"{path}.saved", "w") as file:  # a worker's state, over that of its rank
+            with open(
+                f"{path}.saved", "w"
+            ) as file:  # a worker's state, over that of its rank
                 file.write(str(os.getpid()))
 
         signal.signal(signal.SIGTERM, handler)
@@ -264,7 +290,9 @@ def test_ctrl_c_while_workers_are_started_is_not_lost(tmp_path):
     assert code == 3, log_of(path)
 
 
-def test_a_process_of_multiprocessing_ends_with_its_workers_that_leave_sigterm_to_it(tmp_path):
+def test_a_process_of_multiprocessing_ends_with_its_workers_that_leave_sigterm_to_it(
+    tmp_path,
+):
     def work(path):
         held.append(iter(loader_of("map", LENGTH, workers=2)))
         next(held[0])

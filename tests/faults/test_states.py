@@ -39,7 +39,9 @@ def refuses_and_stays_as_it_was(state, kind="map"):
 
 
 @pytest.mark.parametrize("kind", ["map", "stream"])
-def test_a_state_file_cut_short_anywhere_is_an_error_and_never_another_position(kind, rng, tmp_path):
+def test_a_state_file_cut_short_anywhere_is_an_error_and_never_another_position(
+    kind, rng, tmp_path
+):
     state, read = saved(rng, kind)
     path = tmp_path / "state.json"
     text = json.dumps(state)
@@ -61,7 +63,9 @@ def test_a_state_file_cut_short_anywhere_is_an_error_and_never_another_position(
 def test_a_state_without_a_field_or_with_another_version_is_refused(rng):
     state, _ = saved(rng)
     for name in state:
-        assert refuses_and_stays_as_it_was({key: value for key, value in state.items() if key != name}), name
+        assert refuses_and_stays_as_it_was(
+            {key: value for key, value in state.items() if key != name}
+        ), name
     for version in (0, 1, 2, "3", None, rng.randrange(4, 1000)):
         assert refuses_and_stays_as_it_was({**state, "version": version})
     assert refuses_and_stays_as_it_was({**state, "more": 1})
@@ -69,7 +73,20 @@ def test_a_state_without_a_field_or_with_another_version_is_refused(rng):
         assert refuses_and_stays_as_it_was(junk)
 
 
-JUNK = [None, -1, 1.5, "x", [1], [[1]], [[1, 2, 3]], [None], [["a", "b"]], [[-1, 8]], [[0, 0]], True]
+JUNK = [
+    None,
+    -1,
+    1.5,
+    "x",
+    [1],
+    [[1]],
+    [[1, 2, 3]],
+    [None],
+    [["a", "b"]],
+    [[-1, 8]],
+    [[0, 0]],
+    True,
+]
 
 
 @pytest.mark.parametrize("name", ["ended", "segments", "certificate", "fingerprint"])
@@ -96,7 +113,9 @@ def test_whatever_is_changed_at_any_depth_is_refused_before_anything_is_read(kin
             return loader_of(kind, LENGTH)
         weights = [(0, {"a": 0.7, "b": 0.3}), (24, {"a": 0.5, "b": 0.5})]
         mixture = Mixture({"a": Rows(LENGTH), "b": Rows(LENGTH)}, weights)
-        return sharded(DataLoader(mixture, batch_size=8), ONE, verify=None, skip_steps=[(1, 2)])
+        return sharded(
+            DataLoader(mixture, batch_size=8), ONE, verify=None, skip_steps=[(1, 2)]
+        )
 
     loader = make()
     batches = iter(loader)
@@ -106,7 +125,10 @@ def test_whatever_is_changed_at_any_depth_is_refused_before_anything_is_read(kin
     state, rest = json.loads(json.dumps(loader.state_dict())), numbers(batches)
     other = make()
     for way in places_in(state):
-        if way[0] in ("version", "sampler"):  # the one has its own message; the other is the sampler's
+        if way[0] in (
+            "version",
+            "sampler",
+        ):  # the one has its own message; the other is the sampler's
             continue
         for junk in (*JUNK, 0, 3, 2**63, 10**40, "", {}, [], float("nan")):
             changed = copy.deepcopy(state)
@@ -122,7 +144,16 @@ def test_whatever_is_changed_at_any_depth_is_refused_before_anything_is_read(kin
     assert numbers(iter(other)) == rest
 
 
-@pytest.mark.parametrize("change", [{"samples": 1}, {"samples": 8}, {"steps": 1}, {"samples": 10**6}, {"steps": 10**6}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"samples": 1},
+        {"samples": 8},
+        {"steps": 1},
+        {"samples": 10**6},
+        {"steps": 10**6},
+    ],
+)
 def test_counts_that_contradict_each_other_are_refused(change, rng):
     state, _ = saved(rng)
     [(name, more)] = change.items()

@@ -13,7 +13,14 @@ from paddle.io import DataLoader, Dataset
 import paddle_shard
 from paddle_shard.errors import DataReadError
 from tests.deadlines import HANG
-from tests.faults.feeds import drawn_options, loader_of, numbers, read_until, rows, the_rest
+from tests.faults.feeds import (
+    drawn_options,
+    loader_of,
+    numbers,
+    read_until,
+    rows,
+    the_rest,
+)
 from tests.faults.traces import children, gone, kill, shared_memory
 from tests.jobs import start_ranks
 
@@ -49,7 +56,9 @@ def test_a_worker_killed_at_any_moment_is_named_and_nothing_is_lost(rng):
         assert len(own) == workers
         read, _, failure, _ = read_until(batches, steps=rng.randrange(25))
         assert failure is None
-        trials.append((kind, loader, batches, read, own.index(victim := rng.choice(own)), victim))
+        trials.append(
+            (kind, loader, batches, read, own.index(victim := rng.choice(own)), victim)
+        )
     time.sleep(rng.uniform(0, 0.05))
     for trial in trials:
         kill(trial[-1])
@@ -58,11 +67,15 @@ def test_a_worker_killed_at_any_moment_is_named_and_nothing_is_lost(rng):
     for kind, loader, batches, read, worker, _ in trials:
         more, _, failure, _ = read_until(batches)
         assert time.monotonic() - killed < HANG
-        assert isinstance(failure, DataReadError), f"{kind}: {len(read + more)} of {TOO_MANY} numbers, then {failure!r}"
+        assert isinstance(failure, DataReadError), (
+            f"{kind}: {len(read + more)} of {TOO_MANY} numbers, then {failure!r}"
+        )
         assert f"worker {worker} (exit code -9)" in str(failure)
         assert failure.worker == worker
         size = rng.choice([8, 16]) if kind == "map" else 8
-        assert read + more + the_rest(loader.state_dict(), kind, TOO_MANY, batch_size=size) == list(range(TOO_MANY))
+        assert read + more + the_rest(
+            loader.state_dict(), kind, TOO_MANY, batch_size=size
+        ) == list(range(TOO_MANY))
         loader.close()
 
 
@@ -78,12 +91,18 @@ def test_a_worker_killed_while_it_writes_a_message_longer_than_the_pipe_is_named
         return [np.stack([pair for pair, _ in samples]), [text for _, text in samples]]
 
     dataloader = DataLoader(
-        Long(), batch_size=8, num_workers=2, collate_fn=together, use_shared_memory=rng.random() < 0.5
+        Long(),
+        batch_size=8,
+        num_workers=2,
+        collate_fn=together,
+        use_shared_memory=rng.random() < 0.5,
     )
     mesh = dist.ProcessMesh([0], dim_names=["dp"])
     batches = iter(paddle_shard.shard_dataloader(dataloader, mesh, shard_dims="dp"))
     victim = int(rows(next(batches)[0])[0, 1])
-    time.sleep(rng.uniform(0.05, 0.4))  # the queue is full, and the worker in the middle of its next message
+    time.sleep(
+        rng.uniform(0.05, 0.4)
+    )  # the queue is full, and the worker in the middle of its next message
     kill(victim)
     start = time.monotonic()
     with pytest.raises(DataReadError, match=r"exit code -9"):
@@ -94,7 +113,11 @@ def test_a_worker_killed_while_it_writes_a_message_longer_than_the_pipe_is_named
 
 def test_what_is_shared_with_workers_goes_with_them(rng):
     for _ in range(5):
-        before, kind, steps = shared_memory(), rng.choice(KINDS), rng.choice([1, 5, None])
+        before, kind, steps = (
+            shared_memory(),
+            rng.choice(KINDS),
+            rng.choice([1, 5, None]),
+        )
         batches = iter(loader_of(kind, LENGTH, workers=3, **drawn_options(rng)))
         _, pids, *_ = read_until(batches, steps=steps)
         if steps is not None:
@@ -111,7 +134,9 @@ def test_a_worker_that_is_slow_to_leave_leaves_nothing():
             time.sleep(30)
 
     before, memory = children(), shared_memory()
-    batches = iter(loader_of("map", LENGTH, workers=2, fault=slow, settings={"prefetch_factor": 4}))
+    batches = iter(
+        loader_of("map", LENGTH, workers=2, fault=slow, settings={"prefetch_factor": 4})
+    )
     next(batches)
     time.sleep(0.3)
     own = children() - before
@@ -123,8 +148,14 @@ def test_a_worker_that_is_slow_to_leave_leaves_nothing():
 
 def test_an_exception_anywhere_is_named_with_its_sample_and_nothing_is_lost(rng):
     for _ in range(8):
-        kind, workers, bad = rng.choice(KINDS), rng.choice([0, 1, 2, 3]), rng.randrange(96)
-        error = rng.choice([ValueError, KeyError, StopIteration, SystemExit, MemoryError, OSError])
+        kind, workers, bad = (
+            rng.choice(KINDS),
+            rng.choice([0, 1, 2, 3]),
+            rng.randrange(96),
+        )
+        error = rng.choice(
+            [ValueError, KeyError, StopIteration, SystemExit, MemoryError, OSError]
+        )
 
         def fault(number, bad=bad, error=error):
             if number == bad:
@@ -134,13 +165,19 @@ def test_an_exception_anywhere_is_named_with_its_sample_and_nothing_is_lost(rng)
         read, _, failure, waited = read_until(iter(loader))
 
         assert isinstance(failure, DataReadError), (kind, workers, bad, failure)
-        in_generator = kind != "map" and error is StopIteration  # Python makes it a RuntimeError
-        assert failure.cause_type == ("RuntimeError" if in_generator else error.__name__)
+        in_generator = (
+            kind != "map" and error is StopIteration
+        )  # Python makes it a RuntimeError
+        assert failure.cause_type == (
+            "RuntimeError" if in_generator else error.__name__
+        )
         assert "this one" in str(failure)
         assert failure.index == bad if kind == "map" else failure.index[1] >= 0
         assert waited < HANG
         assert read == list(range(bad // 8 * 8))
-        assert read + the_rest(loader.state_dict(), kind, 96, workers=rng.choice([0, 2])) == list(range(96))
+        assert read + the_rest(
+            loader.state_dict(), kind, 96, workers=rng.choice([0, 2])
+        ) == list(range(96))
 
 
 def test_an_exception_in_collate_is_named_with_its_samples_and_nothing_is_lost(rng):
@@ -152,7 +189,13 @@ def test_an_exception_in_collate_is_named_with_its_samples_and_nothing_is_lost(r
                 raise ValueError("cannot collate")
             return np.stack(samples)
 
-        loader = loader_of("map", 96, workers=workers, settings={"collate_fn": collate}, **drawn_options(rng))
+        loader = loader_of(
+            "map",
+            96,
+            workers=workers,
+            settings={"collate_fn": collate},
+            **drawn_options(rng),
+        )
         read, _, failure, _ = read_until(iter(loader))
 
         assert isinstance(failure, DataReadError)
@@ -164,8 +207,14 @@ def test_an_exception_in_collate_is_named_with_its_samples_and_nothing_is_lost(r
 @pytest.mark.leaves  # the process that forks
 def test_a_worker_that_hangs_is_named_when_the_timeout_is_over(tmp_path):
     script = Path(__file__).parent / "hung_worker.py"
-    environment = {"PYTHONPATH": os.pathsep.join([str(script.parents[2]), os.environ.get("PYTHONPATH", "")])}
-    with start_ranks(script, 1, tmp_path, args=["1.5"], env=environment, timeout=HANG) as job:
+    environment = {
+        "PYTHONPATH": os.pathsep.join(
+            [str(script.parents[2]), os.environ.get("PYTHONPATH", "")]
+        )
+    }
+    with start_ranks(
+        script, 1, tmp_path, args=["1.5"], env=environment, timeout=HANG
+    ) as job:
         assert job.wait([0], HANG), "it hangs"
         assert job.left() == set()
     text = (tmp_path / "workerlog.0").read_text()

@@ -31,14 +31,18 @@ def children(pid="self"):
     with contextlib.suppress(OSError):
         for task in Path(f"/proc/{pid}/task").iterdir():
             with contextlib.suppress(OSError):  # the thread has just ended
-                found |= {int(child) for child in (task / "children").read_text().split()}
+                found |= {
+                    int(child) for child in (task / "children").read_text().split()
+                }
     return found
 
 
 def alive(pid):
     """Whether a process runs, or one of its threads; one that has ended and was not waited for does not."""
     try:
-        ended = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        ended = (
+            Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        )
         return not ended or len(os.listdir(f"/proc/{pid}/task")) > 1
     except OSError:
         return False
@@ -67,7 +71,11 @@ def in_a_fork(work, seconds=HANG):
         try:
             found = work()
         except BaseException as error:
-            found = error if isinstance(error, PaddleShardError) else f"{type(error).__name__}: {error}"
+            found = (
+                error
+                if isinstance(error, PaddleShardError)
+                else f"{type(error).__name__}: {error}"
+            )
         writer.send(found)
 
     child = context.Process(target=go)
@@ -76,7 +84,9 @@ def in_a_fork(work, seconds=HANG):
         found = reader.recv() if reader.poll(seconds) else NOTHING
         if found is not NOTHING:
             child.join(seconds)
-            assert child.exitcode == 0, f"exit code {child.exitcode}; None: it does not end"
+            assert child.exitcode == 0, (
+                f"exit code {child.exitcode}; None: it does not end"
+            )
         return found
     finally:
         with contextlib.suppress(ProcessLookupError):

@@ -20,9 +20,14 @@ def add(path, found):
     """Add what the file does not have yet, a line for each case."""
     kept = json.loads(path.read_text()) if path.exists() else {}
     both = kept | {name: value for name, value in found.items() if name not in kept}
-    lines = [f"{json.dumps(name)}: {json.dumps(value, separators=(',', ':'))}" for name, value in both.items()]
+    lines = [
+        f"{json.dumps(name)}: {json.dumps(value, separators=(',', ':'))}"
+        for name, value in both.items()
+    ]
     path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
-    print(f"{path.name}: {len(both) - len(kept)} cases are new, {len(kept)} stay as they are")
+    print(
+        f"{path.name}: {len(both) - len(kept)} cases are new, {len(kept)} stay as they are"
+    )
 
 
 if __name__ == "__main__":

@@ -10,23 +10,32 @@ from tests.golden.cases import CASES, EPOCHS, SAVED_AFTER, delivered, large, loa
 
 HERE = Path(__file__).parent
 ORDERS = json.loads((HERE / "orders.json").read_text())
-STATES = {path.stem.partition("-")[2]: json.loads(path.read_text()) for path in sorted(HERE.glob("states-*.json"))}
+STATES = {
+    path.stem.partition("-")[2]: json.loads(path.read_text())
+    for path in sorted(HERE.glob("states-*.json"))
+}
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_each_rank_gets_in_each_epoch_what_it_always_got(name, tmp_path):
     for rank, loader in on_each_rank([0, 1], lambda: loader_of(name, tmp_path)).items():
         for epoch in range(EPOCHS):
-            found = on_each_rank([rank], lambda loader=loader: delivered(iter(loader)))[rank]
+            found = on_each_rank([rank], lambda loader=loader: delivered(iter(loader)))[
+                rank
+            ]
             assert found == ORDERS[f"{name}, epoch {epoch}"][rank]
 
 
 @pytest.mark.parametrize("version", STATES)
 @pytest.mark.parametrize("name", CASES)
-def test_a_state_of_each_released_version_goes_on_with_the_next_sample(name, version, tmp_path):
+def test_a_state_of_each_released_version_goes_on_with_the_next_sample(
+    name, version, tmp_path
+):
     def rest():
         loader = loader_of(name, tmp_path)
-        loader.load_state_dict(STATES[version][name], override=["data"])  # the files are written again
+        loader.load_state_dict(
+            STATES[version][name], override=["data"]
+        )  # the files are written again
         return delivered(iter(loader))
 
     for rank, found in on_each_rank([0, 1], rest).items():
@@ -39,5 +48,7 @@ def test_an_order_of_a_billion_samples_is_what_it_always_was():
 
 
 def test_no_case_is_gone():
-    assert {f"{name}, epoch {epoch}" for name in CASES for epoch in range(EPOCHS)} | set(large()) == set(ORDERS)
+    assert {
+        f"{name}, epoch {epoch}" for name in CASES for epoch in range(EPOCHS)
+    } | set(large()) == set(ORDERS)
     assert all(set(cases) <= set(CASES) for cases in STATES.values())

@@ -29,7 +29,10 @@ class Commands:
         ours = ("PADDLE_", "POD_", "TRAINER_", "FLAGS_")
         env = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
         env |= {"OMP_NUM_THREADS": "1", **variables, _TEST_ID: self._token}
-        with open(self.directory / f"{name}.out", "wb") as out, open(self.directory / f"{name}.err", "wb") as err:
+        with (
+            open(self.directory / f"{name}.out", "wb") as out,
+            open(self.directory / f"{name}.err", "wb") as err,
+        ):
             self._started[name] = subprocess.Popen(
                 list(map(str, command)),
                 env=env,
@@ -47,8 +50,12 @@ class Commands:
             try:
                 process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
-                running = [name for name, p in self._started.items() if p.poll() is None]
-                pytest.fail(f"the deadline of {timeout} s passed; still running: {running}")
+                running = [
+                    name for name, p in self._started.items() if p.poll() is None
+                ]
+                pytest.fail(
+                    f"the deadline of {timeout} s passed; still running: {running}"
+                )
         return {name: process.returncode for name, process in self._started.items()}
 
     def out(self, name) -> str:
@@ -69,7 +76,9 @@ class Commands:
         found = []
         for entry in Path("/proc").iterdir():
             try:
-                if entry.name.isdigit() and token in (entry / "environ").read_bytes().split(b"\0"):
+                if entry.name.isdigit() and token in (
+                    entry / "environ"
+                ).read_bytes().split(b"\0"):
                     found.append(int(entry.name))
             except OSError:  # ended meanwhile
                 continue
@@ -90,8 +99,14 @@ class Commands:
 
     def logs(self) -> str:
         paths = [*self.directory.rglob("*.out"), *self.directory.rglob("*.err")]
-        paths += [*self.directory.rglob("workerlog.*"), *self.directory.rglob("launcher.log")]
-        return "\n".join(f"--- {p} ---\n{p.read_text(errors='replace')[-6000:]}" for p in sorted(paths))
+        paths += [
+            *self.directory.rglob("workerlog.*"),
+            *self.directory.rglob("launcher.log"),
+        ]
+        return "\n".join(
+            f"--- {p} ---\n{p.read_text(errors='replace')[-6000:]}"
+            for p in sorted(paths)
+        )
 
 
 _running: list[Commands] = []
@@ -124,7 +139,10 @@ class Host:
 @pytest.fixture
 def two_hosts():
     names = [f"launch-{uuid.uuid4().hex[:6]}-{k}" for k in range(2)]
-    hosts = [Host(ip=f"10.231.77.{k + 1}", enter=("ip", "netns", "exec", name)) for k, name in enumerate(names)]
+    hosts = [
+        Host(ip=f"10.231.77.{k + 1}", enter=("ip", "netns", "exec", name))
+        for k, name in enumerate(names)
+    ]
     try:
         yield hosts if _joined(names, hosts) else [Host(ip="127.0.0.1")] * 2
     finally:
@@ -137,7 +155,20 @@ def _joined(names, hosts) -> bool:
     try:
         for name in names:
             _ip("netns", "add", name)
-        _ip("link", "add", "eth0", "netns", names[0], "type", "veth", "peer", "name", "eth0", "netns", names[1])
+        _ip(
+            "link",
+            "add",
+            "eth0",
+            "netns",
+            names[0],
+            "type",
+            "veth",
+            "peer",
+            "name",
+            "eth0",
+            "netns",
+            names[1],
+        )
         for name, host in zip(names, hosts, strict=True):
             _ip("-n", name, "address", "add", f"{host.ip}/24", "dev", "eth0")
             _ip("-n", name, "link", "set", "eth0", "up")

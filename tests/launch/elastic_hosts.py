@@ -61,21 +61,53 @@ class ElasticHosts:
             command = [self.demo.etcd_binary(), "--data-dir", directory / "etcd"]
         except SystemExit as error:
             pytest.skip(str(error))
-        self.folder, self.diary, self._commands, self._hosts = directory / "saved", directory / "diary", commands, hosts
+        self.folder, self.diary, self._commands, self._hosts = (
+            directory / "saved",
+            directory / "diary",
+            commands,
+            hosts,
+        )
         self.diary.mkdir()
         here, peer = (f"http://{hosts[0].ip}:{port}" for port in (2379, 2380))
-        command += ["--listen-client-urls", here, "--advertise-client-urls", here, "--listen-peer-urls", peer]
-        command += ["--initial-advertise-peer-urls", peer, "--initial-cluster", f"default={peer}"]
+        command += [
+            "--listen-client-urls",
+            here,
+            "--advertise-client-urls",
+            here,
+            "--listen-peer-urls",
+            peer,
+        ]
+        command += [
+            "--initial-advertise-peer-urls",
+            peer,
+            "--initial-cluster",
+            f"default={peer}",
+        ]
         self._etcd = commands.start("etcd", [*hosts[0].enter, *command])
         command, given = from_manifest()
-        given |= {"ETCD": f"{hosts[0].ip}:2379", "NNODES": "1:2", "NPROC": "1", "TIMEOUT": "10"}
+        given |= {
+            "ETCD": f"{hosts[0].ip}:2379",
+            "NNODES": "1:2",
+            "NPROC": "1",
+            "TIMEOUT": "10",
+        }
         given |= {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
-        command = [ROOT / command[0], self.demo.__file__, "--as-rank", self.folder, self.diary]
+        command = [
+            ROOT / command[0],
+            self.demo.__file__,
+            "--as-rank",
+            self.folder,
+            self.diary,
+        ]
         self.nodes = [
             commands.start(
                 f"host-{number}",
                 [*host.enter, *command],
-                **{**given, **of_operator(host, number), "LOG_DIR": str(directory / f"logs-{number}")},
+                **{
+                    **given,
+                    **of_operator(host, number),
+                    "LOG_DIR": str(directory / f"logs-{number}"),
+                },
             )
             for number, host in enumerate(hosts)
         ]
@@ -104,4 +136,6 @@ class ElasticHosts:
         newest = max(path.parent for path in self.folder.glob("*/manifest.json"))
         found, _ = self.demo.audit(self.diary, str(newest))
         for epoch in range(self.demo.EPOCHS):
-            assert collections.Counter(found[epoch]) == dict.fromkeys(range(self.demo.SAMPLES), 1)
+            assert collections.Counter(found[epoch]) == dict.fromkeys(
+                range(self.demo.SAMPLES), 1
+            )

@@ -33,12 +33,18 @@ def main(directory: Path) -> None:
     losses = []
     for features, labels in zip(*fixed_data(), strict=True):
         mine = slice(rank * ROWS // world, (rank + 1) * ROWS // world)
-        loss = ((model(paddle.to_tensor(features[mine])) - paddle.to_tensor(labels[mine])) ** 2).mean()
+        loss = (
+            (model(paddle.to_tensor(features[mine])) - paddle.to_tensor(labels[mine]))
+            ** 2
+        ).mean()
         loss.backward()
         optimizer.step()
         optimizer.clear_grad()
         losses.append(float(loss))
-    report = {"losses": losses, "ip": os.environ["PADDLE_CURRENT_ENDPOINT"].split(":")[0]}
+    report = {
+        "losses": losses,
+        "ip": os.environ["PADDLE_CURRENT_ENDPOINT"].split(":")[0],
+    }
     (directory / f"rank-{rank}.json").write_text(json.dumps(report))
     print("rank", rank, "lost", losses, flush=True)
     dist.barrier()  # rank 0 hosts the store

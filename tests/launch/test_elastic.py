@@ -35,16 +35,27 @@ SCRIPT = Path(__file__).parents[2] / "launch" / "elastic.sh"
 def test_elastic_sh_names_what_is_wrong(commands, variables, message):
     with socket.socket() as unused:  # bound, so that nobody else listens there
         unused.bind(("127.0.0.1", 0))
-        given = {"ETCD": f"127.0.0.1:{unused.getsockname()[1]}", "JOB": "test", "NNODES": "1:2", "NPROC": "1"}
+        given = {
+            "ETCD": f"127.0.0.1:{unused.getsockname()[1]}",
+            "JOB": "test",
+            "NNODES": "1:2",
+            "NPROC": "1",
+        }
 
-        commands.start("run", [SCRIPT, __file__], **{**given, "PYTHON": sys.executable, **variables})
+        commands.start(
+            "run",
+            [SCRIPT, __file__],
+            **{**given, "PYTHON": sys.executable, **variables},
+        )
 
         assert commands.wait() == {"run": 2}
     assert message in commands.err("run")
 
 
 @pytest.mark.long
-def test_two_hosts_with_addresses_of_their_own_meet_by_etcd_and_train_each_sample_once(commands, two_hosts, tmp_path):
+def test_two_hosts_with_addresses_of_their_own_meet_by_etcd_and_train_each_sample_once(
+    commands, two_hosts, tmp_path
+):
     job = ElasticHosts(commands, two_hosts, tmp_path)
     job.wait_until(job.has_ended)
 

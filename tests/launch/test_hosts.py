@@ -42,7 +42,9 @@ def start_by_hosts_sh(commands, hosts, reports, ranks):
 
 def start_as_paddle_operator_does(commands, hosts, reports, ranks):
     if not hosts[0].enter:
-        pytest.skip("pods have addresses of their own, and network namespaces are not permitted here")
+        pytest.skip(
+            "pods have addresses of their own, and network namespaces are not permitted here"
+        )
     text = (LAUNCH / "kubernetes.yaml").read_text()
     arguments = json.loads(re.search(r"^ +args: (\[.*\])$", text, re.MULTILINE)[1])
     assert arguments[-1] == "demos/digits.py"
@@ -54,7 +56,9 @@ def start_as_paddle_operator_does(commands, hosts, reports, ranks):
             f"host-{rank}",
             [*host.enter, sys.executable, *arguments[:-3], *logs, WORKER, reports],
             # From the manifest,
-            GLOO_SOCKET_IFNAME=re.search(r"GLOO_SOCKET_IFNAME\n +value: (\w+)", text)[1],
+            GLOO_SOCKET_IFNAME=re.search(r"GLOO_SOCKET_IFNAME\n +value: (\w+)", text)[
+                1
+            ],
             # and from the operator: controllers/paddlejob_helper.go, constructPod and constructConfigMap.
             POD_IP=host.ip,
             PADDLE_TRAINER_ID=str(rank),
@@ -88,15 +92,29 @@ def one_process(num_ranks):
         pytest.param(start_as_paddle_operator_does, 2, marks=pytest.mark.long),
     ],
 )
-def test_two_hosts_train_as_one_process_would(commands, tmp_path, two_hosts, start, ranks):
+def test_two_hosts_train_as_one_process_would(
+    commands, tmp_path, two_hosts, start, ranks
+):
     start(commands, two_hosts, tmp_path, ranks)
 
     assert commands.wait() == {"host-0": 0, "host-1": 0}
-    reports = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2 * ranks)]
-    assert [report["ip"] for report in reports] == [two_hosts[rank // ranks].ip for rank in range(2 * ranks)]
-    np.testing.assert_allclose([report["losses"] for report in reports], one_process(2 * ranks).T, rtol=1e-5)
+    reports = [
+        json.loads((tmp_path / f"rank-{rank}.json").read_text())
+        for rank in range(2 * ranks)
+    ]
+    assert [report["ip"] for report in reports] == [
+        two_hosts[rank // ranks].ip for rank in range(2 * ranks)
+    ]
+    np.testing.assert_allclose(
+        [report["losses"] for report in reports], one_process(2 * ranks).T, rtol=1e-5
+    )
     for rank in range(2 * ranks):
-        assert f"rank {rank} lost" in (tmp_path / f"log/host-{rank // ranks}/workerlog.{rank % ranks}").read_text()
+        assert (
+            f"rank {rank} lost"
+            in (
+                tmp_path / f"log/host-{rank // ranks}/workerlog.{rank % ranks}"
+            ).read_text()
+        )
 
 
 @pytest.mark.parametrize(
@@ -104,7 +122,10 @@ def test_two_hosts_train_as_one_process_would(commands, tmp_path, two_hosts, sta
     [
         ({"MASTER": ""}, "MASTER is not set"),
         ({"MASTER": "192.0.2.1"}, "MASTER must be ip:port, got '192.0.2.1'"),
-        ({"MASTER": "localhost:6170"}, "'localhost' means 127.0.0.1 on this host"),  # the others' localhost is theirs
+        (
+            {"MASTER": "localhost:6170"},
+            "'localhost' means 127.0.0.1 on this host",
+        ),  # the others' localhost is theirs
         ({"NNODES": "0"}, "NNODES must be at least 1"),
         ({"RANK": "2"}, "RANK must be 0 .. 1, got '2'"),
         ({"RANK": "-1"}, "RANK must be 0 .. 1, got '-1'"),
@@ -116,7 +137,13 @@ def test_two_hosts_train_as_one_process_would(commands, tmp_path, two_hosts, sta
     ],
 )
 def test_hosts_sh_names_what_is_wrong(commands, variables, message):
-    given = {"MASTER": "127.0.0.1:6170", "NNODES": "2", "RANK": "0", "NPROC": "2", "PYTHON": sys.executable}
+    given = {
+        "MASTER": "127.0.0.1:6170",
+        "NNODES": "2",
+        "RANK": "0",
+        "NPROC": "2",
+        "PYTHON": sys.executable,
+    }
 
     commands.start("run", [LAUNCH / "hosts.sh", WORKER], **{**given, **variables})
 

@@ -7,7 +7,15 @@ MANIFEST = Path(__file__).parents[2] / "launch/kubernetes.yaml"
 ELASTIC = MANIFEST.with_name("kubernetes-elastic.yaml")
 
 # paddle-operator, api/v1/paddlejob_types.go: PaddleJobSpec and ResourceSpec.
-JOB_FIELDS = {"cleanPodPolicy", "schedulingPolicy", "intranet", "withGloo", "sampleSetRef", "ps", "worker"}
+JOB_FIELDS = {
+    "cleanPodPolicy",
+    "schedulingPolicy",
+    "intranet",
+    "withGloo",
+    "sampleSetRef",
+    "ps",
+    "worker",
+}
 JOB_FIELDS |= {"heter", "elastic"}
 RESOURCE_FIELDS = {"replicas", "requests", "limits", "template"}
 
@@ -16,37 +24,58 @@ RESOURCE_FIELDS = {"replicas", "requests", "limits", "template"}
 def job(request):
     yaml = pytest.importorskip("yaml")
     text = MANIFEST.read_text()
-    if request.param == "gpu":  # what the comment says: replace image, args and resources
-        start, end = text.index("            # image:"), text.index("            volumeMounts:")
+    if (
+        request.param == "gpu"
+    ):  # what the comment says: replace image, args and resources
+        start, end = (
+            text.index("            # image:"),
+            text.index("            volumeMounts:"),
+        )
         gpu = re.sub(r"(?m)^(\s+)# ", r"\1", text[start:end])
         head = re.sub(r"(?ms)^            (image|args): [^\n]*\n", "", text[:start])
-        head = re.sub(r"(?ms)^            resources:\n.*?(?=^            # GPUs)", "", head)
+        head = re.sub(
+            r"(?ms)^            resources:\n.*?(?=^            # GPUs)", "", head
+        )
         text = head + gpu + text[end:]
     return yaml.safe_load(text)
 
 
 def test_the_manifest_is_a_paddle_job_in_the_fields_of_its_operator(job):
-    assert (job["apiVersion"], job["kind"]) == ("batch.paddlepaddle.org/v1", "PaddleJob")
+    assert (job["apiVersion"], job["kind"]) == (
+        "batch.paddlepaddle.org/v1",
+        "PaddleJob",
+    )
     assert set(job["spec"]) <= JOB_FIELDS
     assert set(job["spec"]["worker"]) <= RESOURCE_FIELDS
     assert job["spec"]["intranet"] == "PodIP"
     pod = job["spec"]["worker"]["template"]["spec"]
     (container,) = pod["containers"]
-    assert [container["command"][0], *container["args"][1:3]] == ["python", "-m", "paddle.distributed.launch"]
-    assert {m["name"] for m in container["volumeMounts"]} == {v["name"] for v in pod["volumes"]}
+    assert [container["command"][0], *container["args"][1:3]] == [
+        "python",
+        "-m",
+        "paddle.distributed.launch",
+    ]
+    assert {m["name"] for m in container["volumeMounts"]} == {
+        v["name"] for v in pod["volumes"]
+    }
     assert all(isinstance(variable["value"], str) for variable in container["env"])
 
 
 def test_processes_are_counted_by_number_on_the_cpu_and_by_gpu_otherwise(job):
     (container,) = job["spec"]["worker"]["template"]["spec"]["containers"]
 
-    assert ("--nproc_per_node" in container["args"]) != ("nvidia.com/gpu" in container["resources"]["limits"])
+    assert ("--nproc_per_node" in container["args"]) != (
+        "nvidia.com/gpu" in container["resources"]["limits"]
+    )
 
 
 def test_the_elastic_manifest_is_an_elastic_paddle_job_and_runs_elastic_sh_with_the_variables_that_it_knows():
     yaml = pytest.importorskip("yaml")
     job = yaml.safe_load(ELASTIC.read_text())
-    assert (job["apiVersion"], job["kind"]) == ("batch.paddlepaddle.org/v1", "PaddleJob")
+    assert (job["apiVersion"], job["kind"]) == (
+        "batch.paddlepaddle.org/v1",
+        "PaddleJob",
+    )
     assert set(job["spec"]) <= JOB_FIELDS
     assert job["spec"]["elastic"] == 1  # an integer: the level
     worker = job["spec"]["worker"]
@@ -61,6 +90,10 @@ def test_the_elastic_manifest_is_an_elastic_paddle_job_and_runs_elastic_sh_with_
     assert given["NNODES"] == f"{worker['requests']}:{worker['limits']}"
     assert given["JOB"] == job["metadata"]["name"]
     assert all(isinstance(value, str) for value in given.values())
-    known = re.findall(r"(?m)^# ([A-Z_]+)  ", MANIFEST.with_name("elastic.sh").read_text())
+    known = re.findall(
+        r"(?m)^# ([A-Z_]+)  ", MANIFEST.with_name("elastic.sh").read_text()
+    )
     assert set(given) <= {*known, "NPROC", "LOG_DIR"}
-    assert {m["name"] for m in container["volumeMounts"]} == {v["name"] for v in pod["volumes"]}
+    assert {m["name"] for m in container["volumeMounts"]} == {
+        v["name"] for v in pod["volumes"]
+    }

@@ -21,7 +21,9 @@ def script(directory: Path, body: str) -> Path:
 
 
 @multiprocess
-def test_rank_0_is_seen_live_and_a_second_run_may_not_mix_in_its_logs(commands, tmp_path):
+def test_rank_0_is_seen_live_and_a_second_run_may_not_mix_in_its_logs(
+    commands, tmp_path
+):
     path = script(
         tmp_path,
         "print('early', rank)\nwhile not pathlib.Path('go').exists(): time.sleep(0.05)\nprint('late', rank, end='')",
@@ -46,14 +48,20 @@ def test_rank_0_is_seen_live_and_a_second_run_may_not_mix_in_its_logs(commands, 
 @pytest.mark.parametrize(
     "rank_0",
     [
-        pytest.param("time.sleep(60)", id="the other is stopped by the launcher", marks=pytest.mark.long),
+        pytest.param(
+            "time.sleep(60)",
+            id="the other is stopped by the launcher",
+            marks=pytest.mark.long,
+        ),
         pytest.param(
             "while not pathlib.Path('failed').exists(): time.sleep(0.01)\ntime.sleep(0.1)\nsys.exit(4)",
             id="the other fails of it",  # and is lower: the launcher names it
         ),
     ],
 )
-def test_the_first_rank_to_fail_is_named_and_every_log_is_shown(commands, tmp_path, rank_0):
+def test_the_first_rank_to_fail_is_named_and_every_log_is_shown(
+    commands, tmp_path, rank_0
+):
     path = script(
         tmp_path,
         "print('hello from', rank)\n"
@@ -69,7 +77,10 @@ def test_the_first_rank_to_fail_is_named_and_every_log_is_shown(commands, tmp_pa
     shown = commands.err("run")
     for text in ("hello from 0", "hello from 1", "boom"):
         assert text in shown
-    assert shown.splitlines()[-1] == "local.py: rank 1 of 2 failed first, with exit code 3; logs in log"
+    assert (
+        shown.splitlines()[-1]
+        == "local.py: rank 1 of 2 failed first, with exit code 3; logs in log"
+    )
     assert commands.alive() == []
 
 
@@ -86,7 +97,9 @@ def test_ctrl_c_reaches_the_ranks_and_leaves_no_process(commands, tmp_path):
 
     run = commands.start("run", [sys.executable, LOCAL, "--processes", "2", path])
     logs = [tmp_path / "log/workerlog.0", tmp_path / "log/workerlog.1"]
-    commands.until(lambda: all(log.exists() and "ready" in log.read_text() for log in logs))
+    commands.until(
+        lambda: all(log.exists() and "ready" in log.read_text() for log in logs)
+    )
     assert len(commands.alive()) >= 6  # local.py, the launcher, 2 ranks, 2 detached
     run.send_signal(signal.SIGINT)
 
@@ -98,7 +111,10 @@ def test_ctrl_c_reaches_the_ranks_and_leaves_no_process(commands, tmp_path):
 
 @multiprocess
 def test_a_rank_that_ignores_ctrl_c_is_killed_by_the_second_one(commands, tmp_path):
-    path = script(tmp_path, "import signal\nsignal.signal(2, signal.SIG_IGN)\nprint('deaf')\ntime.sleep(600)")
+    path = script(
+        tmp_path,
+        "import signal\nsignal.signal(2, signal.SIG_IGN)\nprint('deaf')\ntime.sleep(600)",
+    )
 
     run = commands.start("run", [sys.executable, LOCAL, "--processes", "1", path])
     commands.until(lambda: "deaf" in commands.out("run"))
@@ -112,17 +128,35 @@ def test_a_rank_that_ignores_ctrl_c_is_killed_by_the_second_one(commands, tmp_pa
 
 
 @multiprocess
-def test_only_this_run_counts_its_arguments_its_logs_and_not_another_jobs_variables(commands, tmp_path):
-    path = script(tmp_path, "print(sys.argv[1:], os.environ['PADDLE_TRAINERS_NUM'], os.environ['OMP_NUM_THREADS'])")
+def test_only_this_run_counts_its_arguments_its_logs_and_not_another_jobs_variables(
+    commands, tmp_path
+):
+    path = script(
+        tmp_path,
+        "print(sys.argv[1:], os.environ['PADDLE_TRAINERS_NUM'], os.environ['OMP_NUM_THREADS'])",
+    )
     (tmp_path / "out").mkdir()
     for name in ("workerlog.0", "workerlog.7", "exit.7", "notes.txt"):
         (tmp_path / "out" / name).write_text("old\n")
-    left_over = {"PADDLE_NNODES": "2", "PADDLE_MASTER": "192.0.2.1:1", "PADDLE_TRAINER_ID": "1"}
+    left_over = {
+        "PADDLE_NNODES": "2",
+        "PADDLE_MASTER": "192.0.2.1:1",
+        "PADDLE_TRAINER_ID": "1",
+    }
     arguments = ["--processes", "7", "a b", "--", "$x"]
 
     commands.start(
         "run",
-        [sys.executable, LOCAL, "--processes", "2", "--log-dir", "out", path, *arguments],
+        [
+            sys.executable,
+            LOCAL,
+            "--processes",
+            "2",
+            "--log-dir",
+            "out",
+            path,
+            *arguments,
+        ],
         **left_over,
         CUDA_VISIBLE_DEVICES="",
         OMP_NUM_THREADS="3",
@@ -143,14 +177,25 @@ def test_only_this_run_counts_its_arguments_its_logs_and_not_another_jobs_variab
         (["--processes", "two", "script.py"], "--processes: invalid int value: 'two'"),
         (["--processes", "2", "missing.py"], "script 'missing.py' is not a file"),
         (["--processes", "2", "run.out"], "must end in .py or be executable"),
-        (["--processes", "2", "--log-dir", "script.py", "script.py"], "--log-dir script.py cannot be made"),
+        (
+            ["--processes", "2", "--log-dir", "script.py", "script.py"],
+            "--log-dir script.py cannot be made",
+        ),
         (["--processes", "2"], "required: script"),
         (["script.py"], "exactly one of them; got neither"),
-        (["--processes", "2", "--gpus", "0", "script.py"], "exactly one of them; got both"),
-        (["--gpus", "0,99", "script.py"], "--gpus 0,99: "),  # no host has a hundred: none is seen, or not this one
+        (
+            ["--processes", "2", "--gpus", "0", "script.py"],
+            "exactly one of them; got both",
+        ),
+        (
+            ["--gpus", "0,99", "script.py"],
+            "--gpus 0,99: ",
+        ),  # no host has a hundred: none is seen, or not this one
     ],
 )
-def test_wrong_arguments_are_named_and_nothing_runs(commands, tmp_path, arguments, message):
+def test_wrong_arguments_are_named_and_nothing_runs(
+    commands, tmp_path, arguments, message
+):
     script(tmp_path, "raise SystemExit('ran')")
 
     commands.start("run", [sys.executable, LOCAL, *arguments])

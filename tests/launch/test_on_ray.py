@@ -16,7 +16,11 @@ def test_a_cluster_that_does_not_answer_is_named_with_the_way_out(commands):
         unused.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{unused.getsockname()[1]}"
 
-        commands.start("run", [sys.executable, SCRIPT, "--processes", 1, __file__], RAY_ADDRESS=address)
+        commands.start(
+            "run",
+            [sys.executable, SCRIPT, "--processes", 1, __file__],
+            RAY_ADDRESS=address,
+        )
 
         assert commands.wait() == {"run": 2}
     assert f"no Ray cluster answers at RAY_ADDRESS={address} (" in commands.err("run")

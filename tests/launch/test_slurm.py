@@ -30,15 +30,22 @@ esac""",
         ({}, "--nproc_per_node 2 "),
         ({"NPROC": "3", "GPUS": "0"}, "--nproc_per_node 3 "),  # GPUS is ours to set
         ({"SLURM_GPUS_ON_NODE": "0"}, "--nproc_per_node 2 "),
-        ({"SLURM_GPUS_ON_NODE": "8", "NPROC": "3"}, ""),  # the launcher counts what Slurm shows it
+        (
+            {"SLURM_GPUS_ON_NODE": "8", "NPROC": "3"},
+            "",
+        ),  # the launcher counts what Slurm shows it
     ],
 )
-def test_slurm_starts_one_launcher_a_node_with_the_first_host_as_master(commands, tmp_path, variables, ranks):
+def test_slurm_starts_one_launcher_a_node_with_the_first_host_as_master(
+    commands, tmp_path, variables, ranks
+):
     for name, body in STUBS.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
         (tmp_path / name).chmod(0o755)
     (tmp_path / "train.py").touch()
-    copy = shutil.copy(LAUNCH / "slurm.sbatch", tmp_path / "slurm_script")  # as Slurm does
+    copy = shutil.copy(
+        LAUNCH / "slurm.sbatch", tmp_path / "slurm_script"
+    )  # as Slurm does
 
     commands.start(
         "job",
@@ -53,7 +60,9 @@ def test_slurm_starts_one_launcher_a_node_with_the_first_host_as_master(commands
 
     assert commands.wait() == {"job": 0}
     srun = (tmp_path / "srun.args").read_text()
-    assert srun.startswith("--nodes=2 --ntasks=2 --ntasks-per-node=1 --kill-on-bad-exit=1 bash -c ")
+    assert srun.startswith(
+        "--nodes=2 --ntasks=2 --ntasks-per-node=1 --kill-on-bad-exit=1 bash -c "
+    )
     assert (tmp_path / "launched").read_text().splitlines() == [
         f"-u -m paddle.distributed.launch --master 127.0.0.1:24567 --nnodes 2 --rank {node} --host 127.0.0.1 "
         f"{ranks}--log_dir log/slurm-1234567/host-{node} train.py --name a b"
@@ -65,7 +74,9 @@ def test_slurm_starts_one_launcher_a_node_with_the_first_host_as_master(commands
 def test_with_etcd_it_starts_an_elastic_job_that_outlives_its_nodes(commands, tmp_path):
     (tmp_path / "launch").mkdir()
     elastic = tmp_path / "launch" / "elastic.sh"
-    elastic.write_text('#!/bin/sh\necho "$ETCD $JOB $NNODES $NPROC $LOG_DIR $*" >> launched\n')
+    elastic.write_text(
+        '#!/bin/sh\necho "$ETCD $JOB $NNODES $NPROC $LOG_DIR $*" >> launched\n'
+    )
     for name, body in STUBS.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
     for path in (elastic, *(tmp_path / name for name in STUBS)):
@@ -84,9 +95,13 @@ def test_with_etcd_it_starts_an_elastic_job_that_outlives_its_nodes(commands, tm
 
     assert commands.wait() == {"job": 0}
     srun = (tmp_path / "srun.args").read_text()
-    assert "--nodes=2 --ntasks=2 --ntasks-per-node=1 --no-kill --kill-on-bad-exit=0 --wait=0 bash -c " in srun
+    assert (
+        "--nodes=2 --ntasks=2 --ntasks-per-node=1 --no-kill --kill-on-bad-exit=0 --wait=0 bash -c "
+        in srun
+    )
     assert (tmp_path / "launched").read_text().splitlines() == [
-        f"10.0.0.1:2379 slurm-7 1:2 2 log/slurm-7/host-{node} train.py --name a b" for node in range(2)
+        f"10.0.0.1:2379 slurm-7 1:2 2 log/slurm-7/host-{node} train.py --name a b"
+        for node in range(2)
     ]
 
 

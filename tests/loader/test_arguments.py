@@ -21,7 +21,10 @@ from tests.helpers import ONE, Made, sharded
     ("options", "text"),
     [
         ({"dims": []}, r"shard_dims must be an axis, .* got \[\]"),
-        ({"dense_tensor_idx": [None, []]}, "dense_tensor_idx must be a list with a list"),
+        (
+            {"dense_tensor_idx": [None, []]},
+            "dense_tensor_idx must be a list with a list",
+        ),
         ({"dense_tensor_idx": 1}, "dense_tensor_idx must be a list with a list"),
     ],
 )
@@ -33,8 +36,14 @@ def test_arguments_are_checked_at_construction(options, text):
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"drop_last": True}, "no argument drop_last=. It is the DataLoader's: give it to that"),
-        ({"num_workers": 2}, "no argument num_workers=. It is the DataLoader's: give it to that"),
+        (
+            {"drop_last": True},
+            "no argument drop_last=. It is the DataLoader's: give it to that",
+        ),
+        (
+            {"num_workers": 2},
+            "no argument num_workers=. It is the DataLoader's: give it to that",
+        ),
         ({"tails": "drop"}, "no argument tails=. Did you mean tail="),
         ({"xyz": 1}, "no argument xyz=. It has dataloader, meshes, "),
     ],
@@ -60,7 +69,11 @@ def test_a_loop_that_was_left_is_said_to_begin_again_once(caplog, monkeypatch):
     loader = sharded(DataLoader(Made(length=8), batch_size=4), ONE)
 
     def said():
-        return [text for record in caplog.records if "begins the same epoch again" in (text := record.getMessage())]
+        return [
+            text
+            for record in caplog.records
+            if "begins the same epoch again" in (text := record.getMessage())
+        ]
 
     list(loader), list(zip(loader, loader, strict=True))
     loader.set_epoch(3)
@@ -80,7 +93,9 @@ def test_a_loop_that_was_left_is_said_to_begin_again_once(caplog, monkeypatch):
     assert len(said()) == 1
 
 
-def test_an_iterator_that_takes_the_place_of_an_unfinished_one_is_said_to_begin_again(caplog, monkeypatch):
+def test_an_iterator_that_takes_the_place_of_an_unfinished_one_is_said_to_begin_again(
+    caplog, monkeypatch
+):
     monkeypatch.setattr(say_once, "_SAID", set())
     loader = sharded(DataLoader(Made(length=16), batch_size=4), ONE)
     first, kept = iter(loader), iter(loader)
@@ -88,7 +103,11 @@ def test_an_iterator_that_takes_the_place_of_an_unfinished_one_is_said_to_begin_
     assert caplog.records == []
     kept = iter(loader)  # lets go of the one before only now
     next(kept)
-    assert [record for record in caplog.records if "begins the same epoch again" in record.getMessage()]
+    assert [
+        record
+        for record in caplog.records
+        if "begins the same epoch again" in record.getMessage()
+    ]
 
 
 def test_a_closed_iterator_consumes_no_epoch():
@@ -104,8 +123,16 @@ def test_a_closed_iterator_consumes_no_epoch():
 def test_what_there_is_to_know_stays_little():
     # Paddle's six, and seventeen of ours.
     assert len(inspect.signature(paddle_shard.shard_dataloader).parameters) <= 23
-    for kind in (paddle_shard.ShardDataloader, paddle_shard.ShardIterator, paddle_shard.ShardPlan):
-        methods = [name for name, one in vars(kind).items() if callable(one) or isinstance(one, property)]
+    for kind in (
+        paddle_shard.ShardDataloader,
+        paddle_shard.ShardIterator,
+        paddle_shard.ShardPlan,
+    ):
+        methods = [
+            name
+            for name, one in vars(kind).items()
+            if callable(one) or isinstance(one, property)
+        ]
         # The loader's last two are `explain` and `trace`: nothing else draws what a live loader does, and when.
         most = 14 if kind is paddle_shard.ShardDataloader else 12
         assert sum(not name.startswith("_") for name in methods) <= most, methods
@@ -113,7 +140,10 @@ def test_what_there_is_to_know_stays_little():
 
 def test_the_parts_of_a_mixture_are_chosen_for_all_of_it():
     cut = Stream.of(range(8)).in_parts(2)
-    with pytest.raises(ArgumentError, match=r"source 'a' has in_parts\(\).*Stream.mixture\(...\).in_parts\(2\)"):
+    with pytest.raises(
+        ArgumentError,
+        match=r"source 'a' has in_parts\(\).*Stream.mixture\(...\).in_parts\(2\)",
+    ):
         Stream.mixture({"a": cut, "b": Stream.of(range(8))})
     for number in (0, True, 1.5):
         with pytest.raises(ArgumentError, match="num_parts must be an int >= 1"):
@@ -132,7 +162,9 @@ def test_the_parts_of_a_mixture_are_chosen_for_all_of_it():
         (["dp"], (2,), None, True, False),
     ],
 )
-def test_an_axis_of_data_that_splits_nothing_is_said_once(names, shape, dims, auto_dp, says, caplog, monkeypatch):
+def test_an_axis_of_data_that_splits_nothing_is_said_once(
+    names, shape, dims, auto_dp, says, caplog, monkeypatch
+):
     monkeypatch.setattr(say_once, "_SAID", set())
     monkeypatch.setattr("paddle_shard.loader.assembly.in_auto_dp_mode", lambda: auto_dp)
     mesh = dist.ProcessMesh(np.arange(math.prod(shape)).reshape(shape), dim_names=names)
@@ -141,34 +173,54 @@ def test_an_axis_of_data_that_splits_nothing_is_said_once(names, shape, dims, au
     with simulated_rank(1, 2):
         sharded(DataLoader(Made(), batch_size=4), mesh, dims=dims)
 
-    assert caplog.text.count("get the same rows, the whole of each batch. shard_dims='d") == says
+    assert (
+        caplog.text.count("get the same rows, the whole of each batch. shard_dims='d")
+        == says
+    )
 
 
 @pytest.mark.parametrize("state", [{}, {"epoch": 0, "step": 3}, None, [1]])
 def test_what_is_no_state_is_refused_as_that(state):
-    with pytest.raises(StateError, match=r"state must be what the loader's state_dict\(\) returned, got "):
+    with pytest.raises(
+        StateError,
+        match=r"state must be what the loader's state_dict\(\) returned, got ",
+    ):
         sharded(DataLoader(Made(), batch_size=2), ONE).load_state_dict(state)
 
 
 def test_an_override_that_is_a_text_is_refused():
     loader = sharded(DataLoader(Made(), batch_size=2), ONE)
-    with pytest.raises(StateError, match=r"override must be a list of names, got 'tail'. Write override=\['tail'\]"):
+    with pytest.raises(
+        StateError,
+        match=r"override must be a list of names, got 'tail'. Write override=\['tail'\]",
+    ):
         loader.load_state_dict(loader.state_dict(), override="tail")
-    with pytest.raises(StateError, match=r"override must be a list of names, got None\.$"):
+    with pytest.raises(
+        StateError, match=r"override must be a list of names, got None\.$"
+    ):
         loader.load_state_dict(loader.state_dict(), override=None)
 
 
-@pytest.mark.parametrize("data", [iter(range(4)), type("It", (), {"__iter__": lambda self: iter(())})()])
+@pytest.mark.parametrize(
+    "data", [iter(range(4)), type("It", (), {"__iter__": lambda self: iter(())})()]
+)
 def test_a_stream_in_a_data_loader_is_told_how_streams_are_given(data):
-    with pytest.raises(ArgumentTypeError, match=r"A stream has none: .*Stream\.of, Stream\.huggingface"):
+    with pytest.raises(
+        ArgumentTypeError, match=r"A stream has none: .*Stream\.of, Stream\.huggingface"
+    ):
         sharded(DataLoader(data, batch_size=2), ONE)
 
 
 def test_gather_valid_of_an_array_is_refused():
-    with pytest.raises(ArgumentTypeError, match=r"gather_valid: values must be a paddle.Tensor, got ndarray"):
+    with pytest.raises(
+        ArgumentTypeError,
+        match=r"gather_valid: values must be a paddle.Tensor, got ndarray",
+    ):
         paddle_shard.gather_valid(np.ones(3), np.ones(3, bool))
 
 
 def test_a_weight_that_no_float_holds_is_refused():
-    with pytest.raises(ArgumentError, match="the weight of 'a' must be a finite number"):
+    with pytest.raises(
+        ArgumentError, match="the weight of 'a' must be a finite number"
+    ):
         paddle_shard.Mixture({"a": Made(), "b": Made()}, {"a": 10**400, "b": 1})

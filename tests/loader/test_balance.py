@@ -40,7 +40,12 @@ def rows_of(batches, most=None):
             batch = next(batches)
         except StopIteration:
             break
-        found.append((batch._local_value().numpy().tolist(), batches.valid._local_value().numpy().tolist()))
+        found.append(
+            (
+                batch._local_value().numpy().tolist(),
+                batches.valid._local_value().numpy().tolist(),
+            )
+        )
     return found
 
 
@@ -63,11 +68,15 @@ def test_global_batches_stay_the_same_sets_and_ranks_cost_alike(
 
     def run(balance=balance):
         own = 0 if balance is None else workers
-        loader = make(at, size, balance, accumulation=accumulation, workers=own, tail=tail, seed=3)
+        loader = make(
+            at, size, balance, accumulation=accumulation, workers=own, tail=tail, seed=3
+        )
         with iter(loader) as batches:
             found = rows_of(batches)
         assert [ids for ids, _ in found] == list(
-            make(at, size, balance, accumulation=accumulation, tail=tail, seed=3).batch_sampler
+            make(
+                at, size, balance, accumulation=accumulation, tail=tail, seed=3
+            ).batch_sampler
         )
         return found, loader.where(sample=17, epoch=0), loader.stats.total.imbalance
 
@@ -76,20 +85,28 @@ def test_global_batches_stay_the_same_sets_and_ranks_cost_alike(
     num_steps = len(plain[0][0])
     assert {len(found) for found, *_ in dealt.values()} == {num_steps}
     for step in range(num_steps):
-        mine, theirs = ([per_rank[rank][0][step] for rank in range(data_ranks)] for per_rank in (dealt, plain))
+        mine, theirs = (
+            [per_rank[rank][0][step] for rank in range(data_ranks)]
+            for per_rank in (dealt, plain)
+        )
         assert {len(ids) for ids, _ in mine} == {len(ids) for ids, _ in theirs}
         micro = len(mine[0][0]) // accumulation
         for part in range(accumulation):  # each micro-batch for itself
             stretch = slice(part * micro, (part + 1) * micro)
             sets = [
                 sorted(
-                    (row, real) for ids, valid in side for row, real in zip(ids[stretch], valid[stretch], strict=True)
+                    (row, real)
+                    for ids, valid in side
+                    for row, real in zip(ids[stretch], valid[stretch], strict=True)
                 )
                 for side in (mine, theirs)
             ]
             assert sets[0] == sets[1]
             if kind in ("array", "list", "function"):
-                largest = [max(COSTS[ids[stretch]].sum() for ids, _ in side) for side in (mine, theirs)]
+                largest = [
+                    max(COSTS[ids[stretch]].sum() for ids, _ in side)
+                    for side in (mine, theirs)
+                ]
                 assert largest[0] <= largest[1] * (1 + 1e-5)
     place = dealt[0][1]
     if place is not None:
@@ -106,7 +123,9 @@ def test_global_batches_stay_the_same_sets_and_ranks_cost_alike(
     begun = on_each_rank(range(data_ranks), first)
 
     def second():
-        loader = make(mesh(list(range(other_ranks))), other_ranks * each, balance, seed=3)
+        loader = make(
+            mesh(list(range(other_ranks))), other_ranks * each, balance, seed=3
+        )
         loader.load_state_dict(begun[0][1])
         with iter(loader) as batches:
             return rows_of(batches)
@@ -137,8 +156,13 @@ def test_the_certificate_is_exact_and_the_imbalance_is_counted():
     costs = two.stats.total
     assert 1.0 <= costs.imbalance < 1.2
     assert two.stats.scalars()["data/imbalance"] == costs.imbalance
-    batches = on_each_rank([0, 1], lambda: list(make(mesh([0, 1]), 8, COSTS, tail="drop").batch_sampler))
-    largest = sum(max(COSTS[batches[0][step]].sum(), COSTS[batches[1][step]].sum()) for step in range(7))
+    batches = on_each_rank(
+        [0, 1], lambda: list(make(mesh([0, 1]), 8, COSTS, tail="drop").batch_sampler)
+    )
+    largest = sum(
+        max(COSTS[batches[0][step]].sum(), COSTS[batches[1][step]].sum())
+        for step in range(7)
+    )
     assert np.isclose(costs.largest_cost, largest)
 
 
@@ -148,7 +172,10 @@ def test_a_mixture_has_costs_by_a_function_of_ids():
     web, code = COSTS[:20], COSTS[20:29]
 
     def balance(ids):
-        return [{"web": web, "code": code}[name][at] for name, at in map(mixture.sample_name, ids)]
+        return [
+            {"web": web, "code": code}[name][at]
+            for name, at in map(mixture.sample_name, ids)
+        ]
 
     known = {**dict(enumerate(web)), **{100 + i: cost for i, cost in enumerate(code)}}
 
@@ -156,12 +183,22 @@ def test_a_mixture_has_costs_by_a_function_of_ids():
         with iter(make(mesh([0, 1]), 6, balance, data=mixture)) as batches:
             return [ids for ids, _ in rows_of(batches)]
 
-    dealt, plain = (on_each_rank([0, 1], lambda balance=balance: run(balance)) for balance in (balance, None))
+    dealt, plain = (
+        on_each_rank([0, 1], lambda balance=balance: run(balance))
+        for balance in (balance, None)
+    )
     for step in range(5):
-        assert sorted(dealt[0][step] + dealt[1][step]) == sorted(plain[0][step] + plain[1][step])
-        largest = [max(sum(known[row] for row in side[rank][step]) for rank in (0, 1)) for side in (dealt, plain)]
+        assert sorted(dealt[0][step] + dealt[1][step]) == sorted(
+            plain[0][step] + plain[1][step]
+        )
+        largest = [
+            max(sum(known[row] for row in side[rank][step]) for rank in (0, 1))
+            for side in (dealt, plain)
+        ]
         assert largest[0] <= largest[1] * (1 + 1e-5)
-    with pytest.raises(ArgumentError, match="for a Mixture, it must be a function of ids"):
+    with pytest.raises(
+        ArgumentError, match="for a Mixture, it must be a function of ids"
+    ):
         make(ONE, 6, web, data=mixture)
 
 
@@ -174,10 +211,15 @@ def test_batches_of_an_own_sampler_are_dealt():
         with iter(sharded(given, mesh([0, 1]), balance=balance)) as batches:
             return [ids for ids, _ in rows_of(batches)]
 
-    dealt, plain = (on_each_rank([0, 1], lambda balance=balance: run(balance)) for balance in (lengths, None))
+    dealt, plain = (
+        on_each_rank([0, 1], lambda balance=balance: run(balance))
+        for balance in (lengths, None)
+    )
     assert len(dealt[0]) == len(plain[0])
     for step in range(len(plain[0])):
-        assert sorted(dealt[0][step] + dealt[1][step]) == sorted(plain[0][step] + plain[1][step])
+        assert sorted(dealt[0][step] + dealt[1][step]) == sorted(
+            plain[0][step] + plain[1][step]
+        )
 
 
 class Endless(IterableDataset):
@@ -192,10 +234,22 @@ class Endless(IterableDataset):
         (3.0, ArgumentError, "balance must be a function"),
         ([[1], [2, 3]], ArgumentError, "balance must be a function"),
         (np.ones(60), ArgumentError, "balance has 60 costs, but the Made 61 samples"),
-        (np.array(["1"] * 61), ArgumentError, "balance must be a function of ids, or numbers"),
+        (
+            np.array(["1"] * 61),
+            ArgumentError,
+            "balance must be a function of ids, or numbers",
+        ),
         (np.ones((61, 1, 1)), ArgumentError, r"of shape (61, 1, 1)"),
-        ([1.0] * 60 + [-1.0], ArgumentError, "a cost must be a number >= 0, got -1.0 for sample 60"),
-        ([float("nan")] * 61, ArgumentError, "a cost must be a number >= 0, got nan for sample 0"),
+        (
+            [1.0] * 60 + [-1.0],
+            ArgumentError,
+            "a cost must be a number >= 0, got -1.0 for sample 60",
+        ),
+        (
+            [float("nan")] * 61,
+            ArgumentError,
+            "a cost must be a number >= 0, got nan for sample 0",
+        ),
     ],
 )
 def test_bad_costs_are_named_at_once(balance, error, says):
@@ -209,7 +263,10 @@ def test_bad_costs_are_named_at_once(balance, error, says):
     [
         (lambda ids: 1.0, "it returned float64 of shape ()"),
         (lambda ids: ["a"] * len(ids), "it returned <U1"),
-        (lambda ids: -np.ones(len(ids)), "a cost must be a number >= 0, got -1.0 for sample"),
+        (
+            lambda ids: -np.ones(len(ids)),
+            "a cost must be a number >= 0, got -1.0 for sample",
+        ),
     ],
 )
 def test_what_a_function_of_ids_returns_is_checked(function, says):
@@ -231,9 +288,17 @@ def test_a_function_may_change_the_ids_that_it_is_given():
 @pytest.mark.parametrize(
     ("loader", "options", "says"),
     [
-        (DataLoader(Endless(), batch_size=2), {}, "is a stream, whose samples have no number"),
+        (
+            DataLoader(Endless(), batch_size=2),
+            {},
+            "is a stream, whose samples have no number",
+        ),
         (DataLoader(Made(), batch_size=None), {}, "has whole batches"),
-        (DataLoader(Made(), batch_size=2), {"is_dataset_splitted": True}, "is split already"),
+        (
+            DataLoader(Made(), batch_size=2),
+            {"is_dataset_splitted": True},
+            "is split already",
+        ),
     ],
 )
 def test_balance_is_refused_where_rows_cannot_be_dealt(loader, options, says):

@@ -15,7 +15,9 @@ from tests.helpers import ONE, Made, mesh, sharded
 from tests.trials import trials
 
 
-def make(at=ONE, *, batch_size, length=50, workers=0, accumulation=1, data=Made, **options):
+def make(
+    at=ONE, *, batch_size, length=50, workers=0, accumulation=1, data=Made, **options
+):
     sampler = BatchSampler(data(length=length), batch_size=4, shuffle=True)
     sampler._acc_steps = accumulation
     return sharded(
@@ -33,30 +35,57 @@ def real(batches, most=None):
             batch = next(batches)
         except StopIteration:
             break
-        found.append(batch._local_value().numpy()[batches.valid._local_value().numpy()].tolist())
+        found.append(
+            batch._local_value().numpy()[batches.valid._local_value().numpy()].tolist()
+        )
     return found
 
 
 @settings(max_examples=trials(30))
 @given(
-    schedule=st.lists(st.tuples(st.integers(1, 120), st.integers(1, 4)), max_size=3, unique_by=lambda one: one[0]),
+    schedule=st.lists(
+        st.tuples(st.integers(1, 120), st.integers(1, 4)),
+        max_size=3,
+        unique_by=lambda one: one[0],
+    ),
     first=st.integers(1, 4),
-    stops=st.lists(st.tuples(st.sampled_from([1, 2, 4]), st.integers(0, 5)), min_size=1, max_size=4),
+    stops=st.lists(
+        st.tuples(st.sampled_from([1, 2, 4]), st.integers(0, 5)), min_size=1, max_size=4
+    ),
     tail=st.sampled_from(["pad", "fill", "drop"]),
     workers=st.sampled_from([0, 0, 0, 2]),
 )
-@example(schedule=[(41, 2)], first=1, stops=[(1, 1), (1, 5), (1, 5), (1, 0)], tail="drop", workers=0)  # at an end
-def test_a_run_goes_on_by_the_schedule_on_any_mesh(schedule, first, stops, tail, workers):
+@example(
+    schedule=[(41, 2)],
+    first=1,
+    stops=[(1, 1), (1, 5), (1, 5), (1, 0)],
+    tail="drop",
+    workers=0,
+)  # at an end
+def test_a_run_goes_on_by_the_schedule_on_any_mesh(
+    schedule, first, stops, tail, workers
+):
     sizes = [(0, 4 * first), *((at, 4 * size) for at, size in sorted(schedule))]
     loader = make(batch_size=sizes, tail=tail)
-    straight = [real(iter(loader)) for _ in range(len(stops) + 1)]  # each stop may end an epoch
-    wanted = [(epoch, step, rows) for epoch, found in enumerate(straight) for step, rows in enumerate(found)]
+    straight = [
+        real(iter(loader)) for _ in range(len(stops) + 1)
+    ]  # each stop may end an epoch
+    wanted = [
+        (epoch, step, rows)
+        for epoch, found in enumerate(straight)
+        for step, rows in enumerate(found)
+    ]
 
     state, delivered = None, []
     for data_ranks, steps in stops:
 
         def run(data_ranks=data_ranks, steps=steps, state=state):
-            loader = make(mesh(list(range(data_ranks))), batch_size=sizes, tail=tail, workers=workers)
+            loader = make(
+                mesh(list(range(data_ranks))),
+                batch_size=sizes,
+                tail=tail,
+                workers=workers,
+            )
             if state is not None:
                 loader.load_state_dict(state)
             epoch, before = loader.epoch, loader.state_dict()["steps"]
@@ -68,7 +97,9 @@ def test_a_run_goes_on_by_the_schedule_on_any_mesh(schedule, first, stops, tail,
         per_rank = on_each_rank(range(data_ranks), run)
         (epoch, before, found, state), *_ = per_rank.values()
         for step in range(len(found)):
-            rows = [row for rank in range(data_ranks) for row in per_rank[rank][2][step]]
+            rows = [
+                row for rank in range(data_ranks) for row in per_rank[rank][2][step]
+            ]
             delivered.append((epoch, before + step, rows))
     assert delivered == wanted[: len(delivered)]
 
@@ -92,9 +123,20 @@ def test_a_schedule_counts_rows_as_the_dataloader_does():
     loader = make(mesh([0, 1]), batch_size=[(0, 4), (16, 6)], accumulation=2)
 
     assert (loader.batch_size, len(loader)) == (2, 5)
-    assert [len(rows) for rows in real(iter(loader))] == [4, 4, 6, 6, 6]  # of data rank 0; of the last 10, in two parts
+    assert [len(rows) for rows in real(iter(loader))] == [
+        4,
+        4,
+        6,
+        6,
+        6,
+    ]  # of data rank 0; of the last 10, in two parts
     place = loader.where(sample=7, epoch=0)
-    rows = on_each_rank(range(2), lambda: real(iter(make(mesh([0, 1]), batch_size=[(0, 4), (16, 6)], accumulation=2))))
+    rows = on_each_rank(
+        range(2),
+        lambda: real(
+            iter(make(mesh([0, 1]), batch_size=[(0, 4), (16, 6)], accumulation=2))
+        ),
+    )
     assert rows[place.data_rank][place.step][place.row] == 7
 
 
@@ -123,7 +165,10 @@ def test_a_bad_schedule_is_named(given, says):
 
 
 def test_every_size_must_be_split_evenly():
-    with pytest.raises(BatchSizeError, match="a global batch of 5 cannot be split evenly over 2 data ranks"):
+    with pytest.raises(
+        BatchSizeError,
+        match="a global batch of 5 cannot be split evenly over 2 data ranks",
+    ):
         make(mesh([0, 1]), batch_size=[(0, 4), (9, 5)])
 
 
@@ -132,7 +177,12 @@ def test_every_size_must_be_split_evenly():
     [
         DataLoader(Endless(), batch_size=2),
         DataLoader(Made(), batch_size=None),
-        DataLoader(Made(), batch_sampler=paddle_shard.BucketBatchSampler(np.ones(16, int), batch_size=4)),
+        DataLoader(
+            Made(),
+            batch_sampler=paddle_shard.BucketBatchSampler(
+                np.ones(16, int), batch_size=4
+            ),
+        ),
     ],
 )
 def test_a_schedule_is_refused_where_others_make_the_batches(loader):

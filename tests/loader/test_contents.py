@@ -22,11 +22,15 @@ def arrays(version):
 
 
 def texts(version):
-    return Made(lambda i: {"text": f"{i} of version {version}", "length": np.array(1)}, LENGTH)
+    return Made(
+        lambda i: {"text": f"{i} of version {version}", "length": np.array(1)}, LENGTH
+    )
 
 
 def several(version):
-    return paddle_shard.Mixture({"a": numbers(version), "b": numbers(version)}, {"a": 1, "b": 2})
+    return paddle_shard.Mixture(
+        {"a": numbers(version), "b": numbers(version)}, {"a": 1, "b": 2}
+    )
 
 
 def numbers(version):
@@ -60,12 +64,22 @@ class Own(paddle.io.BatchSampler):
         return LENGTH // 4
 
 
-KINDS = {"numbers": numbers, "arrays": arrays, "texts": texts, "mixture": several, "at once": Many}
+KINDS = {
+    "numbers": numbers,
+    "arrays": arrays,
+    "texts": texts,
+    "mixture": several,
+    "at once": Many,
+}
 
 
 def loader_of(dataset, *, workers=0, sampler=False, collate_fn=None, **options):
     how = {"batch_sampler": Own()} if sampler else {"batch_size": 4, "shuffle": True}
-    return sharded(DataLoader(dataset, num_workers=workers, collate_fn=collate_fn, **how), ONE, **options)
+    return sharded(
+        DataLoader(dataset, num_workers=workers, collate_fn=collate_fn, **how),
+        ONE,
+        **options,
+    )
 
 
 def saved_after(loader, steps):
@@ -77,7 +91,9 @@ def saved_after(loader, steps):
 
 @pytest.mark.parametrize("draw", [np.random.rand, lambda: float(paddle.rand([]))])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_samples_that_draw_seeded_numbers_are_the_same_after_a_resume_in_a_later_epoch(draw, workers):
+def test_samples_that_draw_seeded_numbers_are_the_same_after_a_resume_in_a_later_epoch(
+    draw, workers
+):
     def made():
         return loader_of(Made(lambda i: np.array([i, draw()]), LENGTH), workers=workers)
 
@@ -92,14 +108,19 @@ def test_samples_that_draw_seeded_numbers_are_the_same_after_a_resume_in_a_later
 @pytest.mark.parametrize(("workers", "steps"), [(0, 1), (2, 6)])
 def test_identity_of_a_state_refuses_data_of_another_version(kind, workers, steps):
     state = saved_after(loader_of(KINDS[kind](0), workers=workers), steps)
-    same, other, overridden = (loader_of(KINDS[kind](version), workers=workers) for version in (0, 1, 1))
+    same, other, overridden = (
+        loader_of(KINDS[kind](version), workers=workers) for version in (0, 1, 1)
+    )
     same.load_state_dict(state)
     other.load_state_dict(state)
     overridden.load_state_dict(state, override=["data"])
 
     resumed = [sum(1 for _ in same) for _ in range(2)]
     for _ in range(2):
-        with pytest.raises(StateError, match=r"the data is not what it was .*sample .* override=\['data'\]"):
+        with pytest.raises(
+            StateError,
+            match=r"the data is not what it was .*sample .* override=\['data'\]",
+        ):
             iter(other)
     assert [sum(1 for _ in overridden) for _ in range(2)] == resumed
 
@@ -184,14 +205,21 @@ def test_other_kinds_of_values_are_seen_to_differ(made):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_samplers_whose_items_are_lists_have_batches_that_their_collate_function_takes_out(workers):
+def test_samplers_whose_items_are_lists_have_batches_that_their_collate_function_takes_out(
+    workers,
+):
     """As PaddleScience has them, whose data sets read a whole list of indices at once."""
     data = Made(lambda indices: np.array(indices), 10)
     inner = BatchSampler(data, shuffle=True, batch_size=4)
 
     def made():
         outer = BatchSampler(sampler=inner, batch_size=1)
-        given = DataLoader(data, batch_sampler=outer, collate_fn=lambda one: one[0], num_workers=workers)
+        given = DataLoader(
+            data,
+            batch_sampler=outer,
+            collate_fn=lambda one: one[0],
+            num_workers=workers,
+        )
         return sharded(given, mesh([[0, 1]], "dp", "mp"))
 
     ranks = on_each_rank(range(2), lambda: locals_of(made()))

@@ -50,12 +50,17 @@ class Collator:
 
 
 @pytest.mark.parametrize("length", [4, 12])
-def test_data_that_has_another_length_than_when_the_loader_was_made_is_refused_with_the_way_on(length):
+def test_data_that_has_another_length_than_when_the_loader_was_made_is_refused_with_the_way_on(
+    length,
+):
     data = Rows()
     loader = sharded(DataLoader(data, batch_size=2), ONE)
     assert len(list(loader)) == 4
     data.rows = list(range(length))
-    with pytest.raises(ArgumentError, match=f"Rows had 8 samples when the loader was made, and has {length} now"):
+    with pytest.raises(
+        ArgumentError,
+        match=f"Rows had 8 samples when the loader was made, and has {length} now",
+    ):
         iter(loader)
     state = loader.state_dict()
     again = sharded(DataLoader(data, batch_size=2), ONE)
@@ -67,7 +72,9 @@ def test_data_that_has_another_length_than_when_the_loader_was_made_is_refused_w
 
 
 def test_persistent_workers_stay_where_nothing_was_set(caplog):
-    loader = sharded(DataLoader(Rows(), batch_size=4, num_workers=2, persistent_workers=True), ONE)
+    loader = sharded(
+        DataLoader(Rows(), batch_size=4, num_workers=2, persistent_workers=True), ONE
+    )
     for _ in range(3):
         list(loader)
     assert "started anew" not in caplog.text
@@ -82,9 +89,15 @@ def test_persistent_workers_stay_where_nothing_was_set(caplog):
 
 def test_samples_that_are_one_object_and_stay_as_they_are_are_read():
     row = np.arange(3)
-    assert locals_of(sharded(DataLoader(Made(lambda index: row, 4), batch_size=2), ONE)) == [[[0, 1, 2]] * 2] * 2
+    assert (
+        locals_of(sharded(DataLoader(Made(lambda index: row, 4), batch_size=2), ONE))
+        == [[[0, 1, 2]] * 2] * 2
+    )
     stream = paddle_shard.Stream.of(itertools.repeat(row, 4))
-    assert locals_of(sharded(DataLoader(stream, batch_size=2), ONE)) == [[[0, 1, 2]] * 2] * 2
+    assert (
+        locals_of(sharded(DataLoader(stream, batch_size=2), ONE))
+        == [[[0, 1, 2]] * 2] * 2
+    )
 
 
 # A step that is tried again
@@ -104,7 +117,10 @@ def test_an_iterator_that_has_failed_is_not_at_its_end_and_says_how_to_go_on():
     with pytest.raises(DataReadError):
         for batch in batches:
             rows += local(batch)
-    with pytest.raises(PaddleShardError, match=r"has failed before \(DataReadError: .*loader.load_state_dict"):
+    with pytest.raises(
+        PaddleShardError,
+        match=r"has failed before \(DataReadError: .*loader.load_state_dict",
+    ):
         next(batches)
     loader.load_state_dict(loader.state_dict())
     assert rows + [row for batch in loader for row in local(batch)] == list(range(12))
@@ -135,11 +151,18 @@ class WantsNothing(Wants):
 
 
 @pytest.mark.parametrize("kind", [WantsMore, WantsNothing])
-def test_a_sampler_whose_set_epoch_takes_other_arguments_is_not_told_and_that_is_said(kind, caplog):
+def test_a_sampler_whose_set_epoch_takes_other_arguments_is_not_told_and_that_is_said(
+    kind, caplog
+):
     sampler = kind()
-    loader = sharded(DataLoader(Rows(), batch_sampler=BatchSampler(sampler=sampler, batch_size=4)), ONE)
+    loader = sharded(
+        DataLoader(Rows(), batch_sampler=BatchSampler(sampler=sampler, batch_size=4)),
+        ONE,
+    )
     assert len(list(loader)) == len(list(loader)) == 2
-    assert f"{kind.__name__}.set_epoch takes other arguments than the epoch" in caplog.text
+    assert (
+        f"{kind.__name__}.set_epoch takes other arguments than the epoch" in caplog.text
+    )
     if kind is WantsMore:
         loader.set_epoch(5, seed=7)
         assert sampler.told == (5, 7)
@@ -165,4 +188,6 @@ class Lazy(IterableDataset):
 @pytest.mark.parametrize("kind", [OfClass, Lazy])
 def test_a_number_that_stands_in_the_class_or_comes_later_goes_on_counting(kind):
     loader = sharded(DataLoader(kind(), batch_size=4), ONE)
-    assert [locals_of(loader) for _ in range(3)] == [[[epoch] * 4] for epoch in range(3)]
+    assert [locals_of(loader) for _ in range(3)] == [
+        [[epoch] * 4] for epoch in range(3)
+    ]

@@ -36,7 +36,9 @@ class Rows(paddle.io.Dataset):
 
 
 def process_mesh(layout):
-    return dist.ProcessMesh(np.array(layout.process_ids).reshape(layout.shape), dim_names=list(layout.axes))
+    return dist.ProcessMesh(
+        np.array(layout.process_ids).reshape(layout.shape), dim_names=list(layout.axes)
+    )
 
 
 def one_pass(loader):
@@ -44,17 +46,27 @@ def one_pass(loader):
     batches, out = iter(loader), []
     for batch in batches:
         local = [leaf._local_value().numpy() for leaf in batch]
-        out.append((local, [leaf.shape for leaf in batch], batches.valid._local_value().numpy()))
+        out.append(
+            (
+                local,
+                [leaf.shape for leaf in batch],
+                batches.valid._local_value().numpy(),
+            )
+        )
     return out
 
 
 def mixture(length):
     """Three sources with other samples; the smallest is drawn several times."""
     sources = {"web": Rows(50), "code": Rows(7, 100), "chat": Rows(2, 200)}
-    return paddle_shard.Mixture(sources, {"web": 5, "code": 3, "chat": 1}, num_samples=length)
+    return paddle_shard.Mixture(
+        sources, {"web": 5, "code": 3, "chat": 1}, num_samples=length
+    )
 
 
-def make(length, batch_size, mesh, axes, *, workers=0, accumulation=1, data=Rows, **options):
+def make(
+    length, batch_size, mesh, axes, *, workers=0, accumulation=1, data=Rows, **options
+):
     if isinstance(options.get("shuffle"), bool):
         options["shuffle"], in_loader = None, options["shuffle"]
     else:
@@ -70,10 +82,15 @@ def data_coordinates(layout, axes):
     """{global rank: data coordinate}, by numpy's own idea of where a number stands in an array."""
     mesh = np.array(layout.process_ids).reshape(layout.shape)
     indices = sorted(layout.axes.index(axis) for axis in axes)
-    return {rank: tuple(np.argwhere(mesh == rank)[0][indices]) for rank in layout.process_ids}
+    return {
+        rank: tuple(np.argwhere(mesh == rank)[0][indices])
+        for rank in layout.process_ids
+    }
 
 
-def check_laws(layout, axes, length, multiple, tail, accumulation, workers=0, **options):
+def check_laws(
+    layout, axes, length, multiple, tail, accumulation, workers=0, **options
+):
     coordinates = data_coordinates(layout, axes)
     num_data_ranks = len(set(coordinates.values()))
     batch_size = num_data_ranks * multiple
@@ -84,7 +101,16 @@ def check_laws(layout, axes, length, multiple, tail, accumulation, workers=0, **
         length = math.ceil(length / step_size) * step_size
 
     def as_rank():
-        loader = make(length, batch_size, mesh, axes, tail=tail, workers=workers, accumulation=accumulation, **options)
+        loader = make(
+            length,
+            batch_size,
+            mesh,
+            axes,
+            tail=tail,
+            workers=workers,
+            accumulation=accumulation,
+            **options,
+        )
         batches = one_pass(loader)
         assert len(loader) == len(batches)
         return batches
@@ -95,7 +121,17 @@ def check_laws(layout, axes, length, multiple, tail, accumulation, workers=0, **
     one = dist.ProcessMesh([0], dim_names=["dp"])
     alone = on_each_rank(
         [0],
-        lambda: one_pass(make(length, step_size // micro, one, "dp", tail="pad", accumulation=micro, **options)),
+        lambda: one_pass(
+            make(
+                length,
+                step_size // micro,
+                one,
+                "dp",
+                tail="pad",
+                accumulation=micro,
+                **options,
+            )
+        ),
     )[0]
 
     steps = {len(batches) for batches in per_rank.values()}
@@ -107,7 +143,9 @@ def check_laws(layout, axes, length, multiple, tail, accumulation, workers=0, **
         for rank, batches in per_rank.items():
             local, shapes, valid = batches[step]
             found = slices.setdefault(coordinates[rank], (local, valid))
-            for mine, theirs in zip([*local, valid], [*found[0], found[1]], strict=True):
+            for mine, theirs in zip(
+                [*local, valid], [*found[0], found[1]], strict=True
+            ):
                 np.testing.assert_array_equal(mine, theirs, err_msg="replicas agree")
             rows = len(local[0]) * num_data_ranks
             assert [shape[0] for shape in shapes] == [rows] * 3, "global shape"
@@ -116,8 +154,14 @@ def check_laws(layout, axes, length, multiple, tail, accumulation, workers=0, **
         for field in range(3):
             rows = in_row_order([local[field] for local, _ in ordered], accumulation)
             fields, _, real = alone[step]
-            np.testing.assert_array_equal(rows[valid], fields[field][real], err_msg="global equivalence")
-        delivered.extend(in_row_order([local[2] for local, _ in ordered], accumulation)[valid].tolist())
+            np.testing.assert_array_equal(
+                rows[valid], fields[field][real], err_msg="global equivalence"
+            )
+        delivered.extend(
+            in_row_order([local[2] for local, _ in ordered], accumulation)[
+                valid
+            ].tolist()
+        )
         padding = int((~valid).sum())
         if tail == "pad":
             assert padding < num_data_ranks * accumulation
@@ -126,10 +170,17 @@ def check_laws(layout, axes, length, multiple, tail, accumulation, workers=0, **
         assert padding == 0 or (find_tail(tail).pads and step == num_steps - 1)
         assert len(valid) % (num_data_ranks * accumulation) == 0
     dropped = length - len(delivered)
-    assert dropped in ((0, length % step_size) if find_tail(tail).drops else (0,)), "exact coverage"
+    assert dropped in ((0, length % step_size) if find_tail(tail).drops else (0,)), (
+        "exact coverage"
+    )
     assert dropped == length % step_size or tail != "drop"
     if options.get("data") is mixture:
-        assert delivered == drawn_by_hand(options.get("shuffle"), options.get("seed", 0))[: len(delivered)]
+        assert (
+            delivered
+            == drawn_by_hand(options.get("shuffle"), options.get("seed", 0))[
+                : len(delivered)
+            ]
+        )
     else:
         assert len(set(delivered)) == len(delivered)
 
@@ -143,7 +194,9 @@ def drawn_by_hand(shuffle, seed):
             for epoch in itertools.count():
                 order = np.arange(length)
                 if shuffle:
-                    order = Permutation(length, derive_key("source", name, seed, epoch, size=64))(order)
+                    order = Permutation(
+                        length, derive_key("source", name, seed, epoch, size=64)
+                    )(order)
                 yield from (first + order).tolist()
 
         streams.append(stream())
@@ -155,7 +208,13 @@ def drawn_by_hand(shuffle, seed):
 def in_row_order(slices, accumulation):
     """Undo the split: [data rank][micro-batch, rows] -> the rows of the global batch in order."""
     parts = [np.array_split(rows, accumulation) for rows in slices]
-    return np.concatenate([parts[rank][micro] for micro in range(accumulation) for rank in range(len(parts))])
+    return np.concatenate(
+        [
+            parts[rank][micro]
+            for micro in range(accumulation)
+            for rank in range(len(parts))
+        ]
+    )
 
 
 @settings(max_examples=trials(40))
@@ -168,7 +227,9 @@ def in_row_order(slices, accumulation):
     shuffle=st.sampled_from([*OF_ANY_MESH, "blocks"]),
     seed=st.integers(0, 3),
 )
-def test_any_mesh_gets_the_batches_of_one_process(mesh, length, multiple, tail, accumulation, shuffle, seed):
+def test_any_mesh_gets_the_batches_of_one_process(
+    mesh, length, multiple, tail, accumulation, shuffle, seed
+):
     check_laws(*mesh, length, multiple, tail, accumulation, shuffle=shuffle, seed=seed)
 
 
@@ -182,36 +243,65 @@ def test_any_mesh_gets_the_batches_of_one_process(mesh, length, multiple, tail, 
     shuffle=st.booleans(),
     seed=st.integers(0, 3),
 )
-def test_any_mesh_gets_the_batches_of_a_mixture(mesh, length, multiple, tail, accumulation, shuffle, seed):
-    check_laws(*mesh, length, multiple, tail, accumulation, shuffle=shuffle, seed=seed, data=mixture)
+def test_any_mesh_gets_the_batches_of_a_mixture(
+    mesh, length, multiple, tail, accumulation, shuffle, seed
+):
+    check_laws(
+        *mesh,
+        length,
+        multiple,
+        tail,
+        accumulation,
+        shuffle=shuffle,
+        seed=seed,
+        data=mixture,
+    )
 
 
 @settings(max_examples=trials(6))
-@given(mesh=layouts_with_data_axes(max_ranks=4), length=st.integers(1, 30), shuffle=st.sampled_from(OF_ANY_MESH))
+@given(
+    mesh=layouts_with_data_axes(max_ranks=4),
+    length=st.integers(1, 30),
+    shuffle=st.sampled_from(OF_ANY_MESH),
+)
 def test_any_mesh_gets_the_batches_of_one_process_with_workers(mesh, length, shuffle):
     check_laws(*mesh, length, 2, "pad", 1, workers=2, shuffle=shuffle)
 
 
 @pytest.mark.parametrize("shuffle", OF_ANY_MESH)
-@pytest.mark.parametrize(("shape", "axes"), [((2, 2), ("mp", "dp")), ((2, 2, 2), ("dp", "mp", "sharding"))])
+@pytest.mark.parametrize(
+    ("shape", "axes"), [((2, 2), ("mp", "dp")), ((2, 2, 2), ("dp", "mp", "sharding"))]
+)
 def test_the_order_is_that_of_the_run_not_of_the_mesh(shape, axes, shuffle):
-    mesh = dist.ProcessMesh(np.arange(math.prod(shape)).reshape(shape), dim_names=list(axes))
+    mesh = dist.ProcessMesh(
+        np.arange(math.prod(shape)).reshape(shape), dim_names=list(axes)
+    )
     other = dist.ProcessMesh([0], dim_names=["dp"])
 
     def joined(mesh):
-        per_rank = on_each_rank(mesh.process_ids, lambda: one_pass(make(24, 8, mesh, "dp", shuffle=shuffle)))
+        per_rank = on_each_rank(
+            mesh.process_ids, lambda: one_pass(make(24, 8, mesh, "dp", shuffle=shuffle))
+        )
         size = mesh.get_dim_size("dp")
         at = mesh.dim_names.index("dp")
         leaders = [int(np.take(mesh.mesh, r, axis=at).flat[0]) for r in range(size)]
-        return [np.concatenate([per_rank[rank][step][0][2] for rank in leaders]).tolist() for step in range(3)]
+        return [
+            np.concatenate([per_rank[rank][step][0][2] for rank in leaders]).tolist()
+            for step in range(3)
+        ]
 
     assert joined(mesh) == joined(other)
 
 
 @pytest.mark.parametrize("shuffle", [True, BLOCKS])
 def test_another_epoch_is_another_order_and_the_same_epoch_the_same(shuffle):
-    loader = make(50, 10, dist.ProcessMesh([0], dim_names=["dp"]), "dp", shuffle=shuffle)
-    ids = [np.concatenate([local[2] for local, _, _ in one_pass(loader)]).tolist() for _ in range(3)]
+    loader = make(
+        50, 10, dist.ProcessMesh([0], dim_names=["dp"]), "dp", shuffle=shuffle
+    )
+    ids = [
+        np.concatenate([local[2] for local, _, _ in one_pass(loader)]).tolist()
+        for _ in range(3)
+    ]
 
     loader.set_epoch(1)
     again = np.concatenate([local[2] for local, _, _ in one_pass(loader)]).tolist()
@@ -222,9 +312,14 @@ def test_another_epoch_is_another_order_and_the_same_epoch_the_same(shuffle):
 
 def test_each_block_on_disk_is_read_by_one_data_rank_but_those_at_a_border():
     mesh = dist.ProcessMesh([[0, 1], [2, 3]], dim_names=["dp", "mp"])
-    per_rank = on_each_rank(range(4), lambda: one_pass(make(240, 8, mesh, "dp", shuffle=BLOCKS)))
+    per_rank = on_each_rank(
+        range(4), lambda: one_pass(make(240, 8, mesh, "dp", shuffle=BLOCKS))
+    )
 
-    first, second = ({int(i) // BLOCKS.size for local, *_ in per_rank[rank] for i in local[2]} for rank in (0, 2))
+    first, second = (
+        {int(i) // BLOCKS.size for local, *_ in per_rank[rank] for i in local[2]}
+        for rank in (0, 2)
+    )
     assert len(first | second) == 80
     assert len(first & second) <= 1
 
@@ -235,13 +330,20 @@ def test_a_data_set_may_say_how_large_its_blocks_are():
 
     def loader(dataset, **options):
         given = paddle.io.DataLoader(dataset, batch_size=8)
-        return paddle_shard.shard_dataloader(given, dist.ProcessMesh([0]), shard_dims=0, **options)
+        return paddle_shard.shard_dataloader(
+            given, dist.ProcessMesh([0]), shard_dims=0, **options
+        )
 
-    assert loader(Chunks(40), shuffle="blocks").plan.ordering == paddle_shard.Blocks(size=16)
+    assert loader(Chunks(40), shuffle="blocks").plan.ordering == paddle_shard.Blocks(
+        size=16
+    )
     assert loader(Chunks(40), shuffle=BLOCKS).plan.ordering == BLOCKS
     assert loader(Rows(40), shuffle="blocks").plan.ordering == paddle_shard.Blocks()
     Chunks.block_size = None
-    with pytest.raises(ArgumentError, match="block_size of the Chunks must be an int >= 1, .* got None. Correct it"):
+    with pytest.raises(
+        ArgumentError,
+        match="block_size of the Chunks must be an int >= 1, .* got None. Correct it",
+    ):
         loader(Chunks(40), shuffle="blocks")
     with pytest.raises(ArgumentError, match="shuffle must be one of .*Blocks, got"):
         loader(Rows(40), shuffle="block")
@@ -256,13 +358,19 @@ def test_whole_batches_of_a_data_set_may_be_shuffled_in_blocks():
             return np.full((4, 1), index)
 
     given = paddle.io.DataLoader(Whole(), batch_size=None)
-    loader = paddle_shard.shard_dataloader(given, dist.ProcessMesh([0]), shard_dims=0, shuffle=BLOCKS)
-    leaves = [batch if isinstance(batch, paddle.Tensor) else batch[0] for batch in loader]
+    loader = paddle_shard.shard_dataloader(
+        given, dist.ProcessMesh([0]), shard_dims=0, shuffle=BLOCKS
+    )
+    leaves = [
+        batch if isinstance(batch, paddle.Tensor) else batch[0] for batch in loader
+    ]
     items = [int(leaf._local_value().numpy()[0, 0]) for leaf in leaves]
 
     assert sorted(items) == list(range(20)) != items
     windows = [{item // 3 for item in items[at : at + 6]} for at in (0, 6)]
-    assert all(len(window) <= 3 for window in windows), "two blocks of 3, or of 2 at the end"
+    assert all(len(window) <= 3 for window in windows), (
+        "two blocks of 3, or of 2 at the end"
+    )
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -295,7 +403,9 @@ def test_the_users_generators_are_not_disturbed(workers):
     paddle.seed(3)
     loader = paddle.io.DataLoader(
         Rows(20),
-        batch_sampler=paddle.io.BatchSampler(sampler=paddle.io.WeightedRandomSampler([1.0] * 20, 20), batch_size=5),
+        batch_sampler=paddle.io.BatchSampler(
+            sampler=paddle.io.WeightedRandomSampler([1.0] * 20, 20), batch_size=5
+        ),
         num_workers=workers,
     )
     for _ in paddle_shard.shard_dataloader(loader, dist.ProcessMesh([0]), shard_dims=0):
@@ -305,7 +415,12 @@ def test_the_users_generators_are_not_disturbed(workers):
 
 
 test_any_mesh_gets_the_batches_of_one_process = example(
-    mesh=(paddle_shard.MeshLayout(shape=(2, 2), axes=("mp", "dp"), process_ids=(0, 1, 2, 3)), ("dp",)),
+    mesh=(
+        paddle_shard.MeshLayout(
+            shape=(2, 2), axes=("mp", "dp"), process_ids=(0, 1, 2, 3)
+        ),
+        ("dp",),
+    ),
     length=5,
     multiple=2,
     tail="pad",

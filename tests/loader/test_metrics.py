@@ -17,7 +17,9 @@ def test_serve_metrics_says_what_the_statistics_say():
     list(loader)
     server = serve_metrics(loader, 0)
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{server.server_port}/metrics") as answer:
+        with urllib.request.urlopen(
+            f"http://127.0.0.1:{server.server_port}/metrics"
+        ) as answer:
             text = answer.read().decode()
     finally:
         server.shutdown()

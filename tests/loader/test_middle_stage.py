@@ -26,14 +26,19 @@ class Samples(paddle.io.Dataset):
 
 
 def meshes():
-    return [dist.ProcessMesh([0, 1], dim_names=["dp"]), dist.ProcessMesh([2, 3], dim_names=["dp"])]
+    return [
+        dist.ProcessMesh([0, 1], dim_names=["dp"]),
+        dist.ProcessMesh([2, 3], dim_names=["dp"]),
+    ]
 
 
 def sharded(data, *, workers=0, **options):
     first, last = meshes()
     given = paddle.io.DataLoader(data, batch_size=4, num_workers=workers)
     options = {"tail": "drop", **options}
-    return paddle_shard.shard_dataloader(given, [first, first, last], ["x", "name", "y"], shard_dims="dp", **options)
+    return paddle_shard.shard_dataloader(
+        given, [first, first, last], ["x", "name", "y"], shard_dims="dp", **options
+    )
 
 
 def seen(loader):
@@ -41,14 +46,21 @@ def seen(loader):
     batches, found = iter(loader), []
     for batch in batches:
         tensors = [batch["x"], batch["y"], batches.valid]
-        found.append([(t.shape, str(t.dtype), str(t.placements), t.process_mesh.process_ids) for t in tensors])
+        found.append(
+            [
+                (t.shape, str(t.dtype), str(t.placements), t.process_mesh.process_ids)
+                for t in tensors
+            ]
+        )
     return found
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("tail", ["drop", "fill"])
 def test_it_makes_the_same_steps_and_sees_the_same_shapes(workers, tail):
-    found = on_each_rank(range(5), lambda: seen(sharded(Samples(), workers=workers, tail=tail)))
+    found = on_each_rank(
+        range(5), lambda: seen(sharded(Samples(), workers=workers, tail=tail))
+    )
 
     assert len(found[MIDDLE]) == (5 if tail == "drop" else 6)
     assert found[MIDDLE] == found[0]
@@ -61,7 +73,10 @@ def test_it_reads_no_more_than_a_row_a_step():
         return len(seen(loader)), data.reads
 
     [(steps, read)] = on_each_rank([MIDDLE], reads).values()
-    assert (steps, read <= steps + 4) == (5, True)  # and two samples twice, for the identity of the data
+    assert (steps, read <= steps + 4) == (
+        5,
+        True,
+    )  # and two samples twice, for the identity of the data
 
 
 def test_of_a_stream_it_makes_the_same_steps():
@@ -74,7 +89,9 @@ def test_of_a_stream_it_makes_the_same_steps():
 
     found = on_each_rank([0, MIDDLE], steps)
     assert len(found[MIDDLE]) == 7
-    assert [shapes[:2] for shapes in found[MIDDLE]] == [shapes[:2] for shapes in found[0]]
+    assert [shapes[:2] for shapes in found[MIDDLE]] == [
+        shapes[:2] for shapes in found[0]
+    ]
 
 
 def test_resuming_counts_the_same_steps():

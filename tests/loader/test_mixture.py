@@ -12,7 +12,12 @@ from paddle.io import DataLoader
 
 import paddle_shard
 from paddle_shard import Mixture, Stream
-from paddle_shard.errors import ArgumentError, ArgumentTypeError, DataReadError, StateError
+from paddle_shard.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    DataReadError,
+    StateError,
+)
 from paddle_shard.testing.simulated import on_each_rank
 from tests.helpers import ONE, Made, mesh, sharded
 from tests.trials import trials
@@ -23,7 +28,9 @@ LENGTHS = {"web": 23, "code": 7, "chat": 3}
 def sources(lengths=LENGTHS):
     """Sample i of the source at place p is 1000 p + i; a source of no length is gone."""
     return {
-        name: Made(lambda i, first=1000 * place: np.array(first + i), length) if length else None
+        name: Made(lambda i, first=1000 * place: np.array(first + i), length)
+        if length
+        else None
         for place, (name, length) in enumerate(lengths.items())
     }
 
@@ -41,14 +48,22 @@ def make(
 ):
     weights = {"web": 5, "code": 3, "chat": 1} if weights is None else weights
     mixture = Mixture(sources(lengths), weights, num_samples=num_samples)
-    return sharded(DataLoader(mixture, batch_size=batch_size, shuffle=shuffle, num_workers=workers), at, **options)
+    return sharded(
+        DataLoader(
+            mixture, batch_size=batch_size, shuffle=shuffle, num_workers=workers
+        ),
+        at,
+        **options,
+    )
 
 
 def ids(batches, most=None):
     """The real rows of this rank, of up to `most` batches."""
     found = []
     for batch in batches:
-        found.append(batch._local_value().numpy()[batches.valid._local_value().numpy()].tolist())
+        found.append(
+            batch._local_value().numpy()[batches.valid._local_value().numpy()].tolist()
+        )
         if most is not None and len(found) == most:
             break
     return found
@@ -63,7 +78,10 @@ def joined(data_ranks, function):
     per_rank = on_each_rank(range(data_ranks), function)
     steps = {len(found) for found, _ in per_rank.values()}
     assert len(steps) == 1
-    rows = [[row for rank in range(data_ranks) for row in per_rank[rank][0][step]] for step in range(steps.pop())]
+    rows = [
+        [row for rank in range(data_ranks) for row in per_rank[rank][0][step]]
+        for step in range(steps.pop())
+    ]
     return rows, per_rank[0][1]
 
 
@@ -76,8 +94,16 @@ def delivered_by_jobs(stops, made):
     for data_ranks, multiple, steps in stops:
         begun = len(delivered)
 
-        def run(data_ranks=data_ranks, multiple=multiple, steps=steps, state=state, begun=begun):
-            loader = made(data_ranks * multiple, mesh(list(range(data_ranks)), "dp"), begun, steps)
+        def run(
+            data_ranks=data_ranks,
+            multiple=multiple,
+            steps=steps,
+            state=state,
+            begun=begun,
+        ):
+            loader = made(
+                data_ranks * multiple, mesh(list(range(data_ranks)), "dp"), begun, steps
+            )
             if state is not None:
                 loader.load_state_dict(state)
             with iter(loader) as batches:
@@ -91,17 +117,27 @@ def delivered_by_jobs(stops, made):
 
 @settings(max_examples=trials(30))
 @given(
-    stops=st.lists(st.tuples(st.sampled_from([1, 2, 4]), st.integers(1, 3), st.integers(1, 5)), min_size=1, max_size=5),
+    stops=st.lists(
+        st.tuples(st.sampled_from([1, 2, 4]), st.integers(1, 3), st.integers(1, 5)),
+        min_size=1,
+        max_size=5,
+    ),
     shuffle=st.booleans(),
     workers=st.sampled_from([0, 0, 0, 2]),
     seed=st.integers(0, 2),
 )
-def test_a_run_is_resumed_on_any_mesh_with_any_batch_size(stops, shuffle, workers, seed):
+def test_a_run_is_resumed_on_any_mesh_with_any_batch_size(
+    stops, shuffle, workers, seed
+):
     straight_loader = make(shuffle=shuffle, seed=seed)
-    straight = flat(flat([ids(iter(straight_loader)) for _ in stops]))  # each delivers up to an epoch
+    straight = flat(
+        flat([ids(iter(straight_loader)) for _ in stops])
+    )  # each delivers up to an epoch
 
     def made(batch_size, at, begun, steps):
-        return make(batch_size, at, shuffle=shuffle, seed=seed, workers=0 if begun else workers)
+        return make(
+            batch_size, at, shuffle=shuffle, seed=seed, workers=0 if begun else workers
+        )
 
     delivered = delivered_by_jobs(stops, made)
     assert delivered == straight[: len(delivered)]
@@ -112,13 +148,22 @@ OLD, NEW = {"web": 5, "code": 3}, {"web": 1, "chat": 1}
 
 @settings(max_examples=trials(30))
 @given(
-    stops=st.lists(st.tuples(st.sampled_from([1, 2, 4]), st.integers(1, 3), st.integers(1, 5)), min_size=1, max_size=4),
+    stops=st.lists(
+        st.tuples(st.sampled_from([1, 2, 4]), st.integers(1, 3), st.integers(1, 5)),
+        min_size=1,
+        max_size=4,
+    ),
     switches=st.lists(st.integers(1, 90), min_size=1, max_size=3, unique=True),
     shuffle=st.booleans(),
 )
-def test_a_schedule_of_weights_may_be_extended_behind_the_position(stops, switches, shuffle):
+def test_a_schedule_of_weights_may_be_extended_behind_the_position(
+    stops, switches, shuffle
+):
     """Each job of the run knows only the entries that are due by its end."""
-    schedule = [(0, OLD), *((first, (NEW, OLD)[at % 2]) for at, first in enumerate(sorted(switches)))]
+    schedule = [
+        (0, OLD),
+        *((first, (NEW, OLD)[at % 2]) for at, first in enumerate(sorted(switches))),
+    ]
     whole = make(weights=schedule, shuffle=shuffle)
     straight = flat(flat([ids(iter(whole)) for _ in stops]))
 
@@ -141,7 +186,9 @@ def test_a_schedule_of_weights_may_be_extended_behind_the_position(stops, switch
         ([(0, OLD), (4, OLD)], True),
     ],
 )
-def test_a_schedule_that_has_changed_before_the_position_is_refused(schedule, is_refused):
+def test_a_schedule_that_has_changed_before_the_position_is_refused(
+    schedule, is_refused
+):
     loader = make(weights=[(0, OLD), (20, NEW)])
     with iter(loader) as batches:
         ids(batches, 2)
@@ -149,7 +196,10 @@ def test_a_schedule_that_has_changed_before_the_position_is_refused(schedule, is
     other = make(weights=schedule)
 
     if is_refused:
-        with pytest.raises(StateError, match=r"mixture: .*change a schedule \(mixture\) only after the position"):
+        with pytest.raises(
+            StateError,
+            match=r"mixture: .*change a schedule \(mixture\) only after the position",
+        ):
             other.load_state_dict(state)
     else:
         other.load_state_dict(state)
@@ -169,14 +219,24 @@ def test_a_source_may_join_later_as_the_last_one():
 
 
 def test_weights_may_change_by_schedule_and_the_counts_are_exact():
-    weights = [(0, {"web": 1, "code": 1, "chat": 0}), (20, {"web": 1, "code": 0, "chat": 3})]
+    weights = [
+        (0, {"web": 1, "code": 1, "chat": 0}),
+        (20, {"web": 1, "code": 0, "chat": 3}),
+    ]
     loader = make(weights=weights)
     with iter(loader) as batches:
         rows = flat(ids(batches))
 
-    counts = [[sum(row // 1000 == source for row in part) for source in range(3)] for part in (rows[:20], rows[20:])]
+    counts = [
+        [sum(row // 1000 == source for row in part) for source in range(3)]
+        for part in (rows[:20], rows[20:])
+    ]
     assert counts == [[10, 10, 0], [5, 0, 15]]
-    assert {name: drawn.drawn for name, drawn in loader.sources().items()} == {"web": 15, "code": 10, "chat": 15}
+    assert {name: drawn.drawn for name, drawn in loader.sources().items()} == {
+        "web": 15,
+        "code": 10,
+        "chat": 15,
+    }
     assert loader.sources()["chat"].epochs == 5
     assert loader.sources()["chat"].weight == 0.75
 
@@ -189,7 +249,11 @@ def test_where_names_every_place_of_a_sample(shuffle, epoch):
         loader.set_epoch(epoch)
         with iter(loader) as batches:
             found = ids(batches)
-        return found, loader.where(sample=("chat", 1), epoch=epoch), loader.where(sample=("web", 22), epoch=epoch)
+        return (
+            found,
+            loader.where(sample=("chat", 1), epoch=epoch),
+            loader.where(sample=("web", 22), epoch=epoch),
+        )
 
     per_rank = on_each_rank([0, 1], run)
     rows = {rank: per_rank[rank][0] for rank in per_rank}
@@ -209,8 +273,15 @@ def test_a_sample_that_is_read_again_in_an_epoch_gets_other_random_numbers():
     def noisy(_):
         return np.random.rand(2)
 
-    mixture = Mixture({"one": Made(noisy, 1), "two": Made(noisy, 2)}, {"one": 1, "two": 1}, num_samples=24)
-    rows = [batch._local_value().numpy().tolist() for batch in sharded(DataLoader(mixture, batch_size=4), ONE)]
+    mixture = Mixture(
+        {"one": Made(noisy, 1), "two": Made(noisy, 2)},
+        {"one": 1, "two": 1},
+        num_samples=24,
+    )
+    rows = [
+        batch._local_value().numpy().tolist()
+        for batch in sharded(DataLoader(mixture, batch_size=4), ONE)
+    ]
     again = [
         batch._local_value().numpy().tolist()
         for batch in sharded(DataLoader(mixture, batch_size=4, num_workers=2), ONE)
@@ -236,14 +307,23 @@ class Broken(paddle.io.Dataset):
 @pytest.mark.parametrize("kinds", [("int32", "int64"), ("float32", "float64")])
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_field_of_two_dtypes_is_an_error(kinds, streams):
-    of = {kind: Made(lambda i, kind=kind: {"x": np.array([i], kind)}, 8) for kind in kinds}
+    of = {
+        kind: Made(lambda i, kind=kind: {"x": np.array([i], kind)}, 8) for kind in kinds
+    }
     if streams:
-        mixture = Stream.mixture({kind: Stream.of([one[i] for i in range(8)]) for kind, one in of.items()})
+        mixture = Stream.mixture(
+            {kind: Stream.of([one[i] for i in range(8)]) for kind, one in of.items()}
+        )
     else:
         mixture = Mixture(of)
-    loader = sharded(DataLoader(mixture.in_parts(1) if streams else mixture, batch_size=4), ONE)
+    loader = sharded(
+        DataLoader(mixture.in_parts(1) if streams else mixture, batch_size=4), ONE
+    )
 
-    with pytest.raises(DataReadError, match=rf"differ in their dtype at field \['x'\]: {', '.join(kinds)}"):
+    with pytest.raises(
+        DataReadError,
+        match=rf"differ in their dtype at field \['x'\]: {', '.join(kinds)}",
+    ):
         list(loader)
 
 
@@ -251,11 +331,15 @@ def test_a_field_of_two_dtypes_is_an_error(kinds, streams):
 def test_an_error_names_the_source_and_the_index_in_it(workers):
     mixture = Mixture({"good": Made(length=5), "bad": Broken()})
 
-    with pytest.raises(DataReadError, match=r"reading sample \('bad', 3\) failed") as caught:
+    with pytest.raises(
+        DataReadError, match=r"reading sample \('bad', 3\) failed"
+    ) as caught:
         list(sharded(DataLoader(mixture, batch_size=2, num_workers=workers), ONE))
     assert caught.value.index == ("bad", 3)
     assert caught.value.indices[caught.value.indices.index(("bad", 3))] == ("bad", 3)
-    loader = sharded(DataLoader(mixture, batch_size=2, num_workers=workers), ONE, on_error="skip")
+    loader = sharded(
+        DataLoader(mixture, batch_size=2, num_workers=workers), ONE, on_error="skip"
+    )
     assert sum(map(len, ids(iter(loader)))) == 9
     assert loader.stats.total.skipped == 1
 
@@ -266,7 +350,10 @@ def test_a_plain_loader_and_any_sampler_read_positions_of_the_first_epoch():
 
     assert [int(mixture[at]) for at in range(40)] == order
     assert int(mixture[-1]) == order[-1]
-    assert flat(batch.numpy().tolist() for batch in DataLoader(mixture, batch_size=5)) == order
+    assert (
+        flat(batch.numpy().tolist() for batch in DataLoader(mixture, batch_size=5))
+        == order
+    )
     drawn = paddle.io.BatchSampler(sampler=[3, 39, 0], batch_size=3)
     (batch,) = sharded(DataLoader(mixture, batch_sampler=drawn), ONE)
     assert batch._local_value().numpy().tolist() == [order[3], order[39], order[0]]
@@ -279,14 +366,26 @@ def test_weights_are_by_length_unless_they_are_given():
 
     assert len(mixture) == 33
     assert sorted(int(mixture[at]) for at in range(33)) == sorted(
-        1000 * place + at for place, length in enumerate(LENGTHS.values()) for at in range(length)
+        1000 * place + at
+        for place, length in enumerate(LENGTHS.values())
+        for at in range(length)
     )
-    assert repr(mixture) == "Mixture(web 0.697, code 0.2121, chat 0.09091; 33 samples in an epoch)"
+    assert (
+        repr(mixture)
+        == "Mixture(web 0.697, code 0.2121, chat 0.09091; 33 samples in an epoch)"
+    )
 
 
 @pytest.mark.parametrize(("stop", "length"), [("first", 14), ("all", 46)])
 def test_an_epoch_ends_with_the_first_or_the_last_source(stop, length):
-    assert len(Mixture({"a": Made(length=23), "b": Made(length=7)}, {"a": 1, "b": 1}, stop=stop)) == length
+    assert (
+        len(
+            Mixture(
+                {"a": Made(length=23), "b": Made(length=7)}, {"a": 1, "b": 1}, stop=stop
+            )
+        )
+        == length
+    )
 
 
 @pytest.mark.parametrize(
@@ -295,15 +394,55 @@ def test_an_epoch_ends_with_the_first_or_the_last_source(stop, length):
         ([1, 2], {}, ArgumentTypeError, "sources must be a dict"),
         ({}, {}, ArgumentError, "1 to 4096 sources"),
         ({1: Made()}, {}, ArgumentTypeError, "name of a source must be a str"),
-        ({"a": iter([])}, {}, ArgumentTypeError, "source 'a' must have a length and an index"),
-        ({"a": Made(length=0)}, {}, ArgumentError, "source 'a' must have 1 to 2^40 samples"),
-        ({"a": Made()}, {"stop": "last"}, ArgumentError, "stop must be 'first' or 'all'"),
+        (
+            {"a": iter([])},
+            {},
+            ArgumentTypeError,
+            "source 'a' must have a length and an index",
+        ),
+        (
+            {"a": Made(length=0)},
+            {},
+            ArgumentError,
+            "source 'a' must have 1 to 2^40 samples",
+        ),
+        (
+            {"a": Made()},
+            {"stop": "last"},
+            ArgumentError,
+            "stop must be 'first' or 'all'",
+        ),
         ({"a": Made()}, {"num_samples": 0}, ArgumentError, "num_samples must be in"),
-        ({"a": Made()}, {"num_samples": "9"}, ArgumentTypeError, "num_samples must be an int"),
-        ({"a": Made()}, {"weights": [(1, {"a": 1})]}, ArgumentError, "must begin at sample 0"),
-        ({"a": Made()}, {"weights": [0.5]}, ArgumentTypeError, "weights must be a dict, or a list"),
-        ({"a": Made(), "b": None}, {}, ArgumentTypeError, "source 'b' must have a length and an index"),
-        ({"a": Made()}, {"weights": {"b": 1}}, ArgumentError, "weights: unknown sources ['b']"),
+        (
+            {"a": Made()},
+            {"num_samples": "9"},
+            ArgumentTypeError,
+            "num_samples must be an int",
+        ),
+        (
+            {"a": Made()},
+            {"weights": [(1, {"a": 1})]},
+            ArgumentError,
+            "must begin at sample 0",
+        ),
+        (
+            {"a": Made()},
+            {"weights": [0.5]},
+            ArgumentTypeError,
+            "weights must be a dict, or a list",
+        ),
+        (
+            {"a": Made(), "b": None},
+            {},
+            ArgumentTypeError,
+            "source 'b' must have a length and an index",
+        ),
+        (
+            {"a": Made()},
+            {"weights": {"b": 1}},
+            ArgumentError,
+            "weights: unknown sources ['b']",
+        ),
         (
             {"a": Made(length=9), "b": Made()},
             {"weights": [(0, {"a": 1, "b": 1}), (4, {"a": 0, "b": 1})], "stop": "all"},
@@ -321,12 +460,19 @@ def test_bad_arguments_are_named(given, options, error, says):
 def test_what_is_for_mixtures_is_refused_for_other_data():
     loader = sharded(DataLoader(Made(), batch_size=4), ONE)
 
-    with pytest.raises(ArgumentError, match=r"sources\(\) is for a loader over a paddle_shard.Mixture"):
+    with pytest.raises(
+        ArgumentError, match=r"sources\(\) is for a loader over a paddle_shard.Mixture"
+    ):
         loader.sources()
-    with pytest.raises(ArgumentError, match=r"sample of a mixture must be \(name of a source, index in it\)"):
+    with pytest.raises(
+        ArgumentError,
+        match=r"sample of a mixture must be \(name of a source, index in it\)",
+    ):
         make().where(sample=3)
     for shuffle in ("blocks", "paddle"):
-        with pytest.raises(ArgumentError, match="the sources of a Mixture are shuffled"):
+        with pytest.raises(
+            ArgumentError, match="the sources of a Mixture are shuffled"
+        ):
             sharded(DataLoader(Mixture(sources()), batch_size=4), ONE, shuffle=shuffle)
 
 

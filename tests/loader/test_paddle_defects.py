@@ -75,13 +75,17 @@ def epochs(make_loader, ranks=(0, 1), num_epochs=1):
     return on_each_rank(ranks, run)
 
 
-def sharded(dataset=None, meshes=DP2, batch_size=4, shard_dims="dp", *, loader=None, **options):
+def sharded(
+    dataset=None, meshes=DP2, batch_size=4, shard_dims="dp", *, loader=None, **options
+):
     names = ("shuffle", "drop_last", "collate_fn", "num_workers", "batch_sampler")
     given = {name: options.pop(name) for name in names if name in options}
     if loader is None:
         size = {} if "batch_sampler" in given else {"batch_size": batch_size}
         loader = DataLoader(Ids() if dataset is None else dataset, **size, **given)
-    return paddle_shard.shard_dataloader(loader, meshes, shard_dims=shard_dims, **options)
+    return paddle_shard.shard_dataloader(
+        loader, meshes, shard_dims=shard_dims, **options
+    )
 
 
 # The mesh
@@ -107,7 +111,13 @@ def test_an_import_leaves_paddle_as_it_is_and_no_patch_changes_the_weights_made_
 def test_the_newest_numpy_does_not_stop_it():
     assert epochs(sharded)[1] == [[2, 3], [6, 7]]
     four = mesh([[0, 1], [2, 3]], "dp", "mp")
-    assert [four.get_rank_by_dim_and_process_id("mp", rank) for rank in range(5)] == [0, 1, 0, 1, -1]
+    assert [four.get_rank_by_dim_and_process_id("mp", rank) for rank in range(5)] == [
+        0,
+        1,
+        0,
+        1,
+        -1,
+    ]
     assert four.get_rank_by_dim_and_process_id(0, 3) == 1
 
 
@@ -135,12 +145,17 @@ def test_a_batch_sampler_inside_another_has_a_way_out_of_its_own():
     data = Ids()
     outer = BatchSampler(sampler=BatchSampler(data, batch_size=4), batch_size=1)
     given = DataLoader(data, batch_sampler=outer, collate_fn=lambda one: one[0])
-    with pytest.raises(BatchSizeError, match="items are lists of indices, .*: give that one as batch_sampler="):
+    with pytest.raises(
+        BatchSizeError,
+        match="items are lists of indices, .*: give that one as batch_sampler=",
+    ):
         paddle_shard.shard_dataloader(given, mesh([0, 1], "dp"), shard_dims="dp")
 
 
 def test_a_misspelt_axis_is_named_with_the_nearest():
-    with pytest.raises(AxisError, match=r"no axis 'DP'; its axes are \['dp'\].* Did you mean 'dp'\?"):
+    with pytest.raises(
+        AxisError, match=r"no axis 'DP'; its axes are \['dp'\].* Did you mean 'dp'\?"
+    ):
         sharded(shard_dims="DP")
 
 
@@ -161,11 +176,16 @@ def test_a_misspelt_axis_is_named_with_the_nearest():
 def test_the_users_sampler_is_kept_and_shared_by_all_ranks(make_sampler, workers):
     def joined():
         per_rank = epochs(
-            lambda: sharded(batch_sampler=BatchSampler(sampler=make_sampler(), batch_size=4), num_workers=workers)
+            lambda: sharded(
+                batch_sampler=BatchSampler(sampler=make_sampler(), batch_size=4),
+                num_workers=workers,
+            )
         )
         return [a + b for a, b in zip(per_rank[0], per_rank[1], strict=True)]
 
-    np.random.seed(1)  # ranks draw from their own generators; the order must not depend on them
+    np.random.seed(
+        1
+    )  # ranks draw from their own generators; the order must not depend on them
     first = joined()
     np.random.seed(2)
 
@@ -215,7 +235,9 @@ def test_a_batch_of_a_size_that_does_not_divide_raises_at_its_step():
     loader = sharded(batch_sampler=Odd())
     batches = iter(loader)
     assert local(next(batches)) == [0]
-    with pytest.raises(BatchSizeError, match="step 1 of the batch_sampler Odd: .* batch of 3"):
+    with pytest.raises(
+        BatchSizeError, match="step 1 of the batch_sampler Odd: .* batch of 3"
+    ):
         next(batches)
 
 
@@ -257,7 +279,9 @@ def test_a_peek_consumes_no_epoch():
 
 def test_the_order_follows_the_seed_and_the_epoch():
     def first(**options):
-        return local(next(iter(sharded(Ids(1000), batch_size=100, shuffle=True, **options))))
+        return local(
+            next(iter(sharded(Ids(1000), batch_size=100, shuffle=True, **options)))
+        )
 
     assert first(seed=0) == first(seed=0) != first(seed=1)
     loader = sharded(Ids(1000), batch_size=100, shuffle=True)
@@ -278,7 +302,12 @@ def test_replicas_get_the_same_bytes_from_a_random_getitem(workers):
         return np.random.rand(3)
 
     def run():
-        return [local(b) for b in sharded(Make(noise), mesh([[0, 1], [2, 3]], "dp", "mp"), num_workers=workers)]
+        return [
+            local(b)
+            for b in sharded(
+                Make(noise), mesh([[0, 1], [2, 3]], "dp", "mp"), num_workers=workers
+            )
+        ]
 
     got = on_each_rank(range(4), run)
 
@@ -305,7 +334,10 @@ def test_a_world_sized_distributed_batch_sampler_is_refused():
 def test_a_distributed_batch_sampler_of_another_rank_is_refused():
     with simulated_rank(1, 2):
         sampler = DistributedBatchSampler(Ids(), 2, num_replicas=2, rank=0)
-        with pytest.raises(SplitError, match="reads part local_rank=0, but global rank 1 has data rank 1"):
+        with pytest.raises(
+            SplitError,
+            match="reads part local_rank=0, but global rank 1 has data rank 1",
+        ):
             sharded(batch_sampler=sampler)
 
 
@@ -324,7 +356,9 @@ def test_batch_size_none_refuses_an_item_that_does_not_divide_at_its_step():
     batches = iter(sharded(Make(lambda i: np.arange(4 - i), 2), batch_size=None))
     next(batches)
 
-    with pytest.raises(BatchStructureError, match="epoch 0, step 1: .* global batch of 3 rows"):
+    with pytest.raises(
+        BatchStructureError, match="epoch 0, step 1: .* global batch of 3 rows"
+    ):
         next(batches)
 
 
@@ -335,7 +369,10 @@ def test_an_iterable_dataset_is_split_by_rows(workers):
             return iter([i * i for i in range(8)])
 
     def as_rank():
-        return [batch._local_value().numpy().tolist() for batch in sharded(Squares(), num_workers=workers)]
+        return [
+            batch._local_value().numpy().tolist()
+            for batch in sharded(Squares(), num_workers=workers)
+        ]
 
     slices = on_each_rank([0, 1], as_rank)
 
@@ -350,15 +387,26 @@ def test_input_keys_choose_what_is_delivered_and_nothing_vanishes_in_silence(cap
 
     assert list(next(iter(sharded(both)))) == ["x", "label", "id"]
     for _ in range(2):
-        assert list(next(iter(sharded(both, input_keys=["label", "x"])))) == ["label", "x"]
+        assert list(next(iter(sharded(both, input_keys=["label", "x"])))) == [
+            "label",
+            "x",
+        ]
 
-    assert list(next(iter(sharded(both, [DP2, DP2], input_keys=["x", "label"])))) == ["x", "label"]
-    said = [text for record in caplog.records if "left out" in (text := record.getMessage())]
+    assert list(next(iter(sharded(both, [DP2, DP2], input_keys=["x", "label"])))) == [
+        "x",
+        "label",
+    ]
+    said = [
+        text for record in caplog.records if "left out" in (text := record.getMessage())
+    ]
     assert said == [
         "input_keys=['label', 'x']: the keys ['id'] of the batch are left out.",
         "input_keys=['x', 'label']: the keys ['id'] of the batch are left out.",
     ]
-    with pytest.raises(BatchStructureError, match="the batch has the 3 fields .* but meshes has 2 entries"):
+    with pytest.raises(
+        BatchStructureError,
+        match="the batch has the 3 fields .* but meshes has 2 entries",
+    ):
         next(iter(sharded(both, [DP2, DP2])))
 
 
@@ -388,7 +436,9 @@ Point = collections.namedtuple("Point", "x y")
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_structure_of_the_source_is_kept(workers):
     def sample(i):
-        return collections.OrderedDict(p=Point(np.array(i), [np.array(i), "s"]), t=(np.array(i),))
+        return collections.OrderedDict(
+            p=Point(np.array(i), [np.array(i), "s"]), t=(np.array(i),)
+        )
 
     batch = next(iter(sharded(Make(sample), num_workers=workers)))
 
@@ -404,9 +454,14 @@ def test_a_0d_field_is_an_error_not_a_crash():
     def collate(samples):
         return [np.array(samples), np.array(1.0)]
 
-    with pytest.raises(BatchStructureError, match=r"epoch 0, step 0: field \[1\] has shape \[\] for 2 samples"):
+    with pytest.raises(
+        BatchStructureError,
+        match=r"epoch 0, step 0: field \[1\] has shape \[\] for 2 samples",
+    ):
         next(iter(sharded(collate_fn=collate)))
-    batch = next(iter(sharded(meshes=[DP2, DP2], shard_dims=["dp", None], collate_fn=collate)))
+    batch = next(
+        iter(sharded(meshes=[DP2, DP2], shard_dims=["dp", None], collate_fn=collate))
+    )
     assert batch[1].shape == []
 
 
@@ -414,19 +469,27 @@ def test_a_collate_that_pads_to_a_fixed_length_is_taken():
     def pad(samples):
         return np.array([np.pad(s, (0, 8 - len(s))) for s in samples])
 
-    assert next(iter(sharded(Make(lambda i: np.ones(i + 1)), collate_fn=pad))).shape == [4, 8]
+    assert next(
+        iter(sharded(Make(lambda i: np.ones(i + 1)), collate_fn=pad))
+    ).shape == [4, 8]
 
 
 # Fields and meshes
 
 
 @pytest.mark.parametrize(("dims", "shared"), [(["dp", None], 1), ([None, "dp"], 0)])
-def test_a_field_without_data_axes_is_the_whole_global_batch_on_every_rank(dims, shared):
+def test_a_field_without_data_axes_is_the_whole_global_batch_on_every_rank(
+    dims, shared
+):
     pairs = Make(lambda i: (np.array(i), np.array(10 * i)))
 
     def run():
         batch = next(iter(sharded(pairs, [DP2, DP2], shard_dims=dims)))
-        return [local(leaf) for leaf in batch], [leaf.shape for leaf in batch], [placements(leaf) for leaf in batch]
+        return (
+            [local(leaf) for leaf in batch],
+            [leaf.shape for leaf in batch],
+            [placements(leaf) for leaf in batch],
+        )
 
     got = on_each_rank(range(2), run)
     whole = [[0, 1, 2, 3], [0, 10, 20, 30]]
@@ -447,13 +510,17 @@ def test_pipeline_stages_with_other_data_ranks_see_the_same_global_shape():
     def run():
         batch = next(iter(sharded(pairs, [first, last], 8)))
         rank = dist.get_rank()
-        return [leaf.shape for leaf in batch], local(batch[0 if rank < 4 else 1]) if rank < 8 else None
+        return [leaf.shape for leaf in batch], local(
+            batch[0 if rank < 4 else 1]
+        ) if rank < 8 else None
 
     got = on_each_rank(range(9), run)  # rank 8 is on neither mesh, as a middle stage is
 
     assert all(got[rank][0] == [[8], [8]] for rank in range(9))
     assert [got[rank][1] for rank in range(4)] == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert [got[rank][1] for rank in range(4, 8)] == [[0, 1, 2, 3]] * 2 + [[4, 5, 6, 7]] * 2
+    assert [got[rank][1] for rank in range(4, 8)] == [[0, 1, 2, 3]] * 2 + [
+        [4, 5, 6, 7]
+    ] * 2
 
 
 # The user's objects
@@ -462,7 +529,11 @@ def test_pipeline_stages_with_other_data_ranks_see_the_same_global_shape():
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_users_loader_is_never_changed(workers):
     given = DataLoader(Ids(), batch_size=4, num_workers=workers)
-    before = dict(vars(given)), dict(vars(given.batch_sampler)), dict(vars(given.dataset))
+    before = (
+        dict(vars(given)),
+        dict(vars(given.batch_sampler)),
+        dict(vars(given.dataset)),
+    )
 
     for _ in sharded(loader=given):
         pass
@@ -478,7 +549,9 @@ def test_to_static_does_not_move_the_order():
     expected = [local(x) for x, _ in loader]
     loader.set_epoch(3)
 
-    paddle.distributed.auto_parallel.static.engine.Engine._prepare_data_spec_from_dataloader(FakeEngine(), loader)
+    paddle.distributed.auto_parallel.static.engine.Engine._prepare_data_spec_from_dataloader(
+        FakeEngine(), loader
+    )
 
     assert loader.epoch == 3
     assert [local(x) for x, _ in loader] == expected
@@ -501,7 +574,10 @@ def test_a_batch_cut_by_accumulation_holds_whole_micro_batches():
 
     got = epochs(make)
 
-    assert (got[0], got[1]) == ([[0, 1, 4, 5], [8, 9, 12, 13]], [[2, 3, 6, 7], [10, 11, 14, 15]])
+    assert (got[0], got[1]) == (
+        [[0, 1, 4, 5], [8, 9, 12, 13]],
+        [[2, 3, 6, 7], [10, 11, 14, 15]],
+    )
 
 
 def test_auto_dp_mode_is_not_split_twice(monkeypatch):
@@ -524,7 +600,10 @@ def test_integer_axes_unnamed_meshes_and_a_repeated_mesh():
     pairs = Make(lambda i: (np.array(i), np.array(i)))
 
     def run():
-        return [local(leaf) for leaf in next(iter(sharded(pairs, [unnamed, unnamed], shard_dims=1)))]
+        return [
+            local(leaf)
+            for leaf in next(iter(sharded(pairs, [unnamed, unnamed], shard_dims=1)))
+        ]
 
     got = on_each_rank(range(4), run)
 
@@ -534,7 +613,10 @@ def test_integer_axes_unnamed_meshes_and_a_repeated_mesh():
 def test_several_axes_act_as_one():
     four = mesh([[0, 1], [2, 3]], "dp", "sharding")
     for dims in (("dp", "sharding"), ["sharding", "dp"], [["dp", "sharding"]]):
-        got = on_each_rank(range(4), lambda dims=dims: local(next(iter(sharded(meshes=four, shard_dims=dims)))))
+        got = on_each_rank(
+            range(4),
+            lambda dims=dims: local(next(iter(sharded(meshes=four, shard_dims=dims)))),
+        )
         assert [got[rank] for rank in range(4)] == [[0], [1], [2], [3]]
 
 
@@ -546,7 +628,9 @@ def test_trainers_may_assign_input_keys_and_look_at_the_batch_sampler():
         called = loader()
 
         for _ in range(2):  # called once, enumerated every epoch
-            assert [list(batch) for _, batch in enumerate(called)] == [["x", "label"]] * 2
+            assert [list(batch) for _, batch in enumerate(called)] == [
+                ["x", "label"]
+            ] * 2
 
         sampler = loader._dataloader.batch_sampler
         assert isinstance(sampler, DistributedBatchSampler)
@@ -559,7 +643,11 @@ def test_trainers_may_assign_input_keys_and_look_at_the_batch_sampler():
 @pytest.mark.parametrize("nested", [False, True])
 def test_trainers_name_the_first_and_the_last_stage(nested):
     m0, m1 = mesh([0, 1], "dp"), mesh([2, 3], "dp")
-    make = (lambda i: ((np.array(i), np.array(i)), np.array(i))) if nested else (lambda i: (np.array(i),) * 2)
+    make = (
+        (lambda i: ((np.array(i), np.array(i)), np.array(i)))
+        if nested
+        else (lambda i: (np.array(i),) * 2)
+    )
 
     def run():
         return next(iter(sharded(Make(make), [[m0, m1], m1] if nested else [m0, m1])))
@@ -601,12 +689,20 @@ def test_arguments_that_cannot_be_read():
     with pytest.raises(ArgumentError, match="meshes must hold at least one"):
         sharded(meshes=[])
     with pytest.raises(ArgumentError, match="an empty data set cannot be sharded"):
-        sharded(loader=DataLoader(Ids(1), batch_sampler=BatchSampler(Ids(0), batch_size=2)))
-    with pytest.raises(ArgumentError, match="is_dataset_splitted=True needs shard_dims"):
+        sharded(
+            loader=DataLoader(Ids(1), batch_sampler=BatchSampler(Ids(0), batch_size=2))
+        )
+    with pytest.raises(
+        ArgumentError, match="is_dataset_splitted=True needs shard_dims"
+    ):
         sharded(shard_dims=None, is_dataset_splitted=True)
-    with pytest.raises(TypeError, match=r"must be a paddle\.io\.DataLoader, .* got ndarray"):
+    with pytest.raises(
+        TypeError, match=r"must be a paddle\.io\.DataLoader, .* got ndarray"
+    ):
         sharded(loader=np.arange(4))
     with pytest.raises(ArgumentError, match="shard_dims: the mesh has no axis None"):
         sharded(shard_dims=["dp", None])
-    with pytest.raises(BatchStructureError, match=r"input_keys \['y'\] are not in the batch"):
+    with pytest.raises(
+        BatchStructureError, match=r"input_keys \['y'\] are not in the batch"
+    ):
         next(iter(sharded(Make(lambda i: {"x": np.array(i)}), input_keys=["y"])))

@@ -23,7 +23,10 @@ class Ids(paddle.io.Dataset):
 def trainer(**options):
     """Calls Paddle's function as a trainer does that nobody can edit."""
     loader = dist.shard_dataloader(
-        dataloader=paddle.io.DataLoader(Ids(), batch_size=4), meshes=[dist.ProcessMesh([0])], shard_dims=0, **options
+        dataloader=paddle.io.DataLoader(Ids(), batch_size=4),
+        meshes=[dist.ProcessMesh([0])],
+        shard_dims=0,
+        **options,
     )
     return type(loader), [batch.shape[0] for batch in loader]
 
@@ -32,7 +35,10 @@ def test_a_trainer_gets_our_loader_until_it_is_undone():
     patch = paddle_shard.patch_paddle(tail="fill")
     try:
         assert trainer() == (paddle_shard.ShardDataloader, [4, 4])
-        assert trainer(is_dataset_splitted=True) == (paddle_shard.ShardDataloader, [4, 4])
+        assert trainer(is_dataset_splitted=True) == (
+            paddle_shard.ShardDataloader,
+            [4, 4],
+        )
         assert dist.auto_parallel.api.shard_dataloader is dist.shard_dataloader
     finally:
         patch.undo()
@@ -43,7 +49,9 @@ def test_a_trainer_gets_our_loader_until_it_is_undone():
 
 
 def made(given, **options):
-    return dist.shard_dataloader(given, [dist.ProcessMesh([0])], shard_dims=0, **options)
+    return dist.shard_dataloader(
+        given, [dist.ProcessMesh([0])], shard_dims=0, **options
+    )
 
 
 class Halves(paddle.io.BatchSampler):
@@ -63,9 +71,14 @@ OTHERS = {
     "drop_last": lambda: paddle.io.DataLoader(Ids(), batch_size=4, drop_last=True),
     "a sampler of its own": lambda: paddle.io.DataLoader(Ids(), batch_sampler=Halves()),
     "Paddle's sampler": lambda: paddle.io.DataLoader(
-        Ids(), batch_sampler=paddle.io.DistributedBatchSampler(Ids(), 2, num_replicas=1, rank=0, drop_last=True)
+        Ids(),
+        batch_sampler=paddle.io.DistributedBatchSampler(
+            Ids(), 2, num_replicas=1, rank=0, drop_last=True
+        ),
     ),
-    "a stream": lambda: paddle.io.DataLoader(paddle_shard.Stream.of(range(6)), batch_size=4, num_workers=0),
+    "a stream": lambda: paddle.io.DataLoader(
+        paddle_shard.Stream.of(range(6)), batch_size=4, num_workers=0
+    ),
     "shuffled": lambda: paddle.io.DataLoader(Ids(), batch_size=4, shuffle=True),
     "global batches": lambda: [np.arange(4), np.arange(4)],
 }
@@ -82,17 +95,29 @@ OTHERS = {
             {"num_batches": 3},
             {"prefetch": 2, "tail": "fill"},
         ),
-        *({"pad_to": {"x": ("short", 0)}}, {"balance": [1, 2]}),  # of which a set can hold none
+        *(
+            {"pad_to": {"x": ("short", 0)}},
+            {"balance": [1, 2]},
+        ),  # of which a set can hold none
     ],
 )
-def test_an_option_is_a_default_with_which_no_loader_fails_that_works_without(kind, options):
+def test_an_option_is_a_default_with_which_no_loader_fails_that_works_without(
+    kind, options
+):
     plain = [
-        batch.shape for batch in paddle_shard.shard_dataloader(OTHERS[kind](), dist.ProcessMesh([0]), shard_dims=0)
+        batch.shape
+        for batch in paddle_shard.shard_dataloader(
+            OTHERS[kind](), dist.ProcessMesh([0]), shard_dims=0
+        )
     ]
     with paddle_shard.patch_paddle(**options):
         shapes = [batch.shape for batch in made(OTHERS[kind]())]
 
-    assert len(shapes) == (3 if "num_batches" in options and kind in ("a stream", "global batches") else len(plain))
+    assert len(shapes) == (
+        3
+        if "num_batches" in options and kind in ("a stream", "global batches")
+        else len(plain)
+    )
     assert shapes[0] == plain[0]
 
 
@@ -102,22 +127,30 @@ def test_what_a_loader_cannot_have_is_said_and_the_rest_is_taken(caplog):
 
     assert loader.seed == 11
     (record,) = caplog.records
-    assert "patch_paddle(tail='repeat') is left out for a loader that cannot have it: tail" in record.getMessage()
+    assert (
+        "patch_paddle(tail='repeat') is left out for a loader that cannot have it: tail"
+        in record.getMessage()
+    )
 
 
 def test_a_kind_of_shuffle_is_for_those_that_shuffle():
     with paddle_shard.patch_paddle(shuffle="paddle"):
-        assert [b._local_value().numpy().tolist() for b in made(paddle.io.DataLoader(Ids(), batch_size=6))] == [
-            [0, 1, 2, 3, 4, 5]
-        ]
-        assert next(iter(made(OTHERS["shuffled"]())))._local_value().numpy().tolist() != [0, 1, 2, 3]
+        assert [
+            b._local_value().numpy().tolist()
+            for b in made(paddle.io.DataLoader(Ids(), batch_size=6))
+        ] == [[0, 1, 2, 3, 4, 5]]
+        assert next(
+            iter(made(OTHERS["shuffled"]()))
+        )._local_value().numpy().tolist() != [0, 1, 2, 3]
 
 
 def test_what_the_trainer_gives_stands_and_its_mistakes_are_its_own():
     with paddle_shard.patch_paddle(seed=3):
         assert made(OTHERS["shuffled"](), seed=4).seed == 4
         with pytest.raises(ArgumentError, match="needs shard_dims"):
-            dist.shard_dataloader(OTHERS["shuffled"](), dist.ProcessMesh([0]), is_dataset_splitted=True)
+            dist.shard_dataloader(
+                OTHERS["shuffled"](), dist.ProcessMesh([0]), is_dataset_splitted=True
+            )
 
 
 def test_each_loader_that_a_trainer_makes_can_be_had():
@@ -138,7 +171,10 @@ def test_it_is_undone_at_the_end_of_a_with_block_also_by_an_error():
 
 
 def test_patching_twice_is_refused():
-    with paddle_shard.patch_paddle(), pytest.raises(ArgumentError, match="patched already"):
+    with (
+        paddle_shard.patch_paddle(),
+        pytest.raises(ArgumentError, match="patched already"),
+    ):
         paddle_shard.patch_paddle()
 
 
@@ -158,5 +194,7 @@ def test_the_signatures_begin_as_paddles():
     theirs = list(inspect.signature(ORIGINAL).parameters.values())
     ours = list(inspect.signature(paddle_shard.shard_dataloader).parameters.values())
 
-    assert [(p.name, p.default) for p in ours[: len(theirs)]] == [(p.name, p.default) for p in theirs]
+    assert [(p.name, p.default) for p in ours[: len(theirs)]] == [
+        (p.name, p.default) for p in theirs
+    ]
     assert {p.kind for p in ours[len(theirs) :]} == {inspect.Parameter.KEYWORD_ONLY}

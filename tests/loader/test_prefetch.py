@@ -18,7 +18,13 @@ from paddle_shard.reading.workers import WorkerPool
 from tests.deadlines import HANG
 from tests.helpers import Made
 
-ALONE = {"ends_must_agree": True, "facts": {}, "name": "test", "timeout": HANG, "on_lost": "raise"}
+ALONE = {
+    "ends_must_agree": True,
+    "facts": {},
+    "name": "test",
+    "timeout": HANG,
+    "on_lost": "raise",
+}
 ONE = dist.ProcessMesh([0], dim_names=["dp"])
 
 
@@ -26,7 +32,12 @@ class Rows(paddle.io.Dataset):
     """Notes by which thread each sample was read."""
 
     def __init__(self, length=64, *, draws=False, fails_at=None, seconds=0.0):
-        self.length, self.draws, self.fails_at, self.seconds = length, draws, fails_at, seconds
+        self.length, self.draws, self.fails_at, self.seconds = (
+            length,
+            draws,
+            fails_at,
+            seconds,
+        )
         self.read, self.threads = [], []
 
     def __len__(self):
@@ -44,16 +55,24 @@ class Rows(paddle.io.Dataset):
 
 def sharded(dataset, *, size=4, workers=0, shuffle=True, **options):
     shuffle = shuffle and not isinstance(dataset, Stream)
-    given = paddle.io.DataLoader(dataset, batch_size=size, num_workers=workers, shuffle=shuffle)
+    given = paddle.io.DataLoader(
+        dataset, batch_size=size, num_workers=workers, shuffle=shuffle
+    )
     return paddle_shard.shard_dataloader(given, ONE, shard_dims="dp", **options)
 
 
 def rows(tensor):
-    return tensor._local_value().numpy().tolist()  # in Paddle 3.0 a distributed tensor's own is a collective
+    return (
+        tensor._local_value().numpy().tolist()
+    )  # in Paddle 3.0 a distributed tensor's own is a collective
 
 
 def threads():
-    return [thread for thread in threading.enumerate() if thread.name == "paddle_shard-ahead"]
+    return [
+        thread
+        for thread in threading.enumerate()
+        if thread.name == "paddle_shard-ahead"
+    ]
 
 
 def soon(condition, seconds=HANG):
@@ -67,7 +86,11 @@ def soon(condition, seconds=HANG):
 @pytest.mark.parametrize("workers", [0, 2])
 def test_batches_and_states_are_the_same_at_every_step(kind, workers):
     def make(prefetch):
-        dataset = Stream.of(lambda: ({"x": float(i)} for i in range(61))) if kind == "stream" else Rows(61)
+        dataset = (
+            Stream.of(lambda: ({"x": float(i)} for i in range(61)))
+            if kind == "stream"
+            else Rows(61)
+        )
         if kind == "draws":
             dataset.draws = True
         return sharded(dataset, workers=workers, prefetch=prefetch)
@@ -121,7 +144,9 @@ def test_a_data_set_that_draws_is_read_on_the_callers_thread_and_the_others_besi
     main = threading.main_thread()
 
     # The first and the last batch show whether samples use the generators; two samples tell ranks what the data holds.
-    assert [thread is main for thread in quiet.threads[4:]] == [True] * 4 + [False] * 56 + [True] * 4
+    assert [thread is main for thread in quiet.threads[4:]] == [True] * 4 + [
+        False
+    ] * 56 + [True] * 4
     assert len(set(quiet.threads)) == 2
     assert set(drawing.threads) == {main}
 
@@ -138,7 +163,9 @@ class OneMemory(Rows):
         paddle.assign(self.array, self.tensor)
         return self.array, self.tensor
 
-    def __getitem__(self, index):  # a few samples are read again, for ranks to compare them
+    def __getitem__(
+        self, index
+    ):  # a few samples are read again, for ranks to compare them
         array, tensor = self.__getitems__([index])
         return array[0], tensor[0]
 
@@ -149,7 +176,11 @@ def test_a_data_set_may_use_its_memory_again_for_the_next_batch(options):
     held = list(paddle_shard.shard_dataloader(given, ONE, shard_dims="dp", **options))
 
     for field in range(2):
-        assert [row for batch in held for row in batch[field]._local_value().numpy().tolist()] == list(range(64))
+        assert [
+            row
+            for batch in held
+            for row in batch[field]._local_value().numpy().tolist()
+        ] == list(range(64))
 
 
 class Ring(Rows):
@@ -166,7 +197,9 @@ class Ring(Rows):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_data_set_may_use_the_memory_of_samples_again_also_where_a_run_resumes(workers):
+def test_a_data_set_may_use_the_memory_of_samples_again_also_where_a_run_resumes(
+    workers,
+):
     """Samples that the state knows, and others that ranks compare, are read beside those of the first batch."""
     data = Ring()
     loader = sharded(data, size=8, workers=workers, shuffle=False)
@@ -212,9 +245,13 @@ def test_prefetch_is_two_batches_unless_the_dataloader_has_no_buffer():
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_prefetch_warns_once_of_samples_that_begin_to_use_generators(workers, monkeypatch, caplog, capfd):
+def test_prefetch_warns_once_of_samples_that_begin_to_use_generators(
+    workers, monkeypatch, caplog, capfd
+):
     monkeypatch.setattr("paddle_shard.core.warn_once._SAID", set())
-    dataset = Made(lambda index: np.array([index, np.random.rand() if index >= 40 else 0.0]), 64)
+    dataset = Made(
+        lambda index: np.array([index, np.random.rand() if index >= 40 else 0.0]), 64
+    )
     for _ in range(2):
         for _ in sharded(dataset, workers=workers, shuffle=False):
             pass
@@ -294,7 +331,9 @@ def test_closing_during_a_long_read_does_not_wait_for_it():
 
     class Hangs(Rows):
         def __getitem__(self, index):
-            if len(self.read) >= 12:  # two samples are read twice for the data's identity
+            if (
+                len(self.read) >= 12
+            ):  # two samples are read twice for the data's identity
                 reached.set()
                 released.wait(HANG)
             return super().__getitem__(index)
@@ -331,7 +370,9 @@ def test_a_dataloader_with_an_iter_of_its_own_is_refused():
         def __iter__(self):
             yield from super().__iter__()
 
-    with pytest.raises(ArgumentError, match=r"dataloader: Own has an __iter__ of its own"):
+    with pytest.raises(
+        ArgumentError, match=r"dataloader: Own has an __iter__ of its own"
+    ):
         paddle_shard.shard_dataloader(Own(Rows(), batch_size=4), ONE, shard_dims="dp")
 
 
@@ -339,7 +380,10 @@ def test_a_dataloader_with_an_iter_of_its_own_is_refused():
 def test_a_thread_whose_work_is_broken_does_not_leave_the_caller_waiting(error):
     class Broken(Rows):
         def __getitem__(self, index):
-            if index == 12 and threading.current_thread() is not threading.main_thread():
+            if (
+                index == 12
+                and threading.current_thread() is not threading.main_thread()
+            ):
                 raise error("broken")
             return super().__getitem__(index)
 
@@ -355,7 +399,10 @@ def test_a_thread_whose_work_is_broken_does_not_leave_the_caller_waiting(error):
 def test_a_static_program_may_be_built_meanwhile(workers):
     """Paddle's mode is a thread's own, from the one that it is started in."""
     expected = [rows(batch) for batch in sharded(Rows(100))]
-    found, batches = [], iter(sharded(Rows(100, seconds=0.001), workers=workers, prefetch=2))
+    found, batches = (
+        [],
+        iter(sharded(Rows(100, seconds=0.001), workers=workers, prefetch=2)),
+    )
     for step, batch in enumerate(batches):
         found.append(rows(batch))
         if step % 3 == 2:
@@ -386,7 +433,12 @@ def test_a_sampler_that_draws_while_a_thread_reads_does_not_stop_it(draw):
 
     def trace(dataset, prefetch):
         given = paddle.io.DataLoader(dataset, batch_sampler=Sampler())
-        return [rows(batch) for batch in paddle_shard.shard_dataloader(given, ONE, shard_dims="dp", prefetch=prefetch)]
+        return [
+            rows(batch)
+            for batch in paddle_shard.shard_dataloader(
+                given, ONE, shard_dims="dp", prefetch=prefetch
+            )
+        ]
 
     dataset = Rows(seconds=0.001)
     assert trace(dataset, 2) == trace(Rows(), 0)
@@ -416,4 +468,6 @@ def test_an_evaluation_that_draws_beside_training_data_has_its_own_numbers():
         return np.array([index])
 
     training, evaluation = Made(slow, 80), Made(augment, 64)
-    assert evaluated(training, evaluation, [0, 1, 2]) == evaluated(training, evaluation, [0, 1, 2], prefetch=0)
+    assert evaluated(training, evaluation, [0, 1, 2]) == evaluated(
+        training, evaluation, [0, 1, 2], prefetch=0
+    )

@@ -40,7 +40,9 @@ def test_an_evaluation_in_between_is_not_counted_as_reading_and_no_pass_is_held(
         batches = iter(train)
         held = weakref.ref(batches)
         for _ in batches:
-            for _ in sharded(DataLoader(Made(very_slow, 4), batch_size=4), ONE, prefetch=0):
+            for _ in sharded(
+                DataLoader(Made(very_slow, 4), batch_size=4), ONE, prefetch=0
+            ):
                 pass
             profiler.step(num_samples=4)
         assert float(profiler.step_info().split("reader_cost: ")[1].split(" ")[0]) < 0.1
@@ -53,7 +55,9 @@ def test_an_evaluation_in_between_is_not_counted_as_reading_and_no_pass_is_held(
 def test_a_profile_has_a_span_for_each_batch(workers, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # where Paddle writes a folder of its own
     gc.collect()  # Paddle has one profiler at a time, and an earlier one may be in a cycle
-    loader = sharded(DataLoader(Made(slow), batch_size=4, num_workers=workers), ONE, prefetch=0)
+    loader = sharded(
+        DataLoader(Made(slow), batch_size=4, num_workers=workers), ONE, prefetch=0
+    )
     profiler = paddle.profiler.Profiler(targets=[paddle.profiler.ProfilerTarget.CPU])
     profiler.start()
     batches = iter(loader)
@@ -64,6 +68,10 @@ def test_a_profile_has_a_span_for_each_batch(workers, tmp_path, monkeypatch):
     for _ in batches:
         pass
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    spans = [event for event in events if event.get("name", "").startswith("paddle_shard: ")]
-    names = Counter(event["name"].partition(" ")[2].rpartition("[")[0] for event in spans)
+    spans = [
+        event for event in events if event.get("name", "").startswith("paddle_shard: ")
+    ]
+    names = Counter(
+        event["name"].partition(" ")[2].rpartition("[")[0] for event in spans
+    )
     assert names["next batch"] == 3

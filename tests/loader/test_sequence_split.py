@@ -20,7 +20,9 @@ LAYOUTS = ["plain", "balanced", "documents"]
 
 
 def packed(sizes, length, **options):
-    documents = [100 * (number + 1) + np.arange(size) for number, size in enumerate(sizes)]
+    documents = [
+        100 * (number + 1) + np.arange(size) for number, size in enumerate(sizes)
+    ]
     return Packed(documents, length, **options)
 
 
@@ -31,7 +33,9 @@ def packed(sizes, length, **options):
     parts=st.integers(1, 4),
     layout=st.sampled_from(LAYOUTS),
 )
-def test_labels_positions_and_documents_are_those_of_the_whole_row_and_all_is_undone(sizes, length, parts, layout):
+def test_labels_positions_and_documents_are_those_of_the_whole_row_and_all_is_undone(
+    sizes, length, parts, layout
+):
     rows = packed([min(size, length) for size in sizes], length, labels="labels")
     samples = [rows[row] for row in range(len(rows))]
     split = SequenceSplit("sep", parts, layout=layout, labels="next")
@@ -39,16 +43,27 @@ def test_labels_positions_and_documents_are_those_of_the_whole_row_and_all_is_un
     whole = batch["input_ids"].shape[1]
 
     assert whole == -(-length // split.unit) * split.unit
-    for name in ("input_ids", "position_ids", "segment_ids", "labels", "next", "token_index"):
+    for name in (
+        "input_ids",
+        "position_ids",
+        "segment_ids",
+        "labels",
+        "next",
+        "token_index",
+    ):
         assert batch[name].shape == (len(samples), whole)
     names = ("input_ids", "position_ids", "segment_ids", "next", "token_index")
     back = {name: split.unsplit(batch[name], batch["token_index"]) for name in names}
     for row, sample in enumerate(samples):
         assert back["token_index"][row].tolist() == list(range(whole))
         for name in ("input_ids", "position_ids", "segment_ids"):
-            assert back[name][row].tolist() == sample[name].tolist() + [0] * (whole - length)
+            assert back[name][row].tolist() == sample[name].tolist() + [0] * (
+                whole - length
+            )
         # Packed shifts inside its documents, before any split; the labels made here must be the same.
-        assert back["next"][row].tolist() == sample["labels"].tolist() + [-100] * (whole - length)
+        assert back["next"][row].tolist() == sample["labels"].tolist() + [-100] * (
+            whole - length
+        )
 
 
 def attention(query, key, value, allowed):
@@ -66,17 +81,25 @@ def test_attention_over_the_parts_is_that_of_the_row(layout, parts):
     batch = split.collate()([rows[row] for row in range(len(rows))])
     embed = np.random.default_rng(0).normal(size=(2000, 8))
     for row in range(len(rows)):
-        ids, index, segment = (batch[name][row] for name in ("input_ids", "token_index", "segment_ids"))
+        ids, index, segment = (
+            batch[name][row] for name in ("input_ids", "token_index", "segment_ids")
+        )
         outputs = []
         for own in np.arange(len(ids)).reshape(parts, -1):
-            allowed = (segment[own][:, None] == segment) & (index[own][:, None] >= index)
-            outputs.append(attention(embed[ids[own]], embed[ids], embed[ids] ** 2, allowed))
+            allowed = (segment[own][:, None] == segment) & (
+                index[own][:, None] >= index
+            )
+            outputs.append(
+                attention(embed[ids[own]], embed[ids], embed[ids] ** 2, allowed)
+            )
         found = split.unsplit(np.concatenate(outputs)[None], index[None])[0]
         sample = rows[row]
         straight = np.pad(sample["input_ids"], (0, len(ids) - 24))
         segments = np.pad(sample["segment_ids"], (0, len(ids) - 24))
         causal = (segments[:, None] == segments) & np.tri(len(ids), dtype=bool)
-        wanted = attention(embed[straight], embed[straight], embed[straight] ** 2, causal)
+        wanted = attention(
+            embed[straight], embed[straight], embed[straight] ** 2, causal
+        )
         np.testing.assert_allclose(found, wanted, rtol=1e-12)
 
 
@@ -89,22 +112,38 @@ def test_each_rank_gets_its_tokens_from_a_loader(layout, workers):
     whole = split.collate()([rows[row] for row in range(2)])
 
     def run():
-        given = DataLoader(rows, batch_size=2, collate_fn=split.collate(), num_workers=workers)
-        loader = sharded(given, SEP2, input_keys=names, placements=split.placements(*names, dp=0))
+        given = DataLoader(
+            rows, batch_size=2, collate_fn=split.collate(), num_workers=workers
+        )
+        loader = sharded(
+            given, SEP2, input_keys=names, placements=split.placements(*names, dp=0)
+        )
         with iter(loader) as batches:
-            return {name: value._local_value().numpy() for name, value in next(batches).items()}
+            return {
+                name: value._local_value().numpy()
+                for name, value in next(batches).items()
+            }
 
     for rank, found in on_each_rank(range(4), run).items():
         data_rank, part = divmod(rank, 2)
         for name in names:
             width = whole[name].shape[1] // 2
-            wanted = whole[name][data_rank : data_rank + 1, part * width : (part + 1) * width]
+            wanted = whole[name][
+                data_rank : data_rank + 1, part * width : (part + 1) * width
+            ]
             np.testing.assert_array_equal(found[name], wanted)
 
 
 def test_labels_that_are_given_are_shifted_and_other_fields_follow_their_tokens():
-    split = SequenceSplit("sep", 2, layout="balanced", labels="labels", pad_values={"weight": 0.5})
-    sample = {"input_ids": np.arange(6), "labels": 10 * np.arange(6), "weight": np.ones((6, 2)), "name": "a"}
+    split = SequenceSplit(
+        "sep", 2, layout="balanced", labels="labels", pad_values={"weight": 0.5}
+    )
+    sample = {
+        "input_ids": np.arange(6),
+        "labels": 10 * np.arange(6),
+        "weight": np.ones((6, 2)),
+        "name": "a",
+    }
     batch = split.collate()([sample])
 
     assert batch["input_ids"].tolist() == [[0, 1, 0, 0, 2, 3, 4, 5]]
@@ -125,7 +164,9 @@ def test_padding_is_a_sequence_of_its_own():
 def test_a_collate_fn_can_be_sent_to_workers_and_wraps_another():
     split = SequenceSplit("sep", 2, labels="labels")
     made = pickle.loads(pickle.dumps(split.collate(list)))
-    with pytest.raises(BatchStructureError, match="must be a dict with the field 'input_ids'"):
+    with pytest.raises(
+        BatchStructureError, match="must be a dict with the field 'input_ids'"
+    ):
         made([{"input_ids": np.arange(3)}])
 
 
@@ -134,7 +175,10 @@ def test_a_collate_fn_can_be_sent_to_workers_and_wraps_another():
     [
         ({"num_ranks": 0}, "num_ranks must be an int >= 1"),
         ({"num_ranks": True}, "num_ranks must be an int >= 1"),
-        ({"layout": "zigzag"}, "layout must be one of 'plain', 'balanced', 'documents'"),
+        (
+            {"layout": "zigzag"},
+            "layout must be one of 'plain', 'balanced', 'documents'",
+        ),
     ],
 )
 def test_bad_arguments_are_named(options, says):
@@ -144,20 +188,32 @@ def test_bad_arguments_are_named(options, says):
 
 def test_what_cannot_be_split_is_refused():
     documents = SequenceSplit("sep", 2, layout="documents")
-    with pytest.raises(BatchStructureError, match="needs a field segment_ids or cu_seqlens"):
+    with pytest.raises(
+        BatchStructureError, match="needs a field segment_ids or cu_seqlens"
+    ):
         documents.collate()([{"input_ids": np.arange(4)}])
     with pytest.raises(BatchStructureError, match=r"must be \[rows, length\]"):
         documents.collate()([{"input_ids": 4}])
 
 
 def test_samples_of_a_plain_data_set_are_prepared():
-    given = DataLoader(Made(lambda i: {"input_ids": np.arange(5) + i}, 4), batch_size=2, collate_fn=None)
-    assert SequenceSplit("sep", 5).collate()([given.dataset[0]])["position_ids"].tolist() == [[0, 1, 2, 3, 4]]
+    given = DataLoader(
+        Made(lambda i: {"input_ids": np.arange(5) + i}, 4),
+        batch_size=2,
+        collate_fn=None,
+    )
+    assert SequenceSplit("sep", 5).collate()([given.dataset[0]])[
+        "position_ids"
+    ].tolist() == [[0, 1, 2, 3, 4]]
 
 
-@pytest.mark.parametrize(("sizes", "length"), [([5, 4], 9), ([5, 3], 9), ([9], 9), ([2, 2, 1], 9)])
+@pytest.mark.parametrize(
+    ("sizes", "length"), [([5, 4], 9), ([5, 3], 9), ([9], 9), ([2, 2, 1], 9)]
+)
 @pytest.mark.parametrize("most", [0, 1, 4])
-def test_every_token_and_all_padding_belong_to_a_sequence_after_padding(sizes, length, most):
+def test_every_token_and_all_padding_belong_to_a_sequence_after_padding(
+    sizes, length, most
+):
     """Else attention crosses from one row into the next."""
     rows = Packed([np.arange(n) for n in sizes], length, max_pieces=len(sizes) + most)
     batch = SequenceSplit("sep", 4).collate()([rows[0]])

@@ -16,18 +16,41 @@ from paddle.io import DataLoader
 import paddle_shard
 from paddle_shard import Blocks, BucketBatchSampler, Mixture, Packed, Stream
 from paddle_shard.errors import PaddleShardError
-from tests.data.source_laws import csv_bytes, jsonl_bytes, parquet_bytes, pieces, tar_bytes, text_bytes
+from tests.data.source_laws import (
+    csv_bytes,
+    jsonl_bytes,
+    parquet_bytes,
+    pieces,
+    tar_bytes,
+    text_bytes,
+)
 from tests.helpers import ONE, Made, sharded
 
 LENGTHS = np.random.default_rng(0).integers(1, 20, 46)
 DOCUMENTS = [np.arange(100 * i, 100 * i + n) for i, n in enumerate(LENGTHS)]
 
 
-def index(*, length=46, batch_size=4, shuffle=True, workers=0, order=None, sizes=None, **options):
+def index(
+    *,
+    length=46,
+    batch_size=4,
+    shuffle=True,
+    workers=0,
+    order=None,
+    sizes=None,
+    **options,
+):
     options |= {"shuffle": order} if order else {}
     options |= {"batch_size": sizes} if sizes else {}
     return sharded(
-        DataLoader(Made(length=length), batch_size=batch_size, shuffle=shuffle, num_workers=workers), ONE, **options
+        DataLoader(
+            Made(length=length),
+            batch_size=batch_size,
+            shuffle=shuffle,
+            num_workers=workers,
+        ),
+        ONE,
+        **options,
     )
 
 
@@ -47,29 +70,58 @@ def packed(*, length=16, documents=DOCUMENTS, **settings):
     return sharded(DataLoader(rows, batch_size=2, shuffle=True), ONE)
 
 
-def mixture(*, weights=(1, 2), names=("a", "b"), lengths=(30, 40), schedule=None, **settings):
+def mixture(
+    *, weights=(1, 2), names=("a", "b"), lengths=(30, 40), schedule=None, **settings
+):
     sources = {
         name: Made(lambda i, at=at: np.array(1000 * at + i), n)
         for at, (name, n) in enumerate(zip(names, lengths, strict=True))
     }
     given = dict(zip(names, weights, strict=True))
-    given = given if schedule is None else [(0, given), (schedule, dict(zip(names, weights[::-1], strict=True)))]
+    given = (
+        given
+        if schedule is None
+        else [(0, given), (schedule, dict(zip(names, weights[::-1], strict=True)))]
+    )
     data = Mixture(sources, given, **settings)
     return sharded(DataLoader(data, batch_size=4), ONE)
 
 
-def stream(*, length=46, parts=2, window=8, batch_size=4, even=False, repeat=None, groups=0, mapped=0, **options):
-    found = Stream.of(range(length)).shuffle(window) if window else Stream.of(range(length))
+def stream(
+    *,
+    length=46,
+    parts=2,
+    window=8,
+    batch_size=4,
+    even=False,
+    repeat=None,
+    groups=0,
+    mapped=0,
+    **options,
+):
+    found = (
+        Stream.of(range(length)).shuffle(window) if window else Stream.of(range(length))
+    )
     found = found.filter(lambda i: i % 5) if even else found
     found = found.map(lambda i: i) if mapped else found
     found = found.batch(groups).unbatch() if groups else found
     found = found.repeat(repeat) if repeat else found
-    return sharded(DataLoader(found.sharding_filter().in_parts(parts), batch_size=batch_size), ONE, **options)
+    return sharded(
+        DataLoader(found.sharding_filter().in_parts(parts), batch_size=batch_size),
+        ONE,
+        **options,
+    )
 
 
 def packed_stream(*, length=16, **settings):
-    found = Stream.of([{"input_ids": one} for one in DOCUMENTS]).sharding_filter().in_parts(2)
-    return sharded(DataLoader(found.pack(length, **{"window": 8, **settings}), batch_size=2), ONE)
+    found = (
+        Stream.of([{"input_ids": one} for one in DOCUMENTS])
+        .sharding_filter()
+        .in_parts(2)
+    )
+    return sharded(
+        DataLoader(found.pack(length, **{"window": 8, **settings}), batch_size=2), ONE
+    )
 
 
 def stream_mixture(*, weights=(1, 2), names=("a", "b"), lengths=(30, 40), **settings):
@@ -97,7 +149,9 @@ def folder(tmp_path_factory):
     needs = {"webdataset": "webdataset", "parquet": "pyarrow"}
     for kind, made in CONTENTS.items():
         if find_spec(needs.get(kind, "os")):
-            FILES[kind] = [found / f"{number}.{kind}" for number in range(len(pieces()))]
+            FILES[kind] = [
+                found / f"{number}.{kind}" for number in range(len(pieces()))
+            ]
             for path, ids in zip(FILES[kind], pieces(), strict=True):
                 path.write_bytes(made(ids))
 
@@ -112,7 +166,9 @@ def id_of(sample):
 
 
 def files(kind, *, order=1, **settings):
-    found = getattr(Stream, kind)([*map(str, FILES[kind][::order])], **settings).map(id_of)
+    found = getattr(Stream, kind)([*map(str, FILES[kind][::order])], **settings).map(
+        id_of
+    )
     return sharded(DataLoader(found.in_parts(2), batch_size=4), ONE, num_batches=20)
 
 
@@ -224,9 +280,25 @@ CHANGES = {
         {"stop": "all"},
         {"lengths": (31, 40)},
     ],
-    lines: [{"order": -1}, {"counts": False}, {"shuffle_shards": False}, {"resample": True}],
-    csv: [{"header": False}, {"order": -1}, {"counts": False}, {"shuffle_shards": False}, {"resample": True}],
-    jsonl: [{"order": -1}, {"counts": False}, {"shuffle_shards": False}, {"resample": True}],
+    lines: [
+        {"order": -1},
+        {"counts": False},
+        {"shuffle_shards": False},
+        {"resample": True},
+    ],
+    csv: [
+        {"header": False},
+        {"order": -1},
+        {"counts": False},
+        {"shuffle_shards": False},
+        {"resample": True},
+    ],
+    jsonl: [
+        {"order": -1},
+        {"counts": False},
+        {"shuffle_shards": False},
+        {"resample": True},
+    ],
     webdataset: [
         {"order": -1},
         {"index": False},
@@ -253,7 +325,10 @@ def rows_of(loader):
         for batch in batches:
             valid = batches.valid._local_value().numpy()
             if isinstance(batch, dict):  # what pads a row may be another number
-                tokens, pieces = (batch[key]._local_value().numpy()[valid] for key in ("input_ids", "segment_ids"))
+                tokens, pieces = (
+                    batch[key]._local_value().numpy()[valid]
+                    for key in ("input_ids", "segment_ids")
+                )
                 found += np.where(pieces > 0, tokens, 0).tolist()
             else:
                 found += batch._local_value().numpy()[valid].tolist()
@@ -275,9 +350,16 @@ def stopped(made, steps):
 
 @pytest.mark.parametrize(
     ("made", "change", "steps"),
-    [(made, change, 3 + i % 2 * 4) for made, changes in CHANGES.items() for i, change in enumerate(changes)],
+    [
+        (made, change, 3 + i % 2 * 4)
+        for made, changes in CHANGES.items()
+        for i, change in enumerate(changes)
+    ],
     ids=[
-        f"{made.__name__}, {name}={i}" for made, changes in CHANGES.items() for i, c in enumerate(changes) for name in c
+        f"{made.__name__}, {name}={i}"
+        for made, changes in CHANGES.items()
+        for i, c in enumerate(changes)
+        for name in c
     ],
 )
 def test_another_setting_is_the_same_run_or_is_refused(made, change, steps):
@@ -293,7 +375,9 @@ def test_another_setting_is_the_same_run_or_is_refused(made, change, steps):
     except PaddleShardError as error:
         refused = str(error)
     if refused is not None:
-        assert not re.search(r"[0-9a-f]{16}|\[\[", refused), "a digest tells a user nothing"
+        assert not re.search(r"[0-9a-f]{16}|\[\[", refused), (
+            "a digest tells a user nothing"
+        )
         return
     # The parts of a stream take turns in each batch, so that their samples meet in another order in larger batches.
     regrouped = made is stream and "batch_size" in change
@@ -330,7 +414,15 @@ OPTIONS = {
     "Blocks": {"size": (blocks, "size"), "window": (blocks, "window")},
     "BucketBatchSampler": {
         name: (buckets, name)
-        for name in ("lengths", "batch_size", "max_tokens", "window", "multiple_of", "seed", "drop_last")
+        for name in (
+            "lengths",
+            "batch_size",
+            "max_tokens",
+            "window",
+            "multiple_of",
+            "seed",
+            "drop_last",
+        )
     },
     "Mixture": {
         "sources": (mixture, "lengths"),
@@ -339,23 +431,39 @@ OPTIONS = {
         "stop": (mixture, "stop"),
     },
     "Packed": {
-        **{name: (packed, name) for name in ("documents", "length", "long", "labels", "pad_values", "window")},
+        **{
+            name: (packed, name)
+            for name in (
+                "documents",
+                "length",
+                "long",
+                "labels",
+                "pad_values",
+                "window",
+            )
+        },
         "max_pieces": (packed, "max_pieces"),
         "lengths": "that of the documents",
         "key": HELD,
         "ignore_index": (packed, "ignore_index"),
     },
     "SequenceSplit": dict.fromkeys(
-        ("axis", "num_ranks", "layout", "key", "labels", "ignore_index", "pad_values"), HELD
+        ("axis", "num_ranks", "layout", "key", "labels", "ignore_index", "pad_values"),
+        HELD,
     ),
     "ArrayDataset": {
         "arrays": (index, "length"),
         "block_size": (blocks, "size"),
         "named": HELD,
     },
-    "ExternalLoader": dict.fromkeys(("build", "name", "save", "repeatable"), "the library's own: tests/adapters"),
+    "ExternalLoader": dict.fromkeys(
+        ("build", "name", "save", "repeatable"), "the library's own: tests/adapters"
+    ),
     "RayReaders": dict.fromkeys(("num", "runtime_env"), "tests/adapters/ray"),
-    "Stream.of": {"iterable": (stream, "length"), "splits_itself": "the data set's own parts"},
+    "Stream.of": {
+        "iterable": (stream, "length"),
+        "splits_itself": "the data set's own parts",
+    },
     "Stream.mixture": {
         "sources": (stream_mixture, "names"),
         "weights": (stream_mixture, "weights"),
@@ -379,12 +487,18 @@ OPTIONS = {
     },
     "Stream.webdataset": {
         "urls": (webdataset, "order"),
-        **{name: (webdataset, name) for name in ("shuffle_shards", "resample", "index", "select")},
+        **{
+            name: (webdataset, name)
+            for name in ("shuffle_shards", "resample", "index", "select")
+        },
         **dict.fromkeys(("cache_dir", "cache_bytes"), "where files are kept"),
     },
     "Stream.parquet": {
         "paths": (parquet, "order"),
-        **{name: (parquet, name) for name in ("columns", "allow_nulls", "shuffle_shards", "resample")},
+        **{
+            name: (parquet, name)
+            for name in ("columns", "allow_nulls", "shuffle_shards", "resample")
+        },
         **dict.fromkeys(("cache_dir", "cache_bytes"), "where files are kept"),
     },
     "Stream.huggingface": {"dataset": "tests/data/test_huggingface.py"},
@@ -395,7 +509,15 @@ OPTIONS = {
     "Stream.batch": {"size": (stream, "groups")},
     "Stream.pack": {
         **{
-            name: (packed_stream, name) for name in ("length", "window", "long", "labels", "ignore_index", "pad_values")
+            name: (packed_stream, name)
+            for name in (
+                "length",
+                "window",
+                "long",
+                "labels",
+                "ignore_index",
+                "pad_values",
+            )
         },
         "key": HELD,
     },
@@ -403,7 +525,15 @@ OPTIONS = {
     "Stream.in_parts": {"num_parts": (stream, "parts")},
 }
 """Each option of what a user builds a run with: where it is changed above, or why it need not be."""
-BUILDS_NO_RUN = {"MeshLayout", "ShardPlan", "Balanced", "ShardDataloader", "ShardIterator", "ShardOptions", "Stream"}
+BUILDS_NO_RUN = {
+    "MeshLayout",
+    "ShardPlan",
+    "Balanced",
+    "ShardDataloader",
+    "ShardIterator",
+    "ShardOptions",
+    "Stream",
+}
 BUILDS_NO_RUN |= {
     "Checkpoints",
     "TrainerCallback",
@@ -416,19 +546,40 @@ BUILDS_NO_RUN |= {
 
 
 def options_of(one):
-    return {name for name in inspect.signature(one).parameters if name not in ("self", "cls")}
+    return {
+        name
+        for name in inspect.signature(one).parameters
+        if name not in ("self", "cls")
+    }
 
 
 def test_no_option_is_forgotten_here():
     """A new option is tried above, or it says why its change cannot be another run."""
-    public = {name: getattr(paddle_shard, name) for name in set(paddle_shard.__all__) - BUILDS_NO_RUN - {"__version__"}}
+    public = {
+        name: getattr(paddle_shard, name)
+        for name in set(paddle_shard.__all__) - BUILDS_NO_RUN - {"__version__"}
+    }
     public |= {
         f"Stream.{name}": one
         for name in vars(Stream)
-        if not name.startswith("_") and callable(one := getattr(Stream, name)) and options_of(one)
+        if not name.startswith("_")
+        and callable(one := getattr(Stream, name))
+        and options_of(one)
     }
 
-    assert {name: options_of(one) for name, one in public.items()} == {name: set(of) for name, of in OPTIONS.items()}
-    tried = {(made, name) for made, changes in CHANGES.items() for change in changes for name in change}
-    asked = {where for of in OPTIONS.values() for where in of.values() if not isinstance(where, str)}
+    assert {name: options_of(one) for name, one in public.items()} == {
+        name: set(of) for name, of in OPTIONS.items()
+    }
+    tried = {
+        (made, name)
+        for made, changes in CHANGES.items()
+        for change in changes
+        for name in change
+    }
+    asked = {
+        where
+        for of in OPTIONS.values()
+        for where in of.values()
+        if not isinstance(where, str)
+    }
     assert asked <= tried

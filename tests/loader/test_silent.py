@@ -28,7 +28,9 @@ class Samples(paddle.io.Dataset):
 
 def sharded(data, mesh=MESH, *, is_dataset_splitted=False, **given):
     given = paddle.io.DataLoader(data, batch_size=2, **given)
-    return paddle_shard.shard_dataloader(given, mesh, shard_dims="dp", is_dataset_splitted=is_dataset_splitted)
+    return paddle_shard.shard_dataloader(
+        given, mesh, shard_dims="dp", is_dataset_splitted=is_dataset_splitted
+    )
 
 
 def local(batch):
@@ -45,7 +47,9 @@ UINT16 = {
     "scalars": lambda: sharded(Samples(TOKENS[:, 0])),
     "collate_fn": lambda: sharded(Samples(TOKENS), collate_fn=stacked),
     "whole batches": lambda: paddle_shard.shard_dataloader(
-        paddle.io.DataLoader(Samples([TOKENS, TOKENS]), batch_size=None), MESH, shard_dims="dp"
+        paddle.io.DataLoader(Samples([TOKENS, TOKENS]), batch_size=None),
+        MESH,
+        shard_dims="dp",
     ),
     "arrays": lambda: sharded(ArrayDataset(TOKENS)),
     "named arrays": lambda: sharded(ArrayDataset(tokens=TOKENS)),
@@ -56,7 +60,10 @@ UINT16 = {
 
 @pytest.mark.parametrize("how", UINT16)
 def test_uint16_is_refused_with_the_cast_to_use(how):
-    with pytest.raises(DataReadError, match=r"array of uint16, which Paddle takes for bfloat16: .*astype\('int32'\)"):
+    with pytest.raises(
+        DataReadError,
+        match=r"array of uint16, which Paddle takes for bfloat16: .*astype\('int32'\)",
+    ):
         next(iter(UINT16[how]()))
 
 
@@ -88,17 +95,26 @@ def test_samples_of_float8_are_refused(dtype):
 @pytest.mark.parametrize("named", [False, True])
 def test_collate_fn_of_arrays_gets_what_paddle_gives_it(named, workers):
     tokens, labels = np.arange(16).reshape(8, 2), np.arange(8) + 100
-    data = ArrayDataset(tokens=tokens, labels=labels) if named else ArrayDataset(tokens, labels)
+    data = (
+        ArrayDataset(tokens=tokens, labels=labels)
+        if named
+        else ArrayDataset(tokens, labels)
+    )
     first = "tokens" if named else 0
 
     def collate_fn(samples):
         assert type(samples) is list
         return [np.stack([sample[first] for sample in samples])]
 
-    found = [local(batch) for batch in sharded(data, collate_fn=collate_fn, num_workers=workers)]
+    found = [
+        local(batch)
+        for batch in sharded(data, collate_fn=collate_fn, num_workers=workers)
+    ]
 
     assert found == [[tokens[at : at + 2].tolist()] for at in range(0, 8, 2)]
-    alone = sharded(ArrayDataset(labels), collate_fn=lambda samples: np.array(samples) + 1)
+    alone = sharded(
+        ArrayDataset(labels), collate_fn=lambda samples: np.array(samples) + 1
+    )
     assert next(local(batch) for batch in alone) == [[101, 102]]
 
 
@@ -122,11 +138,16 @@ class Restarts(paddle.io.IterableDataset):
         return self.at
 
 
-@pytest.mark.parametrize("make", [iter, lambda items: (item for item in items), lambda items: map(int, items)])
+@pytest.mark.parametrize(
+    "make",
+    [iter, lambda items: (item for item in items), lambda items: map(int, items)],
+)
 def test_iterator_of_an_earlier_pass_is_refused(make):
     loader = sharded(OneIterator(make))
     next(iter(loader))
-    with pytest.raises(DataReadError, match="has returned the iterator of an earlier pass"):
+    with pytest.raises(
+        DataReadError, match="has returned the iterator of an earlier pass"
+    ):
         next(iter(loader))
 
 
@@ -134,7 +155,9 @@ def test_data_set_that_begins_anew_in_iter_is_read_in_each_pass():
     loader = sharded(Restarts())
     next(iter(loader))
     for _ in range(2):
-        assert [number for batch in loader for number in local(batch)[0]] == list(range(1, 17))
+        assert [number for batch in loader for number in local(batch)[0]] == list(
+            range(1, 17)
+        )
 
 
 @pytest.mark.parametrize("number", [3, 2.5, np.int64(4), np.float32(1)])
@@ -145,7 +168,10 @@ def test_number_that_a_collate_fn_makes_of_a_ranks_rows_is_refused(number):
     data = Samples(list(np.ones((8, 2))))
     [batch, *_] = sharded(data, collate_fn=collate_fn)
     assert batch["count"] == number
-    with simulated_rank(0, 2), pytest.raises(BatchStructureError, match=r"field \['count'\] is the number"):
+    with (
+        simulated_rank(0, 2),
+        pytest.raises(BatchStructureError, match=r"field \['count'\] is the number"),
+    ):
         next(iter(sharded(data, TWO, collate_fn=collate_fn)))
 
 
@@ -153,7 +179,9 @@ def test_fields_keep_the_order_of_the_first_batch():
     one, other = np.ones(2), np.zeros(2)
     samples = [{"x": one, "y": other}] * 2 + [{"y": other, "x": one}] * 2
     loader = paddle_shard.shard_dataloader(
-        paddle.io.DataLoader(Samples(samples), batch_size=2), [MESH, MESH], shard_dims=["dp", None]
+        paddle.io.DataLoader(Samples(samples), batch_size=2),
+        [MESH, MESH],
+        shard_dims=["dp", None],
     )
     for batch in loader:
         assert list(batch) == ["x", "y"]

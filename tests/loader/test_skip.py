@@ -53,7 +53,9 @@ def rows_of(batches, most=None):
             batch = next(batches)
         except StopIteration:
             break
-        found.append(batch._local_value().numpy()[batches.valid._local_value().numpy()].tolist())
+        found.append(
+            batch._local_value().numpy()[batches.valid._local_value().numpy()].tolist()
+        )
     return found
 
 
@@ -63,9 +65,13 @@ def rows_of(batches, most=None):
     each=st.integers(1, 4),
     ranges=st.lists(st.tuples(st.integers(0, 50), st.integers(1, 6)), max_size=4),
     sampler=st.sampled_from([BatchSampler, Own, Unsized]),
-    options=st.sampled_from([{}, {"tail": "fill"}, {"tail": "drop"}, {"balance": np.arange(LENGTH)}]),
+    options=st.sampled_from(
+        [{}, {"tail": "fill"}, {"tail": "drop"}, {"balance": np.arange(LENGTH)}]
+    ),
 )
-def test_all_other_steps_of_the_run_are_delivered_as_before(data_ranks, each, ranges, sampler, options):
+def test_all_other_steps_of_the_run_are_delivered_as_before(
+    data_ranks, each, ranges, sampler, options
+):
     at, size = mesh(list(range(data_ranks))), data_ranks * each
     skip_steps = [(first, first + count) for first, count in ranges]
 
@@ -99,7 +105,9 @@ def test_all_other_steps_of_the_run_are_delivered_as_before(data_ranks, each, ra
 @pytest.mark.parametrize("sampler", [BatchSampler, Own, Unsized])
 def test_skipped_steps_are_never_read_and_the_certificate_is_exact(sampler):
     data = Reads()
-    loader = make(data=data, sampler=sampler, skip_steps=[(3, 5), (20, 22), (22, 33)], verify=None)
+    loader = make(
+        data=data, sampler=sampler, skip_steps=[(3, 5), (20, 22), (22, 33)], verify=None
+    )
     with iter(loader) as batches:
         delivered = [row for rows in rows_of(batches) for row in rows]
     first = loader.certificate()
@@ -111,8 +119,14 @@ def test_skipped_steps_are_never_read_and_the_certificate_is_exact(sampler):
 
     assert len(delivered) == len(set(delivered)) == LENGTH - 8
     assert set(data.read[: LENGTH - 8]) == set(delivered)
-    assert (first.exact, first.num_samples, first.skipped) == (True, LENGTH - 8, 8), first
-    assert (second.exact, second.num_samples, second.skipped) == (True, LENGTH - 7, 7), second
+    assert (first.exact, first.num_samples, first.skipped) == (True, LENGTH - 8, 8), (
+        first
+    )
+    assert (second.exact, second.num_samples, second.skipped) == (
+        True,
+        LENGTH - 7,
+        7,
+    ), second
     assert (third.exact, third.num_samples, third.skipped) == (True, 0, LENGTH), third
     assert loader.epoch == 3
 
@@ -137,18 +151,30 @@ def test_a_state_before_skipped_steps_goes_on_behind_them(at):
 
 
 def test_items_that_are_batches_and_data_that_is_split_already_are_skipped_too():
-    whole = sharded(DataLoader(Made(lambda i: np.full((2, 1), i), 5), batch_size=None), ONE, skip_steps=[(1, 3)])
+    whole = sharded(
+        DataLoader(Made(lambda i: np.full((2, 1), i), 5), batch_size=None),
+        ONE,
+        skip_steps=[(1, 3)],
+    )
     assert [batch._local_value().numpy()[0][0] for batch in whole] == [0, 3, 4]
     data = Made(length=12)
     sampler = DistributedBatchSampler(data, 4, num_replicas=1, rank=0)
-    split = sharded(DataLoader(data, batch_sampler=sampler), ONE, skip_steps=[(1, 2)], is_dataset_splitted=True)
+    split = sharded(
+        DataLoader(data, batch_sampler=sampler),
+        ONE,
+        skip_steps=[(1, 2)],
+        is_dataset_splitted=True,
+    )
     assert rows_of(iter(split)) == [[0, 1, 2, 3], [8, 9, 10, 11]]
 
 
 def test_steps_of_the_run_that_nobody_knows_are_refused():
     loader = make(sampler=Unsized, skip_steps=[(3, 5)])
     loader.set_epoch(2)
-    with pytest.raises(ArgumentError, match="skip_steps: the steps of the run before epoch 2 are not known"):
+    with pytest.raises(
+        ArgumentError,
+        match="skip_steps: the steps of the run before epoch 2 are not known",
+    ):
         iter(loader)
 
 
@@ -162,7 +188,11 @@ def test_where_knows_the_skipped_steps():
 
 @settings(max_examples=trials(30))
 @given(
-    stops=st.lists(st.tuples(st.sampled_from([1, 2]), st.integers(1, 3), st.integers(1, 5)), min_size=1, max_size=4),
+    stops=st.lists(
+        st.tuples(st.sampled_from([1, 2]), st.integers(1, 3), st.integers(1, 5)),
+        min_size=1,
+        max_size=4,
+    ),
     first=st.integers(0, 14),
     count=st.integers(1, 4),
 )
@@ -184,7 +214,10 @@ def test_a_run_that_is_resumed_on_any_mesh_skips_the_same_steps(stops, first, co
 
         per_rank = on_each_rank(range(data_ranks), run)
         of_ranks = [found for found, _ in per_rank.values()]
-        delivered += [[row for rank in of_ranks for row in rank[step]] for step in range(len(of_ranks[0]))]
+        delivered += [
+            [row for rank in of_ranks for row in rank[step]]
+            for step in range(len(of_ranks[0]))
+        ]
         state = per_rank[0][1]
 
     assert delivered == straight[: len(delivered)]
@@ -210,16 +243,22 @@ def test_a_resumed_run_may_skip_more_behind_its_position_only(then, now, is_refu
 
     if is_refused:
         with pytest.raises(
-            StateError, match=r"skip_steps: saved .*change a schedule \(skip_steps\) only after the position"
+            StateError,
+            match=r"skip_steps: saved .*change a schedule \(skip_steps\) only after the position",
         ):
             other.load_state_dict(state)
     else:
         other.load_state_dict(state)
 
 
-@pytest.mark.parametrize("ranges", [[(3, 3)], [(-1, 2)], [3, 4], "12", [(1, 2, 3)], [(1.0, 2)]])
+@pytest.mark.parametrize(
+    "ranges", [[(3, 3)], [(-1, 2)], [3, 4], "12", [(1, 2, 3)], [(1.0, 2)]]
+)
 def test_bad_ranges_are_named(ranges):
-    with pytest.raises(ArgumentError, match=r"skip_steps must be a list of \(first step, step after the last\)"):
+    with pytest.raises(
+        ArgumentError,
+        match=r"skip_steps must be a list of \(first step, step after the last\)",
+    ):
         make(skip_steps=ranges)
 
 
@@ -228,5 +267,8 @@ def test_streams_are_refused():
         def __iter__(self):
             return iter(range(100))
 
-    with pytest.raises(ArgumentError, match="skip_steps=.*: the steps of a stream cannot be passed over"):
+    with pytest.raises(
+        ArgumentError,
+        match="skip_steps=.*: the steps of a stream cannot be passed over",
+    ):
         sharded(DataLoader(Endless(), batch_size=4), ONE, skip_steps=[(1, 2)])

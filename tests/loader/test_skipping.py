@@ -57,15 +57,22 @@ KINDS = {
     "reading many": lambda: (ManyAtOnce(), None),
     "collating": lambda: (Rows(bad=()), collated),
     "a stream's map": lambda: (Stream.of(range(61)).map(checked), None),
-    "a stream's filter": lambda: (Stream.of(range(61)).filter(lambda x: checked(x)[0] >= 0).map(unchecked(0)), None),
+    "a stream's filter": lambda: (
+        Stream.of(range(61)).filter(lambda x: checked(x)[0] >= 0).map(unchecked(0)),
+        None,
+    ),
 }
 
 
 def sharded(kind, *, workers=0, mesh=ONE, on_error="skip", num_parts=None, **options):
     dataset, collate_fn = KINDS[kind]()
     dataset = dataset if num_parts is None else Stream.of(dataset).in_parts(num_parts)
-    given = paddle.io.DataLoader(dataset, batch_size=8, num_workers=workers, collate_fn=collate_fn)
-    return paddle_shard.shard_dataloader(given, mesh, shard_dims="dp", on_error=on_error, **options)
+    given = paddle.io.DataLoader(
+        dataset, batch_size=8, num_workers=workers, collate_fn=collate_fn
+    )
+    return paddle_shard.shard_dataloader(
+        given, mesh, shard_dims="dp", on_error=on_error, **options
+    )
 
 
 def trace(loader, steps=None):
@@ -79,12 +86,19 @@ def trace(loader, steps=None):
 
 
 def valid_ids(found):
-    return [int(row[0]) for rows, valid in found for row, good in zip(rows, valid, strict=True) if good]
+    return [
+        int(row[0])
+        for rows, valid in found
+        for row, good in zip(rows, valid, strict=True)
+        if good
+    ]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("workers", [0, 2])
-def test_the_other_samples_stand_where_they_would_and_each_is_delivered_once(kind, workers, caplog):
+def test_the_other_samples_stand_where_they_would_and_each_is_delivered_once(
+    kind, workers, caplog
+):
     good = [i for i in range(61) if i not in BAD]
     options = {} if "stream" not in kind and kind != "round robin" else {"num_parts": 4}
     loader = sharded(kind, workers=workers, **options)
@@ -99,8 +113,14 @@ def test_the_other_samples_stand_where_they_would_and_each_is_delivered_once(kin
         for step, (rows, valid) in enumerate(found):
             wanted = np.arange(8 * step, min(8 * step + 8, 61))
             assert valid == [i not in BAD for i in wanted]
-            assert all(row[0] == i for row, i, fine in zip(rows, wanted, valid, strict=True) if fine)
-            assert not {int(row[0]) for row in rows} & (BAD if kind != "collating" else set())
+            assert all(
+                row[0] == i
+                for row, i, fine in zip(rows, wanted, valid, strict=True)
+                if fine
+            )
+            assert not {int(row[0]) for row in rows} & (
+                BAD if kind != "collating" else set()
+            )
     resumed = sharded(kind, workers=workers, **options)
     half = sharded(kind, **options)
     trace(half, 3)
@@ -110,7 +130,9 @@ def test_the_other_samples_stand_where_they_would_and_each_is_delivered_once(kin
 
 def test_where_all_of_a_batch_are_bad_another_sample_of_the_data_set_stands_in():
     given = paddle.io.DataLoader(Rows(bad=set(range(8, 16))), batch_size=8)
-    found = trace(paddle_shard.shard_dataloader(given, ONE, shard_dims="dp", on_error="skip"))
+    found = trace(
+        paddle_shard.shard_dataloader(given, ONE, shard_dims="dp", on_error="skip")
+    )
 
     assert found[1][1] == [False] * 8
     assert [row[0] for row in found[1][0]] == [0.0] * 8
@@ -124,7 +146,9 @@ def test_replicas_get_the_same_bytes_and_the_same_mask():
 
     assert ranks[0] == ranks[2]
     assert ranks[1] == ranks[3]
-    assert sorted(valid_ids(ranks[0]) + valid_ids(ranks[1])) == [i for i in range(61) if i not in BAD]
+    assert sorted(valid_ids(ranks[0]) + valid_ids(ranks[1])) == [
+        i for i in range(61) if i not in BAD
+    ]
 
 
 def test_without_it_the_first_bad_sample_ends_the_loop():
@@ -136,10 +160,18 @@ def test_without_it_the_first_bad_sample_ends_the_loop():
 def test_a_data_set_of_which_nothing_can_be_read_is_an_error():
     given = paddle.io.DataLoader(Rows(bad=set(range(61))), batch_size=8)
     with pytest.raises(DataReadError, match="no 0"):
-        trace(paddle_shard.shard_dataloader(given, ONE, shard_dims="dp", on_error="skip"))
+        trace(
+            paddle_shard.shard_dataloader(given, ONE, shard_dims="dp", on_error="skip")
+        )
     nothing = Stream.of(range(61)).map(lambda x: 1 / 0)
-    with pytest.raises(DataReadError, match="ZeroDivisionError: division by zero; and no other sample"):
-        trace(paddle_shard.shard_dataloader(paddle.io.DataLoader(nothing, batch_size=8), ONE, on_error="skip"))
+    with pytest.raises(
+        DataReadError, match="ZeroDivisionError: division by zero; and no other sample"
+    ):
+        trace(
+            paddle_shard.shard_dataloader(
+                paddle.io.DataLoader(nothing, batch_size=8), ONE, on_error="skip"
+            )
+        )
 
 
 def test_the_certificate_says_how_many_were_missed():
@@ -151,10 +183,17 @@ def test_the_certificate_says_how_many_were_missed():
     assert certificate.missed == len(BAD)
 
 
-@pytest.mark.parametrize(("name", "value"), [("on_error", "ignore"), ("on_lost", None), ("on_error", True)])
+@pytest.mark.parametrize(
+    ("name", "value"), [("on_error", "ignore"), ("on_lost", None), ("on_error", True)]
+)
 def test_other_values_are_refused(name, value):
     with pytest.raises(ArgumentError, match=f"{name} must be 'raise' or"):
-        paddle_shard.shard_dataloader(paddle.io.DataLoader(Rows(), batch_size=8), ONE, shard_dims="dp", **{name: value})
+        paddle_shard.shard_dataloader(
+            paddle.io.DataLoader(Rows(), batch_size=8),
+            ONE,
+            shard_dims="dp",
+            **{name: value},
+        )
 
 
 # A law: streams with any stages, whoever reads
@@ -209,31 +248,50 @@ def drawn_chain(rng, length):
     """(what is done to a stream, the same to the list of a part) for some stages; few rows are odd."""
 
     def some():
-        first = set(range(8)) if rng.random() < 0.3 else set()  # nothing readable at the beginning of any part
+        first = (
+            set(range(8)) if rng.random() < 0.3 else set()
+        )  # nothing readable at the beginning of any part
         return first | set(rng.sample(range(length), rng.randint(0, length // 6)))
 
     steps = []
-    for kind in rng.choices(["map", "filter", "groups", "group", "pairs"], k=rng.randint(0, 3)):
+    for kind in rng.choices(
+        ["map", "filter", "groups", "group", "pairs"], k=rng.randint(0, 3)
+    ):
         bad, size, mod = some(), rng.randint(1, 4), rng.randint(2, 5)
         if kind == "map":
-            steps.append((lambda s, b=bad: s.map(unless(b, lambda x: x)), lambda p, b=bad: [lost(x, b) for x in p]))
+            steps.append(
+                (
+                    lambda s, b=bad: s.map(unless(b, lambda x: x)),
+                    lambda p, b=bad: [lost(x, b) for x in p],
+                )
+            )
         elif kind == "filter":
             steps.append(
                 (
                     lambda s, b=bad, m=mod: s.filter(unless(b, lambda x: x % m)),
-                    lambda p, b=bad, m=mod: [lost(x, b) for x in p if lost(x, b) == LOST or x % m],
+                    lambda p, b=bad, m=mod: [
+                        lost(x, b) for x in p if lost(x, b) == LOST or x % m
+                    ],
                 )
             )
         elif kind == "groups":  # put together and taken apart: nothing has happened
             steps.append((lambda s, n=size: s.batch(n).unbatch(), lambda p: p))
-        elif kind == "group":  # with a function of the group between, one bad sample costs the group
+        elif (
+            kind == "group"
+        ):  # with a function of the group between, one bad sample costs the group
             steps.append(
                 (
-                    lambda s, n=size, b=bad: s.batch(n).map(unless(b, lambda group: group[::-1])).unbatch(),
+                    lambda s, n=size, b=bad: (
+                        s.batch(n).map(unless(b, lambda group: group[::-1])).unbatch()
+                    ),
                     lambda p, n=size, b=bad: [
                         x
                         for at in range(0, len(p), n)
-                        for x in ([LOST] if {lost(x, b) for x in p[at : at + n]} & {LOST} else p[at : at + n][::-1])
+                        for x in (
+                            [LOST]
+                            if {lost(x, b) for x in p[at : at + n]} & {LOST}
+                            else p[at : at + n][::-1]
+                        )
                     ],
                 )
             )
@@ -241,12 +299,23 @@ def drawn_chain(rng, length):
             steps.append(
                 (
                     lambda s, b=bad: s.map(pair(b)).unbatch(),
-                    lambda p, b=bad: [y for x in p for y in ([x] if x == LOST else [x, LOST if x in b else x + 1000])],
+                    lambda p, b=bad: [
+                        y
+                        for x in p
+                        for y in (
+                            [x] if x == LOST else [x, LOST if x in b else x + 1000]
+                        )
+                    ],
                 )
             )
             break  # numbers from 1000 on are in no set
     odd = set(rng.sample(range(length), 5))
-    steps.append((lambda s: s.map(row(odd)), lambda p: [x if x == LOST or x not in odd else LOST for x in p]))
+    steps.append(
+        (
+            lambda s: s.map(row(odd)),
+            lambda p: [x if x == LOST or x not in odd else LOST for x in p],
+        )
+    )
     return steps
 
 
@@ -257,20 +326,33 @@ def lost(number, bad):
 def by_oracle(steps, length, num_parts, batch_size):
     """The rows of each batch, taken from each part in turn; None where there is none any more."""
     stripe = batch_size // num_parts
-    parts = [[x for x in range(length) if x // stripe % num_parts == part] for part in range(num_parts)]
+    parts = [
+        [x for x in range(length) if x // stripe % num_parts == part]
+        for part in range(num_parts)
+    ]
     for _, of_list in steps:
         parts = [of_list(part) for part in parts]
     num_batches = max(-(-len(part) // stripe) for part in parts)
     parts = [part + [None] * (num_batches * stripe - len(part)) for part in parts]
-    return [[x for part in parts for x in part[k * stripe : (k + 1) * stripe]] for k in range(num_batches)]
+    return [
+        [x for part in parts for x in part[k * stripe : (k + 1) * stripe]]
+        for k in range(num_batches)
+    ]
 
 
-@pytest.mark.parametrize("trial", [*range(16), 248])  # one in which a rank can read none of its samples
-def test_whatever_fails_is_a_row_that_is_not_valid_in_its_own_place_whoever_reads(trial, caplog):
+@pytest.mark.parametrize(
+    "trial", [*range(16), 248]
+)  # one in which a rank can read none of its samples
+def test_whatever_fails_is_a_row_that_is_not_valid_in_its_own_place_whoever_reads(
+    trial, caplog
+):
     rng, length = random.Random(trial), 96
     steps, num_parts = drawn_chain(rng, length), rng.choice([4, 8])
     wanted = by_oracle(steps, length, num_parts, 8)
-    ranks, workers = rng.choice([d for d in (1, 2, 4) if num_parts % d == 0]), trial % 4 if trial < 8 else 0
+    ranks, workers = (
+        rng.choice([d for d in (1, 2, 4) if num_parts % d == 0]),
+        trial % 4 if trial < 8 else 0,
+    )
     end = {}
     if not any(None not in batch for batch in wanted):
         ranks = 1
@@ -285,27 +367,46 @@ def test_whatever_fails_is_a_row_that_is_not_valid_in_its_own_place_whoever_read
         return found
 
     def loader():
-        given = paddle.io.DataLoader(stream().in_parts(num_parts), batch_size=8, num_workers=workers)
+        given = paddle.io.DataLoader(
+            stream().in_parts(num_parts), batch_size=8, num_workers=workers
+        )
         mesh = dist.ProcessMesh(list(range(ranks)), dim_names=["dp"])
-        return paddle_shard.shard_dataloader(given, mesh, shard_dims="dp", on_error="skip", **end)
+        return paddle_shard.shard_dataloader(
+            given, mesh, shard_dims="dp", on_error="skip", **end
+        )
 
     def rank():
         mine = loader()
         batches, found = iter(mine), []
         for batch in batches:
-            rows, valid = batch["x"]._local_value().numpy(), batches.valid._local_value().numpy()
-            found.append([int(x[0]) if good else None for x, good in zip(rows, valid, strict=True)])
+            rows, valid = (
+                batch["x"]._local_value().numpy(),
+                batches.valid._local_value().numpy(),
+            )
+            found.append(
+                [
+                    int(x[0]) if good else None
+                    for x, good in zip(rows, valid, strict=True)
+                ]
+            )
         return found, mine.stats.total.skipped
 
     leaked.clear()
     caplog.clear()
     found = on_each_rank(range(ranks), rank)
-    rows = [[*chain(*of_ranks)] for of_ranks in zip(*(found[at][0] for at in range(ranks)), strict=True)]
+    rows = [
+        [*chain(*of_ranks)]
+        for of_ranks in zip(*(found[at][0] for at in range(ranks)), strict=True)
+    ]
     num_lost = sum(x == LOST for batch in wanted for x in batch)
 
     assert rows == [[None if x == LOST else x for x in batch] for batch in wanted]
     assert sum(skipped for _, skipped in found.values()) == num_lost
-    told = [record.getMessage() for record in caplog.records if "skipped sample" in record.getMessage()]
+    told = [
+        record.getMessage()
+        for record in caplog.records
+        if "skipped sample" in record.getMessage()
+    ]
     if paddle.device.get_device() == "cpu":
         assert len(told) == num_lost
     else:  # batches are read ahead of the end, which another part may bring
@@ -313,18 +414,37 @@ def test_whatever_fails_is_a_row_that_is_not_valid_in_its_own_place_whoever_read
     assert leaked == []
 
 
-def test_what_cannot_be_read_reaches_no_function_through_any_stage_and_no_row_twice(caplog):
+def test_what_cannot_be_read_reaches_no_function_through_any_stage_and_no_row_twice(
+    caplog,
+):
     """Stages that change the order, for which the oracle above has none."""
     bad = set(range(0, 60, 7))
-    stream = Stream.of(range(60)).map(unless(bad, lambda x: x)).shuffle(5).batch(3).shuffle(2).unbatch()
-    stream = stream.map(unless(set(), lambda x: x)).filter(unless(set(), lambda x: True)).repeat(2)
+    stream = (
+        Stream.of(range(60))
+        .map(unless(bad, lambda x: x))
+        .shuffle(5)
+        .batch(3)
+        .shuffle(2)
+        .unbatch()
+    )
+    stream = (
+        stream.map(unless(set(), lambda x: x))
+        .filter(unless(set(), lambda x: True))
+        .repeat(2)
+    )
     for workers in (0, 2):
-        given = paddle.io.DataLoader(stream.map(row({})).in_parts(4), batch_size=8, num_workers=workers)
-        loader = paddle_shard.shard_dataloader(given, ONE, shard_dims="dp", on_error="skip")
+        given = paddle.io.DataLoader(
+            stream.map(row({})).in_parts(4), batch_size=8, num_workers=workers
+        )
+        loader = paddle_shard.shard_dataloader(
+            given, ONE, shard_dims="dp", on_error="skip"
+        )
         leaked.clear()
         batches, found = iter(loader), []
         for batch in batches:
-            found += batch["x"][:, 0]._local_value()[batches.valid._local_value()].tolist()
+            found += (
+                batch["x"][:, 0]._local_value()[batches.valid._local_value()].tolist()
+            )
         assert sorted(found) == sorted(2 * [x for x in range(60) if x not in bad])
         assert loader.stats.total.skipped == 2 * len(bad)
         assert leaked == []
@@ -343,11 +463,19 @@ def bad_of(index):
 
 STREAMS = {
     "by turns": lambda made, length, path: Stream.of(range(length)).map(made),
-    "behind the cut": lambda made, length, path: Stream.of(range(length)).sharding_filter().map(made),
-    "shuffled": lambda made, length, path: Stream.of(range(length)).shuffle(5).sharding_filter().map(made),
-    "twice": lambda made, length, path: Stream.of(range(length)).sharding_filter().map(made).repeat(2),
+    "behind the cut": lambda made, length, path: (
+        Stream.of(range(length)).sharding_filter().map(made)
+    ),
+    "shuffled": lambda made, length, path: (
+        Stream.of(range(length)).shuffle(5).sharding_filter().map(made)
+    ),
+    "twice": lambda made, length, path: (
+        Stream.of(range(length)).sharding_filter().map(made).repeat(2)
+    ),
     "read once": lambda made, length, path: Stream.of(iter(range(length))).map(made),
-    "files": lambda made, length, path: files(path, length).map(lambda line: made(int(line))),
+    "files": lambda made, length, path: files(path, length).map(
+        lambda line: made(int(line))
+    ),
 }
 
 
@@ -361,47 +489,69 @@ WHERE = [(24, {0}), (24, {9}), (24, {6, 14, 22}), (16, {8, 9})]
 
 @pytest.mark.parametrize("stream", STREAMS)
 @pytest.mark.parametrize(("length", "bad"), WHERE)
-def test_the_same_samples_of_a_stream_are_bad_however_many_read_it(stream, length, bad, tmp_path):
+def test_the_same_samples_of_a_stream_are_bad_however_many_read_it(
+    stream, length, bad, tmp_path
+):
     """Also where a reader sees few samples, or none but bad ones: of eight parts the first may hold them all."""
     times = 2 if stream == "twice" else 1
 
     def rank(ranks):
-        given = paddle.io.DataLoader(STREAMS[stream](bad_in(bad), length, tmp_path).in_parts(8), batch_size=8)
+        given = paddle.io.DataLoader(
+            STREAMS[stream](bad_in(bad), length, tmp_path).in_parts(8), batch_size=8
+        )
         mesh = dist.ProcessMesh(list(range(ranks)), dim_names=["dp"])
         options = {"num_batches": times * length // 8} if ranks > 1 else {}
-        loader = paddle_shard.shard_dataloader(given, mesh, shard_dims="dp", on_error="skip", **options)
+        loader = paddle_shard.shard_dataloader(
+            given, mesh, shard_dims="dp", on_error="skip", **options
+        )
         batches, found = iter(loader), []
         for batch in batches:
-            rows, valid = batch._local_value().numpy(), batches.valid._local_value().numpy()
+            rows, valid = (
+                batch._local_value().numpy(),
+                batches.valid._local_value().numpy(),
+            )
             assert rows.shape[1:] == (3,)
             found += rows[valid][:, 0].tolist()
         return found
 
     for ranks in (1, 2, 4, 8):
         first = bad & set(range(8))
-        if stream == "read once" and ranks == 8 and first:  # a rank has one row, and cannot begin the stream again
+        if (
+            stream == "read once" and ranks == 8 and first
+        ):  # a rank has one row, and cannot begin the stream again
             with pytest.raises(DataReadError, match="can be read only once"):
                 on_each_rank(first, lambda: rank(8))
             continue
         found = on_each_rank(range(ranks), lambda ranks=ranks: rank(ranks))
 
-        assert sorted(chain(*found.values())) == sorted(times * [i for i in range(length) if i not in bad])
+        assert sorted(chain(*found.values())) == sorted(
+            times * [i for i in range(length) if i not in bad]
+        )
 
 
 @pytest.mark.parametrize("stream", ["by turns", "files"])
-def test_the_same_samples_of_a_stream_are_bad_for_any_number_of_workers_and_behind_a_resume(stream, tmp_path):
+def test_the_same_samples_of_a_stream_are_bad_for_any_number_of_workers_and_behind_a_resume(
+    stream, tmp_path
+):
     bad, length = {6, 14, 22}, 24
 
     def loader(workers):
         given = STREAMS[stream](bad_in(bad), length, tmp_path).in_parts(8)
         given = paddle.io.DataLoader(given, batch_size=8, num_workers=workers)
-        return paddle_shard.shard_dataloader(given, ONE, shard_dims="dp", on_error="skip")
+        return paddle_shard.shard_dataloader(
+            given, ONE, shard_dims="dp", on_error="skip"
+        )
 
     def real(found):
-        return [([row for row, good in zip(rows, valid, strict=True) if good], valid) for rows, valid in found]
+        return [
+            ([row for row, good in zip(rows, valid, strict=True) if good], valid)
+            for rows, valid in found
+        ]
 
     straight = real(trace(loader(0)))
-    assert sorted(row[0] for rows, _ in straight for row in rows) == [i for i in range(length) if i not in bad]
+    assert sorted(row[0] for rows, _ in straight for row in rows) == [
+        i for i in range(length) if i not in bad
+    ]
     for workers in (1, 3):
         assert real(trace(loader(workers))) == straight
         half, resumed = loader(0), loader(workers)
@@ -435,7 +585,9 @@ def test_a_bad_sample_of_counted_files_is_told_with_its_file_and_its_number_ther
     on_error, kind, counts, workers, tmp_path, caplog
 ):
     paths = [tmp_path / f"{letter}.txt" for letter in "abc"]
-    for path, values in zip(paths, (range(7), range(100, 104), range(200, 211)), strict=True):
+    for path, values in zip(
+        paths, (range(7), range(100, 104), range(200, 211)), strict=True
+    ):
         path.write_text("".join(f"{value}\n" for value in values))
 
     def number(sample):
@@ -445,16 +597,22 @@ def test_a_bad_sample_of_counted_files_is_told_with_its_file_and_its_number_ther
         return np.array([value, 0])
 
     options = {"header": False} if kind == "csv" else {}
-    given = getattr(Stream, kind)(list(map(str, paths)), shuffle_shards=False, counts=counts, **options)
+    given = getattr(Stream, kind)(
+        list(map(str, paths)), shuffle_shards=False, counts=counts, **options
+    )
     loader = paddle_shard.shard_dataloader(
-        paddle.io.DataLoader(given.map(number).in_parts(2), batch_size=4, num_workers=workers),
+        paddle.io.DataLoader(
+            given.map(number).in_parts(2), batch_size=4, num_workers=workers
+        ),
         ONE,
         shard_dims="dp",
         on_error=on_error,
     )
     where = "" if counts is False else f" (sample 3 of {paths[1]})"
     if on_error == "raise":
-        with pytest.raises(DataReadError, match=r"reading sample \d+ of part \d") as raised:
+        with pytest.raises(
+            DataReadError, match=r"reading sample \d+ of part \d"
+        ) as raised:
             trace(loader)
         text = str(raised.value)
         assert f"{where} failed" in text
@@ -465,7 +623,13 @@ def test_a_bad_sample_of_counted_files_is_told_with_its_file_and_its_number_ther
     assert ("b.txt)" in text) == bool(where)
 
 
-IMAGES = {5: np.zeros((4, 4)), 11: None, 17: {"x": 1}, 23: np.zeros((3, 4, 5)), 29: "text"}
+IMAGES = {
+    5: np.zeros((4, 4)),
+    11: None,
+    17: {"x": 1},
+    23: np.zeros((3, 4, 5)),
+    29: "text",
+}
 IMAGES[30] = np.zeros((3, 4, 4), "U1")
 
 
@@ -483,19 +647,27 @@ class ImagesAtOnce(Images):
 
 
 @pytest.mark.parametrize("dataset", [Images(), ImagesAtOnce()], ids=["", "at once"])
-@pytest.mark.parametrize("odd", sorted(set(IMAGES) - {11}))  # None and an array are a list, as without skipping
+@pytest.mark.parametrize(
+    "odd", sorted(set(IMAGES) - {11})
+)  # None and an array are a list, as without skipping
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_sample_that_does_not_fit_to_the_others_is_an_error(dataset, odd, ranks, monkeypatch):
+def test_a_sample_that_does_not_fit_to_the_others_is_an_error(
+    dataset, odd, ranks, monkeypatch
+):
     """Skipping is for samples that raise. A row of another shape is a fault of the data, or of the collate_fn."""
     monkeypatch.setattr(f"{__name__}.IMAGES", {odd: IMAGES[odd]})
 
     def rank():
         given = paddle.io.DataLoader(dataset, batch_size=8)
         mesh = dist.ProcessMesh(list(range(ranks)), dim_names=["dp"])
-        return list(paddle_shard.shard_dataloader(given, mesh, shard_dims="dp", on_error="skip"))
+        return list(
+            paddle_shard.shard_dataloader(given, mesh, shard_dims="dp", on_error="skip")
+        )
 
     reads = odd % 8 // (8 // ranks)  # the rank whose row it is
-    with pytest.raises(DataReadError, match="each sample can be collated alone, but they do not fit"):
+    with pytest.raises(
+        DataReadError, match="each sample can be collated alone, but they do not fit"
+    ):
         on_each_rank([reads], rank)
 
 
@@ -509,7 +681,9 @@ def test_data_of_several_sizes_is_held_to_no_size():
             return np.full(1 + index // 8, index)
 
     given = paddle.io.DataLoader(Buckets(), batch_size=8)
-    found = trace(paddle_shard.shard_dataloader(given, ONE, shard_dims="dp", on_error="skip"))
+    found = trace(
+        paddle_shard.shard_dataloader(given, ONE, shard_dims="dp", on_error="skip")
+    )
 
     assert valid_ids(found) == [i for i in range(61) if i != 9]
 
@@ -524,12 +698,19 @@ def test_an_exception_without_a_text_is_reported(workers, on_error, caplog):
             return np.array([index, 0])
 
     given = paddle.io.DataLoader(Bad(), batch_size=8, num_workers=workers)
-    loader = paddle_shard.shard_dataloader(given, ONE, shard_dims="dp", on_error=on_error)
+    loader = paddle_shard.shard_dataloader(
+        given, ONE, shard_dims="dp", on_error=on_error
+    )
     if on_error == "skip":
         assert valid_ids(trace(loader)) == [i for i in range(61) if i != 3]
-        assert "skipped sample 3: Unprintable: (its text cannot be had: RuntimeError)" in caplog.text
+        assert (
+            "skipped sample 3: Unprintable: (its text cannot be had: RuntimeError)"
+            in caplog.text
+        )
     else:
-        with pytest.raises(DataReadError, match="reading sample 3 failed .* Unprintable"):
+        with pytest.raises(
+            DataReadError, match="reading sample 3 failed .* Unprintable"
+        ):
             trace(loader)
 
 
@@ -545,10 +726,20 @@ def refusing(*refused):
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_read_whose_samples_all_fail_to_collate_is_skipped(stream):
     data = list(range(6))
-    given = paddle.io.DataLoader(Stream.of(data) if stream else data, batch_size=1, collate_fn=refusing(3))
-    batches = iter(paddle_shard.shard_dataloader(given, ONE, shard_dims="dp", on_error="skip"))
+    given = paddle.io.DataLoader(
+        Stream.of(data) if stream else data, batch_size=1, collate_fn=refusing(3)
+    )
+    batches = iter(
+        paddle_shard.shard_dataloader(given, ONE, shard_dims="dp", on_error="skip")
+    )
 
-    found = [(int(batch._local_value().numpy()[0]), bool(batches.valid._local_value().numpy()[0])) for batch in batches]
+    found = [
+        (
+            int(batch._local_value().numpy()[0]),
+            bool(batches.valid._local_value().numpy()[0]),
+        )
+        for batch in batches
+    ]
 
     assert found == [(0, True), (1, True), (2, True), (2, False), (4, True), (5, True)]
 
@@ -557,7 +748,9 @@ def test_padding_that_cannot_be_collated_ends_no_epoch():
     """A part's missing rows hold its first sample."""
     stream = Stream.of(lambda: iter(range(5))).in_parts(1)
     given = paddle.io.DataLoader(stream, batch_size=3, collate_fn=refusing(0))
-    batches = iter(paddle_shard.shard_dataloader(given, ONE, shard_dims="dp", on_error="skip"))
+    batches = iter(
+        paddle_shard.shard_dataloader(given, ONE, shard_dims="dp", on_error="skip")
+    )
 
     valid = [batches.valid._local_value().numpy().tolist() for _ in batches]
 

@@ -18,11 +18,15 @@ ALL = [*(field.name for field in fields(Counts)), *DERIVED]
 
 def test_each_statistic_is_a_scalar_and_a_row_of_the_table_in_the_docs():
     loader = sharded(DataLoader(Made(length=10), batch_size=4), ONE)
-    rows = re.findall(r"^\| (`.*?) \|", (ROOT / "docs/speed.md").read_text(), re.MULTILINE)
+    rows = re.findall(
+        r"^\| (`.*?) \|", (ROOT / "docs/speed.md").read_text(), re.MULTILINE
+    )
 
     found = set(loader.stats.scalars())
     assert found == {f"data/{name}" for name in ALL if name != "imbalance"}
-    assert sorted(name for row in rows for name in re.findall(r"`(\w+)`", row)) == sorted(ALL)
+    assert sorted(
+        name for row in rows for name in re.findall(r"`(\w+)`", row)
+    ) == sorted(ALL)
 
 
 def test_a_pass_is_counted_anew_and_the_run_goes_on():

@@ -31,7 +31,9 @@ def fresh(monkeypatch):
 
 
 def loader(**options):
-    return sharded(paddle.io.DataLoader(Made(np.array, 16), batch_size=2, **options), ONE)
+    return sharded(
+        paddle.io.DataLoader(Made(np.array, 16), batch_size=2, **options), ONE
+    )
 
 
 def test_a_loop_that_asks_learns_of_the_signal_and_goes_on():
@@ -71,7 +73,9 @@ def test_a_loop_that_does_not_ask_has_the_signals_that_it_had():
 
 @pytest.mark.processes
 @pytest.mark.parametrize("persistent", [False, True])
-def test_workers_that_were_started_before_anybody_handled_the_signal_live_on(persistent):
+def test_workers_that_were_started_before_anybody_handled_the_signal_live_on(
+    persistent,
+):
     before = children()
     numbers = loader(num_workers=2, persistent_workers=persistent)
     batches = iter(numbers)
@@ -80,13 +84,20 @@ def test_workers_that_were_started_before_anybody_handled_the_signal_live_on(per
     assert len(workers) == 2
     for worker in workers:
         os.kill(worker, signal.SIGTERM)
-    assert locals_of([*first, *batches]) == [[2 * step, 2 * step + 1] for step in range(8)]
+    assert locals_of([*first, *batches]) == [
+        [2 * step, 2 * step + 1] for step in range(8)
+    ]
     numbers.close()
 
 
 def test_a_rank_that_nobody_tells_is_told_so():
     given = paddle.io.DataLoader(Made(np.array, 16), batch_size=2)
-    with simulated_rank(2, 3), pytest.raises(ArgumentError, match="global rank 2 is on none of the loader's meshes"):
+    with (
+        simulated_rank(2, 3),
+        pytest.raises(
+            ArgumentError, match="global rank 2 is on none of the loader's meshes"
+        ),
+    ):
         _ = sharded(given, mesh([0, 1])).stop_requested
 
 
@@ -95,10 +106,15 @@ class Rank:
 
     def __init__(self, ranks):
         self.heard, self.agreed = [], set()
-        self.setups = [SimpleNamespace(agreeing_ranks=ranks, stats=LoaderStats()) for _ in range(2)]
+        self.setups = [
+            SimpleNamespace(agreeing_ranks=ranks, stats=LoaderStats()) for _ in range(2)
+        ]
         for setup in self.setups:
             setup.batch_check, setup.source = None, SimpleNamespace(split=False)
-            setup.placer, setup.own_layout = SimpleNamespace(pad_to=None), SimpleNamespace(on_mesh=True, global_rank=0)
+            setup.placer, setup.own_layout = (
+                SimpleNamespace(pad_to=None),
+                SimpleNamespace(on_mesh=True, global_rank=0),
+            )
 
     def doing(self, work, *args):
         stopping._heard, stopping._agreed = self.heard, self.agreed
@@ -106,21 +122,30 @@ class Rank:
 
 
 @pytest.mark.parametrize("batch", range(4))
-def test_simulated_ranks_that_read_ahead_as_they_like_learn_of_it_at_the_same_step_of_the_same_pass(batch):
+def test_simulated_ranks_that_read_ahead_as_they_like_learn_of_it_at_the_same_step_of_the_same_pass(
+    batch,
+):
     for seed in range(1000 * batch, 1000 * batch + trials(200)):
         rng = random.Random(seed)
         names = tuple(range(rng.randint(2, 5)))
         ranks = [Rank(names) for _ in names]
         nothing = SimpleNamespace(placed=None, step=SimpleNamespace(number=0))
-        moments = {rank: rng.randint(0, 40) for rank in rng.sample(names, rng.randint(1, len(names)))}
+        moments = {
+            rank: rng.randint(0, 40)
+            for rank in rng.sample(names, rng.randint(1, len(names)))
+        }
         clock, heard_at, known_at = 0, None, [None] * len(names)
-        for number in range(12):  # passes of two loaders, some of which are left before their end
+        for number in range(
+            12
+        ):  # passes of two loaders, some of which are left before their end
             length, leaves = rng.randint(0, 6), rng.choice([None, None, 2])
             notes = [StepNotes(rank.setups[number % 2]) for rank in ranks]
             said = [[] for _ in names]
             for step in range(length if leaves is None else min(leaves, length)):
                 for me, rank in enumerate(ranks):
-                    ahead = min(length, step + rng.randint(1, 4))  # at least this step is announced
+                    ahead = min(
+                        length, step + rng.randint(1, 4)
+                    )  # at least this step is announced
                     while len(said[me]) < ahead:
                         clock += 1
                         if moments.get(me, clock) < clock and not rank.heard:
@@ -128,9 +153,15 @@ def test_simulated_ranks_that_read_ahead_as_they_like_learn_of_it_at_the_same_st
                             heard_at = heard_at or (number, step)
                         said[me].append(rank.doing(notes[me].say, nothing))
                 for me in rng.sample(names, len(names)):
-                    of_all = [(one, said[one][step]) for one in names if said[one][step] is not None]
+                    of_all = [
+                        (one, said[one][step])
+                        for one in names
+                        if said[one][step] is not None
+                    ]
                     ranks[me].doing(notes[me].heed, nothing, of_all)
-                    if known_at[me] is None and ranks[me].doing(stopping.is_requested, names):
+                    if known_at[me] is None and ranks[me].doing(
+                        stopping.is_requested, names
+                    ):
                         known_at[me] = (number, step)
                 assert len(set(known_at)) == 1, f"seed {seed}: {known_at}"
         if heard_at is not None and heard_at[0] < 6:

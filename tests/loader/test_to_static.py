@@ -6,7 +6,9 @@ import numpy as np
 import paddle
 import paddle.distributed as dist
 import pytest
-from paddle.distributed.auto_parallel.api import ShardDataloader as PaddleShardDataloader
+from paddle.distributed.auto_parallel.api import (
+    ShardDataloader as PaddleShardDataloader,
+)
 
 import paddle_shard
 from paddle_shard.errors import BatchStructureError
@@ -40,7 +42,9 @@ def as_list(x, y):
 
 
 def sharded(make=as_list, length=8, workers=0, **options):
-    given = paddle.io.DataLoader(Points(make, length), batch_size=4, shuffle=True, num_workers=workers)
+    given = paddle.io.DataLoader(
+        Points(make, length), batch_size=4, shuffle=True, num_workers=workers
+    )
     return paddle_shard.shard_dataloader(given, MESH, shard_dims="dp", **options)
 
 
@@ -76,7 +80,9 @@ def test_a_static_model_is_described_and_fed_without_moving_the_order(workers):
     for x, y in loader:
         dispatched.append(x._local_value().numpy().tolist())
         local_x, local_y = x._local_value().numpy(), y._local_value().numpy()
-        losses.append((float(model(x, y)), np.mean((local_x @ weight + bias - local_y) ** 2)))
+        losses.append(
+            (float(model(x, y)), np.mean((local_x @ weight + bias - local_y) ** 2))
+        )
     assert dispatched == expected
     np.testing.assert_allclose(*zip(*losses, strict=True), rtol=1e-5)
 
@@ -86,7 +92,9 @@ def test_describing_reads_one_batch():
 
     static_model(loader)
 
-    assert loader.dataset.reads == 4 + 4  # and two samples twice, for the data's identity
+    assert (
+        loader.dataset.reads == 4 + 4
+    )  # and two samples twice, for the data's identity
 
 
 @pytest.mark.parametrize(
@@ -117,7 +125,10 @@ def test_the_class_is_one_of_paddles():
     [
         (lambda x, y: x, "this loader's are Tensor"),
         (lambda x, y: [x], "this loader's are list of 1"),
-        (lambda x, y: [x, "name", y], r"lists of them only, but batch\[1\]\[0\].* are none"),
+        (
+            lambda x, y: [x, "name", y],
+            r"lists of them only, but batch\[1\]\[0\].* are none",
+        ),
     ],
 )
 def test_what_a_static_model_cannot_take_is_refused(make, text):
@@ -126,7 +137,10 @@ def test_what_a_static_model_cannot_take_is_refused(make, text):
 
 
 def test_a_shorter_last_batch_is_warned_of():
-    with pytest.warns(UserWarning, match="the last batch of an epoch has 2 rows and the others 4: a static program"):
+    with pytest.warns(
+        UserWarning,
+        match="the last batch of an epoch has 2 rows and the others 4: a static program",
+    ):
         static_model(sharded(length=6))
     for tail in ("fill", "drop"):
         static_model(sharded(length=6, tail=tail))
@@ -154,8 +168,17 @@ def test_what_a_call_returns_is_the_loader_in_all_but_next():
 
     assert isinstance(called, PaddleShardDataloader)
     assert isinstance(called, paddle_shard.ShardDataloader)
-    for name in (*vars(loader), "batch_sampler", "batch_size", "dataset", "epoch", "_dataloader"):
-        assert getattr(called, name) is getattr(loader, name) or getattr(called, name) == getattr(loader, name), name
+    for name in (
+        *vars(loader),
+        "batch_sampler",
+        "batch_size",
+        "dataset",
+        "epoch",
+        "_dataloader",
+    ):
+        assert getattr(called, name) is getattr(loader, name) or getattr(
+            called, name
+        ) == getattr(loader, name), name
     called._input_keys = ["x"]  # as a trainer does
     assert loader._input_keys == ["x"]
     loader._input_keys = None
@@ -178,7 +201,9 @@ def test_a_stream_that_was_described_counts_after_a_load_of_the_same_position(lo
     """The pass that was looked at is handed out: it is one of the run, whenever the position was loaded."""
 
     def made():
-        given = paddle.io.DataLoader(paddle_shard.Stream.of(list(range(8))), batch_size=2)
+        given = paddle.io.DataLoader(
+            paddle_shard.Stream.of(list(range(8))), batch_size=2
+        )
         return paddle_shard.shard_dataloader(given, ONE, shard_dims="dp")
 
     state, loader = made().state_dict(), made()

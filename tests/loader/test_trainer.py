@@ -26,10 +26,14 @@ def sharded(given):
     return dist.shard_dataloader(given, dist.ProcessMesh([0]), shard_dims=0)
 
 
-def trained(folder, position, *, stop=None, global_step=0, epochs=3, static=False, rows=4):
+def trained(
+    folder, position, *, stop=None, global_step=0, epochs=3, static=False, rows=4
+):
     """The rows of each step of a trainer that saves at each, up to a step; it goes on from a global step."""
     given = paddle.io.DataLoader(Ids(), batch_size=rows, shuffle=True)
-    args = SimpleNamespace(output_dir=str(folder), ignore_data_skip=False, resume_from_checkpoint=None)
+    args = SimpleNamespace(
+        output_dir=str(folder), ignore_data_skip=False, resume_from_checkpoint=None
+    )
     state = SimpleNamespace(global_step=global_step)
     told = (args, state, SimpleNamespace())
     position.on_init_end(*told)
@@ -55,14 +59,20 @@ def trained(folder, position, *, stop=None, global_step=0, epochs=3, static=Fals
 
 @pytest.mark.parametrize("static", [False, True])
 def test_a_run_goes_on_at_any_step_in_the_order_of_its_epoch(static, tmp_path):
-    straight = trained(tmp_path / "straight", paddle_shard.TrainerCallback(), static=static)
+    straight = trained(
+        tmp_path / "straight", paddle_shard.TrainerCallback(), static=static
+    )
     for first in range(0, 3 * EPOCH, EPOCH):
-        assert sorted(row for step in straight[first : first + EPOCH] for row in step) == list(range(4 * EPOCH))
+        assert sorted(
+            row for step in straight[first : first + EPOCH] for row in step
+        ) == list(range(4 * EPOCH))
     assert straight[:EPOCH] != straight[EPOCH : 2 * EPOCH]
 
     for stop in (1, EPOCH - 1, EPOCH, EPOCH + 1, 2 * EPOCH, 3 * EPOCH - 2):
         folder = tmp_path / str(stop)
-        begun = trained(folder, paddle_shard.TrainerCallback(), stop=stop, static=static)
+        begun = trained(
+            folder, paddle_shard.TrainerCallback(), stop=stop, static=static
+        )
         position = paddle_shard.TrainerCallback()
         rest = trained(folder, position, global_step=stop, static=static)
 
@@ -72,9 +82,17 @@ def test_a_run_goes_on_at_any_step_in_the_order_of_its_epoch(static, tmp_path):
 @pytest.mark.parametrize("passed", [True, False])
 @pytest.mark.parametrize("static", [False, True])
 def test_a_trainer_that_trains_again_goes_on_where_it_was(passed, static, tmp_path):
-    given, position = paddle.io.DataLoader(Ids(), batch_size=4), paddle_shard.TrainerCallback()
-    args = SimpleNamespace(output_dir=str(tmp_path), ignore_data_skip=False, resume_from_checkpoint=None)
-    state, named = SimpleNamespace(global_step=0), {"train_dataloader": given} if passed else {}
+    given, position = (
+        paddle.io.DataLoader(Ids(), batch_size=4),
+        paddle_shard.TrainerCallback(),
+    )
+    args = SimpleNamespace(
+        output_dir=str(tmp_path), ignore_data_skip=False, resume_from_checkpoint=None
+    )
+    state, named = (
+        SimpleNamespace(global_step=0),
+        {"train_dataloader": given} if passed else {},
+    )
     position.on_init_end(args, state, None)
 
     def train(upto):
@@ -93,7 +111,11 @@ def test_a_trainer_that_trains_again_goes_on_where_it_was(passed, static, tmp_pa
                 break
         return found
 
-    assert [train(1), train(3), train(EPOCH)] == [[0, 1, 2, 3], list(range(4, 12)), list(range(12, 20))]
+    assert [train(1), train(3), train(EPOCH)] == [
+        [0, 1, 2, 3],
+        list(range(4, 12)),
+        list(range(12, 20)),
+    ]
 
 
 def test_a_trainer_that_does_not_say_on_which_of_two_it_trains_is_asked(tmp_path):
@@ -102,14 +124,25 @@ def test_a_trainer_that_does_not_say_on_which_of_two_it_trains_is_asked(tmp_path
         for _ in range(2):
             sharded(paddle.io.DataLoader(Ids(), batch_size=4))
 
-    with pytest.raises(ArgumentError, match=r"loaders of 2 DataLoaders, .* \(train_dataloader=\)"):
-        position.on_save(SimpleNamespace(output_dir=str(tmp_path)), SimpleNamespace(global_step=1), None)
+    with pytest.raises(
+        ArgumentError, match=r"loaders of 2 DataLoaders, .* \(train_dataloader=\)"
+    ):
+        position.on_save(
+            SimpleNamespace(output_dir=str(tmp_path)),
+            SimpleNamespace(global_step=1),
+            None,
+        )
 
 
-def test_a_checkpoint_elsewhere_is_given_and_one_without_a_position_is_refused(tmp_path):
+def test_a_checkpoint_elsewhere_is_given_and_one_without_a_position_is_refused(
+    tmp_path,
+):
     trained(tmp_path / "old", paddle_shard.TrainerCallback(), stop=2)
 
-    with pytest.raises(StateError, match=r"holds no paddle_shard.json, .* global step 2\. Give TrainerCallback\(ch"):
+    with pytest.raises(
+        StateError,
+        match=r"holds no paddle_shard.json, .* global step 2\. Give TrainerCallback\(ch",
+    ):
         trained(tmp_path / "new", paddle_shard.TrainerCallback(), global_step=2)
     position = paddle_shard.TrainerCallback(tmp_path / "old" / "checkpoint-2")
     assert len(trained(tmp_path / "new", position, global_step=2)) == 3 * EPOCH - 2
@@ -117,32 +150,50 @@ def test_a_checkpoint_elsewhere_is_given_and_one_without_a_position_is_refused(t
 
 def test_a_loader_that_it_has_not_seen_is_asked_for(tmp_path):
     position = paddle_shard.TrainerCallback()
-    told = SimpleNamespace(output_dir=str(tmp_path)), SimpleNamespace(global_step=1), None
+    told = (
+        SimpleNamespace(output_dir=str(tmp_path)),
+        SimpleNamespace(global_step=1),
+        None,
+    )
 
     with pytest.raises(ArgumentError, match=r"patch_paddle\(on_loader=callback.add\)"):
-        position.on_save(*told, train_dataloader=paddle.io.DataLoader(Ids(), batch_size=4))
+        position.on_save(
+            *told, train_dataloader=paddle.io.DataLoader(Ids(), batch_size=4)
+        )
     with pytest.raises(AttributeError, match="no attribute 'of_no_event'"):
         _ = position.of_no_event
 
 
 def test_a_trainer_that_is_about_to_skip_by_reading_is_refused(tmp_path):
     trained(tmp_path, paddle_shard.TrainerCallback(), stop=2)
-    args = SimpleNamespace(output_dir=str(tmp_path), ignore_data_skip=False)  # as of a callback that was added later
+    args = SimpleNamespace(
+        output_dir=str(tmp_path), ignore_data_skip=False
+    )  # as of a callback that was added later
 
     with pytest.raises(ArgumentError, match="ignore_data_skip=True"):
-        paddle_shard.TrainerCallback().on_train_begin(args, SimpleNamespace(global_step=2), None)
+        paddle_shard.TrainerCallback().on_train_begin(
+            args, SimpleNamespace(global_step=2), None
+        )
 
 
 def test_the_writer_is_given_the_statistics_whenever_the_trainer_logs(tmp_path):
     given, written = paddle.io.DataLoader(Ids(), batch_size=4), []
-    writer = SimpleNamespace(add_scalar=lambda name, value, step: written.append((name, value, step)))
+    writer = SimpleNamespace(
+        add_scalar=lambda name, value, step: written.append((name, value, step))
+    )
     position = paddle_shard.TrainerCallback(writer=writer)
     loader = paddle_shard.shard_dataloader(given, dist.ProcessMesh([0]), shard_dims=0)
     position.add(loader)
     list(loader)
 
-    position.on_log(None, SimpleNamespace(global_step=7), None, train_dataloader=given, logs={})
-    paddle_shard.TrainerCallback().on_log(None, SimpleNamespace(global_step=7), None, logs={})
+    position.on_log(
+        None, SimpleNamespace(global_step=7), None, train_dataloader=given, logs={}
+    )
+    paddle_shard.TrainerCallback().on_log(
+        None, SimpleNamespace(global_step=7), None, logs={}
+    )
 
-    assert written == [(name, value, 7) for name, value in loader.stats.scalars().items()]
+    assert written == [
+        (name, value, 7) for name, value in loader.stats.scalars().items()
+    ]
     assert ("data/batches", float(EPOCH), 7) in written

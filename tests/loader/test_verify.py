@@ -10,12 +10,16 @@ from tests.helpers import ONE, Made, locals_of, sharded
 
 
 def told(arrays, key="the same", step=3, ids=(5, 6, 7)):
-    return summary(list(arrays.items()), step=step, first=False, key=key, ids=ids, num_steps=None)
+    return summary(
+        list(arrays.items()), step=step, first=False, key=key, ids=ids, num_steps=None
+    )
 
 
 @pytest.mark.parametrize("verify", ["first", None, 1, 5, np.int64(2)])
 def test_a_process_that_is_alone_compares_nothing(verify):
-    assert locals_of(sharded(DataLoader(Made(length=4), batch_size=2), ONE, verify=verify)) == [[0, 1], [2, 3]]
+    assert locals_of(
+        sharded(DataLoader(Made(length=4), batch_size=2), ONE, verify=verify)
+    ) == [[0, 1], [2, 3]]
 
 
 @pytest.mark.parametrize("verify", ["last", 0, -1, True, 2.0, "2"])
@@ -40,15 +44,21 @@ def test_any_difference_of_the_same_samples_is_an_error(kind):
         del other["['a']"]
     check = BatchCheck(None, lambda sample: f"number {sample}")
 
-    with pytest.raises(DifferentDataError, match=r"step 3: global ranks 1 and 4 .* differ in \['a'\]") as caught:
+    with pytest.raises(
+        DifferentDataError, match=r"step 3: global ranks 1 and 4 .* differ in \['a'\]"
+    ) as caught:
         check.compare({4: told(other), 1: told(mine), 2: told(other, "others")})
     if kind in ("value", "nan"):
         assert "at the samples ['number 6']." in str(caught.value)
-    check.compare({1: told(mine), 4: told({name: array.copy() for name, array in mine.items()})})
+    check.compare(
+        {1: told(mine), 4: told({name: array.copy() for name, array in mine.items()})}
+    )
 
 
 def test_a_summary_of_a_large_batch_stays_small():
     found = told({"['a']": np.zeros((10_000, 3))}, ids=range(10_000))
     assert len(str(found)) < 500
     with pytest.raises(DifferentDataError, match=r"differ in \['a'\]\. "):
-        BatchCheck(None).compare({0: found, 1: told({"['a']": np.ones((10_000, 3))}, ids=range(10_000))})
+        BatchCheck(None).compare(
+            {0: found, 1: told({"['a']": np.ones((10_000, 3))}, ids=range(10_000))}
+        )

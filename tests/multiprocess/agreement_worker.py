@@ -48,16 +48,28 @@ class Job:
 
     def ends(self):
         last = 20 + 3 * self.rank
-        return self.run(announce=lambda a: a.announce(END) if a.outlook.step == last else a.announce())
+        return self.run(
+            announce=lambda a: (
+                a.announce(END) if a.outlook.step == last else a.announce()
+            )
+        )
 
     def exhausted(self):
         last = 5 + 4 * self.rank
-        return self.run(announce=lambda a: a.announce(exhausted=True) if a.outlook.step >= last else a.announce())
+        return self.run(
+            announce=lambda a: (
+                a.announce(exhausted=True) if a.outlook.step >= last else a.announce()
+            )
+        )
 
     def fails(self):
         bad = 13 if self.rank == self.size - 1 else -1
         return self.run(
-            announce=lambda a: a.announce(FAIL, report="no disk") if a.outlook.step == bad else a.announce()
+            announce=lambda a: (
+                a.announce(FAIL, report="no disk")
+                if a.outlook.step == bad
+                else a.announce()
+            )
         )
 
     def breaks(self):
@@ -72,7 +84,12 @@ class Job:
             dist.all_reduce(x)
             sums.append(x.item())
 
-        ended = self.run(announce=lambda a: a.announce(END) if a.outlook.step == 60 else a.announce(), each=each)
+        ended = self.run(
+            announce=lambda a: (
+                a.announce(END) if a.outlook.step == 60 else a.announce()
+            ),
+            each=each,
+        )
         return [ended, sums]
 
     # Cases in which a rank goes wrong; they run alone.
@@ -103,7 +120,9 @@ class Job:
         return self.run(each=each)
 
     def leaves(self):
-        return self.run(steps=7 if self.rank == 1 else 10**6, each=lambda step: time.sleep(0.002))
+        return self.run(
+            steps=7 if self.rank == 1 else 10**6, each=lambda step: time.sleep(0.002)
+        )
 
     # Measurements.
 
@@ -120,7 +139,10 @@ class Job:
 
     def step_time(self):
         """Seconds a step of 10 ms, with 8 ms of reading ahead in a thread: without and with agreement."""
-        return [ReadAhead(self.coordinator.open(Terms())).seconds_a_step(agreed) for agreed in (False, True)]
+        return [
+            ReadAhead(self.coordinator.open(Terms())).seconds_a_step(agreed)
+            for agreed in (False, True)
+        ]
 
 
 class ReadAhead:
@@ -134,7 +156,9 @@ class ReadAhead:
     def reads(self):
         while not self.over:
             with self.changed:
-                self.changed.wait_for(lambda: self.over or self.read < self.agreement.wanted(self.step))
+                self.changed.wait_for(
+                    lambda: self.over or self.read < self.agreement.wanted(self.step)
+                )
             time.sleep(0.008)
             self.agreement.announce()
             with self.changed:

@@ -33,11 +33,23 @@ class AtOnce(Rows):
 def threads(kind, draws, **options):
     data = kind(draws)
     mixed = options.pop("mixed", False)
-    given = paddle_shard.Mixture({"one": data, "other": kind(draws)}, weights={"one": 1, "other": 1}) if mixed else data
-    loader = paddle.io.DataLoader(given, batch_size=8, collate_fn=options.pop("collate_fn", None))
-    for _ in paddle_shard.shard_dataloader(loader, MESH, shard_dims="dp", prefetch=2, **options):
+    given = (
+        paddle_shard.Mixture(
+            {"one": data, "other": kind(draws)}, weights={"one": 1, "other": 1}
+        )
+        if mixed
+        else data
+    )
+    loader = paddle.io.DataLoader(
+        given, batch_size=8, collate_fn=options.pop("collate_fn", None)
+    )
+    for _ in paddle_shard.shard_dataloader(
+        loader, MESH, shard_dims="dp", prefetch=2, **options
+    ):
         pass
-    return sorted(set(data.readers[len(data.readers) // 2 :]))  # the first batches show whether it draws
+    return sorted(
+        set(data.readers[len(data.readers) // 2 :])
+    )  # the first batches show whether it draws
 
 
 cases = {
@@ -50,7 +62,9 @@ cases = {
 }
 report(
     {
-        f"{name}, {kind.__name__}, {'draws' if draws else 'draws nothing'}": threads(kind, draws, **case)
+        f"{name}, {kind.__name__}, {'draws' if draws else 'draws nothing'}": threads(
+            kind, draws, **case
+        )
         for name, case in cases.items()
         for kind in (Rows, AtOnce)
         for draws in (False, True)

@@ -17,7 +17,9 @@ if how != "alone":
     dist.init_parallel_env()
 ME = dist.get_rank()
 shape = [int(size) for size in axes.split("x")]
-MESH = dist.ProcessMesh(np.arange(np.prod(shape)).reshape(shape), dim_names=["dp", "mp"])
+MESH = dist.ProcessMesh(
+    np.arange(np.prod(shape)).reshape(shape), dim_names=["dp", "mp"]
+)
 
 
 class Rows(paddle.io.Dataset):
@@ -41,7 +43,11 @@ dist.shard_layer(model, MESH, split)
 optimizer = paddle.optimizer.AdamW(learning_rate=0.05, parameters=model.parameters())
 optimizer = dist.shard_optimizer(optimizer)
 loader = paddle_shard.shard_dataloader(
-    paddle.io.DataLoader(Rows(), batch_size=4, shuffle=True), MESH, shard_dims="dp", seed=2, timeout=60
+    paddle.io.DataLoader(Rows(), batch_size=4, shuffle=True),
+    MESH,
+    shard_dims="dp",
+    seed=2,
+    timeout=60,
 )
 checkpoints = paddle_shard.Checkpoints(folder)
 what = {"model": model, "optimizer": optimizer, "data": loader}
@@ -76,14 +82,18 @@ if how == "errors":
     attempt(step + ME, **what)  # another step on each rank
     attempt(step, model=paddle.nn.Linear(2, 2) if ME else paddle.nn.Linear(2, 2).weight)
     save = paddle.save
-    paddle.save = lambda *args: (_ for _ in ()).throw(OSError("the disk of this rank is full"))
+    paddle.save = lambda *args: (_ for _ in ()).throw(
+        OSError("the disk of this rank is full")
+    )
     if ME != 0:
         paddle.save = save
     attempt(step + 1, **what)
     paddle.save = save
     attempt(step + 2, **what)
     if ME == 0:
-        (Path(folder) / "generation-000099").write_text("now by process 7 on host other")
+        (Path(folder) / "generation-000099").write_text(
+            "now by process 7 on host other"
+        )
     attempt(step + 3, **what)
 found["newest"] = checkpoints.newest()
 found["exact"] = str(loader.certificate())

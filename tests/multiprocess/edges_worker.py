@@ -38,13 +38,19 @@ class Numbers(paddle.io.Dataset):
 
 
 def mesh(ids=None, names=("dp",)):
-    return dist.ProcessMesh(list(range(SIZE)) if ids is None else ids, dim_names=list(names))
+    return dist.ProcessMesh(
+        list(range(SIZE)) if ids is None else ids, dim_names=list(names)
+    )
 
 
-def sharded(data, size=4, ids=None, workers=0, shuffled=False, num_parts=None, **options):
+def sharded(
+    data, size=4, ids=None, workers=0, shuffled=False, num_parts=None, **options
+):
     data = data if num_parts is None else Stream.of(data).in_parts(num_parts)
     options = {"shard_dims": "dp", **options}
-    given = paddle.io.DataLoader(data, batch_size=size, num_workers=workers, shuffle=shuffled)
+    given = paddle.io.DataLoader(
+        data, batch_size=size, num_workers=workers, shuffle=shuffled
+    )
     return paddle_shard.shard_dataloader(given, mesh(ids), **options)
 
 
@@ -56,7 +62,9 @@ def steps_of(loader):
         for batch in batches:
             leaf = batch[0] if isinstance(batch, list) else batch
             valid = batches.valid._local_value().numpy()
-            found.append(leaf._local_value().numpy().reshape(len(valid), -1)[valid, 0].tolist())
+            found.append(
+                leaf._local_value().numpy().reshape(len(valid), -1)[valid, 0].tolist()
+            )
     except PaddleShardError as error:
         found.append(f"{type(error).__name__}: {error}")
     return found
@@ -67,7 +75,11 @@ def number_of(row):
 
 
 def csv(counts, **options):
-    return sharded(Stream.csv([FOLDER / "0.csv", FOLDER / "1.csv"], counts=counts).map(number_of), size=8, **options)
+    return sharded(
+        Stream.csv([FOLDER / "0.csv", FOLDER / "1.csv"], counts=counts).map(number_of),
+        size=8,
+        **options,
+    )
 
 
 def numbers_in(files, counts=False, mixed=False):
@@ -78,14 +90,22 @@ def numbers_in(files, counts=False, mixed=False):
         (folder / f"{name}.csv").write_text("n\n" + "1\n" * rows)
     stream = Stream.csv(sorted(folder.glob("*.csv")), counts=counts).map(number_of)
     other = Stream.csv([FOLDER / "0.csv", FOLDER / "1.csv"]).map(number_of)
-    return sharded(Stream.mixture({"own": stream, "other": other}, {"own": 1, "other": 1}) if mixed else stream)
+    return sharded(
+        Stream.mixture({"own": stream, "other": other}, {"own": 1, "other": 1})
+        if mixed
+        else stream
+    )
 
 
 # Cases: (what to report) by name
 
 
 def streams():
-    return [steps_of(csv(counts, workers=workers, num_parts=2)) for counts in (False, True) for workers in (0, 2)]
+    return [
+        steps_of(csv(counts, workers=workers, num_parts=2))
+        for counts in (False, True)
+        for workers in (0, 2)
+    ]
 
 
 def thinned(i):
@@ -102,10 +122,18 @@ def mixed():
         uneven = Stream.of(range(length)).filter(thinned)
         kept = sum(map(thinned, range(length)))
         for window in (2, 3):
-            found[f"{kept} of {length}, {window}"] = steps_of(sharded(uneven.shuffle(window), num_parts=4))
+            found[f"{kept} of {length}, {window}"] = steps_of(
+                sharded(uneven.shuffle(window), num_parts=4)
+            )
     for workers in (0, 2):
-        stream = Stream.csv([FOLDER / "0.csv", FOLDER / "1.csv"], counts=False).map(number_of).shuffle(3)
-        found[f"159 of files, {workers}"] = steps_of(sharded(stream, num_parts=2, workers=workers))
+        stream = (
+            Stream.csv([FOLDER / "0.csv", FOLDER / "1.csv"], counts=False)
+            .map(number_of)
+            .shuffle(3)
+        )
+        found[f"159 of files, {workers}"] = steps_of(
+            sharded(stream, num_parts=2, workers=workers)
+        )
     return found
 
 
@@ -123,7 +151,9 @@ def stages():
     """The certificate of a pipeline of which the first stage has two data ranks and the second has one."""
     both = paddle.io.TensorDataset([paddle.arange(22), paddle.arange(22)])
     meshes = [mesh([0, 1]), mesh([2])]
-    loader = paddle_shard.shard_dataloader(paddle.io.DataLoader(both, batch_size=4), meshes, shard_dims="dp")
+    loader = paddle_shard.shard_dataloader(
+        paddle.io.DataLoader(both, batch_size=4), meshes, shard_dims="dp"
+    )
     batches = iter(loader)
     for _ in range(3):
         next(batches)
@@ -149,22 +179,34 @@ def differ():
         "timeout": lambda: sharded(Numbers(48), timeout=70.0 if second else 60.0),
         "a file": lambda: numbers_in(dict.fromkeys("ac" if second else "abc", 8)),
         "a file's size": lambda: numbers_in({"a": 8, "b": 5 if second else 8}),
-        "a file's rows": lambda: numbers_in({"a": 8, "b": 5 if second else 8}, counts=True),
-        "a file of a source": lambda: numbers_in(dict.fromkeys("abc" if second else "ac", 8), mixed=True),
+        "a file's rows": lambda: numbers_in(
+            {"a": 8, "b": 5 if second else 8}, counts=True
+        ),
+        "a file of a source": lambda: numbers_in(
+            dict.fromkeys("abc" if second else "ac", 8), mixed=True
+        ),
         "data set": lambda: csv(True) if second else sharded(Numbers(48)),
         "version": lambda: of_version("9.9" if second else paddle_shard.__version__),
         "stream": lambda: csv(True, num_batches=2 if second else 3),
-        "on_error": lambda: sharded(Numbers(48), on_error="skip" if second else "raise"),
-        "balance": lambda: sharded(Numbers(48), balance=np.arange(48) % (5 if second else 7)),
+        "on_error": lambda: sharded(
+            Numbers(48), on_error="skip" if second else "raise"
+        ),
+        "balance": lambda: sharded(
+            Numbers(48), balance=np.arange(48) % (5 if second else 7)
+        ),
         "skip": lambda: sharded(Numbers(48), skip_steps=[(int(second), 2)]),
         "weights": lambda: mixture([(0, {"a": 1}), (16, {"a": 1, "b": 1 + second})]),
-        "batch size by schedule": lambda: sharded(Numbers(48), batch_size=[(0, 8), (16, 4 if second else 12)]),
+        "batch size by schedule": lambda: sharded(
+            Numbers(48), batch_size=[(0, 8), (16, 4 if second else 12)]
+        ),
     }
     return {name: steps_of(make()) for name, make in made.items()}
 
 
 def of_rank_0():
-    sampler = paddle.io.DistributedBatchSampler(Numbers(48), 4, num_replicas=SIZE, rank=0)
+    sampler = paddle.io.DistributedBatchSampler(
+        Numbers(48), 4, num_replicas=SIZE, rank=0
+    )
     given = paddle.io.DataLoader(Numbers(48), batch_sampler=sampler)
     return paddle_shard.shard_dataloader(given, mesh(), shard_dims="dp")
 
@@ -174,7 +216,9 @@ def not_made():
     made = {
         "a sampler of another rank": of_rank_0,
         "an option": lambda: sharded(Numbers(48), tail="none" if RANK == 1 else "pad"),
-        "an argument": lambda: sharded(Numbers(48), **({"tails": "pad"} if RANK == 1 else {})),
+        "an argument": lambda: sharded(
+            Numbers(48), **({"tails": "pad"} if RANK == 1 else {})
+        ),
         "on all": lambda: sharded(Numbers(48), tail="none"),
     }
     found = {}
@@ -189,7 +233,11 @@ def not_made():
 
 
 def mixture(weights):
-    return sharded(paddle_shard.Mixture({"a": Numbers(48), "b": Numbers(48)}, weights, num_samples=48))
+    return sharded(
+        paddle_shard.Mixture(
+            {"a": Numbers(48), "b": Numbers(48)}, weights, num_samples=48
+        )
+    )
 
 
 class Whole(paddle.io.IterableDataset):
@@ -232,7 +280,11 @@ def too_large():
 def on_the_mesh_only():
     """A stream's loader that the ranks of its mesh alone make."""
     ids = list(range(1, SIZE))
-    return steps_of(csv(False, ids=ids, num_parts=2, shard_dims="dp")) if RANK in ids else None
+    return (
+        steps_of(csv(False, ids=ids, num_parts=2, shard_dims="dp"))
+        if RANK in ids
+        else None
+    )
 
 
 def on_no_mesh():
@@ -261,7 +313,11 @@ def split_empty():
 
     start = time.monotonic()
     given = paddle.io.DataLoader(Numbers(8), batch_sampler=Nothing())
-    found = steps_of(paddle_shard.shard_dataloader(given, mesh(), shard_dims="dp", is_dataset_splitted=True))
+    found = steps_of(
+        paddle_shard.shard_dataloader(
+            given, mesh(), shard_dims="dp", is_dataset_splitted=True
+        )
+    )
     return [found, time.monotonic() - start]
 
 
@@ -282,7 +338,10 @@ class WithinTurns(Unseeded):
 
     def __iter__(self):
         for first in range(0, 64, 8):
-            yield from (first, *self.generator.permutation(np.arange(first + 1, first + 8)))
+            yield from (
+                first,
+                *self.generator.permutation(np.arange(first + 1, first + 8)),
+            )
 
 
 class UnseededSampler(paddle.io.Sampler):
@@ -303,7 +362,9 @@ def batches_of(generator):
 def sampled(generator):
     sampler = paddle.io.BatchSampler(sampler=UnseededSampler(generator), batch_size=8)
     return paddle_shard.shard_dataloader(
-        paddle.io.DataLoader(Numbers(64), batch_sampler=sampler), mesh(), shard_dims="dp"
+        paddle.io.DataLoader(Numbers(64), batch_sampler=sampler),
+        mesh(),
+        shard_dims="dp",
     )
 
 
@@ -317,28 +378,46 @@ def different_data():
     for seeded in (False, True):
 
         def generator(seeded=seeded):
-            return np.random.default_rng(7 if seeded else 100 + RANK)  # by chance two would begin with the same sample
+            return np.random.default_rng(
+                7 if seeded else 100 + RANK
+            )  # by chance two would begin with the same sample
 
         length = 64 if seeded else 64 - 24 * RANK
         made = {
             "stream": lambda g: sharded(Unseeded(g()), size=8),
             "stream, late": lambda g: sharded(Unseeded(g(), 40), size=8),
-            "stream, workers": lambda g: sharded(Unseeded(g()), size=8, workers=2, num_parts=4),
+            "stream, workers": lambda g: sharded(
+                Unseeded(g()), size=8, workers=2, num_parts=4
+            ),
             "within a turn": lambda g: sharded(WithinTurns(g()), size=8),
-            "length": lambda g, n=length: sharded(Unseeded(alike(), 64, length=n), size=8),
-            "length, drop": lambda g, n=length: sharded(Unseeded(alike(), 64, length=n), size=8, tail="drop"),
+            "length": lambda g, n=length: sharded(
+                Unseeded(alike(), 64, length=n), size=8
+            ),
+            "length, drop": lambda g, n=length: sharded(
+                Unseeded(alike(), 64, length=n), size=8, tail="drop"
+            ),
             "number of batches": lambda g, n=length: paddle_shard.shard_dataloader(
-                lambda: iter([batch.T for batch in batches_of(alike())][: n // 8]), mesh(), shard_dims="dp"
+                lambda: iter([batch.T for batch in batches_of(alike())][: n // 8]),
+                mesh(),
+                shard_dims="dp",
             ),
             "tail": lambda g: sharded(Unseeded(g()), size=8, tail="drop"),
-            "batches": lambda g: paddle_shard.shard_dataloader([b.T for b in batches_of(g())], mesh(), shard_dims="dp"),
-            "cut later": lambda g: sharded(Stream.of(Unseeded(g())).map(int).sharding_filter().map(np.array), size=8),
+            "batches": lambda g: paddle_shard.shard_dataloader(
+                [b.T for b in batches_of(g())], mesh(), shard_dims="dp"
+            ),
+            "cut later": lambda g: sharded(
+                Stream.of(Unseeded(g())).map(int).sharding_filter().map(np.array),
+                size=8,
+            ),
             "sampler": lambda g: sampled(g()),
             "costs": lambda g, own=0 if seeded else RANK: sharded(
                 Numbers(64), size=8, balance=lambda ids: (ids + own) % 7
             ),
         }
-        found |= {f"{name}, seeded" if seeded else name: steps_of(make(generator)) for name, make in made.items()}
+        found |= {
+            f"{name}, seeded" if seeded else name: steps_of(make(generator))
+            for name, make in made.items()
+        }
     return found
 
 
@@ -375,7 +454,9 @@ def one_data_rank():
     """Three epochs of a sampler of data that is split already, where one data rank has all of it."""
     data = Numbers(8)
     given = paddle.io.DataLoader(data, batch_sampler=OwnGenerator(data))
-    loader = paddle_shard.shard_dataloader(given, mesh([list(range(SIZE))], ("dp", "mp")), shard_dims="dp")
+    loader = paddle_shard.shard_dataloader(
+        given, mesh([list(range(SIZE))], ("dp", "mp")), shard_dims="dp"
+    )
     return [steps_of(loader) for _ in range(3)]
 
 

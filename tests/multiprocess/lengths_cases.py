@@ -9,26 +9,80 @@ DP, DP_SEP = ((2,), ("dp",)), ((2, 2), ("dp", "sep"))
 MP_DP = ((2, 2), ("mp", "dp"))
 CASES = {
     "map": {"mesh": DP, "pad_to": "longest", "pad_values": VALUES},
-    "map, workers": {"mesh": DP, "pad_to": "longest", "pad_values": VALUES, "workers": 2},
-    "map, tail fill": {"mesh": DP, "pad_to": "longest", "pad_values": VALUES, "tail": "fill"},
-    "list": {"mesh": DP, "pad_to": "longest", "pad_values": BY_POSITION, "form": "list"},
+    "map, workers": {
+        "mesh": DP,
+        "pad_to": "longest",
+        "pad_values": VALUES,
+        "workers": 2,
+    },
+    "map, tail fill": {
+        "mesh": DP,
+        "pad_to": "longest",
+        "pad_values": VALUES,
+        "tail": "fill",
+    },
+    "list": {
+        "mesh": DP,
+        "pad_to": "longest",
+        "pad_values": BY_POSITION,
+        "form": "list",
+    },
     "tensor": {"mesh": DP, "pad_to": "longest", "pad_values": {0: 0}, "form": "tensor"},
     "stream": {"mesh": DP, "stream": True, "pad_to": "longest", "pad_values": VALUES},
-    "stream, workers": {"mesh": DP, "stream": True, "pad_to": "longest", "pad_values": VALUES, "workers": 2, "size": 8},
-    "sizes": {"mesh": DP, "pad_to": [16, 4, 8], "pad_values": {"ids": 0, "labels": -100, "weights": 0.5, "mask": 0}},
+    "stream, workers": {
+        "mesh": DP,
+        "stream": True,
+        "pad_to": "longest",
+        "pad_values": VALUES,
+        "workers": 2,
+        "size": 8,
+    },
+    "sizes": {
+        "mesh": DP,
+        "pad_to": [16, 4, 8],
+        "pad_values": {"ids": 0, "labels": -100, "weights": 0.5, "mask": 0},
+    },
     "one size": {"mesh": DP, "pad_to": 16, "pad_values": VALUES},
     "too long": {"mesh": DP, "pad_to": [4, 8], "pad_values": VALUES},
-    "no value": {"mesh": DP, "pad_to": "longest", "pad_values": {"ids": 0, "weights": 0.5, "mask": 0}},
+    "no value": {
+        "mesh": DP,
+        "pad_to": "longest",
+        "pad_values": {"ids": 0, "weights": 0.5, "mask": 0},
+    },
     "no such field": {"mesh": DP, "pad_to": "longest", "pad_values": {"id": 0}},
     "not padded": {"mesh": DP},
     "not padded, workers": {"mesh": DP, "workers": 2},
     "not padded, stream": {"mesh": DP, "stream": True},
-    "no number": {"mesh": DP, "pad_to": "longest", "pad_values": {**VALUES, "ids": 0.5}},
-    "none on a rank": {"mesh": DP, "pad_to": "longest", "pad_values": VALUES, "odd": "none"},
-    "texts on a rank": {"mesh": DP, "pad_to": "longest", "pad_values": VALUES, "odd": "texts"},
+    "no number": {
+        "mesh": DP,
+        "pad_to": "longest",
+        "pad_values": {**VALUES, "ids": 0.5},
+    },
+    "none on a rank": {
+        "mesh": DP,
+        "pad_to": "longest",
+        "pad_values": VALUES,
+        "odd": "none",
+    },
+    "texts on a rank": {
+        "mesh": DP,
+        "pad_to": "longest",
+        "pad_values": VALUES,
+        "odd": "texts",
+    },
     "replicas": {"mesh": MP_DP, "pad_to": "longest", "pad_values": VALUES},
-    "split too": {"mesh": DP_SEP, "pad_to": [4, 8, 16], "pad_values": VALUES, "sep": True},
-    "split balanced": {"mesh": DP_SEP, "pad_to": [4, 8, 16], "pad_values": VALUES, "balanced": True},
+    "split too": {
+        "mesh": DP_SEP,
+        "pad_to": [4, 8, 16],
+        "pad_values": VALUES,
+        "sep": True,
+    },
+    "split balanced": {
+        "mesh": DP_SEP,
+        "pad_to": [4, 8, 16],
+        "pad_values": VALUES,
+        "balanced": True,
+    },
 }
 
 
@@ -52,7 +106,9 @@ def padded(samples):
         kind = samples[0][key]
         batch[key] = np.full([len(samples), *[longest] * kind.ndim], value, kind.dtype)
         for row, sample in enumerate(samples):
-            batch[key][(row, *[slice(0, size) for size in sample[key].shape])] = sample[key]
+            batch[key][(row, *[slice(0, size) for size in sample[key].shape])] = sample[
+                key
+            ]
     return batch
 
 
@@ -66,7 +122,13 @@ class Collate:
         batch, self.calls = padded(samples), self.calls + 1
         if self.odd and self.calls == 3:
             batch["weights"] = None if self.odd == "none" else ["text"] * len(samples)
-        return batch if self.form is dict else list(batch.values()) if self.form == "list" else batch["ids"]
+        return (
+            batch
+            if self.form is dict
+            else list(batch.values())
+            if self.form == "list"
+            else batch["ids"]
+        )
 
 
 def collate_fn(form, odd=None):

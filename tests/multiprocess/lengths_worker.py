@@ -11,7 +11,13 @@ import paddle_shard
 from paddle_shard import Balanced
 from paddle_shard.errors import PaddleShardError
 from paddle_shard.testing import cpu_static, report
-from tests.multiprocess.lengths_cases import CASES, LENGTHS, collate_fn, document, padded
+from tests.multiprocess.lengths_cases import (
+    CASES,
+    LENGTHS,
+    collate_fn,
+    document,
+    padded,
+)
 
 SIZE = dist.get_world_size()
 
@@ -33,17 +39,33 @@ def loader_of(case):
     options = dict(CASES[case])
     if "pad_to" in options:
         length = options["pad_to"]
-        options["pad_to"] = {key: (length, value) for key, value in options.pop("pad_values").items()}
+        options["pad_to"] = {
+            key: (length, value) for key, value in options.pop("pad_values").items()
+        }
     data = Stream() if options.pop("stream", False) else Documents()
     shape, names = options.pop("mesh")
-    mesh = dist.ProcessMesh(np.arange(SIZE).reshape(shape).tolist(), dim_names=list(names))
-    form, workers, size = options.pop("form", dict), options.pop("workers", 0), options.pop("size", 4)
-    odd = options.pop("odd", None) if dist.get_rank() == 1 else options.pop("odd", None) and None
+    mesh = dist.ProcessMesh(
+        np.arange(SIZE).reshape(shape).tolist(), dim_names=list(names)
+    )
+    form, workers, size = (
+        options.pop("form", dict),
+        options.pop("workers", 0),
+        options.pop("size", 4),
+    )
+    odd = (
+        options.pop("odd", None)
+        if dist.get_rank() == 1
+        else options.pop("odd", None) and None
+    )
     if options.pop("sep", None):
         options["placements"] = {key: {"dp": 0, "sep": 1} for key in ("ids", "labels")}
     if options.pop("balanced", None):
-        options["placements"] = {key: {"dp": 0, "sep": Balanced(dim=1)} for key in ("ids", "labels")}
-    given = paddle.io.DataLoader(data, batch_size=size, num_workers=workers, collate_fn=collate_fn(form, odd))
+        options["placements"] = {
+            key: {"dp": 0, "sep": Balanced(dim=1)} for key in ("ids", "labels")
+        }
+    given = paddle.io.DataLoader(
+        data, batch_size=size, num_workers=workers, collate_fn=collate_fn(form, odd)
+    )
     return paddle_shard.shard_dataloader(given, mesh, shard_dims="dp", **options)
 
 
@@ -55,7 +77,9 @@ def delivered(batches):
         return f"{type(error).__name__}: {error}"
     named = {0: batch} if isinstance(batch, paddle.Tensor) else batch
     fields = named.items() if isinstance(named, dict) else enumerate(named)
-    values = {str(key): (leaf.shape, leaf._local_value().tolist()) for key, leaf in fields}
+    values = {
+        str(key): (leaf.shape, leaf._local_value().tolist()) for key, leaf in fields
+    }
     return values, batches.valid._local_value().tolist()
 
 
@@ -84,7 +108,9 @@ class Mean(paddle.nn.Layer):
 
     def __init__(self, mesh):
         super().__init__()
-        self.scale = dist.shard_tensor(self.create_parameter([16, 1]), mesh, [dist.Replicate()])
+        self.scale = dist.shard_tensor(
+            self.create_parameter([16, 1]), mesh, [dist.Replicate()]
+        )
         self.scale.set_value(paddle.full([16, 1], 0.1))
 
     def forward(self, weights):
@@ -96,11 +122,18 @@ def static():
 
     def collate(samples):
         weights = padded(samples)["weights"] / 100
-        return [weights, np.array([[len(sample["ids"])] for sample in samples], "float32")]
+        return [
+            weights,
+            np.array([[len(sample["ids"])] for sample in samples], "float32"),
+        ]
 
     mesh = dist.ProcessMesh([0, 1], dim_names=["dp"])
-    given = paddle.io.DataLoader(Documents(), batch_size=4, collate_fn=collate, drop_last=True)
-    loader = paddle_shard.shard_dataloader(given, mesh, shard_dims="dp", pad_to={0: (16, 0.005)})
+    given = paddle.io.DataLoader(
+        Documents(), batch_size=4, collate_fn=collate, drop_last=True
+    )
+    loader = paddle_shard.shard_dataloader(
+        given, mesh, shard_dims="dp", pad_to={0: (16, 0.005)}
+    )
     model = Mean(mesh)
     optimizer = paddle.optimizer.SGD(1e-3, parameters=model.parameters())
     losses = []
@@ -116,5 +149,10 @@ def static():
 
 if __name__ == "__main__":
     dist.init_parallel_env()
-    report({case: static() if case == "static" else run(case) for case in json.loads(sys.argv[1])})
+    report(
+        {
+            case: static() if case == "static" else run(case)
+            for case in json.loads(sys.argv[1])
+        }
+    )
     dist.barrier()

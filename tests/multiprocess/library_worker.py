@@ -13,7 +13,9 @@ num_ranks, found = dist.get_world_size(), {}
 for source, folder, stop in json.loads(sys.argv[1]):
     name, mesh = f"{source} {folder}", range(num_ranks)
     remote = "://" in folder  # each worker would connect anew
-    found[name] = steps_of(make(source, folder, 0 if remote else 2, mesh), collective=True)
+    found[name] = steps_of(
+        make(source, folder, 0 if remote else 2, mesh), collective=True
+    )
     if remote:
         continue
     later = make(source, folder, 0, mesh)

@@ -30,7 +30,12 @@ class Mixed(paddle.io.Dataset):
         return 21
 
     def __getitem__(self, index):
-        return {"id": index, "noise": np.random.rand(3), "name": f"s{index}", "pair": [np.arange(index, index + 2)]}
+        return {
+            "id": index,
+            "noise": np.random.rand(3),
+            "name": f"s{index}",
+            "pair": [np.arange(index, index + 2)],
+        }
 
 
 def cases(num_ranks):
@@ -38,13 +43,21 @@ def cases(num_ranks):
     made = {}
     for number, (ids, names) in enumerate(MESHES[num_ranks]):
         of_mesh = {}
-        for workers, shuffle, tail in ((0, False, "pad"), (2, True, "fill"), (0, True, "drop")):
+        for workers, shuffle, tail in (
+            (0, False, "pad"),
+            (2, True, "fill"),
+            (0, True, "drop"),
+        ):
 
             def make(ids=ids, names=names, workers=workers, shuffle=shuffle, tail=tail):
-                given = paddle.io.DataLoader(Mixed(), batch_size=8, num_workers=workers, shuffle=shuffle)
+                given = paddle.io.DataLoader(
+                    Mixed(), batch_size=8, num_workers=workers, shuffle=shuffle
+                )
                 mesh = dist.ProcessMesh(ids, dim_names=names)
                 replicas = "leader" if shuffle else "each"
-                return paddle_shard.shard_dataloader(given, mesh, shard_dims="dp", tail=tail, seed=3, replicas=replicas)
+                return paddle_shard.shard_dataloader(
+                    given, mesh, shard_dims="dp", tail=tail, seed=3, replicas=replicas
+                )
 
             of_mesh[f"{names} {ids} workers={workers} shuffle={shuffle} {tail}"] = make
 
@@ -52,23 +65,37 @@ def cases(num_ranks):
             given = paddle.io.DataLoader(Mixed(), batch_size=8, num_workers=workers)
             mesh = dist.ProcessMesh(ids, dim_names=names)
             sizes = [(0, 4), (10, 8), (30, 4)]
-            return paddle_shard.shard_dataloader(given, mesh, shard_dims="dp", batch_size=sizes, replicas="leader")
+            return paddle_shard.shard_dataloader(
+                given, mesh, shard_dims="dp", batch_size=sizes, replicas="leader"
+            )
 
         of_mesh[f"{names} {ids} batch sizes"] = ramped
 
         def dealt(ids=ids, names=names, workers=2):
-            given = paddle.io.DataLoader(Mixed(), batch_size=8, num_workers=workers, shuffle=True)
+            given = paddle.io.DataLoader(
+                Mixed(), batch_size=8, num_workers=workers, shuffle=True
+            )
             mesh = dist.ProcessMesh(ids, dim_names=names)
             costs = {"balance": lambda ids: ids**2}
-            return paddle_shard.shard_dataloader(given, mesh, shard_dims="dp", replicas="leader", **costs)
+            return paddle_shard.shard_dataloader(
+                given, mesh, shard_dims="dp", replicas="leader", **costs
+            )
 
         of_mesh[f"{names} {ids} balance"] = dealt
 
         def without(ids=ids, names=names, workers=2):
-            given = paddle.io.DataLoader(Mixed(), batch_size=8, num_workers=workers, shuffle=True)
+            given = paddle.io.DataLoader(
+                Mixed(), batch_size=8, num_workers=workers, shuffle=True
+            )
             mesh = dist.ProcessMesh(ids, dim_names=names)
-            options = {"balance": lambda ids: ids**2, "skip_steps": [(1, 2), (5, 8)], "replicas": "leader"}
-            return paddle_shard.shard_dataloader(given, mesh, shard_dims="dp", **options)
+            options = {
+                "balance": lambda ids: ids**2,
+                "skip_steps": [(1, 2), (5, 8)],
+                "replicas": "leader",
+            }
+            return paddle_shard.shard_dataloader(
+                given, mesh, shard_dims="dp", **options
+            )
 
         of_mesh[f"{names} {ids} skip"] = without
         made |= list(of_mesh.items())[number % 2 :: 2]
@@ -83,10 +110,15 @@ def summary(loader):
         for batch in batches:
             leaves = [batch["id"], batch["noise"], batch["pair"][0], batches.valid]
             shapes = [list(leaf.shape) for leaf in leaves]
-            if dist.get_rank() not in loader._shared.setup.own_layout.layout.process_ids:
+            if (
+                dist.get_rank()
+                not in loader._shared.setup.own_layout.layout.process_ids
+            ):
                 steps.append([shapes])
                 continue
             local = [leaf._local_value().numpy() for leaf in leaves]
-            digest = hashlib.sha1(b"".join(array.tobytes() for array in local)).hexdigest()
+            digest = hashlib.sha1(
+                b"".join(array.tobytes() for array in local)
+            ).hexdigest()
             steps.append([shapes, local[0].tolist(), batch["name"], digest])
     return steps

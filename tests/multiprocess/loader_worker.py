@@ -13,7 +13,9 @@ from paddle_shard.testing import report
 
 
 def loaders():
-    return {name: summary(make()) for name, make in cases(dist.get_world_size()).items()}
+    return {
+        name: summary(make()) for name, make in cases(dist.get_world_size()).items()
+    }
 
 
 def left():

@@ -16,14 +16,31 @@ RANK = dist.get_rank()
 mesh = dist.ProcessMesh([0, 1], dim_names=["dp"])
 rng = np.random.default_rng(0)
 WEIGHT, IDS = rng.normal(size=(16, 16)).astype("float32"), rng.integers(0, 16, (8, 6))
-LABELS = np.where(np.arange(6) < np.array([1, 2, 1, 3, 6, 6, 5, 6])[:, None], IDS[:, ::-1], -100)
+LABELS = np.where(
+    np.arange(6) < np.array([1, 2, 1, 3, 6, 6, 5, 6])[:, None], IDS[:, ::-1], -100
+)
 
 page = (Path(__file__).parents[2] / "docs" / "lengths.md").read_text()
-snippet = next(one for one in re.findall(r"^```python\n(.*?)^```", page, re.M | re.S) if "language_model" in one)
-rows = [{"input_ids": ids, "labels": labels} for ids, labels in zip(IDS, LABELS, strict=True)]
-loader = paddle_shard.shard_dataloader(paddle.io.DataLoader(rows, batch_size=8), mesh, shard_dims="dp")
-weight = dist.shard_tensor(paddle.to_tensor(WEIGHT, stop_gradient=False), mesh, [dist.Replicate()])
-names = {"paddle": paddle, "loader": loader, "language_model": lambda ids: F.embedding(ids, weight)}
+snippet = next(
+    one
+    for one in re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
+    if "language_model" in one
+)
+rows = [
+    {"input_ids": ids, "labels": labels}
+    for ids, labels in zip(IDS, LABELS, strict=True)
+]
+loader = paddle_shard.shard_dataloader(
+    paddle.io.DataLoader(rows, batch_size=8), mesh, shard_dims="dp"
+)
+weight = dist.shard_tensor(
+    paddle.to_tensor(WEIGHT, stop_gradient=False), mesh, [dist.Replicate()]
+)
+names = {
+    "paddle": paddle,
+    "loader": loader,
+    "language_model": lambda ids: F.embedding(ids, weight),
+}
 exec(compile(snippet, "docs/lengths.md", "exec"), names)
 names["loss"].backward()
 of_paddle = F.cross_entropy(names["logits"], names["labels"], ignore_index=-100)

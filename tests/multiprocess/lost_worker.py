@@ -36,14 +36,21 @@ class NumbersAt(paddle.io.Dataset):
 def loader(kind, workers, *, timeout=1800.0, batch_size=8, **options):
     dataset = NumbersAt() if kind == "map" else Numbers()
     mesh = dist.ProcessMesh(list(range(dist.get_world_size())), dim_names=["dp"])
-    dataloader = paddle.io.DataLoader(dataset, batch_size=batch_size, num_workers=workers, **options)
-    return paddle_shard.shard_dataloader(dataloader, mesh, shard_dims="dp", timeout=timeout)
+    dataloader = paddle.io.DataLoader(
+        dataset, batch_size=batch_size, num_workers=workers, **options
+    )
+    return paddle_shard.shard_dataloader(
+        dataloader, mesh, shard_dims="dp", timeout=timeout
+    )
 
 
 def lost(kind, workers, loop, victim):
     """Report [loops that ended, whom it has lost, seconds after the kill]."""
     dist.init_parallel_env()
-    mine, killed = dist.get_rank() == int(victim), Path(os.environ["PADDLE_SHARD_REPORT_DIR"], "killed")
+    mine, killed = (
+        dist.get_rank() == int(victim),
+        Path(os.environ["PADDLE_SHARD_REPORT_DIR"], "killed"),
+    )
     batches = loader(kind, int(workers))
     done = 0
     try:
@@ -80,10 +87,14 @@ def early(how, call, victim):
         batches.certificate() if call == "certificate" else next(iter(batches))
     except PeerLostError as error:
         report([list(error.ranks), time.monotonic() - began])
-    except BatchSizeError as error:  # the rank whose loader was refused has said why, before it has ended
+    except (
+        BatchSizeError
+    ) as error:  # the rank whose loader was refused has said why, before it has ended
         report(
             [
-                [int(victim)] if f"global rank {victim}: its loader was not made" in str(error) else str(error),
+                [int(victim)]
+                if f"global rank {victim}: its loader was not made" in str(error)
+                else str(error),
                 time.monotonic() - began,
             ]
         )
@@ -105,8 +116,13 @@ def stopped(victim):
     except PeerLostError as error:
         report([list(error.ranks), time.monotonic() - began])
     # Who has named it stays until the others have, whose time is over a little later: else they would name this rank.
-    others, folder = {*range(dist.get_world_size())} - {int(victim)}, Path(os.environ["PADDLE_SHARD_REPORT_DIR"])
-    while time.monotonic() < began + 30 and not all((folder / f"rank-{rank}.json").exists() for rank in others):
+    others, folder = (
+        {*range(dist.get_world_size())} - {int(victim)},
+        Path(os.environ["PADDLE_SHARD_REPORT_DIR"]),
+    )
+    while time.monotonic() < began + 30 and not all(
+        (folder / f"rank-{rank}.json").exists() for rank in others
+    ):
         time.sleep(0.05)
     os._exit(0)
 
@@ -127,7 +143,9 @@ def spawned():
     dist.init_parallel_env()
     # Here each worker is a new process that imports all again, too: one, for both epochs.
     batches = loader("stream", 1, persistent_workers=True)
-    report([[batch._local_value().numpy().tolist() for batch in batches] for _ in range(2)])
+    report(
+        [[batch._local_value().numpy().tolist() for batch in batches] for _ in range(2)]
+    )
     dist.barrier()
 
 
@@ -135,4 +153,6 @@ if __name__ == "__main__":
     if sys.argv[1] == "spawn":
         dist.spawn(spawned, nprocs=2, backend="gloo")
     else:
-        {"lost": lost, "early": early, "stopped": stopped, "unmet": unmet}[sys.argv[1]](*sys.argv[2:])
+        {"lost": lost, "early": early, "stopped": stopped, "unmet": unmet}[sys.argv[1]](
+            *sys.argv[2:]
+        )

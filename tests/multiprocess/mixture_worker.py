@@ -30,12 +30,17 @@ LATER = (112, {"code": 1})
 
 
 def mixture(weights):
-    sources = {name: Numbers(1000 * place, length) for place, (name, length) in enumerate(LENGTHS.items())}
+    sources = {
+        name: Numbers(1000 * place, length)
+        for place, (name, length) in enumerate(LENGTHS.items())
+    }
     return Mixture(sources, weights, num_samples=144)
 
 
 def loader_of(mesh, batch_size=8, workers=2, weights=WEIGHTS):
-    given = DataLoader(mixture(weights), batch_size=batch_size, shuffle=True, num_workers=workers)
+    given = DataLoader(
+        mixture(weights), batch_size=batch_size, shuffle=True, num_workers=workers
+    )
     return paddle_shard.shard_dataloader(given, mesh, shard_dims="dp", seed=5)
 
 

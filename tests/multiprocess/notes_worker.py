@@ -43,7 +43,9 @@ def loader(kind, make, mesh, workers, **options):
     axis = "dp" if mesh is DP else None
     data = data.in_parts(2) if kind == "stream" and axis else data
     given = paddle.io.DataLoader(data, batch_size=4, num_workers=workers)
-    return paddle_shard.shard_dataloader(given, mesh, shard_dims=axis, timeout=60, **options)
+    return paddle_shard.shard_dataloader(
+        given, mesh, shard_dims=axis, timeout=60, **options
+    )
 
 
 found = {}
@@ -61,21 +63,28 @@ for kind in ("index", "stream"):
         for batch in batches:
             mask = batches.valid._local_value().numpy().tolist()
             rows = batch._local_value().numpy()[:, 0].tolist()
-            masks.append([(row if good else None) for row, good in zip(rows, mask, strict=True)])
+            masks.append(
+                [(row if good else None) for row, good in zip(rows, mask, strict=True)]
+            )
         found[f"{kind} {workers}"] = (steps, error, masks)
 
 
 def of_pairs(samples):
     """As many rows of the second field on each rank, but for the second step of rank 1."""
     rows = 1 + (ME and samples[0] >= 4)
-    return [paddle.to_tensor(np.array(samples)), paddle.to_tensor(np.zeros([rows, 2], "float32"))]
+    return [
+        paddle.to_tensor(np.array(samples)),
+        paddle.to_tensor(np.zeros([rows, 2], "float32")),
+    ]
 
 
 given = paddle.io.DataLoader(Rows(lambda i: i), batch_size=4, collate_fn=of_pairs)
 try:
     steps = [
         list(batch[1].shape)
-        for batch in paddle_shard.shard_dataloader(given, DP, shard_dims="dp", placements={1: "as read"}, timeout=60)
+        for batch in paddle_shard.shard_dataloader(
+            given, DP, shard_dims="dp", placements={1: "as read"}, timeout=60
+        )
     ]
 except BatchStructureError as raised:
     steps = str(raised)

@@ -22,14 +22,20 @@ def gz(first, folder):
     for number in range(8):
         text = "".join(f"{first + 10 * number + i}\n" for i in range(10))
         # As they are: files of one size whose contents differ.
-        (folder / f"{number}.txt.gz").write_bytes(gzip.compress(text.encode(), 0, mtime=0))
-    return Stream.lines([str(folder / f"{number}.txt.gz") for number in range(8)]).map(int)
+        (folder / f"{number}.txt.gz").write_bytes(
+            gzip.compress(text.encode(), 0, mtime=0)
+        )
+    return Stream.lines([str(folder / f"{number}.txt.gz") for number in range(8)]).map(
+        int
+    )
 
 
 def hugging_face(cut):
     import datasets
 
-    whole = datasets.Dataset.from_dict({"id": list(range(44))}).to_iterable_dataset(num_shards=4)
+    whole = datasets.Dataset.from_dict({"id": list(range(44))}).to_iterable_dataset(
+        num_shards=4
+    )
     return Stream.huggingface(cut(whole)).map(lambda sample: sample["id"])
 
 
@@ -41,16 +47,18 @@ def generated(shards):
             number = int(shard.rpartition("/")[2].partition(".")[0])
             yield from ({"id": 11 * number + i} for i in range(11))
 
-    return datasets.IterableDataset.from_generator(numbers, gen_kwargs={"shards": shards})
+    return datasets.IterableDataset.from_generator(
+        numbers, gen_kwargs={"shards": shards}
+    )
 
 
 def iterable(cut):
     """Data with an index, which is cut before it is made iterable."""
     import datasets
 
-    return Stream.huggingface(cut(datasets.Dataset.from_dict({"id": list(range(44))})).to_iterable_dataset(2)).map(
-        id_of
-    )
+    return Stream.huggingface(
+        cut(datasets.Dataset.from_dict({"id": list(range(44))})).to_iterable_dataset(2)
+    ).map(id_of)
 
 
 def id_of(sample):
@@ -62,7 +70,10 @@ def names(folder=""):
 
 
 def mixed(cut):
-    return Stream.mixture({"own": Stream.of(cut(list(range(40)))), "all": Stream.of(range(40))}, {"own": 1, "all": 1})
+    return Stream.mixture(
+        {"own": Stream.of(cut(list(range(40)))), "all": Stream.of(range(40))},
+        {"own": 1, "all": 1},
+    )
 
 
 def splits_itself(by_rank, noise=0.0, header=False):
@@ -86,7 +97,10 @@ def unseeded(shuffles):
     def own_rows():
         info, rng = paddle.io.get_worker_info(), np.random.default_rng()
         rows = np.arange(info.id, 36 if info.id else 44, info.num_workers)
-        return (row + 0.5 * rng.random() for row in (rng.permutation(rows) if shuffles else rows))
+        return (
+            row + 0.5 * rng.random()
+            for row in (rng.permutation(rows) if shuffles else rows)
+        )
 
     return Stream.of(own_rows, splits_itself=True)
 
@@ -96,7 +110,10 @@ def resumed(stream):
     try:
         loaders = [
             paddle_shard.shard_dataloader(
-                paddle.io.DataLoader(stream.in_parts(2), batch_size=8), mesh, shard_dims="dp", timeout=60
+                paddle.io.DataLoader(stream.in_parts(2), batch_size=8),
+                mesh,
+                shard_dims="dp",
+                timeout=60,
             )
             for _ in range(2)
         ]
@@ -123,19 +140,27 @@ class OfRank0(paddle.io.BatchSampler):
 
 def said(given):
     try:
-        loader = paddle_shard.shard_dataloader(given, mesh, shard_dims="dp", tail=None, timeout=60)
+        loader = paddle_shard.shard_dataloader(
+            given, mesh, shard_dims="dp", tail=None, timeout=60
+        )
         steps = sum(1 for _ in loader)
-        return f"{steps} steps. " + (str(loader.certificate()) if isinstance(given.dataset, list) else "")
+        return f"{steps} steps. " + (
+            str(loader.certificate()) if isinstance(given.dataset, list) else ""
+        )
     except paddle_shard.errors.PaddleShardError as error:
         return f"{type(error).__name__}: {error}"
 
 
 cases = {
     "gz, the same": lambda: gz(1000, FOLDER / str(RANK)),
-    "taken and skipped": lambda: hugging_face(lambda whole: whole.skip(22) if RANK else whole.take(22)),
+    "taken and skipped": lambda: hugging_face(
+        lambda whole: whole.skip(22) if RANK else whole.take(22)
+    ),
     "cut alike": lambda: hugging_face(lambda whole: whole.map(dict).shard(2, 0)),
     "names": lambda: Stream.huggingface(generated(names()[RANK::2])).map(id_of),
-    "names in other folders": lambda: Stream.huggingface(generated(names(RANK))).map(id_of),
+    "names in other folders": lambda: Stream.huggingface(generated(names(RANK))).map(
+        id_of
+    ),
     "with an index, alike": lambda: iterable(lambda data: data.shuffle(seed=0)),
     "a list in a mixture": lambda: mixed(lambda data: data[RANK::2]),
     "a list in a mixture, alike": lambda: mixed(lambda data: data[::2]),

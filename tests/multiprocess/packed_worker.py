@@ -21,11 +21,16 @@ def documents(seed):
 
 def loader_of(mesh, workers=0):
     packed = {
-        name: Packed(documents(seed), LENGTH, labels="labels", max_pieces=LENGTH) for seed, name in enumerate("ab")
+        name: Packed(documents(seed), LENGTH, labels="labels", max_pieces=LENGTH)
+        for seed, name in enumerate("ab")
     }
     mixture = Mixture(packed, {"a": 2, "b": 1}, num_samples=4 * STEPS)
-    given = paddle.io.DataLoader(mixture, batch_size=4, shuffle=True, num_workers=workers)
-    return paddle_shard.shard_dataloader(given, mesh, shard_dims="dp", input_keys=["input_ids", "labels"])
+    given = paddle.io.DataLoader(
+        mixture, batch_size=4, shuffle=True, num_workers=workers
+    )
+    return paddle_shard.shard_dataloader(
+        given, mesh, shard_dims="dp", input_keys=["input_ids", "labels"]
+    )
 
 
 class Net(paddle.nn.Layer):
@@ -48,7 +53,9 @@ def model_and_optimizer(mesh):
     with paddle.utils.unique_name.guard(f"net{len(made)}_"):
         model = Net()
     made.append(model)
-    dist.shard_layer(model, mesh)  # it replaces the parameters, so the optimizer comes after it
+    dist.shard_layer(
+        model, mesh
+    )  # it replaces the parameters, so the optimizer comes after it
     return model, paddle.optimizer.AdamW(0.05, parameters=model.parameters())
 
 
@@ -76,7 +83,10 @@ def static(mesh):
     with cpu_static():
         trained = dist.to_static(model, loader, loss_fn, optimizer)
         trained.train()
-        return [mean_of_ranks(trained(batch["input_ids"], batch["labels"])) for batch in loader]
+        return [
+            mean_of_ranks(trained(batch["input_ids"], batch["labels"]))
+            for batch in loader
+        ]
 
 
 if __name__ == "__main__":

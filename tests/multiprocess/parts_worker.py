@@ -37,7 +37,9 @@ class Tensors:
                 self.tensors[name] = dist.shard_tensor(value, mesh, kinds)
             else:
                 value = value[: len(of) // (1 if kinds[0].is_replicated() else 2)]
-                self.tensors[name] = dist.auto_parallel.api.dtensor_from_local(value, mesh, kinds)
+                self.tensors[name] = dist.auto_parallel.api.dtensor_from_local(
+                    value, mesh, kinds
+                )
 
     def state_dict(self):
         return self.tensors
@@ -48,18 +50,27 @@ class Tensors:
                 tensor.set_value(state[name])
 
     def local(self):
-        mine = {name: one for name, one in self.tensors.items() if ME in one.process_mesh.process_ids}
+        mine = {
+            name: one
+            for name, one in self.tensors.items()
+            if ME in one.process_mesh.process_ids
+        }
         return {name: one._local_value().numpy().tolist() for name, one in mine.items()}
 
 
 saved = Tensors(WAYS)
-partial = dist.auto_parallel.api.dtensor_from_local(paddle.to_tensor([float(ME)]), ALL, [Partial(), Partial()])
+partial = dist.auto_parallel.api.dtensor_from_local(
+    paddle.to_tensor([float(ME)]), ALL, [Partial(), Partial()]
+)
 checkpoints = paddle_shard.Checkpoints(sys.argv[1])
 checkpoints.save(1, tensors=saved, extra={"sum": partial})
 found = {"wrong": []}
 names = list(WAYS)
 for shift in range(len(names)):
-    ways = {name: WAYS[names[(number + shift) % len(names)]] for number, name in enumerate(names)}
+    ways = {
+        name: WAYS[names[(number + shift) % len(names)]]
+        for number, name in enumerate(names)
+    }
     loaded, extra = Tensors(ways, np.zeros_like(WHOLE)), {}
     checkpoints.load(tensors=loaded, extra=extra)
     if loaded.local() != Tensors(ways).local():
@@ -67,7 +78,9 @@ for shift in range(len(names)):
 found["sum"] = extra["sum"].tolist()
 whole = {}
 checkpoints.load(tensors=whole)
-found["whole"] = [name for name in names if whole[name].numpy().tolist() != WHOLE.tolist()]
+found["whole"] = [
+    name for name in names if whole[name].numpy().tolist() != WHOLE.tolist()
+]
 found["refused"] = []
 for other in (Tensors(WAYS, WHOLE[:4]), Tensors(WAYS, dtype="float64")):
     try:

@@ -101,7 +101,12 @@ def reads():
         data = Samples()
         loader = sharded(given(data), mesh)
         steps = len(steps_of(loader))
-        found[mesh] = [steps, data.reads, loader.stats.who_reads, loader.stats.who_reads in repr(loader)]
+        found[mesh] = [
+            steps,
+            data.reads,
+            loader.stats.who_reads,
+            loader.stats.who_reads in repr(loader),
+        ]
     data = Samples()
     batches = iter(sharded(given(data, workers=2, persistent_workers=True)))
     next(batches)
@@ -114,38 +119,72 @@ def reads():
 def same_as_each():
     """{case: [steps with a leader and workers, steps as each rank reads them without]}"""
     cases = {
-        "workers": (2, lambda workers, **how: sharded(given(Samples(), workers=workers, shuffle=True), **how)),
-        "random samples": (0, lambda _, **how: sharded(given(Samples(), shuffle=True), "mp2 x dp2", **how)),
-        "accumulation of steps": (0, lambda _, **how: sharded(given(Samples(37), size=4), "dp1 x mp4", **how)),
+        "workers": (
+            2,
+            lambda workers, **how: sharded(
+                given(Samples(), workers=workers, shuffle=True), **how
+            ),
+        ),
+        "random samples": (
+            0,
+            lambda _, **how: sharded(
+                given(Samples(), shuffle=True), "mp2 x dp2", **how
+            ),
+        ),
+        "accumulation of steps": (
+            0,
+            lambda _, **how: sharded(given(Samples(37), size=4), "dp1 x mp4", **how),
+        ),
         "prefetch": (0, lambda _, **how: sharded(given(Samples()), prefetch=2, **how)),
         "growing": (0, lambda _, **how: sharded(given(Growing()), "dp1 x mp4", **how)),
-        "skips errors": (0, lambda _, **how: sharded(given(Samples(bad=(3, 17, 18))), on_error="skip", **how)),
-        "whole items": (0, lambda _, **how: sharded([np.full((4, 2), i) for i in range(6)], **how)),
+        "skips errors": (
+            0,
+            lambda _, **how: sharded(
+                given(Samples(bad=(3, 17, 18))), on_error="skip", **how
+            ),
+        ),
+        "whole items": (
+            0,
+            lambda _, **how: sharded([np.full((4, 2), i) for i in range(6)], **how),
+        ),
         "stream": (
             0,
-            lambda _, **how: sharded(given(Stream.of(range(45)).shuffle(8).map(lambda i: np.array([i]))), **how),
+            lambda _, **how: sharded(
+                given(Stream.of(range(45)).shuffle(8).map(lambda i: np.array([i]))),
+                **how,
+            ),
         ),
         "stream, workers": (
             2,
             lambda workers, **how: sharded(
-                given(Stream.of(range(45)).sharding_filter().map(lambda i: np.array([i])), workers=workers), **how
+                given(
+                    Stream.of(range(45)).sharding_filter().map(lambda i: np.array([i])),
+                    workers=workers,
+                ),
+                **how,
             ),
         ),
         "stream, other workers": (
             0 if RANK % 2 else 3,
             lambda workers, **how: sharded(
-                given(Stream.of(range(45)).map(lambda i: np.array([i])), workers=workers), **how
+                given(
+                    Stream.of(range(45)).map(lambda i: np.array([i])), workers=workers
+                ),
+                **how,
             ),
         ),
         "bare rank fields": (
             1,
-            lambda workers, **how: sharded(given(Samples(24), workers=workers), shard_dims=None, **how),
+            lambda workers, **how: sharded(
+                given(Samples(24), workers=workers), shard_dims=None, **how
+            ),
         ),
     }
     found = {}
     for name, (workers, make) in cases.items():
         found[name] = [
-            [steps_of(loader) for loader in (made, made)] for made in (make(workers), make(0, replicas="each"))
+            [steps_of(loader) for loader in (made, made)]
+            for made in (make(workers), make(0, replicas="each"))
         ]
     return found
 
@@ -181,8 +220,18 @@ def sizes():
             return np.full(WIDTHS[index // 8], index % 100, np.uint8)
 
     found = {}
-    for replicas, workers, prefetch in (("leader", 0, 2), ("leader", 2, None), ("leader", 0, 0), ("each", 2, 1)):
-        loader = sharded(given(OfManySizes(), workers=workers), "dp1 x mp4", replicas=replicas, prefetch=prefetch)
+    for replicas, workers, prefetch in (
+        ("leader", 0, 2),
+        ("leader", 2, None),
+        ("leader", 0, 0),
+        ("each", 2, 1),
+    ):
+        loader = sharded(
+            given(OfManySizes(), workers=workers),
+            "dp1 x mp4",
+            replicas=replicas,
+            prefetch=prefetch,
+        )
         sums = found[f"{replicas} {workers} {prefetch}"] = []
         for batch in loader:
             sums.append(int(batch._local_value().numpy().sum()))
@@ -194,7 +243,9 @@ def resumes():
     """Steps before and after a stop: on one mesh with a leader, then on another mesh."""
     first = sharded(given(Samples(), shuffle=True))
     begun = steps_of(first, 2)
-    second = sharded(given(Samples(), shuffle=True, workers=2), "dp1 x mp4", replicas="leader")
+    second = sharded(
+        given(Samples(), shuffle=True, workers=2), "dp1 x mp4", replicas="leader"
+    )
     second.load_state_dict(first.state_dict())
     again = sharded(given(Samples(), shuffle=True), "dp1 x mp4", replicas="each")
     again.load_state_dict(first.state_dict())
@@ -205,7 +256,10 @@ def resumes():
 def passes():
     """Passes that overlap, are abandoned, or are peeked at."""
     loader = sharded(given(Samples()))
-    together = [[rows(one["id"]), rows(two["id"])] for one, two in zip(loader, loader, strict=True)]
+    together = [
+        [rows(one["id"]), rows(two["id"])]
+        for one, two in zip(loader, loader, strict=True)
+    ]
     for count in (0, 1, 3):
         batches = iter(loader)
         for _ in range(count):
@@ -226,9 +280,15 @@ def left():
     """Errors of many short passes over parts of unequal length, that all ranks leave at the same step near the end."""
     found = []
     for number in range(28):  # each filter with each step at which the loop is left
-        stream = Stream.of(range(60)).sharding_filter().filter(lambda i, k=2 + number % 4: i % k or i < 20)
+        stream = (
+            Stream.of(range(60))
+            .sharding_filter()
+            .filter(lambda i, k=2 + number % 4: i % k or i < 20)
+        )
         loader = sharded(given(stream), "mp2 x dp2", tail="pad", verify=None)
-        found += [step for step in steps_of(loader, 2 + number % 7) if isinstance(step, str)]
+        found += [
+            step for step in steps_of(loader, 2 + number % 7) if isinstance(step, str)
+        ]
     return found
 
 
@@ -258,10 +318,18 @@ def refused():
     cases = {
         "wrong word": lambda: sharded(given(Samples()), replicas="one"),
         "not sent": lambda: sharded(given(Samples(), collate_fn=with_a_function)),
-        "another choice": lambda: sharded(given(Samples()), replicas="each" if RANK == 2 else "leader"),
-        "fails on the leader": lambda: sharded(given(Samples(bad=(18,) if RANK == 0 else ()))),
-        "fails on a follower": lambda: sharded(given(Samples(bad=(18,) if RANK == 1 else ()))),
-        "other samples": lambda: with_sampler(list(range(40)) if RANK != 1 else list(range(40))[::-1]),
+        "another choice": lambda: sharded(
+            given(Samples()), replicas="each" if RANK == 2 else "leader"
+        ),
+        "fails on the leader": lambda: sharded(
+            given(Samples(bad=(18,) if RANK == 0 else ()))
+        ),
+        "fails on a follower": lambda: sharded(
+            given(Samples(bad=(18,) if RANK == 1 else ()))
+        ),
+        "other samples": lambda: with_sampler(
+            list(range(40)) if RANK != 1 else list(range(40))[::-1]
+        ),
         "more samples": lambda: with_sampler(list(range(40 if RANK else 24))),
         "fewer samples": lambda: with_sampler(list(range(24 if RANK else 40))),
     }

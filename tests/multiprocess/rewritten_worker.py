@@ -17,7 +17,9 @@ RANK, FOLDER, FILES = dist.get_rank(), Path(sys.argv[1]), 8
 
 
 def write(number, first, folder):
-    (folder / f"{number}.txt").write_text("".join(f"{first + 10 * number + i}\n" for i in range(10)))
+    (folder / f"{number}.txt").write_text(
+        "".join(f"{first + 10 * number + i}\n" for i in range(10))
+    )
 
 
 def loader_of(folder, ids, names, workers, replicas, shuffle):
@@ -25,7 +27,9 @@ def loader_of(folder, ids, names, workers, replicas, shuffle):
     stream = Stream.lines(paths, shuffle_shards=shuffle).map(int).in_parts(4)
     given = paddle.io.DataLoader(stream, batch_size=8, num_workers=workers)
     mesh = dist.ProcessMesh(ids, dim_names=names)
-    return paddle_shard.shard_dataloader(given, mesh, shard_dims="dp", replicas=replicas)
+    return paddle_shard.shard_dataloader(
+        given, mesh, shard_dims="dp", replicas=replicas
+    )
 
 
 def steps_of(loader, state, override=()):

@@ -28,7 +28,10 @@ class OfRank(paddle.io.BatchSampler):
     """Draws for its rank alone, in an order of its own, and has a state: where it stands, and what it has drawn."""
 
     def __init__(self):
-        self.batch_size, self.rest = 2, np.random.default_rng(RANK).permutation(range(RANK, 48, RANKS)).tolist()
+        self.batch_size, self.rest = (
+            2,
+            np.random.default_rng(RANK).permutation(range(RANK, 48, RANKS)).tolist(),
+        )
 
     def __iter__(self):
         while self.rest:
@@ -60,10 +63,17 @@ class Library:
 
 loaders = {
     "sampler": paddle_shard.shard_dataloader(
-        paddle.io.DataLoader(Numbers(), batch_sampler=OfRank()), MESH, shard_dims="dp", is_dataset_splitted=True
+        paddle.io.DataLoader(Numbers(), batch_sampler=OfRank()),
+        MESH,
+        shard_dims="dp",
+        is_dataset_splitted=True,
     ),
     "library": paddle_shard.shard_dataloader(
-        paddle_shard.ExternalLoader(Library, name="library", save=lambda library: library.at), MESH, shard_dims="dp"
+        paddle_shard.ExternalLoader(
+            Library, name="library", save=lambda library: library.at
+        ),
+        MESH,
+        shard_dims="dp",
     ),
 }
 checkpoints = paddle_shard.Checkpoints(folder)

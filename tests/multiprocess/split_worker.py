@@ -54,11 +54,18 @@ def outcome(numbers, kind=Numbers, given=None, shape=(2, 2), **sampler):
         if given is not None:
             given = paddle.io.DataLoader(data, **given)
         elif sampler:
-            given = paddle.io.DataLoader(data, batch_sampler=paddle.io.DistributedBatchSampler(data, 2, **sampler))
+            given = paddle.io.DataLoader(
+                data,
+                batch_sampler=paddle.io.DistributedBatchSampler(data, 2, **sampler),
+            )
         else:
             given = paddle.io.DataLoader(data, batch_size=2)
-        loader = paddle_shard.shard_dataloader(given, mesh, shard_dims="dp", is_dataset_splitted=True)
-        return [[batch.shape[0], batch._local_value().numpy().tolist()] for batch in loader]
+        loader = paddle_shard.shard_dataloader(
+            given, mesh, shard_dims="dp", is_dataset_splitted=True
+        )
+        return [
+            [batch.shape[0], batch._local_value().numpy().tolist()] for batch in loader
+        ]
     except paddle_shard.errors.SplitError as error:
         return str(error)
 
@@ -68,20 +75,34 @@ def outcomes():
     data_rank = rank // 2
     return {
         "not split": outcome(range(8)),
-        "not split, shuffled": outcome(range(8), given={"batch_size": 2, "shuffle": True}),
+        "not split, shuffled": outcome(
+            range(8), given={"batch_size": 2, "shuffle": True}
+        ),
         "not split, augmented": outcome(range(8), Augmented),
-        "not split, both": outcome(range(8), Augmented, given={"batch_size": 2, "shuffle": True}),
+        "not split, both": outcome(
+            range(8), Augmented, given={"batch_size": 2, "shuffle": True}
+        ),
         "not split, rank forgotten": outcome(
-            range(8), Augmented, given={"batch_sampler": paddle.io.BatchSampler(sampler=OfRank0(), batch_size=2)}
+            range(8),
+            Augmented,
+            given={
+                "batch_sampler": paddle.io.BatchSampler(sampler=OfRank0(), batch_size=2)
+            },
         ),
         "not split, lists": outcome(range(8), Lists, given=lists(8)),
         "not split, one row": outcome(range(8), given={"batch_size": 1}),
-        "split, one row": outcome(range(8 * data_rank, 8 * data_rank + 8), given={"batch_size": 1}),
+        "split, one row": outcome(
+            range(8 * data_rank, 8 * data_rank + 8), given={"batch_size": 1}
+        ),
         "all the same, one row": outcome([7] * 8, given={"batch_size": 1}),
-        "split, lists": outcome(range(4 * data_rank, 4 * data_rank + 4), Lists, given=lists(4)),
+        "split, lists": outcome(
+            range(4 * data_rank, 4 * data_rank + 4), Lists, given=lists(4)
+        ),
         "split": outcome(range(4 * data_rank, 4 * data_rank + 4)),
         "split by global rank": outcome(range(2 * rank, 2 * rank + 2)),
-        "replicas of one data rank": outcome(range(2 * rank, 2 * rank + 2), shape=(1, 4)),
+        "replicas of one data rank": outcome(
+            range(2 * rank, 2 * rank + 2), shape=(1, 4)
+        ),
         "the same replicas": outcome(range(4), shape=(1, 4)),
         "unequal": outcome(range(8 * data_rank, 8 * data_rank + 8 - 4 * data_rank)),
         "short last": outcome(range(100 * data_rank, 100 * data_rank + 3 + data_rank)),

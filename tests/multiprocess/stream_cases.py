@@ -93,7 +93,9 @@ def mixed(*, counts, stop):
     """Files and numbers, some of which are drawn several times, or not at all."""
     others = lines(counts=counts).map(lambda sample: (100 + sample[0], sample[1]))
     numbers = Stream.of(range(45)).shuffle(5).map(noisy)
-    return Stream.mixture({"files": others, "numbers": numbers}, {"files": 2, "numbers": 1}, stop=stop).shuffle(3)
+    return Stream.mixture(
+        {"files": others, "numbers": numbers}, {"files": 2, "numbers": 1}, stop=stop
+    ).shuffle(3)
 
 
 def loader_of(stream, workers, size=BATCH):
@@ -102,19 +104,34 @@ def loader_of(stream, workers, size=BATCH):
 
 SOURCES = {
     "iterable": lambda workers: loader_of(Numbers(45), workers),
-    "self split": lambda workers: loader_of(Stream.of(SplitsItself(45), splits_itself=True), workers),
-    "shuffled": lambda workers: loader_of(Stream.of(range(45)).shuffle(16).map(noisy).shuffle(4), workers),
+    "self split": lambda workers: loader_of(
+        Stream.of(SplitsItself(45), splits_itself=True), workers
+    ),
+    "shuffled": lambda workers: loader_of(
+        Stream.of(range(45)).shuffle(16).map(noisy).shuffle(4), workers
+    ),
     "cut, then filtered": lambda workers: loader_of(
-        Stream.of(range(70)).sharding_filter().map(noisy).filter(lambda s: s[0] % 3 != 0), workers
+        Stream.of(range(70))
+        .sharding_filter()
+        .map(noisy)
+        .filter(lambda s: s[0] % 3 != 0),
+        workers,
     ),
     "tars": lambda workers: loader_of(
-        Stream.webdataset(f"{folder()}/{{0..8}}.tar", index=False).shuffle(4).map(number_of), workers
+        Stream.webdataset(f"{folder()}/{{0..8}}.tar", index=False)
+        .shuffle(4)
+        .map(number_of),
+        workers,
     ),
     "files": lambda workers: loader_of(lines(counts=False), workers),
     "counted files": lambda workers: loader_of(lines(counts=True), workers),
     "items": lambda workers: loader_of(Stream.of(whole_batches), workers, None),
-    "mixture of files": lambda workers: loader_of(mixed(counts=False, stop="all"), workers),
-    "mixture of counted files": lambda workers: loader_of(mixed(counts=True, stop="first"), workers),
+    "mixture of files": lambda workers: loader_of(
+        mixed(counts=False, stop="all"), workers
+    ),
+    "mixture of counted files": lambda workers: loader_of(
+        mixed(counts=True, stop="first"), workers
+    ),
 }
 """Name -> a DataLoader; each sample is (id, a random number)."""
 if not find_spec("webdataset"):
@@ -143,7 +160,11 @@ def cases(num_ranks):
         tail = ["pad", "drop", "repeat"][number % 3]
         first, other = MESHES[num_ranks] if number % 4 < 2 else MESHES[num_ranks][::-1]
         with_workers, without = (*first, 2 + number % 2, tail), (*other, 0, "pad")
-        for case in [with_workers, without] if num_ranks == 2 else [without if number % 2 else with_workers]:
+        for case in (
+            [with_workers, without]
+            if num_ranks == 2
+            else [without if number % 2 else with_workers]
+        ):
             yield f"{source} {' '.join(map(str, case))}", source, *case
 
 
@@ -159,7 +180,9 @@ def make(source, ids, names, workers, tail, **options):
     mesh = dist.ProcessMesh(ids, dim_names=names)
     # Without replicas nothing is shared.
     options = {"seed": 3, "replicas": "leader", **options}
-    return paddle_shard.shard_dataloader(SOURCES[source](workers), mesh, shard_dims="dp", tail=tail, **options)
+    return paddle_shard.shard_dataloader(
+        SOURCES[source](workers), mesh, shard_dims="dp", tail=tail, **options
+    )
 
 
 def steps_of(loader, limit=None, *, collective=False):

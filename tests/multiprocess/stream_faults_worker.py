@@ -74,25 +74,43 @@ def outcome(loader):
 
 
 def local(iterable, **options):
-    loader = paddle_shard.shard_dataloader(iterable, MESH, shard_dims="dp", is_dataset_splitted=True, **options)
+    loader = paddle_shard.shard_dataloader(
+        iterable, MESH, shard_dims="dp", is_dataset_splitted=True, **options
+    )
     batches = iter(loader)
-    return [[b._local_value().numpy().tolist(), batches.valid._local_value().numpy().tolist()] for b in batches]
+    return [
+        [
+            b._local_value().numpy().tolist(),
+            batches.valid._local_value().numpy().tolist(),
+        ]
+        for b in batches
+    ]
 
 
 found = {}
 for workers in (0, 2):
-    found[f"every rank {workers}"] = outcome(shard(Stream.of(range(64)).map(fails_at_30), workers))
-    found[f"one rank {workers}"] = outcome(shard(Stream.of(range(64)).map(fails_on_the_last_rank), workers))
+    found[f"every rank {workers}"] = outcome(
+        shard(Stream.of(range(64)).map(fails_at_30), workers)
+    )
+    found[f"one rank {workers}"] = outcome(
+        shard(Stream.of(range(64)).map(fails_on_the_last_rank), workers)
+    )
     # The stream that is split before it fails: only one rank reads the broken sample.
-    found[f"its own part {workers}"] = outcome(shard(Stream.of(range(64)).sharding_filter().map(fails_at_30), workers))
-    uneven = Stream.of(range(60)).sharding_filter().filter(lambda i: i % 8 > 1 or i < 40)
+    found[f"its own part {workers}"] = outcome(
+        shard(Stream.of(range(64)).sharding_filter().map(fails_at_30), workers)
+    )
+    uneven = (
+        Stream.of(range(60)).sharding_filter().filter(lambda i: i % 8 > 1 or i < 40)
+    )
     for tail in ("pad", "drop", "repeat", "error"):
         found[f"uneven {tail} {workers}"] = outcome(shard(uneven, workers, tail=tail))
     found[f"num_batches {workers}"] = outcome(shard(uneven, workers, num_batches=11))
     # Sample 8 * 5 + 7 is in the last rank's rows of step 5.
     found[f"indexed {workers}"] = outcome(shard(Indexed(47, None), workers))
     # A loop on this rank alone, before the others come to it.
-    alone = sharded(Indexed(47, None), workers, dist.ProcessMesh([RANK], dim_names=["dp"]))
+    alone = sharded(
+        Indexed(47, None), workers, dist.ProcessMesh([RANK], dim_names=["dp"])
+    )
     found[f"indexed, alone {workers}"] = outcome(alone) if RANK == SIZE - 1 else None
 for tail in ("pad", "drop", "repeat"):
     found[f"own {tail}"] = local(own_batches, tail=tail)

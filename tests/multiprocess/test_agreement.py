@@ -31,7 +31,9 @@ def run_unsound(case, num_ranks, directory, wrong, args=()):
     """Run a case in which rank `wrong` goes wrong; return the others' reports."""
     survivors = [rank for rank in range(num_ranks) if rank != wrong]
     variables = {"AGREEMENT_TIMEOUT": str(TIMEOUT)}
-    with start_ranks(WORKER, num_ranks, directory, args=[case, *args], env=variables, timeout=HANG) as job:
+    with start_ranks(
+        WORKER, num_ranks, directory, args=[case, *args], env=variables, timeout=HANG
+    ) as job:
         return job.reports(survivors, HANG)
 
 

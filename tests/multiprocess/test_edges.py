@@ -52,20 +52,31 @@ def of_ranks(tmp_path_factory):
             names = [*CASES[num_ranks], "initialized"]
             environment = {"PYTHONPATH": str(HERE.parents[1])}
             found[num_ranks] = run_ranks(
-                HERE / "edges_worker.py", num_ranks, folder, args=[json.dumps(names)], env=environment, timeout=4 * HANG
+                HERE / "edges_worker.py",
+                num_ranks,
+                folder,
+                args=[json.dumps(names)],
+                env=environment,
+                timeout=4 * HANG,
             )
         return [report[case] for report in found[num_ranks]]
 
     return reports
 
 
-def test_uneven_files_make_the_same_steps_on_all_ranks_and_deliver_each_row_once(of_ranks):
+def test_uneven_files_make_the_same_steps_on_all_ranks_and_deliver_each_row_once(
+    of_ranks,
+):
     for passes in zip(*of_ranks(2, "streams"), strict=True):
         assert len({len(steps) for steps in passes}) == 1
-        assert sorted(row for steps in passes for step in steps for row in step) == list(range(1, sum(ROWS) + 1))
+        assert sorted(
+            row for steps in passes for step in steps for row in step
+        ) == list(range(1, sum(ROWS) + 1))
 
 
-def test_rows_that_are_shuffled_in_uneven_parts_are_each_delivered_once_in_as_many_steps_on_all_ranks(of_ranks):
+def test_rows_that_are_shuffled_in_uneven_parts_are_each_delivered_once_in_as_many_steps_on_all_ranks(
+    of_ranks,
+):
     first, second = of_ranks(2, "mixed")
     for name in first:
         assert len(first[name]) == len(second[name]), name
@@ -86,15 +97,21 @@ def test_the_certificate_counts_all_ranks(of_ranks):
         assert "22 samples exactly once" in text
 
 
-def test_the_certificate_counts_one_of_the_stages_that_have_different_numbers_of_data_ranks(of_ranks):
+def test_the_certificate_counts_one_of_the_stages_that_have_different_numbers_of_data_ranks(
+    of_ranks,
+):
     for half, whole in of_ranks(3, "stages"):
-        assert half.endswith("exactly once: positions [12, 22) were not delivered"), half
+        assert half.endswith("exactly once: positions [12, 22) were not delivered"), (
+            half
+        )
         assert whole.endswith("each of 22 samples exactly once"), whole
 
 
 def test_a_mesh_of_ranks_that_the_job_does_not_have_is_refused_on_every_rank(of_ranks):
     for text in of_ranks(2, "too_large"):
-        assert text.startswith("ArgumentError: meshes names the global rank 2, but this job has 2 ranks")
+        assert text.startswith(
+            "ArgumentError: meshes names the global rank 2, but this job has 2 ranks"
+        )
         assert "--nproc_per_node 3" in text
 
 
@@ -107,48 +124,84 @@ def test_a_mesh_of_ranks_that_the_job_does_not_have_is_refused_on_every_rank(of_
         ("on all", "tail must be"),
     ],
 )
-def test_a_loader_that_one_rank_alone_cannot_make_is_refused_on_every_rank_at_once(of_ranks, case, shown):
+def test_a_loader_that_one_rank_alone_cannot_make_is_refused_on_every_rank_at_once(
+    of_ranks, case, shown
+):
     found = of_ranks(2, "not_made")
     (first, waited), (second, _) = (of_rank[case] for of_rank in found)
 
     assert shown in second
     kind, _, text = second.partition(": ")
-    assert first == (second if case == "on all" else f"{kind}: global rank 1: its loader was not made: {text}")
+    assert first == (
+        second
+        if case == "on all"
+        else f"{kind}: global rank 1: its loader was not made: {text}"
+    )
     assert waited < HANG / 4, "not only when the timeout is over"
 
 
 def test_ranks_of_which_one_could_not_make_its_loader_can_go_on_with_another(of_ranks):
     first, second = (of_rank["later"] for of_rank in of_ranks(2, "not_made"))
 
-    assert [a + b for a, b in zip(first, second, strict=True)] == [list(range(4 * i, 4 * i + 4)) for i in range(4)]
+    assert [a + b for a, b in zip(first, second, strict=True)] == [
+        list(range(4 * i, 4 * i + 4)) for i in range(4)
+    ]
 
 
 @pytest.mark.parametrize(
     ("argument", "shown"),
     [
         ("batch size", "global batch: 8 on global rank 0, 6 on global rank 1"),
-        ("mesh", "meshes: {'dp': 2} of [0, 1], dims split {'dp': 0} on global rank 0, {'dp': 2} of [1, 0]"),
-        ("shard_dims", "dims split {'dp': 0} on global rank 0, {'dp': 2} of [0, 1], dims split {} on global rank 1"),
+        (
+            "mesh",
+            "meshes: {'dp': 2} of [0, 1], dims split {'dp': 0} on global rank 0, {'dp': 2} of [1, 0]",
+        ),
+        (
+            "shard_dims",
+            "dims split {'dp': 0} on global rank 0, {'dp': 2} of [0, 1], dims split {} on global rank 1",
+        ),
         ("seed", "seed: 0 on global rank 0, 1 on global rank 1"),
         ("length", "num_samples: 48 on global rank 0, 40 on global rank 1"),
         ("tail", "tail: pad on global rank 0, drop on global rank 1"),
         ("epoch", "epoch: 0 on global rank 0, 1 on global rank 1"),
         ("timeout", "timeout: 60.0 on global rank 0, 70.0 on global rank 1"),
         ("data set", "data set: Numbers on global rank 0, Stream on global rank 1"),
-        ("version", "paddle_shard: " + paddle_shard.__version__ + " on global rank 0, 9.9 on global rank 1"),
+        (
+            "version",
+            "paddle_shard: "
+            + paddle_shard.__version__
+            + " on global rank 0, 9.9 on global rank 1",
+        ),
         ("stream", "num_batches: 3 on global rank 0, 2 on global rank 1"),
         ("on_error", "on_error: raise on global rank 0, skip on global rank 1"),
         ("balance", "balance: [48] "),
         ("skip", "skip_steps: [(0, 2)] on global rank 0, [(1, 2)] on global rank 1"),
         ("weights", "'segments': [[0, [1, 0]], [16, [1, 2]]]} on global rank 1"),
-        ("a file", "files: 'b.csv (18 bytes)' is on global rank 0, and not on global rank 1"),
-        ("a file's size", "files: 'b.csv (18 bytes)' is on global rank 0, and not on global rank 1"),
-        ("a file's rows", "files: 'b.csv (8 samples)' is on global rank 0, and not on global rank 1"),
-        ("a file of a source", "files: 'own: b.csv (18 bytes)' is on global rank 1, and not on global rank 0"),
-        ("batch size by schedule", "batch_size: [(0, 8), (16, 12)] on global rank 0, [(0, 8), (16, 4)] on global rank"),
+        (
+            "a file",
+            "files: 'b.csv (18 bytes)' is on global rank 0, and not on global rank 1",
+        ),
+        (
+            "a file's size",
+            "files: 'b.csv (18 bytes)' is on global rank 0, and not on global rank 1",
+        ),
+        (
+            "a file's rows",
+            "files: 'b.csv (8 samples)' is on global rank 0, and not on global rank 1",
+        ),
+        (
+            "a file of a source",
+            "files: 'own: b.csv (18 bytes)' is on global rank 1, and not on global rank 0",
+        ),
+        (
+            "batch size by schedule",
+            "batch_size: [(0, 8), (16, 12)] on global rank 0, [(0, 8), (16, 4)] on global rank",
+        ),
     ],
 )
-def test_what_must_be_the_same_and_is_not_is_an_error_with_both_values_on_every_rank(argument, shown, of_ranks):
+def test_what_must_be_the_same_and_is_not_is_an_error_with_both_values_on_every_rank(
+    argument, shown, of_ranks
+):
     for found in of_ranks(2, "differ"):
         [text] = found[argument]  # before any batch
         assert text.startswith("ArgumentError: ")
@@ -156,9 +209,12 @@ def test_what_must_be_the_same_and_is_not_is_an_error_with_both_values_on_every_
 
 
 @pytest.mark.parametrize(
-    ("case", "text"), [("split_fails", "no disk"), ("split_empty", "has yielded no batch in epoch 0")]
+    ("case", "text"),
+    [("split_fails", "no disk"), ("split_empty", "has yielded no batch in epoch 0")],
 )
-def test_split_data_of_which_one_rank_has_no_first_batch_is_told_on_every_rank(case, text, of_ranks):
+def test_split_data_of_which_one_rank_has_no_first_batch_is_told_on_every_rank(
+    case, text, of_ranks
+):
     for (error,), seconds in of_ranks(2, case):
         assert text in error
         assert seconds < HANG
@@ -181,7 +237,9 @@ def test_split_data_of_which_one_rank_has_no_first_batch_is_told_on_every_rank(c
         ("costs", 0),
     ],
 )
-def test_ranks_that_read_different_data_are_told_and_ranks_that_read_the_same_are_not(kind, delivered, of_ranks):
+def test_ranks_that_read_different_data_are_told_and_ranks_that_read_the_same_are_not(
+    kind, delivered, of_ranks
+):
     reports = of_ranks(2, "different_data")
     for found in reports:
         *steps, text = found[kind]
@@ -189,7 +247,9 @@ def test_ranks_that_read_different_data_are_told_and_ranks_that_read_the_same_ar
         assert "have read different data" in text
         assert "Use the same seed on all ranks" in text
         assert len(steps) <= delivered or kind != "stream"
-    rows = [row for found in reports for step in found[f"{kind}, seeded"] for row in step]
+    rows = [
+        row for found in reports for step in found[f"{kind}, seeded"] for row in step
+    ]
     assert sorted(rows) == list(range(64))
 
 
@@ -197,14 +257,18 @@ def test_ranks_with_different_numbers_of_workers_resume_whole_batches(of_ranks):
     assert of_ranks(2, "resumed_apart") == [9, 9]
 
 
-def test_a_rank_that_iterates_alone_says_whom_it_waits_for_and_goes_on_when_they_come(of_ranks):
+def test_a_rank_that_iterates_alone_says_whom_it_waits_for_and_goes_on_when_they_come(
+    of_ranks,
+):
     (steps, said), (others, silent) = of_ranks(2, "alone")
 
     assert "global rank 1 has not" in said
     assert "at step 0 of Numbers, epoch 0" in said
     assert "ProcessMesh([0])" in said
     assert silent == ""
-    assert [a + b for a, b in zip(steps, others, strict=True)] == [list(range(4 * k, 4 * k + 4)) for k in range(4)]
+    assert [a + b for a, b in zip(steps, others, strict=True)] == [
+        list(range(4 * k, 4 * k + 4)) for k in range(4)
+    ]
 
 
 def test_a_loop_that_changes_its_data_has_nothing_read_ahead(of_ranks):
@@ -214,7 +278,9 @@ def test_a_loop_that_changes_its_data_has_nothing_read_ahead(of_ranks):
         assert [count - looked_at for count in read] == [2, 4, 6, 8, 10, 12, 14, 16]
 
 
-def test_a_sampler_with_a_generator_of_its_own_draws_on_where_one_data_rank_has_all(of_ranks):
+def test_a_sampler_with_a_generator_of_its_own_draws_on_where_one_data_rank_has_all(
+    of_ranks,
+):
     """How it splits need not be found out, for which each pass would have a copy of it as it was in the beginning."""
     own = np.random.RandomState(3)
     epochs = [own.permutation(8).reshape(2, 4).tolist() for _ in range(3)]
@@ -230,7 +296,12 @@ def test_forked_children_of_ranks_that_have_met_meet_themselves(of_ranks):
 
 @pytest.mark.parametrize("num_ranks", CASES)
 def test_paddles_own_environment_can_be_made_later(num_ranks, of_ranks):
-    rows = [row for steps in of_ranks(num_ranks, "initialized") for step in steps for row in step]
+    rows = [
+        row
+        for steps in of_ranks(num_ranks, "initialized")
+        for step in steps
+        for row in step
+    ]
 
     assert sorted(rows) == list(range(24))
 
@@ -240,7 +311,9 @@ def test_a_loader_that_only_the_ranks_of_its_mesh_make_waits_for_no_other(of_ran
 
     assert others is None
     assert len({len(steps) for steps in passes}) == 1
-    assert sorted(row for steps in passes for step in steps for row in step) == list(range(1, sum(ROWS) + 1))
+    assert sorted(row for steps in passes for step in steps for row in step) == list(
+        range(1, sum(ROWS) + 1)
+    )
 
 
 def test_a_rank_on_no_mesh_makes_the_steps_of_the_others(of_ranks):
@@ -251,7 +324,9 @@ def test_a_single_process_and_a_mesh_of_two_is_said_with_the_way_to_launch(caplo
     mesh = dist.ProcessMesh([0, 1], dim_names=["dp"])
     data = paddle.io.TensorDataset([paddle.arange(8)])
 
-    paddle_shard.shard_dataloader(paddle.io.DataLoader(data, batch_size=4), mesh, shard_dims="dp")
+    paddle_shard.shard_dataloader(
+        paddle.io.DataLoader(data, batch_size=4), mesh, shard_dims="dp"
+    )
 
     assert "only process of its job, and reads 1/2 of the rows" in caplog.text
     assert "--nproc_per_node 2" in caplog.text

@@ -6,7 +6,15 @@ from pathlib import Path
 import pytest
 
 from tests.data.s3_server import BUCKET, serving_s3
-from tests.data.source_laws import ON_RANKS, TOTAL, files, ids_of, joined, make, steps_of
+from tests.data.source_laws import (
+    ON_RANKS,
+    TOTAL,
+    files,
+    ids_of,
+    joined,
+    make,
+    steps_of,
+)
 from tests.deadlines import HANG
 from tests.jobs import run_ranks
 from tests.optional import needs
@@ -26,8 +34,14 @@ def local(tmp_path):
     return str(folder)
 
 
-def test_every_rank_and_worker_gets_its_rows_of_the_batches_of_one_process(local, tmp_path):
-    check([(source, local, STOPS[number % 2]) for number, source in enumerate(ON_RANKS)], local, tmp_path)
+def test_every_rank_and_worker_gets_its_rows_of_the_batches_of_one_process(
+    local, tmp_path
+):
+    check(
+        [(source, local, STOPS[number % 2]) for number, source in enumerate(ON_RANKS)],
+        local,
+        tmp_path,
+    )
 
 
 @pytest.mark.long
@@ -40,7 +54,9 @@ def test_ranks_read_files_of_a_store_as_those_of_a_disk(local, tmp_path):
 def check(cases, local, tmp_path, environment=None):
     """Check what two ranks read of (source, folder, step at which they stop), by what one process reads of files."""
     args, worker = [json.dumps(cases)], Path(__file__).with_name("library_worker.py")
-    reports = run_ranks(worker, 2, tmp_path / "run", args=args, env=environment, timeout=4 * HANG)
+    reports = run_ranks(
+        worker, 2, tmp_path / "run", args=args, env=environment, timeout=4 * HANG
+    )
 
     def of_run(name):
         of_ranks = [report[name] for report in reports]
@@ -51,7 +67,9 @@ def check(cases, local, tmp_path, environment=None):
         name, loader = f"{source} {folder}", make(source, local, 0)
         alone = [steps_of(loader) for _ in range(2)]
         for epoch in range(2):
-            assert sorted(ids_of(alone[epoch])) == list(range(TOTAL)), f"each sample exactly once: {name}"
+            assert sorted(ids_of(alone[epoch])) == list(range(TOTAL)), (
+                f"each sample exactly once: {name}"
+            )
         assert alone[0] != alone[1], "two epochs differ"
         assert of_run(name) == alone[0], name
         if stop:

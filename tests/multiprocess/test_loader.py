@@ -10,7 +10,11 @@ from tests.multiprocess.loader_cases import cases, summary
 
 pytestmark = pytest.mark.multiprocess
 WORKER = Path(__file__).with_name("loader_worker.py")
-CASES = {2: ["left", "loaders", "sequence", "unsplit"], 4: ["loaders", "split", "unsplit"], 8: ["loaders"]}
+CASES = {
+    2: ["left", "loaders", "sequence", "unsplit"],
+    4: ["loaders", "split", "unsplit"],
+    8: ["loaders"],
+}
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4, pytest.param(8, marks=pytest.mark.long)])
@@ -18,12 +22,16 @@ def test_real_ranks_get_what_simulated_ranks_get(num_ranks, run_case):
     reports = run_case(WORKER, num_ranks, "loaders", CASES[num_ranks], timeout=2 * HANG)
 
     for name, make in cases(num_ranks).items():
-        simulated = on_each_rank(range(num_ranks), lambda make=make: summary(make(workers=0)))
+        simulated = on_each_rank(
+            range(num_ranks), lambda make=make: summary(make(workers=0))
+        )
         for rank in range(num_ranks):
             assert reports[rank][name] == simulated[rank], f"rank {rank}: {name}"
 
 
-def test_a_loop_that_was_left_is_said_to_begin_again_also_the_first_of_a_process(run_case):
+def test_a_loop_that_was_left_is_said_to_begin_again_also_the_first_of_a_process(
+    run_case,
+):
     assert run_case(WORKER, 2, "left", CASES[2], timeout=2 * HANG) == [[0, 1, 1]] * 2
 
 
@@ -32,45 +40,85 @@ def test_data_that_is_not_split_as_was_said_is_refused_on_every_rank(run_case):
 
     for rank, report in enumerate(reports):
         data_rank = rank // 2
-        for how in ("", ", shuffled", ", augmented", ", both", ", lists", ", rank forgotten"):
+        for how in (
+            "",
+            ", shuffled",
+            ", augmented",
+            ", both",
+            ", lists",
+            ", rank forgotten",
+        ):
             assert (
-                "different data ranks, read the same first batch: the data is not split" in report[f"not split{how}"]
+                "different data ranks, read the same first batch: the data is not split"
+                in report[f"not split{how}"]
             ), how
-        assert report["split"] == [[4, [4 * data_rank + i, 4 * data_rank + i + 1]] for i in (0, 2)]
-        assert "different data ranks, read the same batch: the data is not split" in report["not split, one row"]
+        assert report["split"] == [
+            [4, [4 * data_rank + i, 4 * data_rank + i + 1]] for i in (0, 2)
+        ]
+        assert (
+            "different data ranks, read the same batch: the data is not split"
+            in report["not split, one row"]
+        )
         assert report["split, one row"] == [[2, [8 * data_rank + i]] for i in range(8)]
         assert report["all the same, one row"] == [[2, [7]]] * 8
         rows = [row for _, batch in report["split, lists"] for row in batch]
         assert sorted(rows) == list(range(4 * data_rank, 4 * data_rank + 4))
         if rank in (1, 3):  # ranks 0 and 2 lead their replica groups
-            assert "replicas (the same data rank), read different first batches" in report["split by global rank"]
-        assert "replicas (the same data rank), read different first batches" in report["replicas of one data rank"]
+            assert (
+                "replicas (the same data rank), read different first batches"
+                in report["split by global rank"]
+            )
+        assert (
+            "replicas (the same data rank), read different first batches"
+            in report["replicas of one data rank"]
+        )
         assert report["the same replicas"] == [[2, [0, 1]], [2, [2, 3]]]
-        assert "their steps would differ. Give every data rank the same number of rows" in report["unequal"]
+        assert (
+            "their steps would differ. Give every data rank the same number of rows"
+            in report["unequal"]
+        )
         shown = "1 on global rank 0, 1 on global rank 1, 2 on global rank 2, 2 on global rank 3"
         assert f"different numbers of rows: {shown}" in report["short last"]
         assert report["all the same"] == [[4, [7, 7]]] * 2
-        assert report["sampler"] == [[4, [i + 2 * data_rank, i + 2 * data_rank + 1]] for i in (0, 4)]
-        assert "nranks=4 parts, but shard_dims gives 2 data ranks" in report["sampler of the world"]
+        assert report["sampler"] == [
+            [4, [i + 2 * data_rank, i + 2 * data_rank + 1]] for i in (0, 4)
+        ]
+        assert (
+            "nranks=4 parts, but shard_dims gives 2 data ranks"
+            in report["sampler of the world"]
+        )
 
 
 def test_a_balanced_sequence_is_what_paddles_ring_attention_makes(run_case):
     reports = run_case(WORKER, 2, "sequence", CASES[2], timeout=2 * HANG)
 
     for rank, chunks in enumerate([(0, 3), (1, 2)]):
-        expected = [[100 * row + 4 * chunk + i for chunk in chunks for i in range(4)] for row in range(2)]
+        expected = [
+            [100 * row + 4 * chunk + i for chunk in chunks for i in range(4)]
+            for row in range(2)
+        ]
         assert reports[rank]["ours"] == expected
         assert reports[rank]["placements"] == "[Shard(dim=1)]"
-        assert reports[rank]["resharded"] == [[100 * row + i for i in range(16)] for row in range(2)]
+        assert reports[rank]["resharded"] == [
+            [100 * row + i for i in range(16)] for row in range(2)
+        ]
         assert reports[rank]["paddle"] in (expected, None)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_outputs_of_split_sequences_are_put_back_in_the_order_of_the_rows(num_ranks, run_case):
+def test_outputs_of_split_sequences_are_put_back_in_the_order_of_the_rows(
+    num_ranks, run_case
+):
     reports = run_case(WORKER, num_ranks, "unsplit", CASES[num_ranks], timeout=2 * HANG)
-    documents = [100 * (number + 1) + np.arange(size) for number, size in enumerate((9, 4, 7, 2, 11, 5))]
+    documents = [
+        100 * (number + 1) + np.arange(size)
+        for number, size in enumerate((9, 4, 7, 2, 11, 5))
+    ]
     packed = Packed(documents, 16)
-    rows = [[packed[row][name].tolist() for name in ("input_ids", "position_ids")] for row in range(2)]
+    rows = [
+        [packed[row][name].tolist() for name in ("input_ids", "position_ids")]
+        for row in range(2)
+    ]
     wanted = [[list(pair) for pair in zip(*row, strict=True)] for row in rows]
 
     for rank, report in enumerate(reports):
@@ -78,4 +126,6 @@ def test_outputs_of_split_sequences_are_put_back_in_the_order_of_the_rows(num_ra
             shape, placements, found = report[layout]
             assert shape == [2, 16, 2]
             assert placements == "[Shard(dim=0), Replicate()]"
-            assert found == (wanted if num_ranks == 2 else wanted[rank // 2 : rank // 2 + 1])
+            assert found == (
+                wanted if num_ranks == 2 else wanted[rank // 2 : rank // 2 + 1]
+            )

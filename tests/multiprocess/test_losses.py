@@ -9,8 +9,14 @@ from tests.jobs import run_ranks
 
 
 @pytest.mark.multiprocess
-def test_the_loss_of_the_page_is_the_mean_over_the_tokens_that_count_and_paddles_mean_is_not(tmp_path):
-    for found in run_ranks(Path(__file__).with_name("loss_worker.py"), 2, tmp_path, timeout=HANG):
+def test_the_loss_of_the_page_is_the_mean_over_the_tokens_that_count_and_paddles_mean_is_not(
+    tmp_path,
+):
+    for found in run_ranks(
+        Path(__file__).with_name("loss_worker.py"), 2, tmp_path, timeout=HANG
+    ):
         assert found["page"] == pytest.approx(found["numpy"], rel=1e-5)
         assert found["gradients differ by"] < 1e-6
-        assert found["paddle"] == pytest.approx(found["numpy, over all"], rel=1e-5), "if not, the page is out of date"
+        assert found["paddle"] == pytest.approx(found["numpy, over all"], rel=1e-5), (
+            "if not, the page is out of date"
+        )

@@ -28,7 +28,9 @@ WORKER = Path(__file__).parent / "lost_worker.py"
     ("kind", "loop", "victim", "workers"),
     [("map", 1, 0, 0), ("map", 2, 1, 2), ("stream", 1, 1, 0), ("stream", 2, 0, 2)],
 )
-def test_a_killed_rank_is_named_and_leaves_no_process(kind, loop, victim, workers, tmp_path):
+def test_a_killed_rank_is_named_and_leaves_no_process(
+    kind, loop, victim, workers, tmp_path
+):
     args = ["lost", kind, str(workers), str(loop), str(victim)]
     with start_ranks(WORKER, 2, tmp_path, args=args, timeout=HANG) as job:
         [(done, ranks, seconds)] = job.reports([1 - victim], HANG)
@@ -41,20 +43,41 @@ def test_a_killed_rank_is_named_and_leaves_no_process(kind, loop, victim, worker
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
     ("how", "call", "victim", "num_ranks"),
-    [("kill", "certificate", 1, 2), ("end", "certificate", 3, 4), ("kill", "loop", 0, 4), ("refuse", "loop", 1, 2)],
+    [
+        ("kill", "certificate", 1, 2),
+        ("end", "certificate", 3, 4),
+        ("kill", "loop", 0, 4),
+        ("refuse", "loop", 1, 2),
+    ],
 )
-def test_a_rank_that_ends_before_the_first_call_is_named_at_once(how, call, victim, num_ranks, tmp_path):
-    with start_ranks(WORKER, num_ranks, tmp_path, args=["early", how, call, str(victim)], timeout=HANG) as job:
-        for ranks, seconds in job.reports([rank for rank in range(num_ranks) if rank != victim], HANG):
+def test_a_rank_that_ends_before_the_first_call_is_named_at_once(
+    how, call, victim, num_ranks, tmp_path
+):
+    with start_ranks(
+        WORKER,
+        num_ranks,
+        tmp_path,
+        args=["early", how, call, str(victim)],
+        timeout=HANG,
+    ) as job:
+        for ranks, seconds in job.reports(
+            [rank for rank in range(num_ranks) if rank != victim], HANG
+        ):
             assert ranks == [victim]
             assert seconds < HANG / 4, "not only when the timeout is over"
 
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("victim", [0, 3])
-def test_a_rank_that_is_stopped_is_named_when_the_timeout_is_over_and_not_that_of_another_loader(victim, tmp_path):
-    with start_ranks(WORKER, 4, tmp_path, args=["stopped", str(victim)], timeout=HANG) as job:
-        for ranks, seconds in job.reports([rank for rank in range(4) if rank != victim], HANG):
+def test_a_rank_that_is_stopped_is_named_when_the_timeout_is_over_and_not_that_of_another_loader(
+    victim, tmp_path
+):
+    with start_ranks(
+        WORKER, 4, tmp_path, args=["stopped", str(victim)], timeout=HANG
+    ) as job:
+        for ranks, seconds in job.reports(
+            [rank for rank in range(4) if rank != victim], HANG
+        ):
             assert ranks == [victim]
             assert 6.0 <= seconds < 6.0 + HANG / 4
 
@@ -68,11 +91,15 @@ def test_a_rank_that_ends_while_it_looks_for_the_others_ends_well(tmp_path):
 @pytest.mark.long
 def test_ranks_that_paddle_spawns_meet(tmp_path):
     given = ("PADDLE_", "POD_", "MASTER_", "FLAGS_selected_")
-    variables = {name: value for name, value in os.environ.items() if not name.startswith(given)}
+    variables = {
+        name: value for name, value in os.environ.items() if not name.startswith(given)
+    }
     variables["PADDLE_SHARD_REPORT_DIR"] = str(tmp_path)
     with open(tmp_path / "log", "w") as log:
         command = [sys.executable, "-u", str(WORKER), "spawn"]
-        ranks = subprocess.Popen(command, env=variables, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        ranks = subprocess.Popen(
+            command, env=variables, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+        )
         try:
             code = ranks.wait(HANG)
         except subprocess.TimeoutExpired:
@@ -82,7 +109,9 @@ def test_ranks_that_paddle_spawns_meet(tmp_path):
             ranks.wait()
 
     assert code == 0, (tmp_path / "log").read_text()[-4000:]
-    first, second = (json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2))
+    first, second = (
+        json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2)
+    )
     for epoch in range(2):
         joined = [a + b for a, b in zip(first[epoch], second[epoch], strict=True)]
         assert joined == [list(range(8 * step, 8 * step + 8)) for step in range(20)]
@@ -94,15 +123,36 @@ def test_ranks_that_paddle_spawns_meet(tmp_path):
 @pytest.mark.parametrize(
     ("variables", "address"),
     [
-        ({"PADDLE_MASTER": "10.0.0.1:5", "PADDLE_TRAINER_ENDPOINTS": "10.0.0.2:6,10.0.0.2:7"}, ("10.0.0.1", 5)),
-        ({"PADDLE_TRAINER_ENDPOINTS": "10.0.0.2:6,10.0.0.2:7"}, ("10.0.0.2", 6)),  # all that spawn sets
+        (
+            {
+                "PADDLE_MASTER": "10.0.0.1:5",
+                "PADDLE_TRAINER_ENDPOINTS": "10.0.0.2:6,10.0.0.2:7",
+            },
+            ("10.0.0.1", 5),
+        ),
+        (
+            {"PADDLE_TRAINER_ENDPOINTS": "10.0.0.2:6,10.0.0.2:7"},
+            ("10.0.0.2", 6),
+        ),  # all that spawn sets
         # What Paddle reads, but not for its store.
-        ({"MASTER_ADDR": "a", "MASTER_PORT": "8", "PADDLE_TRAINER_ENDPOINTS": "b:6,b:7"}, ("b", 6)),
+        (
+            {
+                "MASTER_ADDR": "a",
+                "MASTER_PORT": "8",
+                "PADDLE_TRAINER_ENDPOINTS": "b:6,b:7",
+            },
+            ("b", 6),
+        ),
         ({"PADDLE_MASTER": "[::1]:5"}, ("::1", 5)),
     ],
 )
 def test_the_store_is_looked_for_where_paddle_puts_it(variables, address, monkeypatch):
-    for name in ("PADDLE_MASTER", "MASTER_ADDR", "MASTER_PORT", "PADDLE_TRAINER_ENDPOINTS"):
+    for name in (
+        "PADDLE_MASTER",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "PADDLE_TRAINER_ENDPOINTS",
+    ):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
@@ -115,27 +165,45 @@ def test_the_store_is_looked_for_where_paddle_puts_it(variables, address, monkey
 
 @pytest.mark.parametrize("found", [None, "127.0.0.1:0", "127.0.0.1", "host:port", ":5"])
 def test_an_environment_that_does_not_say_where_is_refused_at_once(found, monkeypatch):
-    for name in ("PADDLE_MASTER", "MASTER_ADDR", "MASTER_PORT", "PADDLE_TRAINER_ENDPOINTS"):
+    for name in (
+        "PADDLE_MASTER",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "PADDLE_TRAINER_ENDPOINTS",
+    ):
         monkeypatch.delenv(name, raising=False)
     if found is not None:
         monkeypatch.setenv("PADDLE_MASTER", found)
 
     initialized = mock.patch.object(dist, "is_initialized", lambda: True)
-    with simulated_rank(0, 2), pytest.raises(ArgumentError, match="start the ranks with python -m paddle.distributed"):
+    with (
+        simulated_rank(0, 2),
+        pytest.raises(
+            ArgumentError, match="start the ranks with python -m paddle.distributed"
+        ),
+    ):
         network_of([0, 1], "test")
-    with simulated_rank(0, 2), initialized, pytest.raises(ArgumentError, match="Start the ranks with paddle.distri"):
+    with (
+        simulated_rank(0, 2),
+        initialized,
+        pytest.raises(ArgumentError, match="Start the ranks with paddle.distri"),
+    ):
         network_of([0, 1], "test")
 
 
 @pytest.mark.parametrize("members", [(0, 1), (1, 2)])
-def test_a_store_whose_process_has_ended_before_the_ranks_have_met_is_named_at_once(members, monkeypatch):
+def test_a_store_whose_process_has_ended_before_the_ranks_have_met_is_named_at_once(
+    members, monkeypatch
+):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         monkeypatch.setenv("PADDLE_MASTER", f"127.0.0.1:{probe.getsockname()[1]}")
     with simulated_rank(1, 3), mock.patch.object(dist, "is_initialized", lambda: True):
         network, *_ = network_of(members, "test", 2 * HANG)
         start = time.monotonic()
-        with pytest.raises(PeerLostError, match="Global rank 0, whose process has the store") as raised:
+        with pytest.raises(
+            PeerLostError, match="Global rank 0, whose process has the store"
+        ) as raised:
             network.connect()
 
     assert raised.value.ranks == (0,)
@@ -147,7 +215,11 @@ def test_a_store_whose_process_has_ended_before_the_ranks_have_met_is_named_at_o
 
 def sockets_in_a_child():
     """Which of this process's sockets of groups a forked child has open."""
-    known = {os.fstat(one.fileno()).st_ino for one in list(rendezvous._sockets) if one.fileno() >= 0}
+    known = {
+        os.fstat(one.fileno()).st_ino
+        for one in list(rendezvous._sockets)
+        if one.fileno() >= 0
+    }
     assert known
     pid = os.fork()
     if pid == 0:
@@ -182,7 +254,9 @@ def test_a_slow_start_is_no_death(meeting):
     until(lambda: found == [[["from 4", "from 5", "from 6"]]] * 3)
 
 
-def test_who_ends_before_all_have_met_is_named_to_those_who_wait_and_those_who_come_later(meeting):
+def test_who_ends_before_all_have_met_is_named_to_those_who_wait_and_those_who_come_later(
+    meeting,
+):
     first, _ = meeting.start(4), meeting.start(5)
     until(has_come(meeting, 4, 5))
     meeting.coordinators[5].close()
@@ -190,11 +264,16 @@ def test_who_ends_before_all_have_met_is_named_to_those_who_wait_and_those_who_c
     late = meeting.start(6)
     until(lambda: late)
     for [error] in (first, late):
-        assert str(error) == "Global rank 5 has ended or was killed; its own log may say why."
+        assert (
+            str(error)
+            == "Global rank 5 has ended or was killed; its own log may say why."
+        )
         assert error.ranks == (5,)
 
 
-def test_a_first_rank_with_the_store_stays_until_those_who_are_about_to_connect_have_heard_who_is_lost(meeting):
+def test_a_first_rank_with_the_store_stays_until_those_who_are_about_to_connect_have_heard_who_is_lost(
+    meeting,
+):
     store = meeting.store
     first, _ = meeting.start(4), meeting.start(5)
     until(has_come(meeting, 4, 5))
@@ -218,14 +297,20 @@ def test_a_first_rank_with_the_store_stays_until_those_who_are_about_to_connect_
 def test_a_first_rank_that_leaves_says_for_whom_it_has_waited_in_vain(waited, meeting):
     first, second = meeting.start(4), meeting.start(5)
     until(has_come(meeting, 4, 5))
-    why = PeerLostError.of("Waited 4 s for the other ranks: global rank 6 has not answered.", [6], 4.0)
+    why = PeerLostError.of(
+        "Waited 4 s for the other ranks: global rank 6 has not answered.", [6], 4.0
+    )
     meeting.coordinators[4].member.silence = why if waited else None
     meeting.coordinators[4].close()
     until(lambda: first and second)
 
     [error] = second
     assert error.ranks == ((6,) if waited else (4,))
-    assert str(error) == (str(why) if waited else "Global rank 4 has ended or was killed; its own log may say why.")
+    assert str(error) == (
+        str(why)
+        if waited
+        else "Global rank 4 has ended or was killed; its own log may say why."
+    )
 
 
 def test_a_forked_child_does_not_keep_the_connections_of_its_rank():
@@ -239,4 +324,6 @@ def test_a_forked_child_does_not_keep_the_connections_of_its_rank():
         assert sockets_in_a_child() == 0
         found += [meeting.start(0), meeting.start(1)]
         meeting.join()
-        assert found == [[["from 0", "from 1"]]] * 4, "the connections are this process's as before"
+        assert found == [[["from 0", "from 1"]]] * 4, (
+            "the connections are this process's as before"
+        )

@@ -24,7 +24,9 @@ def joined(reports, name, data_ranks):
 
 
 def test_real_ranks_mix_by_the_schedule_and_resume_with_more_of_it(tmp_path):
-    reports = run_ranks(Path(__file__).with_name("mixture_worker.py"), 4, tmp_path, timeout=2 * HANG)
+    reports = run_ranks(
+        Path(__file__).with_name("mixture_worker.py"), 4, tmp_path, timeout=2 * HANG
+    )
 
     for name in ("steps", "rest"):
         assert reports[0][name] == reports[2][name], "replicas agree"
@@ -32,7 +34,9 @@ def test_real_ranks_mix_by_the_schedule_and_resume_with_more_of_it(tmp_path):
     before, after = joined(reports, "steps", (0, 1)), joined(reports, "rest", (0, 1))
     sources = [int(row[0]) // 1000 for row in before + after]
     assert sources[:48] == Chairman((5, 3, 1)).at(np.arange(48))[0].tolist()
-    assert sources[48:] == [[0, 2][at] for at in Chairman((1, 1)).at(np.arange(96))[0].tolist()]
+    assert sources[48:] == [
+        [0, 2][at] for at in Chairman((1, 1)).at(np.arange(96))[0].tolist()
+    ]
     resumed = joined(reports, "resumed", (3, 1, 2, 0))
     assert resumed[:40] == after[:40], "another mesh and batch size"
     assert [int(row[0]) // 1000 for row in resumed[40:]] == [1] * 32
@@ -43,6 +47,13 @@ def test_real_ranks_mix_by_the_schedule_and_resume_with_more_of_it(tmp_path):
 def test_simulated_ranks_get_what_one_process_gets():
     alone = [row for batch in loader_of(ONE) for row in rows(batch)]
     mesh = DP2
-    per_rank = on_each_rank([0, 1], lambda: [rows(batch) for batch in loader_of(mesh, workers=0)])
+    per_rank = on_each_rank(
+        [0, 1], lambda: [rows(batch) for batch in loader_of(mesh, workers=0)]
+    )
 
-    assert [row for steps in zip(*per_rank.values(), strict=True) for part in steps for row in part] == alone
+    assert [
+        row
+        for steps in zip(*per_rank.values(), strict=True)
+        for part in steps
+        for row in part
+    ] == alone

@@ -9,17 +9,26 @@ WORKER = Path(__file__).parent / "notes_worker.py"
 
 
 @pytest.mark.multiprocess
-def test_rows_of_another_shape_and_rows_that_one_replica_could_not_read_are_known_to_all_ranks(tmp_path):
+def test_rows_of_another_shape_and_rows_that_one_replica_could_not_read_are_known_to_all_ranks(
+    tmp_path,
+):
     one, two = run_ranks(WORKER, 2, tmp_path, timeout=2 * HANG)
 
     assert one == two
     told = one.pop("own rows")
     assert "step 1" in told
-    assert "global rank 0: [1] float32, 1 rows of [2]; global rank 1: [1] float32, 2 rows of [2]. " in told
+    assert (
+        "global rank 0: [1] float32, 1 rows of [2]; global rank 1: [1] float32, 2 rows of [2]. "
+        in told
+    )
     assert "fill it up" in told
     for case, (steps, error, masks) in one.items():
         assert steps == 2, case
         assert "step 2" in error, case
         assert "global rank 0: float32[3]; global rank 1: float32[5]" in error, case
-        assert masks[1] == [4.0, None, None, None], case  # 5 for both, 6 for one, 7 for the other
-        assert [masks[0], *masks[2:]] == [[4.0 * k + r for r in range(4)] for k in (0, 2, 3)], case
+        assert masks[1] == [4.0, None, None, None], (
+            case
+        )  # 5 for both, 6 for one, 7 for the other
+        assert [masks[0], *masks[2:]] == [
+            [4.0 * k + r for r in range(4)] for k in (0, 2, 3)
+        ], case

@@ -9,7 +9,9 @@ pytestmark = pytest.mark.multiprocess
 
 
 def test_static_and_dynamic_models_train_alike_on_packed_rows(tmp_path):
-    reports = run_ranks(Path(__file__).with_name("packed_worker.py"), 2, tmp_path, timeout=2 * HANG)
+    reports = run_ranks(
+        Path(__file__).with_name("packed_worker.py"), 2, tmp_path, timeout=2 * HANG
+    )
 
     for report in reports:
         assert report["dynamic"][0] > report["dynamic"][5] + 0.05, "it learns"

@@ -18,16 +18,28 @@ def reports(run_once, case):
 def test_one_rank_of_those_with_the_same_rows_reads_them_once(run_once):
     found = reports(run_once, "reads")
 
-    leaders = {"dp1 x mp4": [0], "dp2 x mp2": [0, 2], "mp2 x dp2": [0, 1], "dp4": [0, 1, 2, 3]}
+    leaders = {
+        "dp1 x mp4": [0],
+        "dp2 x mp2": [0, 2],
+        "mp2 x dp2": [0, 1],
+        "dp4": [0, 1, 2, 3],
+    }
     for mesh, of_mesh in leaders.items():
-        steps, read, said, in_repr = zip(*(report[mesh] for report in found), strict=True)
+        steps, read, said, in_repr = zip(
+            *(report[mesh] for report in found), strict=True
+        )
         assert set(steps) == {5}
-        looked_at = 4  # two samples twice, by which ranks see that they have the same data
+        looked_at = (
+            4  # two samples twice, by which ranks see that they have the same data
+        )
         assert [rank for rank, count in enumerate(read) if count > looked_at] == of_mesh
         assert 40 <= sum(read) <= 40 + 4 * looked_at
         assert all(in_repr)
         if mesh == "dp1 x mp4":
-            assert said == ("reads for global ranks 1, 2, 3 too", *["read by global rank 0"] * 3)
+            assert said == (
+                "reads for global ranks 1, 2, 3 too",
+                *["read by global rank 0"] * 3,
+            )
         if mesh == "dp4":
             assert said == ("",) * 4
     assert [report["workers"] for report in found] == [2, 0, 2, 0]
@@ -57,20 +69,30 @@ def test_what_is_shared_is_what_each_rank_would_have_read(run_once, case):
         assert not any(isinstance(step, str) for step in shared[0]), shared
 
 
-def test_ranks_that_leave_at_the_same_step_where_the_leader_has_no_rows_any_more_are_told_nothing(run_once):
+def test_ranks_that_leave_at_the_same_step_where_the_leader_has_no_rows_any_more_are_told_nothing(
+    run_once,
+):
     assert reports(run_once, "left") == [[]] * 4
 
 
 def test_a_long_loop_whose_batches_grow_is_shared_to_its_end(run_once):
     widths = [(1 + 9 * (step >= 110)) * 2000 for step in range(150)]
-    sums = [float(width * sum(range(8 * step, 8 * step + 8))) for step, width in enumerate(widths)]
+    sums = [
+        float(width * sum(range(8 * step, 8 * step + 8)))
+        for step, width in enumerate(widths)
+    ]
     for rank, report in enumerate(reports(run_once, "long")):
         assert report == sums, f"rank {rank}"
 
 
-def test_batches_of_many_sizes_come_whole_in_loops_that_wait_for_all_ranks_at_each_step(run_once):
+def test_batches_of_many_sizes_come_whole_in_loops_that_wait_for_all_ranks_at_each_step(
+    run_once,
+):
     widths = np.random.default_rng(7).choice([1, 30, 1000, 20_000, 300_000], 40)
-    sums = [int(width * sum(n % 100 for n in range(8 * at, 8 * at + 8))) for at, width in enumerate(widths)]
+    sums = [
+        int(width * sum(n % 100 for n in range(8 * at, 8 * at + 8)))
+        for at, width in enumerate(widths)
+    ]
     for rank, report in enumerate(reports(run_once, "sizes")):
         assert len(report) == 4
         for how, found in report.items():
@@ -86,7 +108,9 @@ def test_a_run_with_a_shared_reader_is_resumed_on_another_mesh(run_once):
 
 def test_passes_overlap_and_are_abandoned(run_once):
     for rank, (together, first, nested) in enumerate(reports(run_once, "passes")):
-        sums = [[[4], float(sum(range(at, at + 4)))] for at in range(4 * (rank // 2), 40, 8)]
+        sums = [
+            [[4], float(sum(range(at, at + 4)))] for at in range(4 * (rank // 2), 40, 8)
+        ]
         assert together == [[one, one] for one in sums]
         assert first == sums[0]
         inner = [[[8], float(sum(range(at, at + 8)))] for at in range(0, 24, 8)]

@@ -14,11 +14,17 @@ HERE = Path(__file__).parent
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory):
     folder = tmp_path_factory.mktemp("rewritten")
-    return run_ranks(HERE / "rewritten_worker.py", 2, folder / "job", args=[folder], timeout=2 * HANG)
+    return run_ranks(
+        HERE / "rewritten_worker.py", 2, folder / "job", args=[folder], timeout=2 * HANG
+    )
 
 
-@pytest.mark.parametrize("case", ["two data ranks", "with workers", "replicas", "a leader"])
-def test_the_first_ranks_state_refuses_a_file_that_any_rank_was_reading_on_all_ranks(case, reports):
+@pytest.mark.parametrize(
+    "case", ["two data ranks", "with workers", "replicas", "a leader"]
+)
+def test_the_first_ranks_state_refuses_a_file_that_any_rank_was_reading_on_all_ranks(
+    case, reports
+):
     for report in reports:
         alike, same, other, anyway = report[case]
         assert alike, "the states of all ranks name the same files"

@@ -31,31 +31,54 @@ def test_all_ranks_end_or_fail_at_the_same_step(num_ranks, run_once):
         for name, (steps, text) in expected.items():
             found = [report[f"{name} {workers}"] for report in reports]
             assert [one[0] for one in found] == [steps] * num_ranks
-            assert all(one[1][0] == "DataReadError" and text in one[1][1] for one in found), found
-            assert len({tuple(one[1][2]) for one in found}) == 1, "the same sample is named"
+            assert all(
+                one[1][0] == "DataReadError" and text in one[1][1] for one in found
+            ), found
+            assert len({tuple(one[1][2]) for one in found}) == 1, (
+                "the same sample is named"
+            )
             assert all(one[2] < 2 for one in found), "within 2 s"
         found = [report[f"indexed {workers}"] for report in reports]
         assert [one[0] for one in found] == [5] * num_ranks
-        assert all(one[1][0] == "DataReadError" and one[1][2] == 47 for one in found), found
-        assert all(("global rank" in one[1][1]) == (rank < num_ranks - 1) for rank, one in enumerate(found))
+        assert all(one[1][0] == "DataReadError" and one[1][2] == 47 for one in found), (
+            found
+        )
+        assert all(
+            ("global rank" in one[1][1]) == (rank < num_ranks - 1)
+            for rank, one in enumerate(found)
+        )
         steps, error, *_ = reports[-1][f"indexed, alone {workers}"]
         assert steps == 5
         assert error[0] == "DataReadError"
         for tail, steps in (("pad", 8), ("drop", 5), ("repeat", 8)):
             found = [report[f"uneven {tail} {workers}"][:2] for report in reports]
             assert found == [[steps, "end"]] * num_ranks, (tail, workers)
-        assert [report[f"num_batches {workers}"][:2] for report in reports] == [[11, "end"]] * num_ranks
+        assert [report[f"num_batches {workers}"][:2] for report in reports] == [
+            [11, "end"]
+        ] * num_ranks
         found = [report[f"uneven error {workers}"] for report in reports]
         assert [one[0] for one in found] == [5] * num_ranks
-        assert all(one[1][0] == "UnequalEndsError" and "choose tail=" in one[1][1].lower() for one in found), found
+        assert all(
+            one[1][0] == "UnequalEndsError" and "choose tail=" in one[1][1].lower()
+            for one in found
+        ), found
 
 
 def test_local_batches_of_unequal_number_and_length_are_evened_out(run_once):
     reports = run_once(WORKER, 2)
 
     for rank, report in enumerate(reports):
-        own = [[100 * rank + 10 * k + i for i in range(4 if k < 2 + rank else 2)] for k in range(3 + rank)]
-        padded = [[rows + rows[-1:] * (4 - len(rows)), [True] * len(rows) + [False] * (4 - len(rows))] for rows in own]
+        own = [
+            [100 * rank + 10 * k + i for i in range(4 if k < 2 + rank else 2)]
+            for k in range(3 + rank)
+        ]
+        padded = [
+            [
+                rows + rows[-1:] * (4 - len(rows)),
+                [True] * len(rows) + [False] * (4 - len(rows)),
+            ]
+            for rows in own
+        ]
         assert report["own pad"][: len(own)] == padded
         assert len(report["own pad"]) == 4
         assert all(not any(valid) for _, valid in report["own pad"][len(own) :])

@@ -7,7 +7,14 @@ import pytest
 from tests.deadlines import HANG
 from tests.jobs import run_ranks
 from tests.multiprocess import stream_cases
-from tests.multiprocess.stream_cases import RESUMED, SAMPLES, cases, make, resumes, steps_of
+from tests.multiprocess.stream_cases import (
+    RESUMED,
+    SAMPLES,
+    cases,
+    make,
+    resumes,
+    steps_of,
+)
 
 pytestmark = pytest.mark.multiprocess
 HERE = Path(__file__).parent
@@ -31,14 +38,22 @@ def alone(source, tail):
 def joined(reports, name, epoch, ids, names):
     """The steps of a case over all data ranks in row order, replicas compared; epoch None: there is one."""
     mesh = np.array(ids)
-    by_data_rank = np.moveaxis(mesh, names.index("dp"), 0).reshape(mesh.shape[names.index("dp")], -1)
+    by_data_rank = np.moveaxis(mesh, names.index("dp"), 0).reshape(
+        mesh.shape[names.index("dp")], -1
+    )
     passes = []
     for replicas in by_data_rank:
-        of_each = [reports[rank][name] if epoch is None else reports[rank][name][epoch] for rank in replicas]
+        of_each = [
+            reports[rank][name] if epoch is None else reports[rank][name][epoch]
+            for rank in replicas
+        ]
         assert all(one == of_each[0] for one in of_each), f"replicas agree: {name}"
         passes.append(of_each[0])
     assert len({len(steps) for steps in passes}) == 1, f"equal steps: {name}"
-    return [[[x for part in step for x in part[field]] for field in range(3)] for step in zip(*passes, strict=True)]
+    return [
+        [[x for part in step for x in part[field]] for field in range(3)]
+        for step in zip(*passes, strict=True)
+    ]
 
 
 def real(steps):
@@ -50,7 +65,11 @@ def check_coverage(source, tail, steps):
     delivered = [i for step in real(steps) for i, _ in step]
     if source.startswith("mixture"):  # of which some samples are drawn several times
         assert set(delivered) <= set(SAMPLES[source])
-        assert "counted" in source or tail == "drop" or set(delivered) == set(SAMPLES[source])
+        assert (
+            "counted" in source
+            or tail == "drop"
+            or set(delivered) == set(SAMPLES[source])
+        )
     elif tail == "pad":
         assert sorted(delivered) == SAMPLES[source]
     elif tail == "drop":
@@ -63,8 +82,12 @@ def check_coverage(source, tail, steps):
 
 
 @pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=pytest.mark.long), 4])
-def test_every_rank_and_worker_gets_its_rows_of_the_batches_of_one_process(num_ranks, tmp_path):
-    reports = run_ranks(HERE / "stream_worker.py", num_ranks, tmp_path, timeout=4 * HANG)
+def test_every_rank_and_worker_gets_its_rows_of_the_batches_of_one_process(
+    num_ranks, tmp_path
+):
+    reports = run_ranks(
+        HERE / "stream_worker.py", num_ranks, tmp_path, timeout=4 * HANG
+    )
 
     for name, source, ids, names, _, tail in cases(num_ranks):
         epochs = [joined(reports, name, epoch, ids, names) for epoch in range(2)]

@@ -32,23 +32,34 @@ CALLS = {
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory):
     folder, names = tmp_path_factory.mktemp("told"), json.dumps(list(CALLS))
-    return run_ranks(WORKER, 3, folder, args=["cases", names, 3], env=ENVIRONMENT, timeout=HANG)
+    return run_ranks(
+        WORKER, 3, folder, args=["cases", names, 3], env=ENVIRONMENT, timeout=HANG
+    )
 
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("call", CALLS)
-def test_a_call_that_only_one_rank_cannot_make_is_an_error_on_all_that_names_rank_and_reason(call, reports):
+def test_a_call_that_only_one_rank_cannot_make_is_an_error_on_all_that_names_rank_and_reason(
+    call, reports
+):
     *others, (kind, text, seconds) = (report[call] for report in reports)
 
     assert text in CALLS[call] or CALLS[call].partition("failed: ")[2] in text
     for other_kind, told, waited in others:
-        assert f"global rank {len(others)}: {CALLS[call]}" in told or call == "gather_valid: shape"
-        assert other_kind == (kind if kind not in ("OSError", "TypeError") else "DataReadError")
+        assert (
+            f"global rank {len(others)}: {CALLS[call]}" in told
+            or call == "gather_valid: shape"
+        )
+        assert other_kind == (
+            kind if kind not in ("OSError", "TypeError") else "DataReadError"
+        )
         assert max(seconds, waited) < HANG / 12, "not only when the timeout is over"
 
 
 @pytest.mark.multiprocess
-def test_in_random_sequences_of_calls_all_ranks_are_told_which_one_of_them_has_made_a_wrong_one(reports):
+def test_in_random_sequences_of_calls_all_ranks_are_told_which_one_of_them_has_made_a_wrong_one(
+    reports,
+):
     for of_ranks in zip(*(report["at random"] for report in reports), strict=True):
         for rank, (victim, found) in enumerate(of_ranks):
             assert found is not None
@@ -61,7 +72,9 @@ def test_in_random_sequences_of_calls_all_ranks_are_told_which_one_of_them_has_m
 def test_ranks_of_which_one_could_not_make_a_call_go_on_together(reports):
     steps = zip(*(report["later"] for report in reports), strict=True)
 
-    assert [row for of_ranks in steps for part in of_ranks for row in part] == list(range(24))
+    assert [row for of_ranks in steps for part in of_ranks for row in part] == list(
+        range(24)
+    )
 
 
 @pytest.mark.multiprocess
@@ -75,7 +88,9 @@ def test_ranks_of_which_one_could_not_make_a_call_go_on_together(reports):
     ],
 )
 def test_ranks_in_a_loop_are_told_why_another_has_left_it(how, victim, cause, tmp_path):
-    with start_ranks(WORKER, 2, tmp_path, args=[how, str(victim)], env=ENVIRONMENT, timeout=HANG) as job:
+    with start_ranks(
+        WORKER, 2, tmp_path, args=[how, str(victim)], env=ENVIRONMENT, timeout=HANG
+    ) as job:
         [(kind, text, seconds)] = job.reports([1 - victim], HANG)
 
     assert kind == "ArgumentError"
@@ -87,15 +102,31 @@ def test_ranks_in_a_loop_are_told_why_another_has_left_it(how, victim, cause, tm
 @pytest.mark.parametrize(
     ("how", "victim", "num_ranks", "cause"),
     [
-        ("import", 1, 2, "ModuleNotFoundError: No module named 'there_is_no_such_module'"),
+        (
+            "import",
+            1,
+            2,
+            "ModuleNotFoundError: No module named 'there_is_no_such_module'",
+        ),
         ("stream", 1, 3, "train-003.tar"),
         ("exit", 2, 3, "has ended before it could meet the others"),
         ("import", 0, 3, "Global rank 0"),
     ],
 )
-def test_a_rank_that_ends_before_it_makes_a_loader_is_named_at_once(how, victim, num_ranks, cause, tmp_path):
-    with start_ranks(WORKER, num_ranks, tmp_path, args=[how, str(victim)], env=ENVIRONMENT, timeout=HANG) as job:
-        for kind, text, seconds in job.reports([rank for rank in range(num_ranks) if rank != victim], HANG):
+def test_a_rank_that_ends_before_it_makes_a_loader_is_named_at_once(
+    how, victim, num_ranks, cause, tmp_path
+):
+    with start_ranks(
+        WORKER,
+        num_ranks,
+        tmp_path,
+        args=[how, str(victim)],
+        env=ENVIRONMENT,
+        timeout=HANG,
+    ) as job:
+        for kind, text, seconds in job.reports(
+            [rank for rank in range(num_ranks) if rank != victim], HANG
+        ):
             assert kind == "PeerLostError"
             assert f"lobal rank {victim}" in text
             assert cause in text
@@ -103,8 +134,12 @@ def test_a_rank_that_ends_before_it_makes_a_loader_is_named_at_once(how, victim,
 
 
 @pytest.mark.multiprocess
-def test_a_rank_ends_at_once_though_the_process_that_should_hear_of_it_is_stopped(tmp_path):
-    with start_ranks(WORKER, 2, tmp_path, args=["stop", "1"], env=ENVIRONMENT, timeout=HANG) as job:
+def test_a_rank_ends_at_once_though_the_process_that_should_hear_of_it_is_stopped(
+    tmp_path,
+):
+    with start_ranks(
+        WORKER, 2, tmp_path, args=["stop", "1"], env=ENVIRONMENT, timeout=HANG
+    ) as job:
         assert job.wait([1], HANG / 4) == {1: 1}
 
 
@@ -121,9 +156,12 @@ def test_a_loader_that_all_ranks_refuse_says_nothing_else_when_they_end(tmp_path
     """They end before they have met, which nobody else need know."""
     (tmp_path / "refused.py").write_text(REFUSED)
     with pytest.raises(RanksFailed) as failed:
-        run_ranks(tmp_path / "refused.py", 2, tmp_path / "job", env=ENVIRONMENT, timeout=HANG)
-    assert "a global batch of 25 cannot be split evenly over 2 data ranks. Nearest sizes that can: 24 or 26" in str(
-        failed.value
+        run_ranks(
+            tmp_path / "refused.py", 2, tmp_path / "job", env=ENVIRONMENT, timeout=HANG
+        )
+    assert (
+        "a global batch of 25 cannot be split evenly over 2 data ranks. Nearest sizes that can: 24 or 26"
+        in str(failed.value)
     )
     assert "ERROR" not in str(failed.value)
     assert "Agreement" not in str(failed.value)

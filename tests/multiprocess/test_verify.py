@@ -15,7 +15,9 @@ HERE = Path(__file__).parent
 def reports(tmp_path_factory):
     folder = tmp_path_factory.mktemp("verify")
     environment = {"PYTHONPATH": str(HERE.parents[1])}
-    return run_ranks(HERE / "verify_worker.py", 4, folder, env=environment, timeout=2 * HANG)
+    return run_ranks(
+        HERE / "verify_worker.py", 4, folder, env=environment, timeout=2 * HANG
+    )
 
 
 @pytest.mark.parametrize(
@@ -38,22 +40,36 @@ def reports(tmp_path_factory):
         ("damaged, nothing", 4),
     ],
 )
-def test_nothing_is_said_where_nothing_differs_or_nothing_is_compared(case, steps, reports):
+def test_nothing_is_said_where_nothing_differs_or_nothing_is_compared(
+    case, steps, reports
+):
     assert [report[case] for report in reports] == [[steps, ""]] * 4
 
 
 @pytest.mark.parametrize(
     ("case", "steps", "says"),
     [
-        ("first", 0, "step 0: global ranks 2 and 3 have read the same samples, but their data differ in ['image'] at "),
+        (
+            "first",
+            0,
+            "step 0: global ranks 2 and 3 have read the same samples, but their data differ in ['image'] at ",
+        ),
         ("first", 0, "at the samples [4, 6]."),
         ("first, workers", 0, "at the samples [4, 6]."),
         ("later, every second", 2, "step 2: global ranks 2 and 3 "),
         ("later, every second", 2, "at the samples [21, 22]."),
-        ("later, every step", 0, "the ranks hold different data. sample "),  # one of the two that identify it
+        (
+            "later, every step",
+            0,
+            "the ranks hold different data. sample ",
+        ),  # one of the two that identify it
         ("noise", 0, "step 0: global ranks 0 and 1 "),
         ("stream", 0, "step 0: global ranks 2 and 3 "),
-        ("whole", 0, "have read"),  # the comparison of streams that all read may come first
+        (
+            "whole",
+            0,
+            "have read",
+        ),  # the comparison of streams that all read may come first
         ("mixture", 0, "the ranks hold different data. sample ('web', "),
         ("mixed, text", 0, "differ in ['text'] at the samples [5]."),
         ("mixed, number", 0, "differ in ['number'] at the samples [5]."),
@@ -64,7 +80,9 @@ def test_nothing_is_said_where_nothing_differs_or_nothing_is_compared(case, step
         ("damaged, text", 0, "differ in ['text'] at the samples ["),
     ],
 )
-def test_data_that_differ_between_replicas_are_an_error_with_the_samples_on_every_rank(case, steps, says, reports):
+def test_data_that_differ_between_replicas_are_an_error_with_the_samples_on_every_rank(
+    case, steps, says, reports
+):
     for report in reports:
         found, text = report[case]
         assert found == steps
@@ -78,18 +96,28 @@ def test_data_that_differ_between_replicas_are_an_error_with_the_samples_on_ever
         ("own part", "give it the whole, or is_dataset_splitted=True"),
         ("own part, leader", "give it the whole, or is_dataset_splitted=True"),
         ("own part, workers", "give it the whole, or is_dataset_splitted=True"),
-        ("other version", "Each rank must be given the whole data set, and the same one"),
+        (
+            "other version",
+            "Each rank must be given the whole data set, and the same one",
+        ),
     ],
 )
-def test_data_ranks_that_hold_different_data_are_told_both_on_every_rank(case, says, reports):
+def test_data_ranks_that_hold_different_data_are_told_both_on_every_rank(
+    case, says, reports
+):
     """Data that the user has split, and data of another version, have the lengths that they should have."""
     for report in reports:
         found, text = report[case]
         assert found == 0
-        assert text.startswith("DifferentDataError: the ranks hold different data. sample ")
+        assert text.startswith(
+            "DifferentDataError: the ranks hold different data. sample "
+        )
         assert says in text
 
 
 def test_ranks_that_compare_otherwise_are_told(reports):
     for report in reports:
-        assert "verify: first on global ranks 0, 1, 2, None on global rank 3" in report["other option"][1]
+        assert (
+            "verify: first on global ranks 0, 1, 2, None on global rank 3"
+            in report["other option"][1]
+        )

@@ -38,12 +38,20 @@ class Numbers(paddle.io.Dataset):
 
 def made(data=None, **options):
     mesh = dist.ProcessMesh(list(range(dist.get_world_size())), dim_names=["dp"])
-    given = paddle.io.DataLoader(data or Numbers(), batch_size=2 * dist.get_world_size())
-    return paddle_shard.shard_dataloader(given, mesh, shard_dims="dp", timeout=HANG, **options)
+    given = paddle.io.DataLoader(
+        data or Numbers(), batch_size=2 * dist.get_world_size()
+    )
+    return paddle_shard.shard_dataloader(
+        given, mesh, shard_dims="dp", timeout=HANG, **options
+    )
 
 
 def mixture():
-    return made(paddle_shard.Mixture({"web": Numbers(), "code": Numbers()}, {"web": 1, "code": 1}))
+    return made(
+        paddle_shard.Mixture(
+            {"web": Numbers(), "code": Numbers()}, {"web": 1, "code": 1}
+        )
+    )
 
 
 def fail(*_, **__):
@@ -68,7 +76,11 @@ def gathered(loader, wrong):
     rows = 2 if wrong != "rows" else 3
     if wrong == "nothing for valid":
         return paddle_shard.gather_valid(valid)
-    values = "text" if wrong == "type" else paddle.zeros([rows, 5 if wrong == "shape" else 1])
+    values = (
+        "text"
+        if wrong == "type"
+        else paddle.zeros([rows, 5 if wrong == "shape" else 1])
+    )
     return paddle_shard.gather_valid(values, valid)
 
 
@@ -85,9 +97,14 @@ class Ending(paddle.io.BatchSampler):
 
 def ending():
     data, size = Numbers(), dist.get_world_size()
-    given = paddle.io.DataLoader(data, batch_sampler=Ending(dataset=data, batch_size=2 * size))
+    given = paddle.io.DataLoader(
+        data, batch_sampler=Ending(dataset=data, batch_size=2 * size)
+    )
     return paddle_shard.shard_dataloader(
-        given, dist.ProcessMesh(list(range(size)), dim_names=["dp"]), shard_dims="dp", timeout=HANG
+        given,
+        dist.ProcessMesh(list(range(size)), dim_names=["dp"]),
+        shard_dims="dp",
+        timeout=HANG,
     )
 
 
@@ -109,7 +126,11 @@ CALLS = {
         lambda loader: loader.load_state_dict(loader.state_dict(), overrides=[]),
         lambda loader: loader.load_state_dict(loader.state_dict()),
     ),
-    "an epoch": (made, lambda loader: loader.set_epoch(-1), lambda loader: loader.set_epoch(1)),
+    "an epoch": (
+        made,
+        lambda loader: loader.set_epoch(-1),
+        lambda loader: loader.set_epoch(1),
+    ),
     "the sampler's epoch": (
         made,
         lambda loader: loader.batch_sampler.set_epoch(-1),
@@ -154,21 +175,37 @@ ORIGINAL = begin.StepPass
 AT_RANDOM = {
     "loop": (lambda loader: list(loader), []),
     "look": (lambda loader: next(iter(loader)), []),
-    "set_epoch": (lambda loader: loader.set_epoch(2), [lambda loader: loader.set_epoch("2")]),
+    "set_epoch": (
+        lambda loader: loader.set_epoch(2),
+        [lambda loader: loader.set_epoch("2")],
+    ),
     "load": (
         lambda loader: loader.load_state_dict(loader.state_dict()),
         [
             lambda loader: loader.load_state_dict(None),
-            lambda loader: loader.load_state_dict({**loader.state_dict(), "samples": -4}),
-            lambda loader: loader.load_state_dict(loader.state_dict(), override=["nothing"]),
+            lambda loader: loader.load_state_dict(
+                {**loader.state_dict(), "samples": -4}
+            ),
+            lambda loader: loader.load_state_dict(
+                loader.state_dict(), override=["nothing"]
+            ),
         ],
     ),
-    "certificate": (lambda loader: loader.certificate(), [lambda loader: loader.certificate(1)]),
+    "certificate": (
+        lambda loader: loader.certificate(),
+        [lambda loader: loader.certificate(1)],
+    ),
     "gather_valid": (
         lambda loader: gathered(loader, "nothing"),
-        [lambda loader, wrong=wrong: gathered(loader, wrong) for wrong in ("rows", "valid", "nothing for valid")],
+        [
+            lambda loader, wrong=wrong: gathered(loader, wrong)
+            for wrong in ("rows", "valid", "nothing for valid")
+        ],
     ),
-    "make": (lambda loader: mixture(), [lambda loader: made(verify=-1), lambda loader: made(tails="pad")]),
+    "make": (
+        lambda loader: mixture(),
+        [lambda loader: made(verify=-1), lambda loader: made(tails="pad")],
+    ),
 }
 
 
@@ -229,7 +266,9 @@ if __name__ == "__main__":
             found[name] = told(name)
         rng = random.Random(int(sys.argv[3]))
         found["at random"] = [at_random(rng) for _ in range(30)]
-        found["later"] = [batch._local_value().numpy().tolist() for batch in made(Numbers(24))]
+        found["later"] = [
+            batch._local_value().numpy().tolist() for batch in made(Numbers(24))
+        ]
         report(found)
         time.sleep(1.0)  # rank 0 has the store
     else:
@@ -240,7 +279,12 @@ if __name__ == "__main__":
         else:
             found = after_a_failure(how, victim)
         report(found)
-        deadline = time.monotonic() + HANG / 4  # another may still be on its way to this rank
-        while len([*FOLDER.glob("rank-*.json")]) < dist.get_world_size() - 1 and time.monotonic() < deadline:
+        deadline = (
+            time.monotonic() + HANG / 4
+        )  # another may still be on its way to this rank
+        while (
+            len([*FOLDER.glob("rank-*.json")]) < dist.get_world_size() - 1
+            and time.monotonic() < deadline
+        ):
             time.sleep(0.05)
         os._exit(0)

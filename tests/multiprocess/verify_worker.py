@@ -23,13 +23,18 @@ class Samples(paddle.io.Dataset):
 
     def __getitem__(self, index):
         image = np.full(3, index + 0.5 * (index in self.wrong), "float32")
-        return {"image": image + (self.noise.random() if self.noise else 0), "label": index}
+        return {
+            "image": image + (self.noise.random() if self.noise else 0),
+            "label": index,
+        }
 
 
 def sharded(data, *, workers=0, size=8, replicas=True, collate_fn=None, **options):
     ids = [[0, 1], [2, 3]] if replicas else [[0], [1], [2], [3]]
     mesh = dist.ProcessMesh(ids, dim_names=["dp", "mp"])
-    given = paddle.io.DataLoader(data, batch_size=size, num_workers=workers, collate_fn=collate_fn)
+    given = paddle.io.DataLoader(
+        data, batch_size=size, num_workers=workers, collate_fn=collate_fn
+    )
     return paddle_shard.shard_dataloader(given, mesh, shard_dims="dp", **options)
 
 
@@ -45,7 +50,11 @@ def steps_of(loader):
 
 
 def numbers(wrong):
-    return Stream.of(lambda: iter(range(32))).sharding_filter().map(lambda i: np.array(i + 100 * (i in wrong)))
+    return (
+        Stream.of(lambda: iter(range(32)))
+        .sharding_filter()
+        .map(lambda i: np.array(i + 100 * (i in wrong)))
+    )
 
 
 def whole(wrong):
@@ -79,7 +88,9 @@ class Named(paddle.io.BatchSampler):
         self.batch_size = 8
 
     def __iter__(self):
-        yield from ([f"sample {4 * batch + row}" for row in range(8)] for batch in range(3))
+        yield from (
+            [f"sample {4 * batch + row}" for row in range(8)] for batch in range(3)
+        )
 
     def __len__(self):
         return 3
@@ -151,17 +162,23 @@ def unreadable(change):
 def one_line(**options):
     """All four ranks hold the same rows, and were each given a part of their own."""
     mesh = dist.ProcessMesh([0, 1, 2, 3], dim_names=["mp"])
-    given = paddle.io.DataLoader(paddle.io.Subset(Samples(), range(RANK, 32, 4)), batch_size=4)
+    given = paddle.io.DataLoader(
+        paddle.io.Subset(Samples(), range(RANK, 32, 4)), batch_size=4
+    )
     return paddle_shard.shard_dataloader(given, mesh, **options)
 
 
 def own_part(**options):
-    return sharded(paddle.io.Subset(Samples(), range(RANK, 32, 4)), replicas=False, **options)
+    return sharded(
+        paddle.io.Subset(Samples(), range(RANK, 32, 4)), replicas=False, **options
+    )
 
 
 def outcomes():
     other = RANK == 3
-    mine = (9, 13) if other else ()  # of the batch at step 1; rank 3 holds its second half
+    mine = (
+        (9, 13) if other else ()
+    )  # of the batch at step 1; rank 3 holds its second half
     third = (21, 22) if other else ()
     first = (4, 6) if other else ()
     made = {
@@ -177,28 +194,52 @@ def outcomes():
         "stream": lambda: sharded(numbers(range(32) if other else ()), verify=1),
         "stream, same": lambda: sharded(numbers(()), verify=1),
         "whole": lambda: paddle_shard.shard_dataloader(
-            whole((0,) if other else ()), dist.ProcessMesh([[0, 1], [2, 3]], dim_names=["dp", "mp"]), shard_dims="dp"
+            whole((0,) if other else ()),
+            dist.ProcessMesh([[0, 1], [2, 3]], dim_names=["dp", "mp"]),
+            shard_dims="dp",
         ),
         "mixture": lambda: sharded(
-            paddle_shard.Mixture({"web": Samples(range(32) if other else ()), "code": Samples()}, {"web": 1, "code": 1})
+            paddle_shard.Mixture(
+                {"web": Samples(range(32) if other else ()), "code": Samples()},
+                {"web": 1, "code": 1},
+            )
         ),
         "own part": own_part,
-        **{f"own part, {replicas}": lambda replicas=replicas: one_line(replicas=replicas) for replicas in ("leader",)},
+        **{
+            f"own part, {replicas}": lambda replicas=replicas: one_line(
+                replicas=replicas
+            )
+            for replicas in ("leader",)
+        },
         "own noise, padded": lambda: sharded(
-            Samples(noise=np.random.default_rng(RANK)), replicas=False, pad_to={"image": ("longest", 0)}
+            Samples(noise=np.random.default_rng(RANK)),
+            replicas=False,
+            pad_to={"image": ("longest", 0)},
         ),
         "own part, workers": lambda: own_part(workers=2),
         "own part, not compared": lambda: own_part(verify=None),
         "own part, split": lambda: own_part(size=2, is_dataset_splitted=True),
-        "other version": lambda: sharded(Samples(range(32) if other else ()), replicas=False),
+        "other version": lambda: sharded(
+            Samples(range(32) if other else ()), replicas=False
+        ),
         "seeded": lambda: sharded(Seeded(), replicas=False),
         "seeded, workers": lambda: sharded(Seeded(), workers=2, replicas=False),
-        "own noise": lambda: sharded(Samples(noise=np.random.default_rng(RANK)), replicas=False),
+        "own noise": lambda: sharded(
+            Samples(noise=np.random.default_rng(RANK)), replicas=False
+        ),
         "names": lambda: by_name(""),
         "other text": lambda: by_name("!" if other else ""),
         **{
             f"mixed, {change}": lambda change=change: mixed(change if other else None)
-            for change in ("nothing", "text", "number", "pair", "objects", "more", "order")
+            for change in (
+                "nothing",
+                "text",
+                "number",
+                "pair",
+                "objects",
+                "more",
+                "order",
+            )
         },
         "damaged, nothing": lambda: unreadable(None),
         "damaged, text": lambda: unreadable("text" if other else None),

@@ -14,7 +14,12 @@ def test_a_replicated_field_of_another_mesh_has_its_global_shape_everywhere():
     pairs = Made(lambda i: (np.array(i), np.array([i, i])))
 
     def run():
-        return [leaf.shape for leaf in next(iter(sharded(DataLoader(pairs, batch_size=4), METHES, ["dp", None])))]
+        return [
+            leaf.shape
+            for leaf in next(
+                iter(sharded(DataLoader(pairs, batch_size=4), METHES, ["dp", None]))
+            )
+        ]
 
     METHES = [mesh([0, 1]), mesh([2, 3])]
     got = on_each_rank(range(5), run)
@@ -27,7 +32,11 @@ def test_valid_is_placed_as_the_last_field():
     four = mesh([[0, 1], [2, 3]], "dp", "sep")
 
     def run():
-        batches = iter(sharded(DataLoader(fields, batch_size=4), four, placements={"x": {"sep": 1}}))
+        batches = iter(
+            sharded(
+                DataLoader(fields, batch_size=4), four, placements={"x": {"sep": 1}}
+            )
+        )
         batch = next(batches)
         return batches.valid._local_value().shape, batch["y"]._local_value().shape
 
@@ -39,10 +48,21 @@ def test_valid_is_placed_as_the_last_field():
 def test_what_has_an_item_for_each_row_is_cut_like_the_rows():
     def collate(samples):
         names = [f"s{i}" for i in samples]
-        return [np.array(samples), np.array(names), names, [{"id": n} for n in names], [None, *names[1:]], np.ones(3)]
+        return [
+            np.array(samples),
+            np.array(names),
+            names,
+            [{"id": n} for n in names],
+            [None, *names[1:]],
+            np.ones(3),
+        ]
 
     def run():
-        loader = sharded(DataLoader(Made(int), batch_size=4, collate_fn=collate), [DP2] * 6, ["dp"] * 5 + [None])
+        loader = sharded(
+            DataLoader(Made(int), batch_size=4, collate_fn=collate),
+            [DP2] * 6,
+            ["dp"] * 5 + [None],
+        )
         return next(iter(loader))
 
     got = on_each_rank(range(2), run)[1]
@@ -52,28 +72,43 @@ def test_what_has_an_item_for_each_row_is_cut_like_the_rows():
     assert got[4] == ["s2", "s3"]
 
 
-@pytest.mark.parametrize("dtype", ["bool", "uint8", "int16", "int64", "float16", "float64", "complex64"])
+@pytest.mark.parametrize(
+    "dtype", ["bool", "uint8", "int16", "int64", "float16", "float64", "complex64"]
+)
 def test_rows_that_are_scattered_are_taken_of_every_dtype(dtype):
     pairs = Made(lambda i: (np.full(2, i, dtype), np.array(i)))
     sampler = BatchSampler(pairs, batch_size=16)
     sampler._acc_steps = 2
 
     def run():
-        loader = sharded(DataLoader(pairs, batch_sampler=sampler), [DP2] * 2, ["dp", None])
+        loader = sharded(
+            DataLoader(pairs, batch_sampler=sampler), [DP2] * 2, ["dp", None]
+        )
         return [leaf._local_value().numpy().tolist() for leaf in next(iter(loader))]
 
     (rows, whole), (others, _) = on_each_rank(range(2), run).values()
 
     # A rank has whole micro-batches.
-    assert rows == np.full([2, 16], range(16), dtype).T[[*range(4), *range(8, 12)]].tolist()
-    assert others == np.full([2, 16], range(16), dtype).T[[*range(4, 8), *range(12, 16)]].tolist()
+    assert (
+        rows
+        == np.full([2, 16], range(16), dtype).T[[*range(4), *range(8, 12)]].tolist()
+    )
+    assert (
+        others
+        == np.full([2, 16], range(16), dtype).T[[*range(4, 8), *range(12, 16)]].tolist()
+    )
     assert whole == list(range(16))
 
 
 def test_a_view_that_the_user_keeps_stays_a_view():
     table = paddle.zeros([2, 4])
     turned = table.transpose([1, 0])
-    loader = sharded(DataLoader(Made(int, length=4), batch_size=4, collate_fn=lambda samples: turned), ONE)
+    loader = sharded(
+        DataLoader(
+            Made(int, length=4), batch_size=4, collate_fn=lambda samples: turned
+        ),
+        ONE,
+    )
     first = next(iter(loader))
 
     table[0, 0] = 7.0
@@ -85,7 +120,10 @@ def test_a_view_that_the_user_keeps_stays_a_view():
 
 def test_a_sparse_tensor_that_stays_local_is_given_as_it_is():
     def collate(samples):
-        return [np.array(samples), paddle.sparse.sparse_coo_tensor([[0, 1], [1, 0]], [1.0, 2.0], [2, 2])]
+        return [
+            np.array(samples),
+            paddle.sparse.sparse_coo_tensor([[0, 1], [1, 0]], [1.0, 2.0], [2, 2]),
+        ]
 
     given = DataLoader(Made(int, length=4), batch_size=2, collate_fn=collate)
     for _, sparse in sharded(given, ONE, dense_tensor_idx=[[], [0]]):
@@ -95,13 +133,18 @@ def test_a_sparse_tensor_that_stays_local_is_given_as_it_is():
 def test_a_dict_cannot_have_a_list_of_meshes():
     fields = Made(lambda i: ({"a": np.array(i)}, np.array(i)))
 
-    with pytest.raises(BatchStructureError, match="is a dict, but its entry in meshes or placements is a list of 2"):
+    with pytest.raises(
+        BatchStructureError,
+        match="is a dict, but its entry in meshes or placements is a list of 2",
+    ):
         next(iter(sharded(DataLoader(fields, batch_size=4), [[DP2, DP2], DP2])))
 
 
 def test_items_that_are_batches_are_counted_by_a_field_that_is_split():
     item = Made(lambda i: [np.arange(3), np.arange(4)], 2)
 
-    batch = next(iter(sharded(DataLoader(item, batch_size=None), [DP2, DP2], [None, "dp"])))
+    batch = next(
+        iter(sharded(DataLoader(item, batch_size=None), [DP2, DP2], [None, "dp"]))
+    )
 
     assert [leaf._local_value().shape for leaf in batch] == [[3], [2]]

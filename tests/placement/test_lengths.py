@@ -26,7 +26,12 @@ class Rows(paddle.io.Dataset):
 
 def stacked(samples):
     longest = max(map(len, samples))
-    return np.array([np.pad(sample, (0, longest - len(sample)), constant_values=-7) for sample in samples])
+    return np.array(
+        [
+            np.pad(sample, (0, longest - len(sample)), constant_values=-7)
+            for sample in samples
+        ]
+    )
 
 
 def sharded(mesh=ONE, dataset=None, **options):
@@ -34,9 +39,13 @@ def sharded(mesh=ONE, dataset=None, **options):
     return paddle_shard.shard_dataloader(given, mesh, shard_dims="dp", **options)
 
 
-@pytest.mark.parametrize(("length", "widths"), [("longest", [3, 5, 4]), ([8, 4], [4, 8, 4]), (6, [6, 6, 6])])
+@pytest.mark.parametrize(
+    ("length", "widths"), [("longest", [3, 5, 4]), ([8, 4], [4, 8, 4]), (6, [6, 6, 6])]
+)
 def test_one_rank_pads_by_its_own_rows_and_leaves_what_was_there(length, widths):
-    batches = [batch._local_value().numpy() for batch in sharded(pad_to={0: (length, -7)})]
+    batches = [
+        batch._local_value().numpy() for batch in sharded(pad_to={0: (length, -7)})
+    ]
 
     assert [batch.shape for batch in batches] == [(2, width) for width in widths]
     for number, row in enumerate(row for batch in batches for row in batch.tolist()):
@@ -57,8 +66,12 @@ def test_workers_of_a_stream_join_rows_of_different_lengths():
         def __iter__(self):
             return (np.full(1 + n % 5, n + 1) for n in range(24))
 
-    given = paddle.io.DataLoader(Stream(Given()), batch_size=4, collate_fn=stacked, num_workers=2)
-    loader = paddle_shard.shard_dataloader(given, ONE, shard_dims="dp", pad_to={0: ("longest", -7)})
+    given = paddle.io.DataLoader(
+        Stream(Given()), batch_size=4, collate_fn=stacked, num_workers=2
+    )
+    loader = paddle_shard.shard_dataloader(
+        given, ONE, shard_dims="dp", pad_to={0: ("longest", -7)}
+    )
     rows = [row for batch in loader for row in batch._local_value().numpy().tolist()]
     found = sorted((row[0], sum(value == row[0] for value in row)) for row in rows)
     assert found == [(n + 1, 1 + n % 5) for n in range(24)]
@@ -68,7 +81,10 @@ def test_workers_of_a_stream_join_rows_of_different_lengths():
 @pytest.mark.parametrize(
     ("pad_to", "text"),
     [
-        ({0: ("most", 0)}, r"field 0 is padded to 'longest', or to the lengths .* got \('most', 0\)"),
+        (
+            {0: ("most", 0)},
+            r"field 0 is padded to 'longest', or to the lengths .* got \('most', 0\)",
+        ),
         ({0: ([], 0)}, "padded to 'longest', or to the lengths"),
         ({0: ([8, 0], 0)}, "padded to 'longest', or to the lengths"),
         ({0: ([8, 1.5], 0)}, "padded to 'longest', or to the lengths"),
@@ -76,8 +92,14 @@ def test_workers_of_a_stream_join_rows_of_different_lengths():
         ("longest", "pad_to must say of each field .* got 'longest'"),
         ([8, 16], r"pad_to must say of each field .* got \[8, 16\]"),
         ({}, "pad_to must say of each field"),
-        ({0: "longest"}, "to which length they are padded and with which number.* got {0: 'longest'}"),
-        ({"ids": ("longest", "pad")}, "field 'ids' is padded .* with a number; got .*'pad'"),
+        (
+            {0: "longest"},
+            "to which length they are padded and with which number.* got {0: 'longest'}",
+        ),
+        (
+            {"ids": ("longest", "pad")},
+            "field 'ids' is padded .* with a number; got .*'pad'",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_with_what_can(pad_to, text):
@@ -86,7 +108,10 @@ def test_what_cannot_be_is_refused_with_what_can(pad_to, text):
 
 
 def test_a_value_for_a_field_that_is_not_there_is_refused():
-    with pytest.raises(BatchStructureError, match=r"pad_to names \[1, 'x'\], but the fields .* are \[0\]"):
+    with pytest.raises(
+        BatchStructureError,
+        match=r"pad_to names \[1, 'x'\], but the fields .* are \[0\]",
+    ):
         next(iter(sharded(pad_to={0: (8, 0), 1: (8, 0), "x": (8, 0)})))
 
 
@@ -100,9 +125,15 @@ def test_a_field_is_named_by_its_own_key_and_position():
     assert pads.pad_of("['y']") is pads.pad_of("") is None
 
 
-@pytest.mark.parametrize("dtype", ["bool", "uint8", "int32", "int64", "float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize(
+    "dtype",
+    ["bool", "uint8", "int32", "int64", "float16", "bfloat16", "float32", "float64"],
+)
 def test_tensors_of_any_dtype_are_evened(dtype):
-    short, long = paddle.ones([2, 3]).astype(dtype), paddle.ones([1, 5, 1])[:, :, 0].astype(dtype)
+    short, long = (
+        paddle.ones([2, 3]).astype(dtype),
+        paddle.ones([1, 5, 1])[:, :, 0].astype(dtype),
+    )
 
     first, second = PadTo.of({"x": ("longest", 0)}).even([short, long], "['x'][0]")
 
@@ -123,13 +154,22 @@ def test_tensors_of_any_dtype_are_evened(dtype):
     ],
 )
 def test_a_value_that_the_field_cannot_hold_is_refused(dtype, fill):
-    with pytest.raises(BatchStructureError, match=f"dtype {dtype}, as field x has them, cannot hold"):
+    with pytest.raises(
+        BatchStructureError, match=f"dtype {dtype}, as field x has them, cannot hold"
+    ):
         check_fill(fill, dtype, "x")
 
 
 @pytest.mark.parametrize(
     ("dtype", "fill"),
-    [("uint8", 255), ("int64", -(2**63)), ("int64", 3.0), ("bool", True), ("float16", -65504), ("float32", -np.inf)],
+    [
+        ("uint8", 255),
+        ("int64", -(2**63)),
+        ("int64", 3.0),
+        ("bool", True),
+        ("float16", -65504),
+        ("float32", -np.inf),
+    ],
 )
 def test_a_value_that_the_field_holds_is_taken(dtype, fill):
     check_fill(fill, dtype, "x")
@@ -143,7 +183,10 @@ def test_what_is_no_number_is_refused(value):
 
 def test_a_rank_on_no_mesh_is_refused_since_nobody_tells_it_the_lengths(monkeypatch):
     monkeypatch.setattr("paddle_shard.loader.assembly.num_ranks", lambda: 3)
-    with simulated_rank(2, 3), pytest.raises(ArgumentError, match="global rank 2 is on none of the meshes"):
+    with (
+        simulated_rank(2, 3),
+        pytest.raises(ArgumentError, match="global rank 2 is on none of the meshes"),
+    ):
         sharded(DP2, pad_to={0: ("longest", 0)})
 
 
@@ -161,16 +204,29 @@ def at_least_1d(samples):
     if any(sample is None for sample in samples):
         raise ValueError("a sample is None")
     longest = max(sample.shape[0] for sample in samples)
-    return np.stack([np.pad(sample, [(0, longest - len(sample)), *[(0, 0)] * (sample.ndim - 1)]) for sample in samples])
+    return np.stack(
+        [
+            np.pad(sample, [(0, longest - len(sample)), *[(0, 0)] * (sample.ndim - 1)])
+            for sample in samples
+        ]
+    )
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_sample_that_cannot_be_collated_is_skipped_where_lengths_vary(workers):
     data = OneOdd()
-    given = paddle.io.DataLoader(data, batch_size=4, collate_fn=at_least_1d, num_workers=workers)
-    loader = paddle_shard.shard_dataloader(given, ONE, shard_dims="dp", on_error="skip", pad_to={0: ("longest", 0)})
+    given = paddle.io.DataLoader(
+        data, batch_size=4, collate_fn=at_least_1d, num_workers=workers
+    )
+    loader = paddle_shard.shard_dataloader(
+        given, ONE, shard_dims="dp", on_error="skip", pad_to={0: ("longest", 0)}
+    )
     batches, real = iter(loader), []
     for batch in batches:
-        real += batch._local_value().numpy()[batches.valid._local_value().numpy()][:, 0].tolist()
+        real += (
+            batch._local_value()
+            .numpy()[batches.valid._local_value().numpy()][:, 0]
+            .tolist()
+        )
 
     assert sorted(real) == [number for number in range(16) if number != 6]

@@ -63,7 +63,11 @@ def layouts(array):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_values_dtypes_and_shapes_are_the_arrays(maker, owned, dtype):
     arrays = [
-        layout for shape in SHAPES for layout in layouts(np.random.default_rng(0).integers(0, 99, shape).astype(dtype))
+        layout
+        for shape in SHAPES
+        for layout in layouts(
+            np.random.default_rng(0).integers(0, 99, shape).astype(dtype)
+        )
     ]
     tensors = maker()(arrays, owned)()
 
@@ -102,7 +106,9 @@ def test_a_zero_copy_array_lives_as_long_as_its_tensor(maker):
     gc.collect()
     noise = [np.full(100_000, -1) for _ in range(20)]
 
-    assert all((tensor.numpy() == number).all() for number, tensor in enumerate(tensors))
+    assert all(
+        (tensor.numpy() == number).all() for number, tensor in enumerate(tensors)
+    )
     del noise
 
 
@@ -121,15 +127,24 @@ def test_arrays_empty_arrays_and_tensors_keep_their_places_among_each_other(make
     for _ in range(30):
         leaves, kinds = [], rng.integers(0, 3, rng.integers(1, 12))
         for number, kind in enumerate(kinds):
-            array = np.zeros((0, number)) if kind == 1 else np.full((2, 3), float(number))
+            array = (
+                np.zeros((0, number)) if kind == 1 else np.full((2, 3), float(number))
+            )
             leaves.append(paddle.to_tensor(array) if kind == 2 else array)
         made = make(leaves, True)()
-        assert [tuple(tensor.shape) for tensor in made] == [tuple(leaf.shape) for leaf in leaves]
-        assert all(np.array_equal(tensor.numpy(), np.asarray(leaf)) for tensor, leaf in zip(made, leaves, strict=True))
+        assert [tuple(tensor.shape) for tensor in made] == [
+            tuple(leaf.shape) for leaf in leaves
+        ]
+        assert all(
+            np.array_equal(tensor.numpy(), np.asarray(leaf))
+            for tensor, leaf in zip(made, leaves, strict=True)
+        )
 
 
 @OWNED
-def test_a_tensor_that_is_in_the_hosts_memory_goes_to_the_device_as_an_array_does(owned):
+def test_a_tensor_that_is_in_the_hosts_memory_goes_to_the_device_as_an_array_does(
+    owned,
+):
     maker, moved = queued(), []
     copied = maker._queue.copied
     maker._queue.copied = lambda tensors: moved.extend(tensors) or copied(tensors)
@@ -139,4 +154,6 @@ def test_a_tensor_that_is_in_the_hosts_memory_goes_to_the_device_as_an_array_doe
     found = maker(leaves, owned)()
 
     assert len(moved) == 5
-    assert [leaf.numpy().tolist() for leaf in found] == [np.asarray(leaf).tolist() for leaf in leaves]
+    assert [leaf.numpy().tolist() for leaf in found] == [
+        np.asarray(leaf).tolist() for leaf in leaves
+    ]

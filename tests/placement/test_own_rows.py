@@ -9,7 +9,10 @@ import paddle_shard
 from paddle_shard.errors import ArgumentError, BatchStructureError
 from paddle_shard.testing.simulated import on_each_rank, simulated_rank
 
-ONE, TWO = dist.ProcessMesh([0], dim_names=["dp"]), dist.ProcessMesh([0, 1], dim_names=["dp"])
+ONE, TWO = (
+    dist.ProcessMesh([0], dim_names=["dp"]),
+    dist.ProcessMesh([0, 1], dim_names=["dp"]),
+)
 REPLICAS = dist.ProcessMesh([0, 1], dim_names=["mp"])
 DENSE = [[], [0], []]
 
@@ -27,18 +30,28 @@ class Pictures(paddle.io.Dataset):
 def patches(samples):
     """[ids, patches of all samples one after the other, how many each has], as Qwen2-VL's."""
     ids, pixels = zip(*samples, strict=True)
-    arrays = np.array(ids), np.concatenate(pixels), np.array([[len(p), 1] for p in pixels])
+    arrays = (
+        np.array(ids),
+        np.concatenate(pixels),
+        np.array([[len(p), 1] for p in pixels]),
+    )
     return [paddle.to_tensor(array) for array in arrays]
 
 
 def pairs(samples):
     """A row for every two samples."""
     ids = np.array([index for index, _ in samples])
-    return [paddle.to_tensor(ids), paddle.to_tensor(ids.reshape(-1, 2)), paddle.to_tensor(ids)]
+    return [
+        paddle.to_tensor(ids),
+        paddle.to_tensor(ids.reshape(-1, 2)),
+        paddle.to_tensor(ids),
+    ]
 
 
 def sharded(collate, mesh=TWO, workers=0, size=4, shard_dims="dp", **options):
-    given = paddle.io.DataLoader(Pictures(), batch_size=size, collate_fn=collate, num_workers=workers)
+    given = paddle.io.DataLoader(
+        Pictures(), batch_size=size, collate_fn=collate, num_workers=workers
+    )
     return paddle_shard.shard_dataloader(given, mesh, shard_dims=shard_dims, **options)
 
 
@@ -68,31 +81,51 @@ def test_where_one_data_rank_reads_all_a_distributed_field_is_taken_as_it_is():
 
     assert batch[1].is_dist()
     assert list(batch[1].shape) == [1 + 2 + 3 + 1, 5]
-    assert list(next(iter(sharded(patches, REPLICAS, shard_dims=None)))[1].shape) == [7, 5]
+    assert list(next(iter(sharded(patches, REPLICAS, shard_dims=None)))[1].shape) == [
+        7,
+        5,
+    ]
 
 
 def test_over_several_data_ranks_it_has_to_be_said():
     with (
         simulated_rank(1),
-        pytest.raises(BatchStructureError, match=r"dense_tensor_idx gives it .* 'as read'") as raised,
+        pytest.raises(
+            BatchStructureError, match=r"dense_tensor_idx gives it .* 'as read'"
+        ) as raised,
     ):
         next(iter(sharded(pairs)))
     assert "field [1] has shape [1, 2] for 2 samples" in str(raised.value)
 
     def run():
         batches = sharded(pairs, placements={1: "as read"})
-        return [[local(batch[1]), list(batch[1].shape), str(batch[1].placements)] for batch in batches]
+        return [
+            [local(batch[1]), list(batch[1].shape), str(batch[1].placements)]
+            for batch in batches
+        ]
 
     got = on_each_rank(range(2), run)
-    assert got[0] == [[[[0, 1]], [2, 2], "[Shard(dim=0)]"], [[[4, 5]], [2, 2], "[Shard(dim=0)]"]]
-    assert got[1] == [[[[2, 3]], [2, 2], "[Shard(dim=0)]"], [[[6, 7]], [2, 2], "[Shard(dim=0)]"]]
+    assert got[0] == [
+        [[[0, 1]], [2, 2], "[Shard(dim=0)]"],
+        [[[4, 5]], [2, 2], "[Shard(dim=0)]"],
+    ]
+    assert got[1] == [
+        [[[2, 3]], [2, 2], "[Shard(dim=0)]"],
+        [[[6, 7]], [2, 2], "[Shard(dim=0)]"],
+    ]
 
 
 def test_data_that_is_split_already_is_taken_as_it_is():
     def run(own):
-        sampler = own or paddle.io.DistributedBatchSampler(Pictures(), 2, num_replicas=2, rank=dist.get_rank())
-        given = paddle.io.DataLoader(Pictures(), batch_sampler=sampler, collate_fn=pairs)
-        loader = paddle_shard.shard_dataloader(given, TWO, shard_dims="dp", is_dataset_splitted=True)
+        sampler = own or paddle.io.DistributedBatchSampler(
+            Pictures(), 2, num_replicas=2, rank=dist.get_rank()
+        )
+        given = paddle.io.DataLoader(
+            Pictures(), batch_sampler=sampler, collate_fn=pairs
+        )
+        loader = paddle_shard.shard_dataloader(
+            given, TWO, shard_dims="dp", is_dataset_splitted=True
+        )
         return [[local(batch[1]), list(batch[1].shape)] for batch in loader]
 
     for own in (None, paddle.io.BatchSampler(Pictures(), batch_size=2)):
@@ -102,14 +135,23 @@ def test_data_that_is_split_already_is_taken_as_it_is():
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2, 3])
-@pytest.mark.parametrize("options", [{"dense_tensor_idx": [[], [0]]}, {"placements": {1: "as read"}}])
+@pytest.mark.parametrize(
+    "options", [{"dense_tensor_idx": [[], [0]]}, {"placements": {1: "as read"}}]
+)
 def test_of_a_stream_too_it_is_made_of_all_samples_of_a_batch_at_once(workers, options):
-    def collate(samples):  # of the first two samples two patches each: half of them as many as there are samples
+    def collate(
+        samples,
+    ):  # of the first two samples two patches each: half of them as many as there are samples
         patches = [index for index in samples for _ in range(2 * (index % 4 < 2))]
-        return [paddle.to_tensor(np.array(samples)), paddle.to_tensor(np.array(patches).reshape(-1, 1))]
+        return [
+            paddle.to_tensor(np.array(samples)),
+            paddle.to_tensor(np.array(patches).reshape(-1, 1)),
+        ]
 
     stream = paddle_shard.Stream.of(range(8))
-    given = paddle.io.DataLoader(stream, batch_size=4, collate_fn=collate, num_workers=workers)
+    given = paddle.io.DataLoader(
+        stream, batch_size=4, collate_fn=collate, num_workers=workers
+    )
     batches = paddle_shard.shard_dataloader(given, ONE, shard_dims="dp", **options)
 
     assert [[local(leaf) for leaf in batch] for batch in batches] == [
@@ -121,14 +163,22 @@ def test_of_a_stream_too_it_is_made_of_all_samples_of_a_batch_at_once(workers, o
 def test_what_would_have_to_be_cut_is_refused():
     for options in ({"dense_tensor_idx": DENSE}, {"placements": {1: "as read"}}):
         loader = None
-        with simulated_rank(0), pytest.raises(BatchStructureError, match="if all fields are split alike"):
-            loader = sharded(patches, [TWO, TWO, TWO], shard_dims=["dp", "dp", None], **options)
+        with (
+            simulated_rank(0),
+            pytest.raises(BatchStructureError, match="if all fields are split alike"),
+        ):
+            loader = sharded(
+                patches, [TWO, TWO, TWO], shard_dims=["dp", "dp", None], **options
+            )
             next(iter(loader))
         del loader
 
 
 def test_a_word_that_says_nothing_is_refused():
-    with pytest.raises(ArgumentError, match="placements must map a field's key .* or to 'as read' or 'row index'"):
+    with pytest.raises(
+        ArgumentError,
+        match="placements must map a field's key .* or to 'as read' or 'row index'",
+    ):
         sharded(pairs, placements={1: "as it is"})
 
 
@@ -156,7 +206,9 @@ def test_dicts_of_each_sample_stay_local_or_are_refused(kind):
     assert [one["id"] for one in batch["metas"]] == list(range(size))
     with simulated_rank(1, 2):
         batch = next(iter(loader(TWO, dense_tensor_idx=[[], list(range(size // 2))])))
-        assert [one["camera"].numpy()[0, 0] for one in batch["metas"]] == list(range(size // 2, size))
+        assert [one["camera"].numpy()[0, 0] for one in batch["metas"]] == list(
+            range(size // 2, size)
+        )
         with pytest.raises(BatchStructureError, match=r"\['metas'\]"):
             next(iter(loader(TWO)))
 
@@ -177,14 +229,24 @@ def test_samples_that_a_collate_function_leaves_out_are_told_with_the_way_out():
     given = paddle.io.DataLoader(Holes(), batch_size=6, collate_fn=without_none)
     with simulated_rank(0, 2), pytest.raises(BatchStructureError) as raised:
         list(paddle_shard.shard_dataloader(given, TWO, shard_dims="dp"))
-    assert "have __getitem__ raise instead of returning None, and give on_error='skip'" in str(raised.value)
+    assert (
+        "have __getitem__ raise instead of returning None, and give on_error='skip'"
+        in str(raised.value)
+    )
 
 
-@pytest.mark.parametrize("fields", [tuple, list, lambda two: dict(zip("ab", two, strict=True))])
+@pytest.mark.parametrize(
+    "fields", [tuple, list, lambda two: dict(zip("ab", two, strict=True))]
+)
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_valid_has_a_row_for_each_of_a_whole_batch_also_if_nothing_is_split(fields, ranks):
+def test_valid_has_a_row_for_each_of_a_whole_batch_also_if_nothing_is_split(
+    fields, ranks
+):
     """Items that are global batches of several fields, with shard_dims left at None."""
-    items = [fields([np.arange(4), np.arange(4.0)]), fields([np.arange(4), np.arange(4.0)])]
+    items = [
+        fields([np.arange(4), np.arange(4.0)]),
+        fields([np.arange(4), np.arange(4.0)]),
+    ]
 
     def run():
         loader = paddle_shard.shard_dataloader(items, REPLICAS if ranks == 2 else ONE)
@@ -192,25 +254,48 @@ def test_valid_has_a_row_for_each_of_a_whole_batch_also_if_nothing_is_split(fiel
         found = [batches.valid._local_value().numpy().tolist() for _ in batches]
         return found, loader.stats.total.samples
 
-    assert on_each_rank(range(ranks), run) == dict.fromkeys(range(ranks), ([[True] * 4] * 2, 8))
+    assert on_each_rank(range(ranks), run) == dict.fromkeys(
+        range(ranks), ([[True] * 4] * 2, 8)
+    )
 
 
-@pytest.mark.parametrize("item", [3, "text", (1, 2.0), {"id": 1}, {"texts": ["a", "b"]}])
+@pytest.mark.parametrize(
+    "item", [3, "text", (1, 2.0), {"id": 1}, {"texts": ["a", "b"]}]
+)
 @pytest.mark.parametrize("as_loader", [False, True])
-def test_items_without_rows_are_not_given_to_all_data_ranks_as_whole_batches(item, as_loader):
+def test_items_without_rows_are_not_given_to_all_data_ranks_as_whole_batches(
+    item, as_loader
+):
     """As if samples were batches: a stream or a list that no DataLoader makes batches of."""
-    given = paddle.io.DataLoader([item] * 4, batch_size=None) if as_loader else [item] * 4
+    given = (
+        paddle.io.DataLoader([item] * 4, batch_size=None) if as_loader else [item] * 4
+    )
     with simulated_rank(1, 2):
-        with pytest.raises(BatchStructureError, match=r"each of 2 data ranks would get all of it. .* let a DataLoader"):
+        with pytest.raises(
+            BatchStructureError,
+            match=r"each of 2 data ranks would get all of it. .* let a DataLoader",
+        ):
             next(iter(paddle_shard.shard_dataloader(given, TWO, shard_dims="dp")))
-        assert len(list(paddle_shard.shard_dataloader(given, REPLICAS))) == 4, "replicas are to have all of it"
+        assert len(list(paddle_shard.shard_dataloader(given, REPLICAS))) == 4, (
+            "replicas are to have all of it"
+        )
 
 
-@pytest.mark.parametrize(("batch", "dense"), [((np.arange(4), np.arange(4.0)), [[0], [0]]), (np.arange(4), [[0]])])
-def test_whole_batches_all_of_whose_fields_stay_local_give_each_rank_its_rows(batch, dense):
+@pytest.mark.parametrize(
+    ("batch", "dense"),
+    [((np.arange(4), np.arange(4.0)), [[0], [0]]), (np.arange(4), [[0]])],
+)
+def test_whole_batches_all_of_whose_fields_stay_local_give_each_rank_its_rows(
+    batch, dense
+):
     def run():
-        (found,) = paddle_shard.shard_dataloader([batch], TWO, shard_dims="dp", dense_tensor_idx=dense)
-        return [local(leaf) for leaf in (found if isinstance(found, list | tuple) else [found])]
+        (found,) = paddle_shard.shard_dataloader(
+            [batch], TWO, shard_dims="dp", dense_tensor_idx=dense
+        )
+        return [
+            local(leaf)
+            for leaf in (found if isinstance(found, list | tuple) else [found])
+        ]
 
     for rank, leaves in on_each_rank(range(2), run).items():
         assert leaves == [[2 * rank, 2 * rank + 1]] * len(dense)

@@ -21,17 +21,31 @@ class Tokens(paddle.io.Dataset):
         return 4
 
     def __getitem__(self, index):
-        return {"input_ids": 100 * index + np.arange(self.length), "label": np.array(index)}
+        return {
+            "input_ids": 100 * index + np.arange(self.length),
+            "label": np.array(index),
+        }
 
 
 def first(placements, mesh=MESH, length=8):
     def run():
         given = paddle.io.DataLoader(Tokens(length), batch_size=2)
-        batch = next(iter(paddle_shard.shard_dataloader(given, mesh, shard_dims="dp", placements=placements)))
+        batch = next(
+            iter(
+                paddle_shard.shard_dataloader(
+                    given, mesh, shard_dims="dp", placements=placements
+                )
+            )
+        )
         ids = batch["input_ids"]
         on_mesh = dist.get_rank() in mesh.process_ids
         local = ids._local_value().numpy().tolist() if on_mesh else None
-        return local, list(ids.shape), [str(p) for p in ids.placements], list(batch["label"].shape)
+        return (
+            local,
+            list(ids.shape),
+            [str(p) for p in ids.placements],
+            list(batch["label"].shape),
+        )
 
     return on_each_rank(range(5), run)
 
@@ -78,12 +92,32 @@ def test_several_axes_on_one_dim_act_as_one():
     ("placements", "error", "text"),
     [
         ({"input_ids": {"seq": 1}}, AxisError, "no axis 'seq'.* Did you mean 'sep'"),
-        ({"input_ids": {"sep": -1}}, ArgumentError, r"placements\['sep'\] must be a tensor dim >= 0"),
-        ({"input_ids": {"sep": Balanced(dim=0)}}, ArgumentError, r"Balanced\(dim=\.\.\.\) of a dim >= 1"),
-        ({"input_ids": {"dp": 1, "sep": Balanced(dim=1)}}, ArgumentError, "both plainly and Balanced"),
+        (
+            {"input_ids": {"sep": -1}},
+            ArgumentError,
+            r"placements\['sep'\] must be a tensor dim >= 0",
+        ),
+        (
+            {"input_ids": {"sep": Balanced(dim=0)}},
+            ArgumentError,
+            r"Balanced\(dim=\.\.\.\) of a dim >= 1",
+        ),
+        (
+            {"input_ids": {"dp": 1, "sep": Balanced(dim=1)}},
+            ArgumentError,
+            "both plainly and Balanced",
+        ),
         ({"input_ids": "sep"}, ArgumentError, "placements must map a field's key"),
-        ({"ids": {"sep": 1}}, BatchStructureError, r"placements names \['ids'\], but the fields"),
-        ({"label": {"dp": 0, "sep": 1}}, BatchStructureError, r"field \['label'\] has 1 dims"),
+        (
+            {"ids": {"sep": 1}},
+            BatchStructureError,
+            r"placements names \['ids'\], but the fields",
+        ),
+        (
+            {"label": {"dp": 0, "sep": 1}},
+            BatchStructureError,
+            r"field \['label'\] has 1 dims",
+        ),
     ],
 )
 def test_placements_that_cannot_be_are_refused(placements, error, text):
@@ -92,21 +126,42 @@ def test_placements_that_cannot_be_are_refused(placements, error, text):
 
 
 def test_a_sequence_that_cannot_be_cut_is_refused_with_the_nearest_sizes():
-    with pytest.raises(BatchStructureError, match="size 6, which cannot be cut into 4 equal chunks. .*: 4 or 8"):
+    with pytest.raises(
+        BatchStructureError,
+        match="size 6, which cannot be cut into 4 equal chunks. .*: 4 or 8",
+    ):
         first({"input_ids": {"dp": 0, "sep": Balanced(dim=1)}}, length=6)
 
 
 @pytest.mark.parametrize("kind", ["plain", "rows", "transposed by the collate_fn"])
-def test_local_tensors_are_contiguous_since_paddle_sends_their_memory_as_it_lies_there(kind):
+def test_local_tensors_are_contiguous_since_paddle_sends_their_memory_as_it_lies_there(
+    kind,
+):
     def transposed(samples):
-        ids = paddle.to_tensor(np.stack([sample["input_ids"] for sample in samples], axis=1)).t()
+        ids = paddle.to_tensor(
+            np.stack([sample["input_ids"] for sample in samples], axis=1)
+        ).t()
         return {"input_ids": ids, "label": np.zeros(len(samples))}
 
-    placements = None if kind == "rows" else {"input_ids": {"dp": 0} if "transposed" in kind else {"dp": 0, "sep": 1}}
+    placements = (
+        None
+        if kind == "rows"
+        else {"input_ids": {"dp": 0} if "transposed" in kind else {"dp": 0, "sep": 1}}
+    )
 
     def run():
-        given = paddle.io.DataLoader(Tokens(), batch_size=2, collate_fn=transposed if "transposed" in kind else None)
-        batch = next(iter(paddle_shard.shard_dataloader(given, MESH, shard_dims="dp", placements=placements)))
+        given = paddle.io.DataLoader(
+            Tokens(),
+            batch_size=2,
+            collate_fn=transposed if "transposed" in kind else None,
+        )
+        batch = next(
+            iter(
+                paddle_shard.shard_dataloader(
+                    given, MESH, shard_dims="dp", placements=placements
+                )
+            )
+        )
         return batch["input_ids"]._local_value().is_contiguous()
 
     assert on_each_rank(range(4), run) == dict.fromkeys(range(4), True)
@@ -119,16 +174,27 @@ def test_labels_that_packed_has_shifted_are_padded_with_the_ignored_label_and_no
 
     assert whole["labels"].tolist() == [[*range(2, 10), -100, -100]]
     assert whole["input_ids"].tolist() == [[*range(1, 10), 0]]
-    with pytest.raises(BatchStructureError, match="shifted already: .* Leave labels= out"):
+    with pytest.raises(
+        BatchStructureError, match="shifted already: .* Leave labels= out"
+    ):
         paddle_shard.SequenceSplit("sep", 2, labels="labels").collate()([packed[0]])
 
 
-@pytest.mark.parametrize("given", [[5, 5, 5, 6], [1, 2, 3, 4], [-100, -100, 3, 4], [-100, -100, -100, 7], [2, 3, 9, 4]])
+@pytest.mark.parametrize(
+    "given",
+    [
+        [5, 5, 5, 6],
+        [1, 2, 3, 4],
+        [-100, -100, 3, 4],
+        [-100, -100, -100, 7],
+        [2, 3, 9, 4],
+    ],
+)
 def test_labels_that_are_not_shifted_yet_are(given):
     """Those of the tokens themselves, with a prompt that is ignored, and of a task of their own."""
     tokens = given if given[0] == 5 else [1, 2, 3, 4]
     row = {"input_ids": np.array(tokens), "labels": np.array(given)}
 
-    assert paddle_shard.SequenceSplit("sep", 2, labels="labels").collate()([row])["labels"].tolist() == [
-        [*given[1:], -100]
-    ]
+    assert paddle_shard.SequenceSplit("sep", 2, labels="labels").collate()([row])[
+        "labels"
+    ].tolist() == [[*given[1:], -100]]

@@ -9,13 +9,19 @@ from hypothesis import strategies as st
 from paddle_shard.plan.balance import deal, loads
 from tests.trials import trials
 
-numbers = st.one_of(st.integers(0, 9).map(float), st.floats(0, 1e6), st.sampled_from([0.0, 1e-300, 1e300]))
+numbers = st.one_of(
+    st.integers(0, 9).map(float),
+    st.floats(0, 1e6),
+    st.sampled_from([0.0, 1e-300, 1e300]),
+)
 
 
 def heaviest(costs, rows):
     """The largest share of a column's total that one data rank has; `rows` by data rank."""
     total = costs.sum(axis=0)
-    return max((costs[list(own)].sum(axis=0) / np.where(total, total, 1)).max() for own in rows)
+    return max(
+        (costs[list(own)].sum(axis=0) / np.where(total, total, 1)).max() for own in rows
+    )
 
 
 def halves(number):
@@ -24,10 +30,22 @@ def halves(number):
         yield own, tuple(set(range(number)) - set(own))
 
 
-@given(ranks=st.integers(1, 6), each=st.integers(1, 6), columns=st.integers(1, 3), data=st.data(), order=st.randoms())
-def test_every_row_is_dealt_once_and_none_of_the_ranks_gets_worse(ranks, each, columns, data, order):
+@given(
+    ranks=st.integers(1, 6),
+    each=st.integers(1, 6),
+    columns=st.integers(1, 3),
+    data=st.data(),
+    order=st.randoms(),
+)
+def test_every_row_is_dealt_once_and_none_of_the_ranks_gets_worse(
+    ranks, each, columns, data, order
+):
     rows = data.draw(
-        st.lists(st.lists(numbers, min_size=columns, max_size=columns), min_size=ranks * each, max_size=ranks * each)
+        st.lists(
+            st.lists(numbers, min_size=columns, max_size=columns),
+            min_size=ranks * each,
+            max_size=ranks * each,
+        )
     )
     costs = np.array(rows, float).reshape(ranks * each, columns)
     dealt = deal(costs, ranks)
@@ -36,7 +54,9 @@ def test_every_row_is_dealt_once_and_none_of_the_ranks_gets_worse(ranks, each, c
     of_ranks = dealt.reshape(ranks, each)
     assert (np.diff(of_ranks, axis=1) > 0).all()
     undealt = heaviest(costs, np.arange(ranks * each).reshape(ranks, each))
-    assert heaviest(costs, of_ranks) <= undealt + 1e-5  # costs are rounded to 2^-24 of the total
+    assert (
+        heaviest(costs, of_ranks) <= undealt + 1e-5
+    )  # costs are rounded to 2^-24 of the total
     assert deal(costs * 0.5, ranks).tolist() == dealt.tolist(), "costs have no unit"
 
 
@@ -47,7 +67,9 @@ def test_two_ranks_are_near_the_best_of_all_ways(rows):
     costs[: len(rows)] += 1
     best = min(heaviest(costs, way) for way in halves(len(costs)))
 
-    assert heaviest(costs, deal(costs, 2).reshape(2, -1)) <= 7 / 6 * best + 1e-5  # Graham's bound for two
+    assert (
+        heaviest(costs, deal(costs, 2).reshape(2, -1)) <= 7 / 6 * best + 1e-5
+    )  # Graham's bound for two
 
 
 def test_documents_of_a_language_model_cost_8_ranks_the_same():
@@ -65,7 +87,9 @@ def test_documents_of_a_language_model_cost_8_ranks_the_same():
 
 def test_two_kinds_of_cost_are_both_balanced():
     random = np.random.default_rng(0)
-    costs = np.stack([random.lognormal(0, 0.7, 128), random.integers(0, 5, 128)], axis=1)
+    costs = np.stack(
+        [random.lognormal(0, 0.7, 128), random.integers(0, 5, 128)], axis=1
+    )
     for column in (0, 1):
         most, mean = loads(costs[deal(costs, 8)][:, column : column + 1], 8)
         assert most / mean < 1.05

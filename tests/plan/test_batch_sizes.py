@@ -9,8 +9,15 @@ from paddle_shard.plan.shard_plan import BatchSizes
 from tests.trials import trials
 
 schedules = st.lists(
-    st.tuples(st.integers(0, 60), st.integers(1, 9)), min_size=1, max_size=5, unique_by=lambda entry: entry[0]
-).map(lambda entries: tuple((first if at else 0, size) for at, (first, size) in enumerate(sorted(entries))))
+    st.tuples(st.integers(0, 60), st.integers(1, 9)),
+    min_size=1,
+    max_size=5,
+    unique_by=lambda entry: entry[0],
+).map(
+    lambda entries: tuple(
+        (first if at else 0, size) for at, (first, size) in enumerate(sorted(entries))
+    )
+)
 
 
 def due(schedule, sample):
@@ -27,11 +34,15 @@ def batches_of(segments, at, end):
 
 
 @settings(max_examples=trials(300))
-@example(schedule=((0, 8), (25, 4), (26, 8)), length=50, epochs=1)  # two entries inside one batch
+@example(
+    schedule=((0, 8), (25, 4), (26, 8)), length=50, epochs=1
+)  # two entries inside one batch
 @given(schedule=schedules, length=st.integers(1, 80), epochs=st.integers(1, 4))
 def test_each_batch_has_the_size_that_is_due_when_it_begins(schedule, length, epochs):
     for epoch in range(epochs):
-        segments = BatchSizes(schedule).segments(origin=epoch * length, at=0, end=length)
+        segments = BatchSizes(schedule).segments(
+            origin=epoch * length, at=0, end=length
+        )
         position, wanted = 0, []
         while position < length:
             wanted.append((position, due(schedule, epoch * length + position)))
@@ -40,8 +51,15 @@ def test_each_batch_has_the_size_that_is_due_when_it_begins(schedule, length, ep
 
 
 @settings(max_examples=trials(300))
-@given(schedule=schedules, length=st.integers(1, 80), origin=st.integers(0, 40), data=st.data())
-def test_a_run_that_resumes_between_batches_goes_on_as_it_would_have(schedule, length, origin, data):
+@given(
+    schedule=schedules,
+    length=st.integers(1, 80),
+    origin=st.integers(0, 40),
+    data=st.data(),
+)
+def test_a_run_that_resumes_between_batches_goes_on_as_it_would_have(
+    schedule, length, origin, data
+):
     sizes = BatchSizes(schedule)
     straight = batches_of(sizes.segments(origin=origin, at=0, end=length), 0, length)
     at = data.draw(st.sampled_from([first for first, _ in straight]))
@@ -51,7 +69,9 @@ def test_a_run_that_resumes_between_batches_goes_on_as_it_would_have(schedule, l
     ]
 
 
-@pytest.mark.parametrize("entries", [(), ((1, 4),), ((0, 4), (0, 8)), ((0, 4), (9, 8), (5, 8))])
+@pytest.mark.parametrize(
+    "entries", [(), ((1, 4),), ((0, 4), (0, 8)), ((0, 4), (9, 8), (5, 8))]
+)
 def test_a_schedule_begins_at_0_and_ascends(entries):
     with pytest.raises(ArgumentError, match="must begin at sample 0 and ascend"):
         BatchSizes(entries)

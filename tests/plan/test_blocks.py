@@ -28,12 +28,26 @@ blocks = st.builds(Blocks, size=st.integers(1, 50), window=st.integers(1, 9))
 
 
 @settings(max_examples=trials(100))
-@given(n=st.integers(1, 300), blocks=blocks, width=st.integers(1, 80), epoch=st.integers(0, 5), data=st.data())
-@example(n=7, blocks=Blocks(size=10, window=3), width=4, epoch=0, data=None)  # less than a block
-@example(n=40, blocks=Blocks(size=1, window=1), width=8, epoch=0, data=None)  # nothing to keep together
-@example(n=41, blocks=Blocks(size=40, window=1), width=64, epoch=0, data=None)  # a block of one, no whole row
+@given(
+    n=st.integers(1, 300),
+    blocks=blocks,
+    width=st.integers(1, 80),
+    epoch=st.integers(0, 5),
+    data=st.data(),
+)
+@example(
+    n=7, blocks=Blocks(size=10, window=3), width=4, epoch=0, data=None
+)  # less than a block
+@example(
+    n=40, blocks=Blocks(size=1, window=1), width=8, epoch=0, data=None
+)  # nothing to keep together
+@example(
+    n=41, blocks=Blocks(size=40, window=1), width=64, epoch=0, data=None
+)  # a block of one, no whole row
 @example(n=300, blocks=Blocks(size=10**18, window=10**18), width=1, epoch=0, data=None)
-def test_every_length_is_a_bijection_that_its_inverse_undoes(n, blocks, width, epoch, data):
+def test_every_length_is_a_bijection_that_its_inverse_undoes(
+    n, blocks, width, epoch, data
+):
     order, positions = BlockOrder(n, blocks, width, 0, epoch), np.arange(n)
     samples = order(positions)
 
@@ -43,14 +57,18 @@ def test_every_length_is_a_bijection_that_its_inverse_undoes(n, blocks, width, e
     if data is not None:
         start, stop = sorted(data.draw(st.tuples(st.integers(0, n), st.integers(0, n))))
         assert order.between(start, stop).tolist() == samples[start:stop].tolist()
-        some = np.array(data.draw(st.lists(st.integers(0, n - 1), max_size=9)), np.int64)
+        some = np.array(
+            data.draw(st.lists(st.integers(0, n - 1), max_size=9)), np.int64
+        )
         assert order(some).tolist() == samples[some].tolist()
         assert order.inverse(some).tolist() == np.argsort(samples)[some].tolist()
 
 
 def test_every_length_up_to_300_is_a_bijection():
     for n in range(1, 301):
-        order = BlockOrder(n, Blocks(size=1 + n % 13, window=1 + n % 4), 1 + n % 29, 0, n)
+        order = BlockOrder(
+            n, Blocks(size=1 + n % 13, window=1 + n % 4), 1 + n % 29, 0, n
+        )
         assert (np.sort(order(np.arange(n))) == np.arange(n)).all(), n
 
 
@@ -71,9 +89,18 @@ def test_windows_of_more_than_one_table_are_bijections_too():
     starts=st.lists(st.integers(0, 2**62), min_size=1, max_size=3),
 )
 @example(n=2**62, blocks=Blocks(size=1, window=1), width=64, starts=[0, 2**62 - 50])
-@example(n=2**62, blocks=Blocks(size=2**62 - 1, window=2), width=64, starts=[0, 2**62 - 50])
-@example(n=2**62, blocks=Blocks(size=2**63, window=2**63), width=2**61, starts=[0, 2**62 - 50])
-def test_long_orders_cost_no_set_up_and_their_inverse_undoes_them(n, blocks, width, starts):
+@example(
+    n=2**62, blocks=Blocks(size=2**62 - 1, window=2), width=64, starts=[0, 2**62 - 50]
+)
+@example(
+    n=2**62,
+    blocks=Blocks(size=2**63, window=2**63),
+    width=2**61,
+    starts=[0, 2**62 - 50],
+)
+def test_long_orders_cost_no_set_up_and_their_inverse_undoes_them(
+    n, blocks, width, starts
+):
     order = BlockOrder(n, blocks, width, 3, 1)
     for start in [*(start % n for start in starts), max(0, n - 50)]:
         positions = np.arange(start, min(n, start + 50))
@@ -102,20 +129,39 @@ def test_memory_is_what_it_promises_at_any_window(window, size):
 def test_it_keeps_the_shape_and_takes_nothing():
     order = BlockOrder(100, Blocks(size=7), 4, 0, 0)
 
-    assert order(np.arange(6).reshape(2, 3)).shape == order.inverse(np.arange(6).reshape(2, 3)).shape == (2, 3)
-    assert order.between(5, 5).shape == order.inverse(np.empty(0, np.int64)).shape == (0,)
+    assert (
+        order(np.arange(6).reshape(2, 3)).shape
+        == order.inverse(np.arange(6).reshape(2, 3)).shape
+        == (2, 3)
+    )
+    assert (
+        order.between(5, 5).shape == order.inverse(np.empty(0, np.int64)).shape == (0,)
+    )
 
 
 def test_the_order_of_version_1_does_not_change():
     # A run that was saved is resumed in this order: a change here needs another VERSION.
     assert VERSION == 1
-    assert BlockOrder(10, Blocks(size=3, window=2), 2, 0, 0).between(0, 10).tolist() == GOLDEN[10]
-    assert BlockOrder(2**40, Blocks(), 6, 7, 3).between(2**39, 2**39 + 6).tolist() == GOLDEN[2**40]
+    assert (
+        BlockOrder(10, Blocks(size=3, window=2), 2, 0, 0).between(0, 10).tolist()
+        == GOLDEN[10]
+    )
+    assert (
+        BlockOrder(2**40, Blocks(), 6, 7, 3).between(2**39, 2**39 + 6).tolist()
+        == GOLDEN[2**40]
+    )
 
 
 GOLDEN = {
     10: [0, 5, 1, 8, 2, 9, 3, 7, 4, 6],
-    2**40: [143168282237, 260991168713, 524229452002, 1048124641689, 1036802119020, 447866406453],
+    2**40: [
+        143168282237,
+        260991168713,
+        524229452002,
+        1048124641689,
+        1036802119020,
+        447866406453,
+    ],
 }
 
 
@@ -128,7 +174,9 @@ def opened(plan, blocks, epoch, steps):
         {
             block
             for step in steps
-            for block in (plan.indices(epoch=epoch, step=step, data_rank=rank) // blocks.size).tolist()
+            for block in (
+                plan.indices(epoch=epoch, step=step, data_rank=rank) // blocks.size
+            ).tolist()
         }
         for rank in range(plan.num_data_ranks)
     ]
@@ -143,8 +191,17 @@ def opened(plan, blocks, epoch, steps):
     accumulation=st.integers(1, 3),
     epoch=st.integers(0, 3),
 )
-@example(n=2000, blocks=Blocks(size=25, window=2), data_ranks=8, multiple=1, accumulation=2, epoch=0)
-def test_data_ranks_share_no_more_blocks_than_there_are_borders(n, blocks, data_ranks, multiple, accumulation, epoch):
+@example(
+    n=2000,
+    blocks=Blocks(size=25, window=2),
+    data_ranks=8,
+    multiple=1,
+    accumulation=2,
+    epoch=0,
+)
+def test_data_ranks_share_no_more_blocks_than_there_are_borders(
+    n, blocks, data_ranks, multiple, accumulation, epoch
+):
     plan = ShardPlan(
         num_samples=n,
         batch_size=data_ranks * multiple * accumulation,
@@ -156,7 +213,12 @@ def test_data_ranks_share_no_more_blocks_than_there_are_borders(n, blocks, data_
     of_rank = opened(plan, blocks, epoch, range(n // plan.batch_size))
 
     openings = sum(map(len, of_rank))
-    shared = {block for one in of_rank for block in one if sum(block in other for other in of_rank) > 1}
+    shared = {
+        block
+        for one in of_rank
+        for block in one
+        if sum(block in other for other in of_rank) > 1
+    }
     assert len(shared) <= (data_ranks - 1 if divides else n)
     # A block that several share holds a border between each two of them, so no block costs more than its borders.
     assert not divides or openings <= len(set().union(*of_rank)) + data_ranks - 1
@@ -164,23 +226,39 @@ def test_data_ranks_share_no_more_blocks_than_there_are_borders(n, blocks, data_
 
 def test_a_part_holds_few_blocks_open_at_a_time_and_closes_them_for_good():
     n, size, window = 64_000, 100, 4
-    plan = ShardPlan(num_samples=n, batch_size=64, num_data_ranks=8, shuffle=Blocks(size=size, window=window))
+    plan = ShardPlan(
+        num_samples=n,
+        batch_size=64,
+        num_data_ranks=8,
+        shuffle=Blocks(size=size, window=window),
+    )
     parts = num_parts(n, plan.shuffle, 64)
     assert parts == 64
     # [step, row]: each row is a part's next sample
     rows = plan.order(epoch=0).between(0, n // 64 * 64).reshape(-1, 64) // size
 
     for part in (0, 31, 63):
-        steps_of = {block: np.flatnonzero(rows[:, part] == block) for block in set(rows[:, part].tolist())}
+        steps_of = {
+            block: np.flatnonzero(rows[:, part] == block)
+            for block in set(rows[:, part].tolist())
+        }
         assert max(steps[-1] - steps[0] for steps in steps_of.values()) < window * size
-        open_at = [sum(steps[0] <= step <= steps[-1] for steps in steps_of.values()) for step in range(0, 1000, 10)]
+        open_at = [
+            sum(steps[0] <= step <= steps[-1] for steps in steps_of.values())
+            for step in range(0, 1000, 10)
+        ]
         assert max(open_at) <= window
 
 
 def test_a_full_shuffle_would_open_every_block_on_every_data_rank():
     n, blocks = 16_000, Blocks(size=100, window=4)
     of = {
-        name: opened(ShardPlan(num_samples=n, batch_size=64, num_data_ranks=8, shuffle=shuffle), blocks, 0, range(250))
+        name: opened(
+            ShardPlan(num_samples=n, batch_size=64, num_data_ranks=8, shuffle=shuffle),
+            blocks,
+            0,
+            range(250),
+        )
         for name, shuffle in (("full", True), ("blocks", blocks))
     }
 
@@ -189,7 +267,9 @@ def test_a_full_shuffle_would_open_every_block_on_every_data_rank():
 
 
 @given(
-    n=st.integers(1, 5000), blocks=blocks, width=st.integers(1, 300).flatmap(lambda w: st.sampled_from([w, 2 * w, 64]))
+    n=st.integers(1, 5000),
+    blocks=blocks,
+    width=st.integers(1, 300).flatmap(lambda w: st.sampled_from([w, 2 * w, 64])),
 )
 def test_parts_are_the_most_that_divide_a_micro_batch(n, blocks, width):
     parts, most = num_parts(n, blocks, width), min(64, -(-n // blocks.size))
@@ -204,7 +284,9 @@ def test_parts_are_the_most_that_divide_a_micro_batch(n, blocks, width):
 
 @cache
 def orders(n, blocks, width, keys):
-    return np.array([BlockOrder(n, blocks, width, 5, epoch).between(0, n) for epoch in range(keys)])
+    return np.array(
+        [BlockOrder(n, blocks, width, 5, epoch).between(0, n) for epoch in range(keys)]
+    )
 
 
 @pytest.mark.parametrize("position", [0, 17, 38, 63])
@@ -230,7 +312,11 @@ def test_samples_of_a_batch_come_from_many_blocks():
 
 
 def test_another_epoch_or_seed_is_another_order():
-    of = [BlockOrder(1000, Blocks(size=10), 8, seed, epoch).between(0, 1000) for seed in (0, 1) for epoch in (0, 1)]
+    of = [
+        BlockOrder(1000, Blocks(size=10), 8, seed, epoch).between(0, 1000)
+        for seed in (0, 1)
+        for epoch in (0, 1)
+    ]
 
     for one in range(4):
         for other in range(one):
@@ -244,10 +330,16 @@ def test_another_epoch_or_seed_is_another_order():
 @given(
     n=st.integers(1, 250),
     blocks=blocks,
-    stretches=st.lists(st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 6)), min_size=2, max_size=4),
+    stretches=st.lists(
+        st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 6)),
+        min_size=2,
+        max_size=4,
+    ),
     accumulation=st.integers(1, 3),
 )
-def test_another_batch_size_in_mid_epoch_goes_on_in_the_same_order(n, blocks, stretches, accumulation):
+def test_another_batch_size_in_mid_epoch_goes_on_in_the_same_order(
+    n, blocks, stretches, accumulation
+):
     """Each stretch: (data ranks, multiple of the batch, steps before the next stop)."""
     delivered, state = [], LoaderState()
     for number, (data_ranks, multiple, steps) in enumerate(stretches):
@@ -261,18 +353,34 @@ def test_another_batch_size_in_mid_epoch_goes_on_in_the_same_order(n, blocks, st
                 accumulation=accumulation,
             )
         ).plan_of(state)
-        upto = plan.num_steps if number == len(stretches) - 1 else min(plan.num_steps, state.steps + steps)
+        upto = (
+            plan.num_steps
+            if number == len(stretches) - 1
+            else min(plan.num_steps, state.steps + steps)
+        )
         for step in range(state.steps, upto):
             first = plan.first_position(step=step)
-            order = plan.samples(epoch=1, first=first, end=min(n, first + plan.num_rows(step=step))).tolist()
+            order = plan.samples(
+                epoch=1, first=first, end=min(n, first + plan.num_rows(step=step))
+            ).tolist()
             delivered += order
             for rank in range(data_ranks):
-                for row, sample in enumerate(plan.indices(epoch=1, step=step, data_rank=rank).tolist()):
+                for row, sample in enumerate(
+                    plan.indices(epoch=1, step=step, data_rank=rank).tolist()
+                ):
                     where = plan.where(epoch=1, sample=sample)
-                    found = where.step == step, where.data_rank == rank, where.row == row
-                    assert all(found) or (step == plan.num_steps - 1 and plan.padding(step=step))
+                    found = (
+                        where.step == step,
+                        where.data_rank == rank,
+                        where.row == row,
+                    )
+                    assert all(found) or (
+                        step == plan.num_steps - 1 and plan.padding(step=step)
+                    )
         samples = len(delivered)
-        state = LoaderState(epoch=1, samples=samples, steps=upto, segments=state.continued(size))
+        state = LoaderState(
+            epoch=1, samples=samples, steps=upto, segments=state.continued(size)
+        )
         if samples == n:
             break
 
@@ -287,25 +395,41 @@ def test_another_batch_size_in_mid_epoch_goes_on_in_the_same_order(n, blocks, st
     assert delivered == straight.samples(epoch=1, first=0, end=n).tolist()
 
 
-@given(n=st.integers(1, 300), blocks=blocks, data_ranks=st.integers(1, 5), multiple=st.integers(1, 4))
+@given(
+    n=st.integers(1, 300),
+    blocks=blocks,
+    data_ranks=st.integers(1, 5),
+    multiple=st.integers(1, 4),
+)
 @settings(max_examples=trials(50))
 def test_a_plan_of_blocks_covers_every_sample_once(n, blocks, data_ranks, multiple):
     plan = ShardPlan(
-        num_samples=n, batch_size=data_ranks * multiple, num_data_ranks=data_ranks, shuffle=blocks, tail="fill"
+        num_samples=n,
+        batch_size=data_ranks * multiple,
+        num_data_ranks=data_ranks,
+        shuffle=blocks,
+        tail="fill",
     )
 
     assert sorted(delivered(plan, epoch=2)) == list(range(n))
 
 
 def test_a_long_plan_of_blocks_is_checked_by_samples_of_its_steps():
-    check_some_steps(ShardPlan(num_samples=2**40 + 1, batch_size=96, num_data_ranks=8, shuffle="blocks"))
+    check_some_steps(
+        ShardPlan(
+            num_samples=2**40 + 1, batch_size=96, num_data_ranks=8, shuffle="blocks"
+        )
+    )
 
 
 def test_the_order_does_not_depend_on_who_reads_it():
     of = [
-        ShardPlan(num_samples=5000, batch_size=24, num_data_ranks=ranks, shuffle=Blocks(size=50)).samples(
-            epoch=0, first=0, end=5000
-        )
+        ShardPlan(
+            num_samples=5000,
+            batch_size=24,
+            num_data_ranks=ranks,
+            shuffle=Blocks(size=50),
+        ).samples(epoch=0, first=0, end=5000)
         for ranks in (1, 2, 12)
     ]
 
@@ -315,7 +439,9 @@ def test_the_order_does_not_depend_on_who_reads_it():
 def test_blocks_by_name_are_the_default_blocks():
     named = ShardPlan(num_samples=10, batch_size=2, num_data_ranks=1, shuffle="blocks")
 
-    assert named == ShardPlan(num_samples=10, batch_size=2, num_data_ranks=1, shuffle=Blocks())
+    assert named == ShardPlan(
+        num_samples=10, batch_size=2, num_data_ranks=1, shuffle=Blocks()
+    )
     assert named.fingerprint() == {
         "num_samples": 10,
         "tail": "pad",
@@ -330,9 +456,18 @@ def test_blocks_by_name_are_the_default_blocks():
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"size": 0}, "Blocks: size must be an int >= 1 (samples in a block on disk), got 0"),
-        ({"size": True}, "Blocks: size must be an int >= 1 (samples in a block on disk), got True"),
-        ({"window": 2.0}, "Blocks: window must be an int >= 1 (blocks that are mixed), got 2.0"),
+        (
+            {"size": 0},
+            "Blocks: size must be an int >= 1 (samples in a block on disk), got 0",
+        ),
+        (
+            {"size": True},
+            "Blocks: size must be an int >= 1 (samples in a block on disk), got True",
+        ),
+        (
+            {"window": 2.0},
+            "Blocks: window must be an int >= 1 (blocks that are mixed), got 2.0",
+        ),
     ],
 )
 def test_blocks_that_cannot_be_are_refused(options, text):

@@ -33,7 +33,11 @@ PLAN = ShardPlan(num_samples=100, batch_size=10, num_data_ranks=2, shuffle=True)
 def leg(ids, first, end, data_rank=0, num_data_ranks=1):
     """The account of one pass over positions [first, end), in which a data rank should get its part of them."""
     of_rank = (end - first) // num_data_ranks
-    return {(data_rank, num_data_ranks, 0): Delivered(((first, end),), (), total_of(list(ids), of_rank))}
+    return {
+        (data_rank, num_data_ranks, 0): Delivered(
+            ((first, end),), (), total_of(list(ids), of_rank)
+        )
+    }
 
 
 def samples(first, end):
@@ -49,12 +53,19 @@ def judged(*of_ranks):
 def test_stretches_on_different_meshes_add_up():
     half = samples(0, 40)
     certificate = judged(
-        (added(leg(half[:20], 0, 40, 0, 2), leg(half[20:], 0, 40, 1, 2)), leg(samples(40, 100), 40, 100)),
+        (
+            added(leg(half[:20], 0, 40, 0, 2), leg(half[20:], 0, 40, 1, 2)),
+            leg(samples(40, 100), 40, 100),
+        ),
     )
 
     assert certificate.exact, certificate
     assert str(certificate) == "epoch 0: each of 100 samples exactly once"
-    assert (certificate.delivered, certificate.missed, certificate.repeated) == (100, 0, 0)
+    assert (certificate.delivered, certificate.missed, certificate.repeated) == (
+        100,
+        0,
+        0,
+    )
 
 
 def test_pipeline_stages_with_different_numbers_of_data_ranks_count_once_and_must_agree():
@@ -62,12 +73,22 @@ def test_pipeline_stages_with_different_numbers_of_data_ranks_count_once_and_mus
     two = [leg(ids[at::2], 0, 100, at, 2) for at in range(2)]
     four = [leg(ids[at::4], 0, 100, at, 4) for at in range(4)]
 
-    for stages in ([*two, one], [one, *two], [*two, *four], [*four, one, one, *two, *two]):
+    for stages in (
+        [*two, one],
+        [one, *two],
+        [*two, *four],
+        [*four, one, one, *two, *two],
+    ):
         assert judged(*stages).exact, judged(*stages)
     other = leg([*ids[:99], ids[0]], 0, 100)
-    assert "pipeline stages with different numbers of data ranks delivered different" in str(judged(*two, other))
+    assert (
+        "pipeline stages with different numbers of data ranks delivered different"
+        in str(judged(*two, other))
+    )
     assert not judged(*two, leg(ids[:50], 0, 50)).exact
-    assert "what data ranks [1] of 2 delivered in [0, 100) is not known" in str(judged(one, two[0]))
+    assert "what data ranks [1] of 2 delivered in [0, 100) is not known" in str(
+        judged(one, two[0])
+    )
 
 
 def test_replicas_count_once_and_must_agree():
@@ -75,8 +96,12 @@ def test_replicas_count_once_and_must_agree():
 
     assert judged(mine, mine, mine).exact
     other = leg([*samples(0, 99), 1], 0, 100)
-    assert "replicas of data rank 0 delivered different samples" in str(judged(mine, other))
-    assert "replicas of data rank 0 delivered different samples" in str(judged(mine, {(0, 1, 0): Delivered()}))
+    assert "replicas of data rank 0 delivered different samples" in str(
+        judged(mine, other)
+    )
+    assert "replicas of data rank 0 delivered different samples" in str(
+        judged(mine, {(0, 1, 0): Delivered()})
+    )
 
 
 def test_what_replicas_delivered_by_several_iterators_must_agree_too():
@@ -112,23 +137,34 @@ def test_a_miss_and_repeats_that_cancel_in_a_plain_sum_are_found():
     ids = samples(0, 100)
     for missed, instead in ((5, 6), (5, 0)):
         planted = [instead if i == missed else i for i in ids]
-        assert "some samples were missed and as many repeated" in str(judged(leg(planted, 0, 100)))
+        assert "some samples were missed and as many repeated" in str(
+            judged(leg(planted, 0, 100))
+        )
     # 5 and 15 never, 4 and 16 twice: the plain sum of the ids is the same.
     planted = [i for i in ids if i not in (5, 15)] + [4, 16]
     assert sum(planted) == sum(ids)
-    assert "some samples were missed and as many repeated" in str(judged(leg(planted, 0, 100)))
+    assert "some samples were missed and as many repeated" in str(
+        judged(leg(planted, 0, 100))
+    )
 
 
 def test_too_few_and_too_many_are_counted():
     ids = samples(0, 100)
 
-    assert (judged(leg(ids[:-2], 0, 100)).missed, judged(leg([*ids, 3], 0, 100)).repeated) == (2, 1)
+    assert (
+        judged(leg(ids[:-2], 0, 100)).missed,
+        judged(leg([*ids, 3], 0, 100)).repeated,
+    ) == (2, 1)
 
 
 def test_a_data_rank_whose_leg_is_missing_is_named():
-    certificate = judged(leg(samples(0, 50), 0, 100, 0, 3), leg(samples(50, 60), 0, 100, 2, 3))
+    certificate = judged(
+        leg(samples(0, 50), 0, 100, 0, 3), leg(samples(50, 60), 0, 100, 2, 3)
+    )
 
-    assert "what data ranks [1] of 3 delivered in [0, 100) is not known" in str(certificate)
+    assert "what data ranks [1] of 3 delivered in [0, 100) is not known" in str(
+        certificate
+    )
 
 
 def test_what_is_only_not_known_is_no_alarm():
@@ -139,8 +175,12 @@ def test_what_is_only_not_known_is_no_alarm():
     certificate = judged((before, rest[0]), (before, rest[1]))
 
     assert not certificate.exact
-    assert str(certificate).startswith("epoch 0: not proved that each of 100 samples was delivered exactly once: what")
-    twice = judged((before, rest[0]), (before, leg([*samples(40, 100)[2::2], 0], 40, 100, 1, 2)))
+    assert str(certificate).startswith(
+        "epoch 0: not proved that each of 100 samples was delivered exactly once: what"
+    )
+    twice = judged(
+        (before, rest[0]), (before, leg([*samples(40, 100)[2::2], 0], 40, 100, 1, 2))
+    )
     assert str(twice).startswith("epoch 0: NOT each of 100 samples exactly once: ")
 
 
@@ -155,7 +195,10 @@ def test_merging_again_changes_nothing_and_keeps_it_small():
     assert account_from_json(json.loads(json.dumps(account_to_json(found)))) == found
 
 
-@given(st.lists(st.tuples(st.integers(0, 90), st.integers(1, 30)), min_size=1, max_size=8), st.randoms())
+@given(
+    st.lists(st.tuples(st.integers(0, 90), st.integers(1, 30)), min_size=1, max_size=8),
+    st.randoms(),
+)
 def test_an_account_is_the_same_in_whatever_order_it_is_added_up(stretches, rng):
     """The oracle counts positions one by one."""
     ends = [(first, min(100, first + size)) for first, size in stretches]
@@ -166,7 +209,10 @@ def test_an_account_is_the_same_in_whatever_order_it_is_added_up(stretches, rng)
     found = judged(added(*legs))
 
     assert added(*parts) == added(*parts[::-1]) == added(*legs)
-    assert (found.missed, found.repeated) == (100 - len(times), times.total() - len(times))
+    assert (found.missed, found.repeated) == (
+        100 - len(times),
+        times.total() - len(times),
+    )
     again = {p for first, end in added(*legs)[0, 1, 0].again for p in range(first, end)}
     assert again == {position for position, count in times.items() if count > 1}
     assert found.exact == (list(times.values()) == [1] * 100)
@@ -178,7 +224,11 @@ def test_an_account_stays_small_however_often_an_epoch_is_begun_again():
         account = added(account, leg(samples(0, end), 0, end))
         count, furthest = count + end, max(furthest, end)
         found = judged(account)
-        assert (found.delivered, found.repeated, found.missed) == (count, count - furthest, 100 - furthest)
+        assert (found.delivered, found.repeated, found.missed) == (
+            count,
+            count - furthest,
+            100 - furthest,
+        )
         assert found.repeated or end == 1
 
     assert len(json.dumps(account_to_json(account))) < 200
@@ -186,11 +236,20 @@ def test_an_account_stays_small_however_often_an_epoch_is_begun_again():
 
 @pytest.mark.parametrize("shuffle", ALL_ORDERS)
 @pytest.mark.parametrize("tail", SERVING_TAILS)
-@given(num_samples=st.integers(1, 60), ranks=st.integers(1, 4), rows=st.integers(1, 4), times=st.integers(1, 2))
+@given(
+    num_samples=st.integers(1, 60),
+    ranks=st.integers(1, 4),
+    rows=st.integers(1, 4),
+    times=st.integers(1, 2),
+)
 def test_what_belongs_to_the_data_ranks_adds_up_to_what_belongs_to_the_steps(
     shuffle, tail, num_samples, ranks, rows, times
 ):
-    cut = {"batch_size": ranks * rows * times, "num_data_ranks": ranks, "accumulation": times}
+    cut = {
+        "batch_size": ranks * rows * times,
+        "num_data_ranks": ranks,
+        "accumulation": times,
+    }
     try:
         plan = ShardPlan(num_samples=num_samples, shuffle=shuffle, tail=tail, **cut)
     except ArgumentError:  # blocks that these data ranks cannot share
@@ -199,7 +258,10 @@ def test_what_belongs_to_the_data_ranks_adds_up_to_what_belongs_to_the_steps(
     end = plan.num_served
     for first in {0, plan.batch_size, 2 * plan.batch_size}:
         if first < end and not plan.num_rows(step=plan.num_steps - 1) % (ranks * times):
-            of_ranks = [total_of_owner((rank, ranks, 0), plan, 0, skips, first, end) for rank in range(ranks)]
+            of_ranks = [
+                total_of_owner((rank, ranks, 0), plan, 0, skips, first, end)
+                for rank in range(ranks)
+            ]
             assert plus(*of_ranks) == total_of_plan(plan, 0, skips)(first, end)
             assert total_of_owner(ALL, plan, 0, skips, first, end) == plus(*of_ranks)
 
@@ -225,24 +287,39 @@ def of_a_sampler(*accounts, end=6):
 
 
 def test_what_a_sampler_drew_is_to_be_delivered_as_often_as_it_was_drawn():
-    all_of_it, mine, others = drawn([7, 7, 9, 1, 2, 3], 0, 6), leg([7, 7, 9], 0, 6, 0, 2), leg([1, 2, 3], 0, 6, 1, 2)
+    all_of_it, mine, others = (
+        drawn([7, 7, 9, 1, 2, 3], 0, 6),
+        leg([7, 7, 9], 0, 6, 0, 2),
+        leg([1, 2, 3], 0, 6, 1, 2),
+    )
     ranks = ({}, mine | all_of_it), ({}, others | all_of_it)
 
-    assert str(of_a_sampler(*ranks)) == "epoch 0: each of 6 samples that a Sampler drew exactly once"
+    assert (
+        str(of_a_sampler(*ranks))
+        == "epoch 0: each of 6 samples that a Sampler drew exactly once"
+    )
     assert "has not ended after position 6" in str(of_a_sampler(*ranks, end=None))
     assert "positions [6, 8) were not delivered" in str(of_a_sampler(*ranks, end=8))
     wrong = {}, leg([1, 2, 7], 0, 6, 1, 2) | all_of_it
-    assert "some samples were missed and as many repeated" in str(of_a_sampler(ranks[0], wrong))
+    assert "some samples were missed and as many repeated" in str(
+        of_a_sampler(ranks[0], wrong)
+    )
     parted = {}, others | drawn([7, 7, 9, 1, 2, 4], 0, 6)
-    assert "the samplers drew different samples on some ranks" in str(of_a_sampler(ranks[0], parted))
+    assert "the samplers drew different samples on some ranks" in str(
+        of_a_sampler(ranks[0], parted)
+    )
     known, _ = merged(ranks)
-    assert [(owner, known[owner].once) for owner in sorted(known)] == [(DRAWN, ((0, 6),)), (ALL, ((0, 6),))]
+    assert [(owner, known[owner].once) for owner in sorted(known)] == [
+        (DRAWN, ((0, 6),)),
+        (ALL, ((0, 6),)),
+    ]
     assert of_a_sampler((known, {})).exact
 
 
 def test_what_the_states_of_two_ranks_tell_apart_is_not_proved():
     whole, part = leg(samples(0, 100), 0, 100), leg(samples(0, 30), 0, 30)
 
-    assert "the states that the ranks have loaded differ in what data rank 0 delivered" in str(
-        judged((whole, {}), (part, {}))
+    assert (
+        "the states that the ranks have loaded differ in what data rank 0 delivered"
+        in str(judged((whole, {}), (part, {})))
     )

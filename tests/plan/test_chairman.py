@@ -12,7 +12,9 @@ from paddle_shard.plan.weights import Chairman
 from tests.trials import trials
 
 PARTS = st.lists(
-    st.one_of(st.integers(0, 3), st.integers(1, 60), st.integers(1, 5000)), min_size=1, max_size=40
+    st.one_of(st.integers(0, 3), st.integers(1, 60), st.integers(1, 5000)),
+    min_size=1,
+    max_size=40,
 ).filter(any)
 
 
@@ -37,7 +39,9 @@ def test_after_every_prefix_each_source_is_within_tijdemans_bound(parts):
     num, length = sum(part > 0 for part in parts), min(2 * sum(parts) + 3, 20_000)
     bound = 1 - Fraction(1, 2 * num - 2) if num > 1 else Fraction(0)
 
-    off = np.abs(prefixes(parts, length) * sum(parts) - np.outer(np.arange(length + 1), parts))
+    off = np.abs(
+        prefixes(parts, length) * sum(parts) - np.outer(np.arange(length + 1), parts)
+    )
 
     assert Fraction(int(off.max()), sum(parts)) <= bound
 
@@ -46,17 +50,27 @@ def test_after_every_prefix_each_source_is_within_tijdemans_bound(parts):
 @given(parts=PARTS.filter(lambda parts: sum(parts) <= 10_000))
 def test_the_sequence_is_periodic_and_exact_after_each_period(parts):
     chairman, period = Chairman(tuple(parts)), sum(parts)
-    once, again = chairman.at(np.arange(period))[0], chairman.at(np.arange(period, 2 * period))[0]
+    once, again = (
+        chairman.at(np.arange(period))[0],
+        chairman.at(np.arange(period, 2 * period))[0],
+    )
 
     assert (once == again).all()
     assert np.bincount(once, minlength=len(parts)).tolist() == parts
 
 
 @settings(max_examples=trials(100))
-@given(parts=PARTS, start=st.integers(0, 10**12), chunk=st.integers(1, 3000), data=st.data())
+@given(
+    parts=PARTS,
+    start=st.integers(0, 10**12),
+    chunk=st.integers(1, 3000),
+    data=st.data(),
+)
 def test_any_position_is_known_without_those_before_it(parts, start, chunk, data):
     straight = Chairman(tuple(parts))
-    positions = start + np.array(data.draw(st.lists(st.integers(0, 50_000), max_size=20)), np.int64)
+    positions = start + np.array(
+        data.draw(st.lists(st.integers(0, 50_000), max_size=20)), np.int64
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "CHUNK", chunk)
         asked = Chairman(tuple(parts))
@@ -66,7 +80,9 @@ def test_any_position_is_known_without_those_before_it(parts, start, chunk, data
     assert [int(s[0]) for s, _ in found] == sources.tolist()
     assert [int(d[0]) for _, d in found] == draws.tolist()
     assert (straight.inverse(sources, draws) == positions).all()
-    for position, source, draw in zip(positions.tolist(), sources.tolist(), draws.tolist(), strict=True):
+    for position, source, draw in zip(
+        positions.tolist(), sources.tolist(), draws.tolist(), strict=True
+    ):
         assert straight.counts(position)[source] == draw
         assert straight.counts(position).sum() == position
 
@@ -80,7 +96,11 @@ def test_threads_that_share_a_sequence_get_its_sources():
         for _ in range(4):
             shared = Chairman(parts)
             with ThreadPoolExecutor(4) as pool:
-                found = list(pool.map(lambda _, one=shared: one.at(np.arange(sum(parts)))[0], range(4)))
+                found = list(
+                    pool.map(
+                        lambda _, one=shared: one.at(np.arange(sum(parts)))[0], range(4)
+                    )
+                )
             assert [np.array_equal(one, expected) for one in found] == [True] * 4
     finally:
         sys.setswitchinterval(before)

@@ -4,7 +4,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paddle_shard import ShardPlan
-from tests.orders_and_tails import ALL, SERVING_TAILS, UNNAMED, check_some_steps, delivered
+from tests.orders_and_tails import (
+    ALL,
+    SERVING_TAILS,
+    UNNAMED,
+    check_some_steps,
+    delivered,
+)
 
 
 @given(
@@ -15,7 +21,9 @@ from tests.orders_and_tails import ALL, SERVING_TAILS, UNNAMED, check_some_steps
     tail=st.sampled_from(SERVING_TAILS),
     shuffle=st.sampled_from([*ALL, *UNNAMED]),
 )
-def test_a_plan_delivers_each_sample_once_but_for_what_it_drops(length, ranks, multiple, accumulation, tail, shuffle):
+def test_a_plan_delivers_each_sample_once_but_for_what_it_drops(
+    length, ranks, multiple, accumulation, tail, shuffle
+):
     plan = ShardPlan(
         num_samples=length,
         batch_size=ranks * multiple * accumulation,
@@ -33,7 +41,9 @@ def test_a_plan_delivers_each_sample_once_but_for_what_it_drops(length, ranks, m
 
 
 def test_the_steps_of_a_long_data_set_are_disjoint_and_found_again():
-    plan = ShardPlan(num_samples=10**12 + 7, batch_size=1000, num_data_ranks=10, shuffle=True)
+    plan = ShardPlan(
+        num_samples=10**12 + 7, batch_size=1000, num_data_ranks=10, shuffle=True
+    )
 
     check_some_steps(plan)
     assert plan.padding(step=plan.num_steps - 1) == 3

@@ -43,7 +43,9 @@ def test_several_axes_act_as_one_in_the_meshs_own_order(drawn):
     kept = [layout.axes.index(axis) for axis in axes]
     others = [axis for axis in range(len(layout.shape)) if axis not in kept]
     # [data rank, replica]
-    rows = array.transpose(sorted(kept) + others).reshape(layout.num_data_ranks(axes), -1)
+    rows = array.transpose(sorted(kept) + others).reshape(
+        layout.num_data_ranks(axes), -1
+    )
 
     for data_rank, row in enumerate(rows):
         assert {layout.data_rank(int(rank), axes) for rank in row} == {data_rank}
@@ -59,14 +61,25 @@ def test_no_data_axis_is_one_data_rank():
 def test_axes_may_be_given_by_index():
     layout = mesh((2, 3), ("dp", "mp"), (0, 1, 2, 3, 4, 5))
 
-    assert layout.data_rank(4, 0) == layout.data_rank(4, "dp") == layout.data_rank(4, -2) == 1
+    assert (
+        layout.data_rank(4, 0)
+        == layout.data_rank(4, "dp")
+        == layout.data_rank(4, -2)
+        == 1
+    )
 
 
 @pytest.mark.parametrize(
     ("axes", "text"),
     [
-        ("DP", r"no axis 'DP'; its axes are \['dp', 'mp'\] with shape \[2, 2\]\. Did you mean 'dp'\?"),
-        ("tensor", r"no axis 'tensor'; its axes are \['dp', 'mp'\] with shape \[2, 2\]\.$"),
+        (
+            "DP",
+            r"no axis 'DP'; its axes are \['dp', 'mp'\] with shape \[2, 2\]\. Did you mean 'dp'\?",
+        ),
+        (
+            "tensor",
+            r"no axis 'tensor'; its axes are \['dp', 'mp'\] with shape \[2, 2\]\.$",
+        ),
         (2, "axis 2 is out of range for a mesh with 2 axes"),
         (["dp", 0], "names an axis twice"),
     ],
@@ -94,5 +107,8 @@ def test_a_mesh_that_cannot_be_is_refused(shape, axes, ids, text):
 
 
 def test_a_rank_that_is_not_on_the_mesh_is_named():
-    with pytest.raises(ArgumentError, match=r"global_rank 7 is not on the mesh; its process_ids are \[3, 5\]"):
+    with pytest.raises(
+        ArgumentError,
+        match=r"global_rank 7 is not on the mesh; its process_ids are \[3, 5\]",
+    ):
         mesh((2,), ("dp",), (3, 5)).data_rank(7, "dp")

@@ -48,13 +48,22 @@ def test_an_order_is_a_bijection_that_is_read_by_position_by_stretch_and_backwar
 
 @pytest.mark.parametrize("ordering", ANY_LENGTH, ids=repr)
 @settings(max_examples=trials(60))
-@given(length=st.integers(1, 1 << 62), seed=st.integers(0, 1 << 63), epoch=st.integers(0, 1 << 40), data=st.data())
+@given(
+    length=st.integers(1, 1 << 62),
+    seed=st.integers(0, 1 << 63),
+    epoch=st.integers(0, 1 << 40),
+    data=st.data(),
+)
 @example(length=1 << 62, seed=0, epoch=0, data=None)
 @example(length=(1 << 53) + 3, seed=1 << 33, epoch=1, data=None)
-def test_an_order_of_a_length_that_no_table_can_hold_is_exact(ordering, length, seed, epoch, data):
+def test_an_order_of_a_length_that_no_table_can_hold_is_exact(
+    ordering, length, seed, epoch, data
+):
     order = ordering.order(length, seed, epoch, 12)
     start = length // 3 if data is None else data.draw(st.integers(0, length - 1))
-    positions = np.unique(np.minimum(start + np.array([0, 1, 2, 5, 300, 5000]), length - 1))
+    positions = np.unique(
+        np.minimum(start + np.array([0, 1, 2, 5, 300, 5000]), length - 1)
+    )
 
     samples = order(positions)
 
@@ -74,9 +83,14 @@ def test_an_order_keeps_the_shape_of_what_it_is_asked_for(ordering):
     assert (order(positions).reshape(-1) == order(np.arange(24))).all()
 
 
-@pytest.mark.parametrize("ordering", [ordering for ordering in ANY_LENGTH if ordering.shuffles], ids=repr)
+@pytest.mark.parametrize(
+    "ordering", [ordering for ordering in ANY_LENGTH if ordering.shuffles], ids=repr
+)
 def test_another_seed_is_another_order(ordering):
-    orders = {tuple(ordering.order(200, seed, 0, 8)(np.arange(200)).tolist()) for seed in (0, 1, 2, -1, 1 << 40)}
+    orders = {
+        tuple(ordering.order(200, seed, 0, 8)(np.arange(200)).tolist())
+        for seed in (0, 1, 2, -1, 1 << 40)
+    }
 
     assert len(orders) == 5
 
@@ -98,7 +112,9 @@ def test_an_order_of_every_short_length_is_a_bijection(ordering):
 
 @pytest.mark.parametrize("ordering", EVERY, ids=repr)
 def test_an_order_that_shuffles_is_another_one_each_epoch(ordering):
-    first, second = (ordering.order(200, 0, epoch, 8)(np.arange(200)).tolist() for epoch in range(2))
+    first, second = (
+        ordering.order(200, 0, epoch, 8)(np.arange(200)).tolist() for epoch in range(2)
+    )
 
     assert (first != second) == ordering.shuffles
 
@@ -120,7 +136,14 @@ def check_that_states_tell_orders_apart(orderings, sizes):
     The batch size is none of the fingerprint: it may change on the way, and a state tells it in its segments.
     """
     plans = [
-        ShardPlan(num_samples=60, batch_size=12, num_data_ranks=ranks, accumulation=steps, shuffle=ordering, seed=seed)
+        ShardPlan(
+            num_samples=60,
+            batch_size=12,
+            num_data_ranks=ranks,
+            accumulation=steps,
+            shuffle=ordering,
+            seed=seed,
+        )
         for ordering in orderings
         for ranks, steps, seed in sizes
     ]
@@ -128,7 +151,8 @@ def check_that_states_tell_orders_apart(orderings, sizes):
         saved = LoaderState(fingerprint=one.fingerprint()).to_dict()
         for other in plans:
             same = one.num_positions == other.num_positions and (
-                one.samples(epoch=3, first=0, end=60).tolist() == other.samples(epoch=3, first=0, end=60).tolist()
+                one.samples(epoch=3, first=0, end=60).tolist()
+                == other.samples(epoch=3, first=0, end=60).tolist()
             )
             try:
                 LoaderState.from_dict(saved, other.fingerprint())
@@ -147,7 +171,10 @@ SIZE_PAIRS = [(1, 1, 0), (1, 1, 5), (2, 1, 0), (2, 3, 5)]
 @pytest.mark.parametrize("shuffle", ALL + UNNAMED, ids=repr)
 def test_a_state_is_refused_by_a_run_with_another_order(shuffle):
     ordering = find_ordering(shuffle)
-    other_values = [replace(ordering, **{f.name: getattr(ordering, f.name) + 1}) for f in fields_of(ordering)]
+    other_values = [
+        replace(ordering, **{f.name: getattr(ordering, f.name) + 1})
+        for f in fields_of(ordering)
+    ]
 
     check_that_states_tell_orders_apart([ordering, *other_values, *EVERY], SIZE_PAIRS)
 
@@ -155,7 +182,9 @@ def test_a_state_is_refused_by_a_run_with_another_order(shuffle):
 @pytest.mark.parametrize("shuffle", ALL + UNNAMED, ids=repr)
 def test_the_state_of_every_order_refuses_another_seed(shuffle):
     saved, now = (
-        ShardPlan(num_samples=60, batch_size=12, num_data_ranks=2, shuffle=shuffle, seed=seed).fingerprint()
+        ShardPlan(
+            num_samples=60, batch_size=12, num_data_ranks=2, shuffle=shuffle, seed=seed
+        ).fingerprint()
         for seed in (1, 2)
     )
 
@@ -171,5 +200,8 @@ def test_an_order_whose_state_forgets_what_it_depends_on_is_found():
 @pytest.mark.parametrize("shuffle", ["yes", "paddle unshuffled", None, 2, 1.0, [1]])
 def test_what_is_no_order_is_refused_with_those_there_are(shuffle):
     names = ", ".join(map(repr, ORDERINGS))
-    with pytest.raises(ArgumentError, match=f"shuffle must be one of {names}, or a paddle_shard.Blocks, got"):
+    with pytest.raises(
+        ArgumentError,
+        match=f"shuffle must be one of {names}, or a paddle_shard.Blocks, got",
+    ):
         find_ordering(shuffle)

@@ -28,7 +28,9 @@ def rows_of_best_fit(lengths, length):
 
 
 def log_normal(drawn, num, length):
-    return np.clip(np.exp(drawn.normal(np.log(400), 1, num)).astype(np.int64), 1, length)
+    return np.clip(
+        np.exp(drawn.normal(np.log(400), 1, num)).astype(np.int64), 1, length
+    )
 
 
 KINDS = {
@@ -39,7 +41,9 @@ KINDS = {
     "tiny": lambda drawn, num, length: drawn.integers(1, 11, num),
     "short": lambda drawn, num, length: drawn.integers(1, length // 3, num),
     "two kinds": lambda drawn, num, length: np.where(
-        drawn.random(num) < 0.5, drawn.integers(3000, 3500, num), drawn.integers(100, 700, num)
+        drawn.random(num) < 0.5,
+        drawn.integers(3000, 3500, num),
+        drawn.integers(100, 700, num),
     ),
     "heavy tail": lambda drawn, num, length: np.minimum(drawn.zipf(1.5, num), length),
 }
@@ -65,7 +69,9 @@ def test_padding_of_log_normal_lengths_is_at_most_three_in_a_thousand():
 
 @settings(max_examples=trials(200))
 @given(
-    lengths=st.lists(st.one_of(st.integers(0, 12), st.integers(0, 100)), min_size=1, max_size=120).filter(any),
+    lengths=st.lists(
+        st.one_of(st.integers(0, 12), st.integers(0, 100)), min_size=1, max_size=120
+    ).filter(any),
     length=st.integers(1, 20),
     window=st.sampled_from([1, 3, 16, 4096]),
 )
@@ -85,15 +91,22 @@ def test_every_token_is_in_one_row_once(lengths, length, window):
                 seen[piece.document][token] += 1
 
     assert all(count == 1 for document in seen for count in document)
-    assert max(len(packing.pieces(row)) for row in range(packing.num_rows)) == packing.most_pieces
-    assert packing.padding == pytest.approx(1 - sum(lengths) / (packing.num_rows * length))
+    assert (
+        max(len(packing.pieces(row)) for row in range(packing.num_rows))
+        == packing.most_pieces
+    )
+    assert packing.padding == pytest.approx(
+        1 - sum(lengths) / (packing.num_rows * length)
+    )
 
 
 def test_rows_are_a_function_of_the_lengths_alone():
     lengths = log_normal(np.random.default_rng(0), 9000, 4096)
     one, other = Packing(lengths, 4096), Packing(lengths.astype(np.int32).copy(), 4096)
 
-    assert [one.pieces(row) for row in range(one.num_rows)] == [other.pieces(row) for row in range(other.num_rows)]
+    assert [one.pieces(row) for row in range(one.num_rows)] == [
+        other.pieces(row) for row in range(other.num_rows)
+    ]
 
 
 def test_a_window_holds_documents_that_follow_each_other():

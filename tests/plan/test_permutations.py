@@ -12,7 +12,9 @@ def key(source, epoch):
     return derive_key("source", source, epoch, size=64)
 
 
-LENGTHS = st.one_of(st.integers(1, 9), st.integers(4000, 4200), st.integers(1, 10**12), st.just(2**40))
+LENGTHS = st.one_of(
+    st.integers(1, 9), st.integers(4000, 4200), st.integers(1, 10**12), st.just(2**40)
+)
 
 
 @settings(max_examples=trials(60))
@@ -26,7 +28,10 @@ LENGTHS = st.one_of(st.integers(1, 9), st.integers(4000, 4200), st.integers(1, 1
 def test_entry_by_entry_it_is_the_permutation_of_each_epoch(lengths, calls, most, seed):
     drawn = np.random.default_rng(seed)
     many = Permutations(len(lengths), key)
-    before, module.MAX_ENTRIES = module.MAX_ENTRIES, most  # few entries: tables are thrown away and drawn again
+    before, module.MAX_ENTRIES = (
+        module.MAX_ENTRIES,
+        most,
+    )  # few entries: tables are thrown away and drawn again
     try:
         for size in calls:
             sources = drawn.integers(0, len(lengths), size)

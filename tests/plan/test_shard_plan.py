@@ -32,34 +32,55 @@ plans = st.builds(
 
 def global_batch(plan, epoch, step):
     """The indices of a step in row order, put together from the data ranks' slices."""
-    slices = [plan.indices(epoch=epoch, step=step, data_rank=r) for r in range(plan.num_data_ranks)]
+    slices = [
+        plan.indices(epoch=epoch, step=step, data_rank=r)
+        for r in range(plan.num_data_ranks)
+    ]
     parts = [np.array_split(s, plan.accumulation) for s in slices]
-    return np.concatenate([part[micro] for micro in range(plan.accumulation) for part in parts])
+    return np.concatenate(
+        [part[micro] for micro in range(plan.accumulation) for part in parts]
+    )
 
 
 @given(plans, st.integers(0, 3))
-@example({"num_samples": 7, "batch_size": 4, "num_data_ranks": 2, "tail": "drop"}, 0)  # Paddle repeats sample 0
-@example({"num_samples": 1, "batch_size": 12, "num_data_ranks": 4, "accumulation": 3, "tail": "pad"}, 0)
+@example(
+    {"num_samples": 7, "batch_size": 4, "num_data_ranks": 2, "tail": "drop"}, 0
+)  # Paddle repeats sample 0
+@example(
+    {
+        "num_samples": 1,
+        "batch_size": 12,
+        "num_data_ranks": 4,
+        "accumulation": 3,
+        "tail": "pad",
+    },
+    0,
+)
 def test_every_sample_is_delivered_once_but_for_what_the_tail_says(options, epoch):
     plan = ShardPlan(**options)
     batches = [global_batch(plan, epoch, step) for step in range(plan.num_steps)]
     real = np.concatenate(
-        [b[: len(b) - plan.padding(step=k)] for k, b in enumerate(batches)] or [np.empty(0, np.int64)]
+        [b[: len(b) - plan.padding(step=k)] for k, b in enumerate(batches)]
+        or [np.empty(0, np.int64)]
     )
 
     dropped = plan.num_samples - len(real)
-    assert dropped in ((0, plan.num_samples % plan.batch_size) if plan.ending.drops else (0,))
+    assert dropped in (
+        (0, plan.num_samples % plan.batch_size) if plan.ending.drops else (0,)
+    )
     assert dropped or plan.tail != "drop" or plan.num_samples % plan.batch_size == 0
     assert len(set(real.tolist())) == len(real)
-    assert all(len(batch) % (plan.num_data_ranks * plan.accumulation) == 0 for batch in batches), (
-        "each data rank has as many rows"
-    )
+    assert all(
+        len(batch) % (plan.num_data_ranks * plan.accumulation) == 0 for batch in batches
+    ), "each data rank has as many rows"
     if not plan.shuffle:
         assert real.tolist() == list(range(len(real)))
 
 
 @given(plans, st.integers(0, 3))
-def test_padding_is_the_first_samples_of_the_same_order_and_less_than_a_unit(options, epoch):
+def test_padding_is_the_first_samples_of_the_same_order_and_less_than_a_unit(
+    options, epoch
+):
     plan = ShardPlan(**options)
     batches = [global_batch(plan, epoch, step) for step in range(plan.num_steps)]
     order = np.concatenate(batches)[: plan.num_samples] if batches else []
@@ -79,18 +100,28 @@ def test_padding_is_the_first_samples_of_the_same_order_and_less_than_a_unit(opt
 def test_the_order_does_not_depend_on_who_reads_it(options, ranks):
     plan = ShardPlan(**{**options, "tail": "drop"})
     other = ShardPlan(
-        **{**options, "tail": "drop", "num_data_ranks": ranks, "accumulation": 1, "batch_size": ranks * 3}
+        **{
+            **options,
+            "tail": "drop",
+            "num_data_ranks": ranks,
+            "accumulation": 1,
+            "batch_size": ranks * 3,
+        }
     )
     total = min(plan.num_steps * plan.batch_size, other.num_steps * other.batch_size)
 
     def order(of):
-        return np.concatenate([global_batch(of, 2, k) for k in range(of.num_steps)] or [np.empty(0)])[:total]
+        return np.concatenate(
+            [global_batch(of, 2, k) for k in range(of.num_steps)] or [np.empty(0)]
+        )[:total]
 
     assert order(plan).tolist() == order(other).tolist()
 
 
 def test_indices_are_int64_and_any_step_can_be_asked_for():
-    plan = ShardPlan(num_samples=10**12, batch_size=1024, num_data_ranks=8, shuffle=True)
+    plan = ShardPlan(
+        num_samples=10**12, batch_size=1024, num_data_ranks=8, shuffle=True
+    )
 
     last = plan.indices(epoch=3, step=plan.num_steps - 1, data_rank=7)
 
@@ -116,13 +147,17 @@ def test_indices_are_int64_and_any_step_can_be_asked_for():
 )  # fmt: skip
 def test_a_plan_that_cannot_be_is_refused_with_the_way_out(options, error, text):
     with pytest.raises(error, match=re.escape(text)):
-        ShardPlan(**{"num_samples": 10, "batch_size": 4, "num_data_ranks": 2, **options})
+        ShardPlan(
+            **{"num_samples": 10, "batch_size": 4, "num_data_ranks": 2, **options}
+        )
 
 
 def test_what_is_out_of_range_is_named():
     plan = ShardPlan(num_samples=10, batch_size=4, num_data_ranks=2)
 
-    with pytest.raises(ArgumentError, match=re.escape("step must be in range(3), got 3")):
+    with pytest.raises(
+        ArgumentError, match=re.escape("step must be in range(3), got 3")
+    ):
         plan.indices(epoch=0, step=3, data_rank=0)
     with pytest.raises(ValueError, match="Pass the data rank, not the global rank"):
         plan.indices(epoch=0, step=0, data_rank=2)
@@ -131,13 +166,28 @@ def test_what_is_out_of_range_is_named():
 @pytest.mark.parametrize("tail", ["pad", "fill"])
 @pytest.mark.parametrize("shuffle", [False, True, "paddle"])
 def test_the_rows_of_padding_of_an_epoch_are_those_that_are_not_valid(shuffle, tail):
-    for num_samples, batch_size, ranks in ((8, 5, 1), (8, 6, 3), (7, 4, 2), (12, 4, 4), (1, 6, 2), (25, 6, 3)):
+    for num_samples, batch_size, ranks in (
+        (8, 5, 1),
+        (8, 6, 3),
+        (7, 4, 2),
+        (12, 4, 4),
+        (1, 6, 2),
+        (25, 6, 3),
+    ):
         plan = ShardPlan(
-            num_samples=num_samples, batch_size=batch_size, num_data_ranks=ranks, shuffle=shuffle, tail=tail
+            num_samples=num_samples,
+            batch_size=batch_size,
+            num_data_ranks=ranks,
+            shuffle=shuffle,
+            tail=tail,
         )
         for epoch in range(3):
             rows = [
-                plan.valid(epoch=epoch, step=step, rows=np.arange(plan.num_rows(step=step)))
+                plan.valid(
+                    epoch=epoch, step=step, rows=np.arange(plan.num_rows(step=step))
+                )
                 for step in range(plan.num_steps)
             ]
-            assert facts_of_plan(plan)["rows of padding in an epoch"] == sum(int((~valid).sum()) for valid in rows)
+            assert facts_of_plan(plan)["rows of padding in an epoch"] == sum(
+                int((~valid).sum()) for valid in rows
+            )

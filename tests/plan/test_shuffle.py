@@ -51,7 +51,11 @@ def test_lengths_around_powers_of_two_are_bijections(e):
         assert is_bijection(n, keyed(n, 1, e)(np.arange(n))), n
 
 
-@given(st.integers(1, 2**62), st.lists(st.integers(0, 2**62), min_size=1, max_size=20), st.integers(0, 9))
+@given(
+    st.integers(1, 2**62),
+    st.lists(st.integers(0, 2**62), min_size=1, max_size=20),
+    st.integers(0, 9),
+)
 def test_the_inverse_undoes_it_at_any_size(n, positions, seed):
     order, x = keyed(n, seed, 0), np.array(positions) % n
     samples = order(x)
@@ -69,7 +73,10 @@ def test_a_stretch_from_cached_blocks_is_what_is_computed_directly(n, start, len
     stop = min(n, start + length)
 
     for _ in range(2):
-        assert order.between(start, stop).tolist() == order(np.arange(start, stop)).tolist()
+        assert (
+            order.between(start, stop).tolist()
+            == order(np.arange(start, stop)).tolist()
+        )
 
 
 def test_threads_that_share_an_order_get_its_samples():
@@ -77,9 +84,13 @@ def test_threads_that_share_an_order_get_its_samples():
     expected, wrong, interval = order(np.arange(1 << 16)), [], sys.getswitchinterval()
 
     def read(seed):
-        for block, within in np.random.RandomState(seed).randint(0, (3, 4000), (1500, 2)).tolist():
+        for block, within in (
+            np.random.RandomState(seed).randint(0, (3, 4000), (1500, 2)).tolist()
+        ):
             start = block * BLOCK + within  # each block throws the last one out
-            if not np.array_equal(order.between(start, start + 8), expected[start : start + 8]):
+            if not np.array_equal(
+                order.between(start, start + 8), expected[start : start + 8]
+            ):
                 wrong.append(start)
 
     threads = [threading.Thread(target=read, args=(seed,)) for seed in range(4)]
@@ -144,17 +155,29 @@ def affine(n, seed, epoch):
 
 def p_value(counts, expected=None):
     counts = np.asarray(counts, float).ravel()
-    expected = np.full(len(counts), counts.sum() / len(counts)) if expected is None else np.asarray(expected).ravel()
+    expected = (
+        np.full(len(counts), counts.sum() / len(counts))
+        if expected is None
+        else np.asarray(expected).ravel()
+    )
     chosen = expected > 0
-    return stats.chisquare(counts[chosen], expected[chosen] * counts.sum() / expected.sum()).pvalue
+    return stats.chisquare(
+        counts[chosen], expected[chosen] * counts.sum() / expected.sum()
+    ).pvalue
 
 
 def joint(n, pairs, bins):
     """Chi-squared of (x, y) pairs against independence, on a grid; edges fall between whole numbers."""
     edges = np.linspace(0, n, min(n, bins) + 1).round()
-    xs, ys = (np.searchsorted(edges, np.concatenate(side), side="right") - 1 for side in zip(*pairs, strict=True))
+    xs, ys = (
+        np.searchsorted(edges, np.concatenate(side), side="right") - 1
+        for side in zip(*pairs, strict=True)
+    )
     width = np.diff(edges)
-    return p_value(np.bincount(len(width) * xs + ys, minlength=len(width) ** 2), np.outer(width, width))
+    return p_value(
+        np.bincount(len(width) * xs + ys, minlength=len(width) ** 2),
+        np.outer(width, width),
+    )
 
 
 def p_values(shuffle_of, n):
@@ -167,7 +190,9 @@ def p_values(shuffle_of, n):
     if n > 2:
         steps = np.concatenate([np.diff(order) % n for order in orders])
         edges = np.linspace(1, n, min(n - 1, 64) + 1).round()
-        found["successive differences"] = p_value(np.histogram(steps, edges)[0], np.diff(edges))
+        found["successive differences"] = p_value(
+            np.histogram(steps, edges)[0], np.diff(edges)
+        )
     found["fixed points"] = few([(order == x).sum() for order in orders], n)
     others = {
         "epochs": [shuffle_of(n, 5, epoch + 1) for epoch in range(keys)],
@@ -177,7 +202,9 @@ def p_values(shuffle_of, n):
         found[f"neighbouring {name}"] = joint(n, zip(orders, other, strict=True), 16)
         same = [(a == b).sum() for a, b in zip(orders, other, strict=True)]
         found[f"meetings of neighbouring {name}"] = few(same, n)
-    swapped = [(shuffle_of(n, k, 100 + k), shuffle_of(n, 100 + k, k)) for k in range(keys)]
+    swapped = [
+        (shuffle_of(n, k, 100 + k), shuffle_of(n, 100 + k, k)) for k in range(keys)
+    ]
     found["(seed, epoch) and (epoch, seed)"] = joint(n, swapped, 16)
     found["their meetings"] = few([(a == b).sum() for a, b in swapped], n)
     return found
@@ -192,7 +219,10 @@ def few(counts, n):
     if n < 30:
         import math
 
-        exact = [math.comb(n, k) * derangements[n - k] / math.factorial(n) for k in range(n + 1)]
+        exact = [
+            math.comb(n, k) * derangements[n - k] / math.factorial(n)
+            for k in range(n + 1)
+        ]
     else:
         exact = list(stats.poisson.pmf(range(40), 1))
     expected = np.array([*exact[:top], sum(exact[top:])])
@@ -200,7 +230,9 @@ def few(counts, n):
     return p_value(seen, expected)
 
 
-@pytest.mark.parametrize(("shuffle_of", "n"), [*((ours, n) for n in LENGTHS), (numpys, 5), (numpys, 4097)])
+@pytest.mark.parametrize(
+    ("shuffle_of", "n"), [*((ours, n) for n in LENGTHS), (numpys, 5), (numpys, 4097)]
+)
 def test_it_is_as_random_as_numpys(shuffle_of, n):
     found = p_values(shuffle_of, n)
 
@@ -236,8 +268,18 @@ def test_threads_that_share_the_orders_of_many_sources_get_their_samples(length)
         found = []
         for step in range(24):
             epoch = (step + offset) % 12
-            got = shared(sources, np.full(len(sources), epoch), np.full(len(sources), length), places)
-            found.append(not np.array_equal(got, np.concatenate([alone[one, epoch] for one in range(num_sources)])))
+            got = shared(
+                sources,
+                np.full(len(sources), epoch),
+                np.full(len(sources), length),
+                places,
+            )
+            found.append(
+                not np.array_equal(
+                    got,
+                    np.concatenate([alone[one, epoch] for one in range(num_sources)]),
+                )
+            )
         return sum(found)
 
     assert together(wrong, range(4)) == [0, 0, 0, 0]
@@ -245,7 +287,12 @@ def test_threads_that_share_the_orders_of_many_sources_get_their_samples(length)
 
 def test_a_copy_of_the_orders_of_many_sources_gives_the_same_samples():
     shared = Permutations(3, key_of_a_source)
-    given = np.array([0, 1, 2]), np.array([0, 5, 1]), np.array([9, 5000, 70]), np.array([8, 4999, 3])
+    given = (
+        np.array([0, 1, 2]),
+        np.array([0, 5, 1]),
+        np.array([9, 5000, 70]),
+        np.array([8, 4999, 3]),
+    )
     expected = shared(*given).tolist()
     copied = pickle.loads(pickle.dumps(shared))
     assert copied(*given).tolist() == expected

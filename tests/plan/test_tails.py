@@ -5,7 +5,13 @@ from typing import get_args
 import pytest
 
 from paddle_shard.errors import ArgumentError
-from paddle_shard.plan.tails import INDEX_TAILS, STREAM_TAILS, TAILS, TailName, find_tail
+from paddle_shard.plan.tails import (
+    INDEX_TAILS,
+    STREAM_TAILS,
+    TAILS,
+    TailName,
+    find_tail,
+)
 
 
 @pytest.mark.parametrize(
@@ -39,7 +45,8 @@ def test_the_default_is_what_the_loader_says():
 
 
 @pytest.mark.parametrize(
-    ("tail", "stream"), [("wrap", False), ("repeat", False), ("fill", True), (1, False), (["pad"], True)]
+    ("tail", "stream"),
+    [("wrap", False), ("repeat", False), ("fill", True), (1, False), (["pad"], True)],
 )
 def test_what_is_no_tail_is_refused_with_those_there_are(tail, stream):
     known = ", ".join(map(repr, STREAM_TAILS if stream else INDEX_TAILS))
@@ -48,7 +55,10 @@ def test_what_is_no_tail_is_refused_with_those_there_are(tail, stream):
 
 
 def test_a_tail_is_equal_to_its_name():
-    assert all(tail == name and str(tail) == name and repr(tail) == repr(name) for name, tail in TAILS.items())
+    assert all(
+        tail == name and str(tail) == name and repr(tail) == repr(name)
+        for name, tail in TAILS.items()
+    )
 
 
 def test_editors_offer_every_tail():

@@ -21,7 +21,9 @@ def test_a_number_of_numpy_is_what_its_digits_say(kind):
 
 
 def test_a_name_that_is_misspelt_is_told_the_nearest():
-    with pytest.raises(ArgumentError, match=r"unknown sources \['wbe'\].* Did you mean 'web'\?"):
+    with pytest.raises(
+        ArgumentError, match=r"unknown sources \['wbe'\].* Did you mean 'web'\?"
+    ):
         integer_weights(("web", "code"), {"wbe": 0.7, "code": 0.3})
 
 
@@ -35,12 +37,20 @@ def test_short_numbers_are_exact():
     assert parts(a=5) == (1,)
 
 
-@given(weights=st.lists(st.integers(0, MAX_PERIOD // 60), min_size=1, max_size=60).filter(any))
+@given(
+    weights=st.lists(st.integers(0, MAX_PERIOD // 60), min_size=1, max_size=60).filter(
+        any
+    )
+)
 def test_shares_of_a_period_that_is_not_too_long_are_exact(weights):
     names = tuple(map(str, range(len(weights))))
     divisor = math.gcd(*weights)
 
-    for said in (weights, [weight / divisor for weight in weights], [Fraction(weight, 7) for weight in weights]):
+    for said in (
+        weights,
+        [weight / divisor for weight in weights],
+        [Fraction(weight, 7) for weight in weights],
+    ):
         found = integer_weights(names, dict(zip(names, said, strict=True)))
         assert found == tuple(weight // divisor for weight in weights)
 
@@ -52,11 +62,18 @@ def test_others_are_rounded_by_less_than_a_part(weights):
     found = integer_weights(names, dict(zip(names, weights, strict=True)))
 
     exact = [Fraction(weight) / sum(map(Fraction, weights)) for weight in weights]
-    off = max(abs(Fraction(part, sum(found)) - share) for part, share in zip(found, exact, strict=True))
+    off = max(
+        abs(Fraction(part, sum(found)) - share)
+        for part, share in zip(found, exact, strict=True)
+    )
     assert sum(found) <= MAX_PERIOD
-    raised = sum(0 < share < Fraction(1, MAX_PERIOD) for share in exact)  # they are drawn once in a period
+    raised = sum(
+        0 < share < Fraction(1, MAX_PERIOD) for share in exact
+    )  # they are drawn once in a period
     assert off < Fraction(1 + raised, MAX_PERIOD)
-    assert all((part > 0) == (weight > 0) for part, weight in zip(found, weights, strict=True))
+    assert all(
+        (part > 0) == (weight > 0) for part, weight in zip(found, weights, strict=True)
+    )
 
 
 @pytest.mark.parametrize(
@@ -70,7 +87,11 @@ def test_others_are_rounded_by_less_than_a_part(weights):
         ({"a": float("inf"), "b": 1}, ArgumentError, "the weight of 'a'"),
         ({"a": "1", "b": 1}, ArgumentTypeError, "the weight of 'a'"),
         ({"a": True, "b": 1}, ArgumentTypeError, "the weight of 'a'"),
-        ({"a": 10**5000, "b": 1}, ArgumentError, "the weight of 'a' must be a finite number >= 0, got an int of more"),
+        (
+            {"a": 10**5000, "b": 1},
+            ArgumentError,
+            "the weight of 'a' must be a finite number >= 0, got an int of more",
+        ),
         (
             {"a": -(10**400), "b": 1},
             ArgumentError,

@@ -35,7 +35,9 @@ class LocalNetwork:
         if self.delay:
             time.sleep(random.random() * self.delay)
         with self.changed:
-            self.changed.wait_for(lambda: self.inbox or self.is_woken or self.is_closed, seconds)
+            self.changed.wait_for(
+                lambda: self.inbox or self.is_woken or self.is_closed, seconds
+            )
             if self.is_closed:
                 raise PeerLostError.of("This rank has left the group.", [self.rank])
             found, self.inbox, self.is_woken = self.inbox, [], False
@@ -68,9 +70,15 @@ def coordinators(size, timeout=HANG, delay=0.0, end_process=lambda rank: None):
     networks, made = [], []
     for rank in range(size):
         networks.append(LocalNetwork(networks, rank, delay))
-        member = Member(rank, hub=0, relay=None, introduction=f"rank {rank}", timeout=timeout)
+        member = Member(
+            rank, hub=0, relay=None, introduction=f"rank {rank}", timeout=timeout
+        )
         node = Node(member, Hub(range(size), {}) if rank == 0 else None)
-        made.append(Coordinator(node, networks[rank], end_process=lambda rank=rank: end_process(rank)))
+        made.append(
+            Coordinator(
+                node, networks[rank], end_process=lambda rank=rank: end_process(rank)
+            )
+        )
     return made
 
 
@@ -86,7 +94,13 @@ def tcp_coordinator(rank, ranks, store, hosts, timeout=HANG):
     """Return the coordinator of one of some ranks of this process that meet at a store, and connect over TCP."""
     route, relays = Route.of(ranks, rank, hosts)
     network = TcpNetwork(route, hosts, "test", lambda wanted: store)
-    member = Member(rank, hub=ranks[0], relay=relays.get(rank), introduction=f"rank {rank}", timeout=timeout)
+    member = Member(
+        rank,
+        hub=ranks[0],
+        relay=relays.get(rank),
+        introduction=f"rank {rank}",
+        timeout=timeout,
+    )
     hub = Hub(ranks, relays) if route.up is None else None
     return Coordinator(Node(member, hub), network, end_process=lambda: None)
 
@@ -115,7 +129,9 @@ class Meeting:
     def __init__(self, ranks, host="127.0.0.1", hosts=None):
         self.store = Store()
         hosts = hosts or dict.fromkeys(ranks, host)
-        self.coordinators = {rank: tcp_coordinator(rank, ranks, self.store, hosts) for rank in ranks}
+        self.coordinators = {
+            rank: tcp_coordinator(rank, ranks, self.store, hosts) for rank in ranks
+        }
         self._threads = []
 
     def start(self, rank):
@@ -124,7 +140,9 @@ class Meeting:
 
         def exchange():
             try:
-                found.append(self.coordinators[rank].open(Terms()).exchange(f"from {rank}"))
+                found.append(
+                    self.coordinators[rank].open(Terms()).exchange(f"from {rank}")
+                )
             except PeerLostError as error:
                 found.append(error)
 

@@ -20,7 +20,11 @@ def no_coordinator_left():
     """One that is left goes on asking the others, many times a second: hundreds of them slow all that comes after."""
     yield
     close_all()
-    assert not [thread for thread in threading.enumerate() if thread.name == "paddle_shard-agree"]
+    assert not [
+        thread
+        for thread in threading.enumerate()
+        if thread.name == "paddle_shard-agree"
+    ]
 
 
 def close_all():
@@ -44,7 +48,10 @@ def together(*functions):
         except Exception as error:
             results[i] = error
 
-    threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(len(functions))]
+    threads = [
+        threading.Thread(target=run, args=(i,), daemon=True)
+        for i in range(len(functions))
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -65,8 +72,13 @@ def iterate(agreement, steps=10**6, step_time=0.0):
     return steps
 
 
-@pytest.mark.parametrize(("taken", "told"), [(4, None), (3, None), (1, "left by global rank 1 after 1 steps")])
-def test_a_rank_that_leaves_after_it_has_announced_all_steps_does_not_end_the_others_with_an_error(taken, told):
+@pytest.mark.parametrize(
+    ("taken", "told"),
+    [(4, None), (3, None), (1, "left by global rank 1 after 1 steps")],
+)
+def test_a_rank_that_leaves_after_it_has_announced_all_steps_does_not_end_the_others_with_an_error(
+    taken, told
+):
     """Four steps. One rank takes all of them; the other announces the steps up to the one after the last it takes."""
     first, second = pair()
     left = threading.Event()
@@ -114,7 +126,9 @@ def test_training_waits_for_no_one_in_steady_state():
         return sum(waits[10:])
 
     def most_waits():
-        coordinators = pair(size=4, delay=1e-3)  # as slow as a round over a busy network
+        coordinators = pair(
+            size=4, delay=1e-3
+        )  # as slow as a round over a busy network
         return max(together(*(lambda c=c: run(c) for c in coordinators)))
 
     # A machine that is shared with others may pause any thread. An agreement that has to be waited for never passes.
@@ -137,11 +151,15 @@ def test_reading_ahead_is_spread_over_the_steps():
     assert agreement.outlook.step == 29 + WINDOW
 
 
-def test_a_rank_stuck_elsewhere_when_another_is_lost_is_ended_if_that_is_wanted(monkeypatch, caplog):
+def test_a_rank_stuck_elsewhere_when_another_is_lost_is_ended_if_that_is_wanted(
+    monkeypatch, caplog
+):
     monkeypatch.setattr("paddle_shard.ranks.agreement.GRACE", 0.2)
     for exits, stuck in ((True, True), (True, False), (False, True)):
         ended = [threading.Event(), threading.Event()]
-        one, two = pair(timeout=2, end_process=lambda rank, ended=ended: ended[rank].set())
+        one, two = pair(
+            timeout=2, end_process=lambda rank, ended=ended: ended[rank].set()
+        )
         passes = [c.open(Terms(exit_when_lost=exits)) for c in (one, two)]
         for agreement in passes:
             agreement.announce()
@@ -185,7 +203,9 @@ def test_who_leaves_behind_the_end_disturbs_no_one():
         agreement = second.open(Terms())
         for step in range(100):
             while agreement.outlook.step < agreement.wanted(step):
-                agreement.announce(END) if agreement.outlook.step == 7 else agreement.announce()
+                agreement.announce(
+                    END
+                ) if agreement.outlook.step == 7 else agreement.announce()
             if not agreement.deliver(step):
                 return step
         return None
@@ -210,7 +230,9 @@ def test_passes_that_overlap_are_kept_apart(seed):
                 while agreement.outlook.step < agreement.wanted(steps[i]):
                     at_end = agreement.outlook.step == ends[i][rank]
                     agreement.announce(END) if at_end else agreement.announce()
-            for i in rng.sample([i for i in range(2) if not over[i]], 2 - sum(over)):  # no rank knows another's order
+            for i in rng.sample(
+                [i for i in range(2) if not over[i]], 2 - sum(over)
+            ):  # no rank knows another's order
                 over[i] = not passes[i].deliver(steps[i])
                 steps[i] += not over[i]
         return steps
@@ -226,7 +248,10 @@ def test_an_abandoned_pass_leaves_nothing_behind_for_the_next():
             len(coordinator.member.passes) <= 4
         ]
 
-    assert together(*(lambda c=c: run(c) for c in coordinators)) == [[0, 3, 1, 7, True]] * 3
+    assert (
+        together(*(lambda c=c: run(c) for c in coordinators))
+        == [[0, 3, 1, 7, True]] * 3
+    )
     deadline = time.monotonic() + HANG
     while any(c.member.passes for c in coordinators) and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -236,19 +261,27 @@ def test_an_abandoned_pass_leaves_nothing_behind_for_the_next():
 def test_loops_in_another_order_are_an_error_that_names_both():
     first, second = pair()
     told = together(
-        lambda: iterate(first.open(Terms(label="training"))), lambda: iterate(second.open(Terms(label="evaluation")))
+        lambda: iterate(first.open(Terms(label="training"))),
+        lambda: iterate(second.open(Terms(label="evaluation"))),
     )
 
     for error in told:
         assert isinstance(error, ArgumentError)
-        assert "loader: training on global rank 0, evaluation on global rank 1" in str(error)
+        assert "loader: training on global rank 0, evaluation on global rank 1" in str(
+            error
+        )
 
 
 def test_what_each_rank_says_reaches_all_and_a_loop_at_that_time_is_an_error_that_names_both():
     ranks = pair(size=3)
     said = [f"{'x' * 10**5} of {rank}" for rank in range(3)]
     for _ in range(3):
-        heard = together(*(lambda c=c, s=s: c.open(Terms()).exchange(s) for c, s in zip(ranks, said, strict=True)))
+        heard = together(
+            *(
+                lambda c=c, s=s: c.open(Terms()).exchange(s)
+                for c, s in zip(ranks, said, strict=True)
+            )
+        )
         assert heard == [said] * 3
     first, second = pair()
     told = together(
@@ -257,7 +290,10 @@ def test_what_each_rank_says_reaches_all_and_a_loop_at_that_time_is_an_error_tha
     )
     for error in told:
         assert isinstance(error, ArgumentError)
-        assert "loader: certificate() on global rank 0, training on global rank 1" in str(error)
+        assert (
+            "loader: certificate() on global rank 0, training on global rank 1"
+            in str(error)
+        )
 
 
 def test_a_silent_rank_is_named_at_the_deadline():
@@ -265,7 +301,9 @@ def test_a_silent_rank_is_named_at_the_deadline():
     silent = second.open(Terms())
     silent.announce()  # and then nothing
     start = time.monotonic()
-    told = together(lambda: iterate(first.open(Terms())), lambda: iterate(third.open(Terms())))
+    told = together(
+        lambda: iterate(first.open(Terms())), lambda: iterate(third.open(Terms()))
+    )
 
     assert 0.5 <= time.monotonic() - start < 2.0
     for error in told:
@@ -277,7 +315,9 @@ def test_a_silent_rank_is_named_at_the_deadline():
 def test_a_rank_that_opens_no_pass_is_named_at_the_deadline():
     first, second = pair(timeout=0.5)
     iterate(second.open(Terms()), steps=0)
-    told = together(lambda: (iterate(first.open(Terms()), steps=0), iterate(first.open(Terms()))))
+    told = together(
+        lambda: (iterate(first.open(Terms()), steps=0), iterate(first.open(Terms())))
+    )
 
     assert told[0].ranks == (1,)
     assert "global rank 1 has not started this loop" in str(told[0])
@@ -293,26 +333,38 @@ def test_a_rank_that_waits_is_told_in_which_call_another_waits_for_it():
         agreement = second.open(Terms(name="the data"))
         try:
             agreement.announce()
-            second.open(Terms(name="certificate()", is_call=True, timeout=1.5)).exchange("mine")
+            second.open(
+                Terms(name="certificate()", is_call=True, timeout=1.5)
+            ).exchange("mine")
         finally:
             agreement.close()
 
     loop, call = together(loops, calls)
 
-    assert "reach step 1 of the data: global rank 1 has read up to step 1, and waits in certificate()" in str(loop)
+    assert (
+        "reach step 1 of the data: global rank 1 has read up to step 1, and waits in certificate()"
+        in str(loop)
+    )
     assert "reach certificate(): global rank 0 has not made this call" in str(call)
 
 
-def test_a_rank_that_has_left_its_loop_logs_that_others_have_not_once_and_not_if_all_have(monkeypatch, caplog):
+def test_a_rank_that_has_left_its_loop_logs_that_others_have_not_once_and_not_if_all_have(
+    monkeypatch, caplog
+):
     monkeypatch.setattr(protocol, "LEFT", 0.05)
     first, second = pair()
-    opened = [one.open(Terms(name="the data", first_step=10)) for one in (first, second)]
+    opened = [
+        one.open(Terms(name="the data", first_step=10)) for one in (first, second)
+    ]
 
     def take_three(of_rank):
         of_rank.announce(steps=4)
         return [of_rank.deliver(step) for step in range(3)]
 
-    assert together(*(lambda one=one: take_three(one) for one in opened)) == [[True] * 3] * 2
+    assert (
+        together(*(lambda one=one: take_three(one) for one in opened))
+        == [[True] * 3] * 2
+    )
     opened[0].close()
     deadline = time.monotonic() + HANG
     while not caplog.messages and time.monotonic() < deadline:
@@ -342,12 +394,19 @@ def test_a_rank_that_has_left_its_loop_logs_that_others_have_not_once_and_not_if
         (5, (4, 4, 4), None),
     ],
 )
-def test_ranks_that_leave_one_step_apart_are_told_and_those_that_leave_alike_are_not(end, steps, told, caplog):
+def test_ranks_that_leave_one_step_apart_are_told_and_those_that_leave_alike_are_not(
+    end, steps, told, caplog
+):
     def run(coordinator, count):
         agreement = coordinator.open(Terms(name="the data"))
         for step in range(count):
-            while agreement.outlook.kind == OK and agreement.outlook.step < agreement.wanted(step):
-                agreement.announce(END) if agreement.outlook.step == end else agreement.announce()
+            while (
+                agreement.outlook.kind == OK
+                and agreement.outlook.step < agreement.wanted(step)
+            ):
+                agreement.announce(
+                    END
+                ) if agreement.outlook.step == end else agreement.announce()
             if not agreement.deliver(step):
                 break
         agreement.close()
@@ -355,14 +414,21 @@ def test_ranks_that_leave_one_step_apart_are_told_and_those_that_leave_alike_are
     for trial in range(20):
         caplog.clear()
         ranks = pair(size=3, delay=1e-3 * (trial % 2))
-        assert together(*(lambda c=c, n=n: run(c, n) for c, n in zip(ranks, steps, strict=True))) == [None] * 3
+        assert (
+            together(
+                *(lambda c=c, n=n: run(c, n) for c, n in zip(ranks, steps, strict=True))
+            )
+            == [None] * 3
+        )
         deadline = time.monotonic() + HANG
         while any(c.member.passes for c in ranks) and time.monotonic() < deadline:
             time.sleep(0.001)
         if told is None:
             assert caplog.messages == []
         else:
-            assert any(told in text and "after 4 steps" in text for text in caplog.messages)
+            assert any(
+                told in text and "after 4 steps" in text for text in caplog.messages
+            )
 
 
 def test_a_long_report_is_cut_and_says_so():
@@ -375,8 +441,16 @@ def test_a_long_report_is_cut_and_says_so():
 @pytest.mark.parametrize(
     ("use", "message"),
     [
-        (lambda c: c.open(Terms()).deliver(1), "step=1 cannot be delivered: 0 comes next"),
-        (lambda c: (a := c.open(Terms()), a.announce(exhausted=True), a.announce())[0], "Announce every later step"),
+        (
+            lambda c: c.open(Terms()).deliver(1),
+            "step=1 cannot be delivered: 0 comes next",
+        ),
+        (
+            lambda c: (a := c.open(Terms()), a.announce(exhausted=True), a.announce())[
+                0
+            ],
+            "Announce every later step",
+        ),
         (lambda c: coordinators(1, timeout=0), "timeout must be positive, got 0"),
     ],
 )
@@ -395,14 +469,20 @@ def ahead(agreement, step, count):
     return agreement.outlook.step if is_final else step + count
 
 
-def reads(coordinator, digests, *, prefetch, exhausted=False, real=None, first_step=0, pace=0):
+def reads(
+    coordinator, digests, *, prefetch, exhausted=False, real=None, first_step=0, pace=0
+):
     """Steps delivered, and how a pass ends in which each step is announced with what was read."""
-    agreement = coordinator.open(Terms(same_data=True, ends_apart=1, name="words", first_step=first_step))
+    agreement = coordinator.open(
+        Terms(same_data=True, ends_apart=1, name="words", first_step=first_step)
+    )
     step = 0
     try:
         while True:
             # Some ranks read further ahead than they are asked to.
-            while agreement.outlook.step < max(agreement.wanted(step), ahead(agreement, step, prefetch)):
+            while agreement.outlook.step < max(
+                agreement.wanted(step), ahead(agreement, step, prefetch)
+            ):
                 at = agreement.outlook.step
                 if at < (len(digests) if real is None else real):
                     agreement.note_read(digests[at])
@@ -424,14 +504,22 @@ def reads(coordinator, digests, *, prefetch, exhausted=False, real=None, first_s
 
 @pytest.mark.parametrize("exhausted", [False, True])
 @pytest.mark.parametrize("at", [0, 1, 7, 39, None])
-def test_ranks_that_have_read_different_data_are_told_the_step_on_all_and_others_are_not(at, exhausted):
+def test_ranks_that_have_read_different_data_are_told_the_step_on_all_and_others_are_not(
+    at, exhausted
+):
     for prefetch in (1, 4, 9):
         same = [number * 7 for number in range(40)]
-        others = [*same[:at], *(digest + 1 for digest in same[at:])] if at is not None else same
+        others = (
+            [*same[:at], *(digest + 1 for digest in same[at:])]
+            if at is not None
+            else same
+        )
         coordinators = pair(size=3)
         told = together(
             *(
-                lambda c=c, d=digests, p=prefetch: reads(c, d, prefetch=p, exhausted=exhausted)
+                lambda c=c, d=digests, p=prefetch: reads(
+                    c, d, prefetch=p, exhausted=exhausted
+                )
                 for c, digests in zip(coordinators, (same, others, same), strict=True)
             )
         )
@@ -441,26 +529,48 @@ def test_ranks_that_have_read_different_data_are_told_the_step_on_all_and_others
             continue
         assert len({text for _, text in told}) == 1
         for steps, text in told:
-            assert f"At step {at} of words, global ranks 0, 2 and global rank 1 have read different data" in text
-            assert at > 0 or steps == 0, "what differs from the first on is never delivered"
+            assert (
+                f"At step {at} of words, global ranks 0, 2 and global rank 1 have read different data"
+                in text
+            )
+            assert at > 0 or steps == 0, (
+                "what differs from the first on is never delivered"
+            )
 
 
 @pytest.mark.parametrize("exhausted", [False, True])
 def test_ranks_that_have_read_different_data_all_stop_at_the_same_step(exhausted):
     rng = random.Random(7)
     for trial in range(60):
-        at, longer, size = rng.randint(0, 12), rng.choice([0, 0, 2, 5]), rng.choice([2, 3])
+        at, longer, size = (
+            rng.randint(0, 12),
+            rng.choice([0, 0, 2, 5]),
+            rng.choice([2, 3]),
+        )
         same = [number * 7 for number in range(12)]
-        other = [*same[:at], *(digest + 1 for digest in same[at:]), *range(100, 100 + longer)]
+        other = [
+            *same[:at],
+            *(digest + 1 for digest in same[at:]),
+            *range(100, 100 + longer),
+        ]
         if other == same:
             continue
         ranks = zip(pair(size=size), (same, other, same), strict=False)
-        how = [{"prefetch": rng.choice([1, 4, 9]), "pace": rng.choice([0, 0, 0.002])} for _ in range(size)]
+        how = [
+            {"prefetch": rng.choice([1, 4, 9]), "pace": rng.choice([0, 0, 0.002])}
+            for _ in range(size)
+        ]
         told = together(
-            *(lambda c=c, d=d, k=k: reads(c, d, exhausted=exhausted, **k) for (c, d), k in zip(ranks, how, strict=True))
+            *(
+                lambda c=c, d=d, k=k: reads(c, d, exhausted=exhausted, **k)
+                for (c, d), k in zip(ranks, how, strict=True)
+            )
         )
         close_all()
-        assert all("have read different data" in str(text) for _, text in told), (trial, told)
+        assert all("have read different data" in str(text) for _, text in told), (
+            trial,
+            told,
+        )
         assert len({steps for steps, _ in told}) == 1, (trial, at, longer, told)
 
 
@@ -485,15 +595,24 @@ def test_a_single_rank_has_nobody_to_compare_with():
 
 def test_a_rank_whose_stream_goes_on_when_the_others_have_ended_has_read_other_data():
     same = [number * 7 for number in range(40)]
-    for length, exhausted, prefetch in itertools.product((0, 38), (True, False), (1, 4)):
+    for length, exhausted, prefetch in itertools.product(
+        (0, 38), (True, False), (1, 4)
+    ):
         one, two = pair(size=2)
         told = together(
-            lambda one=one, prefetch=prefetch, e=exhausted: reads(one, same, prefetch=prefetch, exhausted=e),
+            lambda one=one, prefetch=prefetch, e=exhausted: reads(
+                one, same, prefetch=prefetch, exhausted=e
+            ),
             lambda two=two, prefetch=prefetch, e=exhausted, n=length: reads(
                 two, same, prefetch=prefetch, exhausted=e, real=n
             ),
         )
-        assert all("have read different data" in str(text) for _, text in told), (length, exhausted, prefetch, told)
+        assert all("have read different data" in str(text) for _, text in told), (
+            length,
+            exhausted,
+            prefetch,
+            told,
+        )
 
 
 def test_the_parts_of_one_stream_may_end_a_step_apart():
@@ -501,8 +620,12 @@ def test_the_parts_of_one_stream_may_end_a_step_apart():
     for exhausted, prefetch in itertools.product((True, False), (1, 4)):
         one, two = pair(size=2)
         told = together(
-            lambda one=one, prefetch=prefetch, e=exhausted: reads(one, same, prefetch=prefetch, exhausted=e),
-            lambda two=two, prefetch=prefetch, e=exhausted: reads(two, same, prefetch=prefetch, exhausted=e, real=39),
+            lambda one=one, prefetch=prefetch, e=exhausted: reads(
+                one, same, prefetch=prefetch, exhausted=e
+            ),
+            lambda two=two, prefetch=prefetch, e=exhausted: reads(
+                two, same, prefetch=prefetch, exhausted=e, real=39
+            ),
         )
         assert told == [(40 if exhausted else 39, "ended")] * 2
 

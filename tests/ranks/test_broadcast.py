@@ -67,12 +67,17 @@ def fail(error):
 
 
 def message_of(number, size):
-    return {"rows": np.full(size, number % 256, np.uint8), "number": number, "more": [np.arange(number % 7), "text"]}
+    return {
+        "rows": np.full(size, number % 256, np.uint8),
+        "number": number,
+        "more": [np.arange(number % 7), "text"],
+    }
 
 
 def same(one, other):
     return repr(one["number"]) == repr(other["number"]) and all(
-        np.array_equal(a, b) for a, b in ((one["rows"], other["rows"]), (one["more"][0], other["more"][0]))
+        np.array_equal(a, b)
+        for a, b in ((one["rows"], other["rows"]), (one["more"][0], other["more"][0]))
     )
 
 
@@ -85,7 +90,9 @@ def memory_files():
     followers=st.integers(1, 3),
     seed=st.integers(0, 1000),
 )
-def test_each_follower_gets_every_message_whenever_it_connects_and_looks(sizes, followers, seed):
+def test_each_follower_gets_every_message_whenever_it_connects_and_looks(
+    sizes, followers, seed
+):
     rng = random.Random(seed)
     opened, receivers, num_sent = Pass(followers), {}, 0
     got = dict.fromkeys(range(followers), 0)
@@ -105,7 +112,9 @@ def test_each_follower_gets_every_message_whenever_it_connects_and_looks(sizes, 
             follower = rng.randrange(followers)
             if follower not in receivers:
                 receivers[follower] = opened.join(follower)
-            elif receivers[follower].wait(0) and got[follower] < num_sent:  # else it is memory that has come
+            elif (
+                receivers[follower].wait(0) and got[follower] < num_sent
+            ):  # else it is memory that has come
                 take(follower)
     opened.leader.send("end")
     for follower in range(followers):
@@ -133,7 +142,9 @@ def test_memory_is_used_again_and_followers_that_are_gone_are_not_waited_for():
             assert taken(receiver)["number"] == number
         # One memory, mapped and open at the leader, on its way to one that is gone.
         assert len(memory_files() - before) <= 6
-    sizes = [os.fstat(memory.number).st_blocks * 512 for memory in memory_files() - before]
+    sizes = [
+        os.fstat(memory.number).st_blocks * 512 for memory in memory_files() - before
+    ]
     assert sum(sizes) < 4 * 100 * 50_000
     opened.close()
     quick.close(), slow.close()
@@ -142,7 +153,9 @@ def test_memory_is_used_again_and_followers_that_are_gone_are_not_waited_for():
     assert not memory_files() - before
 
 
-def test_a_follower_that_never_has_to_wait_is_not_taken_for_gone_however_long_the_pass(closed):
+def test_a_follower_that_never_has_to_wait_is_not_taken_for_gone_however_long_the_pass(
+    closed,
+):
     opened = closed(Pass())
     receiver = closed(opened.join())
     for number in range(1000):
@@ -152,7 +165,9 @@ def test_a_follower_that_never_has_to_wait_is_not_taken_for_gone_however_long_th
 
 
 @pytest.mark.parametrize("size", [0, 15_000, 30_000])
-def test_what_does_not_fit_into_a_socket_comes_as_soon_as_there_is_room_without_another_call(size, closed):
+def test_what_does_not_fit_into_a_socket_comes_as_soon_as_there_is_room_without_another_call(
+    size, closed
+):
     opened = closed(Pass(2))
     early = closed(opened.join())
     for number in range(1000):
@@ -191,7 +206,9 @@ def test_a_follower_that_waits_is_woken(closed):
     opened = closed(Pass())
     receiver, found = closed(opened.join()), []
     assert not receiver.wait(0.01)
-    thread = threading.Thread(target=lambda: found.extend(taken(receiver) for _ in range(5)))
+    thread = threading.Thread(
+        target=lambda: found.extend(taken(receiver) for _ in range(5))
+    )
     thread.start()
     for number in range(5):
         time.sleep(0.01)

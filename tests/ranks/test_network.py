@@ -24,9 +24,21 @@ def test_route_connects_each_rank_to_the_hub_or_to_the_first_of_its_host(monkeyp
 
     assert [route.up for route in routes] == [None, 0, 0, 2, 2]
     assert [route.down for route in routes] == [(1, 2), (), (3, 4), (), ()]
-    assert [route.several_hosts for route in routes] == [True, False, False, False, False]
+    assert [route.several_hosts for route in routes] == [
+        True,
+        False,
+        False,
+        False,
+        False,
+    ]
     monkeypatch.setattr(network, "MAX_DIRECT", 64)
-    assert [Route.of(range(5), rank, HOSTS)[0].up for rank in range(5)] == [None, 0, 0, 0, 0]
+    assert [Route.of(range(5), rank, HOSTS)[0].up for rank in range(5)] == [
+        None,
+        0,
+        0,
+        0,
+        0,
+    ]
 
 
 def test_relayed_ranks_exchange_like_others(meeting):

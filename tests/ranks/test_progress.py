@@ -50,7 +50,10 @@ def test_table_is_shared_once_all_have_joined():
 
 
 def test_table_of_a_host_is_found_by_its_place_and_token(tmp_path):
-    hub, member = TableOfHost((0, 2), 0, is_hub=True), TableOfHost((0, 2), 2, is_hub=False)
+    hub, member = (
+        TableOfHost((0, 2), 0, is_hub=True),
+        TableOfHost((0, 2), 2, is_hub=False),
+    )
     one, other = hub.find(hub.place), member.find(hub.place)
     one.post(0, 3, 0)
     other.post(0, 4, 0)
@@ -58,5 +61,10 @@ def test_table_of_a_host_is_found_by_its_place_and_token(tmp_path):
 
     path, token = hub.place.split()
     (tmp_path / "short").write_bytes(b"")
-    places = ["", f"{path} {'0' * len(token)}", f"{tmp_path / 'short'} {token}", f"/proc/{os.getpid()}/fd/9999 {token}"]
+    places = [
+        "",
+        f"{path} {'0' * len(token)}",
+        f"{tmp_path / 'short'} {token}",
+        f"/proc/{os.getpid()}/fd/9999 {token}",
+    ]
     assert [member.find(place) for place in places] == [None] * 4

@@ -42,7 +42,9 @@ ALL = [f"from {rank}" for rank in range(RANKS)]
 
 
 def reception_at(host, several_hosts=False):
-    return contextlib.closing(Reception(host, several_hosts=several_hosts, poll=select.poll()))
+    return contextlib.closing(
+        Reception(host, several_hosts=several_hosts, poll=select.poll())
+    )
 
 
 def endless(peer):
@@ -68,7 +70,9 @@ def test_a_thousand_strangers_do_not_delay_the_ranks(kind):
         found = [ranks.start(0)]
         port, token = address()
         for number in range(STRANGERS):
-            peer = kept.enter_context(socket.create_connection(("127.0.0.1", port), HANG))
+            peer = kept.enter_context(
+                socket.create_connection(("127.0.0.1", port), HANG)
+            )
             with contextlib.suppress(ConnectionError):
                 KINDS[kind](peer, token)
             if number == STRANGERS // 2:  # one of the ranks comes among them
@@ -151,7 +155,9 @@ def test_nothing_listens_once_the_ranks_have_met():
 def test_few_strangers_are_kept_and_no_more_than_a_token_is_read_of_each():
     with reception_at("127.0.0.1") as found, contextlib.ExitStack() as kept:
         for _ in range(3 * reception._STRANGERS):
-            peer = kept.enter_context(socket.create_connection(("127.0.0.1", found.port), HANG))
+            peer = kept.enter_context(
+                socket.create_connection(("127.0.0.1", found.port), HANG)
+            )
             peer.sendall(b"x" * 7)
             assert found.arrived() == []
         assert len(found._strangers) == reception._STRANGERS
@@ -162,7 +168,9 @@ def test_a_silent_stranger_is_shut_out_after_a_while(monkeypatch):
     monkeypatch.setattr(reception, "_GRACE", 0.1)
     with contextlib.ExitStack() as kept:
         found = kept.enter_context(reception_at("127.0.0.1"))
-        peer = kept.enter_context(socket.create_connection(("127.0.0.1", found.port), HANG))
+        peer = kept.enter_context(
+            socket.create_connection(("127.0.0.1", found.port), HANG)
+        )
         found.arrived()
         time.sleep(0.2)
         found.arrived()
@@ -191,12 +199,18 @@ def test_it_listens_where_the_ranks_are_and_nowhere_else(host, caplog):
 @pytest.mark.parametrize(
     ("host", "several_hosts", "reason"),
     [
-        ("192.0.2.1", False, "Cannot assign requested address"),  # of nobody: for documentation
+        (
+            "192.0.2.1",
+            False,
+            "Cannot assign requested address",
+        ),  # of nobody: for documentation
         ("no.such.host.invalid", False, "not known|resolution|No address"),
         ("127.0.0.1", True, "127.0.0.1 is another machine on each host"),
     ],
 )
-def test_where_it_cannot_listen_there_it_listens_everywhere_and_says_why(host, several_hosts, reason, caplog):
+def test_where_it_cannot_listen_there_it_listens_everywhere_and_says_why(
+    host, several_hosts, reason, caplog
+):
     with caplog.at_level(logging.WARNING), reception_at(host, several_hosts) as found:
         assert listens_at("127.0.0.1", found.port)
         assert listens_at("127.0.0.2", found.port)

@@ -13,7 +13,10 @@ def test_a_host_whose_name_nobody_knows_is_named_while_it_is_tried(caplog, monke
     until = time.monotonic() + 0.5
     place = Rendezvous(host="no-such-host.invalid", port=1, owner=3, early=True)
 
-    with pytest.raises(PeerLostError, match=r"global rank 3.* cannot be reached at no-such-host.invalid:1"):
+    with pytest.raises(
+        PeerLostError,
+        match=r"global rank 3.* cannot be reached at no-such-host.invalid:1",
+    ):
         place.store(2, 1.0, wanted=lambda: time.monotonic() < until)
 
     said = "global rank 3 is where these ranks meet, and cannot be reached at no-such-host.invalid:1: "

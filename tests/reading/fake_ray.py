@@ -115,7 +115,11 @@ class FakeRay(ModuleType):
 
     def remote(self, cls):
         def options(**given):
-            return SimpleNamespace(remote=lambda *args: self.actors.append(Actor(cls, args, given)) or self.actors[-1])
+            return SimpleNamespace(
+                remote=lambda *args: (
+                    self.actors.append(Actor(cls, args, given)) or self.actors[-1]
+                )
+            )
 
         return SimpleNamespace(options=options)
 

@@ -23,7 +23,9 @@ BELOW = 15_000
 """Bytes of an array that goes through the socket."""
 ABOVE = 20_000
 """Bytes of an array that goes through shared memory."""
-SIZES = st.sampled_from([0, 1, 63, BELOW, *range(16_000, 16_500, 37), ABOVE, 65_536, 65_537, 300_000])
+SIZES = st.sampled_from(
+    [0, 1, 63, BELOW, *range(16_000, 16_500, 37), ABOVE, 65_536, 65_537, 300_000]
+)
 ARRAYS = st.lists(SIZES, max_size=4)
 
 
@@ -56,7 +58,8 @@ class BreaksWhenRead:
 
 WORDS = st.text("ab", max_size=2)
 VALUES = st.recursive(
-    WORDS | st.integers(0, 3) | st.none(), lambda inner: st.lists(inner, max_size=3) | st.tuples(inner)
+    WORDS | st.integers(0, 3) | st.none(),
+    lambda inner: st.lists(inner, max_size=3) | st.tuples(inner),
 )
 SAYS = "invalid literal for int() with base 10: 'no number'"
 
@@ -72,7 +75,11 @@ def raised(error):
 
 def message_of(number, sizes):
     """A message that says which it is, in each of its bytes."""
-    return number, b"x" * (number % 7), [np.full(size, number % 251, np.uint8) for size in sizes]
+    return (
+        number,
+        b"x" * (number % 7),
+        [np.full(size, number % 251, np.uint8) for size in sizes],
+    )
 
 
 def is_message(found, number, sizes):
@@ -89,10 +96,16 @@ def is_message(found, number, sizes):
 
 @settings(max_examples=trials(80))
 @given(num_slots=st.integers(1, 4), data=st.data())
-def test_messages_of_any_sizes_arrive_whole_and_in_order_where_each_request_is_answered(num_slots, data):
+def test_messages_of_any_sizes_arrive_whole_and_in_order_where_each_request_is_answered(
+    num_slots, data
+):
     asking, answering = pair(num_slots)
     try:
-        asked, answered, taken = [], [], []  # sizes of the arrays of each request, of each answer; answers
+        asked, answered, taken = (
+            [],
+            [],
+            [],
+        )  # sizes of the arrays of each request, of each answer; answers
         for _ in range(data.draw(st.integers(1, 25))):
             may = []
             if len(asked) - len(taken) < num_slots:
@@ -107,12 +120,16 @@ def test_messages_of_any_sizes_arrive_whole_and_in_order_where_each_request_is_a
                 asking.send(message_of(len(asked), asked[-1]))
             elif step == "answer":
                 answered.append(data.draw(ARRAYS))
-                assert is_message(receive(answering), len(answered), asked[len(answered) - 1])
+                assert is_message(
+                    receive(answering), len(answered), asked[len(answered) - 1]
+                )
                 answering.send(message_of(100 + len(answered), answered[-1]))
             else:
                 taken.append(receive(asking))
         # Looked at in the end only: what was received must not have changed.
-        assert all(is_message(found, 101 + at, answered[at]) for at, found in enumerate(taken))
+        assert all(
+            is_message(found, 101 + at, answered[at]) for at, found in enumerate(taken)
+        )
     finally:
         asking.close()
         answering.close()
@@ -132,7 +149,9 @@ def echo(end, num_slots):
 @given(num_slots=st.integers(1, 4), requests=st.lists(ARRAYS, max_size=30))
 def test_the_same_with_another_process(num_slots, requests):
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    child = multiprocessing.get_context("fork").Process(target=lambda: [ours.close(), echo(theirs, num_slots)])
+    child = multiprocessing.get_context("fork").Process(
+        target=lambda: [ours.close(), echo(theirs, num_slots)]
+    )
     child.start()
     theirs.close()
     channel, under_way, found = Channel(ours, num_slots), deque(), []
@@ -152,7 +171,10 @@ def test_the_same_with_another_process(num_slots, requests):
         child.kill()
     assert child.exitcode == 0
     assert [number for _, number, _ in found] == list(range(len(requests)))
-    assert all(is_message(answer, number, [2 * size for size in sizes]) for answer, number, sizes in found)
+    assert all(
+        is_message(answer, number, [2 * size for size in sizes])
+        for answer, number, sizes in found
+    )
 
 
 def test_slots_grow_while_others_are_under_way(channels):
@@ -161,7 +183,9 @@ def test_slots_grow_while_others_are_under_way(channels):
     for number, size in enumerate(sizes):
         sender.send(message_of(number, size))
 
-    assert all(is_message(receive(receiver), number, size) for number, size in enumerate(sizes))
+    assert all(
+        is_message(receive(receiver), number, size) for number, size in enumerate(sizes)
+    )
 
 
 def test_what_was_received_does_not_change_and_can_be_written_to(channels):
@@ -214,7 +238,9 @@ def test_reducers_that_are_registered_later_count(channels, monkeypatch):
         def __reduce_ex__(self, protocol):
             raise TypeError("no way of its own")
 
-    monkeypatch.setitem(copyreg.dispatch_table, Wrapped, lambda wrapped: (list, ([wrapped.value],)))
+    monkeypatch.setitem(
+        copyreg.dispatch_table, Wrapped, lambda wrapped: (list, ([wrapped.value],))
+    )
     sender, receiver = channels(1)
     sender.send(Wrapped(3))
 
@@ -222,7 +248,9 @@ def test_reducers_that_are_registered_later_count(channels, monkeypatch):
 
 
 @settings(max_examples=trials(80))
-@given(messages=st.lists(VALUES, min_size=1, max_size=6), size=st.sampled_from([1, ABOVE]))
+@given(
+    messages=st.lists(VALUES, min_size=1, max_size=6), size=st.sampled_from([1, ABOVE])
+)
 def test_messages_of_any_structure_arrive_apart(messages, size):
     sender, receiver = pair(len(messages))
     array, word = np.arange(size), "a word that is in all of them"
@@ -234,10 +262,15 @@ def test_messages_of_any_structure_arrive_apart(messages, size):
         sender.close()
         receiver.close()
 
-    assert [(again, message) for again, message, _, _ in found] == [(word, message) for message in messages]
+    assert [(again, message) for again, message, _, _ in found] == [
+        (word, message) for message in messages
+    ]
     assert all(message == again for _, message, again, _ in found)
     assert all(np.array_equal(other, array) for *_, other in found)
-    assert not any(np.shares_memory(one[3], other[3]) for one, other in itertools.combinations(found, 2))
+    assert not any(
+        np.shares_memory(one[3], other[3])
+        for one, other in itertools.combinations(found, 2)
+    )
 
 
 def test_the_receiver_says_what_replaces_a_message_that_cannot_be_unpickled(channels):
@@ -256,7 +289,9 @@ def test_the_end_is_known_when_all_was_received(channels, size, unread):
     left, staying = channels(4)
     for number in range(3):
         left.send(message_of(number, [size]))
-    for number in range(unread):  # which makes the end another one to the operating system
+    for number in range(
+        unread
+    ):  # which makes the end another one to the operating system
         staying.send(message_of(number, [1]))
     left.close()
 
@@ -312,7 +347,9 @@ def test_what_could_not_be_sent_yet_is_sent_when_it_can_be(channels, then):
 
 
 @pytest.mark.parametrize("before", [[], [ABOVE]])
-def test_without_memory_only_the_message_that_needs_it_fails(channels, monkeypatch, before):
+def test_without_memory_only_the_message_that_needs_it_fails(
+    channels, monkeypatch, before
+):
     sender, receiver = channels(2)
     for size in before:
         sender.send(message_of(1, [size]))
@@ -400,7 +437,14 @@ def test_any_number_of_slots_takes_few_open_files_and_lets_go_of_them():
 def test_memory_is_taken_for_slots_that_are_used():
     def taken():
         with open("/proc/self/smaps_rollup") as sums:
-            return next(int(line.split()[1]) for line in sums if line.startswith("Pss_Shmem")) << 10
+            return (
+                next(
+                    int(line.split()[1])
+                    for line in sums
+                    if line.startswith("Pss_Shmem")
+                )
+                << 10
+            )
 
     sender, receiver = pair(1000)
     before = taken()

@@ -17,7 +17,15 @@ import paddle_shard
 from paddle_shard import Stream
 from paddle_shard.core.randomness import NumpyGenerator, PythonGenerator
 from paddle_shard.data.external import IterableSource
-from paddle_shard.data.stages import Batch, Filter, Map, Repeat, Shuffle, Stripe, Unbatch
+from paddle_shard.data.stages import (
+    Batch,
+    Filter,
+    Map,
+    Repeat,
+    Shuffle,
+    Stripe,
+    Unbatch,
+)
 from paddle_shard.data.stages.stage import Opening, Stage
 from paddle_shard.errors import DataReadError
 from paddle_shard.plan.parts import PartsPlan, chunks_of
@@ -33,7 +41,9 @@ from tests.trials import trials
 GENERATORS = (NumpyGenerator(), PythonGenerator())
 HOW, DRAWS = HowToRead(generators=()), HowToRead(generators=GENERATORS)
 MISSING = "missing"
-STEP = Step(epoch=0, number=0, num_rows=0, micro_size=0, num_real=0)  # readers are told what they read by its parts
+STEP = Step(
+    epoch=0, number=0, num_rows=0, micro_size=0, num_real=0
+)  # readers are told what they read by its parts
 WORKERS = range(6)
 
 
@@ -50,7 +60,11 @@ class Parts(Stage):
         return [iter(self.parts[part][opening.skip :]) for part in opening.parts]
 
     def lengths(self, opening):
-        return [len(self.parts[part]) for part in opening.parts] if self.says_lengths else None
+        return (
+            [len(self.parts[part]) for part in opening.parts]
+            if self.says_lengths
+            else None
+        )
 
 
 # The oracle: one process, plain lists
@@ -74,10 +88,21 @@ def oracle(plan, contents):
     parts, batches = [rounds(part) for part in range(plan.num_parts)], []
     while len(batches) < 60:
         rows = [
-            next(part) for _ in range(plan.accumulation) for part in parts for _ in range(plan.micro_rows // len(parts))
+            next(part)
+            for _ in range(plan.accumulation)
+            for part in parts
+            for _ in range(plan.micro_rows // len(parts))
         ]
-        missing, fresh = [number is None for number, _ in rows], any(number == 0 for number, _ in rows)
-        over = {"pad": all(missing), "drop": any(missing), "repeat": not fresh, "error": any(missing)}[plan.tail]
+        missing, fresh = (
+            [number is None for number, _ in rows],
+            any(number == 0 for number, _ in rows),
+        )
+        over = {
+            "pad": all(missing),
+            "drop": any(missing),
+            "repeat": not fresh,
+            "error": any(missing),
+        }[plan.tail]
         if (over and plan.num_batches is None) or len(batches) == plan.num_batches:
             break
         batches.append([sample for _, sample in rows])
@@ -118,7 +143,19 @@ def collated(samples):
     }
 
 
-def served(stage, plan, num_data_ranks, num_workers, turns, *, start=0, upto, readers=None, number=0, **opening):
+def served(
+    stage,
+    plan,
+    num_data_ranks,
+    num_workers,
+    turns,
+    *,
+    start=0,
+    upto,
+    readers=None,
+    number=0,
+    **opening,
+):
     """Return what each data rank reads: [data rank][step]; workers read up to 4 steps ahead of delivery."""
     found = []
     for rank in range(num_data_ranks):
@@ -131,15 +168,24 @@ def served(stage, plan, num_data_ranks, num_workers, turns, *, start=0, upto, re
         asked = [start] * len(chunks)
         while len(batches) < upto - start:
             delivered = start + len(batches)
-            able = [w for w in range(len(chunks)) if asked[w] < min(upto, delivered + depth)]
+            able = [
+                w for w in range(len(chunks)) if asked[w] < min(upto, delivered + depth)
+            ]
             if able and not (all(ahead) and turns.random() < 0.5):
                 worker = turns.choice(able)
-                chunk = own[worker].read(request(plan, chunks[worker], asked[worker], start, number, **opening), worker)
+                chunk = own[worker].read(
+                    request(
+                        plan, chunks[worker], asked[worker], start, number, **opening
+                    ),
+                    worker,
+                )
                 assert isinstance(chunk, Chunk), chunk
                 ahead[worker].append(chunk)
                 asked[worker] += 1
             elif all(ahead):
-                batches.append(joined(STEP, [chunks_.pop(0) for chunks_ in ahead], places))
+                batches.append(
+                    joined(STEP, [chunks_.pop(0) for chunks_ in ahead], places)
+                )
         found.append(batches)
     return found
 
@@ -148,28 +194,51 @@ def put_together(plan, of_ranks):
     """Return the global batches up to the end that the tail defines, of what all data ranks have together."""
     batches = []
     for step, together in enumerate(zip(*of_ranks, strict=True)):
-        whole, empty = all(one.whole for one in together), all(one.empty for one in together)
+        whole, empty = (
+            all(one.whole for one in together),
+            all(one.empty for one in together),
+        )
         fresh = any(one.fresh for one in together)
-        over = {"pad": empty, "drop": not whole, "repeat": not fresh, "error": not whole}[plan.tail]
+        over = {
+            "pad": empty,
+            "drop": not whole,
+            "repeat": not fresh,
+            "error": not whole,
+        }[plan.tail]
         if over and plan.num_batches is None:
             break
         rows = [None] * plan.batch_size
         for rank, one in enumerate(together):
             places = plan.rows_of(plan.parts_of(rank, len(of_ranks))).tolist()
-            if one.value is None:  # a rank that has had no sample yet: the loader finds what stands in
+            if (
+                one.value is None
+            ):  # a rank that has had no sample yet: the loader finds what stands in
                 assert one.empty
                 assert plan.tail == "pad"
                 for place in places:
                     rows[place] = MISSING
                 continue
-            real_rows = [True] * len(places) if one.real is None else one.real.tolist()  # None: all
-            assert len(real_rows) == len(one.value["x"]) == len(one.value["names"]) == len(places)
+            real_rows = (
+                [True] * len(places) if one.real is None else one.real.tolist()
+            )  # None: all
+            assert (
+                len(real_rows)
+                == len(one.value["x"])
+                == len(one.value["names"])
+                == len(places)
+            )
             for place, real, x, name in zip(
-                places, real_rows, one.value["x"].tolist(), one.value["names"], strict=True
+                places,
+                real_rows,
+                one.value["x"].tolist(),
+                one.value["names"],
+                strict=True,
             ):
                 assert name.startswith(f"({x},")  # fields of one row stay together
                 rows[place] = name if real else MISSING
-            assert one.value["pair"][0].tolist() == [[len(eval(name)), 7] for name in one.value["names"]]
+            assert one.value["pair"][0].tolist() == [
+                [len(eval(name)), 7] for name in one.value["names"]
+            ]
             assert one.value["pair"][1] == "constant"
         batches.append(rows)
         assert plan.num_batches is None or step < plan.num_batches
@@ -191,7 +260,10 @@ def all_rows(plan, of_ranks):
 
 
 def named(batches):
-    return [[sample if sample is MISSING else repr(sample) for sample in rows] for rows in batches]
+    return [
+        [sample if sample is MISSING else repr(sample) for sample in rows]
+        for rows in batches
+    ]
 
 
 @st.composite
@@ -203,7 +275,9 @@ def plans_of(draw, num_parts, tails=("drop", "pad", "repeat", "num_batches")):
         num_parts=num_parts,
         num_data_ranks=num_parts,
         accumulation=accumulation,
-        tail=draw(st.sampled_from(["pad", "drop", "repeat"])) if tail == "num_batches" else tail,
+        tail=draw(st.sampled_from(["pad", "drop", "repeat"]))
+        if tail == "num_batches"
+        else tail,
         num_batches=draw(st.integers(1, 7)) if tail == "num_batches" else None,
     )
 
@@ -223,23 +297,37 @@ def drawn(sample):
 def stages_of(draw, plan):
     """A stage maker, and the oracle's (part, round) -> list of it."""
     low = 1 if plan.repeats else 0
-    kind = draw(st.sampled_from(["plain", "plain", "striped", "striped function", "shuffled", "filtered"]))
+    kind = draw(
+        st.sampled_from(
+            ["plain", "plain", "striped", "striped function", "shuffled", "filtered"]
+        )
+    )
     if kind.startswith("striped"):  # dispatched by hand
-        length = draw(st.integers(plan.num_parts * plan.stripe * low, 9 * plan.num_parts))
+        length = draw(
+            st.integers(plan.num_parts * plan.stripe * low, 9 * plan.num_parts)
+        )
         samples = [(n, "s") for n in range(length)]
         dispatched = [[] for _ in range(plan.num_parts)]
         for n, sample in enumerate(samples):
             dispatched[n // plan.stripe % plan.num_parts].append(sample)
         source = samples if kind == "striped" else lambda: iter(samples)
-        return lambda: Stripe(IterableSource(source)), lambda part, number: dispatched[part]
-    lengths = draw(st.lists(st.integers(low, 14), min_size=plan.num_parts, max_size=plan.num_parts))
-    parts = [[100 * part + n for n in range(length)] for part, length in enumerate(lengths)]
+        return lambda: Stripe(IterableSource(source)), lambda part, number: dispatched[
+            part
+        ]
+    lengths = draw(
+        st.lists(st.integers(low, 14), min_size=plan.num_parts, max_size=plan.num_parts)
+    )
+    parts = [
+        [100 * part + n for n in range(length)] for part, length in enumerate(lengths)
+    ]
     says = draw(st.booleans())
     if kind == "plain":
         pairs = [[(x, "p") for x in part] for part in parts]
         return lambda: Parts(pairs, says), lambda part, number: pairs[part]
     if kind == "filtered":
-        return lambda: Map(Filter(Parts(parts, says), liked), paired), lambda part, number: [
+        return lambda: Map(
+            Filter(Parts(parts, says), liked), paired
+        ), lambda part, number: [
             (x, "f") for x in parts[part] if x % 3 == 0 or x % 100 == 0
         ]
 
@@ -260,7 +348,12 @@ def seed_all(key, number=None):
 
 def plain_opening(plan, part, number, **options):
     return Opening(
-        parts=(part,), num_parts=plan.num_parts, stripe=plan.stripe, round=number, seed_generators=seed_all, **options
+        parts=(part,),
+        num_parts=plan.num_parts,
+        stripe=plan.stripe,
+        round=number,
+        seed_generators=seed_all,
+        **options,
     )
 
 
@@ -270,7 +363,9 @@ P = pytest.mark.parametrize("num_parts", [1, 4, 6, 8])
 @P
 @settings(max_examples=trials(30))
 @given(data=st.data(), seed=st.integers(0, 1 << 30))
-def test_global_batches_are_the_oracles_for_every_number_of_data_ranks_and_workers(num_parts, data, seed):
+def test_global_batches_are_the_oracles_for_every_number_of_data_ranks_and_workers(
+    num_parts, data, seed
+):
     plan = data.draw(plans_of(num_parts))
     stage, contents = stages_of(data.draw, plan)
     expected, turns = named(oracle(plan, contents)), random.Random(seed)
@@ -286,7 +381,9 @@ def test_global_batches_are_the_oracles_for_every_number_of_data_ranks_and_worke
 @P
 @settings(max_examples=trials(30))
 @given(data=st.data(), seed=st.integers(0, 1 << 30))
-def test_resumed_at_every_step_on_other_ranks_and_workers_it_goes_on_as_it_would_have(num_parts, data, seed):
+def test_resumed_at_every_step_on_other_ranks_and_workers_it_goes_on_as_it_would_have(
+    num_parts, data, seed
+):
     plan = data.draw(plans_of(num_parts))
     stage, contents = stages_of(data.draw, plan)
     expected, turns = named(oracle(plan, contents)), random.Random(seed)
@@ -302,10 +399,15 @@ def test_resumed_at_every_step_on_other_ranks_and_workers_it_goes_on_as_it_would
 @P
 @settings(max_examples=trials(30))
 @given(data=st.data(), seed=st.integers(0, 1 << 30))
-def test_rows_that_are_missing_hold_the_same_whoever_reads_and_from_wherever(num_parts, data, seed):
+def test_rows_that_are_missing_hold_the_same_whoever_reads_and_from_wherever(
+    num_parts, data, seed
+):
     plan = data.draw(plans_of(num_parts, tails=["pad"]))
     stage, contents = stages_of(data.draw, plan)
-    lengths, turns = [len(contents(part, 0)) for part in range(num_parts)], random.Random(seed)
+    lengths, turns = (
+        [len(contents(part, 0)) for part in range(num_parts)],
+        random.Random(seed),
+    )
     upto = -(-max(lengths) // plan.samples_per_part) + 2
     alone = all_rows(plan, served(stage, plan, 1, 0, turns, upto=upto))
 
@@ -313,7 +415,9 @@ def test_rows_that_are_missing_hold_the_same_whoever_reads_and_from_wherever(num
     for ranks in divisors(num_parts):
         for workers in turns.sample(WORKERS, 2):
             start = turns.choice([0, *range(upto)])
-            of_ranks = served(stage, plan, ranks, workers, turns, start=start, upto=upto)
+            of_ranks = served(
+                stage, plan, ranks, workers, turns, start=start, upto=upto
+            )
             assert all_rows(plan, of_ranks) == alone[start:], (start, ranks, workers)
 
 
@@ -322,24 +426,42 @@ def test_rows_that_are_missing_hold_the_same_whoever_reads_and_from_wherever(num
 def test_what_a_tail_delivers_of_each_part_is_what_it_says(data, num_parts):
     plan = data.draw(plans_of(num_parts))
     low = 1 if plan.repeats else 0
-    lengths = data.draw(st.lists(st.integers(low, 12), min_size=num_parts, max_size=num_parts))
+    lengths = data.draw(
+        st.lists(st.integers(low, 12), min_size=num_parts, max_size=num_parts)
+    )
     assume(any(lengths))
     ranks, turns = data.draw(st.sampled_from(divisors(num_parts))), random.Random(0)
-    parts = [[(100 * part + n, "p") for n in range(length)] for part, length in enumerate(lengths)]
+    parts = [
+        [(100 * part + n, "p") for n in range(length)]
+        for part, length in enumerate(lengths)
+    ]
     steps = plan.num_steps(lengths)
-    of_ranks = served(lambda: Parts(parts), plan, ranks, 2, turns, upto=max(1, steps + (plan.num_batches is None)))
+    of_ranks = served(
+        lambda: Parts(parts),
+        plan,
+        ranks,
+        2,
+        turns,
+        upto=max(1, steps + (plan.num_batches is None)),
+    )
     batches = put_together(plan, of_ranks)
 
     assert len(batches) == steps
     for part in range(num_parts):
-        delivered = [rows[row] for rows in batches for row in plan.rows_of((part,)).tolist()]
+        delivered = [
+            rows[row] for rows in batches for row in plan.rows_of((part,)).tolist()
+        ]
         own = [repr(sample) for sample in parts[part]]
         if plan.repeats:  # round after round
             assert delivered == (own * len(delivered))[: len(delivered)]
             assert plan.num_batches is not None or delivered[: len(own)] == own
-        elif plan.tail == "drop":  # the beginning, and every part as far as the shortest allows
+        elif (
+            plan.tail == "drop"
+        ):  # the beginning, and every part as far as the shortest allows
             assert delivered == own[: len(delivered)]
-            assert len(delivered) <= min(lengths) < len(delivered) + plan.samples_per_part
+            assert (
+                len(delivered) <= min(lengths) < len(delivered) + plan.samples_per_part
+            )
         else:  # all, and what is missing stands at the end
             assert delivered[: len(own)] == own
             assert set(delivered[len(own) :]) <= {MISSING}
@@ -347,24 +469,43 @@ def test_what_a_tail_delivers_of_each_part_is_what_it_says(data, num_parts):
 
 def test_a_reader_serves_one_pass_after_another_and_each_begins_where_it_says():
     plan = PartsPlan(batch_size=4, num_parts=4, num_data_ranks=1, tail="drop")
-    stage = Map(Shuffle(Parts([list(range(100 * p, 100 * p + 9)) for p in range(4)]), 9), drawn)
+    stage = Map(
+        Shuffle(Parts([list(range(100 * p, 100 * p + 9)) for p in range(4)]), 9), drawn
+    )
     readers = [ChunkReader(stage, None, collated, DRAWS) for _ in range(2)]
     turns = random.Random(0)
 
     def epoch(number, epoch, **where):
         return put_together(
-            plan, served(None, plan, 1, 2, turns, readers=readers, number=number, epoch=epoch, upto=9, **where)
+            plan,
+            served(
+                None,
+                plan,
+                1,
+                2,
+                turns,
+                readers=readers,
+                number=number,
+                epoch=epoch,
+                upto=9,
+                **where,
+            ),
         )
 
     first = epoch(1, 0)
-    served(None, plan, 1, 2, turns, readers=readers, number=2, epoch=0, upto=4)  # left in the middle
+    served(
+        None, plan, 1, 2, turns, readers=readers, number=2, epoch=0, upto=4
+    )  # left in the middle
     assert epoch(3, 0) == first
     second = epoch(4, 1)
     assert epoch(5, 0, start=5) == first[5:]
     assert epoch(6, 1) == second
 
     assert first != second
-    ids = [sorted(eval(name)[0] for rows in batches for name in rows) for batches in (first, second)]
+    ids = [
+        sorted(eval(name)[0] for rows in batches for name in rows)
+        for batches in (first, second)
+    ]
     assert ids[0] == ids[1]
     for reader in readers:
         reader.close()
@@ -373,12 +514,20 @@ def test_a_reader_serves_one_pass_after_another_and_each_begins_where_it_says():
 
 @pytest.mark.parametrize("tail", ["drop", "pad"])
 def test_missing_rows_are_told_in_the_order_of_the_rows(tail):
-    plan = PartsPlan(batch_size=8, num_parts=2, num_data_ranks=1, accumulation=2, tail=tail)
-    chunk = ChunkReader(Parts([[1, 2, 3], [4]]), None, None, HOW).read(request(plan, (0, 1), 0), None)
+    plan = PartsPlan(
+        batch_size=8, num_parts=2, num_data_ranks=1, accumulation=2, tail=tail
+    )
+    chunk = ChunkReader(Parts([[1, 2, 3], [4]]), None, None, HOW).read(
+        request(plan, (0, 1), 0), None
+    )
 
     # Rows of the micro-batches: parts 0, 0, 1, 1 and again; part 0 has three samples, part 1 one.
     assert list(chunk.real) == [1, 1, 1, 0, 1, 0, 0, 0]
-    assert chunk.value is None if tail == "drop" else chunk.value[[0, 1, 2, 4]].tolist() == [1, 2, 4, 3]
+    assert (
+        chunk.value is None
+        if tail == "drop"
+        else chunk.value[[0, 1, 2, 4]].tolist() == [1, 2, 4, 3]
+    )
 
 
 # Empty parts
@@ -388,7 +537,9 @@ def test_a_part_that_is_empty_is_all_padding_on_whatever_reader():
     plan = PartsPlan(batch_size=4, num_parts=4, num_data_ranks=4, tail="pad")
     parts = [[(1, "a"), (2, "b")], [], [(3, "c")], []]
     for ranks in (1, 2, 4):
-        of_ranks = served(lambda: Parts(parts), plan, ranks, 1, random.Random(0), upto=3)
+        of_ranks = served(
+            lambda: Parts(parts), plan, ranks, 1, random.Random(0), upto=3
+        )
         assert put_together(plan, of_ranks) == [
             [repr((1, "a")), MISSING, repr((3, "c")), MISSING],
             [repr((2, "b")), MISSING, MISSING, MISSING],
@@ -399,16 +550,24 @@ def test_a_part_that_is_empty_is_all_padding_on_whatever_reader():
 @pytest.mark.parametrize("start", [0, 2])
 def test_a_part_that_is_empty_cannot_be_repeated(says, start):
     plan = PartsPlan(batch_size=4, num_parts=2, num_data_ranks=1, tail="repeat")
-    failure = ChunkReader(Parts([[1, 2], []], says), None, None, HOW).read(request(plan, (0, 1), start, start), 3)
+    failure = ChunkReader(Parts([[1, 2], []], says), None, None, HOW).read(
+        request(plan, (0, 1), start, start), 3
+    )
 
-    assert (failure.cause_type, failure.index, failure.worker) == ("ArgumentError", (1, 2 * start), 3)
+    assert (failure.cause_type, failure.index, failure.worker) == (
+        "ArgumentError",
+        (1, 2 * start),
+        3,
+    )
     assert "part 1 of 2 has no sample to repeat" in failure.cause
     assert "in_parts()" in failure.cause
 
 
 def test_a_reader_without_a_sample_makes_no_rows_up():
     plan = PartsPlan(batch_size=4, num_parts=2, num_data_ranks=1)
-    chunk = ChunkReader(Parts([[], []]), None, None, HOW).read(request(plan, (0, 1), 0), None)
+    chunk = ChunkReader(Parts([[], []]), None, None, HOW).read(
+        request(plan, (0, 1), 0), None
+    )
 
     assert (chunk.value, list(chunk.real)) == (None, [0, 0, 0, 0])
 
@@ -447,11 +606,17 @@ def test_a_sample_that_fails_is_named_with_part_and_position_at_its_step_only(
         accumulation=accumulation,
         tail="drop",
     )
-    part, position = data.draw(st.integers(0, num_parts - 1)), data.draw(st.integers(0, 23))
+    part, position = (
+        data.draw(st.integers(0, num_parts - 1)),
+        data.draw(st.integers(0, 23)),
+    )
     at = position // plan.samples_per_part
     start = data.draw(st.integers(0, at))
     parts = [list(range(100 * p, 100 * p + 24)) for p in range(num_parts)]
-    stage = Map(Parts(parts, data.draw(st.booleans())), raising(100 * part + position, Broken("it is")))
+    stage = Map(
+        Parts(parts, data.draw(st.booleans())),
+        raising(100 * part + position, Broken("it is")),
+    )
 
     for rank in range(plan.num_data_ranks):
         for worker, held in enumerate(chunks_of(plan.parts_of(rank), workers)):
@@ -468,7 +633,9 @@ def test_a_sample_that_fails_is_named_with_part_and_position_at_its_step_only(
                 assert "raise error" in found.traceback
 
 
-@pytest.mark.parametrize("error", [StopIteration("x"), SystemExit(3), GeneratorExit(), MemoryError("x")])
+@pytest.mark.parametrize(
+    "error", [StopIteration("x"), SystemExit(3), GeneratorExit(), MemoryError("x")]
+)
 def test_no_kind_of_exception_ends_a_part_in_silence(error):
     plan = PartsPlan(batch_size=2, num_parts=2, num_data_ranks=1)
     stage = Map(Parts([[0, 1], [2, 3]]), raising(2, error))
@@ -484,9 +651,15 @@ def test_what_fails_while_collating_is_no_single_samples_fault():
         raise Broken(f"{samples}")
 
     plan = PartsPlan(batch_size=4, num_parts=2, num_data_ranks=1)
-    failure = ChunkReader(Parts([[0, 1], [2, 3]]), None, collate, HOW).read(request(plan, (0, 1), 0), 1)
+    failure = ChunkReader(Parts([[0, 1], [2, 3]]), None, collate, HOW).read(
+        request(plan, (0, 1), 0), 1
+    )
 
-    assert (failure.what, failure.index, failure.cause) == ("collating 4 samples", None, "[0, 1, 2, 3]")
+    assert (failure.what, failure.index, failure.cause) == (
+        "collating 4 samples",
+        None,
+        "[0, 1, 2, 3]",
+    )
 
 
 def test_steps_out_of_turn_are_refused_and_not_served_from_somewhere_else():
@@ -505,23 +678,36 @@ def noisy(sample):
 
 TAKEN_OVER = {
     "parts": lambda lists: Map(Parts(lists), noisy),
-    "parts of unknown lengths": lambda lists: Map(Parts(lists, says_lengths=False), noisy),
+    "parts of unknown lengths": lambda lists: Map(
+        Parts(lists, says_lengths=False), noisy
+    ),
     "shuffled": lambda lists: Map(Shuffle(Parts(lists), 3), noisy),
-    "filtered": lambda lists: Filter(Map(Parts(lists), noisy), lambda sample: sample[1] < 0.7),
-    "cut by turns": lambda lists: Map(Stripe(IterableSource(range(len(lists) * len(lists[0])))), noisy),
-    "drawn before the cut": lambda lists: Stripe(Map(IterableSource(range(len(lists) * len(lists[0]))), noisy)),
+    "filtered": lambda lists: Filter(
+        Map(Parts(lists), noisy), lambda sample: sample[1] < 0.7
+    ),
+    "cut by turns": lambda lists: Map(
+        Stripe(IterableSource(range(len(lists) * len(lists[0])))), noisy
+    ),
+    "drawn before the cut": lambda lists: Stripe(
+        Map(IterableSource(range(len(lists) * len(lists[0]))), noisy)
+    ),
 }
 
 
 @pytest.mark.parametrize("tail", ["pad", "drop", "repeat"])
 @pytest.mark.parametrize("kind", TAKEN_OVER)
 def test_a_reader_that_takes_over_at_a_step_answers_as_the_one_that_began(kind, tail):
-    stage = TAKEN_OVER[kind]([list(range(100 * part, 100 * part + 11 + 3 * (part % 2))) for part in range(4)])
+    stage = TAKEN_OVER[kind](
+        [list(range(100 * part, 100 * part + 11 + 3 * (part % 2))) for part in range(4)]
+    )
     plan = PartsPlan(batch_size=8, num_parts=4, num_data_ranks=1, tail=tail)
 
     def answers(first, *, start=0):
         reader = ChunkReader(stage, None, list, DRAWS)
-        asked = [replace(request(plan, (1, 3), step, start), compared=True) for step in range(first, 9)]
+        asked = [
+            replace(request(plan, (1, 3), step, start), compared=True)
+            for step in range(first, 9)
+        ]
         return [reader.read(one, 0) for one in asked]
 
     for start in (0, 2):
@@ -533,7 +719,9 @@ def test_a_reader_that_takes_over_at_a_step_answers_as_the_one_that_began(kind, 
 
 def test_a_sample_that_fails_before_the_cut_is_named_as_what_it_is():
     plan = PartsPlan(batch_size=2, num_parts=2, num_data_ranks=2)
-    reader = ChunkReader(Stripe(Map(IterableSource(range(6)), raising(3, Broken()))), None, None, HOW)
+    reader = ChunkReader(
+        Stripe(Map(IterableSource(range(6)), raising(3, Broken()))), None, None, HOW
+    )
     found = [reader.read(request(plan, (0,), step), None) for step in range(3)]
 
     (failure,) = (one for one in found if isinstance(one, ReadFailure))
@@ -565,9 +753,15 @@ def collate_of_many_shapes(samples):
     ],
     ids=["a sample fails", "a worker dies", "rows do not fit together"],
 )
-def test_whatever_breaks_a_step_its_failure_names_samples_that_were_read_for_it(stream, collate_fn):
-    given = DataLoader(stream.in_parts(4), batch_size=4, num_workers=2, collate_fn=collate_fn)
-    loader = paddle_shard.shard_dataloader(given, dist.ProcessMesh([0], dim_names=["dp"]), shard_dims="dp")
+def test_whatever_breaks_a_step_its_failure_names_samples_that_were_read_for_it(
+    stream, collate_fn
+):
+    given = DataLoader(
+        stream.in_parts(4), batch_size=4, num_workers=2, collate_fn=collate_fn
+    )
+    loader = paddle_shard.shard_dataloader(
+        given, dist.ProcessMesh([0], dim_names=["dp"]), shard_dims="dp"
+    )
     with pytest.raises(DataReadError) as caught:
         list(loader)
 
@@ -584,8 +778,18 @@ def test_samples_are_stacked_without_a_collate_fn_and_the_users_sees_them_in_the
     parts = [[0, 1, 2, 3], [10, 11, 12, 13]]
     expected = [0, 1, 10, 11, 2, 3, 12, 13]
 
-    assert ChunkReader(Parts(parts), None, None, HOW).read(request(plan, (0, 1), 0), None).value.tolist() == expected
-    assert ChunkReader(Parts(parts), None, list, HOW).read(request(plan, (0, 1), 0), None).value == expected
+    assert (
+        ChunkReader(Parts(parts), None, None, HOW)
+        .read(request(plan, (0, 1), 0), None)
+        .value.tolist()
+        == expected
+    )
+    assert (
+        ChunkReader(Parts(parts), None, list, HOW)
+        .read(request(plan, (0, 1), 0), None)
+        .value
+        == expected
+    )
 
 
 def test_a_collate_fn_that_draws_does_not_see_what_was_drawn_outside():
@@ -593,7 +797,9 @@ def test_a_collate_fn_that_draws_does_not_see_what_was_drawn_outside():
     found = []
     for outside in (1, 2):
         seed_all(outside)
-        reader = ChunkReader(Parts([[1], [2]]), None, lambda samples: np.random.rand(len(samples)), DRAWS)
+        reader = ChunkReader(
+            Parts([[1], [2]]), None, lambda samples: np.random.rand(len(samples)), DRAWS
+        )
         found.append(reader.read(request(plan, (0, 1), 0), None).value.tolist())
 
     assert found[0] == found[1]
@@ -603,7 +809,10 @@ def test_a_collate_fn_that_draws_does_not_see_what_was_drawn_outside():
 
 
 def join(*batches, places=((0, 2), (1, 3))):
-    chunks = [Chunk(batch, bytes([1] * len(place))) for batch, place in zip(batches, places, strict=True)]
+    chunks = [
+        Chunk(batch, bytes([1] * len(place)))
+        for batch, place in zip(batches, places, strict=True)
+    ]
     return joined(STEP, chunks, [np.array(place) for place in places])
 
 
@@ -624,8 +833,18 @@ class Foreign:
 @pytest.mark.parametrize("made", [np.array, paddle.to_tensor, Foreign])
 def test_arrays_and_tensors_are_joined_by_their_rows_and_strings_as_rows(made):
     found = join(
-        {"x": made([0, 2]), "s": ["0", "2"], "pair": [made([[0], [2]]), b"c"], "o": np.array(["0", "2"], object)},
-        {"x": made([1, 3]), "s": ["1", "3"], "pair": [made([[1], [3]]), b"c"], "o": np.array(["1", "3"], object)},
+        {
+            "x": made([0, 2]),
+            "s": ["0", "2"],
+            "pair": [made([[0], [2]]), b"c"],
+            "o": np.array(["0", "2"], object),
+        },
+        {
+            "x": made([1, 3]),
+            "s": ["1", "3"],
+            "pair": [made([[1], [3]]), b"c"],
+            "o": np.array(["1", "3"], object),
+        },
     ).value
 
     assert found["x"].tolist() == [0, 1, 2, 3]
@@ -635,13 +854,18 @@ def test_arrays_and_tensors_are_joined_by_their_rows_and_strings_as_rows(made):
 
 
 def test_rows_of_a_dtype_that_no_array_has_are_refused_and_not_joined_as_other_numbers():
-    one, other = (paddle.to_tensor(rows).cast("float8_e4m3fn") for rows in ([0.0, 2.0], [1.0, 3.0]))
+    one, other = (
+        paddle.to_tensor(rows).cast("float8_e4m3fn")
+        for rows in ([0.0, 2.0], [1.0, 3.0])
+    )
     with pytest.raises((TypeError, RuntimeError), match="float8"):
         join({"x": one}, {"x": other})
 
 
 def test_bfloat16_rows_are_joined_bit_by_bit():
-    one, other = (paddle.to_tensor(rows).cast("bfloat16") for rows in ([0.5, 2.0], [1.0, 3.0]))
+    one, other = (
+        paddle.to_tensor(rows).cast("bfloat16") for rows in ([0.5, 2.0], [1.0, 3.0])
+    )
     found = join({"x": one}, {"x": other}).value["x"]
 
     assert paddle.to_tensor(found).dtype == paddle.bfloat16
@@ -671,15 +895,31 @@ def test_a_ranks_own_short_batch_is_filled_with_its_last_row(made):
 
 
 @given(data=st.data(), rows=st.integers(1, 12), readers=st.integers(1, 5))
-def test_however_rows_are_dealt_they_come_out_in_order_with_their_marks(data, rows, readers):
-    dispatched = data.draw(st.lists(st.integers(0, readers - 1), min_size=rows, max_size=rows))
-    places = [[row for row, reader in enumerate(dispatched) if reader == own] for own in sorted(set(dispatched))]
+def test_however_rows_are_dealt_they_come_out_in_order_with_their_marks(
+    data, rows, readers
+):
+    dispatched = data.draw(
+        st.lists(st.integers(0, readers - 1), min_size=rows, max_size=rows)
+    )
+    places = [
+        [row for row, reader in enumerate(dispatched) if reader == own]
+        for own in sorted(set(dispatched))
+    ]
     real = data.draw(st.lists(st.booleans(), min_size=rows, max_size=rows))
-    fresh = data.draw(st.lists(st.booleans(), min_size=len(places), max_size=len(places)))
-    chunks = [Chunk(np.array(p), bytes(real[row] for row in p), f) for p, f in zip(places, fresh, strict=True)]
+    fresh = data.draw(
+        st.lists(st.booleans(), min_size=len(places), max_size=len(places))
+    )
+    chunks = [
+        Chunk(np.array(p), bytes(real[row] for row in p), f)
+        for p, f in zip(places, fresh, strict=True)
+    ]
     found = joined(STEP, chunks, [np.array(place) for place in places])
 
-    assert (found.value.tolist(), found.real.tolist(), found.fresh) == (list(range(rows)), real, any(fresh))
+    assert (found.value.tolist(), found.real.tolist(), found.fresh) == (
+        list(range(rows)),
+        real,
+        any(fresh),
+    )
     assert (found.whole, found.empty) == (all(real), not any(real))
 
 
@@ -687,15 +927,31 @@ def test_a_step_of_which_a_chunk_is_missing_has_no_batch_but_says_which_rows_are
     chunks = [Chunk(np.array([0, 2]), b"\1\1", True), Chunk(None, b"\1\0", False)]
     found = joined(STEP, chunks, [np.array([0, 2]), np.array([1, 3])])
 
-    assert (found.value, found.real.tolist(), found.fresh) == (None, [True, True, True, False], True)
+    assert (found.value, found.real.tolist(), found.fresh) == (
+        None,
+        [True, True, True, False],
+        True,
+    )
 
 
 @pytest.mark.parametrize(
     ("one", "other", "text"),
     [
-        ({"x": np.array([0, 2])}, {"y": np.array([1, 3])}, r"differ in keys: \['x'\], \['y'\]"),
-        ([np.array([[0], [2]])], [np.array([[1, 1], [3, 3]])], r"field \[0\].* row shape and dtype: .*\[1\].*\[2\]"),
-        ({"x": np.array([0, 2])}, {"x": np.array([1.0, 3.0])}, r"field \['x'\].*int64.*float64"),
+        (
+            {"x": np.array([0, 2])},
+            {"y": np.array([1, 3])},
+            r"differ in keys: \['x'\], \['y'\]",
+        ),
+        (
+            [np.array([[0], [2]])],
+            [np.array([[1, 1], [3, 3]])],
+            r"field \[0\].* row shape and dtype: .*\[1\].*\[2\]",
+        ),
+        (
+            {"x": np.array([0, 2])},
+            {"x": np.array([1.0, 3.0])},
+            r"field \['x'\].*int64.*float64",
+        ),
         ([np.array([0, 2]), 1], [np.array([1, 3])], "differ in number of fields: 2, 1"),
     ],
 )
@@ -707,13 +963,22 @@ def test_chunks_that_do_not_fit_together_are_refused_by_field(one, other, text):
 def test_an_array_that_has_no_row_for_each_sample_is_refused():
     constant = np.arange(5)
     with pytest.raises(ValueError, match="rows"):
-        join({"x": np.array([0, 2]), "mask": constant}, {"x": np.array([1, 3]), "mask": constant})
+        join(
+            {"x": np.array([0, 2]), "mask": constant},
+            {"x": np.array([1, 3]), "mask": constant},
+        )
 
 
 def test_a_list_with_a_dict_for_each_row_keeps_its_rows_or_is_refused():
     plan = PartsPlan(batch_size=4, num_parts=2, num_data_ranks=1)
     reader = [
-        ChunkReader(Parts([[0, 1], [2, 3]]), None, lambda samples: [{"id": s} for s in samples], HOW) for _ in range(2)
+        ChunkReader(
+            Parts([[0, 1], [2, 3]]),
+            None,
+            lambda samples: [{"id": s} for s in samples],
+            HOW,
+        )
+        for _ in range(2)
     ]
     one = reader[0].read(request(plan, (0, 1), 0, number=1), None).value
     chunks = [reader[part].read(request(plan, (part,), 0), None) for part in range(2)]
@@ -730,7 +995,12 @@ def test_a_list_with_a_dict_for_each_row_keeps_its_rows_or_is_refused():
 
 def test_parts_that_are_opened_at_a_position_share_a_reading():
     called = []
-    stage = Stripe(Map(IterableSource(list(range(40))), lambda sample: called.append(sample) or sample))
+    stage = Stripe(
+        Map(
+            IterableSource(list(range(40))),
+            lambda sample: called.append(sample) or sample,
+        )
+    )
     plan = PartsPlan(batch_size=4, num_parts=4, num_data_ranks=1)
     reader = ChunkReader(stage, None, None, HOW)
     for step in range(1, 10):
@@ -741,7 +1011,10 @@ def test_parts_that_are_opened_at_a_position_share_a_reading():
 
 def test_what_is_skipped_at_a_resume_costs_no_call_of_a_map_where_lengths_are_not_known():
     called = []
-    stage = Map(Parts([list(range(10))], says_lengths=False), lambda sample: called.append(sample) or sample)
+    stage = Map(
+        Parts([list(range(10))], says_lengths=False),
+        lambda sample: called.append(sample) or sample,
+    )
     plan = PartsPlan(batch_size=2, num_parts=1, num_data_ranks=1)
     ChunkReader(stage, None, None, HOW).read(request(plan, (0,), 4, start=4), None)
 
@@ -760,7 +1033,9 @@ def test_a_stream_that_can_be_read_once_is_not_opened_again_for_padding():
 # Whole batches as items
 
 
-def items_served(stage, num_workers, steps, *, start=0, tail="drop", collate_fn=None, repeat=False):
+def items_served(
+    stage, num_workers, steps, *, start=0, tail="drop", collate_fn=None, repeat=False
+):
     """What a loader of whole items gets: reader after reader, by turns."""
     width = max(1, num_workers)
     readers = [ChunkReader(stage, None, collate_fn, DRAWS) for _ in range(width)]
@@ -770,7 +1045,9 @@ def items_served(stage, num_workers, steps, *, start=0, tail="drop", collate_fn=
         chunk = readers[first - start].read(
             ChunkRequest(
                 pass_number=0,
-                opening=Opening(parts=(first % width,), num_parts=width, skip=first // width),
+                opening=Opening(
+                    parts=(first % width,), num_parts=width, skip=first // width
+                ),
                 step=step,
                 first_step=first,
                 stride=width,
@@ -786,12 +1063,21 @@ def items_served(stage, num_workers, steps, *, start=0, tail="drop", collate_fn=
 
 
 @given(length=st.integers(1, 25), workers=st.sampled_from(WORKERS), data=st.data())
-def test_whole_items_come_in_the_streams_order_from_any_number_of_workers_and_any_step(length, workers, data):
+def test_whole_items_come_in_the_streams_order_from_any_number_of_workers_and_any_step(
+    length, workers, data
+):
     start = data.draw(st.integers(0, length))
     items = [{"x": np.array([n])} for n in range(length)]
-    found = items_served(Stripe(Map(IterableSource(items), lambda x: x)), workers, length - start + 7, start=start)
+    found = items_served(
+        Stripe(Map(IterableSource(items), lambda x: x)),
+        workers,
+        length - start + 7,
+        start=start,
+    )
 
-    assert [one.value["x"].tolist() for one in found if one.whole] == [[n] for n in range(start, length)]
+    assert [one.value["x"].tolist() for one in found if one.whole] == [
+        [n] for n in range(start, length)
+    ]
     assert [one.whole for one in found] == [True] * (length - start) + [False] * 7
     assert all(one.empty and one.value is None for one in found[length - start :])
 
@@ -799,19 +1085,32 @@ def test_whole_items_come_in_the_streams_order_from_any_number_of_workers_and_an
 @pytest.mark.parametrize("workers", WORKERS)
 def test_whole_items_that_are_made_up_for_are_marked_and_collated_by_the_user(workers):
     found = items_served(
-        Stripe(IterableSource(range(3))), workers, 7, tail="pad", collate_fn=lambda n: np.array([n, n])
+        Stripe(IterableSource(range(3))),
+        workers,
+        7,
+        tail="pad",
+        collate_fn=lambda n: np.array([n, n]),
     )
 
-    assert [one.real is None or one.real.tolist() for one in found] == [True] * 3 + [[False]] * 4
+    assert [one.real is None or one.real.tolist() for one in found] == [True] * 3 + [
+        [False]
+    ] * 4
     assert [one.value.tolist() for one in found[:3]] == [[0, 0], [1, 1], [2, 2]]
     assert all(one.value is None or one.value.shape == (2,) for one in found[3:])
 
 
 @pytest.mark.parametrize("workers", WORKERS)
 @pytest.mark.parametrize("start", [0, 2, 5])
-def test_the_first_whole_item_of_the_stream_makes_up_for_those_that_are_missing_wherever_a_pass_begins(workers, start):
+def test_the_first_whole_item_of_the_stream_makes_up_for_those_that_are_missing_wherever_a_pass_begins(
+    workers, start
+):
     found = items_served(
-        Stripe(IterableSource(range(3))), workers, 7, start=start, tail="pad", collate_fn=lambda n: np.array([n, n])
+        Stripe(IterableSource(range(3))),
+        workers,
+        7,
+        start=start,
+        tail="pad",
+        collate_fn=lambda n: np.array([n, n]),
     )
 
     expected = [n if n < 3 else 0 for n in range(start, start + 7)]
@@ -835,7 +1134,9 @@ def test_whole_items_are_repeated_in_their_order_by_any_number_of_workers(worker
 
 
 def test_a_whole_item_that_fails_is_named_as_that_one_of_its_workers():
-    stage = Map(Stripe(IterableSource(range(20))), raising(7, Broken()))  # item 1 * 4 + 3
+    stage = Map(
+        Stripe(IterableSource(range(20))), raising(7, Broken())
+    )  # item 1 * 4 + 3
     asked = ChunkRequest(
         pass_number=0,
         opening=Opening(parts=(3,), num_parts=4),

@@ -42,7 +42,9 @@ def bad_sample():
 
 def sharded(dataset, workers, **settings):
     return paddle_shard.shard_dataloader(
-        DataLoader(dataset, batch_size=2, num_workers=workers, **settings), MESH, shard_dims="dp"
+        DataLoader(dataset, batch_size=2, num_workers=workers, **settings),
+        MESH,
+        shard_dims="dp",
     )
 
 
@@ -55,7 +57,9 @@ def failure(loader, within=HANG):
             got.append(next(batches)._local_value().numpy().tolist())
         except Exception as error:
             assert time.monotonic() - start < within
-            with pytest.raises(PaddleShardError, match="has failed before .*, and delivers no more"):  # is no end
+            with pytest.raises(
+                PaddleShardError, match="has failed before .*, and delivers no more"
+            ):  # is no end
                 next(batches)
             return got, error
 
@@ -70,17 +74,25 @@ def test_an_exception_in_the_data_set_has_its_index_worker_and_traceback(workers
     assert error.worker == (0 if workers else None)
     assert error.cause_type == "ValueError"
     where = "worker 0" if workers else "the main process"
-    assert f"reading sample 5 failed in {where} (epoch 0, step 2): ValueError: bad sample" in str(error)
+    assert (
+        f"reading sample 5 failed in {where} (epoch 0, step 2): ValueError: bad sample"
+        in str(error)
+    )
     assert 'raise ValueError("bad sample")' in str(error)
 
 
 @WORKERS
-@pytest.mark.parametrize("error", [StopIteration, SystemExit, KeyError, GeneratorExit, MemoryError])
+@pytest.mark.parametrize(
+    "error", [StopIteration, SystemExit, KeyError, GeneratorExit, MemoryError]
+)
 def test_no_kind_of_exception_ends_the_epoch_in_silence(workers, error):
     def fail():
         raise error("this one")
 
-    if not workers and error in (SystemExit, GeneratorExit):  # they leave the loop, as they are
+    if not workers and error in (
+        SystemExit,
+        GeneratorExit,
+    ):  # they leave the loop, as they are
         with pytest.raises(error, match="this one"):
             list(sharded(Fails(fail), workers))
         return
@@ -113,7 +125,10 @@ def test_ragged_samples_are_named_with_their_field_and_shapes(workers):
 
     _, error = failure_of_dicts(sharded(Ragged(None), workers))
 
-    assert "samples of different shapes cannot be stacked at field ['x'][0]: (2,), (3,)" in str(error)
+    assert (
+        "samples of different shapes cannot be stacked at field ['x'][0]: (2,), (3,)"
+        in str(error)
+    )
 
 
 def failure_of_dicts(loader):
@@ -140,7 +155,9 @@ def test_an_exception_in_worker_init_fn_is_not_hidden():
     def init(worker):
         raise OSError(f"no disk for {worker}")
 
-    with pytest.raises(DataReadError, match="worker_init_fn failed in worker 0") as raised:
+    with pytest.raises(
+        DataReadError, match="worker_init_fn failed in worker 0"
+    ) as raised:
         iter(sharded(Fails(lambda: None), 2, worker_init_fn=init))
 
     assert "OSError: no disk for 0" in str(raised.value)
@@ -178,7 +195,11 @@ def test_an_exception_in_the_users_sampler_comes_at_its_step(workers):
             yield [2, 3]
             raise RuntimeError("sampler broke")
 
-    loader = DataLoader(Fails(lambda: None), batch_sampler=Breaks(Fails(None), batch_size=2), num_workers=workers)
+    loader = DataLoader(
+        Fails(lambda: None),
+        batch_sampler=Breaks(Fails(None), batch_size=2),
+        num_workers=workers,
+    )
     got, error = failure(paddle_shard.shard_dataloader(loader, MESH, shard_dims="dp"))
 
     assert got == [[0, 1], [2, 3]]
@@ -191,7 +212,9 @@ def test_errors_of_one_batch_do_not_swallow_the_ones_before_with_workers():
             yield from ([0, 1], [2, 3, 4], [6, 7])
 
     mesh = dist.ProcessMesh([0, 1], dim_names=["dp"])
-    loader = DataLoader(Fails(lambda: None), batch_sampler=Odd(Fails(None), batch_size=2), num_workers=2)
+    loader = DataLoader(
+        Fails(lambda: None), batch_sampler=Odd(Fails(None), batch_size=2), num_workers=2
+    )
     batches = iter(paddle_shard.shard_dataloader(loader, mesh, shard_dims="dp"))
     assert next(batches)._local_value().numpy().tolist() == [0]
     with pytest.raises(BatchSizeError):
@@ -204,7 +227,9 @@ def test_errors_of_one_batch_do_not_swallow_the_ones_before_with_workers():
 def children():
     pids = []
     for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has just ended
+        with contextlib.suppress(
+            FileNotFoundError, ProcessLookupError
+        ):  # the thread has just ended
             pids += (task / "children").read_text().split()
     return {int(pid) for pid in pids}
 
@@ -216,7 +241,9 @@ def left_over(before, seconds=HANG):
     return more
 
 
-@pytest.mark.parametrize("how", ["exhaust", "break", "close", "with", "error", "delete"])
+@pytest.mark.parametrize(
+    "how", ["exhaust", "break", "close", "with", "error", "delete"]
+)
 @pytest.mark.parametrize("persistent", [False, True])
 def test_no_worker_is_left_behind(how, persistent):
     before = children()
@@ -251,9 +278,15 @@ def test_persistent_workers_serve_several_epochs_and_iterators():
             return np.array([index, os.getpid()])
 
     loader = sharded(WhoRead(None), 2, persistent_workers=True)
-    epochs = [np.concatenate([batch._local_value().numpy() for batch in loader]) for _ in range(3)]
+    epochs = [
+        np.concatenate([batch._local_value().numpy() for batch in loader])
+        for _ in range(3)
+    ]
     pairs = [
-        (a._local_value().numpy()[:, 0].tolist(), b._local_value().numpy()[:, 0].tolist())
+        (
+            a._local_value().numpy()[:, 0].tolist(),
+            b._local_value().numpy()[:, 0].tolist(),
+        )
         for a, b in zip(loader, loader, strict=True)
     ]
 
@@ -271,14 +304,19 @@ def test_worker_functions_find_their_own_data_set():
         def __getitem__(self, index):
             return np.array(self.opened)
 
-    got = [batch._local_value().numpy().tolist() for batch in sharded(Opens(None), 2, worker_init_fn=init)]
+    got = [
+        batch._local_value().numpy().tolist()
+        for batch in sharded(Opens(None), 2, worker_init_fn=init)
+    ]
 
     assert got == [[0, 0], [1, 1]] * 3
 
 
 @pytest.mark.parametrize(("workers", "prefetch"), [(0, None), (2, None), (0, 2)])
 @pytest.mark.parametrize("first", [0, 3, 9, 17])
-def test_a_data_set_that_draws_for_some_samples_only_repeats_exactly(first, workers, prefetch):
+def test_a_data_set_that_draws_for_some_samples_only_repeats_exactly(
+    first, workers, prefetch
+):
     class Sometimes(Dataset):
         uses_rng = True  # the first batch may not show it
 
@@ -289,9 +327,15 @@ def test_a_data_set_that_draws_for_some_samples_only_repeats_exactly(first, work
             return index, np.random.randn() if index >= first else 0.0
 
     def numbers(batch_size, workers, prefetch=0):
-        loader = paddle.io.DataLoader(Sometimes(), batch_size=batch_size, num_workers=workers)
-        sharded = paddle_shard.shard_dataloader(loader, dist.ProcessMesh([0]), shard_dims=0, prefetch=prefetch)
-        return np.concatenate([noise._local_value().numpy() for _, noise in sharded]).tolist()
+        loader = paddle.io.DataLoader(
+            Sometimes(), batch_size=batch_size, num_workers=workers
+        )
+        sharded = paddle_shard.shard_dataloader(
+            loader, dist.ProcessMesh([0]), shard_dims=0, prefetch=prefetch
+        )
+        return np.concatenate(
+            [noise._local_value().numpy() for _, noise in sharded]
+        ).tolist()
 
     np.random.seed(2)
     np.random.randn()
@@ -300,19 +344,30 @@ def test_a_data_set_that_draws_for_some_samples_only_repeats_exactly(first, work
 
     assert found == numbers(6, 0)
     assert sum(noise != 0 for noise in found) == 24 - first
-    assert all(np.array_equal(a, b) for a, b in zip(np.random.get_state(), expected, strict=True))
+    assert all(
+        np.array_equal(a, b)
+        for a, b in zip(np.random.get_state(), expected, strict=True)
+    )
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda i: paddle.ones([2 + i % 2], "bfloat16"), r"different shapes cannot be stacked at field \['x'\]"),
-        (lambda i: paddle.ones([2], ["bfloat16", "float32"][i % 2]), r"dtype at field \['x'\]: bfloat16, float32"),
+        (
+            lambda i: paddle.ones([2 + i % 2], "bfloat16"),
+            r"different shapes cannot be stacked at field \['x'\]",
+        ),
+        (
+            lambda i: paddle.ones([2], ["bfloat16", "float32"][i % 2]),
+            r"dtype at field \['x'\]: bfloat16, float32",
+        ),
         (lambda i: slice(i), r"cannot stack slice at field \['x'\]"),
     ],
 )
-def test_tensors_and_other_leaves_that_cannot_be_stacked_are_named_with_their_field(make, text, workers):
+def test_tensors_and_other_leaves_that_cannot_be_stacked_are_named_with_their_field(
+    make, text, workers
+):
     class Fields(Dataset):
         def __len__(self):
             return 8
@@ -321,7 +376,8 @@ def test_tensors_and_other_leaves_that_cannot_be_stacked_are_named_with_their_fi
             return {"x": make(index)}
 
     loader = paddle_shard.shard_dataloader(
-        DataLoader(Fields(), batch_size=4, num_workers=workers), dist.ProcessMesh([0], dim_names=["dp"])
+        DataLoader(Fields(), batch_size=4, num_workers=workers),
+        dist.ProcessMesh([0], dim_names=["dp"]),
     )
     with pytest.raises(DataReadError, match=text):
         next(iter(loader))
@@ -330,5 +386,8 @@ def test_tensors_and_other_leaves_that_cannot_be_stacked_are_named_with_their_fi
 def test_rows_of_workers_that_differ_in_dtype_name_bfloat16():
     rows = [paddle.ones([2, 1], kind) for kind in ("bfloat16", "float32")]
 
-    with pytest.raises(ValueError, match=r"row shape and dtype: \(\[1\], 'bfloat16'\), \(\[1\], 'float32'\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"row shape and dtype: \(\[1\], 'bfloat16'\), \(\[1\], 'float32'\)",
+    ):
         take_rows([rows[0].numpy(), rows[1].numpy()], [2, 2], np.arange(4))

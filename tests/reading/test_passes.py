@@ -65,7 +65,11 @@ def copied(batch):
 
 
 def states():
-    return random.getstate(), np.random.get_state()[1].tolist(), np.random.get_state()[2:]
+    return (
+        random.getstate(),
+        np.random.get_state()[1].tolist(),
+        np.random.get_state()[2:],
+    )
 
 
 def what_comes(batches, *, beside):
@@ -97,9 +101,13 @@ INDICES = NOWHERE | st.integers(0, 3 * STEPS)
     skip=st.booleans(),
     ahead=st.integers(1, 7),
 )
-def test_what_is_read_ahead_is_what_is_read_when_it_is_asked_for(draws_from, fails_at, sampler_fails_at, skip, ahead):
+def test_what_is_read_ahead_is_what_is_read_when_it_is_asked_for(
+    draws_from, fails_at, sampler_fails_at, skip, ahead
+):
     def come(ahead):
-        batches = reading(Rows(draws_from, fails_at), sampler_fails_at, skip, ahead=ahead)
+        batches = reading(
+            Rows(draws_from, fails_at), sampler_fails_at, skip, ahead=ahead
+        )
         return what_comes(batches, beside=ahead > 0)
 
     found, end, _, skipped = expected = come(0)
@@ -108,8 +116,16 @@ def test_what_is_read_ahead_is_what_is_read_when_it_is_asked_for(draws_from, fai
     if not skip and fails_at < 3 * num_steps:
         assert (end, len(found)) == (DataReadError, fails_at // 3)
     else:
-        assert (end, len(found)) == (RuntimeError if sampler_fails_at < STEPS else StopIteration, num_steps)
-        lost = [3 * step + row for step, rows in enumerate(skipped) for row, out in enumerate(rows) if out]
+        assert (end, len(found)) == (
+            RuntimeError if sampler_fails_at < STEPS else StopIteration,
+            num_steps,
+        )
+        lost = [
+            3 * step + row
+            for step, rows in enumerate(skipped)
+            for row, out in enumerate(rows)
+            if out
+        ]
         assert lost == ([fails_at] if fails_at < 3 * num_steps else [])
 
 
@@ -122,7 +138,9 @@ def test_a_batch_does_not_depend_on_those_that_were_read_before_it(draws_from, f
         how = HowToRead(generators=generators_of(), seed=7)
         executor = InlineExecutor(IdReader(Rows(draws_from, 10**6), None, how))
         for number in range(first, STEPS):
-            executor.submit(step_of(number, [3 * number, 3 * number + 1, 3 * number + 2]))
+            executor.submit(
+                step_of(number, [3 * number, 3 * number + 1, 3 * number + 2])
+            )
         return [executor.take().value.tolist() for _ in range(first, STEPS)]
 
     assert come(first) == come(0)[first:]
@@ -143,11 +161,17 @@ class FailsBySeed(Rows):
 
 @pytest.mark.parametrize("skip", [False, True])
 @pytest.mark.parametrize("ahead", [0, 3])
-def test_what_fails_by_what_it_draws_does_not_depend_on_the_loops_random_numbers(ahead, skip):
+def test_what_fails_by_what_it_draws_does_not_depend_on_the_loops_random_numbers(
+    ahead, skip
+):
     outcomes = []
     for seed in range(8):
         random.seed(seed)
-        outcomes.append(what_comes(reading(FailsBySeed(), None, skip, ahead=ahead), beside=ahead > 0))
+        outcomes.append(
+            what_comes(
+                reading(FailsBySeed(), None, skip, ahead=ahead), beside=ahead > 0
+            )
+        )
 
     assert all(one == outcomes[0] for one in outcomes)
 
@@ -159,7 +183,10 @@ def test_a_collate_fn_may_write_all_its_batches_to_the_same_memory(ahead):
     def collate(samples):
         return np.stack(samples, out=memory)
 
-    found = [batch.value for batch in reading(Rows(10**6, 10**6), None, False, collate, ahead)]
+    found = [
+        batch.value
+        for batch in reading(Rows(10**6, 10**6), None, False, collate, ahead)
+    ]
 
     assert [batch.tolist() for batch in found] == [
         [[3 * step + row, 0, 0] for row in range(3)] for step in range(STEPS)
@@ -167,9 +194,13 @@ def test_a_collate_fn_may_write_all_its_batches_to_the_same_memory(ahead):
 
 
 @pytest.mark.parametrize("collates", [False, True])
-def test_arrays_in_memory_are_read_without_a_look_at_the_generators(collates, monkeypatch):
+def test_arrays_in_memory_are_read_without_a_look_at_the_generators(
+    collates, monkeypatch
+):
     looks = []
-    monkeypatch.setattr(np.random, "get_state", lambda get=np.random.get_state: looks.append(1) or get())
+    monkeypatch.setattr(
+        np.random, "get_state", lambda get=np.random.get_state: looks.append(1) or get()
+    )
     collate_fn = np.stack if collates else None
     given = DataLoader(ArrayDataset(np.arange(24)), batch_size=4, collate_fn=collate_fn)
     for _ in sharded(given, ONE, prefetch=0):

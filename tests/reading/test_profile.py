@@ -69,21 +69,40 @@ class SlowSampler(BatchSampler):
 
 
 PLANTED = {
-    "a slow data set": (lambda: DataLoader(Digits(PAUSE), batch_size=2), "Digits.__getitem__"),
+    "a slow data set": (
+        lambda: DataLoader(Digits(PAUSE), batch_size=2),
+        "Digits.__getitem__",
+    ),
     "a data set that computes": (
         lambda: DataLoader(Digits(PAUSE, waits=compute), batch_size=2),
         "Digits.__getitem__",
     ),
-    "a stall each 50th step": (lambda: DataLoader(Digits(10 * PAUSE, 100), batch_size=2), "Digits.__getitem__"),
-    "a slow map function": (lambda: DataLoader(Stream.of(range(NUM_ROWS)).map(augment), batch_size=2), "augment"),
-    "a slow collate_fn": (lambda: DataLoader(Digits(), batch_size=2, collate_fn=slow_collate), "slow_collate"),
-    "a slow sampler": (lambda: DataLoader(Digits(), batch_sampler=SlowSampler()), "SlowSampler.__iter__"),
+    "a stall each 50th step": (
+        lambda: DataLoader(Digits(10 * PAUSE, 100), batch_size=2),
+        "Digits.__getitem__",
+    ),
+    "a slow map function": (
+        lambda: DataLoader(Stream.of(range(NUM_ROWS)).map(augment), batch_size=2),
+        "augment",
+    ),
+    "a slow collate_fn": (
+        lambda: DataLoader(Digits(), batch_size=2, collate_fn=slow_collate),
+        "slow_collate",
+    ),
+    "a slow sampler": (
+        lambda: DataLoader(Digits(), batch_sampler=SlowSampler()),
+        "SlowSampler.__iter__",
+    ),
 }
 
 
 def named(code_name):
     """The name of a function as this version of Python tells it."""
-    return code_name if hasattr(describe.__code__, "co_qualname") else code_name.rpartition(".")[2]
+    return (
+        code_name
+        if hasattr(describe.__code__, "co_qualname")
+        else code_name.rpartition(".")[2]
+    )
 
 
 def watch_reading_ahead(profiler):
@@ -113,7 +132,9 @@ def largest_cause(loader, after_step=watch_reading_ahead):
 @pytest.mark.parametrize("planted", PLANTED)
 def test_profiler_names_a_planted_cause(planted, prefetch):
     make_loader, name = PLANTED[planted]
-    assert largest_cause(sharded(make_loader(), ONE, prefetch=prefetch)).startswith(named(name))
+    assert largest_cause(sharded(make_loader(), ONE, prefetch=prefetch)).startswith(
+        named(name)
+    )
 
 
 def test_profiler_names_a_slow_file_system():
@@ -121,7 +142,10 @@ def test_profiler_names_a_slow_file_system():
     with serving({"rows.txt": rows}) as server:
         server.slow["rows.txt"] = PAUSE
         stream = Stream.lines([f"{server.url}/rows.txt"], counts=False).map(int)
-        assert largest_cause(sharded(DataLoader(stream, batch_size=1), ONE)) == profile.READING
+        assert (
+            largest_cause(sharded(DataLoader(stream, batch_size=1), ONE))
+            == profile.READING
+        )
 
 
 def test_profiler_names_what_forked_workers_do():
@@ -140,7 +164,11 @@ def test_profiler_names_what_forked_workers_do():
             profiler.merge(snapshots.get())
 
     given = DataLoader(
-        Digits(PAUSE), batch_size=4, num_workers=2, worker_init_fn=start_profiler, collate_fn=collate_and_send
+        Digits(PAUSE),
+        batch_size=4,
+        num_workers=2,
+        worker_init_fn=start_profiler,
+        collate_fn=collate_and_send,
     )
     name = largest_cause(sharded(given, ONE), merge)
     assert name.startswith(named("Digits.__getitem__"))
@@ -171,7 +199,11 @@ def test_profiler_samples_nothing_while_it_is_told_that_nothing_waits():
 
 
 def sampling_threads():
-    return [thread for thread in threading.enumerate() if thread.name == "paddle_shard-profile"]
+    return [
+        thread
+        for thread in threading.enumerate()
+        if thread.name == "paddle_shard-profile"
+    ]
 
 
 def wait_until(condition):
@@ -290,14 +322,42 @@ NEXT = ("loader/iteration.py", "__next__")
     [
         ([NEXT], profile.LOADER),
         ([NEXT, ("placement/placer.py", "place")], profile.PLACING),
-        ([NEXT, ("placement/placer.py", "place"), (np.__file__, "stack")], profile.PLACING),
-        ([NEXT, ("ranks/agreement.py", "deliver"), (threading.__file__, "wait")], profile.OTHER_RANKS),
-        ([NEXT, ("reading/reader.py", "read"), ("core/collate.py", "stack")], profile.COLLATING),
-        ([NEXT, ("reading/reader.py", "read"), ("core/trees.py", "leaves")], profile.READING),
+        (
+            [NEXT, ("placement/placer.py", "place"), (np.__file__, "stack")],
+            profile.PLACING,
+        ),
+        (
+            [NEXT, ("ranks/agreement.py", "deliver"), (threading.__file__, "wait")],
+            profile.OTHER_RANKS,
+        ),
+        (
+            [NEXT, ("reading/reader.py", "read"), ("core/collate.py", "stack")],
+            profile.COLLATING,
+        ),
+        (
+            [NEXT, ("reading/reader.py", "read"), ("core/trees.py", "leaves")],
+            profile.READING,
+        ),
         ([NEXT, ("plan/orders.py", "block")], profile.ORDER),
         ([NEXT, ("reading/channel.py", "receive")], profile.TRANSPORT),
-        ([("/home/train.py", "main"), NEXT, ("reading/reader.py", "read"), ("/home/a.py", "decode")], "decode"),
-        ([NEXT, ("reading/reader.py", "read"), ("/home/a.py", "decode"), ("/home/b.py", "inner")], "decode"),
+        (
+            [
+                ("/home/train.py", "main"),
+                NEXT,
+                ("reading/reader.py", "read"),
+                ("/home/a.py", "decode"),
+            ],
+            "decode",
+        ),
+        (
+            [
+                NEXT,
+                ("reading/reader.py", "read"),
+                ("/home/a.py", "decode"),
+                ("/home/b.py", "inner"),
+            ],
+            "decode",
+        ),
     ],
 )
 def test_category_is_of_the_user_or_the_innermost_of_ours(functions, category):

@@ -50,11 +50,17 @@ def fake_actor(monkeypatch):
 
 def pool_of(*, timeout=HANG, persistent=False, **readers):
     settings = SimpleNamespace(
-        _persistent_workers=persistent, num_workers=0, prefetch_factor=AHEAD, worker_init_fn=None, timeout=0
+        _persistent_workers=persistent,
+        num_workers=0,
+        prefetch_factor=AHEAD,
+        worker_init_fn=None,
+        timeout=0,
     )
     reader = SimpleNamespace(dataset=None)
     options = RayReaders(num=WORKERS, **readers)
-    return RayPool(options, settings, reader, WORKERS, worker_timeout=timeout, reads_all=False)
+    return RayPool(
+        options, settings, reader, WORKERS, worker_timeout=timeout, reads_all=False
+    )
 
 
 def answers(pool, count, first=0):
@@ -104,7 +110,9 @@ def test_each_request_is_answered_once_in_its_order_whatever_dies(seed, monkeypa
         pool.shut_down()
         assert not ray.living
     for log in FakeActor.log:
-        assert len({request % WORKERS for request in log}) <= 1, "an actor is one worker"
+        assert len({request % WORKERS for request in log}) <= 1, (
+            "an actor is one worker"
+        )
         assert log == sorted(log)
 
 
@@ -119,12 +127,19 @@ def test_a_request_whose_readers_die_is_given_up_with_their_names(monkeypatch, c
     with faked(monkeypatch, turn):
         pool = pool_of()
         pool.start()
-        with pytest.raises(WorkersLostError, match="3 actors in a row died before they could read") as caught:
+        with pytest.raises(
+            WorkersLostError, match="3 actors in a row died before they could read"
+        ) as caught:
             answers(pool, 20)
 
     assert caught.value.worker == 7 % WORKERS
     assert "ActorDiedError: killed by sample 7" in str(caught.value)
-    assert caplog.text.count("an actor that reads has died (ActorDiedError: killed by sample 7)") == 2
+    assert (
+        caplog.text.count(
+            "an actor that reads has died (ActorDiedError: killed by sample 7)"
+        )
+        == 2
+    )
 
 
 def test_actors_that_cannot_begin_are_given_up(monkeypatch):
@@ -135,7 +150,9 @@ def test_actors_that_cannot_begin_are_given_up(monkeypatch):
     with faked(monkeypatch, turn) as ray:
         pool = pool_of()
         pool.start()
-        with pytest.raises(WorkersLostError, match="3 actors in a row died .*no such package"):
+        with pytest.raises(
+            WorkersLostError, match="3 actors in a row died .*no such package"
+        ):
             answers(pool, 20)
         assert len(ray.actors) <= 5
 
@@ -185,7 +202,8 @@ def test_an_actor_that_is_late_is_waited_for_and_then_an_error(monkeypatch):
         pool.start()
         pool.send(0, 0)
         with pytest.raises(
-            WorkersLostError, match="for 0.05 s.*Each actor takes one CPU.*; 0 CPUs of the cluster are free"
+            WorkersLostError,
+            match="for 0.05 s.*Each actor takes one CPU.*; 0 CPUs of the cluster are free",
         ):
             pool.receive(0)
 
@@ -220,11 +238,16 @@ def test_a_cluster_that_cannot_be_reached_is_an_error_of_the_first_answer(monkey
         pool = pool_of()
         pool.start()
         pool.send(0, 0)
-        with pytest.raises(WorkersLostError, match="the readers cannot be started: ConnectionError: no running Ray"):
+        with pytest.raises(
+            WorkersLostError,
+            match="the readers cannot be started: ConnectionError: no running Ray",
+        ):
             pool.receive(0)
 
 
-def test_readers_that_outlive_the_connection_connect_to_nothing_when_they_end(monkeypatch):
+def test_readers_that_outlive_the_connection_connect_to_nothing_when_they_end(
+    monkeypatch,
+):
     """`ray.kill` without a connection makes one, to whatever cluster it finds."""
     with faked(monkeypatch) as ray:
         pool = pool_of(persistent=True)
@@ -272,13 +295,19 @@ def test_an_actor_reads_from_the_folder_of_its_rank(monkeypatch, tmp_path):
         assert os.getcwd() == str(here)
         monkeypatch.chdir(tmp_path)
         gone = READING_ACTOR(0, settings, 0, str(tmp_path / "nowhere"))
-        assert f"where relative paths lead nowhere, as it has no folder {tmp_path}/nowhere" in gone._where
+        assert (
+            f"where relative paths lead nowhere, as it has no folder {tmp_path}/nowhere"
+            in gone._where
+        )
         assert not os.path.exists("a.txt")
 
 
 def test_without_ray_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(MissingDependencyError, match=r"RayReaders: ray cannot .* pip install 'paddle_shard\[ray\]'"):
+    with pytest.raises(
+        MissingDependencyError,
+        match=r"RayReaders: ray cannot .* pip install 'paddle_shard\[ray\]'",
+    ):
         RayReaders(num=2)
 
 
@@ -286,7 +315,11 @@ def test_without_ray_the_extra_is_named(monkeypatch):
     ("given", "kind", "text"),
     [
         ({"num": 0}, ArgumentError, "RayReaders: num must be an int >= 1, got 0"),
-        ({"num": 2, "runtime_env": "."}, ArgumentTypeError, "RayReaders: runtime_env must be a dict, got '.'"),
+        (
+            {"num": 2, "runtime_env": "."},
+            ArgumentTypeError,
+            "RayReaders: runtime_env must be a dict, got '.'",
+        ),
     ],
 )
 def test_readers_that_cannot_be_are_refused(given, kind, text, monkeypatch):
@@ -296,10 +329,18 @@ def test_readers_that_cannot_be_are_refused(given, kind, text, monkeypatch):
 
 def test_a_loader_refuses_readers_that_are_none(monkeypatch):
     loader = paddle.io.DataLoader(Made(), batch_size=4)
-    with pytest.raises(ArgumentTypeError, match="readers must be a paddle_shard.RayReaders, or None, got 4"):
+    with pytest.raises(
+        ArgumentTypeError,
+        match="readers must be a paddle_shard.RayReaders, or None, got 4",
+    ):
         sharded(loader, ONE, readers=4)
     external = paddle_shard.ExternalLoader(lambda share: [[np.zeros(4)]], name="other")
-    with faked(monkeypatch), pytest.raises(ArgumentError, match="another library reads, in processes of its own"):
+    with (
+        faked(monkeypatch),
+        pytest.raises(
+            ArgumentError, match="another library reads, in processes of its own"
+        ),
+    ):
         sharded(external, ONE, readers=RayReaders(num=2))
 
 
@@ -326,8 +367,12 @@ def test_a_thread_may_wait_while_another_interrupts(monkeypatch):
 def test_a_loader_reads_by_actors(monkeypatch):
     monkeypatch.setattr(ray_readers, "ReadingActor", Reads)
     with faked(monkeypatch, all_answer):
-        loader = sharded(paddle.io.DataLoader(Made(), batch_size=4), ONE, readers=RayReaders(num=2))
-        assert [batch._local_value().numpy().tolist() for batch in loader] == np.arange(16).reshape(4, 4).tolist()
+        loader = sharded(
+            paddle.io.DataLoader(Made(), batch_size=4), ONE, readers=RayReaders(num=2)
+        )
+        assert [batch._local_value().numpy().tolist() for batch in loader] == np.arange(
+            16
+        ).reshape(4, 4).tolist()
 
 
 class Reads:
@@ -339,13 +384,28 @@ class Reads:
     def read(self, request):
         with paddle.base.dygraph.guard(paddle.CPUPlace()):
             asked, look = pickle.loads(request)
-            return [np.asarray(one) for one in pickled(self.settings.reader.read(asked, self.number, look))]
+            return [
+                np.asarray(one)
+                for one in pickled(self.settings.reader.read(asked, self.number, look))
+            ]
 
 
-def test_what_is_said_of_too_many_readers_names_them_and_no_workers(monkeypatch, caplog):
+def test_what_is_said_of_too_many_readers_names_them_and_no_workers(
+    monkeypatch, caplog
+):
     with faked(monkeypatch):
-        for stream in (Stream.of(range(8)).in_parts(2), Stream.of(lambda: iter(range(8))).in_parts(2)):
-            sharded(paddle.io.DataLoader(stream, batch_size=2), ONE, readers=RayReaders(num=7))
+        for stream in (
+            Stream.of(range(8)).in_parts(2),
+            Stream.of(lambda: iter(range(8))).in_parts(2),
+        ):
+            sharded(
+                paddle.io.DataLoader(stream, batch_size=2),
+                ONE,
+                readers=RayReaders(num=7),
+            )
 
-    assert "7 readers, but this rank holds 2 parts of the stream, each of which is read by" in caplog.text
+    assert (
+        "7 readers, but this rank holds 2 parts of the stream, each of which is read by"
+        in caplog.text
+    )
     assert "worker" not in caplog.text

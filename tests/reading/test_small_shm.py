@@ -48,7 +48,10 @@ def run_with_small_shm():
 @pytest.fixture(autouse=True)
 def _mounts():
     probe = ["unshare", "-m", "mount", "-t", "tmpfs", "tmpfs", "/dev/shm"]
-    if shutil.which("unshare") is None or subprocess.run(probe, capture_output=True).returncode:
+    if (
+        shutil.which("unshare") is None
+        or subprocess.run(probe, capture_output=True).returncode
+    ):
         pytest.skip("needs a mount namespace: root, or a user that may make one")
 
 

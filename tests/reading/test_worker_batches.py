@@ -55,7 +55,14 @@ class Reader:
 
 
 def a_step(number, ids=(0,)):
-    return Step(epoch=0, number=number, num_rows=len(ids), micro_size=len(ids), num_real=len(ids), ids=ids)
+    return Step(
+        epoch=0,
+        number=number,
+        num_rows=len(ids),
+        micro_size=len(ids),
+        num_real=len(ids),
+        ids=ids,
+    )
 
 
 def steps_of(count, ids=(0,)):
@@ -71,8 +78,12 @@ class Batches:
 
     def _with_tensors(self, batch):
         found = [leaf for leaf in leaves(batch.value) if becomes_tensor(leaf)]
-        made = iter(self._maker(found, batch.owned and len(set(map(id, found))) == len(found))())
-        return mapped(batch.value, lambda leaf, _: next(made) if becomes_tensor(leaf) else leaf)
+        made = iter(
+            self._maker(found, batch.owned and len(set(map(id, found))) == len(found))()
+        )
+        return mapped(
+            batch.value, lambda leaf, _: next(made) if becomes_tensor(leaf) else leaf
+        )
 
     def __iter__(self):
         return self
@@ -92,7 +103,9 @@ class Batches:
 @contextlib.contextmanager
 def reading(work, steps, workers=2, reader=None, **settings):
     """Batches that workers read: that of each step is `work(its number)`, or what another reader returns."""
-    dataloader = DataLoader(ArrayDataset(np.arange(4)), batch_size=1, num_workers=workers, **settings)
+    dataloader = DataLoader(
+        ArrayDataset(np.arange(4)), batch_size=1, num_workers=workers, **settings
+    )
     idle = []
     executor = WorkerExecutor(WorkerPool(dataloader, reader or Reader(work)), idle)
     try:
@@ -119,7 +132,9 @@ ARRAYS = {
     "0-d": lambda: np.array(2.5),
     "in Fortran's order": lambda: np.asfortranarray(np.arange(LARGE).reshape(4, -1)),
     "backwards": lambda: np.arange(LARGE)[::-1],
-    "every second": lambda: np.arange(2 * LARGE, dtype="float32").reshape(-1, 4)[:, ::2],
+    "every second": lambda: np.arange(2 * LARGE, dtype="float32").reshape(-1, 4)[
+        :, ::2
+    ],
     "a row for all": lambda: np.broadcast_to(np.arange(3), (LARGE, 3)),
     "frozen": lambda: np.frombuffer(bytes(range(256)) * 200, np.uint8),
     "booleans": lambda: np.arange(LARGE) % 3 == 0,
@@ -132,7 +147,10 @@ ARRAYS = {
 @pytest.mark.parametrize("kind", ARRAYS)
 def test_an_array_comes_as_a_tensor_of_its_values_dtype_and_shape(kind):
     expected = ARRAYS[kind]()
-    for batch in batch_of(lambda: [ARRAYS[kind](), {"x": ARRAYS[kind]()}]), batch_of(lambda: [ARRAYS[kind]()]):
+    for batch in (
+        batch_of(lambda: [ARRAYS[kind](), {"x": ARRAYS[kind]()}]),
+        batch_of(lambda: [ARRAYS[kind]()]),
+    ):
         for found in [batch[0], *(one["x"] for one in batch[1:])]:
             assert isinstance(found, paddle.Tensor)
             assert found.dtype == paddle.to_tensor(np.array(expected)).dtype
@@ -167,7 +185,10 @@ def test_what_no_tensor_can_hold_comes_as_it_is(make):
 @pytest.mark.parametrize("dtype", [">i8", ">f4"])
 def test_another_byte_order_is_refused(dtype):
     given = DataLoader(
-        ArrayDataset(np.arange(4)), batch_size=4, num_workers=1, collate_fn=lambda _: np.arange(4).astype(dtype)
+        ArrayDataset(np.arange(4)),
+        batch_size=4,
+        num_workers=1,
+        collate_fn=lambda _: np.arange(4).astype(dtype),
     )
     with pytest.raises(DataReadError, match="byte order"):
         next(iter(sharded(given, ONE)))
@@ -176,7 +197,9 @@ def test_another_byte_order_is_refused(dtype):
 def test_tensors_that_a_worker_makes_come_with_their_dtype():
     def make():
         ones = paddle.ones([3, 5000])
-        return [ones.cast(dtype) for dtype in ("bfloat16", "float16", "int64", "bool")] + [
+        return [
+            ones.cast(dtype) for dtype in ("bfloat16", "float16", "int64", "bool")
+        ] + [
             paddle.to_tensor(2.5),
             paddle.zeros([0, 2]),
             paddle.arange(12).reshape([3, 4]).T,
@@ -188,14 +211,20 @@ def test_tensors_that_a_worker_makes_come_with_their_dtype():
 
 
 def test_a_tensor_whose_dtype_numpy_does_not_know_is_refused():
-    with pytest.raises(DataReadError, match=r"float8_e4m3fn cannot leave a worker") as caught:
+    with pytest.raises(
+        DataReadError, match=r"float8_e4m3fn cannot leave a worker"
+    ) as caught:
         batch_of(lambda: [paddle.ones([2]).cast("float8_e4m3fn")])
     assert caught.value.worker == 0
 
 
 def test_the_structure_is_the_workers():
     def make():
-        return {"pair": Pair(np.arange(2), ["a", {"deep": (np.ones(1),)}]), 3: None, "text": "x" * 3 * LARGE}
+        return {
+            "pair": Pair(np.arange(2), ["a", {"deep": (np.ones(1),)}]),
+            3: None,
+            "text": "x" * 3 * LARGE,
+        }
 
     found = batch_of(make)
 
@@ -210,7 +239,9 @@ def test_the_structure_is_the_workers():
 def test_a_batch_may_have_very_many_arrays():
     found = batch_of(lambda: [np.full(number % 3, number) for number in range(5000)])
 
-    assert [tensor.tolist() for tensor in found] == [[number] * (number % 3) for number in range(5000)]
+    assert [tensor.tolist() for tensor in found] == [
+        [number] * (number % 3) for number in range(5000)
+    ]
 
 
 @pytest.mark.parametrize("size", [10, LARGE])
@@ -224,7 +255,9 @@ def test_tensors_of_a_batch_share_no_memory_though_its_arrays_do(size):
     for at, tensor in enumerate(tensors):
         tensor.fill_(-1 - at)
 
-    assert [set(tensor.tolist()) for tensor in tensors] == [{-1 - at} for at in range(5)]
+    assert [set(tensor.tolist()) for tensor in tensors] == [
+        {-1 - at} for at in range(5)
+    ]
 
 
 @pytest.mark.parametrize("size", [10, LARGE])
@@ -233,7 +266,9 @@ def test_a_batch_does_not_change_when_later_ones_come(size):
         found = list(batches)
 
     assert all((tensor.numpy() == step).all() for step, (tensor,) in enumerate(found))
-    assert [tensor.shape[0] for (tensor,) in found] == [size + step for step in range(20)]
+    assert [tensor.shape[0] for (tensor,) in found] == [
+        size + step for step in range(20)
+    ]
 
 
 def test_batches_share_no_memory_though_a_worker_answers_with_the_same_array():
@@ -243,13 +278,17 @@ def test_batches_share_no_memory_though_a_worker_answers_with_the_same_array():
     for at, tensor in enumerate(found):
         tensor.fill_(at + 1)
 
-    assert [set(tensor.tolist()) for tensor in found] == [{at + 1} for at in range(len(found))]
+    assert [set(tensor.tolist()) for tensor in found] == [
+        {at + 1} for at in range(len(found))
+    ]
 
 
 # How they travel
 
 
-@pytest.mark.parametrize(("size", "seconds"), [(10, 0.0), (LARGE, 0.0), (200_000, 0.0), (10, 0.005)])
+@pytest.mark.parametrize(
+    ("size", "seconds"), [(10, 0.0), (LARGE, 0.0), (200_000, 0.0), (10, 0.005)]
+)
 def test_workers_read_in_turn(size, seconds):
     def work(step):
         time.sleep(seconds)
@@ -288,7 +327,9 @@ def test_a_batch_comes_when_it_is_read_though_the_next_waits_for_what_is_done_wi
     for number in range(6):
         queue.put(number)
     found = []
-    with reading(lambda step: [np.full(10, queue.get(timeout=HANG))], steps_of(LATE), workers=1) as batches:
+    with reading(
+        lambda step: [np.full(10, queue.get(timeout=HANG))], steps_of(LATE), workers=1
+    ) as batches:
         for (tensor,) in batches:
             found.append(int(tensor[0]))
             queue.put(len(found) + 5)
@@ -307,16 +348,25 @@ def test_workers_are_asked_for_the_samples_of_each_step():
 
     steps = (a_step(number, ids(number)) for number in range(LATE))
     with reading(None, steps, reader=Echo(None)) as batches:
-        assert [found for (found,) in batches] == [ids(number) for number in range(LATE)]
+        assert [found for (found,) in batches] == [
+            ids(number) for number in range(LATE)
+        ]
 
 
 @pytest.mark.parametrize("dtype", ["int64", "int32"])
 def test_a_worker_gets_the_ids_as_they_are_and_not_what_only_the_state_needs(dtype):
     class Echo(Reader):
         def read(self, asked, worker, look=""):
-            return Chunk([asked.ids, asked.number, asked.drawn, asked.sampler_state, asked.real])
+            return Chunk(
+                [asked.ids, asked.number, asked.drawn, asked.sampler_state, asked.real]
+            )
 
-    step = replace(a_step(3, np.arange(LARGE).astype(dtype)), drawn=[1, 2], sampler_state=lambda: 0, real=np.ones(2))
+    step = replace(
+        a_step(3, np.arange(LARGE).astype(dtype)),
+        drawn=[1, 2],
+        sampler_state=lambda: 0,
+        real=np.ones(2),
+    )
     with reading(None, [step], reader=Echo(None)) as batches:
         (found,) = batches
     assert found[0].numpy().tolist() == list(range(LARGE))
@@ -327,7 +377,11 @@ def test_a_worker_gets_the_ids_as_they_are_and_not_what_only_the_state_needs(dty
 def test_workers_end_by_themselves_when_the_last_batch_has_come(monkeypatch):
     """So that a pass that ends need not wait for them."""
     joined, join = [], multiprocessing.Process.join
-    monkeypatch.setattr(multiprocessing.Process, "join", lambda *args: joined.append(args) or join(*args))
+    monkeypatch.setattr(
+        multiprocessing.Process,
+        "join",
+        lambda *args: joined.append(args) or join(*args),
+    )
     before = set(multiprocessing.active_children())
     with reading(lambda step: [np.full(10, step)], steps_of(5)) as batches:
         workers = set(multiprocessing.active_children()) - before
@@ -335,7 +389,10 @@ def test_workers_end_by_themselves_when_the_last_batch_has_come(monkeypatch):
         assert next(batches, None) is None
         assert not joined
         assert len(workers) == 2
-        ended = [multiprocessing.connection.wait([worker.sentinel], HANG) for worker in workers]
+        ended = [
+            multiprocessing.connection.wait([worker.sentinel], HANG)
+            for worker in workers
+        ]
         assert all(ended)
         batches.executor.close()
         assert len(joined) == 2
@@ -355,8 +412,14 @@ def test_a_pass_may_be_finished_while_batches_are_under_way(bad):
 
 
 def test_persistent_workers_serve_another_pass_after_one_that_was_left():
-    dataloader = DataLoader(ArrayDataset(np.arange(4)), batch_size=1, num_workers=2, persistent_workers=True)
-    pool, idle, readers = WorkerPool(dataloader, Reader(lambda step: [step, os.getpid()])), [], []
+    dataloader = DataLoader(
+        ArrayDataset(np.arange(4)), batch_size=1, num_workers=2, persistent_workers=True
+    )
+    pool, idle, readers = (
+        WorkerPool(dataloader, Reader(lambda step: [step, os.getpid()])),
+        [],
+        [],
+    )
     try:
         for taken in (3, 20, 0, 1):
             executor = WorkerExecutor(pool, idle)
@@ -374,7 +437,10 @@ def test_persistent_workers_serve_another_pass_after_one_that_was_left():
 
 
 @pytest.mark.parametrize("persistent", [False, True])
-@pytest.mark.parametrize(("workers", "ahead", "steps"), [(1, 1, 7), (3, 1, 20), (5, 2, 3), (3, 4, 0), (2, 300, 700)])
+@pytest.mark.parametrize(
+    ("workers", "ahead", "steps"),
+    [(1, 1, 7), (3, 1, 20), (5, 2, 3), (3, 4, 0), (2, 300, 700)],
+)
 def test_all_steps_are_read_once_and_in_order(workers, ahead, steps, persistent):
     def work(step):
         return [np.full([1, 10, 3000][step % 3], step)]
@@ -400,14 +466,18 @@ def test_a_worker_holds_no_batch_that_it_has_sent():
 
 def test_many_steps_ahead_take_few_open_files():
     files, before = [], open_files()
-    with reading(lambda step: [np.zeros(LARGE)], steps_of(400), prefetch_factor=100) as batches:
+    with reading(
+        lambda step: [np.zeros(LARGE)], steps_of(400), prefetch_factor=100
+    ) as batches:
         for _ in batches:
             files.append(len(open_files() - before))
 
     assert max(files) < 30
 
 
-@pytest.mark.parametrize("method", ["spawn", pytest.param("forkserver", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "method", ["spawn", pytest.param("forkserver", marks=pytest.mark.long)]
+)
 def test_workers_may_be_started_in_another_way(method, tmp_path):
     script = f"""
 import multiprocessing
@@ -450,7 +520,10 @@ def test_a_batch_that_this_process_cannot_read_fails_at_its_step(size, bad):
 
     found = []
     with reading(work, steps_of(bad + 30)) as batches:
-        with pytest.raises(DataReadError, match=rf"receiving the batch failed in worker 1 .*step {bad}.*no number"):
+        with pytest.raises(
+            DataReadError,
+            match=rf"receiving the batch failed in worker 1 .*step {bad}.*no number",
+        ):
             found.extend(int(batch[0][0]) for batch in batches)
         assert next(batches, None) is None
     assert found == list(range(bad))
@@ -468,7 +541,10 @@ def test_a_batch_that_cannot_be_read_or_sent_fails_at_its_step(what, bad):
 
     found = []
     with reading(work, steps_of(bad + 30)) as batches:
-        with pytest.raises(DataReadError, match=rf"(?s){what} failed in worker 1 .*step {bad}.*(this one|pickle)"):
+        with pytest.raises(
+            DataReadError,
+            match=rf"(?s){what} failed in worker 1 .*step {bad}.*(this one|pickle)",
+        ):
             found.extend(int(tensor[0]) for (tensor,) in batches)
         assert next(batches, None) is None
     assert found == list(range(bad))
@@ -479,6 +555,14 @@ def test_no_kind_of_exception_in_worker_init_fn_is_hidden(error):
     def init(worker):
         raise error("this one")
 
-    says = pytest.raises(DataReadError, match=rf"worker_init_fn failed in worker 0 .*{error.__name__}: this one")
-    with reading(lambda step: [np.zeros(1)], steps_of(3), worker_init_fn=init) as batches, says:
+    says = pytest.raises(
+        DataReadError,
+        match=rf"worker_init_fn failed in worker 0 .*{error.__name__}: this one",
+    )
+    with (
+        reading(
+            lambda step: [np.zeros(1)], steps_of(3), worker_init_fn=init
+        ) as batches,
+        says,
+    ):
         next(batches)

@@ -58,16 +58,27 @@ class WhoReadsAt(Dataset):
 
 
 def sharded(dataset, workers=2, batch_size=8, **settings):
-    own = {name: settings.pop(name) for name in ("num_batches", "tail", "prefetch") if name in settings}
-    if isinstance(dataset, WhoReads):  # what all workers read is the same; what each makes of it need not be
+    own = {
+        name: settings.pop(name)
+        for name in ("num_batches", "tail", "prefetch")
+        if name in settings
+    }
+    if isinstance(
+        dataset, WhoReads
+    ):  # what all workers read is the same; what each makes of it need not be
         dataset = Stream.of(dataset).map(lambda number: np.array([number, os.getpid()]))
-    dataloader = DataLoader(dataset, batch_size=batch_size, num_workers=workers, **settings)
+    dataloader = DataLoader(
+        dataset, batch_size=batch_size, num_workers=workers, **settings
+    )
     return paddle_shard.shard_dataloader(dataloader, MESH, shard_dims="dp", **own)
 
 
 def read(loader, steps=None):
     """The local rows of each step."""
-    return [batch._local_value().numpy() for _, batch in zip(range(steps or 10**6), loader, strict=False)]
+    return [
+        batch._local_value().numpy()
+        for _, batch in zip(range(steps or 10**6), loader, strict=False)
+    ]
 
 
 # What they are told
@@ -87,7 +98,9 @@ def narrow(worker):
 def test_a_stream_that_worker_init_fn_narrows_is_read_once(workers, batch_size):
     class Batches(Numbers):
         def __iter__(self):
-            return (np.arange(first, first + 8) for first in range(self.start, self.end, 8))
+            return (
+                np.arange(first, first + 8) for first in range(self.start, self.end, 8)
+            )
 
     dataset = Batches(0, 32) if batch_size is None else Numbers(0, 32)
     loader = sharded(dataset, workers, batch_size, worker_init_fn=narrow)
@@ -107,9 +120,13 @@ def test_worker_init_fn_has_the_number_of_its_worker():
         info.dataset.told = (worker, info.id, info.num_workers)
 
     def collate(numbers):
-        return np.array([[number, *paddle.io.get_worker_info().dataset.told] for number in numbers])
+        return np.array(
+            [[number, *paddle.io.get_worker_info().dataset.told] for number in numbers]
+        )
 
-    rows = np.concatenate(read(sharded(Tells(0, 32), worker_init_fn=init, collate_fn=collate)))
+    rows = np.concatenate(
+        read(sharded(Tells(0, 32), worker_init_fn=init, collate_fn=collate))
+    )
 
     assert rows[:, 0].tolist() == list(range(32))
     assert {tuple(row) for row in rows[:, 1:].tolist()} == {(0, 0, 1), (1, 0, 1)}
@@ -146,7 +163,11 @@ def test_persistent_workers_of_a_stream_serve_all_its_epochs(end):
     assert [processes(epoch) for epoch in epochs] == [processes(epochs[0])] * 3
     whole = [row[0] for batch in epochs[0] for row in batch.tolist()]
     assert whole[:24] == list(range(24))
-    assert all(np.array_equal(a, b) for epoch in epochs for a, b in zip(epoch, epochs[0], strict=True))
+    assert all(
+        np.array_equal(a, b)
+        for epoch in epochs
+        for a, b in zip(epoch, epochs[0], strict=True)
+    )
 
 
 def test_a_failure_behind_the_end_of_an_epoch_keeps_persistent_workers():
@@ -165,7 +186,10 @@ def test_a_failure_behind_the_end_of_an_epoch_keeps_persistent_workers():
 
 def gone(pids, seconds):
     deadline = time.monotonic() + seconds
-    while any(os.path.exists(f"/proc/{pid}") for pid in pids) and time.monotonic() < deadline:
+    while (
+        any(os.path.exists(f"/proc/{pid}") for pid in pids)
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.05)
     return not any(os.path.exists(f"/proc/{pid}") for pid in pids)
 
@@ -177,8 +201,12 @@ def test_workers_that_do_not_persist_are_gone_after_the_epoch():
 # What becomes of the killed
 
 
-@pytest.mark.parametrize(("kind", "persistent"), [(WhoReads, False), (WhoReads, True), (WhoReadsAt, False)])
-def test_a_worker_that_is_killed_while_the_user_trains_is_named_by_the_loader(kind, persistent):
+@pytest.mark.parametrize(
+    ("kind", "persistent"), [(WhoReads, False), (WhoReads, True), (WhoReadsAt, False)]
+)
+def test_a_worker_that_is_killed_while_the_user_trains_is_named_by_the_loader(
+    kind, persistent
+):
     batches = iter(sharded(kind(800), persistent_workers=persistent))
     victim = next(batches)._local_value().numpy()[0, 1]
     next(batches)
@@ -362,7 +390,9 @@ class Stopped(Exception):
 
 @pytest.mark.parametrize("error", [Stopped, KeyboardInterrupt])
 @pytest.mark.parametrize("after", [0.02, 0.15])
-def test_after_what_a_handler_raises_an_epoch_of_persistent_workers_is_whole(error, after):
+def test_after_what_a_handler_raises_an_epoch_of_persistent_workers_is_whole(
+    error, after
+):
     class Slow(WhoReadsAt):
         def __getitem__(self, index):
             time.sleep(0.002)
@@ -375,7 +405,9 @@ def test_after_what_a_handler_raises_an_epoch_of_persistent_workers_is_whole(err
     before = signal.signal(signal.SIGALRM, stop)
     try:
         batches = iter(loader)
-        with pytest.raises((error, DataReadError), match="stop"):  # an exception counts as the read's that it meets
+        with pytest.raises(
+            (error, DataReadError), match="stop"
+        ):  # an exception counts as the read's that it meets
             signal.setitimer(signal.ITIMER_REAL, after)
             for _ in batches:
                 pass
@@ -399,7 +431,9 @@ def test_after_an_error_of_the_users_sampler_an_epoch_of_persistent_workers_is_w
 
     dataset = WhoReadsAt(96)
     sampler = BreaksOnce(dataset, batch_size=8)
-    dataloader = DataLoader(dataset, batch_sampler=sampler, num_workers=2, persistent_workers=True)
+    dataloader = DataLoader(
+        dataset, batch_sampler=sampler, num_workers=2, persistent_workers=True
+    )
     loader = paddle_shard.shard_dataloader(dataloader, MESH, shard_dims="dp")
     with pytest.raises(Stopped, match="this one"):
         read(loader)
@@ -408,7 +442,10 @@ def test_after_an_error_of_the_users_sampler_an_epoch_of_persistent_workers_is_w
     loader.close()
 
 
-ENDINGS = {"at its last line": "", "ignoring SIGTERM": "signal.signal(signal.SIGTERM, signal.SIG_IGN)"}
+ENDINGS = {
+    "at its last line": "",
+    "ignoring SIGTERM": "signal.signal(signal.SIGTERM, signal.SIG_IGN)",
+}
 
 
 @pytest.mark.parametrize("how", ENDINGS)

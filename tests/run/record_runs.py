@@ -27,11 +27,23 @@ class Given:
     def job(self, mesh, names, dims, batch_size, *does, data="mixture", **more):
         number, ranks = len(self.rows) + 1, int(np.max(mesh)) + 1
         path = self.folder / f"job-{number}.json"
-        job = {"mesh": mesh, "names": names, "dims": dims, "batch_size": batch_size, "does": does, "data": data}
+        job = {
+            "mesh": mesh,
+            "names": names,
+            "dims": dims,
+            "batch_size": batch_size,
+            "does": does,
+            "data": data,
+        }
         path.write_text(json.dumps({**job, "record": str(self.record), **more}))
         try:
-            folder, env = self.folder / f"ranks-{number}", {"PYTHONPATH": str(WORKER.parents[2])}
-            reports = run_ranks(WORKER, ranks, folder, args=[path], env=env, timeout=HANG)
+            folder, env = (
+                self.folder / f"ranks-{number}",
+                {"PYTHONPATH": str(WORKER.parents[2])},
+            )
+            reports = run_ranks(
+                WORKER, ranks, folder, args=[path], env=env, timeout=HANG
+            )
         except RanksFailed:
             if not any(action == "kill" for action, _ in does):
                 raise
@@ -73,7 +85,9 @@ def asked(*arguments, code=0):
     """What `paddle-shard` prints; as JSON if that is asked for."""
     as_json = "--json" in arguments
     printed, found = io.StringIO(), None
-    errors = io.StringIO() if as_json else printed  # how far a command is, is not part of what a program reads
+    errors = (
+        io.StringIO() if as_json else printed
+    )  # how far a command is, is not part of what a program reads
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(errors):
         try:
             found = main([*map(str, arguments)])

@@ -24,10 +24,17 @@ def data_of(kind, broken):
             name: Made(lambda i, at=at: np.array([1000 * at + i]), length)
             for at, (name, length) in enumerate(SOURCES.items())
         }
-        weights = [(0, {"web": 5, "code": 3, "chat": 1}), (32, {"web": 1, "code": 0, "chat": 1})]
+        weights = [
+            (0, {"web": 5, "code": 3, "chat": 1}),
+            (32, {"web": 1, "code": 0, "chat": 1}),
+        ]
         return Mixture(sources, weights, num_samples=96)
     if kind == "stream":
-        return Stream.of(lambda: (np.array([i]) for i in range(64))).sharding_filter().in_parts(4)
+        return (
+            Stream.of(lambda: (np.array([i]) for i in range(64)))
+            .sharding_filter()
+            .in_parts(4)
+        )
 
     def row(i):
         if i in broken:
@@ -38,19 +45,26 @@ def data_of(kind, broken):
 
 
 def loader_of(job, mesh):
-    data, options = data_of(job["data"], job.get("broken", ())), dict(job.get("options", {}))
+    data, options = (
+        data_of(job["data"], job.get("broken", ())),
+        dict(job.get("options", {})),
+    )
     if "balance" in options:
         options["balance"] = np.arange(len(data)) % 7
     if job["data"] == "stream":
         given = DataLoader(data, batch_size=job["batch_size"])
     elif job.get("own_sampler"):
-        sampler = BatchSampler(sampler=list(range(len(data)))[::-1], batch_size=job["batch_size"])
+        sampler = BatchSampler(
+            sampler=list(range(len(data)))[::-1], batch_size=job["batch_size"]
+        )
         given = DataLoader(data, batch_sampler=sampler)
     else:
         sampler = BatchSampler(data, batch_size=job["batch_size"], shuffle=True)
         sampler._acc_steps = job.get("accumulation", 1)
         given = DataLoader(data, batch_sampler=sampler)
-    return paddle_shard.shard_dataloader(given, mesh, shard_dims=job["dims"], seed=5, record=job["record"], **options)
+    return paddle_shard.shard_dataloader(
+        given, mesh, shard_dims=job["dims"], seed=5, record=job["record"], **options
+    )
 
 
 def main(path):
@@ -62,7 +76,9 @@ def main(path):
     loader, folder = loader_of(job, mesh), Path(path).parent
     with open(f"{path}.rank-{rank}.jsonl", "w", buffering=1) as log:
         do(job, loader, folder, log)
-    report({"exact": None if job["data"] == "stream" else bool(loader.certificate().exact)})
+    report(
+        {"exact": None if job["data"] == "stream" else bool(loader.certificate().exact)}
+    )
     if dist.get_world_size() > 1:
         dist.barrier()
 
@@ -78,8 +94,13 @@ def do(job, loader, folder, log):
                 except StopIteration:
                     batches = None
                     break
-                ids, valid = (one._local_value().numpy().reshape(-1).tolist() for one in (batch, batches.valid))
-                print(json.dumps([batches.epoch, batches.step - 1, ids, valid]), file=log)
+                ids, valid = (
+                    one._local_value().numpy().reshape(-1).tolist()
+                    for one in (batch, batches.valid)
+                )
+                print(
+                    json.dumps([batches.epoch, batches.step - 1, ids, valid]), file=log
+                )
         elif action == "leave":
             batches = None
         elif action == "save":
@@ -94,7 +115,13 @@ def do(job, loader, folder, log):
         elif action == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         elif action == "python":
-            exec(given, {"loader": loader, "state": json.loads(Path(folder, "state").read_text())})
+            exec(
+                given,
+                {
+                    "loader": loader,
+                    "state": json.loads(Path(folder, "state").read_text()),
+                },
+            )
 
 
 if __name__ == "__main__":

@@ -17,7 +17,12 @@ from tests.run.record_runs import asked
 
 def split():
     data = Made(length=46)
-    return sharded(DataLoader(data, batch_sampler=DistributedBatchSampler(data, 4, num_replicas=1, rank=0)), ONE)
+    return sharded(
+        DataLoader(
+            data, batch_sampler=DistributedBatchSampler(data, 4, num_replicas=1, rank=0)
+        ),
+        ONE,
+    )
 
 
 class Own(DistributedBatchSampler):
@@ -26,7 +31,9 @@ class Own(DistributedBatchSampler):
 
 def split_by_your_own():
     data = Made(length=46)
-    return sharded(DataLoader(data, batch_sampler=Own(data, 4, num_replicas=1, rank=0)), ONE)
+    return sharded(
+        DataLoader(data, batch_sampler=Own(data, 4, num_replicas=1, rank=0)), ONE
+    )
 
 
 def whole_batches():
@@ -43,11 +50,24 @@ def iterable():
 
 
 def packed_mixture():
-    data = Mixture({"a": Packed(DOCUMENTS, 16, max_pieces=16), "b": Packed(DOCUMENTS[:20], 16, max_pieces=16)})
+    data = Mixture(
+        {
+            "a": Packed(DOCUMENTS, 16, max_pieces=16),
+            "b": Packed(DOCUMENTS[:20], 16, max_pieces=16),
+        }
+    )
     return sharded(DataLoader(data, batch_size=2, shuffle=True), ONE)
 
 
-KINDS = [*CHANGES, split, split_by_your_own, whole_batches, external, iterable, packed_mixture]
+KINDS = [
+    *CHANGES,
+    split,
+    split_by_your_own,
+    whole_batches,
+    external,
+    iterable,
+    packed_mixture,
+]
 
 
 @pytest.mark.parametrize("made", KINDS, ids=lambda made: made.__name__)
@@ -60,7 +80,9 @@ def test_a_run_of_any_kind_is_recorded_and_verified(made, tmp_path, monkeypatch)
 
     def go(loader, most):
         batches = iter(loader)
-        return sum(next(batches, None) is not None for _ in range(most)), loader.state_dict()
+        return sum(
+            next(batches, None) is not None for _ in range(most)
+        ), loader.state_dict()
 
     steps, state = go(made(), 3)
     assert steps == 3
@@ -76,8 +98,13 @@ def test_a_run_of_any_kind_is_recorded_and_verified(made, tmp_path, monkeypatch)
     if first["drawn_by"] is None:
         asked("batch", path, "--epoch", 0, "--step", 4)
     else:
-        assert "which samples these are is not known: the order is that of" in first["notes"][0]
-        assert "so the record has positions and no samples" in asked("batch", path, "--epoch", 0, "--step", 4, code=2)
+        assert (
+            "which samples these are is not known: the order is that of"
+            in first["notes"][0]
+        )
+        assert "so the record has positions and no samples" in asked(
+            "batch", path, "--epoch", 0, "--step", 4, code=2
+        )
 
 
 @pytest.mark.parametrize("name", ["seed", "shuffle"])
@@ -88,7 +115,9 @@ def test_an_epoch_that_went_on_in_another_order_is_not_proved(name, stop, tmp_pa
 
     def loader(**options):
         given = DataLoader(Made(length=40), batch_size=4)
-        return sharded(given, ONE, record=record, **{"shuffle": True, "seed": 1, **options})
+        return sharded(
+            given, ONE, record=record, **{"shuffle": True, "seed": 1, **options}
+        )
 
     first = loader()
     batches = iter(first)
@@ -105,18 +134,26 @@ def test_an_epoch_that_went_on_in_another_order_is_not_proved(name, stop, tmp_pa
     if stop == 3:
         assert "epoch 0: NOT each of 40 samples exactly once: in" in said
         assert "some samples were missed and as many repeated" in said
-        assert asked("verify", record, "--json", code=1)["epochs"][0]["repeated_positions"] == 0  # not of samples
+        assert (
+            asked("verify", record, "--json", code=1)["epochs"][0]["repeated_positions"]
+            == 0
+        )  # not of samples
     else:
         assert "epoch 0: each of 40 samples exactly once" in said
 
 
 def test_a_stream_that_went_on_with_other_files_is_not_proved(tmp_path):
-    record, paths = tmp_path / "run.jsonl", [tmp_path / f"{number}.txt" for number in range(2)]
+    record, paths = (
+        tmp_path / "run.jsonl",
+        [tmp_path / f"{number}.txt" for number in range(2)],
+    )
     for path, rows in zip(paths, (range(14), range(14, 40)), strict=True):
         path.write_text("".join(f"{row}\n" for row in rows))
 
     def loader(paths):
-        stream = Stream.lines(paths, shuffle_shards=False).map(lambda line: np.array(int(line)))
+        stream = Stream.lines(paths, shuffle_shards=False).map(
+            lambda line: np.array(int(line))
+        )
         return sharded(DataLoader(stream, batch_size=4), ONE, record=record)
 
     first = loader(paths)
@@ -132,7 +169,10 @@ def test_a_stream_that_went_on_with_other_files_is_not_proved(tmp_path):
 
     assert sorted(found) != list(range(40))
     assert "epoch 0: not proved that each of 40 positions of the stream" in said
-    assert "from position 12 on are those that were left is not known: the run was resumed there with override=" in said
+    assert (
+        "from position 12 on are those that were left is not known: the run was resumed there with override="
+        in said
+    )
 
 
 def test_of_a_stream_positions_are_counted_and_not_samples(tmp_path):
@@ -144,14 +184,22 @@ def test_of_a_stream_positions_are_counted_and_not_samples(tmp_path):
         return np.array(number)
 
     stream = Stream.of(range(21)).map(read).in_parts(2)
-    loader = sharded(DataLoader(stream, batch_size=4), ONE, record=tmp_path / "run.jsonl", on_error="skip")
+    loader = sharded(
+        DataLoader(stream, batch_size=4),
+        ONE,
+        record=tmp_path / "run.jsonl",
+        on_error="skip",
+    )
     batches = iter(loader)
     real = sum(int(batches.valid._local_value().numpy().sum()) for _ in batches)
 
     said = asked("verify", tmp_path / "run.jsonl")
     assert real == 20
     assert "epoch 0: each of 24 positions of the stream exactly once" in said
-    assert "rows of padding, and samples that could not be read, have positions, too" in said
+    assert (
+        "rows of padding, and samples that could not be read, have positions, too"
+        in said
+    )
 
 
 def test_a_job_that_has_loaded_and_not_begun_changes_no_answer(tmp_path):
@@ -159,12 +207,18 @@ def test_a_job_that_has_loaded_and_not_begun_changes_no_answer(tmp_path):
     record = tmp_path / "run.jsonl"
 
     def loader():
-        return sharded(DataLoader(Made(length=40), batch_size=4, shuffle=True), ONE, record=record)
+        return sharded(
+            DataLoader(Made(length=40), batch_size=4, shuffle=True), ONE, record=record
+        )
 
     def answers():
         return [
             asked("verify", record).splitlines()[-2:],
-            [one for one in asked("where", record, "--sample", 3, "--json")["places"] if one["told"] == "yes"],
+            [
+                one
+                for one in asked("where", record, "--sample", 3, "--json")["places"]
+                if one["told"] == "yes"
+            ],
             asked("batch", record, "--epoch", 0, "--step", 2, "--json"),
         ]
 
@@ -182,11 +236,17 @@ def test_a_job_that_has_loaded_and_not_begun_changes_no_answer(tmp_path):
     assert answers() == before, "loaded"
 
 
-def test_samples_that_came_later_are_found_and_an_older_epoch_has_its_own_mesh(tmp_path):
+def test_samples_that_came_later_are_found_and_an_older_epoch_has_its_own_mesh(
+    tmp_path,
+):
     record, state = tmp_path / "run.jsonl", None
     for length, batch_size, override in ((40, 3, ()), (50, 8, ["num_samples"])):
         given = DataLoader(Made(length=length), batch_size=batch_size, shuffle=True)
-        loader = sharded(given, ONE if length == 50 else helpers.mesh([[0]], "mp", "dp"), record=record)
+        loader = sharded(
+            given,
+            ONE if length == 50 else helpers.mesh([[0]], "mp", "dp"),
+            record=record,
+        )
         if state is not None:
             loader.load_state_dict(state, override=override)
         list(loader)
@@ -212,4 +272,7 @@ def test_what_larger_batches_have_left_of_an_epoch_is_dropped_and_not_missing(tm
         state = loader.state_dict()
     assert list(batches) == []
 
-    assert "epoch 0: each of 60 samples (of 64; tail='drop' leaves out 4) exactly once" in asked("verify", record)
+    assert (
+        "epoch 0: each of 60 samples (of 64; tail='drop' leaves out 4) exactly once"
+        in asked("verify", record)
+    )

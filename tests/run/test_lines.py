@@ -26,7 +26,9 @@ from tests.run.record_runs import asked
 
 def written(path, count=6):
     for number in range(count):
-        append(str(path), {"line": "pass" if number else "begin", "format": 1, "n": number})
+        append(
+            str(path), {"line": "pass" if number else "begin", "format": 1, "n": number}
+        )
     return path.read_bytes().splitlines(keepends=True)
 
 
@@ -36,7 +38,13 @@ def test_any_line_that_is_taken_out_or_changed_is_found(tmp_path_factory, data):
     lines = written(path)
     assert read(str(path))[1] == []
     at = data.draw(st.integers(0, len(lines) - 1))
-    kinds = ["changed", "twice", "no JSON", "a list", *["taken out", "swapped"] * (at < len(lines) - 1)]
+    kinds = [
+        "changed",
+        "twice",
+        "no JSON",
+        "a list",
+        *["taken out", "swapped"] * (at < len(lines) - 1),
+    ]
     kind = data.draw(st.sampled_from(kinds))
     changed = lines[at].replace(b'"n": ', b'"n": 1')
     with_it = {
@@ -47,7 +55,9 @@ def test_any_line_that_is_taken_out_or_changed_is_found(tmp_path_factory, data):
         "no JSON": [lines[at][:-9] + b"\n"],
         "a list": [b"[1]\n"],
     }[kind]
-    path.write_bytes(b"".join([*lines[:at], *with_it, *lines[at + 1 + (kind == "swapped") :]]))
+    path.write_bytes(
+        b"".join([*lines[:at], *with_it, *lines[at + 1 + (kind == "swapped") :]])
+    )
 
     try:
         problems = read(str(path))[1]
@@ -58,7 +68,9 @@ def test_any_line_that_is_taken_out_or_changed_is_found(tmp_path_factory, data):
 
 
 @given(cut=st.integers(1, 60))
-def test_a_half_line_at_the_end_is_said_and_is_replaced_by_the_next_one(tmp_path_factory, cut):
+def test_a_half_line_at_the_end_is_said_and_is_replaced_by_the_next_one(
+    tmp_path_factory, cut
+):
     path = tmp_path_factory.mktemp("lines") / "run.jsonl"
     lines = written(path)
     path.write_bytes(b"".join(lines)[: -min(cut, len(lines[-1]) - 1)])
@@ -117,14 +129,18 @@ def kinds(path):
         ("other.txt", ArgumentError, "other.txt' is a file of something else"),
     ],
 )
-def test_a_file_that_cannot_be_the_record_is_refused_at_once(path, error, text, tmp_path):
+def test_a_file_that_cannot_be_the_record_is_refused_at_once(
+    path, error, text, tmp_path
+):
     (tmp_path / "other.txt").write_text("hello\n")
     with pytest.raises(error, match=text):
         loader_of(path if path == 7 else tmp_path / path)
     assert (tmp_path / "other.txt").read_text() == "hello\n"
 
 
-def test_a_record_that_is_removed_while_a_job_runs_is_not_begun_in_the_middle(tmp_path, caplog):
+def test_a_record_that_is_removed_while_a_job_runs_is_not_begun_in_the_middle(
+    tmp_path, caplog
+):
     loader = loader_of(tmp_path / "run.jsonl")
     next(iter(loader))
     (tmp_path / "run.jsonl").unlink()
@@ -135,7 +151,9 @@ def test_a_record_that_is_removed_while_a_job_runs_is_not_begun_in_the_middle(tm
     assert not (tmp_path / "run.jsonl").exists()
 
 
-def test_a_full_disk_is_an_error_at_the_start_and_one_warning_later(tmp_path, caplog, monkeypatch):
+def test_a_full_disk_is_an_error_at_the_start_and_one_warning_later(
+    tmp_path, caplog, monkeypatch
+):
     with pytest.raises(ArgumentError, match="on a disk with space"):
         loader_of("/dev/full")
 
@@ -151,7 +169,11 @@ def test_a_full_disk_is_an_error_at_the_start_and_one_warning_later(tmp_path, ca
     caplog.set_level(logging.WARNING)
     for _ in loader:
         loader.state_dict()
-    said = [record.getMessage() for record in caplog.records if "cannot be written any more" in record.getMessage()]
+    said = [
+        record.getMessage()
+        for record in caplog.records
+        if "cannot be written any more" in record.getMessage()
+    ]
     assert len(said) == 1
     assert "The run continues" in said[0]
     monkeypatch.undo()
@@ -162,7 +184,9 @@ def test_a_full_disk_is_an_error_at_the_start_and_one_warning_later(tmp_path, ca
     assert kinds(tmp_path / "run.jsonl") == ["begin", "begin"]
 
 
-def test_a_handler_that_saves_while_a_line_is_written_does_no_harm(tmp_path, monkeypatch):
+def test_a_handler_that_saves_while_a_line_is_written_does_no_harm(
+    tmp_path, monkeypatch
+):
     from paddle_shard.run import recorder
 
     loader, original = loader_of(tmp_path / "run.jsonl"), recorder.append
@@ -217,14 +241,28 @@ def test_a_record_follows_no_change_of_the_folder(tmp_path, monkeypatch):
 
 
 def test_options_of_any_type_are_in_the_record(tmp_path):
-    options = {"balance": np.arange(46), "pad_to": {0: ([128, 256], -1)}, "seed": 0, "batch_size": [(0, 4), (16, 8)]}
-    loader = sharded(DataLoader(Made(length=46), batch_size=4), ONE, record=tmp_path / "run.jsonl", **options)
+    options = {
+        "balance": np.arange(46),
+        "pad_to": {0: ([128, 256], -1)},
+        "seed": 0,
+        "batch_size": [(0, 4), (16, 8)],
+    }
+    loader = sharded(
+        DataLoader(Made(length=46), batch_size=4),
+        ONE,
+        record=tmp_path / "run.jsonl",
+        **options,
+    )
     assert len(list(loader)) == 8
-    (line,) = (json.loads(one) for one in (tmp_path / "run.jsonl").read_text().splitlines()[:1])
+    (line,) = (
+        json.loads(one) for one in (tmp_path / "run.jsonl").read_text().splitlines()[:1]
+    )
     assert line["options"]["seed"] == 0
     assert line["options"]["pad_to"] == "{0: ([128, 256], -1)}"
     assert (line["sizes"], line["dealt"]) == ([[0, 4], [16, 8]], True)
-    (found,) = asked("batch", tmp_path / "run.jsonl", "--step", 5, "--json")["delivered"]
+    (found,) = asked("batch", tmp_path / "run.jsonl", "--step", 5, "--json")[
+        "delivered"
+    ]
     assert (found["ranks"], found["samples"]) == (None, list(range(24, 32)))
     text = asked("verify", tmp_path / "run.jsonl")
     assert "exactly once" in text
@@ -280,15 +318,39 @@ def whole(tmp_path_factory):
 
 @given(st.data())
 def test_any_byte_that_is_changed_is_found(whole, tmp_path_factory, data):
-    at, path = data.draw(st.integers(0, len(whole) - 1)), tmp_path_factory.getbasetemp() / "changed.jsonl"
+    at, path = (
+        data.draw(st.integers(0, len(whole) - 1)),
+        tmp_path_factory.getbasetemp() / "changed.jsonl",
+    )
     new = data.draw(st.integers(0, 255).filter(lambda byte: byte != whole[at]))
     path.write_bytes(whole[:at] + bytes([new]) + whole[at + 1 :])
 
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+    with (
+        contextlib.redirect_stdout(io.StringIO()),
+        contextlib.redirect_stderr(io.StringIO()),
+    ):
         assert main(["verify", str(path)]) in (1, 2)
 
 
-JUNK = [None, True, -1, 0, 3, 10**6, 2**63, 10**40, 1.5, float("nan"), "", "x", [], [1], [[0]], {}, {"x": 1}]
+JUNK = [
+    None,
+    True,
+    -1,
+    0,
+    3,
+    10**6,
+    2**63,
+    10**40,
+    1.5,
+    float("nan"),
+    "",
+    "x",
+    [],
+    [1],
+    [[0]],
+    {},
+    {"x": 1},
+]
 
 
 @given(st.data())
@@ -326,15 +388,21 @@ def test_a_record_that_tells_nothing_yet_says_so(tmp_path):
 
 def test_a_trainer_that_nobody_edits_writes_a_record_too(tmp_path):
     with paddle_shard.patch_paddle(record=tmp_path / "run.jsonl"):
-        loader = paddle.distributed.shard_dataloader(DataLoader(Made(length=8), batch_size=4), ONE, shard_dims="dp")
+        loader = paddle.distributed.shard_dataloader(
+            DataLoader(Made(length=8), batch_size=4), ONE, shard_dims="dp"
+        )
         list(loader), list(loader)
     assert kinds(tmp_path / "run.jsonl") == ["begin", "pass", "end", "pass", "end"]
-    assert "epoch 1: each of 8 samples exactly once" in asked("verify", tmp_path / "run.jsonl")
+    assert "epoch 1: each of 8 samples exactly once" in asked(
+        "verify", tmp_path / "run.jsonl"
+    )
 
 
 @pytest.mark.parametrize("at_the_end", [False, True])
 @pytest.mark.parametrize("kind", ["index", "stream", "sampler"])
-def test_an_epoch_whose_end_only_the_resumed_job_has_seen_is_whole(kind, at_the_end, tmp_path):
+def test_an_epoch_whose_end_only_the_resumed_job_has_seen_is_whole(
+    kind, at_the_end, tmp_path
+):
     """The state is saved behind the last step of an epoch, before or after the loop has seen that there is no more."""
 
     class Batches:
@@ -343,7 +411,10 @@ def test_an_epoch_whose_end_only_the_resumed_job_has_seen_is_whole(kind, at_the_
 
     def made():
         if kind == "stream":
-            given = DataLoader(Stream.of(lambda: iter(range(16))).sharding_filter().in_parts(4), batch_size=4)
+            given = DataLoader(
+                Stream.of(lambda: iter(range(16))).sharding_filter().in_parts(4),
+                batch_size=4,
+            )
         else:
             how = {"batch_size": 4} if kind == "index" else {"batch_sampler": Batches()}
             given = DataLoader(Made(length=16), **how)
@@ -362,7 +433,10 @@ def test_an_epoch_whose_end_only_the_resumed_job_has_seen_is_whole(kind, at_the_
     loader.state_dict()
     said = asked("verify", tmp_path / "run.jsonl")
     assert "NOT" not in said
-    assert f"epoch 0: each of 16 {'positions of the stream' if kind == 'stream' else 'samples'}" in said
+    assert (
+        f"epoch 0: each of 16 {'positions of the stream' if kind == 'stream' else 'samples'}"
+        in said
+    )
 
 
 def test_a_sample_that_could_not_be_read_fails_the_verification(tmp_path):
@@ -372,8 +446,9 @@ def test_a_sample_that_could_not_be_read_fails_the_verification(tmp_path):
         return index
 
     list(loader_of(tmp_path / "run.jsonl", function=broken, on_error="skip"))
-    assert "1 samples of data rank 0 of 1 at positions [0, 46) could not be read" in asked(
-        "verify", tmp_path / "run.jsonl", code=1
+    assert (
+        "1 samples of data rank 0 of 1 at positions [0, 46) could not be read"
+        in asked("verify", tmp_path / "run.jsonl", code=1)
     )
 
 
@@ -405,12 +480,15 @@ def test_a_position_that_no_epoch_has_is_told_at_once(whole, tmp_path):
             line["passes"] = [[number, 10**12, 10**13] for number, *_ in line["passes"]]
 
     path = written_anew(whole, tmp_path / "run.jsonl", far_away)
-    assert "the record is damaged: epoch 0 has 46 positions, and a line tells of 10000000000000" in asked(
-        "verify", path, code=2
+    assert (
+        "the record is damaged: epoch 0 has 46 positions, and a line tells of 10000000000000"
+        in asked("verify", path, code=2)
     )
 
 
 def read_digest(whole, before):
     """The digest of the line that follows on a line with this one."""
     lines = whole.splitlines()
-    return next(digest_of(line) for line in lines if json.loads(line)["after"] == before)
+    return next(
+        digest_of(line) for line in lines if json.loads(line)["after"] == before
+    )

@@ -10,7 +10,14 @@ from paddle.io import DataLoader
 from paddle_shard import Checkpoints
 from paddle_shard.errors import TakenOverError
 from tests.helpers import ONE, local, sharded
-from tests.run.record_runs import COUNTED, Given, asked, asked_elsewhere, deliveries, whole_run
+from tests.run.record_runs import (
+    COUNTED,
+    Given,
+    asked,
+    asked_elsewhere,
+    deliveries,
+    whole_run,
+)
 from tests.run.record_worker import SOURCES
 
 pytestmark = pytest.mark.multiprocess
@@ -30,13 +37,19 @@ def name_of(number):
 
 
 def counted(run):
-    return [(number, *one) for number, rows in enumerate(run.rows, 1) for one in rows[: COUNTED[number]]]
+    return [
+        (number, *one)
+        for number, rows in enumerate(run.rows, 1)
+        for one in rows[: COUNTED[number]]
+    ]
 
 
 def test_each_sample_is_where_the_record_says(run):
     found = deliveries(counted(run), RANKS)
     for sample in [0, 7, 39, 1000, 1003, 2000, 2001, 2002, 5]:
-        places = asked("where", run.record, "--sample", name_of(sample), "--json")["places"]
+        places = asked("where", run.record, "--sample", name_of(sample), "--json")[
+            "places"
+        ]
         shown = [
             (one["job"], one["epoch"], one["step"], rank, one["row_of_rank"])
             for one in places
@@ -49,12 +62,17 @@ def test_each_sample_is_where_the_record_says(run):
 
 def test_each_step_has_the_samples_of_each_rank(run):
     for job, (epoch, step), of_ranks in counted(run):
-        for on in asked("batch", run.record, "--epoch", epoch, "--step", step, "--json")["delivered"]:
+        for on in asked(
+            "batch", run.record, "--epoch", epoch, "--step", step, "--json"
+        )["delivered"]:
             assert on["job"] == job
             names = [one and ":".join(map(str, one)) for one in on["samples"]]
             for rank in on["ranks"]:
                 ids, valid = of_ranks[rank]
-                assert [name_of(i) if real else None for i, real in zip(ids, valid, strict=True)] == names
+                assert [
+                    name_of(i) if real else None
+                    for i, real in zip(ids, valid, strict=True)
+                ] == names
 
 
 def test_the_whole_run_is_proved_and_what_was_lost_is_said(run):
@@ -62,13 +80,21 @@ def test_the_whole_run_is_proved_and_what_was_lost_is_said(run):
     rows = counted(run)
     assert found["damage"] == []
     counts = [one for one in found["delivered"] if one["counts"] == "yes"]
-    spans = {(one["job"], one["epoch"]): (one["first_step"], one["end_step"]) for one in counts}
+    spans = {
+        (one["job"], one["epoch"]): (one["first_step"], one["end_step"])
+        for one in counts
+    }
     for (job, epoch), (first, end) in spans.items():
         steps = [step for number, (of, step), _ in rows if (number, of) == (job, epoch)]
         assert min(steps) >= first
         assert max(steps) == end - 1
     whole, begun = found["epochs"]
-    real = Counter(sample for sample, places in deliveries(rows, RANKS).items() for _, epoch, *_ in places if not epoch)
+    real = Counter(
+        sample
+        for sample, places in deliveries(rows, RANKS).items()
+        for _, epoch, *_ in places
+        if not epoch
+    )
     assert whole["problems"] == begun["problems"] == []
     assert whole["num_samples"] == whole["delivered"] == sum(real.values())
     text = asked("verify", run.record)
@@ -90,14 +116,24 @@ def test_an_epoch_that_was_begun_twice_is_not_exactly_once(data, tmp_path):
     assert found[1]["problems"] == []
     if data == "46":
         real = deliveries([(1, *one) for one in given.rows[0]], {1: [0, 1]})
-        assert found[0]["delivered"] == sum(1 for places in real.values() for one in places if one[1] == 0) == 70
-        twice = sorted(sample for sample, places in real.items() if sum(one[1] == 0 for one in places) == 2)
+        assert (
+            found[0]["delivered"]
+            == sum(1 for places in real.values() for one in places if one[1] == 0)
+            == 70
+        )
+        twice = sorted(
+            sample
+            for sample, places in real.items()
+            if sum(one[1] == 0 for one in places) == 2
+        )
         for sample in (twice[0], twice[-1]):
             assert (
                 len(
                     [
                         one
-                        for one in asked("where", given.record, "--sample", sample, "--json")["places"]
+                        for one in asked(
+                            "where", given.record, "--sample", sample, "--json"
+                        )["places"]
                         if not one["epoch"]
                     ]
                 )
@@ -105,18 +141,26 @@ def test_an_epoch_that_was_begun_twice_is_not_exactly_once(data, tmp_path):
             )
 
 
-def test_of_an_order_of_your_own_positions_are_known_and_why_there_are_no_samples(tmp_path):
+def test_of_an_order_of_your_own_positions_are_known_and_why_there_are_no_samples(
+    tmp_path,
+):
     given = Given(tmp_path)
     given.job([0], ["dp"], "dp", 8, ["take", 99], data="46", own_sampler=True)
 
     text = asked("verify", given.record)
-    assert "epoch 0: each of 46 samples that the loader's order drew exactly once" in text
+    assert (
+        "epoch 0: each of 46 samples that the loader's order drew exactly once" in text
+    )
     assert "the order is that of the loader's own BatchSampler" in text
-    assert "the order is that of the loader's own BatchSampler" in asked("where", given.record, "--sample", 3, code=2)
+    assert "the order is that of the loader's own BatchSampler" in asked(
+        "where", given.record, "--sample", 3, code=2
+    )
 
 
 @pytest.mark.parametrize("broken", [27, 28])  # on one rank and on the other
-def test_what_the_certificate_of_an_epoch_knows_is_known_to_its_record(broken, tmp_path):
+def test_what_the_certificate_of_an_epoch_knows_is_known_to_its_record(
+    broken, tmp_path
+):
     """The epoch has ended before the ranks tell each other, and the state that is saved then is of the next one."""
     given = Given(tmp_path)
     how = {"broken": [broken], "options": {"on_error": "skip"}, "certificates": True}
@@ -125,23 +169,35 @@ def test_what_the_certificate_of_an_epoch_knows_is_known_to_its_record(broken, t
         assert len(of_ranks) == 2
     found = asked("verify", given.record, "--json", code=1)["epochs"]
     assert ["1 samples of all ranks" in one for one in found[0]["problems"]] == [True]
-    assert (found[0]["delivered"], found[0]["missed"], found[0]["repeated_positions"]) == (45, 1, 0)
+    assert (
+        found[0]["delivered"],
+        found[0]["missed"],
+        found[0]["repeated_positions"],
+    ) == (45, 1, 0)
 
 
-def test_a_certificate_before_the_batch_size_changes_leaves_a_record_that_can_be_read(tmp_path):
+def test_a_certificate_before_the_batch_size_changes_leaves_a_record_that_can_be_read(
+    tmp_path,
+):
     record = tmp_path / "run.jsonl"
     given = DataLoader([np.int64(number) for number in range(7)], batch_size=2)
-    batches = iter(loader := sharded(given, ONE, batch_size=[(0, 2), (3, 3)], record=record))
+    batches = iter(
+        loader := sharded(given, ONE, batch_size=[(0, 2), (3, 3)], record=record)
+    )
     next(batches)
     assert not loader.certificate().exact
     assert [len(batch) for batch in batches] == [2, 3]
 
     assert "epoch 0: each of 7 samples exactly once" in asked("verify", record)
-    assert [one["step"] for one in asked("where", record, "--sample", 4, "--json")["places"]] == [2]
+    assert [
+        one["step"] for one in asked("where", record, "--sample", 4, "--json")["places"]
+    ] == [2]
 
 
 def numbers(length=20, rows=4, **options):
-    given = DataLoader([np.int64(number) for number in range(length)], batch_size=rows, shuffle=True)
+    given = DataLoader(
+        [np.int64(number) for number in range(length)], batch_size=rows, shuffle=True
+    )
     return sharded(given, ONE, **options)
 
 
@@ -160,7 +216,9 @@ def test_what_a_run_had_before_its_record_is_not_called_undelivered(tmp_path):
     assert taken(batches, 1) == rest[:1]
     loader.state_dict()
 
-    says = "The run was resumed at step 2 of epoch 0, and no line tells how it came there"
+    says = (
+        "The run was resumed at step 2 of epoch 0, and no line tells how it came there"
+    )
     assert says in asked("verify", record)
     for command in (
         ("where", record, "--sample", before[0][0]),
@@ -172,7 +230,9 @@ def test_what_a_run_had_before_its_record_is_not_called_undelivered(tmp_path):
     assert says in found["notes"][0]
 
 
-def test_steps_that_were_delivered_twice_with_other_samples_are_not_left_out_by_their_number(tmp_path):
+def test_steps_that_were_delivered_twice_with_other_samples_are_not_left_out_by_their_number(
+    tmp_path,
+):
     record = tmp_path / "run.jsonl"
     taken(iter(loader := numbers(record=record)), 1)
     state = loader.state_dict()
@@ -204,20 +264,32 @@ def test_a_job_that_was_overtaken_and_delivers_on_is_not_the_run(tmp_path):
         first.save(3, data=old)
 
     found = asked("verify", record, "--json")
-    assert [(one["job"], one["counts"]) for one in found["delivered"]] == [(1, "yes"), (2, "yes"), (1, "no")]
+    assert [(one["job"], one["counts"]) for one in found["delivered"]] == [
+        (1, "yes"),
+        (2, "yes"),
+        (1, "no"),
+    ]
     delivered = asked("batch", record, "--step", 2, "--json")["delivered"]
     assert [(one["job"], one["samples"]) for one in delivered] == [(2, rest[1])]
 
 
-def test_a_loader_of_other_data_that_is_given_the_same_record_is_named_and_not_called_lost(tmp_path, caplog):
+def test_a_loader_of_other_data_that_is_given_the_same_record_is_named_and_not_called_lost(
+    tmp_path, caplog
+):
     record = tmp_path / "run.jsonl"
     assert len([local(batch) for batch in numbers(record=record)]) == 5
     assert "also has a loader" not in caplog.text
     evaluated = [local(batch) for batch in numbers(length=6, record=record)]
 
-    assert "also has a loader of other data, or another order (its num_samples: 20, and now 6)" in caplog.text
+    assert (
+        "also has a loader of other data, or another order (its num_samples: 20, and now 6)"
+        in caplog.text
+    )
     found = asked("verify", record, "--json")
-    assert [(one["job"], one["counts"]) for one in found["delivered"]] == [(2, "yes"), (1, "other run")]
+    assert [(one["job"], one["counts"]) for one in found["delivered"]] == [
+        (2, "yes"),
+        (1, "other run"),
+    ]
     assert "Give each run a record of its own" in asked("verify", record)
     assert sum(map(len, evaluated)) == 6
 
@@ -226,7 +298,12 @@ def test_the_record_says_who_wrote_it_with_what(run):
     first = json.loads(run.record.read_text().splitlines()[0])
     assert first["line"] == "begin"
     assert first["meshes"] == [
-        {"axes": {"mp": 2, "dp": 2}, "process_ids": [0, 1, 2, 3], "data_axes": ["dp"], "other_dims": {}}
+        {
+            "axes": {"mp": 2, "dp": 2},
+            "process_ids": [0, 1, 2, 3],
+            "data_axes": ["dp"],
+            "other_dims": {},
+        }
     ]
     assert first["plan"]["batch_size"] == 8
     assert first["versions"].keys() == {"paddle_shard", "paddle", "numpy"}
@@ -246,4 +323,6 @@ def test_the_command_answers_on_a_machine_without_paddle(run):
     assert [proof["problems"] for proof in found["epochs"]] == [[], []]
     assert asked_elsewhere("where", run.record, "--sample", "chat:2")["places"]
     assert asked_elsewhere("batch", run.record, "--epoch", 0, "--step", 3)["delivered"]
-    assert asked_elsewhere("plan", "--samples", 8, "--batch-size", 4, "--mesh", "dp=2", "--step", 0)["step"]
+    assert asked_elsewhere(
+        "plan", "--samples", 8, "--batch-size", 4, "--mesh", "dp=2", "--step", 0
+    )["step"]

@@ -30,18 +30,39 @@ LENGTH = 43
 def test_an_order_is_made_again_from_what_a_saved_state_says_of_it(shuffle, ranks):
     if shuffle == "mixture":
         schedule = [(0, {"a": 2, "b": 1}), (10, {"a": 1, "b": 1})]
-        shuffle = Mixture({"a": Made(length=30), "b": Made(length=7)}, schedule).ordering(
-            ShardPlan(num_samples=5, batch_size=1, num_data_ranks=1, shuffle=True).ordering
+        shuffle = Mixture(
+            {"a": Made(length=30), "b": Made(length=7)}, schedule
+        ).ordering(
+            ShardPlan(
+                num_samples=5, batch_size=1, num_data_ranks=1, shuffle=True
+            ).ordering
         )
-    plan = ShardPlan(num_samples=LENGTH, batch_size=8, num_data_ranks=ranks, shuffle=shuffle, seed=3, accumulation=2)
+    plan = ShardPlan(
+        num_samples=LENGTH,
+        batch_size=8,
+        num_data_ranks=ranks,
+        shuffle=shuffle,
+        seed=3,
+        accumulation=2,
+    )
     saved = json.loads(json.dumps(plan.fingerprint()))
 
     again = ordering_of(saved)
 
     assert again == plan.ordering
-    other = ShardPlan(num_samples=LENGTH, batch_size=8, num_data_ranks=ranks, shuffle=again, seed=3, accumulation=2)
+    other = ShardPlan(
+        num_samples=LENGTH,
+        batch_size=8,
+        num_data_ranks=ranks,
+        shuffle=again,
+        seed=3,
+        accumulation=2,
+    )
     for epoch in (0, 2):
-        one, two = (of.samples(epoch=epoch, first=0, end=of.num_positions) for of in (plan, other))
+        one, two = (
+            of.samples(epoch=epoch, first=0, end=of.num_positions)
+            for of in (plan, other)
+        )
         assert one.tolist() == two.tolist()
 
 
@@ -52,7 +73,10 @@ def test_an_order_that_nobody_knows_is_told_as_that():
 def dataset(kind):
     if kind != "mixture":
         return Made(lambda i: np.array([i]), LENGTH)
-    sources = {"a": Made(lambda i: np.array([i]), 40), "b": Made(lambda i: np.array([1000 + i]), 9)}
+    sources = {
+        "a": Made(lambda i: np.array([i]), 40),
+        "b": Made(lambda i: np.array([1000 + i]), 9),
+    }
     return Mixture(sources, {"a": 5, "b": 2}, num_samples=LENGTH)
 
 
@@ -70,7 +94,14 @@ class Ranks:
                 options = {"shuffle": BLOCKS} if kind == "blocks" else {}
                 options |= {"record": path} if rank == 0 else {}
                 options |= {"skip_steps": skip_steps}
-                self.loaders.append(sharded(DataLoader(data, batch_sampler=sampler), at, tail=tail, **options))
+                self.loaders.append(
+                    sharded(
+                        DataLoader(data, batch_sampler=sampler),
+                        at,
+                        tail=tail,
+                        **options,
+                    )
+                )
 
     def all(self, function):
         found = []
@@ -90,12 +121,22 @@ class Ranks:
                 return
             rows = []
             for batch, batches in zip(found, self.batches, strict=True):
-                ids, valid = (one._local_value().numpy().reshape(-1).tolist() for one in (batch, batches.valid))
-                rows.append([one if real else None for one, real in zip(ids, valid, strict=True)])
+                ids, valid = (
+                    one._local_value().numpy().reshape(-1).tolist()
+                    for one in (batch, batches.valid)
+                )
+                rows.append(
+                    [
+                        one if real else None
+                        for one, real in zip(ids, valid, strict=True)
+                    ]
+                )
             yield self.batches[0].epoch, self.batches[0].step - 1, rows
 
     def save(self):
-        return self.all(lambda rank: json.loads(json.dumps(self.loaders[rank].state_dict())))[0]
+        return self.all(
+            lambda rank: json.loads(json.dumps(self.loaders[rank].state_dict()))
+        )[0]
 
     def load(self, state):
         self.batches = None
@@ -139,9 +180,15 @@ JOBS = st.lists(
     skip_steps=None,
 )
 @example(
-    jobs=[(1, 2, [("take", 5)]), (3, 4, [("take", 1)])], accumulation=2, kind="plain", tail="drop", skip_steps=None
+    jobs=[(1, 2, [("take", 5)]), (3, 4, [("take", 1)])],
+    accumulation=2,
+    kind="plain",
+    tail="drop",
+    skip_steps=None,
 )
-def test_the_record_tells_what_each_rank_was_given(jobs, accumulation, kind, tail, skip_steps):
+def test_the_record_tells_what_each_rank_was_given(
+    jobs, accumulation, kind, tail, skip_steps
+):
     if kind == "blocks":  # whose order depends on the rows of a micro-batch
         jobs = [(jobs[0][0], jobs[0][1], does) for _, _, does in jobs]
     with tempfile.TemporaryDirectory() as folder:
@@ -152,14 +199,30 @@ def test_the_record_tells_what_each_rank_was_given(jobs, accumulation, kind, tai
     if not told:
         return
     run = timeline(lines)
-    ours = [(leg.start.epoch, step, _rows(leg, step)) for leg in run.legs for step in range(leg.start.steps, leg.steps)]
-    ours = [one for one in ours if any(row is not None for of_rank in one[2] for row in of_rank)]  # else left out
+    ours = [
+        (leg.start.epoch, step, _rows(leg, step))
+        for leg in run.legs
+        for step in range(leg.start.steps, leg.steps)
+    ]
+    ours = [
+        one
+        for one in ours
+        if any(row is not None for of_rank in one[2] for row in of_rank)
+    ]  # else left out
     assert ours == [tuple(one) for _, *one in delivered]
-    wanted = Counter((epoch, one) for epoch, _, rows in ours for of in rows for one in of if one is not None)
+    wanted = Counter(
+        (epoch, one)
+        for epoch, _, rows in ours
+        for of in rows
+        for one in of
+        if one is not None
+    )
 
     for epoch in run.epochs:
         proof = proof_of(run, epoch)
-        assert not [problem for problem in proof["problems"] if "read" in problem]  # all could be, and were
+        assert not [
+            problem for problem in proof["problems"] if "read" in problem
+        ]  # all could be, and were
         of_epoch = {one: count for (of, one), count in wanted.items() if of == epoch}
         assert proof["delivered"] == sum(of_epoch.values())
         if kind != "mixture":  # which draws a sample as often as it likes
@@ -168,8 +231,18 @@ def test_the_record_tells_what_each_rank_was_given(jobs, accumulation, kind, tai
                 assert len(of_epoch) == proof["num_samples"]
     for sample in {one for _, one in wanted}:
         name = sample if kind != "mixture" else ("ab"[sample // 1000], sample % 1000)
-        places = [(leg.start.epoch, step) for leg, step, _ in places_in(run, name) if step < leg.steps]
-        hits = [(epoch, step) for _, epoch, step, rows in delivered for of in rows for one in of if one == sample]
+        places = [
+            (leg.start.epoch, step)
+            for leg, step, _ in places_in(run, name)
+            if step < leg.steps
+        ]
+        hits = [
+            (epoch, step)
+            for _, epoch, step, rows in delivered
+            for of in rows
+            for one in of
+            if one == sample
+        ]
         assert places == hits
 
 
@@ -177,7 +250,13 @@ def _rows(leg, step):
     """What the record says each rank has had."""
     shares = samples_of(leg.plan, leg.job.meshes, leg.start.epoch, step, leg.skips)
     number = {"a": 0, "b": 1000}
-    return [[number[one[0]] + one[1] if isinstance(one, list) else one for one in of["samples"]] for of in shares]
+    return [
+        [
+            number[one[0]] + one[1] if isinstance(one, list) else one
+            for one in of["samples"]
+        ]
+        for of in shares
+    ]
 
 
 def _play(path, jobs, accumulation, kind, tail, skip_steps):
@@ -187,7 +266,11 @@ def _play(path, jobs, accumulation, kind, tail, skip_steps):
         times = accumulation if kind == "blocks" or number % 2 else 3 - accumulation
         ranks = Ranks(path, data_ranks, each, times, kind, tail, skip_steps)
         way = []  # nothing is continued unless a state is loaded
-        for action, what in [*([("load", 5)] if number > 1 and saved else []), *does, ("save", None)]:
+        for action, what in [
+            *([("load", 5)] if number > 1 and saved else []),
+            *does,
+            ("save", None),
+        ]:
             if action == "take":
                 way += [(number, *step) for step in ranks.take(what)]
             elif action == "save":
@@ -195,7 +278,9 @@ def _play(path, jobs, accumulation, kind, tail, skip_steps):
                 told = told or bool(way)
             elif action == "leave":
                 ranks.batches = None
-            elif action == "certificate" and data_ranks == 1:  # which ranks make together
+            elif (
+                action == "certificate" and data_ranks == 1
+            ):  # which ranks make together
                 ranks.loaders[0].certificate()
             elif action == "load" and saved:
                 state, _ = saved[what % len(saved)]
@@ -203,6 +288,10 @@ def _play(path, jobs, accumulation, kind, tail, skip_steps):
                 # Jobs that have come from the same position to the same one have saved equal states: which of them was
                 # loaded nobody knows. The newest counts.
                 names = state.keys() - {"contents", "checksum"}
-                alike = [way for one, way in saved if all(one[name] == state[name] for name in names)]
+                alike = [
+                    way
+                    for one, way in saved
+                    if all(one[name] == state[name] for name in names)
+                ]
                 way = list(alike[-1])
     return way, told

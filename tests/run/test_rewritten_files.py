@@ -26,7 +26,13 @@ def rows_of(loader, steps=None):
     """The rows of each step that are real."""
     batches, found = iter(loader), []
     for batch in batches:
-        found.append([i for i, real in zip(local(batch), local(batches.valid), strict=True) if real])
+        found.append(
+            [
+                i
+                for i, real in zip(local(batch), local(batches.valid), strict=True)
+                if real
+            ]
+        )
         if len(found) == steps:
             break
     return found
@@ -49,13 +55,22 @@ def flat(steps):
 
 @pytest.mark.parametrize("name", FILE_KINDS)
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_files_that_are_not_those_of_the_state_are_refused_on_any_mesh(name, ranks, tmp_path):
-    kind, paths = FILE_KINDS[name], [tmp_path / f"{number}.{FILE_KINDS[name].ending}" for number in range(6)]
+def test_files_that_are_not_those_of_the_state_are_refused_on_any_mesh(
+    name, ranks, tmp_path
+):
+    kind, paths = (
+        FILE_KINDS[name],
+        [tmp_path / f"{number}.{FILE_KINDS[name].ending}" for number in range(6)],
+    )
     for number, path in enumerate(paths):
         write(path, kind, range(1000 + 10 * number, 1010 + 10 * number))
 
     def made(mesh=ONE):
-        return loader_of(kind.stream([str(path) for path in paths]).map(kind.id_of).in_parts(2), mesh, size=4)
+        return loader_of(
+            kind.stream([str(path) for path in paths]).map(kind.id_of).in_parts(2),
+            mesh,
+            size=4,
+        )
 
     straight = rows_of(made())
     begun, state = saved(made(), 4)
@@ -82,10 +97,15 @@ def test_files_that_are_not_those_of_the_state_are_refused_on_any_mesh(name, ran
 def test_without_verify_nobody_looks(tmp_path):
     path = tmp_path / "0.txt"
     write(path, FILE_KINDS["lines"], range(1000, 1040))
-    assert saved(loader_of(Stream.lines([str(path)]).map(int), verify=None), 2)[1]["data"] is None
+    assert (
+        saved(loader_of(Stream.lines([str(path)]).map(int), verify=None), 2)[1]["data"]
+        is None
+    )
 
 
-def test_a_state_that_is_saved_again_before_the_first_batch_still_knows_the_files(tmp_path):
+def test_a_state_that_is_saved_again_before_the_first_batch_still_knows_the_files(
+    tmp_path,
+):
     kind, path = FILE_KINDS["lines"], tmp_path / "0.txt"
     write(path, kind, range(1000, 1040))
 
@@ -99,17 +119,24 @@ def test_a_state_that_is_saved_again_before_the_first_batch_still_knows_the_file
     other = made()
     other.load_state_dict(state)
     for _ in range(2):
-        with pytest.raises(StateError, match=rf"{WAS}: {path.name} .* override=\['data'\]"):
+        with pytest.raises(
+            StateError, match=rf"{WAS}: {path.name} .* override=\['data'\]"
+        ):
             next(iter(other))
 
 
 def test_a_remote_file_is_known_by_what_its_server_tells(monkeypatch):
     monkeypatch.setenv("no_proxy", "*")
-    content = {f"{number}.txt": text_bytes(range(1000 + 100 * number, 1100 + 100 * number)) for number in range(4)}
+    content = {
+        f"{number}.txt": text_bytes(range(1000 + 100 * number, 1100 + 100 * number))
+        for number in range(4)
+    }
     with serving(dict(content)) as server:
 
         def made():
-            stream = Stream.lines([f"{server.url}/{name}" for name in content], shuffle_shards=False)
+            stream = Stream.lines(
+                [f"{server.url}/{name}" for name in content], shuffle_shards=False
+            )
             return loader_of(stream.map(int).in_parts(2))
 
         straight = rows_of(made())
@@ -123,7 +150,9 @@ def test_a_remote_file_is_known_by_what_its_server_tells(monkeypatch):
             rows_of(other)
 
 
-def test_an_override_in_the_middle_of_an_epoch_says_that_positions_mean_other_samples(tmp_path, caplog):
+def test_an_override_in_the_middle_of_an_epoch_says_that_positions_mean_other_samples(
+    tmp_path, caplog
+):
     kind, path = FILE_KINDS["lines"], tmp_path / "0.txt"
     write(path, kind, range(1000, 1040))
 
@@ -144,15 +173,25 @@ def test_an_override_in_the_middle_of_an_epoch_says_that_positions_mean_other_sa
     assert "16 samples" in found[0]
 
 
-@pytest.mark.parametrize("change", [{"weights": {"a": 3, "b": 1}}, {"stop": "all"}, {"window": 9}, {"fewer": 1}])
+@pytest.mark.parametrize(
+    "change",
+    [{"weights": {"a": 3, "b": 1}}, {"stop": "all"}, {"window": 9}, {"fewer": 1}],
+)
 def test_a_stream_of_other_settings_or_files_is_refused_in_words(change, tmp_path):
     paths = [tmp_path / f"{number}.txt" for number in range(8)]
     for path in paths:
         path.write_text("".join(f"{number}\n" for number in range(9)))
 
     def made(window=4, fewer=0, weights=None, stop="first"):
-        stream = Stream.lines([str(path) for path in paths[fewer:]]).map(int).shuffle(window)
-        return loader_of(Stream.mixture(dict.fromkeys("ab", stream), weights, stop=stop).in_parts(4))
+        stream = (
+            Stream.lines([str(path) for path in paths[fewer:]]).map(int).shuffle(window)
+        )
+        return loader_of(
+            Stream.mixture(dict.fromkeys("ab", stream), weights, stop=stop).in_parts(4)
+        )
 
-    with pytest.raises(StateError, match=r"stream: the sources or their weights are others now.*override=\["):
+    with pytest.raises(
+        StateError,
+        match=r"stream: the sources or their weights are others now.*override=\[",
+    ):
         made(**change).load_state_dict(made().state_dict())

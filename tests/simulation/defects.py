@@ -6,7 +6,11 @@ from paddle_shard.ranks.verdict import END, NEVER, OK, Decision, decide
 
 def delivers_unasked(self, step):
     """What this rank can serve itself is delivered, agreed or not."""
-    return True if self.verdict is None and step < self.outlook.step else may_deliver(self, step)
+    return (
+        True
+        if self.verdict is None and step < self.outlook.step
+        else may_deliver(self, step)
+    )
 
 
 def releases_a_batch(self):
@@ -20,7 +24,9 @@ def releases_a_batch(self):
 def notes_too_late(self):
     """A note is sent after the step that it is about."""
     found = reports(self)
-    return [message for message in found if message[0] != "note"] + [m for m in found if m[0] == "note"]
+    return [message for message in found if message[0] != "note"] + [
+        m for m in found if m[0] == "note"
+    ]
 
 
 def ends_too_early(outlooks):
@@ -95,7 +101,9 @@ def posts_too_much(self):
     """The step that is read next is on the table, too."""
     if self.table is not None:
         self.table.post(
-            self.number, min(self.outlook.step, self.outlook.exhausted) + 1, self._num_heard.get(self.rank, 0)
+            self.number,
+            min(self.outlook.step, self.outlook.exhausted) + 1,
+            self._num_heard.get(self.rank, 0),
         )
 
 
@@ -109,7 +117,9 @@ def posts_what_is_not_sent(self):
     """The table shows steps whose notes may not be sent yet."""
     if self.table is not None:
         num_notes = self._num_heard.get(self.rank, 0) + len(self._not_heard)
-        self.table.post(self.number, min(self.outlook.step, self.outlook.exhausted), num_notes)
+        self.table.post(
+            self.number, min(self.outlook.step, self.outlook.exhausted), num_notes
+        )
 
 
 @property
@@ -137,17 +147,29 @@ DEFECTS = {
     "releases_a_batch": (protocol._Ballot, {"decide": releases_a_batch}),
     "notes_too_late": (protocol.PassState, {"reports": notes_too_late}),
     "ends_too_early": (protocol, {"decide": ends_too_early}),
-    "keeps_padding_to_itself": (protocol.PassState, {"reports": keeps_padding_to_itself}),
+    "keeps_padding_to_itself": (
+        protocol.PassState,
+        {"reports": keeps_padding_to_itself},
+    ),
     "takes_one_end_for_all": (protocol, {"decide": takes_one_end_for_all}),
     "forgets_early_notes": (protocol.Hub, {"_take_note": forgets_early_notes}),
-    "decides_with_whom_it_knows": (protocol.Hub, {"_decide": decides_with_whom_it_knows}),
+    "decides_with_whom_it_knows": (
+        protocol.Hub,
+        {"_decide": decides_with_whom_it_knows},
+    ),
     "ignores_the_dead": (protocol.Member, {"receive": ignores_the_dead}),
     "forgets_who_leaves": (protocol.PassState, {"close": forgets_who_leaves}),
     "posts_no_notes": (protocol.PassState, {"post": posts_no_notes}),
     "posts_too_much": (protocol.PassState, {"post": posts_too_much}),
-    "leaves_the_table_at_the_end": (protocol.PassState, {"_reads_table": leaves_the_table_at_the_end}),
+    "leaves_the_table_at_the_end": (
+        protocol.PassState,
+        {"_reads_table": leaves_the_table_at_the_end},
+    ),
     "posts_what_is_not_sent": (protocol.PassState, {"post": posts_what_is_not_sent}),
-    "reads_what_was_not_compared": (protocol.PassState, {"_reads_table": reads_what_was_not_compared}),
+    "reads_what_was_not_compared": (
+        protocol.PassState,
+        {"_reads_table": reads_what_was_not_compared},
+    ),
     "shares_what_is_compared": (protocol.Member, {"_share": shares_what_is_compared}),
 }
 """Name -> what is changed, and what replaces its attributes."""

@@ -25,7 +25,13 @@ from unittest import mock
 
 import numpy as np
 
-from paddle_shard.errors import ArgumentError, CheckpointError, PaddleShardError, PeerLostError, TakenOverError
+from paddle_shard.errors import (
+    ArgumentError,
+    CheckpointError,
+    PaddleShardError,
+    PeerLostError,
+    TakenOverError,
+)
 from paddle_shard.extras import checkpoint_folder, checkpoint_parts, checkpoints
 from paddle_shard.extras.checkpoints import Checkpoints
 from paddle_shard.run import record_lines as lines
@@ -38,15 +44,45 @@ MOST_CALLS = 20_000
 BUSY = 50
 """Calls for which a record may be locked until who waits for it gives up."""
 FAILING = {
-    "EIO": ("open", "create", "read", "write", "fsync", "last fsync", "listdir", "stat", "mkdir", "unlink", "rmdir"),
+    "EIO": (
+        "open",
+        "create",
+        "read",
+        "write",
+        "fsync",
+        "last fsync",
+        "listdir",
+        "stat",
+        "mkdir",
+        "unlink",
+        "rmdir",
+    ),
     "EIO of names": ("listdir", "stat"),
     "EIO at last": ("last fsync",),
     "ENOSPC": ("create", "mkdir", "write", "fsync", "last fsync"),
 }
 """Name of an error -> the calls that may fail with it. A file that is cut is changed in memory only."""
 ACTS = (
-    *("crash", "crash", "kill job", "kill rank", "kill rank", "freeze job", "freeze rank"),
-    *("take over", "take over", "take over", "start", "start two", "fault", "fault", "fault", "fault"),
+    *(
+        "crash",
+        "crash",
+        "kill job",
+        "kill rank",
+        "kill rank",
+        "freeze job",
+        "freeze rank",
+    ),
+    *(
+        "take over",
+        "take over",
+        "take over",
+        "start",
+        "start two",
+        "fault",
+        "fault",
+        "fault",
+        "fault",
+    ),
 )
 
 
@@ -100,7 +136,10 @@ def trial_of(seed):
     rng = random.Random(seed)
     splits = rng.random() < 0.3
     sizes = [rng.choice([1, 2, 2, 3])] if splits else [1, 2, 2, 3]
-    jobs = [Plan(rng.choice(sizes), rng.choice([2, 2, 3]), rng.randint(1, 5)) for _ in range(rng.randint(2, 4))]
+    jobs = [
+        Plan(rng.choice(sizes), rng.choice([2, 2, 3]), rng.randint(1, 5))
+        for _ in range(rng.randint(2, 4))
+    ]
     acts = []
     at = 0
     for _ in range(rng.randint(2, 8)):
@@ -207,7 +246,9 @@ class Loader:
 
     def load_state_dict(self, state):
         if state["rank"] != self.state["rank"]:
-            raise Failed(f"rank {self.state['rank']} gets the state of rank {state['rank']}")
+            raise Failed(
+                f"rank {self.state['rank']} gets the state of rank {state['rank']}"
+            )
         self.state = state
 
 
@@ -315,7 +356,9 @@ class Job:
         return len(self.rounds[number]) == self.plan.size or bool(self.lost(number))
 
     def lost(self, number):
-        missing = [actor for actor in self.actors if actor.rank not in self.rounds[number]]
+        missing = [
+            actor for actor in self.actors if actor.rank not in self.rounds[number]
+        ]
         has_given_up = self.world.count >= self.gives_up_at
         return [actor.rank for actor in missing if actor.is_done or has_given_up]
 
@@ -363,12 +406,17 @@ class World:
         self.count += 1
         name = str(path)
         for act in self.faults:
-            is_due = act.at <= self.count < act.at + act.length and call in FAILING[act.error]
+            is_due = (
+                act.at <= self.count < act.at + act.length
+                and call in FAILING[act.error]
+            )
             if is_due and self.rng.random() < act.odds:
                 self.say(f"{actor}: {call} {name}: {act.error}")
                 actor.job.num_faults += 1
                 if name == RECORD:
-                    actor.budget = max(actor.budget, 1)  # it takes the line off before it can be killed
+                    actor.budget = max(
+                        actor.budget, 1
+                    )  # it takes the line off before it can be killed
                 raise OSError(getattr(errno, act.error.split()[0]), act.error, name)
         self.say(f"{actor}: {call} {name}")
         last = name.rpartition("/")[2]
@@ -397,14 +445,22 @@ class World:
         actor.budget = 0
         actor.pause()
         actor.waits_for = None
-        lost = job.lost(number) or [other.rank for other in job.actors if other.is_killed and self.rng.random() < 0.5]
+        lost = job.lost(number) or [
+            other.rank
+            for other in job.actors
+            if other.is_killed and self.rng.random() < 0.5
+        ]
         if lost:
             raise PeerLostError.of("has ended or was killed", lost)
         return [texts[rank] for rank in ranks]
 
     def save_file(self, content, path):
         with self.disk.open(path, "wb") as file:
-            file.write(json.dumps(content, default=lambda tensor: tensor.values.tolist()).encode())
+            file.write(
+                json.dumps(
+                    content, default=lambda tensor: tensor.values.tolist()
+                ).encode()
+            )
 
     def load_file(self, path, **_):
         with self.disk.open(path, "rb") as file:
@@ -423,21 +479,50 @@ class World:
     def patched(self):
         """Run the library on this disk."""
         paddle = SimpleNamespace(
-            save=self.save_file, load=self.load_file, Tensor=Tensor, nn=SimpleNamespace(Layer=Killed)
+            save=self.save_file,
+            load=self.load_file,
+            Tensor=Tensor,
+            nn=SimpleNamespace(Layer=Killed),
         )
         dist = SimpleNamespace(get_rank=self.get_rank, Replicate=Whole)
         fixed = SimpleNamespace(strftime=lambda _: "2026-01-01 00:00:00 +0000")
         with contextlib.ExitStack() as stack:
             for module, names in (
-                (checkpoint_folder, {"os": self.disk.os, "open": self.disk.open, "shutil": self.disk.shutil}),
+                (
+                    checkpoint_folder,
+                    {
+                        "os": self.disk.os,
+                        "open": self.disk.open,
+                        "shutil": self.disk.shutil,
+                    },
+                ),
                 (checkpoint_folder, {"paddle": paddle}),
                 (checkpoint_parts, {"paddle": paddle, "dist": dist}),
-                (checkpoints, {"paddle": paddle, "dist": dist, "num_ranks": self.get_size, "time": fixed}),
-                (checkpoints, {"gather_of": self.gather, "socket": SimpleNamespace(gethostname=lambda: "host")}),
-                (lines, {"os": self.disk.os, "open": self.disk.open, "_lock": self.lock}),
+                (
+                    checkpoints,
+                    {
+                        "paddle": paddle,
+                        "dist": dist,
+                        "num_ranks": self.get_size,
+                        "time": fixed,
+                    },
+                ),
+                (
+                    checkpoints,
+                    {
+                        "gather_of": self.gather,
+                        "socket": SimpleNamespace(gethostname=lambda: "host"),
+                    },
+                ),
+                (
+                    lines,
+                    {"os": self.disk.os, "open": self.disk.open, "_lock": self.lock},
+                ),
             ):
                 for name, value in names.items():
-                    stack.enter_context(mock.patch.object(module, name, value, create=name == "open"))
+                    stack.enter_context(
+                        mock.patch.object(module, name, value, create=name == "open")
+                    )
             with mock.patch.object(checkpoints.os, "getpid", lambda: 1):
                 yield
 
@@ -450,7 +535,12 @@ class World:
         if actor.rank == 0:
             job.checkpoints = mine
             self.append(job, "begin", 100 * job.number)
-        objects = Objects(actor.rank, job.plan.size, splits=self.trial.splits, shards=self.trial.shards)
+        objects = Objects(
+            actor.rank,
+            job.plan.size,
+            splits=self.trial.splits,
+            shards=self.trial.shards,
+        )
         if not self.load(actor, mine, objects):
             return
         for attempt in range(1, job.plan.saves + 1):
@@ -473,17 +563,27 @@ class World:
             self.say(f"{actor}: load raises {error!r}")
             faults, manifests = job.at_load
             if job.num_faults == faults and self.num_manifests < manifests + 2:
-                raise Failed(f"{actor}: load raises, and nothing was wrong: {error!r}") from error
+                raise Failed(
+                    f"{actor}: load raises, and nothing was wrong: {error!r}"
+                ) from error
             job.failed["load"] = True
             return False
         self.say(f"{actor}: loaded {step}")
         self.check_found(f"{actor}", step, objects, job.required)
         job.loaded[actor.rank] = step
-        others = [other for other in self.jobs if other is not job and other.checkpoints is not None]
+        others = [
+            other
+            for other in self.jobs
+            if other is not job and other.checkpoints is not None
+        ]
         if any(other.generation == mine._generation for other in others):
-            raise Failed(f"job {job.number} and another have claimed generation {mine._generation}")
+            raise Failed(
+                f"job {job.number} and another have claimed generation {mine._generation}"
+            )
         if len(set(job.loaded.values())) > 1 or "load" in job.failed:
-            raise Failed(f"the ranks of job {job.number} load {job.loaded}, failed: {job.failed}")
+            raise Failed(
+                f"the ranks of job {job.number} load {job.loaded}, failed: {job.failed}"
+            )
         return True
 
     def check_found(self, who, step, objects, required):
@@ -503,7 +603,9 @@ class World:
         return job.generation, attempt
 
     def later_claim(self, job, when=math.inf):
-        return any(number > job.generation and at < when for number, at in self.claims.items())
+        return any(
+            number > job.generation and at < when for number, at in self.claims.items()
+        )
 
     def save(self, actor, mine, objects, token):
         job = actor.job
@@ -521,21 +623,41 @@ class World:
             return False
         except CheckpointError as error:
             self.say(f"{actor}: save raises {error!r}")
-            is_left = any(other.is_done for other in job.actors)  # by others, who have cleaned up behind it
-            if job.num_faults == job.at_save[token][1] and not is_left and not self.later_claim(job):
-                raise Failed(f"{actor}: save raises, and nothing was wrong: {error!r}") from error
+            is_left = any(
+                other.is_done for other in job.actors
+            )  # by others, who have cleaned up behind it
+            if (
+                job.num_faults == job.at_save[token][1]
+                and not is_left
+                and not self.later_claim(job)
+            ):
+                raise Failed(
+                    f"{actor}: save raises, and nothing was wrong: {error!r}"
+                ) from error
             job.failed[token] = True
             if token in job.returned:
-                raise Failed(f"{token} has failed on {actor}, and not on {job.returned[token]}") from error
+                raise Failed(
+                    f"{token} has failed on {actor}, and not on {job.returned[token]}"
+                ) from error
             return True
         self.say(f"{actor}: saved {token}")
         job.returned.setdefault(token, set()).add(actor.rank)
         if job.failed.get(token):
-            raise Failed(f"{token} is saved on {job.returned[token]}, and has failed on others")
+            raise Failed(
+                f"{token} is saved on {job.returned[token]}, and has failed on others"
+            )
         if self.later_claim(job, when=job.at_save[token][0]):
-            raise Failed(f"{actor}: {token} is saved, and job {job.number} was overtaken before it began")
-        is_newest = self.acknowledged is None or self.order(token) > self.order(self.acknowledged)
-        if len(job.returned[token]) == job.plan.size and is_newest and not self.later_claim(job):
+            raise Failed(
+                f"{actor}: {token} is saved, and job {job.number} was overtaken before it began"
+            )
+        is_newest = self.acknowledged is None or self.order(token) > self.order(
+            self.acknowledged
+        )
+        if (
+            len(job.returned[token]) == job.plan.size
+            and is_newest
+            and not self.later_claim(job)
+        ):
             self.acknowledged = token
         return True
 
@@ -548,8 +670,12 @@ class World:
             lines.append(RECORD, {"line": kind, "format": lines.FORMAT, "n": number})
         except OSError as error:
             job.records = False
-            if job.num_faults == faults and not isinstance(error, BlockingIOError | FileNotFoundError):
-                raise Failed(f"job {job.number} cannot append to the record: {error!r}") from error
+            if job.num_faults == faults and not isinstance(
+                error, BlockingIOError | FileNotFoundError
+            ):
+                raise Failed(
+                    f"job {job.number} cannot append to the record: {error!r}"
+                ) from error
             return
         self.lines.append(number)
         self.say(f"job {job.number}: noted {number}")
@@ -578,12 +704,23 @@ class World:
                 speeds = [actor.speed for actor in actors]
                 self.move(self.rng.choices(actors, speeds)[0], acts)
             else:
-                times = [actor.frozen_until for actor in self.alive if actor.frozen_until > self.count]
-                times += [job.gives_up_at for job in self.jobs if job.gives_up_at > self.count]
+                times = [
+                    actor.frozen_until
+                    for actor in self.alive
+                    if actor.frozen_until > self.count
+                ]
+                times += [
+                    job.gives_up_at for job in self.jobs if job.gives_up_at > self.count
+                ]
                 times += [act.at for act in acts[:1]]
-                self.count = max(self.count, min((at for at in times if at < math.inf), default=self.count))
+                self.count = max(
+                    self.count,
+                    min((at for at in times if at < math.inf), default=self.count),
+                )
                 if not times and self.alive:
-                    raise Failed(f"wait for ever: {[str(actor) for actor in self.alive]}")
+                    raise Failed(
+                        f"wait for ever: {[str(actor) for actor in self.alive]}"
+                    )
             if self.looks():
                 self.probe()
             if self.count > MOST_CALLS:
@@ -593,7 +730,9 @@ class World:
         self.faults = []
         self.start(replace(self.trial.jobs[-1], saves=1))
         while self.alive:
-            self.move(self.rng.choice([actor for actor in self.alive if actor.may_run()]), [])
+            self.move(
+                self.rng.choice([actor for actor in self.alive if actor.may_run()]), []
+            )
         self.probe()
 
     @property
@@ -707,13 +846,19 @@ class World:
             found, problems = lines.read(RECORD)
         except ArgumentError as error:
             if self.lines:
-                raise Failed(f"lines {self.lines} of the record are gone: {error}") from error
+                raise Failed(
+                    f"lines {self.lines} of the record are gone: {error}"
+                ) from error
             return
         numbers = [one["n"] for one in found]
         if [number for number in numbers if number in self.lines] != self.lines:
-            raise Failed(f"the record has lines {numbers}, and {self.lines} were acknowledged")
+            raise Failed(
+                f"the record has lines {numbers}, and {self.lines} were acknowledged"
+            )
         sound = {one["number"] for one in found if one["n"] in self.lines}
-        for problem in problems:  # a line that was torn while it was written is none that was acknowledged
+        for problem in (
+            problems
+        ):  # a line that was torn while it was written is none that was acknowledged
             if int(problem.split()[1]) in sound:
                 raise Failed(f"the record has lines {numbers}, and {problem}")
 
@@ -750,7 +895,15 @@ class EveryCrash(World):
 
 def explore(size, saves, seed=0):
     """Crash a job at each of its calls, in each way; return the numbers of calls and of states. Raises Failed."""
-    trial = Trial(str(seed), "random", "/run/saved", splits=False, shards=True, jobs=[Plan(size, 2, saves)], acts=[])
+    trial = Trial(
+        str(seed),
+        "random",
+        "/run/saved",
+        splits=False,
+        shards=True,
+        jobs=[Plan(size, 2, saves)],
+        acts=[],
+    )
     world = EveryCrash(trial, hashlib.sha256())
     world.run()
     return world.count, world.num_probes
@@ -775,7 +928,11 @@ def run(seed, trace=None):
 
 def shrunk(seed):
     """Return a smaller trial that fails too, and how."""
-    return seeds.shrunk([trial_of(seed)], lambda trial: run_trial(trial, hashlib.sha256()), smaller_trials)
+    return seeds.shrunk(
+        [trial_of(seed)],
+        lambda trial: run_trial(trial, hashlib.sha256()),
+        smaller_trials,
+    )
 
 
 def smaller_trials(trial):
@@ -788,7 +945,14 @@ def smaller_trials(trial):
         fewer = [{"size": 1}] if plan.size > 1 and not trial.splits else []
         fewer += [{"saves": plan.saves - 1}] if plan.saves else []
         for change in fewer:
-            yield replace(trial, jobs=[*trial.jobs[:number], replace(plan, **change), *trial.jobs[number + 1 :]])
+            yield replace(
+                trial,
+                jobs=[
+                    *trial.jobs[:number],
+                    replace(plan, **change),
+                    *trial.jobs[number + 1 :],
+                ],
+            )
     for change in ({"splits": False}, {"kind": "random"}):
         if replace(trial, **change) != trial:
             yield replace(trial, **change)
@@ -797,14 +961,26 @@ def smaller_trials(trial):
 def main():
     module = sys.modules[__name__]
     parser = seeds.parser_of(module, disk_defects.DEFECTS)
-    parser.add_argument("--every", type=int, help="number of ranks of a job that crashes at each call, in all ways")
+    parser.add_argument(
+        "--every",
+        type=int,
+        help="number of ranks of a job that crashes at each call, in all ways",
+    )
     options = parser.parse_args()
     if options.every is None:
-        seeds.main(options, module, disk_defects.DEFECTS, ("calls", "crashes", "more states looked at"))
+        seeds.main(
+            options,
+            module,
+            disk_defects.DEFECTS,
+            ("calls", "crashes", "more states looked at"),
+        )
         return
     logging.getLogger("paddle_shard").setLevel(logging.CRITICAL)
     with seeds.planted(disk_defects.DEFECTS, options.defect):
-        found = [explore(options.every, 2, seed) for seed in range(options.first, options.first + options.seeds)]
+        found = [
+            explore(options.every, 2, seed)
+            for seed in range(options.first, options.first + options.seeds)
+        ]
     print("{} calls, {} states: no failure".format(*np.sum(found, 0)))
 
 

@@ -43,7 +43,10 @@ def marks_first(self, directory, leaves, own):
     """The mark of completeness is written before what it stands for."""
     checkpoint_folder.os.makedirs(directory, exist_ok=True)
     if self._rank == 0:
-        create_file(directory / checkpoints._MANIFEST, json.dumps({"version": 2, "files": {}}).encode())
+        create_file(
+            directory / checkpoints._MANIFEST,
+            json.dumps({"version": 2, "files": {}}).encode(),
+        )
     return write(self, directory, leaves, own)
 
 
@@ -63,7 +66,11 @@ def shares_a_generation(path, content):
 
 def looks_once(self):
     """What another job deletes while a rank looks for the newest checkpoint is thought to be half-written."""
-    return next((name for name in self._names() if self._problem_of(name) is None), None) if self._rank == 0 else None
+    return (
+        next((name for name in self._names() if self._problem_of(name) is None), None)
+        if self._rank == 0
+        else None
+    )
 
 
 def looks_on_each_rank(self, what, directory):
@@ -92,7 +99,11 @@ def takes_errors_for_nothing(directory):
         for name in checkpoint_folder.os.listdir(directory):
             with contextlib.suppress(OSError):
                 status = checkpoint_folder.os.stat(directory / name)
-                sizes[name] = None if checkpoint_folder.stat.S_ISDIR(status.st_mode) else status.st_size
+                sizes[name] = (
+                    None
+                    if checkpoint_folder.stat.S_ISDIR(status.st_mode)
+                    else status.st_size
+                )
     return sizes
 
 

@@ -27,7 +27,12 @@ def frozen(value):
     if value is None or isinstance(value, str | int | float | bool):
         return value
     if isinstance(value, dict):
-        return tuple(sorted(((repr(key), frozen(one)) for key, one in value.items()), key=lambda pair: pair[0]))
+        return tuple(
+            sorted(
+                ((repr(key), frozen(one)) for key, one in value.items()),
+                key=lambda pair: pair[0],
+            )
+        )
     if isinstance(value, list | tuple):
         return tuple(map(frozen, value))
     if isinstance(value, set):
@@ -36,7 +41,11 @@ def frozen(value):
         return str(value)
     slots = getattr(value, "__slots__", None)
     names = slots if slots else vars(value)
-    return tuple(frozen(getattr(value, name)) for name in names if name not in ("world", "terms", "scripts", "relays"))
+    return tuple(
+        frozen(getattr(value, name))
+        for name in names
+        if name not in ("world", "terms", "scripts", "relays")
+    )
 
 
 def state_of(world):
@@ -76,7 +85,11 @@ def act(world, action):
     one = world.ranks[action[1]]
     was_awake = one.is_awake
     world.apply(action)
-    while action[0] == "train" and one.phase in ("next", "read") and one.is_awake == was_awake:
+    while (
+        action[0] == "train"
+        and one.phase in ("next", "read")
+        and one.is_awake == was_awake
+    ):
         one.train()
 
 
@@ -131,20 +144,38 @@ def verify(job, world, killed, path):
 
 def scripts_of(size, num_steps):
     """Yield what the ranks' data may do within some steps: one end or failure on each rank, up to symmetry."""
-    events = [("end", step) for step in range(num_steps + 1)] + [("fail", step) for step in range(num_steps)]
+    events = [("end", step) for step in range(num_steps + 1)] + [
+        ("fail", step) for step in range(num_steps)
+    ]
     for first in events:
         for others in itertools.combinations_with_replacement(events, size - 1):
-            ends = {rank: step for rank, (kind, step) in enumerate((first, *others)) if kind == "end"}
-            fails = {rank: step for rank, (kind, step) in enumerate((first, *others)) if kind == "fail"}
+            ends = {
+                rank: step
+                for rank, (kind, step) in enumerate((first, *others))
+                if kind == "end"
+            }
+            fails = {
+                rank: step
+                for rank, (kind, step) in enumerate((first, *others))
+                if kind == "fail"
+            }
             yield Script(prefetch=1, ends=ends, fails=fails, must_agree=True, noisy=-1)
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--size", type=int, default=2)
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--kill", action="store_true", help="one rank is killed at any moment, or none")
-    parser.add_argument("--table", action="store_true", help="the ranks are on one host, and share a table")
+    parser.add_argument(
+        "--kill", action="store_true", help="one rank is killed at any moment, or none"
+    )
+    parser.add_argument(
+        "--table",
+        action="store_true",
+        help="the ranks are on one host, and share a table",
+    )
     parser.add_argument("--seconds", type=float, default=math.inf)
     options = parser.parse_args()
     logging.getLogger("paddle_shard").setLevel(logging.CRITICAL)
@@ -155,16 +186,27 @@ def main():
         sharing = tuple(range(options.size)) if options.table else ()
         job = Job("exhaustive", options.size, [script], {}, (), sharing)
         try:
-            found, final, all_visited = explore(job, kills=options.kill, until=begun + options.seconds)
+            found, final, all_visited = explore(
+                job, kills=options.kill, until=begun + options.seconds
+            )
         except Failed as failure:
             print(failure)
             sys.exit(1)
-        states, ends, jobs, is_whole = states + found, ends + final, jobs + 1, is_whole and all_visited
-        print(f"{outcome(script, options.size)}: {found} states, {final} ends", flush=True)
+        states, ends, jobs, is_whole = (
+            states + found,
+            ends + final,
+            jobs + 1,
+            is_whole and all_visited,
+        )
+        print(
+            f"{outcome(script, options.size)}: {found} states, {final} ends", flush=True
+        )
         if not is_whole:
             break
     seconds = time.monotonic() - begun
-    print(f"{jobs} jobs, {states} states, {ends} ends, {seconds:.0f} s{'' if is_whole else ', not all'}: no failure")
+    print(
+        f"{jobs} jobs, {states} states, {ends} ends, {seconds:.0f} s{'' if is_whole else ', not all'}: no failure"
+    )
 
 
 if __name__ == "__main__":

@@ -40,10 +40,17 @@ class File:
 
     def after_crash(self, rng, known):
         if self not in known:
-            kept = [part for change in self.pending if rng.random() < rng.odds for part in torn(rng, *change)]
+            kept = [
+                part
+                for change in self.pending
+                if rng.random() < rng.odds
+                for part in torn(rng, *change)
+            ]
             content = applied(self.synced, kept)
             if len(content) < len(self.content) and rng.random() < rng.odds / 2:
-                content += bytes(len(self.content) - len(content))  # its size was written, and not what is in it
+                content += bytes(
+                    len(self.content) - len(content)
+                )  # its size was written, and not what is in it
             known[self] = File(content)
         return known[self]
 
@@ -73,7 +80,9 @@ class Folder:
                 if rng.random() < rng.odds:
                     renamed(entries, changes)
             known[self] = Folder()
-            known[self].entries = {name: node.after_crash(rng, known) for name, node in entries.items()}
+            known[self].entries = {
+                name: node.after_crash(rng, known) for name, node in entries.items()
+            }
             known[self].synced = dict(known[self].entries)
         return known[self]
 
@@ -115,16 +124,22 @@ def signature(node):
     """Return what is in a file or a folder, hashable."""
     if isinstance(node, File):
         return node.content
-    return tuple((name, signature(child)) for name, child in sorted(node.entries.items()))
+    return tuple(
+        (name, signature(child)) for name, child in sorted(node.entries.items())
+    )
 
 
 def overlaid(content, offset, chunk):
-    return content[:offset].ljust(offset, b"\0") + chunk + content[offset + len(chunk) :]
+    return (
+        content[:offset].ljust(offset, b"\0") + chunk + content[offset + len(chunk) :]
+    )
 
 
 def applied(content, changes):
     for offset, chunk in changes:
-        content = content[:offset] if chunk is None else overlaid(content, offset, chunk)
+        content = (
+            content[:offset] if chunk is None else overlaid(content, offset, chunk)
+        )
     return content
 
 
@@ -181,7 +196,9 @@ class Disk:
             if not isinstance(node, Folder):
                 raise NotADirectoryError(errno.ENOTDIR, "Not a directory", str(path))
             if name not in node.entries:
-                raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(path))
+                raise FileNotFoundError(
+                    errno.ENOENT, "No such file or directory", str(path)
+                )
             node = node.entries[name]
         return node
 
@@ -290,7 +307,9 @@ class Handle:
             self.node.holder = None
 
     def seek(self, offset, whence=0):
-        self.position = offset + (len(self.node.content) if whence == io.SEEK_END else 0)
+        self.position = offset + (
+            len(self.node.content) if whence == io.SEEK_END else 0
+        )
         return self.position
 
     def read(self, size=None):

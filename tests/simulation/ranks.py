@@ -14,7 +14,13 @@ import sys
 from dataclasses import dataclass, replace
 
 from tests.simulation import defects, seeds
-from tests.simulation.scripts import differing_script, leaving_script, led_script, outcome, random_script
+from tests.simulation.scripts import (
+    differing_script,
+    leaving_script,
+    led_script,
+    outcome,
+    random_script,
+)
 from tests.simulation.seeds import Failed
 from tests.simulation.world import TIMEOUT, World
 
@@ -58,26 +64,51 @@ def jobs_of(seed):
     rng = random.Random(seed)
     found = []
     for kind in ("sound", rng.choice(["sound", "led"]), "faulty", "leaves"):
-        size = rng.randint(3, 5) if kind == "faulty" and rng.random() < 0.8 else rng.randint(2, 5)
+        size = (
+            rng.randint(3, 5)
+            if kind == "faulty" and rng.random() < 0.8
+            else rng.randint(2, 5)
+        )
         scripts = [random_script(rng, size) for _ in range(rng.randint(1, 3))]
         if kind == "sound":
             for is_other in (True, False):
-                scripts.insert(rng.randint(1, len(scripts)), differing_script(rng, size, is_other=is_other))
+                scripts.insert(
+                    rng.randint(1, len(scripts)),
+                    differing_script(rng, size, is_other=is_other),
+                )
         elif kind == "led":
             size = 4
             scripts = [led_script(rng) for _ in range(2)]
         elif kind == "leaves":
             scripts = [random_script(rng, size), leaving_script(rng, size)]
-        relays = dict.fromkeys(range(3, size), 2) if size > 3 and rng.random() < 0.3 else {}
+        relays = (
+            dict.fromkeys(range(3, size), 2) if size > 3 and rng.random() < 0.3 else {}
+        )
         threaded = tuple(rank for rank in range(size) if rng.random() < 0.6)
-        sharing = random.Random(f"memory of {seed}.{len(found)}").choice([(), *3 * [range(size)], range(1, size)])
+        sharing = random.Random(f"memory of {seed}.{len(found)}").choice(
+            [(), *3 * [range(size)], range(1, size)]
+        )
         meets = random.Random(f"collectives of {seed}.{len(found)}").random() < 0.5
         meets = meets and kind in ("sound", "led") and not relays
-        job = Job(f"{seed}.{len(found)}", size, scripts, relays, threaded, tuple(sharing), meets)
+        job = Job(
+            f"{seed}.{len(found)}",
+            size,
+            scripts,
+            relays,
+            threaded,
+            tuple(sharing),
+            meets,
+        )
         if kind == "faulty":
-            actions = sum(5 * size * (outcome(script, size)[0] + 2) for script in scripts)
+            actions = sum(
+                5 * size * (outcome(script, size)[0] + 2) for script in scripts
+            )
             victim = rng.choice([0, *range(1, size), *range(1, size)])
-            job.fault = Fault(rng.choice(["kill", "kill", "kill", "kill", *FAULTS]), victim, rng.randrange(actions))
+            job.fault = Fault(
+                rng.choice(["kill", "kill", "kill", "kill", *FAULTS]),
+                victim,
+                rng.randrange(actions),
+            )
         found.append(job)
     return found
 
@@ -89,7 +120,9 @@ class Schedule:
         self._rng = rng
         self._by_priority = rng.random() < 0.5
         self._priorities = {}
-        self._changes = {int(math.exp(rng.uniform(0, 7))) for _ in range(rng.randint(0, 3))}
+        self._changes = {
+            int(math.exp(rng.uniform(0, 7))) for _ in range(rng.randint(0, 3))
+        }
         self._lowest = 0.0
         self.count = 0
 
@@ -123,7 +156,14 @@ def run(seed, trace=None):
 def run_job(job, digest, trace=None):
     """Run a job; return its number of actions. Raises Failed."""
     rng = random.Random(f"schedule of {job.seed}")
-    world = World(job.size, job.scripts, relays=job.relays, threaded=job.threaded, sharing=job.sharing, meets=job.meets)
+    world = World(
+        job.size,
+        job.scripts,
+        relays=job.relays,
+        threaded=job.threaded,
+        sharing=job.sharing,
+        meets=job.meets,
+    )
     schedule, fault, slack = Schedule(rng), job.fault, SLACK
     while not world.is_done:
         if fault is not None and schedule.count >= fault.at:
@@ -137,7 +177,11 @@ def run_job(job, digest, trace=None):
             world.now = world.next_time()
             slack = SLACK
             if world.now > MOST_SECONDS:
-                phases = {one.rank: (one.phase, one.results) for one in world.ranks if not one.is_dead}
+                phases = {
+                    one.rank: (one.phase, one.results)
+                    for one in world.ranks
+                    if not one.is_dead
+                }
                 raise Failed(f"waits for ever: {phases}")
             continue
         if slack > 0 and rng.random() < 0.03:
@@ -149,7 +193,9 @@ def run_job(job, digest, trace=None):
         if trace:
             kind, rank, source = action
             taken = json.dumps(world.channels.get((source, rank), [])[:count])
-            trace(f"{world.now:8.3f} {kind} {rank} {'' if source is None else f'from {source}: {taken}'}")
+            trace(
+                f"{world.now:8.3f} {kind} {rank} {'' if source is None else f'from {source}: {taken}'}"
+            )
         try:
             world.apply(action, count)
         except (LookupError, ValueError, TypeError, AttributeError) as error:
@@ -186,27 +232,51 @@ def check(job, world):
         return
     fault = job.fault
     for one in world.ranks:
-        if one.results == expected or (one.is_dead and one.results == expected[: len(one.results)]):
+        if one.results == expected or (
+            one.is_dead and one.results == expected[: len(one.results)]
+        ):
             continue
         if fault is None or fault.kind == "pause":
             raise Failed(f"rank {one.rank}: {one.results}, not {expected}")
-        is_beyond = fault.kind != "kill" and fault.rank in (one.rank, job.relays.get(one.rank))
-        odd = {result[1] for result, right in zip(one.results, expected, strict=False) if result != right}
+        is_beyond = fault.kind != "kill" and fault.rank in (
+            one.rank,
+            job.relays.get(one.rank),
+        )
+        odd = {
+            result[1]
+            for result, right in zip(one.results, expected, strict=False)
+            if result != right
+        }
         if is_beyond and odd <= {"lost", "deserted", "ended"}:
             continue  # it is on the other side of what has happened, or goes on when the others have given up
         *before, last = one.results
         at = min(len(before), len(expected) - 1)
-        if before != expected[: len(before)] or last[1] != "lost" or last[0] > expected[at][0]:
-            raise Failed(f"rank {one.rank}: {one.results}, not {expected} or a part of it")
+        if (
+            before != expected[: len(before)]
+            or last[1] != "lost"
+            or last[0] > expected[at][0]
+        ):
+            raise Failed(
+                f"rank {one.rank}: {one.results}, not {expected} or a part of it"
+            )
         # A hub that is cut off takes others for lost, and those that come later hear that of it.
         is_unclear = is_beyond or (fault.kind in ("cut", "silence") and fault.rank == 0)
         # A relay that loses its connections before it has one to the hub is another end of theirs.
-        is_unclear = is_unclear or (fault.kind == "cut" and [job.relays.get(rank) for rank in last[2]] == [fault.rank])
+        is_unclear = is_unclear or (
+            fault.kind == "cut"
+            and [job.relays.get(rank) for rank in last[2]] == [fault.rank]
+        )
         if last[2] != [fault.rank] and not (is_unclear and last[2]):
             raise Failed(f"rank {one.rank} names {last[2]}, not {[fault.rank]}")
         seconds = one.finished_at - world.struck_at
-        if fault.kind == "kill" and world.ranks[fault.rank].is_connected and seconds > SOON:
-            raise Failed(f"rank {one.rank} waits {seconds:.1f} s until it names the rank that was killed")
+        if (
+            fault.kind == "kill"
+            and world.ranks[fault.rank].is_connected
+            and seconds > SOON
+        ):
+            raise Failed(
+                f"rank {one.rank} waits {seconds:.1f} s until it names the rank that was killed"
+            )
 
 
 def check_left(job, world, expected):
@@ -215,39 +285,69 @@ def check_left(job, world, expected):
     steps = set()
     for one in world.ranks:
         *before, last = one.results or [(0, "nothing")]
-        is_right = before == expected[:-1] and last[1:] == ("deserted", [leaver]) and last[0] >= step
+        is_right = (
+            before == expected[:-1]
+            and last[1:] == ("deserted", [leaver])
+            and last[0] >= step
+        )
         if one.rank == leaver:
             is_right = one.results == [*expected[:-1], (step, "left", None)]
         else:
             steps.add(last[0])
         if not is_right:
-            raise Failed(f"rank {one.rank}: {one.results}, but rank {leaver} has left before step {step}")
+            raise Failed(
+                f"rank {one.rank}: {one.results}, but rank {leaver} has left before step {step}"
+            )
     if len(steps) > 1:
         raise Failed(f"the others stop at the steps {sorted(steps)}")
 
 
 def shrunk(seed):
     """Return a smaller job that fails too, and how."""
-    return seeds.shrunk(jobs_of(seed), lambda job: run_job(job, hashlib.sha256()), smaller_jobs)
+    return seeds.shrunk(
+        jobs_of(seed), lambda job: run_job(job, hashlib.sha256()), smaller_jobs
+    )
 
 
 def smaller_jobs(job):
     """Yield jobs with one thing less."""
     for number in range(len(job.scripts) if len(job.scripts) > 1 else 0):
         yield replace(job, scripts=job.scripts[:number] + job.scripts[number + 1 :])
-    for name, less in (("fault", None), ("relays", {}), ("threaded", ()), ("sharing", ()), ("meets", False)):
+    for name, less in (
+        ("fault", None),
+        ("relays", {}),
+        ("threaded", ()),
+        ("sharing", ()),
+        ("meets", False),
+    ):
         if getattr(job, name):
             yield replace(job, **{name: less})
     for number, script in enumerate(job.scripts):
         fewer = [{"noisy": -1}] if script.noisy >= 0 else []
-        fewer += [{name: {}} for name in ("fails", "differs", "leaders") if getattr(script, name) and script.ends]
+        fewer += [
+            {name: {}}
+            for name in ("fails", "differs", "leaders")
+            if getattr(script, name) and script.ends
+        ]
         for change in fewer:
-            yield replace(job, scripts=[*job.scripts[:number], replace(script, **change), *job.scripts[number + 1 :]])
+            yield replace(
+                job,
+                scripts=[
+                    *job.scripts[:number],
+                    replace(script, **change),
+                    *job.scripts[number + 1 :],
+                ],
+            )
 
 
 def main():
     module = sys.modules[__name__]
-    seeds.main(seeds.parser_of(module, defects.DEFECTS).parse_args(), module, defects.DEFECTS, ("actions",))
+    seeds.main(
+        seeds.parser_of(module, defects.DEFECTS).parse_args(),
+        module,
+        defects.DEFECTS,
+        ("actions",),
+    )
 
 
 if __name__ == "__main__":

@@ -3,7 +3,13 @@
 import random
 from dataclasses import dataclass, field
 
-from paddle_shard.errors import AgreedFailure, ArgumentError, DifferentDataError, PeerLostError, UnequalEndsError
+from paddle_shard.errors import (
+    AgreedFailure,
+    ArgumentError,
+    DifferentDataError,
+    PeerLostError,
+    UnequalEndsError,
+)
 
 
 @dataclass
@@ -17,16 +23,26 @@ class Script:
     break_at: int | None = None  # all ranks leave before this step
     must_agree: bool = False
     noisy: float = 0.0  # how often a rank has a note
-    leaders: dict = field(default_factory=dict)  # rank -> rank that reads for it, until that one leaves
-    differs: dict = field(default_factory=dict)  # rank -> first step at which it has read other data than the rest
+    leaders: dict = field(
+        default_factory=dict
+    )  # rank -> rank that reads for it, until that one leaves
+    differs: dict = field(
+        default_factory=dict
+    )  # rank -> first step at which it has read other data than the rest
     same_data: bool = False
-    leaves: dict = field(default_factory=dict)  # rank -> step before which it alone leaves
-    labels: dict = field(default_factory=dict)  # rank -> what it iterates over, if that is not the same
+    leaves: dict = field(
+        default_factory=dict
+    )  # rank -> step before which it alone leaves
+    labels: dict = field(
+        default_factory=dict
+    )  # rank -> what it iterates over, if that is not the same
 
 
 def note_of(rank, step, script):
     """A rank's note on a step: on its first one and now and then."""
-    if script.noisy < 0 or (step and random.Random(f"{rank} {step} {script.noisy}").random() >= script.noisy):
+    if script.noisy < 0 or (
+        step and random.Random(f"{rank} {step} {script.noisy}").random() >= script.noisy
+    ):
         return None
     return f"rank {rank}, step {step}" * (1 + 3 * rank)
 
@@ -35,7 +51,9 @@ def outcome(script, size):
     """Return how many steps every rank delivers, how the pass ends, and details."""
     if script.labels:
         return 0, "other", None
-    limits = [(step, "failed") for step in script.fails.values()] + [(step, "ended") for step in script.ends.values()]
+    limits = [(step, "failed") for step in script.fails.values()] + [
+        (step, "ended") for step in script.ends.values()
+    ]
     if len(script.exhausted) == size:
         limits.append((max(script.exhausted.values()), "ended"))
     if script.break_at is not None:
@@ -93,7 +111,9 @@ def random_script(rng, size):
 
 def differing_script(rng, size, *, is_other):
     """One rank iterates over something else, or has other data."""
-    script = Script(prefetch=rng.randint(1, 6), ends=dict.fromkeys(range(size), 12), noisy=-1)
+    script = Script(
+        prefetch=rng.randint(1, 6), ends=dict.fromkeys(range(size), 12), noisy=-1
+    )
     odd = rng.randrange(size)
     if is_other:
         script.labels = {odd: "another loader"}
@@ -107,7 +127,10 @@ def leaving_script(rng, size):
     """One rank leaves its loop and the others go on."""
     step = rng.randint(0, 8)
     return Script(
-        prefetch=rng.randint(1, 6), ends=dict.fromkeys(range(size), 40), leaves={rng.randrange(size): step}, noisy=0.1
+        prefetch=rng.randint(1, 6),
+        ends=dict.fromkeys(range(size), 40),
+        leaves={rng.randrange(size): step},
+        noisy=0.1,
     )
 
 
@@ -130,14 +153,38 @@ def report_of(rank):
 def result_of(step, error):
     """Return the outcome that a rank sees that has delivered so many steps and has got an error."""
     if isinstance(error, AgreedFailure):
-        is_right = error.step == step and all(said == report_of(rank) for rank, said in error.reports)
-        return step, "failed" if is_right else f"wrongly: {error}", [rank for rank, _ in error.reports]
+        is_right = error.step == step and all(
+            said == report_of(rank) for rank, said in error.reports
+        )
+        return (
+            step,
+            "failed" if is_right else f"wrongly: {error}",
+            [rank for rank, _ in error.reports],
+        )
     if isinstance(error, UnequalEndsError):
-        return step, "unequal" if error.step == step else f"wrongly: {error}", list(error.ended)
+        return (
+            step,
+            "unequal" if error.step == step else f"wrongly: {error}",
+            list(error.ended),
+        )
     if isinstance(error, PeerLostError):
-        return step, "deserted" if "The loop was left by" in str(error) else "lost", sorted(error.ranks)
+        return (
+            step,
+            "deserted" if "The loop was left by" in str(error) else "lost",
+            sorted(error.ranks),
+        )
     if isinstance(error, ArgumentError):
-        return step, "other" if "The ranks differ in pass" in str(error) else f"wrongly: {error}", None
+        return (
+            step,
+            "other"
+            if "The ranks differ in pass" in str(error)
+            else f"wrongly: {error}",
+            None,
+        )
     if isinstance(error, DifferentDataError):
-        return step, "differs" if f"At step {step} of" in str(error) else f"wrongly: {error}", None
+        return (
+            step,
+            "differs" if f"At step {step} of" in str(error) else f"wrongly: {error}",
+            None,
+        )
     return step, f"wrongly: {error!r}", None

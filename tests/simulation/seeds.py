@@ -51,13 +51,21 @@ def planted(defects, name):
 
 def parser_of(module, defects):
     """Return the parser of a simulator's command line."""
-    parser = argparse.ArgumentParser(description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", type=int, help="run one trial, and print its digest and counts")
-    parser.add_argument("--trace", action="store_true", help="with --seed: print each action")
+    parser = argparse.ArgumentParser(
+        description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--seed", type=int, help="run one trial, and print its digest and counts"
+    )
+    parser.add_argument(
+        "--trace", action="store_true", help="with --seed: print each action"
+    )
     parser.add_argument("--seeds", type=int, default=1000)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=math.inf)
-    parser.add_argument("--defect", choices=sorted(defects), help="run with a planted defect")
+    parser.add_argument(
+        "--defect", choices=sorted(defects), help="run with a planted defect"
+    )
     return parser
 
 
@@ -86,7 +94,10 @@ def _run_many(options, module, counted):
         if time.monotonic() - begun > options.seconds:
             break
         try:
-            totals = [total + count for total, count in zip(totals, module.run(seed)[1:], strict=True)]
+            totals = [
+                total + count
+                for total, count in zip(totals, module.run(seed)[1:], strict=True)
+            ]
         except Failed as failure:
             command = f"python -m {module.__spec__.name} --seed {seed} --trace"
             print(f"seed {seed}: {failure}\n  {command}")
@@ -95,6 +106,8 @@ def _run_many(options, module, counted):
         done += 1
         if done % 500 == 0:
             print(f"{done} trials, {time.monotonic() - begun:.0f} s", flush=True)
-    counts = ", ".join(f"{total} {what}" for total, what in zip(totals, counted, strict=True))
+    counts = ", ".join(
+        f"{total} {what}" for total, what in zip(totals, counted, strict=True)
+    )
     print(f"{done} trials, {counts}, {time.monotonic() - begun:.0f} s: no failure")
     return 0

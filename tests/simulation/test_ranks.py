@@ -8,7 +8,10 @@ from tests.simulation.scripts import Script
 from tests.simulation.seeds import planted
 from tests.trials import trials
 
-CAUGHT_BY = {"leaves_the_table_at_the_end": (10, 16), "posts_what_is_not_sent": (22, 35)}
+CAUGHT_BY = {
+    "leaves_the_table_at_the_end": (10, 16),
+    "posts_what_is_not_sent": (22, 35),
+}
 """Defect -> seeds that catch it, where few of them do."""
 
 
@@ -41,10 +44,13 @@ def test_simulation_catches_a_planted_defect(defect):
 
 
 @pytest.mark.parametrize(
-    ("kills", "sharing"), [(False, (0, 1)), (True, ()), pytest.param(True, (0, 1), marks=pytest.mark.long)]
+    ("kills", "sharing"),
+    [(False, (0, 1)), (True, ()), pytest.param(True, (0, 1), marks=pytest.mark.long)],
 )
 def test_all_interleavings_of_two_ranks_keep_the_laws(kills, sharing):
     script = Script(prefetch=1, ends={0: 1}, fails={1: 1}, must_agree=True, noisy=-1)
-    states, ends, is_whole = explore(ranks.Job("one", 2, [script], {}, (), sharing), kills=kills)
+    states, ends, is_whole = explore(
+        ranks.Job("one", 2, [script], {}, (), sharing), kills=kills
+    )
     assert is_whole
     assert states > ends > 1

@@ -37,8 +37,12 @@ class Memory:
         self.words[number, self.rank] = (step, num_notes)
 
     def least(self, number, heard):
-        words = {rank: self.words.get((number, rank), (0, 0)) for rank in range(self.size)}
-        if any(num_notes > heard.get(rank, 0) for rank, (_, num_notes) in words.items()):
+        words = {
+            rank: self.words.get((number, rank), (0, 0)) for rank in range(self.size)
+        }
+        if any(
+            num_notes > heard.get(rank, 0) for rank, (_, num_notes) in words.items()
+        ):
             return 0
         return min(step for step, _ in words.values())
 
@@ -88,7 +92,12 @@ class Rank:
     @property
     def is_decided(self):
         state = self.state
-        return state.stops_early or state.is_closed or state.verdict is not None or self.member.lost is not None
+        return (
+            state.stops_early
+            or state.is_closed
+            or state.verdict is not None
+            or self.member.lost is not None
+        )
 
     def found_memory(self, place):
         return self.memory
@@ -107,7 +116,9 @@ class Rank:
     def _open(self):
         script = self.script
         label = script.labels.get(self.rank, "")
-        terms = Terms(label=label, ends_must_agree=script.must_agree, same_data=script.same_data)
+        terms = Terms(
+            label=label, ends_must_agree=script.must_agree, same_data=script.same_data
+        )
         self.state = self.member.open(protocol.PassState, terms, self.world.now)
         self.world.opened[self.state.number, self.rank] = self.state
         self.is_awake = True
@@ -117,7 +128,9 @@ class Rank:
         if self.step in (self.script.break_at, self.script.leaves.get(self.rank)):
             self._finish((self.step, "left", None))
             return
-        self.allowed = max(self.allowed, self.step + self.script.prefetch, self.state.wanted(self.step))
+        self.allowed = max(
+            self.allowed, self.step + self.script.prefetch, self.state.wanted(self.step)
+        )
         self.phase = "ask" if self.is_threaded else "read"
 
     def _read(self):
@@ -142,7 +155,9 @@ class Rank:
             self.is_awake = self.is_awake or state.is_due
             self.is_notified = False
             try:
-                self.deadline = now + self.member.patience(state, self.step, self.since, now)
+                self.deadline = now + self.member.patience(
+                    state, self.step, self.since, now
+                )
             except PeerLostError as error:
                 self._finish(result_of(self.step, error))
             self.is_awake = self.is_awake or self.member.is_asking
@@ -152,17 +167,28 @@ class Rank:
             self._deliver()
             return
         error = self.member.error(state)
-        self._finish((self.step, "ended", None) if error is None else result_of(self.step, error))
+        self._finish(
+            (self.step, "ended", None) if error is None else result_of(self.step, error)
+        )
 
     def _deliver(self):
         for rank in range(self.world.size):
             other = self.world.opened.get((self.state.number, rank))
             if other is None or other.outlook.step <= self.step:
-                self._finish((self.step, f"wrongly delivered: rank {rank} has not announced it", None))
+                self._finish(
+                    (
+                        self.step,
+                        f"wrongly delivered: rank {rank} has not announced it",
+                        None,
+                    )
+                )
                 return
         self.state.outlook.delivered += 1
         received = dict(self.state.take_notes(self.step))
-        notes = {rank: note_of(rank, self.step, self.script) for rank in range(self.world.size)}
+        notes = {
+            rank: note_of(rank, self.step, self.script)
+            for rank in range(self.world.size)
+        }
         if received != {rank: note for rank, note in notes.items() if note is not None}:
             self._finish((self.step, f"wrong notes: {received}", None))
             return
@@ -193,7 +219,11 @@ class Rank:
 
     def may_read(self):
         state = self.state
-        if self.phase in ("open", "done") or state.outlook.kind != OK or state.verdict is not None:
+        if (
+            self.phase in ("open", "done")
+            or state.outlook.kind != OK
+            or state.verdict is not None
+        ):
             return False
         return state.outlook.step < self.allowed
 
@@ -223,15 +253,21 @@ class Rank:
         """Whether the rank that reads for this one has left; what it has sent can still be taken."""
         if self.rank not in self.script.leaders:
             return False
-        leader = self.world.opened.get((self.state.number, self.script.leaders[self.rank]))
+        leader = self.world.opened.get(
+            (self.state.number, self.script.leaders[self.rank])
+        )
         has_left = leader is not None and leader.outlook.kind == CLOSED
-        return self.is_decided or (has_left and leader.outlook.step <= self.state.outlook.step)
+        return self.is_decided or (
+            has_left and leader.outlook.step <= self.state.outlook.step
+        )
 
     # The driver's thread
 
     def may_turn(self):
         beat = self.world.now >= self.turned_at + self.member.heartbeat
-        return self.member.lost is None and (self.is_awake or beat or not self.is_connected)
+        return self.member.lost is None and (
+            self.is_awake or beat or not self.is_connected
+        )
 
     def turn(self, received):
         world = self.world
@@ -241,13 +277,17 @@ class Rank:
             above = None if self.up is None else world.ranks[self.up]
             if above is not None and (above.is_dead or above.member.lost is not None):
                 # It cannot be reached, or has left word why it has given up.
-                self.member.lost = above.member.lost or PeerLostError.of("cannot be reached", [self.up])
+                self.member.lost = above.member.lost or PeerLostError.of(
+                    "cannot be reached", [self.up]
+                )
                 self.is_notified = True
                 self._give_up()
                 return
         self.is_awake = False
         self.turned_at = world.now
-        mine = [message for source, message in received if self._is_mine(source, message)]
+        mine = [
+            message for source, message in received if self._is_mine(source, message)
+        ]
         messages = self.node.turn(mine, world.now)
         for message in messages:
             for other in world.below(0) if self.up is None else [self.up]:
@@ -283,7 +323,9 @@ class Rank:
 class World:
     """All ranks, and what is on its way between them."""
 
-    def __init__(self, size, scripts, *, relays=None, threaded=(), sharing=(), meets=False):
+    def __init__(
+        self, size, scripts, *, relays=None, threaded=(), sharing=(), meets=False
+    ):
         self.size = size
         self.scripts = scripts
         self.meets = meets
@@ -294,7 +336,13 @@ class World:
         self.ended = set()  # channels that lose what is sent
         words = {}
         self.ranks = [
-            Rank(self, rank, self.up(rank), rank in threaded, words if rank in sharing else None)
+            Rank(
+                self,
+                rank,
+                self.up(rank),
+                rank in threaded,
+                words if rank in sharing else None,
+            )
             for rank in range(size)
         ]
 
@@ -302,22 +350,43 @@ class World:
         return None if rank == 0 else self.relays.get(rank, 0)
 
     def below(self, rank):
-        return [other for other in range(1, self.size) if self.up(other) == rank and self.ranks[other].is_connected]
+        return [
+            other
+            for other in range(1, self.size)
+            if self.up(other) == rank and self.ranks[other].is_connected
+        ]
 
     def send(self, source, target, message):
         if (source, target) not in self.ended:
-            self.channels.setdefault((source, target), []).append(json.loads(json.dumps(message)))
+            self.channels.setdefault((source, target), []).append(
+                json.loads(json.dumps(message))
+            )
 
     def cut(self, rank, *, loses=False):
         """End the connections of a rank; what is on its way arrives, unless it is lost."""
-        for other in [*self.below(rank), *([] if rank == 0 or not self.ranks[rank].is_connected else [self.up(rank)])]:
+        for other in [
+            *self.below(rank),
+            *(
+                []
+                if rank == 0 or not self.ranks[rank].is_connected
+                else [self.up(rank)]
+            ),
+        ]:
             for source, target in ((rank, other), (other, rank)):
                 if (source, target) in self.ended:
                     continue
                 if loses:
                     self.channels.pop((source, target), None)
                 ends_above = self.up(source) == target
-                self.send(source, target, ["gone", source if ends_above else [source], "has ended or was killed"])
+                self.send(
+                    source,
+                    target,
+                    [
+                        "gone",
+                        source if ends_above else [source],
+                        "has ended or was killed",
+                    ],
+                )
                 self.ended.add((source, target))
 
     def kill(self, rank):
@@ -347,7 +416,11 @@ class World:
                 found.append(("drive", one.rank, None))
         for (source, target), messages in self.channels.items():
             one = self.ranks[target]
-            is_able = one.is_connected and not (one.is_dead or one.is_held()) and one.frozen_until <= self.now
+            is_able = (
+                one.is_connected
+                and not (one.is_dead or one.is_held())
+                and one.frozen_until <= self.now
+            )
             if messages and is_able and one.member.lost is None:
                 found.append(("drive", target, source))
         return found

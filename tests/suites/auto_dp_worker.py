@@ -59,8 +59,14 @@ class OfThisRank(Unindexed):
 
 def padded(samples):
     longest = max(len(sample["ids"]) for sample in samples)
-    rows = [np.pad(sample["ids"], (0, longest - len(sample["ids"])), constant_values=-1) for sample in samples]
-    return {"ids": np.stack(rows), "documents": np.concatenate([sample["ids"] for sample in samples])}
+    rows = [
+        np.pad(sample["ids"], (0, longest - len(sample["ids"])), constant_values=-1)
+        for sample in samples
+    ]
+    return {
+        "ids": np.stack(rows),
+        "documents": np.concatenate([sample["ids"] for sample in samples]),
+    }
 
 
 def read(given, mesh=MESH, **options):
@@ -72,10 +78,18 @@ def read(given, mesh=MESH, **options):
             here = [batch[key]._local_value().numpy().tolist() for key in batch]
             valid, first = batches.valid, batch["ids"]._local_value()[:, 0]
             real = paddle_shard.gather_valid(first, valid)
-            again = paddle_shard.gather_valid(batch["ids"], valid) if len(here) == 1 else None
+            again = (
+                paddle_shard.gather_valid(batch["ids"], valid)
+                if len(here) == 1
+                else None
+            )
             assert again is None or again[:, 0].tolist() == real.tolist()
-            assert [str(one) for one in batch["ids"].placements] == ["Replicate()"] * len(batch["ids"].placements)
-            steps.append([*here, valid._local_value().numpy().tolist(), real.numpy().tolist()])
+            assert [str(one) for one in batch["ids"].placements] == [
+                "Replicate()"
+            ] * len(batch["ids"].placements)
+            steps.append(
+                [*here, valid._local_value().numpy().tolist(), real.numpy().tolist()]
+            )
     except (PaddleShardError, TypeError) as raised:
         error = f"{type(raised).__name__}: {raised}"
     return {"steps": steps, "error": error}
@@ -83,7 +97,9 @@ def read(given, mesh=MESH, **options):
 
 def ragged():
     """What is said where values of several lengths are to be gathered."""
-    batches = iter(paddle_shard.shard_dataloader(loader(Texts(), collate_fn=padded)(), MESH))
+    batches = iter(
+        paddle_shard.shard_dataloader(loader(Texts(), collate_fn=padded)(), MESH)
+    )
     try:
         paddle_shard.gather_valid(next(batches)["ids"], batches.valid)
     except PaddleShardError as error:
@@ -97,14 +113,20 @@ def loader(data, size=4, **settings):
 CASES = {
     "rows": lambda: read(loader(Rows()), shard_dims="dp", is_dataset_splitted=True),
     "rows, no axis": lambda: read(loader(Rows())),
-    "rows, another name": lambda: read(loader(Rows()), dist.ProcessMesh([0, 1], dim_names=["x"])),
-    "rows, no data axis": lambda: read(loader(Rows()), dist.ProcessMesh([[0], [1]], dim_names=["x", "mp"])),
+    "rows, another name": lambda: read(
+        loader(Rows()), dist.ProcessMesh([0, 1], dim_names=["x"])
+    ),
+    "rows, no data axis": lambda: read(
+        loader(Rows()), dist.ProcessMesh([[0], [1]], dim_names=["x", "mp"])
+    ),
     "stream": lambda: read(loader(Unindexed())),
     "stream, axis": lambda: read(loader(Unindexed()), shard_dims="dp"),
     "stream of this rank": lambda: read(loader(OfThisRank())),
     "stream of this rank, unsaid": lambda: read(loader(OfThisRank(says=False))),
     "batches": lambda: read(lambda: Stream.of(lambda: iter(Unindexed())).batch(4)),
-    "no length": lambda: read(lambda: DataLoader(Stream.of(lambda: iter(Unindexed())), batch_size=4)),
+    "no length": lambda: read(
+        lambda: DataLoader(Stream.of(lambda: iter(Unindexed())), batch_size=4)
+    ),
     "texts": lambda: read(loader(Texts(), collate_fn=padded)),
     "texts, gathered": ragged,
     "texts, stream": lambda: read(loader(Unindexed(), collate_fn=padded)),

@@ -44,7 +44,9 @@ class TextModel(paddle.nn.Layer):
 
     def forward(self, ids, labels=None):
         logits = self.head(self.embed(ids))
-        return None if labels is None else paddle.nn.functional.cross_entropy(logits, labels), logits
+        return None if labels is None else paddle.nn.functional.cross_entropy(
+            logits, labels
+        ), logits
 
 
 def trained(loader, loss_of, optimizer):
@@ -56,7 +58,9 @@ def trained(loader, loss_of, optimizer):
             optimizer.step()
             optimizer.clear_grad()
             replicated = [dist.Replicate()] * len(loss.process_mesh.shape)
-            losses.append(dist.reshard(loss, loss.process_mesh, replicated)._local_value().item())
+            losses.append(
+                dist.reshard(loss, loss.process_mesh, replicated)._local_value().item()
+            )
     return losses
 
 
@@ -66,15 +70,24 @@ def parallelized():
     mesh = dist.ProcessMesh([[0], [1]], dim_names=["dp", "mp"])
     dist.auto_parallel.set_mesh(mesh)
     model = MlpModel()
-    optimizer = paddle.optimizer.AdamW(learning_rate=0.001, parameters=model.parameters())
+    optimizer = paddle.optimizer.AdamW(
+        learning_rate=0.001, parameters=model.parameters()
+    )
     plan = {"w0": dist.ColWiseParallel(), "w1": dist.RowWiseParallel()}
-    config = {"dp_config": {"sharding_level": 0}, "mp_config": {"parallelize_plan": plan}}
+    config = {
+        "dp_config": {"sharding_level": 0},
+        "mp_config": {"parallelize_plan": plan},
+    }
     model, optimizer = dist.parallelize(model, optimizer, config=config)
-    data = RandomDataset(lambda draw: tuple(draw.uniform(size=[2, 4, 16]).astype("float32")))
+    data = RandomDataset(
+        lambda draw: tuple(draw.uniform(size=[2, 4, 16]).astype("float32"))
+    )
     given = DataLoader(data, batch_sampler=BatchSampler(data, batch_size=4))
     loader = dist.shard_dataloader(given, meshes=[mesh], shard_dims="dp")
     loss_fn = paddle.nn.MSELoss()
-    return trained(loader, lambda inputs, labels: loss_fn(model(inputs), labels), optimizer)
+    return trained(
+        loader, lambda inputs, labels: loss_fn(model(inputs), labels), optimizer
+    )
 
 
 def to_distributed():
@@ -83,10 +96,15 @@ def to_distributed():
     model = TextModel()
     optimizer = paddle.optimizer.SGD(learning_rate=0.1, parameters=model.parameters())
     data = RandomDataset(lambda draw: tuple(draw.randint(0, 32, (2, 6))))
-    given = DataLoader(data, batch_sampler=BatchSampler(data, batch_size=4, shuffle=False, drop_last=True))
+    given = DataLoader(
+        data,
+        batch_sampler=BatchSampler(data, batch_size=4, shuffle=False, drop_last=True),
+    )
     config = ToDistributedConfig()
     config.input_spec = [paddle.static.InputSpec([4, 6], "int64", "ids", True)]
-    model, optimizer, loader = dist.to_distributed(model, optimizer, given, device_num=2, node_num=1, config=config)
+    model, optimizer, loader = dist.to_distributed(
+        model, optimizer, given, device_num=2, node_num=1, config=config
+    )
     return trained(loader, lambda ids, labels: model(ids, labels=labels)[0], optimizer)
 
 

@@ -34,8 +34,15 @@ class PKSampler(DistributedBatchSampler):
     def __iter__(self):
         np.random.RandomState(self.epoch).shuffle(self.label_list)
         for _ in range(len(self)):
-            labels = np.random.choice(self.label_list, size=self.batch_size // self.per_label, replace=False)
-            rows = [np.random.choice(self.rows_of[label], size=self.per_label, replace=False) for label in labels]
+            labels = np.random.choice(
+                self.label_list, size=self.batch_size // self.per_label, replace=False
+            )
+            rows = [
+                np.random.choice(
+                    self.rows_of[label], size=self.per_label, replace=False
+                )
+                for label in labels
+            ]
             yield list(np.concatenate(rows))
 
 
@@ -54,7 +61,9 @@ class RandomIdentities(DistributedBatchSampler):
             random.shuffle(rows)
         while len(rows_of) >= self.batch_size // self.per_label:
             batch = []
-            for label in random.sample(sorted(rows_of), self.batch_size // self.per_label):
+            for label in random.sample(
+                sorted(rows_of), self.batch_size // self.per_label
+            ):
                 batch += [rows_of[label].pop() for _ in range(self.per_label)]
                 if len(rows_of[label]) < self.per_label:
                     del rows_of[label]
@@ -82,7 +91,9 @@ class RepeatedAugmentation(DistributedBatchSampler):
 
     def __iter__(self):
         rows = np.random.RandomState(self.epoch).permutation(len(self.dataset)).tolist()
-        rows = [row for row in rows for _ in range(self.nranks)][self.local_rank :: self.nranks]
+        rows = [row for row in rows for _ in range(self.nranks)][
+            self.local_rank :: self.nranks
+        ]
         for first in range(0, len(rows), self.batch_size):
             yield rows[first : first + self.batch_size]
 
@@ -100,7 +111,9 @@ class OneOrderCut(paddle.io.BatchSampler):
         self.dataset, self.batch_size, self.drop_last = dataset, batch_size, True
 
     def __iter__(self):
-        rows = np.random.permutation(len(self.dataset))[dist.get_rank() :: dist.get_world_size()].tolist()
+        rows = np.random.permutation(len(self.dataset))[
+            dist.get_rank() :: dist.get_world_size()
+        ].tolist()
         for first in range(0, len(rows), self.batch_size):
             yield rows[first : first + self.batch_size]
 
@@ -112,7 +125,12 @@ class MultiScale(paddle.io.Sampler):
     """Follows `multi_scale_sampler.py`: yields (size, row) pairs of this rank's rows, and shuffles by the epoch."""
 
     def __init__(self, data_source, batch_size, scales=(4, 8)):
-        self.data_source, self.batch_size, self.scales, self.epoch = data_source, batch_size, scales, 0
+        self.data_source, self.batch_size, self.scales, self.epoch = (
+            data_source,
+            batch_size,
+            scales,
+            0,
+        )
         self.rank, self.num_replicas = dist.get_rank(), dist.get_world_size()
 
     def set_epoch(self, epoch):

@@ -16,7 +16,12 @@ class Boxes(paddle.io.Dataset):
     def __getitem__(self, index):
         size = self.sizes[index % len(self.sizes)]
         boxes = np.full((1 + index % 4, 4), index, "float32")
-        return {"image": np.full((size, size), index, "float32"), "gt_bbox": boxes, "h": size, "flipped": False}
+        return {
+            "image": np.full((size, size), index, "float32"),
+            "gt_bbox": boxes,
+            "h": size,
+            "flipped": False,
+        }
 
 
 class ManyBoxes(Boxes):
@@ -41,7 +46,10 @@ class BatchCompose:
                 if key in sample:
                     sample.pop(key)
         fields = {key: [sample[key] for sample in samples] for key in samples[0]}
-        return {key: v if self.lists and key.startswith("gt_") else np.stack(v) for key, v in fields.items()}
+        return {
+            key: v if self.lists and key.startswith("gt_") else np.stack(v)
+            for key, v in fields.items()
+        }
 
 
 class BatchRandomResize:
@@ -72,5 +80,7 @@ class PadBatch:
             sample["image"] = np.pad(sample["image"], (0, missing))
             if self.boxes:
                 behind = most - len(sample["gt_bbox"])
-                sample["gt_bbox"] = np.pad(sample["gt_bbox"], ((0, behind), (0, 0)), constant_values=-1)
+                sample["gt_bbox"] = np.pad(
+                    sample["gt_bbox"], ((0, behind), (0, 0)), constant_values=-1
+                )
         return samples

@@ -8,7 +8,12 @@ class ConsumedSamples(paddle.io.BatchSampler):
     """Follows `paddlenlp/utils/batch_sampler.py`: not Paddle's sampler, and it begins behind what was consumed."""
 
     def __init__(self, dataset, batch_size, num_replicas, rank):
-        self.dataset, self.batch_size, self.nranks, self.local_rank = dataset, batch_size, num_replicas, rank
+        self.dataset, self.batch_size, self.nranks, self.local_rank = (
+            dataset,
+            batch_size,
+            num_replicas,
+            rank,
+        )
         self.shuffle, self.drop_last, self._acc_steps = True, False, 1
         self.set_epoch(0)
 
@@ -19,7 +24,9 @@ class ConsumedSamples(paddle.io.BatchSampler):
         return -(-len(self.dataset) // (self.nranks * self.batch_size))
 
     def __iter__(self):
-        order = np.random.RandomState(self.epoch).permutation(len(self.dataset)).tolist()
+        order = (
+            np.random.RandomState(self.epoch).permutation(len(self.dataset)).tolist()
+        )
         mine = order[self.consumed_samples + self.local_rank :: self.nranks]
         for first in range(0, len(mine), self.batch_size):
             yield mine[first : first + self.batch_size]
@@ -50,7 +57,9 @@ def dpo_collate(batch, max_seq_len=16):
     for place, pairs in enumerate(batch):
         ids, before = [], 0
         for number, start, rejected, end in pairs:
-            found["response_indexs"].append([place, before + start, before + rejected, before + end])
+            found["response_indexs"].append(
+                [place, before + start, before + rejected, before + end]
+            )
             ids += [number] * end
             before += end
         found["input_ids"].append(ids + [0] * (max_seq_len - len(ids)))
@@ -64,7 +73,9 @@ def resumed(given, dist_loader, sampler_class, steps_trained, steps_per_epoch, e
     for epoch in range(steps_trained // steps_per_epoch, epochs):
         for inputs in train_dataloader:
             looked_at = train_dataloader._dataloader
-            knows = isinstance(looked_at, paddle.io.DataLoader) and isinstance(looked_at.batch_sampler, sampler_class)
+            knows = isinstance(looked_at, paddle.io.DataLoader) and isinstance(
+                looked_at.batch_sampler, sampler_class
+            )
             if not knows and skip > 0:
                 skip -= 1
                 continue

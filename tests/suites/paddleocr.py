@@ -20,7 +20,11 @@ class SimpleDataSet(paddle.io.Dataset):
     def __getitem__(self, index):
         if index in self.bad:
             return self[np.random.randint(len(self))]
-        return {"image": np.full((2,), index), "label": index, "img_path": f"{index}.png"}
+        return {
+            "image": np.full((2,), index),
+            "label": index,
+            "img_path": f"{index}.png",
+        }
 
 
 class Rotations(paddle.io.Dataset):
@@ -76,11 +80,14 @@ class MultiScaleSampler(paddle.io.Sampler):
         random.seed(self.epoch)
         random.shuffle(rows)
         mine = rows[dist.get_rank() :: dist.get_world_size()]
-        cuts = [mine[first : first + first_bs] for first in range(0, len(mine), first_bs)]
+        cuts = [
+            mine[first : first + first_bs] for first in range(0, len(mine), first_bs)
+        ]
         shapes = [sizes[number % len(sizes)] for number in range(len(cuts))]
         random.shuffle(shapes)
         self.batchs_in_one_epoch = [
-            [(*shape, row, None) for row in cut] for shape, cut in zip(shapes, cuts, strict=True)
+            [(*shape, row, None) for row in cut]
+            for shape, cut in zip(shapes, cuts, strict=True)
         ]
         self.batchs_in_one_epoch_id = list(range(len(self.batchs_in_one_epoch)))
 

@@ -20,7 +20,12 @@ class SortagradBatchSampler(BatchSampler):
     """Follows `sampler.py`: by length in the first epoch, then in shuffled batches; it counts its epochs itself."""
 
     def __init__(self, dataset, batch_size):
-        self.dataset, self.batch_size, self.drop_last, self.epoch = dataset, batch_size, False, 0
+        self.dataset, self.batch_size, self.drop_last, self.epoch = (
+            dataset,
+            batch_size,
+            False,
+            0,
+        )
 
     def __iter__(self):
         rows = list(range(len(self.dataset)))
@@ -42,7 +47,9 @@ class SortagradDistributedBatchSampler(DistributedBatchSampler):
         over_all, mine = self.batch_size * self.nranks, []
         rows = batch_shuffle(rows, over_all, self.epoch) if self.epoch else rows
         last = self.total_size % over_all
-        for first in range(self.local_rank * self.batch_size, len(rows) - last, over_all):
+        for first in range(
+            self.local_rank * self.batch_size, len(rows) - last, over_all
+        ):
             mine += rows[first : first + self.batch_size]
         rows, share = rows[len(rows) - last :], last // self.nranks
         mine += rows[self.local_rank * share : (self.local_rank + 1) * share]
@@ -60,7 +67,11 @@ class Manifest(paddle.io.Dataset):
         return self.length
 
     def __getitem__(self, index):
-        return {"utt": f"utt{index}", "feat": np.full((2 + index // 3, 2), index, "float32"), "text": [1] * (index + 1)}
+        return {
+            "utt": f"utt{index}",
+            "feat": np.full((2 + index // 3, 2), index, "float32"),
+            "text": [1] * (index + 1),
+        }
 
 
 def pad_list(rows, value):
@@ -75,9 +86,18 @@ class SpeechCollator:
     """Follows `collator.py`: names, padded sounds, their lengths, padded texts, their lengths."""
 
     def __call__(self, batch):
-        sounds, texts = [row["feat"] for row in batch], [np.array(row["text"]) for row in batch]
+        sounds, texts = (
+            [row["feat"] for row in batch],
+            [np.array(row["text"]) for row in batch],
+        )
         lengths = [np.array([len(row) for row in rows]) for rows in (sounds, texts)]
-        return [row["utt"] for row in batch], pad_list(sounds, 0), lengths[0], pad_list(texts, -1), lengths[1]
+        return (
+            [row["utt"] for row in batch],
+            pad_list(sounds, 0),
+            lengths[0],
+            pad_list(texts, -1),
+            lengths[1],
+        )
 
 
 class TransformDataset(paddle.io.Dataset):
@@ -97,10 +117,16 @@ class BatchDataLoader:
     """Follows `dataloader.py`: a reader that is no DataLoader, whose batches are one item each."""
 
     def __init__(self, distributed=False):
-        data = TransformDataset(((0, 4), (4, 6), (6, 10), (10, 14))) if distributed else TransformDataset()
+        data = (
+            TransformDataset(((0, 4), (4, 6), (6, 10), (10, 14)))
+            if distributed
+            else TransformDataset()
+        )
         kind = DistributedBatchSampler if distributed else BatchSampler
         sampler = kind(dataset=data, batch_size=1, shuffle=not distributed)
-        self.dataloader = DataLoader(data, batch_sampler=sampler, collate_fn=lambda batch: batch[0])
+        self.dataloader = DataLoader(
+            data, batch_sampler=sampler, collate_fn=lambda batch: batch[0]
+        )
 
     def __len__(self):
         return len(self.dataloader)

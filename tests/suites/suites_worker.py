@@ -51,7 +51,9 @@ def sharded(given, **options):
 
 def sampled(sampler, data=None, workers=0, **options):
     data = data or clas.Labelled()
-    return sharded(DataLoader(data, batch_sampler=sampler(data, 4), num_workers=workers), **options)
+    return sharded(
+        DataLoader(data, batch_sampler=sampler(data, 4), num_workers=workers), **options
+    )
 
 
 def refused(make):
@@ -93,21 +95,31 @@ class Range(paddle.io.IterableDataset):
 
 def share(worker_id, info=None):
     info = info or paddle.io.get_worker_info()
-    data, size = info.dataset, -(-(info.dataset.end - info.dataset.start) // info.num_workers)
+    data, size = (
+        info.dataset,
+        -(-(info.dataset.end - info.dataset.start) // info.num_workers),
+    )
     data.start += info.id * size
     data.end = min(data.start + size, data.end)
 
 
 def half(worker_id):
     """The same, for two workers, whatever is said of them."""
-    share(worker_id, SimpleNamespace(dataset=paddle.io.get_worker_info().dataset, num_workers=2, id=worker_id))
+    share(
+        worker_id,
+        SimpleNamespace(
+            dataset=paddle.io.get_worker_info().dataset, num_workers=2, id=worker_id
+        ),
+    )
 
 
 class BaseDataLoader:
     """Follows `ppdet/data/reader.py`: a reader that is no DataLoader, over a DataLoader of this rank's rows."""
 
     def __init__(self, data, batch_size):
-        self.dataloader = DataLoader(data, batch_sampler=DistributedBatchSampler(data, batch_size))
+        self.dataloader = DataLoader(
+            data, batch_sampler=DistributedBatchSampler(data, batch_size)
+        )
         self.loader = iter(self.dataloader)
 
     def __iter__(self):
@@ -127,27 +139,50 @@ LOCAL = [[], [0, 1]]
 
 def detected(*steps, data=None, workers=0, lists=False, epochs=1, **options):
     collate = det.BatchCompose(*steps, lists=lists)
-    given = DataLoader(det.Boxes() if data is None else data, batch_size=4, collate_fn=collate, num_workers=workers)
+    given = DataLoader(
+        det.Boxes() if data is None else data,
+        batch_size=4,
+        collate_fn=collate,
+        num_workers=workers,
+    )
     return read(sharded(given, **options), epochs)
 
 
 def lined(workers=0):
     data = ocr.SimpleDataSet()
     data.uses_rng = True  # its first batch draws nothing
-    return read(sharded(DataLoader(data, batch_size=4, collate_fn=ocr.DictCollator(), num_workers=workers)))
+    return read(
+        sharded(
+            DataLoader(
+                data, batch_size=4, collate_fn=ocr.DictCollator(), num_workers=workers
+            )
+        )
+    )
 
 
 def rotated(**options):
-    return read(sharded(DataLoader(ocr.Rotations(), batch_size=4, collate_fn=ocr.SSLRotateCollate()), **options))
+    return read(
+        sharded(
+            DataLoader(
+                ocr.Rotations(), batch_size=4, collate_fn=ocr.SSLRotateCollate()
+            ),
+            **options,
+        )
+    )
 
 
 def spoken(sampler, size, **options):
     data = speech.Manifest()
-    given = DataLoader(data, batch_sampler=sampler(data, size), collate_fn=speech.SpeechCollator())
+    given = DataLoader(
+        data, batch_sampler=sampler(data, size), collate_fn=speech.SpeechCollator()
+    )
     return read(sharded(given, **options), epochs=2)
 
 
-RESIZE, PADDED = (det.BatchRandomResize([2, 3, 4, 5, 7]), det.PadBatch(boxes=True)), det.PadBatch(boxes=True)
+RESIZE, PADDED = (
+    (det.BatchRandomResize([2, 3, 4, 5, 7]), det.PadBatch(boxes=True)),
+    det.PadBatch(boxes=True),
+)
 
 
 def scaled(epochs_drawn=0, state=None):
@@ -181,10 +216,18 @@ LONGEST = {"image": ("longest", 0), "gt_bbox": ([8], -1)}
 
 CASES = {
     "resize": lambda: detected(RESIZE[0], lists=True, dense_tensor_idx=LOCAL, epochs=2),
-    "resize, workers": lambda: detected(RESIZE[0], lists=True, dense_tensor_idx=LOCAL, epochs=2, workers=2),
-    "resize, at once": lambda: detected(RESIZE[0], lists=True, dense_tensor_idx=LOCAL, epochs=2, data=det.ManyBoxes()),
-    "resize, stream": lambda: detected(RESIZE[0], lists=True, dense_tensor_idx=LOCAL, epochs=2, data=Stream()),
-    "stride": lambda: detected(det.PadBatch(stride=8), lists=True, dense_tensor_idx=LOCAL),
+    "resize, workers": lambda: detected(
+        RESIZE[0], lists=True, dense_tensor_idx=LOCAL, epochs=2, workers=2
+    ),
+    "resize, at once": lambda: detected(
+        RESIZE[0], lists=True, dense_tensor_idx=LOCAL, epochs=2, data=det.ManyBoxes()
+    ),
+    "resize, stream": lambda: detected(
+        RESIZE[0], lists=True, dense_tensor_idx=LOCAL, epochs=2, data=Stream()
+    ),
+    "stride": lambda: detected(
+        det.PadBatch(stride=8), lists=True, dense_tensor_idx=LOCAL
+    ),
     "padded": lambda: detected(PADDED, data=det.Boxes(sizes=(6,) * 9 + (3,) * 7)),
     "shapes, resumed": lambda: rescaled(0),
     "shapes, resumed later": lambda: rescaled(1),
@@ -192,29 +235,53 @@ CASES = {
     "lines, workers": lambda: lined(workers=2),
     "rotations": lambda: rotated(placements={0: "as read", 1: "as read"}),
     "rotations, unsaid": lambda: rotated(),
-    "shares": lambda: read(sharded(DataLoader(Range(0, 16), batch_size=4, num_workers=2, worker_init_fn=share))),
-    "halves": lambda: read(sharded(DataLoader(Range(0, 16), batch_size=4, num_workers=2, worker_init_fn=half))),
+    "shares": lambda: read(
+        sharded(
+            DataLoader(Range(0, 16), batch_size=4, num_workers=2, worker_init_fn=share)
+        )
+    ),
+    "halves": lambda: read(
+        sharded(
+            DataLoader(Range(0, 16), batch_size=4, num_workers=2, worker_init_fn=half)
+        )
+    ),
     "reader": lambda: read(sharded(BaseDataLoader(clas.Labelled(), 4))),
-    "reader, split": lambda: read(sharded(BaseDataLoader(clas.Labelled(), 4), is_dataset_splitted=True)),
+    "reader, split": lambda: read(
+        sharded(BaseDataLoader(clas.Labelled(), 4), is_dataset_splitted=True)
+    ),
     "speech": lambda: spoken(speech.SortagradBatchSampler, 4),
     "speech, padded": lambda: spoken(speech.SortagradBatchSampler, 4, pad_to=SPOKEN),
-    "speech, distributed": lambda: spoken(speech.SortagradDistributedBatchSampler, 2, pad_to=SPOKEN),
+    "speech, distributed": lambda: spoken(
+        speech.SortagradDistributedBatchSampler, 2, pad_to=SPOKEN
+    ),
     "minibatches": lambda: read(sharded(speech.BatchDataLoader())),
-    "minibatches, split": lambda: read(sharded(speech.BatchDataLoader(distributed=True), is_dataset_splitted=True)),
-    "minibatches, inside": lambda: refused(lambda: sharded(speech.BatchDataLoader().dataloader)),
-    "minibatches, whole": lambda: read(sharded(DataLoader(speech.TransformDataset(), batch_size=None), shuffle=True)),
+    "minibatches, split": lambda: read(
+        sharded(speech.BatchDataLoader(distributed=True), is_dataset_splitted=True)
+    ),
+    "minibatches, inside": lambda: refused(
+        lambda: sharded(speech.BatchDataLoader().dataloader)
+    ),
+    "minibatches, whole": lambda: read(
+        sharded(DataLoader(speech.TransformDataset(), batch_size=None), shuffle=True)
+    ),
     "padded, further": lambda: detected(PADDED, pad_to=LONGEST),
     "pk": lambda: read(sampled(clas.PKSampler), epochs=2),
-    "pk, split, each step": lambda: read(sampled(clas.PKSampler, is_dataset_splitted=True, verify=1), epochs=2),
+    "pk, split, each step": lambda: read(
+        sampled(clas.PKSampler, is_dataset_splitted=True, verify=1), epochs=2
+    ),
     "pk, resumed": lambda: resumed(clas.PKSampler),
     "identities": lambda: read(sampled(clas.RandomIdentities), epochs=2),
     "identities, resumed": lambda: resumed(clas.RandomIdentities),
     "mixed": lambda: read(sampled(clas.MixSampler)),
     "augmented": lambda: read(sampled(clas.RepeatedAugmentation)),
     "augmented, workers": lambda: read(sampled(clas.RepeatedAugmentation, workers=1)),
-    "one order": lambda: read(sampled(clas.OneOrderCut, is_dataset_splitted=True), epochs=2),
+    "one order": lambda: read(
+        sampled(clas.OneOrderCut, is_dataset_splitted=True), epochs=2
+    ),
     "scales": lambda: refused(lambda: sampled(clas.MultiScale, data=clas.Scaled())),
-    "scales, split": lambda: read(sampled(clas.MultiScale, data=clas.Scaled(), is_dataset_splitted=True)),
+    "scales, split": lambda: read(
+        sampled(clas.MultiScale, data=clas.Scaled(), is_dataset_splitted=True)
+    ),
 }
 
 

@@ -6,11 +6,21 @@ import pytest
 
 from tests.deadlines import HANG
 
-pytest.importorskip("paddle.distributed.auto_parallel.auto_dp_utils", reason="Paddle 3.0 has no such mode")
+pytest.importorskip(
+    "paddle.distributed.auto_parallel.auto_dp_utils",
+    reason="Paddle 3.0 has no such mode",
+)
 pytestmark = pytest.mark.multiprocess
 HERE = Path(__file__).parent
 WORKER = HERE / "auto_dp_worker.py"
-CASES = ["rows", "rows, no axis", "rows, another name", "rows, no data axis", "stream", "stream, axis"]
+CASES = [
+    "rows",
+    "rows, no axis",
+    "rows, another name",
+    "rows, no data axis",
+    "stream",
+    "stream, axis",
+]
 CASES += ["stream of this rank", "stream of this rank, unsaid", "batches", "no length"]
 CASES += ["texts", "texts, gathered", "texts, stream"]
 
@@ -18,7 +28,14 @@ CASES += ["texts", "texts, gathered", "texts, stream"]
 @pytest.fixture(scope="module")
 def of_ranks(run_case):
     def reports(case):
-        return run_case(WORKER, 2, case, CASES, env={"PYTHONPATH": str(HERE.parents[1])}, timeout=2 * HANG)
+        return run_case(
+            WORKER,
+            2,
+            case,
+            CASES,
+            env={"PYTHONPATH": str(HERE.parents[1])},
+            timeout=2 * HANG,
+        )
 
     return reports
 
@@ -33,29 +50,51 @@ def firsts(report):
 def test_gather_valid_returns_the_real_rows_of_all_ranks(case, of_ranks):
     reports = of_ranks(case)
 
-    assert [firsts(report) for report in reports] == [[[0, 1], [4, 5], [8]], [[2, 3], [6, 7], [9]]]
+    assert [firsts(report) for report in reports] == [
+        [[0, 1], [4, 5], [8]],
+        [[2, 3], [6, 7], [9]],
+    ]
     for report in reports:
-        assert [step[-1] for step in report["steps"]] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+        assert [step[-1] for step in report["steps"]] == [
+            [0, 1, 2, 3],
+            [4, 5, 6, 7],
+            [8, 9],
+        ]
 
 
-@pytest.mark.parametrize("case", ["stream", "stream, axis", "stream of this rank", "batches", "texts, stream"])
-def test_a_stream_is_split_over_the_data_axis_though_the_trainer_names_none(case, of_ranks):
+@pytest.mark.parametrize(
+    "case",
+    ["stream", "stream, axis", "stream of this rank", "batches", "texts, stream"],
+)
+def test_a_stream_is_split_over_the_data_axis_though_the_trainer_names_none(
+    case, of_ranks
+):
     one, other = map(firsts, of_ranks(case))
 
     assert len(one) == len(other) == 3
-    assert sorted(row for rows in (one, other) for step in rows for row in step) == list(range(12))
+    assert sorted(
+        row for rows in (one, other) for step in rows for row in step
+    ) == list(range(12))
     if case == "stream of this rank":
         assert one == [[0, 2], [4, 6], [8, 10]]
 
 
-def test_rows_may_be_of_any_length_on_each_rank_and_fields_of_any_number_of_rows(of_ranks):
+def test_rows_may_be_of_any_length_on_each_rank_and_fields_of_any_number_of_rows(
+    of_ranks,
+):
     one, other = of_ranks("texts")
 
-    assert [firsts(report) for report in (one, other)] == [[[0, 1], [4, 5], [8]], [[2, 3], [6, 7], [9]]]
+    assert [firsts(report) for report in (one, other)] == [
+        [[0, 1], [4, 5], [8]],
+        [[2, 3], [6, 7], [9]],
+    ]
     assert [len(step[0][0]) for step in one["steps"]] == [3, 2, 5]
     assert [len(step[0][0]) for step in other["steps"]] == [7, 2, 4]
     assert [len(step[1]) for step in one["steps"]] == [4, 4, 5]
-    assert ["same shape on all data ranks, got [[2, 3], [2, 7]]" in said for said in of_ranks("texts, gathered")] == [
+    assert [
+        "same shape on all data ranks, got [[2, 3], [2, 7]]" in said
+        for said in of_ranks("texts, gathered")
+    ] == [
         True,
         True,
     ]
@@ -68,9 +107,13 @@ def test_a_stream_that_each_rank_splits_itself_is_told_how_to_say_so(of_ranks):
         assert "`is_dataset_splitted = True`" in report["error"]
 
 
-def test_a_mesh_without_a_data_axis_is_refused_and_so_is_a_stream_that_paddles_loader_asks_for_a_length(of_ranks):
+def test_a_mesh_without_a_data_axis_is_refused_and_so_is_a_stream_that_paddles_loader_asks_for_a_length(
+    of_ranks,
+):
     for report in of_ranks("rows, no data axis"):
-        assert report["error"].startswith("ArgumentError: shard_dims is missing: in auto-DP mode ")
+        assert report["error"].startswith(
+            "ArgumentError: shard_dims is missing: in auto-DP mode "
+        )
     for report in of_ranks("no length"):
         assert "auto-DP mode" in report["error"]
         assert ".batch(" in report["error"]

@@ -12,12 +12,21 @@ pytestmark = pytest.mark.multiprocess
 HERE = Path(__file__).parent
 
 
-@pytest.mark.skipif(not hasattr(dist, "to_distributed"), reason="this version of Paddle has no such function")
-@pytest.mark.parametrize(("case", "steps"), [("parallelize", 10), ("to_distributed", 8)])
-def test_a_script_of_paddles_guides_loses_what_it_loses_with_paddles_loader(case, steps, run_case):
+@pytest.mark.skipif(
+    not hasattr(dist, "to_distributed"),
+    reason="this version of Paddle has no such function",
+)
+@pytest.mark.parametrize(
+    ("case", "steps"), [("parallelize", 10), ("to_distributed", 8)]
+)
+def test_a_script_of_paddles_guides_loses_what_it_loses_with_paddles_loader(
+    case, steps, run_case
+):
     cases = ["parallelize", "to_distributed"]
     env = {"PYTHONPATH": str(HERE.parents[1])}
-    for report in run_case(HERE / "guides_worker.py", 2, case, cases, env=env, timeout=2 * HANG):
+    for report in run_case(
+        HERE / "guides_worker.py", 2, case, cases, env=env, timeout=2 * HANG
+    ):
         assert len(report["ours"]) == steps
         assert np.allclose(report["ours"], report["plain"], rtol=1e-6)
         assert report["ours"][0] != report["ours"][1]

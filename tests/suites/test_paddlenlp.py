@@ -25,12 +25,17 @@ def of_rank(consumed=0, kind=ConsumedSamples):
 @pytest.mark.parametrize("kind", [ConsumedSamples, MappingSampler])
 @pytest.mark.parametrize("says", [True, False])
 @pytest.mark.parametrize("stop", [0, 2, 4])
-def test_a_trainer_skips_once_whether_it_tells_its_sampler_what_was_consumed_or_not(stop, says, kind):
+def test_a_trainer_skips_once_whether_it_tells_its_sampler_what_was_consumed_or_not(
+    stop, says, kind
+):
     def run():
         given = of_rank(stop * BATCH * 2 * says, kind)
         with paddle_shard.patch_paddle():
             loader = dist.shard_dataloader(given, [DP2], shard_dims="dp")
-        return [(epoch, local(rows)) for epoch, rows in resumed(given, loader, kind, stop, STEPS, 2)]
+        return [
+            (epoch, local(rows))
+            for epoch, rows in resumed(given, loader, kind, stop, STEPS, 2)
+        ]
 
     def straight():
         sampler, found = of_rank(kind=kind).batch_sampler, []
@@ -50,7 +55,9 @@ def test_what_a_client_finds_behind_a_loader_is_of_the_class_that_it_put_there()
         loader = sharded(DataLoader(Made(length=4), batch_sampler=sampler))
         for seen in (loader.batch_sampler, loader._dataloader.batch_sampler):
             assert isinstance(seen, type(sampler))
-            assert isinstance(seen, paddle.io.DistributedBatchSampler), "as Paddle's loader has it"
+            assert isinstance(seen, paddle.io.DistributedBatchSampler), (
+                "as Paddle's loader has it"
+            )
     loader.batch_sampler.set_epoch(3)
     assert loader.epoch == 3
 
@@ -70,18 +77,30 @@ def test_a_position_that_is_set_in_the_sampler_and_in_a_state_is_told():
 
 
 @pytest.mark.parametrize("packed", [1, 2])
-def test_packed_pairs_of_dpo_are_found_in_the_global_batch_by_a_trainer_that_nobody_edits(packed):
+def test_packed_pairs_of_dpo_are_found_in_the_global_batch_by_a_trainer_that_nobody_edits(
+    packed,
+):
     def pairs(index):
-        return [(1 + 10 * index + part, 1, 2 + index % 3, 4 + index % 3) for part in range(packed)]
+        return [
+            (1 + 10 * index + part, 1, 2 + index % 3, 4 + index % 3)
+            for part in range(packed)
+        ]
 
     def run(mesh, **options):
         given = DataLoader(Made(pairs, 8), batch_size=4, collate_fn=dpo_collate)
         with paddle_shard.patch_paddle(**options):
             loader = dist.shard_dataloader(given, [mesh], shard_dims="dp")
-        return [{key: np.array(local(leaf)) for key, leaf in batch.items()} for batch in loader]
+        return [
+            {key: np.array(local(leaf)) for key, leaf in batch.items()}
+            for batch in loader
+        ]
 
     whole = run(ONE)
-    ranks = on_each_rank(range(2), lambda: run(DP2, placements={"response_indexs": "row index"}))
+    ranks = on_each_rank(
+        range(2), lambda: run(DP2, placements={"response_indexs": "row index"})
+    )
     for step, expected in enumerate(whole):
         for key, value in expected.items():
-            assert np.array_equal(np.concatenate([ranks[rank][step][key] for rank in ranks]), value)
+            assert np.array_equal(
+                np.concatenate([ranks[rank][step][key] for rank in ranks]), value
+            )

@@ -10,19 +10,56 @@ from tests.suites.paddlespeech import batch_shuffle
 pytestmark = pytest.mark.multiprocess
 HERE = Path(__file__).parent
 WORKER = HERE / "suites_worker.py"
-CASES = ["mixed", "pk", "pk, split, each step", "pk, resumed", "identities", "identities, resumed", "augmented"]
-CASES += ["augmented, workers", "one order", "scales", "scales, split", "resize", "resize, workers", "resize, at once"]
-CASES += ["resize, stream", "stride", "padded", "padded, further", "shares", "halves", "reader", "reader, split"]
+CASES = [
+    "mixed",
+    "pk",
+    "pk, split, each step",
+    "pk, resumed",
+    "identities",
+    "identities, resumed",
+    "augmented",
+]
+CASES += [
+    "augmented, workers",
+    "one order",
+    "scales",
+    "scales, split",
+    "resize",
+    "resize, workers",
+    "resize, at once",
+]
+CASES += [
+    "resize, stream",
+    "stride",
+    "padded",
+    "padded, further",
+    "shares",
+    "halves",
+    "reader",
+    "reader, split",
+]
 CASES += ["lines", "lines, workers", "rotations", "rotations, unsaid"]
 CASES += ["shapes, resumed", "shapes, resumed later"]
 CASES += ["speech", "speech, padded", "speech, distributed"]
-CASES += ["minibatches", "minibatches, split", "minibatches, inside", "minibatches, whole"]
+CASES += [
+    "minibatches",
+    "minibatches, split",
+    "minibatches, inside",
+    "minibatches, whole",
+]
 
 
 @pytest.fixture(scope="module")
 def of_ranks(run_case):
     def reports(case):
-        return run_case(WORKER, 2, case, CASES, env={"PYTHONPATH": str(HERE.parents[1])}, timeout=2 * HANG)
+        return run_case(
+            WORKER,
+            2,
+            case,
+            CASES,
+            env={"PYTHONPATH": str(HERE.parents[1])},
+            timeout=2 * HANG,
+        )
 
     return reports
 
@@ -34,7 +71,9 @@ def rows_of(report):
 
 
 @pytest.mark.parametrize("case", ["pk", "pk, split, each step", "identities"])
-def test_a_sampler_that_draws_for_its_rank_draws_other_rows_on_each_data_rank(case, of_ranks):
+def test_a_sampler_that_draws_for_its_rank_draws_other_rows_on_each_data_rank(
+    case, of_ranks
+):
     first, second = map(rows_of, of_ranks(case))
 
     assert len(first) == len(second) >= 8
@@ -54,34 +93,51 @@ def test_it_draws_the_same_again_after_a_resume(case, of_ranks):
 def test_one_that_cannot_be_copied_is_refused_where_its_rows_are_the_same(of_ranks):
     for report in of_ranks("mixed"):
         assert report["steps"] == []
-        assert report["error"].startswith("SplitError: the data is split already, by is_dataset_splitted=True or by ")
+        assert report["error"].startswith(
+            "SplitError: the data is split already, by is_dataset_splitted=True or by "
+        )
         assert "if copy.deepcopy can copy it" in report["error"]
 
 
 @pytest.mark.parametrize("case", ["augmented", "augmented, workers"])
-def test_a_row_that_several_data_ranks_read_on_purpose_is_augmented_differently_on_each(case, of_ranks):
+def test_a_row_that_several_data_ranks_read_on_purpose_is_augmented_differently_on_each(
+    case, of_ranks
+):
     one, other = of_ranks(case)
 
     assert rows_of(one) == rows_of(other)
-    drawn = [[row for step in report["steps"] for row in step[1]] for report in (one, other)]
+    drawn = [
+        [row for step in report["steps"] for row in step[1]] for report in (one, other)
+    ]
     assert all(a != b for a, b in zip(*drawn, strict=True))
 
 
-def test_a_sampler_that_cuts_one_drawn_order_still_draws_it_alike_on_all_ranks(of_ranks):
+def test_a_sampler_that_cuts_one_drawn_order_still_draws_it_alike_on_all_ranks(
+    of_ranks,
+):
     first, second = map(rows_of, of_ranks("one order"))
 
     assert len(first) == 12
     for epoch in (0, 6):
-        read = [row for rows in (first, second) for step in rows[epoch : epoch + 6] for row in step]
+        read = [
+            row
+            for rows in (first, second)
+            for step in rows[epoch : epoch + 6]
+            for row in step
+        ]
         assert sorted(read) == list(range(48))
     assert first[:6] != first[6:]
 
 
-def test_a_sampler_that_cuts_for_its_rank_without_a_word_is_refused_and_taken_where_that_is_said(of_ranks):
+def test_a_sampler_that_cuts_for_its_rank_without_a_word_is_refused_and_taken_where_that_is_said(
+    of_ranks,
+):
     for report in of_ranks("scales"):
         assert "is_dataset_splitted=True" in report["error"]
     first, second = map(rows_of, of_ranks("scales, split"))
-    assert sorted(row for rows in (first, second) for step in rows for row in step) == list(range(48))
+    assert sorted(
+        row for rows in (first, second) for step in rows for row in step
+    ) == list(range(48))
 
 
 def sides_of(report):
@@ -90,8 +146,12 @@ def sides_of(report):
     return [len(fields[0][0]) for fields in report["steps"]]
 
 
-@pytest.mark.parametrize("case", ["resize", "resize, workers", "resize, at once", "resize, stream"])
-def test_a_collate_that_draws_draws_the_same_on_all_data_ranks_and_other_numbers_at_each_step(case, of_ranks):
+@pytest.mark.parametrize(
+    "case", ["resize", "resize, workers", "resize, at once", "resize, stream"]
+)
+def test_a_collate_that_draws_draws_the_same_on_all_data_ranks_and_other_numbers_at_each_step(
+    case, of_ranks
+):
     first, second = map(sides_of, of_ranks(case))
 
     assert first == second
@@ -101,13 +161,19 @@ def test_a_collate_that_draws_draws_the_same_on_all_data_ranks_and_other_numbers
     assert first == sides_of(of_ranks("resize")[0]) or case == "resize, stream"
 
 
-def test_rows_that_are_as_long_on_all_ranks_are_taken_whatever_each_would_be_alone(of_ranks):
+def test_rows_that_are_as_long_on_all_ranks_are_taken_whatever_each_would_be_alone(
+    of_ranks,
+):
     for report in of_ranks("stride"):
         assert sides_of(report) == [8] * 4
-        assert [[len(boxes) for boxes in fields[1]] for fields in report["steps"]] != [[1, 1]] * 4, "what stays local"
+        assert [[len(boxes) for boxes in fields[1]] for fields in report["steps"]] != [
+            [1, 1]
+        ] * 4, "what stays local"
 
 
-def test_rows_that_differ_between_ranks_are_an_error_on_all_at_their_step_and_can_be_padded_further(of_ranks):
+def test_rows_that_differ_between_ranks_are_an_error_on_all_at_their_step_and_can_be_padded_further(
+    of_ranks,
+):
     for report in of_ranks("padded"):
         assert len(report["steps"]) == 0
         assert report["error"].startswith(
@@ -118,20 +184,31 @@ def test_rows_that_differ_between_ranks_are_an_error_on_all_at_their_step_and_ca
         assert sides_of(report) == [6] * 4
 
 
-def test_a_split_by_worker_init_fn_as_paddles_page_shows_it_loses_nothing_and_another_one_is_named(of_ranks):
-    rows = [row for report in of_ranks("shares") for step in rows_of(report) for row in step]
+def test_a_split_by_worker_init_fn_as_paddles_page_shows_it_loses_nothing_and_another_one_is_named(
+    of_ranks,
+):
+    rows = [
+        row for report in of_ranks("shares") for step in rows_of(report) for row in step
+    ]
     assert sorted(rows) == list(range(16))
     for report in of_ranks("halves"):
         assert report["steps"] == []
         assert "worker_init_fn" in report["error"]
 
 
-def test_a_reader_of_this_ranks_rows_that_is_no_data_loader_is_refused_and_taken_where_that_is_said(of_ranks):
+def test_a_reader_of_this_ranks_rows_that_is_no_data_loader_is_refused_and_taken_where_that_is_said(
+    of_ranks,
+):
     for report in of_ranks("reader"):
         assert report["steps"] == []
         assert "BaseDataLoader" in report["error"]
         assert "is_dataset_splitted=True" in report["error"]
-    rows = [row for report in of_ranks("reader, split") for step in rows_of(report) for row in step]
+    rows = [
+        row
+        for report in of_ranks("reader, split")
+        for step in rows_of(report)
+        for row in step
+    ]
     assert sorted(rows) == list(range(48))
 
 
@@ -143,35 +220,57 @@ def test_a_sampler_that_shuffles_its_batches_in_place_resumes_where_it_has_drawn
         assert len(again["steps"]) == 4
     for straight, again, drawn in of_ranks("shapes, resumed later"):
         assert straight == drawn
-        assert again["error"].startswith("StateError: state is at sample 8 of epoch 1, but the first 8 samples ")
+        assert again["error"].startswith(
+            "StateError: state is at sample 8 of epoch 1, but the first 8 samples "
+        )
         assert "give it a state_dict and a load_state_dict" in again["error"]
 
 
 @pytest.mark.parametrize("case", ["lines", "lines, workers"])
-def test_a_line_that_is_drawn_for_one_that_cannot_be_read_is_the_same_whoever_reads_it(case, of_ranks):
+def test_a_line_that_is_drawn_for_one_that_cannot_be_read_is_the_same_whoever_reads_it(
+    case, of_ranks
+):
     reports = of_ranks(case)
-    assert [report["steps"] for report in reports] == [report["steps"] for report in of_ranks("lines")]
+    assert [report["steps"] for report in reports] == [
+        report["steps"] for report in of_ranks("lines")
+    ]
     for rank, report in enumerate(reports):
         for step, (images, labels, paths) in enumerate(report["steps"]):
-            assert [row[0] for row in images] == labels == [int(path.removesuffix(".png")) for path in paths]
+            assert (
+                [row[0] for row in images]
+                == labels
+                == [int(path.removesuffix(".png")) for path in paths]
+            )
             rows = [4 * step + 2 * rank + row for row in range(2)]
-            assert all(label == row or row in (5, 6, 11) for label, row in zip(labels, rows, strict=True))
+            assert all(
+                label == row or row in (5, 6, 11)
+                for label, row in zip(labels, rows, strict=True)
+            )
 
 
-def test_four_rows_for_each_sample_are_taken_where_it_is_said_and_asked_for_where_not(of_ranks):
+def test_four_rows_for_each_sample_are_taken_where_it_is_said_and_asked_for_where_not(
+    of_ranks,
+):
     for rank, report in enumerate(of_ranks("rotations")):
-        assert rows_of(report) == [[2 * rank] * 4 + [2 * rank + 1] * 4, [4 + 2 * rank] * 4 + [5 + 2 * rank] * 4]
+        assert rows_of(report) == [
+            [2 * rank] * 4 + [2 * rank + 1] * 4,
+            [4 + 2 * rank] * 4 + [5 + 2 * rank] * 4,
+        ]
     for report in of_ranks("rotations, unsaid"):
         assert "'as read'" in report["error"]
 
 
 @pytest.mark.parametrize("case", ["speech, padded", "speech, distributed"])
-def test_utterances_come_in_the_order_of_their_sampler_padded_to_the_longest_of_all_ranks(case, of_ranks):
+def test_utterances_come_in_the_order_of_their_sampler_padded_to_the_longest_of_all_ranks(
+    case, of_ranks
+):
     reports = of_ranks(case)
 
     rows = list(range(14))
     orders = [rows, batch_shuffle(rows, 4, epoch=1)]
-    expected = [order[first : first + 4] for order in orders for first in range(0, 14, 4)]
+    expected = [
+        order[first : first + 4] for order in orders for first in range(0, 14, 4)
+    ]
     steps = list(zip(*(report["steps"] for report in reports), strict=True))
     for ranks, batch in zip(steps, expected, strict=True):
         assert [int(name[3:]) for names, *_ in ranks for name in names] == batch
@@ -180,25 +279,41 @@ def test_utterances_come_in_the_order_of_their_sampler_padded_to_the_longest_of_
             assert {len(row) for row in texts} == {max(row + 1 for row in batch)}
 
 
-def test_rows_that_differ_are_told_with_the_fields_that_differ_as_pad_to_calls_them(of_ranks):
+def test_rows_that_differ_are_told_with_the_fields_that_differ_as_pad_to_calls_them(
+    of_ranks,
+):
     for report in of_ranks("speech"):
-        assert "that differ: global rank 0: [1] float32[2, 2], [3] int64[2]; global rank 1: [1] fl" in report["error"]
+        assert (
+            "that differ: global rank 0: [1] float32[2, 2], [3] int64[2]; global rank 1: [1] fl"
+            in report["error"]
+        )
 
 
 @pytest.mark.parametrize("case", ["minibatches", "minibatches, whole"])
-def test_batches_that_were_made_beforehand_are_each_split_over_the_ranks(case, of_ranks):
+def test_batches_that_were_made_beforehand_are_each_split_over_the_ranks(
+    case, of_ranks
+):
     assert [report["error"] for report in of_ranks(case)] == ["", ""]
     steps = list(zip(*(report["steps"] for report in of_ranks(case)), strict=True))
 
     read = [[int(name[3:]) for names, *_ in ranks for name in names] for ranks in steps]
-    assert sorted(read) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9], [10, 11], [12, 13]] != read
+    assert (
+        sorted(read) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9], [10, 11], [12, 13]] != read
+    )
     assert all(len(ranks[0][0]) == len(ranks[1][0]) for ranks in steps)
 
 
-def test_such_batches_as_rows_of_a_loader_are_told_the_way_out_and_so_is_a_rank_with_more_rows(of_ranks):
+def test_such_batches_as_rows_of_a_loader_are_told_the_way_out_and_so_is_a_rank_with_more_rows(
+    of_ranks,
+):
     for report in of_ranks("minibatches, inside"):
-        assert report["error"].startswith("BatchSizeError: batch_size: a global batch of 1 cannot be split evenly ")
+        assert report["error"].startswith(
+            "BatchSizeError: batch_size: a global batch of 1 cannot be split evenly "
+        )
         assert "batch_size=None" in report["error"]
         assert "`is_dataset_splitted = True`" in report["error"]
     for report in of_ranks("minibatches, split"):
-        assert "global rank 0 has a first batch of 4 rows and global rank 1 has a first batch of 2" in report["error"]
+        assert (
+            "global rank 0 has a first batch of 4 rows and global rank 1 has a first batch of 2"
+            in report["error"]
+        )

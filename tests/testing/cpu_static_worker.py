@@ -19,7 +19,9 @@ from paddle_shard.testing import StaticGroupsError, cpu_static, report
 STEPS, WIDTH, ROWS = 5, 8, 8
 dist.init_parallel_env()
 RANK, WORLD = dist.get_rank(), dist.get_world_size()
-cpu_static_module = sys.modules["paddle_shard.testing.cpu_static"]  # the package's name is the function
+cpu_static_module = sys.modules[
+    "paddle_shard.testing.cpu_static"
+]  # the package's name is the function
 numbers = itertools.count()
 DP = dist.ProcessMesh(list(range(WORLD)), ["dp"])
 DP_MP = dist.ProcessMesh(np.arange(WORLD).reshape(2, -1).tolist(), ["dp", "mp"])
@@ -33,7 +35,9 @@ class Mlp(paddle.nn.Layer):
             placements = [dist.Replicate()] * mesh.ndim
             if shard_mp:
                 placements[1] = dist.Shard(1 - i % 2)
-            weight = dist.shard_tensor(self.create_parameter([WIDTH, WIDTH]), mesh, placements)
+            weight = dist.shard_tensor(
+                self.create_parameter([WIDTH, WIDTH]), mesh, placements
+            )
             self.weights.append(weight)
 
     def forward(self, x):
@@ -54,7 +58,12 @@ def batches(mesh):
     placements = [dist.Shard(0)] + [dist.Replicate()] * (mesh.ndim - 1)
     for _ in range(STEPS):
         arrays = rng.normal(size=(2, ROWS, WIDTH)).astype("float32")
-        yield [dtensor_from_local(paddle.to_tensor(a[first : first + local]), mesh, placements) for a in arrays]
+        yield [
+            dtensor_from_local(
+                paddle.to_tensor(a[first : first + local]), mesh, placements
+            )
+            for a in arrays
+        ]
 
 
 def model_and_optimizer(mesh, **kwargs):
@@ -74,14 +83,23 @@ def dynamic(mesh):
         loss.backward()
         optimizer.step()
         optimizer.clear_grad()
-        losses.append(dist.reshard(loss, mesh, [dist.Replicate()] * mesh.ndim)._local_value().item())
+        losses.append(
+            dist.reshard(loss, mesh, [dist.Replicate()] * mesh.ndim)
+            ._local_value()
+            .item()
+        )
     return losses
 
 
 def to_static(mesh, **kwargs):
     model, optimizer = model_and_optimizer(mesh, **kwargs)
-    specs = [DistributedInputSpec.from_dtensor(t, f"field{i}") for i, t in enumerate(next(batches(mesh)))]
-    return dist.to_static(model, None, loss_fn, optimizer, input_spec=[specs[:1], specs[1:]])
+    specs = [
+        DistributedInputSpec.from_dtensor(t, f"field{i}")
+        for i, t in enumerate(next(batches(mesh)))
+    ]
+    return dist.to_static(
+        model, None, loss_fn, optimizer, input_spec=[specs[:1], specs[1:]]
+    )
 
 
 def global_mean(local_mean):
@@ -130,7 +148,10 @@ def replicas():
     with cpu_static():
         model = to_static(mesh)
         model.train()
-        return {"dynamic": dynamic(mesh), "static": [float(model(x, y)) for x, y in batches(mesh)]}
+        return {
+            "dynamic": dynamic(mesh),
+            "static": [float(model(x, y)) for x, y in batches(mesh)],
+        }
 
 
 def losses_in_numpy(weights):
@@ -152,7 +173,13 @@ def second_model():
         model.eval()
         evaluated = steps(model, DP)
         weights = [w._local_value().numpy() for w in model.state_dict("param").values()]
-        runs.append({"train": trained, "eval": evaluated, "numpy": list(losses_in_numpy(weights))})
+        runs.append(
+            {
+                "train": trained,
+                "eval": evaluated,
+                "numpy": list(losses_in_numpy(weights)),
+            }
+        )
     patch.undo()
     return {"runs": runs, "eval_after_undo": steps(model, DP)}
 
@@ -162,7 +189,9 @@ def other_groups():
         use_other_group()
         model = to_static(DP)
         model.train()
-        replicas = to_static(DP_MP)  # its weights are not split: it communicates along dp only
+        replicas = to_static(
+            DP_MP
+        )  # its weights are not split: it communicates along dp only
         replicas.train()
         return {
             "dynamic": dynamic(DP),
@@ -175,7 +204,9 @@ def other_groups():
 def two_groups():
     with cpu_static():
         refused = refusal(to_static(DP_MP, shard_mp=True))
-        model = to_static(DP)  # a program that is fine is not held back by the one before
+        model = to_static(
+            DP
+        )  # a program that is fine is not held back by the one before
         model.train()
         return {"refused": refused, "dynamic": dynamic(DP), "static": steps(model, DP)}
 
@@ -200,12 +231,16 @@ def undo():
     second.undo()
     after = patched()
     with mock.patch.dict(os.environ):
-        del os.environ["POD_NAME"]  # with it, DistModel would first build groups for fleet
+        del os.environ[
+            "POD_NAME"
+        ]  # with it, DistModel would first build groups for fleet
         refused = refusal(to_static(DP))
     paddle.disable_static()
     return {
         "pod_name": [before[0], during[0], still[0], after[0]],
-        "changed": [state[1:] != before[1:] for state in (before, during, still, after)],
+        "changed": [
+            state[1:] != before[1:] for state in (before, during, still, after)
+        ],
         "refused": refused,
     }
 

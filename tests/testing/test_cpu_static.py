@@ -47,7 +47,12 @@ def test_groups_used_between_steps_do_not_leak_into_a_step(of_ranks):
 
 
 def test_a_program_of_two_groups_is_refused_on_every_rank(of_ranks):
-    groups = {0: [[0, 1], [0, 2]], 1: [[0, 1], [1, 3]], 2: [[0, 2], [2, 3]], 3: [[1, 3], [2, 3]]}
+    groups = {
+        0: [[0, 1], [0, 2]],
+        1: [[0, 1], [1, 3]],
+        2: [[0, 2], [2, 3]],
+        3: [[1, 3], [2, 3]],
+    }
 
     for report in of_ranks(4, "two_groups"):
         kind, text, dynamic_mode = report["refused"]
@@ -61,7 +66,10 @@ def test_a_program_of_two_groups_is_refused_on_every_rank(of_ranks):
 def test_a_refusal_on_one_rank_is_raised_on_all(of_ranks):
     for kind, text, _ in of_ranks(2, "one_rank"):
         assert kind == "StaticGroupsError"
-        assert "Groups by rank:\n  rank 1: train uses [[0, 1], [0, 1, 2]]\nTest training" in text
+        assert (
+            "Groups by rank:\n  rank 1: train uses [[0, 1], [0, 1, 2]]\nTest training"
+            in text
+        )
 
 
 def test_undo_puts_back_what_it_found(of_ranks):

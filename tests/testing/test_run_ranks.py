@@ -40,14 +40,23 @@ def processes(request):
 
 
 def test_reports_come_back_in_rank_order(tmp_path, processes):
-    path = script(tmp_path, "import numpy as np\nreport({'rank': rank, 'args': sys.argv[1:], 'ids': np.arange(rank)})")
+    path = script(
+        tmp_path,
+        "import numpy as np\nreport({'rank': rank, 'args': sys.argv[1:], 'ids': np.arange(rank)})",
+    )
 
-    reports = run_ranks(path, 3, tmp_path / "run", args=["a", "b c"], processes=processes)
+    reports = run_ranks(
+        path, 3, tmp_path / "run", args=["a", "b c"], processes=processes
+    )
 
-    assert reports == [{"rank": r, "args": ["a", "b c"], "ids": list(range(r))} for r in range(3)]
+    assert reports == [
+        {"rank": r, "args": ["a", "b c"], "ids": list(range(r))} for r in range(3)
+    ]
 
 
-def test_all_ranks_have_ended_when_they_were_killed_also_those_that_end_slowly(tmp_path):
+def test_all_ranks_have_ended_when_they_were_killed_also_those_that_end_slowly(
+    tmp_path,
+):
     body = "import numpy as np\nheld = np.ones(1 << 26)\nreport(rank)\ntime.sleep(600)"  # 0.5 GB takes long to free
 
     with start_ranks(script(tmp_path, body), 1, tmp_path / "run", timeout=HANG) as job:
@@ -64,9 +73,19 @@ def test_a_rank_that_hangs_is_named_with_its_stack_and_killed(tmp_path, processe
     body += "    time.sleep(600)\nif rank == 1: stuck_here()\nreport(rank)"
     path = script(tmp_path, body)
 
-    for timeout in (4 if processes else 8, 30, 180):  # on a busy machine it takes longer until the ranks have begun
+    for timeout in (
+        4 if processes else 8,
+        30,
+        180,
+    ):  # on a busy machine it takes longer until the ranks have begun
         with pytest.raises(RanksFailed) as caught:
-            run_ranks(path, 2, tmp_path / f"run {timeout}", timeout=timeout, processes=processes)
+            run_ranks(
+                path,
+                2,
+                tmp_path / f"run {timeout}",
+                timeout=timeout,
+                processes=processes,
+            )
         if "stuck_here" in str(caught.value):
             break
 
@@ -109,13 +128,25 @@ report([told, sys.argv, os.getcwd(), sys.path[0], __file__, sys.stdin.read(), os
 """
     path = script(tmp_path, body)
     monkeypatch.chdir(tmp_path)
-    launched = launch_ranks(path, 2, tmp_path / "launched", args=["x"], env={"MY_OWN": "1"}, timeout=HANG)
+    launched = launch_ranks(
+        path, 2, tmp_path / "launched", args=["x"], env={"MY_OWN": "1"}, timeout=HANG
+    )
     for told, *_ in launched:
-        for name in ("PADDLE_LOG_DIR", "PADDLE_BACKUP_ENV_PATH"):  # of the launcher's own files
+        for name in (
+            "PADDLE_LOG_DIR",
+            "PADDLE_BACKUP_ENV_PATH",
+        ):  # of the launcher's own files
             told.pop(name, None)
 
     for how, processes in (("fresh", None), ("forked", forks_of_process(os.getpid()))):
-        found = run_ranks(path, 2, tmp_path / how, args=["x"], env={"MY_OWN": "1"}, processes=processes)
+        found = run_ranks(
+            path,
+            2,
+            tmp_path / how,
+            args=["x"],
+            env={"MY_OWN": "1"},
+            processes=processes,
+        )
         assert found == launched, how
 
 
@@ -123,7 +154,12 @@ def test_forked_ranks_draw_apart_as_fresh_processes_do(tmp_path):
     body = "import random\nimport numpy as np, paddle\n"
     body += "report([random.random(), np.random.rand(), paddle.rand([1]).item()])"
 
-    one, two = run_ranks(script(tmp_path, body), 2, tmp_path / "run", processes=forks_of_process(os.getpid()))
+    one, two = run_ranks(
+        script(tmp_path, body),
+        2,
+        tmp_path / "run",
+        processes=forks_of_process(os.getpid()),
+    )
 
     assert all(a != b for a, b in zip(one, two, strict=True))
 
@@ -131,12 +167,20 @@ def test_forked_ranks_draw_apart_as_fresh_processes_do(tmp_path):
 def test_what_is_read_when_paddle_is_imported_cannot_be_given_to_forked_ranks(tmp_path):
     forks = forks_of_process(os.getpid())
     with pytest.raises(ValueError, match=r"FLAGS_x.*read when Paddle is imported"):
-        run_ranks(script(tmp_path, ""), 1, tmp_path / "run", env={"FLAGS_x": "1"}, processes=forks)
+        run_ranks(
+            script(tmp_path, ""),
+            1,
+            tmp_path / "run",
+            env={"FLAGS_x": "1"},
+            processes=forks,
+        )
 
 
 def test_the_others_go_on_when_a_rank_of_a_job_is_killed(tmp_path, processes):
     body = "import signal\nif rank == 0: os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(1)\nreport(rank)"
-    with start_ranks(script(tmp_path, body), 2, tmp_path / "run", processes=processes) as job:
+    with start_ranks(
+        script(tmp_path, body), 2, tmp_path / "run", processes=processes
+    ) as job:
         assert job.reports([1], HANG) == [1]
         assert job.exit_codes() == {0: -9, 1: 0}
         assert job.left() == set()
@@ -151,11 +195,16 @@ with start_ranks({str(path)!r}, 2, {str(tmp_path / "run")!r}) as job:
     print(*job.pids, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG
+    )
 
     pids = [int(pid) for pid in done.stdout.split()]
     deadline = time.monotonic() + HANG
-    while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < deadline:
+    while (
+        any(Path(f"/proc/{pid}").exists() for pid in pids)
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.05)
     assert len(pids) == 2
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)

@@ -5,10 +5,14 @@ from paddle_shard.errors import ArgumentError
 from paddle_shard.testing import on_each_rank
 
 
-def test_ranks_of_a_real_job_are_not_simulated_which_would_wait_for_the_others(monkeypatch):
+def test_ranks_of_a_real_job_are_not_simulated_which_would_wait_for_the_others(
+    monkeypatch,
+):
     assert on_each_rank(range(2), lambda: dist.get_rank()) == {0: 0, 1: 1}
     monkeypatch.setenv("PADDLE_TRAINERS_NUM", "2")
     monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)
 
-    with pytest.raises(ArgumentError, match=r"a job of 2 ranks.*simulated in a single process"):
+    with pytest.raises(
+        ArgumentError, match=r"a job of 2 ranks.*simulated in a single process"
+    ):
         on_each_rank(range(2), lambda: dist.get_rank())

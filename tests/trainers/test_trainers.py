@@ -19,16 +19,24 @@ TRAINER = os.environ["PADDLE_SHARD_TRAINER"]
 WORKER = Path(__file__).with_name("trainer_worker.py")
 ROWS, STEPS = 40, 5
 """Rows of the data set, and steps of an epoch over it."""
-STATIC = pytest.mark.skipif(TRAINER == "paddleformers", reason="this trainer refuses to_static")
+STATIC = pytest.mark.skipif(
+    TRAINER == "paddleformers", reason="this trainer refuses to_static"
+)
 MODES = [False, pytest.param(True, marks=STATIC, id="static")]
 
 
 def each_trained(folder, runs):
     """[(rows, mean loss)] of each micro-step, over both ranks, for each of several runs."""
-    runs = [{"name": TRAINER, "rows": ROWS, "out": str(folder / "out"), **options} for options in runs]
-    reports = launch_ranks(WORKER, 2, folder / "run", args=[json.dumps(runs)], timeout=3 * HANG)
+    runs = [
+        {"name": TRAINER, "rows": ROWS, "out": str(folder / "out"), **options}
+        for options in runs
+    ]
+    reports = launch_ranks(
+        WORKER, 2, folder / "run", args=[json.dumps(runs)], timeout=3 * HANG
+    )
     return [
-        [(a[0] + b[0], (a[1] + b[1]) / 2) for a, b in zip(*ranks, strict=True)] for ranks in zip(*reports, strict=True)
+        [(a[0] + b[0], (a[1] + b[1]) / 2) for a, b in zip(*ranks, strict=True)]
+        for ranks in zip(*reports, strict=True)
     ]
 
 
@@ -46,10 +54,15 @@ def straight(request, tmp_path_factory):
 def losses_of_a_plain_loop(steps, length, accumulation=1):
     """What one process loses that trains on the same rows."""
     layer, loss_of, data, losses = model(), Loss(), Rows(length), []
-    optimizer = paddle.optimizer.AdamW(learning_rate=1e-2, parameters=layer.parameters(), weight_decay=0.0)
+    optimizer = paddle.optimizer.AdamW(
+        learning_rate=1e-2, parameters=layer.parameters(), weight_decay=0.0
+    )
     for number, (rows, _) in enumerate(steps, start=1):
         samples = [data[row] for row in rows]
-        tokens, labels = (paddle.to_tensor(np.stack([s[name] for s in samples])) for name in ("input_ids", "labels"))
+        tokens, labels = (
+            paddle.to_tensor(np.stack([s[name] for s in samples]))
+            for name in ("input_ids", "labels")
+        )
         loss = loss_of(layer(tokens), labels)
         (loss / accumulation).backward()
         losses.append(float(loss))
@@ -70,30 +83,50 @@ def test_two_epochs_are_each_row_once_and_lose_what_one_process_loses(straight):
     _, _, steps = straight
 
     check_epochs(steps, ROWS, STEPS)
-    if TRAINER != "paddleformers":  # for which Paddle's DataLoader, in its automatic mode, replaces the sampler
-        assert [rows for rows, _ in steps[:STEPS]] != [rows for rows, _ in steps[STEPS:]]
-    assert np.allclose([loss for _, loss in steps], losses_of_a_plain_loop(steps, ROWS), atol=1e-5)
+    if (
+        TRAINER != "paddleformers"
+    ):  # for which Paddle's DataLoader, in its automatic mode, replaces the sampler
+        assert [rows for rows, _ in steps[:STEPS]] != [
+            rows for rows, _ in steps[STEPS:]
+        ]
+    assert np.allclose(
+        [loss for _, loss in steps], losses_of_a_plain_loop(steps, ROWS), atol=1e-5
+    )
 
 
 def test_accumulation_takes_each_row_once_too(tmp_path):
     steps = trained(tmp_path, rows=2 * ROWS, accumulation=2, max_steps=2 * STEPS)
 
     check_epochs(steps, 2 * ROWS, 2 * STEPS)
-    assert np.allclose([loss for _, loss in steps], losses_of_a_plain_loop(steps, 2 * ROWS, accumulation=2), atol=1e-5)
+    assert np.allclose(
+        [loss for _, loss in steps],
+        losses_of_a_plain_loop(steps, 2 * ROWS, accumulation=2),
+        atol=1e-5,
+    )
 
 
-@pytest.mark.skipif(TRAINER != "paddleformers", reason="other trainers do not take such data")
+@pytest.mark.skipif(
+    TRAINER != "paddleformers", reason="other trainers do not take such data"
+)
 @pytest.mark.parametrize("data", ["stream", "ragged"])
 def test_a_stream_and_rows_of_several_lengths_are_each_row_once(data, tmp_path):
     check_epochs(trained(tmp_path, data=data), ROWS, STEPS)
 
 
-@pytest.mark.skipif(TRAINER == "paddleformers", reason="in its mode Paddle's DataLoader replaces the sampler")
-def test_the_packages_own_sampler_skips_once_whether_it_is_told_what_was_consumed_or_not(tmp_path):
+@pytest.mark.skipif(
+    TRAINER == "paddleformers",
+    reason="in its mode Paddle's DataLoader replaces the sampler",
+)
+def test_the_packages_own_sampler_skips_once_whether_it_is_told_what_was_consumed_or_not(
+    tmp_path,
+):
     steps = trained(tmp_path, consumed=0, save_steps=2)
 
     resume = str(tmp_path / "out" / "checkpoint-2")
-    for rest in each_trained(tmp_path, [{"consumed": told, "resume": resume} for told in (0, 2 * ROWS // STEPS)]):
+    for rest in each_trained(
+        tmp_path,
+        [{"consumed": told, "resume": resume} for told in (0, 2 * ROWS // STEPS)],
+    ):
         assert [rows for rows, _ in rest] == [rows for rows, _ in steps[2:]]
 
 
@@ -101,9 +134,20 @@ def test_a_resumed_run_goes_on_with_the_next_row(straight, tmp_path):
     static, folder, steps = straight
     stops = 3, 6
 
-    saved = [{"static": static, "resume": str(folder / "out" / f"checkpoint-{stop}")} for stop in stops]
-    jobs = [[one] for one in saved] if static else [saved]  # a process has one static program
-    found = [rest for number, runs in enumerate(jobs) for rest in each_trained(tmp_path / str(number), runs)]
+    saved = [
+        {"static": static, "resume": str(folder / "out" / f"checkpoint-{stop}")}
+        for stop in stops
+    ]
+    jobs = (
+        [[one] for one in saved] if static else [saved]
+    )  # a process has one static program
+    found = [
+        rest
+        for number, runs in enumerate(jobs)
+        for rest in each_trained(tmp_path / str(number), runs)
+    ]
     for stop, rest in zip(stops, found, strict=True):
         assert [rows for rows, _ in rest] == [rows for rows, _ in steps[stop:]]
-        assert np.allclose([loss for _, loss in rest], [loss for _, loss in steps[stop:]], atol=1e-5)
+        assert np.allclose(
+            [loss for _, loss in rest], [loss for _, loss in steps[stop:]], atol=1e-5
+        )

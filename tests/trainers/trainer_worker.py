@@ -42,7 +42,10 @@ class Ragged(Rows):
     """Rows of one to six tokens."""
 
     def __getitem__(self, index):
-        return {key: value[: 1 + index % LENGTH] for key, value in super().__getitem__(index).items()}
+        return {
+            key: value[: 1 + index % LENGTH]
+            for key, value in super().__getitem__(index).items()
+        }
 
 
 class Stream(paddle.io.IterableDataset):
@@ -66,7 +69,10 @@ def padded(samples):
     longest = max(len(sample["input_ids"]) for sample in samples)
     found = {}
     for key, fill in (("input_ids", 0), ("labels", -100)):
-        rows = [np.pad(s[key], (0, longest - len(s[key])), constant_values=fill) for s in samples]
+        rows = [
+            np.pad(s[key], (0, longest - len(s[key])), constant_values=fill)
+            for s in samples
+        ]
         found[key] = paddle.to_tensor(np.stack(rows))
     return found
 
@@ -100,7 +106,9 @@ class Tiny(paddle.nn.Layer):
 
 class Loss(paddle.nn.Layer):
     def forward(self, logits, labels):
-        return paddle.nn.functional.cross_entropy(logits.reshape([-1, VOCABULARY]), labels.reshape([-1]))
+        return paddle.nn.functional.cross_entropy(
+            logits.reshape([-1, VOCABULARY]), labels.reshape([-1])
+        )
 
 
 def model():
@@ -116,7 +124,9 @@ def on_cpu():
     except ImportError:
         return
     load = dist.load_state_dict
-    dist.load_state_dict = lambda state, *args, **options: load(flatten_state_dict(state)[0], *args, **options)
+    dist.load_state_dict = lambda state, *args, **options: load(
+        flatten_state_dict(state)[0], *args, **options
+    )
 
 
 def whole_states(state_class):
@@ -159,7 +169,9 @@ def on_all_ranks(layer):
     """The mesh of the job's data ranks, on which a layer is from now on."""
     mesh, world = dist.fleet.auto.get_mesh(), int(os.environ["PADDLE_TRAINERS_NUM"])
     if mesh is None:
-        mesh = dist.ProcessMesh(np.arange(world).reshape(1, world, 1), dim_names=["pp", "dp", "mp"])
+        mesh = dist.ProcessMesh(
+            np.arange(world).reshape(1, world, 1), dim_names=["pp", "dp", "mp"]
+        )
         dist.fleet.auto.set_mesh(mesh)
     mesh = mesh.get_mesh_with_dim("pp")[0]
     dist.shard_layer(layer, mesh, lambda name, part, mesh: None)
@@ -184,7 +196,9 @@ def imported(name):
     import paddleformers.trainer.trainer as trainer
     from paddleformers.trainer import Trainer, TrainingArguments
 
-    trainer.fully_shard = lambda model, mesh: model  # its fusion of tensors knows no CPU
+    trainer.fully_shard = lambda model, mesh: (
+        model
+    )  # its fusion of tensors knows no CPU
     return Trainer, TrainingArguments
 
 
@@ -210,14 +224,24 @@ def trained(options, position):
             from importlib import import_module
 
             package = "paddlenlp" if options["name"] == "paddlenlp" else "paddleformers"
-            sampler = import_module(f"{package}.utils.batch_sampler").DistributedBatchSampler
-            told = {"num_replicas": world, "rank": dist.get_rank(), "consumed_samples": consumed}
+            sampler = import_module(
+                f"{package}.utils.batch_sampler"
+            ).DistributedBatchSampler
+            told = {
+                "num_replicas": world,
+                "rank": dist.get_rank(),
+                "consumed_samples": consumed,
+            }
             return sampler(self.train_dataset, BATCH // world, **told)
 
         def training_step(self, model, inputs, *args, **others):
             rows = rows_of(inputs)
             loss = super().training_step(model, inputs, *args, **others)
-            local = loss._local_value() if isinstance(loss, paddle.Tensor) and loss.is_dist() else loss
+            local = (
+                loss._local_value()
+                if isinstance(loss, paddle.Tensor) and loss.is_dist()
+                else loss
+            )
             found.append([rows, float(local) * (1 if static else accumulation)])
             return loss
 

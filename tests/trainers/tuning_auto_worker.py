@@ -20,8 +20,23 @@ import paddle.distributed as dist
 import paddle_shard
 from paddle_shard.errors import PaddleShardError
 from paddle_shard.testing import cpu_static, report
-from tests.trainers.trainer_worker import Config, arguments_of, imported, on_all_ranks, on_cpu
-from tests.trainers.tuning_worker import BATCH, LENGTH, ROWS, WORDS, Loss, items_of, row_losses, tokenizer
+from tests.trainers.trainer_worker import (
+    Config,
+    arguments_of,
+    imported,
+    on_all_ranks,
+    on_cpu,
+)
+from tests.trainers.tuning_worker import (
+    BATCH,
+    LENGTH,
+    ROWS,
+    WORDS,
+    Loss,
+    items_of,
+    row_losses,
+    tokenizer,
+)
 
 PADDING = {"input_ids": 0, "labels": -100, "attention_mask": 0}
 
@@ -39,9 +54,17 @@ class Toy(paddle.nn.Layer):
     def get_hardware_flops(self, *args, **options):
         return None
 
-    def forward(self, input_ids, attention_mask=None, loss_mask=None, attn_mask_startend_row_indices=None):
+    def forward(
+        self,
+        input_ids,
+        attention_mask=None,
+        loss_mask=None,
+        attn_mask_startend_row_indices=None,
+    ):
         real = attention_mask if loss_mask is None else loss_mask
-        return self.out(self.words(input_ids) * (0.5 + real.astype("float32")).unsqueeze(-1))
+        return self.out(
+            self.words(input_ids) * (0.5 + real.astype("float32")).unsqueeze(-1)
+        )
 
 
 def dataset(case, folder):
@@ -78,10 +101,21 @@ def collate_of(case):
     from paddleformers.datasets.finetuning import collate_fn
 
     if case["dataset"] == "iterator":
-        model = SimpleNamespace(use_attn_mask_startend_row_indices=True, use_global_causal_attn=False, stage="SFT")
-        common = {"tokenizer": tokenizer(), "training_args": SimpleNamespace(num_nextn_predict_layers=0)}
+        model = SimpleNamespace(
+            use_attn_mask_startend_row_indices=True,
+            use_global_causal_attn=False,
+            stage="SFT",
+        )
+        common = {
+            "tokenizer": tokenizer(),
+            "training_args": SimpleNamespace(num_nextn_predict_layers=0),
+        }
         return partial(collate_fn, model_args=model, max_seq_len=2 * LENGTH, **common)
-    lengths = {} if case.get("ragged") else {"max_length": LENGTH, "max_label_length": LENGTH, "padding": "max_length"}
+    lengths = (
+        {}
+        if case.get("ragged")
+        else {"max_length": LENGTH, "max_label_length": LENGTH, "padding": "max_length"}
+    )
     return DataCollatorForSeq2Seq(tokenizer=tokenizer(), return_tensors="np", **lengths)
 
 
@@ -91,7 +125,10 @@ def toy(reference=None):
 
 
 def loss_of(case, layer):
-    return lambda batch: Loss()(layer(**{name: batch[name] for name in batch if name != "labels"}), batch["labels"])
+    return lambda batch: Loss()(
+        layer(**{name: batch[name] for name in batch if name != "labels"}),
+        batch["labels"],
+    )
 
 
 def trained(case, out, folder, reports):
@@ -99,7 +136,11 @@ def trained(case, out, folder, reports):
     found, patch = [], {"shuffle": case.get("shuffle")}
     if case.get("ragged"):
         patch["pad_to"] = {name: ("longest", fill) for name, fill in PADDING.items()}
-    with paddle_shard.patch_paddle(on_loader=position.add, **patch) if not case.get("plain") else open(os.devnull):
+    with (
+        paddle_shard.patch_paddle(on_loader=position.add, **patch)
+        if not case.get("plain")
+        else open(os.devnull)
+    ):
         from paddleformers.trainer import trainer_utils
         from paddleformers.trainer.auto_training_args import AutoTrainingArguments
         from paddleformers.trl import SFTConfig
@@ -118,7 +159,11 @@ def trained(case, out, folder, reports):
                     os.kill(os.getpid(), signal.SIGKILL)
                 items = items_of(inputs)
                 loss = super().training_step(model, inputs, *args, **others)
-                local = loss._local_value() if isinstance(loss, paddle.Tensor) and loss.is_dist() else loss
+                local = (
+                    loss._local_value()
+                    if isinstance(loss, paddle.Tensor) and loss.is_dist()
+                    else loss
+                )
                 found.append([items, float(local)])
                 return loss
 
@@ -143,7 +188,9 @@ def trained(case, out, folder, reports):
             cpu_static()
         trainer.train(resume_from_checkpoint=case.get("resume"))
         if case.get("evaluate"):
-            reports["rows"] = row_losses(layer, dataset(case, folder), collate_of(case), mesh)
+            reports["rows"] = row_losses(
+                layer, dataset(case, folder), collate_of(case), mesh
+            )
     return found
 
 
@@ -153,8 +200,15 @@ def pairs_of(row, packing):
     for _ in range(1 + bool(packing and row % 2)):
         said = draw.randint(1, 100, 6).tolist()
         at = len(made.get("input_ids", []))
-        one = {"input_ids": said, "position_ids": [*range(4), 2, 3], "response_indexs": [[at + 1, at + 3, at + 5, 1]]}
-        one |= {"response_0_labels": [0, *said[2:4], 0, 0, 0], "response_1_labels": [0, 0, 0, 0, *said[:2]]}
+        one = {
+            "input_ids": said,
+            "position_ids": [*range(4), 2, 3],
+            "response_indexs": [[at + 1, at + 3, at + 5, 1]],
+        }
+        one |= {
+            "response_0_labels": [0, *said[2:4], 0, 0, 0],
+            "response_1_labels": [0, 0, 0, 0, *said[:2]],
+        }
         one["attn_mask_startend_row_indices"] = [at + 6] * 6
         made = {name: made.get(name, []) + field for name, field in one.items()}
     return made
@@ -168,16 +222,27 @@ def pairs(case):
     world = int(os.environ["PADDLE_TRAINERS_NUM"])
     data = MapDataset([pairs_of(row, case.get("packing")) for row in range(12)])
     collate = partial(preference_collate_fn_auto_parallel, max_seq_len=16)
-    said = {"placements": {"input_ids": "as read", "labels": "as read"}} if case.get("as read") else {}
-    with paddle_shard.patch_paddle(**said) if not case.get("plain") else open(os.devnull):
+    said = (
+        {"placements": {"input_ids": "as read", "labels": "as read"}}
+        if case.get("as read")
+        else {}
+    )
+    with (
+        paddle_shard.patch_paddle(**said) if not case.get("plain") else open(os.devnull)
+    ):
         given = paddle.io.DataLoader(data, batch_size=BATCH, collate_fn=collate)
         mesh = dist.ProcessMesh(list(range(world)), dim_names=["dp"])
-        loader = dist.shard_dataloader(given, mesh, input_keys=["input_ids", "labels"], shard_dims="dp")
+        loader = dist.shard_dataloader(
+            given, mesh, input_keys=["input_ids", "labels"], shard_dims="dp"
+        )
         try:
             batches = [[*batch["input_ids"], *batch["labels"]] for batch in loader()]
         except PaddleShardError as error:
             return str(error)
-    return [[[leaf.shape, leaf._local_value().numpy().tolist()] for leaf in batch] for batch in batches]
+    return [
+        [[leaf.shape, leaf._local_value().numpy().tolist()] for leaf in batch]
+        for batch in batches
+    ]
 
 
 def main(options):
@@ -185,9 +250,15 @@ def main(options):
     imported("paddleformers_auto")
     out, reports = Path(options["out"]), {}
     for name, case in options["cases"].items():
-        with paddle.utils.unique_name.guard():  # a checkpoint holds the names of parameters
+        with (
+            paddle.utils.unique_name.guard()
+        ):  # a checkpoint holds the names of parameters
             pair = case["task"] == "pairs"
-            reports[name] = pairs(case) if pair else trained(case, out / name, Path(options["rows"]), reports)
+            reports[name] = (
+                pairs(case)
+                if pair
+                else trained(case, out / name, Path(options["rows"]), reports)
+            )
     report(reports)
 
 

@@ -54,7 +54,12 @@ class ShardEntry:
 
     def to_json(self) -> dict[str, Any]:
         """Return the entry as an index file and the kept counts have it."""
-        return {"samples": self.samples, "bytes": self.size, "every": self.every, "starts": list(self.starts)}
+        return {
+            "samples": self.samples,
+            "bytes": self.size,
+            "every": self.every,
+            "starts": list(self.starts),
+        }
 
     @classmethod
     def from_json(cls, found: Any) -> ShardEntry:
@@ -64,13 +69,19 @@ class ShardEntry:
             TypeError, ValueError, KeyError: It is damaged.
         """
         starts = tuple(map(counted, found.get("starts", ())))
-        samples, size, every = counted(found["samples"]), counted(found["bytes"]), counted(found.get("every", EVERY), 1)
+        samples, size, every = (
+            counted(found["samples"]),
+            counted(found["bytes"]),
+            counted(found.get("every", EVERY), 1),
+        )
         if max(samples, size, *starts) >= 1 << 63:
             raise ValueError(found)
         return cls(samples=samples, size=size, starts=starts, every=every)
 
 
-def count_file(name: str, samples: Samples, most: int | None = None, cache: HostCache | None = None) -> ShardEntry:
+def count_file(
+    name: str, samples: Samples, most: int | None = None, cache: HostCache | None = None
+) -> ShardEntry:
     """Count the samples of a file.
 
     Args:
@@ -91,12 +102,23 @@ def count_file(name: str, samples: Samples, most: int | None = None, cache: Host
                 if len(kept) == most:
                     kept, every = kept[::2], 2 * every
                 kept.append(start)
-        starts = tuple(kept) if file is opened else ()  # in a compressed file, no sample can be found by its byte
-        return ShardEntry(samples=number, size=opened.tell() if size is None else size, starts=starts, every=every)
+        starts = (
+            tuple(kept) if file is opened else ()
+        )  # in a compressed file, no sample can be found by its byte
+        return ShardEntry(
+            samples=number,
+            size=opened.tell() if size is None else size,
+            starts=starts,
+            every=every,
+        )
 
 
 def count_files(
-    names: Sequence[str], kind: str, samples: Samples, counts: bool | None, cache: HostCache | None = None
+    names: Sequence[str],
+    kind: str,
+    samples: Samples,
+    counts: bool | None,
+    cache: HostCache | None = None,
 ) -> dict[str, ShardEntry] | None:
     """Count the samples of files. The counts of local ones are kept in the user's cache directory.
 
@@ -117,7 +139,10 @@ def count_files(
     if counts is False or (counts is None and any(map(files.is_remote, names))):
         return None
     found: dict[str, ShardEntry] = {}
-    paths = [name if files.is_remote(name) else os.path.abspath(files.local_path(name)) for name in names]
+    paths = [
+        name if files.is_remote(name) else os.path.abspath(files.local_path(name))
+        for name in names
+    ]
     with _kept(kind, paths) as kept:
         for name, path in zip(names, paths, strict=True):
             with files.failures_named(name, lambda: ("counting its samples", None)):
@@ -128,10 +153,16 @@ def count_files(
                     version = [status.st_size, status.st_mtime_ns, status.st_ctime_ns]
                 entry = _kept_entry(kept.get(path), version)
                 # A kept entry without places may be of a compressed file, which `counts=True` has counted.
-                if counts is None and (entry is None or not entry.starts) and _is_compressed(name):
+                if (
+                    counts is None
+                    and (entry is None or not entry.starts)
+                    and _is_compressed(name)
+                ):
                     return None
                 if entry is None:
-                    logging.getLogger("paddle_shard").info("counting the samples of %s", files.shown(name))
+                    logging.getLogger("paddle_shard").info(
+                        "counting the samples of %s", files.shown(name)
+                    )
                     entry = count_file(name, samples, MOST, cache)
                 found[name] = entry
             if version is not None:
@@ -166,11 +197,18 @@ def source_of_files(
     """
     read = partial(_read, samples=samples, entries=entries, cache=cache)
     counts = None if entries is None else [entries[name].samples for name in names]
-    return ShardSource(names, read, counts=counts, shuffle_shards=shuffle_shards, resample=resample)
+    return ShardSource(
+        names, read, counts=counts, shuffle_shards=shuffle_shards, resample=resample
+    )
 
 
 def _read(
-    name: str, skip: int, *, samples: Samples, entries: Mapping[str, ShardEntry] | None, cache: HostCache | None
+    name: str,
+    skip: int,
+    *,
+    samples: Samples,
+    entries: Mapping[str, ShardEntry] | None,
+    cache: HostCache | None,
 ) -> Iterator[Any]:
     """Yield the samples of a file from a given one on."""
     start = 0
@@ -188,7 +226,11 @@ def _read(
 
 
 def _folder() -> Path:
-    return Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")) / "paddle_shard" / "counts"
+    return (
+        Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache"))
+        / "paddle_shard"
+        / "counts"
+    )
 
 
 @contextmanager
@@ -198,7 +240,9 @@ def _kept(kind: str, paths: list[str]) -> Iterator[dict[str, Any]]:
     Yield path -> an entry in JSON and the file's "version". What is added is written at the end. If there is no place
     for the counts, nothing is kept.
     """
-    file = _folder() / f"{derive_key(3, kind, paths, size=16).hex()}.json"  # 3 is the version of what is kept
+    file = (
+        _folder() / f"{derive_key(3, kind, paths, size=16).hex()}.json"
+    )  # 3 is the version of what is kept
     with ExitStack() as stack:
         with contextlib.suppress(OSError):
             file.parent.mkdir(parents=True, exist_ok=True)

@@ -60,20 +60,28 @@ def matched(paths: Paths) -> list[str]:
         ArgumentTypeError: `paths` is neither a path nor a list.
         ArgumentError: A pattern matches no file, or is for remote files.
     """
-    given: Sequence[str | os.PathLike[str]] = [paths] if isinstance(paths, str | os.PathLike) else paths
+    given: Sequence[str | os.PathLike[str]] = (
+        [paths] if isinstance(paths, str | os.PathLike) else paths
+    )
     if not isinstance(given, Iterable):
-        raise ArgumentTypeError(f"paths must be a path, or a list of them, got {paths!r}.")
+        raise ArgumentTypeError(
+            f"paths must be a path, or a list of them, got {paths!r}."
+        )
     found: list[str] = []
     for name in [os.fspath(path) for path in given]:
         path = "" if is_remote(name) else local_path(name)
         if not path and "://" in name and "*" in name.partition("?")[0]:
-            raise ArgumentError(f"{shown(name)}: a pattern is not looked for on a server. Give the list of URLs.")
+            raise ArgumentError(
+                f"{shown(name)}: a pattern is not looked for on a server. Give the list of URLs."
+            )
         if not glob.has_magic(path) or os.path.exists(path):
             found.append(name)
             continue
         files = sorted(filter(os.path.isfile, glob.glob(path, recursive=True)))
         if not files:
-            raise ArgumentError(f"{name}: this pattern matches no file (the current folder is {os.getcwd()}).")
+            raise ArgumentError(
+                f"{name}: this pattern matches no file (the current folder is {os.getcwd()})."
+            )
         found += files
     return found
 
@@ -107,15 +115,24 @@ def within_their_folder(names: Sequence[str]) -> list[str]:
         >>> within_their_folder(["/data/a/0.csv", "/data/b/0.csv"]), within_their_folder(["s3://bucket/0.csv"])
         (['a/0.csv', 'b/0.csv'], ['0.csv'])
     """
-    steps = [(shown(name) if is_remote(name) else os.path.abspath(local_path(name))).split("/") for name in names]
+    steps = [
+        (shown(name) if is_remote(name) else os.path.abspath(local_path(name))).split(
+            "/"
+        )
+        for name in names
+    ]
     folders = zip(*(path[:-1] for path in steps), strict=False)
-    shared = sum(1 for _ in itertools.takewhile(lambda column: len(set(column)) == 1, folders))
+    shared = sum(
+        1 for _ in itertools.takewhile(lambda column: len(set(column)) == 1, folders)
+    )
     return ["/".join(path[shared:]) for path in steps]
 
 
 def local_size(name: str) -> int | None:
     """Return the size of a local file in bytes; None for a remote file, whose size would cost a request."""
-    with contextlib.suppress(OSError):  # reading the file later raises an error that names it
+    with contextlib.suppress(
+        OSError
+    ):  # reading the file later raises an error that names it
         return None if is_remote(name) else os.path.getsize(local_path(name))
     return None
 
@@ -141,7 +158,9 @@ def needs(extra: str, what: str = "") -> Iterator[None]:
 
 
 @contextmanager
-def failures_named(name: str, place: Callable[[], tuple[str, int | None]]) -> Iterator[None]:
+def failures_named(
+    name: str, place: Callable[[], tuple[str, int | None]]
+) -> Iterator[None]:
     """Turn what fails in the `with` block into an error that names a file.
 
     Args:
@@ -157,7 +176,9 @@ def failures_named(name: str, place: Callable[[], tuple[str, int | None]]) -> It
         raise
     except Exception as error:
         what, offset = place()
-        raise ShardReadError.of(f"{shown(name)}: {what} failed: {described(error)}", shown(name), offset) from error
+        raise ShardReadError.of(
+            f"{shown(name)}: {what} failed: {described(error)}", shown(name), offset
+        ) from error
 
 
 def remote_file(url: str, extra: str = "webdataset") -> tuple[Any, str]:
@@ -173,13 +194,18 @@ def remote_file(url: str, extra: str = "webdataset") -> tuple[Any, str]:
     Raises:
         MissingDependencyError: fsspec, or a package that it needs for such a URL, is not installed.
     """
-    with needs("s3" if url.startswith(("s3://", "s3a://")) else extra, f"reading {shown(url)}: "):
+    with needs(
+        "s3" if url.startswith(("s3://", "s3a://")) else extra,
+        f"reading {shown(url)}: ",
+    ):
         if "::" in url:  # a file inside another file, which is a file system of its own
             from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 
             system, path = url_to_fs(url, skip_instance_cache=True)
             return system, path
-        with no_fork:  # so that threads do not make several, of which all but one are closed again
+        with (
+            no_fork
+        ):  # so that threads do not make several, of which all but one are closed again
             return _file_system("/".join(url.split("/", 3)[:3]), os.getpid()), url
 
 
@@ -189,12 +215,17 @@ def _file_system(host: str, process: int) -> Any:
     from fsspec.core import url_to_fs
 
     options: dict[str, Any] = {}
-    if (protocol := host.partition(":")[0]) in ("http", "https") and "client_kwargs" not in conf.get(protocol, {}):
+    if (protocol := host.partition(":")[0]) in (
+        "http",
+        "https",
+    ) and "client_kwargs" not in conf.get(protocol, {}):
         import aiohttp
 
         # Its own limit is five minutes for all of an answer, which is too long for one that stalls, and too short for a
         # large one.
-        limit = aiohttp.ClientTimeout(total=None, sock_connect=TIMEOUT, sock_read=TIMEOUT)
+        limit = aiohttp.ClientTimeout(
+            total=None, sock_connect=TIMEOUT, sock_read=TIMEOUT
+        )
         options["client_kwargs"] = {"timeout": limit}
     return url_to_fs(host, skip_instance_cache=True, **options)[0]
 
@@ -209,7 +240,16 @@ BUFFER = 1 << 18
 REQUESTS = 16
 """Requests to servers that are made in parallel."""
 
-_TAGS = ("ETag", "etag", "md5Hash", "Content-MD5", "LastModified", "Last-Modified", "last_modified", "mtime")
+_TAGS = (
+    "ETag",
+    "etag",
+    "md5Hash",
+    "Content-MD5",
+    "LastModified",
+    "Last-Modified",
+    "last_modified",
+    "mtime",
+)
 """Where fsspec's file systems keep what changes when a file changes; the first that is there counts."""
 _AGAIN = (408, 429, 500, 502, 503, 504)
 """HTTP codes of failures that may pass."""
@@ -253,7 +293,10 @@ def identity(names: Sequence[str]) -> tuple[tuple[str, int, str], ...]:
 
     with ThreadPoolExecutor(REQUESTS if any(map(is_remote, names)) else 1) as pool:
         versions = list(pool.map(version, names))
-    return tuple((name, *known) for name, known in zip(within_their_folder(names), versions, strict=True))
+    return tuple(
+        (name, *known)
+        for name, known in zip(within_their_folder(names), versions, strict=True)
+    )
 
 
 def tag_of(details: Mapping[str, Any]) -> str | None:
@@ -267,7 +310,9 @@ def open_file(name: str, start: int = 0) -> tuple[BinaryIO, int | None]:
     If the connection to a remote file drops, reading continues at the same byte.
     """
     if name.startswith("pipe:"):
-        raise ArgumentError(f"{name!r}: commands are not run. Give the URL itself: http, s3, gs, or what fsspec opens.")
+        raise ArgumentError(
+            f"{name!r}: commands are not run. Give the URL itself: http, s3, gs, or what fsspec opens."
+        )
     if not is_remote(name):
         file = open(local_path(name), "rb", buffering=BUFFER)  # noqa: SIM115
         if start:
@@ -297,7 +342,9 @@ def decompressed(file: BinaryIO, name: str) -> BinaryIO:
     """
     begin = cast(io.BufferedReader, file).peek(6)
     if not begin and shown(name).endswith((".gz", ".bz2", ".xz")):
-        raise EOFError("the file has 0 bytes, and compressed files have more, even if nothing is in them")
+        raise EOFError(
+            "the file has 0 bytes, and compressed files have more, even if nothing is in them"
+        )
     for first_bytes, unpack in _PACKED:
         if begin.startswith(first_bytes):
             return io.BufferedReader(unpack(file), BUFFER)
@@ -388,14 +435,18 @@ class RemoteFile(io.RawIOBase):
         size = details.get("size")
         tag = tag_of(details)
         # Continuing at the same byte of another version would join two files silently.
-        if (None not in (self.size, size) and self.size != size) or (self.tag and tag and self.tag != tag):
+        if (None not in (self.size, size) and self.size != size) or (
+            self.tag and tag and self.tag != tag
+        ):
             raise ChangedError(
                 f"the file changed while it was read: it had {self.size} bytes (tag {self.tag}), now {size} ({tag})"
             )
         self.tag = tag or self.tag
         if size and details.get("partial", True):
             options = {"size": size} if self._is_http else {}
-            self._stream = self._system.open(self._path, "rb", **options, **self._options)
+            self._stream = self._system.open(
+                self._path, "rb", **options, **self._options
+            )
             self.size = size
         else:
             self._read_whole()
@@ -414,10 +465,18 @@ class RemoteFile(io.RawIOBase):
             stream.close()
 
     def _retried(self, attempt: Callable[[], T]) -> T:
-        return retried(attempt, self._disconnect, lambda: f" at byte {self._position} of {self.size or 'unknown'}")
+        return retried(
+            attempt,
+            self._disconnect,
+            lambda: f" at byte {self._position} of {self.size or 'unknown'}",
+        )
 
 
-def retried(attempt: Callable[[], T], after: Callable[[], None] | None = None, place: Callable[[], str] = str) -> T:
+def retried(
+    attempt: Callable[[], T],
+    after: Callable[[], None] | None = None,
+    place: Callable[[], str] = str,
+) -> T:
     """Return the result of an attempt; repeat it after a failure that may pass, with growing pauses.
 
     Args:
@@ -438,7 +497,9 @@ def retried(attempt: Callable[[], T], after: Callable[[], None] | None = None, p
             if not _may_pass(cause):
                 raise
             if failures == RETRIES:
-                raise OSError(f"given up after {RETRIES} retries{place()}: {described(cause)}") from error
+                raise OSError(
+                    f"given up after {RETRIES} retries{place()}: {described(cause)}"
+                ) from error
         time.sleep(BACKOFF * 2**failures)
     raise AssertionError
 
@@ -447,9 +508,14 @@ def _told_by_server(error: BaseException) -> BaseException:
     """Return what has really failed: fsspec calls everything over HTTP a missing file, and s3fs fails in a timeout."""
     cause = error.__cause__ or error.__context__
     if isinstance(error, FileNotFoundError):
-        really = type(cause).__module__.startswith("aiohttp") and getattr(cause, "status", 0) != 404
+        really = (
+            type(cause).__module__.startswith("aiohttp")
+            and getattr(cause, "status", 0) != 404
+        )
     else:
-        really = not isinstance(error, OSError) and isinstance(cause, TimeoutError | asyncio.TimeoutError)
+        really = not isinstance(error, OSError) and isinstance(
+            cause, TimeoutError | asyncio.TimeoutError
+        )
     return cause if really and cause is not None else error
 
 
@@ -458,11 +524,15 @@ def _may_pass(error: BaseException) -> bool:
     if type(error).__module__.startswith("aiohttp"):
         return getattr(error, "status", _AGAIN[0]) in _AGAIN
     # In Python 3.10, asyncio's TimeoutError is no OSError.
-    return isinstance(error, OSError | asyncio.TimeoutError) and not isinstance(error, _FINAL)
+    return isinstance(error, OSError | asyncio.TimeoutError) and not isinstance(
+        error, _FINAL
+    )
 
 
 @contextmanager
-def replacing(path: str | os.PathLike[str], mode: int = 0o600, *, buffering: int = -1) -> Iterator[Any]:
+def replacing(
+    path: str | os.PathLike[str], mode: int = 0o600, *, buffering: int = -1
+) -> Iterator[Any]:
     """Write a file under a temporary name, and give it its name when it is complete: nobody ever reads half of it.
 
     Args:

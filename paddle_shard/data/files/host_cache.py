@@ -21,7 +21,14 @@ from typing import BinaryIO
 
 from paddle_shard.core.checks import check_count
 from paddle_shard.core.warn_once import say_once
-from paddle_shard.data.files.files import BUFFER, base_name, is_remote, open_file, replacing, shown
+from paddle_shard.data.files.files import (
+    BUFFER,
+    base_name,
+    is_remote,
+    open_file,
+    replacing,
+    shown,
+)
 from paddle_shard.data.files.locks import held
 from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.seeding import derive_key
@@ -42,7 +49,9 @@ class HostCache:
     """Most bytes that all copies may have; None: no limit."""
 
     @classmethod
-    def of(cls, cache_dir: str | os.PathLike[str] | None, cache_bytes: int | None) -> HostCache | None:
+    def of(
+        cls, cache_dir: str | os.PathLike[str] | None, cache_bytes: int | None
+    ) -> HostCache | None:
         """Return the cache that the arguments of a source describe.
 
         Raises:
@@ -51,12 +60,20 @@ class HostCache:
         if cache_bytes is not None:
             check_count("cache_bytes", cache_bytes)
             if cache_dir is None:
-                raise ArgumentError(f"cache_bytes={cache_bytes} limits cache_dir, which is not given. Give both.")
+                raise ArgumentError(
+                    f"cache_bytes={cache_bytes} limits cache_dir, which is not given. Give both."
+                )
         if cache_dir is None:
             return None
-        folder = os.path.expanduser(cache_dir) if isinstance(cache_dir, str | os.PathLike) else ""
+        folder = (
+            os.path.expanduser(cache_dir)
+            if isinstance(cache_dir, str | os.PathLike)
+            else ""
+        )
         if not folder or is_remote(os.fspath(folder)):
-            raise ArgumentError(f"cache_dir must be a folder of this host, where copies are kept, got {cache_dir!r}.")
+            raise ArgumentError(
+                f"cache_dir must be a folder of this host, where copies are kept, got {cache_dir!r}."
+            )
         return cls(os.fspath(folder), cache_bytes)
 
     def open(self, name: str, start: int = 0) -> tuple[BinaryIO, int | None]:
@@ -70,8 +87,12 @@ class HostCache:
         Raises:
             OSError: The download failed, or the folder cannot be written to. No incomplete file is left.
         """
-        path = os.path.join(self.folder, f"{derive_key(shown(name)).hex()}-{base_name(name)}")
-        while True:  # again, if another process removed the copy right after it was complete
+        path = os.path.join(
+            self.folder, f"{derive_key(shown(name)).hex()}-{base_name(name)}"
+        )
+        while (
+            True
+        ):  # again, if another process removed the copy right after it was complete
             with contextlib.suppress(FileNotFoundError):
                 copy = open(path, "rb", buffering=BUFFER)  # noqa: SIM115
                 with contextlib.suppress(OSError):  # the folder may be another user's
@@ -85,7 +106,12 @@ class HostCache:
     def _download(self, name: str, path: str) -> bool:
         """Make a copy of a file, unless another process has; return False if there is no room for it."""
         os.makedirs(self.folder, exist_ok=True)
-        with open(os.path.join(self.folder, f".{os.path.basename(path)}.lock"), "wb") as lock, held(lock):
+        with (
+            open(
+                os.path.join(self.folder, f".{os.path.basename(path)}.lock"), "wb"
+            ) as lock,
+            held(lock),
+        ):
             if os.path.exists(path):
                 return True
             source, size = open_file(name)
@@ -94,11 +120,17 @@ class HostCache:
                     with self._locked():
                         if not self._make_room(name, size):
                             return False
-                        target = copying.enter_context(replacing(path, 0o644, buffering=BUFFER))
-                        target.truncate(size or 0)  # so that other processes count all of it
+                        target = copying.enter_context(
+                            replacing(path, 0o644, buffering=BUFFER)
+                        )
+                        target.truncate(
+                            size or 0
+                        )  # so that other processes count all of it
                     shutil.copyfileobj(source, target, BUFFER)
                     target.flush()
-                    os.fsync(target.fileno())  # otherwise a crash could leave an empty file with the right name
+                    os.fsync(
+                        target.fileno()
+                    )  # otherwise a crash could leave an empty file with the right name
                     with self._locked():  # a process that lists the folder during a rename may miss the file
                         copying.close()
             except OSError as error:
@@ -121,7 +153,12 @@ class HostCache:
         """
         most = sys.maxsize if self.most_bytes is None else self.most_bytes
         if self.most_bytes is not None and (size is None or size > most):
-            say_once("cache_bytes=%d has no room for %s of %s bytes", self.most_bytes, shown(name), size or "unknown")
+            say_once(
+                "cache_bytes=%d has no room for %s of %s bytes",
+                self.most_bytes,
+                shown(name),
+                size or "unknown",
+            )
             return False
         free = most - (size or 0)
         copies = list[tuple[int, int, str]]()  # (time of last use, bytes, path)
@@ -148,6 +185,12 @@ class HostCache:
         return True
 
 
-def open_through(cache: HostCache | None, name: str, start: int = 0) -> tuple[BinaryIO, int | None]:
+def open_through(
+    cache: HostCache | None, name: str, start: int = 0
+) -> tuple[BinaryIO, int | None]:
     """Open a file at a byte, by a copy if it is remote and there is a cache; return it and its size, if known."""
-    return open_file(name, start) if cache is None or not is_remote(name) else cache.open(name, start)
+    return (
+        open_file(name, start)
+        if cache is None or not is_remote(name)
+        else cache.open(name, start)
+    )

@@ -91,16 +91,31 @@ class HuggingFaceSource(Stage):
 
     def fingerprint(self) -> list[Any]:
         """Return the number of shards, and a digest of the library's own shuffles, takes and skips."""
-        return [["huggingface", self.num_shards, derive_key(self._generators, size=16).hex()]]
+        return [
+            [
+                "huggingface",
+                self.num_shards,
+                derive_key(self._generators, size=16).hex(),
+            ]
+        ]
 
     @property
     def files(self) -> list[str]:
         """The first shards of each of its generators: files or numbers."""
         lists = [
-            value for step in _walked(self._dataset._ex_iterable) for value in getattr(step, "kwargs", {}).values()
+            value
+            for step in _walked(self._dataset._ex_iterable)
+            for value in getattr(step, "kwargs", {}).values()
         ]
-        shards = [shard for value in lists if isinstance(value, list) for shard in value[:_MOST_SHOWN]]
-        return within_their_folder([str(shard) for shard in shards if isinstance(shard, str | int)])
+        shards = [
+            shard
+            for value in lists
+            if isinstance(value, list)
+            for shard in value[:_MOST_SHOWN]
+        ]
+        return within_their_folder(
+            [str(shard) for shard in shards if isinstance(shard, str | int)]
+        )
 
     def _check(self, opening: Opening) -> None:
         shards, parts = self.num_shards, opening.num_parts
@@ -114,7 +129,9 @@ class HuggingFaceSource(Stage):
 
     def _items(self, part: int, opening: Opening) -> Iterator[Any]:
         opening.seed_generators(opening.key(part, "source"))
-        mine = self._dataset.shard(num_shards=opening.num_parts, index=part)  # a copy, so that its epoch can be set
+        mine = self._dataset.shard(
+            num_shards=opening.num_parts, index=part
+        )  # a copy, so that its epoch can be set
         tell_epoch(mine, opening)
         yield from opening.drawn(iter(mine), part)
 
@@ -124,7 +141,11 @@ def _walked(node: Any) -> Iterator[Any]:
     yield node
     for value in vars(node).values():
         for found in value if isinstance(value, list | tuple) else [value]:
-            yield from _walked(found) if type(found).__module__.startswith("datasets.iterable_dataset") else [found]
+            yield from (
+                _walked(found)
+                if type(found).__module__.startswith("datasets.iterable_dataset")
+                else [found]
+            )
 
 
 def _num_cut(step: Any) -> int | None:

@@ -77,8 +77,12 @@ def parquet_source(
     """
     with needs("parquet", "reading Parquet: "):
         import pyarrow.parquet  # type: ignore[import-untyped]  # noqa: F401
-    if isinstance(columns, str) or (columns is not None and (not columns or len(set(columns)) < len(columns))):
-        raise ArgumentError(f"columns must be a list of names, each once, or None for all, got {columns!r}.")
+    if isinstance(columns, str) or (
+        columns is not None and (not columns or len(set(columns)) < len(columns))
+    ):
+        raise ArgumentError(
+            f"columns must be a list of names, each once, or None for all, got {columns!r}."
+        )
     chosen = None if columns is None else list(columns)
     files = matched(paths)
     if not files:
@@ -93,10 +97,18 @@ def parquet_source(
     ]
     counts = [length for rows, _, _ in footers for length in rows]
     if not sum(counts):
-        raise ArgumentError(f"paths: {len(files)} Parquet files have no row: {', '.join(map(shown, files[:3]))}.")
+        raise ArgumentError(
+            f"paths: {len(files)} Parquet files have no row: {', '.join(map(shown, files[:3]))}."
+        )
     return ShardSource(
         [name for name, _ in groups],
-        partial(_read_group, groups=dict(groups), columns=chosen, allow_nulls=allow_nulls, cache=cache),
+        partial(
+            _read_group,
+            groups=dict(groups),
+            columns=chosen,
+            allow_nulls=allow_nulls,
+            cache=cache,
+        ),
         files=[file for _, (file, _, _) in groups],
         counts=counts,
         shuffle_shards=shuffle_shards,
@@ -141,12 +153,16 @@ def _read_group(
                 try:
                     found.append(_column(array, allow_nulls))
                 except ValueError as error:
-                    raise ValueError(f"column {column!r}: {error} Leave it out (columns=).") from error
+                    raise ValueError(
+                        f"column {column!r}: {error} Leave it out (columns=)."
+                    ) from error
             for row in zip(*found, strict=True):
                 yield dict(zip(names, row, strict=True))
 
 
-def _check_columns(files: list[str], footers: list[_Footer], columns: list[str] | None) -> None:
+def _check_columns(
+    files: list[str], footers: list[_Footer], columns: list[str] | None
+) -> None:
     """Check that all files have the columns to read, with the types of the first file."""
     first = None
     for file, (_, has, _) in zip(files, footers, strict=True):
@@ -157,7 +173,11 @@ def _check_columns(files: list[str], footers: list[_Footer], columns: list[str] 
             )
         types = {name: has[name] for name in columns or has}
         first = types if first is None else first
-        differ = sorted(name for name in first.keys() | types.keys() if first.get(name) != types.get(name))
+        differ = sorted(
+            name
+            for name in first.keys() | types.keys()
+            if first.get(name) != types.get(name)
+        )
         if differ:
             name = differ[0]
             raise ArgumentError(
@@ -168,11 +188,17 @@ def _check_columns(files: list[str], footers: list[_Footer], columns: list[str] 
 
 
 def _footer(file: str) -> _Footer:
-    with failures_named(file, lambda: ("reading its footer", None)), _opened(file) as (parquet, version):
+    with (
+        failures_named(file, lambda: ("reading its footer", None)),
+        _opened(file) as (parquet, version),
+    ):
         metadata, schema = parquet.metadata, parquet.schema_arrow
         if len(set(schema.names)) < len(schema.names):
             raise ValueError(f"a column name stands twice among {schema.names}")
-        rows = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
+        rows = [
+            metadata.row_group(number).num_rows
+            for number in range(metadata.num_row_groups)
+        ]
         return rows, {name: schema.field(name).type for name in schema.names}, version
 
 
@@ -204,9 +230,13 @@ def _opened(
             stack.enter_context(source)
             now = size or 0, ""
         else:
-            source = stack.enter_context(RemoteFile(file, extra="parquet", cache_type="none"))
+            source = stack.enter_context(
+                RemoteFile(file, extra="parquet", cache_type="none")
+            )
             now = source.size or 0, source.tag or ""
-        if version is not None and (now[0] != version[0] or (now[1] and now[1] != version[1])):
+        if version is not None and (
+            now[0] != version[0] or (now[1] and now[1] != version[1])
+        ):
             raise ValueError(
                 "the file has changed since its footer was read, when the loader was made. Make the loader anew"
             )
@@ -228,9 +258,13 @@ def _column(array: Any, allow_nulls: bool) -> Any:
     if not array.null_count:
         return _items(_values(array))
     if not allow_nulls:
-        raise ValueError("a value is null. Take nulls as None (allow_nulls=True) and map or filter them.")
+        raise ValueError(
+            "a value is null. Take nulls as None (allow_nulls=True) and map or filter them."
+        )
     present = iter(_items(_values(array.drop_null())))
-    return [next(present) if is_valid else None for is_valid in array.is_valid().to_pylist()]
+    return [
+        next(present) if is_valid else None for is_valid in array.is_valid().to_pylist()
+    ]
 
 
 def _items(values: Any) -> Any:
@@ -260,7 +294,10 @@ def _values(array: Any) -> Any:
     if pa.types.is_struct(kind):
         names = [kind.field(number).name for number in range(kind.num_fields)]
         fields = [_column(child, allow_nulls=True) for child in array.flatten()]
-        return [dict(zip(names, values, strict=True)) for values in zip(*fields, strict=True)]
+        return [
+            dict(zip(names, values, strict=True))
+            for values in zip(*fields, strict=True)
+        ]
     if pa.types.is_fixed_size_list(kind):
         inner = _values(array.flatten())
         if isinstance(inner, np.ndarray):
@@ -268,8 +305,17 @@ def _values(array: Any) -> Any:
         return _pieces(inner, np.full(len(array), kind.list_size))
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
         return _pieces(_values(array.flatten()), array.value_lengths().to_numpy())
-    numeric = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
-    if numeric or pa.types.is_date(kind) or pa.types.is_timestamp(kind) or pa.types.is_duration(kind):
+    numeric = (
+        pa.types.is_integer(kind)
+        or pa.types.is_floating(kind)
+        or pa.types.is_boolean(kind)
+    )
+    if (
+        numeric
+        or pa.types.is_date(kind)
+        or pa.types.is_timestamp(kind)
+        or pa.types.is_duration(kind)
+    ):
         return array.to_numpy(zero_copy_only=False)
     return array.to_pylist()
 

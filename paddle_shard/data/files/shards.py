@@ -9,7 +9,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from paddle_shard.data.files.files import failures_named, identity, local_size, shown, within_their_folder
+from paddle_shard.data.files.files import (
+    failures_named,
+    identity,
+    local_size,
+    shown,
+    within_their_folder,
+)
 from paddle_shard.data.stages.stage import Damaged, Opening, Stage, Unreadable
 from paddle_shard.errors import ArgumentError, ShardReadError, described
 from paddle_shard.plan.seeding import derive_key, derive_seed, mix
@@ -71,7 +77,9 @@ class ShardSource(Stage):
         if counts is not None:
             self._counts = np.asarray(counts, dtype=np.int64)
             if resample and not self._counts.any():
-                raise ArgumentError("resample=True: the counts say that no shard has a sample. Give one that has.")
+                raise ArgumentError(
+                    "resample=True: the counts say that no shard has a sample. Give one that has."
+                )
         self._total = 0 if self._counts is None else int(self._counts.sum())
         self._files = self._names if files is None else [str(file) for file in files]
         self._digest: str | None = None
@@ -105,14 +113,21 @@ class ShardSource(Stage):
         self._check(opening)
         if self._counts is None or self.endless:
             return None
-        return [stop - start for start, stop in (self._cut(part, opening.num_parts) for part in opening.parts)]
+        return [
+            stop - start
+            for start, stop in (
+                self._cut(part, opening.num_parts) for part in opening.parts
+            )
+        ]
 
     def origin(self, opening: Opening, part: int, number: int) -> str | None:
         """Return the shard and the sample's number in it; None if the shards are not counted or are resampled."""
         if self._counts is None or self.endless:
             return None
         shard, offset, _ = next(self._cut_out(opening, part, number), (None, 0, None))
-        return None if shard is None else f"sample {offset} of {shown(self._names[shard])}"
+        return (
+            None if shard is None else f"sample {offset} of {shown(self._names[shard])}"
+        )
 
     def sizes(self) -> list[int | None]:
         """Return the size of each shard's file in bytes; None for a file whose size would cost a request."""
@@ -123,14 +138,24 @@ class ShardSource(Stage):
         sizes = self.sizes()
         if self._counts is not None or self.endless or None in sizes:
             return None
-        return [sum(sizes[shard] or 0 for shard, _, _ in self._assigned(opening, part)) for part in opening.parts]
+        return [
+            sum(sizes[shard] or 0 for shard, _, _ in self._assigned(opening, part))
+            for part in opening.parts
+        ]
 
     @property
     def files(self) -> list[str]:
         """The first files, with their numbers of samples or their sizes."""
         names, unit = self._files[:1000], "bytes" if self._counts is None else "samples"
-        known = [local_size(name) for name in names] if self._counts is None else self._counts.tolist()
-        return [f"{name} ({size} {unit})" for name, size in zip(within_their_folder(names), known, strict=False)]
+        known = (
+            [local_size(name) for name in names]
+            if self._counts is None
+            else self._counts.tolist()
+        )
+        return [
+            f"{name} ({size} {unit})"
+            for name, size in zip(within_their_folder(names), known, strict=False)
+        ]
 
     def files_identity(self) -> tuple[tuple[str, int, str], ...]:
         """See `Stage`. Shards that are no files have no entry."""
@@ -141,7 +166,11 @@ class ShardSource(Stage):
         if self._digest is None:
             # Two sums, of which the second depends on the places: they tell which one of the files has changed.
             # Files that are not counted are identified by their sizes, if these cost no request.
-            known: Any = [("size", size) for size in self.sizes()] if self._counts is None else self._counts.tolist()
+            known: Any = (
+                [("size", size) for size in self.sizes()]
+                if self._counts is None
+                else self._counts.tolist()
+            )
             files = zip(within_their_folder(self._files), known, strict=True)
             found = [derive_seed(*file) % _PRIME for file in files]
             sums = sum(place * one for place, one in enumerate(found, 1)), sum(found)
@@ -167,7 +196,9 @@ class ShardSource(Stage):
             segments = self._assigned(opening, part)
         else:
             segments = self._cut_out(opening, part, first)
-        yield from islice(self._samples(segments, first, part, opening), opening.skip - first, None)
+        yield from islice(
+            self._samples(segments, first, part, opening), opening.skip - first, None
+        )
 
     def _order(self, opening: Opening) -> npt.NDArray[np.int64]:
         numbers = np.arange(len(self._names), dtype=np.int64)
@@ -212,7 +243,9 @@ class ShardSource(Stage):
             yield shard, skip, None
             skip = 0
 
-    def _samples(self, segments: Iterator[Segment], number: int, part: int, opening: Opening) -> Iterator[Any]:
+    def _samples(
+        self, segments: Iterator[Segment], number: int, part: int, opening: Opening
+    ) -> Iterator[Any]:
         """Read pieces of shards, one after the other; `number` is the first sample's number in the part."""
         empty = 0  # shards in a row without a sample; resampling these would never end
         for segment in segments:
@@ -227,18 +260,29 @@ class ShardSource(Stage):
                     shown(self._names[segment[0]]),
                 )
 
-    def _piece(self, segment: Segment, number: int, part: int, opening: Opening) -> Iterator[Any]:
+    def _piece(
+        self, segment: Segment, number: int, part: int, opening: Opening
+    ) -> Iterator[Any]:
         shard, begin, end = segment
-        name, offset, what, key = self._names[shard], begin, "", opening.key(part, "read")
+        name, offset, what, key = (
+            self._names[shard],
+            begin,
+            "",
+            opening.key(part, "read"),
+        )
         length = None if self._counts is None else int(self._counts[shard])
         end = length if end is None else end
         items: Iterator[Any] = iter(())
-        with failures_named(name, lambda: (f"reading {what or f'sample {offset}'}", offset)):
+        with failures_named(
+            name, lambda: (f"reading {what or f'sample {offset}'}", offset)
+        ):
             try:
                 opening.seed_generators(key, number)
                 items = iter(self._read(name, begin))
                 for item in items:
-                    if offset + 1 == length:  # check before the last sample: no further one may be asked for
+                    if (
+                        offset + 1 == length
+                    ):  # check before the last sample: no further one may be asked for
                         what, offset = f"what follows its {length} samples", length
                         if more := sum(1 for _ in items):
                             raise _miscounted(name, length + more, length)
@@ -256,10 +300,14 @@ class ShardSource(Stage):
                 if hasattr(items, "close"):
                     items.close()
             if end is not None:
-                raise _miscounted(name, offset, length, "at most " if offset == begin > 0 else "")
+                raise _miscounted(
+                    name, offset, length, "at most " if offset == begin > 0 else ""
+                )
 
 
-def _miscounted(name: str, found: int, length: int | None, bound: str = "") -> ShardReadError:
+def _miscounted(
+    name: str, found: int, length: int | None, bound: str = ""
+) -> ShardReadError:
     return ShardReadError.of(
         f"{shown(name)} has {bound}{found} samples, but its count says {length}. It has changed since, or was counted "
         f"otherwise: {RECOUNT}.",

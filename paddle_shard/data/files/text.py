@@ -64,13 +64,25 @@ def text_source(
     names = matched(paths)
     if resample and counts is None:
         counts = False
-    entries = count_files(names, form.kind, partial(_of_text, find=form.starts), counts, cache)
+    entries = count_files(
+        names, form.kind, partial(_of_text, find=form.starts), counts, cache
+    )
     samples = partial(_of_text, find=form.samples)
-    return source_of_files(names, samples, entries, cache=cache, shuffle_shards=shuffle_shards, resample=resample)
+    return source_of_files(
+        names,
+        samples,
+        entries,
+        cache=cache,
+        shuffle_shards=shuffle_shards,
+        resample=resample,
+    )
 
 
 def _of_text(
-    file: BinaryIO, name: str, start: int, find: Callable[[_Text], Iterator[tuple[int, Any]]]
+    file: BinaryIO,
+    name: str,
+    start: int,
+    find: Callable[[_Text], Iterator[tuple[int, Any]]],
 ) -> Iterator[tuple[int, Any]]:
     return find(_Text(file, name, start))
 
@@ -111,7 +123,9 @@ class _Text:
         """Return "line N" for the line that was read last, counted from 1, for messages."""
         before = 0
         left = self.start
-        if left:  # only error messages need this, so only now read what comes before `start`
+        if (
+            left
+        ):  # only error messages need this, so only now read what comes before `start`
             with self._from_begin() as file:
                 while left and (block := file.read(min(left, BUFFER))):
                     before += block.count(b"\n")
@@ -154,7 +168,11 @@ def _values(text: _Text) -> Iterator[tuple[int, Any]]:
         try:
             value = json.loads(line)
         except json.JSONDecodeError as error:
-            value = Damaged(ValueError(f"{text.line()} is not JSON: {error.msg} at column {error.colno}"))
+            value = Damaged(
+                ValueError(
+                    f"{text.line()} is not JSON: {error.msg} at column {error.colno}"
+                )
+            )
         yield at, value
 
 
@@ -162,9 +180,14 @@ def _dicts(text: _Text) -> Iterator[tuple[int, Any]]:
     rows = _rows(text)
     names = text.first_row() if text.start else next(rows, (0, []))[1]
     if len(set(names)) < len(names):
-        raise ValueError(f"the header {names}, which ends in {text.line()}, names a field twice")
+        raise ValueError(
+            f"the header {names}, which ends in {text.line()}, names a field twice"
+        )
     for at, row in rows:
-        yield at, row if isinstance(row, Damaged) else dict(zip(names, row, strict=True))
+        yield (
+            at,
+            row if isinstance(row, Damaged) else dict(zip(names, row, strict=True)),
+        )
 
 
 def _rows(text: _Text) -> Iterator[tuple[int, Any]]:

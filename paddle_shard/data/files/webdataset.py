@@ -119,8 +119,12 @@ class _StrictInfo(tarfile.TarInfo):
                 f"it is no tar, or is damaged or cut off: {error} at byte {archive.offset}, where a file or the "
                 "end of the tar should be"
             ) from error
-        if found.size < 0:  # the next header would be looked for before this one, without an end (CVE-2025-8194)
-            raise tarfile.ReadError(f"it is damaged: the member {found.name!r} has a negative size")
+        if (
+            found.size < 0
+        ):  # the next header would be looked for before this one, without an end (CVE-2025-8194)
+            raise tarfile.ReadError(
+                f"it is damaged: the member {found.name!r} has a negative size"
+            )
         return found
 
 
@@ -149,14 +153,20 @@ def read_index(path: str, names: Sequence[str]) -> dict[str, ShardEntry]:
     try:
         file, _ = open_file(path)
     except OSError as error:
-        raise ArgumentError(f"index={path!r} cannot be read: {error}. Make it: {RECOUNT}.") from error
+        raise ArgumentError(
+            f"index={path!r} cannot be read: {error}. Make it: {RECOUNT}."
+        ) from error
     with file:
         text = file.read()
     try:
         found: Any = json.loads(text)
         if found["version"] != VERSION:
-            raise ValueError(f"version {found['version']}, this library reads {VERSION}")
-        shards = {name: ShardEntry.from_json(entry) for name, entry in found["shards"].items()}
+            raise ValueError(
+                f"version {found['version']}, this library reads {VERSION}"
+            )
+        shards = {
+            name: ShardEntry.from_json(entry) for name, entry in found["shards"].items()
+        }
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise StateError(
             f"index={path!r} is not an index of shards, or is damaged ({error!r}). Make it: {RECOUNT}."
@@ -165,7 +175,9 @@ def read_index(path: str, names: Sequence[str]) -> dict[str, ShardEntry]:
     unknown = [name for name in names if base_name(name) not in shards]
     if unknown:
         some = listed(list(map(base_name, unknown)), 5)
-        raise ArgumentError(f"index={path!r} does not know {len(unknown)} of the shards: {some}. Make it: {RECOUNT}.")
+        raise ArgumentError(
+            f"index={path!r} does not know {len(unknown)} of the shards: {some}. Make it: {RECOUNT}."
+        )
     return {name: shards[base_name(name)] for name in names}
 
 
@@ -227,15 +239,28 @@ def webdataset_source(
     if index is None and select is None and not resample:
         entries = count_files(names, "samples of tars", tar_starts, None)
     elif index is not None and index is not False:
-        entries = read_index(_beside(names[0]) if index is True else os.fspath(index), names)
+        entries = read_index(
+            _beside(names[0]) if index is True else os.fspath(index), names
+        )
     samples = partial(tar_samples, select=select)
-    return source_of_files(names, samples, entries, cache=cache, shuffle_shards=shuffle_shards, resample=resample)
+    return source_of_files(
+        names,
+        samples,
+        entries,
+        cache=cache,
+        shuffle_shards=shuffle_shards,
+        resample=resample,
+    )
 
 
 class Decode:
     """A function that decodes a raw sample, for `Map`: WebDataset's own `decode`."""
 
-    def __init__(self, *handlers: str | Callable[[str, bytes], Any], only: str | Sequence[str] | None = None) -> None:
+    def __init__(
+        self,
+        *handlers: str | Callable[[str, bytes], Any],
+        only: str | Sequence[str] | None = None,
+    ) -> None:
         """Set up the decoders.
 
         Args:
@@ -252,11 +277,18 @@ class Decode:
             import webdataset.autodecode  # type: ignore[import-untyped]
         autodecode = webdataset.autodecode
         for handler in handlers:
-            if not (handler in autodecode.imagespecs if isinstance(handler, str) else callable(handler)):
+            if not (
+                handler in autodecode.imagespecs
+                if isinstance(handler, str)
+                else callable(handler)
+            ):
                 raise ArgumentError(
                     f"decode: {handler!r} is neither a function nor one of {', '.join(autodecode.imagespecs)}."
                 )
-        found = [autodecode.imagehandler(handler) if isinstance(handler, str) else handler for handler in handlers]
+        found = [
+            autodecode.imagehandler(handler) if isinstance(handler, str) else handler
+            for handler in handlers
+        ]
         self._decoder = autodecode.Decoder(found, only=only)
 
     def __call__(self, sample: Sample) -> Sample:
@@ -282,7 +314,11 @@ def expand(urls: Paths) -> list[str]:
     if isinstance(urls, str | os.PathLike):
         urls = [urls]
     braces = webdataset.shardlists.expand_urls
-    found = matched([name for url in urls for name in braces(os.fspath(url))] if isinstance(urls, Iterable) else urls)
+    found = matched(
+        [name for url in urls for name in braces(os.fspath(url))]
+        if isinstance(urls, Iterable)
+        else urls
+    )
     if not found:
         raise ArgumentError(f"urls={urls!r} names no shard. Give at least one.")
     return found

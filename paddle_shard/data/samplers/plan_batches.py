@@ -69,9 +69,18 @@ class IndexBatches(Batches):
         """
         raise NotImplementedError
 
-    def steps(self, start: LoaderState, rows_of: RowsOf, skips: Ranges = (), **looks: Any) -> Iterator[Step]:
+    def steps(
+        self, start: LoaderState, rows_of: RowsOf, skips: Ranges = (), **looks: Any
+    ) -> Iterator[Step]:
         """Yield the steps of one rank from a position on; see `rank_steps`."""
-        return rank_steps(self.batches(start), start.epoch, rows_of, skips=skips, deal=self.deal, **looks)
+        return rank_steps(
+            self.batches(start),
+            start.epoch,
+            rows_of,
+            skips=skips,
+            deal=self.deal,
+            **looks,
+        )
 
 
 class PlanBatches(IndexBatches):
@@ -99,7 +108,9 @@ class PlanBatches(IndexBatches):
         self.data = data
 
     @staticmethod
-    def of_run(fingerprint: Mapping[str, Any], sizes: BatchSizes | None, **cut: Any) -> PlanBatches:
+    def of_run(
+        fingerprint: Mapping[str, Any], sizes: BatchSizes | None, **cut: Any
+    ) -> PlanBatches:
         """Return the batches of a run, for what a saved state or a record holds of it.
 
         Args:
@@ -119,7 +130,9 @@ class PlanBatches(IndexBatches):
         """See `Batches`."""
         if self._sizes is None:
             return self.plan.num_steps * (end - first)
-        return sum(self.known_steps(LoaderState(epoch=epoch)) for epoch in range(first, end))
+        return sum(
+            self.known_steps(LoaderState(epoch=epoch)) for epoch in range(first, end)
+        )
 
     def plan_of(self, start: LoaderState) -> ShardPlan:
         """Return the plan of an epoch.
@@ -132,11 +145,15 @@ class PlanBatches(IndexBatches):
             segments = start.continued(plan.batch_size)
         else:
             origin = max(0, start.epoch) * plan.num_samples
-            (_, size), *later = self._sizes.segments(origin=origin, at=start.samples, end=plan.num_positions)
+            (_, size), *later = self._sizes.segments(
+                origin=origin, at=start.samples, end=plan.num_positions
+            )
             segments = (*start.continued(size), *(() if start.ended else later))
         if len(segments) < 2 and segments[0][1] == plan.batch_size:
             return plan
-        return replace(plan, batch_size=segments[-1][1], segments=segments, ended=start.ended)
+        return replace(
+            plan, batch_size=segments[-1][1], segments=segments, ended=start.ended
+        )
 
     def batches(self, start: LoaderState) -> Iterator[GlobalBatch]:
         """Iterate over the global batches of an epoch; any position costs the same to begin at."""
@@ -146,4 +163,6 @@ class PlanBatches(IndexBatches):
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what the order depends on: JSON-able, without the batch size."""
-        return self.plan.fingerprint() | ({"packed": self._packed} if self._packed else {})
+        return self.plan.fingerprint() | (
+            {"packed": self._packed} if self._packed else {}
+        )

@@ -16,7 +16,12 @@ import numpy as np
 from paddle_shard.core.checks import length_or_none
 from paddle_shard.core.randomness import Generator, PrivateRandomness
 from paddle_shard.data.samplers.plan_batches import IndexBatches
-from paddle_shard.errors import ArgumentError, ArgumentTypeError, PaddleShardError, StateError
+from paddle_shard.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    PaddleShardError,
+    StateError,
+)
 from paddle_shard.plan.partition import check_batch_size
 from paddle_shard.plan.seeding import derive_seed
 from paddle_shard.plan.state import LoaderState
@@ -92,8 +97,14 @@ class UserBatches(IndexBatches):
         return type(self.batch_sampler).__name__
 
     def _copy(self) -> Any:
-        held = [getattr(s, name, None) for s in samplers(self.batch_sampler) for name in ("dataset", "data_source")]
-        return copy.deepcopy(self.batch_sampler, {id(data): data for data in (self.dataset, *held)})
+        held = [
+            getattr(s, name, None)
+            for s in samplers(self.batch_sampler)
+            for name in ("dataset", "data_source")
+        ]
+        return copy.deepcopy(
+            self.batch_sampler, {id(data): data for data in (self.dataset, *held)}
+        )
 
     def snapshot(self) -> dict[str, Any] | None:
         """See `Batches`."""
@@ -129,7 +140,12 @@ class UserBatches(IndexBatches):
             raise ArgumentTypeError(
                 f"len(): the batch_sampler {self._name} has no __len__. Give it one, or count the steps yourself."
             )
-        return sum(1 for _ in replace(self, batch_sampler=self._copy(), _ends={}).batches(LoaderState()))
+        return sum(
+            1
+            for _ in replace(self, batch_sampler=self._copy(), _ends={}).batches(
+                LoaderState()
+            )
+        )
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what the order depends on, as far as it is known here."""
@@ -174,8 +190,12 @@ class UserBatches(IndexBatches):
             sampler = self._copy() if any(self.draws_for) else copy.copy(sampler)
             if self.takes_epoch:
                 sampler.epoch = epoch
-        if self.consecutive and sampler.drop_last:  # the tail drops instead, since batches may be cut again
-            sampler = sampler if sampler is not self.batch_sampler else copy.copy(sampler)
+        if (
+            self.consecutive and sampler.drop_last
+        ):  # the tail drops instead, since batches may be cut again
+            sampler = (
+                sampler if sampler is not self.batch_sampler else copy.copy(sampler)
+            )
             sampler.drop_last = False
         return sampler
 
@@ -198,16 +218,25 @@ class UserBatches(IndexBatches):
         If the length does not tell the end, the end is seen when the next batch is asked for.
         """
         steps = self.known_steps(start)
-        if steps is not None and start.samples and self.consecutive and self.nominal_size:
+        if (
+            steps is not None
+            and start.samples
+            and self.consecutive
+            and self.nominal_size
+        ):
             # Perhaps in another size from here on.
             steps += start.steps - -(-start.samples // self.nominal_size)
         batches = self._batches(draw, start)
-        for found, last in seen_ahead(batches, lambda one: steps is not None and one.number + 1 >= steps):
+        for found, last in seen_ahead(
+            batches, lambda one: steps is not None and one.number + 1 >= steps
+        ):
             if not last:
                 yield found
                 continue
             state = found.sampler_state
-            if draw.epoch in self._ends:  # a state that is saved here knows where the next epoch begins
+            if (
+                draw.epoch in self._ends
+            ):  # a state that is saved here knows where the next epoch begins
                 state = {**state, "end": self._ends[draw.epoch]}
             yield found._replace(last=True, sampler_state=state)
 
@@ -221,7 +250,9 @@ class UserBatches(IndexBatches):
             drawn = self._replay(drawn, start, draw)
         number = start.steps
         least = self.nominal_size or 0
-        for (batch, state), last in seen_ahead(drawn, lambda one: len(one[0]) % self._unit or len(one[0]) < least):
+        for (batch, state), last in seen_ahead(
+            drawn, lambda one: len(one[0]) % self._unit or len(one[0]) < least
+        ):
             padding: list[Any] | None = []
             if last:
                 # A sampler that was resumed with its own state has not drawn the first samples again.
@@ -250,7 +281,9 @@ class UserBatches(IndexBatches):
                 break
         return again.head
 
-    def _replay(self, drawn: Iterator[Any], start: LoaderState, draw: Draw) -> Iterator[Drawn]:
+    def _replay(
+        self, drawn: Iterator[Any], start: LoaderState, draw: Draw
+    ) -> Iterator[Drawn]:
         """Draw up to a position without reading samples, and return the rest; cut batches again if that is allowed."""
         passed, rest, samples, name = 0, list[Any](), start.samples, self._name
         while passed < samples:
@@ -277,7 +310,10 @@ class UserBatches(IndexBatches):
         if not rest:
             return drawn
         samples_left = chain(rest, chain.from_iterable(batch for batch, _ in drawn))
-        return ((batch, None) for batch in iter(lambda: list(islice(samples_left, self.nominal_size)), []))
+        return (
+            (batch, None)
+            for batch in iter(lambda: list(islice(samples_left, self.nominal_size)), [])
+        )
 
     @property
     def _unit(self) -> int:
@@ -287,9 +323,13 @@ class UserBatches(IndexBatches):
         try:
             check_batch_size(len(batch), self.num_data_ranks, self.accumulation)
         except ValueError as error:
-            raise type(error)(f"step {step} of the batch_sampler {self._name}: {error}") from None
+            raise type(error)(
+                f"step {step} of the batch_sampler {self._name}: {error}"
+            ) from None
 
-    def _padding(self, batch: list[Any], head: list[Any], step: int) -> list[Any] | None:
+    def _padding(
+        self, batch: list[Any], head: list[Any], step: int
+    ) -> list[Any] | None:
         """Return what fills a short last batch up, of the first samples of the epoch; None if it is dropped."""
         num_rows = self.tail.num_rows(len(batch), self.nominal_size or 0, self._unit)
         if num_rows == 0:
@@ -304,7 +344,9 @@ class UserBatches(IndexBatches):
             )
         return [head[i % len(head)] for i in range(num_rows - len(batch))]
 
-    def _global(self, number: int, batch: list[Any], padding: list[Any], noted: dict[str, Any]) -> GlobalBatch:
+    def _global(
+        self, number: int, batch: list[Any], padding: list[Any], noted: dict[str, Any]
+    ) -> GlobalBatch:
         indices, num_real = batch + padding, len(batch)
         size, micro_size = len(indices), len(indices) // self.accumulation
         return GlobalBatch(
@@ -312,14 +354,19 @@ class UserBatches(IndexBatches):
             num_rows=size,
             micro_size=micro_size,
             num_real=num_real,
-            take=lambda rows: [indices[row] for row in (rows if isinstance(rows, range) else rows.tolist())],
+            take=lambda rows: [
+                indices[row]
+                for row in (rows if isinstance(rows, range) else rows.tolist())
+            ],
             valid=(lambda rows: rows < num_real) if padding else None,
             last=False,
             **noted,
         )
 
 
-def seen_ahead(values: Iterator[Value], may_be_last: Callable[[Value], Any]) -> Iterator[tuple[Value, bool]]:
+def seen_ahead(
+    values: Iterator[Value], may_be_last: Callable[[Value], Any]
+) -> Iterator[tuple[Value, bool]]:
     """Yield each value, and whether it is the last one; False, too, where `may_be_last` does not ask for it.
 
     The next value is drawn ahead only where it is asked for: a sampler that follows the loss must draw as late as it
@@ -353,7 +400,9 @@ class Draw:
 
     def __init__(self, sampler: Any, epoch: int, of: UserBatches) -> None:
         self._sampler, self.epoch = sampler, epoch
-        seed = derive_seed("sampler", of.seed, epoch, *(of.draws_for[0] if of.draws_for else ()))
+        seed = derive_seed(
+            "sampler", of.seed, epoch, *(of.draws_for[0] if of.draws_for else ())
+        )
         self._randomness = PrivateRandomness(of.generators, seed, of.around)
         self.head: list[Any] = []
         """The first samples that were drawn, to pad with: at least `head_size`, if there are as many."""
@@ -377,11 +426,15 @@ class Draw:
                 "load_state_dict. Give the loader the sampler that it had."
             )
         with self._randomness():
-            self.owner.load_state_dict(copy.deepcopy(now))  # which the sampler may keep and change
+            self.owner.load_state_dict(
+                copy.deepcopy(now)
+            )  # which the sampler may keep and change
         self.began = began
 
     def __iter__(self) -> Iterator[Drawn]:
-        with self._randomness():  # some samplers draw the whole order here, others in each `next`
+        with (
+            self._randomness()
+        ):  # some samplers draw the whole order here, others in each `next`
             source = iter(self._sampler)
         for step in count():
             with self._randomness():
@@ -403,7 +456,11 @@ class Draw:
         """Record that a batch is served; return its samples and the state that resumes the sampler after it."""
         ids = as_ids(batch)
         self._hash.update(ids.tobytes())
-        saved = {"drawn": self.digest} if self.owner is None else {"now": state, "began": self.began}
+        saved = (
+            {"drawn": self.digest}
+            if self.owner is None
+            else {"now": state, "began": self.began}
+        )
         return {"drawn": ids, "sampler_state": saved}
 
 
@@ -418,7 +475,14 @@ def samplers(sampler: Any) -> list[Any]:
 def owner_of(sampler: Any) -> Any:
     """Return the batch sampler or its sampler, whichever has a state; None if neither has one."""
     wanted = ("state_dict", "load_state_dict")
-    return next((s for s in samplers(sampler) if all(callable(getattr(s, name, None)) for name in wanted)), None)
+    return next(
+        (
+            s
+            for s in samplers(sampler)
+            if all(callable(getattr(s, name, None)) for name in wanted)
+        ),
+        None,
+    )
 
 
 def _indices(found: Any, step: int) -> list[Any]:

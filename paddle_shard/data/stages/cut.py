@@ -49,7 +49,9 @@ class Stripe(Transform):
     def open(self, opening: Opening) -> list[Iterator[Any]]:
         """Return the parts, which share one iterator over the stream."""
         stripes, within = divmod(opening.skip, opening.stripe)
-        turns = _Turns(self.upstream, opening, stripes * opening.num_parts * opening.stripe)
+        turns = _Turns(
+            self.upstream, opening, stripes * opening.num_parts * opening.stripe
+        )
         return [islice(turns.of(part), within, None) for part in opening.parts]
 
     def lengths(self, opening: Opening) -> list[int] | None:
@@ -59,7 +61,9 @@ class Stripe(Transform):
             return None
         turns, rest = divmod(found[0], opening.num_parts * opening.stripe)
         return [
-            turns * opening.stripe + min(opening.stripe, max(0, rest - part * opening.stripe)) for part in opening.parts
+            turns * opening.stripe
+            + min(opening.stripe, max(0, rest - part * opening.stripe))
+            for part in opening.parts
         ]
 
 
@@ -69,13 +73,17 @@ class _Turns:
     def __init__(self, upstream: Stage, opening: Opening, first: int) -> None:
         uncut = opening.uncut(first)
         self._items, self._at, self._opening = upstream.open(uncut)[0], first, opening
-        self._seen = None if opening.round else opening.seen  # readers may reach later rounds at different steps
+        self._seen = (
+            None if opening.round else opening.seen
+        )  # readers may reach later rounds at different steps
         # Only the reader of a part keeps its queue alive, so samples that no reader takes do not pile up.
         self._waiting: dict[int, ref[deque[Any]]] = {}
 
     def of(self, part: int) -> Iterator[Any]:
         mine: deque[Any] = deque()
-        self._waiting[part] = ref(mine)  # now, as another part may be read before this one
+        self._waiting[part] = ref(
+            mine
+        )  # now, as another part may be read before this one
         return self._taken(mine)
 
     def _taken(self, mine: deque[Any]) -> Iterator[Any]:
@@ -115,7 +123,11 @@ def chosen_num_parts(source: Stage, micro_rows: int, num_data_ranks: int) -> int
         return choose_num_parts(micro_rows)
     chosen = choose_num_parts(micro_rows, source.most_even_parts)
     if chosen % num_data_ranks:
-        fits = [parts for parts in range(num_data_ranks, shards + 1, num_data_ranks) if micro_rows % parts == 0]
+        fits = [
+            parts
+            for parts in range(num_data_ranks, shards + 1, num_data_ranks)
+            if micro_rows % parts == 0
+        ]
         raise ArgumentError(
             f"in_parts() is missing: {shards} shards that are not counted go evenly into {chosen} parts of a batch of "
             f"{micro_rows} rows, which {num_data_ranks} data ranks do not divide. Ways that work: count the samples "

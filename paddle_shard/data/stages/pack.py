@@ -10,7 +10,13 @@ import numpy as np
 import numpy.typing as npt
 
 from paddle_shard.core.checks import check_count, holds
-from paddle_shard.data.stages.stage import Opening, Stage, Transform, Unreadable, windows
+from paddle_shard.data.stages.stage import (
+    Opening,
+    Stage,
+    Transform,
+    Unreadable,
+    windows,
+)
 from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.packing import MAX_WINDOW, Packing, Piece
 
@@ -29,7 +35,9 @@ def tokens_of(document: Any, key: str) -> Any:
     """
     tokens = document[key] if isinstance(document, dict) else document
     if isinstance(tokens, str | bytes):
-        raise TypeError(f"a document is text, {tokens[:20]!r}; give the numbers of its tokens.")
+        raise TypeError(
+            f"a document is text, {tokens[:20]!r}; give the numbers of its tokens."
+        )
     return tokens
 
 
@@ -55,14 +63,20 @@ class PackedRows:
 
     def __post_init__(self) -> None:
         check_count("ignore_index", self.ignore_index, _INT64.min, _INT64.max)
-        if self.labels is not None and not (self.labels and isinstance(self.labels, str)):
-            raise ArgumentError(f"labels must be the name of a field or None, got {self.labels!r}.")
+        if self.labels is not None and not (
+            self.labels and isinstance(self.labels, str)
+        ):
+            raise ArgumentError(
+                f"labels must be the name of a field or None, got {self.labels!r}."
+            )
         if self.key in MADE or self.labels in (*MADE, self.key):
             raise ArgumentError(
                 f"key={self.key!r} and labels={self.labels!r} must differ from each other and from {MADE}."
             )
 
-    def fields(self, document: Any, what: str, names: Collection[str] | None = None) -> dict[str, npt.NDArray[Any]]:
+    def fields(
+        self, document: Any, what: str, names: Collection[str] | None = None
+    ) -> dict[str, npt.NDArray[Any]]:
         """Return the fields of a document that have an entry for each token, and the labels.
 
         Args:
@@ -83,27 +97,38 @@ class PackedRows:
         found = {
             name: np.asarray(value)
             for name, value in given.items()
-            if not isinstance(value, str | bytes) and np.shape(value)[:1] == tokens.shape[:1]
+            if not isinstance(value, str | bytes)
+            and np.shape(value)[:1] == tokens.shape[:1]
         }
         for name, array in found.items():
-            if array.dtype.kind == "u" and array.dtype.itemsize > 1:  # Paddle would take uint16 for bfloat16
+            if (
+                array.dtype.kind == "u" and array.dtype.itemsize > 1
+            ):  # Paddle would take uint16 for bfloat16
                 found[name] = array.astype(np.int64)
         if taken := sorted(set(found) & {*MADE, self.labels}):
-            raise ValueError(f"{what} has the fields {taken} already, which packing makes itself.")
+            raise ValueError(
+                f"{what} has the fields {taken} already, which packing makes itself."
+            )
         if names is not None:
             if missing := sorted(set(names) - set(found)):
                 raise ValueError(
                     f"{what} has {len(tokens)} tokens, but not as many entries in {missing}, as other documents have. "
                     "Leave these fields out of the documents, or give them an entry for each token."
                 )
-            found = {name: value for name, value in found.items() if name in names or name == self.key}
+            found = {
+                name: value
+                for name, value in found.items()
+                if name in names or name == self.key
+            }
         if self.labels is not None:
             following = np.full(len(tokens), self.ignore_index, np.int64)
             following[:-1] = tokens[1:]
             found[self.labels] = following
         return found
 
-    def row(self, pieces: Sequence[tuple[Fields, Piece]], names: Sequence[str]) -> dict[str, Any]:
+    def row(
+        self, pieces: Sequence[tuple[Fields, Piece]], names: Sequence[str]
+    ) -> dict[str, Any]:
         """Return a row of some pieces, one after the other.
 
         Args:
@@ -121,7 +146,9 @@ class PackedRows:
         for name, value in first.items():
             pad = pads.get(name, 0)
             if pad and value.dtype.kind in "iub" and not holds(value.dtype.name, pad):
-                raise ValueError(f"pad_values: field {name!r} is {value.dtype}, which cannot hold {pad!r}.")
+                raise ValueError(
+                    f"pad_values: field {name!r} is {value.dtype}, which cannot hold {pad!r}."
+                )
             row[name] = np.full((self.length, *value.shape[1:]), pad, value.dtype)
         end = 0
         for what, (fields, piece), size in zip(names, pieces, sizes, strict=True):
@@ -131,7 +158,10 @@ class PackedRows:
                     "entry for each token. Leave the other fields out of the documents."
                 )
             for name, value in fields.items():
-                entry, wanted = (value.dtype, value.shape[1:]), (row[name].dtype, row[name].shape[1:])
+                entry, wanted = (
+                    (value.dtype, value.shape[1:]),
+                    (row[name].dtype, row[name].shape[1:]),
+                )
                 if entry != wanted:
                     raise ValueError(
                         f"field {name!r} of {what} has entries of {entry[0]} and shape {list(entry[1])}, but that of "
@@ -140,7 +170,9 @@ class PackedRows:
                 row[name][end : end + size] = value[piece.first : piece.end]
             end += size
         if unknown := sorted(set(self.pad_values) - set(row)):
-            raise ValueError(f"pad_values names {unknown}, which rows do not have; there are {sorted(row)}.")
+            raise ValueError(
+                f"pad_values names {unknown}, which rows do not have; there are {sorted(row)}."
+            )
         begins = np.cumsum([0, *sizes])
         row["position_ids"] = np.zeros(self.length, np.int64)
         row["position_ids"][:end] = np.arange(end) - np.repeat(begins[:-1], sizes)
@@ -165,7 +197,9 @@ class Pack(Transform):
     counted: ClassVar[bool] = False
     makes_several: ClassVar[bool] = True
 
-    def __init__(self, upstream: Stage, rows: PackedRows, window: int, long: str) -> None:
+    def __init__(
+        self, upstream: Stage, rows: PackedRows, window: int, long: str
+    ) -> None:
         """Set up the stage.
 
         Args:
@@ -177,27 +211,45 @@ class Pack(Transform):
         check_count("length", rows.length)
         check_count("window", window, most=MAX_WINDOW)
         if long not in LONG:
-            raise ArgumentError(f"pack: long must be one of {', '.join(map(repr, LONG))}, got {long!r}.")
-        super().__init__(upstream, "pack", rows.length, window, long, rows.key, rows.labels)
+            raise ArgumentError(
+                f"pack: long must be one of {', '.join(map(repr, LONG))}, got {long!r}."
+            )
+        super().__init__(
+            upstream, "pack", rows.length, window, long, rows.key, rows.labels
+        )
         self._rows, self._window, self._long = rows, window, long
 
     def made(self, items: Iterator[Any], part: int, opening: Opening) -> Iterator[Any]:
         """Yield the rows of one window after the other, each window packed like a data set of its own."""
         number = 0
         for documents in windows(items, self._window):
-            bad = [document for document in documents if isinstance(document, Unreadable)]
-            names = [f"document {at} of its part" for at in range(number, number + len(documents))]
+            bad = [
+                document for document in documents if isinstance(document, Unreadable)
+            ]
+            names = [
+                f"document {at} of its part"
+                for at in range(number, number + len(documents))
+            ]
             read = [
-                {} if isinstance(document, Unreadable) else self._rows.fields(document, what)
+                {}
+                if isinstance(document, Unreadable)
+                else self._rows.fields(document, what)
                 for document, what in zip(documents, names, strict=True)
             ]
-            sizes = np.array([self._size(fields, what) for fields, what in zip(read, names, strict=True)], np.int64)
+            sizes = np.array(
+                [
+                    self._size(fields, what)
+                    for fields, what in zip(read, names, strict=True)
+                ],
+                np.int64,
+            )
             if sizes.any():
                 packing = Packing(sizes, self._rows.length, MAX_WINDOW)
                 for row in range(packing.num_rows):
                     pieces = packing.pieces(row)
                     yield self._rows.row(
-                        [(read[piece.document], piece) for piece in pieces], [names[piece.document] for piece in pieces]
+                        [(read[piece.document], piece) for piece in pieces],
+                        [names[piece.document] for piece in pieces],
                     )
             yield from bad
             number += len(documents)

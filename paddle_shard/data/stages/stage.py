@@ -60,13 +60,21 @@ class Opening:
     def tried(self, function: Callable[[Any], Any], sample: Any) -> Any:
         """Return the result of the user's function for a sample; `Unreadable` if it fails and errors are skipped."""
         if isinstance(sample, Unreadable):
-            return Unreadable(sample.why)  # drop a group's items: the function has not changed them
+            return Unreadable(
+                sample.why
+            )  # drop a group's items: the function has not changed them
         try:
             return function(sample)
         except Exception as error:
-            if isinstance(sample, Mapping) and "__key__" in sample:  # of a tar: its place in the stream does not tell
-                file = str(sample.get("__url__", "")).partition("?")[0].rpartition("/")[2]
-                error.__dict__["of_sample"] = f" (sample {sample['__key__']!r} of {file})"
+            if (
+                isinstance(sample, Mapping) and "__key__" in sample
+            ):  # of a tar: its place in the stream does not tell
+                file = (
+                    str(sample.get("__url__", "")).partition("?")[0].rpartition("/")[2]
+                )
+                error.__dict__["of_sample"] = (
+                    f" (sample {sample['__key__']!r} of {file})"
+                )
             if not self.skip_errors:
                 raise
             return Unreadable(described(error))
@@ -254,7 +262,9 @@ class Transform(Stage):
 
     def lengths(self, opening: Opening) -> list[int] | None:
         """Return the lengths of the stage before, if they do not change."""
-        found = self.upstream.lengths(opening)  # also refuses parts that would have no file
+        found = self.upstream.lengths(
+            opening
+        )  # also refuses parts that would have no file
         return found if self.counted else None
 
     def fingerprint(self) -> list[Any]:

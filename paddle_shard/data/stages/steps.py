@@ -10,7 +10,13 @@ from typing import Any, ClassVar
 import numpy as np
 
 from paddle_shard.core.checks import check_count
-from paddle_shard.data.stages.stage import Opening, Stage, Transform, Unreadable, windows
+from paddle_shard.data.stages.stage import (
+    Opening,
+    Stage,
+    Transform,
+    Unreadable,
+    windows,
+)
 from paddle_shard.plan.parts import nothing_to_repeat
 from paddle_shard.plan.seeding import derive_key
 from paddle_shard.plan.shuffle import Permutation
@@ -29,9 +35,15 @@ class Map(Transform):
 
     def made(self, items: Iterator[Any], part: int, opening: Opening) -> Iterator[Any]:
         """Yield the results of the function."""
-        key, function, seed = opening.key(part, "map", self.depth), self._function, opening.seed_generators
+        key, function, seed = (
+            opening.key(part, "map", self.depth),
+            self._function,
+            opening.seed_generators,
+        )
         for number, item in enumerate(items, opening.skip):
-            seed(key, number)  # after `items` has run code that seeds the generators, too
+            seed(
+                key, number
+            )  # after `items` has run code that seeds the generators, too
             yield opening.tried(function, item)
 
     def origin(self, opening: Opening, part: int, number: int) -> str | None:
@@ -97,7 +109,9 @@ class Unbatch(Transform):
         for group in items:
             yield from self._items(group, opening, key, numbers)
 
-    def _items(self, group: Any, opening: Opening, key: int, numbers: Iterator[int]) -> Iterator[Any]:
+    def _items(
+        self, group: Any, opening: Opening, key: int, numbers: Iterator[int]
+    ) -> Iterator[Any]:
         if isinstance(group, Unreadable):
             yield from group.items or (group,)
             return
@@ -106,7 +120,9 @@ class Unbatch(Transform):
             return
         items, end = opening.tried(iter, group), object()
         while not isinstance(items, Unreadable):
-            opening.seed_generators(key, next(numbers))  # a generator runs the user's code for each item
+            opening.seed_generators(
+                key, next(numbers)
+            )  # a generator runs the user's code for each item
             item = opening.tried(lambda rest: next(rest, end), items)
             if item is end:
                 return
@@ -143,7 +159,9 @@ class Shuffle(Transform):
         # Its number counts only the shuffles before it: then stages that keep the order can be added to a run.
         number = sum(isinstance(stage, Shuffle) for stage in self.upstream.line())
         key = opening.key(part, "window", number)
-        for window, held in enumerate(windows(items, self._window), opening.skip // self._window):
+        for window, held in enumerate(
+            windows(items, self._window), opening.skip // self._window
+        ):
             permuted = Permutation(len(held), derive_key(key, window, size=64))
             for at in permuted(np.arange(len(held), dtype=np.int64)).tolist():
                 item, held[at] = held[at], None  # release delivered samples
@@ -166,18 +184,30 @@ class Repeat(Transform):
 
     def open(self, opening: Opening) -> list[Iterator[Any]]:
         """Return the samples of each part, round after round."""
-        return [(item for _, item in items) for items in in_rounds(self.upstream, opening, self._times)]
+        return [
+            (item for _, item in items)
+            for items in in_rounds(self.upstream, opening, self._times)
+        ]
 
     def lengths(self, opening: Opening) -> list[int] | None:
         """Return the number of samples of all rounds; None if there is no end or a length is not known."""
         if self._times is None:
             return None
-        rounds = [self.upstream.lengths(_of_round(opening, number, self._times)) for number in range(self._times)]
+        rounds = [
+            self.upstream.lengths(_of_round(opening, number, self._times))
+            for number in range(self._times)
+        ]
         known = [lengths for lengths in rounds if lengths is not None]
-        return [sum(of_part) for of_part in zip(*known, strict=True)] if len(known) == self._times else None
+        return (
+            [sum(of_part) for of_part in zip(*known, strict=True)]
+            if len(known) == self._times
+            else None
+        )
 
 
-def in_rounds(stage: Stage, opening: Opening, times: int | None, source: str = "") -> list[Iterator[tuple[int, Any]]]:
+def in_rounds(
+    stage: Stage, opening: Opening, times: int | None, source: str = ""
+) -> list[Iterator[tuple[int, Any]]]:
     """Open parts so that each is reopened when it has ended.
 
     Args:
@@ -191,13 +221,17 @@ def in_rounds(stage: Stage, opening: Opening, times: int | None, source: str = "
     """
     if times == 1:
         return [zip(repeat(0), items, strict=False) for items in stage.open(opening)]
-    opened: dict[tuple[int, int], dict[int, Iterator[Any]]] = {}  # [round, its first sample][part]: not begun yet
+    opened: dict[
+        tuple[int, int], dict[int, Iterator[Any]]
+    ] = {}  # [round, its first sample][part]: not begun yet
 
     def begin(part: int) -> tuple[int, int, int]:
         """Return the round with which a part begins, the first sample of it, and how many are read and dropped."""
         skip = opening.skip
         for number in count() if times is None else range(times):
-            lengths = stage.lengths(replace(_of_round(opening, number, times), parts=(part,)))
+            lengths = stage.lengths(
+                replace(_of_round(opening, number, times), parts=(part,))
+            )
             if lengths is None or not skip:
                 return number, 0, skip
             if skip < lengths[0] or not lengths[0]:
@@ -210,13 +244,24 @@ def in_rounds(stage: Stage, opening: Opening, times: int | None, source: str = "
     def of_part(part: int) -> Iterator[tuple[int, Any]]:
         start, first, skip = begins[part]
         for number in count(start) if times is None else range(start, times):
-            if (number, first) not in opened:  # for all parts that come by here, so that they read the source only once
+            if (
+                (number, first) not in opened
+            ):  # for all parts that come by here, so that they read the source only once
                 parts = tuple(
-                    [one for one, at in begins.items() if at[:2] == (number, first) or (at[0] < number and not first)]
+                    [
+                        one
+                        for one, at in begins.items()
+                        if at[:2] == (number, first) or (at[0] < number and not first)
+                    ]
                 )
                 # Parts may begin at several places, so `seen` would be called for a sample more than once.
                 seen = None if first else opening.seen
-                this = replace(_of_round(opening, number, times), parts=parts, skip=first, seen=seen)
+                this = replace(
+                    _of_round(opening, number, times),
+                    parts=parts,
+                    skip=first,
+                    seen=seen,
+                )
                 opened[number, first] = dict(zip(parts, stage.open(this), strict=True))
             items, found = opened[number, first].pop(part), first > 0
             if not opened[number, first]:
@@ -239,4 +284,6 @@ def in_rounds(stage: Stage, opening: Opening, times: int | None, source: str = "
 def _of_round(opening: Opening, number: int, times: int | None) -> Opening:
     """Return the opening of a round from its beginning."""
     state = opening.state if number == 0 else None
-    return replace(opening, round=opening.round * (times or 1) + number, skip=0, state=state)
+    return replace(
+        opening, round=opening.round * (times or 1) + number, skip=0, state=state
+    )

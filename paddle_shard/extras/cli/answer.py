@@ -50,10 +50,15 @@ class Answer:
 
     def __str__(self) -> str:
         sections = [
-            section if isinstance(section, str) else f"{table(section)}\n" for section in self.text if section != []
+            section if isinstance(section, str) else f"{table(section)}\n"
+            for section in self.text
+            if section != []
         ]
         if self.hazards is not None:
-            sections += [f"HAZARD: {what.rstrip('.')}. {remedy.rstrip('.')}." for what, remedy in self.hazards]
+            sections += [
+                f"HAZARD: {what.rstrip('.')}. {remedy.rstrip('.')}."
+                for what, remedy in self.hazards
+            ]
             sections += [] if self.hazards else ["no hazard was found"]
         return "\n".join(sections)
 
@@ -74,8 +79,14 @@ def command(
     return lambda answer: Command(answer, arguments)
 
 
-RECORD = ("record", {"metavar": "RECORD", "help": "the file of shard_dataloader(record=)"})
-EPOCH = ("--epoch", {"type": int, "help": "the epoch; may be left out if one only has the step"})
+RECORD = (
+    "record",
+    {"metavar": "RECORD", "help": "the file of shard_dataloader(record=)"},
+)
+EPOCH = (
+    "--epoch",
+    {"type": int, "help": "the epoch; may be left out if one only has the step"},
+)
 
 
 def table(rows: Rows) -> str:
@@ -109,8 +120,13 @@ def cell(value: Any) -> str:
         if isinstance(item, int) and runs and item - 1 == runs[-1][-1]:
             runs[-1].append(item)
         else:
-            runs.append([":".join(map(str, item)) if isinstance(item, list | tuple) else item])
-    return " ".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else " ".join(map(cell, run)) for run in runs)
+            runs.append(
+                [":".join(map(str, item)) if isinstance(item, list | tuple) else item]
+            )
+    return " ".join(
+        f"{run[0]}-{run[-1]}" if len(run) > 2 else " ".join(map(cell, run))
+        for run in runs
+    )
 
 
 def run_of(path: str) -> Timeline:
@@ -131,12 +147,21 @@ def legs_at(run: Timeline, epoch: int | None, step: int) -> list[Leg]:
     Raises:
         ArgumentError: The step was not delivered; or several epochs have it and `epoch` is None.
     """
-    legs = [leg for leg, end in run.passes if leg.start.steps <= step < end and epoch in (None, leg.start.epoch)]
+    legs = [
+        leg
+        for leg, end in run.passes
+        if leg.start.steps <= step < end and epoch in (None, leg.start.epoch)
+    ]
     epochs = sorted({leg.start.epoch for leg in legs})
     if len(epochs) > 1:
-        raise ArgumentError(f"--epoch is missing: the epochs {cell(epochs)} have step {step}. Give one of them.")
+        raise ArgumentError(
+            f"--epoch is missing: the epochs {cell(epochs)} have step {step}. Give one of them."
+        )
     if not legs:
-        ranges = [f"[{leg.start.steps}, {leg.steps}) of epoch {leg.start.epoch}" for leg in run.legs]
+        ranges = [
+            f"[{leg.start.steps}, {leg.steps}) of epoch {leg.start.epoch}"
+            for leg in run.legs
+        ]
         what = f"step {step} was not delivered, says the record; it has the steps {', '.join(ranges) or 'none'}."
         raise ArgumentError(" ".join([what, *run.untold]))
     return legs
@@ -156,5 +181,7 @@ def parsed(pattern: str, text: str, kind: str) -> Sequence[str]:
 
 def sample_of(text: str) -> Any:
     """Return the sample that a user names: 17, or web:17 for a mixture."""
-    source, name, index = parsed(r"((.*):)?(\d+)", text, "an index such as 17, or source:index of a mixture")
+    source, name, index = parsed(
+        r"((.*):)?(\d+)", text, "an index such as 17, or source:index of a mixture"
+    )
     return (name, int(index)) if source else int(index)

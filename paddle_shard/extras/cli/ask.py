@@ -6,7 +6,16 @@ import argparse
 from typing import Any
 
 from paddle_shard.errors import ArgumentError
-from paddle_shard.extras.cli.answer import EPOCH, RECORD, Answer, Rows, command, legs_at, run_of, sample_of
+from paddle_shard.extras.cli.answer import (
+    EPOCH,
+    RECORD,
+    Answer,
+    Rows,
+    command,
+    legs_at,
+    run_of,
+    sample_of,
+)
 from paddle_shard.extras.cli.places import rows_of, samples_of, shapes_of
 from paddle_shard.extras.cli.proof import proof_of
 from paddle_shard.extras.cli.timeline import Leg, Timeline, places_in, timeline
@@ -38,7 +47,9 @@ def verify(options: argparse.Namespace) -> Answer:
     ]
     reasons = {leg["counts"] for leg in legs}
 
-    text: list[str | Rows] = [*(damage or [f"{len(lines)} lines, of which none was changed or taken out"])]
+    text: list[str | Rows] = [
+        *(damage or [f"{len(lines)} lines, of which none was changed or taken out"])
+    ]
     text += [
         f"before line {line['number']}, {line['mended']} bytes of a line that a crash had cut are gone"
         for line in lines
@@ -52,7 +63,12 @@ def verify(options: argparse.Namespace) -> Answer:
     for proof in proofs:
         text += [proof["text"], *(f"  ({note})" for note in proof["notes"])]
     return Answer(
-        values={"lines": len(lines), "damage": damage, "epochs": proofs, "delivered": legs},
+        values={
+            "lines": len(lines),
+            "damage": damage,
+            "epochs": proofs,
+            "delivered": legs,
+        },
         text=text,
         failed=bool(damage) or any(proof["problems"] for proof in proofs),
     )
@@ -63,7 +79,9 @@ def _why_lost(run: Timeline, leg: Leg) -> str:
     differs = leg.job.facts["fingerprint"] != run.last.facts["fingerprint"]
     if differs and leg.job not in [counted.job for counted in run.legs]:
         return "other run"
-    is_after_start = run.began_at is None or not run.legs or leg.job.number >= run.legs[0].job.number
+    is_after_start = (
+        run.began_at is None or not run.legs or leg.job.number >= run.legs[0].job.number
+    )
     return "no" if is_after_start else "not known"
 
 
@@ -96,7 +114,17 @@ def _notes(run: Timeline) -> list[str]:
     ]
 
 
-@command(RECORD, ("--sample", {"type": sample_of, "required": True, "help": "its index; of a mixture, source:index"}))
+@command(
+    RECORD,
+    (
+        "--sample",
+        {
+            "type": sample_of,
+            "required": True,
+            "help": "its index; of a mixture, source:index",
+        },
+    ),
+)
 def where(options: argparse.Namespace) -> Answer:
     """Show at which steps, on which ranks and in which rows a sample was delivered.
 
@@ -125,7 +153,11 @@ def where(options: argparse.Namespace) -> Answer:
     return Answer(values=values, text=[places or missing, *notes])
 
 
-@command(RECORD, ("--step", {"type": int, "required": True, "help": "step of the epoch, from 0"}), EPOCH)
+@command(
+    RECORD,
+    ("--step", {"type": int, "required": True, "help": "step of the epoch, from 0"}),
+    EPOCH,
+)
 def batch(options: argparse.Namespace) -> Answer:
     """Show the samples that each rank got at a step.
 
@@ -136,8 +168,15 @@ def batch(options: argparse.Namespace) -> Answer:
     delivered = [
         {"job": leg.job.number, "told": _told(leg, options.step), **share}
         for leg in legs
-        for share in samples_of(leg.plan, leg.job.holders, leg.start.epoch, options.step, leg.skips)
+        for share in samples_of(
+            leg.plan, leg.job.holders, leg.start.epoch, options.step, leg.skips
+        )
     ]
     notes = _notes(run)
-    values = {"epoch": legs[0].start.epoch, "step": options.step, "delivered": delivered, "notes": notes}
+    values = {
+        "epoch": legs[0].start.epoch,
+        "step": options.step,
+        "delivered": delivered,
+        "notes": notes,
+    }
     return Answer(values=values, text=[delivered, *notes])

@@ -32,7 +32,14 @@ print("works by", dist.get_backend())
 
 
 @command(
-    ("--timeout", {"type": count_of(1), "default": 60, "help": "under the launcher: seconds to wait for a rank"}),
+    (
+        "--timeout",
+        {
+            "type": count_of(1),
+            "default": 60,
+            "help": "under the launcher: seconds to wait for a rank",
+        },
+    ),
 )
 def doctor(options: argparse.Namespace) -> Answer:
     """Check what loaders need of this machine; under paddle.distributed.launch, also that the ranks fit together.
@@ -49,18 +56,29 @@ def doctor(options: argparse.Namespace) -> Answer:
     }
     hazards = []
     if paddle == "not installed":
-        hazards.append(Hazard("Paddle is not installed: loaders need it", "pip install 'paddle_shard[cpu]'"))
+        hazards.append(
+            Hazard(
+                "Paddle is not installed: loaders need it",
+                "pip install 'paddle_shard[cpu]'",
+            )
+        )
     if sys.platform == "linux":
         hazards += _check_limits(machine)
     else:
         remedy = "Use a Linux container (on Windows: WSL 2)"
-        hazards.append(Hazard(f"loaders need Linux, this is {machine['system']}", remedy))
+        hazards.append(
+            Hazard(f"loaders need Linux, this is {machine['system']}", remedy)
+        )
     group: dict[str, str] = {}
     size = int(os.environ.get("PADDLE_TRAINERS_NUM") or 1)
     if size > 1 and paddle != "not installed":
         hazards += _check_group(size, options.timeout, group)
-    text = [[{"what": name, "here": value} for name, value in {**machine, **group}.items()]]
-    return Answer(values={"machine": machine, "group": group}, text=text, hazards=hazards)
+    text = [
+        [{"what": name, "here": value} for name, value in {**machine, **group}.items()]
+    ]
+    return Answer(
+        values={"machine": machine, "group": group}, text=text, hazards=hazards
+    )
 
 
 def _check_limits(machine: dict[str, str]) -> Iterator[Hazard]:
@@ -75,7 +93,10 @@ def _check_limits(machine: dict[str, str]) -> Iterator[Hazard]:
     free_mb = shared.f_bavail * shared.f_frsize >> 20
     machine["/dev/shm"] = f"{free_mb} MB free"
     if free_mb < _SHARED_MB:
-        yield Hazard(f"/dev/shm, by which workers hand over batches, has {free_mb} MB", "docker run --shm-size=8g")
+        yield Hazard(
+            f"/dev/shm, by which workers hand over batches, has {free_mb} MB",
+            "docker run --shm-size=8g",
+        )
 
 
 def _installed(*names: str) -> str:
@@ -93,13 +114,18 @@ def _check_group(size: int, timeout: int, group: dict[str, str]) -> Iterator[Haz
     try:
         hosts = dict.fromkeys(gather_of(ranks, socket.gethostname(), timeout, "doctor"))
         group["ranks"] = f"{size} on {len(hosts)} hosts: {', '.join(hosts)}"
-        results = gather_of(ranks, _all_reduce(timeout), 2 * timeout, "doctor, after the collectives")
+        results = gather_of(
+            ranks, _all_reduce(timeout), 2 * timeout, "doctor, after the collectives"
+        )
     except PeerLostError as lost:
         what = str(lost).rstrip(".")
         if lost.timeout:
             who = f"ranks {list(lost.ranks)} do" if lost.ranks else "a rank does"
             what = f"{who} not answer within {timeout} s"
-        yield Hazard(what, "Look for the reason in their logs: each runs paddle-shard doctor, and can reach rank 0")
+        yield Hazard(
+            what,
+            "Look for the reason in their logs: each runs paddle-shard doctor, and can reach rank 0",
+        )
         return
     group["an all-reduce"] = results[0]
     for rank, result in enumerate(results):
@@ -111,8 +137,16 @@ def _check_group(size: int, timeout: int, group: dict[str, str]) -> Iterator[Haz
 def _all_reduce(timeout: float) -> str:
     """Return the result of an all-reduce of all ranks in a group of its own."""
     try:
-        done = subprocess.run([sys.executable, "-c", _ALL_REDUCE], capture_output=True, text=True, timeout=timeout)
+        done = subprocess.run(
+            [sys.executable, "-c", _ALL_REDUCE],
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+        )
     except subprocess.TimeoutExpired:
         return f"not in {timeout:g} s"
     lines = (done.stdout if done.returncode == 0 else done.stderr).split("\n")
-    return next((line for line in reversed(lines) if line.strip()), f"exit code {done.returncode}")
+    return next(
+        (line for line in reversed(lines) if line.strip()),
+        f"exit code {done.returncode}",
+    )

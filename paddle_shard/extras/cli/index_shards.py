@@ -8,14 +8,33 @@ from pathlib import Path
 
 from paddle_shard.data.files.counts import ShardEntry, count_file
 from paddle_shard.data.files.files import base_name, shown
-from paddle_shard.data.files.webdataset import check_base_names, expand, tar_starts, write_index
+from paddle_shard.data.files.webdataset import (
+    check_base_names,
+    expand,
+    tar_starts,
+    write_index,
+)
 from paddle_shard.errors import ArgumentError, described
 from paddle_shard.extras.cli.answer import Answer, command
 
 
 @command(
-    ("urls", {"nargs": "+", "metavar": "URL", "help": "paths or URLs; braces and patterns: {00..99}.tar, '*.tar'"}),
-    ("-o --output", {"required": True, "metavar": "FILE", "help": "the index file, such as index.json"}),
+    (
+        "urls",
+        {
+            "nargs": "+",
+            "metavar": "URL",
+            "help": "paths or URLs; braces and patterns: {00..99}.tar, '*.tar'",
+        },
+    ),
+    (
+        "-o --output",
+        {
+            "required": True,
+            "metavar": "FILE",
+            "help": "the index file, such as index.json",
+        },
+    ),
 )
 def index(options: argparse.Namespace) -> Answer:
     """Count the samples of WebDataset tars, each read once to its end, and write the index file.
@@ -37,17 +56,26 @@ def index(options: argparse.Namespace) -> Answer:
         print(text, file=sys.stderr, flush=True)
     write_index(options.output, entries)
     counts = {name: entry.samples for name, entry in entries.items()}
-    return Answer(values=counts, text=[f"{options.output}: {sum(counts.values())} samples in {len(counts)} shards"])
+    return Answer(
+        values=counts,
+        text=[
+            f"{options.output}: {sum(counts.values())} samples in {len(counts)} shards"
+        ],
+    )
 
 
 def _check_output(path: str) -> None:
     """Check, before all is counted, that the index file can be written and replaces nothing but an index."""
     output = Path(path)
     if not output.parent.is_dir():
-        raise ArgumentError(f"--output {path} cannot be written: No such file or directory: {output.parent}.")
+        raise ArgumentError(
+            f"--output {path} cannot be written: No such file or directory: {output.parent}."
+        )
     if output.is_dir():
         raise ArgumentError(f"--output {path} cannot be written: it is a folder.")
     if output.exists():  # a shell makes `-o first.tar second.tar` of `-o *.tar`
         with output.open("rb") as file:
             if file.read(1) not in (b"", b"{"):
-                raise ArgumentError(f"--output {path} is there already, and is no index. Name another file.")
+                raise ArgumentError(
+                    f"--output {path} is there already, and is no index. Name another file."
+                )

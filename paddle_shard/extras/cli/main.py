@@ -14,7 +14,15 @@ from paddle_shard.errors import PaddleShardError, described
 from paddle_shard.extras.cli import ask, doctor, index_shards, plan, show
 from paddle_shard.run.record_lines import read
 
-_COMMANDS = [plan.plan, ask.verify, ask.where, ask.batch, show.show, index_shards.index, doctor.doctor]
+_COMMANDS = [
+    plan.plan,
+    ask.verify,
+    ask.where,
+    ask.batch,
+    show.show,
+    index_shards.index,
+    doctor.doctor,
+]
 COMMANDS = {command.answer.__name__: command for command in _COMMANDS}
 """All commands, by name."""
 
@@ -41,11 +49,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         record = getattr(options, "record", None)
         if record is None or not read(record)[1]:
             raise
-        text = f"{record} is damaged ({described(error)}); paddle-shard verify tells where"
+        text = (
+            f"{record} is damaged ({described(error)}); paddle-shard verify tells where"
+        )
         print(f"paddle-shard {options.command}: {text}", file=sys.stderr)
         return 2
     try:
-        print(json.dumps(answer.to_json(), indent=2) if options.json else answer, flush=True)
+        print(
+            json.dumps(answer.to_json(), indent=2) if options.json else answer,
+            flush=True,
+        )
     except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return answer.exit_code
@@ -57,7 +70,9 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
         summary, _, example = cleandoc(command.answer.__doc__ or "").partition("\n\n")
-        subparser = commands.add_parser(name, help=summary, description=summary, epilog=example)
+        subparser = commands.add_parser(
+            name, help=summary, description=summary, epilog=example
+        )
         subparser.add_argument("--json", action="store_true", help="print JSON")
         for flags, keywords in command.arguments:
             subparser.add_argument(*flags.split(), **keywords)

@@ -25,17 +25,30 @@ def page_of(title: str, answer: Answer, pictures: Iterable[str]) -> str:
     """Return an HTML page of an answer and some SVG pictures; it loads nothing."""
     body = [f"<h1>{escape(title)}</h1>"]
     for what, remedy in answer.hazards or ():
-        body.append(f'<p class="hazard"><strong>{escape(what)}.</strong> {escape(remedy)}</p>')
+        body.append(
+            f'<p class="hazard"><strong>{escape(what)}.</strong> {escape(remedy)}</p>'
+        )
     for section in answer.text:
-        body.append(f"<p>{escape(section)}</p>" if isinstance(section, str) else _html_table(section))
+        body.append(
+            f"<p>{escape(section)}</p>"
+            if isinstance(section, str)
+            else _html_table(section)
+        )
     body += [f"<figure>{picture}</figure>" for picture in pictures]
-    head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}</style>'
-    return f"<!doctype html><html><head>{head}</head><body>{''.join(body)}</body></html>\n"
+    head = (
+        f'<meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}</style>'
+    )
+    return (
+        f"<!doctype html><html><head>{head}</head><body>{''.join(body)}</body></html>\n"
+    )
 
 
 def _html_table(rows: Rows) -> str:
     lines = ["".join(f"<th>{escape(name.replace('_', ' '))}</th>" for name in rows[0])]
-    lines += ["".join(f"<td>{escape(cell(value))}</td>" for value in row.values()) for row in rows]
+    lines += [
+        "".join(f"<td>{escape(cell(value))}</td>" for value in row.values())
+        for row in rows
+    ]
     return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
 
 
@@ -48,7 +61,10 @@ def svg_of(meshes: Meshes, shares: Sequence[Mapping[str, Any]], title: str) -> s
         title: Title of the picture.
     """
     mesh, axes = meshes[0]
-    marks = [_text(10, 16, title), _text(10, 36, f"ranks on {shapes_of(meshes[:1])}; a colour is a data rank")]
+    marks = [
+        _text(10, 16, title),
+        _text(10, 36, f"ranks on {shapes_of(meshes[:1])}; a colour is a data rank"),
+    ]
     # The mesh: its last axis from left to right.
     columns = min(mesh.shape[-1] if len(mesh.shape) > 1 else 16, 64)
     width = min(2 * _BOX, _WIDTH // columns)
@@ -66,12 +82,19 @@ def svg_of(meshes: Meshes, shares: Sequence[Mapping[str, Any]], title: str) -> s
     y = 60 + _BOX * -(-len(ranks) // columns)
     for share in [share for share in shares if share["mesh"] == 0][:_MOST_LINES]:
         text = f"data rank {share['data_rank']}, on ranks {cell(share['ranks'])}: {cell(share['samples'])}"
-        marks.append(f'<rect x="10" y="{y}" width="12" height="12" {_fill(share["data_rank"])}/>')
-        marks.append(_text(28, y + 10, text if len(text) <= _MOST_TEXT else f"{text[:_MOST_TEXT]} ..."))
+        marks.append(
+            f'<rect x="10" y="{y}" width="12" height="12" {_fill(share["data_rank"])}/>'
+        )
+        marks.append(
+            _text(
+                28,
+                y + 10,
+                text if len(text) <= _MOST_TEXT else f"{text[:_MOST_TEXT]} ...",
+            )
+        )
         y += _LINE
-    head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {y}" font-family="sans-serif" font-size="11">'
-    )
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {y}" '
+    head += 'font-family="sans-serif" font-size="11">'
     return f"{head}{''.join(marks)}</svg>\n"
 
 

@@ -20,7 +20,9 @@ Meshes = Sequence[tuple[MeshLayout, Sequence[str]]]
 def shapes_of(meshes: Meshes) -> str:
     """Return the axes and sizes of meshes, such as dp=2,mp=4."""
     shapes = (zip(mesh.axes, mesh.shape, strict=True) for mesh, _ in meshes)
-    return " and ".join(",".join(f"{axis}={size}" for axis, size in shape) for shape in shapes)
+    return " and ".join(
+        ",".join(f"{axis}={size}" for axis, size in shape) for shape in shapes
+    )
 
 
 def groups_of(meshes: Meshes) -> Iterator[dict[str, Any]]:
@@ -30,7 +32,9 @@ def groups_of(meshes: Meshes) -> Iterator[dict[str, Any]]:
             yield {"mesh": number, "data_rank": data_rank, "ranks": group}
 
 
-def rows_of(plan: ShardPlan, meshes: Meshes, step: int) -> Iterator[tuple[dict[str, Any], Sequence[int]]]:
+def rows_of(
+    plan: ShardPlan, meshes: Meshes, step: int
+) -> Iterator[tuple[dict[str, Any], Sequence[int]]]:
     """Yield each replica group with its rows of the global batch at a step, in its own order.
 
     Without meshes, it is not known who has which rows: they were balanced by costs that a record does not hold.
@@ -41,7 +45,12 @@ def rows_of(plan: ShardPlan, meshes: Meshes, step: int) -> Iterator[tuple[dict[s
         yield {"mesh": None, "data_rank": None, "ranks": None}, range(num_rows)
     for group in groups_of(meshes):
         mesh, axes = meshes[group["mesh"]]
-        yield group, slice_rows(num_rows, mesh.num_data_ranks(axes), group["data_rank"], micro_size).tolist()
+        yield (
+            group,
+            slice_rows(
+                num_rows, mesh.num_data_ranks(axes), group["data_rank"], micro_size
+            ).tolist(),
+        )
 
 
 def samples_at(plan: ShardPlan, epoch: int, step: int, skips: Ranges) -> list[Any]:
@@ -53,10 +62,17 @@ def samples_at(plan: ShardPlan, epoch: int, step: int, skips: Ranges) -> list[An
     names: list[Any] = np.asarray(found.ids).tolist()
     if isinstance(plan.ordering, Mixing):
         names = [list(plan.ordering.named(sample)) for sample in names]
-    return [name if is_valid else None for name, is_valid in zip(names, valid, strict=True)]
+    return [
+        name if is_valid else None for name, is_valid in zip(names, valid, strict=True)
+    ]
 
 
-def samples_of(plan: ShardPlan, meshes: Meshes, epoch: int, step: int, skips: Ranges) -> list[dict[str, Any]]:
+def samples_of(
+    plan: ShardPlan, meshes: Meshes, epoch: int, step: int, skips: Ranges
+) -> list[dict[str, Any]]:
     """Return each replica group with the samples of its rows at a step."""
     samples = samples_at(plan, epoch, step, skips)
-    return [{**group, "samples": [samples[row] for row in rows]} for group, rows in rows_of(plan, meshes, step)]
+    return [
+        {**group, "samples": [samples[row] for row in rows]}
+        for group, rows in rows_of(plan, meshes, step)
+    ]

@@ -40,12 +40,18 @@ _MUCH = 0.01
 
 def mesh_of(text: str) -> MeshLayout:
     """Return the mesh that a user names: dp=4,mp=2 with the ranks 0 to 7, or dp=2,mp=1@3,1 with these ranks."""
-    shape, ranks = parsed(r"(\w+=\d+(?:,\w+=\d+)*)(?:@(\d+(?:,\d+)*))?", text, "axes and sizes such as dp=4,mp=2")
+    shape, ranks = parsed(
+        r"(\w+=\d+(?:,\w+=\d+)*)(?:@(\d+(?:,\d+)*))?",
+        text,
+        "axes and sizes such as dp=4,mp=2",
+    )
     axes, numbers = zip(*(axis.split("=") for axis in shape.split(",")), strict=True)
     sizes = tuple(map(int, numbers))
     num_ranks = math.prod(sizes)
     if num_ranks > _MOST_RANKS:
-        raise argparse.ArgumentTypeError(f"has {num_ranks} ranks; at most {_MOST_RANKS} are supported")
+        raise argparse.ArgumentTypeError(
+            f"has {num_ranks} ranks; at most {_MOST_RANKS} are supported"
+        )
     process_ids = map(int, ranks.split(",")) if ranks else range(num_ranks)
     try:
         return MeshLayout(shape=sizes, axes=axes, process_ids=tuple(process_ids))
@@ -59,7 +65,9 @@ def count_of(least: int) -> Callable[[str], int]:
     def count(text: str) -> int:
         number = int(text)
         if not least <= number <= _MOST_ROWS:
-            raise argparse.ArgumentTypeError(f"must be an int from {least} to {_MOST_ROWS}, got {number}")
+            raise argparse.ArgumentTypeError(
+                f"must be an int from {least} to {_MOST_ROWS}, got {number}"
+            )
         return number
 
     return count
@@ -67,7 +75,9 @@ def count_of(least: int) -> Callable[[str], int]:
 
 def source_of(text: str) -> tuple[str, int, float]:
     """Return the source of a mixture that a user names: name=samples:weight."""
-    name, samples, weight = parsed(r"(.+)=(\d+):(\d*\.?\d+)", text, "name=samples:weight such as web=1000:0.7")
+    name, samples, weight = parsed(
+        r"(.+)=(\d+):(\d*\.?\d+)", text, "name=samples:weight such as web=1000:0.7"
+    )
     return name, int(samples), float(weight)
 
 
@@ -84,18 +94,71 @@ def source_of(text: str) -> tuple[str, int, float]:
             "help": "axes and sizes in row-major order: dp=4,mp=2; with its ranks: dp=2,mp=1@3,1; once for each mesh",
         },
     ),
-    ("--data-axes", {"default": "dp", "help": "axes that split the rows: dp (default) or dp,sharding; '' for none"}),
-    ("--batch-size", {"type": count_of(1), "required": True, "help": "rows of a global batch, before accumulation"}),
-    ("--samples", {"type": int, "help": "length of the data set; of a mixture, samples of an epoch"}),
-    ("--source", {"type": source_of, "action": "append", "help": "a source of a mixture: web=samples:weight"}),
+    (
+        "--data-axes",
+        {
+            "default": "dp",
+            "help": "axes that split the rows: dp (default) or dp,sharding; '' for none",
+        },
+    ),
+    (
+        "--batch-size",
+        {
+            "type": count_of(1),
+            "required": True,
+            "help": "rows of a global batch, before accumulation",
+        },
+    ),
+    (
+        "--samples",
+        {
+            "type": int,
+            "help": "length of the data set; of a mixture, samples of an epoch",
+        },
+    ),
+    (
+        "--source",
+        {
+            "type": source_of,
+            "action": "append",
+            "help": "a source of a mixture: web=samples:weight",
+        },
+    ),
     ("--tail", {"choices": list(TAILS), "default": "pad"}),
-    ("--shuffle", {"nargs": "?", "const": "True", "default": "False", "choices": list(map(str, ORDERINGS))}),
+    (
+        "--shuffle",
+        {
+            "nargs": "?",
+            "const": "True",
+            "default": "False",
+            "choices": list(map(str, ORDERINGS)),
+        },
+    ),
     ("--seed", {"type": int, "default": 0}),
-    ("--accumulation", {"type": count_of(1), "default": 1, "help": "micro-batches of a step"}),
+    (
+        "--accumulation",
+        {"type": count_of(1), "default": 1, "help": "micro-batches of a step"},
+    ),
     ("--epoch", {"type": count_of(0), "default": 0}),
-    ("--step", {"type": count_of(0), "help": "also show the samples of each rank at this step"}),
-    ("--html", {"type": Path, "metavar": "FILE", "help": "also write the answer as a page, with steps from --step on"}),
-    ("--svg", {"type": Path, "metavar": "FILE", "help": "also draw the mesh and the step"}),
+    (
+        "--step",
+        {
+            "type": count_of(0),
+            "help": "also show the samples of each rank at this step",
+        },
+    ),
+    (
+        "--html",
+        {
+            "type": Path,
+            "metavar": "FILE",
+            "help": "also write the answer as a page, with steps from --step on",
+        },
+    ),
+    (
+        "--svg",
+        {"type": Path, "metavar": "FILE", "help": "also draw the mesh and the step"},
+    ),
 )
 def plan(options: argparse.Namespace) -> Answer:
     """Show which rank reads what, and hazards of the plan. Exits with 1 if there is a hazard.
@@ -103,20 +166,29 @@ def plan(options: argparse.Namespace) -> Answer:
     example: paddle-shard plan --samples 50000 --batch-size 256 --mesh dp=4,mp=2 --data-axes dp --shuffle --step 3
     """
     named = tuple(filter(None, options.data_axes.split(",")))
-    meshes = [(mesh, [mesh.axes[axis] for axis in mesh.axis_indices(named)]) for mesh in options.mesh]
+    meshes = [
+        (mesh, [mesh.axes[axis] for axis in mesh.axis_indices(named)])
+        for mesh in options.mesh
+    ]
     values: dict[str, Any] = {"meshes": list(groups_of(meshes))}
     text = _mesh_sections(meshes)
     hazards: list[Hazard] = []
     shard_plan = _plan_of(options, meshes, hazards)
     if shard_plan is not None:
         values["plan"] = facts_of_plan(shard_plan)
-        text.append([{"what": name, "number": value} for name, value in values["plan"].items()])
+        text.append(
+            [{"what": name, "number": value} for name, value in values["plan"].items()]
+        )
         if isinstance(shard_plan.ordering, Mixing):
             sources = drawn_of(shard_plan.ordering, shard_plan.num_samples)
-            values["sources"] = [{"source": name, **asdict(drawn)} for name, drawn in sources.items()]
+            values["sources"] = [
+                {"source": name, **asdict(drawn)} for name, drawn in sources.items()
+            ]
             text.append(values["sources"])
         if options.step is not None:
-            values["step"] = samples_of(shard_plan, meshes, options.epoch, options.step, ())
+            values["step"] = samples_of(
+                shard_plan, meshes, options.epoch, options.step, ()
+            )
             text += [f"epoch {options.epoch}, step {options.step}", values["step"]]
         hazards += hazards_of(shard_plan, options.epoch)
     answer = Answer(values=values, text=text, hazards=hazards)
@@ -125,7 +197,9 @@ def plan(options: argparse.Namespace) -> Answer:
     return answer
 
 
-def _plan_of(options: argparse.Namespace, meshes: Meshes, hazards: list[Hazard]) -> ShardPlan | None:
+def _plan_of(
+    options: argparse.Namespace, meshes: Meshes, hazards: list[Hazard]
+) -> ShardPlan | None:
     """Return the plan that the flags describe; None if there is none, for a reason that `hazards` gets.
 
     Raises:
@@ -136,17 +210,27 @@ def _plan_of(options: argparse.Namespace, meshes: Meshes, hazards: list[Hazard])
     if options.source:
         lengths = {name: range(length) for name, length, _ in options.source}
         if len(lengths) < len(options.source):
-            raise ArgumentError(f"--source: two of {[name for name, *_ in options.source]} have one name.")
-        mixture = Mixture(lengths, {name: weight for name, _, weight in options.source}, num_samples=samples)
+            raise ArgumentError(
+                f"--source: two of {[name for name, *_ in options.source]} have one name."
+            )
+        mixture = Mixture(
+            lengths,
+            {name: weight for name, _, weight in options.source},
+            num_samples=samples,
+        )
         samples = len(mixture)
         shuffle = mixture.ordering(shuffle)
     if samples is None:
-        raise ArgumentError("give the data: --samples, or --source for each source of a mixture.")
+        raise ArgumentError(
+            "give the data: --samples, or --source for each source of a mixture."
+        )
     try:
         return ShardPlan(
             num_samples=samples,
             batch_size=options.batch_size * options.accumulation,
-            num_data_ranks=math.lcm(*(mesh.num_data_ranks(axes) for mesh, axes in meshes)),
+            num_data_ranks=math.lcm(
+                *(mesh.num_data_ranks(axes) for mesh, axes in meshes)
+            ),
             tail=options.tail,
             shuffle=shuffle,
             seed=options.seed,
@@ -169,7 +253,9 @@ def hazards_of(plan: ShardPlan, epoch: int) -> Iterator[Hazard]:
     step = plan.num_steps - 1
     rows = np.arange(plan.num_rows(step=step))
     valid = plan.valid(epoch=epoch, step=step, rows=rows)
-    data_ranks, _ = place_of_rows(rows[valid], len(rows), plan.num_data_ranks, plan.micro_size(step=step))
+    data_ranks, _ = place_of_rows(
+        rows[valid], len(rows), plan.num_data_ranks, plan.micro_size(step=step)
+    )
     idle = np.setdiff1d(np.arange(plan.num_data_ranks), data_ranks).tolist()
     if idle:
         what = (
@@ -190,24 +276,35 @@ def _mesh_sections(meshes: Meshes) -> list[str | Rows]:
         split = f"rows split over {' and '.join(axes) or 'nothing'}: {mesh.num_data_ranks(axes)} data ranks"
         text.append(f"mesh {number}: {shapes_of([(mesh, axes)])}; {split}")
         is_small = len(mesh.process_ids) <= _MOST_SHOWN
-        text.append(grid_of(mesh, axes) if is_small else list(groups_of([(mesh, axes)]))[:_MOST_SHOWN])
+        text.append(
+            grid_of(mesh, axes)
+            if is_small
+            else list(groups_of([(mesh, axes)]))[:_MOST_SHOWN]
+        )
     return text
 
 
-def _draw(answer: Answer, plan: ShardPlan | None, meshes: Meshes, options: argparse.Namespace) -> None:
+def _draw(
+    answer: Answer, plan: ShardPlan | None, meshes: Meshes, options: argparse.Namespace
+) -> None:
     """Write the page and the picture that the options name.
 
     Raises:
         ArgumentError: There is no step to draw.
     """
     if plan is None or not plan.num_steps:
-        raise ArgumentError("--html and --svg: there is no step that could be drawn. Leave them out to see why.")
+        raise ArgumentError(
+            "--html and --svg: there is no step that could be drawn. Leave them out to see why."
+        )
     first = options.step or 0
     pictures = []
     for step in range(first, min(first + _STEPS_OF_PAGE, plan.num_steps)):
         samples = samples_of(plan, meshes, options.epoch, step, ())
         pictures.append(svg_of(meshes, samples, f"epoch {options.epoch}, step {step}"))
     if options.html is not None:
-        options.html.write_text(page_of(f"Plan of epoch {options.epoch}", answer, pictures), encoding="utf-8")
+        options.html.write_text(
+            page_of(f"Plan of epoch {options.epoch}", answer, pictures),
+            encoding="utf-8",
+        )
     if options.svg is not None:
         options.svg.write_text(pictures[0], encoding="utf-8")

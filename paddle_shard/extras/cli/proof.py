@@ -46,7 +46,9 @@ def proof_of(run: Timeline, epoch: int) -> dict[str, Any]:
     before = run.began_at
     if before is not None and before.epoch == epoch and before.samples:
         ranges.append((0, before.samples, legs[0].skips, plan))
-        notes.append(f"positions [0, {before.samples}) were delivered before this record begins, says the loaded state")
+        notes.append(
+            f"positions [0, {before.samples}) were delivered before this record begins, says the loaded state"
+        )
     for leg in legs:
         is_known = leg.job.unknown is None
         if is_known and leg.samples > leg.plan.num_positions:
@@ -63,20 +65,32 @@ def proof_of(run: Timeline, epoch: int) -> dict[str, Any]:
         rest = (reached, plan.num_served, newest.skips, plan)
         account = added(account, account_of_all(epoch, [rest]))
     seen_to = reached if is_open or newest.ended else None
-    found = certify([(account, {})], epoch, plan, newest.skips, seen_to, "the loader's order")
+    found = certify(
+        [(account, {})], epoch, plan, newest.skips, seen_to, "the loader's order"
+    )
 
     if plan is None:
         notes.append(f"which samples these are is not known: {newest.job.unknown}")
-    problems = dict(_changed_orders(legs) if plan is None else _compared_sums(run, epoch, notes))
+    problems = dict(
+        _changed_orders(legs) if plan is None else _compared_sums(run, epoch, notes)
+    )
     found = replace(found, problems=(*found.problems, *problems))
     text = str(found)
     if is_open:
         text += f", so far: at positions [0, {reached}), in {newest.steps} steps"
     if "files" in newest.job.facts["data"]:
-        text = text.replace("samples that the loader's order drew", "positions of the stream")
-        notes.append("rows of padding, and samples that could not be read, have positions, too")
+        text = text.replace(
+            "samples that the loader's order drew", "positions of the stream"
+        )
+        notes.append(
+            "rows of padding, and samples that could not be read, have positions, too"
+        )
     unread = sum(problems.values())
-    facts = asdict(replace(found, delivered=delivered.total.num - unread, missed=found.missed + unread))
+    facts = asdict(
+        replace(
+            found, delivered=delivered.total.num - unread, missed=found.missed + unread
+        )
+    )
     facts["repeated_positions"] = facts.pop("repeated")
     return {**facts, "text": text, "notes": notes, "again": delivered.again}
 
@@ -86,24 +100,35 @@ def _changed_orders(legs: Sequence[Leg]) -> Iterator[tuple[str, int]]:
     for leg in legs:
         if leg.override and leg.start.samples:
             what = f"whether the samples from position {leg.start.samples} on are those that were left is"
-            yield f"{what} {UNKNOWN}: the run was resumed there with override={list(leg.override)}", 0
+            yield (
+                f"{what} {UNKNOWN}: the run was resumed there with override={list(leg.override)}",
+                0,
+            )
 
 
-def _compared_sums(run: Timeline, epoch: int, notes: list[str]) -> Iterator[tuple[str, int]]:
+def _compared_sums(
+    run: Timeline, epoch: int, notes: list[str]
+) -> Iterator[tuple[str, int]]:
     """Yield a problem, and how many samples were not read, for each owner whose sums differ from the order's."""
     newest = run.newest.get(epoch)
     if newest is None:
-        notes.append("what was read is not compared: no state was saved in this epoch, and no pass has come to its end")
+        notes.append(
+            "what was read is not compared: no state was saved in this epoch, and no pass has come to its end"
+        )
         return
     for owner, delivered in sorted(newest.state.certificate.items()):
         legs = [leg for leg in newest.legs if leg.start.epoch == epoch]
         if owner != ALL:
-            legs = [leg for leg in legs if leg.job.facts["data_rank"] == list(owner[:2])]
+            legs = [
+                leg for leg in legs if leg.job.facts["data_rank"] == list(owner[:2])
+            ]
         where = "all ranks" if owner == ALL else f"data rank {owner[0]} of {owner[1]}"
         where += f" at positions {', '.join(f'[{first}, {end})' for first, end in delivered.once)}"
         expected = _expected_total(owner, delivered, legs, epoch)
         if owner != ALL and run.last.facts["dealt"]:
-            notes.append(f"what was read by {where} is not compared: rows are balanced by cost (balance=)")
+            notes.append(
+                f"what was read by {where} is not compared: rows are balanced by cost (balance=)"
+            )
         elif expected is None:
             why = "some of it was delivered again, or before this record"
             notes.append(f"what was read by {where} is not compared: {why}")
@@ -113,10 +138,14 @@ def _compared_sums(run: Timeline, epoch: int, notes: list[str]) -> Iterator[tupl
         elif delivered.total != expected:
             yield f"{where} read other samples than those of the order", 0
         elif owner != ALL and owner[1] > 1:
-            notes.append(f"the sums of what was read by {where} are those of the order; {_OTHERS}")
+            notes.append(
+                f"the sums of what was read by {where} are those of the order; {_OTHERS}"
+            )
 
 
-def _expected_total(owner: Owner, delivered: Delivered, legs: Sequence[Leg], epoch: int) -> Total | None:
+def _expected_total(
+    owner: Owner, delivered: Delivered, legs: Sequence[Leg], epoch: int
+) -> Total | None:
     """Return the total of the order at the positions that an owner delivered; None unless one leg had each of them."""
     pieces = [
         (max(leg.start.samples, first), min(leg.samples, end), leg)
@@ -124,8 +153,15 @@ def _expected_total(owner: Owner, delivered: Delivered, legs: Sequence[Leg], epo
         for first, end in delivered.once
         if max(leg.start.samples, first) < min(leg.samples, end)
     ]
-    account = account_of_all(epoch, [(first, end, leg.skips, None) for first, end, leg in pieces])
+    account = account_of_all(
+        epoch, [(first, end, leg.skips, None) for first, end, leg in pieces]
+    )
     covered = account.get(ALL, Delivered())
     if delivered.again or covered.again or covered.once != delivered.once:
         return None
-    return plus(*(total_of_owner(owner, leg.plan, epoch, leg.skips, first, end) for first, end, leg in pieces))
+    return plus(
+        *(
+            total_of_owner(owner, leg.plan, epoch, leg.skips, first, end)
+            for first, end, leg in pieces
+        )
+    )

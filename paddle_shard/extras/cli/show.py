@@ -14,7 +14,15 @@ import numpy as np
 
 from paddle_shard.core.checks import length_or_none
 from paddle_shard.errors import ArgumentError, described
-from paddle_shard.extras.cli.answer import EPOCH, RECORD, Answer, cell, command, legs_at, run_of
+from paddle_shard.extras.cli.answer import (
+    EPOCH,
+    RECORD,
+    Answer,
+    cell,
+    command,
+    legs_at,
+    run_of,
+)
 from paddle_shard.extras.cli.places import samples_at
 from paddle_shard.extras.cli.timeline import Timeline
 
@@ -33,7 +41,9 @@ def import_object(path: str) -> Any:
     try:
         return attrgetter(name)(importlib.import_module(module))
     except Exception as error:  # whatever the user's module raises
-        raise ArgumentError(f"{path}: {described(error)}. Give module:name, such as my_module:dataset.") from error
+        raise ArgumentError(
+            f"{path}: {described(error)}. Give module:name, such as my_module:dataset."
+        ) from error
 
 
 def text_of(value: Any) -> str:
@@ -54,7 +64,13 @@ def text_of(value: Any) -> str:
             "help": "the data set, or a function that returns it; of a mixture, also a dict of its sources",
         },
     ),
-    ("--decode", {"metavar": "MODULE:FUNCTION", "help": "makes of a sample what is shown, such as its text"}),
+    (
+        "--decode",
+        {
+            "metavar": "MODULE:FUNCTION",
+            "help": "makes of a sample what is shown, such as its text",
+        },
+    ),
     EPOCH,
 )
 def show(options: argparse.Namespace) -> Answer:
@@ -89,8 +105,14 @@ def _open(path: str, run: Timeline) -> Any:
         dataset = dataset()
     length = length_or_none(dataset)
     recorded = run.last.facts["data"].get("length")
-    if None not in (length, recorded) and length != recorded and not isinstance(dataset, Mapping):
-        raise ArgumentError(f"--open {path} has {length} samples, and the data of the run {recorded}.")
+    if (
+        None not in (length, recorded)
+        and length != recorded
+        and not isinstance(dataset, Mapping)
+    ):
+        raise ArgumentError(
+            f"--open {path} has {length} samples, and the data of the run {recorded}."
+        )
     return dataset
 
 

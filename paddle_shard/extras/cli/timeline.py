@@ -34,7 +34,11 @@ class Job:
         """Each mesh with its data axes."""
         return [
             (
-                MeshLayout(shape=mesh["axes"].values(), axes=mesh["axes"], process_ids=mesh["process_ids"]),
+                MeshLayout(
+                    shape=mesh["axes"].values(),
+                    axes=mesh["axes"],
+                    process_ids=mesh["process_ids"],
+                ),
                 mesh["data_axes"],
             )
             for mesh in self.facts["meshes"]
@@ -61,9 +65,15 @@ class Job:
             ArgumentError: Only the loader knows it.
         """
         if self.unknown is not None:
-            raise ArgumentError(f"job {self.number}: {self.unknown}, so the record has positions and no samples.")
-        sizes = self.facts["sizes"] and BatchSizes(tuple(map(tuple, self.facts["sizes"])))
-        return PlanBatches.of_run(self.facts["fingerprint"], sizes, **self.facts["plan"])
+            raise ArgumentError(
+                f"job {self.number}: {self.unknown}, so the record has positions and no samples."
+            )
+        sizes = self.facts["sizes"] and BatchSizes(
+            tuple(map(tuple, self.facts["sizes"]))
+        )
+        return PlanBatches.of_run(
+            self.facts["fingerprint"], sizes, **self.facts["plan"]
+        )
 
 
 @dataclass(frozen=True)
@@ -88,7 +98,9 @@ class Leg:
     @property
     def skips(self) -> Ranges:
         """The skipped steps of its epoch."""
-        return steps_of_epoch(tuple(map(tuple, self.job.facts["skip_steps"])), self.start.steps_before)
+        return steps_of_epoch(
+            tuple(map(tuple, self.job.facts["skip_steps"])), self.start.steps_before
+        )
 
     @property
     def moved(self) -> bool:
@@ -102,7 +114,9 @@ class Leg:
         if not self.closed or self.samples >= plan.num_served:
             return plan
         segments = plan.segments or ((0, plan.batch_size),)
-        return replace(plan, segments=(*segments, (self.samples, plan.batch_size)), ended=True)
+        return replace(
+            plan, segments=(*segments, (self.samples, plan.batch_size)), ended=True
+        )
 
 
 @dataclass(frozen=True)
@@ -142,7 +156,9 @@ class Timeline:
         if at is None:
             return []
         what = "no line tells how it came there: what it had by then is not known."
-        return [f"The run was resumed at step {at.steps} of epoch {at.epoch}, and {what}"]
+        return [
+            f"The run was resumed at step {at.steps} of epoch {at.epoch}, and {what}"
+        ]
 
     def legs_of(self, epoch: int) -> list[Leg]:
         """Return what was delivered of an epoch."""
@@ -176,9 +192,15 @@ class _Segment:
     def state(self, number: int) -> LoaderState:
         """Return the state in a line, without what only the loader needs."""
         fingerprint = self.job.facts["fingerprint"]
-        order = {name: value for name, value in fingerprint.items() if name != "order_version"}
+        order = {
+            name: value
+            for name, value in fingerprint.items()
+            if name != "order_version"
+        }
         rest = {"fingerprint": fingerprint, "sampler": None, "data": None}
-        return LoaderState.from_dict(sealed({**self.lines[number]["state"], **rest}), order)
+        return LoaderState.from_dict(
+            sealed({**self.lines[number]["state"], **rest}), order
+        )
 
     def legs(self) -> Iterator[dict[int, Leg]]:
         """Yield the legs by the number of their loop, as of each line."""
@@ -188,7 +210,14 @@ class _Segment:
             if line["line"] == "pass":
                 start = self.state(at)
                 number = line["begins"]
-                legs[number] = Leg(self.job, number, start, start.steps, start.samples, override=override)
+                legs[number] = Leg(
+                    self.job,
+                    number,
+                    start,
+                    start.steps,
+                    start.samples,
+                    override=override,
+                )
             for number, steps, samples in line["passes"]:
                 leg = legs.get(number)
                 if leg is not None and steps > leg.steps:
@@ -222,7 +251,9 @@ def timeline(lines: Sequence[dict[str, Any]]) -> Timeline:
     return run
 
 
-def _add(run: Timeline, segment: _Segment, num_counted: int, *, is_newest: bool) -> None:
+def _add(
+    run: Timeline, segment: _Segment, num_counted: int, *, is_newest: bool
+) -> None:
     """Add the legs of a segment to a run; those of its first `num_counted` lines count."""
     counted: dict[int, Leg] = {}
     legs: dict[int, Leg] = {}
@@ -241,7 +272,9 @@ def _add(run: Timeline, segment: _Segment, num_counted: int, *, is_newest: bool)
             _close(run, leg)
     for leg in legs.values():
         reached = counted.get(leg.number, leg.start)
-        rest = replace(leg, start=replace(leg.start, steps=reached.steps, samples=reached.samples))
+        rest = replace(
+            leg, start=replace(leg.start, steps=reached.steps, samples=reached.samples)
+        )
         if rest.moved:
             run.lost.append(rest)
     if is_newest and counted:
@@ -252,7 +285,11 @@ def _add(run: Timeline, segment: _Segment, num_counted: int, *, is_newest: bool)
 def _close(run: Timeline, empty: Leg) -> None:
     """Mark the leg that delivered the last of an epoch, of which a later, empty leg found the end."""
     for number, leg in enumerate(run.legs):
-        if leg.start.epoch == empty.start.epoch and leg.samples == empty.start.samples and not leg.ended:
+        if (
+            leg.start.epoch == empty.start.epoch
+            and leg.samples == empty.start.samples
+            and not leg.ended
+        ):
             run.legs[number] = replace(leg, ended=True, closed=True)
 
 
@@ -271,13 +308,17 @@ def _segments(lines: Sequence[dict[str, Any]]) -> list[_Segment]:
             if line["line"] == "resume":
                 segment = _Segment(job=segment.job, lines=segment.lines[-1:])
                 segment.resumed = segment.state(0)
-                segment.parent, segment.num_parent_lines = _parent_of(segments, segment.resumed)
+                segment.parent, segment.num_parent_lines = _parent_of(
+                    segments, segment.resumed
+                )
                 current[line["job"]] = segment
                 segments.append(segment)
     return segments
 
 
-def _parent_of(segments: list[_Segment], wanted: LoaderState) -> tuple[_Segment | None, int]:
+def _parent_of(
+    segments: list[_Segment], wanted: LoaderState
+) -> tuple[_Segment | None, int]:
     """Return the newest segment that saved a state, and the number of its lines by then.
 
     A state of another rank, or one saved again after `certificate()`, differs in its certificate. An equal state comes
@@ -292,7 +333,10 @@ def _parent_of(segments: list[_Segment], wanted: LoaderState) -> tuple[_Segment 
             state = replace(segment.state(number), fingerprint=wanted.fingerprint)
             if state == wanted:
                 return segment, number + 1
-            if similar[0] is None and replace(state, certificate=wanted.certificate) == wanted:
+            if (
+                similar[0] is None
+                and replace(state, certificate=wanted.certificate) == wanted
+            ):
                 similar = (segment, number + 1)
     return similar
 
@@ -313,7 +357,10 @@ def places_in(run: Timeline, sample: Any) -> Iterator[tuple[Leg, int, int]]:
             continue
         for step, row in rows:
             # A short last batch that cannot be split was never delivered.
-            if leg.start.steps <= step < end_step and plan.num_rows(step=step) % num_data_ranks == 0:
+            if (
+                leg.start.steps <= step < end_step
+                and plan.num_rows(step=step) % num_data_ranks == 0
+            ):
                 yield leg, step, row
     if errors and len(errors) == len(run.passes):
         raise errors[-1]

@@ -16,7 +16,9 @@ DATA = Path(sys.argv[1])
 
 
 @pipeline_def
-def samples(shard_id, num_shards, folder="equal", pad=False, stick=False, shuffle=False):
+def samples(
+    shard_id, num_shards, folder="equal", pad=False, stick=False, shuffle=False
+):
     """(id as float32, noise, id)"""
     ids = fn.readers.numpy(
         file_root=str(DATA / folder),
@@ -32,11 +34,15 @@ def samples(shard_id, num_shards, folder="equal", pad=False, stick=False, shuffl
 
 
 def pipeline(**options):
-    return dali_pipeline(samples, batch_size=6, **{"num_threads": 1, "device_id": None, **options})
+    return dali_pipeline(
+        samples, batch_size=6, **{"num_threads": 1, "device_id": None, **options}
+    )
 
 
 def first_step(build, batch_size=6, **options):
-    foreign = dali_pipeline(build, batch_size=batch_size, **{"num_threads": 1, "device_id": None, **options})
+    foreign = dali_pipeline(
+        build, batch_size=batch_size, **{"num_threads": 1, "device_id": None, **options}
+    )
     return refusal(lambda: steps_of(loader_of(foreign), 1))
 
 
@@ -65,9 +71,19 @@ def observed():
     found = {"plain": observe(pipeline)}
     for pad, stick in product([False, True], repeat=2):
         options = {"pad": pad, "stick": stick, "shuffle": True}
-        found[f"shuffled {pad} {stick}"] = observe(lambda options=options: pipeline(**options), resume=pad == stick)
+        found[f"shuffled {pad} {stick}"] = observe(
+            lambda options=options: pipeline(**options), resume=pad == stick
+        )
     found["static executor"] = observe(lambda: pipeline(exec_dynamic=False))
-    named = loader_of(dali_pipeline(samples, batch_size=6, fields=["x", "noise", "id"], num_threads=1, device_id=None))
+    named = loader_of(
+        dali_pipeline(
+            samples,
+            batch_size=6,
+            fields=["x", "noise", "id"],
+            num_threads=1,
+            device_id=None,
+        )
+    )
     found["fields"] = sorted(next(iter(named)))
     found["refused"] = {
         "unsplit": first_step(unsplit),

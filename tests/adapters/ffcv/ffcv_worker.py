@@ -26,9 +26,9 @@ class Fails(Operation):
         return fail
 
     def declare_state_and_memory(self, previous_state):
-        return previous_state.__class__(**{**vars(previous_state), "jit_mode": False}), AllocationQuery(
-            previous_state.shape, previous_state.dtype
-        )
+        return previous_state.__class__(
+            **{**vars(previous_state), "jit_mode": False}
+        ), AllocationQuery(previous_state.shape, previous_state.dtype)
 
 
 def arrays():
@@ -44,25 +44,36 @@ def observed():
         "plain": observe(loader),
         "shuffled": observe(lambda: loader(shuffle=True, pipelines=arrays())),
         "quasi": observe(lambda: loader(shuffle="quasi", os_cache=False)),
-        "chosen": observe(lambda: loader(shuffle=True, indices=range(0, 23, 2)), resume=False),
+        "chosen": observe(
+            lambda: loader(shuffle=True, indices=range(0, 23, 2)), resume=False
+        ),
     }
     named = loader_of(loader(as_dict=True))
     found["fields"] = sorted(next(iter(named)))
     kept = loader_of(loader(shuffle=True, batches_ahead=1))
-    found["held"] = [[image, ids] for image, ids in kept]  # FFCV has written to its memory again
+    found["held"] = [
+        [image, ids] for image, ids in kept
+    ]  # FFCV has written to its memory again
     found["held"] = [
         bool(
-            (image._local_value().numpy() == (ids._local_value().numpy().reshape(-1, 1, 1) / 7).astype("float32")).all()
+            (
+                image._local_value().numpy()
+                == (ids._local_value().numpy().reshape(-1, 1, 1) / 7).astype("float32")
+            ).all()
         )
         for image, ids in found["held"]
     ]
-    broken = partial(loader, pipelines={"image": [NDArrayDecoder(), Fails()], "id": [IntDecoder()]})
+    broken = partial(
+        loader, pipelines={"image": [NDArrayDecoder(), Fails()], "id": [IntDecoder()]}
+    )
     found["refused"] = {
         **{
             name: refusal(lambda name=name: loader(**{name: 1}))
             for name in ("distributed", "order", "seed", "drop_last")
         },
-        "batch size": refusal(lambda: steps_of(loader_of(ffcv_loader(DATA, batch_size=5)), 1)),
+        "batch size": refusal(
+            lambda: steps_of(loader_of(ffcv_loader(DATA, batch_size=5)), 1)
+        ),
         "shuffle": refusal(lambda: loader(shuffle="blocks")),
         "dead thread": refusal(lambda: steps_of(loader_of(broken()), 1)),
     }

@@ -40,7 +40,9 @@ def test_ffcv_keeps_every_claim(num_ranks, data, tmp_path):
         assert report["held"] == [True] * 4
         refused = report["refused"]
         for name in ("distributed", "order", "seed", "drop_last"):
-            assert refused[name].startswith(f"ArgumentError: ffcv_loader: leave {name} out")
+            assert refused[name].startswith(
+                f"ArgumentError: ffcv_loader: leave {name} out"
+            )
         assert "cannot be split evenly over 2 data ranks" in refused["batch size"]
         assert "shuffle must be False, True or 'quasi'" in refused["shuffle"]
         assert "ValueError: on purpose" in refused["dead thread"]

@@ -32,11 +32,20 @@ def observed():
     found = {
         "plain": observe(stream),
         "shuffled": observe(lambda: stream(shuffle=True)),
-        "zipped": observe(partial(stream, "zipped", shuffle=True, **ZIPPED), resume=False),
-        "few": observe(lambda: mds_stream(local=DATA / "few", batch_size=2, transform=as_tuple), resume=False),
+        "zipped": observe(
+            partial(stream, "zipped", shuffle=True, **ZIPPED), resume=False
+        ),
+        "few": observe(
+            lambda: mds_stream(local=DATA / "few", batch_size=2, transform=as_tuple),
+            resume=False,
+        ),
         "remote": observe(
             lambda: mds_stream(
-                remote=str(DATA / "plain"), local=DATA / "cache", batch_size=6, transform=as_tuple, shuffle=True
+                remote=str(DATA / "plain"),
+                local=DATA / "cache",
+                batch_size=6,
+                transform=as_tuple,
+                shuffle=True,
             )
         ),
     }
@@ -48,16 +57,31 @@ def observed():
     other = loader_of(stream("zipped"), seed=SEED)
     saved = state.state_dict()
     # As that of another library's data, whole and with its checksum.
-    other.load_state_dict(sealed({**saved, "sampler": {**saved["sampler"], "library": {"at": 1, "saved": {}}}}))
+    other.load_state_dict(
+        sealed(
+            {
+                **saved,
+                "sampler": {**saved["sampler"], "library": {"at": 1, "saved": {}}},
+            }
+        )
+    )
     found["refused"] = {
-        "batch size": refusal(lambda: steps_of(loader_of(mds_stream(local=DATA / "plain", batch_size=5)), 1)),
+        "batch size": refusal(
+            lambda: steps_of(
+                loader_of(mds_stream(local=DATA / "plain", batch_size=5)), 1
+            )
+        ),
         "streams": refusal(lambda: mds_stream(local=DATA, batch_size=6, streams=[])),
         "begun": len(begun),
         "state": refusal(lambda: steps_of(other)),
     }
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
-    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
-    found["refused"]["torch.distributed"] = refusal(lambda: steps_of(loader_of(stream()), 1))
+    torch.distributed.init_process_group(
+        "gloo", rank=0, world_size=1, store=torch.distributed.HashStore()
+    )
+    found["refused"]["torch.distributed"] = refusal(
+        lambda: steps_of(loader_of(stream()), 1)
+    )
     torch.distributed.destroy_process_group()
     return found
 

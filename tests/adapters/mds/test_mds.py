@@ -20,11 +20,20 @@ WORKER = Path(__file__).parent / "mds_worker.py"
 
 def leftovers(folder):
     """Shared memory and lock files of the library."""
-    return sorted(p for place in (Path("/dev/shm"), folder) for p in place.glob(f"{'[0-9]' * 6}_*"))
+    return sorted(
+        p
+        for place in (Path("/dev/shm"), folder)
+        for p in place.glob(f"{'[0-9]' * 6}_*")
+    )
 
 
 def write(folder, length, **options):
-    with MDSWriter(out=str(folder), columns={"id": "int", "image": "ndarray"}, size_limit=1 << 10, **options) as out:
+    with MDSWriter(
+        out=str(folder),
+        columns={"id": "int", "image": "ndarray"},
+        size_limit=1 << 10,
+        **options,
+    ) as out:
         for i in range(length):
             out.write({"id": i, "image": np.full((5, 5), i / 7, "float32")})
 
@@ -42,39 +51,58 @@ def data(tmp_path):
 def test_mds_keeps_every_claim(num_ranks, data, tmp_path):
     env = {"TMPDIR": str(tmp_path / "tmp")}
     before = leftovers(tmp_path / "tmp")
-    reports = run_ranks(WORKER, num_ranks, tmp_path / "run", args=[str(data)], env=env, timeout=400)
+    reports = run_ranks(
+        WORKER, num_ranks, tmp_path / "run", args=[str(data)], env=env, timeout=400
+    )
 
     check(reports, "plain", range(23), shuffled=False)
     check(reports, "shuffled", range(23), shuffled=True)
     check(reports, "zipped", range(23), shuffled=True, resumes=False)
     check(reports, "few", range(3), shuffled=False, resumes=False)
     check(reports, "remote", range(23), shuffled=True)
-    caches = {path.name: {p.name for p in path.iterdir() if p.is_dir()} for path in (data / "cache").iterdir()}
+    caches = {
+        path.name: {p.name for p in path.iterdir() if p.is_dir()}
+        for path in (data / "cache").iterdir()
+    }
     assert set(caches) == {"data-rank-0-of-2", "data-rank-1-of-2"}
-    assert all({*"01"[: num_ranks // 2]} <= found and len(found) <= 3 * num_ranks // 2 for found in caches.values())
+    assert all(
+        {*"01"[: num_ranks // 2]} <= found and len(found) <= 3 * num_ranks // 2
+        for found in caches.values()
+    )
     for report in reports:
         refused = report["refused"]
         assert "cannot be split evenly over 2 data ranks" in refused["batch size"]
-        assert refused["streams"].startswith("ArgumentError: mds_stream: leave streams out")
+        assert refused["streams"].startswith(
+            "ArgumentError: mds_stream: leave streams out"
+        )
         assert refused["begun"] == 1
         assert "no state of the mds loader" in refused["state"]
         assert "torch.distributed runs in this process" in refused["torch.distributed"]
-    assert leftovers(tmp_path / "tmp") == before, "nothing is left behind, by passes that were given up neither"
+    assert leftovers(tmp_path / "tmp") == before, (
+        "nothing is left behind, by passes that were given up neither"
+    )
 
 
 @pytest.mark.filterwarnings("ignore:unclosed file")  # the library leaves its index open
 def test_files_on_the_host_have_an_index_and_resume_on_another_mesh(data):
     def rows(meshes, state=None, stop=None):
-        loader = sharded(DataLoader(LocalDataset(str(data / "plain")), batch_size=8, shuffle=True), meshes)
+        loader = sharded(
+            DataLoader(LocalDataset(str(data / "plain")), batch_size=8, shuffle=True),
+            meshes,
+        )
         if state is not None:
             loader.load_state_dict(state)
         batches = iter(loader)
-        return [local(batch["id"]) for batch in islice(batches, stop)], loader.state_dict()
+        return [
+            local(batch["id"]) for batch in islice(batches, stop)
+        ], loader.state_dict()
 
     straight, _ = rows(ONE)
     assert sorted(i for batch in straight for i in batch) == list(range(23))
     begun = on_each_rank((0, 1), lambda: rows(DP2, stop=2))
-    assert [one + two for one, two in zip(begun[0][0], begun[1][0], strict=True)] == straight[:2]
+    assert [
+        one + two for one, two in zip(begun[0][0], begun[1][0], strict=True)
+    ] == straight[:2]
     assert rows(ONE, begun[0][1])[0] == straight[2:]
 
 
@@ -83,4 +111,7 @@ def test_what_the_library_repeats_is_left_out():
 
     once = _as_often_as(np.ones(5, int), ids)
     assert once.tolist() == [[0, 1, 2, -1], [3, 4, -1, -1]]
-    assert _as_often_as(np.array([1, 1, 2, 1, 1]), ids).tolist() == [[0, 1, 2, -1], [3, 4, 2, -1]]
+    assert _as_often_as(np.array([1, 1, 2, 1, 1]), ids).tolist() == [
+        [0, 1, 2, -1],
+        [3, 4, 2, -1],
+    ]

@@ -26,19 +26,32 @@ def hashes(loader, after_step=lambda step: None):
 
 
 def hash_of(batch):
-    return batch if isinstance(batch, str) else [one.hex() if isinstance(one, bytes) else one for one in batch]
+    return (
+        batch
+        if isinstance(batch, str)
+        else [one.hex() if isinstance(one, bytes) else one for one in batch]
+    )
 
 
 def leader():
     """Two ranks that read the same rows, of which one has actors."""
     dist.init_parallel_env()
-    mesh = dist.ProcessMesh([list(range(dist.get_world_size()))], dim_names=["dp", "mp"])
+    mesh = dist.ProcessMesh(
+        [list(range(dist.get_world_size()))], dim_names=["dp", "mp"]
+    )
     found = {}
-    for name, readers in (("workers", None), ("actors", paddle_shard.RayReaders(num=2))):
+    for name, readers in (
+        ("workers", None),
+        ("actors", paddle_shard.RayReaders(num=2)),
+    ):
         dataloader = DataLoader(readings.Draws(), batch_size=8, num_workers=2)
-        loader = paddle_shard.shard_dataloader(dataloader, mesh, shard_dims="dp", replicas="leader", readers=readers)
+        loader = paddle_shard.shard_dataloader(
+            dataloader, mesh, shard_dims="dp", replicas="leader", readers=readers
+        )
         seen = set()
-        found[name] = hashes(loader, lambda step, seen=seen: seen.update(readings.actors_alive()))
+        found[name] = hashes(
+            loader, lambda step, seen=seen: seen.update(readings.actors_alive())
+        )
         found[f"{name} seen"] = len(seen)
         found["who"] = loader.stats.who_reads
     dist.barrier()
@@ -51,17 +64,26 @@ def data():
     world = dist.get_world_size()
 
     def loader_of(data_ranks, **options):
-        shape = [list(range(row * world // data_ranks, (row + 1) * world // data_ranks)) for row in range(data_ranks)]
-        made = ray.data.range(103, override_num_blocks=7).map(lambda row: {"id": row["id"], "half": row["id"] / 2})
+        shape = [
+            list(range(row * world // data_ranks, (row + 1) * world // data_ranks))
+            for row in range(data_ranks)
+        ]
+        made = ray.data.range(103, override_num_blocks=7).map(
+            lambda row: {"id": row["id"], "half": row["id"] / 2}
+        )
         stream = ray_loader(made, batch_size=8)
         mesh = dist.ProcessMesh(shape, dim_names=["dp", "mp"])
-        return paddle_shard.shard_dataloader(stream, mesh, shard_dims="dp", tail="pad", **options)
+        return paddle_shard.shard_dataloader(
+            stream, mesh, shard_dims="dp", tail="pad", **options
+        )
 
     def epoch(loader):
         found, batches = [], iter(loader)
         for batch in batches:
             valid = batches.valid._local_value().numpy()
-            ids, halves = (batch[name]._local_value().numpy() for name in ("id", "half"))
+            ids, halves = (
+                batch[name]._local_value().numpy() for name in ("id", "half")
+            )
             assert (halves == ids / 2).all()
             found.append(ids[valid].tolist())
         return found
@@ -76,7 +98,10 @@ def data():
     next(batches)
     state = loader.state_dict()
     batches.close()
-    for refused in (lambda: loader_of(2).load_state_dict(state), lambda: epoch(loader_of(1))):
+    for refused in (
+        lambda: loader_of(2).load_state_dict(state),
+        lambda: epoch(loader_of(1)),
+    ):
         try:
             refused()
         except Exception as error:
@@ -88,7 +113,9 @@ def data():
 def host():
     """A rank on a host without CPUs for readers."""
     data = readings.Draws()
-    expected = hashes(readings.loader_of(data, None, {"num_workers": 2}, {"shuffle": True}))
+    expected = hashes(
+        readings.loader_of(data, None, {"num_workers": 2}, {"shuffle": True})
+    )
     readers = paddle_shard.RayReaders(num=2)
     found = hashes(readings.loader_of(data, readers, {}, {"shuffle": True}))
     loader = readings.loader_of(readings.Broken(), readers, {}, {})
@@ -102,9 +129,13 @@ def growing():
     """A rank whose cluster has room for one actor, and then for more."""
     from ray.cluster_utils import Cluster
 
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    cluster = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False}
+    )
     ray.init(address=cluster.address)
-    loader = readings.loader_of(readings.Tells(), paddle_shard.RayReaders(num=3), {"batch_size": 1}, {})
+    loader = readings.loader_of(
+        readings.Tells(), paddle_shard.RayReaders(num=3), {"batch_size": 1}, {}
+    )
     pids, at = [], iter(range(10**6))
     batches = iter(loader)
     for batch in batches:
@@ -123,7 +154,9 @@ def growing():
 
 def killed():
     """A rank that is killed while it reads."""
-    loader = readings.loader_of(readings.Draws(), paddle_shard.RayReaders(num=2), {}, {})
+    loader = readings.loader_of(
+        readings.Draws(), paddle_shard.RayReaders(num=2), {}, {}
+    )
     batches = iter(loader)
     next(batches)
     print("begun", *sorted(readings.actors_alive()), flush=True)
@@ -138,11 +171,20 @@ def relative():
         file.writelines(f"{number}\n" for number in range(40))
     stream = paddle_shard.Stream.lines("lines.txt", counts=True).map(np.int64)
     found = []
-    for data in (DataLoader(readings.Opens("lines.txt"), batch_size=4), DataLoader(stream, batch_size=4)):
+    for data in (
+        DataLoader(readings.Opens("lines.txt"), batch_size=4),
+        DataLoader(stream, batch_size=4),
+    ):
         loader = paddle_shard.shard_dataloader(
             data, readings.MESH, shard_dims="dp", readers=paddle_shard.RayReaders(num=2)
         )
-        found.append([number for batch in loader for number in batch._local_value().numpy().tolist()])
+        found.append(
+            [
+                number
+                for batch in loader
+                for number in batch._local_value().numpy().tolist()
+            ]
+        )
     return {"found": found}
 
 
@@ -151,7 +193,12 @@ if __name__ == "__main__":
     if "RAY_ADDRESS" in os.environ:
         ray.init(address="auto", log_to_driver=False)
     report(
-        {"leader": leader, "host": host, "data": data, "growing": growing, "killed": killed, "relative": relative}[
-            case
-        ]()
+        {
+            "leader": leader,
+            "host": host,
+            "data": data,
+            "growing": growing,
+            "killed": killed,
+            "relative": relative,
+        }[case]()
     )

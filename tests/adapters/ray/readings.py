@@ -55,14 +55,19 @@ class Gathers(Dataset):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices):
-        return [(np.int64(index), np.full(5, index / 3, "float32")) for index in indices]
+        return [
+            (np.int64(index), np.full(5, index / 3, "float32")) for index in indices
+        ]
 
 
 class Bulky(Gathers):
     """Batches of 4 MB."""
 
     def __getitems__(self, indices):
-        return [(np.int64(index), np.full((512, 256), index / 3, "float32")) for index in indices]
+        return [
+            (np.int64(index), np.full((512, 256), index / 3, "float32"))
+            for index in indices
+        ]
 
 
 class Noting(Dataset):
@@ -133,11 +138,21 @@ class Noisy:
     """A stage of the user's that draws."""
 
     def __call__(self, sample):
-        return np.array([float(sample) if not isinstance(sample, dict) else float(sample["x"]), np.random.rand()])
+        return np.array(
+            [
+                float(sample) if not isinstance(sample, dict) else float(sample["x"]),
+                np.random.rand(),
+            ]
+        )
 
 
 def largest_first(samples):
-    return np.stack(sorted((np.atleast_1d(sample) for sample in samples), key=lambda one: -float(one[0])))
+    return np.stack(
+        sorted(
+            (np.atleast_1d(sample) for sample in samples),
+            key=lambda one: -float(one[0]),
+        )
+    )
 
 
 def reversed_columns(samples):
@@ -166,12 +181,32 @@ INDEXED = {
 }
 STREAMS = {
     "parts of files": (lambda path: Stream.csv(path).map(Noisy()).in_parts(4), {}, {}),
-    "shuffled, repeated": (lambda path: Stream.csv(path).shuffle(16).map(Noisy()).in_parts(4), {}, {"tail": "repeat"}),
-    "an epoch of a length": (lambda path: Stream.csv(path).in_parts(4).map(Noisy()), {}, {"num_batches": 60}),
-    "read by all": (lambda path: Stream.of(range(LENGTH)).map(Noisy()).shuffle(16), {}, {}),
-    "read by all, drawn before the cut": (lambda path: Stream.of(Drawn()).map(Noisy()), {}, {}),
+    "shuffled, repeated": (
+        lambda path: Stream.csv(path).shuffle(16).map(Noisy()).in_parts(4),
+        {},
+        {"tail": "repeat"},
+    ),
+    "an epoch of a length": (
+        lambda path: Stream.csv(path).in_parts(4).map(Noisy()),
+        {},
+        {"num_batches": 60},
+    ),
+    "read by all": (
+        lambda path: Stream.of(range(LENGTH)).map(Noisy()).shuffle(16),
+        {},
+        {},
+    ),
+    "read by all, drawn before the cut": (
+        lambda path: Stream.of(Drawn()).map(Noisy()),
+        {},
+        {},
+    ),
     "narrowed": (lambda path: Narrowed(), {"worker_init_fn": narrow}, {}),
-    "collated": (lambda path: Stream.csv(path).map(Noisy()).in_parts(8), {"collate_fn": largest_first}, {}),
+    "collated": (
+        lambda path: Stream.csv(path).map(Noisy()).in_parts(8),
+        {"collate_fn": largest_first},
+        {},
+    ),
     "whole batches": (lambda path: Stream.of(Batches()), {"batch_size": None}, {}),
 }
 
@@ -193,8 +228,12 @@ class Batches(IterableDataset):
 
 
 def loader_of(data, readers, settings, options, workers=3):
-    dataloader = DataLoader(data, **{"batch_size": BATCH, "num_workers": workers, **settings})
-    return paddle_shard.shard_dataloader(dataloader, MESH, shard_dims="dp", readers=readers, **options)
+    dataloader = DataLoader(
+        data, **{"batch_size": BATCH, "num_workers": workers, **settings}
+    )
+    return paddle_shard.shard_dataloader(
+        dataloader, MESH, shard_dims="dp", readers=readers, **options
+    )
 
 
 def read(loader, epochs=1, after_step=lambda step: None):
@@ -203,11 +242,18 @@ def read(loader, epochs=1, after_step=lambda step: None):
     for _ in range(epochs):
         batches = iter(loader)
         for batch in batches:
-            arrays = [leaf._local_value().numpy() if hasattr(leaf, "_local_value") else leaf for leaf in leaves(batch)]
+            arrays = [
+                leaf._local_value().numpy() if hasattr(leaf, "_local_value") else leaf
+                for leaf in leaves(batch)
+            ]
             arrays.append(batches.valid._local_value().numpy())
-            found.append([one.tobytes() if hasattr(one, "tobytes") else one for one in arrays])
+            found.append(
+                [one.tobytes() if hasattr(one, "tobytes") else one for one in arrays]
+            )
             after_step(step := step + 1)
-        state = loader.state_dict()  # an actor that takes over a file tells again what it holds
+        state = (
+            loader.state_dict()
+        )  # an actor that takes over a file tells again what it holds
         state["contents"] = sorted(state["contents"] or [])
         del state["checksum"]  # of their order, too
         found.append(str(loader.certificate() if loader.plan else state))

@@ -43,7 +43,10 @@ os._exit(0)
 @pytest.fixture
 def launch(cluster, tmp_path):
     """Starts the script with some arguments; and where its ranks leave their process ids."""
-    script, env = tmp_path / "train.py", {**os.environ, "RAY_ADDRESS": cluster, "RAY_AUTH_MODE": "token"}
+    script, env = (
+        tmp_path / "train.py",
+        {**os.environ, "RAY_ADDRESS": cluster, "RAY_AUTH_MODE": "token"},
+    )
     script.write_text(SCRIPT)
     (tmp_path / "ranks").mkdir()
 
@@ -65,7 +68,11 @@ def launch(cluster, tmp_path):
 
 
 def alive(folder):
-    return [path for path in folder.iterdir() if Path(f"/proc/{path.read_text() or 0}").exists()]
+    return [
+        path
+        for path in folder.iterdir()
+        if Path(f"/proc/{path.read_text() or 0}").exists()
+    ]
 
 
 def until(true):
@@ -116,8 +123,16 @@ def test_no_rank_outlives_the_command(launch, number):
 
 
 def test_a_script_that_is_not_there_is_told(tmp_path):
-    command = [sys.executable, ROOT / "launch/on_ray.py", "--processes", "2", "nothing.py"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=HANG)
+    command = [
+        sys.executable,
+        ROOT / "launch/on_ray.py",
+        "--processes",
+        "2",
+        "nothing.py",
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=tmp_path, timeout=HANG
+    )
 
     assert done.returncode == 2
     assert "script 'nothing.py' is not a file, seen from" in done.stderr
@@ -130,7 +145,10 @@ def test_an_address_that_is_none_is_named_without_a_traceback(launch):
     _, err = run.communicate(timeout=HANG)
 
     assert run.returncode == 2
-    assert "on_ray.py: no Ray cluster: Invalid address format: nonsense. Start one with: ray start --head" in err
+    assert (
+        "on_ray.py: no Ray cluster: Invalid address format: nonsense. Start one with: ray start --head"
+        in err
+    )
     assert "Traceback" not in err
 
 

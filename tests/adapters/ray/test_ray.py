@@ -15,7 +15,14 @@ import ray
 from paddle_shard import RayReaders
 from paddle_shard.errors import DataReadError
 from tests.adapters.ray import readings
-from tests.adapters.ray.readings import INDEXED, STREAMS, actors_alive, files, loader_of, read
+from tests.adapters.ray.readings import (
+    INDEXED,
+    STREAMS,
+    actors_alive,
+    files,
+    loader_of,
+    read,
+)
 from tests.deadlines import HANG
 
 pytestmark = pytest.mark.usefixtures("cluster")
@@ -64,7 +71,12 @@ def test_actors_read_the_same_bytes_as_workers(kind):
     dataset, settings, options = INDEXED[kind]
     expected = read(loader_of(dataset(), None, settings, options), epochs=2)
 
-    found = read(loader_of(dataset(), RayReaders(num=2), {**settings, "num_workers": 0}, options), epochs=2)
+    found = read(
+        loader_of(
+            dataset(), RayReaders(num=2), {**settings, "num_workers": 0}, options
+        ),
+        epochs=2,
+    )
 
     assert found == expected
     until(lambda: not actors_alive())
@@ -75,7 +87,10 @@ def test_actors_read_the_same_stream_as_workers(kind, path):
     stream, settings, options = STREAMS[kind]
     expected = read(loader_of(stream(path), None, settings, options), epochs=2)
 
-    found = read(loader_of(stream(path), RayReaders(num=3), settings, options, workers=0), epochs=2)
+    found = read(
+        loader_of(stream(path), RayReaders(num=3), settings, options, workers=0),
+        epochs=2,
+    )
 
     assert found == expected
     until(lambda: not actors_alive())
@@ -93,18 +108,30 @@ def test_twenty_random_kills_change_nothing(kind, caplog):
 
     assert kills.count == 20
     assert found == expected
-    said = [record.getMessage() for record in caplog.records if "has died" in record.getMessage()]
-    assert 10 <= len(said) <= 20  # one that is killed just as it is closed is not missed
+    said = [
+        record.getMessage()
+        for record in caplog.records
+        if "has died" in record.getMessage()
+    ]
+    assert (
+        10 <= len(said) <= 20
+    )  # one that is killed just as it is closed is not missed
     assert all("ActorDiedError" in one for one in said)
 
 
 @pytest.mark.parametrize("kind", STREAMS)
-def test_parts_are_opened_where_they_were_delivered_if_their_actor_is_killed(kind, path):
+def test_parts_are_opened_where_they_were_delivered_if_their_actor_is_killed(
+    kind, path
+):
     stream, settings, options = STREAMS[kind]
     expected = read(loader_of(stream(path), None, settings, options), epochs=2)
     kills = Kills(seed=SEED + len(kind), steps=25, count=3)
 
-    found = read(loader_of(stream(path), RayReaders(num=3), settings, options), epochs=2, after_step=kills)
+    found = read(
+        loader_of(stream(path), RayReaders(num=3), settings, options),
+        epochs=2,
+        after_step=kills,
+    )
 
     assert kills.count == 3
     assert found == expected
@@ -113,14 +140,23 @@ def test_parts_are_opened_where_they_were_delivered_if_their_actor_is_killed(kin
 def test_actors_read_no_more_than_the_loop_has_asked_for_ahead(tmp_path):
     """So what they, the object store and the rank hold is limited, however slow the loop is."""
     num, ahead = 2, 3
-    loader = loader_of(readings.Noting(tmp_path), RayReaders(num=num), {"prefetch_factor": ahead}, {"prefetch": 0})
+    loader = loader_of(
+        readings.Noting(tmp_path),
+        RayReaders(num=num),
+        {"prefetch_factor": ahead},
+        {"prefetch": 0},
+    )
     batches = iter(loader)
     next(batches)
     until(lambda: len(readings.actors_alive()) == num)
     time.sleep(3)
     for taken in range(2, 8):
         next(batches)
-        until(lambda taken=taken: len(list(tmp_path.iterdir())) >= taken + num * ahead - num)
+        until(
+            lambda taken=taken: (
+                len(list(tmp_path.iterdir())) >= taken + num * ahead - num
+            )
+        )
         time.sleep(0.5)  # what they read that was not asked for
         assert len(list(tmp_path.iterdir())) <= taken + num * ahead
     batches.close()
@@ -129,7 +165,9 @@ def test_actors_read_no_more_than_the_loop_has_asked_for_ahead(tmp_path):
 def test_what_fails_on_an_actor_names_the_sample_the_worker_and_the_node():
     loader = loader_of(readings.Broken(), RayReaders(num=2), {}, {})
 
-    with pytest.raises(DataReadError, match=r"reading sample 7 failed in worker \d on node [\d.]+ ") as caught:
+    with pytest.raises(
+        DataReadError, match=r"reading sample 7 failed in worker \d on node [\d.]+ "
+    ) as caught:
         read(loader)
 
     assert caught.value.index == 7
@@ -141,7 +179,10 @@ def test_a_sample_that_kills_its_readers_is_given_up_with_their_names():
     loader = loader_of(readings.Deadly(), RayReaders(num=2), {}, {})
     steps = []
 
-    with pytest.raises(DataReadError, match="3 actors in a row died before they could read the next rows: ") as caught:
+    with pytest.raises(
+        DataReadError,
+        match="3 actors in a row died before they could read the next rows: ",
+    ) as caught:
         read(loader, after_step=steps.append)
 
     assert steps[-1] == 100 // readings.BATCH
@@ -161,12 +202,20 @@ def test_a_worker_is_told_what_it_is_told_as_a_process():
 
 @pytest.mark.parametrize("persistent", [True, False])
 def test_persistent_actors_stay_until_the_loader_is_dropped(persistent):
-    loader = loader_of(readings.Tells(), RayReaders(num=2), {"persistent_workers": persistent}, {})
+    loader = loader_of(
+        readings.Tells(), RayReaders(num=2), {"persistent_workers": persistent}, {}
+    )
 
-    pids = [{int(row[4]) for batch in loader for row in batch._local_value().numpy()} for _ in range(2)]
+    pids = [
+        {int(row[4]) for batch in loader for row in batch._local_value().numpy()}
+        for _ in range(2)
+    ]
 
     assert (pids[0] == pids[1]) == persistent
-    assert bool(until(lambda: persistent or not actors_alive()) and actors_alive()) == persistent
+    assert (
+        bool(until(lambda: persistent or not actors_alive()) and actors_alive())
+        == persistent
+    )
     del loader
     until(lambda: not actors_alive())
 
@@ -175,7 +224,9 @@ def test_what_cannot_be_sent_is_an_error_of_the_first_step():
     data = readings.Draws()
     data.lock = threading.Lock()
 
-    with pytest.raises(DataReadError, match="the readers cannot be started: TypeError: .*pickle"):
+    with pytest.raises(
+        DataReadError, match="the readers cannot be started: TypeError: .*pickle"
+    ):
         read(loader_of(data, RayReaders(num=2), {}, {}))
 
 
@@ -188,7 +239,9 @@ def test_a_runtime_environment_that_cannot_be_made_is_an_error():
 
 def test_a_runtime_environment_reaches_the_actors():
     readers = RayReaders(num=2, runtime_env={"env_vars": {"TOLD": "7"}})
-    loader = loader_of(readings.Gathers(), readers, {"collate_fn": readings.environment}, {})
+    loader = loader_of(
+        readings.Gathers(), readers, {"collate_fn": readings.environment}, {}
+    )
 
     assert {int(batch._local_value().numpy()[0]) for batch in loader} == {7}
 
@@ -197,19 +250,27 @@ def test_more_than_the_object_store_holds_goes_through_it_and_nothing_stays():
     held = ray._private.worker.global_worker.core_worker.get_all_reference_counts
     before = len(held())
 
-    assert len(read(loader_of(readings.Bulky(), RayReaders(num=2), {}, {}), epochs=3)) == 3 * (26 + 1)  # 312 MB of 200
+    assert len(
+        read(loader_of(readings.Bulky(), RayReaders(num=2), {}, {}), epochs=3)
+    ) == 3 * (26 + 1)  # 312 MB of 200
 
     gc.collect()
     until(lambda: len(held()) <= before)
 
 
-@pytest.mark.parametrize("kinds", [(INDEXED, "draws"), (STREAMS, "parts of files"), (STREAMS, "shuffled, repeated")])
+@pytest.mark.parametrize(
+    "kinds",
+    [(INDEXED, "draws"), (STREAMS, "parts of files"), (STREAMS, "shuffled, repeated")],
+)
 def test_a_run_is_resumed_by_other_readers(kinds, path):
     data, settings, options = kinds[0][kinds[1]]
     given = data(path) if kinds[0] is STREAMS else data()
     expected = read(loader_of(given, None, settings, options))
     for before, after in ((None, RayReaders(num=2)), (RayReaders(num=2), None)):
-        first, second = loader_of(given, before, settings, options), loader_of(given, after, settings, options)
+        first, second = (
+            loader_of(given, before, settings, options),
+            loader_of(given, after, settings, options),
+        )
         batches = iter(first)
         for _ in range(9):
             next(batches)

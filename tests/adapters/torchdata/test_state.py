@@ -35,7 +35,9 @@ def test_arrays_and_tensors_come_back_from_json(dtype):
     array = np.arange(6).reshape(2, 3).astype(dtype)
     for value in (array, torch.from_numpy(array), array[:, 1:], array[0, 0]):
         back = from_json(json.loads(json.dumps(to_json({"at": value}))))["at"]
-        assert type(back) is (type(value) if not isinstance(value, np.generic) else type(value.item()))
+        assert type(back) is (
+            type(value) if not isinstance(value, np.generic) else type(value.item())
+        )
         assert np.array_equal(np.asarray(back), np.asarray(value))
 
 
@@ -50,13 +52,27 @@ def test_a_state_of_other_data_is_refused():
     resumed = replace(SHARE, state={"samples": 5})
     check_same(resumed, samples=5)
     check_same(SHARE, samples=6)
-    with pytest.raises(StateError, match="samples was 5 when it was saved, and is 6 now"):
+    with pytest.raises(
+        StateError, match="samples was 5 when it was saved, and is 6 now"
+    ):
         check_same(resumed, samples=6)
 
 
 def test_a_share_that_is_not_read_is_refused():
-    assert build_watched(lambda share: (share.shard, share.num_shards), SHARE, "x") == (1, 3)
-    for build in (lambda share: 0, lambda share: share.shard, lambda share: share.epoch):
+    assert build_watched(lambda share: (share.shard, share.num_shards), SHARE, "x") == (
+        1,
+        3,
+    )
+    for build in (
+        lambda share: 0,
+        lambda share: share.shard,
+        lambda share: share.epoch,
+    ):
         with pytest.raises(SplitError, match="each of the 3 data ranks would read all"):
             build_watched(build, SHARE, "x")
-    assert build_watched(lambda share: 0, ShardOptions(shard=0, num_shards=1, seed=0, epoch=0), "x") == 0
+    assert (
+        build_watched(
+            lambda share: 0, ShardOptions(shard=0, num_shards=1, seed=0, epoch=0), "x"
+        )
+        == 0
+    )

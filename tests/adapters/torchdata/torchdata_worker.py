@@ -28,12 +28,17 @@ class Samples(torch.utils.data.Dataset):
 
 
 def as_arrays(samples):
-    return [np.stack([np.asarray(sample[field]) for sample in samples]) for field in range(2)]
+    return [
+        np.stack([np.asarray(sample[field]) for sample in samples])
+        for field in range(2)
+    ]
 
 
 def unequal(share, split=True):
     """Nodes: data rank 0 reads 5 samples, the other 18."""
-    order = torch.randperm(LENGTH, generator=torch.Generator().manual_seed(share.seed * 100 + share.epoch)).tolist()
+    order = torch.randperm(
+        LENGTH, generator=torch.Generator().manual_seed(share.seed * 100 + share.epoch)
+    ).tolist()
     mine = order[:5] if share.shard == 0 else order[5:]
     assert share.num_shards == 2 or not split
     samples = nodes.Mapper(nodes.SamplerWrapper(mine), Still().__getitem__)
@@ -50,7 +55,9 @@ def distributed(share, **ranks):
 def weighted(share, **ranks):
     assert share.shard in range(share.num_shards)
     sources = {name: nodes.IterableWrapper(range(9)) for name in "ab"}
-    return nodes.Batcher(nodes.MultiNodeWeightedSampler(sources, {"a": 1.0, "b": 1.0}, **ranks), 3)
+    return nodes.Batcher(
+        nodes.MultiNodeWeightedSampler(sources, {"a": 1.0, "b": 1.0}, **ranks), 3
+    )
 
 
 def first_step(build):
@@ -61,18 +68,28 @@ def observed():
     dataset = Samples()
     found = {
         "plain": observe(lambda: stateful_dataloader(dataset, batch_size=6)),
-        "shuffled": observe(lambda: stateful_dataloader(dataset, batch_size=6, shuffle=True)),
+        "shuffled": observe(
+            lambda: stateful_dataloader(dataset, batch_size=6, shuffle=True)
+        ),
         "nodes": observe(lambda: torchdata_loader(unequal)),
     }
-    workers = partial(stateful_dataloader, Still(), batch_size=6, shuffle=True, num_workers=2)
+    workers = partial(
+        stateful_dataloader, Still(), batch_size=6, shuffle=True, num_workers=2
+    )
     found["workers"] = observe(workers)
     found["refused"] = {
-        "share not read": first_step(lambda share: nodes.Batcher(nodes.IterableWrapper(range(9)), 3)),
+        "share not read": first_step(
+            lambda share: nodes.Batcher(nodes.IterableWrapper(range(9)), 3)
+        ),
         "world's ranks": first_step(partial(distributed, num_replicas=4, rank=0)),
         "fallback": first_step(weighted),
         "not a loader": first_step(lambda share: [share.shard, share.num_shards]),
-        "batch size": refusal(lambda: steps_of(loader_of(stateful_dataloader(dataset, batch_size=5)), 1)),
-        "sampler": refusal(lambda: stateful_dataloader(dataset, batch_size=6, sampler=[1])),
+        "batch size": refusal(
+            lambda: steps_of(loader_of(stateful_dataloader(dataset, batch_size=5)), 1)
+        ),
+        "sampler": refusal(
+            lambda: stateful_dataloader(dataset, batch_size=6, sampler=[1])
+        ),
         "iterable": refusal(lambda: stateful_dataloader(iter([1]), batch_size=6)),
     }
     return found

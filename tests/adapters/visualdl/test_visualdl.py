@@ -33,11 +33,18 @@ def logged(tmp_path):
     given, expected = paddle.io.DataLoader(Ids(), batch_size=4), []
     with LogWriter(logdir=str(tmp_path)) as writer:
         position = paddle_shard.TrainerCallback(writer=writer)
-        loader = paddle_shard.shard_dataloader(given, dist.ProcessMesh([0], dim_names=["dp"]), shard_dims="dp")
+        loader = paddle_shard.shard_dataloader(
+            given, dist.ProcessMesh([0], dim_names=["dp"]), shard_dims="dp"
+        )
         position.add(loader)
         for epoch in range(3):
             list(loader)
-            position.on_log(None, SimpleNamespace(global_step=10 * epoch), None, train_dataloader=given)
+            position.on_log(
+                None,
+                SimpleNamespace(global_step=10 * epoch),
+                None,
+                train_dataloader=given,
+            )
             expected.append(loader.stats.scalars())
     return tmp_path, expected
 
@@ -47,9 +54,13 @@ def test_what_a_trainer_logs_is_read_back(logged):
     reader = LogReader(file_path=str(next(folder.glob("vdlrecords*"))))
     assert sorted(reader.get_tags()["scalar"]) == sorted(expected[0])
     for name in expected[0]:
-        found = [(record.id, record.value) for record in reader.get_data("scalar", name)]
+        found = [
+            (record.id, record.value) for record in reader.get_data("scalar", name)
+        ]
         assert [step for step, _ in found] == [0, 10, 20]
-        assert [value for _, value in found] == pytest.approx([scalars[name] for scalars in expected], rel=1e-6)
+        assert [value for _, value in found] == pytest.approx(
+            [scalars[name] for scalars in expected], rel=1e-6
+        )
 
 
 def answer_of(url):
@@ -75,6 +86,8 @@ def test_its_page_shows_the_curves(logged):
         for name in ("data/starved", "data/waits/reading"):
             asked = urllib.parse.urlencode({"run": run, "tag": name})
             points = json.loads(answer_of(f"{base}/scalar/list?{asked}"))["data"]
-            assert [value for _, _, value in points] == pytest.approx([scalars[name] for scalars in expected], rel=1e-6)
+            assert [value for _, _, value in points] == pytest.approx(
+                [scalars[name] for scalars in expected], rel=1e-6
+            )
     finally:
         os.kill(process, 9)

@@ -16,7 +16,15 @@ from tests.helpers import DP2, Made, local, sharded
 DATA = Made(length=24)
 ODD = Made(length=21)
 """Of a length that two ranks cannot share."""
-NAMES = {"paddle": paddle, "dist": dist, "paddle_shard": paddle_shard, "mesh": DP2, "data": DATA, "b": 4, "B": 8}
+NAMES = {
+    "paddle": paddle,
+    "dist": dist,
+    "paddle_shard": paddle_shard,
+    "mesh": DP2,
+    "data": DATA,
+    "b": 4,
+    "B": 8,
+}
 NAMES |= {name: getattr(paddle_shard, name) for name in paddle_shard.__all__}
 NAMES |= {"DataLoader": DataLoader, "np": np}
 IDS = list(range(24))
@@ -24,7 +32,9 @@ IDS = list(range(24))
 
 def launched(data, batch_size, **options):
     """Paddle's sampler as it is on a rank of two. It takes their number from the launcher's variables."""
-    return DistributedBatchSampler(data, batch_size, num_replicas=2, rank=dist.get_rank(), **options)
+    return DistributedBatchSampler(
+        data, batch_size, num_replicas=2, rank=dist.get_rank(), **options
+    )
 
 
 NAMES |= {"DistributedBatchSampler": launched}
@@ -59,7 +69,9 @@ class Side:
     def __call__(self, number=0, **names):
         """Return the value of a piece of code, or the options that it is."""
         code = self.codes[number]
-        return eval(f"dict({code})" if re.match(r"\w+=[^=]", code) else code, {**NAMES, **names})
+        return eval(
+            f"dict({code})" if re.match(r"\w+=[^=]", code) else code, {**NAMES, **names}
+        )
 
 
 CASES = {}
@@ -78,7 +90,12 @@ def case(section, old):
 
 def cases_of(line):
     section, old, _ = line
-    return [key for key in CASES if section == key[0] and re.match(re.escape(key[1]) + r"(\W|$)", old.replace("`", ""))]
+    return [
+        key
+        for key in CASES
+        if section == key[0]
+        and re.match(re.escape(key[1]) + r"(\W|$)", old.replace("`", ""))
+    ]
 
 
 def steps(make, ranks=(0, 1)):
@@ -98,7 +115,9 @@ def real(loader, epochs=1):
         batches = iter(loader)
         for batch in batches:
             good = local(batches.valid)
-            found.append([row for row, valid in zip(local(batch), good, strict=True) if valid])
+            found.append(
+                [row for row, valid in zip(local(batch), good, strict=True) if valid]
+            )
     return found
 
 
@@ -107,7 +126,11 @@ def cut(rows, size=8):
 
 
 def shuffled(meshes=DP2, workers=0, data=DATA, **options):
-    return sharded(DataLoader(data, batch_size=8, shuffle=True, num_workers=workers), meshes, **options)
+    return sharded(
+        DataLoader(data, batch_size=8, shuffle=True, num_workers=workers),
+        meshes,
+        **options,
+    )
 
 
 def stopped(after=1, make=shuffled):
@@ -121,8 +144,12 @@ def stopped(after=1, make=shuffled):
         return rows, json.loads(json.dumps(loader.state_dict()))
 
     found = on_each_rank((0, 1), run)
-    return found[0][1], [one + two for one, two in zip(found[0][0], found[1][0], strict=True)]
+    return found[0][1], [
+        one + two for one, two in zip(found[0][0], found[1][0], strict=True)
+    ]
 
 
 def of_each_rank(given, **options):
-    return on_each_rank((0, 1), lambda: [local(batch) for batch in sharded(given(), **options)])
+    return on_each_rank(
+        (0, 1), lambda: [local(batch) for batch in sharded(given(), **options)]
+    )

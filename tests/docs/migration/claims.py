@@ -8,7 +8,17 @@ from paddle.io import DataLoader
 
 import paddle_shard
 from paddle_shard.testing.simulated import on_each_rank
-from tests.docs.migration import DATA, IDS, ODD, cut, flat, launched, shuffled, steps, stopped
+from tests.docs.migration import (
+    DATA,
+    IDS,
+    ODD,
+    cut,
+    flat,
+    launched,
+    shuffled,
+    steps,
+    stopped,
+)
 from tests.docs.test_docs import ROOT
 from tests.helpers import DP2, ONE, Made, local, mesh, sharded
 
@@ -85,7 +95,10 @@ def by_a_recipe(library, recipe):
         for name in re.findall(r"(\w+)=", new.codes[0]):
             assert re.search(rf"\b{name}\b", source)
         # `make test-adapters` runs it, in the environment of the library.
-        assert any(path.name.startswith("test_") for path in (ROOT / "tests/adapters" / library).glob("*.py"))
+        assert any(
+            path.name.startswith("test_")
+            for path in (ROOT / "tests/adapters" / library).glob("*.py")
+        )
 
     return claim
 
@@ -117,7 +130,9 @@ def replicas_agree(new, *_):
         range(4),
         lambda: [
             local(batch)
-            for batch in paddle_shard.shard_dataloader(DataLoader(DATA, batch_size=8, shuffle=True), four, **new())
+            for batch in paddle_shard.shard_dataloader(
+                DataLoader(DATA, batch_size=8, shuffle=True), four, **new()
+            )
         ],
     )
     assert found[0] == found[1] != found[2] == found[3]
@@ -132,7 +147,9 @@ def seeds_differ(new, *_):
 
 def drops_what_is_short(new, *_):
     """Full batches only, and no sample twice."""
-    assert steps(lambda: sharded(DataLoader(ODD, batch_size=8), **new())) == cut(IDS)[:2]
+    assert (
+        steps(lambda: sharded(DataLoader(ODD, batch_size=8), **new())) == cut(IDS)[:2]
+    )
 
 
 def as_many_steps(new, *_):
@@ -147,7 +164,9 @@ def as_many_steps(new, *_):
 
 def counts_delivered(new, *_):
     """A state is JSON, and knows nothing of what workers have read ahead."""
-    loader = sharded(DataLoader(DATA, batch_size=8, num_workers=2), ONE)  # workers read ahead
+    loader = sharded(
+        DataLoader(DATA, batch_size=8, num_workers=2), ONE
+    )  # workers read ahead
     batches = iter(loader)
     next(batches)
     state = new(loader=loader)

@@ -32,7 +32,9 @@ def same_rows(new, old):
     assert of_each_rank(new) == PREPARED
 
 
-case(ACCELERATE, "accelerator.prepare(DataLoader(data, batch_size=b, shuffle=True))")(epochs_differ)
+case(ACCELERATE, "accelerator.prepare(DataLoader(data, batch_size=b, shuffle=True))")(
+    epochs_differ
+)
 
 
 @case(ACCELERATE, "DataLoaderConfiguration(split_batches=True)")
@@ -47,28 +49,47 @@ def filled(new, old):
     given = DataLoader(ODD, batch_size=8)
     assert of_each_rank(lambda: given, **new()) == OF_21
     found = on_each_rank((0, 1), lambda: real(sharded(given, **new())))
-    assert sorted(flat(found[0]) + flat(found[1])) == list(range(21)), "the filling is marked"
+    assert sorted(flat(found[0]) + flat(found[1])) == list(range(21)), (
+        "the filling is marked"
+    )
 
 
 @case(ACCELERATE, "DataLoaderConfiguration(even_batches=False) with join_uneven_inputs")
 def equal_steps(new, old):
-    given = DataLoader(Made(length=17), batch_size=8)  # the last batch has a row for one rank only
-    found = on_each_rank((0, 1), lambda: [local(batch) for batch in sharded(given, **new())])
-    assert [len(batch) for batch in found[0]] == [len(batch) for batch in found[1]] == [4, 4, 1]
+    given = DataLoader(
+        Made(length=17), batch_size=8
+    )  # the last batch has a row for one rank only
+    found = on_each_rank(
+        (0, 1), lambda: [local(batch) for batch in sharded(given, **new())]
+    )
+    assert (
+        [len(batch) for batch in found[0]]
+        == [len(batch) for batch in found[1]]
+        == [4, 4, 1]
+    )
 
 
 def padded_to_the_longest(rows):
     longest = max(len(row["ids"]) for row in rows)
-    return {"ids": np.array([np.pad(row["ids"], (0, longest - len(row["ids"]))) for row in rows])}
+    return {
+        "ids": np.array(
+            [np.pad(row["ids"], (0, longest - len(row["ids"]))) for row in rows]
+        )
+    }
 
 
 @case(ACCELERATE, "collate_fn= that pads to the longest row, pad_across_processes")
 def as_long_as_the_longest(new, old):
     data = Made(lambda i: {"ids": np.full(1 + i, i)}, 24)
-    whole = [batch["ids"].tolist() for batch in DataLoader(data, batch_size=8, collate_fn=padded_to_the_longest)]
+    whole = [
+        batch["ids"].tolist()
+        for batch in DataLoader(data, batch_size=8, collate_fn=padded_to_the_longest)
+    ]
     given = DataLoader(data, batch_size=8, collate_fn=padded_to_the_longest)
     # Ranks that are simulated tell each other nothing: the longest row of each batch is rank 1's.
-    found = on_each_rank((0, 1), lambda: [local(batch["ids"]) for batch in sharded(given, **new())])
+    found = on_each_rank(
+        (0, 1), lambda: [local(batch["ids"]) for batch in sharded(given, **new())]
+    )
     for mine, others, rows in zip(found[1], found[0], whole, strict=True):
         assert mine == rows[4:]
         assert [row + [0] * 4 for row in others] == rows[:4]
@@ -83,6 +104,10 @@ def next_sample(new, old):
     resumes(new, workers=2)
 
 
-case(ACCELERATE, "DataLoaderConfiguration(use_stateful_dataloader=True)")(counts_delivered)
-case(ACCELERATE, "DataLoaderConfiguration(use_seedable_sampler=True, data_seed=7)")(seeds_differ)
+case(ACCELERATE, "DataLoaderConfiguration(use_stateful_dataloader=True)")(
+    counts_delivered
+)
+case(ACCELERATE, "DataLoaderConfiguration(use_seedable_sampler=True, data_seed=7)")(
+    seeds_differ
+)
 case(ACCELERATE, "loader.set_epoch(epoch)")(chooses_epochs)

@@ -7,7 +7,12 @@ from paddle.io import DataLoader
 from paddle_shard import ExternalLoader
 from paddle_shard.testing.simulated import on_each_rank
 from tests.docs.migration import IDS, case, cut, flat, real, steps
-from tests.docs.migration.claims import epochs_differ, replicas_agree, resumes, seeds_differ
+from tests.docs.migration.claims import (
+    epochs_differ,
+    replicas_agree,
+    resumes,
+    seeds_differ,
+)
 from tests.helpers import DP2, ONE, local, sharded
 
 GRAIN = "From Grain"
@@ -18,7 +23,10 @@ def grains():
     pytest.importorskip("grain")
     import grain.python
 
-    names = {name: getattr(grain.python, name) for name in ("Batch", "IndexSampler", "ShardOptions")}
+    names = {
+        name: getattr(grain.python, name)
+        for name in ("Batch", "IndexSampler", "ShardOptions")
+    }
     return {**names, "grain": grain, "MapDataset": grain.MapDataset}
 
 
@@ -30,10 +38,17 @@ def ours(new, **names):
     return new(ExternalLoader=ExternalLoader, **grains(), **names)
 
 
-@case(GRAIN, "grain.DataLoader(data_source=source, sampler=sampler, operations=[Batch(b)])")
+@case(
+    GRAIN,
+    "grain.DataLoader(data_source=source, sampler=sampler, operations=[Batch(b)])",
+)
 def any_source(new, old):
-    sampler = grains()["IndexSampler"](num_records=24, shuffle=False, num_epochs=1, seed=0)
-    theirs = flat(batch.tolist() for batch in old(**grains(), source=range(24), sampler=sampler))
+    sampler = grains()["IndexSampler"](
+        num_records=24, shuffle=False, num_epochs=1, seed=0
+    )
+    theirs = flat(
+        batch.tolist() for batch in old(**grains(), source=range(24), sampler=sampler)
+    )
     assert flat(steps(lambda: sharded(ours(new, source=range(24))))) == theirs == IDS
 
 
@@ -43,19 +58,29 @@ def shuffled_by_the_loader(new, old):
     epochs_differ(lambda: ours(new, source=range(24)))
 
 
-case(GRAIN, "ShardOptions(shard_index=rank, shard_count=2) or ShardByJaxProcess()")(replicas_agree)
+case(GRAIN, "ShardOptions(shard_index=rank, shard_count=2) or ShardByJaxProcess()")(
+    replicas_agree
+)
 
 
 @case(GRAIN, "worker_count=2")
 def any_number_of_workers(new, old):
-    loaders = [DataLoader(range(24), batch_size=8, **options) for options in ({}, new())]
-    assert steps(lambda: sharded(loaders[1])) == steps(lambda: sharded(loaders[0])) == cut(IDS)
+    loaders = [
+        DataLoader(range(24), batch_size=8, **options) for options in ({}, new())
+    ]
+    assert (
+        steps(lambda: sharded(loaders[1]))
+        == steps(lambda: sharded(loaders[0]))
+        == cut(IDS)
+    )
 
 
 @case(GRAIN, "MapDataset.source(source).shuffle(seed=7).map(function).batch(b)")
 def steps_of_a_map_dataset(new, old):
     epochs_differ(lambda: ours(new, source=range(24), function=lambda x: x))
-    found = flat(steps(lambda: sharded(ours(new, source=range(24), function=lambda x: x * x))))
+    found = flat(
+        steps(lambda: sharded(ours(new, source=range(24), function=lambda x: x * x)))
+    )
     assert sorted(found) == [i * i for i in IDS]
 
 
@@ -116,7 +141,11 @@ def next_sample(new, old):
         return sharded(given, meshes)
 
     resumes(lambda loader, state: new(loader=loader, other=_saved(state)), make=make)
-    resumes(lambda loader, state: new(loader=loader, other=_saved(state)), make=make, workers=2)
+    resumes(
+        lambda loader, state: new(loader=loader, other=_saved(state)),
+        make=make,
+        workers=2,
+    )
 
 
 def _saved(state):
@@ -127,7 +156,11 @@ def _saved(state):
 @case(GRAIN, "an IterDataset")
 def its_own_state(new, old):
     def build(share):
-        mine = numbers().seed(share.seed + share.epoch).shuffle()[share.shard :: share.num_shards]
+        mine = (
+            numbers()
+            .seed(share.seed + share.epoch)
+            .shuffle()[share.shard :: share.num_shards]
+        )
         batches = iter(mine.to_iter_dataset().batch(8 // share.num_shards))
         if share.state is not None:
             batches.set_state(share.state)

@@ -18,7 +18,10 @@ def library():
     datasets = pytest.importorskip("datasets")
     from datasets.distributed import split_dataset_by_node
 
-    names = {name: getattr(datasets, name) for name in ("Dataset", "interleave_datasets", "concatenate_datasets")}
+    names = {
+        name: getattr(datasets, name)
+        for name in ("Dataset", "interleave_datasets", "concatenate_datasets")
+    }
     return {**names, "split_dataset_by_node": split_dataset_by_node}
 
 
@@ -71,8 +74,15 @@ def no_split(new, old):
 
 @case(HUGGING_FACE, 'dataset.with_format("torch")')
 def arrays(new, old):
-    dataset = library()["Dataset"].from_dict({"x": [[1, 2], [3, 4]]}).to_iterable_dataset()
-    [batch] = sharded(DataLoader(Side("`Stream.huggingface(d)`")(d=new(dataset=dataset)), batch_size=2), ONE)
+    dataset = (
+        library()["Dataset"].from_dict({"x": [[1, 2], [3, 4]]}).to_iterable_dataset()
+    )
+    [batch] = sharded(
+        DataLoader(
+            Side("`Stream.huggingface(d)`")(d=new(dataset=dataset)), batch_size=2
+        ),
+        ONE,
+    )
     assert local(batch["x"]) == [[1, 2], [3, 4]]
 
 
@@ -80,7 +90,10 @@ def arrays(new, old):
 def windows(new, old):
     stream = new(dataset=streamed()).map(id_of)
     epochs_differ(lambda: DataLoader(stream, batch_size=8))
-    orders = [steps(lambda seed=seed: sharded(DataLoader(stream, batch_size=8), **seed)) for seed in ({}, new(1))]
+    orders = [
+        steps(lambda seed=seed: sharded(DataLoader(stream, batch_size=8), **seed))
+        for seed in ({}, new(1))
+    ]
     assert orders[0] != orders[1]
     assert sorted(ids(old(dataset=streamed()))) == IDS
 
@@ -90,33 +103,52 @@ def in_turns(new, old):
     assert drawn(new(**web_and_code())) == ids(old(**web_and_code(), **library()))
 
 
-@case(HUGGING_FACE, 'interleave_datasets([web, code], stopping_strategy="all_exhausted")')
+@case(
+    HUGGING_FACE, 'interleave_datasets([web, code], stopping_strategy="all_exhausted")'
+)
 def in_turns_to_the_last(new, old):
     assert drawn(new(**web_and_code())) == ids(old(**web_and_code(), **library()))
 
 
-@case(HUGGING_FACE, 'interleave_datasets([web, code], stopping_strategy="all_exhausted_without_replacement")')
+@case(
+    HUGGING_FACE,
+    'interleave_datasets([web, code], stopping_strategy="all_exhausted_without_replacement")',
+)
 def each_once_by_length(new, old):
     theirs, ours = ids(old(**web_and_code(), **library())), drawn(new(**web_and_code()))
     assert sorted(ours) == sorted(theirs) == [*range(24), *range(1000, 1010)]
-    assert max(theirs[20:]) < 1000 <= max(ours[-2:]), "theirs ends with one source alone"
+    assert max(theirs[20:]) < 1000 <= max(ours[-2:]), (
+        "theirs ends with one source alone"
+    )
 
 
 def off(rows, share=Fraction(1, 4)):
     """How far from its share the second source has been at most, in samples."""
-    return max(abs(sum(row >= 1000 for row in rows[:end]) - end * share) for end in range(1, len(rows) + 1))
+    return max(
+        abs(sum(row >= 1000 for row in rows[:end]) - end * share)
+        for end in range(1, len(rows) + 1)
+    )
 
 
-@case(HUGGING_FACE, "interleave_datasets([web, code], probabilities=[0.75, 0.25], seed=7)")
+@case(
+    HUGGING_FACE, "interleave_datasets([web, code], probabilities=[0.75, 0.25], seed=7)"
+)
 def exact_shares(new, old):
     assert off(drawn(new(**web_and_code()))) <= Fraction(1, 2)
     large = {"web": indexed(range(900)), "code": indexed(range(1000, 1300))}
     assert off(ids(old(**large, **library()))) > 2
 
 
-@case(HUGGING_FACE, "interleave_datasets([web, code], probabilities=[0.75, 0.25]), streamed")
+@case(
+    HUGGING_FACE,
+    "interleave_datasets([web, code], probabilities=[0.75, 0.25]), streamed",
+)
 def exact_shares_of_streams(new, old):
-    stream = new(web=streamed(range(24)), code=streamed(range(1000, 1010))).map(id_of).in_parts(1)
+    stream = (
+        new(web=streamed(range(24)), code=streamed(range(1000, 1010)))
+        .map(id_of)
+        .in_parts(1)
+    )
     rows = flat(real(sharded(DataLoader(stream, batch_size=4), ONE)))
     assert off(rows) <= Fraction(1, 2)
 
@@ -124,7 +156,10 @@ def exact_shares_of_streams(new, old):
 @case(HUGGING_FACE, "concatenate_datasets([web, code])")
 def one_after_the_other(new, old):
     loader = sharded(new(**web_and_code(), **library()), ONE)
-    assert sorted(flat(local(batch["id"]) for batch in loader)) == [*range(24), *range(1000, 1010)]
+    assert sorted(flat(local(batch["id"]) for batch in loader)) == [
+        *range(24),
+        *range(1000, 1010),
+    ]
 
 
 case(HUGGING_FACE, "dataset.set_epoch(epoch)")(chooses_epochs)
@@ -133,7 +168,9 @@ case(HUGGING_FACE, "dataset.set_epoch(epoch)")(chooses_epochs)
 @case(HUGGING_FACE, "dataset.load_state_dict(state)")
 def nothing_is_lost(new, old):
     stream = Side("`Stream.huggingface(d).shuffle(2)`")(d=streamed()).map(id_of)
-    resumes(new, make=lambda meshes=DP2: sharded(DataLoader(stream, batch_size=8), meshes))
+    resumes(
+        new, make=lambda meshes=DP2: sharded(DataLoader(stream, batch_size=8), meshes)
+    )
     # Theirs leaves out what was in the buffer.
     dataset = streamed().shuffle(seed=1, buffer_size=6)
     begun = [next(samples)["id"] for samples in [iter(dataset)] for _ in range(8)]

@@ -10,23 +10,40 @@ from tests.helpers import ONE, Made, local, sharded
 
 MEGATRON = "From Megatron's data sets"
 WEB, CODE = Made(length=60), Made(lambda i: 1000 + i, length=20)
-DOCUMENTS = [np.arange(100 * at + 1, 100 * at + 1 + length) for at, length in enumerate([5, 16, 3, 9, 40, 1, 12, 7])]
+DOCUMENTS = [
+    np.arange(100 * at + 1, 100 * at + 1 + length)
+    for at, length in enumerate([5, 16, 3, 9, 40, 1, 12, 7])
+]
 
 
 @case(MEGATRON, 'BlendedMegatronDatasetConfig(blend=(["web", "code"], [0.7, 0.3]))')
 def exact_shares(new, old):
-    rows = flat(real(sharded(DataLoader(new(web=WEB, code=CODE), batch_size=8, shuffle=True), ONE)))
+    rows = flat(
+        real(
+            sharded(
+                DataLoader(new(web=WEB, code=CODE), batch_size=8, shuffle=True), ONE
+            )
+        )
+    )
     assert len(rows) == 96
     for end in range(1, len(rows) + 1):
         assert abs(sum(row >= 1000 for row in rows[:end]) - 0.3 * end) <= 1 / 2
     code = [row for row in rows if row >= 1000]
-    assert len(code) > 20 == len(set(code[:20])), "a source that is used up begins its next epoch"
+    assert len(code) > 20 == len(set(code[:20])), (
+        "a source that is used up begins its next epoch"
+    )
     assert code[:20] != code[20 : 2 * 20]
 
 
 @case(MEGATRON, 'BlendedMegatronDatasetConfig(blend=(["web", "code"], None))')
 def each_once(new, old):
-    rows = flat(real(sharded(DataLoader(new(web=WEB, code=CODE), batch_size=8, shuffle=True), ONE)))
+    rows = flat(
+        real(
+            sharded(
+                DataLoader(new(web=WEB, code=CODE), batch_size=8, shuffle=True), ONE
+            )
+        )
+    )
     assert sorted(rows) == [*range(60), *range(1000, 1020)]
 
 
@@ -37,8 +54,14 @@ def rows_of(packed):
 @case(MEGATRON, "GPTDataset, sequence_length=16")
 def every_token_once(new, old):
     rows = rows_of(new(documents=DOCUMENTS))
-    tokens = [token for row in rows for token in row["input_ids"][row["segment_ids"] > 0].tolist()]
-    assert sorted(tokens) == sorted(token for document in DOCUMENTS for token in document.tolist())
+    tokens = [
+        token
+        for row in rows
+        for token in row["input_ids"][row["segment_ids"] > 0].tolist()
+    ]
+    assert sorted(tokens) == sorted(
+        token for document in DOCUMENTS for token in document.tolist()
+    )
     assert {row["input_ids"].shape for row in rows} == {(16,)}
 
 
@@ -85,7 +108,10 @@ def lengths_are_kept(new, old):
 
 @case(MEGATRON, 'split="75,25,0"')
 def cut_by_documents(new, old):
-    train, valid = ([data[i].tolist() for i in range(len(data))] for data in (new(0, data=DATA), new(1, data=DATA)))
+    train, valid = (
+        [data[i].tolist() for i in range(len(data))]
+        for data in (new(0, data=DATA), new(1, data=DATA))
+    )
     assert (train, valid) == (IDS[:18], IDS[18:])
     assert isinstance(new(0), Subset)
 
@@ -105,4 +131,7 @@ def larger_batches(new, old):
     found = steps(lambda: sharded(DataLoader(DATA, batch_size=8), **new()))
     assert [len(batch) for batch in found] == [4, 4, 4, 4, 8]
     assert flat(found) == IDS
-    assert local(next(iter(sharded(DataLoader(DATA, batch_size=8), ONE, **new())))) == IDS[:4]
+    assert (
+        local(next(iter(sharded(DataLoader(DATA, batch_size=8), ONE, **new()))))
+        == IDS[:4]
+    )

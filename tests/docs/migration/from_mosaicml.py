@@ -25,12 +25,15 @@ def files_on_the_host(new, old):
         return new(LocalDataset=lambda folder: DATA, folder="mds")
 
     epochs_differ(given)
-    resumes(lambda loader, state: loader.load_state_dict(state), make=lambda meshes=DP2: sharded(given(), meshes))
+    resumes(
+        lambda loader, state: loader.load_state_dict(state),
+        make=lambda meshes=DP2: sharded(given(), meshes),
+    )
 
 
-case(MOSAIC, "StreamingDataset(remote=remote, local=cache, batch_size=b, shuffle=True)")(
-    by_a_recipe("mds", "mds_recipe")
-)
+case(
+    MOSAIC, "StreamingDataset(remote=remote, local=cache, batch_size=b, shuffle=True)"
+)(by_a_recipe("mds", "mds_recipe"))
 
 
 @case(MOSAIC, "shuffle_block_size=4")
@@ -52,16 +55,32 @@ def shares(rows):
     return Fraction(sum(row >= 1000 for row in rows), len(rows))
 
 
-@case(MOSAIC, "StreamingDataset(streams=[Stream(local=web, proportion=0.75), Stream(local=code, proportion=0.25)])")
+@case(
+    MOSAIC,
+    "StreamingDataset(streams=[Stream(local=web, proportion=0.75), Stream(local=code, proportion=0.25)])",
+)
 def exact_shares(new, old):
-    rows = flat(real(sharded(DataLoader(new(web=WEB, code=CODE), batch_size=8, shuffle=True), ONE)))
+    rows = flat(
+        real(
+            sharded(
+                DataLoader(new(web=WEB, code=CODE), batch_size=8, shuffle=True), ONE
+            )
+        )
+    )
     for end in range(1, len(rows) + 1):
         assert abs(shares(rows[:end]) * end - Fraction(end, 4)) <= Fraction(1, 2)
 
 
 @case(MOSAIC, "epoch_size=48")
 def samples_of_an_epoch(new, old):
-    rows = flat(real(sharded(DataLoader(new(web=WEB, code=CODE), batch_size=8, shuffle=True), ONE), epochs=3))
+    rows = flat(
+        real(
+            sharded(
+                DataLoader(new(web=WEB, code=CODE), batch_size=8, shuffle=True), ONE
+            ),
+            epochs=3,
+        )
+    )
     assert len(rows) == 3 * 48
     web = [row for row in rows if row < 1000]
     assert len(set(web[:70])) == 70, "an epoch of the mixture is no end for its sources"
@@ -69,7 +88,13 @@ def samples_of_an_epoch(new, old):
 
 @case(MOSAIC, "proportion= without epoch_size=")
 def as_many_as_there_are(new, old):
-    rows = flat(real(sharded(DataLoader(new(web=WEB, code=CODE), batch_size=8, shuffle=True), ONE)))
+    rows = flat(
+        real(
+            sharded(
+                DataLoader(new(web=WEB, code=CODE), batch_size=8, shuffle=True), ONE
+            )
+        )
+    )
     assert len(rows) == 100
     shorter = Mixture({"web": WEB, "code": CODE}, weights={"web": 0.1, "code": 0.9})
     assert len(shorter) == 34, "code has been read once"
@@ -77,7 +102,9 @@ def as_many_as_there_are(new, old):
 
 case(MOSAIC, "replication=2")(replicas_agree)
 case(MOSAIC, "shuffle_seed=7")(seeds_differ)
-case(MOSAIC, "StreamingDataLoader(dataset, batch_size=b).state_dict()")(counts_delivered)
+case(MOSAIC, "StreamingDataLoader(dataset, batch_size=b).state_dict()")(
+    counts_delivered
+)
 
 
 @case(MOSAIC, "loader.load_state_dict(state)")

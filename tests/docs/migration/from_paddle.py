@@ -6,8 +6,24 @@ from paddle.io import DataLoader
 
 import paddle_shard
 from paddle_shard.testing.simulated import on_each_rank
-from tests.docs.migration import DATA, IDS, ODD, case, cut, flat, launched, of_each_rank, steps
-from tests.docs.migration.claims import chooses_epochs, epochs_differ, keeps_the_order, pads_rows, resumes
+from tests.docs.migration import (
+    DATA,
+    IDS,
+    ODD,
+    case,
+    cut,
+    flat,
+    launched,
+    of_each_rank,
+    steps,
+)
+from tests.docs.migration.claims import (
+    chooses_epochs,
+    epochs_differ,
+    keeps_the_order,
+    pads_rows,
+    resumes,
+)
 from tests.helpers import DP2, Made, local, sharded
 
 # From dist.shard_dataloader
@@ -23,11 +39,19 @@ def same_rows(new, old):
     assert steps(lambda: (batch[0] for batch in old(given=given)())) == cut(IDS)
 
 
-@case(PADDLE, 'dist.shard_dataloader(given, [mesh, mesh], input_keys=["x", "y"], shard_dims="dp")')
+@case(
+    PADDLE,
+    'dist.shard_dataloader(given, [mesh, mesh], input_keys=["x", "y"], shard_dims="dp")',
+)
 def fields_on_meshes(new, old):
-    given = DataLoader(Made(lambda i: {"x": np.array(i), "y": np.array(-i)}), batch_size=8)
+    given = DataLoader(
+        Made(lambda i: {"x": np.array(i), "y": np.array(-i)}), batch_size=8
+    )
     batch = next(iter(new(given=given)))
-    assert {key: local(leaf) for key, leaf in batch.items()} == {"x": [0, 1, 2, 3], "y": [0, -1, -2, -3]}
+    assert {key: local(leaf) for key, leaf in batch.items()} == {
+        "x": [0, 1, 2, 3],
+        "y": [0, -1, -2, -3],
+    }
     assert all(leaf.process_mesh == DP2 for leaf in batch.values())
 
 
@@ -35,7 +59,11 @@ def fields_on_meshes(new, old):
 def both_loops(new, old):
     def run(code):
         found = []
-        names = {"found": found, "loader": sharded(DataLoader(DATA, batch_size=8)), "local": local}
+        names = {
+            "found": found,
+            "loader": sharded(DataLoader(DATA, batch_size=8)),
+            "local": local,
+        }
         exec(f"{code}: found.append((step, local(batch)))", names)
         return found
 
@@ -56,7 +84,9 @@ def patched(new, old):
     before = dist.shard_dataloader
     patch = new()
     try:
-        made = dist.shard_dataloader(DataLoader(DATA, batch_size=8), [DP2], shard_dims="dp")
+        made = dist.shard_dataloader(
+            DataLoader(DATA, batch_size=8), [DP2], shard_dims="dp"
+        )
         assert isinstance(made, paddle_shard.ShardDataloader)
     finally:
         patch.undo()
@@ -80,7 +110,9 @@ def rows_of_the_sampler(new, old):
 @case(SAMPLER, "DistributedBatchSampler(data, batch_size=b, shuffle=True)")
 def order_by_seed(new, old):
     epochs_differ(new)
-    assert steps(lambda: sharded(new(), seed=1)) != steps(lambda: sharded(new(), seed=2))
+    assert steps(lambda: sharded(new(), seed=1)) != steps(
+        lambda: sharded(new(), seed=2)
+    )
 
 
 @case(SAMPLER, "the same, and its order has to stay")
@@ -105,9 +137,15 @@ def padding_is_marked(new, old):
         return [(local(batch), local(batches.valid)) for batch in batches]
 
     found = on_each_rank((0, 1), rows)
-    assert [len(batch) for batch, _ in found[0]] == [len(batch) for batch, _ in found[1]]
+    assert [len(batch) for batch, _ in found[0]] == [
+        len(batch) for batch, _ in found[1]
+    ]
     real = [
-        row for each in found.values() for batch, valid in each for row, good in zip(batch, valid, strict=True) if good
+        row
+        for each in found.values()
+        for batch, valid in each
+        for row, good in zip(batch, valid, strict=True)
+        if good
     ]
     assert sorted(real) == list(range(21))
     theirs = flat(flat(on_each_rank((0, 1), lambda: list(launched(ODD, 4))).values()))

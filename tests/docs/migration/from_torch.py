@@ -1,6 +1,12 @@
 """Lines for those who come from torch and torchdata."""
 
-from paddle.io import BatchSampler, DataLoader, IterableDataset, Sampler, get_worker_info
+from paddle.io import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    Sampler,
+    get_worker_info,
+)
 
 from tests.docs.migration import DATA, IDS, case, cut, flat, shuffled, steps, stopped
 from tests.docs.migration.claims import (
@@ -22,7 +28,9 @@ from tests.helpers import ONE, Made, local, sharded
 TORCH = "From torch's DistributedSampler"
 
 
-case(TORCH, "DataLoader(data, batch_size=b, sampler=DistributedSampler(data))")(epochs_differ)
+case(TORCH, "DataLoader(data, batch_size=b, sampler=DistributedSampler(data))")(
+    epochs_differ
+)
 
 
 @case(TORCH, "DistributedSampler(data, shuffle=False)")
@@ -74,7 +82,9 @@ def a_state_with_workers(new, old):
     assert run() == cut(IDS)
 
 
-case(STATEFUL, "StatefulDataLoader(data, sampler=StatefulDistributedSampler(data))")(epochs_differ)
+case(STATEFUL, "StatefulDataLoader(data, sampler=StatefulDistributedSampler(data))")(
+    epochs_differ
+)
 
 
 class Unsplit(IterableDataset):
@@ -100,12 +110,20 @@ def each_once(make):
 
 @case(STATEFUL, "StatefulDataLoader(iterable, batch_size=b)")
 def iterable(new, old):
-    each_once(lambda workers: DataLoader(new(iterable=Unsplit()).dataset, batch_size=8, num_workers=workers))
+    each_once(
+        lambda workers: DataLoader(
+            new(iterable=Unsplit()).dataset, batch_size=8, num_workers=workers
+        )
+    )
 
 
 @case(STATEFUL, "an IterableDataset that splits itself by get_worker_info()")
 def splits_itself(new, old):
-    each_once(lambda workers: DataLoader(new(iterable=Split()).dataset, batch_size=8, num_workers=workers))
+    each_once(
+        lambda workers: DataLoader(
+            new(iterable=Split()).dataset, batch_size=8, num_workers=workers
+        )
+    )
 
 
 case(STATEFUL, "loader.state_dict()")(counts_delivered)
@@ -137,7 +155,9 @@ def rest_reads_only_what_is_left():
         loader.load_state_dict(state)
         rest = [local(batch) for batch in loader]
         assert begun + rest == steps(shuffled)
-        assert sorted(set(data.read)) == sorted(flat(rest)), "nothing that was delivered is read again"
+        assert sorted(set(data.read)) == sorted(flat(rest)), (
+            "nothing that was delivered is read again"
+        )
 
 
 @case(STATEFUL, "snapshot_every_n_steps=100")
@@ -223,4 +243,6 @@ def sampler_of_indices_with_a_state(new, old):
         assert own.loaded is not None
 
 
-case(STATEFUL, "torchdata.nodes, or a loader that has to stay")(by_a_recipe("torchdata", "torchdata_recipe"))
+case(STATEFUL, "torchdata.nodes, or a loader that has to stay")(
+    by_a_recipe("torchdata", "torchdata_recipe")
+)

@@ -15,7 +15,9 @@ TRAINERS = "From the trainers of PaddleNLP and PaddleFormers"
 
 def made_by_a_trainer(data=DATA, meshes=DP2, **settings):
     """A trainer gives its loader to Paddle's function, whose name it looks up."""
-    return dist.shard_dataloader(DataLoader(data, batch_size=8, **settings), [meshes], shard_dims="dp")
+    return dist.shard_dataloader(
+        DataLoader(data, batch_size=8, **settings), [meshes], shard_dims="dp"
+    )
 
 
 def patched(new, make=made_by_a_trainer, ranks=(0, 1), **names):
@@ -35,7 +37,9 @@ def nothing_is_read_twice(new, old):
     def trained(global_step, stop=3):
         """The rows of each step of a trainer that saves at each, and resumes from a step."""
         position, rows = new(), []
-        args = SimpleNamespace(output_dir=".", ignore_data_skip=False, resume_from_checkpoint=None)
+        args = SimpleNamespace(
+            output_dir=".", ignore_data_skip=False, resume_from_checkpoint=None
+        )
         told = args, SimpleNamespace(global_step=global_step), None
         position.on_init_end(*told)
         position.on_train_begin(*told)
@@ -70,7 +74,10 @@ def shuffled_all_the_same(new, old):
 
 @case(TRAINERS, "seed=7 of the training arguments")
 def by_another_seed(new, old):
-    orders = [patched(patch, lambda: made_by_a_trainer(shuffle=True)) for patch in (paddle_shard.patch_paddle, new)]
+    orders = [
+        patched(patch, lambda: made_by_a_trainer(shuffle=True))
+        for patch in (paddle_shard.patch_paddle, new)
+    ]
     assert orders[0] != orders[1]
     assert sorted(flat(orders[1])) == IDS
 
@@ -78,7 +85,10 @@ def by_another_seed(new, old):
 @case(TRAINERS, "a collate function that pads to the longest row of a batch")
 def one_length_on_all_ranks(new, old):
     with new():
-        pads_rows(dict, make=lambda given: dist.shard_dataloader(given, [DP2], shard_dims="dp"))
+        pads_rows(
+            dict,
+            make=lambda given: dist.shard_dataloader(given, [DP2], shard_dims="dp"),
+        )
 
 
 case(TRAINERS, "trainer.evaluate(), a mean over batches")(counts_real_rows)

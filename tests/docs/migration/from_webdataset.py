@@ -57,7 +57,9 @@ def of_tars(**how):
     return Stream.webdataset(tars(), **how).map(id_of)
 
 
-@case(WEBDATASET, "wds.WebDataset(urls, nodesplitter=wds.split_by_node, shardshuffle=100)")
+@case(
+    WEBDATASET, "wds.WebDataset(urls, nodesplitter=wds.split_by_node, shardshuffle=100)"
+)
 def each_once(new, old):
     stream = new(urls=tars()).map(id_of)
     epochs_differ(lambda: DataLoader(stream, batch_size=8))
@@ -67,10 +69,16 @@ def each_once(new, old):
 @case(WEBDATASET, "wds.WebDataset(urls, shardshuffle=False)")
 def order_of_the_list(new, old):
     stream = new(urls=tars())
-    assert [sample["__key__"] for sample in stream] == [sample["__key__"] for sample in theirs(old)]
+    assert [sample["__key__"] for sample in stream] == [
+        sample["__key__"] for sample in theirs(old)
+    ]
     given = DataLoader(stream.in_parts(1).map(id_of), batch_size=8)
     loader = sharded(given, ONE)
-    assert [local(batch) for batch in loader] == [local(batch) for batch in loader] == cut(IDS)
+    assert (
+        [local(batch) for batch in loader]
+        == [local(batch) for batch in loader]
+        == cut(IDS)
+    )
 
 
 @case(WEBDATASET, "wds.WebDataset(urls, resampled=True).with_epoch(n)")
@@ -79,7 +87,9 @@ def steps_of_equal_number(new, old):
     found = on_each_rank((0, 1), lambda: real(sharded(given, **new(1)), epochs=2))
     assert all(len(batches) == 2 * 5 for batches in found.values())
     assert all(len(batch) == 4 for batches in found.values() for batch in batches)
-    assert max(Counter(flat(found[0] + found[1])).values()) > 4, "sampled with replacement"
+    assert max(Counter(flat(found[0] + found[1])).values()) > 4, (
+        "sampled with replacement"
+    )
     assert len(theirs(old, n=10)) == 10
 
 
@@ -88,7 +98,9 @@ def windows(new, old):
     stream = new(stream=of_tars())
     epochs_differ(lambda: DataLoader(stream, batch_size=8))
     alone = steps(lambda: sharded(DataLoader(stream, batch_size=8)))
-    assert steps(lambda: sharded(DataLoader(stream, batch_size=8, num_workers=2))) == alone
+    assert (
+        steps(lambda: sharded(DataLoader(stream, batch_size=8, num_workers=2))) == alone
+    )
     assert steps(lambda: sharded(DataLoader(stream, batch_size=8), ONE), (0,)) == alone
 
 
@@ -96,7 +108,9 @@ def windows(new, old):
 def their_decoders(new, old):
     stream = new(stream=Stream.webdataset(tars(), shuffle_shards=False))
     for ours, other in zip(stream, theirs(old), strict=True):
-        assert {key: ours[key] for key in ("txt", "cls")} == {key: other[key] for key in ("txt", "cls")}
+        assert {key: ours[key] for key in ("txt", "cls")} == {
+            key: other[key] for key in ("txt", "cls")
+        }
         assert isinstance(ours["cls"], int)
 
 
@@ -111,7 +125,12 @@ def what_is_kept(new, old):
     def keep(sample):
         return int(sample["txt"]) % 3 == 0
 
-    kept = [sample["__key__"] for sample in new(stream=Stream.webdataset(tars(), shuffle_shards=False), keep=keep)]
+    kept = [
+        sample["__key__"]
+        for sample in new(
+            stream=Stream.webdataset(tars(), shuffle_shards=False), keep=keep
+        )
+    ]
     assert kept == [sample["__key__"] for sample in theirs(old, keep=keep)]
     assert len(kept) == 8
 
@@ -148,7 +167,9 @@ def exact_shares(new, old):
     loader = sharded(DataLoader(new(web=web, code=code).in_parts(1), batch_size=8), ONE)
     rows = flat(real(loader))
     for end in range(1, 101):
-        assert abs(sum(row >= 1000 for row in rows[:end]) - end / 4) <= 1 - 1 / (2 * 2 - 2)
+        assert abs(sum(row >= 1000 for row in rows[:end]) - end / 4) <= 1 - 1 / (
+            2 * 2 - 2
+        )
     assert set(theirs(old, web=[1], code=[2])) <= {1, 2}
 
 
@@ -158,7 +179,12 @@ def one_copy(new, old):
     names = [f"{shard:03d}.tar" for shard in range(3)]
     with serving({name: Path(name).read_bytes() for name in names}) as server:
         stream = new(urls=f"{server.url}/{URLS}").map(id_of)
-        found = on_each_rank((0, 1), lambda: flat(real(sharded(DataLoader(stream.in_parts(2), batch_size=8)), 2)))
+        found = on_each_rank(
+            (0, 1),
+            lambda: flat(
+                real(sharded(DataLoader(stream.in_parts(2), batch_size=8)), 2)
+            ),
+        )
         assert sorted(found[0] + found[1]) == sorted(IDS * 2)
         assert Counter(name for name, _ in server.asked) == dict.fromkeys(names, 1)
 
