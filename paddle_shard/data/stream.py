@@ -189,11 +189,7 @@ class Stream(paddle.io.IterableDataset):
             stages[name] = stage_of(stream)
         if weights is None:
             weights = dict.fromkeys(names, 1)
-        mix = Mix(
-            stages,
-            schedule_of("Stream.mixture", names, weights, (1,) * len(names)),
-            stop,
-        )
+        mix = Mix(stages, schedule_of("Stream.mixture", names, weights), stop)
         return cls(mix)
 
     @classmethod

@@ -124,9 +124,9 @@ class ShardDataloader(PaddleShardDataloader):
         if (
             source.custom_sampler is None
             and plan is not None
-            and plan.ordering.shuffles
+            and not plan.ordering.is_identity
         ):
-            order = f"shuffled with seed {self.seed}"
+            order = f"shuffle={plan.ordering.name!r}, seed {self.seed}"
         return (
             f"{type(self).__name__}({type(self.dataset).__name__}, {order}, global batch {source.batch_size}, "
             f"tail {source.tail!r}, split over {list(own.data_axis_names)} = "

@@ -458,7 +458,7 @@ def _kept(
     skipped = skipped_positions(plan, skips)
     if (
         (first, end) == (0, plan.num_positions)
-        and not plan.ordering.own_ids
+        and not isinstance(plan.ordering, Mixing)
         and not skipped
     ):
         # These are all samples. The order of the data set takes half the time of a shuffled one.
@@ -476,10 +476,8 @@ def _of_sources(plan: ShardPlan, epoch: int, skips: Ranges) -> Mapping[str, int]
     """Return how many samples of each source of a mixture an epoch delivers; None for other data sets."""
     if not isinstance(plan.ordering, Mixing):
         return None
-    names, first = (
-        plan.ordering.names,
-        plan.ordering.first_position(epoch, plan.num_samples),
-    )
+    names = plan.ordering.names
+    first = epoch * plan.num_samples
     counts = np.zeros(len(names), np.int64)
     for kept_first, kept_end in without(
         0, plan.num_served, skipped_positions(plan, skips)

@@ -37,7 +37,8 @@ def _draws_of(segments: tuple[Segment, ...], num_parts: int) -> Draws:
 
 
 class Mix(Stage):
-    """The source of a stream that draws part p from part p of other streams, in the order of a `Chairman`.
+    """The source of a stream that draws part p from part p of other streams, in the order of a
+    `WeightedInterleave`.
 
     A part of a stream that has ended is opened again, in its next round. With stop="first", a part of the mixture ends
     where it would open the first stream again; with stop="all", where it would open the last one again.
@@ -56,7 +57,7 @@ class Mix(Stage):
         drawn = [
             number
             for number in range(len(stages))
-            if any(segment.parts[number] for segment in segments)
+            if any(segment.weights[number] for segment in segments)
         ]
         self._stages = {
             name: stage
@@ -65,8 +66,8 @@ class Mix(Stage):
         }
         self._names = list(self._stages)
         self._segments = tuple(
-            Segment(first, tuple(parts[number] for number in drawn), (1,) * len(drawn))
-            for first, parts, _ in segments
+            Segment(first, tuple(weights[number] for number in drawn))
+            for first, weights in segments
         )
         self._every = stop == "all"
         # No end comes: of any source, or with "first" of every one.
@@ -242,7 +243,7 @@ class Mix(Stage):
 
     def fingerprint(self) -> list[Any]:
         """Return the names, weights and fingerprints of the sources."""
-        parts = zip(*(segment.parts for segment in self._segments), strict=True)
+        parts = zip(*(segment.weights for segment in self._segments), strict=True)
         sources = [
             [name, list(of_source), stage.fingerprint()]
             for (name, stage), of_source in zip(
