@@ -1,4 +1,4 @@
-"""Which rows of a batch does each data rank get, so that all have about equally much work?"""
+"""Balance: assign the rows of a batch to data ranks so that all have about equal cost."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ def deal(costs: Costs, num_data_ranks: int) -> Rows:
         >>> deal(np.array([[9.0], [8.0], [2.0], [1.0]]), 2).tolist()
         [0, 3, 1, 2]
     """
-    num_rows, largest = len(costs), costs.max(axis=0)
+    num_rows = len(costs)
+    largest = costs.max(axis=0)
     if num_data_ranks == 1 or not largest.any():
         return np.arange(num_rows)
     # Integers from here on: a sum of floats may differ between machines, on which all ranks must do the same.
@@ -67,7 +68,8 @@ def loads(costs: Costs, num_data_ranks: int) -> tuple[float, float]:
         (6.0, 4.0)
     """
     of_ranks = costs.reshape(num_data_ranks, -1, costs.shape[1]).sum(axis=1)
-    most, mean = of_ranks.max(axis=0), of_ranks.mean(axis=0)
+    most = of_ranks.max(axis=0)
+    mean = of_ranks.mean(axis=0)
     worst = int((most / np.where(mean, mean, 1.0)).argmax())
     return float(most[worst]), float(mean[worst])
 
@@ -86,35 +88,36 @@ def dealt(
     Returns:
         int64[rows], and (largest, mean) cost of a data rank, over all micro-batches.
     """
-    costs, order, most, mean = costs_of(ids), [], 0.0, 0.0
+    costs = costs_of(ids)
+    order = []
+    most = 0.0
+    mean = 0.0
     for first in range(0, len(costs), micro_size):
         of_rows = costs[first : first + micro_size]
         rows = deal(of_rows, num_data_ranks)
         largest, usual = loads(of_rows[rows], num_data_ranks)
-        most, mean = most + largest, mean + usual
+        most += largest
+        mean += usual
         order.append(first + rows)
     return np.concatenate(order), (most, mean)
 
 
 def _dealt(costs: npt.NDArray[np.int64], num_data_ranks: int) -> Rows:
     """Return the rows of each data rank: int64[num_data_ranks, rows / num_data_ranks]."""
-    each = len(costs) // num_data_ranks
-    found: list[list[int]] = [[] for _ in range(num_data_ranks)]
-    open_ranks = list(
-        range(num_data_ranks)
-    )  # a heap of cost * num_data_ranks + rank: one int is compared quickly
-    rows = np.argsort(-costs, kind="stable")
-    for row, cost in zip(
-        rows.tolist(), (costs[rows] * num_data_ranks).tolist(), strict=True
-    ):
+    rows_per_rank = len(costs) // num_data_ranks
+    rows_of: list[list[int]] = [[] for _ in range(num_data_ranks)]
+    # A heap of cost * num_data_ranks + rank: one int is compared quickly.
+    open_ranks = list(range(num_data_ranks))
+    scaled = (costs * num_data_ranks).tolist()
+    for row in np.argsort(-costs, kind="stable").tolist():
         least = open_ranks[0]
-        own = found[least % num_data_ranks]
-        own.append(row)
-        if len(own) < each:
-            heapq.heapreplace(open_ranks, least + cost)
+        rows = rows_of[least % num_data_ranks]
+        rows.append(row)
+        if len(rows) < rows_per_rank:
+            heapq.heapreplace(open_ranks, least + scaled[row])
         else:
             heapq.heappop(open_ranks)
-    return np.array(found, np.int64)
+    return np.array(rows_of, np.int64)
 
 
 def _swap(dealt: Rows, costs: npt.NDArray[np.int64]) -> int:
@@ -129,18 +132,15 @@ def _swap(dealt: Rows, costs: npt.NDArray[np.int64]) -> int:
         if most <= close:
             break
         other = int(sums[:, column].argmin())
-        less = (
-            of_row[worst][:, None] - of_row[other][None]
-        )  # [row of the worst, row of the other, column]
+        # [row of the worst, row of the other, column]
+        less = of_row[worst][:, None] - of_row[other][None]
         after = np.maximum(sums[worst] - less, sums[other] + less).max(axis=2)
-        mine, theirs = divmod(int(after.argmin()), after.shape[1])
-        if after[mine, theirs] >= most:
+        row, other_row = divmod(int(after.argmin()), after.shape[1])
+        if after[row, other_row] >= most:
             break
-        moved = of_row[worst, mine] - of_row[other, theirs]
-        sums[worst] -= moved
-        sums[other] += moved
+        sums[worst] -= less[row, other_row]
+        sums[other] += less[row, other_row]
+        ranks = [worst, other]
         for array in (dealt, of_row):
-            kept = array[worst, mine].copy()
-            array[worst, mine] = array[other, theirs]
-            array[other, theirs] = kept
+            array[ranks, [row, other_row]] = array[ranks[::-1], [other_row, row]]
     return int(sums.max())

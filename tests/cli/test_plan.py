@@ -214,7 +214,7 @@ FINE = ["--samples", "64", "--batch-size", "8", "--mesh", "dp=4"]
                 "dp=4",
             ],
             "a global batch of 20 cannot be split evenly over 4 data ranks times 2 accumulation steps",
-            "16 or 24, micro-batches of 8 or 12 rows",
+            "16 or 24",
         ),
         (
             ["--samples", "3", "--batch-size", "8", "--mesh", "dp=4"],
