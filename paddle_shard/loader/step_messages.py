@@ -168,15 +168,24 @@ def _check_num_rows(rows_of_ranks: Mapping[int, int]) -> None:
 
 
 def _check_shapes(shapes_of_ranks: Mapping[int, Mapping[str, Any]]) -> None:
-    paths = sorted({path for shapes in shapes_of_ranks.values() for path in shapes})
-    for path in paths:
-        rows = {rank: shapes.get(path) for rank, shapes in shapes_of_ranks.items()}
-        kinds = list(rows.values())
-        if any(kind != kinds[0] for kind in kinds):
-            raise BatchStructureError(
-                f"field {path or 'of the batch'}: the rows that the ranks have read do not fit together into a global "
-                f"batch. Dtype and shape of a row, by global rank: {dict(sorted(rows.items()))}. {_FIXES}"
-            )
+    first, *others = shapes_of_ranks.values()
+    differing = {
+        path
+        for shapes in others
+        for path in {**first, **shapes}
+        if shapes.get(path) != first.get(path)
+    }
+    if not differing:
+        return
+    texts = []
+    for rank, shapes in sorted(shapes_of_ranks.items()):
+        rows = [(path, *shapes[path]) for path in shapes if path in differing]
+        fields = ", ".join(f"{path} {kind}{row}".lstrip() for path, kind, *row in rows)
+        texts.append(f"global rank {rank}: {fields}")
+    raise BatchStructureError(
+        "the rows that the ranks have read do not fit together into a global batch. Dtype and shape of a row "
+        f"in the fields that differ: {'; '.join(texts)}. {_FIXES}"
+    )
 
 
 _FIXES = (
