@@ -37,7 +37,7 @@ from paddle_shard.reading.batch import NO_STAND_IN, Batch
 from paddle_shard.reading.source import Source
 
 _MUCH = 0.1
-"""Share of dropped data from which on it is logged."""
+"""Share of padding or dropped data from which on it is logged."""
 _MOST_TEXT = 300
 """Characters of an error that a later call repeats."""
 
@@ -162,7 +162,7 @@ class ShardIterator:
             except Exception as failure:  # of the user's sampler
                 tell_failed("the end of its loop failed", failure, self._setup.ranks)
                 raise
-            _warn_if_dropped(self._setup, self.epoch)
+            _warn_if_uneven(self._setup, self.epoch)
             return
         if isinstance(error, Exception):
             self._failure = described(error).partition("\n")[0][:_MOST_TEXT]
@@ -209,23 +209,33 @@ class ShardIterator:
             self.close()
 
 
-def _warn_if_dropped(setup: LoaderSetup, epoch: int) -> None:
-    """Log how much of a stream of files was dropped at the end of an epoch: once, and if it is more."""
+def _warn_if_uneven(setup: LoaderSetup, epoch: int) -> None:
+    """Log, at the end of an epoch of a stream, which share is padding or was dropped: once, and if it is more."""
     stream = setup.source.stream
-    if stream is None or stream.whole_items or not stream.plan.ending.drops:
+    if stream is None or stream.whole_items:
         return
+    policy = stream.plan.ending
+    counts = setup.stats.epoch
     source = stream.stage.source
-    if setup.own_layout.global_rank != 0 or not isinstance(source, ShardSource):
-        return
-    sizes = source.part_sizes(stream.opening(LoaderState(epoch=epoch)))
-    dropped = stream.plan.ending.lost(sizes) if sizes and any(sizes) else 0.0
-    if dropped > max(_MUCH, setup.stats.most_dropped):
-        setup.stats.most_dropped = dropped
+    share = 0.0
+    if policy.pads:
+        rows = counts.samples + counts.padding + counts.skipped
+        share = counts.padding / max(1, rows)
+    elif policy.drops and isinstance(source, ShardSource):
+        sizes = source.part_sizes(stream.opening(LoaderState(epoch=epoch)))
+        share = policy.lost(sizes) if sizes and any(sizes) else 0.0
+    if share > max(_MUCH, setup.stats.most_uneven):
+        setup.stats.most_uneven = share
+        effect = (
+            "of this rank's rows were padding"
+            if policy.pads
+            else "of the data, by its files' sizes, was dropped"
+        )
         say_once(
-            f"tail='drop': the epoch ended with the shortest of the stream's {stream.plan.num_parts} parts: about "
-            f"{dropped:.0%} of the data, by its files' sizes, was dropped. Parts are alike if their files are counted "
-            "(counts=True; for tars index=, made by `paddle-shard index`), if there are fewer parts (in_parts()), or "
-            "many files of one size. With tail='repeat' or num_batches= nothing is lost."
+            f"tail={policy!r}: {share:.0%} {effect}, since the stream's {stream.plan.num_parts} parts end at different "
+            "times. Parts are alike if their files are counted (counts=True; for tars index=, made by `paddle-shard "
+            "index`), if there are fewer parts (in_parts()), or many files of one size. With tail='repeat' or "
+            "num_batches= nothing is lost."
         )
 
 

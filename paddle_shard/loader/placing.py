@@ -13,7 +13,7 @@ import paddle.io
 from paddle_shard.core.forks import no_fork
 from paddle_shard.core.trees import leaves, named_leaves
 from paddle_shard.data.samplers import UserBatches
-from paddle_shard.errors import DataReadError, UnequalEndsError
+from paddle_shard.errors import DataReadError
 from paddle_shard.loader.setup import LoaderSetup
 from paddle_shard.placement.local_tensor import TensorMaker
 from paddle_shard.plan.state import LoaderState
@@ -139,22 +139,20 @@ class StreamPlacing:
             UnequalEndsError: The parts end at different times, which the policy forbids.
             DataReadError: Rows are missing that should be there.
         """
-        tail = self._policy
-        # A known end needs no agreement; and a whole batch with new samples is no end. Otherwise the tail decides.
-        if self._num_steps is not None or (batch.whole and batch.fresh):
+        if self._num_steps is not None:  # a known end needs no agreement
             batch.exhausted = batch.value is None and batch.empty
-        elif tail.pads or tail.repeats:
-            batch.exhausted = batch.empty or not batch.fresh
-        elif tail.refuses and not batch.empty:
-            raise UnequalEndsError(
-                "tail='error': the stream's parts do not end together with a whole batch. Choose tail='pad', "
-                "'drop' or 'repeat', or num_batches=."
-            )
         else:
-            raise StopIteration
+            end = self._policy.end_of_stream(
+                is_whole=batch.whole, has_new=batch.fresh, is_empty=batch.empty
+            )
+            if end == "end":
+                raise StopIteration
+            batch.exhausted = end == "exhausted"
         if batch.value is not None:
             return self._place(batch)
-        if not (tail.pads and batch.empty):  # only possible if the end was known
+        if not (
+            self._policy.pads and batch.empty
+        ):  # only possible if the end was known
             raise DataReadError(
                 "a part of the stream has fewer samples than its source said it would have, and tail='drop' does not "
                 "make rows up. Count the source again (its index may be of older files)."

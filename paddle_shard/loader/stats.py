@@ -106,8 +106,8 @@ class LoaderStats:
         self.profiler = Profiler()
         self.of_ranks: dict[int, Summary] = {}
         """Global rank -> its summary, when the ranks last exchanged them."""
-        self.most_dropped = 0.0
-        """Largest share of dropped data that was logged."""
+        self.most_uneven = 0.0
+        """Largest share of padding or dropped data that was logged."""
 
     @property
     def total(self) -> Counts:
