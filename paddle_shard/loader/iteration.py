@@ -220,7 +220,8 @@ def _warn_if_uneven(setup: LoaderSetup, epoch: int) -> None:
     share = 0.0
     if policy.pads:
         rows = counts.samples + counts.padding + counts.skipped
-        share = counts.padding / max(1, rows)
+        if counts.padding * counts.batches >= rows > 0:  # at least a whole batch
+            share = counts.padding / rows
     elif policy.drops and isinstance(source, ShardSource):
         sizes = source.part_sizes(stream.opening(LoaderState(epoch=epoch)))
         share = policy.lost(sizes) if sizes and any(sizes) else 0.0
