@@ -38,7 +38,7 @@ def as_dataloader(given: Any, readers: Readers | None) -> paddle.io.DataLoader:
         readers: What takes the place of worker processes.
 
     Raises:
-        ArgumentError: A DataLoader has an `__iter__` of its row_layout, or another library has readers.
+        ArgumentError: A DataLoader has an `__iter__` of its own.
         ArgumentTypeError: It is neither a DataLoader nor anything that yields batches.
         SplitError: It is sharded already.
     """
@@ -280,7 +280,7 @@ def _order_of_batches(
 def _held_parts(layouts: Sequence[FieldLayout], plan: PartsPlan) -> tuple[int, ...]:
     """Return the parts from which this rank reads rows, for any of its fields.
 
-    They are all parts of a stream of its row_layout, and also on no mesh, to know where they end.
+    They are all parts if the rank has a stream of its own, and also on no mesh, to know where they end.
     """
     parts = {
         part
