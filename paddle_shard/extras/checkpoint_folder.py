@@ -118,8 +118,9 @@ class CheckpointFolder:
         if newest > f"generation-{self.generation or 0:06d}":
             claim = read_file(self.path / newest).decode(errors="replace")
             raise TakenOverError(
-                f"generation {int(newest[-6:])} of this job has taken over {self.path} (claimed {claim or 'just now'}). Generation "
-                f"{self.generation}, of host {socket.gethostname()}, was held up: nothing was saved, and it must end."
+                f"generation {int(newest[-6:])} of this job has taken over {self.path} (claimed "
+                f"{claim or 'just now'}). Generation {self.generation}, of host {socket.gethostname()}, was held up: "
+                "nothing was saved, and it must end."
             )
 
     # Writing

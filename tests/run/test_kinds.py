@@ -217,7 +217,7 @@ def test_a_job_that_has_loaded_and_not_begun_changes_no_answer(tmp_path):
             [
                 one
                 for one in asked("where", record, "--sample", 3, "--json")["places"]
-                if one["told"] == "yes"
+                if one["recorded"] == "yes"
             ],
             asked("batch", record, "--epoch", 0, "--step", 2, "--json"),
         ]

@@ -383,7 +383,7 @@ def test_a_record_that_tells_nothing_yet_says_so(tmp_path):
     next(batches)
     assert "1 lines" not in asked("verify", path)
     (found,) = asked("batch", path, "--step", 0, "--epoch", 0, "--json")["delivered"]
-    assert (found["told"], found["samples"]) == ("not yet", [0, 1, 2, 3])
+    assert (found["recorded"], found["samples"]) == ("not yet", [0, 1, 2, 3])
 
 
 def test_a_trainer_that_nobody_edits_writes_a_record_too(tmp_path):

@@ -54,10 +54,10 @@ def test_each_sample_is_where_the_record_says(run):
             (one["job"], one["epoch"], one["step"], rank, one["row_of_rank"])
             for one in places
             for rank in one["ranks"]
-            if rank in RANKS[one["job"]] and one["told"] == "yes"
+            if rank in RANKS[one["job"]] and one["recorded"] == "yes"
         ]
         assert sorted(shown) == sorted(found[sample])
-        assert len(shown) == sum(one["told"] == "yes" for one in places)
+        assert len(shown) == sum(one["recorded"] == "yes" for one in places)
 
 
 def test_each_step_has_the_samples_of_each_rank(run):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from paddle_shard.errors import ArgumentError
-from paddle_shard.extras.cli.timeline import Leg, Timeline, timeline
+from paddle_shard.extras.cli.timeline import Delivery, Timeline, timeline
 from paddle_shard.run.record_lines import read
 
 Rows = Sequence[Mapping[str, Any]]
@@ -63,30 +63,33 @@ class Answer:
         return "\n".join(sections)
 
 
+Argument = tuple[list[str], dict[str, Any]]
+"""Flags, and the keyword arguments of `add_argument`."""
+
+
+def argument(flags: str, text: str, **options: Any) -> Argument:
+    """Return an argument of a command: its flags, its help, and options of `add_argument`."""
+    return flags.split(), {"help": text, **options}
+
+
 class Command(NamedTuple):
     """A command of `paddle-shard`."""
 
     answer: Callable[[argparse.Namespace], Answer]
     """Its name is the command's name; its docstring is the help, with an example below."""
-    arguments: Sequence[tuple[str, Mapping[str, Any]]]
-    """Flags, and the keyword arguments of `add_argument`."""
+    arguments: Sequence[Argument]
 
 
 def command(
-    *arguments: tuple[str, Mapping[str, Any]],
+    *arguments: Argument,
 ) -> Callable[[Callable[[argparse.Namespace], Answer]], Command]:
     """Decorate a function that answers a command."""
     return lambda answer: Command(answer, arguments)
 
 
-RECORD = (
-    "record",
-    {"metavar": "RECORD", "help": "the file of shard_dataloader(record=)"},
-)
-EPOCH = (
-    "--epoch",
-    {"type": int, "help": "the epoch; may be left out if one only has the step"},
-)
+RECORD = argument("record", "the file of shard_dataloader(record=)", metavar="RECORD")
+EPOCH = argument("--epoch", "the epoch, if several have the step", type=int)
+STEP = argument("--step", "step of the epoch, from 0", type=int, required=True)
 
 
 def table(rows: Rows) -> str:
@@ -120,13 +123,12 @@ def cell(value: Any) -> str:
         if isinstance(item, int) and runs and item - 1 == runs[-1][-1]:
             runs[-1].append(item)
         else:
-            runs.append(
-                [":".join(map(str, item)) if isinstance(item, list | tuple) else item]
-            )
-    return " ".join(
-        f"{run[0]}-{run[-1]}" if len(run) > 2 else " ".join(map(cell, run))
-        for run in runs
-    )
+            is_pair = isinstance(item, list | tuple)
+            runs.append([":".join(map(str, item)) if is_pair else item])
+    texts: list[str] = []
+    for run in runs:
+        texts += [f"{run[0]}-{run[-1]}"] if len(run) > 2 else map(cell, run)
+    return " ".join(texts)
 
 
 def run_of(path: str) -> Timeline:
@@ -141,30 +143,30 @@ def run_of(path: str) -> Timeline:
     return timeline(lines)
 
 
-def legs_at(run: Timeline, epoch: int | None, step: int) -> list[Leg]:
-    """Return the legs that delivered a step of an epoch, at least one.
+def deliveries_of(run: Timeline, epoch: int | None, step: int) -> list[Delivery]:
+    """Return the deliveries of a step of an epoch, at least one.
 
     Raises:
         ArgumentError: The step was not delivered; or several epochs have it and `epoch` is None.
     """
-    legs = [
-        leg
-        for leg, end in run.passes
-        if leg.start.steps <= step < end and epoch in (None, leg.start.epoch)
+    deliveries = [
+        one
+        for one in run.deliveries
+        if one.start.steps <= step < one.end_step and epoch in (None, one.start.epoch)
     ]
-    epochs = sorted({leg.start.epoch for leg in legs})
+    epochs = sorted({one.start.epoch for one in deliveries})
     if len(epochs) > 1:
         raise ArgumentError(
             f"--epoch is missing: the epochs {cell(epochs)} have step {step}. Give one of them."
         )
-    if not legs:
+    if not deliveries:
         ranges = [
-            f"[{leg.start.steps}, {leg.steps}) of epoch {leg.start.epoch}"
-            for leg in run.legs
+            f"[{one.start.steps}, {one.steps}) of epoch {one.start.epoch}"
+            for one in run.deliveries
         ]
         what = f"step {step} was not delivered, says the record; it has the steps {', '.join(ranges) or 'none'}."
-        raise ArgumentError(" ".join([what, *run.untold]))
-    return legs
+        raise ArgumentError(" ".join([what, *run.notes]))
+    return deliveries
 
 
 def parsed(pattern: str, text: str, kind: str) -> Sequence[str]:

@@ -9,23 +9,33 @@ from paddle_shard.errors import ArgumentError
 from paddle_shard.extras.cli.answer import (
     EPOCH,
     RECORD,
+    STEP,
     Answer,
     Rows,
+    argument,
     command,
-    legs_at,
+    deliveries_of,
     run_of,
     sample_of,
 )
 from paddle_shard.extras.cli.places import rows_of, samples_of, shapes_of
 from paddle_shard.extras.cli.proof import proof_of
-from paddle_shard.extras.cli.timeline import Leg, Timeline, places_in, timeline
+from paddle_shard.extras.cli.timeline import Delivery, Timeline, timeline
 from paddle_shard.run.record_lines import read
 
-_LOST = (
-    "What does not count was delivered after the position from which the run was resumed. A job that was killed may "
-    "have delivered more after its last line; the model does not know it either.\n"
+_EXPLAINED = {
+    "no": (
+        "What does not count was delivered after the position from which the run was resumed. A job that was killed "
+        "may have delivered more after its last line; the model does not know it either.\n"
+    ),
+    "other run": (
+        "Other runs have other data, or another order, and are not verified. Give each run a record of its own.\n"
+    ),
+}
+_SKIPS_UNREADABLE = (
+    "With on_error='skip', a sample that could not be read was left out there. verify "
+    "counts them; see the log."
 )
-_OTHER_RUN = "Other runs have other data, or another order, and are not verified. Give each run a record of its own.\n"
 
 
 @command(RECORD)
@@ -42,87 +52,71 @@ def verify(options: argparse.Namespace) -> Answer:
         if not damage:
             raise
         return Answer(values={"damage": damage}, text=damage, failed=True)
-    legs = [_facts_of_leg(leg, "yes") for leg in run.legs] + [
-        _facts_of_leg(leg, _why_lost(run, leg)) for leg in run.lost
-    ]
-    reasons = {leg["counts"] for leg in legs}
+    delivered = [_facts_of(one, "yes") for one in run.deliveries if not one.is_empty]
+    for one in run.lost:
+        is_of_run = one.job.facts["fingerprint"] == run.last_job.facts["fingerprint"]
+        delivered.append(_facts_of(one, "no" if is_of_run else "other run"))
 
     text: list[str | Rows] = [
         *(damage or [f"{len(lines)} lines, of which none was changed or taken out"])
     ]
-    text += [
-        f"before line {line['number']}, {line['mended']} bytes of a line that a crash had cut are gone"
-        for line in lines
-        if "mended" in line
-    ]
-    text += [*run.untold, "", legs]
-    if "no" in reasons:
-        text.append(_LOST)
-    if "other run" in reasons:
-        text.append(_OTHER_RUN)
+    for line in lines:
+        if "mended" in line:
+            text.append(
+                f"before line {line['number']}, {line['mended']} bytes of a line that a crash had cut are gone"
+            )
+    text += [*run.notes, "", delivered]
+    reasons = {row["counts"] for row in delivered}
+    text += [_EXPLAINED[reason] for reason in _EXPLAINED if reason in reasons]
     for proof in proofs:
         text += [proof["text"], *(f"  ({note})" for note in proof["notes"])]
-    return Answer(
-        values={
-            "lines": len(lines),
-            "damage": damage,
-            "epochs": proofs,
-            "delivered": legs,
-        },
-        text=text,
-        failed=bool(damage) or any(proof["problems"] for proof in proofs),
-    )
+    values = {
+        "lines": len(lines),
+        "damage": damage,
+        "epochs": proofs,
+        "delivered": delivered,
+    }
+    failed = bool(damage) or any(proof["problems"] for proof in proofs)
+    return Answer(values=values, text=text, failed=failed)
 
 
-def _why_lost(run: Timeline, leg: Leg) -> str:
-    """Return whether a lost leg does not count, is of another run, or may have led to this one."""
-    differs = leg.job.facts["fingerprint"] != run.last.facts["fingerprint"]
-    if differs and leg.job not in [counted.job for counted in run.legs]:
-        return "other run"
-    is_after_start = (
-        run.began_at is None or not run.legs or leg.job.number >= run.legs[0].job.number
-    )
-    return "no" if is_after_start else "not known"
-
-
-def _facts_of_leg(leg: Leg, counts: str) -> dict[str, Any]:
-    plan = leg.job.facts["plan"]
+def _facts_of(one: Delivery, counts: str) -> dict[str, Any]:
+    """Return a row of the table of deliveries."""
+    plan = one.job.facts["plan"]
     return {
-        "job": leg.job.number,
-        "mesh": shapes_of(leg.job.meshes),
+        "job": one.job.number,
+        "mesh": shapes_of(one.job.meshes),
         "batch_size": plan and plan["batch_size"],
-        "epoch": leg.start.epoch,
+        "epoch": one.start.epoch,
         "counts": counts,
-        "first_step": leg.start.steps,
-        "end_step": leg.steps,
-        "first_position": leg.start.samples,
-        "end_position": leg.samples,
+        "first_step": one.start.steps,
+        "end_step": one.steps,
+        "first_position": one.start.samples,
+        "end_position": one.samples,
     }
 
 
-def _told(leg: Leg, step: int) -> str:
-    """Return whether a line tells that a step was delivered; if not, the leg delivers it if it continues."""
-    return "yes" if step < leg.steps else "not yet"
+def _place(one: Delivery, step: int) -> dict[str, Any]:
+    """Return the job that delivered a step, or delivers it if it continues after its newest line."""
+    recorded = "yes" if step < one.steps else "not yet"
+    return {"job": one.job.number, "recorded": recorded}
 
 
 def _notes(run: Timeline) -> list[str]:
     """Return the note on samples that could not be read, if the run leaves them out."""
-    if all(leg.job.facts["options"].get("on_error") != "skip" for leg in run.legs):
-        return []
-    return [
-        "With on_error='skip', a sample that could not be read was left out there. verify counts them; see the log."
-    ]
+    skips = any(
+        one.job.facts["options"].get("on_error") == "skip" for one in run.deliveries
+    )
+    return [_SKIPS_UNREADABLE] if skips else []
 
 
 @command(
     RECORD,
-    (
+    argument(
         "--sample",
-        {
-            "type": sample_of,
-            "required": True,
-            "help": "its index; of a mixture, source:index",
-        },
+        "its index; of a mixture, source:index",
+        type=sample_of,
+        required=True,
     ),
 )
 def where(options: argparse.Namespace) -> Answer:
@@ -132,49 +126,41 @@ def where(options: argparse.Namespace) -> Answer:
     """
     run = run_of(options.record)
     places: list[dict[str, Any]] = []
-    for leg, step, row in places_in(run, options.sample):
-        place = {
-            "epoch": leg.start.epoch,
-            "step": step,
-            "row": row,
-            "job": leg.job.number,
-            "told": _told(leg, step),
-        }
-        for group, rows in rows_of(leg.plan, leg.job.holders, step):
+    for one, step, row in run.places_of(options.sample):
+        place = {"epoch": one.start.epoch, "step": step, "row": row}
+        for group, rows in rows_of(one.plan, one.job.holders, step):
             if row in rows:
-                places.append({**place, **group, "row_of_rank": rows.index(row)})
-    if run.untold and not places:
-        raise ArgumentError(f"sample {options.sample} is in no line. {run.untold[0]}")
+                share = {**group, "row_of_rank": rows.index(row)}
+                places.append({**place, **_place(one, step), **share})
+    if run.notes and not places:
+        raise ArgumentError(f"sample {options.sample} is in no line. {run.notes[0]}")
     missing = f"sample {options.sample} was not delivered, says the record"
-    if run.last.facts["skip_steps"]:
+    if run.last_job.facts["skip_steps"]:
         missing += "; the run skips steps (skip_steps=)"
-    notes = [*run.untold, *_notes(run)]
+    notes = [*run.notes, *_notes(run)]
     values = {"sample": options.sample, "places": places, "notes": notes}
     return Answer(values=values, text=[places or missing, *notes])
 
 
-@command(
-    RECORD,
-    ("--step", {"type": int, "required": True, "help": "step of the epoch, from 0"}),
-    EPOCH,
-)
+@command(RECORD, STEP, EPOCH)
 def batch(options: argparse.Namespace) -> Answer:
     """Show the samples that each rank got at a step.
 
     example: paddle-shard batch run.jsonl --step 3
     """
     run = run_of(options.record)
-    legs = legs_at(run, options.epoch, options.step)
-    delivered = [
-        {"job": leg.job.number, "told": _told(leg, options.step), **share}
-        for leg in legs
+    deliveries = deliveries_of(run, options.epoch, options.step)
+    epoch = deliveries[0].start.epoch
+    delivered = []
+    for one in deliveries:
+        place = _place(one, options.step)
         for share in samples_of(
-            leg.plan, leg.job.holders, leg.start.epoch, options.step, leg.skips
-        )
-    ]
+            one.plan, one.job.holders, epoch, options.step, one.skips
+        ):
+            delivered.append({**place, **share})
     notes = _notes(run)
     values = {
-        "epoch": legs[0].start.epoch,
+        "epoch": epoch,
         "step": options.step,
         "delivered": delivered,
         "notes": notes,

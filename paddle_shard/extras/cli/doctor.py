@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 
 from paddle_shard.errors import PeerLostError
-from paddle_shard.extras.cli.answer import Answer, Hazard, command
+from paddle_shard.extras.cli.answer import Answer, Hazard, argument, command
 from paddle_shard.extras.cli.plan import count_of
 from paddle_shard.version import VERSION
 
@@ -32,14 +32,12 @@ print("works by", dist.get_backend())
 
 
 @command(
-    (
+    argument(
         "--timeout",
-        {
-            "type": count_of(1),
-            "default": 60,
-            "help": "under the launcher: seconds to wait for a rank",
-        },
-    ),
+        "under the launcher: seconds to wait for a rank",
+        type=count_of(1),
+        default=60,
+    )
 )
 def doctor(options: argparse.Namespace) -> Answer:
     """Check what loaders need of this machine; under paddle.distributed.launch, also that the ranks fit together.

@@ -15,25 +15,21 @@ from paddle_shard.data.files.webdataset import (
     write_index,
 )
 from paddle_shard.errors import ArgumentError, described
-from paddle_shard.extras.cli.answer import Answer, command
+from paddle_shard.extras.cli.answer import Answer, argument, command
 
 
 @command(
-    (
+    argument(
         "urls",
-        {
-            "nargs": "+",
-            "metavar": "URL",
-            "help": "paths or URLs; braces and patterns: {00..99}.tar, '*.tar'",
-        },
+        "paths or URLs; braces and patterns: {00..99}.tar, '*.tar'",
+        nargs="+",
+        metavar="URL",
     ),
-    (
+    argument(
         "-o --output",
-        {
-            "required": True,
-            "metavar": "FILE",
-            "help": "the index file, such as index.json",
-        },
+        "the index file, such as index.json",
+        required=True,
+        metavar="FILE",
     ),
 )
 def index(options: argparse.Namespace) -> Answer:

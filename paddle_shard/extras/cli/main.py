@@ -75,5 +75,5 @@ def _parser() -> argparse.ArgumentParser:
         )
         subparser.add_argument("--json", action="store_true", help="print JSON")
         for flags, keywords in command.arguments:
-            subparser.add_argument(*flags.split(), **keywords)
+            subparser.add_argument(*flags, **keywords)
     return parser

@@ -17,10 +17,12 @@ from paddle_shard.errors import ArgumentError, described
 from paddle_shard.extras.cli.answer import (
     EPOCH,
     RECORD,
+    STEP,
     Answer,
+    argument,
     cell,
     command,
-    legs_at,
+    deliveries_of,
     run_of,
 )
 from paddle_shard.extras.cli.places import samples_at
@@ -55,21 +57,17 @@ def text_of(value: Any) -> str:
 
 @command(
     RECORD,
-    ("--step", {"type": int, "required": True, "help": "step of the epoch, from 0"}),
-    (
+    STEP,
+    argument(
         "--open",
-        {
-            "required": True,
-            "metavar": "MODULE:NAME",
-            "help": "the data set, or a function that returns it; of a mixture, also a dict of its sources",
-        },
+        "the data set, or a function that returns it; of a mixture, also a dict of its sources",
+        metavar="MODULE:NAME",
+        required=True,
     ),
-    (
+    argument(
         "--decode",
-        {
-            "metavar": "MODULE:FUNCTION",
-            "help": "makes of a sample what is shown, such as its text",
-        },
+        "makes of a sample what is shown, such as its text",
+        metavar="MODULE:FUNCTION",
     ),
     EPOCH,
 )
@@ -79,13 +77,14 @@ def show(options: argparse.Namespace) -> Answer:
     example: paddle-shard show run.jsonl --epoch 0 --step 3 --open my_module:dataset
     """
     run = run_of(options.record)
-    leg = legs_at(run, options.epoch, options.step)[-1]
-    samples = samples_at(leg.plan, leg.start.epoch, options.step, leg.skips)
+    newest = deliveries_of(run, options.epoch, options.step)[-1]
     dataset = _open(options.open, run)
     decode = text_of if options.decode is None else import_object(options.decode)
-    found: list[dict[str, Any]] = []
+    shown: list[dict[str, Any]] = []
     failed = False
-    for sample in samples:
+    for sample in samples_at(
+        newest.plan, newest.start.epoch, options.step, newest.skips
+    ):
         if sample is None:  # padding, or skipped
             continue
         try:
@@ -93,9 +92,9 @@ def show(options: argparse.Namespace) -> Answer:
         except Exception as error:  # whatever the user's data set raises
             failed = True
             text = f"cannot be read: {described(error)}"
-        found.append({"sample": sample, "text": text})
-    lines = [f"{cell([item['sample']])}: {item['text']}" for item in found]
-    return Answer(values={"samples": found}, text=lines, failed=failed)
+        shown.append({"sample": sample, "text": text})
+    lines = [f"{cell([item['sample']])}: {item['text']}" for item in shown]
+    return Answer(values={"samples": shown}, text=lines, failed=failed)
 
 
 def _open(path: str, run: Timeline) -> Any:
@@ -103,13 +102,9 @@ def _open(path: str, run: Timeline) -> Any:
     dataset = import_object(path)
     if callable(dataset) and not hasattr(dataset, "__getitem__"):
         dataset = dataset()
-    length = length_or_none(dataset)
-    recorded = run.last.facts["data"].get("length")
-    if (
-        None not in (length, recorded)
-        and length != recorded
-        and not isinstance(dataset, Mapping)
-    ):
+    recorded = run.last_job.facts["data"].get("length")
+    length = None if isinstance(dataset, Mapping) else length_or_none(dataset)
+    if None not in (length, recorded) and length != recorded:
         raise ArgumentError(
             f"--open {path} has {length} samples, and the data of the run {recorded}."
         )
