@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
-
-from paddle_shard.errors import ArgumentError
-from paddle_shard.extras.cli.timeline import Delivery, Timeline, timeline
-from paddle_shard.run.record_lines import read
 
 Rows = Sequence[Mapping[str, Any]]
 """A table: each row maps the same column names to values."""
@@ -88,8 +83,6 @@ def command(
 
 
 RECORD = argument("record", "the file of shard_dataloader(record=)", metavar="RECORD")
-EPOCH = argument("--epoch", "the epoch, if several have the step", type=int)
-STEP = argument("--step", "step of the epoch, from 0", type=int, required=True)
 
 
 def table(rows: Rows) -> str:
@@ -108,65 +101,31 @@ def table(rows: Rows) -> str:
 
 
 def cell(value: Any) -> str:
-    """Return a value for people; in a list, consecutive ints are shortened.
+    """Return a value for people; in a list of ints, consecutive ones are shortened.
 
     Examples:
-        >>> cell([0, 1, 2, 7, None, ["web", 3]]), cell(None), cell("dp=2")
-        ('0-2 7 - web:3', '-', 'dp=2')
+        >>> cell([0, 1, 2, 7]), cell([5, None]), cell([["web", 3]]), cell("dp=2")
+        ('0-2 7', '5 -', 'web:3', 'dp=2')
     """
     if value is None:
         return "-"
     if not isinstance(value, list | tuple):
         return str(value)
-    runs: list[list[Any]] = []
-    for item in value:
-        if isinstance(item, int) and runs and item - 1 == runs[-1][-1]:
-            runs[-1].append(item)
-        else:
-            is_pair = isinstance(item, list | tuple)
-            runs.append([":".join(map(str, item)) if is_pair else item])
-    texts: list[str] = []
-    for run in runs:
-        texts += [f"{run[0]}-{run[-1]}"] if len(run) > 2 else map(cell, run)
-    return " ".join(texts)
-
-
-def run_of(path: str) -> Timeline:
-    """Return the timeline of a record; problems of the file are printed.
-
-    Raises:
-        ArgumentError: The record holds no run.
-    """
-    lines, problems = read(path)
-    for problem in problems:
-        print(f"{path}: {problem}", file=sys.stderr)
-    return timeline(lines)
-
-
-def deliveries_of(run: Timeline, epoch: int | None, step: int) -> list[Delivery]:
-    """Return the deliveries of a step of an epoch, at least one.
-
-    Raises:
-        ArgumentError: The step was not delivered; or several epochs have it and `epoch` is None.
-    """
-    deliveries = [
-        one
-        for one in run.deliveries
-        if one.start.steps <= step < one.end_step and epoch in (None, one.start.epoch)
-    ]
-    epochs = sorted({one.start.epoch for one in deliveries})
-    if len(epochs) > 1:
-        raise ArgumentError(
-            f"--epoch is missing: the epochs {cell(epochs)} have step {step}. Give one of them."
+    if not all(isinstance(item, int) for item in value):
+        return " ".join(
+            ":".join(map(str, item)) if isinstance(item, list | tuple) else cell(item)
+            for item in value
         )
-    if not deliveries:
-        ranges = [
-            f"[{one.start.steps}, {one.steps}) of epoch {one.start.epoch}"
-            for one in run.deliveries
-        ]
-        what = f"step {step} was not delivered, says the record; it has the steps {', '.join(ranges) or 'none'}."
-        raise ArgumentError(" ".join([what, *run.notes]))
-    return deliveries
+    runs: list[list[int]] = []
+    for number in value:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return " ".join(
+        f"{run[0]}-{run[-1]}" if len(run) > 2 else " ".join(map(str, run))
+        for run in runs
+    )
 
 
 def parsed(pattern: str, text: str, kind: str) -> Sequence[str]:
