@@ -262,12 +262,20 @@ ROW_INDEX = "row index"
 
 
 def layouts_of_fields(
-    options: Any, global_rank: int, **others: bool
+    meshes: Any,
+    shard_dims: Any,
+    input_keys: Sequence[Any] | None,
+    placements: Any,
+    global_rank: int,
+    **others: bool,
 ) -> tuple[list[Entry], dict[Any, Entry]]:
     """Read the arguments of `shard_dataloader` that say where fields go.
 
     Args:
-        options: They are its `meshes`, `input_keys`, `shard_dims` and `placements`.
+        meshes: See `shard_dataloader`, as for the arguments below.
+        shard_dims: The axes that split the rows.
+        input_keys: The keys that the meshes belong to.
+        placements: Placements of single fields.
         global_rank: Paddle's process id.
         others: Further fields of every `FieldLayout`.
 
@@ -278,7 +286,6 @@ def layouts_of_fields(
         ArgumentError: An argument is empty, or does not match the others.
         AxisError: A mesh does not have a given axis.
     """
-    meshes, input_keys = options.meshes, options.input_keys
     given = list(meshes) if isinstance(meshes, list | tuple) else [meshes]
     if not given or any(isinstance(m, list | tuple) and not m for m in given):
         raise ArgumentError(
@@ -291,7 +298,7 @@ def layouts_of_fields(
             f"input_keys {list(input_keys)} has {len(input_keys)} entries and meshes has {len(given)}: "
             "give one mesh per key, or one for all."
         )
-    axes = _axes_by_mesh(options.shard_dims, len(given))
+    axes = _axes_by_mesh(shard_dims, len(given))
     entries: list[Entry] = []
     for number, (mesh, dims) in enumerate(zip(given, axes, strict=True)):
         if not isinstance(mesh, list | tuple) and not (
@@ -314,7 +321,7 @@ def layouts_of_fields(
             ]
         )
     overrides: dict[Any, Entry] = {}
-    for key, of_field in _placements_by_field(options.placements).items():
+    for key, of_field in _placements_by_field(placements).items():
         number = _mesh_of_field(key, given, input_keys)
         layouts = []
         for placement in of_field if isinstance(of_field, list) else [of_field]:

@@ -246,16 +246,40 @@ class BatchPlacer:
     """The keys of batches -> their order in the first such batch."""
 
     @classmethod
-    def of(cls, options: Any, global_rank: int, **others: bool) -> BatchPlacer:
+    def of(
+        cls,
+        meshes: Any,
+        shard_dims: Any,
+        *,
+        input_keys: Sequence[Any] | None,
+        placements: Any,
+        dense_tensor_idx: Sequence[Sequence[int]] | None,
+        pad_to: Any,
+        global_rank: int,
+        replicated_in_name: bool,
+    ) -> BatchPlacer:
         """Read the arguments of `shard_dataloader` that say what becomes of fields; see `layouts_of_fields`."""
-        entries, overrides = layouts_of_fields(options, global_rank, **others)
+        entries, overrides = layouts_of_fields(
+            meshes,
+            shard_dims,
+            input_keys,
+            placements,
+            global_rank,
+            replicated_in_name=replicated_in_name,
+        )
         return cls(
             entries=entries,
             overrides=overrides,
-            input_keys=options.input_keys,
-            dense_tensor_idx=options.dense_tensor_idx,
-            pad_to=PadTo.of(options.pad_to),
+            input_keys=input_keys,
+            dense_tensor_idx=dense_tensor_idx,
+            pad_to=PadTo.of(pad_to),
         )
+
+    @property
+    def own_layout(self) -> FieldLayout:
+        """Layout of the field whose rows this rank reads: the one with most data ranks."""
+        local = [layout for layout in self.layouts if layout.on_mesh]
+        return max(local or self.layouts, key=lambda layout: layout.num_data_ranks)
 
     @cached_property
     def layouts(self) -> list[FieldLayout]:

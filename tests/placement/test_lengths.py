@@ -182,7 +182,7 @@ def test_what_is_no_number_is_refused(value):
 
 
 def test_a_rank_on_no_mesh_is_refused_since_nobody_tells_it_the_lengths(monkeypatch):
-    monkeypatch.setattr("paddle_shard.loader.assembly.num_ranks", lambda: 3)
+    monkeypatch.setattr("paddle_shard.loader.setup.num_ranks", lambda: 3)
     with (
         simulated_rank(2, 3),
         pytest.raises(ArgumentError, match="global rank 2 is on none of the meshes"),
