@@ -74,7 +74,16 @@ def setup_of(options: LoaderOptions) -> PassSetup:
     name = type(
         given.dataset if isinstance(given, paddle.io.DataLoader) else given
     ).__name__
-    placer = BatchPlacer.of(options, me, replicated_in_name=auto_dp)
+    placer = BatchPlacer.of(
+        options.meshes,
+        options.shard_dims,
+        input_keys=options.input_keys,
+        placements=options.placements,
+        dense_tensor_idx=options.dense_tensor_idx,
+        pad_to=options.pad_to,
+        global_rank=me,
+        replicated_in_name=auto_dp,
+    )
     layouts, pad_to = placer.layouts, placer.pad_to
     members = _members(layouts)
     agreeing = members if me in members else (me,)

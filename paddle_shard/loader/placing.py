@@ -21,7 +21,8 @@ from paddle_shard.loader.options import LoaderOptions
 from paddle_shard.loader.stats import LoaderStats
 from paddle_shard.placement.field import FieldLayout
 from paddle_shard.placement.local_tensor import TensorMaker
-from paddle_shard.placement.placer import BatchPlacer, BatchRows
+from paddle_shard.placement.placer import BatchPlacer
+from paddle_shard.placement.rows import BatchRows
 from paddle_shard.plan.partition import Rows, nearest_multiples
 from paddle_shard.plan.state import LoaderState
 from paddle_shard.plan.step import Ids, Step, as_ids
