@@ -19,7 +19,7 @@ from paddle_shard.errors import BatchStructureError
 from paddle_shard.placement.field import FieldLayout, from_local
 from paddle_shard.placement.lengths import PadTo, Row, Unplaced, check_fill
 from paddle_shard.placement.local_tensor import TensorMaker
-from paddle_shard.placement.rows import BatchRows, as_slice
+from paddle_shard.placement.rows import BatchRows, as_range
 from paddle_shard.plan.partition import Rows
 from paddle_shard.reading.tensors import (
     SPARSE,
@@ -119,7 +119,7 @@ def compile_leaf(
     if is_split and layout.on_mesh:
         positions = rows.positions(layout)
         if len(positions) < len(rows.read):
-            cut = partial(_rows_of_leaf, rows=as_slice(positions))
+            cut = partial(_rows_of_leaf, rows=as_range(positions))
             recipe.cuts.append((number, cut))
     if is_tensor and not layout.is_local:
         _compile_distributed(recipe, pad_to, number, path, leaf, layout, is_split)
@@ -214,9 +214,11 @@ def is_row_like(value: Any) -> bool:
     )
 
 
-def _rows_of_leaf(leaf: Any, rows: slice | Rows) -> Any:
+def _rows_of_leaf(leaf: Any, rows: range | Rows) -> Any:
     """Return some rows of an array, a tensor or a list."""
-    if isinstance(rows, slice) or isinstance(leaf, np.ndarray):
+    if isinstance(rows, range):
+        return leaf[rows.start : rows.stop]
+    if isinstance(leaf, np.ndarray):
         return leaf[rows]
     if isinstance(leaf, list):
         return [leaf[row] for row in rows.tolist()]

@@ -43,12 +43,8 @@ class BatchRows:
             # A rank on none of the meshes reads one row, for the dtypes and the other dims.
             read = np.unique(np.concatenate(rows or [np.zeros(1, np.int64)]))
         self.read = read
-
-    @property
-    def to_read(self) -> Rows | range:
+        self.to_read = as_range(read)
         """The rows that are read; a range if they are consecutive."""
-        rows = as_slice(self.read)
-        return range(rows.start, rows.stop) if isinstance(rows, slice) else rows
 
     def _rows_of(self, layout: FieldLayout) -> Rows:
         return slice_rows(
@@ -80,8 +76,8 @@ class BatchRows:
         return layout.rows_only.distributed(make([rows], True)()[0], "valid")
 
 
-def as_slice(rows: Rows) -> slice | Rows:
-    """Return ascending rows as a slice if they are consecutive."""
+def as_range(rows: Rows) -> Rows | range:
+    """Return ascending rows as a range if they are consecutive."""
     if not len(rows) or rows[-1] - rows[0] != len(rows) - 1:
         return rows
-    return slice(int(rows[0]), int(rows[-1]) + 1)
+    return range(int(rows[0]), int(rows[-1]) + 1)
