@@ -1,4 +1,4 @@
-"""The functions that users call."""
+"""`shard_dataloader`: check the arguments, and hand each to what uses it."""
 
 from __future__ import annotations
 
@@ -13,51 +13,94 @@ import paddle.distributed as dist
 import paddle.io
 
 from paddle_shard.core.trees import leaves
+from paddle_shard.core.warn_once import say_once
 from paddle_shard.errors import ArgumentError, ArgumentTypeError
-from paddle_shard.loader.compat import auto_dp_axis, in_auto_dp_mode
+from paddle_shard.loader.arguments import (
+    ASSIGNS,
+    SIZES_BATCHES,
+    check_arguments,
+    reject,
+)
+from paddle_shard.loader.compat import auto_dp_axis, in_auto_dp_mode, mend_process_mesh
 from paddle_shard.loader.loader import ShardDataloader
-from paddle_shard.loader.options import LoaderOptions
-from paddle_shard.placement.field import from_local
+from paddle_shard.loader.rows import LoaderRows
+from paddle_shard.loader.setup import (
+    LoaderSetup,
+    batch_check_of,
+    config_of,
+    make_reading,
+    ranks_of,
+    replicas_of,
+    warn_if_unsplit,
+)
+from paddle_shard.loader.source import read_source
+from paddle_shard.loader.stats import LoaderStats
+from paddle_shard.loader.stream_source import as_dataloader, read_stream
+from paddle_shard.placement.placer import BatchPlacer
 from paddle_shard.plan.orders import Shuffle
+from paddle_shard.plan.skips import union
 from paddle_shard.plan.tails import TailName
-from paddle_shard.ranks.agreeing import fails_on_all_ranks, groups, tell_failed
+from paddle_shard.ranks.agreeing import connect, tell_failed
+from paddle_shard.ranks.replicas import Replicas
 from paddle_shard.reading.reading import Readers
-from paddle_shard.run.run import gathered
+from paddle_shard.run.record_facts import record_facts
+from paddle_shard.run.recorder import Recorder
+from paddle_shard.run.run import Run
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
+_COMPARED = (
+    "seed",
+    "input_keys",
+    "timeout",
+    "on_error",
+    "batch_size",
+    "skip_steps",
+    "num_batches",
+    "verify",
+    "replicas",
+    "dense_tensor_idx",
+)
+"""Arguments that must be the same on all ranks, as they are. For others, ranks compare what is made of them;
+`prefetch`, `on_lost` and `record` may differ."""
+_AUTO_DP = (
+    "auto-DP mode: when a DataLoader is made, Paddle replaces a sampler of yours by the order of the data set, and "
+    "forgets drop_last of an IterableDataset, which nobody can see afterwards. Order the data set itself, and give "
+    "tail='drop'."
+)
+_NO_INDEX = (
+    "a stream has no index to be shuffled by. Permute it in windows: "
+    "paddle_shard.Stream.of(...).shuffle(window)."
+)
 
-def _refuses_on_all_ranks(function: Callable[P, R]) -> Callable[P, R]:
-    """Have a function tell the other ranks of its meshes why it fails, also because of an argument that it has not."""
-    known, of_loader = (
-        inspect.signature(function).parameters,
-        inspect.signature(paddle.io.DataLoader).parameters,
-    )
+
+def _reports_failure(function: Callable[P, R]) -> Callable[P, R]:
+    """Report an error of a function to the other ranks of its meshes, also one about an unknown argument."""
+    parameters = inspect.signature(function).parameters
+    of_dataloader = inspect.signature(paddle.io.DataLoader).parameters
 
     @functools.wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             for name in kwargs:
-                if name not in known:
-                    close = get_close_matches(name, known, 1)
-                    way_out = (
-                        f"Did you mean {close[0]}=?"
-                        if close
-                        else f"It has {', '.join(known)}."
-                    )
-                    if name in of_loader:
-                        way_out = "It is the DataLoader's: give it to that."
+                if name not in parameters:
+                    close = get_close_matches(name, parameters, 1)
+                    fix = f"It has {', '.join(parameters)}."
+                    if name in of_dataloader:
+                        fix = "It is the DataLoader's: give it to that."
+                    elif close:
+                        fix = f"Did you mean {close[0]}=?"
                     raise ArgumentTypeError(
-                        f"{function.__name__} has no argument {name}=. {way_out}"
+                        f"{function.__name__} has no argument {name}=. {fix}"
                     )
             return function(*args, **kwargs)
         except Exception as error:
-            meshes = leaves(
-                {**dict(zip(known, args, strict=False)), **kwargs}.get("meshes")
-            )
+            given = {**dict(zip(parameters, args, strict=False)), **kwargs}
             ranks = {
-                rank for mesh in meshes for rank in getattr(mesh, "process_ids", ())
+                rank
+                for mesh in leaves(given.get("meshes"))
+                for rank in getattr(mesh, "process_ids", ())
             }
             tell_failed("its loader was not made", error, tuple(sorted(ranks)))
             raise
@@ -65,7 +108,7 @@ def _refuses_on_all_ranks(function: Callable[P, R]) -> Callable[P, R]:
     return checked
 
 
-@_refuses_on_all_ranks
+@_reports_failure
 def shard_dataloader(
     dataloader: Any,
     meshes: Any,
@@ -201,126 +244,121 @@ def shard_dataloader(
         >>> for inputs, labels in loader:  # doctest: +SKIP
         ...     loss = model(inputs, labels)
     """
-    options = LoaderOptions(
-        dataloader=dataloader,
-        meshes=meshes,
+    arguments = dict(locals())
+    check_arguments(**arguments)
+    mend_process_mesh()
+    is_auto_dp = in_auto_dp_mode()
+    if is_auto_dp:
+        say_once(_AUTO_DP)
+        if shard_dims is None:  # as Paddle's own loader splits
+            shard_dims = auto_dp_axis(meshes)
+
+    # Where the fields go, and the ranks that take part.
+    rank = dist.get_rank()
+    placer = BatchPlacer.of(
+        meshes,
+        shard_dims,
         input_keys=input_keys,
-        shard_dims=shard_dims,
-        is_dataset_splitted=bool(is_dataset_splitted),
-        dense_tensor_idx=dense_tensor_idx,
-        shuffle=shuffle,
-        seed=seed,
-        tail=tail,
-        batch_size=batch_size,
-        skip_steps=skip_steps,
-        balance=balance,
-        num_batches=num_batches,
         placements=placements,
+        dense_tensor_idx=dense_tensor_idx,
         pad_to=pad_to,
-        verify=verify,
-        replicas=replicas,
-        timeout=timeout,
-        prefetch=prefetch,
-        readers=readers,
-        on_error=on_error,
-        on_lost=on_lost,
-        record=record,
+        global_rank=rank,
+        replicated_in_name=is_auto_dp,
     )
-    return ShardDataloader(options)
-
-
-def _ranks_of(
-    values: Any = None, valid: Any = None, *_: Any, **__: Any
-) -> list[tuple[int, ...]]:
-    """Return the ranks of the mesh of `valid`; if it has none, all that this one makes a loader with."""
-    mesh = getattr(valid, "process_mesh", None)
-    return groups() if mesh is None else [tuple(sorted(mesh.process_ids))]
-
-
-@fails_on_all_ranks(_ranks_of)
-def gather_valid(values: Any, valid: Any) -> Any:
-    """Return a value for each real row of a global batch, from all ranks, without the padding.
-
-    Collective over the mesh of `valid`. In Paddle's auto-DP mode, too, where placements say `Replicate`.
-
-    Args:
-        values: [rows, ...]; a distributed tensor with a value for each row of the global batch; or a local one, with a
-            value for each row that this rank holds, or for all rows of the global batch.
-        valid: bool[rows]; the iterator's `valid` for the same batch, a distributed tensor.
-
-    Returns:
-        A local tensor [real rows, ...], the same on every rank of the mesh, in the order of the data ranks.
-
-    Raises:
-        ArgumentError: The shapes do not fit together, or `valid` is a local tensor.
-
-    Examples:
-        >>> batches = iter(loader)  # doctest: +SKIP
-        >>> for images, labels in batches:  # doctest: +SKIP
-        ...     predicted = model(images).argmax(-1)
-        ...     hits = gather_valid(predicted == labels.reshape(predicted.shape), batches.valid)
-        ...     right, total = right + int(hits.sum()), total + len(hits)
-    """
-    values = _rows_of(values, valid)
-    placed = [str(one) for one in values.placements] if values.is_dist() else "none"
-    said = {
-        "shape": list(values.shape),
-        "dtype": str(values.dtype),
-        "placements": placed,
-    }
-    found = gathered(said, _ranks_of(values, valid)[0], None, "gather_valid()")
-    for name in said:
-        if any(one[name] != said[name] for one in found):
-            raise ArgumentError(
-                f"values must have the same {name} on all data ranks, got {[one[name] for one in found]}: give one "
-                "number for each row, or pad the rows to one length."
-            )
-    if (
-        in_auto_dp_mode()
-    ):  # placements say `Replicate` there, though each data rank has rows of its own
-        mesh, axis = valid.process_mesh, auto_dp_axis(valid.process_mesh)
-        split = [
-            dist.Shard(0) if axis in (at, name) else dist.Replicate()
-            for at, name in enumerate(mesh.dim_names)
-        ]
-        parts = [
-            one._local_value() if one.is_dist() else one for one in (values, valid)
-        ]
-        values, valid = (from_local(one, mesh, split) for one in parts)
-    return _whole(values)[_whole(valid)]
-
-
-def _rows_of(values: Any, valid: Any) -> Any:
-    """Return values with a row for each of the global batch: a distributed tensor, or a local one of all rows."""
-    for name, given in (("values", values), ("valid", valid)):
-        if not isinstance(given, paddle.Tensor):
-            raise ArgumentTypeError(
-                f"gather_valid: {name} must be a paddle.Tensor, got {type(given).__name__}."
-            )
-    if not valid.is_dist():
+    mesh_ranks = ranks_of(placer.layouts)
+    ranks = mesh_ranks if rank in mesh_ranks else (rank,)
+    connect(ranks, timeout)  # before data is counted, or rejected on this rank only
+    if pad_to is not None and ranks != mesh_ranks:
         raise ArgumentError(
-            f"valid must be the iterator's `valid`, a distributed tensor, got a local one of {list(valid.shape)}: it "
-            "is not known which rows of the other ranks are real."
+            f"pad_to={pad_to!r}: global rank {rank} is on none of the meshes and does not receive "
+            "how long the rows are. Make this loader on the ranks of the meshes only."
         )
-    rows, own = int(valid.shape[0]), int(valid._local_value().shape[0])
-    if not values.is_dist() and list(values.shape[:1]) == [own] and own < rows:
-        values = from_local(values, valid.process_mesh, valid.placements)
-    if list(values.shape[:1]) != [rows]:
-        raise ArgumentError(
-            f"values must have a row for each of the {rows} of the global batch, or for each of the {own} that this "
-            f"rank holds, got shape {list(values.shape)}."
+    own = placer.own_layout
+    if shard_dims is None:
+        warn_if_unsplit(own)
+
+    # The order of the data.
+    loader = as_dataloader(dataloader, readers)
+    is_split = bool(
+        is_dataset_splitted or getattr(loader.dataset, "is_dataset_splitted", False)
+    )
+    if isinstance(loader.dataset, paddle.io.IterableDataset):
+        reject(_NO_INDEX, shuffle=shuffle or None)
+        reject(f"the loader has a stream, {SIZES_BATCHES}", batch_size=batch_size)
+        reject("a stream cannot skip steps without reading.", skip_steps=skip_steps)
+        reject(f"a stream's samples have no number, {ASSIGNS}", balance=balance)
+        source = read_stream(
+            loader,
+            placer.layouts,
+            own,
+            is_split=is_split,
+            seed=seed,
+            tail=tail,
+            num_batches=num_batches,
+            has_local_items=any(dense_tensor_idx or ()),
         )
-    return values
+    else:
+        reject("it is for streams; this data has an index.", num_batches=num_batches)
+        source = read_source(
+            loader,
+            placer.layouts,
+            is_split=is_split,
+            shuffle=shuffle,
+            seed=seed,
+            tail=tail,
+            batch_size=batch_size,
+            balance=balance,
+        )
 
-
-def _whole(tensor: Any) -> Any:
-    """Return all of a tensor, as a local one; collective over its mesh."""
-    if not tensor.is_dist():
-        return tensor
-    if (
-        len(tensor.process_mesh.process_ids) == 1
-    ):  # Paddle 3.0 asks for a launcher's variables even then
-        return tensor._local_value()
-    return dist.reshard(
-        tensor, tensor.process_mesh, [dist.Replicate() for _ in tensor.placements]
-    )._local_value()
+    # How it is read, and the position of the run.
+    reading = make_reading(
+        loader,
+        source,
+        seed=seed,
+        skip_errors=on_error == "skip",
+        # A sampler that knows its rank may repeat a row on another one, to augment it twice.
+        data_rank=own.data_rank
+        if source.split and own.on_mesh and not is_split
+        else None,
+        pad_to=placer.pad_to,
+        timeout=timeout,
+        readers=readers,
+    )
+    skips = union((int(first), int(end)) for first, end in skip_steps or ())
+    run = Run(source, own, mesh_ranks, timeout, skips)
+    if record is not None and rank == mesh_ranks[0]:
+        facts = record_facts(
+            source,
+            run,
+            placer.layouts,
+            own,
+            dataset=loader.dataset,
+            skip_steps=skips,
+            arguments=arguments,
+        )
+        run.recorder = Recorder(record, facts)
+    sharing = Replicas()
+    if replicas == "leader" and len(ranks) > 1:
+        sharing = replicas_of(source, placer.layouts, ranks)
+    compared = {name: arguments[name] for name in _COMPARED}
+    if prefetch is None:
+        prefetch = 2 if loader.use_buffer_reader else 0
+    setup = LoaderSetup(
+        dataloader=loader,
+        source=source,
+        placer=placer,
+        own_layout=own,
+        rows=LoaderRows(source, placer.layouts, own),
+        reading=reading,
+        run=run,
+        stats=LoaderStats(sharing.__str__, rank),
+        ranks=ranks,
+        config=config_of(source, placer, loader.dataset, compared),
+        verify=verify,
+        batch_check=batch_check_of(source, own, ranks, loader.dataset, verify),
+        replicas=sharing,
+        timeout=timeout,
+        exit_when_lost=on_lost == "exit",
+        prefetch=prefetch,
+    )
+    return ShardDataloader(setup, dataloader, seed=seed)

@@ -633,7 +633,7 @@ def test_padding_of_uneven_parts_is_told(tmp_path, caplog):
     list(sharded(stream.in_parts(2), size=4))
 
     assert re.search(
-        r"tail='pad': \d+ of the \d+ rows that rank 0 [^\n]*counts=True", caplog.text
+        r"tail='pad': \d+% of this rank's rows [^\n]*counts=True", caplog.text
     ), caplog.text
 
 

@@ -174,7 +174,7 @@ def test_a_value_that_the_field_holds_is_taken(dtype, fill):
 
 
 def test_a_rank_on_no_mesh_is_refused_since_nobody_tells_it_the_lengths(monkeypatch):
-    monkeypatch.setattr("paddle_shard.loader.assembly.num_ranks", lambda: 3)
+    monkeypatch.setattr("paddle_shard.loader.setup.num_ranks", lambda: 3)
     with (
         simulated_rank(2, 3),
         pytest.raises(ArgumentError, match="global rank 2 is on none of the meshes"),
