@@ -13,7 +13,8 @@ import paddle.io
 from paddle_shard.core.trees import leaves
 from paddle_shard.errors import BatchStructureError
 from paddle_shard.placement.field import FieldLayout
-from paddle_shard.placement.placer import BatchPlacer, BatchRows
+from paddle_shard.placement.placer import BatchPlacer
+from paddle_shard.placement.rows import BatchRows
 from paddle_shard.plan.partition import Rows, nearest_multiples
 from paddle_shard.plan.step import Step
 from paddle_shard.reading.source import Source
