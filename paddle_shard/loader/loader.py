@@ -109,8 +109,8 @@ class ShardDataloader(PaddleShardDataloader):
             order = type(source.custom_sampler).__name__
         elif source.stream is not None and not source.item_is_batch:
             order = f"stream in {source.stream.plan.num_parts} parts"
-        elif plan is not None and plan.ordering.shuffles:
-            order = f"shuffled with seed {self.seed}"
+        elif plan is not None and not plan.ordering.is_identity:
+            order = f"shuffle={plan.ordering.name!r}, seed {self.seed}"
         mesh = dict(zip(row_layout.layout.axes, row_layout.layout.shape, strict=True))
         entries = [
             type(self.dataset).__name__,
