@@ -269,6 +269,6 @@ def test_streams_are_refused():
 
     with pytest.raises(
         ArgumentError,
-        match="skip_steps=.*: the steps of a stream cannot be passed over",
+        match="skip_steps=.*: a stream cannot skip",
     ):
         sharded(DataLoader(Endless(), batch_size=4), ONE, skip_steps=[(1, 2)])
