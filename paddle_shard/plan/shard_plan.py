@@ -426,15 +426,15 @@ def global_batch(plan: ShardPlan, epoch: int, step: int) -> GlobalBatch:
     """Return the global batch of a plan at a step of an epoch, of which a rank takes its rows."""
     first, num_rows, micro_size = plan._extent(step)
     order = plan.order(epoch=epoch)
-    num_real = min(num_rows, plan.num_positions - first)
+    num_positions = min(num_rows, plan.num_positions - first)
     valid = None
-    if num_real < num_rows or plan.ordering.pads_first:
+    if num_positions < num_rows or plan.ordering.pads_first:
         valid = lambda rows: plan._are_valid(order, first + rows)  # noqa: E731
     return GlobalBatch(
         number=step,
         num_rows=num_rows,
         micro_size=micro_size,
-        num_real=num_real,
+        num_positions=num_positions,
         take=partial(plan._at, order, epoch, first),
         valid=valid,
     )

@@ -175,11 +175,7 @@ class Subscribing(Executor):
                 "(replicas=). Seed the sampler alike on all ranks."
             )
         # A source that has a state of its own is read by the leader only.
-        found.step = (
-            replace(step, sampler_state=found.step.sampler_state)
-            if step.parts
-            else step
-        )
+        found.step = replace(step, sampler=found.step.sampler) if step.parts else step
         return found
 
     def interrupt(self) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from paddle_shard.core.trees import is_sequence, rebuild
 from paddle_shard.plan.partition import Rows
-from paddle_shard.plan.step import Ids, Mask, Step
+from paddle_shard.plan.step import Ids, Mask, SamplerStep, Step
 from paddle_shard.reading.tensors import arrays_of, as_array, dtype_of
 
 
@@ -169,7 +169,7 @@ def joined(
     """
     one = chunks[0] if len(chunks) == 1 else _one_of(chunks, places, even)
     if one.state is not None:
-        step = replace(step, sampler_state=one.state)
+        step = replace(step, sampler=SamplerStep(state=one.state))
     found = Batch(
         step=step, value=one.value, real=step.valid, fresh=one.fresh, why=one.why
     )

@@ -16,7 +16,7 @@ from paddle_shard.data.stages.stage import Opening, Stage, Stated, Unreadable
 from paddle_shard.data.stages.steps import in_rounds
 from paddle_shard.errors import BatchStructureError, PaddleShardError
 from paddle_shard.plan.parts import PartsPlan
-from paddle_shard.plan.step import MOST_STAND_INS
+from paddle_shard.plan.step import MOST_STAND_INS, SamplerStep
 from paddle_shard.reading.batch import Batch, Chunk, take_rows
 from paddle_shard.reading.digest import TurnDigests
 from paddle_shard.reading.reader import HowToRead, Reader
@@ -399,7 +399,8 @@ class OwnBatches:
                 "and only its last may have fewer."
             )
         found.step = replace(
-            found.step, sampler_state={**found.step.sampler_state, "rows": wanted}
+            found.step,
+            sampler=SamplerStep(state={**found.step.sampler.state, "rows": wanted}),
         )
         if rows < wanted or found.empty:
             real = 0 if found.empty else rows

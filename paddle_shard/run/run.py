@@ -134,10 +134,14 @@ class PassProgress:
         """
         skipped_steps, skipped_samples = step.skipped
         steps = self.at.steps + skipped_steps + 1
-        ended = step.last if step.last is not None else steps == self._num_steps
-        delivery = _Delivery(ids, lost, step.drawn, skipped_samples + step.num_real)
+        ended = step.sampler.is_last
+        if ended is None:
+            ended = steps == self._num_steps
+        delivery = _Delivery(
+            ids, lost, step.sampler.drawn, skipped_samples + step.num_positions
+        )
         self.noted_at = time.perf_counter()
-        self._move(delivery, steps, ended=ended, sampler=step.sampler_state)
+        self._move(delivery, steps, ended=ended, sampler=step.sampler.state)
 
     def end(self, skipped_steps: int, skipped_samples: int) -> None:
         """Count the skipped steps after the last delivered batch."""
