@@ -20,13 +20,13 @@ _MOST_SWAPS = 32
 Costs = npt.NDArray[np.float64]
 
 
-def deal(costs: Costs, num_data_ranks: int) -> Rows:
+def assign_rows(costs: Costs, num_data_ranks: int) -> Rows:
     """Return the rows of a batch in the order in which data ranks take them: equally many each, of nearly equal cost.
 
-    The rows are dealt from the costliest to the cheapest, each to the data rank with the least cost so far that is not
-    full (Graham's rule of 1969 with a limit on the number). Then the data rank with most cost swaps rows with others
-    as long as that helps. If the result is no better than the rows as they are, they stay so. If a single row costs
-    more than the mean of a data rank, nothing can make them equal.
+    The rows are assigned from the costliest to the cheapest, each to the data rank with the least cost so far that
+    is not full (Graham's rule of 1969 with a limit on the number). Then the data rank with most cost swaps rows with
+    others as long as that helps. If the result is no better than the rows as they are, they stay so. If a single row
+    costs more than the mean of a data rank, nothing can make them equal.
 
     Args:
         costs: float64[rows, columns] >= 0: the cost of each row, for each kind of cost. All columns weigh the same.
@@ -36,9 +36,9 @@ def deal(costs: Costs, num_data_ranks: int) -> Rows:
         int64[rows]: data rank r takes the r-th of `num_data_ranks` equal stretches, in which rows ascend.
 
     Examples:
-        >>> deal(np.array([[9.0], [1.0], [2.0], [8.0]]), 2).tolist()
+        >>> assign_rows(np.array([[9.0], [1.0], [2.0], [8.0]]), 2).tolist()
         [0, 1, 2, 3]
-        >>> deal(np.array([[9.0], [8.0], [2.0], [1.0]]), 2).tolist()
+        >>> assign_rows(np.array([[9.0], [8.0], [2.0], [1.0]]), 2).tolist()
         [0, 3, 1, 2]
     """
     num_rows = len(costs)
@@ -48,12 +48,12 @@ def deal(costs: Costs, num_data_ranks: int) -> Rows:
     # Integers from here on: a sum of floats may differ between machines, on which all ranks must do the same.
     parts = np.rint(costs / np.where(largest, largest, 1.0) * _UNITS).astype(np.int64)
     parts = parts * _UNITS // np.maximum(parts.sum(axis=0), 1)
-    dealt = _dealt(parts.max(axis=1), num_data_ranks)
-    most = _swap(dealt, parts)
+    assigned = _assign(parts.max(axis=1), num_data_ranks)
+    most = _swap(assigned, parts)
     if parts.reshape(num_data_ranks, -1, parts.shape[1]).sum(axis=1).max() <= most:
         return np.arange(num_rows)
-    dealt.sort(axis=1)
-    return dealt.reshape(-1)
+    assigned.sort(axis=1)
+    return assigned.reshape(-1)
 
 
 def loads(costs: Costs, num_data_ranks: int) -> tuple[float, float]:
@@ -74,7 +74,7 @@ def loads(costs: Costs, num_data_ranks: int) -> tuple[float, float]:
     return float(most[worst]), float(mean[worst])
 
 
-def dealt(
+def balanced_rows(
     ids: Any, micro_size: int, *, num_data_ranks: int, costs_of: Callable[[Any], Costs]
 ) -> tuple[Rows, tuple[float, float]]:
     """Return the rows of a global batch in the order in which data ranks take them, and their load.
@@ -94,7 +94,7 @@ def dealt(
     mean = 0.0
     for first in range(0, len(costs), micro_size):
         of_rows = costs[first : first + micro_size]
-        rows = deal(of_rows, num_data_ranks)
+        rows = assign_rows(of_rows, num_data_ranks)
         largest, usual = loads(of_rows[rows], num_data_ranks)
         most += largest
         mean += usual
@@ -102,7 +102,7 @@ def dealt(
     return np.concatenate(order), (most, mean)
 
 
-def _dealt(costs: npt.NDArray[np.int64], num_data_ranks: int) -> Rows:
+def _assign(costs: npt.NDArray[np.int64], num_data_ranks: int) -> Rows:
     """Return the rows of each data rank: int64[num_data_ranks, rows / num_data_ranks]."""
     rows_per_rank = len(costs) // num_data_ranks
     rows_of: list[list[int]] = [[] for _ in range(num_data_ranks)]
@@ -120,11 +120,11 @@ def _dealt(costs: npt.NDArray[np.int64], num_data_ranks: int) -> Rows:
     return np.array(rows_of, np.int64)
 
 
-def _swap(dealt: Rows, costs: npt.NDArray[np.int64]) -> int:
+def _swap(assigned: Rows, costs: npt.NDArray[np.int64]) -> int:
     """Swap rows between data ranks as long as the largest cost becomes less; return it."""
-    of_row = costs[dealt]  # [data rank, row, column]
+    of_row = costs[assigned]  # [data rank, row, column]
     sums = of_row.sum(axis=1)
-    close = sums.sum(axis=0).max() // len(dealt)
+    close = sums.sum(axis=0).max() // len(assigned)
     close += close // _CLOSE
     for _ in range(_MOST_SWAPS):
         worst, column = divmod(int(sums.argmax()), sums.shape[1])
@@ -141,6 +141,6 @@ def _swap(dealt: Rows, costs: npt.NDArray[np.int64]) -> int:
         sums[worst] -= less[row, other_row]
         sums[other] += less[row, other_row]
         ranks = [worst, other]
-        for array in (dealt, of_row):
+        for array in (assigned, of_row):
             array[ranks, [row, other_row]] = array[ranks[::-1], [other_row, row]]
     return int(sums.max())

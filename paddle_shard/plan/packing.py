@@ -81,24 +81,38 @@ def fitted(lengths: Indices, length: int) -> tuple[npt.NDArray[np.int64], int]:
         shortest = pieces[0] // _PAIR if len(pieces) else length + 1
         rows = rows[np.searchsorted(rows, shortest * _PAIR) :]
 
-    # Best fit, one by one.
-    spaces = rows.tolist()
-    for pair in pieces[::-1].tolist():
-        size, piece = divmod(pair, _PAIR)
-        at = bisect_left(spaces, size * _PAIR)
-        if at == len(spaces):
-            spaces.append(length * _PAIR + num_rows)
-            num_rows += 1
-        room, row = divmod(spaces.pop(at), _PAIR)
-        row_of[piece] = row
-        if room > size:
-            insort(spaces, (room - size) * _PAIR + row)
+    num_rows = _fit_best(pieces, rows.tolist(), row_of, num_rows, length)
 
     # Number the rows in the order of their first pieces.
     first_pieces = np.empty(num_rows, np.int64)
     first_pieces[row_of[::-1]] = np.arange(len(row_of))[::-1]
     renumbered = np.argsort(np.argsort(first_pieces))
     return renumbered[row_of], num_rows
+
+
+def _fit_best(
+    pieces: Indices, spaces: list[int], row_of: Indices, num_rows: int, length: int
+) -> int:
+    """Put pieces into rows by best fit, one by one, the longest first; return the number of rows.
+
+    Args:
+        pieces: (length, number) of each piece, ascending.
+        spaces: (space, number) of each row that is open, ascending.
+        row_of: The row of each piece, which is filled in.
+        num_rows: Rows so far.
+        length: Length of a row.
+    """
+    for pair in pieces[::-1].tolist():
+        size, piece = divmod(pair, _PAIR)
+        at = bisect_left(spaces, size * _PAIR)
+        if at == len(spaces):
+            spaces.append(length * _PAIR + num_rows)
+            num_rows += 1
+        space, row = divmod(spaces.pop(at), _PAIR)
+        row_of[piece] = row
+        if space > size:
+            insort(spaces, (space - size) * _PAIR + row)
+    return num_rows
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,9 +104,9 @@ class GlobalBatch(NamedTuple):
     """See `Step`."""
 
 
-Deal = Callable[[Ids, int], tuple[Rows, tuple[float, float]]]
+BalanceRows = Callable[[Ids, int], tuple[Rows, tuple[float, float]]]
 """Returns the rows of a global batch in the order in which data ranks take them, and (largest, mean) cost of a data
-rank, given (ids, rows of a micro-batch); see `balance.dealt`."""
+rank, given (ids, rows of a micro-batch); see `balance.balanced_rows`."""
 
 
 def as_ids(indices: Ids) -> npt.NDArray[np.int64]:
@@ -114,11 +114,11 @@ def as_ids(indices: Ids) -> npt.NDArray[np.int64]:
     if isinstance(indices, np.ndarray):
         return indices
     try:
-        found = np.array(indices)
+        ids = np.array(indices)
     except ValueError:  # tuples of several lengths
-        found = np.array(None)
-    if found.dtype.kind == "i" and found.ndim == 1:
-        return found.astype(np.int64, copy=False)
+        ids = np.array(None)
+    if ids.dtype.kind == "i" and ids.ndim == 1:
+        return ids.astype(np.int64, copy=False)
     numbers = [
         index if isinstance(index, int) else derive_seed("id", index)
         for index in indices
@@ -132,7 +132,7 @@ def rank_steps(
     rows_of: RowsOf,
     *,
     skips: Ranges = (),
-    deal: Deal | None = None,
+    balance_rows: BalanceRows | None = None,
     compared: bool = False,
 ) -> Generator[Step, None, tuple[int, int]]:
     """Yield the steps of one rank for some global batches of an epoch, without those that are skipped.
@@ -144,7 +144,7 @@ def rank_steps(
         epoch: The epoch.
         rows_of: The rows that the rank reads.
         skips: The skipped steps of the epoch.
-        deal: Assigns rows to data ranks by cost; None: they stay in their order.
+        balance_rows: Assigns rows to data ranks by cost; None: they stay in their order.
         compared: True if the steps carry a digest, by which ranks see that they draw and balance alike.
     """
     skipped = no_steps = (0, 0)
@@ -158,8 +158,8 @@ def rank_steps(
         load = (0.0, 0.0)
         if compared and len(batch.sampler.drawn):
             digest = zlib.crc32(as_ids(take(range(batch.num_rows))).tobytes(), digest)
-        if deal is not None:
-            order, load = deal(take(range(batch.num_rows)), batch.micro_size)
+        if balance_rows is not None:
+            order, load = balance_rows(take(range(batch.num_rows)), batch.micro_size)
             rows = order[np.asarray(rows, np.int64)]
             digest = zlib.crc32(order.tobytes(), digest) if compared else 0
         valid = None

@@ -454,7 +454,7 @@ class Run:
                 f"where() cannot be asked: the order is that of {self.no_order()}."
             )
         return places_of(
-            plan, epoch, sample, self.skips(start), self._source.batches.deal
+            plan, epoch, sample, self.skips(start), self._source.batches.balance_rows
         )
 
     def certificate(self) -> Certificate:

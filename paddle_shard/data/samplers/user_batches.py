@@ -24,7 +24,7 @@ from paddle_shard.errors import (
 from paddle_shard.plan.partition import check_batch_size
 from paddle_shard.plan.seeding import derive_seed
 from paddle_shard.plan.state import LoaderState
-from paddle_shard.plan.step import Deal, GlobalBatch, SamplerStep, as_ids
+from paddle_shard.plan.step import BalanceRows, GlobalBatch, SamplerStep, as_ids
 from paddle_shard.plan.tails import Tail
 
 Value = TypeVar("Value")
@@ -70,7 +70,7 @@ class UserBatches(IndexBatches):
     """The data set, which copies of the sampler share, as they do the one that the sampler was made of."""
     lengths: Mapping[str, int] = field(default_factory=dict)
     """Lengths of the data and of the samplers when the run was set up."""
-    deal: Deal | None = None
+    balance_rows: BalanceRows | None = None
     """Deals rows to the data ranks by cost; None: they stay in their order."""
     draws_for: list[tuple[int, ...]] = field(default_factory=list, compare=False)
     """Of data that is split already: [(data rank,)] if the sampler draws for this data rank alone, [()] if all ranks
