@@ -41,7 +41,8 @@ def test_tutorial_is_killed_resumes_and_verifies(tmp_path, monkeypatch):
     codes, printed = run_script(
         script, num_ranks[0], tmp_path / "killed", {"KILL_AT": kill_at}
     )
-    assert -signal.SIGKILL in codes.values() and 0 not in codes.values(), printed
+    assert -signal.SIGKILL in codes.values(), printed
+    assert 0 not in codes.values(), printed
     assert killed in printed
 
     codes, printed = run_script(script, num_ranks[1], tmp_path / "resumed", {})
