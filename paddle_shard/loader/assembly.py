@@ -28,7 +28,7 @@ from paddle_shard.placement.placer import BatchPlacer
 from paddle_shard.ranks.agreeing import connect
 from paddle_shard.ranks.batch_check import BatchCheck
 from paddle_shard.ranks.rendezvous import num_ranks
-from paddle_shard.ranks.verdict import IF_SPLIT
+from paddle_shard.ranks.reports import IF_SPLIT
 from paddle_shard.reading.reader import HowToRead
 from paddle_shard.reading.reading import Reading, StreamReading, shallow_copy
 from paddle_shard.reading.source import Source

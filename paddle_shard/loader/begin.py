@@ -22,7 +22,7 @@ from paddle_shard.plan.shard_plan import num_skipped
 from paddle_shard.plan.state import LoaderState
 from paddle_shard.ranks.agreeing import gather_of, open_agreement, tell_failed
 from paddle_shard.ranks.agreement import Agreement
-from paddle_shard.ranks.verdict import Terms, described
+from paddle_shard.ranks.reports import Terms
 from paddle_shard.reading.batch import Batch
 from paddle_shard.reading.executor import WorkerExecutor
 
@@ -89,7 +89,9 @@ def begin(setup: PassSetup, start: LoaderState) -> StepPass:
             agreement = _agreement(
                 setup,
                 start,
-                ends_must_agree=stream is None or source.tail.refuses,
+                ends_must_agree=stream is None
+                or source.tail.refuses
+                or (stream.whole_items and compares),
                 same=compares,
             )
             executor = replicas.shared(core, agreement)
@@ -167,15 +169,13 @@ def _settle_draws(setup: PassSetup, start: LoaderState) -> None:
 def _agreement(
     setup: PassSetup, start: LoaderState, *, ends_must_agree: bool, same: bool
 ) -> Agreement:
-    stream = setup.source.stream
     facts = {**setup.facts, **in_words(setup.run.identity or {})}
     terms = Terms(
-        label=described({**facts, "epoch": start.epoch, "step": start.steps}),
+        label={**facts, "epoch": start.epoch, "step": start.steps},
         name=f"{setup.facts['data set']}, epoch {start.epoch}",
         timeout=setup.options.timeout,
         ends_must_agree=ends_must_agree,
         same_data=same,
-        ends_apart=None if stream is None else stream.ends_apart,
         exit_when_lost=setup.options.on_lost == "exit",
         first_step=start.steps,
     )

@@ -24,8 +24,9 @@ from paddle_shard.errors import (
 from paddle_shard.loader.notes import StepNotes
 from paddle_shard.plan.step import Step
 from paddle_shard.ranks.agreement import Agreement
+from paddle_shard.ranks.decision import END, FAIL
 from paddle_shard.ranks.replicas import LeaderStoppedError
-from paddle_shard.ranks.verdict import END, FAIL, error_of_another, report_of
+from paddle_shard.ranks.reports import error_of_another, report_of
 from paddle_shard.reading.batch import NO_STAND_IN, Batch
 from paddle_shard.reading.executor import MAKING_TENSORS, Executor, read_errors
 from paddle_shard.reading.profile import READING_AHEAD, Profiler
@@ -151,12 +152,8 @@ class StepPass:
         self._num_ahead = num_ahead
         self._profiler = Profiler() if profiler is None else profiler
         self._process = os.getpid()
-        self._least_ahead = 0 if agreement is None else agreement.outlook.reads_on
-        """Steps that must be announced beyond a step before it can be delivered."""
         # One step more than is needed, so that the ranks agree on it while the model computes.
-        self._reads_on = (
-            0 if agreement is None else max(int(num_ahead > 0), self._least_ahead)
-        )
+        self._reads_on = int(agreement is not None and num_ahead > 0)
         self._ready: SimpleQueue[Any] = SimpleQueue()
         """Batches that can be delivered, then what the pass ends with: `_END_OF_PASS`, or an error."""
         self._room: SimpleQueue[Any] = SimpleQueue()
@@ -195,7 +192,7 @@ class StepPass:
         step = self._delivered
         if self._thread is not None:
             self._allow_until(step + 1)
-        if step + 1 + self._least_ahead > self._thread_until:
+        if step + 1 > self._thread_until:
             self._read_here(step)
         if self._agreement is not None and not self._agree(self._agreement, step):
             self._end()
@@ -307,7 +304,7 @@ class StepPass:
         """Read on the caller's thread until a step can be delivered, or start the thread that reads ahead."""
         if self._thread is not None:
             self._thread.join()  # it has read the steps that it may
-        wanted = min(step + 1 + self._reads_on, 2 * step + 1 + self._least_ahead)
+        wanted = min(step + 1 + self._reads_on, 2 * step + 1)
         while not self._over and self._announced < wanted:
             if self._may_start_thread():
                 break
@@ -318,6 +315,7 @@ class StepPass:
     def _read(self, *, in_thread: bool) -> None:
         """Read the next step, and announce whether it can be delivered."""
         agreement = self._agreement
+        note: str | None = None
         try:
             if self._num_steps is not None and self._announced >= self._num_steps:
                 raise StopIteration
@@ -332,14 +330,8 @@ class StepPass:
                     raise StopIteration
                 if self._notes is not None:
                     self._notes.alone(found)
-            else:
-                if self._compares:
-                    agreement.note_read(found.digest)
-                if (
-                    self._notes is not None
-                    and (note := self._notes.say(found)) is not None
-                ):
-                    agreement.note(note)
+            elif self._notes is not None:
+                note = self._notes.say(found)
         except StopIteration:
             self._over = True
             self._executor.stop()
@@ -368,7 +360,11 @@ class StepPass:
             self._ready.put(found)
             self._announced += 1
             if agreement is not None:
-                agreement.announce(exhausted=found.exhausted)
+                agreement.announce(
+                    exhausted=found.exhausted,
+                    note=note,
+                    digest=found.digest if self._compares else None,
+                )
 
     def _take(self, *, in_thread: bool) -> Batch:
         """Return the batch of the next step.
