@@ -50,7 +50,7 @@ def run_rank(kind, prefetch):
         )
         if not agrees:
             loader._shared.setup = replace(
-                loader._shared.setup, agreeing_ranks=(dist.get_rank(),)
+                loader._shared.setup, ranks=(dist.get_rank(),)
             )
         return loader
 

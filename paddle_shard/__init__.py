@@ -27,8 +27,8 @@ if TYPE_CHECKING:  # what type checkers and editors see of the names below
     from paddle_shard.extras.state_tensor import state_to_tensor as state_to_tensor
     from paddle_shard.extras.trainers import TrainerCallback as TrainerCallback
     from paddle_shard.extras.trainers import patch_paddle as patch_paddle
-    from paddle_shard.loader.api import gather_valid as gather_valid
     from paddle_shard.loader.api import shard_dataloader as shard_dataloader
+    from paddle_shard.loader.gather import gather_valid as gather_valid
     from paddle_shard.loader.iteration import ShardIterator as ShardIterator
     from paddle_shard.loader.loader import ShardDataloader as ShardDataloader
     from paddle_shard.placement.field import Balanced as Balanced
@@ -50,7 +50,7 @@ _LAZY = {
     "ShardOptions": "paddle_shard.data.external",
     "Stream": "paddle_shard.data.stream",
     "TrainerCallback": "paddle_shard.extras.trainers",
-    "gather_valid": "paddle_shard.loader.api",
+    "gather_valid": "paddle_shard.loader.gather",
     "patch_paddle": "paddle_shard.extras.trainers",
     "shard_dataloader": "paddle_shard.loader.api",
     "state_from_tensor": "paddle_shard.extras.state_tensor",

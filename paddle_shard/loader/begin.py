@@ -1,203 +1,200 @@
-"""How does a pass begin: what does it read for each step, and what does it make of it?"""
+"""Beginning an epoch iterator: its steps, the executor that reads them, and the agreement of the ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 from paddle_shard.core.checks import length_or_none
-from paddle_shard.data.identity import identity_of_files, identity_of_samples, in_words
+from paddle_shard.data.identity import (
+    identity_of_files,
+    identity_of_samples,
+    in_words,
+)
 from paddle_shard.data.samplers import PlanBatches, UserBatches
 from paddle_shard.errors import ArgumentError, SplitError, UnequalEndsError
-from paddle_shard.loader.notes import StepNotes
-from paddle_shard.loader.placing import (
-    PassSetup,
-    Placing,
-    note_summary,
-    placed_of_stream,
-)
+from paddle_shard.loader.placing import Placing, StreamPlacing
+from paddle_shard.loader.setup import LoaderSetup
 from paddle_shard.loader.source import knows_no_rank
+from paddle_shard.loader.step_messages import StepMessages
 from paddle_shard.loader.step_pass import Feed, StepPass
 from paddle_shard.plan.shard_plan import num_skipped
 from paddle_shard.plan.state import LoaderState
+from paddle_shard.plan.step import Step
 from paddle_shard.ranks.agreeing import gather_of, open_agreement, tell_failed
 from paddle_shard.ranks.agreement import Agreement
 from paddle_shard.ranks.reports import Terms
 from paddle_shard.reading.batch import Batch
-from paddle_shard.reading.executor import WorkerExecutor
+from paddle_shard.reading.executor import Executor, WorkerExecutor
 
 
-def begin(setup: PassSetup, start: LoaderState) -> StepPass:
-    """Return a pass from a position on; it yields placed batches."""
-    source, stream, alone = (
-        setup.source,
-        setup.source.stream,
-        len(setup.agreeing_ranks) == 1,
-    )
-    reading, replicas = setup.reading, setup.replicas
-    run = setup.run
+class _Steps(NamedTuple):
+    """The steps of an epoch iterator."""
+
+    steps: Iterator[Step]
+    number: int | None
+    """How many there are; None: the end shows when it comes."""
+    are_compared: bool
+    """True if the ranks compare digests of what they have read or drawn."""
+
+
+def begin(setup: LoaderSetup, start: LoaderState) -> StepPass:
+    """Return the steps from a position on; it yields placed batches."""
     _settle_draws(setup, start)
-    if isinstance(source.batches, PlanBatches) and source.batches.data is not None:
-        _check_length(source.batches)
-    look = None if setup.batch_check is None else partial(note_summary, setup, start)
-    prepare: Callable[[Batch], Batch] = Placing(setup, look)
-    if stream is None:
-        compares = not source.split and (
-            source.batches.plan_of(start) is None or source.costs is not None
-        )
-        skips = run.skips(start)
-        steps = source.batches.steps(
-            start, setup.rows.to_read, skips, compared=compares and not alone
-        )
-        plan = source.batches.plan_of(start)
-        num_steps = (
-            None
-            if plan is None
-            else plan.num_steps - num_skipped(plan.num_steps, skips, start.steps)
-        )
-    else:
-        compares = stream.read_by_all
-        num_steps = stream.known_steps(start)
-        steps = stream.steps(start, compared=not alone or len(stream.chunks) > 1)
-    if num_steps is not None:
-        num_steps -= start.steps
-    if stream is not None:
-        prepare = partial(placed_of_stream, setup, prepare, start, num_steps)
+    steps = _steps_from(setup, start)
+    place: Callable[[Batch], Batch] = Placing(setup, start)
+    if setup.source.stream is not None:
+        place = StreamPlacing(setup, start, steps.number, place)
 
-    # Workers are forked here, before the agreement connects to the other ranks in a thread of its own.
-    core = None if replicas.follows else reading.start()
-    executor = core
+    # Workers are forked before the agreement connects to the other ranks in a thread of its own.
+    reader = None if setup.replicas.follows else setup.reading.start()
+    executor = reader
     agreement: Agreement | None = None
     try:
-        if (
-            run.identity is None
-            and setup.options.verify is not None
-            and not source.split
-        ):
-            digests = (
-                core.digests if isinstance(core, WorkerExecutor) else reading.digests
-            )
-            dataset = setup.options.dataloader.dataset
-            run.note_identity(
-                identity_of_samples(
-                    dataset, source.batches.plan_of(LoaderState()), digests
-                )
-                if stream is None
-                else identity_of_files(stream.stage.source.files_identity())
-            )
-        if not alone:
-            agreement = _agreement(
-                setup,
-                start,
-                ends_must_agree=stream is None
-                or source.tail.refuses
-                or (stream.whole_items and compares),
-                same=compares,
-            )
-            executor = replicas.shared(core, agreement)
+        _note_identity(setup, reader)
+        if not setup.is_alone:
+            agreement = _open_agreement(setup, start, same_data=steps.are_compared)
+            executor = setup.replicas.shared(reader, agreement)
         assert executor is not None
         feed = Feed(
-            steps,
+            steps.steps,
             executor,
-            num_steps,
-            on_training_thread=source.batches.on_training_thread,
+            steps.number,
+            on_training_thread=setup.source.batches.on_training_thread,
         )
-        if (
-            reading.num_workers
-        ):  # they begin to read before the first batch is asked for
+        if setup.reading.num_workers:  # they read before the first batch is asked for
             feed.fill(0, in_thread=False)
+        has_messages = not setup.is_alone or setup.placer.pad_to is not None
         return StepPass(
             feed,
             agreement,
-            prepare=prepare,
-            num_steps=num_steps,
-            notes=None if alone and setup.placer.pad_to is None else StepNotes(setup),
-            compares=compares,
+            place=place,
+            num_steps=steps.number,
+            messages=StepMessages(setup) if has_messages else None,
+            compares=steps.are_compared,
             num_ahead=setup.prefetch,
             profiler=setup.stats.profiler,
         )
     except BaseException as error:  # also a signal handler's
         if isinstance(error, Exception):
-            tell_failed(
-                "its iter(loader) failed", error, setup.agreeing_ranks, by=agreement
-            )
-        for begun in (agreement, executor):
-            if begun is not None:
-                begun.close()
+            tell_failed("its iter(loader) failed", error, setup.ranks, by=agreement)
+        for opened in (agreement, executor):
+            if opened is not None:
+                opened.close()
         raise
 
 
+def _steps_from(setup: LoaderSetup, start: LoaderState) -> _Steps:
+    """Return the steps of this rank from a position on."""
+    source = setup.source
+    stream = source.stream
+    if stream is not None:
+        num_steps = stream.known_steps(start)
+        are_compared = stream.read_by_all
+        has_digests = not setup.is_alone or len(stream.chunks) > 1
+        steps = stream.steps(start, compared=has_digests)
+    else:
+        batches = source.batches
+        if isinstance(batches, PlanBatches) and batches.data is not None:
+            _check_length(batches)
+        plan = batches.plan_of(start)
+        skips = setup.run.skips(start)
+        num_steps = None
+        if plan is not None:
+            skipped = num_skipped(plan.num_steps, skips, start.steps)
+            num_steps = plan.num_steps - skipped
+        # The user's sampler and costs may differ between ranks.
+        are_compared = not source.split and (plan is None or source.costs is not None)
+        has_digests = are_compared and not setup.is_alone
+        steps = batches.steps(start, setup.rows.to_read, skips, compared=has_digests)
+    if num_steps is not None:
+        num_steps -= start.steps
+    return _Steps(steps, num_steps, are_compared)
+
+
 def _check_length(batches: PlanBatches) -> None:
-    """Refuse data that has another length than when the loader was made: some would be left out, or not be there."""
-    name, now, then = (
-        type(batches.data).__name__,
-        length_or_none(batches.data),
-        batches.plan.num_samples,
-    )
-    if now not in (None, then):
+    """Reject data that has another length than when the loader was made."""
+    length = length_or_none(batches.data)
+    planned = batches.plan.num_samples
+    if length not in (None, planned):
         raise ArgumentError(
-            f"the {name} had {then} samples when the loader was made, and has {now} now. Make a new loader of it."
+            f"the {type(batches.data).__name__} had {planned} samples when the loader was made, and has {length} now. "
+            "Make a new loader of it."
         )
 
 
-def _settle_draws(setup: PassSetup, start: LoaderState) -> None:
+def _note_identity(setup: LoaderSetup, executor: Executor | None) -> None:
+    """Set the identity of the data, when the first iterator of a run begins."""
+    source = setup.source
+    if setup.run.identity is not None or setup.verify is None or source.split:
+        return
+    if source.stream is not None:
+        files = source.stream.stage.source.files_identity()
+        setup.run.note_identity(identity_of_files(files))
+        return
+    reads = executor if isinstance(executor, WorkerExecutor) else setup.reading
+    plan = source.batches.plan_of(LoaderState())
+    dataset = setup.dataloader.dataset
+    setup.run.note_identity(identity_of_samples(dataset, plan, reads.digests))
+
+
+def _settle_draws(setup: LoaderSetup, start: LoaderState) -> None:
     """Find out, once, whether the sampler of data that is split already draws for its data rank alone.
 
     All ranks seed it alike at first. If it yields the same on all data ranks, it does not know its rank, as the
     PKSampler of PaddleClas: what it draws is meant for one rank. If not, it cuts its rows out of a common order.
     (Paddle's plain ones yield each sample once: if it is the same on two data ranks, the data is not split after all.)
     """
-    batches, own, ranks = setup.source.batches, setup.own_layout, setup.agreeing_ranks
-    if not (setup.source.split and isinstance(batches, UserBatches)) or knows_no_rank(
-        batches.batch_sampler
-    ):
+    batches = setup.source.batches
+    row_layout = setup.own_layout
+    if not (setup.source.split and isinstance(batches, UserBatches)):
         return
-    if batches.draws_for or own.num_data_ranks == 1 or len(ranks) == 1:
+    is_alone = row_layout.num_data_ranks == 1 or setup.is_alone
+    if batches.draws_for or is_alone or knows_no_rank(batches.batch_sampler):
         return
-    told = set(
-        gather_of(
-            ranks,
-            batches.first_draw(start.epoch),
-            setup.options.timeout,
-            "iter(loader)",
-        )
-    )
-    if told != {""}:
-        batches.draws_for.append((own.data_rank,) if len(told) == 1 else ())
+    drawn = batches.first_draw(start.epoch)
+    of_ranks = set(gather_of(setup.ranks, drawn, setup.timeout, "iter(loader)"))
+    if of_ranks != {""}:
+        batches.draws_for.append((row_layout.data_rank,) if len(of_ranks) == 1 else ())
 
 
-def _agreement(
-    setup: PassSetup, start: LoaderState, *, ends_must_agree: bool, same: bool
+def _open_agreement(
+    setup: LoaderSetup, start: LoaderState, *, same_data: bool
 ) -> Agreement:
-    facts = {**setup.facts, **in_words(setup.run.identity or {})}
+    stream = setup.source.stream
+    identity = in_words(setup.run.identity or {})
+    position = {"epoch": start.epoch, "step": start.steps}
     terms = Terms(
-        label={**facts, "epoch": start.epoch, "step": start.steps},
-        name=f"{setup.facts['data set']}, epoch {start.epoch}",
-        timeout=setup.options.timeout,
-        ends_must_agree=ends_must_agree,
-        same_data=same,
-        exit_when_lost=setup.options.on_lost == "exit",
+        label={**setup.config, **identity, **position},
+        name=f"{setup.config['data set']}, epoch {start.epoch}",
+        timeout=setup.timeout,
+        ends_must_agree=stream is None
+        or setup.source.tail.refuses
+        or (stream.whole_items and same_data),
+        same_data=same_data,
+        exit_when_lost=setup.exit_when_lost,
         first_step=start.steps,
     )
-    return open_agreement(setup.agreeing_ranks, terms)
+    return open_agreement(setup.ranks, terms)
 
 
-def unequal_ends(setup: PassSetup, error: UnequalEndsError) -> Exception:
-    """Return the error to raise if ranks have different numbers of batches; for data with an index, make another."""
-    if setup.source.stream is not None:
+def unequal_ends(setup: LoaderSetup, error: UnequalEndsError) -> Exception:
+    """Return the error to raise if ranks have different numbers of batches."""
+    source = setup.source
+    if source.stream is not None:
         return error
-    where = f"at step {error.step} the data of global ranks {list(error.ended)} has ended and that of "
-    where += f"{list(error.went_on)} has not"
-    if setup.source.split:
+    where = (
+        f"at step {error.step} the data of global ranks {list(error.ended)} has ended and that of "
+        f"{list(error.went_on)} has not"
+    )
+    if source.split:
         return SplitError(
             f"is_dataset_splitted=True, but {where}: ranks would part. Give every data rank as many rows, or leave "
             "is_dataset_splitted at False to have this loader split the data."
         )
-    sampler = setup.source.custom_sampler
-    what = type(
-        setup.options.dataloader.dataset if sampler is None else sampler
-    ).__name__
+    sampler = source.custom_sampler
+    name = type(setup.dataloader.dataset if sampler is None else sampler).__name__
     error.args = (
-        f"{where}: the loader's {what} is not the same on all ranks. Seed it alike on all of them.",
+        f"{where}: the loader's {name} is not the same on all ranks. Seed it alike on all of them.",
     )
     return error

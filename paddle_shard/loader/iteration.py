@@ -1,4 +1,4 @@
-"""How does a user iterate over one pass, batch by batch, and what is said of it at its end, or before it?"""
+"""Iterators that users hold: deliver the batches of one epoch, one by one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from paddle_shard.errors import (
     described,
 )
 from paddle_shard.loader.begin import begin, unequal_ends
-from paddle_shard.loader.placing import PassSetup
+from paddle_shard.loader.setup import LoaderSetup
 from paddle_shard.loader.step_pass import StepPass
 from paddle_shard.placement.device import DeviceWatch
 from paddle_shard.placement.local_tensor import TensorMaker
@@ -37,54 +37,49 @@ from paddle_shard.reading.batch import NO_STAND_IN, Batch
 from paddle_shard.reading.source import Source
 
 _MUCH = 0.1
-"""Share of dropped data from which on it is logged."""
+"""Share of padding or dropped data from which on it is logged."""
 _MOST_TEXT = 300
 """Characters of an error that a later call repeats."""
-_MORE_ALIKE = (
-    "Parts are alike if their files are counted (counts=True; for tars index=, made by `paddle-shard index`), if there "
-    "are fewer parts (in_parts()), or many files of one size. With tail='repeat' or num_batches= nothing is lost."
-)
 
 
 class ShardIterator:
-    """One pass over one epoch. Any number of passes are independent of each other.
+    """An iterator over one epoch. Any number of them are independent of each other.
 
     Attributes:
         epoch: The epoch, fixed when the iterator is made.
-        start: The position in the epoch at which the pass began.
+        start: The position in the epoch at which the iterator began.
     """
 
     def __init__(
-        self, setup: PassSetup, loader: str, begun: StepPass | None = None
+        self, setup: LoaderSetup, loader: str, peeked: StepPass | None = None
     ) -> None:
-        """Start the pass.
+        """Begin to read.
 
         Args:
             setup: Of the loader whose epoch it is.
             loader: Its `repr`.
-            begun: A pass from the present position, whose first batch was looked at; None: a new one.
+            peeked: The steps from the present position, if their first batch was looked at.
         """
         self._setup = setup
         self._loader = loader
         self.start = setup.run.start()
         self.epoch = self.start.epoch
         self._current: Batch | None = None
-        self._failed = ""
+        self._failure = ""
         self._valid: tuple[Batch, Any] | None = None
-        place = setup.options.dataloader.places[0]
-        self._make = TensorMaker(place)
+        place = setup.dataloader.places[0]
+        self._maker = TensorMaker(place)
         self._watch = DeviceWatch(place)
         # By this Paddle's profiler knows whose reading it times. It keeps it, so it is not this object.
-        self._timed = SimpleNamespace(_dataset=setup.options.dataloader.dataset)
-        self._handed = 0.0
-        """When the newest batch was handed to the user, by `time.perf_counter`."""
+        self._timed = SimpleNamespace(_dataset=setup.dataloader.dataset)
+        self._delivered_at = 0.0
+        """When the newest batch was delivered, by `time.perf_counter`; 0.0: none was."""
         self._counts = setup.stats.begin_pass()
         self._profiler = setup.stats.profiler
-        # The pass does not refer to this object, so that abandoning it ends its workers at once.
-        self._pass = begin(setup, self.start) if begun is None else begun
-        self._progress = setup.run.begin(
-            self.start
-        )  # at last: the run counts what it delivers until it is closed
+        # It does not refer to this object, so that abandoning the iterator ends its workers at once.
+        self._steps = begin(setup, self.start) if peeked is None else peeked
+        # At last: the run counts what it delivers until it is closed.
+        self._progress = setup.run.begin(self.start)
 
     @property
     def step(self) -> int:
@@ -108,43 +103,39 @@ class ShardIterator:
         """
         if self._progress.closed:
             if (
-                self._failed
+                self._failure
             ):  # a loop that tries again would take it for the end of the epoch
                 raise PaddleShardError(
-                    f"this iterator has failed before ({self._failed}), and delivers no more. To go on behind the "
+                    f"this iterator has failed before ({self._failure}), and delivers no more. To go on behind the "
                     "batches that were delivered: loader.load_state_dict(loader.state_dict()), and iter(loader) again."
                 )
             raise StopIteration
-        asked = time.perf_counter()
-        if self._handed:
-            self._counts.step_seconds += asked - self._handed
-            self._watch.step_queued()
+        counts = self._counts
         profiler = self._profiler
+        asked_at = time.perf_counter()
+        if self._delivered_at:
+            counts.step_seconds += asked_at - self._delivered_at
+            self._watch.step_queued()
         profiler.is_waiting = True
         try:
-            batch = (
-                self._next_profiled()
-                if benchmark().current_event or in_profiler_mode()
-                else next(self._pass)
-            )
+            if benchmark().current_event or in_profiler_mode():
+                batch = self._next_profiled()
+            else:
+                batch = next(self._steps)
             if batch.placed is None:
-                raise DataReadError(
-                    NO_STAND_IN.format("the run was resumed past the end of the stream")
-                )
-        except StopIteration:
-            self._finish(asked)
-            raise
+                reason = "the run was resumed past the end of the stream"
+                raise DataReadError(NO_STAND_IN.format(reason))
         except BaseException as error:
-            self._fail(asked, error)
+            counts.wait_seconds += time.perf_counter() - asked_at
+            self._finish(error)
             raise
         profiler.is_waiting = False
-        if not self._handed:  # after the workers were forked
+        if not self._delivered_at:  # after the workers were forked
             profiler.start()
-        self._handed = handed = time.perf_counter()
-        counts = self._counts
-        counts.wait_seconds += handed - asked
+        self._delivered_at = delivered_at = time.perf_counter()
+        counts.wait_seconds += delivered_at - asked_at
         if self._watch.is_busy():
-            counts.hidden_seconds += handed - asked
+            counts.hidden_seconds += delivered_at - asked_at
         counts.add(batch)
         # Last, and in two assignments: a signal's handler may save the state at any moment.
         self._current = batch
@@ -157,34 +148,27 @@ class ShardIterator:
         timer.check_if_need_record(self._timed)
         timer.before_reader()
         with RecordEvent("paddle_shard: next batch"):
-            batch = next(self._pass)
+            batch = next(self._steps)
         timer.after_reader()
         return batch
 
-    def _finish(self, asked: float) -> None:
-        """Note that the pass has come to its end."""
-        setup = self._setup
-        self._counts.wait_seconds += time.perf_counter() - asked
+    def _finish(self, error: BaseException) -> None:
+        """Close at the end of the epoch, or after a failure; name the step in the error."""
+        run = self._setup.run
         self.close()
-        try:
-            setup.run.finished(self._progress, *self._pass.skipped_at_end())
-        except (
-            Exception
-        ) as error:  # by the user's sampler; the others hear of it in their next loop
-            tell_failed("the end of its loop failed", error, setup.agreeing_ranks)
-            raise
-        say_if_uneven(setup, self.epoch)
-
-    def _fail(self, asked: float, error: BaseException) -> None:
-        """Note that the pass has failed, and name the step in the error."""
-        setup = self._setup
-        self._counts.wait_seconds += time.perf_counter() - asked
-        self.close()
+        if isinstance(error, StopIteration):
+            try:
+                run.finished(self._progress, *self._steps.skipped_at_end())
+            except Exception as failure:  # of the user's sampler
+                tell_failed("the end of its loop failed", failure, self._setup.ranks)
+                raise
+            _warn_if_uneven(self._setup, self.epoch)
+            return
         if isinstance(error, Exception):
-            self._failed = described(error).partition("\n")[0][:_MOST_TEXT]
-        setup.run.failed(self._progress, error)
+            self._failure = described(error).partition("\n")[0][:_MOST_TEXT]
+        run.failed(self._progress, error)
         if isinstance(error, UnequalEndsError):
-            raise unequal_ends(setup, error) from None
+            raise unequal_ends(self._setup, error) from None
         if isinstance(error, BatchStructureError):
             raise BatchStructureError(
                 f"epoch {self.epoch}, step {self.step}: {error}"
@@ -196,25 +180,22 @@ class ShardIterator:
 
         It is placed like the rows of the batch's last field, so `(metric * valid).sum() / valid.sum()` is exact.
         """
-        if self._current is None:
+        batch = self._current
+        if batch is None:
             raise PaddleShardError(
                 "valid: no batch has been delivered yet; call next() first."
             )
-        found = self._current
-        if (
-            self._valid is None or self._valid[0] is not found
-        ):  # made once a batch: it is a copy to the device
-            self._valid = (
-                found,
-                found.placed.rows.valid(found.valid(), found.placed.last, self._make),
-            )
+        if self._valid is None or self._valid[0] is not batch:
+            recipe = batch.placed
+            mask = recipe.rows.valid(batch.valid(), recipe.last, self._maker)
+            self._valid = (batch, mask)
         return self._valid[1]
 
     def close(self) -> None:
-        """End the workers and threads of the pass; safe to call again. Abandoning the iterator does it, too."""
+        """End the workers and threads; safe to call again. Abandoning the iterator does it, too."""
         self._progress.closed = True
         self._setup.stats.end_pass(self._counts)
-        self._pass.close()
+        self._steps.close()
 
     def __enter__(self) -> ShardIterator:
         return self
@@ -223,44 +204,40 @@ class ShardIterator:
         self.close()
 
     def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
-        if (
-            hasattr(self, "_progress") and not ending()
-        ):  # workers and threads are ended when the process begins to end
+        # Workers and threads are ended when the process begins to end.
+        if hasattr(self, "_progress") and not ending():
             self.close()
 
 
-def say_if_uneven(setup: PassSetup, epoch: int) -> None:
-    """Log, at the end of a pass, how many rows of this rank were padding, or what was dropped: once, and if it is more.
-
-    The files of a part may be others in each epoch.
-    """
+def _warn_if_uneven(setup: LoaderSetup, epoch: int) -> None:
+    """Log, at the end of an epoch of a stream, which share is padding or was dropped: once, and if it is more."""
     stream = setup.source.stream
-    stats = setup.stats
-    if stream is None or stream.whole_items or stream.plan.repeats:
+    if stream is None or stream.whole_items:
         return
-    plan = stream.plan
-    counts = stats.epoch
-    rank = setup.own_layout.global_rank
-    rows = counts.samples + counts.padding + counts.skipped
-    padding = counts.padding / max(1, rows)
-    if (
-        plan.ending.pads and padding * counts.batches >= 1 and padding > stats.most_lost
-    ):  # a whole batch
-        stats.most_lost = padding
-        say_once(
-            f"tail='pad': {counts.padding} of the {rows} rows that rank {rank} was given in this epoch are padding, "
-            f"because the stream's {plan.num_parts} parts end at different times. {_MORE_ALIKE}"
+    policy = stream.plan.ending
+    counts = setup.stats.epoch
+    source = stream.stage.source
+    share = 0.0
+    if policy.pads:
+        rows = counts.samples + counts.padding + counts.skipped
+        if counts.padding * counts.batches >= rows > 0:  # at least a whole batch
+            share = counts.padding / rows
+    elif policy.drops and isinstance(source, ShardSource):
+        sizes = source.part_sizes(stream.opening(LoaderState(epoch=epoch)))
+        share = policy.lost(sizes) if sizes and any(sizes) else 0.0
+    if share > max(_MUCH, setup.stats.most_uneven):
+        setup.stats.most_uneven = share
+        effect = (
+            "of this rank's rows were padding"
+            if policy.pads
+            else "of the data, by its files' sizes, was dropped"
         )
-    if plan.ending.drops and rank == 0 and isinstance(stream.stage.source, ShardSource):
-        sizes = stream.stage.source.part_sizes(stream.opening(LoaderState(epoch=epoch)))
-        dropped = plan.ending.lost(sizes) if sizes and any(sizes) else 0.0
-        if dropped > max(_MUCH, stats.most_lost):
-            stats.most_lost = dropped
-            say_once(
-                f"tail='drop': this loop had {counts.batches} batches, {counts.batches * plan.batch_size} rows, and "
-                f"ended with the shortest of the stream's {plan.num_parts} parts: about {dropped:.0%} of the data, by "
-                f"its files' sizes, was dropped. {_MORE_ALIKE}"
-            )
+        say_once(
+            f"tail={policy!r}: {share:.0%} {effect}, since the stream's {stream.plan.num_parts} parts end at different "
+            "times. Parts are alike if their files are counted (counts=True; for tars index=, made by `paddle-shard "
+            "index`), if there are fewer parts (in_parts()), or many files of one size. With tail='repeat' or "
+            "num_batches= nothing is lost."
+        )
 
 
 def warn_if_batches_differ(source: Source, plan: ShardPlan | None) -> None:

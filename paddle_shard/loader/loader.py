@@ -1,4 +1,4 @@
-"""What does the user hold, and what do trainers see as its `batch_sampler`?"""
+"""The loader that users hold, and the `batch_sampler` that trainers find in it."""
 
 from __future__ import annotations
 
@@ -16,16 +16,14 @@ from paddle.distributed.auto_parallel.api import (
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError
 from paddle_shard.loader import stopping
-from paddle_shard.loader.assembly import setup_of
 from paddle_shard.loader.begin import begin
-from paddle_shard.loader.compat import asked_by_to_static, mend_process_mesh
+from paddle_shard.loader.compat import asked_by_to_static
 from paddle_shard.loader.iteration import (
     ShardIterator,
     describe,
     warn_if_batches_differ,
 )
-from paddle_shard.loader.options import LoaderOptions
-from paddle_shard.loader.placing import PassSetup
+from paddle_shard.loader.setup import LoaderSetup
 from paddle_shard.loader.step_pass import StepPass
 from paddle_shard.plan.certificate import Certificate
 from paddle_shard.plan.mixture import Drawn
@@ -35,18 +33,18 @@ from paddle_shard.ranks.agreeing import fails_on_all_ranks
 
 
 def _ranks_of(
-    it: ShardDataloader | ShardBatchSampler, *_: Any, **__: Any
+    loader: ShardDataloader | ShardBatchSampler, *_: Any, **__: Any
 ) -> list[tuple[int, ...]]:
-    return [it._run.ranks]
+    return [loader._run.ranks]
 
 
 @dataclass
 class _Shared:
-    """What a loader and all that its calls return have in common, and change."""
+    """The mutable values that a loader shares with the loaders that its calls return."""
 
-    setup: PassSetup
-    described: tuple[LoaderState, StepPass] | None = None
-    """A position, and a pass from there whose first batch was looked at: it cannot perhaps be read again."""
+    setup: LoaderSetup
+    peeked: tuple[LoaderState, StepPass] | None = None
+    """A position, and the steps from there, whose first batch `dist.to_static` has looked at."""
 
 
 class ShardDataloader(PaddleShardDataloader):
@@ -67,30 +65,25 @@ class ShardDataloader(PaddleShardDataloader):
         stats: Counts of what was delivered to this rank, and where the time went; see `LoaderStats`.
     """
 
-    def __init__(self, options: LoaderOptions) -> None:
+    def __init__(self, setup: LoaderSetup, given: Any, *, seed: int) -> None:
         """See `shard_dataloader`."""
         # Paddle's constructor is not called: it is what this class puts right.
-        mend_process_mesh()
-        setup = setup_of(options)
         source = setup.source
-        self._shared, self._run = _Shared(setup), setup.run
+        self._shared = _Shared(setup)
+        self._run = setup.run
         self._next_of: tuple[int, ShardIterator] | None = None
-        """The iterator of `next(loader)`, and the first pass of the run when it was made: a load begins another."""
-        self.given, self.dataset, self.stats = (
-            options.dataloader,
-            setup.options.dataloader.dataset,
-            setup.stats,
-        )
-        self.seed, self.timeout, self.is_dataset_splitted = (
-            options.seed,
-            options.timeout,
-            source.split,
-        )
-        self.dense_tensor_idx = options.dense_tensor_idx
+        """The iterator of `next(loader)`, and the run's `first_pass` when it was made: a load begins another."""
+        self.given = given
+        self.dataset = setup.dataloader.dataset
+        self.stats = setup.stats
+        self.seed = seed
+        self.timeout = setup.timeout
+        self.is_dataset_splitted = source.split
+        self.dense_tensor_idx = setup.placer.dense_tensor_idx
         self.batch_size = None
         if source.batch_size is not None:
-            ranks = 1 if source.split else setup.own_layout.num_data_ranks
-            self.batch_size = source.batch_size // source.accumulation // ranks
+            num_data_ranks = 1 if source.split else setup.own_layout.num_data_ranks
+            self.batch_size = source.batch_size // source.accumulation // num_data_ranks
         self.batch_sampler = ShardBatchSampler(setup, self.batch_size)
         # Trainers look for the sampler behind the DataLoader, too, where Paddle's class has it.
         self._dataloader = setup.reading.dataloader
@@ -98,89 +91,87 @@ class ShardDataloader(PaddleShardDataloader):
 
     @property
     def _input_keys(self) -> Any:
-        """The keys to deliver in passes that begin from now on. Trainers assign them."""
+        """The keys to deliver by iterators that begin from now on. Trainers assign them."""
         return self._shared.setup.placer.input_keys
 
     @_input_keys.setter
     def _input_keys(self, keys: Any) -> None:
         setup = self._shared.setup
-        self._shared.setup = replace(
-            setup, placer=replace(setup.placer, input_keys=keys)
-        )
+        placer = replace(setup.placer, input_keys=keys)
+        self._shared.setup = replace(setup, placer=placer)
 
     def __repr__(self) -> str:
-        source, own, plan = (
-            self._shared.setup.source,
-            self._shared.setup.own_layout,
-            self.plan,
-        )
-        order = (
-            "sequential"
-            if source.custom_sampler is None
-            else type(source.custom_sampler).__name__
-        )
-        if source.stream is not None and not source.item_is_batch:
+        source = self._shared.setup.source
+        row_layout = self._shared.setup.own_layout
+        plan = self.plan
+        order = "sequential"
+        if source.custom_sampler is not None:
+            order = type(source.custom_sampler).__name__
+        elif source.stream is not None and not source.item_is_batch:
             order = f"stream in {source.stream.plan.num_parts} parts"
-        if (
-            source.custom_sampler is None
-            and plan is not None
-            and plan.ordering.shuffles
-        ):
-            order = f"shuffled with seed {self.seed}"
-        return (
-            f"{type(self).__name__}({type(self.dataset).__name__}, {order}, global batch {source.batch_size}, "
-            f"tail {source.tail!r}, split over {list(own.data_axis_names)} = "
-            f"{own.num_data_ranks} data ranks of the mesh "
-            f"{dict(zip(own.layout.axes, own.layout.shape, strict=True))}, epoch {self.epoch}"
-            + (f", {self.stats.who_reads})" if self.stats.who_reads else ")")
-        )
+        elif plan is not None and not plan.ordering.is_identity:
+            order = f"shuffle={plan.ordering.name!r}, seed {self.seed}"
+        mesh = dict(zip(row_layout.layout.axes, row_layout.layout.shape, strict=True))
+        entries = [
+            type(self.dataset).__name__,
+            order,
+            f"global batch {source.batch_size}",
+            f"tail {source.tail!r}",
+            f"split over {list(row_layout.data_axis_names)} = "
+            f"{row_layout.num_data_ranks} data ranks of the mesh {mesh}",
+            f"epoch {self.epoch}",
+            self.stats.who_reads,
+        ]
+        return f"{type(self).__name__}({', '.join(filter(None, entries))})"
 
     def __len__(self) -> int:
         return self._run.num_batches()
 
     @fails_on_all_ranks(_ranks_of, "iter(loader)")
     def __iter__(self) -> ShardIterator:
-        return ShardIterator(self._shared.setup, repr(self), self._take_described())
+        return ShardIterator(self._shared.setup, repr(self), self._take_peeked())
 
-    def _take_described(self) -> StepPass | None:
-        """Return the pass whose first batch was looked at, if the run still stands where it begins."""
-        described, self._shared.described = self._shared.described, None
-        if described is not None and described[0] != self._run.start():
-            described[1].close()
+    def _take_peeked(self) -> StepPass | None:
+        """Return the steps whose first batch was peeked at, if the run still is where they begin."""
+        peeked = self._shared.peeked
+        self._shared.peeked = None
+        if peeked is None:
             return None
-        return None if described is None else described[1]
+        start, step_pass = peeked
+        if start != self._run.start():
+            step_pass.close()
+            return None
+        return step_pass
 
     def _first_batch(self) -> Any:
         """Return the first batch of the current epoch without delivering it."""
-        shared, start, described = (
-            self._shared,
-            self._run.start(),
-            self._take_described(),
-        )
-        if described is None:
-            described = begin(shared.setup, start)
-        shared.described = start, described
+        shared = self._shared
+        start = self._run.start()
+        step_pass = self._take_peeked() or begin(shared.setup, start)
+        shared.peeked = (start, step_pass)
         try:
-            return described.peek()
+            return step_pass.peek()
         except BaseException as error:
-            if not isinstance(error, Exception):  # a batch may have been read by halves
-                shared.described = None
-                described.close()
+            if not isinstance(error, Exception):  # a batch may have been read in part
+                shared.peeked = None
+                step_pass.close()
             raise
 
     def __call__(self) -> ShardDataloader:
-        """Return this loader with a `next` of its own: all else, the epoch and the position too, is one and the same.
+        """Return this loader with a `next` of its own: the epoch, the position and all else are shared.
 
         Trainers call the loader once, enumerate the result every epoch, and ask it for what they would ask the loader;
         `dist.to_static` takes one `next` of it.
         """
-        # A shallow copy: both have one `_Shared`, one run and one `stats`, and so one position.
         other = copy(self)
         other._next_of = None
         return other
 
     def __next__(self) -> Any:
-        """Return the next batch of a pass that continues from `next` to `next`; after its end or a load, of another."""
+        """Return the next batch of an iterator that continues from `next` to `next`.
+
+        After its end, or a load, the next call begins another iterator.
+        """
         if asked_by_to_static():
             warn_if_batches_differ(self._shared.setup.source, self.plan)
             return describe(self._first_batch)
@@ -188,7 +179,7 @@ class ShardDataloader(PaddleShardDataloader):
             self._next_of[1].close()
             self._next_of = None
         if self._next_of is None:
-            self._next_of = self._run.first_pass, iter(self)
+            self._next_of = (self._run.first_pass, iter(self))
         try:
             return next(self._next_of[1])
         except StopIteration:
@@ -197,8 +188,8 @@ class ShardDataloader(PaddleShardDataloader):
 
     def close(self) -> None:
         """End persistent workers; open iterators keep theirs."""
-        if self._shared.described is not None:
-            self._shared.described[1].close()
+        if self._shared.peeked is not None:
+            self._shared.peeked[1].close()
         self._shared.setup.reading.close()
 
     @property
@@ -212,7 +203,7 @@ class ShardDataloader(PaddleShardDataloader):
         loaders over the same ranks become True together.
 
         Raises:
-            ArgumentError: This rank is on none of the meshes, so nobody tells it.
+            ArgumentError: This rank is on none of the meshes.
 
         Examples:
             >>> for inputs, labels in loader:  # doctest: +SKIP
@@ -224,11 +215,11 @@ class ShardDataloader(PaddleShardDataloader):
         setup = self._shared.setup
         if not setup.own_layout.on_mesh:
             raise ArgumentError(
-                f"stop_requested: global rank {setup.own_layout.global_rank} is on none of the loader's meshes, so "
-                "nobody tells it. Ask on the ranks of the meshes, and send it what they say."
+                f"stop_requested: global rank {setup.own_layout.global_rank} is on none of the loader's meshes and "
+                "does not receive the signal. Ask on the ranks of the meshes, and send it their answer."
             )
         stopping.listen()
-        return stopping.is_requested(setup.agreeing_ranks)
+        return stopping.is_requested(setup.ranks)
 
     @property
     def plan(self) -> ShardPlan | None:
@@ -312,23 +303,21 @@ class ShardDataloader(PaddleShardDataloader):
     def certificate(self) -> Certificate:
         """Return a proof of which samples the run has delivered in the epoch of its last batch.
 
-        Right after a load, that is the epoch of the loaded state. `set_epoch` does not change it until a batch of the
-        new epoch is delivered. In the middle of an epoch, the certificate lists what is still missing.
+        The call is collective: every rank of the meshes calls it, at the same step. In the middle of an epoch, the
+        certificate lists what is still missing. Right after a load, the epoch is that of the loaded state.
 
-        The call is collective: every rank of the meshes calls it, at the same step. It counts every batch of the epoch
-        that any iterator of this loader has delivered since the loader was made or has loaded a state, and what that
-        state says of the epoch: samples that were delivered before the stop, also on another mesh or with another batch
-        size. An epoch that was left and begun again, two iterators over it at once, or a `next(iter(loader))` to see a
-        batch have delivered samples twice, so the certificate is not exact. Call it before each `state_dict` that other
-        ranks may load, so that the state knows what all ranks have delivered.
+        It counts every batch of the epoch that any iterator of this loader has delivered since the loader was made, and
+        what the loaded state knows of the epoch: samples that were delivered before the stop, also on another mesh or
+        with another batch size. An epoch that was left and begun again has delivered samples twice, so its certificate
+        is not exact. Call it before each `state_dict` that other ranks may load, so that the state knows what all ranks
+        have delivered.
 
         With a sampler of your own, it proves that each sample was delivered as often as the sampler drew it, to one
-        data rank each time, up to the end of the sampler, and that all ranks drew alike. It cannot know what the
-        sampler should have drawn, nor what the tail dropped.
+        data rank each time, and that all ranks drew alike.
 
         Raises:
-            ArgumentError: Of streams, of data sets of whole batches, and where a sampler of your own splits the data,
-                samples have no number that all ranks know.
+            ArgumentError: Samples have no number that all ranks know: a stream, a data set of whole batches, or data
+                that a sampler of your own splits.
         """
         return self._run.certificate()
 
@@ -340,20 +329,19 @@ class ShardBatchSampler(paddle.io.DistributedBatchSampler):
     are those of the sampler that the loader was given, of whose class it is for `isinstance`, too.
     """
 
-    def __init__(self, setup: PassSetup, batch_size: int | None) -> None:
+    def __init__(self, setup: LoaderSetup, batch_size: int | None) -> None:
         # Not Paddle's: its constructor would look for a rank of its own.
-        source, own = setup.source, setup.own_layout
-        self._source, self._rows, self._run = source, setup.rows, setup.run
-        self._given, self.dataset = (
-            setup.options.dataloader.batch_sampler,
-            setup.options.dataloader.dataset,
-        )
-        self.nranks = own.num_data_ranks
-        self.local_rank = own.data_rank if own.on_mesh else 0
+        self._setup = setup
+        self._run = setup.run
+        self._given = setup.dataloader.batch_sampler
+        self.dataset = setup.dataloader.dataset
+        row_layout = setup.own_layout
+        self.nranks = row_layout.num_data_ranks
+        self.local_rank = row_layout.data_rank if row_layout.on_mesh else 0
         self.batch_size = batch_size
-        self.drop_last = source.tail.drops
+        self.drop_last = setup.source.tail.drops
         self.shuffle = bool(getattr(self._given, "shuffle", False))
-        self._acc_steps = source.accumulation
+        self._acc_steps = setup.source.accumulation
 
     @property
     def epoch(self) -> int:
@@ -371,17 +359,15 @@ class ShardBatchSampler(paddle.io.DistributedBatchSampler):
         return self.num_samples * self.nranks
 
     def __iter__(self) -> Iterator[list[Any]]:
-        if self._source.stream is not None:
+        if self._setup.source.stream is not None:
             raise ArgumentTypeError(
                 "batch_sampler: the samples of a stream have no index. Iterate over the loader itself."
             )
         start = self._run.start(self.epoch)
-        start = LoaderState(
-            epoch=start.epoch, steps_before=start.steps_before
-        )  # of the whole epoch
-        for step in self._source.batches.steps(
-            start, self._rows.to_read, self._run.skips(start)
-        ):
+        epoch_start = LoaderState(epoch=start.epoch, steps_before=start.steps_before)
+        batches = self._setup.source.batches
+        skips = self._run.skips(start)
+        for step in batches.steps(epoch_start, self._setup.rows.to_read, skips):
             yield (
                 step.ids.tolist()
                 if isinstance(step.ids, np.ndarray)
@@ -401,13 +387,14 @@ class ShardBatchSampler(paddle.io.DistributedBatchSampler):
     @property  # type: ignore[misc]
     def __class__(self) -> type:
         # `isinstance` asks this, too. PaddleNLP's trainers skip by reading, unless they find their own sampler here: it
-        # must stand behind its `consumed_samples` then, which not all of them tell it, and is not shown before.
-        known, given = self.__dict__, self.__dict__.get("_given")
+        # must stand behind its `consumed_samples` then, which not all of them set, and is not shown before.
+        attributes = self.__dict__
+        given = attributes.get("_given")
         if given is not None and getattr(given, "consumed_samples", None) != 0:
-            known["_shown"] = type(
+            attributes["_shown_class"] = type(
                 given
-            )  # also in later epochs, where it begins at 0 again
-        shown: type = known.get("_shown", type(self))
+            )  # also in later epochs, which begin at 0
+        shown: type = attributes.get("_shown_class", type(self))
         return shown
 
     def __getattr__(self, name: str) -> Any:

@@ -106,8 +106,8 @@ class LoaderStats:
         self.profiler = Profiler()
         self.of_ranks: dict[int, Summary] = {}
         """Global rank -> its summary, when the ranks last exchanged them."""
-        self.most_lost = 0.0
-        """Largest share of padding, or of dropped rows, in a pass that was logged."""
+        self.most_uneven = 0.0
+        """Largest share of padding or dropped data that was logged."""
 
     @property
     def total(self) -> Counts:

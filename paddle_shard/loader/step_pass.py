@@ -21,7 +21,7 @@ from paddle_shard.errors import (
     DataReadError,
     PeerLostError,
 )
-from paddle_shard.loader.notes import StepNotes
+from paddle_shard.loader.step_messages import StepMessages
 from paddle_shard.plan.step import Step
 from paddle_shard.ranks.agreement import Agreement
 from paddle_shard.ranks.decision import END, FAIL
@@ -36,11 +36,10 @@ _JOIN_SECONDS = 1.0
 """Seconds that closing waits for a read that cannot be interrupted. Its thread then ends by itself later."""
 _UNLIMITED = 1 << 62
 _STOP = object()
-_END_OF_PASS = object()
 
 
 class Feed:
-    """Submits the steps of a pass to its executor."""
+    """Submits the steps of an epoch iterator to the executor that reads them."""
 
     def __init__(
         self,
@@ -50,13 +49,13 @@ class Feed:
         *,
         on_training_thread: bool,
     ) -> None:
-        """Begin.
+        """Initialize.
 
         Args:
             steps: The steps.
             executor: Reads them.
             num_steps: Their number; None: the end shows when it comes.
-            on_training_thread: True if they are made on the thread of the training loop only.
+            on_training_thread: True if they are made on the training thread only.
         """
         self._steps: Iterator[Step] | None = steps
         self.executor = executor
@@ -67,28 +66,26 @@ class Feed:
         """Steps that the training thread has made for another thread to submit."""
         self.num_submitted = 0
         self.failure: Exception | None = None
-        """The error of the user's sampler, to be raised after the steps before it."""
+        """The error of the user's sampler, raised after the steps before it."""
 
     def make(self, num_steps: int) -> None:
-        """Make steps until so many are made or submitted; for the thread of the training loop."""
-        while (
-            self.num_submitted + len(self._made) < num_steps
-            and (step := self._next()) is not None
-        ):
+        """Make steps until `num_steps` are made or submitted; on the training thread."""
+        while self.num_submitted + len(self._made) < num_steps:
+            step = self._next()
+            if step is None:
+                return
             self._made.append(step)
 
     def fill(self, num_taken: int, *, in_thread: bool) -> None:
         """Submit as many steps as the executor should have."""
         while self.num_submitted - num_taken < self.executor.depth:
+            step: Step | None = None
             if self._made:
                 step = self._made.popleft()
-            elif in_thread and self.on_training_thread:
+            elif not (in_thread and self.on_training_thread):
+                step = self._next()
+            if step is None:
                 return
-            else:
-                found = self._next()
-                if found is None:
-                    return
-                step = found
             self.num_submitted += 1
             self.executor.submit(step, is_last=self.num_submitted == self._num_steps)
 
@@ -98,21 +95,20 @@ class Feed:
         try:
             return next(self._steps)
         except StopIteration as end:
-            self._steps = None
             self._skipped_at_end = end.value or (0, 0)
         except Exception as error:
-            self._steps = None
             self.failure = error
+        self._steps = None
         return None
 
     def skipped_at_end(self) -> tuple[int, int]:
-        """Return the (steps, samples) skipped after the last step, once the pass has ended."""
-        self._next()  # the number of steps may have told the end
+        """Return the (steps, samples) skipped after the last step, once all are delivered."""
+        self._next()  # the end may have been known without it
         return self._skipped_at_end
 
 
 class StepPass:
-    """Delivers the steps of one pass. All ranks deliver the same steps and fail at the same step.
+    """Delivers the steps of one epoch iterator. All ranks deliver the same steps and fail at the same step.
 
     Each rank announces what it can deliver, some steps ahead, and delivers a step once all ranks have announced it. A
     thread reads, places and announces ahead, wherever the executor allows it; the training thread only takes batches.
@@ -123,21 +119,21 @@ class StepPass:
         feed: Feed,
         agreement: Agreement | None,
         *,
-        prepare: Callable[[Batch], Batch],
+        place: Callable[[Batch], Batch],
         num_steps: int | None = None,
-        notes: StepNotes | None = None,
+        messages: StepMessages | None = None,
         compares: bool = False,
         num_ahead: int = 2,
         profiler: Profiler | None = None,
     ) -> None:
-        """Start the pass.
+        """Initialize; reading begins with the first batch.
 
         Args:
-            feed: Submits its steps to the executor that reads them.
+            feed: Submits the steps to the executor that reads them.
             agreement: The agreement of the ranks; None: this rank is alone.
-            prepare: Returns the placed batch; it raises `StopIteration` if the pass ends before it.
-            num_steps: Steps of the pass; None: the end shows when it comes.
-            notes: What the ranks tell each other about each step; None: nothing.
+            place: Returns the placed batch; it raises `StopIteration` if the epoch ends before it.
+            num_steps: Number of steps; None: the end shows when it comes.
+            messages: What the ranks send each other with a step; None: nothing.
             compares: True if the ranks compare digests of what they have read or drawn.
             num_ahead: Batches that a thread keeps ready; 0: no thread reads.
             profiler: Samples what is waited for; None: nothing does.
@@ -145,34 +141,34 @@ class StepPass:
         self._feed = feed
         self._executor = feed.executor
         self._agreement = agreement
-        self._prepare = prepare
+        self._place = place
         self._num_steps = num_steps
-        self._notes = notes
+        self._messages = messages
         self._compares = compares and agreement is not None
         self._num_ahead = num_ahead
         self._profiler = Profiler() if profiler is None else profiler
         self._process = os.getpid()
         # One step more than is needed, so that the ranks agree on it while the model computes.
-        self._reads_on = int(agreement is not None and num_ahead > 0)
-        self._ready: SimpleQueue[Any] = SimpleQueue()
-        """Batches that can be delivered, then what the pass ends with: `_END_OF_PASS`, or an error."""
-        self._room: SimpleQueue[Any] = SimpleQueue()
-        """An entry for each batch that the thread may read, or `_STOP`."""
-        self._thread: threading.Thread | None = None
-        self._has_room = 0
-        """Steps before which the thread has room to read."""
-        self._allowed = 0
-        """Steps before which it is given room when the next step is delivered."""
-        self._thread_until = 0
-        """The thread reads the steps before this one."""
-        self._peeked: Batch | Exception | None = None
-        """The first batch, or why it could not be read, if it was looked at."""
+        self._most_ahead = int(agreement is not None and num_ahead > 0)
+
+        self._ready: SimpleQueue[Batch | BaseException] = SimpleQueue()
+        """Batches that can be delivered, then what ends them: a `StopIteration`, or another error."""
+        self._first: Batch | BaseException | None = None
+        """The first batch, or why there is none, while it is peeked at."""
         self._taken = 0
         self._announced = 0
         self._delivered = 0
         self._failure: BaseException | None = None
-        self._over = False
+        self._is_over = False
         """True if nothing more will be read."""
+
+        self._thread: threading.Thread | None = None
+        self._thread_until = 0
+        """The thread reads the steps before this one; 0: there is none."""
+        self._room: SimpleQueue[Any] = SimpleQueue()
+        """An entry for each batch that the thread may read, or `_STOP`."""
+        self._room_until = 0
+        """The thread has room for the steps before this one."""
 
     def __iter__(self) -> StepPass:
         return self
@@ -181,7 +177,7 @@ class StepPass:
         """Return the next batch; it is not placed if nothing could be read for it.
 
         Raises:
-            StopIteration: The pass has ended, on all ranks.
+            StopIteration: The epoch has ended, on all ranks.
             PaddleShardError: Reading failed on this or another rank; all ranks raise it at this step.
         """
         if self._process != os.getpid():
@@ -190,109 +186,100 @@ class StepPass:
                 "makes one of its own: iter(loader)."
             )
         step = self._delivered
-        if self._thread is not None:
-            self._allow_until(step + 1)
         if step + 1 > self._thread_until:
             self._read_here(step)
         if self._agreement is not None and not self._agree(self._agreement, step):
             self._end()
-        found = self._ready.get()
-        if not isinstance(found, Batch):
-            if found is _END_OF_PASS:
+        batch = self._ready.get()
+        if isinstance(batch, BaseException):
+            if isinstance(batch, StopIteration):
                 self._end()
             self.close()
-            raise found
+            raise batch
+        self._first = None
         self._delivered = step + 1
         if self._thread is not None:
-            self._make_room()
-        if found.finish is not None:
-            self._finish(found)
-        if self._notes is not None and self._agreement is not None:
-            found = self._notes.heed(found, self._agreement.take_notes(step))
-        return found
+            self._make_room(step + 1)
+        if batch.finish is not None:
+            self._finish(batch)
+        if self._agreement is not None and self._messages is not None:
+            batch = self._messages.apply(batch, self._agreement.take_notes(step))
+        return batch
 
-    def _finish(self, found: Batch) -> None:
-        """Do the rest of placing a batch, which belongs to the thread that computes with it."""
-        assert found.finish is not None
+    def _finish(self, batch: Batch) -> None:
+        """Do the rest of placing a batch, which belongs to the training thread."""
+        assert batch.finish is not None
         try:
-            with no_fork, read_errors(found.step, MAKING_TENSORS):
-                found.value = found.finish()
+            with no_fork, read_errors(batch.step, MAKING_TENSORS):
+                batch.value = batch.finish()
         except Exception as error:
             if self._agreement is not None:
                 self._agreement.fail(report_of(error))
             self.close()
             raise
-        found.finish = None
+        batch.finish = None
 
     def _end(self) -> None:
-        self._over = True
+        self._is_over = True
         if self._agreement is not None:
             self._agreement.close()
-        stopped = self._stop_thread(interrupt=False)
-        self._executor.close(ended=stopped)
+        has_stopped = self._stop_thread(interrupt=False)
+        self._executor.close(ended=has_stopped)
         raise StopIteration
 
     def _agree(self, agreement: Agreement, step: int) -> bool:
-        """Return whether all ranks deliver a step; False if the pass has ended."""
+        """Return whether all ranks deliver a step; False if the epoch has ended."""
         try:
             return agreement.deliver(step)
         except AgreedFailure as failure:
-            own = self._own_failure(failure.step)
+            own = self._take_failure(failure.step)
             self.close()
             raise own or error_of_another(*failure.reports[0]) from None
-        except (
-            PeerLostError
-        ) as lost:  # it may have timed out because of the failure on this rank
-            own = self._own_failure(step)
+        except PeerLostError as lost:  # perhaps because of the failure on this rank
+            own = self._take_failure(step)
             if own is None:
                 raise
             self.close()
             raise own from lost
 
-    def _own_failure(self, step: int) -> BaseException | None:
-        """Return this rank's failure, if it is of a step, and let go of it: it holds its callers' variables."""
+    def _take_failure(self, step: int) -> BaseException | None:
+        """Return this rank's failure at a step, and drop the reference: it holds its callers' variables."""
         if self._announced != step:
             return None
-        found, self._failure = self._failure, None
-        return found
+        failure = self._failure
+        self._failure = None
+        return failure
 
     def skipped_at_end(self) -> tuple[int, int]:
-        """Return the (steps, samples) skipped after the last step, once the pass has ended."""
+        """Return the (steps, samples) skipped after the last step, once all are delivered."""
         return self._feed.skipped_at_end()
 
     def peek(self) -> Any:
-        """Return the value of the batch that will be delivered first, without delivering it, or without an agreement.
+        """Return the value of the batch that will be delivered first, without delivering it.
 
         Raises:
             StopIteration: There is none.
             DataReadError: Reading it failed; it will fail again when it is delivered.
         """
-        if self._peeked is None:
-            try:
-                self._peeked = self._prepare(self._take(in_thread=False))
-            except StopIteration:
-                self._num_steps = 0
-                raise
-            except Exception as failure:  # raised at its own step, on all ranks
-                self._peeked = failure
-        if isinstance(self._peeked, Exception):
-            raise self._peeked
-        found = self._peeked
-        if found.placed is None:
-            raise DataReadError(
-                NO_STAND_IN.format("the run was resumed past the end of the stream")
-            )
-        if found.finish is not None:
-            self._finish(found)
-        value = found.value if self._notes is None else self._notes.alone(copy(found))
+        if self._first is None:
+            self._first = self._read(in_thread=False)
+        batch = self._first
+        if isinstance(batch, BaseException):
+            raise batch
+        if batch.placed is None:
+            reason = "the run was resumed past the end of the stream"
+            raise DataReadError(NO_STAND_IN.format(reason))
+        if batch.finish is not None:
+            self._finish(batch)
+        value = batch.value
+        if self._messages is not None:
+            value = self._messages.finish_alone(copy(batch))
         return mapped(value, lambda leaf, _: leaf)  # Paddle changes the containers
 
     def close(self) -> None:
-        """End the workers and threads, and leave the agreement. It is safe to call this again."""
-        self._over = True
-        if (
-            self._process == os.getpid()
-        ):  # in a forked child, a lock of the other threads may stay locked
+        """End the workers and threads, and leave the agreement; safe to call again."""
+        self._is_over = True
+        if self._process == os.getpid():  # in a forked child, locks may stay locked
             if self._agreement is not None:
                 self._agreement.close()
             self._stop_thread(interrupt=True)
@@ -304,67 +291,32 @@ class StepPass:
         """Read on the caller's thread until a step can be delivered, or start the thread that reads ahead."""
         if self._thread is not None:
             self._thread.join()  # it has read the steps that it may
-        wanted = min(step + 1 + self._reads_on, 2 * step + 1)
-        while not self._over and self._announced < wanted:
+        wanted = min(step + 1 + self._most_ahead, 2 * step + 1)
+        while not self._is_over and self._announced < wanted:
             if self._may_start_thread():
                 break
             self._read(in_thread=False)
         if self._may_start_thread():
             self._start_thread()
 
-    def _read(self, *, in_thread: bool) -> None:
-        """Read the next step, and announce whether it can be delivered."""
+    def _read(self, *, in_thread: bool) -> Batch | BaseException:
+        """Read the next step, announce whether it can be delivered, and return its batch, or why there is none."""
         agreement = self._agreement
-        note: str | None = None
         try:
-            if self._num_steps is not None and self._announced >= self._num_steps:
-                raise StopIteration
-            found = self._peeked
-            self._peeked = None
-            if isinstance(found, Exception):
-                raise found
-            if found is None:
-                found = self._prepare(self._take(in_thread=in_thread))
-            if agreement is None:
-                if found.exhausted:
-                    raise StopIteration
-                if self._notes is not None:
-                    self._notes.alone(found)
-            elif self._notes is not None:
-                note = self._notes.say(found)
-        except StopIteration:
-            self._over = True
-            self._executor.stop()
-            if agreement is None:
-                self._ready.put(_END_OF_PASS)
-            else:
-                agreement.announce(END)
-        except (
-            LeaderStoppedError
-        ) as stopped:  # it says why, once this rank has said that nothing is wrong here
-            self._over = True
-            self._ready.put(stopped)
-            assert agreement is not None
-            agreement.announce_unread()
-        except BaseException as failure:  # also if a batch does not fit the meshes
-            self._over = True
-            if not in_thread and not isinstance(failure, Exception):
+            batch = self._place(self._take(in_thread=in_thread))
+            message = self._compose(batch)
+        except BaseException as error:
+            self._is_over = True
+            if not in_thread and not isinstance(error, Exception):
                 raise
-            self._executor.stop()
-            if agreement is None:
-                self._ready.put(failure)
-            else:
-                self._failure = failure
-                agreement.announce(FAIL, report=report_of(failure))
-        else:
-            self._ready.put(found)
-            self._announced += 1
-            if agreement is not None:
-                agreement.announce(
-                    exhausted=found.exhausted,
-                    note=note,
-                    digest=found.digest if self._compares else None,
-                )
+            self._announce_end(error)
+            return error
+        self._ready.put(batch)
+        self._announced += 1
+        if agreement is not None:
+            digest = batch.digest if self._compares else None
+            agreement.announce(exhausted=batch.exhausted, note=message, digest=digest)
+        return batch
 
     def _take(self, *, in_thread: bool) -> Batch:
         """Return the batch of the next step.
@@ -372,74 +324,92 @@ class StepPass:
         Raises:
             StopIteration: There is none.
         """
+        if self._taken == self._num_steps:
+            raise StopIteration
         feed = self._feed
         feed.fill(self._taken, in_thread=in_thread)
         if feed.failure is not None and feed.num_submitted == self._taken:
             raise feed.failure
-        found = self._executor.take(in_thread=in_thread)
-        self._profiler.merge(found.profile)
-        found.is_first = self._taken == 0
+        batch = self._executor.take(in_thread=in_thread)
+        self._profiler.merge(batch.profile)
+        batch.is_first = self._taken == 0
         self._taken += 1
-        return found
+        return batch
+
+    def _compose(self, batch: Batch) -> str | None:
+        """Return what the other ranks need of a batch, for the announcement."""
+        if self._agreement is not None:
+            return None if self._messages is None else self._messages.compose(batch)
+        if batch.exhausted:
+            raise StopIteration
+        if self._messages is not None:
+            self._messages.finish_alone(batch)
+        return None
+
+    def _announce_end(self, error: BaseException) -> None:
+        """Announce that no further step can be delivered: the end, or why."""
+        agreement = self._agreement
+        if isinstance(error, LeaderStoppedError):
+            self._ready.put(error)  # raised if this rank has nothing else to report
+            assert agreement is not None
+            agreement.announce_unread()
+            return
+        self._executor.stop()
+        if agreement is None:
+            self._ready.put(error)
+        elif isinstance(error, StopIteration):
+            agreement.announce(END)
+        else:
+            self._failure = error
+            agreement.announce(FAIL, report=report_of(error))
 
     # The thread that reads ahead
 
     def _may_start_thread(self) -> bool:
-        return (
-            self._thread is None
-            and not self._over
-            and self._num_ahead > 0
-            and self._executor.runs_in_thread
-        )
+        if self._thread is not None or self._is_over or not self._num_ahead:
+            return False
+        return self._executor.runs_in_thread
 
     def _start_thread(self) -> None:
         self._thread_until = _UNLIMITED
         if self._executor.reads_last_here and self._num_steps is not None:
             self._thread_until = self._num_steps - 1
-        self._has_room = self._announced
-        self._allow_until(self._delivered + 1)
-        self._make_room()
+        self._room_until = self._announced
+        self._make_room(self._delivered + 1)
         thread = threading.Thread(
-            target=self._run, name="paddle_shard-ahead", daemon=True
+            target=self._read_ahead, name="paddle_shard-ahead", daemon=True
         )
-        with (
-            signals_held()
-        ):  # a handler may raise only once the thread is stored and can be stopped
+        with signals_held():  # a handler may raise only once the thread can be stopped
             self._thread = thread
             try:
                 thread.start()
-            except BaseException:  # nobody would say that it has ended
+            except BaseException:  # no thread would end the queue
                 self._thread = None
                 self._thread_until = 0
                 raise
             _open.add(self)
 
-    def _allow_until(self, step: int) -> None:
-        """Settle how far the thread may read before a step is asked for, and make the steps up to there."""
-        wanted = 0 if self._agreement is None else self._agreement.wanted(step)
-        self._allowed = max(self._allowed, step + self._num_ahead, wanted)
+    def _make_room(self, step: int) -> None:
+        """Let the thread read ahead of a step that is delivered next."""
+        until = step + self._num_ahead
+        if self._agreement is not None:
+            until = max(until, self._agreement.wanted(step))
         if self._feed.on_training_thread:
-            self._feed.make(self._allowed + self._executor.depth)
-
-    def _make_room(self) -> None:
-        while self._has_room < self._allowed:
-            self._has_room += 1
+            self._feed.make(until + self._executor.depth)
+        while self._room_until < until:
+            self._room_until += 1
             self._room.put(None)
 
-    def _run(self) -> None:
+    def _read_ahead(self) -> None:
         self._profiler.watch(threading.get_ident(), READING_AHEAD)
-        while (
-            not self._over
-            and self._announced < self._thread_until
-            and self._room.get() is not _STOP
-        ):
-            if self._over:
+        while not self._is_over and self._announced < self._thread_until:
+            if self._room.get() is _STOP or self._is_over:
                 return
             self._read(in_thread=True)
 
     def _stop_thread(self, *, interrupt: bool) -> bool:
-        """End the thread; return whether it has ended before a second was over. Safe from any thread."""
-        self._over = True
+        """End the thread; return whether it has ended within a second. Safe from any thread."""
+        self._is_over = True
         self._room.put(_STOP)
         thread = self._thread
         if thread is None or thread is threading.current_thread():
@@ -453,7 +423,7 @@ class StepPass:
 
 
 _open: weakref.WeakSet[StepPass] = weakref.WeakSet()
-"""Passes whose thread may run."""
+"""Objects whose thread may run."""
 
 
 @atexit.register

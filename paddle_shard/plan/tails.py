@@ -1,11 +1,14 @@
-"""What happens to data that does not fill the last global batch?"""
+"""Remainder policies (`tail=`): what happens to data that does not fill the last global batch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Literal
 
-from paddle_shard.errors import ArgumentError
+from paddle_shard.errors import ArgumentError, UnequalEndsError
+
+EndOfStream = Literal["deliver", "exhausted", "end"]
+"""What a rank does with a batch at the end of a stream; see `Tail.end_of_stream`."""
 
 
 class Tail(str):
@@ -55,6 +58,44 @@ class Tail(str):
             size: Samples of each part that a step consumes.
         """
         return min(lengths) // size if self.drops else -(-max(lengths) // size)
+
+    def end_of_stream(
+        self, *, is_whole: bool, has_new: bool, is_empty: bool
+    ) -> EndOfStream:
+        """Return whether a rank goes on after it has read a batch of a stream whose length is not known.
+
+        A whole batch with new samples is no end. Otherwise, parts of this rank have ended, and the tail decides.
+
+        Args:
+            is_whole: The batch has all its rows.
+            has_new: At least one row is a new sample, neither padding nor of a part that was opened again.
+            is_empty: The batch has no row that is valid.
+
+        Returns:
+            "deliver": deliver the batch. "exhausted": this rank has no new sample from this batch on, so the pass ends
+            at the first batch for which all ranks return "exhausted", and until then the batch is delivered. "end":
+            the pass ends before this batch on all ranks.
+
+        Raises:
+            UnequalEndsError: The tail is "error", and the parts end at different times or within a batch.
+
+        Examples:
+            >>> short = {"is_whole": False, "has_new": True, "is_empty": False}
+            >>> TAILS["pad"].end_of_stream(**short), TAILS["drop"].end_of_stream(**short)
+            ('deliver', 'end')
+            >>> TAILS["repeat"].end_of_stream(is_whole=True, has_new=False, is_empty=False)
+            'exhausted'
+        """
+        if is_whole and has_new:
+            return "deliver"
+        if self.pads or self.repeats:
+            return "deliver" if has_new and not is_empty else "exhausted"
+        if self.refuses and not is_empty:
+            raise UnequalEndsError(
+                "tail='error': the stream's parts do not end together with a whole batch. Choose tail='pad', 'drop' "
+                "or 'repeat', or num_batches=."
+            )
+        return "end"
 
     def lost(self, sizes: Sequence[int]) -> float:
         """Return the share of the data that is dropped, or of the rows that are padding, for parts of these sizes.

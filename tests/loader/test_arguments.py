@@ -166,7 +166,7 @@ def test_an_axis_of_data_that_splits_nothing_is_said_once(
     names, shape, dims, auto_dp, says, caplog, monkeypatch
 ):
     monkeypatch.setattr(say_once, "_SAID", set())
-    monkeypatch.setattr("paddle_shard.loader.assembly.in_auto_dp_mode", lambda: auto_dp)
+    monkeypatch.setattr("paddle_shard.loader.api.in_auto_dp_mode", lambda: auto_dp)
     mesh = dist.ProcessMesh(np.arange(math.prod(shape)).reshape(shape), dim_names=names)
     for _ in range(2):
         sharded(DataLoader(Made(), batch_size=4), mesh, dims=dims)
@@ -192,7 +192,7 @@ def test_an_override_that_is_a_text_is_refused():
     loader = sharded(DataLoader(Made(), batch_size=2), ONE)
     with pytest.raises(
         StateError,
-        match=r"override must be a list of names, got 'tail'. Write override=\['tail'\]",
+        match="override must be a list of names, got 'tail'",
     ):
         loader.load_state_dict(loader.state_dict(), override="tail")
     with pytest.raises(

@@ -291,9 +291,9 @@ def test_a_function_may_change_the_ids_that_it_is_given():
         (
             DataLoader(Endless(), batch_size=2),
             {},
-            "is a stream, whose samples have no number",
+            "samples have no number",
         ),
-        (DataLoader(Made(), batch_size=None), {}, "has whole batches"),
+        (DataLoader(Made(), batch_size=None), {}, "each item is a whole batch"),
         (
             DataLoader(Made(), batch_size=2),
             {"is_dataset_splitted": True},

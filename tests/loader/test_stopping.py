@@ -12,8 +12,8 @@ import pytest
 
 from paddle_shard.errors import ArgumentError
 from paddle_shard.loader import stopping
-from paddle_shard.loader.notes import StepNotes
 from paddle_shard.loader.stats import LoaderStats
+from paddle_shard.loader.step_messages import StepMessages
 from paddle_shard.testing.simulated import simulated_rank
 from tests.faults.traces import children
 from tests.helpers import ONE, Made, locals_of, mesh, sharded
@@ -107,7 +107,7 @@ class Rank:
     def __init__(self, ranks):
         self.heard, self.agreed = [], set()
         self.setups = [
-            SimpleNamespace(agreeing_ranks=ranks, stats=LoaderStats()) for _ in range(2)
+            SimpleNamespace(ranks=ranks, stats=LoaderStats()) for _ in range(2)
         ]
         for setup in self.setups:
             setup.batch_check, setup.source = None, SimpleNamespace(split=False)
@@ -139,7 +139,7 @@ def test_simulated_ranks_that_read_ahead_as_they_like_learn_of_it_at_the_same_st
             12
         ):  # passes of two loaders, some of which are left before their end
             length, leaves = rng.randint(0, 6), rng.choice([None, None, 2])
-            notes = [StepNotes(rank.setups[number % 2]) for rank in ranks]
+            notes = [StepMessages(rank.setups[number % 2]) for rank in ranks]
             said = [[] for _ in names]
             for step in range(length if leaves is None else min(leaves, length)):
                 for me, rank in enumerate(ranks):
@@ -151,14 +151,14 @@ def test_simulated_ranks_that_read_ahead_as_they_like_learn_of_it_at_the_same_st
                         if moments.get(me, clock) < clock and not rank.heard:
                             rank.heard.append(15)
                             heard_at = heard_at or (number, step)
-                        said[me].append(rank.doing(notes[me].say, nothing))
+                        said[me].append(rank.doing(notes[me].compose, nothing))
                 for me in rng.sample(names, len(names)):
                     of_all = [
                         (one, said[one][step])
                         for one in names
                         if said[one][step] is not None
                     ]
-                    ranks[me].doing(notes[me].heed, nothing, of_all)
+                    ranks[me].doing(notes[me].apply, nothing, of_all)
                     if known_at[me] is None and ranks[me].doing(
                         stopping.is_requested, names
                     ):

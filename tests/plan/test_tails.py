@@ -4,7 +4,7 @@ from typing import get_args
 
 import pytest
 
-from paddle_shard.errors import ArgumentError
+from paddle_shard.errors import ArgumentError, UnequalEndsError
 from paddle_shard.plan.tails import (
     INDEX_TAILS,
     STREAM_TAILS,
@@ -36,6 +36,38 @@ def test_fill_pads_evenly_where_batches_have_no_size():
 @pytest.mark.parametrize(("tail", "steps"), [("pad", 3), ("repeat", 3), ("drop", 1)])
 def test_a_stream_ends_with_its_longest_part_or_before_its_shortest(tail, steps):
     assert find_tail(tail, stream=True).num_steps([5, 9, 7], size=4) == steps
+
+
+@pytest.mark.parametrize("tail", STREAM_TAILS)
+def test_end_of_stream_is_not_at_a_whole_new_batch(tail):
+    assert tail.end_of_stream(is_whole=True, has_new=True, is_empty=False) == "deliver"
+
+
+@pytest.mark.parametrize(
+    ("tail", "is_whole", "has_new", "is_empty", "action"),
+    [
+        ("pad", False, True, False, "deliver"),  # some parts go on
+        ("pad", False, False, True, "exhausted"),  # others may go on
+        ("repeat", True, False, False, "exhausted"),  # only parts that were reopened
+        ("repeat", False, True, False, "deliver"),
+        ("drop", False, True, False, "end"),
+        ("drop", False, False, True, "end"),
+        ("error", False, False, True, "end"),  # all parts end with the last batch
+    ],
+)
+def test_end_of_stream_by_tail(tail, is_whole, has_new, is_empty, action):
+    tail = find_tail(tail, stream=True)
+
+    assert action == tail.end_of_stream(
+        is_whole=is_whole, has_new=has_new, is_empty=is_empty
+    )
+
+
+def test_end_of_stream_raises_for_a_short_batch_with_error():
+    tail = find_tail("error", stream=True)
+
+    with pytest.raises(UnequalEndsError, match="tail='error'"):
+        tail.end_of_stream(is_whole=False, has_new=True, is_empty=False)
 
 
 def test_the_default_is_what_the_loader_says():

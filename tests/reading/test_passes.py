@@ -55,7 +55,7 @@ def reading(dataset, sampler_fails_at, skip, collate_fn=None, ahead=0):
     how = HowToRead(generators=generators_of(), seed=7, skip_errors=skip)
     executor = InlineExecutor(IdReader(dataset, collate_fn, how))
     feed = Feed(steps(), executor, None, on_training_thread=False)
-    return StepPass(feed, None, prepare=copied, num_ahead=ahead)
+    return StepPass(feed, None, place=copied, num_ahead=ahead)
 
 
 def copied(batch):

@@ -1,0 +1,283 @@
+"""The setup of a loader: the objects that all its epoch iterators share, and the checks of its ranks."""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import paddle.distributed as dist
+import paddle.io
+
+from paddle_shard.core.warn_once import say_once
+from paddle_shard.data.generators import generators_of
+from paddle_shard.errors import ArgumentError
+from paddle_shard.loader.rows import LoaderRows
+from paddle_shard.loader.stats import LoaderStats
+from paddle_shard.placement.field import FieldLayout
+from paddle_shard.placement.lengths import PadTo
+from paddle_shard.placement.placer import BatchPlacer
+from paddle_shard.plan.step import Ids
+from paddle_shard.ranks.batch_check import BatchCheck
+from paddle_shard.ranks.rendezvous import hosts_of_ranks, num_ranks
+from paddle_shard.ranks.replicas import Replicas
+from paddle_shard.reading.batch import Batch
+from paddle_shard.reading.reader import HowToRead
+from paddle_shard.reading.reading import Readers, Reading, StreamReading
+from paddle_shard.reading.source import Source
+from paddle_shard.run.run import Run
+from paddle_shard.version import VERSION
+
+_MOST_RANKS = 32
+"""Ranks that a message lists."""
+_MOST_TEXT = 40_000
+"""Characters of file names that ranks compare; a digest of all is compared, too."""
+_LOG = logging.getLogger("paddle_shard")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoaderSetup:
+    """The objects that all epoch iterators of a loader share."""
+
+    dataloader: paddle.io.DataLoader
+    """The user's, or one made for the given stream; it is never changed."""
+    source: Source
+    placer: BatchPlacer
+    own_layout: FieldLayout
+    """Layout of the field whose rows this rank reads."""
+    rows: LoaderRows
+    reading: Reading
+    run: Run
+    stats: LoaderStats
+    ranks: tuple[int, ...]
+    """Global ranks that agree on the steps: those of the meshes, or this one alone."""
+    config: Mapping[str, Any]
+    """Settings that must be the same on all ranks."""
+    verify: Literal["first"] | int | None
+    batch_check: BatchCheck | None
+    """Compares what the ranks have read; None: they do not compare it."""
+    replicas: Replicas
+    """How reading is shared with other ranks."""
+    timeout: float
+    exit_when_lost: bool
+    prefetch: int
+    """Batches that a thread keeps ready; 0: there is no thread."""
+
+    @property
+    def is_alone(self) -> bool:
+        """True if there are no other ranks to agree with."""
+        return len(self.ranks) == 1
+
+    def delivered_ids(self, batch: Batch) -> tuple[Ids, int]:
+        """Return the samples that this process delivers with a batch, and how many more could not be read."""
+        if self.source.split or batch.step.parts:  # only rows of this rank were read
+            return batch.step.ids, 0
+        return batch.own_ids(self.own_layout)
+
+
+def make_reading(
+    dataloader: paddle.io.DataLoader,
+    source: Source,
+    *,
+    seed: int,
+    skip_errors: bool,
+    data_rank: int | None,
+    pad_to: PadTo | None,
+    timeout: float,
+    readers: Readers | None,
+) -> Reading:
+    """Return how steps are read, here or in workers.
+
+    Args:
+        dataloader: Its data set, `collate_fn` and workers are used.
+        source: The order.
+        seed: Of the random numbers of samples.
+        skip_errors: True if a sample that cannot be read becomes an invalid row.
+        data_rank: The data rank whose random numbers differ from those of others; None: all draw alike.
+        pad_to: What rows are padded to.
+        timeout: Seconds for which another rank may be silent.
+        readers: What takes the place of worker processes.
+    """
+    how = HowToRead(
+        generators=generators_of(),
+        seed=seed,
+        skip_errors=skip_errors and not source.item_is_batch,
+        items_are_batches=source.item_is_batch,
+        of_rank=() if data_rank is None else (data_rank,),
+    )
+    stream = source.stream
+    stream_reading = None
+    if stream is not None:
+        stream_reading = StreamReading(
+            stage=stream.stage,
+            num_workers=stream.num_workers,
+            places=stream.places(),
+            even=None if pad_to is None else pad_to.even,
+        )
+    # A worker times out before a rank does, so that the other ranks receive the reason.
+    return Reading(dataloader, how, 0.9 * timeout, stream_reading, readers)
+
+
+def config_of(
+    source: Source, placer: BatchPlacer, dataset: Any, arguments: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return what must be the same on all ranks: name -> value.
+
+    Args:
+        source: What is read.
+        placer: Where it goes.
+        dataset: The data set.
+        arguments: Arguments of the user that must be the same as they are.
+    """
+    stream = source.stream
+    has_parts = stream is not None and not source.item_is_batch
+    config: dict[str, Any] = {
+        "data set": type(dataset).__name__,
+        "paddle_shard": VERSION,
+        "meshes": _describe_layouts(placer.layouts),
+        "global batch": source.batch_size,
+        "accumulation": source.accumulation,
+        "num_parts": stream.plan.num_parts
+        if stream is not None and has_parts
+        else None,
+        "tail": str(source.tail),
+        "is_dataset_splitted": source.split,
+        **arguments,
+    }
+    if placer.pad_to is not None:
+        config["pad_to"] = placer.pad_to.fact()
+    if source.costs is not None:
+        config["balance"] = source.costs.fact()
+    if not source.split:  # else each data rank has an order and files of its own
+        if stream is not None:
+            config["files"] = "\n".join(stream.stage.source.files)[:_MOST_TEXT]
+        config |= source.batches.fingerprint()
+    return config
+
+
+def _describe_layouts(layouts: Sequence[FieldLayout]) -> str:
+    texts = []
+    for layout in layouts:
+        mesh = layout.layout
+        ids = mesh.process_ids
+        ranks = str(list(ids))
+        if len(ids) > _MOST_RANKS:
+            digest = zlib.crc32(ranks.encode())
+            ranks = f"{len(ids)} ranks from {ids[0]} to {ids[-1]} (sum {digest:08x})"
+        axes = dict(zip(mesh.axes, mesh.shape, strict=True))
+        dims = {
+            mesh.axes[axis]: f"{dim} balanced" if dim in layout.balanced else dim
+            for axis, dim in layout.dims
+        }
+        texts.append(f"{axes} of {ranks}, dims split {dims}")
+    return " and ".join(dict.fromkeys(texts))
+
+
+def ranks_of(layouts: Sequence[FieldLayout]) -> tuple[int, ...]:
+    """Return the global ranks of all meshes, ascending.
+
+    Raises:
+        ArgumentError: The job does not have these ranks; nobody would read their rows.
+    """
+    ranks = tuple(
+        sorted({rank for layout in layouts for rank in layout.layout.process_ids})
+    )
+    num_processes = num_ranks()
+    start = f"python -m paddle.distributed.launch --nproc_per_node {ranks[-1] + 1} script.py"
+    if num_processes > 1:
+        if ranks[-1] >= num_processes:
+            raise ArgumentError(
+                f"meshes names the global rank {ranks[-1]}, but this job has {num_processes} ranks, "
+                f"0 to {num_processes - 1}: the rows of the others would be lost. Start {ranks[-1] + 1} processes "
+                f"({start}), or make the mesh of {num_processes}."
+            )
+        return ranks
+    num_data_ranks = max(layout.num_data_ranks for layout in layouts)
+    if num_data_ranks > 1:
+        _LOG.warning(
+            "the mesh has %d ranks, but this is the only process of its job, and reads at most 1/%d of the rows. "
+            "Fine for a look at a program; to train, start all ranks: %s",
+            len(ranks),
+            num_data_ranks,
+            start,
+        )
+    return (dist.get_rank(),)
+
+
+def warn_if_unsplit(layout: FieldLayout) -> None:
+    """Log that the ranks of a data axis get the same rows, which is seldom meant."""
+    if layout.num_data_ranks > 1 or layout.global_rank != layout.layout.process_ids[0]:
+        return
+    for axis, size in zip(layout.layout.axes, layout.layout.shape, strict=True):
+        if axis in ("dp", "data") and size > 1:
+            say_once(
+                f"shard_dims is None: all ranks of the mesh's axis {axis!r} get the same rows, the whole of each "
+                f"batch. shard_dims={axis!r} gives each of them rows of its own."
+            )
+
+
+def replicas_of(
+    replicas: str, source: Source, layouts: Sequence[FieldLayout], ranks: Sequence[int]
+) -> Replicas:
+    """Return which ranks of this host read the same rows and share a reader.
+
+    Args:
+        replicas: "each": no ranks share a reader. "leader": the first of them reads.
+        source: What is read.
+        layouts: Of all fields.
+        ranks: Global ranks that agree on the steps.
+
+    Raises:
+        ArgumentError: It is not known which ranks share a host.
+    """
+    if replicas == "each" or len(ranks) == 1:
+        return Replicas()
+    hosts = hosts_of_ranks()
+    if hosts is None:
+        raise ArgumentError(
+            "replicas='leader': which ranks share a host is read from PADDLE_TRAINER_ENDPOINTS, which does not have "
+            "one host:port for each rank. Start the ranks with python -m paddle.distributed.launch, or leave replicas "
+            "at 'each'."
+        )
+
+    def rows_of(rank: int) -> set[Any]:
+        if source.item_is_batch and not source.split:
+            return set()  # each rank reads whole global batches
+        return {layout.slice_of(rank) for layout in layouts} - {None}
+
+    this_rank = dist.get_rank()
+    sharing = [
+        rank
+        for rank in sorted(ranks)
+        if hosts[rank] == hosts[this_rank] and rows_of(rank) == rows_of(this_rank)
+    ]
+    return Replicas(ranks=tuple(sharing) if len(sharing) > 1 else ())
+
+
+def batch_check_of(
+    source: Source,
+    row_layout: FieldLayout,
+    ranks: Sequence[int],
+    dataset: Any,
+    verify: str | int | None,
+) -> BatchCheck | None:
+    """Return what compares the batches of the ranks; None if nothing is compared.
+
+    Args:
+        source: What is read.
+        row_layout: Layout of the field whose rows this rank reads.
+        ranks: Global ranks that agree on the steps.
+        dataset: The data set, which may name its samples.
+        verify: See `shard_dataloader`.
+    """
+    if verify is None or len(ranks) == 1:
+        return None
+    if not source.split:
+        return BatchCheck(None, getattr(dataset, "sample_name", None))
+    return (
+        BatchCheck((row_layout.layout, row_layout.data_axes))
+        if row_layout.on_mesh
+        else None
+    )

@@ -1,0 +1,108 @@
+"""The first line of a job in the record: versions, order, meshes and arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import paddle
+
+from paddle_shard.core.checks import length_or_none
+from paddle_shard.placement.field import FieldLayout
+from paddle_shard.plan.shuffle import VERSION as ORDER_VERSION
+from paddle_shard.plan.skips import Ranges
+from paddle_shard.reading.source import Source
+from paddle_shard.run.run import Run
+from paddle_shard.version import VERSION
+
+_MOST_TEXT = 200
+"""Characters of an argument that is recorded as text."""
+_RECORDED_ELSEWHERE = (
+    "dataloader",
+    "meshes",
+    "shard_dims",
+    "batch_size",
+    "skip_steps",
+    "balance",
+    "record",
+)
+"""Arguments that the record has in another form."""
+
+
+def record_facts(
+    source: Source,
+    run: Run,
+    layouts: Sequence[FieldLayout],
+    own: FieldLayout,
+    *,
+    dataset: Any,
+    skip_steps: Ranges,
+    arguments: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Return what is known when a run begins: JSON-able.
+
+    Args:
+        source: The order of the data.
+        run: The run.
+        layouts: Of all fields.
+        own: Layout of the field whose rows this rank reads.
+        dataset: The data set.
+        skip_steps: Skipped steps of the run.
+        arguments: All arguments of the user.
+    """
+    stream = source.stream
+    plan = run.plan if stream is None else stream.plan
+    data: dict[str, Any] = {"class": type(dataset).__name__}
+    if stream is None:
+        data["length"] = length_or_none(dataset)
+    else:
+        data["files"] = list(stream.stage.source.files)
+        if not source.item_is_batch:
+            data["num_parts"] = stream.plan.num_parts
+    order = {
+        "batch_size": source.batch_size,
+        "accumulation": source.accumulation,
+        "num_data_ranks": own.num_data_ranks if plan is None else plan.num_data_ranks,
+    }
+    sizes = arguments["batch_size"]
+    if sizes is not None:
+        sizes = [(int(at), int(rows) * source.accumulation) for at, rows in sizes]
+    options = {
+        name: _as_json(value)
+        for name, value in arguments.items()
+        if name not in _RECORDED_ELSEWHERE and value is not None
+    }
+    meshes = [_mesh(layout) for layout in layouts]
+    return {
+        "versions": {
+            "paddle_shard": VERSION,
+            "paddle": paddle.__version__,
+            "numpy": np.__version__,
+        },
+        "fingerprint": {"order_version": ORDER_VERSION, **source.batches.fingerprint()},
+        "plan": None if source.item_is_batch else order,
+        "sizes": sizes,
+        "skip_steps": skip_steps,
+        "order_of": run.no_order(),
+        "dealt": source.costs is not None,
+        "meshes": [mesh for at, mesh in enumerate(meshes) if mesh not in meshes[:at]],
+        "data_rank": (own.data_rank, own.num_data_ranks) if own.on_mesh else None,
+        "options": options,
+        "data": data,
+    }
+
+
+def _mesh(layout: FieldLayout) -> dict[str, Any]:
+    mesh = layout.layout
+    return {
+        "axes": dict(zip(mesh.axes, mesh.shape, strict=True)),
+        "process_ids": mesh.process_ids,
+        "data_axes": layout.data_axis_names,
+        "other_dims": {mesh.axes[axis]: dim for axis, dim in layout.dims if dim},
+    }
+
+
+def _as_json(value: Any) -> Any:
+    is_plain = isinstance(value, bool | int | float | str)
+    return value if is_plain else repr(value)[:_MOST_TEXT]
