@@ -10,6 +10,7 @@ import pytest
 import paddle_shard
 from paddle_shard import Stream
 from paddle_shard.data.files.parquet import parquet_source
+from paddle_shard.data.files.shards import FileOptions
 from paddle_shard.data.files.webdataset import webdataset_source
 from paddle_shard.errors import PaddleShardError
 
@@ -69,18 +70,19 @@ def test_every_stage_of_a_stream_is_shown_by_an_example():
             assert "Examples:" in method.__doc__, name
 
 
-def test_options_are_spelled_out():
-    for source in (
-        Stream.csv,
-        Stream.lines,
-        Stream.jsonl,
-        Stream.webdataset,
-        Stream.parquet,
-        Stream.decode,
-    ):
-        assert "options" not in inspect.signature(source).parameters
-    with pytest.raises(TypeError, match="count"):
-        Stream.lines(["a"], count=True)
+@pytest.mark.parametrize(
+    "method",
+    [Stream.csv, Stream.lines, Stream.jsonl, Stream.webdataset, Stream.parquet],
+)
+def test_file_streams_share_options_that_lines_describes(method):
+    parameters = inspect.signature(method).parameters
+
+    assert parameters["options"].annotation == "Unpack[FileOptions]"
+    for option in FileOptions.__annotations__:
+        assert f"`{option}`" in Stream.lines.__doc__
+        assert option not in parameters
+    with pytest.raises(TypeError, match="count_all"):
+        method(["a"], count_all=True)
 
 
 @pytest.mark.parametrize(
@@ -90,16 +92,22 @@ def test_options_are_spelled_out():
         (Stream.parquet, parquet_source),
     ],
 )
-def test_they_are_those_of_the_source_with_the_same_defaults(method, source):
-    asked, taken = (dict(inspect.signature(one).parameters) for one in (method, source))
-    of_cache = [
-        asked.pop("cache_dir"),
-        asked.pop("cache_bytes"),
-        taken.pop("cache"),
-    ]  # a source is given the cache
+def test_file_streams_have_the_defaults_of_their_sources(method, source):
+    of_stream, of_source = (
+        dict(inspect.signature(one).parameters) for one in (method, source)
+    )
+    del of_stream["options"]
+    defaults = {
+        name: of_source.pop(name).default for name in FileOptions.__annotations__
+    }
 
-    assert list(asked.items()) == list(taken.items())
-    assert [one.default for one in of_cache] == [None] * 3
+    assert of_stream == of_source
+    assert defaults == {
+        "shuffle_shards": True,
+        "resample": False,
+        "cache_dir": None,
+        "cache_bytes": None,
+    }
 
 
 def test_a_stream_shows_its_methods_and_nothing_of_how_it_is_read():

@@ -30,7 +30,7 @@ import shares
 from paddle_shard.core.collate import collate
 from paddle_shard.data.external import ExternalLoader, ShardOptions
 from paddle_shard.data.files.files import needs
-from paddle_shard.data.files.locks import held
+from paddle_shard.data.files.locks import file_lock
 from paddle_shard.errors import ArgumentError, MissingDependencyError, SplitError
 from paddle_shard.plan.seeding import derive_seed
 
@@ -187,7 +187,7 @@ def _open(
     one_at_a_time = os.path.join(
         tempfile.gettempdir(), f"paddle_shard_mds_{os.getuid()}.lock"
     )
-    with open(one_at_a_time, "wb") as lock, held(lock), _environment(_ALONE):
+    with open(one_at_a_time, "wb") as lock, file_lock(lock), _environment(_ALONE):
         dataset = streaming.StreamingDataset(
             batch_size=rows, shuffle_seed=seed, **settings
         )
@@ -239,7 +239,7 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 
 def _prepared_alone(prepare: Callable[[Any], int], lock_file: str, shard: Any) -> int:
-    with open(lock_file, "wb") as lock, held(lock):
+    with open(lock_file, "wb") as lock, file_lock(lock):
         return prepare(shard)
 
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import json
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
-from weakref import WeakKeyDictionary, ref
 
 import numpy as np
 
@@ -21,8 +18,10 @@ VERSION = 1
 """Version of the states that are saved."""
 ROUND = 1 << 20
 """Number that is added to a library's epoch each time that the data is read again within an epoch."""
-_CONTAINERS, _NUMBERS = (list, dict, set, deque, bytearray), (int, float)
-"""What a data set may change in place, and what it may count in."""
+_CONTAINERS = (list, dict, set, deque, bytearray)
+"""What a data set may change in place."""
+_NUMBERS = (int, float)
+"""What it may count in."""
 _MOST_ITEMS = 1 << 20
 _MOST_BYTES = 64 << 20
 """Containers of more items, and larger arrays, are not copied: they are the data itself, of which each worker would
@@ -45,44 +44,35 @@ class ShardOptions:
     """Result of `save` after the last batch that was delivered; None at the beginning."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class ExternalLoader:
     """Another library's loader. Each process builds one for its share, and uses the loader's batches as its own rows.
 
     Give it to `shard_dataloader` in place of a DataLoader. The library decides which samples a share holds. So a run is
     bound to its number of data ranks: resuming it on another number is an error that says so.
+
+    Args:
+        build: Returns an iterable over the batches of an epoch: arrays, or tensors that support DLPack. All batches
+            except the last have the same number of rows. It is called in each process when a pass begins.
+        name: Name of the library, for messages and the saved state.
+        save: Called after each batch with the result of `build`. It returns the state, which `build` gets again in
+            `ShardOptions.state`: None, numbers, strings, and lists and dicts (by strings) of these. None: the
+            loader has no state.
+        repeatable: True if `build` gives the same batches in the same order whenever it gets the same share. Then a
+            run can be resumed within an epoch without a state: the delivered batches are read again and dropped.
     """
 
-    def __init__(
-        self,
-        build: Callable[[ShardOptions], Iterable[Any]],
-        *,
-        name: str,
-        save: Callable[[Any], Any] | None = None,
-        repeatable: bool = False,
-    ) -> None:
-        """Describe the loader.
-
-        Args:
-            build: Returns an iterable over the batches of an epoch: arrays, or tensors that support DLPack. All batches
-                except the last have the same number of rows. It is called in each process when a pass begins.
-            name: Name of the library, for messages and the saved state.
-            save: Called after each batch with the result of `build`. It returns the state, which `build` gets again in
-                `ShardOptions.state`: None, numbers, strings, and lists and dicts (by strings) of these. None: the
-                loader has no state.
-            repeatable: True if `build` gives the same batches in the same order whenever it gets the same share. Then a
-                run can be resumed within an epoch without a state: the delivered batches are read again and dropped.
-        """
-        self.build, self.name, self.save, self.repeatable = (
-            build,
-            name,
-            save,
-            repeatable,
-        )
+    build: Callable[[ShardOptions], Iterable[Any]]
+    _: KW_ONLY
+    name: str
+    save: Callable[[Any], Any] | None = None
+    repeatable: bool = False
 
 
-def tell_epoch(dataset: Any, opening: Opening) -> None:
-    """Tell a data set of the user's the epoch that is read, if it has a `set_epoch`, as torch's and others have."""
-    if callable(set_epoch := getattr(dataset, "set_epoch", None)):
+def set_epoch_of(dataset: Any, opening: Opening) -> None:
+    """Pass the epoch to a data set of the user that has a `set_epoch`, as torch's and others have."""
+    set_epoch = getattr(dataset, "set_epoch", None)
+    if callable(set_epoch):
         set_epoch(opening.epoch + opening.round * ROUND)
 
 
@@ -96,64 +86,57 @@ def iterate(given: Iterable[Any] | Callable[[], Iterable[Any]]) -> Iterator[Any]
     return iter(given if isinstance(given, Iterable) else given())
 
 
-class OwnCopy:
-    """A data set for one reading, which may change it: with lists, dicts, sets and small arrays of its own.
+class ReadingCopy:
+    """A copy of a data set for one reading, with its own lists, dicts, sets and small arrays.
 
-    A worker that is started for a pass has one, too. So a data set that shuffles its files in place, as by
+    A worker that is started for an epoch has one, too. So a data set that shuffles its files in place, as by
     `random.shuffle(self.files)`, begins each epoch with the list that the user gave: with and without workers, for each
-    part that it reads, and where a run is resumed. What it counts in a number is given back, for those that count their
-    epochs themselves, which is as far as they can be resumed.
+    part that it reads, and where a run is resumed. Numbers that the reading changes are copied back, for data sets that
+    count their epochs: these go on counting without workers, and only there.
     """
 
-    def __init__(self, given: Any) -> None:
-        self._given = given
-        self._copies: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = []
-        """The attributes of each copy, of what it is a copy of, and the numbers among them at the beginning."""
-        self.dataset = self._copy(given)
+    def __init__(self, dataset: Any) -> None:
+        self._original = dataset
+        self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        """(attributes of an original, those of its copy) of each data set."""
+        self.dataset = self._copy(dataset)
+        self._before = [_numbers(copied) for _, copied in self._attributes]
 
     def _copy(self, value: Any) -> Any:
-        if (
-            type(value) is list and value and is_iterable_dataset(value[0])
-        ):  # as in Paddle's ChainDataset
-            return list(map(self._copy, value))
-        if type(value) in _CONTAINERS:
+        kind = type(value)
+        if kind is list and value and is_iterable_dataset(value[0]):
+            return list(map(self._copy, value))  # as in Paddle's ChainDataset
+        if kind in _CONTAINERS:
             return copy.copy(value) if len(value) <= _MOST_ITEMS else value
-        if type(value) is np.ndarray:
+        if kind is np.ndarray:
             return value.copy() if value.nbytes <= _MOST_BYTES else value
-        is_dataset = value is self._given or is_iterable_dataset(value)
-        if not is_dataset or hasattr(
-            type(value), "__del__"
-        ):  # which would free what both have
+        is_dataset = value is self._original or is_iterable_dataset(value)
+        # A `__del__` of the copy would free what both have.
+        if not is_dataset or hasattr(kind, "__del__"):
             return value
         try:
             copied = copy.copy(value)
         except Exception:  # some objects refuse
             return value
         if copied is not value and hasattr(copied, "__dict__"):
-            held = vars(copied)
-            self._copies.append(
-                (
-                    held,
-                    vars(value),
-                    {name: n for name, n in held.items() if type(n) in _NUMBERS},
-                )
-            )
-            held.update({name: self._copy(item) for name, item in held.items()})
+            attributes = vars(copied)
+            self._attributes.append((vars(value), attributes))
+            for name, item in attributes.items():
+                attributes[name] = self._copy(item)
         return copied
 
-    def give_back(self) -> None:
-        """Give the user's objects the numbers that have changed."""
-        for held, given, before in self._copies:
-            numbers = {
-                name: value for name, value in held.items() if type(value) in _NUMBERS
-            }
-            given.update(
-                {
-                    name: number
-                    for name, number in numbers.items()
-                    if before.get(name) != number
-                }
-            )
+    def copy_numbers_back(self) -> None:
+        """Give the user's objects the numbers that the reading has changed."""
+        for (original, copied), before in zip(
+            self._attributes, self._before, strict=True
+        ):
+            original.update(dict(_numbers(copied).items() - before.items()))
+
+
+def _numbers(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: value for name, value in attributes.items() if type(value) in _NUMBERS
+    }
 
 
 class ExternalSource(Stage):
@@ -178,16 +161,16 @@ class ExternalSource(Stage):
         Raises:
             StateError: There is no state, and another reading may give other batches.
         """
-        given = self._loader
-        if given.repeatable or (given.save is not None and not repeats):
+        loader = self._loader
+        if loader.repeatable or (loader.save is not None and not repeats):
             return
         why = (
-            "has no save="
-            if given.save is None
-            else "is read again within an epoch, which its save= does not cover"
+            "is read again within an epoch, which its save= does not cover"
+            if loader.save
+            else "has no save="
         )
         raise StateError(
-            f"state is within an epoch, but the {given.name} loader {why}. If it gives other batches when it is read "
+            f"state is within an epoch, but the {loader.name} loader {why}. If it gives other batches when it is read "
             "again, some samples would be missing and others come twice. Resume from the end of an epoch; or, if it "
             "is your own and gives the same batches in the same order for the same ShardOptions, say "
             "ExternalLoader(repeatable=True)."
@@ -198,44 +181,30 @@ class ExternalSource(Stage):
         return [["foreign", self._loader.name]]  # the kind as saved states spell it
 
     def _batches(self, part: int, opening: Opening) -> Iterator[Any]:
-        name, save, key = (
-            self._loader.name,
-            self._loader.save,
-            opening.key(part, "source"),
-        )
-        state: Any = (
-            {"version": VERSION, "at": 0, "saved": None}
-            if opening.state is None
-            else opening.state
-        )
-        share = ShardOptions(
+        name = self._loader.name
+        save = self._loader.save
+        state: Any = opening.state or {"at": 0, "saved": None}
+        options = ShardOptions(
             shard=part,
             num_shards=opening.num_parts,
             seed=opening.seed,
             epoch=opening.epoch + opening.round * ROUND,
             state=state["saved"],
         )
-        opening.seed_generators(
-            key
-        )  # building may draw, for instance the order of a shuffle
-        loader = self._loader.build(share)
+        # Building may use the generators, for instance for the order of a shuffle.
+        opening.seed_generators(opening.key(part, "source"))
+        loader = self._loader.build(options)
         if not hasattr(loader, "__iter__"):
             raise ArgumentError(
                 f"{name}: build returned {type(loader).__name__}, which cannot be iterated."
             )
         batches = opening.drawn(iter(loader), part, state["at"])
+        if save is None:
+            yield from batches
+            return
         for number, batch in enumerate(batches, state["at"] + opening.skip + 1):
-            if save is None:
-                yield batch
-            else:
-                yield Stated(
-                    batch,
-                    {
-                        "version": VERSION,
-                        "at": number,
-                        "saved": _as_json(save(loader), name),
-                    },
-                )
+            saved = _as_json(save(loader), name)
+            yield Stated(batch, {"version": VERSION, "at": number, "saved": saved})
 
 
 def _as_json(state: Any, name: str) -> Any:
@@ -250,10 +219,6 @@ def _as_json(state: Any, name: str) -> Any:
             "numbers, strings, and lists and dicts (by strings) of these."
         )
     return copied
-
-
-_last_iterators: WeakKeyDictionary[Stage, Any] = WeakKeyDictionary()
-"""Source -> the iterator with which its newest pass has begun, or a reference to it."""
 
 
 class IterableSource(Stage):
@@ -284,12 +249,15 @@ class IterableSource(Stage):
                 f"{type(iterable).__name__}: {iterable!r}."
             )
         self._iterable, self._begin = iterable, begin or iterate
+        self._iterable = iterable
+        self._begin = begin or iterate
         has_index = hasattr(iterable, "__getitem__") and hasattr(iterable, "__len__")
-        self._indexed = (
-            begin is None and has_index and not isinstance(iterable, Mapping)
-        )
+        self._indexed: Any = None
+        """The iterable if it has an index; else None."""
+        if begin is None and has_index and not isinstance(iterable, Mapping):
+            self._indexed = iterable
         self.once = begin is None and isinstance(iterable, Iterator)
-        self._used = False
+        self._is_used = False
 
     def open(self, opening: Opening) -> list[Iterator[Any]]:
         """Return the whole stream: part 0 of 1."""
@@ -299,64 +267,38 @@ class IterableSource(Stage):
 
     def lengths(self, opening: Opening) -> list[int] | None:
         """Return the length of a list; None for anything else."""
-        return [len(self._iterable)] if self._indexed else None  # type: ignore[arg-type]
+        return None if self._indexed is None else [len(self._indexed)]
 
     def fingerprint(self) -> list[Any]:
         """Return the length of a list; nothing for anything else."""
-        return [["list", len(self._iterable)]] if self._indexed else []  # type: ignore[arg-type]
-
-    @property
-    def files(self) -> list[str]:
-        """The first and the last item of a list of plain values: a rank may have been given a part of it."""
-        given = self._iterable
-        if isinstance(given, list | tuple | range) and len(given):
-            with contextlib.suppress(TypeError, ValueError):  # no plain values
-                return [
-                    f"a list from {json.dumps(given[0])[:100]} to {json.dumps(given[-1])[:100]}"
-                ]
-        return []
+        return [] if self._indexed is None else [["list", len(self._indexed)]]
 
     def _items(self, opening: Opening) -> Iterator[Any]:
-        key, seed = opening.key(0, "source"), opening.seed_generators
-        if self._indexed:
-            for number in range(opening.skip, len(self._iterable)):  # type: ignore[arg-type]
+        key = opening.key(0, "source")
+        seed = opening.seed_generators
+        items = self._indexed
+        if items is not None:
+            for number in range(opening.skip, len(items)):
                 seed(key, number)
-                yield self._iterable[number]  # type: ignore[index]
+                yield items[number]
             return
         seed(key)
         if self.once:
-            yield from opening.drawn(self._begun_once(), 0)
+            yield from opening.drawn(self._begin_once(), 0)
             return
-        own = OwnCopy(self._iterable)
-        tell_epoch(own.dataset, opening)
+        reading = ReadingCopy(self._iterable)
+        set_epoch_of(reading.dataset, opening)
         try:
-            yield from opening.drawn(
-                self._begin(partial(self._new_iterator, own.dataset)), 0
-            )
+            yield from opening.drawn(self._begin(reading.dataset), 0)
         finally:
-            own.give_back()
+            reading.copy_numbers_back()
 
-    def _new_iterator(self, dataset: Any) -> Iterator[Any]:
-        """Begin to iterate; refuse the iterator of an earlier pass, which would continue behind what that has read."""
-        items = iterate(dataset)
-        last = _last_iterators.get(self)
-        if items is (last() if isinstance(last, ref) else last):
-            raise ArgumentError(
-                f"the __iter__ of this {type(dataset).__name__} has returned the iterator of an earlier pass, and not "
-                "a new one: samples would be missing. Make the iterator in __iter__, for instance with `yield`."
-            )
-        try:
-            _last_iterators[self] = ref(items)
-        except TypeError:  # most iterators of Python's own types allow no references
-            _last_iterators[self] = items
-        return items
-
-    def _begun_once(self) -> Iterator[Any]:
-        if self._used:
+    def _begin_once(self) -> Iterator[Any]:
+        if self._is_used:
             raise ArgumentError(
                 f"this {type(self._iterable).__name__} has been read already, and can be read only once. Give the "
                 "function that makes it, without calling it, so that each epoch can begin anew. (Describing the inputs "
                 "to dist.to_static begins to read it: load a state, or set the epoch, before.)"
             )
-        self._used = True
-        return iter(self._iterable)  # type: ignore[arg-type]
+        self._is_used = True
+        return iterate(self._iterable)

@@ -88,9 +88,9 @@ class Mixture:
                 )
         self.sources: dict[str, Any] = dict(sources)
         """The data sets, by name."""
-        self._names, lengths = (
-            tuple(sources),
-            tuple(_length(name, source) for name, source in self.sources.items()),
+        self._names = tuple(sources)
+        self._lengths = lengths = tuple(
+            _length(name, source) for name, source in self.sources.items()
         )
         if isinstance(num_samples, bool) or not isinstance(
             num_samples, int | np.integer | None
@@ -105,12 +105,12 @@ class Mixture:
         _check_rows(self.sources)
         if weights is None:
             weights = dict(zip(self._names, lengths, strict=True))
-        self.segments = schedule_of("Mixture", self._names, weights, lengths)
+        self.segments = schedule_of("Mixture", self._names, weights)
         """The stretches of the run with the same weights."""
         found = (
             num_samples
             if num_samples is not None
-            else num_positions_to_read(self.segments, every=stop == "all")
+            else num_positions_to_read(self.segments, lengths, every=stop == "all")
         )
         if found is None:
             raise ArgumentError(
@@ -130,7 +130,7 @@ class Mixture:
         return self._num_samples
 
     def __repr__(self) -> str:
-        parts = self.segments[0].parts
+        parts = self.segments[0].weights
         shares = ", ".join(
             f"{name} {part / sum(parts):.4g}"
             for name, part in zip(self._names, parts, strict=True)
@@ -182,7 +182,9 @@ class Mixture:
                 f"shuffle={inner.name!r}: the sources of a Mixture are shuffled (True) or read in their own order "
                 f"(False), got {inner!r}."
             )
-        return Mixing(self._names, self.segments, inner.shuffles)
+        return Mixing(
+            self._names, self._lengths, self.segments, isinstance(inner, Shuffled)
+        )
 
     def locate(self, index: int) -> tuple[int, int]:
         """Return (number of the source, index in the source) of a sample.

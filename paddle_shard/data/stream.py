@@ -6,7 +6,7 @@ import copy
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import paddle.io
 
@@ -17,9 +17,9 @@ from paddle_shard.data.external import (
     is_iterable_dataset,
 )
 from paddle_shard.data.files.files import Paths
-from paddle_shard.data.files.host_cache import HostCache
 from paddle_shard.data.files.huggingface import HuggingFaceSource
 from paddle_shard.data.files.parquet import parquet_source
+from paddle_shard.data.files.shards import FileOptions
 from paddle_shard.data.files.text import (
     CSV_DICTS,
     CSV_ROWS,
@@ -42,9 +42,12 @@ from paddle_shard.data.stages.cut import cut, is_cut
 from paddle_shard.data.stages.mix import Mix
 from paddle_shard.data.stages.pack import PackedRows
 from paddle_shard.data.stages.stage import Opening, Stage
-from paddle_shard.data.worker_info import SelfSplit, told
+from paddle_shard.data.worker_info import SelfSplit, iterate_with
 from paddle_shard.errors import ArgumentError, ArgumentTypeError
 from paddle_shard.plan.weights import schedule_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class Stream(paddle.io.IterableDataset):
@@ -85,10 +88,9 @@ class Stream(paddle.io.IterableDataset):
                 "Stream.lines(paths), Stream.parquet(paths), Stream.webdataset(urls)."
             )
         if not isinstance(source, Stage):
-            given: Any = source
-            source = IterableSource(
-                given, partial(told, None) if is_iterable_dataset(given) else None
-            )
+            hides_workers = is_iterable_dataset(source)
+            begin = partial(iterate_with, None) if hides_workers else None
+            source = IterableSource(source, begin)
         self._stage = source
         """The last stage, as the user put the stream together."""
         self._num_parts: int | None = None
@@ -167,34 +169,12 @@ class Stream(paddle.io.IterableDataset):
             )
         if not sources:
             raise ArgumentError("Stream.mixture: give at least one source.")
+        stages = {name: _mixed_stage(name, stream) for name, stream in sources.items()}
         names = tuple(sources)
-        stages = {}
-        for name, stream in sources.items():
-            stage, num_parts = last_stage(stream)
-            if num_parts is not None:
-                raise ArgumentError(
-                    f"Stream.mixture: source {name!r} has in_parts(); all have the mixture's parts: "
-                    f"Stream.mixture(...).in_parts({num_parts})."
-                )
-            if isinstance(stage.source, ExternalSource):
-                raise ArgumentError(
-                    f"Stream.mixture: source {name!r} cannot be mixed: a library that reads for itself "
-                    "(ExternalLoader) mixes its own sources."
-                )
-            if stage.source.once:
-                raise ArgumentError(
-                    f"Stream.mixture: source {name!r} can be opened only once, but a source that has ended is opened "
-                    "again. Give a function that returns a new iterator."
-                )
-            stages[name] = stage_of(stream)
-        if weights is None:
-            weights = dict.fromkeys(names, 1)
-        mix = Mix(
-            stages,
-            schedule_of("Stream.mixture", names, weights, (1,) * len(names)),
-            stop,
+        schedule = schedule_of(
+            "Stream.mixture", names, weights or dict.fromkeys(names, 1)
         )
-        return cls(mix)
+        return cls(Mix(stages, schedule, stop))
 
     @classmethod
     def csv(
@@ -203,10 +183,7 @@ class Stream(paddle.io.IterableDataset):
         header: bool = True,
         *,
         counts: bool | None = None,
-        shuffle_shards: bool = True,
-        resample: bool = False,
-        cache_dir: str | os.PathLike[str] | None = None,
-        cache_bytes: int | None = None,
+        **options: Unpack[FileOptions],
     ) -> Stream:
         """Return a stream of the rows of CSV files (Python's `csv`, dialect "excel", strict). Empty lines are skipped.
 
@@ -215,10 +192,7 @@ class Stream(paddle.io.IterableDataset):
             header: If True, the first row of each file names the fields, and samples are dicts. If False, samples are
                 lists.
             counts: The same as for `lines`.
-            shuffle_shards: The same as for `lines`.
-            resample: The same as for `lines`.
-            cache_dir: The same as for `lines`.
-            cache_bytes: The same as for `lines`.
+            options: The same as for `lines`.
 
         Raises:
             ArgumentError: There is no file, or none that matches a pattern.
@@ -227,16 +201,8 @@ class Stream(paddle.io.IterableDataset):
         Examples:
             >>> stream = Stream.csv("data/*.csv").map(lambda row: float(row["x"]))  # doctest: +SKIP
         """
-        source = text_source(
-            paths,
-            CSV_DICTS if header else CSV_ROWS,
-            counts=counts,
-            shuffle_shards=shuffle_shards,
-            resample=resample,
-            cache_dir=cache_dir,
-            cache_bytes=cache_bytes,
-        )
-        return cls(source)
+        form = CSV_DICTS if header else CSV_ROWS
+        return cls(text_source(paths, form, counts=counts, **options))
 
     @classmethod
     def lines(
@@ -244,10 +210,7 @@ class Stream(paddle.io.IterableDataset):
         paths: Paths,
         *,
         counts: bool | None = None,
-        shuffle_shards: bool = True,
-        resample: bool = False,
-        cache_dir: str | os.PathLike[str] | None = None,
-        cache_bytes: int | None = None,
+        **options: Unpack[FileOptions],
     ) -> Stream:
         r"""Return a stream of the lines of text files, as `str` without their ends ("\n" or "\r\n").
 
@@ -257,12 +220,15 @@ class Stream(paddle.io.IterableDataset):
             counts: If True, count the lines now, which reads the files once. Then parts are equal and their lengths
                 known. None: count if all files are local, none is compressed, and the stream has an end. The counts
                 are kept in the user's cache directory for other ranks and later runs.
-            shuffle_shards: If True, permute the files, in another order each epoch.
-            resample: If True, each part is an endless stream of files, sampled with replacement; set `num_batches=`.
-            cache_dir: A folder in which copies of remote files are kept, for all ranks and workers of the host: each
-                file is downloaded once. A copy is not compared with its server again.
-            cache_bytes: Most bytes that all copies in the folder may have; those that were not used for the longest
-                time are removed. None: none is removed.
+            options: The options of all streams of files:
+
+                - `shuffle_shards` (bool, True): permute the files, in another order each epoch.
+                - `resample` (bool, False): each part is an endless stream of files, sampled with replacement; set
+                  `num_batches=`.
+                - `cache_dir` (path, None): a folder in which copies of remote files are kept, for all ranks and
+                  workers of the host: each file is downloaded once. A copy is not compared with its server again.
+                - `cache_bytes` (int, None): most bytes that all copies in the folder may have; those that were not
+                  used for the longest time are removed. None: none is removed.
 
         Raises:
             ArgumentError: There is no file, or none that matches a pattern.
@@ -271,17 +237,7 @@ class Stream(paddle.io.IterableDataset):
         Examples:
             >>> stream = Stream.lines(["a.txt", "b.txt.gz"]).shuffle(10_000)  # doctest: +SKIP
         """
-        return cls(
-            text_source(
-                paths,
-                LINES,
-                counts=counts,
-                shuffle_shards=shuffle_shards,
-                resample=resample,
-                cache_dir=cache_dir,
-                cache_bytes=cache_bytes,
-            )
-        )
+        return cls(text_source(paths, LINES, counts=counts, **options))
 
     @classmethod
     def jsonl(
@@ -289,20 +245,14 @@ class Stream(paddle.io.IterableDataset):
         paths: Paths,
         *,
         counts: bool | None = None,
-        shuffle_shards: bool = True,
-        resample: bool = False,
-        cache_dir: str | os.PathLike[str] | None = None,
-        cache_bytes: int | None = None,
+        **options: Unpack[FileOptions],
     ) -> Stream:
         """Return a stream of the values of JSON Lines files: one JSON value per line. Blank lines are skipped.
 
         Args:
             paths: The same as for `lines`.
             counts: The same as for `lines`.
-            shuffle_shards: The same as for `lines`.
-            resample: The same as for `lines`.
-            cache_dir: The same as for `lines`.
-            cache_bytes: The same as for `lines`.
+            options: The same as for `lines`.
 
         Raises:
             ArgumentError: There is no file, or none that matches a pattern.
@@ -311,45 +261,30 @@ class Stream(paddle.io.IterableDataset):
         Examples:
             >>> stream = Stream.jsonl("data/*.jsonl").map(lambda value: value["text"])  # doctest: +SKIP
         """
-        source = text_source(
-            paths,
-            JSON_LINES,
-            counts=counts,
-            shuffle_shards=shuffle_shards,
-            resample=resample,
-            cache_dir=cache_dir,
-            cache_bytes=cache_bytes,
-        )
-        return cls(source)
+        return cls(text_source(paths, JSON_LINES, counts=counts, **options))
 
     @classmethod
     def webdataset(
         cls,
         urls: Paths,
         *,
-        shuffle_shards: bool = True,
-        resample: bool = False,
         index: str | os.PathLike[str] | bool | None = None,
-        cache_dir: str | os.PathLike[str] | None = None,
-        cache_bytes: int | None = None,
         select: Callable[[str], bool] | None = None,
+        **options: Unpack[FileOptions],
     ) -> Stream:
         """Return a stream of the raw samples of tars: dicts of bytes by file ending, with `__key__` and `__url__`.
 
         Args:
             urls: Paths, `http(s)://` URLs, or URLs that fsspec opens (`s3://`, ...). Braces (`{000..009}`) and patterns
                 of local files are expanded.
-            shuffle_shards: If True, permute the tars, in another order each epoch. Samples keep their order within a
-                tar: add a `shuffle` stage to permute them, too.
-            resample: If True, each part is an endless stream of tars, sampled with replacement; set `num_batches=`.
             index: An index file, which `paddle-shard index` makes; True: `index.json` beside the first tar. With an
                 index, parts are equal, their lengths are known, and a resume is cheap. None: count
                 the tars now by their headers, if all are local, none is compressed, and neither `select` nor
                 `resample` is given. False: count nothing.
-            cache_dir: The same as for `lines`.
-            cache_bytes: The same as for `lines`.
             select: Called with a member's name; True: the member is read. None: all members are read. An index does
                 not fit if whole samples are left out.
+            options: The same as for `lines`. Samples keep their order within a tar: add a `shuffle` stage to permute
+                them, too.
 
         Raises:
             MissingDependencyError: webdataset is not installed; the text names the extra.
@@ -360,16 +295,7 @@ class Stream(paddle.io.IterableDataset):
             >>> tars = Stream.webdataset("data/train-{000..099}.tar")  # doctest: +SKIP
             >>> stream = tars.shuffle(1000).decode("rgb8").map(lambda s: (s["jpg"], s["cls"]))  # doctest: +SKIP
         """
-        cache = HostCache.of(cache_dir, cache_bytes)
-        source = webdataset_source(
-            urls,
-            shuffle_shards=shuffle_shards,
-            resample=resample,
-            index=index,
-            cache=cache,
-            select=select,
-        )
-        return cls(source)
+        return cls(webdataset_source(urls, index=index, select=select, **options))
 
     @classmethod
     def parquet(
@@ -378,12 +304,9 @@ class Stream(paddle.io.IterableDataset):
         *,
         columns: Sequence[str] | None = None,
         allow_nulls: bool = False,
-        shuffle_shards: bool = True,
-        resample: bool = False,
-        cache_dir: str | os.PathLike[str] | None = None,
-        cache_bytes: int | None = None,
+        **options: Unpack[FileOptions],
     ) -> Stream:
-        """Return a stream of the rows of Parquet files: dicts by column; see `sources.parquet.parquet_source`.
+        """Return a stream of the rows of Parquet files: dicts by column; see `data.files.parquet.parquet_source`.
 
         Args:
             paths: One or more files, all with the same columns: paths, patterns such as `data/*.parquet`, whose files
@@ -391,12 +314,8 @@ class Stream(paddle.io.IterableDataset):
             columns: Top-level columns to read, in this order; None: all. No others are fetched.
             allow_nulls: If True, a null is None in the sample. If False, a null is an error that names the column and
                 the row.
-            shuffle_shards: If True, permute the row groups, in another order each epoch. Rows keep their order within a
-                row group: add a `shuffle` stage to permute them, too.
-            resample: If True, each part is an endless stream of row groups, sampled with replacement; set
-                `num_batches=`.
-            cache_dir: The same as for `lines`. Files are downloaded whole then.
-            cache_bytes: The same as for `lines`.
+            options: The same as for `lines`, with row groups in place of files. Rows keep their order within a row
+                group: add a `shuffle` stage to permute them, too. With `cache_dir`, files are downloaded whole.
 
         Raises:
             MissingDependencyError: pyarrow is not installed; the text names the extra.
@@ -406,14 +325,8 @@ class Stream(paddle.io.IterableDataset):
         Examples:
             >>> stream = Stream.parquet("data/*.parquet", columns=["x", "y"]).shuffle(1000)  # doctest: +SKIP
         """
-        cache = HostCache.of(cache_dir, cache_bytes)
         source = parquet_source(
-            paths,
-            columns=columns,
-            allow_nulls=allow_nulls,
-            shuffle_shards=shuffle_shards,
-            resample=resample,
-            cache=cache,
+            paths, columns=columns, allow_nulls=allow_nulls, **options
         )
         return cls(source)
 
@@ -641,14 +554,12 @@ class Stream(paddle.io.IterableDataset):
         made._stage = stage
         return made
 
-    def _line(self) -> str:
-        source, *names = [type(stage).__name__ for stage in self._stage.line()][::-1]
-        if (num_shards := self._stage.source.num_shards) is not None:
-            source += f" of {num_shards} shards"
-        return " > ".join([source, *names])
-
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._line()})"
+        names = [type(stage).__name__ for stage in self._stage.line()]
+        num_shards = self._stage.source.num_shards
+        if num_shards is not None:
+            names[-1] += f" of {num_shards} shards"
+        return f"{type(self).__name__}({' > '.join(reversed(names))})"
 
     def __bool__(self) -> bool:
         """Return True: only reading the stream shows whether it has a sample."""
@@ -673,6 +584,34 @@ def _check_function(stage: str, function: object) -> None:
         raise ArgumentTypeError(
             f"{stage}: give a function of a sample, got {function!r}."
         )
+
+
+def _mixed_stage(name: str, stream: Stream) -> Stage:
+    """Return the stage that opens the parts of a source of a mixture.
+
+    Raises:
+        ArgumentError: The source cannot be mixed.
+    """
+    source = stream._stage.source
+    why = None
+    if stream._num_parts is not None:
+        why = (
+            "has in_parts(); all have the mixture's parts: "
+            f"Stream.mixture(...).in_parts({stream._num_parts})."
+        )
+    elif isinstance(source, ExternalSource):
+        why = (
+            "cannot be mixed: a library that reads for itself (ExternalLoader) mixes "
+            "its own sources."
+        )
+    elif source.once:
+        why = (
+            "can be opened only once, but a source that has ended is opened again. "
+            "Give a function that returns a new iterator."
+        )
+    if why is not None:
+        raise ArgumentError(f"Stream.mixture: source {name!r} {why}")
+    return stage_of(stream)
 
 
 def stage_of(stream: Stream) -> Stage:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from typing import Any
 
 from paddle.io.dataloader import worker as paddle_worker
 from paddle.io.dataloader.worker import WorkerInfo
 
-from paddle_shard.data.external import OwnCopy, iterate, tell_epoch
+from paddle_shard.data.external import ReadingCopy, iterate, set_epoch_of
 from paddle_shard.data.stages.stage import Opening, Stage
 from paddle_shard.errors import ArgumentTypeError, SplitError
 
@@ -17,44 +18,40 @@ _END: Any = object()
 _OF_TORCH = "torch.utils.data._utils.worker"
 
 
-class shown:
+class visible_worker_info:  # a context manager; not by `contextmanager`, as it is entered for each sample
     """Let `paddle.io.get_worker_info()`, and torch's if that is loaded, return `info` inside the `with` block."""
 
-    def __init__(
-        self, info: WorkerInfo | None
-    ) -> None:  # not by `contextmanager`: it is entered for each sample
+    def __init__(self, info: WorkerInfo | None) -> None:
         self._info = info
-        self._own: list[tuple[Any, WorkerInfo | None]] = []
+        self._before: list[tuple[Any, WorkerInfo | None]] = []
 
     def __enter__(self) -> None:
-        of_torch: Any = sys.modules.get(_OF_TORCH)
-        modules = [paddle_worker] if of_torch is None else [paddle_worker, of_torch]
-        self._own = [(module, module._worker_info) for module in modules]
-        for module in modules:
+        modules = filter(None, (paddle_worker, sys.modules.get(_OF_TORCH)))
+        self._before = [(module, module._worker_info) for module in modules]
+        for module, _ in self._before:
             module._worker_info = self._info
 
     def __exit__(self, *_: object) -> None:
-        for module, info in self._own:
+        for module, info in self._before:
             module._worker_info = info
 
 
-def told(
+def iterate_with(
     info: WorkerInfo | None, dataset: Iterable[Any] | Callable[[], Iterable[Any]]
 ) -> Iterator[Any]:
-    """Iterate over the user's stream, which sees `info` instead of its worker all the time.
+    """Iterate over the user's stream, which sees `info` instead of its worker.
 
-    With None, it is not told of the workers, since it would give each only some of its samples. Every reader reads the
-    whole stream, which is cut later. If it split itself, it would be cut twice.
+    With None, it does not know of the workers, and does not split itself among them: every reader reads the whole
+    stream, which is cut later.
     """
-    with shown(info):
+    with visible_worker_info(info):
         items = iterate(dataset)
     while True:
-        if (
-            info is paddle_worker._worker_info and _OF_TORCH not in sys.modules
-        ):  # as where no workers read
+        # Where no workers read, there is nothing to hide.
+        if info is paddle_worker._worker_info and _OF_TORCH not in sys.modules:
             item = next(items, _END)
         else:
-            with shown(info):
+            with visible_worker_info(info):
                 item = next(items, _END)
         if item is _END:
             return
@@ -62,27 +59,28 @@ def told(
 
 
 class _Part(WorkerInfo):
-    """ "Worker p of P", as it is shown to a stream that splits itself; and whether it has looked."""
+    """ "Worker p of P" for a stream that splits itself, and whether the stream has read it."""
 
-    looked = False
+    is_read = False
 
     def __getattribute__(self, name: str) -> Any:
         if name in ("id", "num_workers"):
-            self.__dict__["looked"] = True  # a `WorkerInfo` cannot be changed otherwise
+            self.__dict__["is_read"] = (
+                True  # a `WorkerInfo` cannot be changed otherwise
+            )
         return super().__getattribute__(name)
 
 
 class SelfSplit(Stage):
-    """A user's stream that splits itself by `paddle.io.get_worker_info()` or torch's: it is shown "worker p of P".
+    """A user's stream that splits itself by `paddle.io.get_worker_info()` or torch's: it sees "worker p of P".
 
     So each sample is read once, whatever the number of readers. The stream must yield different samples for each p,
     and the same samples each time it is opened for an epoch.
     """
 
     def __init__(self, dataset: Iterable[Any] | Callable[[], Iterable[Any]]) -> None:
-        if isinstance(dataset, Iterator) or not (
-            isinstance(dataset, Iterable) or callable(dataset)
-        ):
+        can_repeat = isinstance(dataset, Iterable) or callable(dataset)
+        if isinstance(dataset, Iterator) or not can_repeat:
             raise ArgumentTypeError(
                 "splits_itself=True needs a data set that can be iterated for each part, or a function that returns "
                 f"one, got {type(dataset).__name__}: {dataset!r}."
@@ -99,22 +97,22 @@ class SelfSplit(Stage):
     def _items(self, part: int, opening: Opening) -> Iterator[Any]:
         key = opening.key(part, "source")
         opening.seed_generators(key)
-        dataset = OwnCopy(self._dataset).dataset
-        tell_epoch(dataset, opening)
+        dataset = ReadingCopy(self._dataset).dataset
+        set_epoch_of(dataset, opening)
         info = _Part(
             id=part,
             num_workers=opening.num_parts,
             dataset=dataset,
             seed=key & 0x7FFFFFFF,
         )
-        items = opening.drawn(told(info, dataset), part)
-        for number, item in enumerate(items):
-            if (
-                number == 1 and opening.num_parts > 1 and not info.looked
-            ):  # it may ask after its first sample
+        items = opening.drawn(iterate_with(info, dataset), part)
+        for number, item in enumerate(islice(items, 2)):
+            # It may read its info after its first sample.
+            if number and opening.num_parts > 1 and not info.is_read:
                 raise SplitError(
                     f"splits_itself=True, but the {type(self._dataset).__name__} asks neither "
                     "paddle.io.get_worker_info() nor torch's (imported before) which part to read, so each part would "
                     "be all of it. Leave splits_itself out."
                 )
             yield item
+        yield from items

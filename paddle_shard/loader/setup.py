@@ -244,18 +244,18 @@ def replicas_of(
             return set()  # each rank reads whole global batches
         return {layout.slice_of(rank) for layout in layouts} - {None}
 
-    own = dist.get_rank()
+    this_rank = dist.get_rank()
     sharing = [
         rank
         for rank in sorted(ranks)
-        if hosts[rank] == hosts[own] and rows_of(rank) == rows_of(own)
+        if hosts[rank] == hosts[this_rank] and rows_of(rank) == rows_of(this_rank)
     ]
     return Replicas(ranks=tuple(sharing) if len(sharing) > 1 else ())
 
 
 def batch_check_of(
     source: Source,
-    own: FieldLayout,
+    row_layout: FieldLayout,
     ranks: Sequence[int],
     dataset: Any,
     verify: str | int | None,
@@ -264,7 +264,7 @@ def batch_check_of(
 
     Args:
         source: What is read.
-        own: Layout of the field whose rows this rank reads.
+        row_layout: Layout of the field whose rows this rank reads.
         ranks: Global ranks that agree on the steps.
         dataset: The data set, which may name its samples.
         verify: See `shard_dataloader`.
@@ -273,4 +273,8 @@ def batch_check_of(
         return None
     if not source.split:
         return BatchCheck(None, getattr(dataset, "sample_name", None))
-    return BatchCheck((own.layout, own.data_axes)) if own.on_mesh else None
+    return (
+        BatchCheck((row_layout.layout, row_layout.data_axes))
+        if row_layout.on_mesh
+        else None
+    )

@@ -170,7 +170,7 @@ def joined(
     chunk = chunks[0] if len(chunks) == 1 else _joined_chunk(chunks, places, even)
     if chunk.state is not None:
         step = replace(step, sampler_state=chunk.state)
-    is_padding = None if step.real is None else ~step.real
+    is_padding = None if step.valid is None else ~step.valid
     if chunk.is_padding is not None:
         is_padding = np.frombuffer(chunk.is_padding, np.bool_)
     batch = Batch(

@@ -188,7 +188,7 @@ def test_a_file_is_counted_once_and_again_when_it_has_changed(kind, counted, tmp
     assert stage_of(stream(paths)).lengths(Opening(parts=(0,), num_parts=1)) == [
         160 - 7 + 999
     ]
-    assert counted[8:] == [f"3.{kind}"]
+    assert len(counted) == 16
 
 
 def test_a_file_of_the_same_size_and_time_of_change_is_counted_again(counted, tmp_path):
@@ -207,7 +207,7 @@ def test_a_damaged_cache_is_no_cache(kind, damage, counted, tmp_path):
     stream, paths = KINDS[kind][1], write(tmp_path, kind, [3, 2])
     first = stage_of(stream(paths)).fingerprint()
     [kept] = (tmp_path / "cache" / "paddle_shard" / "counts").iterdir()
-    other = json.dumps({path: [1] for path in json.loads(kept.read_bytes())}).encode()
+    other = json.dumps([[1] for _ in json.loads(kept.read_bytes())]).encode()
     kept.write_bytes(other if damage is None else damage)
 
     assert stage_of(stream(paths)).fingerprint() == first
@@ -264,7 +264,7 @@ def few_places():
         yield
 
 
-@pytest.mark.parametrize("ending", ["\n", "\r\n", "\r"])
+@pytest.mark.parametrize("ending", ["\n", "\r\n"])
 @settings(max_examples=trials(60))
 @given(
     rows=st.lists(
@@ -388,13 +388,10 @@ def _sizes(*lengths):
         ([100] * 8, 8),
         ([90, 110, 100, 95, 105, 100, 100, 100], 8),
         ([101, 58], 2),
-        (range(10, 90, 10), 4),
-        ([100, 1, 1, 1, 1, 1, 1, 1], 1),
+        ([10, 20, 30], 2),
     ],
 )
-def test_files_that_are_not_counted_are_cut_into_as_many_parts_as_their_sizes_let_be_even(
-    lengths, parts, tmp_path
-):
+def test_chosen_num_parts_is_at_most_the_uncounted_files(lengths, parts, tmp_path):
     paths = []
     for number, content in enumerate(_sizes(*lengths)):
         paths.append(tmp_path / f"{number}.txt")
@@ -403,12 +400,15 @@ def test_files_that_are_not_counted_are_cut_into_as_many_parts_as_their_sizes_le
     loader = loader_of(Stream.lines(paths, counts=False).map(int))
 
     assert f"stream in {parts} parts" in repr(loader)
-    if parts < 8 and len(lengths) == 8:
-        with pytest.raises(
-            ArgumentError,
-            match=rf"into {parts} parts of .*, which 8 data.*counts=True.*one of \[8\]",
-        ):
-            loader_of(Stream.lines(paths, counts=False).map(int), ranks=8)
+
+
+def test_chosen_num_parts_rejects_ranks_that_do_not_divide_them(tmp_path):
+    paths = write(tmp_path, "txt", [1, 2, 3])
+    with pytest.raises(
+        ArgumentError,
+        match=r"3 shards .* into 2 parts of .*, which 4 data.*counts=True.*one of none",
+    ):
+        loader_of(Stream.lines(paths, counts=False).map(int), ranks=4)
 
 
 def test_rows_of_padding_are_counted_and_said_once(tmp_path, caplog):

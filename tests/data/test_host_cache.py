@@ -15,7 +15,7 @@ import pytest
 
 import paddle_shard
 from paddle_shard import Stream
-from paddle_shard.data.files.locks import held
+from paddle_shard.data.files.locks import file_lock
 from paddle_shard.data.stages.stage import Opening
 from paddle_shard.data.stream import stage_of
 from paddle_shard.errors import ArgumentError
@@ -59,7 +59,7 @@ def copies(folder):
 def bytes_in(folder):
     """Bytes of all files; no copy is begun or removed meanwhile, but one may get its name."""
     sizes = {}
-    with open(folder / ".lock", "wb") as lock, held(lock):
+    with open(folder / ".lock", "wb") as lock, file_lock(lock):
         for found in os.scandir(folder):
             with contextlib.suppress(FileNotFoundError):
                 status = found.stat()

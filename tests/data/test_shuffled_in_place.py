@@ -8,7 +8,7 @@ import pytest
 from paddle.io import ChainDataset, DataLoader, IterableDataset
 
 import paddle_shard
-from paddle_shard.data.external import OwnCopy
+from paddle_shard.data.external import ReadingCopy
 from tests.helpers import ONE, locals_of, sharded
 
 FILES = 6
@@ -179,4 +179,4 @@ def test_a_long_list_is_the_data_itself_and_not_copied(length, is_copied):
 
     given = Holds()
 
-    assert (OwnCopy(given).dataset.rows is not given.rows) == is_copied
+    assert (ReadingCopy(given).dataset.rows is not given.rows) == is_copied

@@ -283,3 +283,11 @@ def test_with_on_error_skip_a_damaged_line_costs_its_own_row_only(
         else r"ends in line \d has 3 fields",
     ):
         list(sharded(DataLoader(stream, batch_size=4, num_workers=workers), ONE))
+
+
+def test_csv_lines_that_end_in_a_carriage_return_alone_are_an_error(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_bytes(b"a,b\r1,2\r3,4\r")
+    for counts in (True, False):
+        with pytest.raises(ShardReadError, match=r"a\.csv.*line 1: new-line character"):
+            list(Stream.csv(path, counts=counts))

@@ -19,7 +19,6 @@ import pytest
 
 from paddle_shard import Stream
 from paddle_shard.data.files import files
-from paddle_shard.data.files.host_cache import HostCache
 from paddle_shard.data.files.webdataset import Decode, webdataset_source
 from paddle_shard.data.stages import Map, Shuffle
 from paddle_shard.data.stages.stage import Opening
@@ -180,8 +179,10 @@ def test_it_is_the_same_wherever_the_shards_are(folder, where, index, tmp_path):
     memory.pipe({f"/w/{path.name}": path.read_bytes() for path in folder.iterdir()})
     with serving({path.name: path.read_bytes() for path in folder.iterdir()}) as server:
         base = {"file": folder.as_uri(), "memory": "memory://w"}.get(where, server.url)
-        cache = HostCache(str(tmp_path), None) if "cached" in where else None
-        source = webdataset_source(base + "/{000..009}.tar", index=index, cache=cache)
+        cache_dir = tmp_path if "cached" in where else None
+        source = webdataset_source(
+            base + "/{000..009}.tar", index=index, cache_dir=cache_dir
+        )
         found = [
             [{**s, "__url__": None} for s in items]
             for items in source.open(opening(2, skip=100))
@@ -468,9 +469,7 @@ def test_a_shard_of_another_size_than_the_index_says_is_an_error(folder, tmp_pat
 
 def test_twelve_openings_at_once_download_each_shard_once(tmp_path):
     with serving(SHARDS) as server:
-        source = webdataset_source(
-            server.url + "/{000..009}.tar", cache=HostCache(str(tmp_path), None)
-        )
+        source = webdataset_source(server.url + "/{000..009}.tar", cache_dir=tmp_path)
         found, threads = [], []
         for _ in range(12):
             threads.append(
@@ -492,10 +491,8 @@ def test_processes_at_once_download_each_shard_once(tmp_path):
         script = (
             "import sys\n"
             "from paddle_shard.data.stages.stage import Opening\n"
-            "from paddle_shard.data.files.host_cache import HostCache\n"
             "from paddle_shard.data.files.webdataset import webdataset_source\n"
-            "cache = HostCache(sys.argv[2], None)\n"
-            "source = webdataset_source(sys.argv[1] + '/{000..009}.tar', cache=cache)\n"
+            "source = webdataset_source(sys.argv[1] + '/{000..009}.tar', cache_dir=sys.argv[2])\n"
             "print(sum(1 for _ in source.open(Opening(parts=(0,), num_parts=1, epoch=int(sys.argv[3])))[0]))\n"
         )
         command = [sys.executable, "-c", script, server.url, str(tmp_path)]
@@ -527,11 +524,7 @@ def test_a_full_disk_is_said_and_leaves_no_half_file(tmp_path, monkeypatch):
             match=r"cannot write to cache_dir .*No space left on device.*Make room",
         ),
     ):
-        keys_of(
-            webdataset_source(
-                f"{server.url}/001.tar", cache=HostCache(str(tmp_path), None)
-            )
-        )
+        keys_of(webdataset_source(f"{server.url}/001.tar", cache_dir=tmp_path))
 
     assert [
         path.name for path in tmp_path.iterdir() if not path.name.endswith(".lock")
@@ -542,9 +535,7 @@ def test_a_download_that_drops_is_finished_and_what_a_killed_one_left_is_removed
     tmp_path,
 ):
     with serving({"001.tar": SHARDS["001.tar"]}, drops=[5_000, 0, 5_000]) as server:
-        source = webdataset_source(
-            f"{server.url}/001.tar", cache=HostCache(str(tmp_path), None)
-        )
+        source = webdataset_source(f"{server.url}/001.tar", cache_dir=tmp_path)
         assert keys_of(source)[0] == KEYS[7:157]
         [kept] = [path for path in tmp_path.iterdir() if path.suffix == ".tar"]
         left = tmp_path / f".{kept.name}.abc.part"

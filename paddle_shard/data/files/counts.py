@@ -11,16 +11,17 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from paddle_shard.data.files import files
 from paddle_shard.data.files.host_cache import HostCache, open_through
-from paddle_shard.data.files.locks import held
+from paddle_shard.data.files.locks import file_lock
 from paddle_shard.data.files.shards import RECOUNT, ShardSource
 from paddle_shard.plan.seeding import derive_key
 from paddle_shard.plan.skips import counted
@@ -29,6 +30,11 @@ EVERY = 64
 """Number of samples for which one byte offset is kept."""
 MOST = 128
 """Most byte offsets that are kept for a file that is counted without an index. Longer files have sparser offsets."""
+
+_VERSION = 4
+"""Version of the kept counts."""
+DAMAGE = (AttributeError, KeyError, TypeError, ValueError)
+"""What reading a damaged entry raises."""
 
 Samples = Callable[[BinaryIO, str, int], Iterator[tuple[int, Any]]]
 """A format. Called with (open file, its name, a byte where a sample begins, at which the file stands)."""
@@ -68,15 +74,15 @@ class ShardEntry:
         Raises:
             TypeError, ValueError, KeyError: It is damaged.
         """
-        starts = tuple(map(counted, found.get("starts", ())))
-        samples, size, every = (
-            counted(found["samples"]),
-            counted(found["bytes"]),
-            counted(found.get("every", EVERY), 1),
+        entry = cls(
+            samples=counted(found["samples"]),
+            size=counted(found["bytes"]),
+            starts=tuple(map(counted, found.get("starts", ()))),
+            every=counted(found.get("every", EVERY), 1),
         )
-        if max(samples, size, *starts) >= 1 << 63:
+        if max(entry.samples, entry.size, *entry.starts) >= 1 << 63:
             raise ValueError(found)
-        return cls(samples=samples, size=size, starts=starts, every=every)
+        return entry
 
 
 def count_file(
@@ -94,21 +100,22 @@ def count_file(
         Exception: Whatever reading raises, if the file cannot be read to its end.
     """
     opened, size = open_through(cache, name)
-    kept: list[int] = []
-    number, every = 0, EVERY
+    starts: list[int] = []
+    num_samples = 0
+    every = EVERY
     with opened, files.decompressed(opened, name) as file:
-        for number, (start, _) in enumerate(samples(file, name, 0), 1):
-            if (number - 1) % every == 0:
-                if len(kept) == most:
-                    kept, every = kept[::2], 2 * every
-                kept.append(start)
-        starts = (
-            tuple(kept) if file is opened else ()
-        )  # in a compressed file, no sample can be found by its byte
+        for number, (start, _) in enumerate(samples(file, name, 0)):
+            if number % every == 0:
+                if len(starts) == most:
+                    starts = starts[::2]
+                    every *= 2
+                starts.append(start)
+            num_samples = number + 1
         return ShardEntry(
-            samples=number,
+            samples=num_samples,
             size=opened.tell() if size is None else size,
-            starts=starts,
+            # In a compressed file, no sample can be found by its byte.
+            starts=tuple(starts) if file is opened else (),
             every=every,
         )
 
@@ -136,44 +143,66 @@ def count_files(
     Raises:
         ShardReadError: A file cannot be read.
     """
-    if counts is False or (counts is None and any(map(files.is_remote, names))):
+    any_remote = any(map(files.is_remote, names))
+    if counts is False or (counts is None and any_remote):
         return None
-    found: dict[str, ShardEntry] = {}
-    paths = [
-        name if files.is_remote(name) else os.path.abspath(files.local_path(name))
-        for name in names
-    ]
-    with _kept(kind, paths) as kept:
-        for name, path in zip(names, paths, strict=True):
-            with files.failures_named(name, lambda: ("counting its samples", None)):
-                # Before counting: a file that grows meanwhile has another version the next time.
-                version = None
-                if not files.is_remote(name):
-                    status = os.stat(path)
-                    version = [status.st_size, status.st_mtime_ns, status.st_ctime_ns]
-                entry = _kept_entry(kept.get(path), version)
-                # A kept entry without places may be of a compressed file, which `counts=True` has counted.
-                if (
-                    counts is None
-                    and (entry is None or not entry.starts)
-                    and _is_compressed(name)
-                ):
-                    return None
-                if entry is None:
-                    logging.getLogger("paddle_shard").info(
-                        "counting the samples of %s", files.shown(name)
-                    )
-                    entry = count_file(name, samples, MOST, cache)
-                found[name] = entry
-            if version is not None:
-                kept[path] = {"version": version, **entry.to_json()}
-    return found
+    if any_remote:
+        return _count_each(names, samples, cache)
+    # Before counting: a file that grows meanwhile has another version the next time.
+    versions = [_version(name) for name in names]
+    key = derive_key(_VERSION, kind, counts, versions, size=16).hex()
+    path = _folder() / f"{key}.json"
+    with ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            # One process counts; the others wait and read what it has written.
+            stack.enter_context(file_lock(stack.enter_context(path.open("ab"))))
+        with contextlib.suppress(OSError, *DAMAGE):
+            entries = map(ShardEntry.from_json, json.loads(path.read_bytes()))
+            return dict(zip(names, entries, strict=True))
+        if counts is None and any(map(_is_compressed, names)):
+            return None
+        counted_files = _count_each(names, samples, cache)
+        text = json.dumps([entry.to_json() for entry in counted_files.values()])
+        with contextlib.suppress(OSError), files.replacing(path) as target:
+            target.write(text.encode())
+    return counted_files
+
+
+def _version(name: str) -> tuple[str, int, int, int]:
+    path = os.path.abspath(files.local_path(name))
+    with _counting(name):
+        status = os.stat(path)
+    return path, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
+def _count_each(
+    names: Sequence[str], samples: Samples, cache: HostCache | None
+) -> dict[str, ShardEntry]:
+    entries = {}
+    for name in names:
+        logging.getLogger("paddle_shard").info(
+            "counting the samples of %s", files.shown(name)
+        )
+        with _counting(name):
+            entries[name] = count_file(name, samples, MOST, cache)
+    return entries
+
+
+def _counting(name: str) -> AbstractContextManager[None]:
+    return files.failures_named(name, lambda: ("counting its samples", None))
 
 
 def _is_compressed(name: str) -> bool:
     opened, _ = files.open_file(name)
     with opened:
         return files.decompressed(opened, name) is not opened
+
+
+def _folder() -> Path:
+    """Return the folder of kept counts, in the user's cache directory."""
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(os.path.expanduser(cache)) / "paddle_shard" / "counts"
 
 
 def source_of_files(
@@ -221,46 +250,5 @@ def _read(
                 f"the file has {size} bytes, and had {entries[name].size} when it was counted. It has changed since, "
                 f"or is another file of that name: {RECOUNT}"
             )
-        for _, sample in islice(samples(file, name, start), skip, None):
-            yield sample
-
-
-def _folder() -> Path:
-    return (
-        Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache"))
-        / "paddle_shard"
-        / "counts"
-    )
-
-
-@contextmanager
-def _kept(kind: str, paths: list[str]) -> Iterator[dict[str, Any]]:
-    """Open the kept counts of a list of files, under a lock so that one process at a time counts.
-
-    Yield path -> an entry in JSON and the file's "version". What is added is written at the end. If there is no place
-    for the counts, nothing is kept.
-    """
-    file = (
-        _folder() / f"{derive_key(3, kind, paths, size=16).hex()}.json"
-    )  # 3 is the version of what is kept
-    with ExitStack() as stack:
-        with contextlib.suppress(OSError):
-            file.parent.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(held(stack.enter_context(file.open("ab"))))
-        known: dict[str, Any] = {}
-        with contextlib.suppress(OSError, ValueError, TypeError):
-            known = dict(json.loads(file.read_bytes()))
-        before = dict(known)
-        try:
-            yield known
-        finally:
-            if known != before:
-                with contextlib.suppress(OSError), files.replacing(file) as target:
-                    target.write(json.dumps(known, separators=(",", ":")).encode())
-
-
-def _kept_entry(kept: Any, version: list[Any] | None) -> ShardEntry | None:
-    """Return the kept entry of a file; None if there is none or the file has changed."""
-    with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):
-        return ShardEntry.from_json(kept) if kept["version"] == version else None
-    return None
+        rest = islice(samples(file, name, start), skip, None)
+        yield from map(itemgetter(1), rest)

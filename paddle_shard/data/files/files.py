@@ -60,30 +60,31 @@ def matched(paths: Paths) -> list[str]:
         ArgumentTypeError: `paths` is neither a path nor a list.
         ArgumentError: A pattern matches no file, or is for remote files.
     """
-    given: Sequence[str | os.PathLike[str]] = (
-        [paths] if isinstance(paths, str | os.PathLike) else paths
-    )
-    if not isinstance(given, Iterable):
+    if isinstance(paths, str | os.PathLike):
+        paths = [paths]
+    if not isinstance(paths, Iterable):
         raise ArgumentTypeError(
             f"paths must be a path, or a list of them, got {paths!r}."
         )
-    found: list[str] = []
-    for name in [os.fspath(path) for path in given]:
-        path = "" if is_remote(name) else local_path(name)
-        if not path and "://" in name and "*" in name.partition("?")[0]:
+    return [file for name in paths for file in _expand(os.fspath(name))]
+
+
+def _expand(name: str) -> list[str]:
+    if is_remote(name):
+        if "*" in name.partition("?")[0]:
             raise ArgumentError(
-                f"{shown(name)}: a pattern is not looked for on a server. Give the list of URLs."
+                f"{shown(name)}: patterns of remote files are not supported. Give the list of URLs."
             )
-        if not glob.has_magic(path) or os.path.exists(path):
-            found.append(name)
-            continue
-        files = sorted(filter(os.path.isfile, glob.glob(path, recursive=True)))
-        if not files:
-            raise ArgumentError(
-                f"{name}: this pattern matches no file (the current folder is {os.getcwd()})."
-            )
-        found += files
-    return found
+        return [name]
+    path = local_path(name)
+    if not glob.has_magic(path) or os.path.exists(path):
+        return [name]
+    matches = sorted(filter(os.path.isfile, glob.glob(path, recursive=True)))
+    if not matches:
+        raise ArgumentError(
+            f"{name}: this pattern matches no file (the current folder is {os.getcwd()})."
+        )
+    return matches
 
 
 def base_name(name: str) -> str:
@@ -115,17 +116,16 @@ def within_their_folder(names: Sequence[str]) -> list[str]:
         >>> within_their_folder(["/data/a/0.csv", "/data/b/0.csv"]), within_their_folder(["s3://bucket/0.csv"])
         (['a/0.csv', 'b/0.csv'], ['0.csv'])
     """
-    steps = [
+    paths = [
         (shown(name) if is_remote(name) else os.path.abspath(local_path(name))).split(
             "/"
         )
         for name in names
     ]
-    folders = zip(*(path[:-1] for path in steps), strict=False)
-    shared = sum(
-        1 for _ in itertools.takewhile(lambda column: len(set(column)) == 1, folders)
-    )
-    return ["/".join(path[shared:]) for path in steps]
+    folders = zip(*(path[:-1] for path in paths), strict=False)
+    shared = itertools.takewhile(lambda column: len(set(column)) == 1, folders)
+    depth = len(list(shared))
+    return ["/".join(path[depth:]) for path in paths]
 
 
 def local_size(name: str) -> int | None:
@@ -194,38 +194,31 @@ def remote_file(url: str, extra: str = "webdataset") -> tuple[Any, str]:
     Raises:
         MissingDependencyError: fsspec, or a package that it needs for such a URL, is not installed.
     """
-    with needs(
-        "s3" if url.startswith(("s3://", "s3a://")) else extra,
-        f"reading {shown(url)}: ",
-    ):
-        if "::" in url:  # a file inside another file, which is a file system of its own
+    is_s3 = url.startswith(("s3://", "s3a://"))
+    with needs("s3" if is_s3 else extra, f"reading {shown(url)}: "):
+        if "::" in url:  # a file inside another file, which is a file system
             from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 
             system, path = url_to_fs(url, skip_instance_cache=True)
             return system, path
-        with (
-            no_fork
-        ):  # so that threads do not make several, of which all but one are closed again
-            return _file_system("/".join(url.split("/", 3)[:3]), os.getpid()), url
+        host = "/".join(url.split("/", 3)[:3])
+        with no_fork:  # one thread at a time, so that only one file system is made
+            return _file_system(host, os.getpid()), url
 
 
 @cache
 def _file_system(host: str, process: int) -> Any:
+    """Return the file system of a host for a process."""
     from fsspec.config import conf  # type: ignore[import-untyped]
     from fsspec.core import url_to_fs
 
+    protocol = host.partition(":")[0]
     options: dict[str, Any] = {}
-    if (protocol := host.partition(":")[0]) in (
-        "http",
-        "https",
-    ) and "client_kwargs" not in conf.get(protocol, {}):
-        import aiohttp
+    if protocol in ("http", "https") and "client_kwargs" not in conf.get(protocol, {}):
+        from aiohttp import ClientTimeout
 
-        # Its own limit is five minutes for all of an answer, which is too long for one that stalls, and too short for a
-        # large one.
-        limit = aiohttp.ClientTimeout(
-            total=None, sock_connect=TIMEOUT, sock_read=TIMEOUT
-        )
+        # aiohttp's default, five minutes for a response, is too long for one that stalls and too short for a large one.
+        limit = ClientTimeout(total=None, sock_connect=TIMEOUT, sock_read=TIMEOUT)
         options["client_kwargs"] = {"timeout": limit}
     return url_to_fs(host, skip_instance_cache=True, **options)[0]
 
@@ -254,6 +247,7 @@ _TAGS = (
 _AGAIN = (408, 429, 500, 502, 503, 504)
 """HTTP codes of failures that may pass."""
 _FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
+"""Failures that another attempt does not mend."""
 
 
 class ChangedError(Exception):
@@ -292,11 +286,11 @@ def identity(names: Sequence[str]) -> tuple[tuple[str, int, str], ...]:
             return version_of(name)
 
     with ThreadPoolExecutor(REQUESTS if any(map(is_remote, names)) else 1) as pool:
-        versions = list(pool.map(version, names))
-    return tuple(
-        (name, *known)
-        for name, known in zip(within_their_folder(names), versions, strict=True)
-    )
+        versions = pool.map(version, names)
+        paths = within_their_folder(names)
+        return tuple(
+            (path, *known) for path, known in zip(paths, versions, strict=True)
+        )
 
 
 def tag_of(details: Mapping[str, Any]) -> str | None:
@@ -354,7 +348,7 @@ def decompressed(file: BinaryIO, name: str) -> BinaryIO:
 class RemoteFile(io.RawIOBase):
     """A remote file, opened by fsspec. After a failure that may pass, it is opened again at the same byte.
 
-    Of a server that does not send ranges, the whole file is read into memory.
+    If the server does not send ranges, the whole file is read into memory.
     """
 
     def __init__(self, name: str, *, extra: str = "webdataset", **options: Any) -> None:
@@ -365,16 +359,15 @@ class RemoteFile(io.RawIOBase):
             extra: The extra that installs fsspec; see `remote_file`.
             options: Passed to fsspec's `open`.
         """
-        self._is_http = name.startswith(("http://", "https://"))
-        self._options = options
         self._system, self._path = remote_file(name, extra)
+        self._options = options
         self._position = 0
-        self._stream: Any = None
+        self._file: Any = None
         self.size: int | None = None
         """Size of the whole file in bytes; None if the server does not send it."""
         self.tag: str | None = None
         """Version tag; see `version_of`."""
-        self._retried(self._connected)
+        self._retried(self._open)
 
     def readable(self) -> bool:
         """Return True."""
@@ -402,7 +395,7 @@ class RemoteFile(io.RawIOBase):
         """
         if self._position == self.size:
             return 0
-        content = self._retried(lambda: self._received(len(buffer)))
+        content = self._retried(lambda: self._read(len(buffer)))
         buffer[: len(content)] = content
         self._position += len(content)
         return len(content)
@@ -412,57 +405,52 @@ class RemoteFile(io.RawIOBase):
         self._disconnect()
         super().close()
 
-    def _received(self, most: int) -> bytes:
-        stream = self._connected()
-        if stream.tell() != self._position:
-            stream.seek(self._position)
+    def _read(self, most: int) -> bytes:
+        if self._file is None:
+            self._open()
+        self._file.seek(self._position)
         try:
-            content: bytes = stream.read(most)
-        except ValueError:
-            if not self._is_http:
-                raise
-            self._read_whole()  # the server sends no ranges, as fsspec finds out only now
-            return self._received(most)
+            content: bytes = self._file.read(most)
+        except ValueError:  # fsspec's for a server that ignores the range of a request
+            self._read_whole()
+            return self._read(most)
         if not content and self.size not in (None, self._position):
             raise ConnectionError("the connection was closed")
         return content
 
-    def _connected(self) -> Any:
-        """Return fsspec's file; open it if there is none."""
-        if self._stream is not None:
-            return self._stream
+    def _open(self) -> None:
+        """Open the file in fsspec.
+
+        Raises:
+            ChangedError: It is another version than when it was first opened; the bytes of two would be joined.
+        """
         details = self._system.info(self._path)
         size = details.get("size")
         tag = tag_of(details)
-        # Continuing at the same byte of another version would join two files silently.
-        if (None not in (self.size, size) and self.size != size) or (
-            self.tag and tag and self.tag != tag
-        ):
-            raise ChangedError(
-                f"the file changed while it was read: it had {self.size} bytes (tag {self.tag}), now {size} ({tag})"
-            )
-        self.tag = tag or self.tag
-        if size and details.get("partial", True):
-            options = {"size": size} if self._is_http else {}
-            self._stream = self._system.open(
-                self._path, "rb", **options, **self._options
-            )
-            self.size = size
-        else:
+        for before, now in ((self.size, size), (self.tag, tag)):
+            if None not in (before, now) and before != now:
+                raise ChangedError(
+                    f"the file changed while it was read: it had {self.size} bytes (tag {self.tag}), now {size} ({tag})"
+                )
+        self.tag = tag
+        if not size or not details.get("partial", True):
             self._read_whole()
-        return self._stream
+            return
+        options = {"size": size} if self._path.startswith("http") else {}
+        self._file = self._system.open(self._path, "rb", **options, **self._options)
+        self.size = size
 
     def _read_whole(self) -> None:
-        """Read the file into memory, in place of a stream of its ranges."""
+        """Read the file into memory, in place of ranges of it."""
         content = self._system.cat_file(self._path)
-        self._stream = io.BytesIO(content)
+        self._file = io.BytesIO(content)
         self.size = len(content)
 
     def _disconnect(self) -> None:
-        stream = self._stream
-        self._stream = None
-        if stream is not None:
-            stream.close()
+        file = self._file
+        self._file = None
+        if file is not None:
+            file.close()
 
     def _retried(self, attempt: Callable[[], T]) -> T:
         return retried(
@@ -474,59 +462,58 @@ class RemoteFile(io.RawIOBase):
 
 def retried(
     attempt: Callable[[], T],
-    after: Callable[[], None] | None = None,
+    after_failure: Callable[[], None] = lambda: None,
     place: Callable[[], str] = str,
 ) -> T:
     """Return the result of an attempt; repeat it after a failure that may pass, with growing pauses.
 
     Args:
         attempt: Called at most `RETRIES` + 1 times.
-        after: Called after each failure.
+        after_failure: Called after each failure.
         place: Returns where it failed, for the error.
 
     Raises:
         OSError: All attempts failed.
     """
-    for failures in itertools.count():
+    for num_failures in itertools.count():
         try:
             return attempt()
         except Exception as error:
-            if after is not None:
-                after()
-            cause = _told_by_server(error)
-            if not _may_pass(cause):
+            after_failure()
+            failure = _failure_of_server(error)
+            if not _may_pass(failure):
                 raise
-            if failures == RETRIES:
+            if num_failures == RETRIES:
                 raise OSError(
-                    f"given up after {RETRIES} retries{place()}: {described(cause)}"
+                    f"given up after {RETRIES} retries{place()}: {described(failure)}"
                 ) from error
-        time.sleep(BACKOFF * 2**failures)
+        time.sleep(BACKOFF * 2**num_failures)
     raise AssertionError
 
 
-def _told_by_server(error: BaseException) -> BaseException:
-    """Return what has really failed: fsspec calls everything over HTTP a missing file, and s3fs fails in a timeout."""
+def _failure_of_server(error: BaseException) -> BaseException:
+    """Return the failure behind an error of fsspec.
+
+    Over HTTP, every failure to open is a FileNotFoundError. s3fs fails while it handles a timeout.
+    """
     cause = error.__cause__ or error.__context__
-    if isinstance(error, FileNotFoundError):
-        really = (
-            type(cause).__module__.startswith("aiohttp")
-            and getattr(cause, "status", 0) != 404
-        )
-    else:
-        really = not isinstance(error, OSError) and isinstance(
-            cause, TimeoutError | asyncio.TimeoutError
-        )
-    return cause if really and cause is not None else error
+    of_http = isinstance(error, FileNotFoundError) and _is_of_aiohttp(cause)
+    if cause is not None and (of_http or isinstance(cause, asyncio.TimeoutError)):
+        return cause
+    return error
 
 
-def _may_pass(error: BaseException) -> bool:
-    """Return whether what has failed at a server may succeed when it is tried again."""
-    if type(error).__module__.startswith("aiohttp"):
-        return getattr(error, "status", _AGAIN[0]) in _AGAIN
+def _may_pass(failure: BaseException) -> bool:
+    """Return whether a request that failed may succeed when it is repeated."""
+    if _is_of_aiohttp(failure):
+        return getattr(failure, "status", _AGAIN[0]) in _AGAIN
     # In Python 3.10, asyncio's TimeoutError is no OSError.
-    return isinstance(error, OSError | asyncio.TimeoutError) and not isinstance(
-        error, _FINAL
-    )
+    may_pass = isinstance(failure, OSError | asyncio.TimeoutError)
+    return may_pass and not isinstance(failure, _FINAL)
+
+
+def _is_of_aiohttp(error: BaseException | None) -> bool:
+    return type(error).__module__.startswith("aiohttp")
 
 
 @contextmanager

@@ -12,7 +12,6 @@ import errno
 import os
 import re
 import shutil
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -29,7 +28,7 @@ from paddle_shard.data.files.files import (
     replacing,
     shown,
 )
-from paddle_shard.data.files.locks import held
+from paddle_shard.data.files.locks import file_lock
 from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.seeding import derive_key
 
@@ -59,22 +58,19 @@ class HostCache:
         """
         if cache_bytes is not None:
             check_count("cache_bytes", cache_bytes)
-            if cache_dir is None:
+        if cache_dir is None:
+            if cache_bytes is not None:
                 raise ArgumentError(
                     f"cache_bytes={cache_bytes} limits cache_dir, which is not given. Give both."
                 )
-        if cache_dir is None:
             return None
-        folder = (
-            os.path.expanduser(cache_dir)
-            if isinstance(cache_dir, str | os.PathLike)
-            else ""
-        )
-        if not folder or is_remote(os.fspath(folder)):
+        is_path = isinstance(cache_dir, str | os.PathLike)
+        folder = os.fspath(os.path.expanduser(cache_dir)) if is_path else ""
+        if not folder or is_remote(folder):
             raise ArgumentError(
                 f"cache_dir must be a folder of this host, where copies are kept, got {cache_dir!r}."
             )
-        return cls(os.fspath(folder), cache_bytes)
+        return cls(folder, cache_bytes)
 
     def open(self, name: str, start: int = 0) -> tuple[BinaryIO, int | None]:
         """Open the copy of a remote file at a byte; download it if there is none.
@@ -87,12 +83,11 @@ class HostCache:
         Raises:
             OSError: The download failed, or the folder cannot be written to. No incomplete file is left.
         """
-        path = os.path.join(
-            self.folder, f"{derive_key(shown(name)).hex()}-{base_name(name)}"
-        )
+        key = derive_key(shown(name)).hex()
+        path = os.path.join(self.folder, f"{key}-{base_name(name)}")
         while (
             True
-        ):  # again, if another process removed the copy right after it was complete
+        ):  # again, if another process removes the copy right after it is complete
             with contextlib.suppress(FileNotFoundError):
                 copy = open(path, "rb", buffering=BUFFER)  # noqa: SIM115
                 with contextlib.suppress(OSError):  # the folder may be another user's
@@ -106,12 +101,7 @@ class HostCache:
     def _download(self, name: str, path: str) -> bool:
         """Make a copy of a file, unless another process has; return False if there is no room for it."""
         os.makedirs(self.folder, exist_ok=True)
-        with (
-            open(
-                os.path.join(self.folder, f".{os.path.basename(path)}.lock"), "wb"
-            ) as lock,
-            held(lock),
-        ):
+        with self._locked(f".{os.path.basename(path)}.lock"):
             if os.path.exists(path):
                 return True
             source, size = open_file(name)
@@ -123,15 +113,14 @@ class HostCache:
                         target = copying.enter_context(
                             replacing(path, 0o644, buffering=BUFFER)
                         )
-                        target.truncate(
-                            size or 0
-                        )  # so that other processes count all of it
+                        # Other processes count all of its bytes from now on.
+                        target.truncate(size or 0)
                     shutil.copyfileobj(source, target, BUFFER)
                     target.flush()
-                    os.fsync(
-                        target.fileno()
-                    )  # otherwise a crash could leave an empty file with the right name
-                    with self._locked():  # a process that lists the folder during a rename may miss the file
+                    # Without this, a crash could leave an empty file with the right name.
+                    os.fsync(target.fileno())
+                    # A process that lists the folder during a rename may miss the file.
+                    with self._locked():
                         copying.close()
             except OSError as error:
                 if error.errno not in _FULL:
@@ -141,9 +130,9 @@ class HostCache:
         return True
 
     @contextmanager
-    def _locked(self) -> Iterator[None]:
-        """Begin, name and remove copies in one process at a time."""
-        with open(os.path.join(self.folder, ".lock"), "wb") as lock, held(lock):
+    def _locked(self, name: str = ".lock") -> Iterator[None]:
+        """Let one process at a time begin, name and remove copies, or, by another name, download a file."""
+        with open(os.path.join(self.folder, name), "wb") as lock, file_lock(lock):
             yield
 
     def _make_room(self, name: str, size: int | None) -> bool:
@@ -151,37 +140,39 @@ class HostCache:
 
         A process that reads a removed copy continues to read it; its bytes are freed when it closes the file.
         """
-        most = sys.maxsize if self.most_bytes is None else self.most_bytes
-        if self.most_bytes is not None and (size is None or size > most):
+        limit = self.most_bytes
+        if limit is not None and (size is None or size > limit):
             say_once(
                 "cache_bytes=%d has no room for %s of %s bytes",
-                self.most_bytes,
+                limit,
                 shown(name),
                 size or "unknown",
             )
             return False
-        free = most - (size or 0)
         copies = list[tuple[int, int, str]]()  # (time of last use, bytes, path)
+        num_bytes = size or 0
         for entry in os.scandir(self.folder):
             if not _COPY.fullmatch(entry.name):
                 continue
             with contextlib.suppress(FileNotFoundError):
                 status = entry.stat()
-                if not entry.name.startswith("."):
-                    copies.append((status.st_mtime_ns, status.st_size, entry.path))
-                elif time.time() - status.st_mtime > _STALE:
+                is_partial = entry.name.startswith(".")
+                if is_partial and time.time() - status.st_mtime > _STALE:
                     os.unlink(entry.path)
-                else:  # another process writes it
-                    free -= status.st_size
-        if free < 0:
+                    continue
+                num_bytes += status.st_size
+                if not is_partial:
+                    copies.append((status.st_mtime_ns, status.st_size, entry.path))
+        if limit is None:
+            return True
+        if num_bytes - sum(copy[1] for copy in copies) > limit:
             return False
-        free -= sum(num_bytes for _, num_bytes, _ in copies)
-        for _, num_bytes, path in sorted(copies):
-            if free >= 0:
+        for _, num_freed, path in sorted(copies):
+            if num_bytes <= limit:
                 break
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
-            free += num_bytes
+            num_bytes -= num_freed
         return True
 
 
@@ -189,8 +180,6 @@ def open_through(
     cache: HostCache | None, name: str, start: int = 0
 ) -> tuple[BinaryIO, int | None]:
     """Open a file at a byte, by a copy if it is remote and there is a cache; return it and its size, if known."""
-    return (
-        open_file(name, start)
-        if cache is None or not is_remote(name)
-        else cache.open(name, start)
-    )
+    if cache is None or not is_remote(name):
+        return open_file(name, start)
+    return cache.open(name, start)

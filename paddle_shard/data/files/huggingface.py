@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from paddle_shard.data.external import tell_epoch
+from paddle_shard.data.external import set_epoch_of
 from paddle_shard.data.files.files import needs, within_their_folder
 from paddle_shard.data.stages.stage import Opening, Stage
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, SplitError
@@ -91,31 +91,21 @@ class HuggingFaceSource(Stage):
 
     def fingerprint(self) -> list[Any]:
         """Return the number of shards, and a digest of the library's own shuffles, takes and skips."""
-        return [
-            [
-                "huggingface",
-                self.num_shards,
-                derive_key(self._generators, size=16).hex(),
-            ]
-        ]
+        digest = derive_key(self._generators, size=16).hex()
+        return [["huggingface", self.num_shards, digest]]
 
     @property
     def files(self) -> list[str]:
         """The first shards of each of its generators: files or numbers."""
-        lists = [
-            value
-            for step in _walked(self._dataset._ex_iterable)
-            for value in getattr(step, "kwargs", {}).values()
+        names = [
+            str(shard)
+            for step in _steps(self._dataset._ex_iterable)
+            for argument in getattr(step, "kwargs", {}).values()
+            if isinstance(argument, list)
+            for shard in argument[:_MOST_SHOWN]
+            if isinstance(shard, str | int)
         ]
-        shards = [
-            shard
-            for value in lists
-            if isinstance(value, list)
-            for shard in value[:_MOST_SHOWN]
-        ]
-        return within_their_folder(
-            [str(shard) for shard in shards if isinstance(shard, str | int)]
-        )
+        return within_their_folder(names)
 
     def _check(self, opening: Opening) -> None:
         shards, parts = self.num_shards, opening.num_parts
@@ -129,41 +119,35 @@ class HuggingFaceSource(Stage):
 
     def _items(self, part: int, opening: Opening) -> Iterator[Any]:
         opening.seed_generators(opening.key(part, "source"))
-        mine = self._dataset.shard(
-            num_shards=opening.num_parts, index=part
-        )  # a copy, so that its epoch can be set
-        tell_epoch(mine, opening)
-        yield from opening.drawn(iter(mine), part)
+        # A copy, so that its epoch can be set.
+        dataset = self._dataset.shard(num_shards=opening.num_parts, index=part)
+        set_epoch_of(dataset, opening)
+        yield from opening.drawn(iter(dataset), part)
 
 
-def _walked(node: Any) -> Iterator[Any]:
+def _steps(step: Any) -> Iterator[Any]:
     """Yield a step of a data set and what it holds; the last step first."""
-    yield node
-    for value in vars(node).values():
-        for found in value if isinstance(value, list | tuple) else [value]:
-            yield from (
-                _walked(found)
-                if type(found).__module__.startswith("datasets.iterable_dataset")
-                else [found]
-            )
+    yield step
+    for value in vars(step).values():
+        for item in value if isinstance(value, list | tuple) else [value]:
+            if type(item).__module__.startswith("datasets.iterable_dataset"):
+                yield from _steps(item)
+            else:
+                yield item
 
 
-def _num_cut(step: Any) -> int | None:
-    """Return how many samples a `take()` or `skip()` is of; None: it is another step."""
-    number = getattr(step, "n", None)
-    return number if hasattr(step, "ex_iterable") and isinstance(number, int) else None
-
-
-def _generators(node: Any) -> Iterator[str]:
+def _generators(step: Any) -> Iterator[str]:
     """Yield the states of the generators of a data set's steps, and what is taken or skipped; the last step first."""
-    for found in _walked(node):
-        if (number := _num_cut(found)) is not None:
-            yield f"{type(found).__name__} {number}"  # of take() and skip(): ranks must not cut by these
-        if isinstance(found, np.random.Generator):
-            entropy = getattr(found.bit_generator.seed_seq, "entropy", None)
+    for item in _steps(step):
+        number = getattr(item, "n", None)
+        if hasattr(item, "ex_iterable") and isinstance(number, int):
+            # take() or skip(): ranks must not cut by these.
+            yield f"{type(item).__name__} {number}"
+        if isinstance(item, np.random.Generator):
+            entropy = getattr(item.bit_generator.seed_seq, "entropy", None)
             if entropy is None or (isinstance(entropy, int) and entropy >= _SEEDS):
                 raise ArgumentError(
                     "dataset is shuffled without a seed, so each rank would have another order, with samples twice "
                     "and samples missing. Give one below 2**64: dataset.shuffle(seed=0)."
                 )
-            yield repr(found.bit_generator.state)
+            yield repr(item.bit_generator.state)

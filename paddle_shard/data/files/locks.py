@@ -9,17 +9,17 @@ from typing import IO
 
 
 @contextmanager
-def held(file: IO[bytes]) -> Iterator[bool]:
-    """Hold a lock among processes and threads; yield False if the file cannot be locked."""
+def file_lock(file: IO[bytes]) -> Iterator[None]:
+    """Hold a lock on an open file among processes and threads; without effect if the file cannot be locked."""
     try:
         import fcntl
 
         fcntl.flock(file, fcntl.LOCK_EX)
     except (ImportError, OSError):
-        yield False
+        yield
         return
     try:
-        yield True
+        yield
     finally:  # closing is not enough: a child that was forked meanwhile has the file open, too
         with contextlib.suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_UN)

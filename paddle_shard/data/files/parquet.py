@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -40,7 +41,8 @@ def parquet_source(
     allow_nulls: bool = False,
     shuffle_shards: bool = True,
     resample: bool = False,
-    cache: HostCache | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    cache_bytes: int | None = None,
 ) -> ShardSource:
     """Return the source of the rows of Parquet files: dicts by column. Each row group is a shard.
 
@@ -66,7 +68,9 @@ def parquet_source(
         shuffle_shards: If True, permute the row groups, in another order each epoch. Rows keep their order within a row
             group: add a `Shuffle` to permute them, too.
         resample: If True, each part is an endless stream of row groups, sampled with replacement.
-        cache: Keeps copies of remote files, for all processes of the host. Then files are downloaded whole.
+        cache_dir: A folder in which copies of remote files are kept, for all processes of the host. Then files are
+            downloaded whole. None: nowhere.
+        cache_bytes: Most bytes of all copies in the folder; None: no limit.
 
     Raises:
         MissingDependencyError: pyarrow, or a package that a URL needs, is not installed.
@@ -84,6 +88,7 @@ def parquet_source(
             f"columns must be a list of names, each once, or None for all, got {columns!r}."
         )
     chosen = None if columns is None else list(columns)
+    cache = HostCache.of(cache_dir, cache_bytes)
     files = matched(paths)
     if not files:
         raise ArgumentError("paths names no file. Give at least one.")
@@ -91,25 +96,27 @@ def parquet_source(
         footers = list(pool.map(_footer, files))
     _check_columns(files, footers, chosen)
     groups = [
-        (f"row group {number} of {file}", (file, number, version))
+        (file, number, version)
         for file, (rows, _, version) in zip(files, footers, strict=True)
         for number in range(len(rows))
     ]
-    counts = [length for rows, _, _ in footers for length in rows]
+    names = [f"row group {number} of {file}" for file, number, _ in groups]
+    counts = [num_rows for rows, _, _ in footers for num_rows in rows]
     if not sum(counts):
         raise ArgumentError(
             f"paths: {len(files)} Parquet files have no row: {', '.join(map(shown, files[:3]))}."
         )
+    read = partial(
+        _read_group,
+        groups=dict(zip(names, groups, strict=True)),
+        columns=chosen,
+        allow_nulls=allow_nulls,
+        cache=cache,
+    )
     return ShardSource(
-        [name for name, _ in groups],
-        partial(
-            _read_group,
-            groups=dict(groups),
-            columns=chosen,
-            allow_nulls=allow_nulls,
-            cache=cache,
-        ),
-        files=[file for _, (file, _, _) in groups],
+        names,
+        read,
+        files=[file for file, _, _ in groups],
         counts=counts,
         shuffle_shards=shuffle_shards,
         resample=resample,
@@ -142,49 +149,47 @@ def _read_group(
             use_threads=False,  # readers are parallel already
         )
         for batch in batches:
-            first, end = end, end + batch.num_rows
+            first = end
+            end += batch.num_rows
             if end <= skip:
                 continue
-            begin = max(first, skip)
-            names = batch.schema.names if columns is None else columns
-            found = []
-            for column in names:
-                array = batch.column(column).slice(begin - first)
-                try:
-                    found.append(_column(array, allow_nulls))
-                except ValueError as error:
-                    raise ValueError(
-                        f"column {column!r}: {error} Leave it out (columns=)."
-                    ) from error
-            for row in zip(*found, strict=True):
+            names = columns or batch.schema.names
+            rest = batch.slice(max(0, skip - first))
+            values = [_named_column(rest, name, allow_nulls) for name in names]
+            for row in zip(*values, strict=True):
                 yield dict(zip(names, row, strict=True))
+
+
+def _named_column(batch: Any, name: str, allow_nulls: bool) -> Any:
+    try:
+        return _column(batch.column(name), allow_nulls)
+    except ValueError as error:
+        raise ValueError(
+            f"column {name!r}: {error} Leave it out (columns=)."
+        ) from error
 
 
 def _check_columns(
     files: list[str], footers: list[_Footer], columns: list[str] | None
 ) -> None:
     """Check that all files have the columns to read, with the types of the first file."""
-    first = None
-    for file, (_, has, _) in zip(files, footers, strict=True):
-        missing = [name for name in columns or () if name not in has]
+    first: dict[str, Any] = {}
+    for file, (_, schema, _) in zip(files, footers, strict=True):
+        missing = [name for name in columns or () if name not in schema]
         if missing:
             raise ArgumentError(
-                f"columns: {shown(file)} has no {', '.join(map(repr, missing))}. It has {', '.join(map(repr, has))}."
+                f"columns: {shown(file)} has no {', '.join(map(repr, missing))}. It has {', '.join(map(repr, schema))}."
             )
-        types = {name: has[name] for name in columns or has}
-        first = types if first is None else first
-        differ = sorted(
-            name
-            for name in first.keys() | types.keys()
-            if first.get(name) != types.get(name)
-        )
-        if differ:
-            name = differ[0]
-            raise ArgumentError(
-                f"paths: column {name!r} is {first.get(name, 'missing')} in {shown(files[0])}, but "
-                f"{types.get(name, 'missing')} in {shown(file)}. Read only columns that all files have alike "
-                "(columns=), or a source for each kind of file."
-            )
+        types = {name: schema[name] for name in columns or schema}
+        first = first or types
+        for name in sorted(first.keys() | types.keys()):
+            expected = first.get(name, "missing")
+            kind = types.get(name, "missing")
+            if kind != expected:
+                raise ArgumentError(
+                    f"paths: column {name!r} is {expected} in {shown(files[0])}, but {kind} in {shown(file)}. Read "
+                    "only columns that all files have alike (columns=), or a source for each kind of file."
+                )
 
 
 def _footer(file: str) -> _Footer:
@@ -292,12 +297,10 @@ def _values(array: Any) -> Any:
     if pa.types.is_dictionary(kind):
         return _values(array.dictionary_decode())
     if pa.types.is_struct(kind):
-        names = [kind.field(number).name for number in range(kind.num_fields)]
+        names = [field.name for field in kind]
         fields = [_column(child, allow_nulls=True) for child in array.flatten()]
-        return [
-            dict(zip(names, values, strict=True))
-            for values in zip(*fields, strict=True)
-        ]
+        rows = zip(*fields, strict=True)
+        return [dict(zip(names, row, strict=True)) for row in rows]
     if pa.types.is_fixed_size_list(kind):
         inner = _values(array.flatten())
         if isinstance(inner, np.ndarray):
@@ -305,19 +308,20 @@ def _values(array: Any) -> Any:
         return _pieces(inner, np.full(len(array), kind.list_size))
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
         return _pieces(_values(array.flatten()), array.value_lengths().to_numpy())
-    numeric = (
-        pa.types.is_integer(kind)
-        or pa.types.is_floating(kind)
-        or pa.types.is_boolean(kind)
-    )
-    if (
-        numeric
-        or pa.types.is_date(kind)
-        or pa.types.is_timestamp(kind)
-        or pa.types.is_duration(kind)
-    ):
+    if any(is_kind(kind) for is_kind in _numeric(pa.types)):
         return array.to_numpy(zero_copy_only=False)
     return array.to_pylist()
+
+
+def _numeric(types: Any) -> list[Callable[[Any], bool]]:
+    return [
+        types.is_integer,
+        types.is_floating,
+        types.is_boolean,
+        types.is_date,
+        types.is_timestamp,
+        types.is_duration,
+    ]
 
 
 def _pieces(values: Any, lengths: npt.NDArray[np.integer[Any]]) -> list[Any]:

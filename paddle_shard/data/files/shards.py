@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count, islice
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +29,15 @@ _PRIME = (1 << 61) - 1
 
 Segment = tuple[int, int, int | None]
 """(shard, first sample to read, sample to stop before; None: the shard's end)."""
+
+
+class FileOptions(TypedDict, total=False):
+    """The options of all streams of files; `Stream.lines` describes them."""
+
+    shuffle_shards: bool
+    resample: bool
+    cache_dir: str | os.PathLike[str] | None
+    cache_bytes: int | None
 
 
 class ShardSource(Stage):
@@ -74,27 +84,19 @@ class ShardSource(Stage):
             )
         self.num_shards: int = len(self._names)
         self._counts: npt.NDArray[np.int64] | None = None
+        self._total = 0
         if counts is not None:
             self._counts = np.asarray(counts, dtype=np.int64)
-            if resample and not self._counts.any():
+            self._total = int(self._counts.sum())
+            if resample and not self._total:
                 raise ArgumentError(
                     "resample=True: the counts say that no shard has a sample. Give one that has."
                 )
-        self._total = 0 if self._counts is None else int(self._counts.sum())
         self._files = self._names if files is None else [str(file) for file in files]
         self._digest: str | None = None
         self._read = read
         self._shuffle = bool(shuffle_shards)
         self.endless = bool(resample)
-
-    @property
-    def most_even_parts(self) -> int:
-        """Most parts for which a part with the largest file is at most a third longer than the mean, by known sizes."""
-        sizes = self.sizes()
-        known = [size for size in sizes if size is not None]
-        if self.endless or len(known) < len(sizes) or not any(known):
-            return self.num_shards
-        return max(1, min(self.num_shards, 4 * sum(known) // (3 * max(known))))
 
     cuts = True
     """A part is opened without reading the others."""
@@ -113,21 +115,16 @@ class ShardSource(Stage):
         self._check(opening)
         if self._counts is None or self.endless:
             return None
-        return [
-            stop - start
-            for start, stop in (
-                self._cut(part, opening.num_parts) for part in opening.parts
-            )
-        ]
+        cuts = [self._cut(part, opening.num_parts) for part in opening.parts]
+        return [stop - start for start, stop in cuts]
 
     def origin(self, opening: Opening, part: int, number: int) -> str | None:
         """Return the shard and the sample's number in it; None if the shards are not counted or are resampled."""
         if self._counts is None or self.endless:
             return None
-        shard, offset, _ = next(self._cut_out(opening, part, number), (None, 0, None))
-        return (
-            None if shard is None else f"sample {offset} of {shown(self._names[shard])}"
-        )
+        for shard, offset, _ in self._cut_out(opening, part, number):
+            return f"sample {offset} of {shown(self._names[shard])}"
+        return None
 
     def sizes(self) -> list[int | None]:
         """Return the size of each shard's file in bytes; None for a file whose size would cost a request."""
@@ -146,16 +143,13 @@ class ShardSource(Stage):
     @property
     def files(self) -> list[str]:
         """The first files, with their numbers of samples or their sizes."""
-        names, unit = self._files[:1000], "bytes" if self._counts is None else "samples"
-        known = (
-            [local_size(name) for name in names]
-            if self._counts is None
-            else self._counts.tolist()
-        )
-        return [
-            f"{name} ({size} {unit})"
-            for name, size in zip(within_their_folder(names), known, strict=False)
-        ]
+        names = self._files[:1000]
+        if self._counts is None:
+            known = [f"{local_size(name)} bytes" for name in names]
+        else:
+            known = [f"{count} samples" for count in self._counts[:1000]]
+        paths = within_their_folder(names)
+        return [f"{path} ({what})" for path, what in zip(paths, known, strict=True)]
 
     def files_identity(self) -> tuple[tuple[str, int, str], ...]:
         """See `Stage`. Shards that are no files have no entry."""
@@ -164,7 +158,6 @@ class ShardSource(Stage):
     def fingerprint(self) -> list[Any]:
         """Return what the order depends on, with a digest of the counts and of the names within their common folder."""
         if self._digest is None:
-            # Two sums, of which the second depends on the places: they tell which one of the files has changed.
             # Files that are not counted are identified by their sizes, if these cost no request.
             known: Any = (
                 [("size", size) for size in self.sizes()]
@@ -172,9 +165,9 @@ class ShardSource(Stage):
                 else self._counts.tolist()
             )
             files = zip(within_their_folder(self._files), known, strict=True)
-            found = [derive_seed(*file) % _PRIME for file in files]
-            sums = sum(place * one for place, one in enumerate(found, 1)), sum(found)
-            self._digest = "".join(f"{one % _PRIME:016x}" for one in sums)
+            seeds = [derive_seed(*file) % _PRIME for file in files]
+            in_order = sum(place * seed for place, seed in enumerate(seeds, 1))
+            self._digest = f"{in_order % _PRIME:016x}{sum(seeds) % _PRIME:016x}"
         return [["shards", len(self._names), self._digest, self._shuffle, self.endless]]
 
     def _check(self, opening: Opening) -> None:
@@ -191,14 +184,13 @@ class ShardSource(Stage):
         # Only counted shards can be skipped without reading them.
         first = 0 if self._counts is None else opening.skip
         if self.endless:
-            segments = self._drawn(opening, part, first)
+            segments = self._sampled(opening, part, first)
         elif self._counts is None:
             segments = self._assigned(opening, part)
         else:
             segments = self._cut_out(opening, part, first)
-        yield from islice(
-            self._samples(segments, first, part, opening), opening.skip - first, None
-        )
+        samples = self._samples(segments, first, part, opening)
+        yield from islice(samples, opening.skip - first, None)
 
     def _order(self, opening: Opening) -> npt.NDArray[np.int64]:
         numbers = np.arange(len(self._names), dtype=np.int64)
@@ -232,11 +224,11 @@ class ShardSource(Stage):
                 start = end
             at += 1
 
-    def _drawn(self, opening: Opening, part: int, skip: int) -> Iterator[Segment]:
+    def _sampled(self, opening: Opening, part: int, skip: int) -> Iterator[Segment]:
         """Yield shards sampled with replacement, forever. Counted shards that are skipped as a whole are left out."""
-        key, shards = opening.key(part, "draw"), len(self._names)
+        key = opening.key(part, "draw")
         for draw in count():
-            shard = mix(key, draw) % shards
+            shard = mix(key, draw) % len(self._names)
             if self._counts is not None and skip >= self._counts[shard]:
                 skip -= int(self._counts[shard])
                 continue
@@ -247,16 +239,16 @@ class ShardSource(Stage):
         self, segments: Iterator[Segment], number: int, part: int, opening: Opening
     ) -> Iterator[Any]:
         """Read pieces of shards, one after the other; `number` is the first sample's number in the part."""
-        empty = 0  # shards in a row without a sample; resampling these would never end
+        num_empty = 0  # shards in a row; resampling would never end
         for segment in segments:
             before = number
             for item in self._piece(segment, number, part, opening):
                 number += 1
                 yield item
-            empty = empty + 1 if number == before else 0
-            if self.endless and empty > 100 + 10 * len(self._names):
+            num_empty = num_empty + 1 if number == before else 0
+            if self.endless and num_empty > 100 + 10 * len(self._names):
                 raise ShardReadError.of(
-                    f"resample=True: {empty} shards in a row, drawn from {len(self._names)}, have no sample.",
+                    f"resample=True: {num_empty} shards in a row, drawn from {len(self._names)}, have no sample.",
                     shown(self._names[segment[0]]),
                 )
 
@@ -264,14 +256,12 @@ class ShardSource(Stage):
         self, segment: Segment, number: int, part: int, opening: Opening
     ) -> Iterator[Any]:
         shard, begin, end = segment
-        name, offset, what, key = (
-            self._names[shard],
-            begin,
-            "",
-            opening.key(part, "read"),
-        )
+        name = self._names[shard]
+        key = opening.key(part, "read")
         length = None if self._counts is None else int(self._counts[shard])
         end = length if end is None else end
+        offset = begin
+        what = ""
         items: Iterator[Any] = iter(())
         with failures_named(
             name, lambda: (f"reading {what or f'sample {offset}'}", offset)
@@ -280,13 +270,13 @@ class ShardSource(Stage):
                 opening.seed_generators(key, number)
                 items = iter(self._read(name, begin))
                 for item in items:
-                    if (
-                        offset + 1 == length
-                    ):  # check before the last sample: no further one may be asked for
-                        what, offset = f"what follows its {length} samples", length
-                        if more := sum(1 for _ in items):
-                            raise _miscounted(name, length + more, length)
-                        what, offset = "", length - 1
+                    # Before the last sample is delivered, since no other one may be requested.
+                    if offset + 1 == length:
+                        what = f"what follows its {length} samples"
+                        num_more = sum(1 for _ in items)
+                        if num_more:
+                            raise _miscounted(name, length + num_more, length)
+                        what = ""
                     if isinstance(item, Damaged):
                         if not opening.skip_errors:
                             raise item.error
@@ -300,17 +290,16 @@ class ShardSource(Stage):
                 if hasattr(items, "close"):
                     items.close()
             if end is not None:
-                raise _miscounted(
-                    name, offset, length, "at most " if offset == begin > 0 else ""
-                )
+                bound = "at most " if offset == begin > 0 else ""
+                raise _miscounted(name, offset, length, bound)
 
 
 def _miscounted(
-    name: str, found: int, length: int | None, bound: str = ""
+    name: str, num_samples: int, length: int | None, bound: str = ""
 ) -> ShardReadError:
     return ShardReadError.of(
-        f"{shown(name)} has {bound}{found} samples, but its count says {length}. It has changed since, or was counted "
-        f"otherwise: {RECOUNT}.",
+        f"{shown(name)} has {bound}{num_samples} samples, but its count says {length}. It has changed since, or was "
+        f"counted otherwise: {RECOUNT}.",
         shown(name),
-        min(found, length or 0),
+        min(num_samples, length or 0),
     )

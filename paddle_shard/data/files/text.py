@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import codecs
 import csv
-import io
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -192,38 +191,31 @@ def _dicts(text: _Text) -> Iterator[tuple[int, Any]]:
 
 def _rows(text: _Text) -> Iterator[tuple[int, Any]]:
     width = len(text.first_row()) if text.start else None
-    begins: list[int] = []  # [line of the row]: the byte where it begins
-    reader = csv.reader(_lines_of_csv(text, begins), strict=True)
+    begins: list[int] = []  # the byte where each line of the row begins
+
+    def lines() -> Iterator[str]:
+        for begin, line in text:
+            begins.append(begin)
+            yield line
+
+    reader = csv.reader(lines(), strict=True)
     while True:
         begins.clear()
         try:
-            row = next(reader)
-        except StopIteration:
-            return
+            row = next(reader, None)
         except csv.Error as error:
-            # Nobody knows where the next row begins, so that it cannot be skipped.
+            # The next row may begin anywhere, so that this one cannot be skipped.
             raise ValueError(f"the row that ends in {text.line()}: {error}") from error
+        if row is None:
+            return
         if not row:
             continue
-        width = len(row) if width is None else width
+        width = width or len(row)
         if len(row) == width:
             yield begins[0], row
         else:
             what = f"the row that ends in {text.line()} has {len(row)} fields, the first {width}"
             yield begins[0], Damaged(ValueError(what))
-
-
-def _lines_of_csv(text: _Text, begins: list[int]) -> Iterator[str]:
-    """Yield lines, and append to `begins` where each begins. A carriage return alone also ends a line."""
-    for at, line in text:
-        if line.count("\r") == line.endswith("\r\n"):
-            begins.append(at)
-            yield line
-            continue
-        for piece in io.StringIO(line, newline=""):
-            begins.append(at)
-            yield piece
-            at += len(piece.encode())
 
 
 LINES = TextFormat("lines", _lines, _lines)

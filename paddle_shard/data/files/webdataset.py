@@ -12,7 +12,12 @@ from functools import partial
 from typing import Any, BinaryIO, cast
 
 from paddle_shard.core.checks import listed
-from paddle_shard.data.files.counts import ShardEntry, count_files, source_of_files
+from paddle_shard.data.files.counts import (
+    DAMAGE,
+    ShardEntry,
+    count_files,
+    source_of_files,
+)
 from paddle_shard.data.files.files import (
     BUFFER,
     Paths,
@@ -167,7 +172,7 @@ def read_index(path: str, names: Sequence[str]) -> dict[str, ShardEntry]:
         shards = {
             name: ShardEntry.from_json(entry) for name, entry in found["shards"].items()
         }
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except DAMAGE as error:
         raise StateError(
             f"index={path!r} is not an index of shards, or is damaged ({error!r}). Make it: {RECOUNT}."
         ) from error
@@ -199,7 +204,8 @@ def webdataset_source(
     shuffle_shards: bool = True,
     resample: bool = False,
     index: str | os.PathLike[str] | bool | None = None,
-    cache: HostCache | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    cache_bytes: int | None = None,
     select: Callable[[str], bool] | None = None,
 ) -> ShardSource:
     """Return the source of raw samples: dicts of bytes by file ending, with `__key__` and `__url__`.
@@ -219,7 +225,8 @@ def webdataset_source(
             None: count the shards now by their headers, if all are local, none is compressed, and neither `select` nor
             `resample` is given. The counts are kept in the user's cache directory (`$XDG_CACHE_HOME`, `~/.cache`) for
             other ranks and later runs. False: count nothing.
-        cache: Keeps copies of remote shards, for all processes of the host.
+        cache_dir: A folder in which copies of remote shards are kept, for all processes of the host; None: nowhere.
+        cache_bytes: Most bytes of all copies in the folder; None: no limit.
         select: Called with a member's name; True: the member is read. None: all members are read. An index does not fit
             if whole samples are left out.
 
@@ -238,16 +245,15 @@ def webdataset_source(
     entries = None
     if index is None and select is None and not resample:
         entries = count_files(names, "samples of tars", tar_starts, None)
-    elif index is not None and index is not False:
-        entries = read_index(
-            _beside(names[0]) if index is True else os.fspath(index), names
-        )
+    elif index:
+        path = _beside(names[0]) if index is True else os.fspath(index)
+        entries = read_index(path, names)
     samples = partial(tar_samples, select=select)
     return source_of_files(
         names,
         samples,
         entries,
-        cache=cache,
+        cache=HostCache.of(cache_dir, cache_bytes),
         shuffle_shards=shuffle_shards,
         resample=resample,
     )
@@ -276,20 +282,16 @@ class Decode:
         with needs("webdataset", "decoding WebDataset samples: "):
             import webdataset.autodecode  # type: ignore[import-untyped]
         autodecode = webdataset.autodecode
+        decoders = []
         for handler in handlers:
-            if not (
-                handler in autodecode.imagespecs
-                if isinstance(handler, str)
-                else callable(handler)
-            ):
-                raise ArgumentError(
-                    f"decode: {handler!r} is neither a function nor one of {', '.join(autodecode.imagespecs)}."
-                )
-        found = [
-            autodecode.imagehandler(handler) if isinstance(handler, str) else handler
-            for handler in handlers
-        ]
-        self._decoder = autodecode.Decoder(found, only=only)
+            if not callable(handler):
+                if handler not in autodecode.imagespecs:
+                    raise ArgumentError(
+                        f"decode: {handler!r} is neither a function nor one of {', '.join(autodecode.imagespecs)}."
+                    )
+                handler = autodecode.imagehandler(handler)
+            decoders.append(handler)
+        self._decoder = autodecode.Decoder(decoders, only=only)
 
     def __call__(self, sample: Sample) -> Sample:
         """Return the decoded sample."""
@@ -313,15 +315,13 @@ def expand(urls: Paths) -> list[str]:
         import webdataset.shardlists  # type: ignore[import-untyped]
     if isinstance(urls, str | os.PathLike):
         urls = [urls]
-    braces = webdataset.shardlists.expand_urls
-    found = matched(
-        [name for url in urls for name in braces(os.fspath(url))]
-        if isinstance(urls, Iterable)
-        else urls
-    )
-    if not found:
+    if isinstance(urls, Iterable):
+        braces = webdataset.shardlists.expand_urls
+        urls = [name for url in urls for name in braces(os.fspath(url))]
+    names = matched(urls)
+    if not names:
         raise ArgumentError(f"urls={urls!r} names no shard. Give at least one.")
-    return found
+    return names
 
 
 def _beside(name: str) -> str:

@@ -1,14 +1,13 @@
-"""How do all ranks read the same batches from a user's own batch sampler, and cut them evenly?"""
+"""Global batches of a user's own batch sampler, which every rank iterates under the same seeds."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from itertools import chain, count, islice
+from itertools import chain, count, islice, repeat, takewhile
 from typing import Any, TypeVar
 
 import numpy as np
@@ -96,42 +95,38 @@ class UserBatches(IndexBatches):
     def _name(self) -> str:
         return type(self.batch_sampler).__name__
 
+    @property
+    def _sampler(self) -> Any:
+        """The sampler that is iterated: of plain batches, the sampler of the indices that they are cut from."""
+        sampler: Any = self.batch_sampler
+        return sampler.sampler if self.consecutive else sampler
+
     def _copy(self) -> Any:
-        held = [
-            getattr(s, name, None)
-            for s in samplers(self.batch_sampler)
-            for name in ("dataset", "data_source")
-        ]
-        return copy.deepcopy(
-            self.batch_sampler, {id(data): data for data in (self.dataset, *held)}
-        )
+        """Return a copy of the sampler, which shares the data sets that it holds."""
+        shared = [self.dataset]
+        for sampler in samplers(self._sampler):
+            shared.append(getattr(sampler, "dataset", None))
+            shared.append(getattr(sampler, "data_source", None))
+        try:
+            return copy.deepcopy(self._sampler, {id(data): data for data in shared})
+        except Exception as error:
+            raise ArgumentError(
+                f"the batch_sampler {self._name} has a state_dict, and copy.deepcopy cannot copy it ({error}). "
+                "Give it a __deepcopy__."
+            ) from error
 
     def snapshot(self) -> dict[str, Any] | None:
         """See `Batches`."""
-        owner = owner_of(self.batch_sampler)
+        owner = owner_of(self._sampler)
         if owner is None:
             return None
         state = copy.deepcopy(owner.state_dict())
         return {"now": state, "began": state}
 
     def finished(self, epoch: int) -> None:
-        """Set the user's sampler to the state that the pass's copy has at its end.
-
-        If it would yield nothing then, it stays as it was: torchdata's keep in it how many samples were drawn, which
-        they begin behind when it is loaded.
-        """
+        """Set the user's sampler to the state that the copy of the iteration has at its end."""
         if epoch in self._ends:
-            owner = owner_of(self.batch_sampler)
-            before = copy.deepcopy(owner.state_dict())
-            owner.load_state_dict(self._ends.pop(epoch))
-            if not self._yields(epoch + 1):
-                owner.load_state_dict(before)
-
-    def _yields(self, epoch: int) -> bool:
-        """Return whether a copy of the sampler yields a batch; True if that cannot be seen."""
-        with contextlib.suppress(Exception):
-            return next(iter(Draw(self._copy(), epoch, self)), None) is not None
-        return True
+            owner_of(self._sampler).load_state_dict(self._ends.pop(epoch))
 
     def __len__(self) -> int:
         if (known := self.known_steps(LoaderState())) is not None:
@@ -140,12 +135,9 @@ class UserBatches(IndexBatches):
             raise ArgumentTypeError(
                 f"len(): the batch_sampler {self._name} has no __len__. Give it one, or count the steps yourself."
             )
-        return sum(
-            1
-            for _ in replace(self, batch_sampler=self._copy(), _ends={}).batches(
-                LoaderState()
-            )
-        )
+        alone = replace(self, _ends={})
+        draw = Draw(self._copy(), 0, alone)
+        return sum(1 for _ in alone._to_end(draw, LoaderState()))
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what the order depends on, as far as it is known here."""
@@ -172,31 +164,18 @@ class UserBatches(IndexBatches):
 
     def _own(self, epoch: int) -> Any:
         """Return the sampler for a pass."""
-        sampler: Any = self.batch_sampler
-        if any(isinstance(s, Iterator) for s in samplers(sampler)):
+        sampler = self._sampler
+        if any(isinstance(one, Iterator) for one in samplers(sampler)):
             raise ArgumentError(
                 f"the batch_sampler {self._name} can be iterated only once. Give one whose __iter__ starts again."
             )
-        if owner_of(sampler) is not None:
-            try:
-                sampler = self._copy()
-            except Exception as error:
-                raise ArgumentError(
-                    f"the batch_sampler {self._name} has a state_dict, and copy.deepcopy cannot copy it ({error}). "
-                    "Give it a __deepcopy__."
-                ) from error
+        # One that draws for its rank may order its own lists as it draws, so that later passes would differ.
+        if owner_of(sampler) is not None or any(self.draws_for):
+            sampler = self._copy()
         elif hasattr(sampler, "set_epoch"):
-            # One that draws for its rank may order its own lists as it draws, so that later passes would differ.
-            sampler = self._copy() if any(self.draws_for) else copy.copy(sampler)
-            if self.takes_epoch:
-                sampler.epoch = epoch
-        if (
-            self.consecutive and sampler.drop_last
-        ):  # the tail drops instead, since batches may be cut again
-            sampler = (
-                sampler if sampler is not self.batch_sampler else copy.copy(sampler)
-            )
-            sampler.drop_last = False
+            sampler = copy.copy(sampler)
+        if self.takes_epoch:
+            sampler.epoch = epoch
         return sampler
 
     def first_draw(self, epoch: int) -> str:
@@ -207,7 +186,7 @@ class UserBatches(IndexBatches):
                 sampler.epoch = epoch
             for one in samplers(sampler):
                 getattr(one, "set_epoch", int)(epoch)
-            batch, _ = next(iter(Draw(sampler, epoch, self)))
+            batch, _ = next(Draw(sampler, epoch, self).batches())
         except Exception:  # the epoch iterator itself raises it
             return ""
         return hashlib.blake2b(as_ids(batch).tobytes(), digest_size=8).hexdigest()
@@ -218,45 +197,37 @@ class UserBatches(IndexBatches):
         If the length does not tell the end, the end is seen when the next batch is asked for.
         """
         steps = self.known_steps(start)
-        if (
-            steps is not None
-            and start.samples
-            and self.consecutive
-            and self.nominal_size
-        ):
+        if steps is not None and start.samples and self.consecutive:
             # Perhaps in another size from here on.
-            steps += start.steps - -(-start.samples // self.nominal_size)
+            steps += start.steps - -(-start.samples // (self.nominal_size or 1))
         batches = self._batches(draw, start)
-        for found, last in seen_ahead(
-            batches, lambda one: steps is not None and one.number + 1 >= steps
+        for batch, is_last in seen_ahead(
+            batches, lambda batch: steps is not None and batch.number + 1 >= steps
         ):
-            if not last:
-                yield found
-                continue
-            state = found.sampler_state
-            if (
-                draw.epoch in self._ends
-            ):  # a state that is saved here knows where the next epoch begins
+            state = batch.sampler_state
+            if is_last and draw.epoch in self._ends:
+                # A state that is saved here knows where the next epoch begins.
                 state = {**state, "end": self._ends[draw.epoch]}
-            yield found._replace(last=True, sampler_state=state)
+            yield batch._replace(last=is_last, sampler_state=state)
 
     def _batches(self, draw: Draw, start: LoaderState) -> Iterator[GlobalBatch]:
         """Yield the batches of a pass, the last one with the tail; none is marked as the last."""
-        saved, drawn = start.sampler or {}, iter(draw)
-        own_state = "now" in saved
-        if own_state:
+        saved = start.sampler or {}
+        is_restored = "now" in saved
+        if is_restored:
             draw.load(saved["now"], saved["began"])
-        elif start.samples:
-            drawn = self._replay(drawn, start, draw)
+            drawn = draw.batches()
+        else:
+            drawn = self._replayed(draw, start)
         number = start.steps
         least = self.nominal_size or 0
-        for (batch, state), last in seen_ahead(
+        for (batch, state), is_last in seen_ahead(
             drawn, lambda one: len(one[0]) % self._unit or len(one[0]) < least
         ):
             padding: list[Any] | None = []
-            if last:
+            if is_last:
                 # A sampler that was resumed with its own state has not drawn the first samples again.
-                head = self._head(draw) if own_state and start.samples else draw.head
+                head = self._head(draw) if is_restored and number else draw.head
                 padding = self._padding(batch, head, number)
             else:
                 self._check_size(batch, number)
@@ -276,44 +247,37 @@ class UserBatches(IndexBatches):
         """Return the first samples of an epoch that was resumed with the sampler's own state."""
         again = Draw(self._copy(), draw.epoch, self)
         again.load(draw.began, draw.began)
-        for _ in again:
+        for _ in again.batches():
             if len(again.head) >= again.head_size:
                 break
         return again.head
 
-    def _replay(
-        self, drawn: Iterator[Any], start: LoaderState, draw: Draw
-    ) -> Iterator[Drawn]:
-        """Draw up to a position without reading samples, and return the rest; cut batches again if that is allowed."""
-        passed, rest, samples, name = 0, list[Any](), start.samples, self._name
-        while passed < samples:
-            found = next(drawn, None)
-            if found is None:
+    def _replayed(self, draw: Draw, start: LoaderState) -> Iterator[Drawn]:
+        """Draw up to a position without reading samples, and return the rest."""
+        samples = start.samples
+        size = self.nominal_size if self.consecutive else None
+        drawn = draw.batches(samples % size if size else 0)
+        num_passed = 0
+        while num_passed < samples:
+            batch, _ = next(drawn, ([], None))
+            if not batch:
                 raise StateError(
-                    f"state is at sample {samples}, but the batch_sampler {name} "
-                    f"ends after {passed}: its order differs from the saved one. {_REPLAYED}"
+                    f"state is at sample {samples}, but the batch_sampler {self._name} "
+                    f"ends after {num_passed}: its order differs from the saved one. {_REPLAYED}"
                 )
-            batch, _ = found
-            passed += len(batch)
-            rest = batch[len(batch) - (passed - samples) :] if passed > samples else []
-            draw.noted(batch[: len(batch) - len(rest)], None)
-        if rest and not (self.consecutive and self.nominal_size):
+            num_passed += len(batch)
+            draw.noted(batch, None)
+        if num_passed > samples:
             raise StateError(
-                f"state is at sample {samples}, inside a batch of the batch_sampler {name}: give it the batch size "
-                "that it had."
+                f"state is at sample {samples}, inside a batch of the batch_sampler {self._name}: give it the batch "
+                "size that it had."
             )
-        if (start.sampler or {}).get("drawn", draw.digest) != draw.digest:
+        if samples and (start.sampler or {}).get("drawn", draw.digest) != draw.digest:
             raise StateError(
                 f"state is at sample {samples} of epoch {draw.epoch}, but the first {samples} samples that the "
-                f"batch_sampler {name} draws now are not those that were delivered. {_REPLAYED}"
+                f"batch_sampler {self._name} draws now are not those that were delivered. {_REPLAYED}"
             )
-        if not rest:
-            return drawn
-        samples_left = chain(rest, chain.from_iterable(batch for batch, _ in drawn))
-        return (
-            (batch, None)
-            for batch in iter(lambda: list(islice(samples_left, self.nominal_size)), [])
-        )
+        return drawn
 
     @property
     def _unit(self) -> int:
@@ -347,12 +311,12 @@ class UserBatches(IndexBatches):
     def _global(
         self, number: int, batch: list[Any], padding: list[Any], noted: dict[str, Any]
     ) -> GlobalBatch:
-        indices, num_real = batch + padding, len(batch)
-        size, micro_size = len(indices), len(indices) // self.accumulation
+        indices = batch + padding
+        num_real = len(batch)
         return GlobalBatch(
             number=number,
-            num_rows=size,
-            micro_size=micro_size,
+            num_rows=len(indices),
+            micro_size=len(indices) // self.accumulation,
             num_real=num_real,
             take=lambda rows: [
                 indices[row]
@@ -372,18 +336,19 @@ def seen_ahead(
     The next value is drawn ahead only where it is asked for: a sampler that follows the loss must draw as late as it
     can. An error of this library that comes instead of the next value is raised at its own step.
     """
-    found = next(values, None)
-    while found is not None:
-        ahead, following, failure = bool(may_be_last(found)), None, None
-        if ahead:
+    value = next(values, None)
+    while value is not None:
+        following = failure = None
+        looks_ahead = bool(may_be_last(value))
+        if looks_ahead:
             try:
                 following = next(values, None)
             except PaddleShardError as error:
                 failure = error
-        yield found, ahead and following is None and failure is None
+        yield value, looks_ahead and following is None and failure is None
         if failure is not None:
             raise failure
-        found = following if ahead else next(values, None)
+        value = following if looks_ahead else next(values, None)
 
 
 _REPLAYED = (
@@ -399,10 +364,12 @@ class Draw:
     """The batches of a sampler in one pass, drawn with private random generators, and a digest of the draws so far."""
 
     def __init__(self, sampler: Any, epoch: int, of: UserBatches) -> None:
-        self._sampler, self.epoch = sampler, epoch
-        seed = derive_seed(
-            "sampler", of.seed, epoch, *(of.draws_for[0] if of.draws_for else ())
-        )
+        self._sampler = sampler
+        self._cut_size = of.nominal_size if of.consecutive else None
+        """Size of the batches that are cut from single indices; None: the sampler yields batches."""
+        self.epoch = epoch
+        rank = of.draws_for[0] if of.draws_for else ()
+        seed = derive_seed("sampler", of.seed, epoch, *rank)
         self._randomness = PrivateRandomness(of.generators, seed, of.around)
         self.head: list[Any] = []
         """The first samples that were drawn, to pad with: at least `head_size`, if there are as many."""
@@ -431,14 +398,18 @@ class Draw:
             )  # which the sampler may keep and change
         self.began = began
 
-    def __iter__(self) -> Iterator[Drawn]:
-        with (
-            self._randomness()
-        ):  # some samplers draw the whole order here, others in each `next`
-            source = iter(self._sampler)
+    def batches(self, first_size: int = 0) -> Iterator[Drawn]:
+        """Yield batches and states; if batches are cut, the first has `first_size` samples if that is not 0."""
+        with self._randomness():
+            # Some samplers draw the whole order here, others in each `next`.
+            source = self._begin(first_size)
         for step in count():
             with self._randomness():
                 found = next(source, _END)
+                if found is _END and step == 0:
+                    # torchdata's samplers yield nothing once after the state at an end was loaded.
+                    source = self._begin(first_size)
+                    found = next(source, _END)
                 if found is _END:
                     return
                 after = self._state()
@@ -446,6 +417,14 @@ class Draw:
             if len(self.head) < self.head_size:
                 self.head += batch
             yield batch, after
+
+    def _begin(self, first_size: int) -> Iterator[Any]:
+        source: Iterator[Any] = iter(self._sampler)
+        size = self._cut_size
+        if size is None:
+            return source
+        sizes = chain([first_size] if first_size else [], repeat(size))
+        return takewhile(len, (list(islice(source, size)) for size in sizes))
 
     @property
     def digest(self) -> str:
@@ -485,14 +464,14 @@ def owner_of(sampler: Any) -> Any:
     )
 
 
-def _indices(found: Any, step: int) -> list[Any]:
-    if isinstance(found, np.ndarray):
-        found = found.tolist()
-    if not isinstance(found, Sequence) or isinstance(found, str | bytes):
+def _indices(batch: Any, step: int) -> list[Any]:
+    if isinstance(batch, np.ndarray):
+        batch = batch.tolist()
+    if not isinstance(batch, Sequence) or isinstance(batch, str | bytes):
         raise ArgumentTypeError(
-            f"batch_sampler must yield lists of indices, got {type(found).__name__} at step {step}: "
-            f"{found!r}. A sampler of single indices goes into paddle.io.BatchSampler(sampler=...)."
+            f"batch_sampler must yield lists of indices, got {type(batch).__name__} at step {step}: "
+            f"{batch!r}. A sampler of single indices goes into paddle.io.BatchSampler(sampler=...)."
         )
-    if len(found) == 0:
+    if len(batch) == 0:
         raise ArgumentError(f"batch_sampler yielded an empty batch at step {step}.")
-    return [index.item() if isinstance(index, np.integer) else index for index in found]
+    return [index.item() if isinstance(index, np.integer) else index for index in batch]

@@ -28,10 +28,11 @@ def cut(stage: Stage) -> Stage:
     if is_cut(stage):
         return stage
     source, *transforms = [*stage.line()][::-1]
-    made: Stage = Stripe(source)
-    for stage in map(copy, transforms):
-        stage.upstream, made = made, stage
-    return made
+    last: Stage = Stripe(source)
+    for transform in map(copy, transforms):
+        transform.upstream = last
+        last = transform
+    return last
 
 
 class Stripe(Transform):
@@ -49,20 +50,21 @@ class Stripe(Transform):
     def open(self, opening: Opening) -> list[Iterator[Any]]:
         """Return the parts, which share one iterator over the stream."""
         stripes, within = divmod(opening.skip, opening.stripe)
-        turns = _Turns(
-            self.upstream, opening, stripes * opening.num_parts * opening.stripe
-        )
-        return [islice(turns.of(part), within, None) for part in opening.parts]
+        first = stripes * opening.num_parts * opening.stripe
+        turns = _Turns(self.upstream, opening, first)
+        # All queues before any part is read.
+        parts = [turns.of(part) for part in opening.parts]
+        return [islice(samples, within, None) for samples in parts]
 
     def lengths(self, opening: Opening) -> list[int] | None:
         """Return the lengths of the parts; they differ by less than two stripes."""
-        found = self.upstream.lengths(opening.uncut(0))
-        if found is None:
+        lengths = self.upstream.lengths(opening.uncut(0))
+        if lengths is None:
             return None
-        turns, rest = divmod(found[0], opening.num_parts * opening.stripe)
+        stripe = opening.stripe
+        turns, rest = divmod(lengths[0], opening.num_parts * stripe)
         return [
-            turns * opening.stripe
-            + min(opening.stripe, max(0, rest - part * opening.stripe))
+            turns * stripe + min(stripe, max(0, rest - part * stripe))
             for part in opening.parts
         ]
 
@@ -71,68 +73,62 @@ class _Turns:
     """One iterator over a stream, from which the parts take their samples; those of other parts are queued."""
 
     def __init__(self, upstream: Stage, opening: Opening, first: int) -> None:
-        uncut = opening.uncut(first)
-        self._items, self._at, self._opening = upstream.open(uncut)[0], first, opening
-        self._seen = (
-            None if opening.round else opening.seen
-        )  # readers may reach later rounds at different steps
+        self._items = upstream.open(opening.uncut(first))[0]
+        self._position = first
+        self._opening = opening
+        # Readers may reach later rounds at different steps.
+        self._seen = None if opening.round else opening.seen
         # Only the reader of a part keeps its queue alive, so samples that no reader takes do not pile up.
-        self._waiting: dict[int, ref[deque[Any]]] = {}
+        self._queues: dict[int, ref[deque[Any]]] = {}
 
     def of(self, part: int) -> Iterator[Any]:
-        mine: deque[Any] = deque()
-        self._waiting[part] = ref(
-            mine
-        )  # now, as another part may be read before this one
-        return self._taken(mine)
+        """Return the samples of a part; its queue is there before another part is read."""
+        queue: deque[Any] = deque()
+        self._queues[part] = ref(queue)
+        return self._taken(queue)
 
-    def _taken(self, mine: deque[Any]) -> Iterator[Any]:
-        while True:
-            while not mine:
-                if not self._read():
-                    return
-            while mine:
-                yield mine.popleft()
+    def _taken(self, queue: deque[Any]) -> Iterator[Any]:
+        while queue or self._read():
+            while queue:
+                yield queue.popleft()
 
     def _read(self) -> bool:
         """Read the next samples of the stream, those of one stripe, into the queue of their part; False at the end."""
         size = self._opening.stripe
-        begin = self._at
+        begin = self._position
         turn, owner = divmod(begin // size, self._opening.num_parts)
-        held = self._waiting.get(owner)
-        queue = None if held is None else held()
+        queue = self._queues.get(owner, lambda: None)()
         try:
             for item in islice(self._items, size - begin % size):
                 if self._seen is not None:
-                    self._seen(self._at, item)
-                self._at += 1
+                    self._seen(self._position, item)
+                self._position += 1
                 if queue is not None:
                     queue.append(item)
         except Exception as error:
+            place = (owner, turn * size + self._position % size)
             with contextlib.suppress(Exception):  # the exception allows no attributes
-                setattr(error, FAILED_AT, (owner, turn * size + self._at % size))
+                setattr(error, FAILED_AT, place)
             raise
-        return self._at > begin
+        return self._position > begin
 
 
 def chosen_num_parts(source: Stage, micro_rows: int, num_data_ranks: int) -> int:
     """Return the number of parts of a stream for which the user has chosen none."""
     counted = source.lengths(Opening(parts=(0,), num_parts=1)) is not None
     shards = None if counted else source.num_shards
-    if shards is None:  # nothing limits the parts
-        return choose_num_parts(micro_rows)
-    chosen = choose_num_parts(micro_rows, source.most_even_parts)
-    if chosen % num_data_ranks:
-        fits = [
-            parts
-            for parts in range(num_data_ranks, shards + 1, num_data_ranks)
-            if micro_rows % parts == 0
-        ]
-        raise ArgumentError(
-            f"in_parts() is missing: {shards} shards that are not counted go evenly into {chosen} parts of a batch of "
-            f"{micro_rows} rows, which {num_data_ranks} data ranks do not divide. Ways that work: count the samples "
-            "(counts=True; for tars an index file), so that shards are cut in the middle; in_parts(), one of "
-            f"{fits or 'none'}, where the tail pads or drops what the parts differ by; more shards; or a stream that "
-            "every rank reads whole (Stream.of(...))."
-        )
-    return chosen
+    num_parts = choose_num_parts(micro_rows, shards)
+    if shards is None or num_parts % num_data_ranks == 0:
+        return num_parts
+    fits = [
+        parts
+        for parts in range(num_data_ranks, shards + 1, num_data_ranks)
+        if micro_rows % parts == 0
+    ]
+    raise ArgumentError(
+        f"in_parts() is missing: {shards} shards that are not counted go evenly into {num_parts} parts of a batch of "
+        f"{micro_rows} rows, which {num_data_ranks} data ranks do not divide. Ways that work: count the samples "
+        "(counts=True; for tars an index file), so that shards are cut in the middle; in_parts(), one of "
+        f"{fits or 'none'}, where the tail pads or drops what the parts differ by; more shards; or a stream that "
+        "every rank reads whole (Stream.of(...))."
+    )

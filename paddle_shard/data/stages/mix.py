@@ -1,9 +1,8 @@
-"""How are several streams read as one, each with its weight?"""
+"""Mixing of several streams, each with its weight."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import count
@@ -11,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from paddle_shard.core.warn_once import say_once
 from paddle_shard.data.stages.cut import FAILED_AT
 from paddle_shard.data.stages.stage import Opening, Stage
 from paddle_shard.data.stages.steps import in_rounds
@@ -37,7 +35,8 @@ def _draws_of(segments: tuple[Segment, ...], num_parts: int) -> Draws:
 
 
 class Mix(Stage):
-    """The source of a stream that draws part p from part p of other streams, in the order of a `Chairman`.
+    """The source of a stream that draws part p from part p of other streams, in the order of a
+    `WeightedInterleave`.
 
     A part of a stream that has ended is opened again, in its next round. With stop="first", a part of the mixture ends
     where it would open the first stream again; with stop="all", where it would open the last one again.
@@ -53,36 +52,27 @@ class Mix(Stage):
             segments: The integer weight of each, by the first sample of the epoch.
             stop: "first" or "all".
         """
-        drawn = [
-            number
-            for number in range(len(stages))
-            if any(segment.parts[number] for segment in segments)
-        ]
-        self._stages = {
-            name: stage
-            for number, (name, stage) in enumerate(stages.items())
-            if number in drawn
-        }
+        weights = list(zip(*(segment.weights for segment in segments), strict=True))
+        used = [number for number, parts in enumerate(weights) if any(parts)]
+        names = list(stages)
+        self._stages = {names[number]: stages[names[number]] for number in used}
         self._names = list(self._stages)
         self._segments = tuple(
-            Segment(first, tuple(parts[number] for number in drawn), (1,) * len(drawn))
-            for first, parts, _ in segments
+            Segment(first, tuple(parts[number] for number in used))
+            for first, parts in segments
         )
         self._every = stop == "all"
-        # No end comes: of any source, or with "first" of every one.
-        self.endless = (any if self._every else all)(
-            stage.endless for stage in self._stages.values()
-        )
-        # Fewest files of a source, if a part cannot have less than one.
-        one = Opening(parts=(0,), num_parts=1)
-        shards = [
+        # Without an end: any source, or, with "first", every one.
+        are_endless = [stage.endless for stage in self._stages.values()]
+        self.endless = any(are_endless) if self._every else all(are_endless)
+        # The fewest files of a source of which no part can have less than one file.
+        whole = Opening(parts=(0,), num_parts=1)
+        uncounted = [
             stage.source.num_shards
             for stage in self._stages.values()
-            if stage.lengths(one) is None
+            if stage.lengths(whole) is None
         ]
-        self.num_shards = min(
-            (number for number in shards if number is not None), default=None
-        )
+        self.num_shards = min(filter(None, uncounted), default=None)
 
     cuts = True
     """Each stream can open a part."""
@@ -95,27 +85,17 @@ class Mix(Stage):
         """Return the samples of each part."""
         draws = self._draws(opening)
         counts = draws.counts(opening.skip).tolist()
-        opened = []
-        for (name, stage), drawn in zip(self._stages.items(), counts, strict=True):
-            back = int(
-                drawn > 0
-            )  # the draw before tells whether the source has been opened again by now
-            one = replace(self._opening(opening, name), skip=drawn - back)
-            opened.append((back, in_rounds(stage, one, None, name)))
-        mixed = []
-        for at, part in enumerate(opening.parts):
-            tells = (
-                part == 0 and not self._every
-            )  # where one source ends, others may not have come to their end
-            mixed.append(
-                self._mixed(
-                    [(back, parts[at]) for back, parts in opened],
-                    opening.skip,
-                    draws,
-                    tells=tells,
-                )
-            )
-        return mixed
+        sources = []
+        for (name, stage), num_drawn in zip(self._stages.items(), counts, strict=True):
+            # The sample before tells whether the source has been opened again by now.
+            back = int(num_drawn > 0)
+            request = replace(self._opening(opening, name), skip=num_drawn - back)
+            rounds = in_rounds(stage, request, None, name)
+            sources.append([(back, items) for items in rounds])
+        return [
+            self._mixed(of_part, opening.skip, draws)
+            for of_part in zip(*sources, strict=True)
+        ]
 
     def _opening(self, opening: Opening, name: str) -> Opening:
         """Return the opening of a source, which has random numbers of its own."""
@@ -125,103 +105,62 @@ class Mix(Stage):
 
     def _mixed(
         self,
-        sources: list[tuple[int, Iterator[tuple[int, Any]]]],
+        sources: Sequence[tuple[int, Iterator[tuple[int, Any]]]],
         skip: int,
         draws: Draws,
-        *,
-        tells: bool,
     ) -> Iterator[Any]:
+        """Yield the samples of a part, given (samples before the position, samples) of each source."""
+        num_ends = len(sources) if self._every else 1
         ended = {
-            at for at, (back, items) in enumerate(sources) if back and next(items)[0]
+            number
+            for number, (back, items) in enumerate(sources)
+            if back and next(items)[0]
         }
-        ends_at = len(sources) if self._every else 1
-        if len(ended) >= ends_at:  # it ended before this position
+        if len(ended) >= num_ends:  # it ended before this position
             return
-        items_of = [items for _, items in sources]
         for first in count(skip, _BLOCK):
-            for position, at in enumerate(
-                draws.at(np.arange(first, first + _BLOCK))[0].tolist(), first
-            ):
+            numbers, _ = draws.at(np.arange(first, first + _BLOCK))
+            for number in numbers.tolist():
                 try:
-                    number, item = next(items_of[at])
-                except StopIteration:
-                    return
+                    round_number, sample = next(sources[number][1])
                 except Exception as error:
-                    with contextlib.suppress(
-                        AttributeError
-                    ):  # it counts the samples of the source, not of the mixture
-                        delattr(error, FAILED_AT)
+                    # It counts the samples of the source, not of the mixture.
+                    error.__dict__.pop(FAILED_AT, None)
                     raise
-                if number and at not in ended:
-                    ended.add(at)
-                    if len(ended) >= ends_at:
-                        if tells:
-                            self._say_what_is_left(
-                                items_of, draws.counts(position).tolist(), ended
-                            )
+                if round_number:
+                    ended.add(number)
+                    if len(ended) >= num_ends:
                         return
-                yield item
-
-    def _say_what_is_left(
-        self,
-        items_of: Sequence[Iterator[tuple[int, Any]]],
-        drawn: Sequence[int],
-        ended: Collection[int],
-    ) -> None:
-        """Log which sources are not read to their end in an epoch, since the next one begins them anew."""
-        left = []
-        for at, (name, stage) in enumerate(self._stages.items()):
-            if at not in ended and not stage.endless:
-                with contextlib.suppress(
-                    Exception
-                ):  # one that cannot be read is of no importance any more
-                    if next(items_of[at])[0] == 0:
-                        left.append(
-                            f"{name!r} ({drawn[at]} samples of a part were read)"
-                        )
-        if left:
-            say_once(
-                "Stream.mixture(stop='first'): an epoch ends with the source %s, and has not come to the end of %s. "
-                "The next epoch begins all of them anew, and never reads what lies behind, unless their order is "
-                "another. stop='all', or weights that are in proportion to the lengths, read all of them.",
-                " and ".join(repr(self._names[at]) for at in sorted(ended)),
-                " and ".join(left),
-            )
+                yield sample
 
     def lengths(self, opening: Opening) -> list[int] | None:
         """Return the length of each part; None if a length that decides it is not known."""
         if self.endless:
             return None
-        ends = []
         draws = self._draws(opening)
-        for at, (name, stage) in enumerate(self._stages.items()):
-            found = [] if stage.endless else stage.lengths(self._opening(opening, name))
-            if found is None:
+        ends = []
+        for number, (name, stage) in enumerate(self._stages.items()):
+            if stage.endless:
+                continue
+            lengths = stage.lengths(self._opening(opening, name))
+            if lengths is None:
                 return None
-            if 0 in found:
-                raise nothing_to_repeat(
-                    opening.parts[found.index(0)], opening.num_parts, name
-                )
-            if found:
-                positions = draws.positions(at, np.array(found, np.int64))
-                ends.append(np.where(positions < 0, _NEVER, positions))
-        lengths = (np.max if self._every else np.min)(np.array(ends), axis=0)
-        return None if (lengths == _NEVER).any() else list(lengths.tolist())
+            if 0 in lengths:
+                part = opening.parts[lengths.index(0)]
+                raise nothing_to_repeat(part, opening.num_parts, name)
+            positions = draws.positions(number, np.array(lengths, np.int64))
+            ends.append(np.where(positions < 0, _NEVER, positions))
+        decide = np.max if self._every else np.min
+        lengths_of_parts: list[int] = decide(np.array(ends), axis=0).tolist()
+        return None if _NEVER in lengths_of_parts else lengths_of_parts
 
     def origin(self, opening: Opening, part: int, number: int) -> str | None:
         """Return the source of a sample, and its place in a file if that is known."""
-        sources, numbers = self._draws(opening).at(np.array([number], np.int64))
-        name = self._names[int(sources[0])]
-        found = self._stages[name].origin(
-            self._opening(opening, name), part, int(numbers[0])
-        )
-        return f"source {name!r}" + ("" if found is None else f", {found}")
-
-    @property
-    def most_even_parts(self) -> int | None:
-        """Fewest parts to which the files of a source can be assigned evenly."""
-        found = [stage.source.most_even_parts for stage in self._stages.values()]
-        return min((parts for parts in found if parts is not None), default=None)
+        [source], [number_in_source] = self._draws(opening).at(np.array([number]))
+        name = self._names[int(source)]
+        of_source = self._opening(opening, name)
+        place = self._stages[name].origin(of_source, part, int(number_in_source))
+        return ", ".join(filter(None, (f"source {name!r}", place)))
 
     @property
     def files(self) -> list[str]:
@@ -242,12 +181,10 @@ class Mix(Stage):
 
     def fingerprint(self) -> list[Any]:
         """Return the names, weights and fingerprints of the sources."""
-        parts = zip(*(segment.parts for segment in self._segments), strict=True)
+        weights = zip(*(segment.weights for segment in self._segments), strict=True)
         sources = [
-            [name, list(of_source), stage.fingerprint()]
-            for (name, stage), of_source in zip(
-                self._stages.items(), parts, strict=True
-            )
+            [name, list(parts), stage.fingerprint()]
+            for (name, stage), parts in zip(self._stages.items(), weights, strict=True)
         ]
         firsts = [segment.first for segment in self._segments]
         return [["mixture", "all" if self._every else "first", firsts, sources]]

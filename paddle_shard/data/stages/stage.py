@@ -62,22 +62,22 @@ class Opening:
         if isinstance(sample, Unreadable):
             return Unreadable(
                 sample.why
-            )  # drop a group's items: the function has not changed them
+            )  # without a group's items, which are unchanged
         try:
             return function(sample)
         except Exception as error:
-            if (
-                isinstance(sample, Mapping) and "__key__" in sample
-            ):  # of a tar: its place in the stream does not tell
-                file = (
-                    str(sample.get("__url__", "")).partition("?")[0].rpartition("/")[2]
-                )
-                error.__dict__["of_sample"] = (
-                    f" (sample {sample['__key__']!r} of {file})"
-                )
-            if not self.skip_errors:
-                raise
-            return Unreadable(described(error))
+            return self.failed(sample, error)
+
+    def failed(self, sample: Any, error: Exception) -> Unreadable:
+        """Return what replaces a sample on which the user's function has failed, or raise the error."""
+        if isinstance(sample, Mapping) and "__key__" in sample:
+            # The place of a tar's sample in the stream does not name it.
+            url = str(sample.get("__url__", "")).partition("?")[0]
+            where = f"sample {sample['__key__']!r} of {url.rpartition('/')[2]}"
+            error.__dict__["of_sample"] = f" ({where})"
+        if not self.skip_errors:
+            raise error
+        return Unreadable(described(error))
 
     def drawn(self, items: Iterator[Any], part: int, first: int = 0) -> Iterator[Any]:
         """Yield the items of the user's code after the first `skip`; the generators are seeded before each but item 0.
@@ -96,12 +96,14 @@ class Opening:
         for number in count(first):
             if number:
                 seed(key, number)
-            try:
-                item = next(items)
-            except StopIteration:
+            item = next(items, _END)
+            if item is _END:
                 return
             if number >= begin:
                 yield item
+
+
+_END: Any = object()
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,11 +206,6 @@ class Stage:
         """The first of its files, each with what is known of it, for ranks to name the one in which they differ."""
         return ()
 
-    @property
-    def most_even_parts(self) -> int | None:
-        """Most parts to which whole files can be assigned so that no part is much longer, as far as that is known."""
-        return self.num_shards
-
 
 class Transform(Stage):
     """A stage that makes the samples of a part from those of the same part before it. The defaults suit 1 : 1.
@@ -229,7 +226,9 @@ class Transform(Stage):
             mark: What it adds to the fingerprint: its name, and the settings on which the order or the number of
                 samples depends. Nothing if neither depends on it.
         """
-        self.upstream, self.endless, self._mark = upstream, upstream.endless, list(mark)
+        self.upstream = upstream
+        self.endless = upstream.endless
+        self._mark = list(mark)
 
     def made(self, items: Iterator[Any], part: int, opening: Opening) -> Iterator[Any]:
         """Yield what becomes of the samples of a part.
@@ -254,18 +253,19 @@ class Transform(Stage):
 
     def open(self, opening: Opening) -> list[Iterator[Any]]:
         """Return what becomes of the samples of each part."""
-        first, rest = self.begin(opening.skip)
+        first, num_dropped = self.begin(opening.skip)
         before = replace(opening, skip=first)
         opened = zip(opening.parts, self.upstream.open(before), strict=True)
         made = [self.made(items, part, before) for part, items in opened]
-        return [islice(one, rest, None) for one in made] if rest else made
+        if not num_dropped:
+            return made
+        return [islice(samples, num_dropped, None) for samples in made]
 
     def lengths(self, opening: Opening) -> list[int] | None:
         """Return the lengths of the stage before, if they do not change."""
-        found = self.upstream.lengths(
-            opening
-        )  # also refuses parts that would have no file
-        return found if self.counted else None
+        # Also for other stages: it rejects parts that would have no file.
+        lengths = self.upstream.lengths(opening)
+        return lengths if self.counted else None
 
     def fingerprint(self) -> list[Any]:
         """Return that of the stage before, and what this one adds."""

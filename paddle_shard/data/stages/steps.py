@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from itertools import count, repeat
-from typing import Any, ClassVar
+from itertools import count, islice, repeat
+from operator import add, itemgetter
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -35,16 +36,20 @@ class Map(Transform):
 
     def made(self, items: Iterator[Any], part: int, opening: Opening) -> Iterator[Any]:
         """Yield the results of the function."""
-        key, function, seed = (
-            opening.key(part, "map", self.depth),
-            self._function,
-            opening.seed_generators,
-        )
+        key = opening.key(part, "map", self.depth)
+        function = self._function
+        seed = opening.seed_generators
         for number, item in enumerate(items, opening.skip):
-            seed(
-                key, number
-            )  # after `items` has run code that seeds the generators, too
-            yield opening.tried(function, item)
+            if isinstance(item, Unreadable):
+                yield Unreadable(item.why)
+                continue
+            # After `items` has run, which may seed the generators, too.
+            seed(key, number)
+            try:
+                result = function(item)
+            except Exception as error:
+                result = opening.failed(item, error)
+            yield result
 
     def origin(self, opening: Opening, part: int, number: int) -> str | None:
         """Return the origin of the sample before the change."""
@@ -89,8 +94,10 @@ class Batch(Transform):
 
     def lengths(self, opening: Opening) -> list[int] | None:
         """Return the number of lists in each part."""
-        found = self.upstream.lengths(opening)
-        return None if found is None else [-(-length // self.size) for length in found]
+        lengths = self.upstream.lengths(opening)
+        if lengths is None:
+            return None
+        return [-(-length // self.size) for length in lengths]
 
 
 class Unbatch(Transform):
@@ -105,31 +112,13 @@ class Unbatch(Transform):
     def made(self, items: Iterator[Any], part: int, opening: Opening) -> Iterator[Any]:
         """Yield the items of the samples."""
         key = opening.key(part, "unbatch", self.depth)
-        numbers = count()
-        for group in items:
-            yield from self._items(group, opening, key, numbers)
-
-    def _items(
-        self, group: Any, opening: Opening, key: int, numbers: Iterator[int]
-    ) -> Iterator[Any]:
-        if isinstance(group, Unreadable):
-            yield from group.items or (group,)
-            return
-        if isinstance(group, list | tuple):
-            yield from group
-            return
-        items, end = opening.tried(iter, group), object()
-        while not isinstance(items, Unreadable):
-            opening.seed_generators(
-                key, next(numbers)
-            )  # a generator runs the user's code for each item
-            item = opening.tried(lambda rest: next(rest, end), items)
-            if item is end:
-                return
-            yield item
-            if isinstance(item, Unreadable):  # the items after it cannot be read
-                return
-        yield items
+        for number, group in enumerate(items):
+            if isinstance(group, Unreadable):
+                yield from group.items or (group,)
+                continue
+            opening.seed_generators(key, number)
+            samples = opening.tried(list, group)
+            yield from [samples] if isinstance(samples, Unreadable) else samples
 
 
 class Shuffle(Transform):
@@ -159,13 +148,13 @@ class Shuffle(Transform):
         # Its number counts only the shuffles before it: then stages that keep the order can be added to a run.
         number = sum(isinstance(stage, Shuffle) for stage in self.upstream.line())
         key = opening.key(part, "window", number)
-        for window, held in enumerate(
-            windows(items, self._window), opening.skip // self._window
-        ):
-            permuted = Permutation(len(held), derive_key(key, window, size=64))
-            for at in permuted(np.arange(len(held), dtype=np.int64)).tolist():
-                item, held[at] = held[at], None  # release delivered samples
-                yield item
+        first = opening.skip // self._window
+        for window, samples in enumerate(windows(items, self._window), first):
+            permuted = Permutation(len(samples), derive_key(key, window, size=64))
+            for place in permuted(np.arange(len(samples), dtype=np.int64)).tolist():
+                sample = samples[place]
+                samples[place] = None  # release delivered samples
+                yield sample
 
 
 class Repeat(Transform):
@@ -184,25 +173,21 @@ class Repeat(Transform):
 
     def open(self, opening: Opening) -> list[Iterator[Any]]:
         """Return the samples of each part, round after round."""
-        return [
-            (item for _, item in items)
-            for items in in_rounds(self.upstream, opening, self._times)
-        ]
+        rounds = in_rounds(self.upstream, opening, self._times)
+        return [map(itemgetter(1), items) for items in rounds]
 
     def lengths(self, opening: Opening) -> list[int] | None:
         """Return the number of samples of all rounds; None if there is no end or a length is not known."""
         if self._times is None:
             return None
-        rounds = [
-            self.upstream.lengths(_of_round(opening, number, self._times))
-            for number in range(self._times)
-        ]
-        known = [lengths for lengths in rounds if lengths is not None]
-        return (
-            [sum(of_part) for of_part in zip(*known, strict=True)]
-            if len(known) == self._times
-            else None
-        )
+        totals = [0] * len(opening.parts)
+        for number in range(self._times):
+            request = _of_round(opening, number, self._times)
+            lengths = self.upstream.lengths(request)
+            if lengths is None:
+                return None
+            totals = list(map(add, totals, lengths))
+        return totals
 
 
 def in_rounds(
@@ -221,69 +206,97 @@ def in_rounds(
     """
     if times == 1:
         return [zip(repeat(0), items, strict=False) for items in stage.open(opening)]
-    opened: dict[
-        tuple[int, int], dict[int, Iterator[Any]]
-    ] = {}  # [round, its first sample][part]: not begun yet
+    rounds = _Rounds(stage, opening, times, source)
+    return [rounds.items(part) for part in opening.parts]
 
-    def begin(part: int) -> tuple[int, int, int]:
-        """Return the round with which a part begins, the first sample of it, and how many are read and dropped."""
-        skip = opening.skip
-        for number in count() if times is None else range(times):
-            lengths = stage.lengths(
-                replace(_of_round(opening, number, times), parts=(part,))
-            )
-            if lengths is None or not skip:
-                return number, 0, skip
-            if skip < lengths[0] or not lengths[0]:
-                return number, skip, 0
-            skip -= lengths[0]
-        return times or 0, 0, 0
 
-    begins = {part: begin(part) for part in opening.parts}
+class _Begin(NamedTuple):
+    """Where a part begins."""
 
-    def of_part(part: int) -> Iterator[tuple[int, Any]]:
-        start, first, skip = begins[part]
-        for number in count(start) if times is None else range(start, times):
-            if (
-                (number, first) not in opened
-            ):  # for all parts that come by here, so that they read the source only once
-                parts = tuple(
-                    [
-                        one
-                        for one, at in begins.items()
-                        if at[:2] == (number, first) or (at[0] < number and not first)
-                    ]
-                )
-                # Parts may begin at several places, so `seen` would be called for a sample more than once.
-                seen = None if first else opening.seen
-                this = replace(
-                    _of_round(opening, number, times),
-                    parts=parts,
-                    skip=first,
-                    seen=seen,
-                )
-                opened[number, first] = dict(zip(parts, stage.open(this), strict=True))
-            items, found = opened[number, first].pop(part), first > 0
-            if not opened[number, first]:
-                del opened[number, first]
-            first = 0
+    round: int
+    skip: int
+    """Samples of the round that are not opened."""
+    num_dropped: int
+    """Samples, also of later rounds, that are read and dropped after these."""
+
+
+class _Rounds:
+    """Rounds of some parts. Those that begin a round at the same sample are opened together and share one read."""
+
+    def __init__(
+        self, stage: Stage, opening: Opening, times: int | None, source: str
+    ) -> None:
+        self._stage = stage
+        self._opening = opening
+        self._times = times
+        self._source = source
+        self._begins = {part: self._begin(part) for part in opening.parts}
+        self._opened: dict[tuple[int, int], dict[int, Iterator[Any]]] = {}
+        """(round, samples that are skipped) -> the parts that are opened there and not read yet."""
+
+    def items(self, part: int) -> Iterator[tuple[int, Any]]:
+        """Yield (round, sample) of a part."""
+        begin, skip, num_dropped = self._begins[part]
+        for number in self._numbers(begin):
+            items = self._open(part, number, skip)
+            is_empty = not skip
+            skip = 0
+            for _ in islice(items, num_dropped):
+                is_empty = False
+                num_dropped -= 1
             for item in items:
-                found = True
-                if skip:
-                    skip -= 1
-                else:
-                    yield number, item
-            if times is not None:
-                continue
-            if not found:
-                raise nothing_to_repeat(part, opening.num_parts, source)
+                is_empty = False
+                yield number, item
+            if is_empty and self._times is None:
+                raise nothing_to_repeat(part, self._opening.num_parts, self._source)
 
-    return [of_part(part) for part in opening.parts]
+    def _numbers(self, begin: int) -> Iterable[int]:
+        return count(begin) if self._times is None else range(begin, self._times)
+
+    def _begin(self, part: int) -> _Begin:
+        skip = self._opening.skip
+        for number in self._numbers(0):
+            request = _of_round(self._opening, number, self._times)
+            lengths = self._stage.lengths(replace(request, parts=(part,)))
+            if lengths is None or not skip:
+                return _Begin(number, 0, skip)
+            [length] = lengths
+            if skip < length or not length:
+                return _Begin(number, skip, 0)
+            skip -= length
+        return _Begin(self._times or 0, 0, 0)
+
+    def _open(self, part: int, number: int, skip: int) -> Iterator[Any]:
+        """Return a part of a round; open it with all parts that come to the same place."""
+        place = (number, skip)
+        if place not in self._opened:
+            parts = tuple(
+                other
+                for other, begin in self._begins.items()
+                if begin[:2] == place or (begin.round < number and not skip)
+            )
+            request = replace(
+                _of_round(self._opening, number, self._times),
+                parts=parts,
+                skip=skip,
+                # Parts may begin at several places: `seen` would be called for a sample more than once.
+                seen=None if skip else self._opening.seen,
+            )
+            self._opened[place] = dict(
+                zip(parts, self._stage.open(request), strict=True)
+            )
+        opened = self._opened[place]
+        items = opened.pop(part)
+        if not opened:
+            del self._opened[place]
+        return items
 
 
 def _of_round(opening: Opening, number: int, times: int | None) -> Opening:
     """Return the opening of a round from its beginning."""
-    state = opening.state if number == 0 else None
     return replace(
-        opening, round=opening.round * (times or 1) + number, skip=0, state=state
+        opening,
+        round=opening.round * (times or 1) + number,
+        skip=0,
+        state=None if number else opening.state,
     )
