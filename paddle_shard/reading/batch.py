@@ -202,7 +202,7 @@ def _joined_chunk(
         for chunk, size in zip(chunks, sizes, strict=True)
     )
     is_padding = None
-    if any(masks):
+    if any(chunk.is_padding for chunk in chunks):
         is_padding = np.frombuffer(masks, np.uint8)[order].tobytes()
     values = [chunk.value for chunk in chunks]
     is_filled = not any(value is None for value in values)
