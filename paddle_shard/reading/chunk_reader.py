@@ -113,7 +113,8 @@ class ChunkReader(Reader):
         self._stage = stage
         self._pass_number: int | None = None
         self._next_step = 0
-        self._parts: list[Iterator[tuple[int, Any]]] = []
+        self._parts: Sequence[Iterator[Any]] = []
+        """For each part its samples, or if parts are repeated, pairs of the round and the sample."""
         self._padding = Padding(stage, Opening(parts=(0,), num_parts=1))
         self._digests = TurnDigests()
         self._state: Any = None
@@ -145,7 +146,11 @@ class ChunkReader(Reader):
             opening = replace(opening, seen=self._digests.see)
         else:
             opening = at_request
-        self._parts = in_rounds(self._stage, opening, None if request.repeat else 1)
+        self._parts = (
+            in_rounds(self._stage, opening, None)
+            if request.repeat
+            else self._stage.open(opening)
+        )
         for _ in range(opening.skip, request.position):
             for items in self._parts:
                 next(items, None)
@@ -182,10 +187,12 @@ class ChunkReader(Reader):
 
         # Rows of the batch, micro-batch by micro-batch: (number of the part here, sample of the step).
         places = _row_places(len(parts), size, request.plan.stripe)
-        padding = [row >= num_read[part] for part, row in places]
+        padding = [False] * len(places)
+        if not is_whole:
+            padding = [row >= num_read[part] for part, row in places]
         value = None
         skipped: list[tuple[int, str]] = []
-        if min(map(len, columns)) == size:  # else rows are missing
+        if is_whole or min(map(len, columns)) == size:  # else rows are missing
             samples = [columns[part][row] for part, row in places]
             value, skipped = self._collated_samples(samples, places, request, progress)
             skipped = [(row, text) for row, text in skipped if not padding[row]]
@@ -249,25 +256,26 @@ class ChunkReader(Reader):
     ) -> tuple[list[list[Any]], bool]:
         """Return the samples of each part, as many as there are, and whether any is of the part's first round."""
         columns: list[list[Any]] = []
-        has_new = False
         size = request.plan.samples_per_part
-        for part, items in zip(request.opening.parts, self._parts, strict=True):
-            numbered: list[tuple[int, Any]] = []
-            try:
-                numbered.extend(islice(items, size))
-            except BaseException:
-                number = request.position + len(numbered)
-                progress.update(
-                    what=f"reading sample {number} of part {part}", index=(part, number)
-                )
-                raise
-            has_new = has_new or bool(numbered and numbered[0][0] == 0)
-            column = [sample for _, sample in numbered]
-            if column and isinstance(column[-1], Stated):
-                self._state = column[-1].state
-                column = [stated.sample for stated in column]
-            columns.append(column)
-            self._padding.note(part, column, ended=len(column) < size)
+        parts = request.opening.parts
+        try:
+            for items in self._parts:
+                column: list[Any] = []
+                columns.append(column)
+                column.extend(islice(items, size))
+        except BaseException:
+            index = parts[len(columns) - 1], request.position + len(columns[-1])
+            what = f"reading sample {index[1]} of part {index[0]}"
+            progress.update(what=what, index=index)
+            raise
+        has_new = any(columns)
+        if request.repeat:
+            has_new = any(number == 0 for column in columns for number, _ in column[:1])
+            columns = [[sample for _, sample in column] for column in columns]
+        if columns[0] and isinstance(columns[0][-1], Stated):  # a library's only part
+            self._state = columns[0][-1].state
+            columns = [[stated.sample for stated in columns[0]]]
+        self._padding.note(parts, columns, size)
         return columns, has_new
 
     def _fill(
@@ -332,12 +340,17 @@ class Padding:
         """True if the pass begins with the first samples of the parts."""
         self._first: dict[int, Any] = {}
 
-    def note(self, part: int, samples: Sequence[Any], *, ended: bool) -> None:
-        """Note the samples of a part that the pass has read next, and whether the part has ended after them."""
-        if self._begins_first and part not in self._first:
-            first = _first_readable(samples)
-            if ended or first is not _NOTHING:
-                self._first[part] = first
+    def note(
+        self, parts: Sequence[int], columns: Sequence[Sequence[Any]], size: int
+    ) -> None:
+        """Note the samples of some parts that were read next; a part with fewer than `size` has ended."""
+        if not self._begins_first:
+            return
+        for part, column in zip(parts, columns, strict=True):
+            if part not in self._first:
+                first = _first_readable(column)
+                if first is not _NOTHING or len(column) < size:
+                    self._first[part] = first
 
     def of(self, part: int) -> Any:
         """Return the sample that fills a part's rows.
