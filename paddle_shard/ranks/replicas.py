@@ -159,11 +159,9 @@ class Subscribing(Executor):
                 f"step {step.number}: {self._name}, has read other samples than this rank's sampler asks for "
                 "(replicas=). Seed the sampler alike on all ranks."
             )
-        if (
-            step.parts
-        ):  # a source that has a state of its own is read by the leader only
-            step = replace(step, sampler_state=batch.step.sampler_state)
-        batch.step = step
+        # A source that has a state of its own is read by the leader only.
+        sampler = batch.step.sampler
+        batch.step = replace(step, sampler=sampler) if step.parts else step
         return batch
 
     def interrupt(self) -> None:

@@ -88,7 +88,7 @@ class StreamOrder(Batches):
                 number=number,
                 num_rows=0 if self.whole_items else plan.batch_size,
                 micro_size=0 if self.whole_items else plan.micro_rows,
-                num_real=plan.batch_size,
+                num_positions=plan.batch_size,
                 parts=tuple(replace(request, step=number) for request in sent),
             )
 
