@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any
 
 from paddle.io.dataloader import worker as paddle_worker
 from paddle.io.dataloader.worker import WorkerInfo
 
-from paddle_shard.data.external import ReadingCopy, iterate, set_epoch_of
-from paddle_shard.data.stages.stage import Opening, Stage
+from paddle_shard.data.external import (
+    IterableOrFunction,
+    ReadingCopy,
+    iterate,
+    set_epoch_of,
+)
+from paddle_shard.data.stages.stage import Opening, PartsSource, Samples
 from paddle_shard.errors import ArgumentTypeError, SplitError
 
 _END: Any = object()
@@ -36,9 +41,7 @@ class visible_worker_info:  # a context manager; not by `contextmanager`, as it 
             module._worker_info = info
 
 
-def iterate_with(
-    info: WorkerInfo | None, dataset: Iterable[Any] | Callable[[], Iterable[Any]]
-) -> Iterator[Any]:
+def iterate_with(info: WorkerInfo | None, dataset: IterableOrFunction) -> Iterator[Any]:
     """Iterate over the user's stream, which sees `info` instead of its worker.
 
     With None, it does not know of the workers, and does not split itself among them: every reader reads the whole
@@ -71,14 +74,14 @@ class _Part(WorkerInfo):
         return super().__getattribute__(name)
 
 
-class SelfSplit(Stage):
+class SelfSplit(PartsSource):
     """A user's stream that splits itself by `paddle.io.get_worker_info()` or torch's: it sees "worker p of P".
 
     So each sample is read once, whatever the number of readers. The stream must yield different samples for each p,
     and the same samples each time it is opened for an epoch.
     """
 
-    def __init__(self, dataset: Iterable[Any] | Callable[[], Iterable[Any]]) -> None:
+    def __init__(self, dataset: IterableOrFunction) -> None:
         can_repeat = isinstance(dataset, Iterable) or callable(dataset)
         if isinstance(dataset, Iterator) or not can_repeat:
             raise ArgumentTypeError(
@@ -87,14 +90,8 @@ class SelfSplit(Stage):
             )
         self._dataset = dataset
 
-    cuts = True
-    """The stream opens each part by itself."""
-
-    def open(self, opening: Opening) -> list[Iterator[Any]]:
-        """Return the samples of each part."""
-        return [self._items(part, opening) for part in opening.parts]
-
-    def _items(self, part: int, opening: Opening) -> Iterator[Any]:
+    def part(self, part: int, opening: Opening) -> Samples:
+        """See `PartsSource`."""
         key = opening.key(part, "source")
         opening.seed_generators(key)
         dataset = ReadingCopy(self._dataset).dataset

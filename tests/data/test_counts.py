@@ -76,11 +76,11 @@ def kind(request):
 def write(folder, kind, lengths=UNEVEN, pack=bytes):
     numbers = iter(range(sum(lengths)))
     paths = []
+    ending = kind if pack is bytes else f"{kind}.bz2"
     for file, length in enumerate(lengths):
-        paths.append(str(folder / f"{file}.{kind}"))
-        (folder / f"{file}.{kind}").write_bytes(
-            pack(KINDS[kind][0]([next(numbers) for _ in range(length)]))
-        )
+        path = folder / f"{file}.{ending}"
+        path.write_bytes(pack(KINDS[kind][0]([next(numbers) for _ in range(length)])))
+        paths.append(str(path))
     return paths
 
 

@@ -134,7 +134,7 @@ def count_files(
         kind: Name of what is counted in the files.
         samples: Finds the samples of a file; see `count_file`.
         counts: True: count all files; False: count none. None: count all if counting is cheap compared to reading: all
-            files are local and none is compressed. So all ranks that see the same files decide alike.
+            files are local and, by their names, none is compressed.
         cache: Where copies of remote files are kept; None: nowhere.
 
     Returns:
@@ -144,13 +144,14 @@ def count_files(
         ShardReadError: A file cannot be read.
     """
     any_remote = any(map(files.is_remote, names))
-    if counts is False or (counts is None and any_remote):
+    is_costly = any_remote or any(map(files.is_compressed, names))
+    if counts is False or (counts is None and is_costly):
         return None
     if any_remote:
         return _count_each(names, samples, cache)
     # Before counting: a file that grows meanwhile has another version the next time.
     versions = [_version(name) for name in names]
-    key = derive_key(_VERSION, kind, counts, versions, size=16).hex()
+    key = derive_key(_VERSION, kind, versions, size=16).hex()
     path = _folder() / f"{key}.json"
     with ExitStack() as stack:
         with contextlib.suppress(OSError):
@@ -160,8 +161,6 @@ def count_files(
         with contextlib.suppress(OSError, *DAMAGE):
             entries = map(ShardEntry.from_json, json.loads(path.read_bytes()))
             return dict(zip(names, entries, strict=True))
-        if counts is None and any(map(_is_compressed, names)):
-            return None
         counted_files = _count_each(names, samples, cache)
         text = json.dumps([entry.to_json() for entry in counted_files.values()])
         with contextlib.suppress(OSError), files.replacing(path) as target:
@@ -191,12 +190,6 @@ def _count_each(
 
 def _counting(name: str) -> AbstractContextManager[None]:
     return files.failures_named(name, lambda: ("counting its samples", None))
-
-
-def _is_compressed(name: str) -> bool:
-    opened, _ = files.open_file(name)
-    with opened:
-        return files.decompressed(opened, name) is not opened
 
 
 def _folder() -> Path:

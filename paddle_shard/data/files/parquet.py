@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paddle_shard.data.files.files import (
+    Path,
     Paths,
     RemoteFile,
     failures_named,
@@ -22,7 +23,6 @@ from paddle_shard.data.files.files import (
     matched,
     needs,
     shown,
-    version_of,
 )
 from paddle_shard.data.files.host_cache import HostCache
 from paddle_shard.data.files.shards import ShardSource
@@ -41,7 +41,7 @@ def parquet_source(
     allow_nulls: bool = False,
     shuffle_shards: bool = True,
     resample: bool = False,
-    cache_dir: str | os.PathLike[str] | None = None,
+    cache_dir: Path | None = None,
     cache_bytes: int | None = None,
 ) -> ShardSource:
     """Return the source of the rows of Parquet files: dicts by column. Each row group is a shard.
@@ -96,8 +96,8 @@ def parquet_source(
         footers = list(pool.map(_footer, files))
     _check_columns(files, footers, chosen)
     groups = [
-        (file, number, version)
-        for file, (rows, _, version) in zip(files, footers, strict=True)
+        (file, number, size)
+        for file, (rows, _, size) in zip(files, footers, strict=True)
         for number in range(len(rows))
     ]
     names = [f"row group {number} of {file}" for file, number, _ in groups]
@@ -123,23 +123,23 @@ def parquet_source(
     )
 
 
-_Footer = tuple[list[int], dict[str, Any], tuple[int, str]]
-"""(number of rows of each row group, Arrow type of each top-level column, (size, version tag) of the file)"""
+_Footer = tuple[list[int], dict[str, Any], int]
+"""(number of rows of each row group, Arrow type of each top-level column, size of the file in bytes)"""
 
 
 def _read_group(
     name: str,
     skip: int,
     *,
-    groups: Mapping[str, tuple[str, int, tuple[int, str]]],
+    groups: Mapping[str, tuple[str, int, int]],
     columns: list[str] | None,
     allow_nulls: bool,
     cache: HostCache | None,
 ) -> Iterator[Any]:
     """Yield the rows of a row group from a given one on."""
-    file, number, version = groups[name]
+    file, number, file_size = groups[name]
     end = 0
-    with _opened(file, cache, version) as (parquet, _):
+    with _opened(file, cache, file_size) as (parquet, _):
         group = parquet.metadata.row_group(number)
         size = BATCH_BYTES * group.num_rows // max(1, group.total_byte_size)
         batches = parquet.iter_batches(
@@ -195,7 +195,7 @@ def _check_columns(
 def _footer(file: str) -> _Footer:
     with (
         failures_named(file, lambda: ("reading its footer", None)),
-        _opened(file) as (parquet, version),
+        _opened(file) as (parquet, size),
     ):
         metadata, schema = parquet.metadata, parquet.schema_arrow
         if len(set(schema.names)) < len(schema.names):
@@ -204,24 +204,24 @@ def _footer(file: str) -> _Footer:
             metadata.row_group(number).num_rows
             for number in range(metadata.num_row_groups)
         ]
-        return rows, {name: schema.field(name).type for name in schema.names}, version
+        return rows, {name: schema.field(name).type for name in schema.names}, size
 
 
 @contextmanager
 def _opened(
-    file: str, cache: HostCache | None = None, version: tuple[int, str] | None = None
-) -> Iterator[tuple[Any, tuple[int, str]]]:
-    """Open a file by pyarrow; yield it with its (size, version tag).
+    file: str, cache: HostCache | None = None, expected_size: int | None = None
+) -> Iterator[tuple[Any, int]]:
+    """Open a file by pyarrow; yield it with its size.
 
     Only what pyarrow requests is read of a remote file without a copy.
 
     Args:
         file: Path or URL.
         cache: Where copies of remote files are kept; None: nowhere.
-        version: (size, version tag) that the file had; None: not known.
+        expected_size: Bytes that the file had; None: not known.
 
     Raises:
-        ValueError: It has another version.
+        ValueError: It has another size.
     """
     from pyarrow.parquet import ParquetFile
 
@@ -229,25 +229,20 @@ def _opened(
     with ExitStack() as stack:
         if not is_remote(file):
             source = local_path(file)
-            now = version_of(file)
-        elif cache is not None:
+            size: int | None = os.path.getsize(source)
+        elif cache is None:
+            source = RemoteFile(file, extra="parquet", cache_type="none")
+            size = stack.enter_context(source).size
+        else:
             source, size = cache.open(file)
             stack.enter_context(source)
-            now = size or 0, ""
-        else:
-            source = stack.enter_context(
-                RemoteFile(file, extra="parquet", cache_type="none")
-            )
-            now = source.size or 0, source.tag or ""
-        if version is not None and (
-            now[0] != version[0] or (now[1] and now[1] != version[1])
-        ):
+        if expected_size not in (None, size):
             raise ValueError(
                 "the file has changed since its footer was read, when the loader was made. Make the loader anew"
             )
         # In nanoseconds, pyarrow's default for the INT96 of Spark, only the years 1678 to 2261 have a number.
         settings = {"pre_buffer": is_remote(file), "coerce_int96_timestamp_unit": "us"}
-        yield stack.enter_context(ParquetFile(source, **settings)), now
+        yield stack.enter_context(ParquetFile(source, **settings)), size or 0
 
 
 def _column(array: Any, allow_nulls: bool) -> Any:

@@ -20,6 +20,7 @@ from paddle_shard.data.files.counts import (
 )
 from paddle_shard.data.files.files import (
     BUFFER,
+    Path,
     Paths,
     base_name,
     is_remote,
@@ -203,8 +204,8 @@ def webdataset_source(
     *,
     shuffle_shards: bool = True,
     resample: bool = False,
-    index: str | os.PathLike[str] | bool | None = None,
-    cache_dir: str | os.PathLike[str] | None = None,
+    index: Path | bool | None = None,
+    cache_dir: Path | None = None,
     cache_bytes: int | None = None,
     select: Callable[[str], bool] | None = None,
 ) -> ShardSource:
