@@ -46,7 +46,7 @@ def check_count(
         isinstance(value, bool)
         or not isinstance(value, int | np.integer)
         or value < least
-        or value > (most or value)
+        or (most is not None and value > most)
     ):
         allowed = f">= {least}" if most is None else f"in [{least}, {most}]"
         raise ArgumentError(

@@ -90,7 +90,9 @@ class Mixture:
         self.sources: dict[str, Any] = dict(sources)
         """The data sets, by name."""
         self._names = tuple(sources)
-        lengths = tuple(_length(name, source) for name, source in sources.items())
+        self._lengths = lengths = tuple(
+            _length(name, source) for name, source in sources.items()
+        )
         if stop not in STOPS:
             raise ArgumentError(
                 f"Mixture: stop must be {' or '.join(map(repr, STOPS))}, got {stop!r}."
@@ -98,10 +100,12 @@ class Mixture:
         _check_rows(self.sources)
         if weights is None:
             weights = dict(zip(self._names, lengths, strict=True))
-        self.segments = schedule_of("Mixture", self._names, weights, lengths)
+        self.segments = schedule_of("Mixture", self._names, weights)
         """The stretches of the run with the same weights."""
         if num_samples is None:
-            num_samples = num_positions_to_read(self.segments, every=stop == "all")
+            num_samples = num_positions_to_read(
+                self.segments, lengths, every=stop == "all"
+            )
         if num_samples is None:
             raise ArgumentError(
                 f"Mixture: stop={stop!r} never comes: a source has the weight 0 before it is read in full. Give "
@@ -118,7 +122,7 @@ class Mixture:
         return self._num_samples
 
     def __repr__(self) -> str:
-        parts = self.segments[0].parts
+        parts = self.segments[0].weights
         shares = [
             f"{name} {part / sum(parts):.4g}"
             for name, part in zip(self._names, parts, strict=True)
@@ -167,7 +171,9 @@ class Mixture:
                 f"shuffle={inner.name!r}: the sources of a Mixture are shuffled (True) or read in their own order "
                 f"(False), got {inner!r}."
             )
-        return Mixing(self._names, self.segments, inner.shuffles)
+        return Mixing(
+            self._names, self._lengths, self.segments, isinstance(inner, Shuffled)
+        )
 
     def locate(self, index: int) -> tuple[int, int]:
         """Return (number of the source, index in the source) of a sample.

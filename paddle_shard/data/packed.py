@@ -48,7 +48,7 @@ class Packed:
         ([0, 3, 5, 6], [0, 5, 6, 6])
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         documents: Any,
         length: int,

@@ -170,9 +170,8 @@ class Stream(paddle.io.IterableDataset):
             raise ArgumentError("Stream.mixture: give at least one source.")
         stages = {name: _mixed_stage(name, stream) for name, stream in sources.items()}
         names = tuple(sources)
-        lengths = (1,) * len(names)
         schedule = schedule_of(
-            "Stream.mixture", names, weights or dict.fromkeys(names, 1), lengths
+            "Stream.mixture", names, weights or dict.fromkeys(names, 1)
         )
         return cls(Mix(stages, schedule, stop))
 

@@ -23,7 +23,7 @@ _END: Any = object()
 _OF_TORCH = "torch.utils.data._utils.worker"
 
 
-class visible_worker_info:  # a context manager; not by `contextmanager`, as it is entered for each sample
+class VisibleWorkerInfo:  # not by `contextmanager`: it is entered for each sample
     """Let `paddle.io.get_worker_info()`, and torch's if that is loaded, return `info` inside the `with` block."""
 
     def __init__(self, info: WorkerInfo | None) -> None:
@@ -47,14 +47,14 @@ def iterate_with(info: WorkerInfo | None, dataset: IterableOrFunction) -> Iterat
     With None, it does not know of the workers, and does not split itself among them: every reader reads the whole
     stream, which is cut later.
     """
-    with visible_worker_info(info):
+    with VisibleWorkerInfo(info):
         items = iterate(dataset)
     while True:
         # Where no workers read, there is nothing to hide.
         if info is paddle_worker._worker_info and _OF_TORCH not in sys.modules:
             item = next(items, _END)
         else:
-            with visible_worker_info(info):
+            with VisibleWorkerInfo(info):
                 item = next(items, _END)
         if item is _END:
             return
@@ -62,7 +62,7 @@ def iterate_with(info: WorkerInfo | None, dataset: IterableOrFunction) -> Iterat
 
 
 class _Part(WorkerInfo):
-    """ "Worker p of P" for a stream that splits itself, and whether the stream has read it."""
+    """Tells "worker p of P" to a stream that splits itself, and whether the stream has read it."""
 
     is_read = False
 

@@ -62,58 +62,50 @@ class BucketBatchSampler:
         Raises:
             ArgumentError: An argument is out of range, or both sizes or none are given.
         """
-        self._lengths = np.asarray(
-            lengths
-            if isinstance(lengths, Sequence) or hasattr(lengths, "__array__")
-            else []
-        )
-        if (
-            self._lengths.ndim != 1
-            or self._lengths.dtype.kind not in "iu"
-            or not len(self._lengths)
-        ):
+        # numpy would read a data set to its end.
+        is_array = isinstance(lengths, Sequence) or hasattr(lengths, "__array__")
+        self._lengths = np.asarray(lengths if is_array else None)
+        is_row = self._lengths.ndim == 1 and len(self._lengths) > 0
+        if not is_row or self._lengths.dtype.kind not in "iu":
             raise ArgumentError(
                 f"lengths must be an array of ints or a list, one for each sample, got {type(lengths).__name__} of "
                 f"{self._lengths.dtype}, shape {list(self._lengths.shape)}. Make it once, for instance "
                 "[len(sample) for sample in dataset], and keep it in a file."
             )
-        if int(self._lengths.min()) < 0:
+        if self._lengths.min() < 0:
             raise ArgumentError(
-                f"lengths must be 0 or more, got {int(self._lengths.min())}."
+                f"lengths must be 0 or more, got {self._lengths.min()}."
             )
         if (batch_size is None) == (max_tokens is None):
             raise ArgumentError(
                 f"give either batch_size or max_tokens, got batch_size={batch_size} and max_tokens={max_tokens}."
             )
-        sizes = {
-            "batch_size": batch_size,
-            "max_tokens": max_tokens,
-            "window": window,
-            "multiple_of": multiple_of,
-        }
-        for name, value in sizes.items():
-            if value is not None:
-                check_count(name, value)
-        if batch_size is not None and batch_size % multiple_of:
+        name = "batch_size" if max_tokens is None else "max_tokens"
+        check_count(name, max_tokens if batch_size is None else batch_size)
+        check_count("window", window)
+        unit = batch_size or check_count("multiple_of", multiple_of)
+        if unit % multiple_of:
             raise ArgumentError(
                 f"batch_size={batch_size} must be a multiple of multiple_of={multiple_of}."
             )
-        unit = batch_size or multiple_of
         self.batch_size = batch_size
         self.drop_last = drop_last
         self.epoch = 0
         """The epoch that the next iteration serves; `set_epoch` sets it."""
         self._max_tokens = max_tokens
-        self._multiple_of = multiple_of
         self._window = -(-window // unit) * unit
         self._seed = seed
         self._position = (0, 0)
         """Window, and batch in it, of the next batch."""
         self._num_batches: dict[int, int] = {}
         """Number of batches of an epoch in which they hold tokens, once it was asked for."""
+        self._unit = unit
+        """A batch holds a multiple of so many samples, but for the last one of the epoch."""
         self._settings = {
-            **sizes,
+            "batch_size": batch_size,
+            "max_tokens": max_tokens,
             "window": self._window,
+            "multiple_of": multiple_of,
             "seed": seed,
             "drop_last": drop_last,
         }
@@ -193,20 +185,17 @@ class BucketBatchSampler:
         Raises:
             StateError: It is not such a state, or is of a sampler with other lengths or settings.
         """
-        own = self.state_dict()
-        if (
-            not isinstance(state, Mapping)
-            or set(state) != set(own)
-            or state["version"] != VERSION
-        ):
+        now = self.state_dict()
+        if not isinstance(state, Mapping) or state.keys() != now.keys():
             raise StateError(
                 f"state must be what BucketBatchSampler.state_dict() returned, got {state!r}."
             )
-        saved = state["settings"]
+        saved = {**state["settings"], "version": state["version"]}
+        settings = {**now["settings"], "version": VERSION}
         changes = [
-            f"{name}: saved {saved.get(name)}, now {value}"
-            for name, value in own["settings"].items()
-            if saved.get(name) != value
+            f"{name}: saved {saved.get(name)}, now {settings[name]}"
+            for name in settings
+            if saved.get(name) != settings[name]
         ]
         if changes:
             raise StateError(
@@ -218,24 +207,18 @@ class BucketBatchSampler:
 
     def _batches(self, epoch: int, window: int) -> list[Indices]:
         """Return the batches of a window, in their order."""
+        num_samples = len(self._lengths)
         begin = window * self._window
-        positions = np.arange(
-            begin, min(begin + self._window, len(self._lengths)), dtype=np.int64
-        )
-        samples = Permutation(
-            len(self._lengths), derive_key("buckets", self._seed, epoch, size=64)
-        )(positions)
-        batches = self._cut(samples[np.argsort(self._lengths[samples], kind="stable")])
-        short = []
-        if len(batches[-1]) % (
-            self.batch_size or self._multiple_of
-        ):  # only in the last window
-            short = [batches.pop()]
+        end = min(begin + self._window, num_samples)
+        key = derive_key("buckets", self._seed, epoch, size=64)
+        samples = Permutation(num_samples, key)(np.arange(begin, end))
+        samples = samples[np.argsort(self._lengths[samples], kind="stable")]
+        batches = self._cut(samples)
+        # Only the last window has a batch that is not full. It stays the last one.
+        short = [batches.pop()] if len(batches[-1]) % self._unit else []
         if batches:
             key = derive_key("bucket batches", self._seed, epoch, window, size=64)
-            order = Permutation(len(batches), key)(
-                np.arange(len(batches), dtype=np.int64)
-            )
+            order = Permutation(len(batches), key)(np.arange(len(batches)))
             batches = [batches[number] for number in order]
         return batches if self.drop_last else batches + short
 
@@ -243,22 +226,14 @@ class BucketBatchSampler:
         """Cut samples, sorted by their lengths, into batches."""
         batches = []
         lengths = self._lengths[samples].astype(np.int64)
-        begin = 0
-        while begin < len(samples):
-            end = begin + (
-                self.batch_size or self._num_samples_of_tokens(lengths[begin:])
-            )
-            batches.append(samples[begin:end])
-            begin = end
+        while len(samples):
+            num = self._unit
+            if self._max_tokens is not None:
+                # A batch of n samples has n times the length of its last one.
+                sizes = lengths * np.arange(1, len(lengths) + 1)
+                most = int(np.count_nonzero(sizes <= self._max_tokens))
+                num = max(num, most - most % num)
+            batches.append(samples[:num])
+            samples = samples[num:]
+            lengths = lengths[num:]
         return batches
-
-    def _num_samples_of_tokens(self, lengths: npt.NDArray[np.int64]) -> int:
-        """Return how many of the next samples, sorted by their lengths, are a batch of at most `max_tokens`."""
-        assert self._max_tokens is not None
-        # A batch of n samples has n times the length of its last one.
-        most = int(
-            np.count_nonzero(
-                lengths * np.arange(1, len(lengths) + 1) <= self._max_tokens
-            )
-        )
-        return max(self._multiple_of, most // self._multiple_of * self._multiple_of)

@@ -5,8 +5,8 @@ Paddle's `dist.load_state_dict` works on NVIDIA's GPUs only. Here nothing is sen
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,10 +32,12 @@ class SavedPart(NamedTuple):
 
     path: str
     """Path of the tensor in the states."""
-    start: list[int]
-    shape: list[int]
     file: Path | None
     """File that maps paths to values; None for a tensor that was saved whole."""
+    kind: list[Any]
+    """Shape and dtype of the tensor."""
+    start: list[int]
+    shape: list[int]
 
 
 def is_dist(leaf: Any) -> bool:
@@ -74,15 +76,12 @@ def part_of(tensor: Any) -> Part | None:
     for place, num_parts, placement in zip(
         map(int, coordinate), mesh.shape, placements, strict=False
     ):
-        if not placement.is_shard():
-            is_first = is_first and place == 0
-            continue
-        dim = next(dim for dim in range(len(shape)) if placement.is_shard(dim))
-        quotient, remainder = divmod(
-            shape[dim], num_parts
-        )  # the first parts have one more each
-        start[dim] += place * quotient + min(place, remainder)
-        shape[dim] = quotient + (place < remainder)
+        for dim in filter(placement.is_shard, range(len(shape))):
+            # The first parts have one more each.
+            size, remainder = divmod(shape[dim], num_parts)
+            start[dim] += place * size + min(place, remainder)
+            shape[dim] = size + (place < remainder)
+        is_first = is_first and (place == 0 or placement.is_shard())
     return Part(start, shape, is_first)
 
 
@@ -101,47 +100,35 @@ def fill(
     Raises:
         StateError: Not all of this rank's parts was saved.
     """
-    own = {
-        path: part
-        for path, target in targets.items()
-        if (part := part_of(target)) is not None
-    }
-    missing = {path: int(np.prod(part.shape)) for path, part in own.items()}
+    load = lru_cache(maxsize=1)(partial(paddle.load, return_numpy=True))
+    parts = {path: part_of(target) for path, target in targets.items()}
+    missing = {path: int(np.prod(part.shape)) for path, part in parts.items() if part}
     whole_parts = [
-        SavedPart(path, [0] * whole[path].ndim, whole[path].shape, None)
-        for path in own
-        if path in whole
+        SavedPart(path, None, kind_of(value), [0] * value.ndim, value.shape)
+        for path, value in whole.items()
+        if path in missing
     ]
-    # Where the saved parts overlap with this rank's, in the indices of both.
-    pieces = defaultdict[Path | None, list[tuple[str, Any, Any]]](list)
-    for saved in (*whole_parts, *saved_parts):
-        if saved.path not in own:
+    arrays: dict[str, Any] = {}
+    for path, file, _, start, shape in (*whole_parts, *saved_parts):
+        part = parts.get(path)
+        if part is None:
             continue
-        part = own[saved.path]
-        low = np.maximum(saved.start, part.start)
-        high = np.minimum(
-            np.add(saved.start, saved.shape), np.add(part.start, part.shape)
-        )
+        # Where they overlap, in the indices of the whole tensor.
+        low = np.maximum(start, part.start)
+        high = np.minimum(np.add(start, shape), np.add(part.start, part.shape))
         if (low < high).all():
+            tensors = whole if file is None else load(str(file))
+            values = np.asarray(tensors[path])
+            array = arrays.setdefault(path, np.empty(part.shape, values.dtype))
+            source = tuple(map(slice, low - start, high - start))
             target = tuple(map(slice, low - part.start, high - part.start))
-            source = tuple(map(slice, low - saved.start, high - saved.start))
-            pieces[saved.file].append((saved.path, target, source))
-            missing[saved.path] -= int(np.prod(high - low))
+            array[target] = values[source]
+            missing[path] -= int(np.prod(high - low))
     incomplete = sorted(path for path, number in missing.items() if number > 0)
     if incomplete:
         raise StateError(
             f"the checkpoint does not hold all of {incomplete}, of which this rank has a part."
         )
-    arrays: dict[str, Any] = {}
-    for file, of_file in pieces.items():
-        tensors = whole if file is None else paddle.load(str(file), return_numpy=True)
-        for path, target, source in of_file:
-            values = np.asarray(tensors[path])
-            arrays.setdefault(path, np.empty(own[path].shape, values.dtype))[target] = (
-                values[source]
-            )
     for path, array in arrays.items():
-        local = (
-            targets[path]._local_value() if is_dist(targets[path]) else targets[path]
-        )
-        local.set_value(array)
+        tensor = targets[path]
+        (tensor._local_value() if is_dist(tensor) else tensor).set_value(array)

@@ -1,21 +1,14 @@
 """Checkpoints of a job: each is complete on all ranks, or not there, whatever process is killed when.
 
-A checkpoint is a directory `<generation>-<number>-step<step>` of the folder. Its manifest, which holds the size of each
-file, is written last: a directory without one, or with a file of another size, is no checkpoint. A generation is a
-start of the job, claimed by a file that only one process can create. A process that was frozen while the job was
-started again finds a later generation before it writes, and raises.
+A process that was frozen while the job was started again finds a later generation before it writes, and raises.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
-import re
-import socket
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,21 +18,21 @@ import paddle
 import paddle.distributed as dist
 
 from paddle_shard.core.checks import check_count
-from paddle_shard.data.files.files import is_remote, local_path
 from paddle_shard.errors import (
     ArgumentError,
     CheckpointError,
     PaddleShardError,
     StateError,
     TakenOverError,
-    described,
+    text_of,
 )
 from paddle_shard.extras.checkpoint_folder import (
-    create_file,
+    MANIFEST,
+    PARTS,
+    VALUES,
+    CheckpointFolder,
     read_file,
-    remove_directory,
     save_files,
-    sizes_in,
 )
 from paddle_shard.extras.checkpoint_parts import (
     SavedPart,
@@ -52,33 +45,58 @@ from paddle_shard.extras.checkpoint_parts import (
 from paddle_shard.ranks.agreeing import gather_of
 from paddle_shard.ranks.rendezvous import num_ranks
 
-VERSION = 2
-"""Version of the manifest, of the names of checkpoints and of the files of this library."""
-
-_MANIFEST = "manifest.json"
-_VALUES = "values.pdparams"
-"""File of a rank: the values that it saves whole, its own states, and the index of its parts."""
-_PARTS = "parts.pdparams"
-"""File of a rank: its parts of distributed tensors, by path."""
-_ONLY_SOME = " (step, names, number of values). Tensors of some ranks only must be distributed tensors."
-_NAME = re.compile(r"(\d+)-(\d+)-step(\d+)", re.ASCII)
-"""Generation, number in the generation, and step of a checkpoint."""
+_HINT_OF_SAVE = " (step, names, number of values). Tensors of some ranks only must be distributed tensors."
 _TIMEOUT = 1800.0
 """Seconds for which a rank may write or read while the others wait."""
-_log = logging.getLogger("paddle_shard")
 
 
 @dataclass(slots=True)
-class _Saved:
-    """The contents of a checkpoint."""
+class _RankState:
+    """The states of the objects that this rank saves."""
 
-    whole: dict[str, Any] = field(default_factory=dict)
-    """Values that are no distributed tensors, by path."""
-    kinds: dict[str, Any] = field(default_factory=dict)
-    """Shapes and dtypes of distributed tensors, by path."""
-    parts: list[SavedPart] = field(default_factory=list)
-    own: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """Of each rank, its states of loaders of data that is split already."""
+    leaves: dict[str, Any] = field(default_factory=dict)
+    """Values by path."""
+    own: dict[str, Any] = field(default_factory=dict)
+    """States of loaders of data that is split already, by name."""
+
+    def collect(self, step: int, what: Mapping[str, Any]) -> list[Any]:
+        """Collect the states of objects; return what must be the same on all ranks."""
+        check_count("step", step, 0)
+        if not what:
+            raise ArgumentError(
+                "save(): there is nothing to save. Name it: save(step, model=model, data=loader)."
+            )
+        for name, value in what.items():
+            if _is_loader(value):
+                with contextlib.suppress(ArgumentError):  # streams have none
+                    value.certificate()
+            state = value.state_dict() if hasattr(value, "state_dict") else value
+            if _is_loader(value) and value.is_dataset_splitted:
+                self.own[name] = state
+            else:
+                self.leaves.update(_leaves(state, (name,)))
+        num_whole = sum(not is_dist(leaf) for leaf in self.leaves.values())
+        return [step, sorted(what), num_whole]
+
+    def write(self, rank: int, directory: Path) -> dict[str, int]:
+        """Write the files of a rank; return the size of each."""
+        whole: dict[str, Any] = {}
+        parts: dict[str, Any] = {}
+        index: dict[str, Any] = {}
+        for path, leaf in self.leaves.items():
+            if not is_dist(leaf):
+                whole[path] = leaf
+            elif rank in leaf.process_mesh.process_ids:
+                tensor = without_sums(leaf)
+                part = part_of(tensor)
+                if part is not None and part.is_first:
+                    parts[path] = tensor._local_value()
+                    index[path] = [kind_of(tensor), part.start, part.shape]
+        values = {"whole": {} if rank else whole, "own": self.own, "index": index}
+        contents = {f"{rank}_{VALUES}": values}
+        if parts:
+            contents[f"{rank}_{PARTS}"] = parts
+        return save_files(directory, contents)
 
 
 class Checkpoints:
@@ -102,22 +120,19 @@ class Checkpoints:
         Args:
             folder: A folder that all hosts see under this path. It is created if it is missing.
             keep: How many checkpoints to keep; at least 2, since a job that is started again may be reading the
-                last but one.
+                last but one. Damaged ones, and those of another version, are kept beside them.
 
         Raises:
             ArgumentError: `keep` is less than 2, or `folder` is a URL.
         """
-        if is_remote(os.fspath(folder)):
+        if "://" in os.fspath(folder):
             raise ArgumentError(
                 f"folder={folder!r} is a URL: give a folder that all hosts see, such as a mounted one."
             )
-        self._folder = Path(local_path(os.fspath(folder))).absolute()
+        self._folder = CheckpointFolder(Path(folder).absolute())
         self._keep = check_count("keep", keep, 2)
-        self._generation: int | None = None
         self._rank = dist.get_rank()
         self._ranks = tuple(range(num_ranks()))
-
-    # Saving
 
     def save(self, step: int, **what: Any) -> str:
         """Save a checkpoint, and delete those that are too old.
@@ -138,197 +153,29 @@ class Checkpoints:
             CheckpointError: A rank could not write, on all ranks. The checkpoints before are as they were.
             ArgumentError: The ranks save different steps or things.
         """
-        self._claim("save()")
-        leaves: dict[str, Any] = {}
-        own: dict[str, Any] = {}
-        reports = self._on_all(lambda: self._collect(step, what, leaves, own), "save()")
-        _check_same("save", [report["same"] for report in reports], _ONLY_SOME)
-        directory = self._folder / reports[0]["name"]
-        keep = (
-            sys.maxsize
-        )  # what a failed save has left may look complete, and not outlast a crash
+        self._claim("save")
+        state = _RankState()
+        _check_same("save", self._on_all("save", state.collect, step, what))
+        name = self._on_first("save", self._folder.next_name, step)
+        directory = self._folder.path / name
+        keep = sys.maxsize  # what a failed save has left may look complete
         try:
-            files = self._on_all(lambda: self._write(directory, leaves, own), "save()")
-            self._on_all(lambda: self._finish(directory, files), "save()")
+            sizes = self._on_all("save", state.write, self._rank, directory)
+            self._on_first("save", self._folder.complete, directory, sizes)
             keep = self._keep
         finally:
             if self._rank == 0:
-                self._clean(keep)
+                self._folder.clean(keep)
         return str(directory)
-
-    def _collect(
-        self,
-        step: int,
-        what: Mapping[str, Any],
-        leaves: dict[str, Any],
-        own: dict[str, Any],
-    ) -> Any:
-        """Collect what this rank may save, and return what the ranks compare.
-
-        Args:
-            step: Steps of the run so far.
-            what: What to save, by name.
-            leaves: Gets the values of all states, by path.
-            own: Gets the states of loaders of data that is split already.
-        """
-        check_count("step", step, 0)
-        if not what:
-            raise ArgumentError(
-                "save(): there is nothing to save. Name it: save(step, model=model, data=loader)."
-            )
-        for name, value in what.items():
-            if _is_loader(value):
-                with contextlib.suppress(ArgumentError):  # streams have none
-                    value.certificate()
-            state = value.state_dict() if hasattr(value, "state_dict") else value
-            if _is_loader(value) and value.is_dataset_splitted:
-                own[name] = state
-            else:
-                leaves.update(_leaves(state, (name,)))
-        names = [path for path, leaf in leaves.items() if not is_dist(leaf)]
-        report: dict[str, Any] = {"same": [step, sorted(what), len(names)]}
-        if self._rank == 0:
-            self._check_fence()
-            numbers = [
-                number
-                for generation, number, _ in map(_parsed, self._names())
-                if generation == self._generation
-            ]
-            report["name"] = (
-                f"{self._generation:06d}-{max(numbers, default=0) + 1:06d}-step{step}"
-            )
-        return report
-
-    def _write(
-        self, directory: Path, leaves: Mapping[str, Any], own: Mapping[str, Any]
-    ) -> dict[str, int]:
-        """Write this rank's files; return the size of each."""
-        whole: dict[str, Any] = {}
-        parts: dict[str, Any] = {}
-        index: dict[str, Any] = {}
-        for path, leaf in leaves.items():
-            if not is_dist(leaf):
-                if self._rank == 0:
-                    whole[path] = leaf
-            elif self._rank in leaf.process_mesh.process_ids:
-                tensor = without_sums(leaf)
-                part = part_of(tensor)
-                if part is not None and part.is_first:
-                    parts[path] = tensor._local_value()
-                    index[path] = [kind_of(tensor), part.start, part.shape]
-        contents: dict[str, Any] = {
-            f"{self._rank}_{_VALUES}": {"whole": whole, "own": own, "index": index}
-        }
-        if parts:
-            contents[f"{self._rank}_{_PARTS}"] = parts
-        return save_files(directory, contents)
-
-    def _finish(
-        self, directory: Path, sizes_of_ranks: Sequence[Mapping[str, int]]
-    ) -> None:
-        """Write the manifest, on the first rank."""
-        if self._rank:
-            return
-        files = {file: size for sizes in sizes_of_ranks for file, size in sizes.items()}
-        unseen = files.items() - sizes_in(directory).items()
-        if unseen:
-            raise CheckpointError(
-                f"global rank 0 does not see {sorted(unseen)} as other ranks have written them. All hosts must see the "
-                "same folder."
-            )
-        self._check_fence()
-        create_file(
-            directory / _MANIFEST,
-            json.dumps({"version": VERSION, "files": files}).encode(),
-        )
-
-    def _clean(self, keep: int) -> None:
-        """Delete what is older than the `keep` newest checkpoints, and what is half-written; on the first rank."""
-        try:
-            self._check_fence()
-            num_complete = 0
-            for name in self._names():
-                if _parsed(name)[0] > (
-                    self._generation or 0
-                ):  # of a job that has just claimed it
-                    continue
-                is_complete = self._problem_of(name) is None
-                if num_complete >= keep or not is_complete:
-                    remove_directory(self._folder / name)
-                num_complete += is_complete
-        except TakenOverError:
-            return
-        except OSError as error:
-            _log.warning(
-                "%s: old checkpoints could not be deleted: %s",
-                self._folder,
-                described(error),
-            )
-
-    # Generations
-
-    def _claim(self, call: str) -> None:
-        """Claim the next generation for all ranks, once."""
-        if self._generation is None:
-            self._generation = self._on_all(
-                lambda: None if self._rank else self._create_generation(), call
-            )[0]
-
-    def _create_generation(self) -> int:
-        claim = f"{time.strftime('%Y-%m-%d %H:%M:%S %z')} by process {os.getpid()} on host {socket.gethostname()}"
-        while True:
-            number = self._newest_generation() + 1
-            with contextlib.suppress(FileExistsError):  # another process was faster
-                create_file(self._folder / f"generation-{number:06d}", claim.encode())
-                return number
-
-    def _newest_generation(self) -> int:
-        matches = (
-            re.fullmatch("generation-([0-9]+)", name) for name in sizes_in(self._folder)
-        )
-        return max((int(match[1]) for match in matches if match), default=0)
-
-    def _check_fence(self) -> None:
-        """Raise if a later generation was claimed."""
-        newest = self._newest_generation()
-        if self._generation is None or newest <= self._generation:
-            return
-        claim = (
-            read_file(self._folder / f"generation-{newest:06d}").decode(
-                errors="replace"
-            )
-            or "just now"
-        )
-        raise TakenOverError(
-            f"generation {newest} of this job has taken over {self._folder} (claimed {claim}). Generation "
-            f"{self._generation}, of host {socket.gethostname()}, was held up: nothing was saved, and it must end."
-        )
-
-    # Loading
 
     def newest(self) -> str | None:
         """Return the path of the newest complete checkpoint; None if there is none.
 
-        Checkpoints that are damaged or half-written are skipped, each with a line in the log that says why.
+        Checkpoints that are damaged, half-written or of another version are skipped, each with a line in the log that
+        says why.
         """
-        name = self._on_all(self._newest_name, "newest()")[0]
-        return None if name is None else str(self._folder / name)
-
-    def _newest_name(self) -> str | None:
-        """Return the name of the newest complete checkpoint, on the first rank."""
-        names: list[str] = []
-        newest = None
-        while self._rank == 0 and names != (
-            names := self._names()
-        ):  # another job may save and delete meanwhile
-            newest = None
-            for name in names:
-                problem = self._problem_of(name)
-                if problem is None:
-                    newest = name
-                    break
-                _log.warning("%s is skipped: %s", self._folder / name, problem)
-        return newest
+        name = self._on_first("newest", self._folder.newest)
+        return None if name is None else str(self._folder.path / name)
 
     def load(self, **what: Any) -> int | None:
         """Load the newest complete checkpoint into objects. From then on the folder is this job's.
@@ -345,146 +192,123 @@ class Checkpoints:
             CheckpointError: A rank could not read, on all ranks.
             ArgumentError: The ranks load different things.
         """
-        _check_same("load", self._on_all(lambda: sorted(what), "load()"))
-        name = self._on_all(self._newest_name, "load()")[0]
+        _check_same("load", self._on_all("load", sorted, what))
+        name = self._on_first("load", self._folder.newest)
         if name is not None:
-            self._on_all(lambda: self._fill(what, self._folder / name), "load()")
-        self._claim("load()")
-        return None if name is None else _parsed(name)[2]
+            self._on_all("load", self._fill, what, self._folder.path / name)
+        self._claim("load")
+        return None if name is None else int(name.partition("-step")[2])
+
+    def _claim(self, call: str) -> None:
+        """Claim the next generation for all ranks, once."""
+        if self._folder.generation is None:
+            self._folder.generation = self._on_first(call, self._folder.claim)
 
     def _fill(self, what: Mapping[str, Any], directory: Path) -> None:
         """Load a checkpoint into objects."""
         name = directory.name
         setters = {key: _setter_of(key, value) for key, value in what.items()}
+        loaders = [key for key, value in what.items() if _is_loader(value)]
+        others = [key for key in what if key not in loaders]
         # Before anything is loaded: a distributed optimizer makes its moments now, by a step that moves the weights.
         targets = {
-            key: value.state_dict()
-            for key, value in what.items()
-            if hasattr(value, "state_dict") and not _is_loader(value)
+            key: what[key].state_dict()
+            for key in others
+            if hasattr(what[key], "state_dict")
         }
         target_leaves = dict(_leaves(targets))
 
-        saved = self._read(directory)
-        whole = saved.whole
-        kinds = saved.kinds | {
-            path: kind_of(leaf)
-            for path, leaf in whole.items()
-            if is_dist(target_leaves.get(path))
-        }
-        states = dict(saved.own.get(self._rank, {}))
-
         # Tensors that were saved in parts, or that are distributed now, are filled in place.
-        filled: dict[str, Any] = {}
+        whole, parts, own = _read(directory)
+        kinds = {part.path: part.kind for part in parts}
+        for path, leaf in whole.items():
+            if is_dist(target_leaves.get(path)):
+                kinds[path] = kind_of(leaf)
+        tensors: dict[str, Any] = {}
         for path, kind in kinds.items():
             if json.loads(path)[0] in what:
-                filled[path] = (
-                    target_leaves[path]
-                    if path in target_leaves
-                    else paddle.zeros(*kind)
-                )
-                if kind_of(filled[path]) != kind:
+                target = target_leaves.get(path)
+                tensor = paddle.zeros(*kind) if target is None else target
+                if kind_of(tensor) != kind:
                     raise StateError(
-                        f"{name} holds {kind} for {path}, and not {kind_of(filled[path])}."
+                        f"{name} holds {kind} for {path}, and not {kind_of(tensor)}."
                     )
-        for path, leaf in {**whole, **filled}.items():
+                tensors[path] = tensor
+        states = dict(own.get(self._rank, {}))
+        for path, leaf in (whole | tensors).items():
             _put(states, path, leaf)
 
         for key in what:
-            num_saved = sum(key in own for own in saved.own.values())
+            num_saved = sum(key in of_rank for of_rank in own.values())
             if num_saved not in (0, len(self._ranks)):
                 raise StateError(
                     f"{key}: the data is split already, so {name} holds a state of each of {num_saved} ranks, and "
                     f"there are {len(self._ranks)} now. Resume on as many ranks."
                 )
         _check_fits(what, states, targets, name)
-        loaders = [key for key, value in what.items() if _is_loader(value)]
-        for (
-            key
-        ) in loaders:  # before anything else is filled: a loader may reject its state
+        for key in loaders:  # first: a loader may reject its state
             setters[key](states[key])
-        fill(filled, whole, saved.parts)
-        for key in what.keys() - loaders:
+        fill(tensors, whole, parts)
+        for key in others:
             setters[key](states[key])
 
-    def _read(self, directory: Path) -> _Saved:
-        """Read what all ranks saved, without the parts of tensors."""
-        saved = _Saved()
-        names = json.loads(read_file(directory / _MANIFEST))[
-            "files"
-        ]  # another job may be deleting them
-        for file in sorted(
-            directory / name for name in names if name.endswith(_VALUES)
-        ):
-            values = paddle.load(str(file))
-            saved.whole |= values["whole"]
-            saved.own[int(file.name.partition("_")[0])] = values["own"]
-            for path, (kind, start, shape) in values["index"].items():
-                saved.kinds[path] = kind
-                parts_file = file.with_name(file.name.replace(_VALUES, _PARTS))
-                saved.parts.append(SavedPart(path, start, shape, parts_file))
-        return saved
+    def _on_first(self, call: str, work: Callable[..., Any], *args: Any) -> Any:
+        """Return the JSON value that `work` returns on the first rank, on all ranks."""
+        if self._rank:
+            work = lambda *_: None  # noqa: E731
+        return self._on_all(call, work, *args)[0]
 
-    # Shared by saving and loading
-
-    def _names(self) -> list[str]:
-        """Return the names of all checkpoints, complete or not, the newest first."""
-        names = [
-            name
-            for name, size in sizes_in(self._folder).items()
-            if size is None and _NAME.fullmatch(name)
-        ]
-        return sorted(names, key=_parsed, reverse=True)
-
-    def _problem_of(self, name: str) -> str | None:
-        """Return why a checkpoint is not complete; None if it is."""
-        sizes = sizes_in(self._folder / name)
-        if _MANIFEST not in sizes:
-            return "it is half-written"
-        try:
-            manifest = json.loads(read_file(self._folder / name / _MANIFEST))
-            version = manifest["version"]
-            changed = sorted(manifest["files"].items() - sizes.items())
-        except (ValueError, KeyError, TypeError, AttributeError, FileNotFoundError):
-            return "its manifest is damaged"
-        if version != VERSION:
-            return f"its version is {version}, and this paddle_shard reads {VERSION}"
-        return (
-            f"{changed} are missing, or have another size than when they were saved"
-            if changed
-            else None
-        )
-
-    def _on_all(self, work: Callable[[], Any], call: str) -> list[Any]:
+    def _on_all(self, call: str, work: Callable[..., Any], *args: Any) -> list[Any]:
         """Return the JSON value that `work` returns on each rank. If it raises on any, all ranks raise."""
         error: Exception | None = None
+        kind = ""
         try:
-            report = {"done": work()}
-        except Exception as own_error:
-            error = own_error
-            report = {"failed": described(error)}
-        texts = gather_of(
-            self._ranks, json.dumps(report), _TIMEOUT, f"Checkpoints.{call}"
-        )
-        reports = [json.loads(text) for text in texts]
+            result = work(*args)
+        except Exception as raised:
+            error = raised
+            kind = type(error).__name__
+            result = text_of(error)
+        label = f"Checkpoints.{call}()"
+        texts = gather_of(self._ranks, json.dumps([kind, result]), _TIMEOUT, label)
         if isinstance(error, PaddleShardError):
             raise error
-        for rank, report in enumerate(reports):
-            if "failed" in report:
-                kind, _, reason = report["failed"].partition(": ")
-                if kind == TakenOverError.__name__:
-                    raise TakenOverError(reason)
-                text = f"Checkpoints.{call} in {self._folder} failed on global rank {rank}: {report['failed']}"
-                raise CheckpointError(text) from error
-        return [report["done"] for report in reports]
+        reports = [json.loads(text) for text in texts]
+        for rank, (kind, text) in enumerate(reports):
+            if kind == TakenOverError.__name__:
+                raise TakenOverError(text)
+            if kind:
+                raise CheckpointError(
+                    f"{label} in {self._folder.path} failed on global rank {rank}: {kind}: {text}"
+                ) from error
+        return [result for _, result in reports]
 
 
-def _check_same(call: str, reports: Sequence[Any], hint: str = "") -> None:
+def _read(
+    directory: Path,
+) -> tuple[dict[str, Any], list[SavedPart], dict[int, dict[str, Any]]]:
+    """Return a checkpoint's whole values by path, its parts, and the own states of each rank."""
+    whole: dict[str, Any] = {}
+    parts: list[SavedPart] = []
+    own: dict[int, dict[str, Any]] = {}
+    # Not a listing: another job may be deleting them.
+    files = json.loads(read_file(directory / MANIFEST))["files"]
+    for name in sorted(file for file in files if file.endswith(VALUES)):
+        values = paddle.load(str(directory / name))
+        whole |= values["whole"]
+        own[int(name.partition("_")[0])] = values["own"]
+        file = directory / name.replace(VALUES, PARTS)
+        parts += [SavedPart(path, file, *at) for path, at in values["index"].items()]
+    return whole, parts, own
+
+
+def _check_same(call: str, reports: Sequence[Any]) -> None:
     """Raise if the ranks call with different things."""
+    hint = _HINT_OF_SAVE if call == "save" else ""
     for rank, report in enumerate(reports):
         if report != reports[0]:
-            what = f"global rank 0 has {reports[0]} and rank {rank} {report}"
             raise ArgumentError(
-                f"{call}(): all ranks {call} the same, but {what}.{hint}"
+                f"{call}(): all ranks {call} the same, but global rank 0 has {reports[0]} and rank {rank} {report}."
+                f"{hint}"
             )
 
 
@@ -532,20 +356,10 @@ def _is_loader(value: Any) -> bool:
     return hasattr(value, "certificate")
 
 
-def _parsed(name: str) -> tuple[int, int, int]:
-    """Return the generation, the number and the step of a checkpoint."""
-    match = _NAME.fullmatch(name)
-    assert match is not None
-    return int(match[1]), int(match[2]), int(match[3])
-
-
 def _leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[str, Any]]:
     """Yield (path as JSON, leaf) of nested dicts; an empty one is a leaf, and one with keys that JSON lacks."""
-    if (
-        isinstance(value, Mapping)
-        and value
-        and all(isinstance(key, str | int) for key in value)
-    ):
+    is_dict = isinstance(value, Mapping) and bool(value)
+    if is_dict and all(isinstance(key, str | int) for key in value):
         for key, child in value.items():
             yield from _leaves(child, (*path, key))
     else:

@@ -103,11 +103,9 @@ class SequenceSplit:
             collate_fn: Makes a dict of arrays or tensors of some samples, with rows of one length; None: they are
                 stacked.
         """
-        return partial(
-            self._collated, collate_fn or collate
-        )  # can be pickled for workers
+        return partial(self._collate, collate_fn or collate)  # workers can have it
 
-    def _collated(
+    def _collate(
         self, collate_fn: Callable[[list[Any]], Any], samples: list[Any]
     ) -> Arrays:
         return self.prepare(collate_fn(samples))
@@ -136,36 +134,28 @@ class SequenceSplit:
             raise BatchStructureError(
                 f"SequenceSplit: {self.key!r} must be [rows, length], got {list(tokens.shape)}."
             )
-        rows, length = tokens.shape[:2]
-        segments = self._segments(fields, rows, length)
+        length = tokens.shape[1]
+        segments = self._segments(fields, tokens.shape[:2])
         if self._labels is not None:
-            fields[self._labels] = self._shifted(
-                np.asarray(fields.get(self._labels, tokens)), tokens, segments
-            )
-        fields.setdefault(
-            "position_ids", np.broadcast_to(np.arange(length), (rows, length))
-        )
+            labels = np.asarray(fields.get(self._labels, tokens))
+            fields[self._labels] = self._shifted(labels, tokens, segments)
+        positions = np.broadcast_to(np.arange(length), tokens.shape[:2])
+        fields.setdefault("position_ids", positions)
 
         # Pad all fields of tokens to a length that can be split, and put them in order.
         padded_length = -(-length // self.unit) * self.unit
-        order = np.stack(
-            [self._order(row) for row in padded(segments, [padded_length], 0)]
-        )
-        result: Arrays = dict(fields)
+        documents = padded(segments, [padded_length], 0)
+        fields["token_index"] = order = np.stack(list(map(self._order, documents)))
         for name, value in fields.items():
-            if name not in _OF_ROWS and getattr(value, "shape", ())[:2] == (
-                rows,
-                length,
-            ):
-                values = padded(
-                    value, [padded_length, *value.shape[2:]], self._pads.get(name, 0)
-                )
-                index = order.reshape(rows, padded_length, *[1] * (value.ndim - 2))
-                result[name] = np.take_along_axis(values, index, axis=1)
+            is_split = getattr(value, "shape", ())[:2] == tokens.shape[:2]
+            if is_split and name not in (*_OF_ROWS, "token_index"):
+                shape = [padded_length, *value.shape[2:]]
+                values = padded(value, shape, self._pads.get(name, 0))
+                index = order.reshape(*order.shape, *[1] * (value.ndim - 2))
+                fields[name] = np.take_along_axis(values, index, axis=1)
         if "cu_seqlens" in fields:
-            result |= self._padded_lengths(fields, length, padded_length)
-        result["token_index"] = order
-        return result
+            fields |= self._padded_lengths(fields, length, padded_length)
+        return fields
 
     def _shifted(
         self,
@@ -197,20 +187,17 @@ class SequenceSplit:
         self, fields: Mapping[str, Any], length: int, padded_length: int
     ) -> Arrays:
         """Return `cu_seqlens` and `max_seqlen` with the padding of a row as a sequence of its own."""
-        ends = fields["cu_seqlens"]
+        ends = np.array(fields["cu_seqlens"])
         if padded_length > length:
-            ends = np.where(
-                np.cumsum(ends == length, axis=1) > 1, padded_length, ends
-            ).astype(ends.dtype)
+            is_repeated = np.cumsum(ends == length, axis=1) > 1
+            ends[is_repeated] = padded_length
             ends[:, -1] = padded_length
-        if "max_seqlen" not in fields:
-            return {"cu_seqlens": ends}
-        longest = np.asarray(fields["max_seqlen"])
-        lengths = np.diff(ends, axis=1).max(axis=1)
-        return {
-            "cu_seqlens": ends,
-            "max_seqlen": lengths.astype(longest.dtype).reshape(longest.shape),
-        }
+        lengths: Arrays = {"cu_seqlens": ends}
+        if "max_seqlen" in fields:
+            longest = np.asarray(fields["max_seqlen"])
+            most = np.diff(ends, axis=1).max(axis=1).astype(longest.dtype)
+            lengths["max_seqlen"] = most.reshape(longest.shape)
+        return lengths
 
     def placements(self, *fields: str, **rows: int) -> dict[str, dict[str, int]]:
         """Return `placements=` for fields that are split.
@@ -240,16 +227,14 @@ class SequenceSplit:
             AxisError: The mesh has no such axis.
         """
         if isinstance(outputs, np.ndarray):
-            back = np.argsort(token_index, axis=1).reshape(
-                *token_index.shape, *[1] * (outputs.ndim - 2)
-            )
-            return np.take_along_axis(outputs, back, axis=1)
+            index = np.argsort(token_index, axis=1)
+            index = index.reshape(*index.shape, *[1] * (outputs.ndim - 2))
+            return np.take_along_axis(outputs, index, axis=1)
         with paddle.no_grad():
             values = self._gathered(outputs)
-            index = self._gathered(token_index)
-            back = paddle.argsort(index._local_value(), axis=1)
-            back = back.reshape([*back.shape, *[1] * (outputs.ndim - 2)])
-            ordered = paddle.take_along_axis(values._local_value(), back, 1)
+            index = self._gathered(token_index)._local_value().argsort(axis=1)
+            index = index.reshape([*index.shape, *[1] * (outputs.ndim - 2)])
+            ordered = values._local_value().take_along_axis(index, 1)
             return from_local(ordered, values.process_mesh, values.placements)
 
     def _gathered(self, tensor: Any) -> Any:
@@ -274,27 +259,24 @@ class SequenceSplit:
         return balanced_order(ends, self.num_ranks)
 
     def _segments(
-        self, fields: Mapping[str, Any], rows: int, length: int
+        self, fields: Mapping[str, Any], shape: tuple[int, int]
     ) -> npt.NDArray[np.int64]:
         """Return the number of each token's document, int64 [rows, length]; 0 for padding."""
         if "segment_ids" in fields:
             segments = np.asarray(fields["segment_ids"]).astype(np.int64)
-            if (
-                (segments[:, 0] == 0) & (segments > 0).any(axis=1)
-            ).any() or not segments.any():
+            starts_at_0 = (segments[:, 0] == 0) & (segments > 0).any(axis=1)
+            if starts_at_0.any() or not segments.any():
                 raise BatchStructureError(
                     "SequenceSplit: segment_ids begin at 0, which means padding, as Packed makes them: the tokens of "
                     "the first document would get no labels. Number the documents of a row from 1."
                 )
             return segments
         if "cu_seqlens" in fields:
-            ends = np.asarray(fields["cu_seqlens"])
-            return np.stack(
-                [np.searchsorted(row, np.arange(length), side="right") for row in ends]
-            )
+            find = partial(np.searchsorted, v=np.arange(shape[1]), side="right")
+            return np.stack([find(ends) for ends in np.asarray(fields["cu_seqlens"])])
         if self.layout == "documents":
             raise BatchStructureError(
                 f"SequenceSplit: layout='documents' needs a field segment_ids or cu_seqlens, got {sorted(fields)}. "
                 "Pack the rows with Packed or Stream.pack."
             )
-        return np.ones((rows, length), np.int64)
+        return np.ones(shape, np.int64)

@@ -6,12 +6,14 @@ import functools
 import inspect
 import json
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import paddle.distributed as dist
 import paddle.io
@@ -192,34 +194,28 @@ def _shard_with_defaults(
     args: tuple[Any, ...], given: dict[str, Any], options: dict[str, Any]
 ) -> ShardDataloader:
     """Return a loader with the arguments that were given, and with those default options that it supports."""
-    sampler = getattr(
-        args[0] if args else given.get("dataloader"), "batch_sampler", None
-    )
-    options = {name: value for name, value in options.items() if name not in given}
+    dataloader = args[0] if args else given.get("dataloader")
+    sampler = getattr(dataloader, "batch_sampler", None)
+    options = dict(options)
     shuffles = isinstance(getattr(sampler, "sampler", None), paddle.io.RandomSampler)
-    if not isinstance(options.get("shuffle"), bool) and not shuffles:
+    if not shuffles and not isinstance(options.get("shuffle"), bool):
         options.pop("shuffle", None)  # it says how, not whether
     if getattr(sampler, "drop_last", False):
         options.pop("tail", None)  # the loader has said
-    try:
-        return shard_dataloader(*args, **{**given, **options})
-    except PaddleShardError:
-        loader = shard_dataloader(
-            *args, **given
-        )  # the trainer's own mistakes are raised here
-    for name, value in options.items():
+    while True:
         try:
-            loader = shard_dataloader(*args, **{**given, name: value})
+            return shard_dataloader(*args, **{**options, **given})
         except PaddleShardError as error:
+            words = re.findall(r"\w+", str(error))
+            name = next((name for name in options if name in words), None)
+            if name is None or name in given:
+                raise
             say_once(
                 "patch_paddle(%s=%s) is left out for a loader that cannot have it: %s",
                 name,
-                repr(value),
-                error,
+                repr(options.pop(name)),
+                str(error),
             )
-        else:
-            given = {**given, name: value}
-    return loader
 
 
 def patch_paddle(
@@ -241,7 +237,7 @@ def patch_paddle(
         The patch; `patch.undo()` takes it back, and so does the end of `with patch_paddle(): ...`.
 
     Raises:
-        ArgumentError: Paddle is patched already.
+        ArgumentError: Paddle is patched already, or an option is unknown.
     """
     mend_process_mesh()  # trainers ask the meshes before they make a loader
     original = dist.shard_dataloader
@@ -249,15 +245,12 @@ def patch_paddle(
         raise ArgumentError(
             "patch_paddle: paddle is patched already; undo() the first patch."
         )
-    own = {
-        p.name
-        for p in inspect.signature(shard_dataloader).parameters.values()
-        if p.kind is p.KEYWORD_ONLY
-    }
-    unknown = sorted(set(options) - own)
+
+    known = inspect.unwrap(shard_dataloader).__kwdefaults__
+    unknown = sorted(options.keys() - known.keys())
     if unknown:
         raise ArgumentError(
-            f"patch_paddle: unknown options {unknown}; there are {sorted(own)}."
+            f"patch_paddle: unknown options {unknown}; there are {sorted(known)}."
         )
     if on_loader is not None and not callable(on_loader):
         raise ArgumentError(
@@ -265,23 +258,16 @@ def patch_paddle(
         )
 
     @functools.wraps(shard_dataloader)
-    def shard_dataloader_of_paddle_shard(*args: Any, **kwargs: Any) -> ShardDataloader:
+    def ours(*args: Any, **kwargs: Any) -> ShardDataloader:
         loader = _shard_with_defaults(args, kwargs, options)
         if on_loader is not None:
             on_loader(loader)
         return loader
 
-    def put_back(module: Any) -> None:
-        if (
-            module.shard_dataloader is shard_dataloader_of_paddle_shard
-        ):  # and nobody has patched it again
-            module.shard_dataloader = original
-
     patch = PaddlePatch()
     for module in (dist, auto_parallel, auto_parallel.api):
         if getattr(module, "shard_dataloader", None) is original:
-            module.shard_dataloader = shard_dataloader_of_paddle_shard
-            patch.callback(put_back, module)
+            patch.enter_context(mock.patch.object(module, "shard_dataloader", ours))
     missed = [
         name
         for name, module in sys.modules.items()

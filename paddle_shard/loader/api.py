@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from os import PathLike
-from typing import Any, Literal, ParamSpec, TypeVar
+from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar
 
+import numpy as np
 import paddle.distributed as dist
 import paddle.io
 
 from paddle_shard.core.trees import leaves
 from paddle_shard.core.warn_once import say_once
+from paddle_shard.data.stream import Stream
 from paddle_shard.errors import ArgumentError, ArgumentTypeError
 from paddle_shard.loader.arguments import (
     ASSIGNS,
     SIZES_BATCHES,
     check_arguments,
+    is_already_split,
     reject,
 )
 from paddle_shard.loader.compat import auto_dp_axis, in_auto_dp_mode, mend_process_mesh
@@ -41,7 +44,6 @@ from paddle_shard.plan.orders import Shuffle
 from paddle_shard.plan.skips import union
 from paddle_shard.plan.tails import TailName
 from paddle_shard.ranks.agreeing import connect, tell_failed
-from paddle_shard.ranks.replicas import Replicas
 from paddle_shard.reading.reading import Readers
 from paddle_shard.run.record_facts import record_facts
 from paddle_shard.run.recorder import Recorder
@@ -49,6 +51,10 @@ from paddle_shard.run.run import Run
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Meshes: TypeAlias = (
+    "dist.ProcessMesh | Sequence[dist.ProcessMesh | Sequence[dist.ProcessMesh]]"
+)
+ShardDims: TypeAlias = "str | int | Sequence[Any]"
 
 _COMPARED = (
     "seed",
@@ -109,11 +115,11 @@ def _reports_failure(function: Callable[P, R]) -> Callable[P, R]:
 
 
 @_reports_failure
-def shard_dataloader(
-    dataloader: Any,
-    meshes: Any,
+def shard_dataloader(  # noqa: PLR0913
+    dataloader: paddle.io.DataLoader | Stream | Iterable[Any] | Callable[[], Any],
+    meshes: Meshes,
     input_keys: Sequence[str] | None = None,
-    shard_dims: Any = None,
+    shard_dims: ShardDims | None = None,
     is_dataset_splitted: bool = False,
     dense_tensor_idx: Sequence[Sequence[int]] | None = None,
     *,
@@ -122,9 +128,9 @@ def shard_dataloader(
     tail: TailName | None = None,
     batch_size: Sequence[tuple[int, int]] | None = None,
     skip_steps: Sequence[tuple[int, int]] | None = None,
-    balance: Any = None,
+    balance: Sequence[float] | np.ndarray[Any, Any] | Callable[..., Any] | None = None,
     num_batches: int | None = None,
-    placements: Any = None,
+    placements: Mapping[Any, Any] | None = None,
     pad_to: Mapping[Any, tuple[str | int | Sequence[int], float]] | None = None,
     verify: Literal["first"] | int | None = "first",
     replicas: Literal["each", "leader"] = "each",
@@ -137,107 +143,82 @@ def shard_dataloader(
 ) -> ShardDataloader:
     """Split the batches of a DataLoader along axes of the mesh and yield them as distributed tensors.
 
-    The signature is that of `paddle.distributed.shard_dataloader`, which this function replaces. All further options
-    are keyword-only. The given DataLoader is not changed.
+    The signature is that of `paddle.distributed.shard_dataloader`, which this function replaces; further options are
+    keyword-only. The given DataLoader is not changed.
 
     Args:
-        dataloader: A `paddle.io.DataLoader` or a subclass. Its `batch_size` is the global batch, as in Paddle: what one
-            step consumes over all data ranks. Its data set may be a `Stream` or any `IterableDataset`; every reader
-            then reads it whole and keeps its own samples. Also a `Stream` itself, or an iterable of global batches:
-            a list, a generator, or a function that returns one.
-        meshes: A `ProcessMesh` for all fields, or a list with one for each field, by position or by `input_keys`. A
-            field that is a list may have a list of meshes.
-        input_keys: For batches that are dicts: the keys to deliver, in this order. Each is delivered on its mesh of
-            `meshes`, or all on the only one. The keys that are left out are logged. None: all keys.
-        shard_dims: The axes that split the rows: a name or an index for all meshes, or a list with an entry for each
-            mesh. With one mesh, a list means several axes that act as one; with several meshes, use a tuple inside
-            the list. None: nothing is split, and every rank gets the whole global batch; or in Paddle's auto-DP mode,
-            where each data rank has rows of its own, the axis "dp".
-        is_dataset_splitted: True if the loader of each data rank already has rows of its own. A data set may say so
-            by an attribute of this name.
-        dense_tensor_idx: For each field, the numbers of the items that stay local tensors. A field that is a tensor
-            stays local if its entry is not empty. A local tensor need not have a row for each sample (for example
-            image patches): it is what `collate_fn` made of this rank's samples. One worker then reads a batch of a
-            stream.
-        shuffle: None: as the DataLoader says. True or False, if the DataLoader has no sampler of your own. "blocks"
-            for data on disk, where a full shuffle would open a block (a chunk, a page, a row group) for every
-            sample: each block is opened by one data rank. The block size is the data set's `block_size` if it has
-            one, or else that of `Blocks()`; `Blocks(size=, window=)` sets it here. "paddle": the order of Paddle's
-            `DistributedBatchSampler`, for runs that migrate.
+        dataloader: A `paddle.io.DataLoader`. Its `batch_size` is the global batch, as in Paddle: the rows of one step
+            over all data ranks. Its data set may be a `Stream` or another `IterableDataset`. Also a `Stream`, or an
+            iterable of global batches: a list, a generator, or a function that returns one.
+        meshes: A `ProcessMesh` for all fields, or a list with one for each field, by position or by `input_keys`. If a
+            field is a list, its entry may be a list of meshes.
+        input_keys: The keys of dict batches to deliver, in this order, each on its mesh of `meshes`. Keys that are not
+            listed are logged once. None: all keys.
+        shard_dims: The mesh axes that split the rows: a name or an index for all meshes, or a list with an entry for
+            each mesh. With one mesh, a list means several axes that act as one; with several meshes, nest a tuple in
+            the list. None: every rank gets the whole global batch; in Paddle's auto-DP mode, the axis "dp".
+        is_dataset_splitted: True if the loader of each data rank already has rows of its own. An attribute of this name
+            on the data set has the same effect.
+        dense_tensor_idx: For each field, the numbers of the items that stay local tensors; a field that is a tensor
+            stays local if its entry is not empty. A local tensor need not have a row for each sample: it is what
+            `collate_fn` returns for this rank's samples.
+        shuffle: True or False. "blocks": for data on disk, shuffle so that each block (chunk, page, row group) is
+            opened by one data rank; `Blocks(size=, window=)` sets the size. "paddle": the order of
+            `paddle.io.DistributedBatchSampler`. None: as the DataLoader says. Only for a DataLoader without a sampler
+            of your own.
         seed: Seed of the order, and of the random numbers that samples draw from the global generators of numpy,
-            Python, Paddle (on the CPU) and, where it is imported, torch.
-        tail: What to do if the data does not fill the last global batch. "pad": pad it up to the padding unit with the
-            first samples of the same epoch, marked in the iterator's `valid`. "fill": pad it to a full batch. "drop":
-            do not serve it. "error": refuse. None: "drop" if the DataLoader has `drop_last`, or else "pad". A batch
-            sampler of your own with `drop_last` drops batches itself, and all that it yields is served. Streams, whose
-            parts end at different times, can have "pad", "drop", "error", or "repeat": a part that has ended is read
-            again until the longest part has ended.
-        batch_size: A schedule such as `[(0, 256), (500_000, 512)]`: (sample of the run, rows of the global batch from
-            the first batch on that begins there or later). The rows replace those of the DataLoader; a run that is
-            resumed from any state goes on by the schedule. None: always the DataLoader's.
+            Python, Paddle (on the CPU) and, if it is imported, torch.
+        tail: The remainder policy: what to do if the data does not fill the last global batch. "pad": pad up to the
+            next size that can be split, with rows that are False in the iterator's `valid`. "fill": pad to a full
+            batch. "drop": do not deliver it. "error": raise. None: "drop" if the DataLoader has `drop_last`, or else
+            "pad". For streams, whose parts end at different times: "pad", "drop", "error", or "repeat", which reads
+            parts again until the longest has ended. A batch sampler of your own with `drop_last` drops batches itself.
+        batch_size: A schedule of global batch sizes, such as `[(0, 256), (500_000, 512)]`: (sample of the run, rows of
+            the batches that begin there or later). None: the DataLoader's.
         skip_steps: Steps of the run that are never read, such as `[(1200, 1230)]`: (first step, step after the last),
-            counted from 0 over all epochs, skipped steps included. A step that is skipped yields no batch; its samples
-            are counted in the certificate as skipped. The same on all ranks. A resumed run may have further ranges
-            behind its position. (PaddleNLP's `skip_data_intervals` count from 1 and include their end: [[1201, 1230]]
-            is `[(1200, 1230)]` here.) Not for streams.
-        balance: The cost of each sample, such as its length or the square of it: an array, or a function of an array of
-            ids; with several columns (text, image), each is balanced. The rows of each micro-batch are dealt to data
-            ranks so that each has as many as before, and costs as nearly the same as can be. The samples of each
-            global batch stay the same, and so does the saved state. Of a `Mixture`: a dict of costs by source. All
-            ranks must give the same. `stats` has the `imbalance`. None: each data rank takes its stretch of the order.
-        num_batches: For streams: the number of steps of an epoch. Parts that end are read again.
-        placements: For single fields, by key or position: the tensor dim that each axis splits, such as
-            `{"input_ids": {"dp": 0, "sep": 1}}`. `Balanced(dim=1)` splits for causal attention. "as read" is for a
-            field whose rows are not the samples, such as pairs of them: each data rank keeps what `collate_fn` made
-            of its own samples, and all must have the same number of rows. "row index" is the same for a field in which
-            `collate_fn` writes which row of the batch is meant, as its numbers or in its first column: each data rank
-            counts from 0, and gets the places in the global batch. For a field that is a list, a list of these names
-            its items, with None for the others: `{"inputs": [None, "row index"]}`.
-        pad_to: For a `collate_fn` that pads to the longest row that it is given, which differs from rank to rank. For
-            each field to be padded further, by key or position (0 for a bare tensor): (length, number behind the end of
-            its rows), such as `{"input_ids": ("longest", 0), "labels": ("longest", -100)}`. "longest": to the longest
-            of the global batch, in each dim but the first. A list of lengths, such as [128, 256, 512]: dim 1 to the
-            smallest that holds the longest row. Ranks tell each other their lengths ahead, with the agreement on the
-            step. None: rows that differ are an error.
-        verify: Ranks compare digests of what they have read: those that read the same samples must have got the same
-            bytes, and data that is split already must differ between data ranks. If not, it is an error on all ranks
-            that names the step, the ranks, the fields and the samples. "first": the first batch of each pass. An int k:
-            also the batches of every k-th step. None: never. It goes with the agreement, in the background. Of data
-            with an index that this loader splits, all ranks also read the same two samples when a pass begins, so that
-            a rank that was given a part or another version of the data is seen. A saved state holds their digests, and
-            those of the files that a stream was reading.
-        replicas: Who reads for ranks that hold the same rows (that differ in mp, pp or sep only). "each": every rank
-            reads for itself. "leader": on each host, one of them reads, with its workers, and hands every batch to the
-            others through memory that they share. The others start no workers, and what the data set keeps in memory
-            is there once.
+            counted from 0 over all epochs. Their samples are counted as skipped in the certificate. (PaddleNLP's
+            `skip_data_intervals=[[1201, 1230]]` is `[(1200, 1230)]` here.) Not for streams.
+        balance: The cost of each sample, such as its length: an array, or a function of an array of ids; with several
+            columns, each is balanced. The rows of each micro-batch are assigned to data ranks so that each rank has as
+            many as before, at nearly equal cost. For a `Mixture`, a function of ids.
+        num_batches: For streams, the number of steps of an epoch; parts that end are read again.
+        placements: For single fields, by key or position, the tensor dim that each axis splits, such as
+            `{"input_ids": {"dp": 0, "sep": 1}}`; `Balanced(dim=1)` splits for causal attention. "as read": for a field
+            whose rows are not the samples, each data rank keeps what `collate_fn` makes of its own samples; all must
+            have the same number of rows. "row index": the same for a field that refers to rows of the batch, as its
+            numbers or in its first column; they become rows of the global batch. A list of these names the items of
+            a field that is a list, with None for the others.
+        pad_to: For a `collate_fn` that pads to the longest row of its samples, which differs between ranks: for each
+            field to be padded further, by key or position, (length, number behind the end of its rows), such as
+            `{"input_ids": ("longest", 0), "labels": ("longest", -100)}`. "longest": to the longest row of the global
+            batch, in each dim but the first. A list of lengths, such as [128, 256, 512]: dim 1 to the smallest length
+            that holds the longest row. None: rows that differ are an error.
+        verify: When ranks compare digests of what they read: ranks that read the same samples must get the same bytes,
+            and data that is split already must differ between data ranks. "first": the first batch of each iterator.
+            An int k: also every k-th step. None: never. For data with an index, all ranks also read the same two
+            samples when the run begins; the saved state holds their digests, or those of a stream's files.
+        replicas: Which ranks read, of those that hold the same rows. "each": every rank. "leader": on each host, one
+            rank reads and hands every batch to the others through shared memory.
         timeout: Seconds for which another rank, or a worker, may be silent while this rank waits for it. All ranks of
-            the meshes iterate alike, and end or fail at the same step: they agree on it ahead, in the background. For a
-            loop on one rank alone, give a mesh of that rank.
-        prefetch: Number of batches that a thread keeps ready while the model computes. 0: no thread; without workers
-            each batch is read when it is asked for. None: two, as Paddle's reader; none if the DataLoader has
-            `use_buffer_reader=False`. Data that uses numpy's, Python's, Paddle's or torch's global random generators is
-            read by the thread of the training loop, unless workers read it: the first batch of each pass shows whether
-            it does, or the data set says so (`dataset.uses_rng = True` or False).
-        readers: `RayReaders(num=...)`: actors of a Ray cluster read in place of the DataLoader's worker processes, as
-            many as these say, with its `worker_init_fn`, `prefetch_factor`, `timeout` and `persistent_workers`. The
-            batches are the same. None: worker processes as the DataLoader says.
-        on_error: "raise": a sample that cannot be read is a `DataReadError` on all ranks. "skip": a sample that raises
-            while it is read, mapped or collated becomes an invalid row (see the iterator's `valid`) that holds another
-            sample's data; it is logged and counted in `stats`. Rows that differ in shape or fields are an error.
-        on_lost: What to do when another rank is lost. "raise": the loop raises `PeerLostError`. A training thread that
-            is stuck in a collective cannot be woken, so the log says it, too. "exit": the process also ends after
-            10 s if its training thread has not raised the error by then.
-        record: A file to which the first rank of the meshes appends what happens to the run: a line when it begins, at
-            each pass, checkpoint, resume and error, and none a step. Give every job of the run the same file. The
-            command `paddle-shard` answers from it which rank read which sample at which step, and whether each was read
-            once. A file that cannot be written is an error here; later it is a warning.
+            the meshes iterate alike, and end or fail at the same step.
+        prefetch: Number of batches that a thread keeps ready while the model computes. 0: no thread. None: 2, or 0 if
+            the DataLoader has `use_buffer_reader=False`. Without workers, data that uses the global random generators
+            is read by the training thread; the first batch of each iterator shows whether it does, or
+            `dataset.uses_rng = True` or False declares it.
+        readers: `RayReaders(num=...)`: actors of a Ray cluster read in place of the DataLoader's worker processes.
+        on_error: "raise": a sample that cannot be read is a `DataReadError` on all ranks. "skip": its row becomes
+            invalid and holds another sample's data; it is logged, and counted in `stats`.
+        on_lost: What to do when another rank is lost. "raise": the loop raises `PeerLostError`. "exit": also end the
+            process if its training thread has not raised the error after 10 s, since it may be stuck in a collective.
+        record: A file to which the first rank of the meshes appends a line when the run begins, at each iterator,
+            checkpoint, resume and error. Give every job of the run the same file; the command `paddle-shard` reads it.
 
     Returns:
         A `ShardDataloader`, which `dist.to_static` accepts, too.
 
     Raises:
         ArgumentError: An argument cannot be honoured; raised on every rank, before any batch.
-        ArgumentTypeError: There is no such argument, or not any more.
+        ArgumentTypeError: There is no such argument, or its type is not supported.
 
     Examples:
         >>> loader = shard_dataloader(DataLoader(data, batch_size=64), mesh, shard_dims="dp")  # doctest: +SKIP
@@ -273,15 +254,13 @@ def shard_dataloader(
             f"pad_to={pad_to!r}: global rank {rank} is on none of the meshes and does not receive "
             "how long the rows are. Make this loader on the ranks of the meshes only."
         )
-    own = placer.own_layout
+    row_layout = placer.own_layout
     if shard_dims is None:
-        warn_if_unsplit(own)
+        warn_if_unsplit(row_layout)
 
     # The order of the data.
     loader = as_dataloader(dataloader, readers)
-    is_split = bool(
-        is_dataset_splitted or getattr(loader.dataset, "is_dataset_splitted", False)
-    )
+    is_split = is_already_split(is_dataset_splitted, loader.dataset, shard_dims)
     if isinstance(loader.dataset, paddle.io.IterableDataset):
         reject(_NO_INDEX, shuffle=shuffle or None)
         reject(f"the loader has a stream, {SIZES_BATCHES}", batch_size=batch_size)
@@ -290,7 +269,7 @@ def shard_dataloader(
         source = read_stream(
             loader,
             placer.layouts,
-            own,
+            row_layout,
             is_split=is_split,
             seed=seed,
             tail=tail,
@@ -317,45 +296,47 @@ def shard_dataloader(
         seed=seed,
         skip_errors=on_error == "skip",
         # A sampler that knows its rank may repeat a row on another one, to augment it twice.
-        data_rank=own.data_rank
-        if source.split and own.on_mesh and not is_split
+        data_rank=row_layout.data_rank
+        if source.split and row_layout.on_mesh and not is_split
         else None,
         pad_to=placer.pad_to,
         timeout=timeout,
         readers=readers,
     )
     skips = union((int(first), int(end)) for first, end in skip_steps or ())
-    run = Run(source, own, mesh_ranks, timeout, skips)
+    run = Run(source, row_layout, mesh_ranks, timeout, skips)
     if record is not None and rank == mesh_ranks[0]:
         facts = record_facts(
             source,
             run,
             placer.layouts,
-            own,
+            row_layout,
             dataset=loader.dataset,
             skip_steps=skips,
             arguments=arguments,
         )
         run.recorder = Recorder(record, facts)
-    sharing = Replicas()
-    if replicas == "leader" and len(ranks) > 1:
-        sharing = replicas_of(source, placer.layouts, ranks)
-    compared = {name: arguments[name] for name in _COMPARED}
+    sharing = replicas_of(replicas, source, placer.layouts, ranks)
     if prefetch is None:
         prefetch = 2 if loader.use_buffer_reader else 0
     setup = LoaderSetup(
         dataloader=loader,
         source=source,
         placer=placer,
-        own_layout=own,
-        rows=LoaderRows(source, placer.layouts, own),
+        own_layout=row_layout,
+        rows=LoaderRows(source, placer.layouts, row_layout),
         reading=reading,
         run=run,
         stats=LoaderStats(sharing.__str__, rank),
         ranks=ranks,
-        config=config_of(source, placer, loader.dataset, compared),
+        config=config_of(
+            source,
+            placer,
+            loader.dataset,
+            {name: arguments[name] for name in _COMPARED},
+        ),
         verify=verify,
-        batch_check=batch_check_of(source, own, ranks, loader.dataset, verify),
+        batch_check=batch_check_of(source, row_layout, ranks, loader.dataset, verify),
         replicas=sharing,
         timeout=timeout,
         exit_when_lost=on_lost == "exit",

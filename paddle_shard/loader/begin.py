@@ -146,16 +146,16 @@ def _settle_draws(setup: LoaderSetup, start: LoaderState) -> None:
     (Paddle's plain ones yield each sample once: if it is the same on two data ranks, the data is not split after all.)
     """
     batches = setup.source.batches
-    own = setup.own_layout
+    row_layout = setup.own_layout
     if not (setup.source.split and isinstance(batches, UserBatches)):
         return
-    is_alone = own.num_data_ranks == 1 or setup.is_alone
+    is_alone = row_layout.num_data_ranks == 1 or setup.is_alone
     if batches.draws_for or is_alone or knows_no_rank(batches.batch_sampler):
         return
     drawn = batches.first_draw(start.epoch)
     of_ranks = set(gather_of(setup.ranks, drawn, setup.timeout, "iter(loader)"))
     if of_ranks != {""}:
-        batches.draws_for.append((own.data_rank,) if len(of_ranks) == 1 else ())
+        batches.draws_for.append((row_layout.data_rank,) if len(of_ranks) == 1 else ())
 
 
 def _open_agreement(

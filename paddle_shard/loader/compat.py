@@ -28,16 +28,17 @@ def auto_dp_axis(meshes: Any) -> str | int:
     """Return the axis of meshes, perhaps nested, over which Paddle's DataLoader splits the data in auto-DP mode.
 
     Raises:
-        ArgumentError: It is not known.
+        ArgumentError: No axis is named "dp", and meshes have several axes.
     """
-    found = list(leaves(meshes))
-    if any("dp" in getattr(one, "dim_names", ["dp"]) for one in found):
-        return "dp"  # what is no mesh, or has no such axis beside others that have, is refused by name
-    if all(len(one.shape) == 1 for one in found):
+    all_meshes = list(leaves(meshes))
+    # A value that is no mesh, or has no such axis where another has, is rejected later, by name.
+    if any("dp" in getattr(mesh, "dim_names", ["dp"]) for mesh in all_meshes):
+        return "dp"
+    if all(len(mesh.shape) == 1 for mesh in all_meshes):
         return 0
     raise ArgumentError(
         "shard_dims is missing: in auto-DP mode (dist.enable_auto_dp()) each data rank has rows of its own, and meshes "
-        f"have no axis 'dp' that says which: {[one.dim_names for one in found]}. Name the axis."
+        f"have no axis 'dp': {[mesh.dim_names for mesh in all_meshes]}. Name the axis."
     )
 
 

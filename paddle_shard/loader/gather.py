@@ -14,19 +14,19 @@ from paddle_shard.ranks.agreeing import fails_on_all_ranks, groups
 from paddle_shard.run.run import gathered
 
 
-def _ranks_of(
-    values: Any = None, valid: Any = None, *_: Any, **__: Any
+def _mesh_ranks(
+    _values: Any = None, valid: Any = None, *_: Any, **__: Any
 ) -> list[tuple[int, ...]]:
-    """Return the ranks of the mesh of `valid`; if it has none, all that this one makes a loader with."""
+    """Return the ranks of the mesh of `valid`; if it has none, of all groups of this rank."""
     mesh = getattr(valid, "process_mesh", None)
     return groups() if mesh is None else [tuple(sorted(mesh.process_ids))]
 
 
-@fails_on_all_ranks(_ranks_of)
+@fails_on_all_ranks(_mesh_ranks)
 def gather_valid(values: Any, valid: Any) -> Any:
-    """Return a value for each real row of a global batch, from all ranks, without the padding.
+    """Return a value for each valid row of a global batch, from all ranks, without the padding.
 
-    Collective over the mesh of `valid`. In Paddle's auto-DP mode, too, where placements say `Replicate`.
+    Collective over the mesh of `valid`. It also works in Paddle's auto-DP mode, where placements are `Replicate`.
 
     Args:
         values: [rows, ...]; a distributed tensor with a value for each row of the global batch; or a local one, with a
@@ -34,7 +34,7 @@ def gather_valid(values: Any, valid: Any) -> Any:
         valid: bool[rows]; the iterator's `valid` for the same batch, a distributed tensor.
 
     Returns:
-        A local tensor [real rows, ...], the same on every rank of the mesh, in the order of the data ranks.
+        A local tensor [valid rows, ...], the same on every rank of the mesh, in the order of the data ranks.
 
     Raises:
         ArgumentError: The shapes do not fit together, or `valid` is a local tensor.
@@ -46,66 +46,75 @@ def gather_valid(values: Any, valid: Any) -> Any:
         ...     hits = gather_valid(predicted == labels.reshape(predicted.shape), batches.valid)
         ...     right, total = right + int(hits.sum()), total + len(hits)
     """
-    values = _rows_of(values, valid)
-    placed = [str(one) for one in values.placements] if values.is_dist() else "none"
-    said = {
+    values = _with_all_rows(values, valid)
+    placements: list[Any] = []
+    if values.is_dist():
+        placements = [str(placement) for placement in values.placements]
+    form = {
         "shape": list(values.shape),
         "dtype": str(values.dtype),
-        "placements": placed,
+        "placements": placements,
     }
-    found = gathered(said, _ranks_of(values, valid)[0], None, "gather_valid()")
-    for name in said:
-        if any(one[name] != said[name] for one in found):
+    (ranks,) = _mesh_ranks(values, valid)
+    forms = gathered(form, ranks, None, "gather_valid()")
+    for name, value in form.items():
+        of_ranks = [other[name] for other in forms]
+        if any(other != value for other in of_ranks):
             raise ArgumentError(
-                f"values must have the same {name} on all data ranks, got {[one[name] for one in found]}: give one "
-                "number for each row, or pad the rows to one length."
+                f"values must have the same {name} on all data ranks, got {of_ranks}. Give one number for each row, "
+                "or pad the rows to one length."
             )
     if (
         in_auto_dp_mode()
-    ):  # placements say `Replicate` there, though each data rank has rows of its own
-        mesh, axis = valid.process_mesh, auto_dp_axis(valid.process_mesh)
-        split = [
-            dist.Shard(0) if axis in (at, name) else dist.Replicate()
-            for at, name in enumerate(mesh.dim_names)
+    ):  # each data rank has rows of its own, though placements say `Replicate`
+        mesh = valid.process_mesh
+        axis = auto_dp_axis(mesh)
+        placements = [
+            dist.Shard(0) if axis in (number, name) else dist.Replicate()
+            for number, name in enumerate(mesh.dim_names)
         ]
-        parts = [
-            one._local_value() if one.is_dist() else one for one in (values, valid)
-        ]
-        values, valid = (from_local(one, mesh, split) for one in parts)
-    return _whole(values)[_whole(valid)]
+        values = from_local(_local(values), mesh, placements)
+        valid = from_local(_local(valid), mesh, placements)
+    return _gather(values)[_gather(valid)]
 
 
-def _rows_of(values: Any, valid: Any) -> Any:
+def _with_all_rows(values: Any, valid: Any) -> Any:
     """Return values with a row for each of the global batch: a distributed tensor, or a local one of all rows."""
-    for name, given in (("values", values), ("valid", valid)):
-        if not isinstance(given, paddle.Tensor):
+    for name, tensor in (("values", values), ("valid", valid)):
+        if not isinstance(tensor, paddle.Tensor):
             raise ArgumentTypeError(
-                f"gather_valid: {name} must be a paddle.Tensor, got {type(given).__name__}."
+                f"gather_valid: {name} must be a paddle.Tensor, got {type(tensor).__name__}."
             )
     if not valid.is_dist():
         raise ArgumentError(
-            f"valid must be the iterator's `valid`, a distributed tensor, got a local one of {list(valid.shape)}: it "
-            "is not known which rows of the other ranks are real."
+            f"valid must be the iterator's `valid`, a distributed tensor, got a local one of {list(valid.shape)}: the "
+            "other ranks' rows are not known."
         )
-    rows, own = int(valid.shape[0]), int(valid._local_value().shape[0])
-    if not values.is_dist() and list(values.shape[:1]) == [own] and own < rows:
-        values = from_local(values, valid.process_mesh, valid.placements)
-    if list(values.shape[:1]) != [rows]:
+    num_rows = int(valid.shape[0])
+    num_local = int(valid._local_value().shape[0])
+    given_rows = list(values.shape[:1])
+    if not values.is_dist() and given_rows == [num_local] and num_local < num_rows:
+        return from_local(values, valid.process_mesh, valid.placements)
+    if given_rows != [num_rows]:
         raise ArgumentError(
-            f"values must have a row for each of the {rows} of the global batch, or for each of the {own} that this "
-            f"rank holds, got shape {list(values.shape)}."
+            f"values must have a row for each of the {num_rows} of the global batch, or for each of the {num_local} "
+            f"that this rank holds, got shape {list(values.shape)}."
         )
     return values
 
 
-def _whole(tensor: Any) -> Any:
+def _local(tensor: Any) -> Any:
+    return tensor._local_value() if tensor.is_dist() else tensor
+
+
+def _gather(tensor: Any) -> Any:
     """Return all of a tensor, as a local one; collective over its mesh."""
     if not tensor.is_dist():
         return tensor
+    mesh = tensor.process_mesh
     if (
-        len(tensor.process_mesh.process_ids) == 1
+        len(mesh.process_ids) == 1
     ):  # Paddle 3.0 asks for a launcher's variables even then
         return tensor._local_value()
-    return dist.reshard(
-        tensor, tensor.process_mesh, [dist.Replicate() for _ in tensor.placements]
-    )._local_value()
+    replicated = [dist.Replicate() for _ in tensor.placements]
+    return dist.reshard(tensor, mesh, replicated)._local_value()

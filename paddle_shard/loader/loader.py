@@ -102,22 +102,23 @@ class ShardDataloader(PaddleShardDataloader):
 
     def __repr__(self) -> str:
         source = self._shared.setup.source
-        own = self._shared.setup.own_layout
+        row_layout = self._shared.setup.own_layout
         plan = self.plan
         order = "sequential"
         if source.custom_sampler is not None:
             order = type(source.custom_sampler).__name__
         elif source.stream is not None and not source.item_is_batch:
             order = f"stream in {source.stream.plan.num_parts} parts"
-        elif plan is not None and plan.ordering.shuffles:
-            order = f"shuffled with seed {self.seed}"
-        mesh = dict(zip(own.layout.axes, own.layout.shape, strict=True))
+        elif plan is not None and not plan.ordering.is_identity:
+            order = f"shuffle={plan.ordering.name!r}, seed {self.seed}"
+        mesh = dict(zip(row_layout.layout.axes, row_layout.layout.shape, strict=True))
         entries = [
             type(self.dataset).__name__,
             order,
             f"global batch {source.batch_size}",
             f"tail {source.tail!r}",
-            f"split over {list(own.data_axis_names)} = {own.num_data_ranks} data ranks of the mesh {mesh}",
+            f"split over {list(row_layout.data_axis_names)} = "
+            f"{row_layout.num_data_ranks} data ranks of the mesh {mesh}",
             f"epoch {self.epoch}",
             self.stats.who_reads,
         ]
@@ -302,23 +303,21 @@ class ShardDataloader(PaddleShardDataloader):
     def certificate(self) -> Certificate:
         """Return a proof of which samples the run has delivered in the epoch of its last batch.
 
-        Right after a load, that is the epoch of the loaded state. `set_epoch` does not change it until a batch of the
-        new epoch is delivered. In the middle of an epoch, the certificate lists what is still missing.
+        The call is collective: every rank of the meshes calls it, at the same step. In the middle of an epoch, the
+        certificate lists what is still missing. Right after a load, the epoch is that of the loaded state.
 
-        The call is collective: every rank of the meshes calls it, at the same step. It counts every batch of the epoch
-        that any iterator of this loader has delivered since the loader was made or has loaded a state, and what that
-        state says of the epoch: samples that were delivered before the stop, also on another mesh or with another batch
-        size. An epoch that was left and begun again, two iterators over it at once, or a `next(iter(loader))` to see a
-        batch have delivered samples twice, so the certificate is not exact. Call it before each `state_dict` that other
-        ranks may load, so that the state knows what all ranks have delivered.
+        It counts every batch of the epoch that any iterator of this loader has delivered since the loader was made, and
+        what the loaded state knows of the epoch: samples that were delivered before the stop, also on another mesh or
+        with another batch size. An epoch that was left and begun again has delivered samples twice, so its certificate
+        is not exact. Call it before each `state_dict` that other ranks may load, so that the state knows what all ranks
+        have delivered.
 
         With a sampler of your own, it proves that each sample was delivered as often as the sampler drew it, to one
-        data rank each time, up to the end of the sampler, and that all ranks drew alike. It cannot know what the
-        sampler should have drawn, nor what the tail dropped.
+        data rank each time, and that all ranks drew alike.
 
         Raises:
-            ArgumentError: Of streams, of data sets of whole batches, and where a sampler of your own splits the data,
-                samples have no number that all ranks know.
+            ArgumentError: Samples have no number that all ranks know: a stream, a data set of whole batches, or data
+                that a sampler of your own splits.
         """
         return self._run.certificate()
 
@@ -336,9 +335,9 @@ class ShardBatchSampler(paddle.io.DistributedBatchSampler):
         self._run = setup.run
         self._given = setup.dataloader.batch_sampler
         self.dataset = setup.dataloader.dataset
-        own = setup.own_layout
-        self.nranks = own.num_data_ranks
-        self.local_rank = own.data_rank if own.on_mesh else 0
+        row_layout = setup.own_layout
+        self.nranks = row_layout.num_data_ranks
+        self.local_rank = row_layout.data_rank if row_layout.on_mesh else 0
         self.batch_size = batch_size
         self.drop_last = setup.source.tail.drops
         self.shuffle = bool(getattr(self._given, "shuffle", False))

@@ -13,7 +13,8 @@ import paddle.io
 from paddle_shard.core.trees import leaves
 from paddle_shard.errors import BatchStructureError
 from paddle_shard.placement.field import FieldLayout
-from paddle_shard.placement.placer import BatchPlacer, BatchRows
+from paddle_shard.placement.placer import BatchPlacer
+from paddle_shard.placement.rows import BatchRows
 from paddle_shard.plan.partition import Rows, nearest_multiples
 from paddle_shard.plan.step import Step
 from paddle_shard.reading.source import Source
@@ -80,10 +81,10 @@ class LoaderRows:
 
     def _of_local_batch(self, num_rows: int) -> BatchRows:
         """Return the rows of a batch of a data rank's own rows."""
-        own = self._own
-        read = None if own.on_mesh else np.arange(num_rows)
-        num_global = num_rows * own.num_data_ranks
-        return BatchRows(num_global, None, [own], read=read, apart=True)
+        row_layout = self._own
+        read = None if row_layout.on_mesh else np.arange(num_rows)
+        num_global = num_rows * row_layout.num_data_ranks
+        return BatchRows(num_global, None, [row_layout], read=read, apart=True)
 
     def _of_global_batch(self, num_rows: int | None, value: Any) -> BatchRows:
         """Return the rows of a global batch that was read whole."""

@@ -219,11 +219,12 @@ def warn_if_unsplit(layout: FieldLayout) -> None:
 
 
 def replicas_of(
-    source: Source, layouts: Sequence[FieldLayout], ranks: Sequence[int]
+    replicas: str, source: Source, layouts: Sequence[FieldLayout], ranks: Sequence[int]
 ) -> Replicas:
-    """Return which ranks of this host read the same rows, and so can share a reader.
+    """Return which ranks of this host read the same rows and share a reader.
 
     Args:
+        replicas: "each": no ranks share a reader. "leader": the first of them reads.
         source: What is read.
         layouts: Of all fields.
         ranks: Global ranks that agree on the steps.
@@ -231,6 +232,8 @@ def replicas_of(
     Raises:
         ArgumentError: It is not known which ranks share a host.
     """
+    if replicas == "each" or len(ranks) == 1:
+        return Replicas()
     hosts = hosts_of_ranks()
     if hosts is None:
         raise ArgumentError(
@@ -244,18 +247,18 @@ def replicas_of(
             return set()  # each rank reads whole global batches
         return {layout.slice_of(rank) for layout in layouts} - {None}
 
-    own = dist.get_rank()
+    this_rank = dist.get_rank()
     sharing = [
         rank
         for rank in sorted(ranks)
-        if hosts[rank] == hosts[own] and rows_of(rank) == rows_of(own)
+        if hosts[rank] == hosts[this_rank] and rows_of(rank) == rows_of(this_rank)
     ]
     return Replicas(ranks=tuple(sharing) if len(sharing) > 1 else ())
 
 
 def batch_check_of(
     source: Source,
-    own: FieldLayout,
+    row_layout: FieldLayout,
     ranks: Sequence[int],
     dataset: Any,
     verify: str | int | None,
@@ -264,7 +267,7 @@ def batch_check_of(
 
     Args:
         source: What is read.
-        own: Layout of the field whose rows this rank reads.
+        row_layout: Layout of the field whose rows this rank reads.
         ranks: Global ranks that agree on the steps.
         dataset: The data set, which may name its samples.
         verify: See `shard_dataloader`.
@@ -273,4 +276,8 @@ def batch_check_of(
         return None
     if not source.split:
         return BatchCheck(None, getattr(dataset, "sample_name", None))
-    return BatchCheck((own.layout, own.data_axes)) if own.on_mesh else None
+    return (
+        BatchCheck((row_layout.layout, row_layout.data_axes))
+        if row_layout.on_mesh
+        else None
+    )

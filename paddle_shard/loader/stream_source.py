@@ -38,7 +38,7 @@ def as_dataloader(given: Any, readers: Readers | None) -> paddle.io.DataLoader:
         readers: What takes the place of worker processes.
 
     Raises:
-        ArgumentError: A DataLoader has an `__iter__` of its own, or another library has readers.
+        ArgumentError: A DataLoader has an `__iter__` of its own.
         ArgumentTypeError: It is neither a DataLoader nor anything that yields batches.
         SplitError: It is sharded already.
     """
@@ -106,7 +106,7 @@ def _loader_of(stream: Stream) -> paddle.io.DataLoader:
 def read_stream(
     dataloader: paddle.io.DataLoader,
     layouts: Sequence[FieldLayout],
-    own: FieldLayout,
+    row_layout: FieldLayout,
     *,
     is_split: bool,
     seed: int,
@@ -119,7 +119,7 @@ def read_stream(
     Args:
         dataloader: The user's, or one made for the stream.
         layouts: Of all fields.
-        own: Layout of the field whose rows this rank reads.
+        row_layout: Layout of the field whose rows this rank reads.
         is_split: True if each data rank has a stream of its own.
         seed: Of the order.
         tail: The name of the remainder policy.
@@ -136,7 +136,7 @@ def read_stream(
     # Each process of another library reads a part of its own.
     is_split = is_split or isinstance(stage, ExternalSource)
     if num_batches is None:
-        _check_has_end(stage, own, is_split=is_split)
+        _check_has_end(stage, row_layout, is_split=is_split)
 
     # The rows of a batch, and who makes the batches.
     policy = find_tail(tail, stream=True, drop_last=dataloader.drop_last)
@@ -146,7 +146,7 @@ def read_stream(
         micro_rows = stage.size
         stage = stage.upstream
     num_workers = dataloader.num_workers
-    split_over = own.num_data_ranks if is_split else None
+    split_over = row_layout.num_data_ranks if is_split else None
     if micro_rows is None:
         if num_parts is not None:
             raise ArgumentError(
@@ -156,7 +156,7 @@ def read_stream(
         policy = policy if is_split else TAILS["drop"]
         order = _order_of_batches(
             stage,
-            own,
+            row_layout,
             policy,
             num_batches,
             seed=seed,
@@ -199,8 +199,10 @@ def read_stream(
             f"the stream has no batch: it is empty, or too short for tail={policy!r} and batches of {batch_size}. "
             "Check its path and filters, or use a smaller batch or tail='pad'."
         )
-    num_readers = max(1, order.num_workers) * (1 if is_split else own.num_data_ranks)
-    if own.global_rank == 0 and num_readers > 1 and not stage.source.cuts:
+    num_readers = max(1, order.num_workers) * (
+        1 if is_split else row_layout.num_data_ranks
+    )
+    if row_layout.global_rank == 0 and num_readers > 1 and not stage.source.cuts:
         say_once(
             f"this stream cannot be sharded at its source: each of {num_readers} readers "
             "reads all of it and discards the samples of the others. Files (Stream.csv, .lines, .webdataset), or a "
@@ -216,12 +218,12 @@ def read_stream(
     )
 
 
-def _check_has_end(stage: Stage, own: FieldLayout, *, is_split: bool) -> None:
+def _check_has_end(stage: Stage, row_layout: FieldLayout, *, is_split: bool) -> None:
     """Check that the end of a stream can be known, if the user does not say how many batches it has."""
-    if is_split and not own.on_mesh:
+    if is_split and not row_layout.on_mesh:
         raise ArgumentError(
-            f"global rank {own.global_rank} is on none of the meshes, and cannot know when the others' data, which is "
-            "split already, ends. Give num_batches=, or make this loader on the ranks of the meshes only."
+            f"global rank {row_layout.global_rank} is on none of the meshes, and cannot know when the others' data, "
+            "which is split already, ends. Give num_batches=, or make this loader on the ranks of the meshes only."
         )
     if stage.endless:
         raise ArgumentError(
@@ -241,7 +243,7 @@ def _micro_rows(dataloader: paddle.io.DataLoader, *, is_split: bool) -> int | No
 
 def _order_of_batches(
     stage: Stage,
-    own: FieldLayout,
+    row_layout: FieldLayout,
     tail: Tail,
     num_batches: int | None,
     *,
@@ -255,7 +257,7 @@ def _order_of_batches(
     )
     parts = (0,)
     if isinstance(stage, ExternalSource):
-        parts = (own.data_rank if own.on_mesh else 0,)
+        parts = (row_layout.data_rank if row_layout.on_mesh else 0,)
     elif num_batches is None or split_over is not None:
         stage = Stripe(stage)
     else:  # all ranks read the same: it is repeated before it is cut for the workers
@@ -278,7 +280,7 @@ def _order_of_batches(
 def _held_parts(layouts: Sequence[FieldLayout], plan: PartsPlan) -> tuple[int, ...]:
     """Return the parts from which this rank reads rows, for any of its fields.
 
-    They are all parts of a stream of its own, and also on no mesh, to know where they end.
+    They are all parts if the rank has a stream of its own, and also on no mesh, to know where they end.
     """
     parts = {
         part

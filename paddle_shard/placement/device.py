@@ -1,13 +1,13 @@
-"""How does a batch get onto a device, and what does the device do when the next one comes?"""
+"""The queue of copies to a device, and whether the device is still busy when the next batch is wanted."""
 
 from __future__ import annotations
 
 import ctypes
 import time
-import weakref
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -28,57 +28,57 @@ def is_cpu(place: Any) -> bool:
     )
 
 
-def _event(place: Any) -> Any:
+def name_of(place: Any) -> str:
+    """Return the name of a device, such as "gpu:0"."""
+    return str(place)[len("Place(") : -1]
+
+
+def _make_event(place: Any) -> Any:
     """Return an event of a device.
 
-    To drop one that is not passed makes Paddle wait for it; a forked child, for ever.
+    To drop one that has not been reached makes Paddle wait for it; in a forked child, forever.
     """
     # `paddle.device.Event` is the current place's, which is the same for all threads: it must not be changed here.
     if isinstance(place, core.CustomPlace):
         return core.CustomDeviceEvent(
             place.get_device_type(), place.get_device_id(), False, False, False
         )
-    core.set_cuda_current_device_id(
-        place.get_device_id()
-    )  # CUDA has one for each thread
+    # CUDA has a current device for each thread.
+    core.set_cuda_current_device_id(place.get_device_id())
     return core.CUDAEvent(False, False, False)
 
 
 def _record(event: Any, place: Any) -> None:
-    """Let an event be passed when the device has done what is queued now in its current stream."""
+    """Let the device reach an event after what is queued now in its current stream."""
     event.record(paddle.device.current_stream(place).stream_base)
 
 
-def _keep_for_ever(one: object) -> None:
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(one))
+@dataclass(slots=True, eq=False)
+class _Copies:
+    """Copies of a batch that are queued, or are just being queued."""
+
+    tensors: Sequence[Any]
+    """Tensors in host memory."""
+    event: Any = None
+    """Is reached after the copies; None while they are queued, and if that was interrupted or has failed."""
 
 
-class _Queued:
-    """Tensors in host memory whose copies are queued, or are just being queued."""
-
-    def __init__(self, tensors: Sequence[Any], place: Any) -> None:
-        self._tensors, self._place = tensors, place
-        self._event: Any = None
-
-    @property
-    def marked(self) -> bool:
-        """False if copies are being queued; if that was interrupted, or has failed, as well."""
-        return self._event is not None
-
-    def mark(self) -> None:
-        """Note that no more copies are queued."""
-        event = _event(self._place)
-        _record(event, self._place)
-        self._event = event
-
-    def passed(self) -> bool:
-        """Return whether it is known that the device has copied all of them."""
-        return self._event is not None and bool(self._event.query())
+def _never_free(value: Any) -> None:
+    """Keep an object that holds events: neither the end of the interpreter nor a forked child frees it."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
 
 
-_left = deque[_Queued]()
-"""What was queued by queues that are gone. It is never freed with the interpreter, nor in a forked child."""
-_keep_for_ever(_left)
+_copies_to: defaultdict[str, deque[_Copies]] = defaultdict(deque)
+"""Name of a device -> copies to it, the oldest first."""
+_never_free(_copies_to)
+
+
+@cache
+def _watched_event(name: str) -> Any:
+    """Return the event of a device by which steps are watched; it is used again, and never dropped."""
+    event = _make_event(paddle.device._convert_to_place(name))
+    _never_free(event)
+    return event
 
 
 class DeviceQueue:
@@ -87,21 +87,21 @@ class DeviceQueue:
     So neither the host nor the device ever waits for the other to ask: what is computed from a batch is queued behind
     its copy. Paddle's own reader copies in a stream and a thread of its own, and each copy first waits for all that was
     queued when it was asked for: copies come in bursts, and the device stands still between them (docs/speed.md).
+
+    All loaders of a process share the queue of a device.
     """
 
     def __init__(self, place: Any) -> None:
         """Set the device."""
-        self._place, self._held = place, deque[_Queued]()
-        # At the end nothing is waited for, and no line of Python runs: a signal's handler might raise there.
-        weakref.finalize(self, _left.extend, self._held)
+        self._place = place
+        self._queued = _copies_to[name_of(place)]
 
     def free(self) -> None:
-        """Give up host memory that was copied; safe from any thread. A thread that reads ahead has the time for it."""
-        # Without a lock, which a signal's handler might leave locked: two threads may see the same one.
-        for queued in (self._held, _left):
-            with suppress(IndexError, ValueError):  # the other thread was first
-                while (first := queued[0]).passed():
-                    queued.remove(first)
+        """Free host memory that was copied; safe from any thread. A thread that reads ahead has the time for it."""
+        # Without a lock, which a signal's handler might leave locked: two threads may see the same copies.
+        with suppress(IndexError, ValueError):  # the other thread was first
+            while (event := self._queued[0].event) is not None and event.query():
+                self._queued.remove(self._queued[0])
 
     def copied(self, tensors: Sequence[Any]) -> list[Any]:
         """Queue the copies of a batch, and return its tensors on the device. Only the thread that computes calls it.
@@ -109,48 +109,40 @@ class DeviceQueue:
         Args:
             tensors: One or more tensors in host memory, which nothing else writes to.
         """
-        if isinstance(
-            self._place, core.XPUPlace
-        ):  # a copy has ended when it returns, and Paddle 3.0 has no event
+        # On an XPU a copy has ended when it returns, and Paddle 3.0 has no event.
+        if isinstance(self._place, core.XPUPlace):
             return [tensor._copy_to(self._place, False) for tensor in tensors]
-        for one in (*self._held, *_left):
-            if not one.marked:
-                one.mark()
+        for copies in tuple(self._queued):
+            if copies.event is None:
+                self._mark(copies)
         # As much is queued as keeps the device busy; more would only hold more of the host's memory.
-        while len(self._held) >= _MOST_QUEUED:
+        while len(self._queued) >= _MOST_QUEUED:
             self.free()
-            if len(self._held) >= _MOST_QUEUED:
-                time.sleep(
-                    _PAUSE
-                )  # `synchronize` would hold the GIL, so that no other thread could run
-        queued = _Queued(tensors, self._place)
-        self._held.append(
-            queued
-        )  # first: there may be no memory for a later one, or a signal's handler may raise
-        made = [tensor._copy_to(self._place, False) for tensor in tensors]
-        queued.mark()
-        return made
+            if len(self._queued) >= _MOST_QUEUED:
+                # `synchronize` would hold the GIL, so that no other thread could run.
+                time.sleep(_PAUSE)
+        # First, since there may be no memory for a later tensor, or a signal's handler may raise.
+        copies = _Copies(tensors)
+        self._queued.append(copies)
+        on_device = [tensor._copy_to(self._place, False) for tensor in tensors]
+        self._mark(copies)
+        return on_device
 
-
-def name_of(place: Any) -> str:
-    """Return the name of a device, such as "gpu:0"."""
-    return str(place)[len("Place(") : -1]
-
-
-_events = cache(lambda name: _event(paddle.device._convert_to_place(name)))
-"""The event of a device by which steps are watched, by the device's name. It is used again, and never dropped."""
+    def _mark(self, copies: _Copies) -> None:
+        """Note that no more of the copies are queued."""
+        event = _make_event(self._place)
+        _record(event, self._place)
+        copies.event = event
 
 
 class DeviceWatch:
-    """Tells what a wait for data costs: nothing, while the device still computes what was queued before."""
+    """Shows what a wait for data costs: nothing, while the device still computes what was queued before."""
 
     def __init__(self, place: Any) -> None:
         """Set the place; of a CPU, and of an XPU, which has no events in Paddle 3.0, every wait counts."""
         self._place = place
-        self._event: Any = None
-        if not (is_cpu(place) or isinstance(place, core.XPUPlace)):
-            self._event = _events(name_of(place))
-            _keep_for_ever(self._event)
+        has_events = not (is_cpu(place) or isinstance(place, core.XPUPlace))
+        self._event = _watched_event(name_of(place)) if has_events else None
 
     def step_queued(self) -> None:
         """Note that the loop has queued its step, and asks for data."""

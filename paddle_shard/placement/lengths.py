@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -47,25 +47,26 @@ class Unplaced:
         Raises:
             BatchStructureError: The rows do not fit together, or are longer than all sizes.
         """
-        pad = self.pad
-        known = list(rows.values())
-        if len({(row[0], len(row)) for row in known}) > 1 or (
-            pad is None and len(set(known)) > 1
-        ):
+        forms = {
+            tuple(row) if self.pad is None else (row[0], len(row))
+            for row in rows.values()
+        }
+        if len(forms) > 1:
             raise _differ(self.path, rows)
-        shape = [max(sizes) for sizes in zip(*(row[1:] for row in known), strict=True)]
-        if pad is not None and pad.sizes and shape:
-            size = next((size for size in pad.sizes if size >= shape[0]), None)
-            if size is None:
+        if self.pad is None:
+            return self.layout.distributed(self.local, self.path)
+        shape = _longest(row[1:] for row in rows.values())
+        if self.pad.sizes and shape:
+            sizes = [size for size in self.pad.sizes if size >= shape[0]]
+            if not sizes:
                 raise BatchStructureError(
-                    f"the longest row of field {self.path or 'batch'} has {shape[0]}, and the largest size in pad_to "
-                    f"is {pad.sizes[-1]}. Cut long samples in the data set or the "
+                    f"the longest row of field {self.path} has {shape[0]}, and the largest size in pad_to "
+                    f"is {self.pad.sizes[-1]}. Cut long samples in the data set or the "
                     "collate_fn, or give a larger size."
                 )
-            shape[0] = size
-        return self.layout.distributed(
-            padded(self.local, shape, pad.value if pad else 0), self.path
-        )
+            shape[0] = sizes[0]
+        local = padded(self.local, shape, self.pad.value)
+        return self.layout.distributed(local, self.path)
 
 
 @dataclass(frozen=True)
@@ -84,53 +85,28 @@ class PadTo:
         """
         if pad_to is None:
             return None
-        given = list(pad_to.values()) if isinstance(pad_to, Mapping) else []
-        if not given or not all(
-            isinstance(one, tuple) and len(one) == 2 for one in given
-        ):
+        entries = list(pad_to.items()) if isinstance(pad_to, Mapping) else []
+        if not entries or not all(map(_is_valid, entries)):
             raise ArgumentError(
-                "pad_to must say of each field whose rows differ in length, by key or position, to which length they "
-                "are padded and with which number, such as {'input_ids': ('longest', 0), 'labels': ('longest', -100)}, "
-                f"or {{0: ([128, 256, 512], -100)}}; got {pad_to!r}."
+                "pad_to must map a field's key or position to (length, number): 'longest', or the lengths that its "
+                "rows may have, and the number that fills them up, such as {'input_ids': ('longest', 0), 'labels': "
+                f"('longest', -100)}}, or {{0: ([128, 256, 512], -100)}}; got {pad_to!r}."
             )
         fields = {}
-        for key, (length, value) in pad_to.items():
-            is_longest = isinstance(length, str) and length == LONGEST
-            sizes = list(length) if isinstance(length, list | tuple) else [length]
-            is_length = is_longest or (
-                len(sizes) > 0 and all(type(size) is int and size > 0 for size in sizes)
-            )
-            if not is_length or not isinstance(
-                value, float | int | np.integer | np.floating
-            ):
-                raise ArgumentError(
-                    f"pad_to: field {key!r} is padded to 'longest', or to the lengths that its rows may have, such as "
-                    f"[128, 256, 512], and with a number; got {(length, value)!r}."
-                )
-            fields[key] = Pad(
-                f"[{key!r}]", () if is_longest else tuple(sorted(sizes)), value
-            )
+        for key, (length, value) in entries:
+            sizes = () if length == LONGEST else tuple(np.unique(length).tolist())
+            fields[key] = Pad(f"[{key!r}]", sizes, value)
         return cls(fields)
 
-    def fact(self) -> dict[str, Any]:
-        """Return what the ranks compare: the same for all ways to write it."""
-        fields = sorted(self.fields.items(), key=str)
-        return {
-            str(key): (list(pad.sizes) or LONGEST, float(pad.value))
-            for key, pad in fields
-        }
+    def fact(self) -> list[str]:
+        """Return what the ranks compare."""
+        return sorted(map(str, self.fields.values()))
 
     def pad_of(self, path: str) -> Pad | None:
         """Return how the rows of the tensor at a path are padded; None if they are not."""
         # The paths of a field's tensors begin with its own, up to the bracket.
-        return next(
-            (
-                pad
-                for pad in self.fields.values()
-                if (path or "[0]").startswith(pad.path)
-            ),
-            None,
-        )
+        pads = self.fields.values()
+        return next((pad for pad in pads if (path or "[0]").startswith(pad.path)), None)
 
     def even(self, arrays: Sequence[Any], path: str) -> Sequence[Any]:
         """Return what several workers have collated of one array, padded to one length, so that it can be joined.
@@ -138,43 +114,35 @@ class PadTo:
         Arrays that differ in dtype or in their number of dims are returned as they are: joining them reports that.
         """
         pad = self.pad_of(path)
-        if (
-            pad is None
-            or len({(array.dtype, len(array.shape)) for array in arrays}) > 1
-        ):
+        if pad is None or len({(one.dtype, len(one.shape)) for one in arrays}) > 1:
             return arrays
-        row = [
-            max(sizes)
-            for sizes in zip(*(array.shape[1:] for array in arrays), strict=True)
-        ]
+        row = _longest(array.shape[1:] for array in arrays)
         return [padded(array, row, pad.value) for array in arrays]
 
 
-def finished(batch: Any, said: Mapping[int, Mapping[str, Row]]) -> Any:
+def finished(batch: Any, row_shapes: Mapping[int, Mapping[str, Row]]) -> Any:
     """Return a batch as distributed tensors, now that all ranks' rows are known.
 
     Args:
         batch: A batch with `Unplaced` leaves.
-        said: Global rank -> `row_shapes` of that rank's batch.
+        row_shapes: Global rank -> `BatchRecipe.row_shapes` of that rank's batch.
 
     Raises:
         BatchStructureError: The rows do not fit together, or are longer than all sizes; raised on all ranks.
     """
-    rows = {}
-    for path in dict.fromkeys(
-        path for of_rank in said.values() for path in of_rank
-    ):  # the same on all ranks
-        rows[path] = {
-            rank: tuple(of_rank.get(path, ())) for rank, of_rank in said.items()
-        }
-        if not all(rows[path].values()):
-            raise _differ(path, rows[path])
-    return mapped(
-        batch,
-        lambda leaf, _: (
-            leaf.placed(rows[leaf.path]) if isinstance(leaf, Unplaced) else leaf
-        ),
-    )
+    paths = {path for shapes in row_shapes.values() for path in shapes}
+    for path in sorted(paths):  # in one order on all ranks
+        rows = {rank: shapes.get(path, ()) for rank, shapes in row_shapes.items()}
+        if not all(rows.values()):
+            raise _differ(path, rows)
+
+    def place(leaf: Any, _: str) -> Any:
+        if not isinstance(leaf, Unplaced):
+            return leaf
+        path = leaf.path
+        return leaf.placed({rank: rows[path] for rank, rows in row_shapes.items()})
+
+    return mapped(batch, place)
 
 
 def padded(tensor: Any, row: Sequence[int], fill: float) -> Any:
@@ -182,35 +150,51 @@ def padded(tensor: Any, row: Sequence[int], fill: float) -> Any:
     if list(tensor.shape[1:]) == list(row):
         return tensor
     shape = [tensor.shape[0], *row]
-    filled = tuple(slice(0, size) for size in tensor.shape)
+    result: Any
     if isinstance(tensor, np.ndarray):
-        padded = np.full(shape, fill, tensor.dtype)
+        result = np.full(shape, fill, tensor.dtype)
     else:
-        padded = paddle.full(shape, fill, tensor.dtype)
-        if padded.place != tensor.place:
-            padded = padded.to(tensor.place)
-    padded[filled] = tensor
-    return padded
-
-
-def _differ(path: str, rows: Mapping[int, Row]) -> BatchStructureError:
-    shown = "; ".join(
-        f"global rank {rank}: {f'{row[0]}{list(row[1:])}' if row else 'it has none'}"
-        for rank, row in sorted(rows.items())
-    )
-    return BatchStructureError(
-        f"the rows of field {path or 'batch'} differ between ranks: {shown}. If it is their length, name it in pad_to."
-    )
+        result = paddle.full(shape, fill, tensor.dtype).to(tensor.place)
+    result[tuple(map(slice, tensor.shape))] = tensor
+    return result
 
 
 def check_fill(fill: float, dtype: str, path: str) -> None:
-    """Refuse a pad value that tensors of a dtype cannot hold.
+    """Reject a pad value that tensors of a dtype cannot hold.
 
     Raises:
         BatchStructureError: The tensors would hold another number.
     """
     if not holds(dtype, fill):
         raise BatchStructureError(
-            f"pad_to: tensors of dtype {dtype}, as field {path or 'batch'} has them, cannot hold {fill!r}. Give a "
+            f"pad_to: tensors of dtype {dtype}, as field {path} has them, cannot hold {fill!r}. Give a "
             "number that they can hold, or make the field of another dtype in the collate_fn."
         )
+
+
+def _is_valid(entry: tuple[Any, Any]) -> bool:
+    """Return whether an item of the argument is (field, (length, number))."""
+    pad = entry[1]
+    if not isinstance(pad, tuple) or len(pad) != 2:
+        return False
+    length, value = pad
+    if not isinstance(value, float | int | np.integer | np.floating):
+        return False
+    sizes = length if isinstance(length, list | tuple) else [length]
+    are_sizes = all(type(size) is int and size > 0 for size in sizes)
+    return length == LONGEST or (are_sizes and len(sizes) > 0)
+
+
+def _longest(rows: Iterable[Sequence[int]]) -> list[int]:
+    """Return the largest size of each dim."""
+    return [max(sizes) for sizes in zip(*rows, strict=True)]
+
+
+def _differ(path: str, row_by_rank: Mapping[int, Row]) -> BatchStructureError:
+    shown = "; ".join(
+        f"global rank {rank}: {f'{row[0]}{list(row[1:])}' if row else 'it has none'}"
+        for rank, row in sorted(row_by_rank.items())
+    )
+    return BatchStructureError(
+        f"the rows of field {path} differ between ranks: {shown}. If it is their length, name it in pad_to."
+    )

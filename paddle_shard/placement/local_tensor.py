@@ -1,8 +1,9 @@
-"""How do arrays become tensors of this process?"""
+"""Local tensors: make tensors of this process from arrays."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from paddle_shard.placement.device import DeviceQueue, is_cpu, name_of
 
 
 class TensorMaker:
-    """Makes the tensors of one pass on the loader's place, and on a device without waiting for it.
+    """Makes the tensors of one epoch iterator on the loader's place, and on a device without waiting for it.
 
     `paddle.to_tensor` takes up to four times as long, and in Paddle 3.3 it leaks about 110 bytes per call.
     """
@@ -27,9 +28,8 @@ class TensorMaker:
         self.is_on_cpu = is_cpu(place)
         """True if its tensors are in host memory, so that any thread may make all of them."""
         self._queue = None if self.is_on_cpu else DeviceQueue(place)
-        self._pins = isinstance(
-            place, core.CUDAPlace
-        )  # from other memory a GPU's copy is not asynchronous
+        # From other memory a GPU's copy is not asynchronous.
+        self._pins = isinstance(place, core.CUDAPlace)
         self._host: Any = core.CUDAPinnedPlace() if self._pins else core.CPUPlace()
         """Where arrays are put first."""
 
@@ -47,48 +47,50 @@ class TensorMaker:
         """
         if self._queue is not None:
             self._queue.free()
-        found: list[Any] = []
-        dense: dict[int, Any] = {}
-        """Number of a leaf -> the leaf in Paddle's own form; all of them become tensors at once."""
         if self._pins:  # else another thread would take memory of the first GPU
             core.set_cuda_current_device_id(self._place.get_device_id())
+        parts = []
+        dense: dict[int, Any] = {}
+        """Number of a leaf -> the leaf in Paddle's dense form; all of them become tensors at once."""
         for number, leaf in enumerate(leaves):
-            made = one = None
             if isinstance(leaf, np.ndarray):
-                # A subclass of ndarray may share its memory, and a tensor can only use that of a C-contiguous array.
-                mine = owned and type(leaf) is np.ndarray and leaf.flags.c_contiguous
-                if (
-                    not mine and not self._pins
-                ):  # numpy takes large pages for its copy, and Paddle small ones
-                    leaf = np.array(leaf, order="C")
-                one = core.DenseTensor()
-                one.set(leaf, self._host, not self._pins and leaf.size > 0)
+                part = dense[number] = self._from_array(leaf, owned)
             else:
-                made = (
-                    leaf.detach()
-                    if isinstance(leaf, paddle.Tensor)
-                    else paddle.utils.dlpack.from_dlpack(leaf)
-                )
-                if made.is_dense() and (
-                    is_cpu(made.place) or made.place.is_cuda_pinned_place()
-                ):
-                    # On a device, what is owned is copied, too: a copy does not know of strides, and frees what it
-                    # holds when the device is done with it.
-                    if not (owned and self.is_on_cpu):
-                        made = made._copy_to(self._host, True)
-                    one = None if self.is_on_cpu else made.value().get_tensor()
-            if one is not None:
-                dense[number] = one
-            found.append(made)
+                part = self._from_tensor(leaf, owned)
+                if not self.is_on_cpu and _is_on_host(part):
+                    dense[number] = part.value().get_tensor()  # `part` holds its memory
+            parts.append(part)
+        return partial(self._finish, parts, dense)
 
-        def made_tensors() -> list[Any]:
-            tensors = (
-                core.eager.read_next_tensor_list(list(dense.values())) if dense else ()
-            )
-            if self._queue is not None and dense:
+    def _from_array(self, array: Any, owned: bool) -> Any:
+        # A subclass of ndarray may share its memory, and a tensor can only use that of a C-contiguous array.
+        is_usable = owned and type(array) is np.ndarray and array.flags.c_contiguous
+        if not is_usable and not self._pins:
+            # numpy takes large pages for its copy, and Paddle small ones.
+            array = np.array(array, order="C")
+        dense = core.DenseTensor()
+        dense.set(array, self._host, not self._pins and array.size > 0)
+        return dense
+
+    def _from_tensor(self, leaf: Any, owned: bool) -> Any:
+        is_paddle = isinstance(leaf, paddle.Tensor)
+        tensor = leaf.detach() if is_paddle else paddle.utils.dlpack.from_dlpack(leaf)
+        # On a device, what is owned is copied, too: a copy does not know of strides, and frees what it holds when the
+        # device is done with it.
+        if _is_on_host(tensor) and not (owned and self.is_on_cpu):
+            tensor = tensor._copy_to(self._host, True)
+        return tensor
+
+    def _finish(self, parts: list[Any], dense: Mapping[int, Any]) -> list[Any]:
+        if dense:
+            tensors = core.eager.read_next_tensor_list(list(dense.values()))
+            if self._queue is not None:
                 tensors = self._queue.copied(tensors)
             for number, tensor in zip(dense, tensors, strict=True):
-                found[number] = tensor
-            return found
+                parts[number] = tensor
+        return parts
 
-        return made_tensors
+
+def _is_on_host(tensor: Any) -> bool:
+    place = tensor.place
+    return tensor.is_dense() and (is_cpu(place) or place.is_cuda_pinned_place())

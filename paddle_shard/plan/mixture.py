@@ -1,10 +1,11 @@
-"""Which sample of which source is at a position of a mixture, and which id does it have?"""
+"""The order of a mixture: which source is at each position of a run, and which of its samples."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property, lru_cache
+from operator import index as int_of
 from typing import Any, ClassVar
 
 import numpy as np
@@ -12,8 +13,8 @@ import numpy as np
 from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.order import Indices, Order, Ordering
 from paddle_shard.plan.seeding import derive_key
-from paddle_shard.plan.shuffle import Permutation, Permutations
-from paddle_shard.plan.weights import Segment, chairman
+from paddle_shard.plan.shuffle import Permutation, SourcePermutations
+from paddle_shard.plan.weights import Segment, interleave
 
 MAX_SOURCES = 1 << 12
 """Most sources of a mixture."""
@@ -29,46 +30,45 @@ MAX_DRAWS = 1 << 50
 # An id has, from its highest bit: a mark, the source's epoch modulo 512, the source, the index in the source.
 
 
-def sample_ids(sources: Any, epochs: Any, indices: Any) -> Any:
-    """Return the id of a sample; or of many, if arrays are given: int64, as many as there are sources.
+def sample_ids(sources: Indices, epochs: Indices, indices: Indices) -> Indices:
+    """Return the ids of some samples.
 
-    An id holds the source's epoch, modulo 512, beside the source and the index. So a sample that is drawn again in the
-    same epoch of the mixture has another id, and other random numbers.
+    An id holds the source's epoch, modulo 512, beside the source and the index. So a sample that is selected again in
+    the same epoch of the mixture has another id, and other random numbers.
     """
     return _MARK + ((epochs % ROUNDS) << 52) + (sources << 40) + indices
 
 
-def is_sample_id(index: Any) -> Any:
-    """Return whether an index, or each of an array, is the id of a source's sample, not a position of the mixture."""
+def is_sample_id(index: int) -> bool:
+    """Return whether an index is the id of a source's sample, not a position of the mixture."""
     return index >= _MARK
 
 
-def source_and_index(sample: Any) -> tuple[Any, Any]:
-    """Return the number of the source, and the index in it, of a sample's id, or of an array of ids."""
+def source_and_index(sample: int) -> tuple[int, int]:
+    """Return the number of the source, and the index in it, of a sample's id."""
     return (sample >> 40) % MAX_SOURCES, sample % MAX_LENGTH
 
 
 @dataclass(frozen=True)
 class Mixing(Ordering):
-    """The order of a mixture: which source is drawn at each position, and which of its samples.
+    """The order of a mixture: which source is at each position, and which of its samples.
 
     A run is one sequence over all its epochs. Each source has epochs of its own: after as many draws as it has samples,
-    each was drawn once, and the next epoch of the source begins in another order. The sequence of a segment is a
-    `Chairman`, so each source is within 1 - 1/(2n-2) samples of its share of the segment. Over several segments, these
-    bounds add up.
+    each was selected once, and the next epoch of the source begins in another order. The sequence of a segment is a
+    `WeightedInterleave`, so each source is within 1 - 1/(2n-2) samples of its share of the segment. Over several
+    segments, these bounds add up.
     """
 
     name: ClassVar[bool | str] = "mixture"
-    own_ids: ClassVar[bool] = True
 
     names: tuple[str, ...]
     """Names of the sources, in a fixed order. The key of a source's order depends on its name."""
+    lengths: tuple[int, ...]
+    """Number of samples of each source."""
     segments: tuple[Segment, ...]
-    """One or more; the first begins at 0. All have the same lengths of the sources."""
-    shuffles: bool = True
+    """One or more; the first begins at 0."""
+    is_shuffled: bool = True
     """True if each source is shuffled; False: each is read from its first sample to its last."""
-
-    # Ordering
 
     def order(self, length: int, seed: int, epoch: int, width: int) -> MixtureOrder:
         """Return the order of an epoch of the mixture.
@@ -82,49 +82,44 @@ class Mixing(Ordering):
         Raises:
             ArgumentError: The run would have more than 2^50 samples.
         """
-        if not 0 <= epoch <= MAX_DRAWS // length - 1:
+        if epoch not in range(MAX_DRAWS // length):
             raise ArgumentError(
                 f"epoch must be in range({MAX_DRAWS // length}) for a mixture with {length} samples in an epoch, "
                 f"got {epoch}."
             )
-        # The order that was asked for last is kept. It is read once: threads may ask for different orders.
-        kept, first = self._kept.get("order"), self.first_position(epoch, length)
-        if kept is not None and (kept.seed, kept.first, kept.length) == (
-            seed,
-            first,
-            length,
-        ):
-            return kept
-        # Epochs of a source continue in the next epoch of the mixture, so their permutations are handed on.
-        handed_on = kept.many if kept is not None and kept.seed == seed else None
-        many = handed_on or Permutations(len(self.names), partial(self.key, seed))
-        order = self._kept["order"] = MixtureOrder(self, seed, many, first, length)
+        key = (seed, epoch, length)
+        order = self._newest.get(key)
+        if order is None:
+            order = MixtureOrder(self, seed, epoch * length, length)
+            self._newest.clear()
+            self._newest[key] = order
         return order
-
-    def key(self, seed: int, source: int, epoch: int) -> bytes:
-        """Return the key of the order of a source's epoch."""
-        return derive_key("source", self.names[source], seed, epoch, size=64)
 
     def padding_from(self, epoch: int, length: int) -> int:
         """Return where the epoch's last segment begins, or else the epoch: padding has the weights of the end."""
-        first = self.first_position(epoch, length)
-        return max(
-            0, self.segments[self.draws.segment_at(first + length - 1)].first - first
-        )
+        first = epoch * length
+        last = self.draws.segment_at(first + length - 1)
+        return max(0, self.segments[last].first - first)
 
     def fingerprint(self, *, num_data_ranks: int, accumulation: int) -> dict[str, Any]:
         """Return what the order depends on."""
-        segments = [[segment.first, list(segment.parts)] for segment in self.segments]
-        lengths = list(self.segments[0].lengths)
-        sources = list(self.names)
-        return {
-            "mixture": {
-                "sources": sources,
-                "lengths": lengths,
-                "shuffled": self.shuffles,
-                "segments": segments,
-            }
+        mixture = {
+            "sources": list(self.names),
+            "lengths": list(self.lengths),
+            "shuffled": self.is_shuffled,
+            "segments": [[first, list(weights)] for first, weights in self.segments],
         }
+        return {"mixture": mixture}
+
+    @staticmethod
+    def of_fingerprint(mixture: Mapping[str, Any]) -> Mixing:
+        """Return the order with a fingerprint."""
+        return Mixing(
+            tuple(mixture["sources"]),
+            tuple(mixture["lengths"]),
+            tuple(Segment(at, tuple(weights)) for at, weights in mixture["segments"]),
+            mixture["shuffled"],
+        )
 
     def numbers_of(self, sample: Any) -> tuple[int, int]:
         """Return the number of the source, and the index in it, of a sample that a user names.
@@ -135,19 +130,16 @@ class Mixing(Ordering):
         Raises:
             ArgumentError: There is no such sample.
         """
-        fine = (
-            isinstance(sample, tuple | list)
-            and len(sample) == 2
-            and sample[0] in self.names
-        )
-        source, index = (self.names.index(sample[0]), sample[1]) if fine else (0, None)
-        most = self.segments[0].lengths[source]
-        if not isinstance(index, int | np.integer) or not 0 <= index < most:
+        try:
+            name, index = sample
+            source = self.names.index(name)
+            range(self.lengths[source]).index(int_of(index))
+        except (TypeError, ValueError):
+            sizes = dict(zip(self.names, self.lengths, strict=True))
             raise ArgumentError(
-                "sample of a mixture must be (name of a source, index in it), such as "
-                f"{(self.names[0], 0)}, got {sample!r}; the sources are {list(self.names)}"
-                + (f", and {self.names[source]!r} has {most} samples." if fine else ".")
-            )
+                "sample of a mixture must be (name of a source, index in it), "
+                f"got {sample!r}; the sources have {sizes} samples."
+            ) from None
         return source, int(index)
 
     def named(self, sample: int) -> tuple[str, int]:
@@ -159,17 +151,6 @@ class Mixing(Ordering):
         source, index = source_and_index(sample)
         return self.names[source], index
 
-    # The run
-
-    def first_position(self, epoch: int, length: int) -> int:
-        """Return the position of the run at which an epoch of the mixture begins.
-
-        Args:
-            epoch: The epoch.
-            length: Samples of an epoch.
-        """
-        return max(0, epoch) * length
-
     # What was computed once is kept in the value, as its hash takes long with a thousand sources.
 
     @cached_property
@@ -178,145 +159,110 @@ class Mixing(Ordering):
         return Draws(self.segments)
 
     @cached_property
-    def _kept(self) -> dict[str, MixtureOrder]:
-        return {}  # a dict, since the value is frozen
-
-
-def segments_of(mixture: Mapping[str, Any]) -> tuple[Segment, ...]:
-    """Return the segments that the fingerprint of a mixture names."""
-    lengths = tuple(mixture["lengths"])
-    return tuple(
-        Segment(first, tuple(parts), lengths) for first, parts in mixture["segments"]
-    )
+    def _newest(self) -> dict[tuple[int, int, int], MixtureOrder]:
+        """The order that was needed last; a dict, since the value is frozen."""
+        return {}
 
 
 class Draws:
-    """The source that is drawn at each position of a run, and the source's own epoch, for weights that change."""
+    """The source at each position of a run, and how often it was selected before, for weights that change."""
 
     def __init__(self, segments: tuple[Segment, ...]) -> None:
-        """Set up; a sequence is only computed as far as it is asked for.
+        """Set up; a sequence is only computed as far as it is needed.
 
         Args:
             segments: The segments of the run; the first begins at 0.
         """
-        self._segments, self._chairmen = (
-            segments,
-            [chairman(segment.parts) for segment in segments],
-        )
+        self._segments = segments
+        self._sequences = [interleave(segment.weights) for segment in segments]
         self._firsts = np.array([segment.first for segment in segments], np.int64)
-        zero = np.zeros(len(segments[0].lengths), np.int64)
-        self._bases = [zero]
-        """How often each source was drawn before each segment, as far as it was asked for."""
-        self._lengths = np.array(segments[0].lengths, np.int64)
+        self._counts_before = [np.zeros(len(segments[0].weights), np.int64)]
+        """How often each source was selected before each segment, as far as it was needed."""
 
-    def _base(self, number: int) -> Indices:
-        """Return how often each source was drawn before a segment."""
+    def _before(self, number: int) -> Indices:
+        """Return how often each source was selected before a segment."""
         # Not computed at the start: it costs the sequence up to the segment, which a run may never reach.
-        while len(self._bases) <= number:
-            at = len(self._bases) - 1
-            length = self._segments[at + 1].first - self._segments[at].first
-            self._bases.append(self._bases[at] + self._chairmen[at].counts(length))
-        return self._bases[number]
+        for at in range(len(self._counts_before) - 1, number):
+            length = int(self._firsts[at + 1] - self._firsts[at])
+            counts = self._sequences[at].counts(length)
+            self._counts_before.append(self._counts_before[at] + counts)
+        return self._counts_before[number]
 
     def segment_at(self, position: int) -> int:
         """Return the number of the segment that holds a position of the run."""
         return int(np.searchsorted(self._firsts, position, side="right")) - 1
 
     def counts(self, position: int) -> Indices:
-        """Return how often each source is drawn before a position of the run: int64[number of sources]."""
+        """Return how often each source is selected before a position of the run: int64[number of sources]."""
         number = self.segment_at(position)
-        return self._base(number) + self._chairmen[number].counts(
-            position - self._segments[number].first
-        )
+        first = self._segments[number].first
+        return self._before(number) + self._sequences[number].counts(position - first)
 
     def at(self, positions: Indices) -> tuple[Indices, Indices]:
-        """Return, for some positions of the run, the source of each, and how often it was drawn in the run before."""
-        if len(self._firsts) == 1:
-            return self._chairmen[0].at(positions)
+        """Return, for each position of the run, its source and how often the source was selected before."""
+        if len(self._segments) == 1:
+            return self._sequences[0].at(positions)
         numbers = np.searchsorted(self._firsts, positions, side="right") - 1
-        sources, draws = np.empty_like(positions), np.empty_like(positions)
-        for number in np.unique(numbers).tolist():
+        sources = np.empty_like(positions)
+        draws = np.empty_like(positions)
+        for number in np.flatnonzero(np.bincount(numbers)).tolist():
             chosen = numbers == number
-            found, drawn = self._chairmen[number].at(
-                positions[chosen] - self._firsts[number]
-            )
-            sources[chosen], draws[chosen] = found, drawn + self._base(number)[found]
+            places = positions[chosen] - self._firsts[number]
+            sources[chosen], counts = self._sequences[number].at(places)
+            draws[chosen] = counts + self._before(number)[sources[chosen]]
         return sources, draws
 
     def positions(self, source: int, draws: Indices) -> Indices:
         """Return the position of the run of each draw of a source: int64; -1 if it is never made."""
-        found = np.full(len(draws), -1, np.int64)
-        for number, segment in enumerate(self._segments):
-            if segment.parts[source] == 0:
-                continue
-            base, last = self._base(number)[source], number + 1 == len(self._segments)
-            inside = (draws >= base) & (
-                True if last else draws < self._base(number + 1)[source]
-            )
-            mine = draws[inside] - base
-            found[inside] = segment.first + self._chairmen[number].inverse(
-                np.full(len(mine), source), mine
-            )
-        return found
+        positions = np.full(len(draws), -1, np.int64)
+        begins = [self._before(at)[source] for at in range(len(self._segments))]
+        numbers = np.searchsorted(begins, draws, side="right") - 1
+        for number in np.unique(numbers).tolist():
+            first, weights = self._segments[number]
+            if weights[source]:
+                chosen = numbers == number
+                places = self._sequences[number].inverse(
+                    source, draws[chosen] - begins[number]
+                )
+                positions[chosen] = first + places
+        return positions
 
-    def epochs(
-        self, sources: Indices, draws: Indices
-    ) -> tuple[Indices, Indices, Indices]:
-        """Return, for some draws, the epoch of the source, its length, and the place in it."""
-        lengths = self._lengths[sources]
-        epochs, places = np.divmod(draws, lengths)
-        return epochs, lengths, places
+
+@lru_cache(maxsize=1 << 14)
+def _source_key(name: str, seed: int, epoch: int) -> bytes:
+    """Return the key of the order of a source's epoch."""
+    return derive_key("source", name, seed, epoch, size=64)
 
 
 class MixtureOrder(Order):
     """The order of one epoch of a mixture. Its entries are ids of samples, not numbers below the epoch's length."""
 
-    def __init__(
-        self, mixing: Mixing, seed: int, many: Permutations, first: int, length: int
-    ) -> None:
+    def __init__(self, mixing: Mixing, seed: int, first: int, length: int) -> None:
         """Set up the order.
 
         Args:
             mixing: The mixture's sources and weights.
             seed: Seed of the run.
-            many: The orders of the sources' epochs, if they are shuffled.
             first: Position of the run at which the epoch begins.
             length: Samples of the epoch.
         """
         super().__init__(length)
-        self.mixing, self.seed, self.many, self.first = mixing, seed, many, first
+        self.mixing = mixing
+        self._seed = seed
+        self._first = first
+        self._lengths = np.array(mixing.lengths, np.int64)
+        self._permutations = SourcePermutations(self._lengths, self._key)
 
     def __call__(self, positions: Indices) -> Indices:
         """Return the id of the sample at each position of the epoch: int64, same shape."""
-        sources, draws = self.mixing.draws.at(positions.reshape(-1) + self.first)
-        return self.of_draws(sources, draws).reshape(positions.shape)
+        sources, draws = self.mixing.draws.at(positions.reshape(-1) + self._first)
+        epochs, indices = np.divmod(draws, self._lengths[sources])
+        if self.mixing.is_shuffled:
+            indices = self._permutations(sources, epochs, indices)
+        return sample_ids(sources, epochs, indices).reshape(positions.shape)
 
-    def of_draws(self, sources: Indices, draws: Indices) -> Indices:
-        """Return the id of the sample of some draws, each of a source by how often it was drawn in the run before."""
-        epochs, lengths, places = self.mixing.draws.epochs(sources, draws)
-        indices = (
-            self.many(sources, epochs, lengths, places)
-            if self.mixing.shuffles
-            else places
-        )
-        found: Indices = sample_ids(sources, epochs, indices)
-        return found
-
-    def of_source(self, source: int, first: int, end: int) -> Indices:
-        """Return the ids of the samples of the draws [first, end) of a source."""
-        draws = np.arange(first, end)
-        return self.of_draws(np.full_like(draws, source), draws)
-
-    def inverse(self, samples: Indices) -> Indices:
-        """Return the position in the epoch of each id; -1 if the epoch does not deliver it."""
-        flat = samples.reshape(-1)
-        found = [
-            self._found(*source_and_index(sample), (sample >> 52) % ROUNDS)
-            for sample in flat.tolist()
-        ]
-        return np.array([at[0] if at else -1 for at in found], np.int64).reshape(
-            samples.shape
-        )
+    def _key(self, source: int, epoch: int) -> bytes:
+        return _source_key(self.mixing.names[source], self._seed, epoch)
 
     def occurrences(self, source: int, index: int) -> list[int]:
         """Return the positions in the epoch at which a sample is delivered, in ascending order.
@@ -325,33 +271,21 @@ class MixtureOrder(Order):
             source: The number of its source.
             index: Its index in the source.
         """
-        return sorted(self._found(source, index))
-
-    def _found(self, source: int, index: int, rounds: int | None = None) -> list[int]:
-        """Return the positions of a sample, of all epochs of its source or of those with this number modulo 512."""
-        mixing, run = self.mixing, self.mixing.draws
-        begin, end = (
-            int(run.counts(at)[source]) for at in (self.first, self.first + self.length)
-        )
-        if begin == end:
-            return []
-        both = np.full(2, source, np.int64)
-        first, last = run.epochs(both, np.array([begin, end - 1], np.int64))[0].tolist()
-        length = mixing.segments[0].lengths[source]
-        step = 1
-        if rounds is not None:  # an id tells the epoch modulo 512 only
-            first, step = first + (rounds - first) % ROUNDS, ROUNDS
+        run = self.mixing.draws
+        length = self.mixing.lengths[source]
+        begin = int(run.counts(self._first)[source])
+        end = int(run.counts(self._first + self.length)[source])
         draws = []
-        for epoch in range(first, last + 1, step):
-            begun = epoch * length
+        for epoch in range(begin // length, -(-end // length)):
             place = index
-            if mixing.shuffles:
-                order = Permutation(length, mixing.key(self.seed, source, epoch))
-                place = int(order.inverse(np.array([index], np.int64))[0])
-            if begin <= begun + place < end:
-                draws.append(begun + place)
-        positions = run.positions(source, np.array(draws, np.int64))
-        return [position - self.first for position in positions.tolist()]
+            if self.mixing.is_shuffled:
+                order = Permutation(length, self._key(source, epoch))
+                place = int(order.inverse(np.array(index)))
+            draws.append(epoch * length + place)
+        positions = run.positions(
+            source, np.array([draw for draw in draws if begin <= draw < end], np.int64)
+        )
+        return list((positions - self._first).tolist())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -370,17 +304,18 @@ class Drawn:
 
 def drawn_of(mixing: Mixing, position: int) -> Mapping[str, Drawn]:
     """Return what was drawn of each source before a position of the run, by name."""
-    counts = mixing.draws.counts(position)
-    segment = mixing.segments[mixing.draws.segment_at(max(0, position - 1))]
-    sources = np.arange(len(counts))
-    epochs, _, _ = mixing.draws.epochs(sources, np.maximum(counts - 1, 0))
-    period = sum(segment.parts)
+    counts = mixing.draws.counts(position).tolist()
+    segment = mixing.draws.segment_at(max(0, position - 1))
+    weights = mixing.segments[segment].weights
+    period = sum(weights)
     return {
         name: Drawn(
-            drawn=int(counts[at]),
-            share=float(counts[at] / position) if position else 0.0,
-            weight=segment.parts[at] / period,
-            epochs=int(epochs[at] + 1) if counts[at] else 0,
+            drawn=count,
+            share=count / max(1, position),
+            weight=weight / period,
+            epochs=-(-count // length),
         )
-        for at, name in enumerate(mixing.names)
+        for name, length, count, weight in zip(
+            mixing.names, mixing.lengths, counts, weights, strict=True
+        )
     }

@@ -1,4 +1,4 @@
-"""What is an order of samples?"""
+"""Interfaces of an order: `Order`, the order of one epoch, and `Ordering`, which makes the orders of all epochs."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ BLOCK = 4096
 class Order:
     """The order of one epoch: a bijection of [0, length) and its inverse, on int64 arrays of any shape."""
 
-    _newest: tuple[int, Indices] = (-1, np.empty(0, np.int64))
-    """The block of positions that was computed last: its first position, and its samples."""
+    _newest: tuple[int, Indices] | None = None
+    """The number and the samples of the block that was computed last."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -32,26 +32,22 @@ class Order:
         raise NotImplementedError
 
     def between(self, start: int, stop: int) -> Indices:
-        """Return the samples at positions [start, stop); short stretches are cut from a block that is kept."""
-        if stop - start >= BLOCK:
-            return self(np.arange(start, stop, dtype=np.int64))
-        parts = []
-        while start < stop:
-            first, block = (
-                self._newest
-            )  # read once, as one value: threads share an order
-            if first != start - start % BLOCK:
-                first = start - start % BLOCK
-                block = self(
-                    np.arange(first, min(first + BLOCK, self.length), dtype=np.int64)
-                )
-                self._newest = first, block
-            upto = min(stop, first + BLOCK)
-            parts.append(block[start - first : upto - first])
-            start = upto
-        if len(parts) == 1:
-            return parts[0]
-        return np.concatenate(parts) if parts else np.empty(0, np.int64)
+        """Return the samples at positions [start, stop). A short range is cut from a block that is kept."""
+        if not 0 < stop - start < BLOCK:
+            return self(np.arange(start, stop))
+        first = start // BLOCK
+        samples = self._block(first)
+        if stop > (first + 1) * BLOCK:
+            samples = np.concatenate([samples, self._block(first + 1)])
+        return samples[start - first * BLOCK : stop - first * BLOCK]
+
+    def _block(self, number: int) -> Indices:
+        newest = self._newest  # read once, as one value: threads share an order
+        if newest is None or newest[0] != number:
+            start = number * BLOCK
+            samples = self(np.arange(start, min(start + BLOCK, self.length)))
+            self._newest = newest = (number, samples)
+        return newest[1]
 
 
 class Identity(Order):
@@ -77,12 +73,12 @@ class Ordering:
 
     name: ClassVar[bool | str]
     """Name of the ordering in a saved state."""
-    shuffles: bool = True
-    """True if each epoch has its own order. An order that is always the same, such as by length, has False."""
+    is_identity: ClassVar[bool] = False
+    """True if every epoch has the samples in the order of the data set."""
+    changes_each_epoch: ClassVar[bool] = True
+    """True if the order depends on the epoch. A fixed order, such as by length, has False."""
     pads_first: ClassVar[bool] = False
     """True if padding is added before the shuffle, so that it may be anywhere in the epoch."""
-    own_ids: ClassVar[bool] = False
-    """True if the entries of an order are not the numbers below its length, but ids that the data set understands."""
 
     def order(self, length: int, seed: int, epoch: int, width: int) -> Order:
         """Return the order of an epoch.

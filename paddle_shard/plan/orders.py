@@ -1,4 +1,4 @@
-"""Which orders can a user choose?"""
+"""The orders that users can choose with `shuffle=`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.blocks import Blocks
-from paddle_shard.plan.mixture import Mixing, segments_of
+from paddle_shard.plan.mixture import Mixing
 from paddle_shard.plan.order import Identity, Indices, Order, Ordering
 from paddle_shard.plan.shuffle import permutation
 
@@ -24,7 +24,8 @@ class Sequential(Ordering):
     """The samples in the order of the data set, in every epoch."""
 
     name: ClassVar[bool | str] = False
-    shuffles = False
+    is_identity = True
+    changes_each_epoch = False
 
     def order(self, length: int, seed: int, epoch: int, width: int) -> Order:
         """See `Ordering`."""
@@ -43,17 +44,17 @@ class Shuffled(Ordering):
 
 
 class PaddleOrder(Order):
-    """The shuffle of Paddle's `DistributedBatchSampler`: a table, drawn from `RandomState(epoch)`."""
+    """The shuffle of Paddle's `DistributedBatchSampler`: a table that `RandomState(epoch)` shuffles."""
 
     def __init__(self, length: int, epoch: int) -> None:
-        """Draw the order of an epoch.
+        """Shuffle the table of an epoch.
 
         Args:
             length: Number of positions, padding included.
             epoch: The epoch; at least 0, as numpy requires.
         """
         super().__init__(length)
-        self._table = np.arange(length, dtype=np.int64)
+        self._table = np.arange(length)
         np.random.RandomState(epoch).shuffle(self._table)
         self._inverse: Indices | None = None
 
@@ -63,14 +64,13 @@ class PaddleOrder(Order):
 
     def inverse(self, samples: Indices) -> Indices:
         """Return the position of each sample."""
-        if self._inverse is None:  # only `where` asks for it
+        if self._inverse is None:  # only `where` needs it
             self._inverse = np.argsort(self._table)
         return self._inverse[samples]
 
 
-_paddle_order = lru_cache(maxsize=2)(
-    PaddleOrder
-)  # a table of all samples takes long to draw
+_paddle_order = lru_cache(maxsize=2)(PaddleOrder)
+"""Kept, since a table of all samples takes long to shuffle."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class PaddleOrdering(Ordering):
 
     def order(self, length: int, seed: int, epoch: int, width: int) -> Order:
         """See `Ordering`."""
-        return _paddle_order(length, epoch) if self.shuffles else Identity(length)
+        return _paddle_order(length, epoch)
 
     def num_positions(self, num_samples: int, num_data_ranks: int) -> int:
         """See `Ordering`: Paddle gives every data rank the same number of samples."""
@@ -101,7 +101,12 @@ class PaddleSequential(PaddleOrdering):
     """The order of a `DistributedBatchSampler` that does not shuffle. A loader uses it; users cannot name it."""
 
     name: ClassVar[bool | str] = "paddle unshuffled"
-    shuffles = False
+    is_identity = True
+    changes_each_epoch = False
+
+    def order(self, length: int, seed: int, epoch: int, width: int) -> Order:
+        """See `Ordering`."""
+        return Identity(length)
 
     def fingerprint(self, *, num_data_ranks: int, accumulation: int) -> dict[str, Any]:
         """See `Ordering`: the data ranks only decide on the padding, which is at the end."""
@@ -134,9 +139,8 @@ def find_ordering(shuffle: Any, dataset: Any = None) -> Ordering:
     if isinstance(shuffle, Ordering):
         return shuffle
     if not isinstance(shuffle, bool | str) or shuffle not in ORDERINGS:
-        names = ", ".join(map(repr, ORDERINGS))
         raise ArgumentError(
-            f"shuffle must be one of {names}, or a paddle_shard.Blocks, got {shuffle!r}."
+            f"shuffle must be one of {', '.join(map(repr, ORDERINGS))}, or a paddle_shard.Blocks, got {shuffle!r}."
         )
     return ORDERINGS[shuffle].for_dataset(dataset)
 
@@ -150,10 +154,7 @@ def ordering_of(fingerprint: Mapping[str, Any]) -> Ordering | None:
     """
     name = fingerprint["shuffle"]
     if name == Mixing.name:
-        mixture = fingerprint["mixture"]
-        return Mixing(
-            tuple(mixture["sources"]), segments_of(mixture), mixture["shuffled"]
-        )
+        return Mixing.of_fingerprint(fingerprint["mixture"])
     if name == Blocks.name:
         return Blocks(size=fingerprint["block_size"], window=fingerprint["window"])
-    return PaddleSequential() if name == PaddleSequential.name else ORDERINGS.get(name)
+    return {**ORDERINGS, PaddleSequential.name: PaddleSequential()}.get(name)

@@ -1,13 +1,12 @@
-"""Which sample is at a position of a shuffled epoch, computed without a table of all samples?
+"""Keyed permutations of [0, n) that are computed without a table of all samples.
 
-`Permutation` is the order of one epoch. `Permutations` are those of many sources, evaluated together.
+`Permutation` is the order of one epoch. `SourcePermutations` are those of many sources, evaluated together.
 """
 
 from __future__ import annotations
 
 import math
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -24,8 +23,6 @@ ROUNDS = 6
 TABLE_MAX = 4096
 """Up to this length a table is drawn: small networks are visibly not uniform."""
 MAX_SAMPLES = 1 << 62
-MAX_ENTRIES = 1 << 22
-"""Entries of tables that are kept for many sources: 2 bytes each."""
 VERSION = 1
 """Version of the orders that this package computes; a saved run resumes only with the same version."""
 
@@ -51,16 +48,13 @@ class Permutation(Order):
         if not 1 <= num_samples <= MAX_SAMPLES:
             raise ValueError(f"num_samples must be in [1, 2^62], got {num_samples}.")
         super().__init__(num_samples)
-        keys = np.frombuffer(key, dtype="<u8").astype(np.uint64)
+        words = _words(key)
         self._tables: tuple[Indices, Indices] | None = None
         if num_samples <= TABLE_MAX:
-            table = draw_tables(keys[None], num_samples)[0].astype(np.int64)
-            self._tables = table, np.argsort(table, kind="stable").astype(np.int64)
-        self._limit, self._sizes, self._rounds = (
-            np.uint64(num_samples),
-            network_sizes(num_samples),
-            list(keys[:ROUNDS]),
-        )
+            table = draw_tables(words, num_samples)[0]
+            self._tables = (table, np.argsort(table))
+        self._sizes = network_sizes(num_samples)
+        self._rounds = words[0, :ROUNDS]
 
     def __call__(self, positions: Indices) -> Indices:
         """Return the sample at each position: int64, same shape."""
@@ -73,11 +67,16 @@ class Permutation(Order):
     def _apply(self, values: Indices, *, backward: bool) -> Indices:
         if self._tables is not None:
             return self._tables[backward][values]
-        return walk(
-            values,
-            self._limit,
-            lambda x, _: network(x, self._sizes, self._rounds, backward=backward),
-        )
+
+        def step(x: Words, _: Any) -> None:
+            network(x, self._sizes, self._rounds, backward=backward)
+
+        return walk(values, np.uint64(self.length), step)
+
+
+def _words(keys: bytes) -> Words:
+    """Return the numbers that keys hold: uint64[keys, 8]."""
+    return np.frombuffer(keys, "<u8").astype(np.uint64).reshape(-1, 8)
 
 
 def network_sizes(num_samples: int) -> tuple[np.uint64, np.uint64]:
@@ -88,8 +87,8 @@ def network_sizes(num_samples: int) -> tuple[np.uint64, np.uint64]:
 
 def network(
     x: Words,
-    sizes: tuple[np.uint64 | Words, np.uint64 | Words],
-    rounds: Sequence[np.uint64 | Words],
+    sizes: tuple[np.uint64, np.uint64] | Words,
+    rounds: Words,
     *,
     backward: bool,
 ) -> None:
@@ -97,17 +96,17 @@ def network(
 
     Args:
         x: uint64[n], changed in place.
-        sizes: a and b, of all numbers or uint64[n].
-        rounds: The key of each round, of all numbers or uint64[n].
+        sizes: a and b, of all numbers; or uint64[2, n].
+        rounds: The key of each round: uint64[rounds], or uint64[rounds, n] for each number.
         backward: True to undo the network.
     """
     left = x // sizes[1]
     right = x - left * sizes[1]
-    added, scratch = np.empty_like(x), np.empty_like(x)
+    added = np.empty_like(x)
+    scratch = np.empty_like(x)
+    halves = ((left, right, sizes[0]), (right, left, sizes[1]))
     for number in range(len(rounds))[:: -1 if backward else 1]:
-        half, other, size = (
-            (left, right, sizes[0]) if number % 2 == 0 else (right, left, sizes[1])
-        )
+        half, other, size = halves[number % 2]
         hash_into(other, rounds[number], added, scratch)
         # Into [0, size), size <= 2^32, by the high half of a product (Lemire 2019).
         added >>= _HALF
@@ -116,9 +115,8 @@ def network(
         if backward:
             np.subtract(size, added, out=added)
         half += added
-        np.subtract(
-            half, size, out=scratch
-        )  # wraps round to a huge number if half < size
+        # The difference wraps round to a huge number if half < size.
+        np.subtract(half, size, out=scratch)
         np.minimum(half, scratch, out=half)
     np.multiply(left, sizes[1], out=x)
     x += right
@@ -145,16 +143,16 @@ def walk(
     """
     out = np.array(values, dtype=np.uint64, order="C")
     flat = out.reshape(-1)
-    for start in range(0, flat.size, BLOCK):  # so that all of a step stays in the cache
+    limits = np.broadcast_to(limits, flat.shape)
+    # In blocks, so that all of a step stays in the cache.
+    for start in range(0, flat.size, BLOCK):
         step(flat[start : start + BLOCK], slice(start, start + BLOCK))
     outside = np.flatnonzero(flat >= limits)
     while outside.size:
         again = flat[outside]
         step(again, outside)
         flat[outside] = again
-        outside = outside[
-            again >= (limits[outside] if isinstance(limits, np.ndarray) else limits)
-        ]
+        outside = outside[again >= limits[outside]]
     return out.view(np.int64)
 
 
@@ -174,110 +172,101 @@ def permutation(num_samples: int, purpose: str, seed: int, epoch: int) -> Permut
     return Permutation(num_samples, derive_key(purpose, seed, epoch, size=64))
 
 
-# Many sources at once
+# Many permutations at once
 
 
-class Permutations(threading.local):
+@lru_cache(maxsize=4096)
+def _small_table(key: bytes, length: int) -> npt.NDArray[np.int16]:
+    table: npt.NDArray[np.int16] = draw_tables(_words(key), length)[0].astype(np.int16)
+    return table
+
+
+class SourcePermutations:
     """The permutations of the epochs of some sources, evaluated together.
 
     Entry by entry, the result is that of `Permutation(length, key)`. With a thousand sources, a batch has a few samples
     of each, and numpy takes longer to begin on an array than to compute a few samples.
-
-    What is kept belongs to the thread: Python runs `__init__` again where another thread first asks. Tables that
-    threads shared would need a lock, which survives no fork and no pickling.
     """
 
-    def __init__(self, num_sources: int, key_of: Callable[[int, int], bytes]) -> None:
+    def __init__(self, lengths: Indices, key_of: Callable[[int, int], bytes]) -> None:
         """Set up; nothing is computed yet.
 
         Args:
-            num_sources: Number of sources.
-            key_of: Returns the key of (source, epoch), 64 bytes. An epoch of a source always has the same length.
+            lengths: int64[sources], each at most 2^52.
+            key_of: Returns the key of (source, epoch), 64 bytes.
         """
-        self._num_sources, self._key_of = num_sources, key_of
-        self._forget()
+        self._lengths = lengths
+        self._key_of = key_of
+        sides = np.sqrt(lengths - 1).astype(np.int64) + 1
+        self._sizes = np.array([sides, -(-lengths // sides)], np.uint64)
+        """a and b of the network of each source; see `network_sizes`."""
+        # Replaced as one value, since threads share it.
+        self._newest = (
+            np.full(len(lengths), -1),
+            np.zeros((ROUNDS, len(lengths)), np.uint64),
+        )
+        """The newest epoch of each source, and the round keys of the network in it."""
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Return how a copy is made: it keeps nothing yet."""
-        return Permutations, (self._num_sources, self._key_of)
-
-    def _forget(self) -> None:
-        self._slot = np.zeros(self._num_sources, np.int64)
-        self._epoch = np.full(self._num_sources, -1, np.int64)
-        # Of each slot: the keys of the rounds, a and b of the network, and the place of its table.
-        self._keys = np.empty((ROUNDS, 0), np.uint64)
-        self._sizes = np.empty((2, 0), np.uint64)
-        self._table_at = np.empty(0, np.int64)
-        self._tables = np.empty(0, np.int16)
-        self._entries = 0
-
-    def __call__(
-        self, sources: Indices, epochs: Indices, lengths: Indices, places: Indices
-    ) -> Indices:
+    def __call__(self, sources: Indices, epochs: Indices, places: Indices) -> Indices:
         """Return the sample at each place: int64, as many as there are places.
 
         Args:
             sources: int64, the source of each.
             epochs: int64, the epoch of the source.
-            lengths: int64, the length of that epoch.
             places: int64, the place in it.
         """
-        slots = self._slots(sources, epochs, lengths)
-        small = lengths <= TABLE_MAX
-        found, large = np.empty(len(places), np.int64), ~small
-        found[small] = self._tables[self._table_at[slots[small]] + places[small]]
-        found[large] = self._walk(slots[large], lengths[large], places[large])
-        return found
+        samples = np.empty_like(places)
+        is_small = (self._lengths <= TABLE_MAX)[sources]
+        for compute, chosen in ((self._look_up, is_small), (self._walk, ~is_small)):
+            if chosen.size and chosen.all():
+                return compute(sources, epochs, places)
+            if chosen.any():
+                samples[chosen] = compute(
+                    sources[chosen], epochs[chosen], places[chosen]
+                )
+        return samples
 
-    def _slots(self, sources: Indices, epochs: Indices, lengths: Indices) -> Indices:
-        """Return where the key, or the table, of each (source, epoch) is kept."""
-        if (
-            self._entries > MAX_ENTRIES
-            or len(self._table_at) > 4 * self._num_sources + BLOCK
-        ):
-            self._forget()
-        slots = self._slot[sources]
-        new = np.flatnonzero(self._epoch[sources] != epochs)
-        if not new.size:
-            return slots
-        pairs = epochs[new] * self._num_sources + sources[new]
-        _, first, back = np.unique(pairs, return_index=True, return_inverse=True)
-        chosen = new[first]
-        slots[new] = (len(self._table_at) + np.arange(len(first)))[back.reshape(-1)]
-        self._add(sources[chosen], epochs[chosen], lengths[chosen])
-        return slots
+    def _look_up(self, sources: Indices, epochs: Indices, places: Indices) -> Indices:
+        """Return the samples of sources that have tables."""
+        owners, _, numbers, keys = self._keys(sources, epochs)
+        lengths = self._lengths[owners]
+        tables = list(map(_small_table, keys, lengths.tolist()))
+        starts = np.cumsum(lengths) - lengths
+        entries = np.concatenate(tables)[starts[numbers] + places]
+        samples: Indices = entries.astype(np.int64)
+        return samples
 
-    def _add(self, sources: Indices, epochs: Indices, lengths: Indices) -> None:
-        """Make a slot for each (source, epoch), in their order."""
-        start, count = len(self._table_at), len(sources)
-        pairs = zip(sources.tolist(), epochs.tolist(), strict=True)
-        drawn = np.frombuffer(
-            b"".join(self._key_of(*pair) for pair in pairs), "<u8"
-        ).reshape(count, 8)
-        keys = drawn.astype(np.uint64)
-        sizes = np.array([network_sizes(length) for length in lengths.tolist()])
-        self._keys = np.concatenate([self._keys, keys[:, :ROUNDS].T], axis=1)
-        self._sizes = np.concatenate([self._sizes, sizes.T], axis=1)
-        self._table_at = np.concatenate([self._table_at, np.zeros(count, np.int64)])
-        for length in np.unique(lengths[lengths <= TABLE_MAX]).tolist():
-            rows = np.flatnonzero(lengths == length)
-            tables = draw_tables(keys[rows], length).astype(np.int16)
-            end = self._entries + tables.size
-            if end > len(self._tables):
-                grown = np.empty(max(end, 2 * len(self._tables)), np.int16)
-                grown[: self._entries] = self._tables[: self._entries]
-                self._tables = grown
-            self._tables[self._entries : end] = tables.reshape(-1)
-            self._table_at[start + rows] = self._entries + np.arange(len(rows)) * length
-            self._entries = end
-        self._slot[sources], self._epoch[sources] = start + np.arange(count), epochs
-
-    def _walk(self, slots: Indices, lengths: Indices, places: Indices) -> Indices:
-        """Return the images of some places in the networks of their slots."""
+    def _walk(self, sources: Indices, epochs: Indices, places: Indices) -> Indices:
+        """Return the samples of sources that have networks."""
+        known_epochs, rounds = self._newest
+        columns = sources.copy()
+        is_new = epochs != known_epochs[sources]
+        if is_new.any():
+            owners, new_epochs, numbers, keys = self._keys(
+                sources[is_new], epochs[is_new]
+            )
+            num_sources = len(known_epochs)
+            columns[is_new] = num_sources + numbers
+            new_rounds = _words(b"".join(keys)).T[:ROUNDS]
+            rounds = np.concatenate([rounds, new_rounds], axis=1)
+            newest = np.arange(num_sources)
+            newest[owners] = num_sources + np.arange(len(owners))
+            known_epochs = known_epochs.copy()
+            known_epochs[owners] = new_epochs
+            self._newest = (known_epochs, rounds[:, newest])
 
         def step(x: Words, chosen: Any) -> None:
-            own = slots[chosen]
-            sizes = self._sizes[0].take(own), self._sizes[1].take(own)
-            network(x, sizes, [keys.take(own) for keys in self._keys], backward=False)
+            sizes = self._sizes.take(sources[chosen], axis=1)
+            network(x, sizes, rounds.take(columns[chosen], axis=1), backward=False)
 
-        return walk(places, lengths.astype(np.uint64), step)
+        return walk(places, self._lengths.astype(np.uint64)[sources], step)
+
+    def _keys(
+        self, sources: Indices, epochs: Indices
+    ) -> tuple[Indices, Indices, Indices, list[bytes]]:
+        """Return each (source, epoch) once: the sources, the epochs, the number of each entry's pair, the keys."""
+        num_sources = len(self._lengths)
+        pairs, numbers = np.unique(epochs * num_sources + sources, return_inverse=True)
+        epoch_of, source_of = np.divmod(pairs, num_sources)
+        keys = list(map(self._key_of, source_of.tolist(), epoch_of.tolist()))
+        return source_of, epoch_of, numbers, keys

@@ -9,7 +9,7 @@ decide that (`reading/chunk_reader.py`).
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -49,8 +49,8 @@ class Step:
     """Of data with an index: the sample of each row that this rank reads; a single one if an item is a whole batch."""
     parts: tuple[Any, ...] = ()
     """Of a stream: what each of this rank's readers reads (`reading.chunk_reader.ChunkRequest`)."""
-    real: Mask | None = None
-    """Which of the rows that this rank reads are real; None: all, as far as is known before they are read."""
+    valid: Mask | None = None
+    """Which of the rows that this rank reads are valid; None: all, as far as is known before they are read."""
     skipped: tuple[int, int] = (0, 0)
     """(steps, samples) skipped immediately before this step."""
     drawn: Ids = ()
@@ -67,7 +67,7 @@ class Step:
     def to_read(self) -> Step:
         """Return the step without what only the state needs, to send it to a worker."""
         return (
-            replace(self, real=None, drawn=(), sampler_state=None)
+            replace(self, valid=None, drawn=(), sampler_state=None)
             if self.sampler_state or len(self.drawn)
             else self
         )
@@ -118,13 +118,8 @@ def as_ids(indices: Ids) -> npt.NDArray[np.int64]:
     return np.array(numbers, dtype=object).astype(np.uint64).view(np.int64)
 
 
-def all_rows(num_rows: int, micro_size: int) -> range:
-    """Return all rows of a global batch: the rows of a rank that reads it whole."""
-    return range(num_rows)
-
-
 def rank_steps(
-    batches: Iterator[GlobalBatch],
+    batches: Iterable[GlobalBatch],
     epoch: int,
     rows_of: RowsOf,
     *,
@@ -170,7 +165,7 @@ def rank_steps(
             micro_size=batch.micro_size,
             num_real=batch.num_real,
             ids=take(rows),
-            real=valid,
+            valid=valid,
             skipped=skipped,
             drawn=batch.drawn,
             sampler_state=batch.sampler_state,

@@ -1,23 +1,23 @@
-"""Which source of a mixture is drawn at a position?
+"""Weights of a mixture: from the user's numbers to the source at each position.
 
-The user's weights become integers (`integer_weights`), which hold for a stretch of the run (`Segment`). The integers
-decide the sequence of sources (`Chairman`).
+`schedule_of` turns the user's weights into integers, each for a stretch of the run (`Segment`). The integers decide the
+sequence of sources (`WeightedInterleave`).
 """
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from fractions import Fraction
 from functools import lru_cache
+from heapq import heappop, heappush, nsmallest
 from itertools import pairwise
 from numbers import Real
+from operator import index as int_of
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from paddle_shard.errors import ArgumentError, ArgumentTypeError
 from paddle_shard.plan.order import Indices
@@ -31,11 +31,11 @@ CHUNK = 1 << 14
 def integer_weights(
     names: tuple[str, ...], weights: Mapping[str, Any]
 ) -> tuple[int, ...]:
-    """Return an integer weight of each source, for the weights that a user has given. The greatest common divisor is 1.
+    """Return an integer weight of each source. The greatest common divisor is 1.
 
     A float is taken as the simplest fraction that is equal to it: 0.7 is 7/10. If the exact shares need a period of
     more than 2^20, they are rounded to a period of 2^20, each by less than 2^-20. A source with a smaller share is
-    still drawn once in a period, which the largest ones pay for.
+    still selected once in a period, which the largest ones pay for.
 
     Args:
         names: The sources.
@@ -51,18 +51,13 @@ def integer_weights(
     """
     if not isinstance(weights, Mapping):
         raise ArgumentTypeError(
-            f"weights must be a dict of a number for each source, as {dict.fromkeys(names, 1)}, got "
-            f"{type(weights).__name__}: {weights!r}."
+            f"weights must be a dict of a number for each source, got {type(weights).__name__}: {weights!r}."
         )
     if unknown := [name for name in weights if name not in names]:
-        close = [
-            match
-            for name in unknown
-            for match in get_close_matches(str(name), names, 1)
-        ]
-        hint = f" Did you mean {close[0]!r}?" if close else ""
+        close = get_close_matches(str(unknown[0]), names, 1)
         raise ArgumentError(
-            f"weights: unknown sources {unknown}; the sources are {list(names)}.{hint}"
+            f"weights: unknown sources {unknown}; the sources are {list(names)}."
+            + "".join(f" Did you mean {name!r}?" for name in close)
         )
     fractions = [_fraction(name, weights.get(name, 0)) for name in names]
     total = sum(fractions)
@@ -72,16 +67,10 @@ def integer_weights(
         )
     shares = [fraction / total for fraction in fractions]
     period = math.lcm(*(share.denominator for share in shares))
-    parts = (
-        [int(share * period) for share in shares]
-        if period <= MAX_PERIOD
-        else _rounded(shares)
-    )
-    divisor = math.gcd(*parts)
-    return tuple(part // divisor for part in parts)
-
-
-_LARGEST = 1e300
+    exact = [int(share * period) for share in shares]
+    integers = exact if period <= MAX_PERIOD else _rounded(shares)
+    divisor = math.gcd(*integers)
+    return tuple(integer // divisor for integer in integers)
 
 
 def _fraction(name: str, weight: Any) -> Fraction:
@@ -89,272 +78,244 @@ def _fraction(name: str, weight: Any) -> Fraction:
         raise ArgumentTypeError(
             f"weights: the weight of {name!r} must be a number, got {weight!r}."
         )
-    value: Any = weight
-    if not isinstance(weight, int | Fraction):  # a float32 is what its digits say
-        value = float(str(weight)) if isinstance(weight, np.generic) else float(weight)
-    if not 0 <= value <= _LARGEST:  # nor is nan
-        long = isinstance(value, int) and abs(value) > _LARGEST
-        shown = "an int of more than 300 digits" if long else repr(weight)
+    try:
+        # A float32 is what its digits say.
+        number = float(str(weight) if isinstance(weight, np.generic) else weight)
+    except OverflowError:
+        number = math.inf
+    if not 0 <= number < math.inf:
         raise ArgumentError(
-            f"weights: the weight of {name!r} must be a finite number >= 0, got {shown}."
+            f"weights: the weight of {name!r} must be a finite number >= 0, got {number}."
         )
-    exact = Fraction(value)
-    simple: Fraction = exact.limit_denominator(MAX_PERIOD)
-    return simple if isinstance(value, float) and float(simple) == value else exact
+    if isinstance(weight, int | Fraction):
+        return Fraction(weight)
+    exact = Fraction(number)
+    simple = exact.limit_denominator(MAX_PERIOD)
+    return simple if float(simple) == number else exact
 
 
 def _rounded(shares: list[Fraction]) -> list[int]:
-    """Return parts of `MAX_PERIOD` near the shares; a source with a share above 0 keeps a part of at least 1."""
+    """Return weights of sum `MAX_PERIOD` near the shares; a source with a share above 0 keeps at least 1."""
     ideal = [share * MAX_PERIOD for share in shares]
-    parts = [max(math.floor(part), int(part > 0)) for part in ideal]
-    left = MAX_PERIOD - sum(parts)
-    for at in heapq.nsmallest(
-        left, range(len(parts)), key=lambda at: parts[at] - ideal[at]
-    ):  # largest remainder first
-        parts[at] += 1
-    for _ in range(-left):  # the smallest sources were raised to 1
-        parts[parts.index(max(parts))] -= 1
-    return parts
+    weights = [max(math.floor(weight), int(weight > 0)) for weight in ideal]
+    rest = MAX_PERIOD - sum(weights)
+    # Largest remainder first.
+    for source in nsmallest(
+        rest, range(len(weights)), key=lambda source: weights[source] - ideal[source]
+    ):
+        weights[source] += 1
+    # If the smallest sources were raised to 1, the largest pay for it.
+    for _ in range(-rest):
+        weights[weights.index(max(weights))] -= 1
+    return weights
 
 
 class Segment(NamedTuple):
-    """A stretch of the run with the same weights and sources."""
+    """A stretch of the run with the same weights."""
 
     first: int
     """Position of the run at which it begins."""
-    parts: tuple[int, ...]
-    """Integer weight of each source; 0: it is not drawn."""
-    lengths: tuple[int, ...]
-    """Number of samples of each source."""
+    weights: tuple[int, ...]
+    """Integer weight of each source; 0: it is not selected."""
 
 
-def schedule_of(
-    what: str, names: tuple[str, ...], weights: Any, lengths: tuple[int, ...]
-) -> tuple[Segment, ...]:
+def schedule_of(what: str, names: tuple[str, ...], weights: Any) -> tuple[Segment, ...]:
     """Return the segments of a run for a user's weights.
 
     Args:
         what: Begins the messages.
         names: The sources.
         weights: A dict of a number for each source, or [(first sample of the run, such a dict), ...].
-        lengths: Number of samples of each source.
 
     Raises:
         ArgumentTypeError: It is neither.
         ArgumentError: The segments do not begin at 0 and ascend, or a dict does not fit the sources.
     """
     entries = [(0, weights)] if isinstance(weights, Mapping) else weights
-    is_schedule = isinstance(entries, Sequence) and all(
-        isinstance(entry, tuple | list)
-        and len(entry) == 2
-        and isinstance(entry[0], int | np.integer)
-        for entry in entries
-    )
-    if not is_schedule or isinstance(entries, str):
+    try:
+        firsts = [int_of(first) for first, _ in entries]
+    except (TypeError, ValueError):
         raise ArgumentTypeError(
             f"{what}: weights must be a dict, or a list of (first sample of the run, dict) for weights that change, "
             f"got {weights!r}."
-        )
-    firsts = [int(first) for first, _ in entries]
-    if firsts[:1] != [0] or any(
-        first >= following for first, following in pairwise(firsts)
-    ):
+        ) from None
+    if firsts[:1] != [0] or any(first >= after for first, after in pairwise(firsts)):
         raise ArgumentError(
             f"{what}: weights that change must begin at sample 0 and ascend, got {firsts}."
         )
     segments = tuple(
-        Segment(int(first), integer_weights(names, of_entry), lengths)
-        for first, of_entry in entries
+        Segment(first, integer_weights(names, of_segment))
+        for first, (_, of_segment) in zip(firsts, entries, strict=True)
     )
-    if isinstance(weights, Mapping) and (
-        missing := [name for name in names if name not in weights]
-    ):
+    if isinstance(weights, Mapping) and len(weights) < len(names):
+        missing = [name for name in names if name not in weights]
         raise ArgumentError(
             f"{what}: weights must name each source, missing {missing}. Give 0 to leave one out."
         )
     return segments
 
 
-def num_positions_to_read(segments: Sequence[Segment], *, every: bool) -> int | None:
+def num_positions_to_read(
+    segments: Sequence[Segment], lengths: Sequence[int], *, every: bool
+) -> int | None:
     """Return after how many positions a source's share has reached its length; by then it has been read in full.
 
     Args:
         segments: The run's segments; the last one has no end.
-        every: True for the last of all sources that are ever drawn, False for the first.
+        lengths: Number of samples of each source.
+        every: True for the last of all sources that are ever selected, False for the first.
 
     Returns:
-        The number; None if a source is not drawn any more before it is read in full, and `every` asks for it.
+        The number; None if a source is not selected any more before it is read in full, and `every` asks for it.
 
     Examples:
-        >>> num_positions_to_read([Segment(0, (7, 3), (70, 60))], every=False)
+        >>> num_positions_to_read([Segment(0, (7, 3))], (70, 60), every=False)
         100
     """
-    drawn = [
-        source
-        for source, parts in enumerate(
-            zip(*(one.parts for one in segments), strict=True)
-        )
-        if any(parts)
+    positions = [
+        _position_to_read(segments, source, length)
+        for source, length in enumerate(lengths)
+        if any(segment.weights[source] for segment in segments)
     ]
-    found = [_position_to_read(segments, source) for source in drawn]
-    if every and None in found:
-        return None
-    return (max if every else min)(
-        (position for position in found if position is not None), default=None
-    )
+    known = [position for position in positions if position is not None]
+    if every:
+        return max(known) if len(known) == len(positions) else None
+    return min(known, default=None)
 
 
-def _position_to_read(segments: Sequence[Segment], source: int) -> int | None:
-    ends = [*(segment.first for segment in segments[1:]), None]
-    share = Fraction(0)
-    for segment, end in zip(segments, ends, strict=True):
-        weight, left = (
-            Fraction(segment.parts[source], sum(segment.parts)),
-            segment.lengths[source] - share,
-        )
-        if left <= 0:
-            return segment.first
-        if weight:
-            needed = segment.first + -(-left // weight)
-            if end is None or needed <= end:
-                return int(needed)
-        share += weight * (0 if end is None else end - segment.first)
+def _position_to_read(
+    segments: Sequence[Segment], source: int, length: int
+) -> int | None:
+    ends = [*(segment.first for segment in segments[1:]), math.inf]
+    rest = Fraction(length)
+    for (first, weights), end in zip(segments, ends, strict=True):
+        if weights[source] == 0:
+            continue
+        share = Fraction(weights[source], sum(weights))
+        position = first + math.ceil(rest / share)
+        if position <= end:
+            return position
+        rest -= share * int(end - first)
     return None
 
 
-class Chairman:
+class WeightedInterleave:
     """A sequence of sources in which each is as near to its weight as can be, after every prefix.
 
-    After k positions, a source with the share w has been drawn within 1 - 1 / (2n - 2) of k * w times, where n is the
-    number of sources with a weight above 0. No smaller bound holds for all weights. (Tijdeman, "The chairman assignment
-    problem", Discrete Mathematics 32, 1980.)
+    After k positions, a source with the share w has been selected within 1 - 1 / (2n - 2) of k * w times, where n is
+    the number of sources with a weight above 0. No smaller bound holds for all weights. (Tijdeman, "The chairman
+    assignment problem", Discrete Mathematics 32, 1980.)
 
-    A source's draw number j may be made as soon as its share is 1 / (2n - 2) above j, and has a deadline after which
-    the bound would be broken. At each position, the draw with the earliest deadline is made of those that may be. All
-    is computed in integers. With weights that sum to Q, the sequence has the period Q and is exact at its multiples. So
-    one table of at most Q entries tells the source at any position. It is computed in chunks, up to the position that
-    is asked for.
+    Draw j of a source may be made as soon as its share is 1 / (2n - 2) above j, and has a deadline after which the
+    bound would be broken. At each position, the draw with the earliest deadline is made of those that may be. All is
+    computed in integers. With weights that sum to Q, the sequence has the period Q and is exact at its multiples. So
+    one table of Q entries tells the source at any position. It is computed in chunks, up to the position that is
+    needed.
 
     Examples:
-        >>> Chairman((2, 1)).at(np.arange(6))[0].tolist()
+        >>> WeightedInterleave((2, 1)).at(np.arange(6))[0].tolist()
         [0, 1, 0, 0, 1, 0]
     """
 
-    def __init__(self, parts: tuple[int, ...]) -> None:
+    def __init__(self, weights: tuple[int, ...]) -> None:
         """Set up the sequence; no entry is computed yet.
 
         Args:
-            parts: An int >= 0 for each source, at least one above 0. Their sum is at most 2^20.
+            weights: An int >= 0 for each source, at least one above 0. Their sum is at most 2^20.
         """
-        divisor = math.gcd(*parts)
-        self._parts = np.array([part // divisor for part in parts], np.int64)
-        self.period = int(self._parts.sum())
-        drawn = int((self._parts > 0).sum())
-        self._scale = max(1, 2 * drawn - 2)  # times are counted in 1 / (2n - 2) draws
-        self._source = np.empty(
-            self.period, np.int16 if len(parts) < 1 << 15 else np.int32
-        )
-        self._draw = np.empty(self.period, np.int32)
-        nothing = np.zeros(len(parts), np.int64)
-        self._state: tuple[int, Indices, Indices, list[int]] = (0, nothing, nothing, [])
-        self._by_source: npt.NDArray[np.intp] | None = None
+        self._weights = np.array(weights, np.int64)
+        self.period = sum(weights)
+        # Times are counted in 1 / (2n - 2) draws.
+        self._scale = max(1, 2 * int(np.count_nonzero(weights)) - 2)
+        # The source at each position, and how often it was selected before.
+        self._sources = np.empty(self.period, np.int32)
+        self._draws = np.empty(self.period, np.int32)
+        # Threads share a sequence, and no lock survives a fork and pickling. So the state is one value: the entries
+        # that are known, the draws of each source, and the heap of released draws. It is never changed, only replaced.
+        # Two threads may compute the same entries; they write the same numbers to the same places.
+        self._known: tuple[int, list[int], list[int]] = (0, [0] * len(weights), [])
 
-    def at(self, positions: Indices) -> tuple[npt.NDArray[np.int64], Indices]:
-        """Return, for each position, its source and how often the source was drawn before it.
+    def at(self, positions: Indices) -> tuple[Indices, Indices]:
+        """Return, for each position, its source and how often the source was selected before it.
 
         Args:
             positions: int64, 0 or more.
         """
-        if not positions.size:
-            return np.empty(0, np.int64), np.empty(0, np.int64)
         periods, places = np.divmod(positions, self.period)
-        self._compute(int(places.max()) + 1)
-        sources = self._source[places].astype(np.int64)
-        draws: Indices = periods * self._parts[sources]
-        draws += self._draw[places]
-        return sources, draws
+        self._extend(int(places.max(initial=-1)) + 1)
+        sources = self._sources[places].astype(np.int64)
+        draws: Indices = periods * self._weights[sources]
+        return sources, draws + self._draws[places]
 
     def counts(self, position: int) -> Indices:
-        """Return how often each source is drawn before a position: int64[number of sources]."""
+        """Return how often each source is selected before a position: int64[number of sources]."""
         periods, place = divmod(position, self.period)
-        self._compute(place)
-        counts: Indices = periods * self._parts
-        return counts + np.bincount(self._source[:place], minlength=len(self._parts))
+        self._extend(place)
+        counts = np.bincount(self._sources[:place], minlength=len(self._weights))
+        return periods * self._weights + counts
 
-    def inverse(self, sources: Indices, draws: Indices) -> Indices:
-        """Return the position at which each source is drawn for so many times.
+    def inverse(self, source: int, draws: Indices) -> Indices:
+        """Return the position of each draw of a source.
 
         Args:
-            sources: int64, of sources with a weight above 0.
+            source: A source with a weight above 0.
             draws: int64, counted from 0.
         """
-        if not sources.size:
-            return np.empty(0, np.int64)
-        periods, draws = np.divmod(draws, self._parts[sources])
-        self._compute(self.period)
-        if self._by_source is None:
-            self._by_source = np.argsort(self._source, kind="stable")
-        begin = np.cumsum(self._parts) - self._parts
-        places: Indices = (
-            self._by_source[begin[sources] + draws] + periods * self.period
-        )
-        return places
+        self._extend(self.period)
+        periods, draws = np.divmod(draws, self._weights[source])
+        places = np.flatnonzero(self._sources == source)[draws]
+        positions: Indices = places + periods * self.period
+        return positions
 
-    def _compute(self, end: int) -> None:
+    def _extend(self, end: int) -> None:
         """Extend the table to `end` entries or more."""
-        # Threads share a sequence, and no lock survives a fork and pickling. So the state is one value: the entries
-        # that are known, and what was drawn, released and waits after them. It is never changed, only replaced. Two
-        # threads may compute the same entries; they write the same numbers to the same places.
-        count = len(self._parts)
-        while self._state[0] < end:
-            start, counts, released, waiting = self._state
-            stop, waiting = min(start + CHUNK, self.period), list(waiting)
-            times, keys, released = self._releases(released, stop)
-            found, at, last = [], 0, len(times)
+        while self._known[0] < end:
+            start, counts, heap = self._known
+            counts = counts.copy()
+            heap = heap.copy()
+            num_sources = len(counts)
+            stop = min(start + CHUNK, self.period)
+            times, keys = self._releases(start, stop)
+            sources = []
+            draws = []
             for position in range(start, stop):
-                while at < last and times[at] <= position:
-                    heapq.heappush(waiting, keys[at])
-                    at += 1
-                found.append(heapq.heappop(waiting) % count)
-            for key in keys[at:]:
-                heapq.heappush(waiting, key)
-            sources = np.array(found, self._source.dtype)
-            order = np.argsort(sources, kind="stable")
-            number = np.bincount(sources, minlength=count)
-            begin = np.cumsum(number) - number
-            draws = np.empty(stop - start, np.int64)
-            draws[order] = np.arange(stop - start) - np.repeat(begin - counts, number)
-            self._source[start:stop], self._draw[start:stop] = sources, draws
-            self._state = stop, counts + number, released, waiting
+                while times[-1] <= position:
+                    times.pop()
+                    heappush(heap, keys.pop())
+                source = heappop(heap) % num_sources
+                draw = counts[source]
+                counts[source] = draw + 1
+                sources.append(source)
+                draws.append(draw)
+            self._sources[start:stop] = sources
+            self._draws[start:stop] = draws
+            self._known = (stop, counts, heap)
 
-    def _releases(
-        self, released: Indices, end: int
-    ) -> tuple[list[int], list[int], Indices]:
-        """Return the draws that may be made from now on and before `end`: the first position, and deadline and source.
-
-        The third value is how many draws of each source are released by then.
+    def _releases(self, start: int, stop: int) -> tuple[list[int], list[int]]:
+        """Return the draws that may be made from one of the positions [start, stop) on, the last one first.
 
         Draw j of a source with the share w may be made at position k if (k + 1) * w - j >= 1 / (2n - 2). It must be
         made at position k at the latest if (k + 1) * w - j > 1 - 1 / (2n - 2).
+
+        Returns:
+            The first position of each draw, after `stop` as the last of them; and a key of its deadline and its source.
         """
-        scale, period, parts = self._scale, self.period, self._parts
-        # the draws with a first position below `end`
-        upto = np.where(
-            parts > 0,
-            np.minimum((end * parts * scale - period) // (period * scale) + 1, parts),
-            0,
+        scale = self._scale
+        period = self.period
+        begin, end = (
+            (position * self._weights * scale - period) // (period * scale) + 1
+            for position in (start, stop)
         )
-        number = np.maximum(upto - released, 0)
-        sources = np.repeat(np.arange(len(parts)), number)
-        begin = np.cumsum(number) - number
-        draws = np.arange(len(sources)) - np.repeat(begin - released, number)
-        own = parts[sources]
-        first = -((draws * scale + 1) * -period // (own * scale)) - 1
-        deadline = ((draws + 1) * scale - 1) * period // (own * scale)
-        order = np.argsort(first, kind="stable")
-        keys = deadline * len(parts) + sources
-        return first[order].tolist(), keys[order].tolist(), released + number
+        number = end - begin
+        sources = np.repeat(np.arange(len(number)), number)
+        draws = np.arange(len(sources)) + np.repeat(end - np.cumsum(number), number)
+        units = self._weights[sources] * scale
+        first = -((draws * scale + 1) * -period // units) - 1
+        deadline = ((draws + 1) * scale - 1) * period // units
+        last_first = np.argsort(-first)
+        keys = deadline * len(number) + sources
+        return [stop, *first[last_first].tolist()], keys[last_first].tolist()
 
 
-chairman = lru_cache(maxsize=16)(Chairman)
+interleave = lru_cache(maxsize=16)(WeightedInterleave)
 """Returns the sequence for integer weights. It is kept, as it is the same for all epochs."""

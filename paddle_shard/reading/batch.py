@@ -171,7 +171,7 @@ def joined(
     if one.state is not None:
         step = replace(step, sampler_state=one.state)
     found = Batch(
-        step=step, value=one.value, real=step.real, fresh=one.fresh, why=one.why
+        step=step, value=one.value, real=step.valid, fresh=one.fresh, why=one.why
     )
     found.profile = next((chunk.profile for chunk in chunks if chunk.profile), None)
     found.digest = one.digest or step.digest

@@ -707,7 +707,7 @@ class Run:
             )
         return drawn_of(
             plan.ordering,
-            plan.ordering.first_position(start.epoch, plan.num_samples) + samples,
+            start.epoch * plan.num_samples + samples,
         )
 
     def _no_index(self) -> str | None:

@@ -73,7 +73,7 @@ def given_to_ranks(data, batch_size, accumulation, ids, names, dims, **options):
         (33, 8, 2, "pad", "True"),
     ],
 )
-def test_the_plan_is_what_loaders_deliver(
+def test_plan_is_what_loaders_deliver(
     text, axes, ids, names, samples, batch_size, accumulation, tail, shuffle, capsys
 ):
     dims, how = (
@@ -143,7 +143,7 @@ def test_the_plan_is_what_loaders_deliver(
             ] * len(one["ranks"])
 
 
-def test_the_plan_of_a_mixture_is_what_a_loader_delivers(capsys):
+def test_plan_of_a_mixture_is_what_a_loader_delivers(capsys):
     sources = {"web": 40, "code": 11}
     data = Mixture(
         {
@@ -238,14 +238,14 @@ FINE = ["--samples", "64", "--batch-size", "8", "--mesh", "dp=4"]
         ),
     ],
 )
-def test_each_hazard_is_told_with_its_remedy(flags, what, remedy, capsys):
+def test_plan_names_each_hazard_with_its_remedy(flags, what, remedy, capsys):
     (hazard,) = planned(capsys, *flags)["hazards"]
     assert what in hazard["what"]
     assert remedy in hazard["remedy"]
     assert f"HAZARD: {hazard['what'].rstrip('.')}" in asked("plan", *flags, code=1)
 
 
-def test_a_plan_without_a_hazard_exits_with_0():
+def test_plan_without_a_hazard_exits_with_0():
     assert "no hazard was found" in asked("plan", *FINE)
 
 
@@ -280,12 +280,12 @@ def test_a_plan_without_a_hazard_exits_with_0():
         ),
     ],
 )
-def test_bad_arguments_exit_with_2_and_say_what_to_do(flags, text):
+def test_plan_bad_arguments_exit_with_2(flags, text):
     assert text in asked("plan", *flags, code=2)
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_each_command_has_help_with_an_example(name):
+def test_commands_have_help_with_an_example(name):
     shown = asked(name, "--help")
     assert f"example: paddle-shard {name} " in shown.replace("\n", " ")
     assert "--json" in shown
@@ -295,7 +295,9 @@ def test_each_command_has_help_with_an_example(name):
     "command",
     [["plan", *FINE, "--html"], ["index", "some.tar", "-o"]],
 )
-def test_a_file_that_cannot_be_written_exits_with_2(command, tmp_path, monkeypatch):
+def test_commands_output_that_cannot_be_written_exits_with_2(
+    command, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data_of_this.py").write_text("texts = [[1, 2], [3]]")
     with tarfile.open("some.tar", "w") as archive:
@@ -303,7 +305,7 @@ def test_a_file_that_cannot_be_written_exits_with_2(command, tmp_path, monkeypat
     assert "No such file or directory: " in asked(*command, "no/such/folder", code=2)
 
 
-def test_whoever_stops_reading_a_long_answer_has_seen_enough():
+def test_main_ends_quietly_when_its_reader_closes_the_pipe():
     command = f"{sys.executable} -m paddle_shard plan --samples 5000 --batch-size 4000 --mesh dp=2000 --step 0 --json"
     done = subprocess.run(
         ["bash", "-c", f"{command} | head -1; exit ${{PIPESTATUS[0]}}"],
@@ -315,7 +317,7 @@ def test_whoever_stops_reading_a_long_answer_has_seen_enough():
     assert done.returncode in (0, 1)
 
 
-def test_no_samples_are_told_as_such():
+def test_plan_of_no_samples_is_a_hazard():
     assert "num_samples" in asked(
         "plan", "--samples", 0, "--batch-size", 4, "--mesh", "dp=2", code=1
     )
@@ -324,14 +326,14 @@ def test_no_samples_are_told_as_such():
 @pytest.mark.parametrize(
     ("flag", "value"), [("--batch-size", 0), ("--accumulation", -2), ("--step", -1)]
 )
-def test_numbers_that_cannot_be_are_refused_by_the_name_of_their_flag(flag, value):
+def test_plan_numbers_are_checked_by_the_name_of_their_flag(flag, value):
     assert f"argument {flag}: must be an int from" in asked(
         "plan", *FINE, flag, value, code=2
     )
 
 
 @pytest.mark.parametrize("flag", ["--html", "--svg"])
-def test_what_has_no_step_is_not_drawn(flag, tmp_path):
+def test_plan_without_a_step_is_not_drawn(flag, tmp_path):
     said = asked(
         "plan", *FINE, "--tail", "drop", "--samples", 7, flag, tmp_path / "plan", code=2
     )
@@ -341,9 +343,7 @@ def test_what_has_no_step_is_not_drawn(flag, tmp_path):
 
 @pytest.mark.parametrize("samples", range(1, 7))
 @pytest.mark.parametrize("tail", ["pad", "fill"])
-def test_data_ranks_without_a_sample_are_counted_where_there_are_more_ranks_than_samples(
-    samples, tail, capsys
-):
+def test_plan_counts_data_ranks_without_a_sample(samples, tail, capsys):
     flags = "--samples", samples, "--batch-size", 18, "--mesh", "dp=6", "--tail", tail
     found = planned(capsys, *flags, "--step", 0)
     empty = sum(all(one is None for one in of["samples"]) for of in found["step"])

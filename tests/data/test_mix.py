@@ -12,7 +12,7 @@ from paddle_shard.data.external import IterableSource
 from paddle_shard.data.stages import Map, Repeat, Shuffle, Stripe
 from paddle_shard.data.stages.mix import Mix
 from paddle_shard.errors import ArgumentError, ArgumentTypeError
-from paddle_shard.plan.weights import Chairman, schedule_of
+from paddle_shard.plan.weights import WeightedInterleave, schedule_of
 from tests.data.test_stages import Parts, contents, opening
 from tests.trials import trials
 
@@ -20,7 +20,7 @@ NAMES = ("web", "code", "chat")
 
 
 def schedule(names, weights):
-    return schedule_of("a mixture", tuple(names), weights, (1,) * len(names))
+    return schedule_of("a mixture", tuple(names), weights)
 
 
 @st.composite
@@ -63,7 +63,7 @@ def by_hand(lists, weights, stop, part):
     """One sample after the other, from lists that begin again."""
     drawn = [at for at, weight in enumerate(weights) if weight]
     at, ended, found = dict.fromkeys(drawn, 0), set(), []
-    for source in Chairman(tuple(weights)).at(np.arange(500))[0].tolist():
+    for source in WeightedInterleave(tuple(weights)).at(np.arange(500))[0].tolist():
         own = lists[source][part]
         if at[source] == len(own):
             ended.add(source)

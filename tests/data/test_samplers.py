@@ -133,9 +133,7 @@ def test_a_samplers_state_is_of_its_data_rank_and_another_one_refuses_it():
     assert sorted([*begun[0][0], *begun[1][0], *chain(*rest[0], *rest[1])]) == list(
         range(16)
     )
-    with pytest.raises(
-        StateError, match="state is of data rank 0, but this rank reads as data rank 1"
-    ):
+    with pytest.raises(StateError, match="data_rank=0, and this loader data_rank=1"):
         on_each_rank(range(2), lambda: resumed(lambda rank: 0))
 
 

@@ -766,7 +766,7 @@ class Counted(list):
     [
         lambda one: Repeat(one),
         lambda one: Repeat(one, 3),
-        lambda one: Mix({"a": one}, [Segment(0, (1,), (1,))], "all"),
+        lambda one: Mix({"a": one}, [Segment(0, (1,))], "all"),
     ],
 )
 def test_parts_that_are_opened_in_the_middle_of_a_round_read_the_source_once(

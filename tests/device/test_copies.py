@@ -198,13 +198,13 @@ def test_a_loop_may_compute_in_several_streams(plugin):
     del noise
 
 
-def test_memory_that_a_dropped_loader_has_left_is_given_up_once_it_is_copied():
+def test_device_queue_frees_memory_of_a_dropped_loader():
     for _ in range(5):
         next(iter(KINDS["plain"]()))
     paddle.device.synchronize()
     next(iter(KINDS["plain"]()))
 
-    assert len(device._left) <= 1
+    assert sum(map(len, device._copies_to.values())) <= 1
 
 
 def test_a_forked_child_that_drops_a_loader_does_not_wait_for_its_parents_device(
@@ -287,7 +287,7 @@ def test_a_place_may_be_that_of_a_tensor(plugin):
     made = [maker([np.arange(3)], True)()]
     time.sleep(SETTLE)
     made.append(maker([np.arange(3)], True)())  # gives up what was copied
-    held = len(maker._queue._held)
+    held = len(maker._queue._queued)
     plugin.standin_open()
 
     assert held == 2, "host memory is given up that was not copied yet"

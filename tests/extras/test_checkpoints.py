@@ -23,6 +23,7 @@ from paddle_shard.errors import (
     TakenOverError,
 )
 from paddle_shard.extras import checkpoints as module
+from paddle_shard.extras.checkpoint_folder import CheckpointFolder
 from paddle_shard.extras.checkpoint_parts import fill
 from tests.helpers import ONE, Made, local, sharded
 from tests.trials import trials
@@ -92,7 +93,7 @@ def local_rows(rows):
     return rows.numpy()[:, 0].tolist()
 
 
-def test_a_run_that_is_loaded_goes_on_as_the_straight_run(where):
+def test_checkpoints_resume_as_the_straight_run(where):
     straight, first, second = Parts(), Parts(), Parts()
     start = {name: value.numpy() for name, value in straight.model.state_dict().items()}
     for other in (first, second):
@@ -129,14 +130,14 @@ def test_a_run_that_is_loaded_goes_on_as_the_straight_run(where):
     assert second.loader.certificate().exact
 
 
-def test_nothing_is_loaded_where_nothing_is(where):
+def test_checkpoints_load_nothing_from_an_empty_folder(where):
     assert Checkpoints(where).newest() is None
     extra = {"a": 1}
     assert Checkpoints(where).load(extra=extra) is None
     assert extra == {"a": 1}
 
 
-def test_another_batch_size_goes_on_where_the_saved_one_stopped(tmp_path):
+def test_checkpoints_resume_with_another_batch_size(tmp_path):
     first, second = Parts(), Parts(batch_size=6)
     first.train(1)
     Checkpoints(tmp_path).save(1, data=first.loader)
@@ -148,7 +149,7 @@ def test_another_batch_size_goes_on_where_the_saved_one_stopped(tmp_path):
     assert second.loader.certificate().exact
 
 
-def test_what_cannot_be_overridden_is_refused_without_the_way_to_override_it(tmp_path):
+def test_checkpoints_load_does_not_suggest_override(tmp_path):
     in_two, in_four = (
         sharded(
             paddle.io.DataLoader(
@@ -165,7 +166,7 @@ def test_what_cannot_be_overridden_is_refused_without_the_way_to_override_it(tmp
     assert "override=" not in str(why.value)
 
 
-def test_a_loader_that_refuses_its_state_leaves_the_model_as_it_was(tmp_path):
+def test_checkpoints_rejected_state_leaves_the_model(tmp_path):
     first, other = (
         Parts(),
         sharded(paddle.io.DataLoader(Made(length=12), batch_size=4), ONE, tail="drop"),
@@ -186,7 +187,7 @@ def test_a_loader_that_refuses_its_state_leaves_the_model_as_it_was(tmp_path):
 
 
 @pytest.mark.parametrize("steps", [[10, 20, 6, 7], [5, 4, 3, 2, 1], [3, 3, 2, 2, 9]])
-def test_a_run_that_goes_back_saves_what_is_loaded_next(steps, tmp_path):
+def test_checkpoints_newest_is_the_last_save_not_the_last_step(steps, tmp_path):
     """In one process, as after a spike of the loss: a later save is newer, whatever its step is."""
     run = Checkpoints(tmp_path)
     for number, step in enumerate(steps):
@@ -214,9 +215,7 @@ def trained(model, optimizer):
 
 
 @pytest.mark.parametrize("steps", [0, 1])
-def test_a_layer_that_is_sharded_as_paddles_guide_does_it_is_loaded_before_its_first_step(
-    steps, tmp_path
-):
+def test_checkpoints_load_sharded_layer_before_its_first_step(steps, tmp_path):
     with paddle.utils.unique_name.guard():
         model, optimizer = adam()
         for _ in range(steps):
@@ -232,7 +231,7 @@ def test_a_layer_that_is_sharded_as_paddles_guide_does_it_is_loaded_before_its_f
         assert (again.weight.numpy() == model.weight.numpy()).all()
 
 
-def test_a_stream_which_has_no_certificate_is_saved_too(tmp_path):
+def test_checkpoints_save_a_stream_without_certificate(tmp_path):
     def loader():
         return sharded(
             paddle.io.DataLoader(paddle_shard.Stream.of(range(8)), batch_size=2), ONE
@@ -246,7 +245,7 @@ def test_a_stream_which_has_no_certificate_is_saved_too(tmp_path):
     assert found + [local(batch) for batch in two] == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
-def test_the_newest_ones_are_kept_and_the_newest_is_that_of_the_last_start(where):
+def test_checkpoints_keep_the_newest_of_the_last_start(where):
     first = Checkpoints(where, keep=3)
     for step in (1, 2, 30, 31):
         first.save(step, extra={"step": step})
@@ -266,7 +265,7 @@ def test_the_newest_ones_are_kept_and_the_newest_is_that_of_the_last_start(where
     ]
 
 
-def test_a_run_that_was_overtaken_saves_nothing_and_says_by_whom(where):
+def test_checkpoints_taken_over_run_saves_nothing(where):
     first, second = Checkpoints(where), Checkpoints(where)
     first.save(1, extra={"by": 1})
     assert second.load(extra={}) == 1
@@ -284,7 +283,7 @@ def test_a_run_that_was_overtaken_saves_nothing_and_says_by_whom(where):
         first.save(3, extra={"by": 1})
 
 
-def test_a_load_that_is_refused_takes_nothing_over(where):
+def test_checkpoints_rejected_load_takes_nothing_over(where):
     first, second = Checkpoints(where), Checkpoints(where)
     first.save(1, extra={"by": 1})
 
@@ -296,17 +295,16 @@ def test_a_load_that_is_refused_takes_nothing_over(where):
         first.save(3, extra={"by": 1})
 
 
-def test_one_that_is_overtaken_while_it_writes_leaves_no_checkpoint(where, monkeypatch):
+def test_checkpoints_taken_over_while_writing(where, monkeypatch):
     first, second = Checkpoints(where), Checkpoints(where)
     first.save(1, extra={"by": 1})
-    write = Checkpoints._write
+    complete = CheckpointFolder.complete
 
-    def overtaken(self, *args):
-        written = write(self, *args)
+    def taken_over(self, *args):
         assert second.load(extra={}) == 1
-        return written
+        complete(self, *args)
 
-    monkeypatch.setattr(Checkpoints, "_write", overtaken)
+    monkeypatch.setattr(CheckpointFolder, "complete", taken_over)
     with pytest.raises(TakenOverError):
         first.save(2, extra={"by": 1})
     monkeypatch.undo()
@@ -319,21 +317,19 @@ def test_one_that_is_overtaken_while_it_writes_leaves_no_checkpoint(where, monke
     )  # what is half-written is cleaned up
 
 
-def test_one_that_was_frozen_deletes_nothing_of_who_overtook_it(tmp_path, monkeypatch):
+def test_checkpoints_frozen_run_deletes_nothing_of_a_later_one(tmp_path, monkeypatch):
     first, second = Checkpoints(tmp_path), Checkpoints(tmp_path)
     first.save(1, extra={"by": 1})
-    names = Checkpoints._names
+    names = CheckpointFolder.names
 
     def frozen(self):
-        if self is first and second._generation is None:
-            second._claim("save()")
-            (
-                tmp_path / f"{second._generation:06d}-000001-step2"
-            ).mkdir()  # it has begun to write
+        if self is first._folder and second._folder.generation is None:
+            second._claim("save")
+            (tmp_path / "000002-000001-step2").mkdir()  # it has begun to write
         return names(self)
 
-    monkeypatch.setattr(Checkpoints, "_names", frozen)
-    first._clean(2)
+    monkeypatch.setattr(CheckpointFolder, "names", frozen)
+    first._folder.clean(2)
     assert (tmp_path / "000002-000001-step2").exists()
 
 
@@ -368,13 +364,13 @@ def killed_at(number, work):
 @pytest.mark.filterwarnings(
     "ignore::pytest.PytestUnraisableExceptionWarning"
 )  # what a killed process had open
-def test_whatever_ends_a_save_at_any_line_the_checkpoint_before_or_this_one_is_there(
-    tmp_path, monkeypatch
-):
-    monkeypatch.setattr(module.os, "fsync", lambda _: None)
-    clean = Checkpoints._clean
+def test_checkpoints_survive_a_kill_at_any_line_of_a_save(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "fsync", lambda _: None)
+    clean = CheckpointFolder.clean
     monkeypatch.setattr(
-        Checkpoints, "_clean", lambda self, keep: clean(self, keep) if tidy else None
+        CheckpointFolder,
+        "clean",
+        lambda self, keep: clean(self, keep) if tidy else None,
     )
     base, found, tidy = tmp_path / "base", set(), True
     Checkpoints(base).save(1, extra={"step": 1})
@@ -448,20 +444,19 @@ def of_version(path, version):
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_what_is_damaged_half_written_or_mixed_is_passed_over_with_a_line_that_says_why(
-    damage, tmp_path, caplog
-):
-    run = Checkpoints(tmp_path, keep=3)
+def test_checkpoints_skip_and_keep_what_they_cannot_read(damage, tmp_path, caplog):
+    run = Checkpoints(tmp_path)
     old, new = (Path(run.save(step, extra={"step": step})) for step in (1, 2))
     spoil, why = DAMAGE[damage]
     spoil(new)
     extra = {}
     assert Checkpoints(tmp_path).newest() == str(old)
-    caplog.clear()
 
-    assert Checkpoints(tmp_path).load(extra=extra) == 1
-
+    run = Checkpoints(tmp_path)
+    assert run.load(extra=extra) == 1
     assert extra == {"step": 1}
+    newer = [run.save(step, extra={"step": step}) for step in (3, 4, 5)]
+
     [line] = [
         record.getMessage()
         for record in caplog.records
@@ -469,9 +464,22 @@ def test_what_is_damaged_half_written_or_mixed_is_passed_over_with_a_line_that_s
     ]
     assert line.startswith(f"{new} is skipped: ")
     assert why in line
+    kept = {path for path in tmp_path.iterdir() if path.is_dir()}
+    unreadable = set() if damage == "no manifest" else {new}
+    assert kept == {*map(Path, newer[1:]), *unreadable}
 
 
-def test_one_that_was_passed_over_is_none_of_those_to_keep(tmp_path):
+def test_checkpoints_keep_a_folder_of_the_user(tmp_path):
+    folder = tmp_path / "000000-000001-step1"
+    folder.mkdir()
+    (folder / "notes.txt").write_text("mine")
+    run = Checkpoints(tmp_path)
+    for step in (1, 2, 3):
+        run.save(step, extra={"step": step})
+    assert (folder / "notes.txt").read_text() == "mine"
+
+
+def test_checkpoints_do_not_count_damaged_ones_as_kept(tmp_path):
     run = Checkpoints(tmp_path, keep=2)
     good, bad = (Path(run.save(step, extra={"step": step})) for step in (1, 2))
     cut(values(bad))
@@ -486,16 +494,16 @@ def test_one_that_was_passed_over_is_none_of_those_to_keep(tmp_path):
     assert run.newest() == str(good)
     for step in (4, 5):
         run.save(step, extra={"step": step})
-    assert not any(one.exists() for one in (good, bad, newest))
+    assert not good.exists()
+    assert bad.exists()
+    assert newest.exists()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("batch", range(4))
-def test_random_histories_of_starts_saves_kills_and_damage(
-    batch, tmp_path, monkeypatch
-):
+def test_checkpoints_random_histories(batch, tmp_path, monkeypatch):
     """An oracle in a list: what was saved whole, in order; every start loads the newest of it that is undamaged."""
-    monkeypatch.setattr(module.os, "fsync", lambda _: None)
+    monkeypatch.setattr(os, "fsync", lambda _: None)
     for seed in range(100 * batch, 100 * batch + trials(12)):
         rng, folder = random.Random(seed), tmp_path / str(seed)
         run, late, whole, keep = None, [], [], rng.choice([2, 3])
@@ -521,7 +529,7 @@ def test_random_histories_of_starts_saves_kills_and_damage(
             elif action == "kill":
                 before = set(os.listdir(folder))
                 with monkeypatch.context() as patch:
-                    patch.setattr(run, "_clean", lambda keep: None)
+                    patch.setattr(run._folder, "clean", lambda keep: None)
                     killed_at(
                         rng.randint(1, 150),
                         partial(run.save, number, extra={"number": number}),
@@ -544,7 +552,7 @@ def test_random_histories_of_starts_saves_kills_and_damage(
                     rng.choice(late).save(number + 1000, extra={})
 
 
-def test_a_file_in_place_of_the_newest_checkpoint_is_none(tmp_path):
+def test_checkpoints_ignore_a_file_with_the_name_of_one(tmp_path):
     run = Checkpoints(tmp_path)
     old, new = (Path(run.save(step, extra={"step": step})) for step in (1, 2))
     shutil.rmtree(new)
@@ -556,7 +564,7 @@ def test_a_file_in_place_of_the_newest_checkpoint_is_none(tmp_path):
     again.save(3, extra={"step": 3})
 
 
-def test_a_name_with_digits_of_another_script_is_none_of_ours(tmp_path):
+def test_checkpoints_ignore_names_that_are_not_theirs(tmp_path):
     (tmp_path / "generation-\u0663").write_text("")
     (tmp_path / "000009-000009-step\u0660").mkdir()
     run = Checkpoints(tmp_path)
@@ -564,7 +572,7 @@ def test_a_name_with_digits_of_another_script_is_none_of_ours(tmp_path):
     assert Checkpoints(tmp_path).load(extra={}) == 1
 
 
-def test_what_cannot_be_saved_or_loaded_is_refused_by_name(tmp_path):
+def test_checkpoints_arguments_are_checked_by_name(tmp_path):
     with pytest.raises(ArgumentError, match="keep"):
         Checkpoints(tmp_path, keep=1)
     run = Checkpoints(tmp_path)
@@ -589,9 +597,7 @@ def test_what_cannot_be_saved_or_loaded_is_refused_by_name(tmp_path):
         run.load(model=paddle.nn.Sequential(model))
 
 
-def test_a_save_that_fails_leaves_the_checkpoints_before_and_the_next_one_works(
-    tmp_path, monkeypatch
-):
+def test_checkpoints_save_works_after_a_failed_one(tmp_path, monkeypatch):
     run = Checkpoints(tmp_path)
     run.save(1, extra={"step": 1})
 
@@ -610,12 +616,12 @@ def test_a_save_that_fails_leaves_the_checkpoints_before_and_the_next_one_works(
     assert run.newest().endswith("step2")
 
 
-def test_a_url_is_refused():
+def test_checkpoints_folder_is_no_url():
     with pytest.raises(ArgumentError, match=r"folder='s3://bucket/x' is a URL"):
         Checkpoints("s3://bucket/x")
 
 
-def test_a_tensor_of_which_not_all_was_saved_is_refused_and_nothing_of_it_is_made_up():
+def test_fill_needs_all_of_a_tensor():
     held = paddle.arange(12, dtype="float32").reshape([4, 3])
     with pytest.raises(StateError, match=r"does not hold all of \['w'\]"):
         fill({"w": paddle.zeros([4, 3])}, {"w": held[:3]}, [])

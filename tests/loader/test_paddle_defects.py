@@ -692,6 +692,6 @@ def test_arguments_that_cannot_be_read():
     with pytest.raises(ArgumentError, match="shard_dims: the mesh has no axis None"):
         sharded(shard_dims=["dp", None])
     with pytest.raises(
-        BatchStructureError, match=r"input_keys \['y'\] are not in the batch"
+        BatchStructureError, match="input_keys: 'y' is not in the batch"
     ):
         next(iter(sharded(Make(lambda i: {"x": np.array(i)}), input_keys=["y"])))

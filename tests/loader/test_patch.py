@@ -121,7 +121,8 @@ def test_an_option_is_a_default_with_which_no_loader_fails_that_works_without(
     assert shapes[0] == plain[0]
 
 
-def test_what_a_loader_cannot_have_is_said_and_the_rest_is_taken(caplog):
+def test_patch_paddle_leaves_out_and_names_an_option(caplog, monkeypatch):
+    monkeypatch.setattr("paddle_shard.core.warn_once._SAID", set())
     with paddle_shard.patch_paddle(tail="repeat", seed=11):
         loader = made(OTHERS["shuffled"]())
 

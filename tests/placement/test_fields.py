@@ -135,7 +135,7 @@ def test_a_dict_cannot_have_a_list_of_meshes():
 
     with pytest.raises(
         BatchStructureError,
-        match="is a dict, but its entry in meshes or placements is a list of 2",
+        match="must be a list of 2 items, as its entry in meshes.* got a dict",
     ):
         next(iter(sharded(DataLoader(fields, batch_size=4), [[DP2, DP2], DP2])))
 

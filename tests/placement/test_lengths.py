@@ -1,5 +1,7 @@
 """What `pad_to` may be, and what becomes of a batch in one process."""
 
+import re
+
 import numpy as np
 import paddle
 import paddle.distributed as dist
@@ -79,30 +81,26 @@ def test_workers_of_a_stream_join_rows_of_different_lengths():
 
 
 @pytest.mark.parametrize(
-    ("pad_to", "text"),
+    "pad_to",
     [
-        (
-            {0: ("most", 0)},
-            r"field 0 is padded to 'longest', or to the lengths .* got \('most', 0\)",
-        ),
-        ({0: ([], 0)}, "padded to 'longest', or to the lengths"),
-        ({0: ([8, 0], 0)}, "padded to 'longest', or to the lengths"),
-        ({0: ([8, 1.5], 0)}, "padded to 'longest', or to the lengths"),
-        ({0: (np.array([8]), 0)}, "padded to 'longest', or to the lengths"),
-        ("longest", "pad_to must say of each field .* got 'longest'"),
-        ([8, 16], r"pad_to must say of each field .* got \[8, 16\]"),
-        ({}, "pad_to must say of each field"),
-        (
-            {0: "longest"},
-            "to which length they are padded and with which number.* got {0: 'longest'}",
-        ),
-        (
-            {"ids": ("longest", "pad")},
-            "field 'ids' is padded .* with a number; got .*'pad'",
-        ),
+        {0: ("most", 0)},
+        {0: ([], 0)},
+        {0: ([8, 0], 0)},
+        {0: ([8, 1.5], 0)},
+        {0: (np.array([8]), 0)},
+        {0: (True, 0)},
+        "longest",
+        [8, 16],
+        {},
+        {0: "longest"},
+        {0: ("longest", "0")},
+        {0: ("longest", None)},
+        {0: ("longest", [0])},
+        {"ids": ("longest", 0), "labels": ("longest", "pad")},
     ],
 )
-def test_what_cannot_be_is_refused_with_what_can(pad_to, text):
+def test_pad_to_rejects_other_values(pad_to):
+    text = rf"pad_to must map .*; got {re.escape(repr(pad_to))}\."
     with pytest.raises(ArgumentError, match=text):
         sharded(pad_to=pad_to)
 
@@ -173,12 +171,6 @@ def test_a_value_that_the_field_cannot_hold_is_refused(dtype, fill):
 )
 def test_a_value_that_the_field_holds_is_taken(dtype, fill):
     check_fill(fill, dtype, "x")
-
-
-@pytest.mark.parametrize("value", ["0", None, [0]])
-def test_what_is_no_number_is_refused(value):
-    with pytest.raises(ArgumentError, match="field 0 is padded .* with a number"):
-        sharded(pad_to={0: ("longest", value)})
 
 
 def test_a_rank_on_no_mesh_is_refused_since_nobody_tells_it_the_lengths(monkeypatch):

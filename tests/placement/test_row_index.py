@@ -148,7 +148,7 @@ def test_one_of_a_field_that_is_a_list_is_named_by_its_place_in_a_list():
     for wanted, told in [
         (
             [None, "row index", None],
-            r"field \['inputs'\] is a list of 2 items, but its entry in .* placements has 3",
+            r"field \['inputs'\] must be a list of 3 items, as its entry in .* placements is, got a list",
         ),
         (
             [None, "row"],

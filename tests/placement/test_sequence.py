@@ -116,7 +116,7 @@ def test_several_axes_on_one_dim_act_as_one():
         (
             {"label": {"dp": 0, "sep": 1}},
             BatchStructureError,
-            r"field \['label'\] has 1 dims",
+            r"field \['label'\]: dim 1 of shape \[1\] cannot be cut",
         ),
     ],
 )
@@ -128,7 +128,7 @@ def test_placements_that_cannot_be_are_refused(placements, error, text):
 def test_a_sequence_that_cannot_be_cut_is_refused_with_the_nearest_sizes():
     with pytest.raises(
         BatchStructureError,
-        match="size 6, which cannot be cut into 4 equal chunks. .*: 4 or 8",
+        match=r"dim 1 of shape \[1, 6\] cannot be cut into 4 equal chunks. .*: 4 or 8",
     ):
         first({"input_ids": {"dp": 0, "sep": Balanced(dim=1)}}, length=6)
 

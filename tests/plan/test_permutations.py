@@ -2,9 +2,8 @@ import numpy as np
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from paddle_shard.plan import shuffle as module
 from paddle_shard.plan.seeding import derive_key
-from paddle_shard.plan.shuffle import Permutation, Permutations
+from paddle_shard.plan.shuffle import Permutation, SourcePermutations
 from tests.trials import trials
 
 
@@ -21,27 +20,21 @@ LENGTHS = st.one_of(
 @given(
     lengths=st.lists(LENGTHS, min_size=1, max_size=12),
     calls=st.lists(st.integers(0, 300), min_size=1, max_size=4),
-    most=st.sampled_from([module.MAX_ENTRIES, 5]),
     seed=st.integers(0, 2**32),
 )
-@example(lengths=[1], calls=[3], most=5, seed=0)
-def test_entry_by_entry_it_is_the_permutation_of_each_epoch(lengths, calls, most, seed):
+@example(lengths=[1], calls=[3], seed=0)
+@example(lengths=[2**50, (2**26 - 1) ** 2, (2**26 - 1) ** 2 + 1], calls=[9], seed=0)
+def test_source_permutations_are_those_of_each_epoch(lengths, calls, seed):
     drawn = np.random.default_rng(seed)
-    many = Permutations(len(lengths), key)
-    before, module.MAX_ENTRIES = (
-        module.MAX_ENTRIES,
-        most,
-    )  # few entries: tables are thrown away and drawn again
-    try:
-        for size in calls:
-            sources = drawn.integers(0, len(lengths), size)
-            epochs = drawn.integers(0, 4, size)
-            own = np.array(lengths, np.int64)[sources]
-            places = drawn.integers(0, own)
-            found = many(sources, epochs, own, places)
-            for at in range(0, size, 1 + size // 25):
-                one = Permutation(int(own[at]), key(int(sources[at]), int(epochs[at])))
-                assert one(places[at : at + 1])[0] == found[at]
-                assert one.inverse(found[at : at + 1])[0] == places[at]
-    finally:
-        module.MAX_ENTRIES = before
+    lengths = np.array(lengths, np.int64)
+    permutations = SourcePermutations(lengths, key)
+    for size in calls:
+        sources = drawn.integers(0, len(lengths), size)
+        epochs = drawn.integers(0, 4, size)
+        places = drawn.integers(0, lengths[sources])
+        samples = permutations(sources, epochs, places)
+        for at in range(0, size, 1 + size // 25):
+            source, epoch = int(sources[at]), int(epochs[at])
+            alone = Permutation(int(lengths[source]), key(source, epoch))
+            assert alone(places[at : at + 1])[0] == samples[at]
+            assert alone.inverse(samples[at : at + 1])[0] == places[at]

@@ -135,8 +135,8 @@ def test_indices_are_int64_and_any_step_can_be_asked_for():
     [
         ({"batch_size": 5}, BatchSizeError, "5 cannot be split evenly over 2 data ranks. Nearest sizes that can: 4 or"),
         ({"batch_size": 4, "accumulation": 4}, BatchSizeError, "2 data ranks times 4 accumulation steps"),
-        ({"num_samples": 0}, ArgumentError, "An empty data set cannot be sharded"),
-        ({"num_samples": 2**62 + 1}, ArgumentError, "at most 2^62"),
+        ({"num_samples": 0}, ArgumentError, "num_samples must be an int in [1, "),
+        ({"num_samples": 2**62 + 1}, ArgumentError, "num_samples must be an int in [1, "),
         ({"num_data_ranks": 0}, ArgumentError, "num_data_ranks must be an int >= 1, got 0"),
         ({"batch_size": True}, ArgumentError, "batch_size must be an int >= 1, got True"),
         ({"tail": "wrap"}, ArgumentError, "got 'wrap'"),

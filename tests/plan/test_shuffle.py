@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from paddle_shard.plan import shuffle
 from paddle_shard.plan.order import BLOCK
 from paddle_shard.plan.seeding import derive_key
-from paddle_shard.plan.shuffle import Permutation, Permutations
+from paddle_shard.plan.shuffle import Permutation, SourcePermutations
 from tests.optional import Lazy
 from tests.trials import trials
 
@@ -251,13 +251,13 @@ def test_small_lengths_need_the_table(monkeypatch):
 
 
 @pytest.mark.parametrize("length", [50, 5000], ids=["tables", "networks"])
-def test_threads_that_share_the_orders_of_many_sources_get_their_samples(length):
-    def key_of(source, epoch):
-        return derive_key("test", source, epoch, size=64)
-
-    shared, num_sources = Permutations(20, key_of), 20
+def test_source_permutations_are_shared_by_threads(length):
+    num_sources = 20
+    shared = SourcePermutations(np.full(num_sources, length), key_of_a_source)
     alone = {
-        (source, epoch): Permutation(length, key_of(source, epoch))(np.arange(8))
+        (source, epoch): Permutation(length, key_of_a_source(source, epoch))(
+            np.arange(8)
+        )
         for source in range(num_sources)
         for epoch in range(12)
     }
@@ -268,31 +268,17 @@ def test_threads_that_share_the_orders_of_many_sources_get_their_samples(length)
         found = []
         for step in range(24):
             epoch = (step + offset) % 12
-            got = shared(
-                sources,
-                np.full(len(sources), epoch),
-                np.full(len(sources), length),
-                places,
-            )
-            found.append(
-                not np.array_equal(
-                    got,
-                    np.concatenate([alone[one, epoch] for one in range(num_sources)]),
-                )
-            )
+            got = shared(sources, np.full(len(sources), epoch), places)
+            expected = [alone[source, epoch] for source in range(num_sources)]
+            found.append(not np.array_equal(got, np.concatenate(expected)))
         return sum(found)
 
     assert together(wrong, range(4)) == [0, 0, 0, 0]
 
 
-def test_a_copy_of_the_orders_of_many_sources_gives_the_same_samples():
-    shared = Permutations(3, key_of_a_source)
-    given = (
-        np.array([0, 1, 2]),
-        np.array([0, 5, 1]),
-        np.array([9, 5000, 70]),
-        np.array([8, 4999, 3]),
-    )
+def test_source_permutations_are_the_same_in_a_copy():
+    shared = SourcePermutations(np.array([9, 5000, 70]), key_of_a_source)
+    given = np.array([0, 1, 2]), np.array([0, 5, 1]), np.array([8, 4999, 3])
     expected = shared(*given).tolist()
     copied = pickle.loads(pickle.dumps(shared))
     assert copied(*given).tolist() == expected

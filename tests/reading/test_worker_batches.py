@@ -358,7 +358,7 @@ def test_a_worker_gets_the_ids_as_they_are_and_not_what_only_the_state_needs(dty
     class Echo(Reader):
         def read(self, asked, worker, look=""):
             return Chunk(
-                [asked.ids, asked.number, asked.drawn, asked.sampler_state, asked.real]
+                [asked.ids, asked.number, asked.drawn, asked.sampler_state, asked.valid]
             )
 
     step = replace(

@@ -96,14 +96,14 @@ def test_a_run_of_any_kind_is_recorded_and_verified(made, tmp_path, monkeypatch)
     assert "so far" not in first["text"]
     assert "so far" in second["text"]
     if first["drawn_by"] is None:
-        asked("batch", path, "--epoch", 0, "--step", 4)
+        asked("show", path, "--epoch", 0, "--step", 4)
     else:
         assert (
             "which samples these are is not known: the order is that of"
             in first["notes"][0]
         )
         assert "so the record has positions and no samples" in asked(
-            "batch", path, "--epoch", 0, "--step", 4, code=2
+            "show", path, "--epoch", 0, "--step", 4, code=2
         )
 
 
@@ -216,10 +216,10 @@ def test_a_job_that_has_loaded_and_not_begun_changes_no_answer(tmp_path):
             asked("verify", record).splitlines()[-2:],
             [
                 one
-                for one in asked("where", record, "--sample", 3, "--json")["places"]
-                if one["told"] == "yes"
+                for one in asked("show", record, "--sample", 3, "--json")["delivered"]
+                if one["recorded"] == "yes"
             ],
-            asked("batch", record, "--epoch", 0, "--step", 2, "--json"),
+            asked("show", record, "--epoch", 0, "--step", 2, "--json"),
         ]
 
     first = loader()
@@ -252,10 +252,10 @@ def test_samples_that_came_later_are_found_and_an_older_epoch_has_its_own_mesh(
         list(loader)
         state = loader.state_dict()
 
-    (place,) = asked("where", record, "--sample", 45, "--json")["places"]
+    (place,) = asked("show", record, "--sample", 45, "--json")["delivered"]
     assert (place["epoch"], place["job"]) == (1, 2)
-    assert "must be an int in" in asked("where", record, "--sample", 50, code=2)
-    found = asked("batch", record, "--epoch", 0, "--step", 0, "--json")["delivered"]
+    assert "must be an int in" in asked("show", record, "--sample", 50, code=2)
+    found = asked("show", record, "--epoch", 0, "--step", 0, "--json")["delivered"]
     assert [group["ranks"] for group in found] == [[0]]
 
 

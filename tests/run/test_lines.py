@@ -260,9 +260,7 @@ def test_options_of_any_type_are_in_the_record(tmp_path):
     assert line["options"]["seed"] == 0
     assert line["options"]["pad_to"] == "{0: ([128, 256], -1)}"
     assert (line["sizes"], line["dealt"]) == ([[0, 4], [16, 8]], True)
-    (found,) = asked("batch", tmp_path / "run.jsonl", "--step", 5, "--json")[
-        "delivered"
-    ]
+    (found,) = asked("show", tmp_path / "run.jsonl", "--step", 5, "--json")["delivered"]
     assert (found["ranks"], found["samples"]) == (None, list(range(24, 32)))
     text = asked("verify", tmp_path / "run.jsonl")
     assert "exactly once" in text
@@ -367,8 +365,8 @@ def test_whatever_a_line_holds_no_command_dies_of_it(whole, tmp_path_factory, da
     step = ["--step", "1"]
     ways = [
         ["verify"],
-        ["where", "--sample", "3"],
-        ["batch", *step],
+        ["show", "--sample", "3"],
+        ["show", *step],
     ]
     for command, *flags in ways:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
@@ -382,8 +380,8 @@ def test_a_record_that_tells_nothing_yet_says_so(tmp_path):
     batches = iter(loader)
     next(batches)
     assert "1 lines" not in asked("verify", path)
-    (found,) = asked("batch", path, "--step", 0, "--epoch", 0, "--json")["delivered"]
-    assert (found["told"], found["samples"]) == ("not yet", [0, 1, 2, 3])
+    (found,) = asked("show", path, "--step", 0, "--epoch", 0, "--json")["delivered"]
+    assert (found["recorded"], found["samples"]) == ("not yet", [0, 1, 2, 3])
 
 
 def test_a_trainer_that_nobody_edits_writes_a_record_too(tmp_path):

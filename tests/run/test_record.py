@@ -47,24 +47,24 @@ def counted(run):
 def test_each_sample_is_where_the_record_says(run):
     found = deliveries(counted(run), RANKS)
     for sample in [0, 7, 39, 1000, 1003, 2000, 2001, 2002, 5]:
-        places = asked("where", run.record, "--sample", name_of(sample), "--json")[
-            "places"
+        places = asked("show", run.record, "--sample", name_of(sample), "--json")[
+            "delivered"
         ]
         shown = [
             (one["job"], one["epoch"], one["step"], rank, one["row_of_rank"])
             for one in places
             for rank in one["ranks"]
-            if rank in RANKS[one["job"]] and one["told"] == "yes"
+            if rank in RANKS[one["job"]] and one["recorded"] == "yes"
         ]
         assert sorted(shown) == sorted(found[sample])
-        assert len(shown) == sum(one["told"] == "yes" for one in places)
+        assert len(shown) == sum(one["recorded"] == "yes" for one in places)
 
 
 def test_each_step_has_the_samples_of_each_rank(run):
     for job, (epoch, step), of_ranks in counted(run):
-        for on in asked(
-            "batch", run.record, "--epoch", epoch, "--step", step, "--json"
-        )["delivered"]:
+        for on in asked("show", run.record, "--epoch", epoch, "--step", step, "--json")[
+            "delivered"
+        ]:
             assert on["job"] == job
             names = [one and ":".join(map(str, one)) for one in on["samples"]]
             for rank in on["ranks"]:
@@ -132,8 +132,8 @@ def test_an_epoch_that_was_begun_twice_is_not_exactly_once(data, tmp_path):
                     [
                         one
                         for one in asked(
-                            "where", given.record, "--sample", sample, "--json"
-                        )["places"]
+                            "show", given.record, "--sample", sample, "--json"
+                        )["delivered"]
                         if not one["epoch"]
                     ]
                 )
@@ -153,7 +153,7 @@ def test_of_an_order_of_your_own_positions_are_known_and_why_there_are_no_sample
     )
     assert "the order is that of the loader's own BatchSampler" in text
     assert "the order is that of the loader's own BatchSampler" in asked(
-        "where", given.record, "--sample", 3, code=2
+        "show", given.record, "--sample", 3, code=2
     )
 
 
@@ -190,7 +190,8 @@ def test_a_certificate_before_the_batch_size_changes_leaves_a_record_that_can_be
 
     assert "epoch 0: each of 7 samples exactly once" in asked("verify", record)
     assert [
-        one["step"] for one in asked("where", record, "--sample", 4, "--json")["places"]
+        one["step"]
+        for one in asked("show", record, "--sample", 4, "--json")["delivered"]
     ] == [2]
 
 
@@ -221,12 +222,12 @@ def test_what_a_run_had_before_its_record_is_not_called_undelivered(tmp_path):
     )
     assert says in asked("verify", record)
     for command in (
-        ("where", record, "--sample", before[0][0]),
-        ("batch", record, "--step", 1),
+        ("show", record, "--sample", before[0][0]),
+        ("show", record, "--step", 1),
     ):
         assert says in asked(*command, code=2)
-    found = asked("where", record, "--sample", rest[0][0], "--json")
-    assert [one["step"] for one in found["places"]] == [2]
+    found = asked("show", record, "--sample", rest[0][0], "--json")
+    assert [one["step"] for one in found["delivered"]] == [2]
     assert says in found["notes"][0]
 
 
@@ -243,7 +244,7 @@ def test_steps_that_were_delivered_twice_with_other_samples_are_not_left_out_by_
     again = [local(batch) for batch in loader]
     assert first == again[2:]
 
-    found = asked("batch", record, "--epoch", 0, "--step", 3, "--json")["delivered"]
+    found = asked("show", record, "--epoch", 0, "--step", 3, "--json")["delivered"]
     assert [one["samples"] for one in found] == [first[2], again[3]]
 
 
@@ -269,7 +270,7 @@ def test_a_job_that_was_overtaken_and_delivers_on_is_not_the_run(tmp_path):
         (2, "yes"),
         (1, "no"),
     ]
-    delivered = asked("batch", record, "--step", 2, "--json")["delivered"]
+    delivered = asked("show", record, "--step", 2, "--json")["delivered"]
     assert [(one["job"], one["samples"]) for one in delivered] == [(2, rest[1])]
 
 
@@ -321,8 +322,8 @@ def test_no_line_is_written_for_a_step(run):
 def test_the_command_answers_on_a_machine_without_paddle(run):
     found = asked_elsewhere("verify", run.record)
     assert [proof["problems"] for proof in found["epochs"]] == [[], []]
-    assert asked_elsewhere("where", run.record, "--sample", "chat:2")["places"]
-    assert asked_elsewhere("batch", run.record, "--epoch", 0, "--step", 3)["delivered"]
+    assert asked_elsewhere("show", run.record, "--sample", "chat:2")["delivered"]
+    assert asked_elsewhere("show", run.record, "--epoch", 0, "--step", 3)["delivered"]
     assert asked_elsewhere(
         "plan", "--samples", 8, "--batch-size", 4, "--mesh", "dp=2", "--step", 0
     )["step"]

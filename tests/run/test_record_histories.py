@@ -14,7 +14,7 @@ from paddle.io import BatchSampler, DataLoader
 from paddle_shard import Mixture, ShardPlan
 from paddle_shard.extras.cli.places import samples_of
 from paddle_shard.extras.cli.proof import proof_of
-from paddle_shard.extras.cli.timeline import places_in, timeline
+from paddle_shard.extras.cli.timeline import timeline
 from paddle_shard.plan.orders import ordering_of
 from paddle_shard.run.record_lines import read
 from paddle_shard.testing.simulated import simulated_rank
@@ -201,7 +201,7 @@ def test_the_record_tells_what_each_rank_was_given(
     run = timeline(lines)
     ours = [
         (leg.start.epoch, step, _rows(leg, step))
-        for leg in run.legs
+        for leg in run.deliveries
         for step in range(leg.start.steps, leg.steps)
     ]
     ours = [
@@ -233,7 +233,7 @@ def test_the_record_tells_what_each_rank_was_given(
         name = sample if kind != "mixture" else ("ab"[sample // 1000], sample % 1000)
         places = [
             (leg.start.epoch, step)
-            for leg, step, _ in places_in(run, name)
+            for leg, step, _ in run.places_of(name)
             if step < leg.steps
         ]
         hits = [
@@ -285,9 +285,8 @@ def _play(path, jobs, accumulation, kind, tail, skip_steps):
             elif action == "load" and saved:
                 state, _ = saved[what % len(saved)]
                 ranks.load(state)
-                # Jobs that have come from the same position to the same one have saved equal states: which of them was
-                # loaded nobody knows. The newest counts.
-                names = state.keys() - {"contents", "checksum"}
+                # Of jobs that have saved the same position, nobody knows which was loaded. The newest counts.
+                names = state.keys() - {"certificate", "contents", "checksum"}
                 alike = [
                     way
                     for one, way in saved

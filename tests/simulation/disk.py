@@ -20,6 +20,7 @@ import random
 import sys
 import threading
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -33,6 +34,7 @@ from paddle_shard.errors import (
     TakenOverError,
 )
 from paddle_shard.extras import checkpoint_folder, checkpoint_parts, checkpoints
+from paddle_shard.extras.checkpoint_folder import CheckpointFolder
 from paddle_shard.extras.checkpoints import Checkpoints
 from paddle_shard.run import record_lines as lines
 from tests.simulation import disk_defects, seeds
@@ -349,7 +351,7 @@ class Job:
 
     @property
     def generation(self):
-        return self.checkpoints._generation or 0
+        return self.checkpoints._folder.generation or 0
 
     def is_met(self, number):
         """Return whether all ranks take part in a gather, or one of them never will."""
@@ -496,7 +498,14 @@ class World:
                         "shutil": self.disk.shutil,
                     },
                 ),
-                (checkpoint_folder, {"paddle": paddle}),
+                (
+                    checkpoint_folder,
+                    {
+                        "paddle": paddle,
+                        "time": fixed,
+                        "socket": SimpleNamespace(gethostname=lambda: "host"),
+                    },
+                ),
                 (checkpoint_parts, {"paddle": paddle, "dist": dist}),
                 (
                     checkpoints,
@@ -504,14 +513,7 @@ class World:
                         "paddle": paddle,
                         "dist": dist,
                         "num_ranks": self.get_size,
-                        "time": fixed,
-                    },
-                ),
-                (
-                    checkpoints,
-                    {
                         "gather_of": self.gather,
-                        "socket": SimpleNamespace(gethostname=lambda: "host"),
                     },
                 ),
                 (
@@ -523,8 +525,7 @@ class World:
                     stack.enter_context(
                         mock.patch.object(module, name, value, create=name == "open")
                     )
-            with mock.patch.object(checkpoints.os, "getpid", lambda: 1):
-                yield
+            yield
 
     # What a rank does
 
@@ -576,9 +577,9 @@ class World:
             for other in self.jobs
             if other is not job and other.checkpoints is not None
         ]
-        if any(other.generation == mine._generation for other in others):
+        if any(other.generation == mine._folder.generation for other in others):
             raise Failed(
-                f"job {job.number} and another have claimed generation {mine._generation}"
+                f"job {job.number} and another have claimed generation {mine._folder.generation}"
             )
         if len(set(job.loaded.values())) > 1 or "load" in job.failed:
             raise Failed(
@@ -734,6 +735,13 @@ class World:
                 self.rng.choice([actor for actor in self.alive if actor.may_run()]), []
             )
         self.probe()
+        self.check_left(self.trial.jobs[-1].keep)
+
+    def check_left(self, keep):
+        """Check that only complete checkpoints are left, and not more than are to be kept."""
+        left = CheckpointFolder(Path(self.trial.folder)).problems()
+        if any(left.values()) or len(left) > keep:
+            raise Failed(f"{left} are left, and {keep} are to be kept")
 
     @property
     def actors(self):

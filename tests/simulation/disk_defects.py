@@ -4,6 +4,7 @@ import contextlib
 import json
 
 from paddle_shard.extras import checkpoint_folder, checkpoints
+from paddle_shard.extras.checkpoint_folder import CheckpointFolder
 from paddle_shard.extras.checkpoints import Checkpoints
 from paddle_shard.run import record_lines as lines
 
@@ -32,26 +33,19 @@ def renames_before_the_data(path, content):
     if "generation-" in path.name:
         create_file(path, content)
         return
-    new = path.with_name(f"{path.name}.new")
-    with checkpoint_folder.open(new, "wb") as file:
+    with checkpoint_folder.open(path, "wb") as file:
         file.write(content)
-    checkpoint_folder.os.replace(new, path)
-    sync(path.parent)
 
 
-def marks_first(self, directory, leaves, own):
+def marks_first(self, rank, directory):
     """The mark of completeness is written before what it stands for."""
     checkpoint_folder.os.makedirs(directory, exist_ok=True)
-    if self._rank == 0:
+    if rank == 0:
         create_file(
-            directory / checkpoints._MANIFEST,
+            directory / checkpoint_folder.MANIFEST,
             json.dumps({"version": 2, "files": {}}).encode(),
         )
-    return write(self, directory, leaves, own)
-
-
-def marks_no_more(self, directory, sizes_of_ranks):
-    """See `marks_first`."""
+    return write(self, rank, directory)
 
 
 def knows_no_fence(self):
@@ -66,30 +60,32 @@ def shares_a_generation(path, content):
 
 def looks_once(self):
     """What another job deletes while a rank looks for the newest checkpoint is thought to be half-written."""
-    return (
-        next((name for name in self._names() if self._problem_of(name) is None), None)
-        if self._rank == 0
-        else None
-    )
+    return {name: self._problem(name) for name in self.names()}
 
 
 def looks_on_each_rank(self, what, directory):
     """Each rank loads what it takes for the newest checkpoint."""
-    names = [name for name in self._names() if self._problem_of(name) is None]
-    fill(self, what, self._folder / names[0])
+    fill(self, what, directory.parent / self._folder.newest())
 
 
 def counts_what_has_failed(self, keep):
     """A checkpoint whose save has failed, and that looks complete, has an older one deleted."""
-    clean(self, self._keep)
+    clean(self, min(keep, 2))
 
 
-def cleans_before_the_end(self, directory, sizes_of_ranks):
+def cleans_before_the_end(self, directory, sizes):
     """Older checkpoints are deleted before the manifest is written."""
-    if self._rank == 0:
-        for name in self._names()[1:]:
-            checkpoints.remove_directory(self._folder / name)
-    finish(self, directory, sizes_of_ranks)
+    for name in self.names()[1:]:
+        checkpoint_folder.remove_checkpoint(self.path / name)
+    complete(self, directory, sizes)
+
+
+def deletes_the_manifest_last(path):
+    """A checkpoint that is deleted may be damaged when the host crashes, and is kept then."""
+    names = sorted(checkpoint_folder.os.listdir(path))
+    for name in [name for name in names if name != "manifest.json"]:
+        checkpoint_folder.os.remove(path / name)
+    remove_checkpoint(path)
 
 
 def takes_errors_for_nothing(directory):
@@ -119,25 +115,36 @@ def keeps_half_lines(file):
 
 sync = lines.sync
 create_file = checkpoint_folder.create_file
-write = Checkpoints._write
-finish = Checkpoints._finish
+remove_checkpoint = checkpoint_folder.remove_checkpoint
+write = checkpoints._RankState.write
+complete = CheckpointFolder.complete
+clean = CheckpointFolder.clean
 fill = Checkpoints._fill
-clean = Checkpoints._clean
 last_line = lines._last_line
 
 DEFECTS = {
     "syncs_no_files": (checkpoint_folder, {"sync": syncs_no_files}),
     "syncs_no_directories": (checkpoint_folder, {"sync": syncs_no_directories}),
     "syncs_only_the_nearest": (checkpoint_folder, {"sync": syncs_only_the_nearest}),
-    "renames_before_the_data": (checkpoints, {"create_file": renames_before_the_data}),
-    "marks_first": (Checkpoints, {"_write": marks_first, "_finish": marks_no_more}),
-    "knows_no_fence": (Checkpoints, {"_check_fence": knows_no_fence}),
-    "shares_a_generation": (checkpoints, {"create_file": shares_a_generation}),
-    "looks_once": (Checkpoints, {"_newest_name": looks_once}),
+    "renames_before_the_data": (
+        checkpoint_folder,
+        {"create_file": renames_before_the_data},
+    ),
+    "marks_first": (checkpoints._RankState, {"write": marks_first}),
+    "knows_no_fence": (CheckpointFolder, {"check_fence": knows_no_fence}),
+    "shares_a_generation": (checkpoint_folder, {"create_file": shares_a_generation}),
+    "looks_once": (CheckpointFolder, {"problems": looks_once}),
     "looks_on_each_rank": (Checkpoints, {"_fill": looks_on_each_rank}),
-    "counts_what_has_failed": (Checkpoints, {"_clean": counts_what_has_failed}),
-    "cleans_before_the_end": (Checkpoints, {"_finish": cleans_before_the_end}),
-    "takes_errors_for_nothing": (checkpoints, {"sizes_in": takes_errors_for_nothing}),
+    "counts_what_has_failed": (CheckpointFolder, {"clean": counts_what_has_failed}),
+    "cleans_before_the_end": (CheckpointFolder, {"complete": cleans_before_the_end}),
+    "deletes_the_manifest_last": (
+        checkpoint_folder,
+        {"remove_checkpoint": deletes_the_manifest_last},
+    ),
+    "takes_errors_for_nothing": (
+        checkpoint_folder,
+        {"sizes_in": takes_errors_for_nothing},
+    ),
     "syncs_no_lines": (lines, {"sync": syncs_no_lines}),
     "keeps_half_lines": (lines, {"_last_line": keeps_half_lines}),
 }

@@ -185,6 +185,7 @@ class Disk:
             stat=self.stat,
             makedirs=self.makedirs,
             replace=self.replace,
+            remove=self.remove,
             path=SimpleNamespace(dirname=os.path.dirname),
             getpid=lambda: 1,
         )
@@ -277,11 +278,15 @@ class Disk:
         assert folder is other
         folder.change((new_name, self.find(old)), (name, None))
 
+    def remove(self, path):
+        self.touch("unlink", path)
+        self.find(path)
+        folder, name = self.parent(path)
+        folder.change((name, None))
+
     def rmtree(self, path):
         for name in sorted(self.listdir(path), reverse=True):
-            self.touch("unlink", f"{path}/{name}")
-            self.find(f"{path}/{name}")
-            self.find(path).change((name, None))
+            self.remove(f"{path}/{name}")
         self.touch("rmdir", path)
         folder, name = self.parent(path)
         if self.find(path).entries:

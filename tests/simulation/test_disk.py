@@ -15,12 +15,13 @@ CAUGHT_BY = {
     "knows_no_fence": (103, 105),
     "shares_a_generation": (113, 140),
     "looks_once": (127,),
-    "looks_on_each_rank": (153, 160),
-    "counts_what_has_failed": (232, 272),
+    "looks_on_each_rank": (105, 137),
+    "counts_what_has_failed": (126, 129),
     "cleans_before_the_end": (102, 105),
-    "takes_errors_for_nothing": (127, 189),
+    "deletes_the_manifest_last": (474,),
+    "takes_errors_for_nothing": (189, 206),
     "syncs_no_lines": (100, 101),
-    "keeps_half_lines": (156, 196),
+    "keeps_half_lines": (123, 132),
 }
 """Defect -> seeds that catch it; `python -m tests.simulation.disk --defect NAME` finds others."""
 FAULTS = (

@@ -210,7 +210,7 @@ def remote_file(url: str, extra: str = "webdataset") -> tuple[Any, str]:
 
 
 @cache
-def _file_system(host: str, process: int) -> Any:
+def _file_system(host: str, _process: int) -> Any:
     """Return the file system of a host for a process."""
     from fsspec.config import conf  # type: ignore[import-untyped]
     from fsspec.core import url_to_fs

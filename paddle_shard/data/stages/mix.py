@@ -27,16 +27,15 @@ _NEVER = 1 << 62
 
 @lru_cache(maxsize=16)
 def _draws_of(segments: tuple[Segment, ...], num_parts: int) -> Draws:
-    firsts = {
-        -(-segment.first // num_parts): segment for segment in segments
-    }  # the last of those that begin alike
+    # The last of those that begin alike.
+    firsts = {-(-segment.first // num_parts): segment for segment in segments}
     return Draws(
         tuple(segment._replace(first=first) for first, segment in firsts.items())
     )
 
 
 class Mix(Stage):
-    """The source of a stream that draws part p from part p of other streams, in the order of a `Chairman`.
+    """The source of a stream that draws part p from part p of other streams, by a `WeightedInterleave`.
 
     A part of a stream that has ended is opened again, in its next round. With stop="first", a part of the mixture ends
     where it would open the first stream again; with stop="all", where it would open the last one again.
@@ -52,14 +51,14 @@ class Mix(Stage):
             segments: The integer weight of each, by the first sample of the epoch.
             stop: "first" or "all".
         """
-        weights = list(zip(*(segment.parts for segment in segments), strict=True))
+        weights = list(zip(*(segment.weights for segment in segments), strict=True))
         used = [number for number, parts in enumerate(weights) if any(parts)]
         names = list(stages)
         self._stages = {names[number]: stages[names[number]] for number in used}
         self._names = list(self._stages)
         self._segments = tuple(
-            Segment(first, tuple(parts[number] for number in used), (1,) * len(used))
-            for first, parts, _ in segments
+            Segment(first, tuple(parts[number] for number in used))
+            for first, parts in segments
         )
         self._every = stop == "all"
         # Without an end: any source, or, with "first", every one.
@@ -181,7 +180,7 @@ class Mix(Stage):
 
     def fingerprint(self) -> list[Any]:
         """Return the names, weights and fingerprints of the sources."""
-        weights = zip(*(segment.parts for segment in self._segments), strict=True)
+        weights = zip(*(segment.weights for segment in self._segments), strict=True)
         sources = [
             [name, list(parts), stage.fingerprint()]
             for (name, stage), parts in zip(self._stages.items(), weights, strict=True)

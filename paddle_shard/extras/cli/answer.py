@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
-
-from paddle_shard.errors import ArgumentError
-from paddle_shard.extras.cli.timeline import Leg, Timeline, timeline
-from paddle_shard.run.record_lines import read
 
 Rows = Sequence[Mapping[str, Any]]
 """A table: each row maps the same column names to values."""
@@ -63,30 +58,31 @@ class Answer:
         return "\n".join(sections)
 
 
+Argument = tuple[list[str], dict[str, Any]]
+"""Flags, and the keyword arguments of `add_argument`."""
+
+
+def argument(flags: str, text: str, **options: Any) -> Argument:
+    """Return an argument of a command: its flags, its help, and options of `add_argument`."""
+    return flags.split(), {"help": text, **options}
+
+
 class Command(NamedTuple):
     """A command of `paddle-shard`."""
 
     answer: Callable[[argparse.Namespace], Answer]
     """Its name is the command's name; its docstring is the help, with an example below."""
-    arguments: Sequence[tuple[str, Mapping[str, Any]]]
-    """Flags, and the keyword arguments of `add_argument`."""
+    arguments: Sequence[Argument]
 
 
 def command(
-    *arguments: tuple[str, Mapping[str, Any]],
+    *arguments: Argument,
 ) -> Callable[[Callable[[argparse.Namespace], Answer]], Command]:
     """Decorate a function that answers a command."""
     return lambda answer: Command(answer, arguments)
 
 
-RECORD = (
-    "record",
-    {"metavar": "RECORD", "help": "the file of shard_dataloader(record=)"},
-)
-EPOCH = (
-    "--epoch",
-    {"type": int, "help": "the epoch; may be left out if one only has the step"},
-)
+RECORD = argument("record", "the file of shard_dataloader(record=)", metavar="RECORD")
 
 
 def table(rows: Rows) -> str:
@@ -105,66 +101,31 @@ def table(rows: Rows) -> str:
 
 
 def cell(value: Any) -> str:
-    """Return a value for people; in a list, consecutive ints are shortened.
+    """Return a value for people; in a list of ints, consecutive ones are shortened.
 
     Examples:
-        >>> cell([0, 1, 2, 7, None, ["web", 3]]), cell(None), cell("dp=2")
-        ('0-2 7 - web:3', '-', 'dp=2')
+        >>> cell([0, 1, 2, 7]), cell([5, None]), cell([["web", 3]]), cell("dp=2")
+        ('0-2 7', '5 -', 'web:3', 'dp=2')
     """
     if value is None:
         return "-"
     if not isinstance(value, list | tuple):
         return str(value)
-    runs: list[list[Any]] = []
-    for item in value:
-        if isinstance(item, int) and runs and item - 1 == runs[-1][-1]:
-            runs[-1].append(item)
+    if not all(isinstance(item, int) for item in value):
+        return " ".join(
+            ":".join(map(str, item)) if isinstance(item, list | tuple) else cell(item)
+            for item in value
+        )
+    runs: list[list[int]] = []
+    for number in value:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
         else:
-            runs.append(
-                [":".join(map(str, item)) if isinstance(item, list | tuple) else item]
-            )
+            runs.append([number])
     return " ".join(
-        f"{run[0]}-{run[-1]}" if len(run) > 2 else " ".join(map(cell, run))
+        f"{run[0]}-{run[-1]}" if len(run) > 2 else " ".join(map(str, run))
         for run in runs
     )
-
-
-def run_of(path: str) -> Timeline:
-    """Return the timeline of a record; problems of the file are printed.
-
-    Raises:
-        ArgumentError: The record holds no run.
-    """
-    lines, problems = read(path)
-    for problem in problems:
-        print(f"{path}: {problem}", file=sys.stderr)
-    return timeline(lines)
-
-
-def legs_at(run: Timeline, epoch: int | None, step: int) -> list[Leg]:
-    """Return the legs that delivered a step of an epoch, at least one.
-
-    Raises:
-        ArgumentError: The step was not delivered; or several epochs have it and `epoch` is None.
-    """
-    legs = [
-        leg
-        for leg, end in run.passes
-        if leg.start.steps <= step < end and epoch in (None, leg.start.epoch)
-    ]
-    epochs = sorted({leg.start.epoch for leg in legs})
-    if len(epochs) > 1:
-        raise ArgumentError(
-            f"--epoch is missing: the epochs {cell(epochs)} have step {step}. Give one of them."
-        )
-    if not legs:
-        ranges = [
-            f"[{leg.start.steps}, {leg.steps}) of epoch {leg.start.epoch}"
-            for leg in run.legs
-        ]
-        what = f"step {step} was not delivered, says the record; it has the steps {', '.join(ranges) or 'none'}."
-        raise ArgumentError(" ".join([what, *run.untold]))
-    return legs
 
 
 def parsed(pattern: str, text: str, kind: str) -> Sequence[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -15,25 +16,21 @@ from paddle_shard.data.files.webdataset import (
     write_index,
 )
 from paddle_shard.errors import ArgumentError, described
-from paddle_shard.extras.cli.answer import Answer, command
+from paddle_shard.extras.cli.answer import Answer, argument, command
 
 
 @command(
-    (
+    argument(
         "urls",
-        {
-            "nargs": "+",
-            "metavar": "URL",
-            "help": "paths or URLs; braces and patterns: {00..99}.tar, '*.tar'",
-        },
+        "paths or URLs; braces and patterns: {00..99}.tar, '*.tar'",
+        nargs="+",
+        metavar="URL",
     ),
-    (
+    argument(
         "-o --output",
-        {
-            "required": True,
-            "metavar": "FILE",
-            "help": "the index file, such as index.json",
-        },
+        "the index file, such as index.json",
+        required=True,
+        metavar="FILE",
     ),
 )
 def index(options: argparse.Namespace) -> Answer:
@@ -66,16 +63,16 @@ def index(options: argparse.Namespace) -> Answer:
 
 def _check_output(path: str) -> None:
     """Check, before all is counted, that the index file can be written and replaces nothing but an index."""
-    output = Path(path)
-    if not output.parent.is_dir():
+    # A shell makes `-o first.tar second.tar` of `-o *.tar`.
+    first = b""
+    try:
+        os.listdir(Path(path).parent)
+        if os.path.exists(path):
+            with open(path, "rb") as file:
+                first = file.read(1)
+    except OSError as error:
+        raise ArgumentError(f"--output {path} cannot be written: {error}.") from error
+    if first not in (b"", b"{"):
         raise ArgumentError(
-            f"--output {path} cannot be written: No such file or directory: {output.parent}."
+            f"--output {path} is there already, and is no index. Name another file."
         )
-    if output.is_dir():
-        raise ArgumentError(f"--output {path} cannot be written: it is a folder.")
-    if output.exists():  # a shell makes `-o first.tar second.tar` of `-o *.tar`
-        with output.open("rb") as file:
-            if file.read(1) not in (b"", b"{"):
-                raise ArgumentError(
-                    f"--output {path} is there already, and is no index. Name another file."
-                )

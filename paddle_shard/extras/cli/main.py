@@ -11,14 +11,12 @@ from collections.abc import Sequence
 from inspect import cleandoc
 
 from paddle_shard.errors import PaddleShardError, described
-from paddle_shard.extras.cli import ask, doctor, index_shards, plan, show
+from paddle_shard.extras.cli import doctor, index_shards, plan, show, verify
 from paddle_shard.run.record_lines import read
 
 _COMMANDS = [
     plan.plan,
-    ask.verify,
-    ask.where,
-    ask.batch,
+    verify.verify,
     show.show,
     index_shards.index,
     doctor.doctor,
@@ -75,5 +73,5 @@ def _parser() -> argparse.ArgumentParser:
         )
         subparser.add_argument("--json", action="store_true", help="print JSON")
         for flags, keywords in command.arguments:
-            subparser.add_argument(*flags.split(), **keywords)
+            subparser.add_argument(*flags, **keywords)
     return parser

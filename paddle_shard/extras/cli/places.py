@@ -58,7 +58,7 @@ def samples_at(plan: ShardPlan, epoch: int, step: int, skips: Ranges) -> list[An
     found = step_of_plan(plan, epoch, step, skips)
     if found is None:
         return [None] * plan.num_rows(step=step)
-    valid = np.ones(len(found.ids), bool) if found.real is None else found.real
+    valid = np.ones(len(found.ids), bool) if found.valid is None else found.valid
     names: list[Any] = np.asarray(found.ids).tolist()
     if isinstance(plan.ordering, Mixing):
         names = [list(plan.ordering.named(sample)) for sample in names]

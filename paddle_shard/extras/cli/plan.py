@@ -14,7 +14,14 @@ import numpy as np
 from paddle_shard.core.checks import listed
 from paddle_shard.data.mixture import Mixture
 from paddle_shard.errors import ArgumentError
-from paddle_shard.extras.cli.answer import Answer, Hazard, Rows, command, parsed
+from paddle_shard.extras.cli.answer import (
+    Answer,
+    Hazard,
+    Rows,
+    argument,
+    command,
+    parsed,
+)
 from paddle_shard.extras.cli.page import page_of, svg_of
 from paddle_shard.extras.cli.places import Meshes, groups_of, samples_of, shapes_of
 from paddle_shard.plan.mesh import MeshLayout, grid_of
@@ -33,6 +40,9 @@ _MOST_SHOWN = 64
 _STEPS_OF_PAGE = 8
 _MUCH = 0.01
 """Share of the samples above which dropping them is a hazard."""
+
+
+_ORDERS = {str(name): name for name in ORDERINGS}
 
 
 # Arguments
@@ -85,80 +95,55 @@ def source_of(text: str) -> tuple[str, int, float]:
 
 
 @command(
-    (
+    argument(
         "--mesh",
-        {
-            "type": mesh_of,
-            "action": "append",
-            "required": True,
-            "help": "axes and sizes in row-major order: dp=4,mp=2; with its ranks: dp=2,mp=1@3,1; once for each mesh",
-        },
+        "axes and sizes in row-major order: dp=4,mp=2; with its ranks: dp=2,mp=1@3,1; once for each mesh",
+        type=mesh_of,
+        action="append",
+        required=True,
     ),
-    (
+    argument(
         "--data-axes",
-        {
-            "default": "dp",
-            "help": "axes that split the rows: dp (default) or dp,sharding; '' for none",
-        },
+        "axes that split the rows: dp (default) or dp,sharding; '' for none",
+        default="dp",
     ),
-    (
+    argument(
         "--batch-size",
-        {
-            "type": count_of(1),
-            "required": True,
-            "help": "rows of a global batch, before accumulation",
-        },
+        "rows of a global batch, before accumulation",
+        type=count_of(1),
+        required=True,
     ),
-    (
+    argument(
         "--samples",
-        {
-            "type": int,
-            "help": "length of the data set; of a mixture, samples of an epoch",
-        },
+        "length of the data set; of a mixture, samples of an epoch",
+        type=int,
     ),
-    (
+    argument(
         "--source",
-        {
-            "type": source_of,
-            "action": "append",
-            "help": "a source of a mixture: web=samples:weight",
-        },
+        "a source of a mixture: web=samples:weight",
+        type=source_of,
+        action="append",
     ),
-    ("--tail", {"choices": list(TAILS), "default": "pad"}),
-    (
+    argument("--tail", "what becomes of the last rows", choices=TAILS, default="pad"),
+    argument(
         "--shuffle",
-        {
-            "nargs": "?",
-            "const": "True",
-            "default": "False",
-            "choices": list(map(str, ORDERINGS)),
-        },
+        "the order",
+        nargs="?",
+        const="True",
+        default="False",
+        choices=_ORDERS,
     ),
-    ("--seed", {"type": int, "default": 0}),
-    (
-        "--accumulation",
-        {"type": count_of(1), "default": 1, "help": "micro-batches of a step"},
-    ),
-    ("--epoch", {"type": count_of(0), "default": 0}),
-    (
-        "--step",
-        {
-            "type": count_of(0),
-            "help": "also show the samples of each rank at this step",
-        },
-    ),
-    (
+    argument("--seed", "seed of the order", type=int, default=0),
+    argument("--accumulation", "micro-batches of a step", type=count_of(1), default=1),
+    argument("--epoch", "the epoch", type=count_of(0), default=0),
+    argument("--step", "also show the samples of each rank", type=count_of(0)),
+    argument(
         "--html",
-        {
-            "type": Path,
-            "metavar": "FILE",
-            "help": "also write the answer as a page, with steps from --step on",
-        },
+        "also write the answer as a page, with steps from --step on",
+        type=Path,
+        metavar="FILE",
     ),
-    (
-        "--svg",
-        {"type": Path, "metavar": "FILE", "help": "also draw the mesh and the step"},
-    ),
+    argument("--svg", "also draw the mesh and the step", type=Path, metavar="FILE"),
 )
 def plan(options: argparse.Namespace) -> Answer:
     """Show which rank reads what, and hazards of the plan. Exits with 1 if there is a hazard.
@@ -206,7 +191,7 @@ def _plan_of(
         ArgumentError: There is no data, or two sources have one name.
     """
     samples = options.samples
-    shuffle = find_ordering({str(name): name for name in ORDERINGS}[options.shuffle])
+    shuffle = find_ordering(_ORDERS[options.shuffle])
     if options.source:
         lengths = {name: range(length) for name, length, _ in options.source}
         if len(lengths) < len(options.source):

@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from paddle_shard.errors import ArgumentError
-from paddle_shard.extras.cli.timeline import Leg, Timeline
+from paddle_shard.extras.cli.timeline import Delivery, Timeline
 from paddle_shard.plan.certificate import (
     ALL,
     UNKNOWN,
@@ -35,9 +35,9 @@ def proof_of(run: Timeline, epoch: int) -> dict[str, Any]:
     "notes" on what is not known and why, and "again": the ranges [first, end) of positions that were delivered more
     than once.
     """
-    legs = run.legs_of(epoch)
-    newest = legs[-1]
-    is_open = run.legs[-1].start.epoch == epoch and not any(leg.ended for leg in legs)
+    deliveries = [one for one in run.deliveries if one.start.epoch == epoch]
+    newest = deliveries[-1]
+    is_over = epoch != run.epochs[-1] or any(one.is_ended for one in deliveries)
     plan = None if newest.job.unknown is not None else newest.plan
     notes: list[str] = []
 
@@ -45,38 +45,48 @@ def proof_of(run: Timeline, epoch: int) -> dict[str, Any]:
     ranges = []
     before = run.began_at
     if before is not None and before.epoch == epoch and before.samples:
-        ranges.append((0, before.samples, legs[0].skips, plan))
+        ranges.append((0, before.samples, deliveries[0].skips, plan))
         notes.append(
             f"positions [0, {before.samples}) were delivered before this record begins, says the loaded state"
         )
-    for leg in legs:
-        is_known = leg.job.unknown is None
-        if is_known and leg.samples > leg.plan.num_positions:
-            what = f"epoch {epoch} has {leg.plan.num_positions} positions, and a line tells of {leg.samples}"
-            raise ArgumentError(f"the record is damaged: {what}.")
-        order = leg.plan if plan is not None and is_known else plan
-        ranges.append((leg.start.samples, leg.samples, leg.skips, order))
+    for one in deliveries:
+        order = plan
+        if plan is not None and one.job.unknown is None:
+            order = one.plan
+            if one.samples > order.num_positions:
+                raise ArgumentError(
+                    f"the record is damaged: epoch {epoch} has {order.num_positions} positions, and a line tells of "
+                    f"{one.samples}."
+                )
+        if not one.is_empty:
+            ranges.append((one.start.samples, one.samples, one.skips, order))
     account = account_of_all(epoch, ranges)
     delivered = account[ALL]
 
     # What an open epoch has still to deliver is not missing.
     reached = delivered.once[-1][1]
-    if is_open and plan is not None and reached < plan.num_served:
+    if not is_over and plan is not None and reached < plan.num_served:
         rest = (reached, plan.num_served, newest.skips, plan)
         account = added(account, account_of_all(epoch, [rest]))
-    seen_to = reached if is_open or newest.ended else None
+    seen_to = reached if newest.is_ended or not is_over else None
     found = certify(
         [(account, {})], epoch, plan, newest.skips, seen_to, "the loader's order"
     )
 
     if plan is None:
         notes.append(f"which samples these are is not known: {newest.job.unknown}")
-    problems = dict(
-        _changed_orders(legs) if plan is None else _compared_sums(run, epoch, notes)
+        problems = dict.fromkeys(_changed_orders(deliveries), 0)
+    else:
+        problems = dict(_compared_sums(run, deliveries, notes))
+    num_unread = sum(problems.values())
+    found = replace(
+        found,
+        problems=(*found.problems, *problems),
+        delivered=delivered.total.num - num_unread,
+        missed=found.missed + num_unread,
     )
-    found = replace(found, problems=(*found.problems, *problems))
     text = str(found)
-    if is_open:
+    if not is_over:
         text += f", so far: at positions [0, {reached}), in {newest.steps} steps"
     if "files" in newest.job.facts["data"]:
         text = text.replace(
@@ -85,56 +95,46 @@ def proof_of(run: Timeline, epoch: int) -> dict[str, Any]:
         notes.append(
             "rows of padding, and samples that could not be read, have positions, too"
         )
-    unread = sum(problems.values())
-    facts = asdict(
-        replace(
-            found, delivered=delivered.total.num - unread, missed=found.missed + unread
-        )
-    )
-    facts["repeated_positions"] = facts.pop("repeated")
+    facts = {**asdict(found), "repeated_positions": found.repeated}
+    del facts["repeated"]
     return {**facts, "text": text, "notes": notes, "again": delivered.again}
 
 
-def _changed_orders(legs: Sequence[Leg]) -> Iterator[tuple[str, int]]:
-    """Yield a problem, and 0 unread samples, for each resume in the middle of an epoch with another order."""
-    for leg in legs:
-        if leg.override and leg.start.samples:
-            what = f"whether the samples from position {leg.start.samples} on are those that were left is"
+def _changed_orders(deliveries: Sequence[Delivery]) -> Iterator[str]:
+    """Yield a problem for each resume in the middle of an epoch with another order."""
+    for one in deliveries:
+        if one.override and one.start.samples:
             yield (
-                f"{what} {UNKNOWN}: the run was resumed there with override={list(leg.override)}",
-                0,
+                f"whether the samples from position {one.start.samples} on are those that were left is {UNKNOWN}: the "
+                f"run was resumed there with override={list(one.override)}"
             )
 
 
 def _compared_sums(
-    run: Timeline, epoch: int, notes: list[str]
+    run: Timeline, deliveries: Sequence[Delivery], notes: list[str]
 ) -> Iterator[tuple[str, int]]:
     """Yield a problem, and how many samples were not read, for each owner whose sums differ from the order's."""
-    newest = run.newest.get(epoch)
-    if newest is None:
+    epoch = deliveries[-1].start.epoch
+    if epoch not in run.states:
         notes.append(
             "what was read is not compared: no state was saved in this epoch, and no pass has come to its end"
         )
         return
-    for owner, delivered in sorted(newest.state.certificate.items()):
-        legs = [leg for leg in newest.legs if leg.start.epoch == epoch]
-        if owner != ALL:
-            legs = [
-                leg for leg in legs if leg.job.facts["data_rank"] == list(owner[:2])
-            ]
-        where = "all ranks" if owner == ALL else f"data rank {owner[0]} of {owner[1]}"
-        where += f" at positions {', '.join(f'[{first}, {end})' for first, end in delivered.once)}"
-        expected = _expected_total(owner, delivered, legs, epoch)
-        if owner != ALL and run.last.facts["dealt"]:
-            notes.append(
-                f"what was read by {where} is not compared: rows are balanced by cost (balance=)"
-            )
-        elif expected is None:
+    for owner, delivered in sorted(run.states[epoch].certificate.items()):
+        ranges = ", ".join(f"[{first}, {end})" for first, end in delivered.once)
+        who = "all ranks" if owner == ALL else f"data rank {owner[0]} of {owner[1]}"
+        where = f"{who} at positions {ranges}"
+        if owner != ALL and run.last_job.facts["dealt"]:
+            why = "rows are balanced by cost (balance=)"
+            notes.append(f"what was read by {where} is not compared: {why}")
+            continue
+        expected = _expected_total(owner, delivered, deliveries)
+        if expected is None:
             why = "some of it was delivered again, or before this record"
             notes.append(f"what was read by {where} is not compared: {why}")
         elif delivered.total.num < expected.num:
-            unread = expected.num - delivered.total.num
-            yield f"{unread} samples of {where} could not be read", unread
+            num_unread = expected.num - delivered.total.num
+            yield f"{num_unread} samples of {where} could not be read", num_unread
         elif delivered.total != expected:
             yield f"{where} read other samples than those of the order", 0
         elif owner != ALL and owner[1] > 1:
@@ -144,24 +144,24 @@ def _compared_sums(
 
 
 def _expected_total(
-    owner: Owner, delivered: Delivered, legs: Sequence[Leg], epoch: int
+    owner: Owner, delivered: Delivered, deliveries: Sequence[Delivery]
 ) -> Total | None:
-    """Return the total of the order at the positions that an owner delivered; None unless one leg had each of them."""
-    pieces = [
-        (max(leg.start.samples, first), min(leg.samples, end), leg)
-        for leg in legs
-        for first, end in delivered.once
-        if max(leg.start.samples, first) < min(leg.samples, end)
-    ]
-    account = account_of_all(
-        epoch, [(first, end, leg.skips, None) for first, end, leg in pieces]
-    )
+    """Return the total of the order where an owner delivered; None unless one delivery has each position."""
+    epoch = deliveries[-1].start.epoch
+    pieces = []
+    for one in deliveries:
+        if owner == ALL or one.job.facts["data_rank"] == list(owner[:2]):
+            for first, end in delivered.once:
+                piece = (max(one.start.samples, first), min(one.samples, end))
+                if piece[0] < piece[1]:
+                    pieces.append((*piece, one.skips, one.plan))
+    account = account_of_all(epoch, [(*piece[:3], None) for piece in pieces])
     covered = account.get(ALL, Delivered())
     if delivered.again or covered.again or covered.once != delivered.once:
         return None
     return plus(
         *(
-            total_of_owner(owner, leg.plan, epoch, leg.skips, first, end)
-            for first, end, leg in pieces
+            total_of_owner(owner, plan, epoch, skips, first, end)
+            for first, end, skips, plan in pieces
         )
     )

@@ -1,124 +1,111 @@
-"""`paddle-shard show`: the contents of the samples of a step. It opens the data set."""
+"""`paddle-shard show`: where a sample was delivered, and which samples each rank got at a step."""
 
 from __future__ import annotations
 
 import argparse
-import importlib
-import os
 import sys
-from collections.abc import Mapping
-from operator import attrgetter
 from typing import Any
 
-import numpy as np
-
-from paddle_shard.core.checks import length_or_none
-from paddle_shard.errors import ArgumentError, described
+from paddle_shard.errors import ArgumentError
 from paddle_shard.extras.cli.answer import (
-    EPOCH,
     RECORD,
     Answer,
+    Rows,
+    argument,
     cell,
     command,
-    legs_at,
-    run_of,
+    sample_of,
 )
-from paddle_shard.extras.cli.places import samples_at
-from paddle_shard.extras.cli.timeline import Timeline
+from paddle_shard.extras.cli.places import rows_of, samples_of
+from paddle_shard.extras.cli.timeline import Delivery, Timeline, timeline
+from paddle_shard.run.record_lines import read
 
-_MOST_TEXT = 2000
-_MOST_VALUES = 16
-
-
-def import_object(path: str) -> Any:
-    """Return the object at module:name; modules in the current folder are found, too.
-
-    Raises:
-        ArgumentError: There is no such object, or its module cannot be imported.
-    """
-    module, _, name = path.partition(":")
-    sys.path.insert(0, os.getcwd())
-    try:
-        return attrgetter(name)(importlib.import_module(module))
-    except Exception as error:  # whatever the user's module raises
-        raise ArgumentError(
-            f"{path}: {described(error)}. Give module:name, such as my_module:dataset."
-        ) from error
-
-
-def text_of(value: Any) -> str:
-    """Return a sample as text, long arrays and texts cut."""
-    with np.printoptions(threshold=_MOST_VALUES, linewidth=_MOST_TEXT):
-        text = value if isinstance(value, str) else repr(value)
-    return text if len(text) <= _MOST_TEXT else f"{text[:_MOST_TEXT]} ..."
+_SKIPS_UNREADABLE = (
+    "With on_error='skip', a sample that could not be read was left out there. verify "
+    "counts them; see the log."
+)
 
 
 @command(
     RECORD,
-    ("--step", {"type": int, "required": True, "help": "step of the epoch, from 0"}),
-    (
-        "--open",
-        {
-            "required": True,
-            "metavar": "MODULE:NAME",
-            "help": "the data set, or a function that returns it; of a mixture, also a dict of its sources",
-        },
+    argument(
+        "--sample",
+        "show where it was delivered: its index; of a mixture, source:index",
+        type=sample_of,
     ),
-    (
-        "--decode",
-        {
-            "metavar": "MODULE:FUNCTION",
-            "help": "makes of a sample what is shown, such as its text",
-        },
-    ),
-    EPOCH,
+    argument("--step", "show the samples of this step of an epoch, from 0", type=int),
+    argument("--epoch", "the epoch, if several have the step", type=int),
 )
 def show(options: argparse.Namespace) -> Answer:
-    """Show what the samples of a step hold.
+    """Show where a sample was delivered, or the samples that each rank got at a step.
 
-    example: paddle-shard show run.jsonl --epoch 0 --step 3 --open my_module:dataset
+    example: paddle-shard show run.jsonl --epoch 0 --step 3
     """
-    run = run_of(options.record)
-    leg = legs_at(run, options.epoch, options.step)[-1]
-    samples = samples_at(leg.plan, leg.start.epoch, options.step, leg.skips)
-    dataset = _open(options.open, run)
-    decode = text_of if options.decode is None else import_object(options.decode)
-    found: list[dict[str, Any]] = []
-    failed = False
-    for sample in samples:
-        if sample is None:  # padding, or skipped
-            continue
-        try:
-            text = text_of(decode(_read(dataset, sample)))
-        except Exception as error:  # whatever the user's data set raises
-            failed = True
-            text = f"cannot be read: {described(error)}"
-        found.append({"sample": sample, "text": text})
-    lines = [f"{cell([item['sample']])}: {item['text']}" for item in found]
-    return Answer(values={"samples": found}, text=lines, failed=failed)
+    lines, problems = read(options.record)
+    for problem in problems:
+        print(f"{options.record}: {problem}", file=sys.stderr)
+    run = timeline(lines)
+    if options.sample is not None:
+        values = _places_of(run, options.sample)
+    elif options.step is not None:
+        values = _shares_of(run, options.epoch, options.step)
+    else:
+        raise ArgumentError("give --sample or --step.")
+    on_error = [one.job.facts["options"].get("on_error") for one in run.deliveries]
+    notes = [*run.notes, *[_SKIPS_UNREADABLE] * ("skip" in on_error)]
+    text: list[str | Rows] = [values["delivered"], *notes]
+    if not values["delivered"]:
+        text[0] = f"sample {options.sample} was not delivered, says the record"
+        if run.last_job.facts["skip_steps"]:
+            text.append("The run skips steps (skip_steps=).")
+    return Answer(values={**values, "notes": notes}, text=text)
 
 
-def _open(path: str, run: Timeline) -> Any:
-    """Return the data set that `--open` names, which must be as long as that of the run."""
-    dataset = import_object(path)
-    if callable(dataset) and not hasattr(dataset, "__getitem__"):
-        dataset = dataset()
-    length = length_or_none(dataset)
-    recorded = run.last.facts["data"].get("length")
-    if (
-        None not in (length, recorded)
-        and length != recorded
-        and not isinstance(dataset, Mapping)
-    ):
+def _places_of(run: Timeline, sample: Any) -> dict[str, Any]:
+    """Return the deliveries of a sample."""
+    places = []
+    for one, step, row in run.places_of(sample):
+        place = {"epoch": one.start.epoch, "step": step, "row": row}
+        for group, rows in rows_of(one.plan, one.job.holders, step):
+            if row in rows:
+                share = {**group, "row_of_rank": rows.index(row)}
+                places.append({**place, **_recorded(one, step), **share})
+    if run.notes and not places:
+        raise ArgumentError(f"sample {sample} is in no line. {run.notes[0]}")
+    return {"sample": sample, "delivered": places}
+
+
+def _shares_of(run: Timeline, epoch: int | None, step: int) -> dict[str, Any]:
+    """Return the samples of each replica group at a step.
+
+    Raises:
+        ArgumentError: The step was not delivered; or several epochs have it and `epoch` is None.
+    """
+    deliveries = [
+        one
+        for one in run.deliveries
+        if one.start.steps <= step < one.end_step and epoch in (None, one.start.epoch)
+    ]
+    epochs = sorted({one.start.epoch for one in deliveries})
+    if len(epochs) > 1:
         raise ArgumentError(
-            f"--open {path} has {length} samples, and the data of the run {recorded}."
+            f"--epoch is missing: the epochs {cell(epochs)} have step {step}. Give one of them."
         )
-    return dataset
+    if not deliveries:
+        ranges = [
+            f"[{one.start.steps}, {one.steps}) of epoch {one.start.epoch}"
+            for one in run.deliveries
+        ]
+        what = f"step {step} was not delivered, says the record; it has the steps {', '.join(ranges) or 'none'}."
+        raise ArgumentError(" ".join([what, *run.notes]))
+    shares = []
+    for one in deliveries:
+        groups = samples_of(one.plan, one.job.holders, epochs[0], step, one.skips)
+        shares += [{**_recorded(one, step), **group} for group in groups]
+    return {"epoch": epochs[0], "step": step, "delivered": shares}
 
 
-def _read(dataset: Any, sample: Any) -> Any:
-    """Return a sample; that of a mixture is read from its source, also if the data set is a dict of sources."""
-    if isinstance(sample, int):
-        return dataset[sample]
-    source, index = sample
-    return getattr(dataset, "sources", dataset)[source][index]
+def _recorded(one: Delivery, step: int) -> dict[str, Any]:
+    """Return the job that delivered a step, or delivers it if it continues after its newest line."""
+    recorded = "yes" if step < one.steps else "not yet"
+    return {"job": one.job.number, "recorded": recorded}
