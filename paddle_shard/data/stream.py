@@ -117,9 +117,9 @@ class Stream(paddle.io.IterableDataset):
             >>> list(Stream.of([3, 4]))
             [3, 4]
         """
-        if splits_itself:
-            return cls(SelfSplit(iterable))
-        return iterable if isinstance(iterable, Stream) else cls(iterable)
+        if isinstance(iterable, Stream):
+            return iterable
+        return cls(SelfSplit(iterable) if splits_itself else iterable)
 
     @classmethod
     def mixture(

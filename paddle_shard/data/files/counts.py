@@ -13,7 +13,6 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from operator import itemgetter
 from pathlib import Path
@@ -198,50 +197,50 @@ def _folder() -> Path:
     return Path(os.path.expanduser(cache)) / "paddle_shard" / "counts"
 
 
-def source_of_files(
-    names: Sequence[str],
-    samples: Samples,
-    entries: Mapping[str, ShardEntry] | None,
-    *,
-    cache: HostCache | None = None,
-    shuffle_shards: bool,
-    resample: bool,
-) -> ShardSource:
-    """Return the source of files of a format.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileReader:
+    """Reads files of a format, from a sample on."""
 
-    Args:
-        names: Names of the files.
-        samples: The format.
-        entries: The index entry of each file; None if files are not counted.
-        cache: Where copies of remote files are kept; None: nowhere.
-        shuffle_shards: If True, permute the files, in another order each epoch.
-        resample: If True, each part is an endless stream of files, sampled with replacement.
-    """
-    read = partial(_read, samples=samples, entries=entries, cache=cache)
-    counts = None if entries is None else [entries[name].samples for name in names]
-    return ShardSource(
-        names, read, counts=counts, shuffle_shards=shuffle_shards, resample=resample
-    )
+    samples: Samples
+    """The format."""
+    entries: Mapping[str, ShardEntry] | None
+    """The index entry of each file, by name; None: files are not counted."""
+    cache: HostCache | None
+    """Where copies of remote files are kept; None: nowhere."""
 
+    def source(
+        self, names: Sequence[str], *, shuffle_shards: bool, resample: bool
+    ) -> ShardSource:
+        """Return the source of files.
 
-def _read(
-    name: str,
-    skip: int,
-    *,
-    samples: Samples,
-    entries: Mapping[str, ShardEntry] | None,
-    cache: HostCache | None,
-) -> Iterator[Any]:
-    """Yield the samples of a file from a given one on."""
-    start = 0
-    if entries is not None:
-        start, skip = entries[name].before(skip)
-    opened, size = open_through(cache, name, start)
-    with opened, opened if start else files.decompressed(opened, name) as file:
-        if entries is not None and size not in (None, entries[name].size):
-            raise ValueError(
-                f"the file has {size} bytes, and had {entries[name].size} when it was counted. It has changed since, "
-                f"or is another file of that name: {RECOUNT}"
-            )
-        rest = islice(samples(file, name, start), skip, None)
-        yield from map(itemgetter(1), rest)
+        Args:
+            names: Names of the files.
+            shuffle_shards: If True, permute the files, in another order each epoch.
+            resample: If True, each part is an endless stream of files, sampled with replacement.
+        """
+        entries = self.entries
+        return ShardSource(
+            names,
+            self,
+            counts=None
+            if entries is None
+            else [entries[name].samples for name in names],
+            shuffle_shards=shuffle_shards,
+            resample=resample,
+        )
+
+    def __call__(self, name: str, skip: int) -> Iterator[Any]:
+        """Yield the samples of a file after the first `skip`."""
+        start = 0
+        entry = None if self.entries is None else self.entries[name]
+        if entry is not None:
+            start, skip = entry.before(skip)
+        opened, size = open_through(self.cache, name, start)
+        with opened, opened if start else files.decompressed(opened, name) as file:
+            if entry is not None and size not in (None, entry.size):
+                raise ValueError(
+                    f"the file has {size} bytes, and had {entry.size} when it was counted. It has changed since, "
+                    f"or is another file of that name: {RECOUNT}"
+                )
+            rest = islice(self.samples(file, name, start), skip, None)
+            yield from map(itemgetter(1), rest)

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -88,7 +88,6 @@ def parquet_source(
             f"columns must be a list of names, each once, or None for all, got {columns!r}."
         )
     chosen = None if columns is None else list(columns)
-    cache = HostCache.of(cache_dir, cache_bytes)
     files = matched(paths)
     if not files:
         raise ArgumentError("paths names no file. Give at least one.")
@@ -106,16 +105,15 @@ def parquet_source(
         raise ArgumentError(
             f"paths: {len(files)} Parquet files have no row: {', '.join(map(shown, files[:3]))}."
         )
-    read = partial(
-        _read_group,
+    reader = _GroupReader(
         groups=dict(zip(names, groups, strict=True)),
         columns=chosen,
         allow_nulls=allow_nulls,
-        cache=cache,
+        cache=HostCache.of(cache_dir, cache_bytes),
     )
     return ShardSource(
         names,
-        read,
+        reader,
         files=[file for file, _, _ in groups],
         counts=counts,
         shuffle_shards=shuffle_shards,
@@ -127,46 +125,46 @@ _Footer = tuple[list[int], dict[str, Any], int]
 """(number of rows of each row group, Arrow type of each top-level column, size of the file in bytes)"""
 
 
-def _read_group(
-    name: str,
-    skip: int,
-    *,
-    groups: Mapping[str, tuple[str, int, int]],
-    columns: list[str] | None,
-    allow_nulls: bool,
-    cache: HostCache | None,
-) -> Iterator[Any]:
-    """Yield the rows of a row group from a given one on."""
-    file, number, file_size = groups[name]
-    end = 0
-    with _opened(file, cache, file_size) as (parquet, _):
-        group = parquet.metadata.row_group(number)
-        size = BATCH_BYTES * group.num_rows // max(1, group.total_byte_size)
-        batches = parquet.iter_batches(
-            batch_size=int(np.clip(size, 1, 1 << 12)),
-            row_groups=[number],
-            columns=columns,
-            use_threads=False,  # readers are parallel already
-        )
-        for batch in batches:
-            first = end
-            end += batch.num_rows
-            if end <= skip:
-                continue
-            names = columns or batch.schema.names
-            rest = batch.slice(max(0, skip - first))
-            values = [_named_column(rest, name, allow_nulls) for name in names]
-            for row in zip(*values, strict=True):
-                yield dict(zip(names, row, strict=True))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _GroupReader:
+    """Reads the rows of a row group, from a row on."""
 
+    groups: Mapping[str, tuple[str, int, int]]
+    """Name of a row group -> (file, number of the row group, size of the file in bytes)."""
+    columns: list[str] | None
+    allow_nulls: bool
+    cache: HostCache | None
 
-def _named_column(batch: Any, name: str, allow_nulls: bool) -> Any:
-    try:
-        return _column(batch.column(name), allow_nulls)
-    except ValueError as error:
-        raise ValueError(
-            f"column {name!r}: {error} Leave it out (columns=)."
-        ) from error
+    def __call__(self, name: str, skip: int) -> Iterator[Any]:
+        """Yield the rows after the first `skip`."""
+        file, number, file_size = self.groups[name]
+        with _opened(file, self.cache, file_size) as (parquet, _):
+            group = parquet.metadata.row_group(number)
+            size = BATCH_BYTES * group.num_rows // max(1, group.total_byte_size)
+            batches = parquet.iter_batches(
+                batch_size=int(np.clip(size, 1, 1 << 12)),
+                row_groups=[number],
+                columns=self.columns,
+                use_threads=False,  # readers are parallel already
+            )
+            for batch in batches:
+                rest = batch.slice(min(skip, batch.num_rows))
+                skip -= batch.num_rows - rest.num_rows
+                if rest.num_rows:
+                    yield from self._rows(rest)
+
+    def _rows(self, batch: Any) -> Iterator[dict[str, Any]]:
+        names = self.columns or batch.schema.names
+        columns = []
+        for name in names:
+            try:
+                columns.append(_column(batch.column(name), self.allow_nulls))
+            except ValueError as error:
+                raise ValueError(
+                    f"column {name!r}: {error} Leave it out (columns=)."
+                ) from error
+        for row in zip(*columns, strict=True):
+            yield dict(zip(names, row, strict=True))
 
 
 def _check_columns(

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, BinaryIO, NamedTuple
 
-from paddle_shard.data.files.counts import count_files, source_of_files
+from paddle_shard.data.files.counts import FileReader, count_files
 from paddle_shard.data.files.files import BUFFER, Path, Paths, matched, open_file
 from paddle_shard.data.files.host_cache import HostCache
 from paddle_shard.data.files.shards import ShardSource
@@ -65,25 +65,15 @@ def text_source(
     names = matched(paths)
     if resample and counts is None:
         counts = False
-    entries = count_files(
-        names, form.kind, partial(_of_text, find=form.starts), counts, cache
-    )
-    samples = partial(_of_text, find=form.samples)
-    return source_of_files(
-        names,
-        samples,
-        entries,
-        cache=cache,
-        shuffle_shards=shuffle_shards,
-        resample=resample,
-    )
+    starts = partial(_of_text, form.starts)
+    entries = count_files(names, form.kind, starts, counts, cache)
+    samples = partial(_of_text, form.samples)
+    reader = FileReader(samples=samples, entries=entries, cache=cache)
+    return reader.source(names, shuffle_shards=shuffle_shards, resample=resample)
 
 
 def _of_text(
-    file: BinaryIO,
-    name: str,
-    start: int,
-    find: Callable[[_Text], Placed],
+    find: Callable[[_Text], Placed], file: BinaryIO, name: str, start: int
 ) -> Placed:
     return find(_Text(file, name, start))
 
