@@ -198,25 +198,6 @@ FINE = ["--samples", "64", "--batch-size", "8", "--mesh", "dp=4"]
     ("flags", "what", "remedy"),
     [
         (
-            ["--samples", "64", "--batch-size", "6", "--mesh", "dp=4"],
-            "6 cannot be split evenly over 4",
-            "4 or 8",
-        ),
-        (
-            [
-                "--samples",
-                "64",
-                "--batch-size",
-                "10",
-                "--accumulation",
-                "2",
-                "--mesh",
-                "dp=4",
-            ],
-            "a global batch of 20 cannot be split evenly over 4 data ranks times 2 accumulation steps",
-            "16 or 24",
-        ),
-        (
             ["--samples", "3", "--batch-size", "8", "--mesh", "dp=4"],
             "1 of 4 rows of padding, and nothing else on 1",
             "tail='drop'",
