@@ -82,7 +82,9 @@ def what_comes(batches, *, beside):
             batch = next(batches)
             assert beside or states() == before
             found.append(batch.value.tolist())
-            skipped.append([] if batch.skipped is None else batch.skipped.tolist())
+            skipped.append(
+                [] if batch.is_skipped is None else batch.is_skipped.tolist()
+            )
     except (StopIteration, DataReadError, RuntimeError) as end:
         assert states() == before
         return found, type(end), str(end).split("Original traceback")[0], skipped

@@ -362,7 +362,7 @@ def test_a_worker_gets_the_ids_as_they_are_and_not_what_only_the_state_needs(dty
     step = replace(
         a_step(3, np.arange(LARGE).astype(dtype)),
         sampler=SamplerStep([1, 2], lambda: 0),
-        valid=np.ones(2),
+        valid=np.ones(2, bool),
     )
     with reading(None, [step], reader=Echo(None)) as batches:
         (found,) = batches
