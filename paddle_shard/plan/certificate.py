@@ -416,13 +416,9 @@ def total_of_owner(
     data_rank, num_data_ranks, _ = owner
     if owner == ALL or num_data_ranks == 1:
         return total_of_plan(plan, epoch, skips, first, end)
-    batches = (
-        global_batch(plan, epoch, step)
-        for step in range(plan.num_steps)
-        if first <= plan.first_position(step=step) < end
-    )
+    numbers = range(plan.step_of(position=first), plan.step_of(position=end - 1) + 1)
     steps = rank_steps(
-        batches,
+        (global_batch(plan, epoch, number) for number in numbers),
         epoch,
         lambda rows, micro: slice_rows(rows, num_data_ranks, data_rank, micro),
         skips=skips,

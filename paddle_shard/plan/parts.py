@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
@@ -66,27 +65,27 @@ class PartsPlan:
                 f"{listed(works)}."
             )
 
-    @cached_property
+    @property
     def ending(self) -> Tail:
         """The remainder policy that `tail` names."""
         return find_tail(self.tail, stream=True)
 
-    @cached_property
+    @property
     def micro_rows(self) -> int:
         """Rows of a micro-batch."""
         return self.batch_size // self.accumulation
 
-    @cached_property
+    @property
     def stripe(self) -> int:
         """Rows of a micro-batch that come from one part, one after the other."""
         return self.micro_rows // self.num_parts
 
-    @cached_property
+    @property
     def samples_per_part(self) -> int:
         """Samples of each part that one step consumes."""
         return self.stripe * self.accumulation
 
-    @cached_property
+    @property
     def repeats(self) -> bool:
         """True if a part that ends is reopened."""
         return self.ending.repeats or self.num_batches is not None

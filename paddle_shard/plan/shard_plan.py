@@ -201,7 +201,7 @@ class ShardPlan:
                 "or choose tail='pad', 'fill' or 'drop'."
             )
 
-    @cached_property
+    @property
     def ending(self) -> Tail:
         """The remainder policy that `tail` names."""
         return find_tail(self.tail)
@@ -211,11 +211,11 @@ class ShardPlan:
         """Positions of an epoch: the samples; with "paddle", rounded up to a multiple of the data ranks."""
         return self.ordering.num_positions(self.num_samples, self.num_data_ranks)
 
-    @cached_property
+    @property
     def _segments(self) -> Segments:
         return self.segments or ((0, self.batch_size),)
 
-    @cached_property
+    @property
     def _end(self) -> int:
         return self._segments[-1][0] if self.ended else self.num_positions
 
@@ -375,6 +375,14 @@ class ShardPlan:
             sample: Its index in the data set; for a mixture, (name of the source, index in it).
         """
         return places_of(self, epoch, sample, ())
+
+    def step_of(self, *, position: int) -> int:
+        """Return the step that holds a position of an epoch; `num_steps` or more if the tail drops it.
+
+        Args:
+            position: The position, in `range(num_positions)`.
+        """
+        return self._table.step_and_row(position)[0]
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what a saved state must match to resume in this order: JSON-able, without the batch size."""
