@@ -56,7 +56,7 @@ class _RankState:
 
     leaves: dict[str, Any] = field(default_factory=dict)
     """Values by path."""
-    own: dict[str, Any] = field(default_factory=dict)
+    split_states: dict[str, Any] = field(default_factory=dict)
     """States of loaders of data that is split already, by name."""
 
     def collect(self, step: int, what: Mapping[str, Any]) -> list[Any]:
@@ -72,7 +72,7 @@ class _RankState:
                     value.certificate()
             state = value.state_dict() if hasattr(value, "state_dict") else value
             if _is_loader(value) and value.is_dataset_splitted:
-                self.own[name] = state
+                self.split_states[name] = state
             else:
                 self.leaves.update(_leaves(state, (name,)))
         num_whole = sum(not is_dist(leaf) for leaf in self.leaves.values())
@@ -92,7 +92,11 @@ class _RankState:
                 if part is not None and part.is_first:
                     parts[path] = tensor._local_value()
                     index[path] = [kind_of(tensor), part.start, part.shape]
-        values = {"whole": {} if rank else whole, "own": self.own, "index": index}
+        values = {
+            "whole": {} if rank else whole,
+            "own": self.split_states,
+            "index": index,
+        }
         contents = {f"{rank}_{VALUES}": values}
         if parts:
             contents[f"{rank}_{PARTS}"] = parts
@@ -219,27 +223,22 @@ class Checkpoints:
         target_leaves = dict(_leaves(targets))
 
         # Tensors that were saved in parts, or that are distributed now, are filled in place.
-        whole, parts, own = _read(directory)
+        whole, parts, split_states = _read(directory)
         kinds = {part.path: part.kind for part in parts}
         for path, leaf in whole.items():
             if is_dist(target_leaves.get(path)):
                 kinds[path] = kind_of(leaf)
-        tensors: dict[str, Any] = {}
-        for path, kind in kinds.items():
-            if json.loads(path)[0] in what:
-                target = target_leaves.get(path)
-                tensor = paddle.zeros(*kind) if target is None else target
-                if kind_of(tensor) != kind:
-                    raise StateError(
-                        f"{name} holds {kind} for {path}, and not {kind_of(tensor)}."
-                    )
-                tensors[path] = tensor
-        states = dict(own.get(self._rank, {}))
+        tensors = {
+            path: _tensor_of(path, kind, target_leaves.get(path), name)
+            for path, kind in kinds.items()
+            if json.loads(path)[0] in what
+        }
+        states = dict(split_states.get(self._rank, {}))
         for path, leaf in (whole | tensors).items():
             _put(states, path, leaf)
 
         for key in what:
-            num_saved = sum(key in of_rank for of_rank in own.values())
+            num_saved = sum(key in of_rank for of_rank in split_states.values())
             if num_saved not in (0, len(self._ranks)):
                 raise StateError(
                     f"{key}: the data is split already, so {name} holds a state of each of {num_saved} ranks, and "
@@ -289,16 +288,16 @@ def _read(
     """Return a checkpoint's whole values by path, its parts, and the own states of each rank."""
     whole: dict[str, Any] = {}
     parts: list[SavedPart] = []
-    own: dict[int, dict[str, Any]] = {}
+    split_states: dict[int, dict[str, Any]] = {}
     # Not a listing: another job may be deleting them.
     files = json.loads(read_file(directory / MANIFEST))["files"]
     for name in sorted(file for file in files if file.endswith(VALUES)):
         values = paddle.load(str(directory / name))
         whole |= values["whole"]
-        own[int(name.partition("_")[0])] = values["own"]
+        split_states[int(name.partition("_")[0])] = values["own"]
         file = directory / name.replace(VALUES, PARTS)
         parts += [SavedPart(path, file, *at) for path, at in values["index"].items()]
-    return whole, parts, own
+    return whole, parts, split_states
 
 
 def _check_same(call: str, reports: Sequence[Any]) -> None:
@@ -339,6 +338,14 @@ def _check_fits(
                 raise StateError(
                     f"{key}: {name} holds {saved - expected}, and this model {expected - saved}."
                 )
+
+
+def _tensor_of(path: str, kind: list[Any], target: Any, name: str) -> Any:
+    """Return the tensor to be filled with what checkpoint `name` holds: the target, or a new one if that is None."""
+    tensor = paddle.zeros(*kind) if target is None else target
+    if kind_of(tensor) != kind:
+        raise StateError(f"{name} holds {kind} for {path}, and not {kind_of(tensor)}.")
+    return tensor
 
 
 def _setter_of(key: str, value: Any) -> Callable[[Any], Any]:

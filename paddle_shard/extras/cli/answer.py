@@ -16,7 +16,7 @@ class Hazard(NamedTuple):
     """A problem of a plan, a record or a machine."""
 
     what: str
-    remedy: str
+    fix: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +51,8 @@ class Answer:
         ]
         if self.hazards is not None:
             sections += [
-                f"HAZARD: {what.rstrip('.')}. {remedy.rstrip('.')}."
-                for what, remedy in self.hazards
+                f"HAZARD: {what.rstrip('.')}. {fix.rstrip('.')}."
+                for what, fix in self.hazards
             ]
             sections += [] if self.hazards else ["no hazard was found"]
         return "\n".join(sections)

@@ -228,11 +228,11 @@ def hazards_of(plan: ShardPlan, meshes: Meshes, epoch: int) -> Iterator[Hazard]:
                 f"the last step of the epoch, {step}, has {padding} of {num_rows} rows of padding, and nothing else on "
                 f"{len(idle)} of its data ranks: {listed(idle)}"
             )
-            remedy = (
+            fix = (
                 "A mean over the valid rows of such a rank divides by 0: divide the sum of all ranks by their count. "
                 "tail='drop' leaves such a step out"
             )
-            yield Hazard(what, remedy)
+            yield Hazard(what, fix)
 
 
 def _mesh_sections(meshes: Meshes) -> list[str | Rows]:
