@@ -16,7 +16,7 @@ import numpy as np
 import paddle
 from paddle.io.dataloader import worker as paddle_worker
 
-from paddle_shard.data.worker_info import visible_worker_info
+from paddle_shard.data.worker_info import VisibleWorkerInfo
 from paddle_shard.reading.batch import Chunk
 from paddle_shard.reading.channel import Channel
 from paddle_shard.reading.failure import ReadFailure
@@ -116,7 +116,7 @@ def set_up(number: int, settings: WorkerSettings, seed: int) -> ReadFailure | No
             alone = paddle_worker.WorkerInfo(
                 id=0, num_workers=1, dataset=dataset, seed=seed
             )
-            with visible_worker_info(alone if settings.reads_all else own):
+            with VisibleWorkerInfo(alone if settings.reads_all else own):
                 settings.init_fn(number)
     except (
         BaseException

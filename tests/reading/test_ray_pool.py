@@ -329,7 +329,7 @@ def test_readers_that_cannot_be_are_refused(given, kind, text, monkeypatch):
 def test_a_loader_refuses_readers_that_are_none(monkeypatch):
     loader = paddle.io.DataLoader(Made(), batch_size=4)
     with pytest.raises(
-        ArgumentTypeError,
+        ArgumentError,
         match="readers must be a paddle_shard.RayReaders, or None, got 4",
     ):
         sharded(loader, ONE, readers=4)
