@@ -130,24 +130,24 @@ def _compared_sums(
     for owner, delivered in sorted(run.states[epoch].certificate.items()):
         ranges = ", ".join(f"[{first}, {end})" for first, end in delivered.once)
         who = "all ranks" if owner == ALL else f"data rank {owner[0]} of {owner[1]}"
-        where = f"{who} at positions {ranges}"
-        if owner != ALL and run.last_job.first_line["dealt"]:
-            why = "rows are balanced by cost (balance=)"
-            notes.append(f"what was read by {where} is not compared: {why}")
-            continue
+        where = f"what was read by {who} at positions {ranges}"
         expected = _expected_total(owner, delivered, deliveries)
-        if expected is None:
-            why = "some of it was delivered again, or before this record"
-            notes.append(f"what was read by {where} is not compared: {why}")
+        if owner != ALL and run.last_job.first_line["dealt"]:
+            notes.append(f"{where} is not compared: rows are balanced (balance=)")
+        elif expected is None:
+            notes.append(
+                f"{where} is not compared: some of it was delivered again, or before this record"
+            )
         elif delivered.total.num < expected.num:
             num_unread = expected.num - delivered.total.num
-            yield f"{num_unread} samples of {where} could not be read", num_unread
-        elif delivered.total != expected:
-            yield f"{where} read other samples than those of the order", 0
-        elif owner != ALL and owner[1] > 1:
-            notes.append(
-                f"the sums of what was read by {where} are those of the order; {_OTHERS}"
+            yield (
+                f"{num_unread} samples of {who} at positions {ranges} could not be read",
+                num_unread,
             )
+        elif delivered.total != expected:
+            yield f"{where} are other samples than those of the order", 0
+        elif owner != ALL and owner[1] > 1:
+            notes.append(f"the sums of {where} are those of the order; {_OTHERS}")
 
 
 def _expected_total(

@@ -96,11 +96,7 @@ def _shares_of(run: Timeline, epoch: int | None, step: int) -> dict[str, Any]:
             f"--epoch is missing: the epochs {cell(epochs)} have step {step}. Give one of them."
         )
     if not deliveries:
-        ranges = [
-            f"[{delivery.start.steps}, {delivery.steps}) of epoch {delivery.start.epoch}"
-            for delivery in run.deliveries
-        ]
-        what = f"step {step} was not delivered, says the record; it has the steps {', '.join(ranges) or 'none'}."
+        what = f"step {step} was not delivered, says the record; paddle-shard verify lists what was."
         raise ArgumentError(" ".join([what, *run.notes]))
     shares = []
     for delivery in deliveries:
