@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from paddle_shard.data.stages.stage import Opening, Stage, Stated
+from paddle_shard.data.stages.stage import Opening, PartsSource, Samples, Stage, Stated
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, StateError
 
 VERSION = 1
@@ -26,6 +26,9 @@ _MOST_ITEMS = 1 << 20
 _MOST_BYTES = 64 << 20
 """Containers of more items, and larger arrays, are not copied: they are the data itself, of which each worker would
 have a copy."""
+
+
+IterableOrFunction = Iterable[Any] | Callable[[], Iterable[Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +84,7 @@ def is_iterable_dataset(given: object) -> bool:
     return any(base.__name__ == "IterableDataset" for base in type(given).__mro__)
 
 
-def iterate(given: Iterable[Any] | Callable[[], Iterable[Any]]) -> Iterator[Any]:
+def iterate(given: IterableOrFunction) -> Samples:
     """Begin to iterate over what can be iterated, or over what a function returns."""
     return iter(given if isinstance(given, Iterable) else given())
 
@@ -139,18 +142,11 @@ def _numbers(attributes: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-class ExternalSource(Stage):
+class ExternalSource(PartsSource):
     """An external loader as a source. Part p of P is what the library reads as shard p of P."""
 
     def __init__(self, loader: ExternalLoader) -> None:
         self._loader = loader
-
-    cuts = True
-    """The library reads a part without reading the others."""
-
-    def open(self, opening: Opening) -> list[Iterator[Any]]:
-        """Return an iterator over the batches of each part."""
-        return [self._batches(part, opening) for part in opening.parts]
 
     def check_resume(self, *, repeats: bool) -> None:
         """Refuse to resume within an epoch if the delivered batches cannot be found again.
@@ -180,7 +176,8 @@ class ExternalSource(Stage):
         """Return the library's name."""
         return [["foreign", self._loader.name]]  # the kind as saved states spell it
 
-    def _batches(self, part: int, opening: Opening) -> Iterator[Any]:
+    def part(self, part: int, opening: Opening) -> Samples:
+        """Return the batches of a part."""
         name = self._loader.name
         save = self._loader.save
         state: Any = opening.state or {"at": 0, "saved": None}
@@ -230,8 +227,8 @@ class IterableSource(Stage):
 
     def __init__(
         self,
-        iterable: Iterable[Any] | Callable[[], Iterable[Any]],
-        begin: Callable[[Any], Iterator[Any]] | None = None,
+        iterable: IterableOrFunction,
+        begin: Callable[[Any], Samples] | None = None,
     ) -> None:
         """Set up the source.
 
@@ -259,7 +256,7 @@ class IterableSource(Stage):
         self.once = begin is None and isinstance(iterable, Iterator)
         self._is_used = False
 
-    def open(self, opening: Opening) -> list[Iterator[Any]]:
+    def open(self, opening: Opening) -> list[Samples]:
         """Return the whole stream: part 0 of 1."""
         if opening.num_parts != 1:
             raise AssertionError("an iterable is cut by a stage behind it")
@@ -273,7 +270,7 @@ class IterableSource(Stage):
         """Return the length of a list; nothing for anything else."""
         return [] if self._indexed is None else [["list", len(self._indexed)]]
 
-    def _items(self, opening: Opening) -> Iterator[Any]:
+    def _items(self, opening: Opening) -> Samples:
         key = opening.key(0, "source")
         seed = opening.seed_generators
         items = self._indexed
@@ -293,7 +290,7 @@ class IterableSource(Stage):
         finally:
             reading.copy_numbers_back()
 
-    def _begin_once(self) -> Iterator[Any]:
+    def _begin_once(self) -> Samples:
         if self._is_used:
             raise ArgumentError(
                 f"this {type(self._iterable).__name__} has been read already, and can be read only once. Give the "

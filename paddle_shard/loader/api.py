@@ -21,6 +21,7 @@ from paddle_shard.loader.arguments import (
     ASSIGNS,
     SIZES_BATCHES,
     check_arguments,
+    is_already_split,
     reject,
 )
 from paddle_shard.loader.compat import auto_dp_axis, in_auto_dp_mode, mend_process_mesh
@@ -44,7 +45,6 @@ from paddle_shard.plan.orders import Shuffle
 from paddle_shard.plan.skips import union
 from paddle_shard.plan.tails import TailName
 from paddle_shard.ranks.agreeing import connect, tell_failed
-from paddle_shard.ranks.replicas import Replicas
 from paddle_shard.reading.reading import Readers
 from paddle_shard.run.record_facts import record_facts
 from paddle_shard.run.recorder import Recorder
@@ -116,7 +116,7 @@ def _reports_failure(function: Callable[P, R]) -> Callable[P, R]:
 
 
 @_reports_failure
-def shard_dataloader(
+def shard_dataloader(  # noqa: PLR0913
     dataloader: paddle.io.DataLoader | Stream | Iterable[Any] | Callable[[], Any],
     meshes: Meshes,
     input_keys: Sequence[str] | None = None,
@@ -261,9 +261,7 @@ def shard_dataloader(
 
     # The order of the data.
     loader = as_dataloader(dataloader, readers)
-    is_split = bool(
-        is_dataset_splitted or getattr(loader.dataset, "is_dataset_splitted", False)
-    )
+    is_split = is_already_split(is_dataset_splitted, loader.dataset, shard_dims)
     if isinstance(loader.dataset, paddle.io.IterableDataset):
         reject(_NO_INDEX, shuffle=shuffle or None)
         reject(f"the loader has a stream, {SIZES_BATCHES}", batch_size=batch_size)
@@ -319,10 +317,7 @@ def shard_dataloader(
             arguments=arguments,
         )
         run.recorder = Recorder(record, facts)
-    sharing = Replicas()
-    if replicas == "leader" and len(ranks) > 1:
-        sharing = replicas_of(source, placer.layouts, ranks)
-    compared = {name: arguments[name] for name in _COMPARED}
+    sharing = replicas_of(replicas, source, placer.layouts, ranks)
     if prefetch is None:
         prefetch = 2 if loader.use_buffer_reader else 0
     setup = LoaderSetup(
@@ -335,7 +330,12 @@ def shard_dataloader(
         run=run,
         stats=LoaderStats(sharing.__str__, rank),
         ranks=ranks,
-        config=config_of(source, placer, loader.dataset, compared),
+        config=config_of(
+            source,
+            placer,
+            loader.dataset,
+            {name: arguments[name] for name in _COMPARED},
+        ),
         verify=verify,
         batch_check=batch_check_of(source, row_layout, ranks, loader.dataset, verify),
         replicas=sharing,

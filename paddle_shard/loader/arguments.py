@@ -96,10 +96,20 @@ def check_arguments(**arguments: Any) -> None:
     for name, (is_allowed, expected) in RULES.items():
         if not is_allowed(arguments[name]):
             raise ArgumentError(f"{name} must be {expected}, got {arguments[name]!r}.")
-    if arguments["is_dataset_splitted"] and arguments["shard_dims"] is None:
+
+
+def is_already_split(is_dataset_splitted: bool, dataset: Any, shard_dims: Any) -> bool:
+    """Return whether the user says, by the argument or on the data set, that each data rank has rows of its own.
+
+    Raises:
+        ArgumentError: It is split, and `shard_dims` is missing.
+    """
+    is_split = is_dataset_splitted or getattr(dataset, "is_dataset_splitted", False)
+    if is_split and shard_dims is None:
         raise ArgumentError(
             "is_dataset_splitted=True needs shard_dims: over which axes of the mesh is the data split?"
         )
+    return bool(is_split)
 
 
 def reject(reason: str, **arguments: Any) -> None:

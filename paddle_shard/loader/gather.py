@@ -15,7 +15,7 @@ from paddle_shard.run.run import gathered
 
 
 def _mesh_ranks(
-    values: Any = None, valid: Any = None, *_: Any, **__: Any
+    _values: Any = None, valid: Any = None, *_: Any, **__: Any
 ) -> list[tuple[int, ...]]:
     """Return the ranks of the mesh of `valid`; if it has none, of all groups of this rank."""
     mesh = getattr(valid, "process_mesh", None)

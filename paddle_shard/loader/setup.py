@@ -219,11 +219,12 @@ def warn_if_unsplit(layout: FieldLayout) -> None:
 
 
 def replicas_of(
-    source: Source, layouts: Sequence[FieldLayout], ranks: Sequence[int]
+    replicas: str, source: Source, layouts: Sequence[FieldLayout], ranks: Sequence[int]
 ) -> Replicas:
-    """Return which ranks of this host read the same rows, and so can share a reader.
+    """Return which ranks of this host read the same rows and share a reader.
 
     Args:
+        replicas: "each": no ranks share a reader. "leader": the first of them reads.
         source: What is read.
         layouts: Of all fields.
         ranks: Global ranks that agree on the steps.
@@ -231,6 +232,8 @@ def replicas_of(
     Raises:
         ArgumentError: It is not known which ranks share a host.
     """
+    if replicas == "each" or len(ranks) == 1:
+        return Replicas()
     hosts = hosts_of_ranks()
     if hosts is None:
         raise ArgumentError(

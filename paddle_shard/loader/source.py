@@ -21,7 +21,7 @@ from paddle_shard.data.samplers.user_batches import owner_of, samplers
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, SplitError
 from paddle_shard.loader.arguments import ASSIGNS, SIZES_BATCHES, reject
 from paddle_shard.placement.field import FieldLayout
-from paddle_shard.plan.balance import dealt
+from paddle_shard.plan.balance import balanced_rows
 from paddle_shard.plan.order import Ordering
 from paddle_shard.plan.orders import (
     PaddleOrdering,
@@ -32,7 +32,7 @@ from paddle_shard.plan.orders import (
 from paddle_shard.plan.partition import check_batch_size
 from paddle_shard.plan.shard_plan import BatchSizes, ShardPlan
 from paddle_shard.plan.shuffle import MAX_SAMPLES
-from paddle_shard.plan.step import Deal
+from paddle_shard.plan.step import BalanceRows
 from paddle_shard.plan.tails import Tail, find_tail
 from paddle_shard.reading.executor import on_cpu
 from paddle_shard.reading.source import Source
@@ -73,28 +73,25 @@ def read_source(
     num_parts = _num_parts(sampler)
     is_split = is_split or num_parts is not None
     planned = partial(_plan_batches, seed=seed, sizes=batch_size)
+    source = partial(Source, accumulation=accumulation, tail=policy)
 
     if sampler is None and not is_split:
         reject(f"each item is a whole batch, {SIZES_BATCHES}", batch_size=batch_size)
         reject(f"each item is a whole batch, {ASSIGNS}", balance=balance)
         ordering = _ordering(dataset, sampler, shuffle)
         batches = planned(dataset, shuffle=ordering, batch_size=1, num_data_ranks=1)
-        return Source(
-            batches=batches,
-            batch_size=None,
-            accumulation=accumulation,
-            item_is_batch=True,
-            tail=policy,
-        )
+        return source(batches=batches, batch_size=None, item_is_batch=True)
 
     is_paddle_split = type(sampler) is paddle.io.DistributedBatchSampler
     if is_split and not is_paddle_split:
         reject(f"the data is split already, {ASSIGNS}", balance=balance)
     costs = None if balance is None else costs_of(balance, dataset)
-    deal: Deal | None = None
-    if costs is not None:
-        deal = partial(dealt, num_data_ranks=num_data_ranks, costs_of=costs)
-    source = partial(Source, accumulation=accumulation, tail=policy, costs=costs)
+    balance_rows: BalanceRows | None = (
+        partial(balanced_rows, num_data_ranks=num_data_ranks, costs_of=costs)
+        if costs
+        else None
+    )
+    source = partial(source, costs=costs)
 
     # An order of this library's: that of a plain DataLoader, or of Paddle's distributed sampler.
     if not is_split and is_plain(sampler):
@@ -102,28 +99,28 @@ def read_source(
         ordering = _ordering(dataset, sampler, shuffle)
         rows = sampler.batch_size
     else:
-        name = f"the loader has its own {type(sampler).__name__}"
-        reject(f"{name}, {SIZES_BATCHES}", batch_size=batch_size)
-        reject(f"{name}, which decides the order.", shuffle=shuffle)
-        _check_drop_last(sampler, tail)
+        _reject_for_sampler(sampler, tail, batch_size, shuffle)
         if is_split:
             num_data_ranks = _check_split(sampler, layouts)
         else:
             _check_unsplit(sampler)
         source = partial(source, custom_sampler=sampler)
         if not is_paddle_split:
-            local = [layout.data_rank for layout in layouts if layout.on_mesh]
+            data_ranks = [layout.data_rank for layout in layouts if layout.on_mesh]
             user_batches = _user_batches(
                 dataset,
                 sampler,
                 seed=seed,
                 tail=policy,
                 num_data_ranks=1 if is_split else num_data_ranks,
-                deal=deal,
-                own_data_rank=local[0] if is_split and local else None,
+                balance_rows=balance_rows,
+                own_data_rank=data_ranks[0] if is_split and data_ranks else None,
             )
-            size = user_batches.nominal_size
-            return source(batches=user_batches, batch_size=size, split=is_split)
+            return source(
+                batches=user_batches,
+                batch_size=user_batches.nominal_size,
+                split=is_split,
+            )
         # The order over all ranks; each takes the slice that the sampler gives it.
         data = sampler.dataset
         ordering = PaddleOrdering() if sampler.shuffle else PaddleSequential()
@@ -136,7 +133,7 @@ def read_source(
         num_data_ranks=num_data_ranks,
         accumulation=accumulation,
     )
-    batches.deal = deal
+    batches.balance_rows = balance_rows
     return source(batches=batches, batch_size=batches.plan.batch_size)
 
 
@@ -179,12 +176,18 @@ def knows_no_rank(batch_sampler: Any) -> bool:
     return type(sampler) in plain and getattr(sampler, "generator", None) is None
 
 
-def _check_drop_last(sampler: Any, tail: str | None) -> None:
+def _reject_for_sampler(
+    sampler: Any, tail: str | None, batch_size: Any, shuffle: Shuffle | None
+) -> None:
+    """Reject arguments that a sampler which decides the order cannot have."""
     if sampler is None:
         raise ArgumentError(
             "is_dataset_splitted=True needs a DataLoader with a batch size, got one with batch_size=None. "
             "Leave is_dataset_splitted at False: each item is a global batch, of which each rank takes its rows."
         )
+    name = f"the loader has its own {type(sampler).__name__}"
+    reject(f"{name}, {SIZES_BATCHES}", batch_size=batch_size)
+    reject(f"{name}, which decides the order.", shuffle=shuffle)
     if tail in ("pad", "fill") and getattr(sampler, "drop_last", False):
         raise ArgumentError(
             f"tail={tail!r}: the loader's {type(sampler).__name__} has drop_last=True and drops its last, short "
@@ -259,7 +262,7 @@ def _user_batches(
     seed: int,
     tail: Tail,
     num_data_ranks: int,
-    deal: Deal | None,
+    balance_rows: BalanceRows | None,
     own_data_rank: int | None,
 ) -> UserBatches:
     """Return the order of the user's own sampler.
@@ -270,7 +273,7 @@ def _user_batches(
         seed: Of the random numbers that it draws.
         tail: The remainder policy.
         num_data_ranks: Data ranks over which its batches are split.
-        deal: Assigns rows to data ranks by cost.
+        balance_rows: Assigns rows to data ranks by cost.
         own_data_rank: This data rank, if the data is split already.
     """
     accumulation = getattr(sampler, "_acc_steps", 1)
@@ -308,7 +311,7 @@ def _user_batches(
         consecutive=consecutive,
         dataset=dataset,
         lengths=lengths,
-        deal=deal,
+        balance_rows=balance_rows,
     )
 
 

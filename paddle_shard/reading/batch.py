@@ -11,7 +11,7 @@ import numpy as np
 
 from paddle_shard.core.trees import is_sequence, rebuild
 from paddle_shard.plan.partition import Rows
-from paddle_shard.plan.step import Ids, Mask, Step
+from paddle_shard.plan.step import Ids, Mask, SamplerStep, Step
 from paddle_shard.reading.tensors import arrays_of, as_array, dtype_of
 
 
@@ -169,7 +169,7 @@ def joined(
     """
     chunk = chunks[0] if len(chunks) == 1 else _joined_chunk(chunks, places, even)
     if chunk.state is not None:
-        step = replace(step, sampler_state=chunk.state)
+        step = replace(step, sampler=SamplerStep(state=chunk.state))
     is_padding = None if step.valid is None else ~step.valid
     if chunk.is_padding is not None:
         is_padding = np.frombuffer(chunk.is_padding, np.bool_)

@@ -16,7 +16,7 @@ from paddle_shard.data.stages.stage import Opening, Stage, Stated, Unreadable
 from paddle_shard.data.stages.steps import in_rounds
 from paddle_shard.errors import BatchStructureError, PaddleShardError
 from paddle_shard.plan.parts import PartsPlan
-from paddle_shard.plan.step import MOST_STAND_INS
+from paddle_shard.plan.step import MOST_STAND_INS, SamplerStep
 from paddle_shard.reading.batch import Batch, Chunk, take_rows
 from paddle_shard.reading.digest import TurnDigests
 from paddle_shard.reading.reader import HowToRead, Reader
@@ -411,8 +411,8 @@ class OwnBatches:
                 f"a batch of {rows} rows came after batches of {wanted}: every rank's batches must have as many rows, "
                 "and only its last may have fewer."
             )
-        state = {**batch.step.sampler_state, "rows": wanted}
-        batch.step = replace(batch.step, sampler_state=state)
+        state = {**batch.step.sampler.state, "rows": wanted}
+        batch.step = replace(batch.step, sampler=SamplerStep(state=state))
         places = np.arange(wanted)
         if rows < wanted or batch.is_empty:
             batch.is_padding = places >= (0 if batch.is_empty else rows)

@@ -273,7 +273,12 @@ class WorkerExecutor(_ReadingExecutor):
             self.close()
             raise digests.error(
                 Step(
-                    epoch=0, number=0, num_rows=0, micro_size=0, num_real=0, ids=samples
+                    epoch=0,
+                    number=0,
+                    num_rows=0,
+                    micro_size=0,
+                    num_positions=0,
+                    ids=samples,
                 )
             )
         return digests

@@ -76,11 +76,11 @@ def kind(request):
 def write(folder, kind, lengths=UNEVEN, pack=bytes):
     numbers = iter(range(sum(lengths)))
     paths = []
+    ending = kind if pack is bytes else f"{kind}.bz2"
     for file, length in enumerate(lengths):
-        paths.append(str(folder / f"{file}.{kind}"))
-        (folder / f"{file}.{kind}").write_bytes(
-            pack(KINDS[kind][0]([next(numbers) for _ in range(length)]))
-        )
+        path = folder / f"{file}.{ending}"
+        path.write_bytes(pack(KINDS[kind][0]([next(numbers) for _ in range(length)])))
+        paths.append(str(path))
     return paths
 
 
@@ -314,7 +314,7 @@ def test_parts_that_begin_in_mid_file_are_every_sample_once(kind, num_parts, tmp
 
 def test_a_part_reads_few_samples_before_its_first(kind, tmp_path):
     [path] = write(tmp_path, kind, [20_000])
-    entry = stage_of(KINDS[kind][1](path))._read.keywords["entries"][path]
+    entry = stage_of(KINDS[kind][1](path))._read.entries[path]
 
     assert len(entry.starts) <= 128
     assert max(entry.before(skip)[1] for skip in range(20_000)) < 20_000 / 64

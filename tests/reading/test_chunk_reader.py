@@ -30,7 +30,7 @@ from paddle_shard.data.stages.stage import Opening, Stage
 from paddle_shard.errors import DataReadError
 from paddle_shard.plan.parts import PartsPlan, chunks_of
 from paddle_shard.plan.seeding import mix
-from paddle_shard.plan.step import Step
+from paddle_shard.plan.step import SamplerStep, Step
 from paddle_shard.reading.batch import Batch as ReadBatch
 from paddle_shard.reading.batch import Chunk, joined
 from paddle_shard.reading.chunk_reader import ChunkReader, ChunkRequest, OwnBatches
@@ -42,7 +42,7 @@ GENERATORS = (NumpyGenerator(), PythonGenerator())
 HOW, DRAWS = HowToRead(generators=()), HowToRead(generators=GENERATORS)
 MISSING = "missing"
 STEP = Step(
-    epoch=0, number=0, num_rows=0, micro_size=0, num_real=0
+    epoch=0, number=0, num_rows=0, micro_size=0, num_positions=0
 )  # readers are told what they read by its parts
 WORKERS = range(6)
 
@@ -885,7 +885,7 @@ def test_a_ranks_own_short_batch_is_filled_with_its_last_row(made):
         whole_items=True,
         local_rows=0,
     )
-    own, step = OwnBatches(), replace(STEP, sampler_state={"rows": 0})
+    own, step = OwnBatches(), replace(STEP, sampler=SamplerStep(state={"rows": 0}))
     values = [made([[n, n] for n in range(rows)]) for rows in (3, 2)]
     found = [ReadBatch(step=step, value=value, is_padding=None) for value in values]
     for one in found:

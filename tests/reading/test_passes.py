@@ -40,7 +40,9 @@ class Rows:
 
 
 def step_of(number, ids=()):
-    return Step(epoch=0, number=number, num_rows=3, micro_size=3, num_real=3, ids=ids)
+    return Step(
+        epoch=0, number=number, num_rows=3, micro_size=3, num_positions=3, ids=ids
+    )
 
 
 def reading(dataset, sampler_fails_at, skip, collate_fn=None, ahead=0):

@@ -296,8 +296,7 @@ def test_an_actor_reads_from_the_folder_of_its_rank(monkeypatch, tmp_path):
         monkeypatch.chdir(tmp_path)
         gone = READING_ACTOR(0, settings, 0, str(tmp_path / "nowhere"))
         assert (
-            f"where relative paths lead nowhere, as it has no folder {tmp_path}/nowhere"
-            in gone._where
+            f"which has no folder {tmp_path}/nowhere for relative paths" in gone._where
         )
         assert not os.path.exists("a.txt")
 

@@ -5,17 +5,19 @@ from __future__ import annotations
 import codecs
 import csv
 import json
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, BinaryIO, NamedTuple
 
-from paddle_shard.data.files.counts import count_files, source_of_files
-from paddle_shard.data.files.files import BUFFER, Paths, matched, open_file
+from paddle_shard.data.files.counts import FileReader, count_files
+from paddle_shard.data.files.files import BUFFER, Path, Paths, matched, open_file
 from paddle_shard.data.files.host_cache import HostCache
 from paddle_shard.data.files.shards import ShardSource
 from paddle_shard.data.stages.stage import Damaged
+
+Placed = Iterator[tuple[int, Any]]
+"""Samples, each with the byte where it begins."""
 
 
 class TextFormat(NamedTuple):
@@ -23,9 +25,9 @@ class TextFormat(NamedTuple):
 
     kind: str
     """Name of what is counted in the files; kept counts belong to it."""
-    samples: Callable[[_Text], Iterator[tuple[int, Any]]]
+    samples: Callable[[_Text], Placed]
     """Yields the samples of a file's text, each with the byte where it begins."""
-    starts: Callable[[_Text], Iterator[tuple[int, Any]]]
+    starts: Callable[[_Text], Placed]
     """Finds where samples begin, which may be cheaper than reading them."""
 
 
@@ -36,7 +38,7 @@ def text_source(
     counts: bool | None = None,
     shuffle_shards: bool = True,
     resample: bool = False,
-    cache_dir: str | os.PathLike[str] | None = None,
+    cache_dir: Path | None = None,
     cache_bytes: int | None = None,
 ) -> ShardSource:
     """Return the source of text files.
@@ -63,26 +65,16 @@ def text_source(
     names = matched(paths)
     if resample and counts is None:
         counts = False
-    entries = count_files(
-        names, form.kind, partial(_of_text, find=form.starts), counts, cache
-    )
-    samples = partial(_of_text, find=form.samples)
-    return source_of_files(
-        names,
-        samples,
-        entries,
-        cache=cache,
-        shuffle_shards=shuffle_shards,
-        resample=resample,
-    )
+    starts = partial(_of_text, form.starts)
+    entries = count_files(names, form.kind, starts, counts, cache)
+    samples = partial(_of_text, form.samples)
+    reader = FileReader(samples=samples, entries=entries, cache=cache)
+    return reader.source(names, shuffle_shards=shuffle_shards, resample=resample)
 
 
 def _of_text(
-    file: BinaryIO,
-    name: str,
-    start: int,
-    find: Callable[[_Text], Iterator[tuple[int, Any]]],
-) -> Iterator[tuple[int, Any]]:
+    find: Callable[[_Text], Placed], file: BinaryIO, name: str, start: int
+) -> Placed:
     return find(_Text(file, name, start))
 
 
@@ -102,7 +94,7 @@ class _Text:
         self.start = start
         self._number = 0
 
-    def __iter__(self) -> Iterator[tuple[int, str]]:
+    def __iter__(self) -> Placed:
         at = self.start
         for line in self._file:
             if at == 0 and line.startswith(codecs.BOM_UTF8):
@@ -153,16 +145,16 @@ class _Text:
             self._file.seek(at)
 
 
-def _lines(text: _Text) -> Iterator[tuple[int, str]]:
+def _lines(text: _Text) -> Placed:
     for at, line in text:
         yield at, line.removesuffix("\n").removesuffix("\r")
 
 
-def _not_blank(text: _Text) -> Iterator[tuple[int, str]]:
+def _not_blank(text: _Text) -> Placed:
     return ((at, line) for at, line in text if line.strip())
 
 
-def _values(text: _Text) -> Iterator[tuple[int, Any]]:
+def _values(text: _Text) -> Placed:
     for at, line in _not_blank(text):
         try:
             value = json.loads(line)
@@ -175,7 +167,7 @@ def _values(text: _Text) -> Iterator[tuple[int, Any]]:
         yield at, value
 
 
-def _dicts(text: _Text) -> Iterator[tuple[int, Any]]:
+def _dicts(text: _Text) -> Placed:
     rows = _rows(text)
     names = text.first_row() if text.start else next(rows, (0, []))[1]
     if len(set(names)) < len(names):
@@ -189,7 +181,7 @@ def _dicts(text: _Text) -> Iterator[tuple[int, Any]]:
         )
 
 
-def _rows(text: _Text) -> Iterator[tuple[int, Any]]:
+def _rows(text: _Text) -> Placed:
     width = len(text.first_row()) if text.start else None
     begins: list[int] = []  # the byte where each line of the row begins
 

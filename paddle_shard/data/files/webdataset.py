@@ -14,12 +14,13 @@ from typing import Any, BinaryIO, cast
 from paddle_shard.core.checks import listed
 from paddle_shard.data.files.counts import (
     DAMAGE,
+    FileReader,
     ShardEntry,
     count_files,
-    source_of_files,
 )
 from paddle_shard.data.files.files import (
     BUFFER,
+    Path,
     Paths,
     base_name,
     is_remote,
@@ -203,8 +204,8 @@ def webdataset_source(
     *,
     shuffle_shards: bool = True,
     resample: bool = False,
-    index: str | os.PathLike[str] | bool | None = None,
-    cache_dir: str | os.PathLike[str] | None = None,
+    index: Path | bool | None = None,
+    cache_dir: Path | None = None,
     cache_bytes: int | None = None,
     select: Callable[[str], bool] | None = None,
 ) -> ShardSource:
@@ -248,15 +249,12 @@ def webdataset_source(
     elif index:
         path = _beside(names[0]) if index is True else os.fspath(index)
         entries = read_index(path, names)
-    samples = partial(tar_samples, select=select)
-    return source_of_files(
-        names,
-        samples,
-        entries,
+    reader = FileReader(
+        samples=partial(tar_samples, select=select),
+        entries=entries,
         cache=HostCache.of(cache_dir, cache_bytes),
-        shuffle_shards=shuffle_shards,
-        resample=resample,
     )
+    return reader.source(names, shuffle_shards=shuffle_shards, resample=resample)
 
 
 class Decode:

@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from paddle_shard.data.files.files import FileVersion
 from paddle_shard.data.stages.cut import FAILED_AT
-from paddle_shard.data.stages.stage import Opening, Stage
+from paddle_shard.data.stages.stage import Opening, Samples, Stage
 from paddle_shard.data.stages.steps import in_rounds
 from paddle_shard.plan.mixture import Draws
 from paddle_shard.plan.parts import nothing_to_repeat
@@ -26,17 +27,15 @@ _NEVER = 1 << 62
 
 @lru_cache(maxsize=16)
 def _draws_of(segments: tuple[Segment, ...], num_parts: int) -> Draws:
-    firsts = {
-        -(-segment.first // num_parts): segment for segment in segments
-    }  # the last of those that begin alike
+    # The last of those that begin alike.
+    firsts = {-(-segment.first // num_parts): segment for segment in segments}
     return Draws(
         tuple(segment._replace(first=first) for first, segment in firsts.items())
     )
 
 
 class Mix(Stage):
-    """The source of a stream that draws part p from part p of other streams, in the order of a
-    `WeightedInterleave`.
+    """The source of a stream that draws part p from part p of other streams, by a `WeightedInterleave`.
 
     A part of a stream that has ended is opened again, in its next round. With stop="first", a part of the mixture ends
     where it would open the first stream again; with stop="all", where it would open the last one again.
@@ -81,7 +80,7 @@ class Mix(Stage):
         """Return the draws of a part: each part has its share of a segment's samples."""
         return _draws_of(self._segments, opening.num_parts)
 
-    def open(self, opening: Opening) -> list[Iterator[Any]]:
+    def open(self, opening: Opening) -> list[Samples]:
         """Return the samples of each part."""
         draws = self._draws(opening)
         counts = draws.counts(opening.skip).tolist()
@@ -108,7 +107,7 @@ class Mix(Stage):
         sources: Sequence[tuple[int, Iterator[tuple[int, Any]]]],
         skip: int,
         draws: Draws,
-    ) -> Iterator[Any]:
+    ) -> Samples:
         """Yield the samples of a part, given (samples before the position, samples) of each source."""
         num_ends = len(sources) if self._every else 1
         ended = {
@@ -171,13 +170,13 @@ class Mix(Stage):
             for file in stage.source.files
         ]
 
-    def files_identity(self) -> tuple[tuple[str, int, str], ...]:
+    def files_identity(self) -> list[FileVersion]:
         """Return that of all sources, with the source's name before each file's."""
-        return tuple(
+        return [
             (f"{name}: {file}", size, tag)
             for name, stage in self._stages.items()
             for file, size, tag in stage.files_identity()
-        )
+        ]
 
     def fingerprint(self) -> list[Any]:
         """Return the names, weights and fingerprints of the sources."""
