@@ -53,15 +53,7 @@ def work(
         settings: Of all workers of its pool.
         seed: Seed of the workers' random generators.
     """
-    # What the parent process handles, such as Ctrl-C or a scheduler's SIGTERM to all processes, is left to it: it may
-    # need more batches. It may begin to handle SIGTERM later, and if it does not, it ends, and this process with it.
-    # (A signal that is ignored would be ignored by programs that are started here, too.)
-    for number_of_signal in signal.valid_signals():
-        is_handled = callable(signal.getsignal(number_of_signal))
-        if number_of_signal in _CRASHES and is_handled:
-            signal.signal(number_of_signal, signal.SIG_DFL)
-        elif number_of_signal == signal.SIGTERM or is_handled:
-            signal.signal(number_of_signal, lambda *_: None)
+    _leave_signals_to_the_parent()
     end_with_the_parent()
     # The parent's garbage stays the parent's: its finalizers may wait for threads that are not here.
     gc.freeze()
@@ -121,3 +113,15 @@ def set_up(number: int, settings: WorkerSettings, seed: int) -> ReadFailure | No
         # Also SystemExit, which would end the worker silently.
         return ReadFailure.of(error, what="worker_init_fn", worker=number)
     return None
+
+
+def _leave_signals_to_the_parent() -> None:
+    # What the parent process handles, such as Ctrl-C or a scheduler's SIGTERM to all processes, is left to it: it may
+    # need more batches. It may begin to handle SIGTERM later, and if it does not, it ends, and this process with it.
+    # (A signal that is ignored would be ignored by programs that are started here, too.)
+    for number_of_signal in signal.valid_signals():
+        is_handled = callable(signal.getsignal(number_of_signal))
+        if number_of_signal in _CRASHES and is_handled:
+            signal.signal(number_of_signal, signal.SIG_DFL)
+        elif number_of_signal == signal.SIGTERM or is_handled:
+            signal.signal(number_of_signal, lambda *_: None)
