@@ -15,7 +15,7 @@ from paddle_shard.errors import BatchStructureError
 from paddle_shard.placement.field import FieldLayout, field_layout
 from paddle_shard.placement.layouts import Entry, layouts_of_fields
 from paddle_shard.placement.lengths import PadTo
-from paddle_shard.placement.recipe import BatchRecipe, compile_leaf, is_row_like
+from paddle_shard.placement.recipe import BatchRecipe, Leaf, compile_leaf, is_row_like
 from paddle_shard.placement.rows import BatchRows
 from paddle_shard.reading.tensors import becomes_tensor, is_tensor
 
@@ -118,12 +118,12 @@ class BatchPlacer:
             template = rebuild(batch, children) if is_sequence(batch) else children[0]
         recipe = BatchRecipe(
             rows=rows,
-            is_host=not any(is_tensor(leaf) for _, leaf, _ in leaves),
-            last=leaves[-1][2] if leaves else self.layouts[0],
+            is_host=not any(is_tensor(leaf.value) for leaf in leaves),
+            last=leaves[-1].layout if leaves else self.layouts[0],
             template=None if template == list(range(len(leaves))) else template,
         )
-        for number, (path, leaf, layout) in enumerate(leaves):
-            compile_leaf(recipe, self.pad_to, number, path, leaf, layout)
+        for number, leaf in enumerate(leaves):
+            compile_leaf(recipe, self.pad_to, number, leaf)
         return recipe
 
     def num_rows(self, batch: Any) -> int | None:
@@ -150,10 +150,8 @@ class BatchPlacer:
                 f"input_keys: {error} is not in the batch, which has {list(batch)}."
             ) from None
 
-    def _laid_out_leaves(
-        self, fields: Mapping[Any, Any]
-    ) -> Iterator[tuple[str, Any, FieldLayout]]:
-        """Yield (path, leaf, layout) of each leaf of the fields, in order.
+    def _laid_out_leaves(self, fields: Mapping[Any, Any]) -> Iterator[Leaf]:
+        """Yield the leaves of the fields, in order.
 
         Raises:
             BatchStructureError: The fields do not match the meshes.
@@ -194,8 +192,8 @@ class BatchPlacer:
 
 def _leaves_of_field(
     value: Any, path: str, entry: Entry, local_items: Sequence[int]
-) -> Iterator[tuple[str, Any, FieldLayout]]:
-    """Yield (path, leaf, layout) of each leaf of a field."""
+) -> Iterator[Leaf]:
+    """Yield the leaves of a field."""
     has_items = is_sequence(value) and not is_row_like(value)
     if isinstance(entry, list) and not (has_items and len(value) == len(entry)):
         raise BatchStructureError(
@@ -208,7 +206,7 @@ def _leaves_of_field(
         is_local = number in local_items if has_items else len(local_items) > 0
         item_path = f"{path}[{number}]" if has_items else path
         for leaf_path, leaf in named_leaves(item, item_path, is_row_like):
-            yield leaf_path, leaf, layout.local if is_local else layout
+            yield Leaf(leaf_path, leaf, layout.local if is_local else layout)
 
 
 def _form(leaf: Any) -> tuple[Any, ...]:
