@@ -224,7 +224,8 @@ def _warn_if_uneven(setup: LoaderSetup, epoch: int) -> None:
             share = counts.padding / rows
     elif policy.drops and isinstance(source, ShardSource):
         sizes = source.part_sizes(stream.opening(LoaderState(epoch=epoch)))
-        share = policy.lost(sizes) if sizes and any(sizes) else 0.0
+        if sizes and any(sizes):
+            share = 1 - min(sizes) * len(sizes) / sum(sizes)
     if share > max(_MUCH, setup.stats.most_uneven):
         setup.stats.most_uneven = share
         effect = (
