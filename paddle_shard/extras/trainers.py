@@ -185,9 +185,8 @@ def _name(rank: int) -> str:
 class PaddlePatch(ExitStack):
     """`paddle_shard.shard_dataloader` in place of Paddle's, until `undo()` or the end of a `with` block."""
 
-    def undo(self) -> None:
-        """Put Paddle's own function back; safe to call again."""
-        self.close()
+    undo = ExitStack.close
+    """Put Paddle's own function back; safe to call again."""
 
 
 def _shard_with_defaults(

@@ -12,7 +12,7 @@ import numpy as np
 
 from paddle_shard.data.external import ExternalSource
 from paddle_shard.data.samplers import Batches
-from paddle_shard.data.stages import Map, Shuffle, Stripe
+from paddle_shard.data.stages import Stripe
 from paddle_shard.data.stages.stage import Opening, Stage
 from paddle_shard.errors import ArgumentTypeError, StateError
 from paddle_shard.plan.partition import Rows
@@ -88,7 +88,7 @@ class StreamOrder(Batches):
                 number=number,
                 num_rows=0 if self.whole_items else plan.batch_size,
                 micro_size=0 if self.whole_items else plan.micro_rows,
-                num_real=plan.batch_size,
+                num_positions=plan.batch_size,
                 parts=tuple(replace(request, step=number) for request in sent),
             )
 
@@ -233,14 +233,3 @@ class StreamOrder(Batches):
         return self.split_over is None and any(
             isinstance(stage, Stripe) for stage in self.stage.line()
         )
-
-    @property
-    def ends_apart(self) -> int | None:
-        """By how many steps the ends may differ that readers of one stream see; None: by any number."""
-        # Map and Shuffle keep the number of samples.
-        cut = next(
-            stage for stage in self.stage.line() if not isinstance(stage, Map | Shuffle)
-        )
-        if not isinstance(cut, Stripe) or self.plan.repeats:
-            return None
-        return 0 if self.whole_items else 1

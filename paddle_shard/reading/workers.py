@@ -69,6 +69,10 @@ class WorkersLostError(Exception):
         super().__init__(text)
         self.worker = worker
 
+    def failure(self) -> ReadFailure:
+        """Return the failure of a step that is to be read."""
+        return ReadFailure.of(self, what="reading", worker=self.worker)
+
 
 class WorkerPool:
     """Some worker processes, each of which reads one request after another. Persistent ones serve several passes."""

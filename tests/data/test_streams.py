@@ -24,7 +24,7 @@ from paddle_shard.errors import (
     DataReadError,
     StateError,
 )
-from paddle_shard.ranks.verdict import error_of_another, report_of
+from paddle_shard.ranks.reports import error_of_another, report_of
 from paddle_shard.testing.simulated import on_each_rank
 
 ONE = dist.ProcessMesh([0], dim_names=["dp"])

@@ -50,14 +50,13 @@ def proof_of(run: Timeline, epoch: int) -> dict[str, Any]:
             f"positions [0, {before.samples}) were delivered before this record begins, says the loaded state"
         )
     for one in deliveries:
-        order = plan
-        if plan is not None and one.job.unknown is None:
-            order = one.plan
-            if one.samples > order.num_positions:
-                raise ArgumentError(
-                    f"the record is damaged: epoch {epoch} has {order.num_positions} positions, and a line tells of "
-                    f"{one.samples}."
-                )
+        is_known = plan is not None and one.job.unknown is None
+        order = one.plan if is_known else plan
+        if order is not None and one.samples > order.num_positions:
+            raise ArgumentError(
+                f"the record is damaged: epoch {epoch} has {order.num_positions} positions, and a line tells of "
+                f"{one.samples}."
+            )
         if not one.is_empty:
             ranges.append((one.start.samples, one.samples, one.skips, order))
     account = account_of_all(epoch, ranges)
