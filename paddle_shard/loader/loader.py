@@ -196,7 +196,7 @@ class ShardDataloader(PaddleShardDataloader):
     def stop_requested(self) -> bool:
         """True at the same step on all ranks of the meshes, after any of them got a SIGTERM; it stays True.
 
-        The first use, which must be on the main thread, installs a handler: SIGTERM does not end the process any more. A
+        The first use, which must be on the main thread, installs a handler: SIGTERM no longer ends the process. A
         handler that you had installed before is called as well; one that you install later replaces it. The ranks send
         the request with the steps that they announce, up to eight steps ahead of the one that is delivered, so no call
         is collective. After the last step of an epoch, it is the first step of the next. All loaders over the same
