@@ -217,7 +217,7 @@ FINE = ["--samples", "64", "--batch-size", "8", "--mesh", "dp=4"]
 def test_plan_names_each_hazard_with_its_remedy(flags, what, remedy, capsys):
     (hazard,) = planned(capsys, *flags)["hazards"]
     assert what in hazard["what"]
-    assert remedy in hazard["remedy"]
+    assert remedy in hazard["fix"]
     assert f"HAZARD: {hazard['what'].rstrip('.')}" in asked("plan", *flags, code=1)
 
 
