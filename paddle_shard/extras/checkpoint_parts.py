@@ -6,7 +6,7 @@ Paddle's `dist.load_state_dict` works on NVIDIA's GPUs only. Here nothing is sen
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -98,7 +98,7 @@ def fill(targets: Mapping[str, Any], saved_parts: Iterable[SavedPart]) -> None:
     Raises:
         StateError: Not all of this rank's parts was saved.
     """
-    load = lru_cache(maxsize=1)(partial(paddle.load, return_numpy=True))
+    load = lru_cache(maxsize=1)(lambda file: paddle.load(file, return_numpy=True))
     parts = {path: part_of(target) for path, target in targets.items()}
     missing = {path: int(np.prod(part.shape)) for path, part in parts.items() if part}
     arrays: dict[str, Any] = {}

@@ -32,7 +32,7 @@ from paddle_shard.reading.workers import WorkerPool, WorkersLostError, drawn_see
 _LOOK_SECONDS = 0.2
 """Seconds after which a call that waits for an answer checks whether it was interrupted."""
 _PATIENCE_SECONDS = 10.0
-"""Seconds without an answer after which the log says what the cluster may lack."""
+"""Seconds without an answer after which the log names what the cluster may lack."""
 _MOST_TEXT = 600
 MOST_DEATHS = 3
 """Actors in a row that die without an answer before their worker is given up."""
@@ -245,7 +245,7 @@ class RayPool(WorkerPool):
                     self._replace(number, error)
             waited = time.monotonic() - begun
             if self.interrupted or waited >= self.worker_timeout:
-                text = f"no reader has answered for {self.worker_timeout:g} s; the loader's timeout= says so"
+                text = f"no reader has answered for {self.worker_timeout:g} s, the loader's timeout="
                 raise WorkersLostError(f"{text}. {self._free_cpus()}", number)
             if waited >= _PATIENCE_SECONDS and not is_reported:
                 is_reported = True

@@ -114,7 +114,7 @@ class SequenceSplit:
         """Return a batch with labels shifted, positions counted, padded, and its tokens in order.
 
         Args:
-            batch: A dict of arrays; fields `segment_ids` or `cu_seqlens`, as `Packed` makes them, tell the documents.
+            batch: A dict of arrays; fields `segment_ids` or `cu_seqlens`, as of `Packed`, separate the documents.
 
         Raises:
             BatchStructureError: It has no field of tokens, or no documents for layout="documents"; `segment_ids` begin

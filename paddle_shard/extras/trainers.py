@@ -105,7 +105,7 @@ class TrainerCallback:
         """Move the loader to the loaded position."""
         if self._loaded is None:
             return
-        # All of them: the one that will be trained on has delivered nothing yet by which to tell it.
+        # All of them: none has delivered a batch yet, so the one to be trained on is not known.
         for loader in self._loaders_of(train_dataloader):
             loader.load_state_dict(self._loaded)
             loader.set_epoch(self._loaded["epoch"] + self._loaded["ended"])
@@ -201,9 +201,9 @@ def _shard_with_defaults(
     options = dict(options)
     shuffles = isinstance(getattr(sampler, "sampler", None), paddle.io.RandomSampler)
     if not shuffles and not isinstance(options.get("shuffle"), bool):
-        options.pop("shuffle", None)  # it says how, not whether
+        options.pop("shuffle", None)  # it chooses how to shuffle, not whether
     if getattr(sampler, "drop_last", False):
-        options.pop("tail", None)  # the loader has said
+        options.pop("tail", None)  # the loader has chosen
     while True:
         try:
             return shard_dataloader(*args, **{**options, **given})
@@ -232,8 +232,8 @@ def patch_paddle(
         on_loader: Is called with each `ShardDataloader` that is made, so that you can hold on to those that a trainer
             makes: for `state_dict`, `stats`, `certificate`.
         options: Keyword-only arguments of `shard_dataloader`, such as `tail="fill"`: the defaults of every loader. What
-            the trainer gives itself stands. A loader that cannot have one is made without it, and a line in the log
-            says so; a kind of shuffle (`shuffle="blocks"`) is for those that shuffle.
+            the trainer gives itself stands. A loader that cannot have one is made without it, with a line in
+            the log; a kind of shuffle (`shuffle="blocks"`) is for those that shuffle.
 
     Returns:
         The patch; `patch.undo()` takes it back, and so does the end of `with patch_paddle(): ...`.

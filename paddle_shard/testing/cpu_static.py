@@ -9,7 +9,7 @@ there is none yet, and then ignores the ring ids of its operators. So a static s
 used last, without a word: gradients are summed over the wrong ranks, or not at all. What this file does:
 
 - a program that uses one group has that group made current before each of its steps;
-- a program that uses several is refused on every rank before its first step, because no order is right.
+- a program that uses several raises on every rank before its first step, because no order is right.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def cpu_static(timeout: float = 60.0) -> CpuStatic:
 
     The losses that a static step returns are the local means, as everywhere in Paddle. A mesh may have several
     axes, as long as the program communicates along one of them: data parallel with replicas is right,
-    data parallel with tensor parallel is refused.
+    data parallel with tensor parallel raises.
 
     Args:
         timeout: Seconds that a rank waits in `train()` or `eval()` for the others to get there. All ranks

@@ -147,11 +147,6 @@ class Job:
         if rank not in self.exit_codes():
             os.kill(self.pids[rank], number)
 
-    def left(self, seconds: float = 10.0) -> set[int]:
-        """Return the processes, started by ranks, that still run after this time."""
-        _poll(lambda: self._processes.alive() <= set(self.pids), seconds)
-        return self._processes.alive() - set(self.pids)
-
     def kill(self) -> None:
         """Kill the ranks, and all that they have started."""
 

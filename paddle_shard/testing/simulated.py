@@ -16,7 +16,7 @@ def simulated_rank(global_rank: int, world_size: int | None = None) -> Iterator[
     """Make this process another rank, for code that only reads its rank: loaders, samplers, placing.
 
     Collectives do not work inside. Paddle's core reads the rank from the environment whenever it places a
-    tensor, and Python code asks `paddle.distributed.get_rank`; both answer `global_rank` here.
+    tensor, and Python code calls `paddle.distributed.get_rank`; both return `global_rank` here.
 
     Args:
         global_rank: The rank that this process is inside.

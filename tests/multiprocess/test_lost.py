@@ -17,7 +17,7 @@ from paddle_shard.ranks.rendezvous import rendezvous_of
 from paddle_shard.testing.simulated import simulated_rank
 from tests.deadlines import HANG
 from tests.descriptors import open_files
-from tests.jobs import run_ranks, start_ranks
+from tests.jobs import processes_left, run_ranks, start_ranks
 from tests.ranks.local_network import Meeting
 
 WORKER = Path(__file__).parent / "lost_worker.py"
@@ -37,7 +37,7 @@ def test_a_killed_rank_is_named_and_leaves_no_process(
 
         assert (done, ranks) == (loop - 1, [victim])
         assert seconds < HANG / 2, "not only when the timeout is over"
-        assert job.left() == set()
+        assert processes_left(job) == set()
 
 
 @pytest.mark.multiprocess

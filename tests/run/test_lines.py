@@ -376,7 +376,7 @@ def test_whatever_a_line_holds_no_command_dies_of_it(whole, tmp_path_factory, da
 def test_a_record_that_tells_nothing_yet_says_so(tmp_path):
     path = tmp_path / "run.jsonl"
     loader = loader_of(path)
-    assert "the record tells of no pass yet" in asked("verify", path, code=2)
+    assert "the record has no pass yet" in asked("verify", path, code=2)
     batches = iter(loader)
     next(batches)
     assert "1 lines" not in asked("verify", path)
@@ -479,7 +479,7 @@ def test_a_position_that_no_epoch_has_is_told_at_once(whole, tmp_path):
 
     path = written_anew(whole, tmp_path / "run.jsonl", far_away)
     assert (
-        "the record is damaged: epoch 0 has 46 positions, and a line tells of 10000000000000"
+        "the record is damaged: epoch 0 has 46 positions, and a line has 10000000000000"
         in asked("verify", path, code=2)
     )
 

@@ -9,7 +9,7 @@ import pytest
 from paddle_shard.testing import RanksFailed, run_ranks, start_ranks
 from tests.deadlines import HANG
 from tests.forks import forks_of_process
-from tests.jobs import launch_ranks
+from tests.jobs import launch_ranks, processes_left
 
 pytestmark = pytest.mark.multiprocess
 
@@ -184,7 +184,7 @@ def test_start_ranks_others_continue_when_one_is_killed(tmp_path, processes):
     ) as job:
         assert job.reports([1], HANG) == [1]
         assert job.exit_codes() == {0: -9, 1: 0}
-        assert job.left() == set()
+        assert processes_left(job) == set()
 
 
 def test_start_ranks_end_with_the_process_that_started_them(tmp_path):

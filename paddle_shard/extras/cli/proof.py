@@ -1,4 +1,4 @@
-"""Proof that each sample of an epoch was delivered exactly once, as far as a record tells.
+"""Proof that each sample of an epoch was delivered exactly once, as far as a record shows.
 
 The record has the positions that all ranks delivered together. It also has sums of the ids that its writer read: of its
 own rows, or of all rows where the run called `certificate()`. They are compared with the order.
@@ -51,14 +51,14 @@ def proof_of(run: Timeline, epoch: int) -> dict[str, Any]:
     if before is not None and before.epoch == epoch and before.samples:
         ranges.append((0, before.samples, deliveries[0].skips, plan))
         notes.append(
-            f"positions [0, {before.samples}) were delivered before this record begins, says the loaded state"
+            f"positions [0, {before.samples}) were delivered before this record begins, by the loaded state"
         )
     for delivery in deliveries:
         is_known = plan is not None and delivery.job.unknown_order is None
         order = delivery.plan if is_known else plan
         if order is not None and delivery.samples > order.num_positions:
             raise ArgumentError(
-                f"the record is damaged: epoch {epoch} has {order.num_positions} positions, and a line tells of "
+                f"the record is damaged: epoch {epoch} has {order.num_positions} positions, and a line has "
                 f"{delivery.samples}."
             )
         if not delivery.is_empty:

@@ -58,7 +58,7 @@ def show(options: argparse.Namespace) -> Answer:
     notes = [*run.notes, *[_SKIPS_UNREADABLE] * ("skip" in on_error)]
     text: list[str | Rows] = [values["delivered"], *notes]
     if not values["delivered"]:
-        text[0] = f"sample {options.sample} was not delivered, says the record"
+        text[0] = f"sample {options.sample} was not delivered, by the record"
         if run.last_job.first_line["skip_steps"]:
             text.append("The run skips steps (skip_steps=).")
     return Answer(values={**values, "notes": notes}, text=text)
@@ -96,7 +96,7 @@ def _shares_of(run: Timeline, epoch: int | None, step: int) -> dict[str, Any]:
             f"--epoch is missing: the epochs {cell(epochs)} have step {step}. Give one of them."
         )
     if not deliveries:
-        what = f"step {step} was not delivered, says the record; paddle-shard verify lists what was."
+        what = f"step {step} was not delivered, by the record; paddle-shard verify lists what was."
         raise ArgumentError(" ".join([what, *run.notes]))
     shares = []
     for delivery in deliveries:

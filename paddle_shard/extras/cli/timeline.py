@@ -1,4 +1,4 @@
-"""The timeline of a run: which job delivered which positions of each epoch, as far as the record tells.
+"""The timeline of a run: which job delivered which positions of each epoch, as far as the record shows.
 
 A job segment is the lines of one start of the ranks between two loads of a state. The run is the newest segment, and
 back from each segment the newest one before it that saved the position from which it was resumed. What other segments
@@ -52,7 +52,7 @@ class Job:
 
     @property
     def unknown_order(self) -> str | None:
-        """Why only the loader knows its order; None if the record tells it."""
+        """Why only the loader knows its order; None if the record has it."""
         if self.first_line["order_of"] is not None:
             return f"the order is that of {self.first_line['order_of']}"
         if ordering_of(self.first_line["fingerprint"]) is None:
@@ -98,7 +98,7 @@ class Delivery:
     is_ended: bool
     """Whether the iterator came to the end of the epoch."""
     is_open: bool = False
-    """Whether it may have delivered more than any line tells: the newest one of the run, unless it is ended."""
+    """Whether it may have delivered more than any line records: the newest one of the run, unless it is ended."""
     override: tuple[str, ...] = ()
     """Fields of the loaded state that differed, as `load_state_dict(override=)` accepted them."""
 
@@ -110,12 +110,12 @@ class Delivery:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no line tells that it delivered anything."""
+        """Whether no line records that it delivered anything."""
         return self.steps <= self.start.steps
 
     @property
     def end_step(self) -> int:
-        """The step before which it ends, whether a line tells it or not."""
+        """The step before which it ends, recorded or not."""
         return self.plan.num_steps if self.is_open else self.steps
 
     @cached_property
@@ -126,11 +126,11 @@ class Delivery:
 
 @dataclass(kw_only=True)
 class Timeline:
-    """The run that a record tells of."""
+    """The run in a record."""
 
     last_job: Job
     began_at: LoaderState | None
-    """The position from which its first job was resumed, if no line tells how it was reached; None: it began anew."""
+    """The position from which its first job resumed, if no line shows how it was reached; None: it started fresh."""
     deliveries: list[Delivery] = field(default_factory=list)
     """What counts, in the order of delivery; also empty ones, if they found the end of an epoch or are open."""
     lost: list[Delivery] = field(default_factory=list)
@@ -150,12 +150,12 @@ class Timeline:
 
     @property
     def notes(self) -> list[str]:
-        """A note for a run that had begun before any line tells of it."""
+        """A note for a run that began before its record."""
         if self.began_at is None:
             return []
         return [
-            f"The run was resumed at step {self.began_at.steps} of epoch {self.began_at.epoch}, and no line tells how "
-            "it came there: what it had by then is not known."
+            f"The run was resumed at step {self.began_at.steps} of epoch {self.began_at.epoch}, and no line shows "
+            "how it came there: what was delivered before is not known."
         ]
 
     def places_of(self, sample: Any) -> Iterator[tuple[Delivery, int, int]]:
@@ -188,7 +188,7 @@ class _Segment:
     job: Job
     lines: list[dict[str, Any]] = field(default_factory=list)
     parent: _Segment | None = None
-    """The segment that it continues; None if no line tells it."""
+    """The segment that it continues; None if no line shows it."""
     num_parent_lines: int = 0
     """How many lines of the parent lead to it."""
 
@@ -217,15 +217,15 @@ class _Segment:
 
 
 def timeline(lines: Sequence[dict[str, Any]]) -> Timeline:
-    """Return the run that the lines of a record tell of.
+    """Return the run in the lines of a record.
 
     Raises:
-        ArgumentError: They tell of none.
+        ArgumentError: There is none.
         StateError: A state in them is damaged, or of another version.
     """
     segments = [segment for segment in _segments(lines) if segment.lines]
     if not segments:
-        raise ArgumentError("the record tells of no pass yet.")
+        raise ArgumentError("the record has no pass yet.")
     # The newest segment is the end of the run. Count the lines of each segment that lead to it.
     first = segments[-1]
     num_counted = {id(first): len(first.lines)}

@@ -1,4 +1,4 @@
-"""`paddle-shard verify`: whether each sample was delivered exactly once, as far as the record of a run tells."""
+"""`paddle-shard verify`: whether each sample was delivered exactly once, as far as the record of a run shows."""
 
 from __future__ import annotations
 
