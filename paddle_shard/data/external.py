@@ -20,8 +20,6 @@ ROUND = 1 << 20
 """Number that is added to a library's epoch each time that the data is read again within an epoch."""
 _CONTAINERS = (list, dict, set, deque, bytearray)
 """What a data set may change in place."""
-_NUMBERS = (int, float)
-"""What it may count in."""
 _MOST_ITEMS = 1 << 20
 _MOST_BYTES = 64 << 20
 """Containers of more items, and larger arrays, are not copied: they are the data itself, of which each worker would
@@ -89,57 +87,36 @@ def iterate(given: IterableOrFunction) -> Samples:
     return iter(given if isinstance(given, Iterable) else given())
 
 
-class ReadingCopy:
-    """A copy of a data set for one reading, with its own lists, dicts, sets and small arrays.
+def copy_for_reading(dataset: Any) -> Any:
+    """Return a copy of a data set for one reading, with its own lists, dicts, sets and small arrays.
 
-    A worker that is started for an epoch has one, too. So a data set that shuffles its files in place, as by
-    `random.shuffle(self.files)`, begins each epoch with the list that the user gave: with and without workers, for each
-    part that it reads, and where a run is resumed. Numbers that the reading changes are copied back, for data sets that
-    count their epochs: these go on counting without workers, and only there.
+    So a data set that shuffles its files in place, as by `random.shuffle(self.files)`, begins each epoch with the list
+    that the user gave: with and without workers, for each part that it reads, and where a run is resumed.
     """
-
-    def __init__(self, dataset: Any) -> None:
-        self._original = dataset
-        self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        """(attributes of an original, those of its copy) of each data set."""
-        self.dataset = self._copy(dataset)
-        self._before = [_numbers(copied) for _, copied in self._attributes]
-
-    def _copy(self, value: Any) -> Any:
-        kind = type(value)
-        if kind is list and value and is_iterable_dataset(value[0]):
-            return list(map(self._copy, value))  # as in Paddle's ChainDataset
-        if kind in _CONTAINERS:
-            return copy.copy(value) if len(value) <= _MOST_ITEMS else value
-        if kind is np.ndarray:
-            return value.copy() if value.nbytes <= _MOST_BYTES else value
-        is_dataset = value is self._original or is_iterable_dataset(value)
-        # A `__del__` of the copy would free what both have.
-        if not is_dataset or hasattr(kind, "__del__"):
-            return value
-        try:
-            copied = copy.copy(value)
-        except Exception:  # some objects refuse
-            return value
-        if copied is not value and hasattr(copied, "__dict__"):
-            attributes = vars(copied)
-            self._attributes.append((vars(value), attributes))
-            for name, item in attributes.items():
-                attributes[name] = self._copy(item)
-        return copied
-
-    def copy_numbers_back(self) -> None:
-        """Give the user's objects the numbers that the reading has changed."""
-        for (original, copied), before in zip(
-            self._attributes, self._before, strict=True
-        ):
-            original.update(dict(_numbers(copied).items() - before.items()))
+    # A `__del__` of the copy would free what both have.
+    if hasattr(type(dataset), "__del__"):
+        return dataset
+    try:
+        copied = copy.copy(dataset)
+    except Exception:  # some objects refuse
+        return dataset
+    if copied is not dataset and hasattr(copied, "__dict__"):
+        attributes = vars(copied)
+        attributes.update({name: _copy(value) for name, value in attributes.items()})
+    return copied
 
 
-def _numbers(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        name: value for name, value in attributes.items() if type(value) in _NUMBERS
-    }
+def _copy(value: Any) -> Any:
+    kind = type(value)
+    if is_iterable_dataset(value):
+        return copy_for_reading(value)
+    if kind is list and value and is_iterable_dataset(value[0]):
+        return list(map(_copy, value))  # as in Paddle's ChainDataset
+    if kind in _CONTAINERS and len(value) <= _MOST_ITEMS:
+        return copy.copy(value)
+    if kind is np.ndarray and value.nbytes <= _MOST_BYTES:
+        return value.copy()
+    return value
 
 
 class ExternalSource(PartsSource):
@@ -283,12 +260,9 @@ class IterableSource(Stage):
         if self.once:
             yield from opening.drawn(self._begin_once(), 0)
             return
-        reading = ReadingCopy(self._iterable)
-        set_epoch_of(reading.dataset, opening)
-        try:
-            yield from opening.drawn(self._begin(reading.dataset), 0)
-        finally:
-            reading.copy_numbers_back()
+        dataset = copy_for_reading(self._iterable)
+        set_epoch_of(dataset, opening)
+        yield from opening.drawn(self._begin(dataset), 0)
 
     def _begin_once(self) -> Samples:
         if self._is_used:

@@ -12,7 +12,7 @@ from paddle.io.dataloader.worker import WorkerInfo
 
 from paddle_shard.data.external import (
     IterableOrFunction,
-    ReadingCopy,
+    copy_for_reading,
     iterate,
     set_epoch_of,
 )
@@ -94,7 +94,7 @@ class SelfSplit(PartsSource):
         """See `PartsSource`."""
         key = opening.key(part, "source")
         opening.seed_generators(key)
-        dataset = ReadingCopy(self._dataset).dataset
+        dataset = copy_for_reading(self._dataset)
         set_epoch_of(dataset, opening)
         info = _Part(
             id=part,

@@ -97,21 +97,6 @@ class Tail(str):
             )
         return "end"
 
-    def lost(self, sizes: Sequence[int]) -> float:
-        """Return the share of the data that is dropped, or of the rows that are padding, for parts of these sizes.
-
-        Args:
-            sizes: Samples, or bytes, of each part.
-
-        Examples:
-            >>> TAILS["drop"].lost([1, 3]), TAILS["pad"].lost([1, 3]), TAILS["repeat"].lost([1, 3])
-            (0.5, 0.33333333333333337, 0.0)
-        """
-        mean = max(1, sum(sizes)) / len(sizes)
-        if self.drops:
-            return 1 - min(sizes) / mean
-        return 1 - mean / max(1, *sizes) if self.pads else 0.0
-
 
 TAILS: dict[str, Tail] = {
     tail: tail

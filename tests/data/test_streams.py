@@ -363,7 +363,7 @@ def test_parts_cannot_be_overridden():
 
     with pytest.raises(
         StateError,
-        match=r"in 4 parts, but this one is cut into 8.*Give it in_parts\(4\)",
+        match=r"num_parts=4, and this loader num_parts=8.*in_parts\(\)",
     ):
         sharded(Stream.of(range(32)), num_parts=8).load_state_dict(
             first.state_dict(), override=["num_parts"]

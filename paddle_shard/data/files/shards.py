@@ -130,20 +130,6 @@ class ShardSource(PartsSource):
             return f"sample {offset} of {shown(self._names[shard])}"
         return None
 
-    def sizes(self) -> list[int | None]:
-        """Return the size of each shard's file in bytes; None for a file whose size would cost a request."""
-        return [local_size(file) for file in self._files]
-
-    def part_sizes(self, opening: Opening) -> list[int] | None:
-        """Return the total size in bytes of each part's files; None if it is not known or parts are not whole files."""
-        sizes = self.sizes()
-        if self._counts is not None or self.endless or None in sizes:
-            return None
-        return [
-            sum(sizes[shard] or 0 for shard, _, _ in self._assigned(opening, part))
-            for part in opening.parts
-        ]
-
     @property
     def files(self) -> list[str]:
         """The first files, with their numbers of samples or their sizes."""
@@ -164,7 +150,7 @@ class ShardSource(PartsSource):
         if self._digest is None:
             # Files that are not counted are identified by their sizes, if these cost no request.
             known: Any = (
-                [("size", size) for size in self.sizes()]
+                [("size", local_size(file)) for file in self._files]
                 if self._counts is None
                 else self._counts.tolist()
             )

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, BinaryIO, NamedTuple
 
 from paddle_shard.data.files.counts import FileReader, count_files
-from paddle_shard.data.files.files import BUFFER, Path, Paths, matched, open_file
+from paddle_shard.data.files.files import BUFFER, Path, Paths, matched
 from paddle_shard.data.files.host_cache import HostCache
 from paddle_shard.data.files.shards import ShardSource
 from paddle_shard.data.stages.stage import Damaged
@@ -73,24 +73,22 @@ def text_source(
 
 
 def _of_text(
-    find: Callable[[_Text], Placed], file: BinaryIO, name: str, start: int
+    find: Callable[[_Text], Placed], file: BinaryIO, _name: str, start: int
 ) -> Placed:
-    return find(_Text(file, name, start))
+    return find(_Text(file, start))
 
 
 class _Text:
     """The lines of an open file, each with the byte where it begins; iterate it once."""
 
-    def __init__(self, file: BinaryIO, name: str, start: int) -> None:
+    def __init__(self, file: BinaryIO, start: int) -> None:
         """Set up the reading.
 
         Args:
             file: The open file, at position `start`.
-            name: Path or URL of the file.
             start: A byte where a line begins.
         """
         self._file = file
-        self._name = name
         self.start = start
         self._number = 0
 
@@ -112,37 +110,28 @@ class _Text:
 
     def line(self) -> str:
         """Return "line N" for the line that was read last, counted from 1, for messages."""
-        before = 0
-        left = self.start
-        if (
-            left
-        ):  # only error messages need this, so only now read what comes before `start`
-            with self._from_begin() as file:
-                while left and (block := file.read(min(left, BUFFER))):
-                    before += block.count(b"\n")
-                    left -= len(block)
-        return f"line {before + self._number}"
+        if not self.start:
+            return f"line {self._number}"
+        num_before = 0
+        with self._rewound() as file:
+            for begin in range(0, self.start, BUFFER):
+                block = file.read(min(BUFFER, self.start - begin))
+                num_before += block.count(b"\n")
+        return f"line {num_before + self._number}"
 
     def first_row(self) -> list[str]:
         """Return the first row of a CSV file."""
-        with self._from_begin() as file:
-            row: list[str] = next(_rows(_Text(file, self._name, 0)))[1]
+        with self._rewound() as file:
+            row: list[str] = next(_rows(_Text(file, 0)))[1]
             return row
 
     @contextmanager
-    def _from_begin(self) -> Iterator[BinaryIO]:
-        """Yield the file at its first byte: a remote one is opened again, any other stands where it stood after it."""
-        if not self._file.seekable():
-            opened, _ = open_file(self._name)
-            with opened:
-                yield opened
-            return
-        at = self._file.tell()
+    def _rewound(self) -> Iterator[BinaryIO]:
+        """Yield the file at its first byte; then continue where it stood. One that is read from a byte on can seek."""
+        position = self._file.tell()
         self._file.seek(0)
-        try:
-            yield self._file
-        finally:
-            self._file.seek(at)
+        yield self._file
+        self._file.seek(position)
 
 
 def _lines(text: _Text) -> Placed:

@@ -275,20 +275,15 @@ class Decode:
 
         Raises:
             MissingDependencyError: webdataset is not installed.
-            ArgumentError: A handler is neither a function nor a name that WebDataset knows.
+            ValueError: WebDataset does not know a name.
         """
         with needs("webdataset", "decoding WebDataset samples: "):
             import webdataset.autodecode  # type: ignore[import-untyped]
         autodecode = webdataset.autodecode
-        decoders = []
-        for handler in handlers:
-            if not callable(handler):
-                if handler not in autodecode.imagespecs:
-                    raise ArgumentError(
-                        f"decode: {handler!r} is neither a function nor one of {', '.join(autodecode.imagespecs)}."
-                    )
-                handler = autodecode.imagehandler(handler)
-            decoders.append(handler)
+        decoders = [
+            handler if callable(handler) else autodecode.imagehandler(handler)
+            for handler in handlers
+        ]
         self._decoder = autodecode.Decoder(decoders, only=only)
 
     def __call__(self, sample: Sample) -> Sample:

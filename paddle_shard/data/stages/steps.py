@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from itertools import count, islice, repeat
+from itertools import count, islice
 from operator import add, itemgetter
 from typing import Any, ClassVar, NamedTuple
 
@@ -205,8 +205,6 @@ def in_rounds(
     Returns:
         For each part, pairs of the round, from 0, and the sample.
     """
-    if times == 1:
-        return [zip(repeat(0), items, strict=False) for items in stage.open(opening)]
     rounds = _Rounds(stage, opening, times, source)
     return [rounds.items(part) for part in opening.parts]
 
