@@ -61,12 +61,15 @@ def layouts_of_fields(
         item_dims = _for_each_mesh(f"shard_dims[{number}]", dims, items)
         entries.append(list(map(make, items, item_dims)))
 
-    meshes_of_keys = dict(zip(input_keys, zip(meshes, axes, strict=True), strict=False))
+    placements = _placements_by_field(placements)
+    if len(meshes) == 1:  # for all fields
+        input_keys = placements
+        meshes = meshes * len(placements)
+        axes = axes * len(placements)
+    by_key = dict(zip(input_keys, zip(meshes, axes, strict=True), strict=True))
     overrides: dict[Any, Entry] = {}
-    for key, items in _placements_by_field(placements).items():
-        mesh, dims = (meshes[0], axes[0])
-        if len(meshes) > 1:
-            mesh, dims = meshes_of_keys.get(key, (None, None))
+    for key, items in placements.items():
+        mesh, dims = by_key.get(key, (None, None))
         if mesh is None or isinstance(mesh, list | tuple):
             raise ArgumentError(
                 f"placements names the field {key!r}, which has no mesh of its own: name it in input_keys, or give one "

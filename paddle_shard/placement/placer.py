@@ -94,13 +94,13 @@ class BatchPlacer:
         """
         fields = self._fields(batch)
         named = named_leaves(fields, "", is_row_like)
-        form = tuple((path, *_form(leaf)) for path, leaf in named)
-        recipe = self._recipes.get((form, key))
+        form = type(batch), key, *((path, *_form(leaf)) for path, leaf in named)
+        recipe = self._recipes.get(form)
         if recipe is None:
             recipe = self._compile(batch, fields, rows_of(batch))
             if len(self._recipes) >= _MOST_RECIPES:
                 self._recipes.clear()
-            self._recipes[form, key] = recipe
+            self._recipes[form] = recipe
         return recipe, [leaf for _, leaf in named]
 
     def _compile(
