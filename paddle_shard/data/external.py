@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -82,9 +83,31 @@ def is_iterable_dataset(given: object) -> bool:
     return any(base.__name__ == "IterableDataset" for base in type(given).__mro__)
 
 
+_begun: WeakValueDictionary[int, Any] = WeakValueDictionary()
+"""The iterators that were begun and still exist, by their id."""
+_begun_builtin: deque[Any] = deque(maxlen=8)
+"""The newest of those that allow no weak references, as most of Python's own types."""
+
+
 def iterate(given: IterableOrFunction) -> Samples:
-    """Begin to iterate over what can be iterated, or over what a function returns."""
-    return iter(given if isinstance(given, Iterable) else given())
+    """Begin to iterate over an iterable, or over what a function returns.
+
+    Raises:
+        ArgumentError: It returns the iterator of an earlier epoch, which would continue where that has stopped.
+    """
+    samples = iter(given if isinstance(given, Iterable) else given())
+    if _begun.get(id(samples)) is samples or any(
+        samples is other for other in _begun_builtin
+    ):
+        raise ArgumentError(
+            f"the __iter__ of this {type(given).__name__} has returned the iterator of an earlier pass, so samples "
+            "would be missing. Make a new iterator in __iter__, for example with `yield`."
+        )
+    try:
+        _begun[id(samples)] = samples
+    except TypeError:
+        _begun_builtin.append(samples)
+    return samples
 
 
 def copy_for_reading(dataset: Any) -> Any:
@@ -222,7 +245,6 @@ class IterableSource(Stage):
                 f"a stream must be iterable, or a function that returns something iterable, got "
                 f"{type(iterable).__name__}: {iterable!r}."
             )
-        self._iterable, self._begin = iterable, begin or iterate
         self._iterable = iterable
         self._begin = begin or iterate
         has_index = hasattr(iterable, "__getitem__") and hasattr(iterable, "__len__")

@@ -15,7 +15,6 @@ from paddle_shard.core.checks import check_count, listed
 from paddle_shard.core.randomness import kept
 from paddle_shard.core.warn_once import say_once
 from paddle_shard.data.arrays import check_indexed
-from paddle_shard.data.generators import generators_of
 from paddle_shard.data.stages.pack import LONG, PackedRows, tokens_of
 from paddle_shard.errors import ArgumentError, described
 from paddle_shard.plan.packing import Packing, Piece
@@ -197,6 +196,8 @@ class Packed:
         first = int(np.argmax(self.packing.lengths > 0))
         rows = replace(self.rows, labels=None)
         # The sample that is being read has its own random numbers.
+        from paddle_shard.data.generators import generators_of  # needs Paddle
+
         with kept(generators_of()):
             return frozenset(rows.fields(self.documents[first], f"document {first}"))
 

@@ -20,13 +20,11 @@ from typing import Any
 
 import numpy as np
 import paddle
-import paddle.io
 
 from paddle_shard.core.checks import check_count
 from paddle_shard.data.files.files import needs
 from paddle_shard.errors import ArgumentTypeError, described
 from paddle_shard.reading.failure import ReadFailure
-from paddle_shard.reading.reader import Reader
 from paddle_shard.reading.serialization import pickled
 from paddle_shard.reading.worker import WorkerSettings, set_up
 from paddle_shard.reading.workers import WorkerPool, WorkersLostError, drawn_seed
@@ -166,24 +164,9 @@ class _Worker:
 class RayPool(WorkerPool):
     """Actors in place of worker processes, one for each worker."""
 
-    def __init__(
-        self,
-        readers: RayReaders,
-        settings: paddle.io.DataLoader,
-        reader: Reader,
-        num_workers: int,
-        *,
-        worker_timeout: float,
-        reads_all: bool,
-    ) -> None:
-        """Set up; see `WorkerPool`."""
-        super().__init__(
-            settings,
-            reader,
-            num_workers,
-            worker_timeout=worker_timeout,
-            reads_all=reads_all,
-        )
+    def __init__(self, readers: RayReaders, *args: Any, **options: Any) -> None:
+        """Set up; the other arguments are those of `WorkerPool`."""
+        super().__init__(*args, **options)
         self._runtime_env = dict(readers.runtime_env or {})
         self._seed = drawn_seed()
         self._settings_ref: Any = None
@@ -319,11 +302,10 @@ class RayPool(WorkerPool):
 
     def shut_down(self) -> None:
         """End the actors without waiting for them; safe to call again."""
-        actors = self._actors
+        for worker in self._actors:
+            self._kill(worker)
         self._actors = []
         self._settings_ref = None
-        for worker in actors:
-            self._kill(worker)
 
     def _kill(self, worker: _Worker) -> None:
         with contextlib.suppress(Exception):

@@ -168,10 +168,10 @@ class ChunkReader(Reader):
                 return False
         return False
 
-    def _rows(self, request: ChunkRequest, progress: dict[str, Any]) -> Chunk:
+    def _rows(self, request: ChunkRequest) -> Chunk:
         """See `Reader`. Requests of an iterator come in the order of their steps."""
         parts = request.opening.parts
-        progress["what"] = f"opening parts {list(parts)}"
+        self._action = f"opening parts {list(parts)}"
         if request.pass_number != self._pass_number:
             self._begin(request)
         if request.step != self._next_step:
@@ -179,11 +179,11 @@ class ChunkReader(Reader):
                 f"step {request.step} was requested, but step {self._next_step} is next"
             )
         self._next_step += request.stride
-        columns, has_new = self._columns(request, progress)
+        columns, has_new = self._columns(request)
         size = request.plan.samples_per_part
         num_read = list(map(len, columns))
         is_whole = min(num_read) == size
-        reason = "" if is_whole else self._fill(columns, request, progress)
+        reason = "" if is_whole else self._fill(columns, request)
 
         # Rows of the batch, micro-batch by micro-batch: (number of the part here, sample of the step).
         places = _row_places(len(parts), size, request.plan.stripe)
@@ -194,7 +194,7 @@ class ChunkReader(Reader):
         skipped: list[tuple[int, str]] = []
         if is_whole or min(map(len, columns)) == size:  # else rows are missing
             samples = [columns[part][row] for part, row in places]
-            value, skipped = self._collated_samples(samples, places, request, progress)
+            value, skipped = self._collated_samples(samples, places, request)
             skipped = [(row, text) for row, text in skipped if not padding[row]]
         state = None
         if request.local_rows is not None:
@@ -224,10 +224,9 @@ class ChunkReader(Reader):
         samples: list[Any],
         places: Sequence[tuple[int, int]],
         request: ChunkRequest,
-        progress: dict[str, Any],
     ) -> tuple[Any, list[tuple[int, str]]]:
         """Return the batch of some samples, and (row, reason) of the rows that hold another sample."""
-        progress.update(what=f"collating {len(samples)} samples", index=None)
+        self._action = f"collating {len(samples)} samples"
         if self._collate_fn is not None and self.rng.seeds:
             # The same for all readers of the step.
             self.rng.seed(request.opening.key(0, "collate", request.step))
@@ -251,9 +250,7 @@ class ChunkReader(Reader):
 
         return self._collated(samples, failed, name_of)
 
-    def _columns(
-        self, request: ChunkRequest, progress: dict[str, Any]
-    ) -> tuple[list[list[Any]], bool]:
+    def _columns(self, request: ChunkRequest) -> tuple[list[list[Any]], bool]:
         """Return the samples of each part, as many as there are, and whether any is of the part's first round."""
         columns: list[list[Any]] = []
         size = request.plan.samples_per_part
@@ -264,9 +261,8 @@ class ChunkReader(Reader):
                 columns.append(column)
                 column.extend(islice(items, size))
         except BaseException:
-            index = parts[len(columns) - 1], request.position + len(columns[-1])
-            what = f"reading sample {index[1]} of part {index[0]}"
-            progress.update(what=what, index=index)
+            number = request.position + len(columns[-1])
+            self._at(parts[len(columns) - 1], number)
             raise
         has_new = any(columns)
         if request.repeat:
@@ -278,15 +274,13 @@ class ChunkReader(Reader):
         self._padding.note(parts, columns, size)
         return columns, has_new
 
-    def _fill(
-        self, columns: list[list[Any]], request: ChunkRequest, progress: dict[str, Any]
-    ) -> str:
+    def _fill(self, columns: list[list[Any]], request: ChunkRequest) -> str:
         """Fill missing rows if the request says so; return why they cannot be filled."""
         if not request.pad:
             return ""
         is_delivered = any(columns)
         for part, column in zip(request.opening.parts, columns, strict=True):
-            progress.update(what=f"padding part {part}", index=None)
+            self._action = f"padding part {part}"
             missing = request.plan.samples_per_part - len(column)
             try:
                 column += [self._padding.of(part)] * missing if missing else []
@@ -303,18 +297,19 @@ class ChunkReader(Reader):
             origin = self._stage.origin(request.opening, part, number)
         return f"sample {number} of part {part}" + (f" ({origin})" if origin else "")
 
-    def _explain(
-        self, error: BaseException, request: ChunkRequest, progress: dict[str, Any]
-    ) -> None:
-        progress["indices"] = tuple(request.indices)
+    def _at(self, part: int, number: int) -> None:
+        self._index = part, number
+        self._action = f"reading sample {number} of part {part}"
+
+    def _explain(self, error: BaseException, request: ChunkRequest) -> tuple[Any, ...]:
         index = getattr(error, FAILED_AT, None)
         if index is not None:
             # It failed before the cut, perhaps at another reader's sample.
-            part, number = index
-            progress.update(what=f"reading sample {number} of part {part}", index=index)
-        elif progress["index"] is not None and not isinstance(error, PaddleShardError):
-            part, number = progress["index"]
-            progress["what"] = f"reading {self._name_of(part, number, request)}"
+            self._at(*index)
+        elif self._index is not None and not isinstance(error, PaddleShardError):
+            part, number = self._index
+            self._action = f"reading {self._name_of(part, number, request)}"
+        return tuple(request.indices)
 
 
 class Padding:

@@ -87,6 +87,10 @@ class Reader:
         if collate_fn is not None:
             self._collate = partial(_call_and_check, collate_fn)
         self.rng = SampleRng(how.generators, getattr(dataset, "uses_rng", None))
+        self._action = ""
+        """What is being done, such as "reading sample 7", for messages."""
+        self._index: Any = None
+        """The sample to which it is done; None if it is no single one."""
         self._placeholder: Any = None
         """The sample that was read last, for rows of which no sample can be read (`on_error="skip"`)."""
 
@@ -101,18 +105,25 @@ class Reader:
         """
         if isinstance(request, DigestRequest):
             return self.digests(request.samples)
-        progress: dict[str, Any] = {"what": "reading", "index": None}
+        self._action = "reading"
+        self._index = None
         # SystemExit would end a worker silently.
         errors = Exception if worker is None else BaseException
         seeded = self.rng.seeds
         with self.rng.reading(look=bool(look), keep=worker is None):
             try:
-                chunk = self._rows(request, progress)
+                chunk = self._rows(request)
             except KeyboardInterrupt:
                 raise
             except errors as error:
-                self._explain(error, request, progress)
-                return ReadFailure.of(error, worker=worker, **progress)
+                indices = self._explain(error, request)
+                return ReadFailure.of(
+                    error,
+                    worker=worker,
+                    what=self._action,
+                    index=self._index,
+                    indices=indices,
+                )
         if look == "last" and self.rng.seeds and not seeded:
             chunk = chunk._replace(used_rng_late=True)
         return chunk
@@ -127,14 +138,12 @@ class Reader:
     def close(self) -> None:
         """Drop what is open."""
 
-    def _rows(self, request: Any, progress: dict[str, Any]) -> Chunk:
-        """Read and collate. `progress` holds what is being done ("what") and to which sample ("index")."""
+    def _rows(self, request: Any) -> Chunk:
+        """Read and collate."""
         raise NotImplementedError
 
-    def _explain(
-        self, error: BaseException, request: Any, progress: dict[str, Any]
-    ) -> None:
-        """Add to `progress` the samples of the request ("indices"), and which one has failed if that is not known."""
+    def _explain(self, error: BaseException, request: Any) -> tuple[Any, ...]:
+        """Return the names of the request's samples, after adding to the action which of them has failed."""
         raise NotImplementedError
 
     def _collated(
@@ -205,31 +214,27 @@ class IdReader(Reader):
         warn_once(_NEVER_THE_SAME, type(self.dataset).__name__)
         return 0
 
-    def _explain(
-        self, error: BaseException, request: Step, progress: dict[str, Any]
-    ) -> None:
-        progress["indices"] = tuple(map(self._name_of, request.ids))
+    def _explain(self, error: BaseException, request: Step) -> tuple[Any, ...]:
+        return tuple(map(self._name_of, request.ids))
 
-    def _rows(self, request: Step, progress: dict[str, Any]) -> Chunk:
+    def _rows(self, request: Step) -> Chunk:
         ids = request.ids
         if isinstance(ids, np.ndarray):
             ids = ids.tolist()
         key = _key_of("sample", self._how.seed, request.epoch, *self._how.of_rank)
         if self._read_many is None:
-            return self._one_by_one(request, ids, key, progress)
+            return self._one_by_one(request, ids, key)
         try:
-            return self._at_once(request, ids, key, progress)
+            return self._at_once(request, ids, key)
         except Exception:
             if not self._how.skip_errors or not hasattr(self.dataset, "__getitem__"):
                 raise
-            return self._one_by_one(request, ids, key, progress)
+            return self._one_by_one(request, ids, key)
 
-    def _at_once(
-        self, step: Step, ids: Sequence[Any], key: int, progress: dict[str, Any]
-    ) -> Chunk:
+    def _at_once(self, step: Step, ids: Sequence[Any], key: int) -> Chunk:
         """Read with the `__getitems__` of the data set, and collate."""
         assert self._read_many is not None
-        progress.update(what=f"reading {len(ids)} samples at once", index=None)
+        self._action = f"reading {len(ids)} samples at once"
         self.rng.seed(_seed_of(key, ids[0]))
         takes_arrays = isinstance(self.dataset, ArrayDataset)
         samples = self._read_many(step.ids if takes_arrays else ids)
@@ -239,23 +244,19 @@ class IdReader(Reader):
                 f"__getitems__ returned {len(samples)} samples for {len(ids)} indices; return one for each, or "
                 "a batch that is no list."
             )
-        self._begin_collating(step, progress, len(ids))
+        self._begin_collating(step, len(ids))
         if is_list or self._collate_fn is not None:
             return Chunk(self._collate(samples))
         return Chunk(self._whole_batch(samples))
 
-    def _begin_collating(
-        self, step: Step, progress: dict[str, Any], num_samples: int
-    ) -> None:
+    def _begin_collating(self, step: Step, num_samples: int) -> None:
         """Seed what the user's function draws while it collates a step: the same on all data ranks."""
-        progress.update(what=f"collating {num_samples} samples", index=None)
+        self._action = f"collating {num_samples} samples"
         if self.rng.seeds and self._collate_fn is not None:
             key = _key_of("sample", self._how.seed, step.epoch)
             self.rng.seed(derive_seed(key, "collate", step.number))
 
-    def _one_by_one(
-        self, step: Step, ids: Sequence[Any], key: int, progress: dict[str, Any]
-    ) -> Chunk:
+    def _one_by_one(self, step: Step, ids: Sequence[Any], key: int) -> Chunk:
         """Read sample after sample, and collate."""
         samples: list[Any] = []
         failed: dict[int, str] = {}
@@ -271,13 +272,13 @@ class IdReader(Reader):
                 failed[len(samples)] = described(error)
                 samples.append(None)
             except BaseException:
-                name = self._name_of(index)
-                progress.update(what=f"reading sample {name!r}", index=name)
+                self._index = self._name_of(index)
+                self._action = f"reading sample {self._index!r}"
                 raise
         if self.makes_tensors is None:
             tensors = [x for x in leaves(samples[0]) if isinstance(x, paddle.Tensor)]
             self.makes_tensors = any(tensor.place.is_cpu_place() for tensor in tensors)
-        self._begin_collating(step, progress, len(samples))
+        self._begin_collating(step, len(samples))
         if self._how.items_are_batches:
             return Chunk(self._whole_batch(samples[0]))
         value, skipped = self._collated(

@@ -37,7 +37,7 @@ def halves(number):
     data=st.data(),
     order=st.randoms(),
 )
-def test_every_row_is_dealt_once_and_none_of_the_ranks_gets_worse(
+def test_assign_rows_assigns_each_once_and_never_worse(
     ranks, each, columns, data, order
 ):
     rows = data.draw(
@@ -64,7 +64,7 @@ def test_every_row_is_dealt_once_and_none_of_the_ranks_gets_worse(
 
 @settings(max_examples=trials(200))
 @given(rows=st.lists(st.integers(0, 20), min_size=1, max_size=5))
-def test_two_ranks_are_near_the_best_of_all_ways(rows):
+def test_assign_rows_to_two_ranks_is_near_the_best(rows):
     costs = np.array(rows + rows[::-1][: len(rows)], float).reshape(-1, 1)
     costs[: len(rows)] += 1
     best = min(heaviest(costs, way) for way in halves(len(costs)))
@@ -74,7 +74,7 @@ def test_two_ranks_are_near_the_best_of_all_ways(rows):
     )  # Graham's bound for two
 
 
-def test_documents_of_a_language_model_cost_8_ranks_the_same():
+def test_assign_rows_balances_documents_over_8_ranks():
     random = np.random.default_rng(0)
     undealt, dealt = [], []
     for _ in range(50):
@@ -90,7 +90,7 @@ def test_documents_of_a_language_model_cost_8_ranks_the_same():
     assert max(dealt) < 1.01
 
 
-def test_two_kinds_of_cost_are_both_balanced():
+def test_assign_rows_balances_two_kinds_of_cost():
     random = np.random.default_rng(0)
     costs = np.stack(
         [random.lognormal(0, 0.7, 128), random.integers(0, 5, 128)], axis=1

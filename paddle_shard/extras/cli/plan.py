@@ -33,7 +33,7 @@ _MOST_RANKS = 10**6
 _MOST_ROWS = 10**8
 """Rows of a batch, all of which are held in memory."""
 _MOST_SHOWN = 64
-"""Ranks of a mesh that is shown as a grid; replica groups of a larger one that are listed."""
+"""Ranks of a mesh that is shown as a grid."""
 _STEPS_OF_PAGE = 8
 _MUCH = 0.01
 """Share of the samples above which dropping them is a hazard."""
@@ -228,23 +228,21 @@ def hazards_of(plan: ShardPlan, meshes: Meshes, epoch: int) -> Iterator[Hazard]:
                 f"the last step of the epoch, {step}, has {padding} of {num_rows} rows of padding, and nothing else on "
                 f"{len(idle)} of its data ranks: {listed(idle)}"
             )
-            remedy = (
+            fix = (
                 "A mean over the valid rows of such a rank divides by 0: divide the sum of all ranks by their count. "
                 "tail='drop' leaves such a step out"
             )
-            yield Hazard(what, remedy)
+            yield Hazard(what, fix)
 
 
 def _mesh_sections(meshes: Meshes) -> list[str | Rows]:
-    """Return each mesh in a line and as a grid of its ranks; for a large mesh, its first replica groups."""
+    """Return each mesh in a line and as a grid of its ranks."""
     text: list[str | Rows] = []
     for number, (mesh, axes) in enumerate(meshes):
         split = f"rows split over {' and '.join(axes) or 'nothing'}: {mesh.num_data_ranks(axes)} data ranks"
         text.append(f"mesh {number}: {shapes_of([(mesh, axes)])}; {split}")
-        if len(mesh.process_ids) <= _MOST_SHOWN:
+        if len(mesh.process_ids) <= _MOST_SHOWN:  # --json has larger ones
             text.append(grid_of(mesh, axes))
-        else:
-            text.append(list(groups_of([(mesh, axes)]))[:_MOST_SHOWN])
     return text
 
 
