@@ -141,7 +141,7 @@ class ShardIterator:
         return batch.value
 
     def _next_profiled(self) -> Batch:
-        """Return the next batch, and tell Paddle's profiler and its timer how long it took."""
+        """Return the next batch, and report its duration to Paddle's profiler and timer."""
         timer = benchmark()
         timer.check_if_need_record(self._timed)
         timer.before_reader()
@@ -270,11 +270,11 @@ def describe(first_batch: Callable[[], Any]) -> Any:
             f"this loader's are {type(batch).__name__}"
             + (f" of {len(batch)}." if isinstance(batch, list | dict) else ".")
         )
-    # Of dicts, only the batch itself may be one.
-    found = named_leaves(
+    # A dict inside the batch counts as a leaf, which is rejected.
+    named = named_leaves(
         batch, "batch", lambda value: isinstance(value, dict) and value is not batch
     )
-    others = [path for path, leaf in found if not isinstance(leaf, paddle.Tensor)]
+    others = [path for path, leaf in named if not isinstance(leaf, paddle.Tensor)]
     if others:
         raise BatchStructureError(
             f"dist.to_static takes tensors and lists of them only, but {', '.join(others)} are none. Take them "

@@ -196,11 +196,11 @@ class ShardDataloader(PaddleShardDataloader):
     def stop_requested(self) -> bool:
         """True at the same step on all ranks of the meshes, after any of them got a SIGTERM; it stays True.
 
-        The first use, which must be on the main thread, has SIGTERM noted: it does not end the process any more. A
-        handler that you had installed before is called as well; one that you install later replaces it. The ranks
-        tell each other with the next step that they announce, up to eight steps ahead of the one that is delivered,
-        so no call of yours is collective. After the last step of an epoch, it is the first step of the next. All
-        loaders over the same ranks become True together.
+        The first use, which must be on the main thread, installs a handler: SIGTERM no longer ends the process. A
+        handler that you had installed before is called as well; one that you install later replaces it. The ranks send
+        the request with the steps that they announce, up to eight steps ahead of the one that is delivered, so no call
+        is collective. After the last step of an epoch, it is the first step of the next. All loaders over the same
+        ranks become True together.
 
         Raises:
             ArgumentError: This rank is on none of the meshes.

@@ -232,15 +232,15 @@ class StepPass:
         try:
             return agreement.deliver(step)
         except AgreedFailure as failure:
-            own = self._take_failure(failure.step)
+            local_failure = self._take_failure(failure.step)
             self.close()
-            raise own or error_of_another(*failure.reports[0]) from None
+            raise local_failure or error_of_another(*failure.reports[0]) from None
         except PeerLostError as lost:  # perhaps because of the failure on this rank
-            own = self._take_failure(step)
-            if own is None:
+            local_failure = self._take_failure(step)
+            if local_failure is None:
                 raise
             self.close()
-            raise own from lost
+            raise local_failure from lost
 
     def _take_failure(self, step: int) -> BaseException | None:
         """Return this rank's failure at a step, and drop the reference: it holds its callers' variables."""
