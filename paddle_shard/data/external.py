@@ -195,7 +195,7 @@ class ExternalSource(PartsSource):
             raise ArgumentError(
                 f"{name}: build returned {type(loader).__name__}, which cannot be iterated."
             )
-        batches = opening.drawn(iter(loader), part, state["at"])
+        batches = opening.seeded(iter(loader), part, state["at"])
         if save is None:
             yield from batches
             return
@@ -280,11 +280,11 @@ class IterableSource(Stage):
             return
         seed(key)
         if self.once:
-            yield from opening.drawn(self._begin_once(), 0)
+            yield from opening.seeded(self._begin_once(), 0)
             return
         dataset = copy_for_reading(self._iterable)
         set_epoch_of(dataset, opening)
-        yield from opening.drawn(self._begin(dataset), 0)
+        yield from opening.seeded(self._begin(dataset), 0)
 
     def _begin_once(self) -> Samples:
         if self._is_used:

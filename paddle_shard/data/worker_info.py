@@ -102,7 +102,7 @@ class SelfSplit(PartsSource):
             dataset=dataset,
             seed=key & 0x7FFFFFFF,
         )
-        items = opening.drawn(iterate_with(info, dataset), part)
+        items = opening.seeded(iterate_with(info, dataset), part)
         for number, item in enumerate(islice(items, 2)):
             # It may read its info after its first sample.
             if number and opening.num_parts > 1 and not info.is_read:

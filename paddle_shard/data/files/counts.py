@@ -67,21 +67,21 @@ class ShardEntry:
         }
 
     @classmethod
-    def from_json(cls, found: Any) -> ShardEntry:
+    def from_json(cls, entry: Any) -> ShardEntry:
         """Return the entry of an index file or of kept counts.
 
         Raises:
             TypeError, ValueError, KeyError: It is damaged.
         """
-        entry = cls(
-            samples=counted(found["samples"]),
-            size=counted(found["bytes"]),
-            starts=tuple(map(counted, found.get("starts", ()))),
-            every=counted(found.get("every", EVERY), 1),
+        parsed = cls(
+            samples=counted(entry["samples"]),
+            size=counted(entry["bytes"]),
+            starts=tuple(map(counted, entry.get("starts", ()))),
+            every=counted(entry.get("every", EVERY), 1),
         )
-        if max(entry.samples, entry.size, *entry.starts) >= 1 << 63:
-            raise ValueError(found)
-        return entry
+        if max(parsed.samples, parsed.size, *parsed.starts) >= 1 << 63:
+            raise ValueError(entry)
+        return parsed
 
 
 def count_file(
@@ -180,7 +180,7 @@ def _count_each(
     entries = {}
     for name in names:
         logging.getLogger("paddle_shard").info(
-            "counting the samples of %s", files.shown(name)
+            "counting the samples of %s", files.redacted(name)
         )
         with _counting(name):
             entries[name] = count_file(name, samples, MOST, cache)

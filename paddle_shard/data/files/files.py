@@ -76,7 +76,7 @@ def _expand(name: str) -> list[str]:
     if is_remote(name):
         if "*" in name.partition("?")[0]:
             raise ArgumentError(
-                f"{shown(name)}: patterns of remote files are not supported. Give the list of URLs."
+                f"{redacted(name)}: patterns of remote files are not supported. Give the list of URLs."
             )
         return [name]
     path = local_path(name)
@@ -97,14 +97,14 @@ def base_name(name: str) -> str:
         >>> base_name("https://host/train/000.tar?signature=1"), base_name("train/000.tar")
         ('000.tar', '000.tar')
     """
-    return os.path.basename(shown(name).rstrip("/"))
+    return os.path.basename(redacted(name).rstrip("/"))
 
 
-def shown(name: str) -> str:
+def redacted(name: str) -> str:
     """Return a name without a URL's user, password and query, which may be secret or differ from day to day.
 
     Examples:
-        >>> shown("https://me:word@host/000.tar?signature=1"), shown("dir/what?.tar")
+        >>> redacted("https://me:word@host/000.tar?signature=1"), redacted("dir/what?.tar")
         ('https://host/000.tar', 'dir/what?.tar')
     """
     if "://" not in name:
@@ -120,9 +120,9 @@ def within_their_folder(names: Sequence[str]) -> list[str]:
         (['a/0.csv', 'b/0.csv'], ['0.csv'])
     """
     paths = [
-        (shown(name) if is_remote(name) else os.path.abspath(local_path(name))).split(
-            "/"
-        )
+        (
+            redacted(name) if is_remote(name) else os.path.abspath(local_path(name))
+        ).split("/")
         for name in names
     ]
     folders = zip(*(path[:-1] for path in paths), strict=False)
@@ -180,7 +180,9 @@ def failures_named(
     except Exception as error:
         what, offset = place()
         raise ShardReadError.of(
-            f"{shown(name)}: {what} failed: {described(error)}", shown(name), offset
+            f"{redacted(name)}: {what} failed: {described(error)}",
+            redacted(name),
+            offset,
         ) from error
 
 
@@ -198,7 +200,7 @@ def remote_file(url: str, extra: str = "webdataset") -> tuple[Any, str]:
         MissingDependencyError: fsspec, or a package that it needs for such a URL, is not installed.
     """
     is_s3 = url.startswith(("s3://", "s3a://"))
-    with needs("s3" if is_s3 else extra, f"reading {shown(url)}: "):
+    with needs("s3" if is_s3 else extra, f"reading {redacted(url)}: "):
         if "::" in url:  # a file inside another file, which is a file system
             from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 
@@ -328,7 +330,7 @@ _UNPACK: dict[bytes, Callable[[Any], Any]] = {
 
 def is_compressed(name: str) -> bool:
     """Return whether a file is compressed, by its name."""
-    return shown(name).endswith((".gz", ".tgz", ".bz2", ".xz"))
+    return redacted(name).endswith((".gz", ".tgz", ".bz2", ".xz"))
 
 
 def decompressed(file: BinaryIO, name: str) -> BinaryIO:

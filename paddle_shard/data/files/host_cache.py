@@ -25,8 +25,8 @@ from paddle_shard.data.files.files import (
     base_name,
     is_remote,
     open_file,
+    redacted,
     replacing,
-    shown,
 )
 from paddle_shard.data.files.locks import file_lock
 from paddle_shard.errors import ArgumentError
@@ -81,7 +81,7 @@ class HostCache:
         Raises:
             OSError: The download failed, or the folder cannot be written to. No incomplete file is left.
         """
-        key = derive_key(shown(name)).hex()
+        key = derive_key(redacted(name)).hex()
         path = os.path.join(self.folder, f"{key}-{base_name(name)}")
         if os.path.exists(path) or self._download(name, path):
             return open_file(path, start)
@@ -143,7 +143,7 @@ class HostCache:
             "cache_bytes=%d: cache_dir has no room for %s of %s bytes and others: they are read from their servers. "
             "Delete copies that are not needed, or give more.",
             limit,
-            shown(name),
+            redacted(name),
             size or "unknown",
         )
         return False

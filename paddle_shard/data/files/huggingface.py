@@ -105,7 +105,7 @@ class HuggingFaceSource(PartsSource):
         # A copy, so that its epoch can be set.
         dataset = self._dataset.shard(num_shards=opening.num_parts, index=part)
         set_epoch_of(dataset, opening)
-        yield from opening.drawn(iter(dataset), part)
+        yield from opening.seeded(iter(dataset), part)
 
 
 def _steps(step: Any) -> Iterator[Any]:

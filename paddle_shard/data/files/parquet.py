@@ -22,7 +22,7 @@ from paddle_shard.data.files.files import (
     local_path,
     matched,
     needs,
-    shown,
+    redacted,
 )
 from paddle_shard.data.files.host_cache import HostCache
 from paddle_shard.data.files.shards import ShardSource
@@ -88,6 +88,7 @@ def parquet_source(
             f"columns must be a list of names, each once, or None for all, got {columns!r}."
         )
     chosen = None if columns is None else list(columns)
+    cache = HostCache.of(cache_dir, cache_bytes)
     files = matched(paths)
     if not files:
         raise ArgumentError("paths names no file. Give at least one.")
@@ -103,13 +104,13 @@ def parquet_source(
     counts = [num_rows for rows, _, _ in footers for num_rows in rows]
     if not sum(counts):
         raise ArgumentError(
-            f"paths: {len(files)} Parquet files have no row: {', '.join(map(shown, files[:3]))}."
+            f"paths: {len(files)} Parquet files have no row: {', '.join(map(redacted, files[:3]))}."
         )
     reader = _GroupReader(
         groups=dict(zip(names, groups, strict=True)),
         columns=chosen,
         allow_nulls=allow_nulls,
-        cache=HostCache.of(cache_dir, cache_bytes),
+        cache=cache,
     )
     return ShardSource(
         names,
@@ -176,7 +177,8 @@ def _check_columns(
         missing = [name for name in columns or () if name not in schema]
         if missing:
             raise ArgumentError(
-                f"columns: {shown(file)} has no {', '.join(map(repr, missing))}. It has {', '.join(map(repr, schema))}."
+                f"columns: {redacted(file)} has no {', '.join(map(repr, missing))}. "
+                f"It has {', '.join(map(repr, schema))}."
             )
         types = {name: schema[name] for name in columns or schema}
         first = first or types
@@ -185,8 +187,8 @@ def _check_columns(
             kind = types.get(name, "missing")
             if kind != expected:
                 raise ArgumentError(
-                    f"paths: column {name!r} is {expected} in {shown(files[0])}, but {kind} in {shown(file)}. Read "
-                    "only columns that all files have alike (columns=), or a source for each kind of file."
+                    f"paths: column {name!r} is {expected} in {redacted(files[0])}, but {kind} in {redacted(file)}. "
+                    "Read only columns that all files have alike (columns=), or a source for each kind of file."
                 )
 
 

@@ -15,7 +15,7 @@ from paddle_shard.data.files.files import (
     failures_named,
     identity,
     local_size,
-    shown,
+    redacted,
     within_their_folder,
 )
 from paddle_shard.data.stages.stage import (
@@ -86,7 +86,7 @@ class ShardSource(PartsSource):
         if len(set(self._names)) < len(self._names):
             twice = next(name for name in self._names if self._names.count(name) > 1)
             raise ArgumentError(
-                f"names holds {shown(twice)!r} more than once, so its samples would be delivered as often. "
+                f"names holds {redacted(twice)!r} more than once, so its samples would be delivered as often. "
                 "Give each shard once; resample=True reads shards again and again."
             )
         self.num_shards: int = len(self._names)
@@ -127,7 +127,7 @@ class ShardSource(PartsSource):
         if self._counts is None or self.endless:
             return None
         for shard, offset, _ in self._cut_out(opening, part, number):
-            return f"sample {offset} of {shown(self._names[shard])}"
+            return f"sample {offset} of {redacted(self._names[shard])}"
         return None
 
     @property
@@ -239,7 +239,7 @@ class ShardSource(PartsSource):
             if self.endless and num_empty > 100 + 10 * len(self._names):
                 raise ShardReadError.of(
                     f"resample=True: {num_empty} shards in a row, drawn from {len(self._names)}, have no sample.",
-                    shown(self._names[segment[0]]),
+                    redacted(self._names[segment[0]]),
                 )
 
     def _piece(
@@ -270,7 +270,7 @@ class ShardSource(PartsSource):
                     if isinstance(item, Damaged):
                         if not opening.skip_errors:
                             raise item.error
-                        item = Unreadable(f"{shown(name)}: {described(item.error)}")
+                        item = Unreadable(f"{redacted(name)}: {described(item.error)}")
                     yield item
                     offset += 1
                     if offset == end:
@@ -288,8 +288,8 @@ def _miscounted(
     name: str, num_samples: int, length: int | None, bound: str = ""
 ) -> ShardReadError:
     return ShardReadError.of(
-        f"{shown(name)} has {bound}{num_samples} samples, but its count says {length}. It has changed since, or was "
+        f"{redacted(name)} has {bound}{num_samples} samples, but its count says {length}. It has changed since, or was "
         f"counted otherwise: {RECOUNT}.",
-        shown(name),
+        redacted(name),
         min(num_samples, length or 0),
     )

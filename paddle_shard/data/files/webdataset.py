@@ -27,8 +27,8 @@ from paddle_shard.data.files.files import (
     matched,
     needs,
     open_file,
+    redacted,
     replacing,
-    shown,
 )
 from paddle_shard.data.files.host_cache import HostCache
 from paddle_shard.data.files.shards import RECOUNT, ShardSource
@@ -117,7 +117,7 @@ class _StrictInfo(tarfile.TarInfo):
     @classmethod
     def fromtarfile(cls, archive: tarfile.TarFile) -> _StrictInfo:
         try:
-            found = super().fromtarfile(archive)
+            header = super().fromtarfile(archive)
         except tarfile.HeaderError as error:
             if type(error).__name__ == "EOFHeaderError":
                 raise
@@ -126,12 +126,12 @@ class _StrictInfo(tarfile.TarInfo):
                 "end of the tar should be"
             ) from error
         if (
-            found.size < 0
+            header.size < 0
         ):  # the next header would be looked for before this one, without an end (CVE-2025-8194)
             raise tarfile.ReadError(
-                f"it is damaged: the member {found.name!r} has a negative size"
+                f"it is damaged: the member {header.name!r} has a negative size"
             )
-        return found
+        return header
 
 
 VERSION = 1
@@ -165,13 +165,13 @@ def read_index(path: str, names: Sequence[str]) -> dict[str, ShardEntry]:
     with file:
         text = file.read()
     try:
-        found: Any = json.loads(text)
-        if found["version"] != VERSION:
+        index: Any = json.loads(text)
+        if index["version"] != VERSION:
             raise ValueError(
-                f"version {found['version']}, this library reads {VERSION}"
+                f"version {index['version']}, this library reads {VERSION}"
             )
         shards = {
-            name: ShardEntry.from_json(entry) for name, entry in found["shards"].items()
+            name: ShardEntry.from_json(entry) for name, entry in index["shards"].items()
         }
     except DAMAGE as error:
         raise StateError(
@@ -194,7 +194,7 @@ def check_base_names(names: Sequence[str]) -> None:
         other = seen.setdefault(base_name(name), name)
         if other != name:
             raise ArgumentError(
-                f"an index knows shards by the last piece of their names, which {shown(other)} and {shown(name)} "
+                f"an index knows shards by the last piece of their names, which {redacted(other)} and {redacted(name)} "
                 "share. Rename one."
             )
 

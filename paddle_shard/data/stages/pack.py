@@ -212,7 +212,7 @@ class Pack(Transform):
         self._window = window
         self._long = long
 
-    def made(self, items: Samples, part: int, opening: Opening) -> Samples:
+    def transform(self, items: Samples, part: int, opening: Opening) -> Samples:
         """Yield the rows of one window after the other, each window packed like a data set of its own."""
         first = 0
         for documents in windows(items, self._window):

@@ -58,7 +58,7 @@ class Opening:
         """Return a seed for one purpose in a part."""
         return derive_seed(self.seed, self.epoch, self.round, part, *purpose)
 
-    def tried(self, function: Callable[[Any], Any], sample: Any) -> Any:
+    def call(self, function: Callable[[Any], Any], sample: Any) -> Any:
         """Return the result of the user's function for a sample; `Unreadable` if it fails and errors are skipped."""
         if isinstance(sample, Unreadable):
             return Unreadable(
@@ -80,7 +80,7 @@ class Opening:
             raise error
         return Unreadable(described(error))
 
-    def drawn(self, items: Iterator[Any], part: int, first: int = 0) -> Iterator[Any]:
+    def seeded(self, items: Iterator[Any], part: int, first: int = 0) -> Iterator[Any]:
         """Yield the items of the user's code after the first `skip`; the generators are seeded before each but item 0.
 
         For item 0 they go on where the making of `items` has left them. An order may be drawn by a thread, as by that
@@ -239,8 +239,8 @@ class PartsSource(Stage):
 class Transform(Stage):
     """A stage that makes the samples of a part from those of the same part before it. The defaults suit 1 : 1.
 
-    A subclass defines `made`, and `begin` if it can begin in the middle of a part other than sample by sample. One that
-    reads the stream in another way overrides `open`.
+    A subclass defines `transform`, and `begin` if it can begin in the middle of a part other than sample by sample. One
+    that reads the stream in another way overrides `open`.
     """
 
     upstream: Stage
@@ -259,7 +259,7 @@ class Transform(Stage):
         self.endless = upstream.endless
         self._mark = list(mark)
 
-    def made(self, items: Samples, part: int, opening: Opening) -> Samples:
+    def transform(self, items: Samples, part: int, opening: Opening) -> Samples:
         """Yield what becomes of the samples of a part.
 
         Args:
@@ -285,7 +285,7 @@ class Transform(Stage):
         first, num_dropped = self.begin(opening.skip)
         before = replace(opening, skip=first)
         opened = zip(opening.parts, self.upstream.open(before), strict=True)
-        made = [self.made(items, part, before) for part, items in opened]
+        made = [self.transform(items, part, before) for part, items in opened]
         if not num_dropped:
             return made
         return [islice(samples, num_dropped, None) for samples in made]

@@ -35,7 +35,7 @@ class Map(Transform):
         super().__init__(upstream)
         self._function = function
 
-    def made(self, items: Samples, part: int, opening: Opening) -> Samples:
+    def transform(self, items: Samples, part: int, opening: Opening) -> Samples:
         """Yield the results of the function."""
         key = opening.key(part, "map", self.depth)
         function = self._function
@@ -66,12 +66,12 @@ class Filter(Transform):
         super().__init__(upstream, "filter")
         self._predicate = predicate
 
-    def made(self, items: Samples, part: int, opening: Opening) -> Samples:
+    def transform(self, items: Samples, part: int, opening: Opening) -> Samples:
         """Yield the samples that are kept."""
         key = opening.key(part, "filter", self.depth)
         for number, item in enumerate(items):
             opening.seed_generators(key, number)
-            keep = opening.tried(lambda sample: bool(self._predicate(sample)), item)
+            keep = opening.call(lambda sample: bool(self._predicate(sample)), item)
             if keep:
                 yield keep if isinstance(keep, Unreadable) else item
 
@@ -87,7 +87,7 @@ class Batch(Transform):
         """Return that lists are skipped by skipping their samples."""
         return skip * self.size, 0
 
-    def made(self, items: Samples, part: int, opening: Opening) -> Samples:
+    def transform(self, items: Samples, part: int, opening: Opening) -> Samples:
         """Yield the lists. One that holds a sample that cannot be read is replaced as a whole."""
         for group in windows(items, self.size):
             bad = [item for item in group if isinstance(item, Unreadable)]
@@ -110,7 +110,7 @@ class Unbatch(Transform):
     def __init__(self, upstream: Stage) -> None:
         super().__init__(upstream, "unbatch")
 
-    def made(self, items: Samples, part: int, opening: Opening) -> Samples:
+    def transform(self, items: Samples, part: int, opening: Opening) -> Samples:
         """Yield the items of the samples."""
         key = opening.key(part, "unbatch", self.depth)
         for number, group in enumerate(items):
@@ -118,7 +118,7 @@ class Unbatch(Transform):
                 yield from group.items or (group,)
                 continue
             opening.seed_generators(key, number)
-            samples = opening.tried(list, group)
+            samples = opening.call(list, group)
             yield from [samples] if isinstance(samples, Unreadable) else samples
 
 
@@ -144,7 +144,7 @@ class Shuffle(Transform):
         rest = skip % self._window
         return skip - rest, rest
 
-    def made(self, items: Samples, part: int, opening: Opening) -> Samples:
+    def transform(self, items: Samples, part: int, opening: Opening) -> Samples:
         """Yield the samples of one window after the other."""
         # Its number counts only the shuffles before it: then stages that keep the order can be added to a run.
         number = sum(isinstance(stage, Shuffle) for stage in self.upstream.line())
