@@ -33,8 +33,8 @@ def close_all():
         end(MADE.pop())
 
 
-def pair(timeout=HANG, size=2, **options):
-    made = coordinators(size, timeout, **options)
+def pair(size=2, **options):
+    made = coordinators(size, **options)
     MADE.extend(made)
     return made
 
@@ -165,9 +165,7 @@ def test_a_rank_stuck_elsewhere_when_another_is_lost_is_ended_if_that_is_wanted(
     monkeypatch.setattr("paddle_shard.ranks.agreement.GRACE", 0.2)
     for exits, stuck in ((True, True), (True, False), (False, True)):
         ended = [threading.Event(), threading.Event()]
-        one, two = pair(
-            timeout=2, end_process=lambda rank, ended=ended: ended[rank].set()
-        )
+        one, two = pair(end_process=lambda rank, ended=ended: ended[rank].set())
         passes = [c.open(Terms(exit_when_lost=exits)) for c in (one, two)]
         for agreement in passes:
             agreement.announce()
@@ -307,7 +305,7 @@ def test_what_each_rank_says_reaches_all_and_a_loop_at_that_time_is_an_error_tha
 
 def test_a_silent_rank_is_named_on_all_ranks_at_the_deadline():
     terms = Terms(timeout=0.5)
-    first, second, third = pair(timeout=0.5, size=3)
+    first, second, third = pair(size=3)
     silent = second.open(terms)
     silent.announce()  # and then nothing
     start = time.monotonic()
@@ -324,7 +322,7 @@ def test_a_silent_rank_is_named_on_all_ranks_at_the_deadline():
 
 def test_a_rank_that_opens_no_iteration_is_named_at_the_deadline():
     terms = Terms(timeout=0.5)
-    first, second = pair(timeout=0.5)
+    first, second = pair()
     iterate(second.open(terms), steps=0)
     [error] = together(
         lambda: (iterate(first.open(terms), steps=0), iterate(first.open(terms)))
@@ -509,7 +507,7 @@ def test_steps_in_messages_are_those_of_the_epoch():
     assert all("At step 72 of words" in text for _, text in told)
 
     terms = Terms(first_step=70, timeout=0.5)
-    first, second = pair(timeout=0.5)
+    first, second = pair()
     second.open(terms).announce()  # and then nothing
     (error,) = together(lambda: iterate(first.open(terms)))
     assert "to reach step 71 of" in str(error)
