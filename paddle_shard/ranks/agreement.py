@@ -149,7 +149,7 @@ class Coordinator:
         """Start an iteration and return at once; all ranks open their iterations in the same order."""
         with self.changed:
             make = partial(Agreement, self)
-            agreement = self._member.open(terms, time.monotonic(), make)
+            agreement = self._member.open(terms, make)
             self.wake()
         self.start()
         return agreement
@@ -172,15 +172,15 @@ class Coordinator:
 
     def patience(self, agreement: Agreement, step: int) -> float:
         """Return for how many seconds the training thread may wait; called with the lock held. See `Member`."""
-        if agreement.is_due:
-            self.wake()
         try:
             return self._member.patience(agreement, step, time.monotonic())
         except Exception:
             self._has_learned = True
             self.changed.notify_all()
-            self.wake()
             raise
+        finally:
+            if agreement.is_due or self._member.outbox:
+                self.wake()
 
     def error(self, agreement: Agreement) -> Exception | None:
         """See `Member`."""

@@ -42,11 +42,12 @@ from paddle_shard.ranks.decision import (
 )
 from paddle_shard.ranks.progress import ProgressTable
 from paddle_shard.ranks.reports import (
+    ERRORS,
     Loss,
     Terms,
     error_of_another,
-    error_of_decision,
     known_to_all,
+    late_text,
     log,
     loss_of,
     waits_text,
@@ -294,7 +295,8 @@ class Member:
         self._table: ProgressTable | None = None
         self._parent = parent
         self._num_opened = 0
-        self._outbox: list[Message] = []
+        self.outbox: list[Message] = []
+        """Messages for the hub."""
         self._sent_at = 0.0
         self._failed: dict[int, tuple[int, str]] = {}
         """Global rank -> (iteration, report) of a user's call that has failed there."""
@@ -304,20 +306,18 @@ class Member:
         return [
             iteration
             for iteration in self.iterations.values()
-            if iteration.progress.kind != CLOSED
+            if not iteration.is_closed
         ]
 
     def open(
         self,
         terms: Terms,
-        now: float,
         make: Callable[[int, int, Terms], AnyIteration],
     ) -> AnyIteration:
         """Start an iteration; all ranks open their iterations in the same order.
 
         Args:
             terms: What the ranks agree on.
-            now: The time in seconds.
             make: Returns the iteration, given its number, this rank and the terms.
         """
         number = self._num_opened
@@ -326,7 +326,7 @@ class Member:
         self._num_opened += 1
         iteration.share(self._table)
         label = {name: str(value) for name, value in terms.label.items()}
-        self._outbox.append(["open", number, label])
+        self.outbox.append(["open", number, label])
         return iteration
 
     def turn(self, received: Iterable[Message], now: float) -> list[Message]:
@@ -396,8 +396,8 @@ class Member:
     def send(self, now: float) -> list[Message]:
         """Return the messages for the hub that are due."""
         is_beat = now - self._sent_at >= HEARTBEAT
-        messages = self._outbox
-        self._outbox = []
+        messages = self.outbox
+        self.outbox = []
         for iteration in self.iterations.values():
             if iteration.is_due or is_beat:
                 messages += iteration.take_messages()
@@ -419,34 +419,35 @@ class Member:
             PeerLostError: A rank is lost, also because the timeout has expired.
         """
         assert iteration.waits_since is not None
-        if self.loss is not None:
-            raise known_to_all(
-                self._cause_of(self.loss[1]) or PeerLostError.of(*self.loss)
-            )
-        waited = now - iteration.waits_since
         terms = iteration.terms
+        waited = now - iteration.waits_since
         # What another rank reads has the same timeout: it has a moment to report an error that says more.
         limit = terms.timeout + min(2 * HEARTBEAT, terms.timeout / 4)
-        if waited >= limit + GRACE:
+        loss = self.loss
+        if loss is None and waited >= limit + GRACE:
             what = f"did not respond for {terms.timeout:g} s"
             loss = loss_of([self._parent], what, terms.timeout)
-            raise known_to_all(PeerLostError.of(*loss))
+        if loss is not None:
+            raise known_to_all(self._cause_of(loss[1]) or PeerLostError.of(*loss))
         deadline = limit if iteration.has_warned else min(NOTICE, limit)
         if waited < deadline:
             return deadline - waited
         iteration.has_warned = True
+        text = waits_text(self.rank, waited, terms.place(step))
         timeout = terms.timeout if waited >= limit else None
-        place = (terms.place(step), terms.first_step, waited, timeout)
-        self._outbox.append(["late", iteration.number, step, *place])
+        self.outbox.append(
+            ["late", iteration.number, step, terms.first_step, timeout, text]
+        )
         return HEARTBEAT
 
     def error(self, iteration: Iteration) -> Exception | None:
         """Return the error that an iteration has ended with; None if it has ended as it should."""
         assert iteration.decision is not None
-        error = error_of_decision(iteration.decision, iteration.ranks, iteration.terms)
+        step, kind = iteration.decision
+        error = ERRORS[kind](step, iteration.ranks, iteration.terms)
         if error is None:
             return None
-        if iteration.decision.kind == CLOSED:
+        if kind == CLOSED:
             assert isinstance(error, PeerLostError)
             error = self._cause_of(error.ranks) or error
         return known_to_all(error)
@@ -618,10 +619,9 @@ class Hub:
         rank: int,
         number: int,
         step: int,
-        place: str,
         first_step: int,
-        waited: float,
         timeout: float | None,
+        text: str,
     ) -> None:
         """Have a rank that waits for a step log which ranks keep it from being delivered; or lose them.
 
@@ -629,10 +629,9 @@ class Hub:
             rank: Global rank that waits.
             number: Number of the iteration.
             step: The step, counted from the beginning of the iteration.
-            place: Name of the step, for messages.
             first_step: The epoch's step with which the iteration begins.
-            waited: Seconds so far.
             timeout: The timeout if it has expired.
+            text: What the rank waits for.
         """
         if number not in self._tallies:  # it was decided
             return
@@ -643,10 +642,8 @@ class Hub:
                 late[other] = "has not begun this loop or call, or does not answer"
             elif progress.kind == OK and progress.step <= step:
                 late[other] = f"has read up to step {first_step + progress.step}"
-        if not late:
-            return
-        text = waits_text(rank, waited, place, late)
-        if timeout is None:
+        text = late_text(text, late)
+        if late and timeout is None:
             self._outbox.append(["warn", rank, text])
-        else:
+        elif late:
             self._on_lost(rank, text, [*late], timeout)

@@ -156,6 +156,9 @@ class Subscribing(Executor):
         ):  # a source that has a state of its own is read by the leader only
             step = replace(step, sampler_state=batch.step.sampler_state)
         batch.step = step
+        batch.digest = (
+            step.digest or batch.digest
+        )  # of what this rank's sampler has drawn
         return batch
 
     def interrupt(self) -> None:

@@ -15,7 +15,6 @@ from paddle_shard.ranks.decision import (
     FAIL,
     OTHER_DATA,
     OTHER_LABEL,
-    Decision,
     RankProgress,
 )
 
@@ -67,21 +66,23 @@ class Terms:
         )
 
 
-def waits_text(rank: int, waited: float, place: str, late: Mapping[int, str]) -> str:
+def waits_text(rank: int, waited: float, place: str) -> str:
+    """Return how long a rank has waited for a step."""
+    return f"global rank {rank} has waited {waited:.0f} s for the other ranks to reach {place}"
+
+
+def late_text(text: str, late: Mapping[int, str]) -> str:
     """Return which ranks a rank waits for, and what to do.
 
     Args:
-        rank: Global rank that waits.
-        waited: Seconds so far.
-        place: Name of the step.
+        text: Result of `waits_text`.
         late: Global rank -> how far it is.
     """
-    who = "; ".join(f"global rank {other} {text}" for other, text in late.items())
+    who = "; ".join(f"global rank {rank} {progress}" for rank, progress in late.items())
     return (
-        f"global rank {rank} has waited {waited:.0f} s for the other ranks to reach {place}: {who}. All ranks of a "
-        "loader's meshes must make the same calls, and iterate in the same way. If an iterator is open on one rank only, "
-        "close() it. For a loop on one rank alone, make a loader on a mesh of this rank. If a step may take longer than "
-        "timeout= (evaluation, saving), use a longer one."
+        f"{text}: {who}. All ranks of a loader's meshes must make the same calls, and iterate in the same way. If an "
+        "iterator is open on one rank only, close() it. For a loop on one rank alone, make a loader on a mesh of this "
+        "rank. If a step may take longer than timeout= (evaluation, saving), use a longer one."
     )
 
 
@@ -124,16 +125,6 @@ def differences(labels: Mapping[int, Mapping[str, str]]) -> str:
 def _named(ranks: Sequence[int]) -> str:
     more = f" and {len(ranks) - _MAX_RANKS} more" if len(ranks) > _MAX_RANKS else ""
     return f"global rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:_MAX_RANKS]))}{more}"
-
-
-# Errors
-
-
-def error_of_decision(
-    decision: Decision, ranks: Ranks, terms: Terms
-) -> Exception | None:
-    """Return the error for an iteration that has ended; None if it has ended as it should."""
-    return _ERRORS[decision.kind](decision.step, ranks, terms)
 
 
 def _other_label(step: int, ranks: Ranks, terms: Terms) -> Exception:
@@ -219,13 +210,14 @@ def _at(step: int, kind: int, ranks: Ranks) -> Ranks:
     }
 
 
-_ERRORS: dict[int, Callable[[int, Ranks, Terms], Exception | None]] = {
+ERRORS: dict[int, Callable[[int, Ranks, Terms], Exception | None]] = {
     OTHER_LABEL: _other_label,
     OTHER_DATA: _other_data,
     FAIL: _failed,
     END: _unequal_ends,
     CLOSED: _left,
 }
+"""Kind of a decision -> the error for it, given its step; None if the iteration has ended as it should."""
 
 
 def known_to_all(error: Exception) -> Exception:

@@ -116,7 +116,7 @@ class Rank:
             ends_must_agree=script.must_agree,
             same_data=script.same_data,
         )
-        self.state = self.member.open(terms, self.world.now, protocol.Iteration)
+        self.state = self.member.open(terms, protocol.Iteration)
         self.world.opened[self.state.number, self.rank] = self.state
         self.is_awake = True
         self.step, self.allowed, self.phase = 0, 0, "next"
