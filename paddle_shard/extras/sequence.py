@@ -171,9 +171,9 @@ class SequenceSplit:
         same = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0)
         if labels.shape == tokens.shape and labels.ndim == 2:
             is_label = same & (labels[:, :-1] != self._ignore_index)
-            own = labels[:, :-1][is_label]
-            is_next = (own == tokens[:, 1:][is_label]).all()
-            if own.size and is_next and (own != tokens[:, :-1][is_label]).any():
+            current = labels[:, :-1][is_label]
+            is_next = (current == tokens[:, 1:][is_label]).all()
+            if current.size and is_next and (current != tokens[:, :-1][is_label]).any():
                 raise BatchStructureError(
                     f"SequenceSplit: the field {self._labels!r} is shifted already: each label is the next token of "
                     "its document, as Packed(labels=) makes them. Leave labels= out of SequenceSplit, or of Packed."

@@ -175,11 +175,11 @@ class ShardDataloader(PaddleShardDataloader):
         if asked_by_to_static():
             warn_if_batches_differ(self._shared.setup.source, self.plan)
             return describe(self._first_batch)
-        if self._next_of is not None and self._next_of[0] < self._run.first_pass:
+        if self._next_of is not None and self._next_of[0] < self._run.first_number:
             self._next_of[1].close()
             self._next_of = None
         if self._next_of is None:
-            self._next_of = (self._run.first_pass, iter(self))
+            self._next_of = (self._run.first_number, iter(self))
         try:
             return next(self._next_of[1])
         except StopIteration:

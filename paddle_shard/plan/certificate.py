@@ -353,17 +353,12 @@ def certify(
             expected = plus(*(between(*stretch) for stretch in delivered.once))
 
     # Compare the positions, then the samples at them.
-    missed = 0
-    gap = "were not delivered"
-    if not is_known:
-        gap = f"are {UNKNOWN} to have been delivered by all data ranks"
-    for first, stop in without(0, max(reached, end or 0), delivered.once):
-        num = stop - first if plan is None else between(first, stop).num
-        missed += num
-        if num:
-            problems.append(f"positions [{first}, {stop}) {gap}")
-    for first, stop in delivered.again:
-        problems.append(f"positions [{first}, {stop}) were delivered again")
+    gaps = [
+        (first, stop, stop - first if plan is None else between(first, stop).num)
+        for first, stop in without(0, max(reached, end or 0), delivered.once)
+    ]
+    missed = sum(num for *_, num in gaps)
+    problems += _position_problems(gaps, delivered.again, is_known=is_known)
     if end is None:
         problems.append(
             f"{drawn_by} has not ended after position {reached}, as far as this run has seen"
@@ -390,6 +385,20 @@ def certify(
         problems=tuple(dict.fromkeys(problems)),
         **facts,
     )
+
+
+def _position_problems(
+    gaps: list[tuple[int, int, int]], again: Ranges, *, is_known: bool
+) -> Iterator[str]:
+    """Yield a problem for each gap that holds samples, and for each range that was delivered again."""
+    what = "were not delivered"
+    if not is_known:
+        what = f"are {UNKNOWN} to have been delivered by all data ranks"
+    for first, stop, num in gaps:
+        if num:
+            yield f"positions [{first}, {stop}) {what}"
+    for first, stop in again:
+        yield f"positions [{first}, {stop}) were delivered again"
 
 
 @lru_cache(maxsize=4)

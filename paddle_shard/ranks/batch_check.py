@@ -99,9 +99,9 @@ class BatchCheck:
         return DifferentDataError(
             f"step {first['step']}: global ranks {leader} and {rank} have read the same samples, but their data differ "
             f"in {', '.join(dict.fromkeys(fields))}{samples}. Ranks that "
-            "share rows must have the same bytes: give all of them the same version of the data, and draw random numbers "
-            "from the global generators of numpy, Python, Paddle (on the CPU) or torch, which are seeded for each "
-            "sample. verify=None leaves this check out."
+            "share rows must have the same bytes: give all of them the same version of the data, and draw random "
+            "numbers from the global generators of numpy, Python, Paddle (on the CPU) or torch, which are seeded for "
+            "each sample. verify=None leaves this check out."
         )
 
 
@@ -125,8 +125,8 @@ def _compare_split(summaries: Mapping[int, Summary]) -> None:
         if other != rank and summary["varies"]:
             raise SplitError(
                 f"{_SPLIT}, but global ranks {other} and {rank}, which are different data ranks, read the same "
-                f"{summary['what']}: the data is not split. Leave is_dataset_splitted=False, and this loader splits it. "
-                "Or give each data rank a loader of its own rows, for instance with "
+                f"{summary['what']}: the data is not split. Leave is_dataset_splitted=False, and this loader splits "
+                "it. Or give each data rank a loader of its own rows, for instance with "
                 "paddle.io.DistributedBatchSampler(num_replicas=, rank=). A sampler that draws for its rank alone gets "
                 "random numbers of its own if copy.deepcopy can copy it; else let it seed a generator with its rank. "
                 "Where equal rows are meant, verify=None leaves this check out."

@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import hmac
 import json
-import os
 import secrets
 import selectors
 import socket
@@ -81,8 +80,6 @@ class _Link:
         self.peer = peer
         self.rank = rank
         """Global rank; None until it has shown the token."""
-        self.is_new = True
-        """True if nothing was received yet."""
         self.unsent = bytearray()
         self._unread = b""
         peer.setblocking(False)
@@ -150,15 +147,12 @@ class TcpNetwork:
         self._is_closed = False
         # Not select: file descriptors above 1023 are common in a training process.
         self._selector = selectors.PollSelector()
-        self._signal = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._selector.register(self._signal, EVENT_READ, self._on_signal)
-
-    def __del__(self) -> None:
-        os.close(self._signal)
+        self._waker, woken = socket.socketpair()
+        self._selector.register(woken, EVENT_READ, lambda: [] * len(woken.recv(_CHUNK)))
 
     def wake(self) -> None:
         """End a `receive` that waits."""
-        os.eventfd_write(self._signal, 1)
+        self._waker.send(b"!")
 
     def interrupt(self) -> None:
         """Have `connect` and `receive` raise PeerLostError."""
@@ -193,10 +187,11 @@ class TcpNetwork:
         Args:
             loss: Why; for ranks that have not connected yet, and for those that this one relays to.
         """
-        if self._missing and not self._is_closed:
+        if not self._is_closed:
             with contextlib.suppress(Exception):  # the store may have gone
-                self._store.set(self._address_of(self._rank), json.dumps(loss))
-        if self._up is not None:
+                if self._missing:
+                    self._store.set(self._address_of(self._rank), json.dumps(loss))
+                self.receive(0.0)  # a rank may just have connected
             self._send_down([["lost", *loss]])
         for link in self._links:
             with contextlib.suppress(OSError):
@@ -273,7 +268,6 @@ class TcpNetwork:
             return
         link.rank = int(rank)
         self._missing.remove(link.rank)
-        link.send([["welcome"]])
         if not self._missing and self._server is not None:
             self._selector.unregister(self._server)
             self._server.close()
@@ -297,10 +291,6 @@ class TcpNetwork:
             raise PeerLostError.of("This rank has left the group.", [self._rank])
 
     # Messages
-
-    def _on_signal(self) -> list[Message]:
-        os.eventfd_read(self._signal)
-        return []
 
     def _send_down(self, messages: list[Message]) -> None:
         for link in self._links:
@@ -328,13 +318,6 @@ class TcpNetwork:
             if has_ended:
                 messages.append(["lost", link.rank, *loss_of([link.rank], ENDED)])
             return self._pass_up(messages)
-        if link.is_new and not messages:  # it has given up, or has dropped this rank
-            time.sleep(_PAUSE)
-            self._join(link.rank)
-            return []
-        if link.is_new:
-            link.is_new = False
-            del messages[0]  # the welcome
         if has_ended:
             messages.append(["lost", *loss_of([link.rank], ENDED)])
         self._send_down(messages)

@@ -16,8 +16,8 @@ the notes that were sent before it: a reader trusts it when it has received as m
 
 Nothing here knows of threads, locks, sockets or clocks: `Coordinator` drives a member, and tests simulate all of them.
 
-Messages are lists that begin with their kind; those to the hub go on with the global rank of the sender. The tables of handlers of
-`Hub`, `Member` and `Iteration` name the kinds that each applies.
+Messages are lists that begin with their kind; those to the hub go on with the global rank of the sender. The tables of
+handlers of `Hub`, `Member` and `Iteration` name the kinds that each applies.
 
 A rank that ends is reported by its connection. One that is stopped, or held up, is named when the training thread of
 another has waited for it until the timeout: the hub then tells all ranks, and nothing is agreed on any more.
@@ -96,7 +96,7 @@ class Iteration:
         """Where this rank posts what it announces."""
         self._rank = rank
         self._is_ending: bool | None = None
-        """True if the iteration ends on some rank, so that each step is reported; None: not all ranks have opened it."""
+        """True if the iteration ends on some rank, so that each step is reported; None: it is not open on all."""
         self._notes: dict[int, list[tuple[int, str]]] = {}
         """Step -> (global rank, note) of all ranks."""
         self._num_notes: dict[int, int] = {}
@@ -122,8 +122,8 @@ class Iteration:
         """Announce whether the next step can be served.
 
         Args:
-            kind: `OK`: it can. `END`: it cannot, and the iteration ends there, or earlier, on all ranks. `FAIL`: reading
-                it failed, and all ranks raise the report there, or stop earlier.
+            kind: `OK`: it can. `END`: it cannot, and the iteration ends there, or earlier, on all ranks. `FAIL`:
+                reading it failed, and all ranks raise the report there, or stop earlier.
             steps: The next so many steps can be served.
             exhausted: True if this rank has no valid rows from that step on. The iteration ends at the first step that
                 all ranks have announced as exhausted.
@@ -180,10 +180,10 @@ class Iteration:
 
     def take_notes(self, step: int) -> list[tuple[int, str]]:
         """Return (global rank, note) of all ranks, including this one, for a delivered step; only the first call."""
-        return self._notes.pop(step, []) if self._notes else []
+        return self._notes.pop(step, [])
 
     def close(self) -> None:
-        """Leave the iteration. The others continue up to the steps that this rank has announced, then learn who left."""
+        """Leave. The others continue up to the steps that this rank has announced, then learn who left."""
         self.is_closed = True
         if self.progress.kind == OK:
             self.progress.kind = CLOSED
@@ -495,7 +495,7 @@ class _Tally:
 
 
 class Hub:
-    """Decides for all ranks what follows from their"""
+    """Decides for all ranks what follows from their reports."""
 
     def __init__(self, ranks: Sequence[int], table_place: str = "") -> None:
         """Begin without connections.

@@ -151,14 +151,11 @@ class Subscribing(Executor):
         step = self._steps.popleft()
         if isinstance(batch, ReadFailure):
             raise batch.error(step)
-        if (
-            step.parts
-        ):  # a source that has a state of its own is read by the leader only
-            step = replace(step, sampler_state=batch.step.sampler_state)
-        batch.step = step
-        batch.digest = (
-            step.digest or batch.digest
-        )  # of what this rank's sampler has drawn
+        # A source that has a state of its own is read by the leader only.
+        sampler = batch.step.sampler
+        batch.step = replace(step, sampler=sampler) if step.parts else step
+        if step.digest:  # of what this rank's sampler has drawn
+            batch.digest = step.digest
         return batch
 
     def interrupt(self) -> None:
@@ -196,8 +193,8 @@ class Subscribing(Executor):
                 break
             if time.monotonic() > deadline:
                 raise PeerLostError.of(
-                    f"global rank {self._leader}, which reads for this rank too, has sent nothing for {timeout:g} s. If a "
-                    "batch may take longer than that, use a longer timeout.",
+                    f"global rank {self._leader}, which reads for this rank too, has sent nothing for {timeout:g} s. "
+                    "If a batch may take longer than that, use a longer timeout.",
                     [self._leader],
                     timeout,
                 )

@@ -127,7 +127,7 @@ def _named(ranks: Sequence[int]) -> str:
     return f"global rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:_MAX_RANKS]))}{more}"
 
 
-def _other_label(step: int, ranks: Ranks, terms: Terms) -> Exception:
+def _other_label(_step: int, ranks: Ranks, _terms: Terms) -> Exception:
     labels = {rank: progress.report for rank, progress in ranks.items()}
     for rank, label in labels.items():
         if "failed" in label:
@@ -135,17 +135,17 @@ def _other_label(step: int, ranks: Ranks, terms: Terms) -> Exception:
     text = differences(labels)
     if text.startswith("sample "):
         return errors.DifferentDataError(
-            f"the ranks hold different data. {text}. Each rank must be given the whole data set, and the same one: this "
-            "loader splits it. Likely reasons: each rank was given a part of its own (a Subset, .shard(), "
-            "split_dataset_by_node, a stream that asks for its rank): give it the whole, or is_dataset_splitted=True and "
-            "a sampler that does not split it again; one machine has other files; or samples draw random numbers from a "
-            "generator that each rank seeds in its own way, or keep what they drew. With verify=None nobody looks, and "
-            "then samples may be lost."
+            f"the ranks hold different data. {text}. Each rank must be given the whole data set, and the same one: "
+            "this loader splits it. Likely reasons: each rank was given a part of its own (a Subset, .shard(), "
+            "split_dataset_by_node, a stream that asks for its rank): give it the whole, or is_dataset_splitted=True "
+            "and a sampler that does not split it again; one machine has other files; or samples draw random numbers "
+            "from a generator that each rank seeds in its own way, or keep what they drew. With verify=None nobody "
+            "looks, and then samples may be lost."
         )
     return errors.ArgumentError(
-        f"The ranks differ in a loop over a loader, but must be the same. {text}. Give all ranks the same arguments and "
-        "data, and start every loop on all of them, in the same order. A rank that was given a part of its own (Subset, "
-        ".shard()) needs is_dataset_splitted=True."
+        f"The ranks differ in a loop over a loader, but must be the same. {text}. Give all ranks the same arguments "
+        "and data, and start every loop on all of them, in the same order. A rank that was given a part of its own "
+        "(Subset, .shard()) needs is_dataset_splitted=True."
     )
 
 
@@ -157,12 +157,12 @@ def _other_data(step: int, ranks: Ranks, terms: Terms) -> Exception:
     return errors.DifferentDataError(
         f"At {terms.place(step)}, {who} have read different data. Each must read the same "
         "stream, or draw the same batches, and keeps its own rows of it; otherwise some rows are delivered twice, and "
-        "some not at all. Use the same seed on all ranks for every random generator of its own; and, with balance=, the "
-        f"same costs. (The global generators of numpy, Python, Paddle and torch are seeded.) {IF_SPLIT}"
+        "some not at all. Use the same seed on all ranks for every random generator of its own; and, with balance=, "
+        f"the same costs. (The global generators of numpy, Python, Paddle and torch are seeded.) {IF_SPLIT}"
     )
 
 
-def _failed(step: int, ranks: Ranks, terms: Terms) -> Exception:
+def _failed(step: int, ranks: Ranks, _terms: Terms) -> Exception:
     rank, progress = next(iter(_at(step, FAIL, ranks).items()))
     return error_of_another(rank, progress.report)
 

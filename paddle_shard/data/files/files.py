@@ -33,7 +33,10 @@ from paddle_shard.errors import (
 )
 
 T = TypeVar("T")
-Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+Path = str | os.PathLike[str]
+Paths = Path | Sequence[Path]
+FileVersion = tuple[str, int, str]
+"""(name, size in bytes, version tag) of a file."""
 
 
 def is_remote(name: str) -> bool:
@@ -207,7 +210,7 @@ def remote_file(url: str, extra: str = "webdataset") -> tuple[Any, str]:
 
 
 @cache
-def _file_system(host: str, process: int) -> Any:
+def _file_system(host: str, _process: int) -> Any:
     """Return the file system of a host for a process."""
     from fsspec.config import conf  # type: ignore[import-untyped]
     from fsspec.core import url_to_fs
@@ -274,7 +277,7 @@ def version_of(name: str) -> tuple[int, str]:
     return int(details.get("size") or 0), tag_of(details) or ""
 
 
-def identity(names: Sequence[str]) -> tuple[tuple[str, int, str], ...]:
+def identity(names: Sequence[str]) -> list[FileVersion]:
     """Return (name within the files' common folder, size in bytes, version tag) of each file.
 
     Raises:
@@ -286,11 +289,9 @@ def identity(names: Sequence[str]) -> tuple[tuple[str, int, str], ...]:
             return version_of(name)
 
     with ThreadPoolExecutor(REQUESTS if any(map(is_remote, names)) else 1) as pool:
-        versions = pool.map(version, names)
-        paths = within_their_folder(names)
-        return tuple(
-            (path, *known) for path, known in zip(paths, versions, strict=True)
-        )
+        versions = list(pool.map(version, names))
+    paths = within_their_folder(names)
+    return [(path, *known) for path, known in zip(paths, versions, strict=True)]
 
 
 def tag_of(details: Mapping[str, Any]) -> str | None:
@@ -317,12 +318,17 @@ def open_file(name: str, start: int = 0) -> tuple[BinaryIO, int | None]:
     return io.BufferedReader(remote, BUFFER), remote.size
 
 
-_PACKED: tuple[tuple[bytes, Callable[[Any], Any]], ...] = (
-    (b"\x1f\x8b", gzip.open),
-    (b"BZh", bz2.open),
-    (b"\xfd7zXZ\x00", lzma.open),
-)
-"""(first bytes, function that opens a file) of each kind of compression."""
+_UNPACK: dict[bytes, Callable[[Any], Any]] = {
+    b"\x1f\x8b": gzip.open,
+    b"BZh": bz2.open,
+    b"\xfd7zXZ\x00": lzma.open,
+}
+"""First bytes of each kind of compressed files -> function that opens one."""
+
+
+def is_compressed(name: str) -> bool:
+    """Return whether a file is compressed, by its name."""
+    return shown(name).endswith((".gz", ".tgz", ".bz2", ".xz"))
 
 
 def decompressed(file: BinaryIO, name: str) -> BinaryIO:
@@ -335,11 +341,11 @@ def decompressed(file: BinaryIO, name: str) -> BinaryIO:
         EOFError: By its name it is compressed, but it holds nothing, so that it was cut off before its first byte.
     """
     begin = cast(io.BufferedReader, file).peek(6)
-    if not begin and shown(name).endswith((".gz", ".bz2", ".xz")):
+    if not begin and is_compressed(name):
         raise EOFError(
             "the file has 0 bytes, and compressed files have more, even if nothing is in them"
         )
-    for first_bytes, unpack in _PACKED:
+    for first_bytes, unpack in _UNPACK.items():
         if begin.startswith(first_bytes):
             return io.BufferedReader(unpack(file), BUFFER)
     return file
@@ -367,7 +373,7 @@ class RemoteFile(io.RawIOBase):
         """Size of the whole file in bytes; None if the server does not send it."""
         self.tag: str | None = None
         """Version tag; see `version_of`."""
-        self._retried(self._open)
+        retried(self._open)
 
     def readable(self) -> bool:
         """Return True."""
@@ -395,19 +401,22 @@ class RemoteFile(io.RawIOBase):
         """
         if self._position == self.size:
             return 0
-        content = self._retried(lambda: self._read(len(buffer)))
+        content = retried(
+            lambda: self._read(len(buffer)),
+            self._open,
+            lambda: f" at byte {self._position} of {self.size or 'unknown'}",
+        )
         buffer[: len(content)] = content
         self._position += len(content)
         return len(content)
 
     def close(self) -> None:
         """Close the connection."""
-        self._disconnect()
+        if self._file is not None:
+            self._file.close()
         super().close()
 
     def _read(self, most: int) -> bytes:
-        if self._file is None:
-            self._open()
         self._file.seek(self._position)
         try:
             content: bytes = self._file.read(most)
@@ -446,30 +455,17 @@ class RemoteFile(io.RawIOBase):
         self._file = io.BytesIO(content)
         self.size = len(content)
 
-    def _disconnect(self) -> None:
-        file = self._file
-        self._file = None
-        if file is not None:
-            file.close()
-
-    def _retried(self, attempt: Callable[[], T]) -> T:
-        return retried(
-            attempt,
-            self._disconnect,
-            lambda: f" at byte {self._position} of {self.size or 'unknown'}",
-        )
-
 
 def retried(
     attempt: Callable[[], T],
-    after_failure: Callable[[], None] = lambda: None,
+    before_retry: Callable[[], object] = str,
     place: Callable[[], str] = str,
 ) -> T:
     """Return the result of an attempt; repeat it after a failure that may pass, with growing pauses.
 
     Args:
         attempt: Called at most `RETRIES` + 1 times.
-        after_failure: Called after each failure.
+        before_retry: Called before each repetition, as part of it.
         place: Returns where it failed, for the error.
 
     Raises:
@@ -477,9 +473,10 @@ def retried(
     """
     for num_failures in itertools.count():
         try:
+            if num_failures:
+                before_retry()
             return attempt()
         except Exception as error:
-            after_failure()
             failure = _failure_of_server(error)
             if not _may_pass(failure):
                 raise
@@ -517,9 +514,7 @@ def _is_of_aiohttp(error: BaseException | None) -> bool:
 
 
 @contextmanager
-def replacing(
-    path: str | os.PathLike[str], mode: int = 0o600, *, buffering: int = -1
-) -> Iterator[Any]:
+def replacing(path: Path, mode: int = 0o600, *, buffering: int = -1) -> Iterator[Any]:
     """Write a file under a temporary name, and give it its name when it is complete: nobody ever reads half of it.
 
     Args:

@@ -14,12 +14,13 @@ from typing import Any, BinaryIO, cast
 from paddle_shard.core.checks import listed
 from paddle_shard.data.files.counts import (
     DAMAGE,
+    FileReader,
     ShardEntry,
     count_files,
-    source_of_files,
 )
 from paddle_shard.data.files.files import (
     BUFFER,
+    Path,
     Paths,
     base_name,
     is_remote,
@@ -203,8 +204,8 @@ def webdataset_source(
     *,
     shuffle_shards: bool = True,
     resample: bool = False,
-    index: str | os.PathLike[str] | bool | None = None,
-    cache_dir: str | os.PathLike[str] | None = None,
+    index: Path | bool | None = None,
+    cache_dir: Path | None = None,
     cache_bytes: int | None = None,
     select: Callable[[str], bool] | None = None,
 ) -> ShardSource:
@@ -248,15 +249,12 @@ def webdataset_source(
     elif index:
         path = _beside(names[0]) if index is True else os.fspath(index)
         entries = read_index(path, names)
-    samples = partial(tar_samples, select=select)
-    return source_of_files(
-        names,
-        samples,
-        entries,
+    reader = FileReader(
+        samples=partial(tar_samples, select=select),
+        entries=entries,
         cache=HostCache.of(cache_dir, cache_bytes),
-        shuffle_shards=shuffle_shards,
-        resample=resample,
     )
+    return reader.source(names, shuffle_shards=shuffle_shards, resample=resample)
 
 
 class Decode:
@@ -277,20 +275,15 @@ class Decode:
 
         Raises:
             MissingDependencyError: webdataset is not installed.
-            ArgumentError: A handler is neither a function nor a name that WebDataset knows.
+            ValueError: WebDataset does not know a name.
         """
         with needs("webdataset", "decoding WebDataset samples: "):
             import webdataset.autodecode  # type: ignore[import-untyped]
         autodecode = webdataset.autodecode
-        decoders = []
-        for handler in handlers:
-            if not callable(handler):
-                if handler not in autodecode.imagespecs:
-                    raise ArgumentError(
-                        f"decode: {handler!r} is neither a function nor one of {', '.join(autodecode.imagespecs)}."
-                    )
-                handler = autodecode.imagehandler(handler)
-            decoders.append(handler)
+        decoders = [
+            handler if callable(handler) else autodecode.imagehandler(handler)
+            for handler in handlers
+        ]
         self._decoder = autodecode.Decoder(decoders, only=only)
 
     def __call__(self, sample: Sample) -> Sample:

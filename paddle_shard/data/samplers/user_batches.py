@@ -24,7 +24,7 @@ from paddle_shard.errors import (
 from paddle_shard.plan.partition import check_batch_size
 from paddle_shard.plan.seeding import derive_seed
 from paddle_shard.plan.state import LoaderState
-from paddle_shard.plan.step import Deal, GlobalBatch, as_ids
+from paddle_shard.plan.step import BalanceRows, GlobalBatch, SamplerStep, as_ids
 from paddle_shard.plan.tails import Tail
 
 Value = TypeVar("Value")
@@ -70,7 +70,7 @@ class UserBatches(IndexBatches):
     """The data set, which copies of the sampler share, as they do the one that the sampler was made of."""
     lengths: Mapping[str, int] = field(default_factory=dict)
     """Lengths of the data and of the samplers when the run was set up."""
-    deal: Deal | None = None
+    balance_rows: BalanceRows | None = None
     """Deals rows to the data ranks by cost; None: they stay in their order."""
     draws_for: list[tuple[int, ...]] = field(default_factory=list, compare=False)
     """Of data that is split already: [(data rank,)] if the sampler draws for this data rank alone, [()] if all ranks
@@ -204,11 +204,13 @@ class UserBatches(IndexBatches):
         for batch, is_last in seen_ahead(
             batches, lambda batch: steps is not None and batch.number + 1 >= steps
         ):
-            state = batch.sampler_state
+            state = batch.sampler.state
             if is_last and draw.epoch in self._ends:
                 # A state that is saved here knows where the next epoch begins.
                 state = {**state, "end": self._ends[draw.epoch]}
-            yield batch._replace(last=is_last, sampler_state=state)
+            yield batch._replace(
+                sampler=batch.sampler._replace(is_last=is_last, state=state)
+            )
 
     def _batches(self, draw: Draw, start: LoaderState) -> Iterator[GlobalBatch]:
         """Yield the batches of a pass, the last one with the tail; none is marked as the last."""
@@ -309,22 +311,21 @@ class UserBatches(IndexBatches):
         return [head[i % len(head)] for i in range(num_rows - len(batch))]
 
     def _global(
-        self, number: int, batch: list[Any], padding: list[Any], noted: dict[str, Any]
+        self, number: int, batch: list[Any], padding: list[Any], noted: SamplerStep
     ) -> GlobalBatch:
         indices = batch + padding
-        num_real = len(batch)
+        num_positions = len(batch)
         return GlobalBatch(
             number=number,
             num_rows=len(indices),
             micro_size=len(indices) // self.accumulation,
-            num_real=num_real,
+            num_positions=num_positions,
             take=lambda rows: [
                 indices[row]
                 for row in (rows if isinstance(rows, range) else rows.tolist())
             ],
-            valid=(lambda rows: rows < num_real) if padding else None,
-            last=False,
-            **noted,
+            valid=(lambda rows: rows < num_positions) if padding else None,
+            sampler=noted,
         )
 
 
@@ -431,7 +432,7 @@ class Draw:
         """Digest of the samples that were noted, in their order."""
         return self._hash.hexdigest()
 
-    def noted(self, batch: list[Any], state: Any) -> dict[str, Any]:
+    def noted(self, batch: list[Any], state: Any) -> SamplerStep:
         """Record that a batch is served; return its samples and the state that resumes the sampler after it."""
         ids = as_ids(batch)
         self._hash.update(ids.tobytes())
@@ -440,7 +441,7 @@ class Draw:
             if self.owner is None
             else {"now": state, "began": self.began}
         )
-        return {"drawn": ids, "sampler_state": saved}
+        return SamplerStep(ids, saved, is_last=False)
 
 
 _END = object()

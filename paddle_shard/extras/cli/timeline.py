@@ -30,13 +30,13 @@ class Job:
 
     number: int
     """From 1, in the order in which they began."""
-    facts: dict[str, Any]
+    first_line: dict[str, Any]
 
     @cached_property
     def meshes(self) -> list[tuple[MeshLayout, list[str]]]:
         """Each mesh with its data axes."""
         meshes = []
-        for mesh in self.facts["meshes"]:
+        for mesh in self.first_line["meshes"]:
             layout = MeshLayout(
                 shape=mesh["axes"].values(),
                 axes=mesh["axes"],
@@ -48,15 +48,15 @@ class Job:
     @property
     def holders(self) -> list[tuple[MeshLayout, list[str]]]:
         """The meshes whose ranks hold the rows of a step; none if rows were balanced by cost (`balance=`)."""
-        return [] if self.facts["dealt"] else self.meshes
+        return [] if self.first_line["dealt"] else self.meshes
 
     @property
-    def unknown(self) -> str | None:
+    def unknown_order(self) -> str | None:
         """Why only the loader knows its order; None if the record tells it."""
-        if self.facts["order_of"] is not None:
-            return f"the order is that of {self.facts['order_of']}"
-        if ordering_of(self.facts["fingerprint"]) is None:
-            return f"shuffle={self.facts['fingerprint']['shuffle']!r} is an order of your own"
+        if self.first_line["order_of"] is not None:
+            return f"the order is that of {self.first_line['order_of']}"
+        if ordering_of(self.first_line["fingerprint"]) is None:
+            return f"shuffle={self.first_line['fingerprint']['shuffle']!r} is an order of your own"
         return None
 
     def plan_of(self, start: LoaderState) -> ShardPlan:
@@ -65,21 +65,21 @@ class Job:
         Raises:
             ArgumentError: Only the loader knows it.
         """
-        if self.unknown is not None:
+        if self.unknown_order is not None:
             raise ArgumentError(
-                f"job {self.number}: {self.unknown}, so the record has positions and no samples."
+                f"job {self.number}: {self.unknown_order}, so the record has positions and no samples."
             )
-        sizes = self.facts["sizes"]
+        sizes = self.first_line["sizes"]
         batches = PlanBatches.of_run(
-            self.facts["fingerprint"],
+            self.first_line["fingerprint"],
             sizes and BatchSizes(tuple(map(tuple, sizes))),
-            **self.facts["plan"],
+            **self.first_line["plan"],
         )
         return batches.plan_of(start)
 
     def state_in(self, line: dict[str, Any]) -> LoaderState:
         """Return the state in a line, without what only the loader needs."""
-        order = dict(self.facts["fingerprint"])
+        order = dict(self.first_line["fingerprint"])
         rest = {"fingerprint": dict(order), "sampler": None, "data": None}
         order.pop("order_version", None)
         return LoaderState.from_dict(sealed({**line["state"], **rest}), order)
@@ -105,7 +105,7 @@ class Delivery:
     @property
     def skips(self) -> Ranges:
         """The skipped steps of its epoch."""
-        ranges = tuple(map(tuple, self.job.facts["skip_steps"]))
+        ranges = tuple(map(tuple, self.job.first_line["skip_steps"]))
         return steps_of_epoch(ranges, self.start.steps_before)
 
     @property
@@ -141,7 +141,11 @@ class Timeline:
     @property
     def epochs(self) -> list[int]:
         """The epochs of which something was delivered, the one that was delivered from last as the last."""
-        epochs = [one.start.epoch for one in self.deliveries if not one.is_empty]
+        epochs = [
+            delivery.start.epoch
+            for delivery in self.deliveries
+            if not delivery.is_empty
+        ]
         return list(dict.fromkeys(reversed(epochs)))[::-1]
 
     @property
@@ -160,19 +164,21 @@ class Timeline:
         Raises:
             ArgumentError: There is no such sample, or only the loader knows the order.
         """
-        for one in self.deliveries:
-            plan = one.plan
+        for delivery in self.deliveries:
+            plan = delivery.plan
             try:
-                rows = list(rows_of_sample(plan, one.start.epoch, sample, one.skips))
+                rows = list(
+                    rows_of_sample(plan, delivery.start.epoch, sample, delivery.skips)
+                )
             except ArgumentError:
-                if one is self.deliveries[-1]:
+                if delivery is self.deliveries[-1]:
                     raise
                 continue  # data that has grown has it later
             for step, row in rows:
                 # A short last batch that cannot be split was never delivered.
                 is_split = plan.num_rows(step=step) % plan.num_data_ranks == 0
-                if one.start.steps <= step < one.end_step and is_split:
-                    yield one, step, row
+                if delivery.start.steps <= step < delivery.end_step and is_split:
+                    yield delivery, step, row
 
 
 @dataclass(kw_only=True)
