@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import hmac
 import json
+import os
 import secrets
 import selectors
 import socket
@@ -147,12 +148,17 @@ class TcpNetwork:
         self._is_closed = False
         # Not select: file descriptors above 1023 are common in a training process.
         self._selector = selectors.PollSelector()
-        self._waker, woken = socket.socketpair()
-        self._selector.register(woken, EVENT_READ, lambda: [] * len(woken.recv(_CHUNK)))
+        self._signal = signal = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._selector.register(
+            signal, EVENT_READ, lambda: [] * os.eventfd_read(signal)
+        )
+
+    def __del__(self) -> None:
+        os.close(self._signal)
 
     def wake(self) -> None:
         """End a `receive` that waits."""
-        self._waker.send(b"!")
+        os.eventfd_write(self._signal, 1)
 
     def interrupt(self) -> None:
         """Have `connect` and `receive` raise PeerLostError."""
@@ -191,7 +197,8 @@ class TcpNetwork:
             with contextlib.suppress(Exception):  # the store may have gone
                 if self._missing:
                     self._store.set(self._address_of(self._rank), json.dumps(loss))
-                self.receive(0.0)  # a rank may just have connected
+                for _ in range(3):  # a rank may just have connected
+                    self.receive(_RETRY)
             self._send_down([["lost", *loss]])
         for link in self._links:
             with contextlib.suppress(OSError):

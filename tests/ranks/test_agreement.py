@@ -304,7 +304,7 @@ def test_what_each_rank_says_reaches_all_and_a_loop_at_that_time_is_an_error_tha
 
 
 def test_a_silent_rank_is_named_on_all_ranks_at_the_deadline():
-    terms = Terms(timeout=0.5)
+    terms = Terms(timeout=1.5)
     first, second, third = pair(size=3)
     silent = second.open(terms)
     silent.announce()  # and then nothing
@@ -313,10 +313,10 @@ def test_a_silent_rank_is_named_on_all_ranks_at_the_deadline():
         lambda: iterate(first.open(terms)), lambda: iterate(third.open(terms))
     )
 
-    assert 0.5 <= time.monotonic() - start < 2.0
+    assert 1.5 <= time.monotonic() - start < 4.0
     for error in errors:
         assert error.ranks == (1,)
-        assert error.timeout == 0.5
+        assert error.timeout == 1.5
         assert "global rank 1 has read up to step 1" in str(error)
 
 
@@ -461,7 +461,7 @@ def test_steps_in_messages_are_those_of_the_epoch():
     )
     assert all("At step 72 of words" in text for _, text in told)
 
-    terms = Terms(first_step=70, timeout=0.5)
+    terms = Terms(first_step=70, timeout=1.5)
     first, second = pair()
     second.open(terms).announce()  # and then nothing
     (error,) = together(lambda: iterate(first.open(terms)))
