@@ -11,7 +11,6 @@
     ├── StateError (ValueError)          this run cannot resume from the saved state
     ├── BatchStructureError (ValueError) a batch does not fit the meshes, or cannot be split
     ├── DataReadError (RuntimeError)     reading, transforming or collating a sample failed
-    ├── AgreedFailure (RuntimeError)     a reader's report, raised on all ranks at the same step
     ├── UnequalEndsError (RuntimeError)  readers ended at different steps, which tail="error" forbids
     ├── DifferentDataError (RuntimeError) ranks that must read the same data have read different data
     ├── PeerLostError (RuntimeError)     another rank died, did not respond, or left the loop early
@@ -86,18 +85,6 @@ class DataReadError(PaddleShardError, RuntimeError):
     step: int | None = None
     epoch: int | None = None
     cause_type: str = ""
-
-
-class AgreedFailure(PaddleShardError, RuntimeError):
-    """Reading a step failed on some ranks; all ranks raise this instead of delivering the step.
-
-    Attributes:
-        step: The step that is not delivered on any rank.
-        reports: (global rank, its report) for every rank that failed at this step.
-    """
-
-    step: int = 0
-    reports: tuple[tuple[int, str], ...] = ()
 
 
 class UnequalEndsError(PaddleShardError, RuntimeError):

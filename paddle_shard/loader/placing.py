@@ -18,7 +18,7 @@ from paddle_shard.loader.setup import LoaderSetup
 from paddle_shard.placement.local_tensor import TensorMaker
 from paddle_shard.plan.state import LoaderState
 from paddle_shard.plan.step import as_ids
-from paddle_shard.ranks.batch_check import FEW_STEPS, summary
+from paddle_shard.ranks.batch_check import summary
 from paddle_shard.reading.batch import NO_STAND_IN, Batch
 from paddle_shard.reading.digest import WHOLE, digest
 from paddle_shard.reading.executor import MAKING_TENSORS, read_errors
@@ -71,8 +71,7 @@ class Placing:
         number = batch.step.number
         every = setup.verify
         is_wanted = batch.is_first or (isinstance(every, int) and number % every == 0)
-        is_early = setup.source.split and number < self._start.steps + FEW_STEPS
-        if not (is_wanted or is_early) or batch.value is None:
+        if not is_wanted or batch.value is None:
             return
         ids = np.asarray(batch.step.ids).tolist()
         if setup.source.stream is not None:
@@ -86,7 +85,7 @@ class Placing:
         else:
             named = named_leaves(batch.value, "", _is_list_of_values)
             arrays = [(path, _comparable(leaf)) for path, leaf in named]
-        compared = summary(
+        batch.summary = summary(
             arrays,
             step=number,
             first=batch.is_first,
@@ -94,8 +93,6 @@ class Placing:
             ids=[name if isinstance(name, int | str) else repr(name) for name in ids],
             num_steps=setup.run.num_steps_or_none(self._start),
         )
-        if is_wanted or len(compared["rows"]) == 1:
-            batch.summary = compared
 
     def _may_draw_for_one_rank(self) -> bool:
         """Return whether it is unknown if the sampler of split data draws for its data rank alone."""

@@ -16,17 +16,16 @@ from typing import Any
 from paddle_shard.core.forks import no_fork
 from paddle_shard.core.trees import mapped
 from paddle_shard.errors import (
-    AgreedFailure,
     ArgumentError,
     DataReadError,
-    PeerLostError,
+    PaddleShardError,
 )
 from paddle_shard.loader.step_messages import StepMessages
 from paddle_shard.plan.step import Step
 from paddle_shard.ranks.agreement import Agreement
 from paddle_shard.ranks.decision import END, FAIL
 from paddle_shard.ranks.replicas import LeaderStoppedError
-from paddle_shard.ranks.reports import error_of_another, report_of
+from paddle_shard.ranks.reports import report_of
 from paddle_shard.reading.batch import NO_STAND_IN, Batch
 from paddle_shard.reading.executor import MAKING_TENSORS, Executor, read_errors
 from paddle_shard.reading.profile import READING_AHEAD, Profiler
@@ -231,16 +230,12 @@ class StepPass:
         """Return whether all ranks deliver a step; False if the epoch has ended."""
         try:
             return agreement.deliver(step)
-        except AgreedFailure as failure:
-            local_failure = self._take_failure(failure.step)
-            self.close()
-            raise local_failure or error_of_another(*failure.reports[0]) from None
-        except PeerLostError as lost:  # perhaps because of the failure on this rank
+        except PaddleShardError:  # perhaps because of the failure on this rank
             local_failure = self._take_failure(step)
             if local_failure is None:
                 raise
             self.close()
-            raise local_failure from lost
+            raise local_failure from None
 
     def _take_failure(self, step: int) -> BaseException | None:
         """Return this rank's failure at a step, and drop the reference: it holds its callers' variables."""

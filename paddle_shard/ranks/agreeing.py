@@ -130,8 +130,7 @@ def _coordinator(ranks: tuple[int, ...], timeout: float) -> Coordinator:
         member = Member(
             rank,
             parent=parents.get(rank, rank),
-            timeout=timeout,
-            hub=Hub(ranks, parents, memory.place) if is_first else None,
+            hub=Hub(ranks, memory.place) if is_first else None,
             find_table=memory.find,
         )
         _coordinators[known] = Coordinator(

@@ -11,7 +11,7 @@ from typing import Any
 
 from paddle_shard.ranks.decision import FAIL, OK
 from paddle_shard.ranks.network import TcpNetwork
-from paddle_shard.ranks.protocol import Iteration, Member, Message
+from paddle_shard.ranks.protocol import HEARTBEAT, Iteration, Member, Message
 from paddle_shard.ranks.reports import Terms, log
 
 GRACE = 10.0
@@ -57,7 +57,7 @@ class Agreement(Iteration):
             step: The step; ask for the steps in order, from 0.
 
         Raises:
-            AgreedFailure: Reading failed; raised on all ranks at the same step.
+            PaddleShardError: Reading failed; raised on all ranks at the same step.
             UnequalEndsError: Ends differ and `ends_must_agree`; raised on all ranks at the same step.
             PeerLostError: A rank is gone, did not respond before the timeout expired, or has left the loop early.
         """
@@ -96,7 +96,6 @@ class Agreement(Iteration):
         start = time.monotonic()
         with coordinator.changed:
             self.waits_since = start
-            self.steps_of_ranks = {}
             try:
                 while (is_delivered := self.may_deliver(step)) is None:
                     seconds = coordinator.patience(self, step)
@@ -150,7 +149,7 @@ class Coordinator:
         """Start an iteration and return at once; all ranks open their iterations in the same order."""
         with self.changed:
             make = partial(Agreement, self)
-            agreement = self._member.open(terms, time.monotonic(), make)
+            agreement = self._member.open(terms, make)
             self.wake()
         self.start()
         return agreement
@@ -173,15 +172,15 @@ class Coordinator:
 
     def patience(self, agreement: Agreement, step: int) -> float:
         """Return for how many seconds the training thread may wait; called with the lock held. See `Member`."""
-        if agreement.is_due:
-            self.wake()
         try:
             return self._member.patience(agreement, step, time.monotonic())
         except Exception:
             self._has_learned = True
             self.changed.notify_all()
-            self.wake()
             raise
+        finally:
+            if agreement.is_due or self._member.outbox:
+                self.wake()
 
     def error(self, agreement: Agreement) -> Exception | None:
         """See `Member`."""
@@ -202,23 +201,22 @@ class Coordinator:
             self.changed.wait_for(
                 lambda: (
                     self.is_lost
-                    or len(member.open_iterations()) == len(member.iterations)
+                    or (
+                        len(member.open_iterations()) == len(member.iterations)
+                        and not self._is_awake
+                    )
                 ),
                 _LEAVE,
             )
-            self.changed.wait_for(
-                lambda: self.is_lost or not (self._is_awake and member.has_met), _LEAVE
-            )
-        if not member.has_met:
-            # A thread in the store's client, when the interpreter is gone, would abort the process.
-            self.close()
+        # A thread in the store's client, when the interpreter is gone, would abort the process.
+        self.close()
 
     def _run(self) -> None:
         try:
             self._network.connect()
             received: list[Message] = []
             while not self._turn(received):
-                received = self._network.receive(self._member.heartbeat)
+                received = self._network.receive(HEARTBEAT)
         except Exception as error:
             ranks: Collection[int] = getattr(error, "ranks", ())
             with self.changed:

@@ -23,9 +23,9 @@ import secrets
 import selectors
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from selectors import EVENT_READ, EVENT_WRITE
+from selectors import EVENT_READ
 from typing import Any
 
 import paddle.distributed as dist
@@ -39,7 +39,7 @@ from paddle_shard.ranks.rendezvous import (
     registered,
     rendezvous_of,
 )
-from paddle_shard.ranks.reports import Loss, log, loss_of
+from paddle_shard.ranks.reports import Loss, loss_of
 
 MAX_DIRECT = 64
 """Most ranks that connect to the hub directly if they are on several hosts."""
@@ -51,6 +51,10 @@ _PAUSE = 0.1
 _FLUSH = 2.0
 """Seconds for which a rank that leaves waits until the others have taken what it has sent."""
 _CHUNK = 1 << 16
+_KEEP_IDLE = 60
+"""Seconds without a message after which the kernel looks whether the other host is alive."""
+_RETRY = 0.01
+"""Seconds between two attempts to send what a connection does not take."""
 
 
 def parents_of(ranks: Sequence[int], hosts: Sequence[str]) -> dict[int, int]:
@@ -77,17 +81,17 @@ class _Link:
         self.peer = peer
         self.rank = rank
         """Global rank; None until it has shown the token."""
-        self.is_new = True
-        """True if nothing was received yet."""
         self.unsent = bytearray()
         self._unread = b""
         peer.setblocking(False)
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEP_IDLE)
 
-    def send(self, lines: bytes) -> None:
-        """Send lines, or what of them the connection takes now; the rest follows."""
-        self.unsent += lines
+    def send(self, messages: Iterable[Message] = ()) -> None:
+        """Send messages, or what of them the connection takes now; the next call sends the rest."""
+        for message in messages:
+            self.unsent += json.dumps(message, separators=(",", ":")).encode() + b"\n"
         try:
             del self.unsent[: self.peer.send(self.unsent)]
         except BlockingIOError:
@@ -144,8 +148,10 @@ class TcpNetwork:
         self._is_closed = False
         # Not select: file descriptors above 1023 are common in a training process.
         self._selector = selectors.PollSelector()
-        self._signal = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._selector.register(self._signal, EVENT_READ, self._on_signal)
+        self._signal = signal = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._selector.register(
+            signal, EVENT_READ, lambda: [] * os.eventfd_read(signal)
+        )
 
     def __del__(self) -> None:
         os.close(self._signal)
@@ -162,13 +168,16 @@ class TcpNetwork:
     def receive(self, seconds: float) -> list[Message]:
         """Wait for messages, or for `wake`."""
         messages: list[Message] = []
-        for key, events in self._selector.select(seconds):
-            messages += key.data(events)
+        unsent = [link for link in self._links if link.unsent]
+        for link in unsent:
+            link.send()
+        for key, _ in self._selector.select(_RETRY if unsent else seconds):
+            messages += key.data()
         self._check_open()
         if self._missing:
             ended = ended_early(self._store, self._missing)
             if ended is not None:
-                messages += self._pass_up([["gone", *ended]])
+                messages += self._pass_up([["lost", self._rank, *ended]])
         return messages
 
     def send(self, messages: list[Message]) -> None:
@@ -176,10 +185,7 @@ class TcpNetwork:
         if self._up is None:
             self._send_down(messages)
         else:
-            self._send(self._up, messages)
-            self._send_down(
-                [[""]]
-            )  # so that a silent hub is not taken for a silent relay
+            self._up.send(messages)
 
     def close(self, loss: Loss) -> None:
         """Send what was not sent, and end the connections.
@@ -187,15 +193,16 @@ class TcpNetwork:
         Args:
             loss: Why; for ranks that have not connected yet, and for those that this one relays to.
         """
-        if self._missing and not self._is_closed:
+        if not self._is_closed:
             with contextlib.suppress(Exception):  # the store may have gone
-                self._store.set(self._address_of(self._rank), json.dumps(loss))
-        if self._up is not None:
+                if self._missing:
+                    self._store.set(self._address_of(self._rank), json.dumps(loss))
+                for _ in range(3):  # a rank may just have connected
+                    self.receive(_RETRY)
             self._send_down([["lost", *loss]])
-        deadline = time.monotonic() + _FLUSH
         for link in self._links:
             with contextlib.suppress(OSError):
-                link.peer.settimeout(max(deadline - time.monotonic(), _PAUSE))
+                link.peer.settimeout(_FLUSH)
                 link.peer.sendall(link.unsent)
             link.peer.close()
         if self._server is not None:
@@ -232,7 +239,7 @@ class TcpNetwork:
                 self._check_open()
                 ended = ended_early(self._store, [parent])
                 if ended is not None:
-                    raise PeerLostError.of(*loss_of([ended[0]], ended[1]))
+                    raise PeerLostError.of(*ended)
                 time.sleep(_PAUSE)  # many ranks may wait for minutes for a slow one
             port, token, *loss = json.loads(self._store.get(key))
             if loss:  # the parent has given up
@@ -244,9 +251,9 @@ class TcpNetwork:
                 raise
             what = f"cannot be reached at {host} ({error})"
             raise PeerLostError.of(*loss_of([parent], what)) from error
-        self._up.send(f"{token} {self._rank}\n".encode())
+        self._up.send([[token, self._rank]])
 
-    def _accept(self, _: int) -> list[Message]:
+    def _accept(self) -> list[Message]:
         """Accept one connection."""
         assert self._server is not None
         server = self._server
@@ -261,14 +268,13 @@ class TcpNetwork:
 
     def _greet(self, link: _Link, line: bytes) -> None:
         """Take a connection for that of a rank if its first line shows the token, else drop it."""
-        token, _, rank = line.partition(b" ")
+        token, _, rank = line.strip(b'["]').partition(b'",')
         is_member = hmac.compare_digest(token, self._token) and rank.isdigit()
         if not is_member or int(rank) not in self._missing:
             self._drop(link)
             return
         link.rank = int(rank)
         self._missing.remove(link.rank)
-        self._send(link, [[""]])
         if not self._missing and self._server is not None:
             self._selector.unregister(self._server)
             self._server.close()
@@ -293,80 +299,51 @@ class TcpNetwork:
 
     # Messages
 
-    def _on_signal(self, _: int) -> list[Message]:
-        os.eventfd_read(self._signal)
-        return []
-
-    def _send(self, link: _Link, messages: list[Message]) -> None:
-        had_unsent = bool(link.unsent)
-        link.send(b"".join(map(_encoded, messages)))
-        if had_unsent != bool(link.unsent):
-            events = EVENT_READ | EVENT_WRITE if link.unsent else EVENT_READ
-            self._selector.modify(link.peer, events, partial(self._take, link))
-
     def _send_down(self, messages: list[Message]) -> None:
         for link in self._links:
             if link.rank is not None and link is not self._up:
-                self._send(link, messages)
+                link.send(messages)
 
     def _pass_up(self, messages: list[Message]) -> list[Message]:
         """Return messages of other ranks for the hub on this rank; a relay sends them up instead."""
         if self._up is None:
             return messages
-        self._send(self._up, messages)
+        self._up.send(messages)
         return []
 
-    def _take(self, link: _Link, events: int) -> list[Message]:
-        """Send and receive what a connection is ready for; return the messages for this rank."""
-        if events & EVENT_WRITE:
-            self._send(link, [])
-        lines, has_ended = link.receive() if events & EVENT_READ else ([], False)
+    def _take(self, link: _Link) -> list[Message]:
+        """Receive what has come from a connection; return the messages for this rank."""
+        lines, has_ended = link.receive()
         if lines and link.rank is None:
             self._greet(link, lines.pop(0))
+        if has_ended and link in self._links:
+            self._drop(link)
         if link.rank is None:
-            if has_ended and link in self._links:
-                self._drop(link)
             return []
         messages: list[Message] = [json.loads(line) for line in lines]
-        if has_ended:
-            self._drop(link)
         if link is not self._up:
             if has_ended:
-                messages.append(["gone", link.rank, ENDED])
+                messages.append(["lost", link.rank, *loss_of([link.rank], ENDED)])
             return self._pass_up(messages)
-        if has_ended and link.is_new:  # it has given up, or has dropped this rank
-            time.sleep(_PAUSE)
-            self._join(link.rank)
-            return []
-        link.is_new = False
         if has_ended:
             messages.append(["lost", *loss_of([link.rank], ENDED)])
         self._send_down(messages)
         return messages
 
 
-def _encoded(message: Message) -> bytes:
-    return json.dumps(message, separators=(",", ":")).encode() + b"\n"
-
-
 def _listen(host: str, has_other_hosts: bool) -> socket.socket:
-    """Return a socket that listens at the address of a host that this machine has, or else at all its addresses.
+    """Return a socket that listens at the address of a host if all ranks are there, else at all addresses.
 
     Args:
         host: Name or address by which the others reach this rank.
         has_other_hosts: True if some of them are on other hosts.
     """
-    try:
+    with contextlib.suppress(OSError):
         family, _, _, _, address = socket.getaddrinfo(host, 0)[0]
-        if has_other_hosts and str(address[0]).startswith(("127.", "::1")):
-            raise OSError(f"{address[0]} is another machine on each host")
-        return socket.create_server(address, family=family, backlog=socket.SOMAXCONN)
-    except OSError as error:
-        log.warning(
-            f"The ranks meet at {host}, where this rank cannot listen ({error}). So it listens at every address of this "
-            "machine until they have met. Give the ranks an address that this machine has: PADDLE_TRAINER_ENDPOINTS, or "
-            "PADDLE_MASTER for rank 0."
-        )
+        if not has_other_hosts:
+            return socket.create_server(
+                address, family=family, backlog=socket.SOMAXCONN
+            )
     is_dual = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if is_dual else socket.AF_INET
     return socket.create_server(

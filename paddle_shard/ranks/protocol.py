@@ -16,9 +16,11 @@ the notes that were sent before it: a reader trusts it when it has received as m
 
 Nothing here knows of threads, locks, sockets or clocks: `Coordinator` drives a member, and tests simulate all of them.
 
-Messages are lists that begin with their kind; those to the hub go on with the global rank of the sender. `_HANDLERS` of
-`Hub`, `Member` and `Iteration` name the kinds that each applies. Both sides send an empty kind where they would be
-silent for a heartbeat.
+Messages are lists that begin with their kind; those to the hub go on with the global rank of the sender. The tables of
+handlers of `Hub`, `Member` and `Iteration` name the kinds that each applies.
+
+A rank that ends is reported by its connection. One that is stopped, or held up, is named when the training thread of
+another has waited for it until the timeout: the hub then tells all ranks, and nothing is agreed on any more.
 """
 
 from __future__ import annotations
@@ -30,7 +32,6 @@ from typing import Any, ClassVar, TypeAlias, TypeVar
 from paddle_shard.errors import PeerLostError
 from paddle_shard.ranks.decision import (
     CLOSED,
-    END,
     NEVER,
     OK,
     OTHER_DATA,
@@ -41,17 +42,15 @@ from paddle_shard.ranks.decision import (
 )
 from paddle_shard.ranks.progress import ProgressTable
 from paddle_shard.ranks.reports import (
-    ABSENT,
-    NOT_OPENED,
+    ERRORS,
     Loss,
     Terms,
     error_of_another,
-    error_of_decision,
     known_to_all,
+    late_text,
+    log,
     loss_of,
-    timed_out,
-    warn_unequal_exits,
-    warn_waits,
+    waits_text,
 )
 
 Message: TypeAlias = list[Any]
@@ -63,12 +62,10 @@ BATCH = 2
 """Steps that a rank announces in one message while it does not wait."""
 NOTICE = 5.0
 """Seconds for which a training thread waits for other ranks before it logs that, once per iteration."""
-SILENT = 3.0
-"""Seconds without a message after which a rank is named as absent."""
-MIN_SILENCE = 4.0
-"""Least number of seconds of silence after which a rank is lost, for any timeout of an iteration."""
+HEARTBEAT = 1.0
+"""Seconds after which a rank reports what it has announced, though the others see it on the table."""
 GRACE = 2.0
-"""Seconds that the hub has to report who is silent, before it is taken to be silent itself."""
+"""Seconds that the hub has to answer, before it is taken for lost."""
 
 
 class Iteration:
@@ -92,16 +89,14 @@ class Iteration:
         """Global rank -> its progress, once there is a decision."""
         self.is_closed = False
         self.has_warned = False
-        """True if it was logged that this rank waits for others, or an error was raised."""
+        """True if it was reported that this rank waits for others."""
         self.waits_since: float | None = None
         """When the training thread began to wait for a step; None: it does not wait."""
-        self.steps_of_ranks: Mapping[int, int] = {}
-        """Global rank -> steps that it has announced, as the hub has answered last."""
         self.table: ProgressTable | None = None
         """Where this rank posts what it announces."""
         self._rank = rank
         self._is_ending: bool | None = None
-        """True if the iteration ends on some rank, so that each step is reported; None: not all ranks have opened it."""
+        """True if the iteration ends on some rank, so that each step is reported; None: it is not open on all."""
         self._notes: dict[int, list[tuple[int, str]]] = {}
         """Step -> (global rank, note) of all ranks."""
         self._num_notes: dict[int, int] = {}
@@ -127,8 +122,8 @@ class Iteration:
         """Announce whether the next step can be served.
 
         Args:
-            kind: `OK`: it can. `END`: it cannot, and the iteration ends there, or earlier, on all ranks. `FAIL`: reading
-                it failed, and all ranks raise the report there, or stop earlier.
+            kind: `OK`: it can. `END`: it cannot, and the iteration ends there, or earlier, on all ranks. `FAIL`:
+                reading it failed, and all ranks raise the report there, or stop earlier.
             steps: The next so many steps can be served.
             exhausted: True if this rank has no valid rows from that step on. The iteration ends at the first step that
                 all ranks have announced as exhausted.
@@ -185,31 +180,13 @@ class Iteration:
 
     def take_notes(self, step: int) -> list[tuple[int, str]]:
         """Return (global rank, note) of all ranks, including this one, for a delivered step; only the first call."""
-        return self._notes.pop(step, []) if self._notes else []
+        return self._notes.pop(step, [])
 
     def close(self) -> None:
-        """Leave the iteration. The others continue up to the steps that this rank has announced, then learn who left."""
+        """Leave. The others continue up to the steps that this rank has announced, then learn who left."""
         self.is_closed = True
         if self.progress.kind == OK:
             self.progress.kind = CLOSED
-        self._compare_exits()
-
-    def _compare_exits(self) -> None:
-        """Warn if this rank has left its loop after more or fewer steps than another.
-
-        A rank that was one step ahead of another when that left has got no error: the step had been announced.
-        """
-        if self.decision is None or not self.is_closed or self.has_warned:
-            return
-        steps = {
-            rank: progress.delivered
-            for rank, progress in self.ranks.items()
-            if progress.kind == CLOSED
-        }
-        steps[self._rank] = self.progress.delivered  # it may have grown since
-        if self.decision.kind in (END, CLOSED) and len(set(steps.values())) > 1:
-            self.has_warned = True
-            warn_unequal_exits(self.terms.name, steps)
 
     # Messages
 
@@ -263,10 +240,6 @@ class Iteration:
             self._unsent_digests = []
         return messages
 
-    def apply(self, kind: str, *content: Any) -> None:
-        """Apply a message of the hub about this iteration."""
-        self._HANDLERS[kind](self, *content)
-
     def _on_note(self, rank: int, step: int, note: str) -> None:
         self._num_notes[rank] = self._num_notes.get(rank, 0) + 1
         self._notes.setdefault(step, []).append((rank, note))
@@ -282,16 +255,11 @@ class Iteration:
         self.decision = Decision(step, kind)
         self.released = step
         self.ranks = {rank: RankProgress(*progress) for rank, *progress in ranks}
-        self._compare_exits()
 
-    def _on_status(self, steps: list[tuple[int, int]]) -> None:
-        self.steps_of_ranks = dict(steps)
-
-    _HANDLERS: ClassVar[Handlers] = {
+    HANDLERS: ClassVar[Handlers] = {
         "note": _on_note,
         "release": _on_release,
         "decision": _on_decision,
-        "status": _on_status,
     }
 
 
@@ -306,7 +274,6 @@ class Member:
         rank: int,
         *,
         parent: int,
-        timeout: float,
         hub: Hub | None = None,
         find_table: Callable[[str], ProgressTable | None] = lambda place: None,
     ) -> None:
@@ -315,68 +282,51 @@ class Member:
         Args:
             rank: Global rank of this process.
             parent: Global rank that this one is connected to: the hub, or one that relays to it.
-            timeout: Seconds of silence after which another rank is lost while no iteration is open.
             hub: The hub, on the first rank.
             find_table: Returns the table at a place, if it can be reached.
         """
         self.rank = rank
-        self.timeout = timeout
-        self.heartbeat = min(1.0, timeout / 8)
         self.iterations: dict[int, Iteration] = {}
         """Iterations that are opened on this rank and not decided."""
-        self.has_met = False
-        """True if all ranks have connected."""
         self.loss: Loss | None = None
         """Why nothing will be agreed on any more."""
-        self.opened_at = 0.0
-        """When an iteration was opened last. No silence is counted before it: an earlier timeout may have been longer."""
         self._hub = hub
         self._find_table = find_table
         self._table: ProgressTable | None = None
         self._parent = parent
         self._num_opened = 0
-        self._outbox: list[Message] = [[""]]
+        self.outbox: list[Message] = []
+        """Messages for the hub."""
         self._sent_at = 0.0
-        self._received_at = -1.0
-        """When the hub has sent something last; negative: this rank is not connected."""
         self._failed: dict[int, tuple[int, str]] = {}
         """Global rank -> (iteration, report) of a user's call that has failed there."""
-
-    @property
-    def silence_limit(self) -> float:
-        """Seconds of silence after which a rank is lost."""
-        timeouts = [iteration.terms.timeout for iteration in self.open_iterations()]
-        return max(min(timeouts, default=self.timeout), MIN_SILENCE)
 
     def open_iterations(self) -> list[Iteration]:
         """Return the iterations that this rank has not left."""
         return [
             iteration
             for iteration in self.iterations.values()
-            if iteration.progress.kind != CLOSED
+            if not iteration.is_closed
         ]
 
     def open(
         self,
         terms: Terms,
-        now: float,
         make: Callable[[int, int, Terms], AnyIteration],
     ) -> AnyIteration:
         """Start an iteration; all ranks open their iterations in the same order.
 
         Args:
             terms: What the ranks agree on.
-            now: The time in seconds.
             make: Returns the iteration, given its number, this rank and the terms.
         """
         number = self._num_opened
         iteration = make(number, self.rank, terms)
         self.iterations[number] = iteration
         self._num_opened += 1
-        self.opened_at = now
         iteration.share(self._table)
         label = {name: str(value) for name, value in terms.label.items()}
-        self._outbox.append(["open", number, label])
+        self.outbox.append(["open", number, label])
         return iteration
 
     def turn(self, received: Iterable[Message], now: float) -> list[Message]:
@@ -389,32 +339,31 @@ class Member:
         hub = self._hub
         if hub is None:
             for message in received:
-                self.receive(message, now)
+                self.receive(message)
             return self.send(now)
         sent: list[Message] = []
         pending = [*received, *self.send(now)]
         while True:
             for message in pending:
-                hub.receive(message, now)
-            messages = hub.send(now, self.heartbeat, self.silence_limit, self.opened_at)
+                hub.receive(message)
+            messages = hub.send()
             for message in messages:
-                self.receive(message, now)
+                self.receive(message)
             sent += messages
             pending = self.send(now)  # what the hub has sent makes its own rank report
             if not pending:
                 return sent
 
-    def receive(self, message: Message, now: float) -> None:
+    def receive(self, message: Message) -> None:
         """Apply a message of the hub."""
         kind, *content = message
-        self._received_at = now
         handler = self._HANDLERS.get(kind)
         if handler is not None:
             handler(self, *content)
         elif content[0] in self.iterations:
             number, *content = content
             iteration = self.iterations[number]
-            iteration.apply(kind, *content)
+            iteration.HANDLERS[kind](iteration, *content)
             if iteration.decision is not None:
                 del self.iterations[number]
 
@@ -422,7 +371,6 @@ class Member:
         self._failed[rank] = (number, report)
 
     def _on_met(self, table_place: str) -> None:
-        self.has_met = True
         self._table = self._find_table(table_place)
         if self._table is not None:
             for iteration in self.iterations.values():
@@ -434,34 +382,27 @@ class Member:
         if self.loss is None:
             self.loss = (text, ranks, timeout)
 
+    def _on_warn(self, rank: int, text: str) -> None:
+        if rank == self.rank:
+            log.warning(text)
+
     _HANDLERS: ClassVar[Handlers] = {
-        "": lambda self: None,
+        "warn": _on_warn,
         "failed": _on_failed,
         "met": _on_met,
         "lost": lose,
     }
 
     def send(self, now: float) -> list[Message]:
-        """Return the messages for the hub that are due: what is new, and at least one in each heartbeat."""
-        if self._received_at < 0:
-            self._received_at = now  # it is connected from now on
-        is_beat = now - self._sent_at >= self.heartbeat
-        messages = self._outbox
-        self._outbox = []
-        for number, iteration in self.iterations.items():
+        """Return the messages for the hub that are due."""
+        is_beat = now - self._sent_at >= HEARTBEAT
+        messages = self.outbox
+        self.outbox = []
+        for iteration in self.iterations.values():
             if iteration.is_due or is_beat:
                 messages += iteration.take_messages()
-            since = iteration.waits_since
-            if is_beat and since is not None and now - since >= self.heartbeat:
-                messages.append(["ask", number])
-        if is_beat and not messages:
-            messages.append([""])
         if messages:
             self._sent_at = now
-        limit = self.silence_limit
-        if now - max(self._received_at, self.opened_at) > limit + GRACE:
-            what = f"did not respond for {limit:g} s"
-            self.lose(*loss_of([self._parent], what, limit))
         return [[kind, self.rank, *content] for kind, *content in messages]
 
     # The training thread waits
@@ -475,46 +416,38 @@ class Member:
             now: The time.
 
         Raises:
-            PeerLostError: The timeout has expired, or a rank is lost. Then the others learn the same.
+            PeerLostError: A rank is lost, also because the timeout has expired.
         """
         assert iteration.waits_since is not None
-        if self.loss is not None:
-            raise known_to_all(
-                self._cause_of(self.loss[1]) or PeerLostError.of(*self.loss)
-            )
+        terms = iteration.terms
         waited = now - iteration.waits_since
         # What another rank reads has the same timeout: it has a moment to report an error that says more.
-        limit = iteration.terms.timeout + 2 * self.heartbeat
-        notice = min(NOTICE, limit)
-        if waited < notice:
-            return notice - waited
-        late = self._late(iteration, step, now)
-        if waited >= limit and (late or waited >= limit + GRACE):
-            loss = timed_out(iteration.terms, self.rank, step, late)
-            self._outbox.append(["lost", *loss])
-            raise known_to_all(PeerLostError.of(*loss))
-        if late and not iteration.has_warned:
-            iteration.has_warned = True
-            warn_waits(iteration.terms, self.rank, step, waited, late)
-        return self.heartbeat
-
-    def _late(self, iteration: Iteration, step: int, now: float) -> dict[int, int]:
-        """Return the global ranks that keep `step` from being agreed on, and how far each is."""
-        if now - self._received_at > SILENT:
-            return {self._parent: ABSENT}
-        steps = dict(iteration.steps_of_ranks)
-        if iteration.progress.kind == OK:
-            steps[self.rank] = iteration.progress.step
-        return {rank: count for rank, count in steps.items() if count <= step}
+        limit = terms.timeout + min(2 * HEARTBEAT, terms.timeout / 4)
+        loss = self.loss
+        if loss is None and waited >= limit + GRACE:
+            what = f"did not respond for {terms.timeout:g} s"
+            loss = loss_of([self._parent], what, terms.timeout)
+        if loss is not None:
+            raise known_to_all(self._cause_of(loss[1]) or PeerLostError.of(*loss))
+        deadline = limit if iteration.has_warned else min(NOTICE, limit)
+        if waited < deadline:
+            return deadline - waited
+        iteration.has_warned = True
+        text = waits_text(self.rank, waited, terms.place(step))
+        timeout = terms.timeout if waited >= limit else None
+        self.outbox.append(
+            ["late", iteration.number, step, terms.first_step, timeout, text]
+        )
+        return HEARTBEAT
 
     def error(self, iteration: Iteration) -> Exception | None:
         """Return the error that an iteration has ended with; None if it has ended as it should."""
         assert iteration.decision is not None
-        error = error_of_decision(iteration.decision, iteration.ranks, iteration.terms)
+        step, kind = iteration.decision
+        error = ERRORS[kind](step, iteration.ranks, iteration.terms)
         if error is None:
             return None
-        iteration.has_warned = True
-        if iteration.decision.kind == CLOSED:
+        if kind == CLOSED:
             assert isinstance(error, PeerLostError)
             error = self._cause_of(error.ranks) or error
         return known_to_all(error)
@@ -562,70 +495,38 @@ class _Tally:
 
 
 class Hub:
-    """Decides for all ranks what follows from their"""
+    """Decides for all ranks what follows from their reports."""
 
-    def __init__(
-        self, ranks: Sequence[int], parents: Mapping[int, int], table_place: str = ""
-    ) -> None:
+    def __init__(self, ranks: Sequence[int], table_place: str = "") -> None:
         """Begin without connections.
 
         Args:
             ranks: Global ranks that take part.
-            parents: Global rank -> global rank that it is connected to.
             table_place: Where ranks of this host find the table.
         """
         self._ranks = tuple(ranks)
-        self._parents = parents
         self._table_place = table_place
         self._outbox: list[Message] = []
         """Messages for all ranks."""
-        self._received_at: dict[int, float] = {}
         self._has_met = False
         self._tallies: dict[int, _Tally] = {}
         self._changed: set[int] = set()
         """Iterations whose decision may have changed."""
-        self._asked: set[int] = set()
-        """Iterations of which a rank asks how far the others are."""
-        self._sent_at = 0.0
+        self._waits: list[Message] = []
+        """Content of the messages of ranks that have waited for long."""
         self._is_over = False
 
-    def receive(self, message: Message, now: float) -> None:
+    def receive(self, message: Message) -> None:
         """Apply a message of a rank."""
-        kind, rank, *content = message
-        self._received_at[rank] = now
-        if kind:
-            self._HANDLERS[kind](self, rank, *content)
+        kind, *content = message
+        self._HANDLERS[kind](self, *content)
 
-    def send(
-        self, now: float, heartbeat: float, limit: float, since: float
-    ) -> list[Message]:
-        """Return the messages for all ranks: what is new, and at least one in each heartbeat.
-
-        Args:
-            now: The time.
-            heartbeat: Seconds without news after which an empty message is sent.
-            limit: Seconds of silence after which a rank is lost.
-            since: No silence is counted before this time.
-        """
-        if not self._has_met and len(self._received_at) == len(self._ranks):
-            self._has_met = True
-            self._outbox.append(["met", self._table_place])
+    def send(self) -> list[Message]:
+        """Return the new messages for all ranks."""
         self._decide()
-        silent = [
-            rank
-            for rank, received in self._received_at.items()
-            if now - max(received, since) > limit
-        ]
-        if silent:
-            ranks = self._blamed(silent, now)
-            self._lose(loss_of(ranks, f"did not respond for {limit:g} s", limit))
-        for number in self._asked & self._tallies.keys():
-            self._outbox.append(["status", number, self._status(number, now)])
-        self._asked = set()
-        if not self._outbox and now - self._sent_at >= heartbeat:
-            self._outbox.append([""])
-        if self._outbox:
-            self._sent_at = now
+        for wait in self._waits:
+            self._name_late_ranks(*wait)
+        self._waits = []
         messages = self._outbox
         self._outbox = []
         return messages
@@ -664,37 +565,32 @@ class Hub:
             self._tallies[number].notes.append(["note", number, rank, step, note])
             self._changed.add(number)
 
-    def _on_ask(self, rank: int, number: int) -> None:
-        self._asked.add(number)
+    def _on_late(self, *wait: Any) -> None:
+        self._waits.append([*wait])
 
-    def _on_gone(self, rank: int, what: str) -> None:
-        self._lose(loss_of([rank], what))
-
-    def _on_lost(self, rank: int, *loss: Any) -> None:
-        text, ranks, timeout = loss
-        self._lose((text, ranks, timeout))
-
-    _HANDLERS: ClassVar[Handlers] = {
-        "open": _on_open,
-        "progress": _on_progress,
-        "note": _on_note,
-        "ask": _on_ask,
-        "gone": _on_gone,
-        "lost": _on_lost,
-    }
-
-    def _lose(self, loss: Loss) -> None:
+    def _on_lost(self, _: int, *loss: Any) -> None:
         """Broadcast that some ranks are lost; nothing is decided after that."""
         if not self._is_over:
             self._decide()
             self._is_over = True
             self._outbox.append(["lost", *loss])
 
+    _HANDLERS: ClassVar[Handlers] = {
+        "open": _on_open,
+        "progress": _on_progress,
+        "note": _on_note,
+        "late": _on_late,
+        "lost": _on_lost,
+    }
+
     def _decide(self) -> None:
         """Broadcast what has changed in the iterations that all ranks have opened."""
         for number in () if self._is_over else sorted(self._changed):
             tally = self._tallies[number]
             if len(tally.ranks) == len(self._ranks):
+                if not self._has_met:
+                    self._has_met = True
+                    self._outbox.append(["met", self._table_place])
                 self._outbox += tally.notes
                 tally.notes = []
                 self._broadcast(number, tally)
@@ -718,27 +614,36 @@ class Hub:
             tally.released = released
             self._outbox.append(["release", number, *released])
 
-    def _is_silent(self, rank: int, now: float, seconds: float) -> bool:
-        return now - self._received_at.get(rank, -NEVER) > seconds
+    def _name_late_ranks(
+        self,
+        rank: int,
+        number: int,
+        step: int,
+        first_step: int,
+        timeout: float | None,
+        text: str,
+    ) -> None:
+        """Have a rank that waits for a step log which ranks keep it from being delivered; or lose them.
 
-    def _blamed(self, silent: Iterable[int], now: float) -> list[int]:
-        """Return the ranks to name for those that are silent: of those behind a silent relay, only the relay."""
-        blamed = set()
-        for rank in silent:
-            parent = self._parents.get(rank, rank)
-            blamed.add(parent if self._is_silent(parent, now, GRACE) else rank)
-        return sorted(blamed)
-
-    def _status(self, number: int, now: float) -> list[tuple[int, int]]:
-        """Return (global rank, steps that it has announced) of the ranks that may announce more."""
-        absent = {rank for rank in self._ranks if self._is_silent(rank, now, SILENT)}
-        ranks = self._tallies[number].ranks
-        steps = dict.fromkeys(self._blamed(absent, now), ABSENT)
-        for rank in self._ranks:
-            if rank in absent:
-                continue
-            if rank not in ranks:
-                steps[rank] = NOT_OPENED
-            elif ranks[rank].kind == OK:
-                steps[rank] = ranks[rank].step
-        return list(steps.items())
+        Args:
+            rank: Global rank that waits.
+            number: Number of the iteration.
+            step: The step, counted from the beginning of the iteration.
+            first_step: The epoch's step with which the iteration begins.
+            timeout: The timeout if it has expired.
+            text: What the rank waits for.
+        """
+        if number not in self._tallies:  # it was decided
+            return
+        late = {}
+        for other in self._ranks:
+            progress = self._tallies[number].ranks.get(other)
+            if progress is None:
+                late[other] = "has not begun this loop or call, or does not answer"
+            elif progress.kind == OK and progress.step <= step:
+                late[other] = f"has read up to step {first_step + progress.step}"
+        text = late_text(text, late)
+        if late and timeout is None:
+            self._outbox.append(["warn", rank, text])
+        elif late:
+            self._on_lost(rank, text, [*late], timeout)

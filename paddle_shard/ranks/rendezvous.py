@@ -27,6 +27,7 @@ from paddle.framework import core
 from paddle_shard.core.forks import LONGEST, no_fork
 from paddle_shard.core.warn_once import say_once
 from paddle_shard.errors import ArgumentError, PeerLostError
+from paddle_shard.ranks.reports import Loss, loss_of
 
 _PAUSE = 0.02
 """Seconds between two attempts to reach a store that its owner may not have made yet."""
@@ -38,8 +39,6 @@ _MAX_TEXT = 1000
 """Characters of the report."""
 _MAX_SECONDS = 3.0
 """Seconds that it may take."""
-_DYING = 0.2
-"""Seconds for which a process that was killed may still take connections."""
 _sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 _is_child = False
 """True if this process is a forked child of a rank, whose end is not the rank's."""
@@ -206,20 +205,17 @@ def _report_end() -> None:
     # The store may have gone before. If its process is stopped, Paddle's client would wait for it for ever.
     with contextlib.suppress(Exception), open(os.devnull, "w") as nowhere:
         faulthandler.dump_traceback_later(_MAX_SECONDS, exit=True, file=nowhere)
-        place = rendezvous_of([0])
-        connect_to(place.host, place.port).close()
-        time.sleep(_DYING)
-        store = place.connect(num_ranks(), 1.0)
+        store = rendezvous_of([0]).connect(num_ranks(), 1.0)
         key = f"{_ENDED}/{dist.get_rank()}"
         store.set(f"{key}/why", f"has ended before it could meet the others{why}")
         store.add(key, 1)
     faulthandler.cancel_dump_traceback_later()
 
 
-def ended_early(store: Any, ranks: Iterable[int]) -> tuple[int, str] | None:
-    """Return one of some ranks that has ended before it has met the others, and a text that says so; or None."""
+def ended_early(store: Any, ranks: Iterable[int]) -> Loss | None:
+    """Return the loss of one of some ranks that has ended before it has met the others; None if there is none."""
     for rank in ranks:
         key = f"{_ENDED}/{rank}"
         if store.add(key, 0):  # `get` would wait for the key
-            return rank, store.get(f"{key}/why").decode()
+            return loss_of([rank], store.get(f"{key}/why").decode())
     return None

@@ -10,18 +10,19 @@ from dataclasses import dataclass, replace
 
 import paddle.distributed as dist
 
-from paddle_shard.errors import DifferentDataError, PeerLostError
+from paddle_shard.errors import PeerLostError
 from paddle_shard.plan.step import Step
 from paddle_shard.ranks.agreement import Agreement
 from paddle_shard.ranks.broadcast import Broadcast, address_of, connected
 from paddle_shard.reading.batch import Batch
 from paddle_shard.reading.channel import Channel
-from paddle_shard.reading.digest import digest
 from paddle_shard.reading.executor import Executor, read_errors
 from paddle_shard.reading.failure import ReadFailure
 
 _LOOK_SECONDS = 0.05
 """Seconds between two looks at the agreement while no message comes."""
+_PAUSE = 0.005
+"""Seconds between two attempts to connect to the leader."""
 _GRACE = 5.0
 """Seconds in which the agreement may say that it is another rank that has not come, before the leader is blamed."""
 
@@ -127,9 +128,6 @@ class Subscribing(Executor):
         self._leader = leader
         self._address = address
         self._agreement = agreement
-        self._name = (
-            f"global rank {leader}, which reads for global rank {dist.get_rank()} too"
-        )
         self._channel: Channel | None = None
         self._is_closed = False
         self._steps: deque[Step] = deque()
@@ -146,7 +144,6 @@ class Subscribing(Executor):
             StopIteration: All steps that were submitted were taken.
             LeaderStoppedError: The leader has stopped, or the iteration is over.
             PeerLostError: The leader is lost, or has sent nothing for too long.
-            DifferentDataError: The leader has read other samples.
         """
         if not self._steps:
             raise StopIteration
@@ -154,14 +151,11 @@ class Subscribing(Executor):
         step = self._steps.popleft()
         if isinstance(batch, ReadFailure):
             raise batch.error(step)
-        if _key_of(batch.step) != _key_of(step):
-            raise DifferentDataError(
-                f"step {step.number}: {self._name}, has read other samples than this rank's sampler asks for "
-                "(replicas=). Seed the sampler alike on all ranks."
-            )
         # A source that has a state of its own is read by the leader only.
         sampler = batch.step.sampler
         batch.step = replace(step, sampler=sampler) if step.parts else step
+        if step.digest:  # of what this rank's sampler has drawn
+            batch.digest = step.digest
         return batch
 
     def interrupt(self) -> None:
@@ -182,54 +176,29 @@ class Subscribing(Executor):
 
     def _receive(self) -> Batch | ReadFailure:
         """Return what the leader has sent next."""
-        start = time.monotonic()
-        while True:
+        timeout = self._agreement.terms.timeout
+        # First the agreement may name another rank that has not come.
+        deadline = time.monotonic() + timeout + _GRACE
+        while not self._is_closed and not self._agreement.is_decided:
             try:
                 if self._channel is None:
                     self._channel = connected(self._address)
-                return self._channel.receive(_failure)  # type: ignore[no-any-return]
-            except BlockingIOError:  # the leader has not begun yet, or is reading
-                self._check(time.monotonic() - start)
-            except (EOFError, OSError) as error:
-                if self._is_closed or self._channel is not None:
-                    raise self._stopped() from None
-                text = (
-                    f"{self._name}, cannot be reached on this host: {error}. With replicas='each', every rank reads for "
-                    "itself."
+                if self._channel.wait(_LOOK_SECONDS):
+                    return self._channel.receive(_failure)  # type: ignore[no-any-return]
+            except BlockingIOError:  # the leader has not begun yet
+                time.sleep(_PAUSE)
+            except (EOFError, OSError):
+                if self._channel is None:
+                    raise
+                break
+            if time.monotonic() > deadline:
+                raise PeerLostError.of(
+                    f"global rank {self._leader}, which reads for this rank too, has sent nothing for {timeout:g} s. "
+                    "If a batch may take longer than that, use a longer timeout.",
+                    [self._leader],
+                    timeout,
                 )
-                raise PeerLostError.of(text, [self._leader]) from error
-            if self._channel is not None:
-                self._channel.wait(_LOOK_SECONDS)
-            else:
-                time.sleep(min(0.001 + time.monotonic() - start, _LOOK_SECONDS))
-
-    def _check(self, waited: float) -> None:
-        """Look at what has become of the others while no message comes.
-
-        Raises:
-            LeaderStoppedError: The iteration is over, or a rank is lost.
-            PeerLostError: The leader has sent nothing for too long.
-        """
-        timeout = self._agreement.terms.timeout
-        if self._is_closed or self._agreement.is_decided:
-            raise self._stopped()
-        if waited > timeout + _GRACE:
-            raise PeerLostError.of(
-                f"{self._name}, has sent nothing for {timeout:g} s. If a batch may take longer than that, use a "
-                "longer timeout.",
-                [self._leader],
-                timeout,
-            )
-
-    def _stopped(self) -> PeerLostError:
-        return LeaderStoppedError.of(
-            f"{self._name}, has ended its loop.", [self._leader]
-        )
-
-
-def _key_of(step: Step) -> int:
-    """Return a number by which a follower knows that a batch is of its own step."""
-    return digest(step.ids, step.number) if len(step.ids) else step.number
+        raise LeaderStoppedError.of("the leader has ended its loop", [self._leader])
 
 
 def _failure(error: Exception) -> ReadFailure:

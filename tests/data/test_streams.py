@@ -18,7 +18,6 @@ import paddle_shard
 from paddle_shard import Stream
 from paddle_shard.data.stages.stage import Stage
 from paddle_shard.errors import (
-    AgreedFailure,
     ArgumentError,
     ArgumentTypeError,
     DataReadError,
@@ -380,10 +379,8 @@ def test_an_empty_stream_is_an_error():
 def test_a_long_failure_reaches_the_other_ranks_with_its_place():
     error = DataReadError("x" * 100_000)
     error.index, error.step = (3, 4), 7
-    agreed = AgreedFailure("")
-    agreed.reports = ((5, report_of(error)),)
 
-    other = error_of_another(*agreed.reports[0])
+    other = error_of_another(5, report_of(error))
 
     assert isinstance(other, DataReadError)
     assert (other.index, other.step) == ((3, 4), 7)

@@ -10,10 +10,10 @@ import numpy as np
 import paddle
 import paddle.distributed as dist
 
-from paddle_shard.errors import AgreedFailure, PeerLostError
+from paddle_shard.errors import DataReadError, PeerLostError
 from paddle_shard.ranks.agreeing import _coordinator
 from paddle_shard.ranks.decision import END, FAIL
-from paddle_shard.ranks.reports import Terms
+from paddle_shard.ranks.reports import Terms, report_of
 from paddle_shard.testing import report
 
 
@@ -38,8 +38,8 @@ class Job:
                     each(step)
                 step += 1
             return [step, "left"]
-        except AgreedFailure as error:
-            return [step, "failed", [[rank, text] for rank, text in error.reports]]
+        except DataReadError as error:
+            return [step, "failed", str(error)]
         except PeerLostError as error:
             return [step, "lost", list(error.ranks), str(error), error.timeout]
         finally:
@@ -67,7 +67,7 @@ class Job:
         bad = 13 if self.rank == self.size - 1 else -1
         return self.run(
             announce=lambda a: (
-                a.announce(FAIL, report="no disk")
+                a.announce(FAIL, report=report_of(OSError("no disk")))
                 if a.progress.step == bad
                 else a.announce()
             )

@@ -19,7 +19,7 @@ def test_real_ranks_end_fail_and_leave_together(num_ranks, tmp_path):
     expected = [
         ["ends", ends],
         ["exhausted", [5 + 4 * (num_ranks - 1), "ended"]],
-        ["fails", [13, "failed", [[num_ranks - 1, "no disk"]]]],
+        ["fails", [13, "failed", f"OSError: global rank {num_ranks - 1}: no disk"]],
         ["breaks", [[4, "left"], [0, "left"], [11, "left"], ends]],
         ["collective", [[60, "ended"], sums]],
         ["ends", ends],

@@ -179,19 +179,19 @@ def test_ranks_of_which_one_could_not_make_its_loader_can_go_on_with_another(of_
         ("weights", "'segments': [[0, [1, 0]], [16, [1, 2]]]} on global rank 1"),
         (
             "a file",
-            "files: 'b.csv (18 bytes)' is on global rank 0, and not on global rank 1",
+            "files: b.csv (18 bytes) on global rank 0, ",
         ),
         (
             "a file's size",
-            "files: 'b.csv (18 bytes)' is on global rank 0, and not on global rank 1",
+            "files: b.csv (18 bytes) on global rank 0, ",
         ),
         (
             "a file's rows",
-            "files: 'b.csv (8 samples)' is on global rank 0, and not on global rank 1",
+            "files: b.csv (8 samples) on global rank 0, ",
         ),
         (
             "a file of a source",
-            "files: 'own: b.csv (18 bytes)' is on global rank 1, and not on global rank 0",
+            "own: b.csv (18 bytes) on global rank 1",
         ),
         (
             "batch size by schedule",
@@ -255,7 +255,10 @@ def test_loader_names_ranks_with_other_numbers_of_whole_batches(of_ranks):
     for found in of_ranks(2, "different_data"):
         *_, text = found["number of batches"]
         assert text.startswith("UnequalEndsError: ")
-        assert "the data of global ranks [1] has ended and that of [0] has not" in text
+        assert (
+            "the data of global rank 1 has ended and that of global rank 0 has not"
+            in text
+        )
 
 
 def test_ranks_with_different_numbers_of_workers_resume_whole_batches(of_ranks):
@@ -269,7 +272,7 @@ def test_a_rank_that_iterates_alone_says_whom_it_waits_for_and_goes_on_when_they
 
     assert "global rank 1 has not" in said
     assert "step 0 of Numbers, epoch 0" in said
-    assert "ProcessMesh([0])" in said
+    assert "a mesh of this rank" in said
     assert silent == ""
     assert [a + b for a, b in zip(steps, others, strict=True)] == [
         list(range(4 * k, 4 * k + 4)) for k in range(4)

@@ -20,7 +20,7 @@ def test_data_that_differ_by_rank_are_told_and_copies_are_not(tmp_path):
     ):
         assert "10 steps" in found["gz, the same"]
         assert (
-            "files: 'own: a list from 0 to 38' is on global rank 0, and not on"
+            "files: own: a list from 0 to 38 on global rank 0, "
             in found["a list in a mixture"]
         )
         assert "steps" in found["a list in a mixture, alike"]

@@ -121,7 +121,7 @@ TOLD = {
     "wrong word": ("ArgumentError", "replicas must be 'each' or 'leader', got 'one'"),
     "not sent": ("DataReadError", "replicas='each' reads on each"),
     "another choice": ("ArgumentError", "replicas: "),
-    "other samples": ("DifferentDataError", "Seed the sampler alike on all ranks"),
+    "other samples": ("DifferentDataError", "Use the same seed on all ranks"),
     "more samples": ("", ""),
     "fewer samples": ("", ""),
 }

@@ -1,12 +1,13 @@
 """Coordinators of one process, whose members exchange messages through queues, or over TCP."""
 
+import json
 import random
 import threading
 import time
 
 from paddle_shard.errors import PeerLostError
 from paddle_shard.ranks.agreement import Coordinator
-from paddle_shard.ranks.network import TcpNetwork, _encoded, parents_of
+from paddle_shard.ranks.network import TcpNetwork, parents_of
 from paddle_shard.ranks.protocol import Hub, Member
 from paddle_shard.ranks.reports import Terms, loss_of
 from tests.deadlines import HANG
@@ -45,7 +46,7 @@ class LocalNetwork:
 
     def send(self, messages):
         for message in messages:
-            assert _encoded(message)
+            assert json.dumps(message)
             self.num_sent += 1
             for other in self.others():
                 other.put(message)
@@ -65,26 +66,25 @@ class LocalNetwork:
             other.put(
                 ["lost", *loss_of([0], "died")]
                 if self.rank == 0
-                else ["gone", self.rank, "died"]
+                else ["lost", self.rank, *loss_of([self.rank], "died")]
             )
 
 
-def coordinator(rank, size, network, timeout=HANG, parents=None, end_process=None):
+def coordinator(rank, size, network, parents=None, end_process=None):
     """Return the coordinator of one of some ranks."""
     parents = parents or dict.fromkeys(range(1, size), 0)
     ranks = sorted({*parents, *parents.values()}) or [0]
     member = Member(
         rank,
         parent=parents.get(rank, rank),
-        timeout=timeout,
-        hub=Hub(ranks, parents) if rank == ranks[0] else None,
+        hub=Hub(ranks) if rank == ranks[0] else None,
     )
     return Coordinator(
         "test", member, network, end_process=end_process or (lambda: None)
     )
 
 
-def coordinators(size, timeout=HANG, delay=0.0, end_process=lambda rank: None):
+def coordinators(size, delay=0.0, end_process=lambda rank: None):
     """Return the coordinators of some ranks."""
     networks, made = [], []
     for rank in range(size):
@@ -94,7 +94,6 @@ def coordinators(size, timeout=HANG, delay=0.0, end_process=lambda rank: None):
                 rank,
                 size,
                 networks[rank],
-                timeout,
                 end_process=lambda rank=rank: end_process(rank),
             )
         )

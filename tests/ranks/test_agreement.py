@@ -33,8 +33,8 @@ def close_all():
         end(MADE.pop())
 
 
-def pair(timeout=HANG, size=2, **options):
-    made = coordinators(size, timeout, **options)
+def pair(size=2, **options):
+    made = coordinators(size, **options)
     MADE.extend(made)
     return made
 
@@ -165,9 +165,7 @@ def test_a_rank_stuck_elsewhere_when_another_is_lost_is_ended_if_that_is_wanted(
     monkeypatch.setattr("paddle_shard.ranks.agreement.GRACE", 0.2)
     for exits, stuck in ((True, True), (True, False), (False, True)):
         ended = [threading.Event(), threading.Event()]
-        one, two = pair(
-            timeout=2, end_process=lambda rank, ended=ended: ended[rank].set()
-        )
+        one, two = pair(end_process=lambda rank, ended=ended: ended[rank].set())
         passes = [c.open(Terms(exit_when_lost=exits)) for c in (one, two)]
         for agreement in passes:
             agreement.announce()
@@ -306,8 +304,8 @@ def test_what_each_rank_says_reaches_all_and_a_loop_at_that_time_is_an_error_tha
 
 
 def test_a_silent_rank_is_named_on_all_ranks_at_the_deadline():
-    terms = Terms(timeout=0.5)
-    first, second, third = pair(timeout=0.5, size=3)
+    terms = Terms(timeout=1.5)
+    first, second, third = pair(size=3)
     silent = second.open(terms)
     silent.announce()  # and then nothing
     start = time.monotonic()
@@ -315,68 +313,23 @@ def test_a_silent_rank_is_named_on_all_ranks_at_the_deadline():
         lambda: iterate(first.open(terms)), lambda: iterate(third.open(terms))
     )
 
-    assert 0.5 <= time.monotonic() - start < 2.0
+    assert 1.5 <= time.monotonic() - start < 4.0
     for error in errors:
         assert error.ranks == (1,)
-        assert error.timeout == 0.5
+        assert error.timeout == 1.5
         assert "global rank 1 has read up to step 1" in str(error)
 
 
 def test_a_rank_that_opens_no_iteration_is_named_at_the_deadline():
     terms = Terms(timeout=0.5)
-    first, second = pair(timeout=0.5)
+    first, second = pair()
     iterate(second.open(terms), steps=0)
     [error] = together(
         lambda: (iterate(first.open(terms), steps=0), iterate(first.open(terms)))
     )
 
     assert error.ranks == (1,)
-    assert "global rank 1 has not started this loop" in str(error)
-
-
-@pytest.mark.parametrize(
-    ("end", "steps", "told"),
-    [
-        (100, (4, 4, 4), None),
-        (100, (4, 4, 5), "5 on global rank 2"),
-        (100, (5, 4, 4), "5 on global rank 0"),
-        (4, (4, 5, 4), None),  # behind the last step, and at the end
-        (5, (4, 4, 4), None),
-    ],
-)
-def test_ranks_that_leave_one_step_apart_are_told_and_those_that_leave_alike_are_not(
-    end, steps, told, caplog
-):
-    def run(coordinator, count):
-        agreement = coordinator.open(Terms(name="the data"))
-        for step in range(count):
-            while (
-                agreement.progress.kind == OK
-                and agreement.progress.step < agreement.wanted(step)
-            ):
-                agreement.announce(
-                    END
-                ) if agreement.progress.step == end else agreement.announce()
-            if not agreement.deliver(step):
-                break
-        agreement.close()
-
-    for trial in range(20):
-        caplog.clear()
-        ranks = pair(size=3, delay=1e-3 * (trial % 2))
-        assert (
-            together(
-                *(lambda c=c, n=n: run(c, n) for c, n in zip(ranks, steps, strict=True))
-            )
-            == [None] * 3
-        )
-        deadline = time.monotonic() + HANG
-        while any(c._member.iterations for c in ranks) and time.monotonic() < deadline:
-            time.sleep(0.001)
-        if told is None:
-            assert caplog.messages == []
-        else:
-            assert any(told in text for text in caplog.messages)
+    assert "global rank 1 has not begun this loop" in str(error)
 
 
 # What all should have read
@@ -508,8 +461,8 @@ def test_steps_in_messages_are_those_of_the_epoch():
     )
     assert all("At step 72 of words" in text for _, text in told)
 
-    terms = Terms(first_step=70, timeout=0.5)
-    first, second = pair(timeout=0.5)
+    terms = Terms(first_step=70, timeout=1.5)
+    first, second = pair()
     second.open(terms).announce()  # and then nothing
     (error,) = together(lambda: iterate(first.open(terms)))
     assert "to reach step 71 of" in str(error)

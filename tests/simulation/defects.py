@@ -63,10 +63,10 @@ def decides_with_whom_it_knows(self):
         self._ranks = ranks
 
 
-def ignores_the_dead(self, message, now):
+def ignores_the_dead(self, message):
     """A loss is told to nobody but the hub's own rank."""
     if message[0] != "lost" or self.rank == 0:
-        member_receive(self, message, now)
+        member_receive(self, message)
 
 
 def forgets_who_leaves(self):

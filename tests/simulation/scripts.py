@@ -4,12 +4,12 @@ import random
 from dataclasses import dataclass, field
 
 from paddle_shard.errors import (
-    AgreedFailure,
     ArgumentError,
     DifferentDataError,
     PeerLostError,
     UnequalEndsError,
 )
+from paddle_shard.ranks.reports import report_of
 
 
 @dataclass
@@ -146,21 +146,12 @@ def led_script(rng):
     )
 
 
-def report_of(rank):
-    return f"report of {rank}"
+def failure_of(rank):
+    return report_of(OSError(f"report of {rank}"))
 
 
 def result_of(step, error):
     """Return the outcome that a rank sees that has delivered so many steps and has got an error."""
-    if isinstance(error, AgreedFailure):
-        is_right = error.step == step and all(
-            said == report_of(rank) for rank, said in error.reports
-        )
-        return (
-            step,
-            "failed" if is_right else f"wrongly: {error}",
-            [rank for rank, _ in error.reports],
-        )
     if isinstance(error, UnequalEndsError):
         return (
             step,

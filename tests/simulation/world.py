@@ -11,7 +11,7 @@ from paddle_shard.errors import PeerLostError
 from paddle_shard.ranks import protocol
 from paddle_shard.ranks.decision import CLOSED, END, FAIL, OK
 from paddle_shard.ranks.reports import Terms, loss_of
-from tests.simulation.scripts import note_of, report_of, result_of
+from tests.simulation.scripts import failure_of, note_of, result_of
 
 TIMEOUT = 20.0
 """Seconds of a pass's timeout."""
@@ -57,11 +57,10 @@ class Rank:
         self.up = up
         self.is_threaded = is_threaded
         self.memory = None if words is None else Memory(words, rank, world.size)
-        hub = protocol.Hub(range(world.size), world.parents) if up is None else None
+        hub = protocol.Hub(range(world.size)) if up is None else None
         self.member = protocol.Member(
             rank,
             parent=rank if up is None else up,
-            timeout=TIMEOUT,
             hub=hub,
             find_table=self.found_memory,
         )
@@ -117,7 +116,7 @@ class Rank:
             ends_must_agree=script.must_agree,
             same_data=script.same_data,
         )
-        self.state = self.member.open(terms, self.world.now, protocol.Iteration)
+        self.state = self.member.open(terms, protocol.Iteration)
         self.world.opened[self.state.number, self.rank] = self.state
         self.is_awake = True
         self.step, self.allowed, self.phase = 0, 0, "next"
@@ -142,7 +141,6 @@ class Rank:
             self._deliver()
             return
         self.state.waits_since = self.world.now
-        self.state.steps_of_ranks = {}
         self._wait()
 
     def _wait(self):
@@ -163,6 +161,15 @@ class Rank:
             self._deliver()
             return
         error = self.member.error(state)
+        if state.decision.kind == FAIL:
+            failed = [
+                rank
+                for rank, one in state.ranks.items()
+                if one.kind == FAIL and one.step == self.step
+            ]
+            is_right = str(error).endswith(f"report of {failed[0]}")
+            self._finish((self.step, "failed" if is_right else str(error), failed))
+            return
         self._finish(
             (self.step, "ended", None) if error is None else result_of(self.step, error)
         )
@@ -234,7 +241,7 @@ class Rank:
         if self._has_stopped():
             state.announce_unread()
         elif script.fails.get(self.rank) == step:
-            state.announce(FAIL, report=report_of(self.rank))
+            state.announce(FAIL, report=failure_of(self.rank))
         elif script.ends.get(self.rank) == step:
             state.announce(END)
         elif script.exhausted.get(self.rank, step + 1) <= step:
@@ -258,7 +265,7 @@ class Rank:
     # The driver's thread
 
     def may_turn(self):
-        beat = self.world.now >= self.turned_at + self.member.heartbeat
+        beat = self.world.now >= self.turned_at + protocol.HEARTBEAT
         return self.member.loss is None and (
             self.is_awake or beat or not self.is_connected
         )
@@ -285,8 +292,6 @@ class Rank:
         for message in messages:
             for other in world.below(0) if self.up is None else [self.up]:
                 world.send(self.rank, other, message)
-        if self.up is not None and messages:
-            self._tell_below([""])
         self.is_notified = True
         if self.member.loss is not None:
             self._give_up()
@@ -375,9 +380,7 @@ class World:
                 self.send(
                     source,
                     target,
-                    ["gone", source, "has ended or was killed"]
-                    if ends_below
-                    else ["lost", *loss],
+                    ["lost", source, *loss] if ends_below else ["lost", *loss],
                 )
                 self.ended.add((source, target))
 
@@ -447,7 +450,7 @@ class World:
             if one.phase == "wait":
                 times.append(one.deadline)
             if one.member.loss is None and one.is_connected:
-                times.append(one.turned_at + one.member.heartbeat)
+                times.append(one.turned_at + protocol.HEARTBEAT)
         return min((time for time in times if time > self.now), default=math.inf)
 
     @property

@@ -101,6 +101,13 @@ class Batch(Transform):
         return [-(-length // self.size) for length in lengths]
 
 
+_END = object()
+
+
+def _next_or_end(items: Iterator[Any]) -> Any:
+    return next(items, _END)
+
+
 class Unbatch(Transform):
     """Delivers the items of each sample one by one. Items to be skipped are still read."""
 
@@ -113,13 +120,29 @@ class Unbatch(Transform):
     def transform(self, items: Samples, part: int, opening: Opening) -> Samples:
         """Yield the items of the samples."""
         key = opening.key(part, "unbatch", self.depth)
-        for number, group in enumerate(items):
+        numbers = count()
+        for group in items:
             if isinstance(group, Unreadable):
                 yield from group.items or (group,)
-                continue
-            opening.seed_generators(key, number)
-            samples = opening.call(list, group)
-            yield from [samples] if isinstance(samples, Unreadable) else samples
+            elif isinstance(group, list | tuple):
+                yield from group
+            else:
+                yield from self._read(group, opening, key, numbers)
+
+    def _read(
+        self, group: Any, opening: Opening, key: int, numbers: Iterator[int]
+    ) -> Samples:
+        """Yield the items of a sample that is read as they are needed, such as a generator."""
+        group = opening.call(iter, group)
+        while not isinstance(group, Unreadable):
+            opening.seed_generators(key, next(numbers))
+            item = opening.call(_next_or_end, group)
+            if item is _END:
+                return
+            yield item
+            if isinstance(item, Unreadable):  # the items after it cannot be read
+                return
+        yield group
 
 
 class Shuffle(Transform):
