@@ -12,6 +12,7 @@ import json
 import sys
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from unittest import mock
 
 import hypothesis
@@ -40,11 +41,14 @@ from tests.helpers import local, mesh, sharded
 from tests.simulation import life_defects, seeds
 from tests.simulation.life_reference import (
     INDEXED,
+    MIXED,
+    MIXTURES,
     MORE,
     PARTS,
     ROW,
     SOURCES,
     STREAMS,
+    UNKNOWN,
     WINDOW,
     Life,
     Settings,
@@ -56,16 +60,18 @@ from tests.simulation.seeds import Failed
 
 LIVES = 12
 """Lives of a seed."""
+TO_LAST, TO_END = 50, 51
+"""Steps to deliver: up to the last one, or until the iterator has ended, too."""
 ACTS = 20
 """Acts of a life."""
 WAYS = {
     "deliver": 8,
     "begin": 1,
     "leave": 1,
-    "set_epoch": 1,
+    "set_epoch": 2,
     "save": 2,
     "load": 3,
-    "certify": 2,
+    "certify": 3,
     "refuse": 1,
 }
 """Act -> its weight. As rules of their own, Hypothesis would leave out some of them in each life."""
@@ -137,16 +143,19 @@ def data_of(given):
         for number, name in enumerate(SOURCES)
         if any(weights[number] for _, weights in given.weights)
     ]
-    if given.kind == "mixture":
+    if given.kind in MIXTURES:
         sources = {
             name: Ids(1000 * number, SOURCES[name]) for number, name in enumerate(names)
         }
         return Mixture(sources, weights=schedule, num_samples=given.length)
-    if given.kind == "mixed":
-        streams = {
-            name: Stream.of(range(1000 * number, 1000 * number + SOURCES[name] + MORE))
+    if given.kind in MIXED:
+        items = {
+            name: range(1000 * number, 1000 * number + SOURCES[name] + MORE)
             for number, name in enumerate(names)
         }
+        if given.kind == "mixed functions":
+            items = {name: partial(iter, values) for name, values in items.items()}
+        streams = {name: Stream.of(values) for name, values in items.items()}
         return Stream.mixture(streams, schedule, stop=given.stop).in_parts(PARTS)
     if given.kind == "packed":
         return Packed([{"input_ids": ids} for ids in arrays(given.length)], length=ROW)
@@ -215,7 +224,7 @@ def read_epoch(given, epoch):
 
 def name_of(given, sample):
     """Return what `where` is asked for a sample."""
-    if given.kind == "mixture":
+    if given.kind in MIXTURES:
         return "abc"[sample // 1000], sample % 1000
     if given.kind == "packed":
         rows = [tuple(row["input_ids"].tolist()) for row in _rows_of_packed(given)]
@@ -247,7 +256,7 @@ class LifeOfARun(RuleBasedStateMachine):
     counts = None
 
     @initialize(
-        kind=st.sampled_from(INDEXED + STREAMS),
+        kind=st.sampled_from(INDEXED * 2 + STREAMS),
         length=st.integers(12, 40),
         seed=st.integers(0, 2),
         data=st.data(),
@@ -259,7 +268,7 @@ class LifeOfARun(RuleBasedStateMachine):
         if kind in ("in order", "shuffled", "mapped"):
             bad = tuple(sorted(draw(st.sets(st.integers(0, length - 1), max_size=2))))
         weights = ((0, WEIGHTS[0]),)
-        if kind in ("mixture", "mixed") and draw(st.booleans()):
+        if kind in MIXTURES + MIXED and draw(st.booleans()):
             weights += (
                 (draw(st.integers(1, 50)), draw(st.sampled_from(WEIGHTS[1:3]))),
             )
@@ -287,11 +296,11 @@ class LifeOfARun(RuleBasedStateMachine):
 
     def changes(self, given, draw):
         """Draw what may differ between save and resume."""
-        ranks, mp = draw(GRIDS) if given.kind != "filtered" else (1, 1)
+        ranks, mp = draw(GRIDS) if given.kind not in UNKNOWN else (1, 1)
         tails = ["pad", "fill", "drop"]
         if given.kind in STREAMS:
             tails = ["pad", "drop"]
-            if given.kind in ("batched", "mixed"):
+            if given.kind in ("batched", *MIXED):
                 tails.append("repeat")
         on_error = "skip"
         if given.bad and given.kind in INDEXED and ranks * mp == 1:
@@ -313,10 +322,10 @@ class LifeOfARun(RuleBasedStateMachine):
     def extended(self, given, start, draw):
         """Draw schedules that differ after a position only."""
         found = {}
-        if given.kind in ("mixture", "mixed"):
+        if given.kind in MIXTURES + MIXED:
             at = max(1, start.samples)
             more = 2 * PARTS
-            if given.kind == "mixture":
+            if given.kind in MIXTURES:
                 at = max(1, start.epoch * given.length + start.samples)
                 more = 0
             kept = tuple(entry for entry in given.weights if entry[0] < at)
@@ -381,12 +390,14 @@ class LifeOfARun(RuleBasedStateMachine):
     def deliver(self, draw):
         if not self.iterators:
             self.begin()
-        steps = draw(st.sampled_from([1, 1, 2, 3, 50]))
+        steps = draw(st.sampled_from([1, 1, 2, 3, TO_LAST, TO_END]))
         chosen = self.iterators[draw(st.integers(0, len(self.iterators) - 1))]
         of_ranks, it = chosen
         self.trace(f"deliver {steps} of {it.number}")
         for _ in range(steps):
             taken = it.next()
+            if taken is None and steps == TO_LAST:
+                break
             if taken is None:
                 found = self.each(lambda rank: rows_here(of_ranks[rank]))
                 expect("a step behind the end", {*found.values()}, {None})
@@ -452,7 +463,8 @@ class LifeOfARun(RuleBasedStateMachine):
         self.check()
 
     def set_epoch(self, draw):
-        epoch = draw(st.integers(0, 3))
+        now = self.life.epoch
+        epoch = draw(st.sampled_from([now, now, max(0, now - 1), now + 1, 0]))
         if self.settings.skip and self.has_mixed_sizes and epoch < self.life.known[0]:
             return  # how many steps earlier epochs had is not said then
         for chosen in list(self.iterators):
@@ -500,10 +512,10 @@ class LifeOfARun(RuleBasedStateMachine):
         loader = self.loaders[0]
         name = name_of(given, sample)
         found = loader.where(sample=name)
-        places = found if given.kind == "mixture" else [found]
+        places = found if given.kind in MIXTURES else [found]
         found = [(one.step, one.data_rank, one.row) for one in places]
         expect(f"where {place}", place in found, True)
-        if given.kind == "mixture":
+        if given.kind in MIXTURES:
             drawn = loader.sources()
             upto = it.epoch * given.length + it.position.samples
             run = [one for e in range(it.epoch + 1) for one in order(given, e)][:upto]
@@ -539,7 +551,7 @@ class LifeOfARun(RuleBasedStateMachine):
         wanted = self.life.certificate()
         got = {name: getattr(found[0], name) for name in wanted}
         expect("certificate", got, wanted)
-        if "delivered" in wanted and self.settings.kind == "mixture":
+        if "delivered" in wanted and self.settings.kind in MIXTURES:
             expect(
                 "samples of sources",
                 sum(found[0].sources.values()),
@@ -604,14 +616,14 @@ class LifeOfARun(RuleBasedStateMachine):
         if given.kind != "packed":
             length = {"length": given.length + 1}
             changes["length"] = (length, "num_samples" if indexed else "stream")
-        if given.kind == "mixed":
+        if given.kind in MIXED:
             del changes["length"]
         if given.kind in ("shuffled", "packed", "mixture", "windowed"):
             changes["seed"] = ({"seed": given.seed + 1}, "seed")
         if given.kind in ("in order", "shuffled"):
             other = {"in order": "shuffled", "shuffled": "in order"}[given.kind]
             changes["order"] = ({"kind": other}, "shuffle")
-        if given.kind in ("mixture", "mixed") and start.samples:
+        if given.kind in MIXTURES + MIXED and start.samples:
             entry = (0, (5, 1, 0))
             name = "mixture" if indexed else "stream"
             changes["weights"] = (

@@ -11,8 +11,12 @@ from functools import cache
 from itertools import chain, pairwise
 
 PARTS = 6
-INDEXED = ("in order", "shuffled", "packed", "mixture")
-STREAMS = ("mapped", "filtered", "windowed", "batched", "mixed")
+MIXTURES = ("mixture", "mixture in order")
+INDEXED = ("in order", "shuffled", "packed", *MIXTURES)
+MIXED = ("mixed", "mixed functions")
+STREAMS = ("mapped", "filtered", "windowed", "batched", *MIXED)
+UNKNOWN = ("filtered", "mixed functions")
+"""Streams of which no rank knows the end before it has seen it."""
 SOURCES = {"a": 7, "b": 5, "c": 6}
 """Lengths of the sources of a `Mixture`; those of a stream's are longer by `MORE`."""
 MORE = 20
@@ -93,7 +97,7 @@ def _order(settings, epoch):
         tokens = [token for row in found for token in row if token]
         assert sorted(tokens) == [*chain.from_iterable(documents(settings.length))]
         assert {len(row) for row in found} == {ROW}
-    if settings.kind == "mixture":
+    if settings.kind in MIXTURES:
         earlier = [row for before in range(epoch) for row in _order(settings, before)]
         run = earlier + found
         check_shares([row // 1000 for row in run], settings.weights)
@@ -102,6 +106,7 @@ def _order(settings, epoch):
             for first in range(0, len(drawn), length):
                 once = drawn[first : first + length]
                 assert len({*once}) == len(once), "a sample twice before all once"
+                assert settings.kind == "mixture" or once == sorted(once)
     return found
 
 
@@ -258,7 +263,7 @@ def rows_of(settings, start, step):
         for sample in samples[step.first : step.first + step.count]
     ]
     unit = step.size if settings.tail == "fill" else settings.ranks
-    is_known = not settings.bad and settings.kind != "mixture"
+    is_known = not settings.bad and settings.kind not in MIXTURES
     padding = [samples[k % len(samples)] for k in range(-len(rows) % unit)]
     return rows + [(sample if is_known else None, False) for sample in padding]
 
@@ -300,8 +305,7 @@ class Pass:
 
     @property
     def position(self):
-        # Where a filter is, no rank knows the end before it has seen it.
-        is_known = self.settings.kind != "filtered"
+        is_known = self.settings.kind not in UNKNOWN
         is_last = is_known and self.taken == len(self.steps)
         past = self.start.past + self.steps[: self.taken]
         return replace(self.start, past=past, ended=self.start.ended or is_last)
