@@ -12,7 +12,7 @@ import sys
 import numpy as np
 from common import busy, in_turns, machine, print_table, print_target, seconds, time_of
 
-from paddle_shard.plan.balance import deal, loads
+from paddle_shard.plan.balance import assign_rows, loads
 
 RANKS, ROWS, STEPS = 8, 16, 200
 
@@ -51,7 +51,7 @@ def as_they_come(costs, ranks):
 WAYS = {
     "as they come": as_they_come,
     "sorted, dealt back and forth": back_and_forth,
-    "balance= (ours)": deal,
+    "balance= (ours)": assign_rows,
 }
 
 

@@ -179,7 +179,7 @@ def price(here):
                     number=0,
                     num_rows=size,
                     micro_size=size,
-                    num_real=size,
+                    num_positions=size,
                     ids=indices,
                 )
                 return paddle.to_tensor(reader.read(step, None).value, place=place)

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import time
 from pathlib import Path
 
 from paddle_shard import testing
@@ -24,6 +25,16 @@ def run_ranks(*args, **options):
     return testing.run_ranks(*args, processes=forks_of_process(os.getpid()), **options)
 
 
+def processes_left(job, seconds=10.0):
+    """Return the processes, started by ranks of a job, that still run after this time."""
+    deadline = time.monotonic() + seconds
+    while (left := job._processes.alive() - set(job.pids)) and (
+        time.monotonic() < deadline
+    ):
+        time.sleep(0.01)
+    return left
+
+
 def run_script(script, directory, timeout=HANG):
     """Run a Python file in a forked process; return its exit code, its output, and which processes it has left.
 
@@ -31,7 +42,7 @@ def run_script(script, directory, timeout=HANG):
     """
     with start_ranks(script, 1, directory, timeout=timeout) as job:
         codes = job.wait([0], timeout)
-        left = job.left()
+        left = processes_left(job)
     return codes.get(0), (Path(directory) / "workerlog.0").read_text(), left
 
 

@@ -51,14 +51,14 @@ def check_some_steps(plan, epoch=0):
         ]
         read = np.concatenate(parts)
         first = plan.first_position(step=step)
-        num_real = min(len(read), plan.num_positions - first)
-        assert sorted(read[:num_real].tolist()) == sorted(
-            plan.samples(epoch=epoch, first=first, end=first + num_real)
+        num_positions = min(len(read), plan.num_positions - first)
+        assert sorted(read[:num_positions].tolist()) == sorted(
+            plan.samples(epoch=epoch, first=first, end=first + num_positions)
         )
-        assert len(set(read[:num_real].tolist())) == num_real
+        assert len(set(read[:num_positions].tolist())) == num_positions
         for rank, part in enumerate(parts):
             for row in range(
-                0, min(len(part), num_real - rank * len(part)), 1 + len(part) // 5
+                0, min(len(part), num_positions - rank * len(part)), 1 + len(part) // 5
             ):
                 place = plan.where(epoch=epoch, sample=int(part[row]))
                 assert (place.step, place.data_rank, place.row) == (step, rank, row)

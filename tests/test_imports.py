@@ -152,7 +152,12 @@ def violations(package):
     return found
 
 
-AGREEMENT = ("protocol", "verdict")  # of `ranks`: pure, so that it is simulated
+AGREEMENT = (
+    "decision",
+    "progress",
+    "protocol",
+    "reports",
+)  # of `ranks`: pure, so that it is simulated
 
 
 def impurities(package):

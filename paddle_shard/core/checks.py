@@ -11,7 +11,7 @@ from paddle_shard.errors import ArgumentError
 
 
 def holds(kind: str, number: float) -> bool:
-    """Return whether numbers of a kind, such as "bool", "int32" or "float16", can be this one.
+    """Return whether a dtype, such as "bool", "int32" or "float16", can hold a number.
 
     Examples:
         >>> holds("uint8", -1), holds("int64", 0.5), holds("bool", 1), holds("float16", 1e6)
@@ -33,14 +33,17 @@ def holds(kind: str, number: float) -> bool:
 def check_count(
     name: str, value: object, least: int = 1, most: int | None = None, meaning: str = ""
 ) -> int:
-    """Return an argument as an int; refuse what is not an int of at least `least` and at most `most`.
+    """Return an argument as an int, if it is one in [`least`, `most`].
 
     Args:
         name: Its name in the error.
         value: The argument: an int or one of numpy's.
-        least: The least that is allowed.
-        most: The most that is allowed; None: anything.
+        least: The smallest allowed value.
+        most: The largest allowed value; None: any.
         meaning: What it counts, for the error.
+
+    Raises:
+        ArgumentError: It is no int, or out of range.
     """
     if (
         isinstance(value, bool)
@@ -56,15 +59,13 @@ def check_count(
 
 
 def listed(values: Sequence[object], most: int = 12) -> str:
-    """Return the first of some values in a line, with dots if there are more."""
+    """Return the first `most` values, separated by commas, with dots if there are more."""
     return ", ".join(map(str, values[:most])) + (", ..." if len(values) > most else "")
 
 
 def length_or_none(something: Any) -> int | None:
-    """Return the length of an object of the user's; None if it has none."""
+    """Return the length of a user's object; None if it has none."""
     try:
         return len(something)
-    except (
-        Exception
-    ):  # no __len__, or one that raises: Paddle's own WeightedRandomSampler with a list
+    except Exception:  # of Paddle's WeightedRandomSampler with a list, too
         return None

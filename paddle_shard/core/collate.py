@@ -32,8 +32,8 @@ def collate(
     Args:
         samples: One or more samples of the same structure: arrays, numbers, strings, and lists, tuples,
             namedtuples and dicts of them.
-        stack_other: Stacks leaves of another type, such as a framework's tensors, given their field.
-        path: The field of which these are the values, for errors.
+        stack_other: Stacks leaves of other types, such as a framework's tensors, given (leaves, name of the field).
+        path: Name of the field that holds these values, for errors.
 
     Returns:
         The structure of a sample, with each array or number replaced by an array with a new first dim of
@@ -104,7 +104,7 @@ def cannot_stack(samples: Sequence[Any], path: str) -> TypeError:
 
 
 def _check(samples: Sequence[Any], kind: Any, path: str, but: Any = ()) -> set[type]:
-    """Return the types of the samples, nearly always one, if all are of this kind."""
+    """Return the types of the samples, nearly always one; an error unless all are of this kind."""
     types = set(map(type, samples))
     for sample_type in types:
         if not issubclass(sample_type, kind) or issubclass(sample_type, but):
@@ -113,7 +113,7 @@ def _check(samples: Sequence[Any], kind: Any, path: str, but: Any = ()) -> set[t
 
 
 def refuse_uint16(array: Any, path: str) -> None:
-    """Refuse an array of uint16: Paddle keeps bfloat16 in such arrays, and would take the numbers for its bits."""
+    """Reject an array of uint16: Paddle stores bfloat16 in such arrays, and would read the numbers as its bits."""
     if array.dtype == np.uint16:
         raise TypeError(
             f"{path or 'the batch'} is an array of uint16, which Paddle takes for bfloat16: convert the numbers, for "
@@ -122,21 +122,19 @@ def refuse_uint16(array: Any, path: str) -> None:
 
 
 def check_dtypes(samples: Sequence[Any], path: str) -> None:
-    """Refuse arrays, or tensors, of different dtypes: a row would have another one for other rows beside it."""
+    """Reject arrays or tensors of different dtypes: the dtype of a row would depend on the rest of its batch."""
     try:
-        found = dict.fromkeys(map(_DTYPE, samples))
-    except AttributeError:  # numbers of Python fit to some dtypes
-        found = dict.fromkeys(
-            sample.dtype for sample in samples if hasattr(sample, "dtype")
-        )
-    if len(found) == 1:
+        dtypes = dict.fromkeys(map(_DTYPE, samples))
+    except AttributeError:  # Python's numbers fit several dtypes
+        with_dtype = [sample for sample in samples if hasattr(sample, "dtype")]
+        dtypes = dict.fromkeys(map(_DTYPE, with_dtype))
+    if len(dtypes) < 2:
         return
-    if len(found) > 1 and not any(
-        getattr(dtype, "kind", "of Paddle") in _NOT_NUMBERS for dtype in found
-    ):
-        dtypes = _some(str(dtype).rpartition(".")[2] for dtype in found)
+    kinds = [getattr(dtype, "kind", "of Paddle") for dtype in dtypes]
+    if not any(kind in _NOT_NUMBERS for kind in kinds):
+        names = _some(str(dtype).rpartition(".")[2] for dtype in dtypes)
         raise ValueError(
-            f"samples differ in their dtype{_at(path)}: {dtypes}. Give all samples, of all sources, one dtype, in "
+            f"samples differ in their dtype{_at(path)}: {names}. Give all samples, of all sources, one dtype, in "
             "the data set or in a collate_fn."
         )
 

@@ -1,4 +1,4 @@
-"""Locks that keep other threads out of critical work while this process is forked.
+"""Fork locks: keep other threads out of critical work while this process is forked.
 
 A child has only the thread that forks: what another thread has locked stays locked there.
 """
@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 no_fork = threading.RLock()
-"""Held by a thread that works with Paddle, makes a client of a store, or makes a socket and notes it. Who holds it may
-not fork: locks are held then in an order, and another thread that forks has the others already."""
+"""Held by a thread that works with Paddle, creates a client of a store, or creates and registers a socket. Its
+holder must not fork: a thread that forks takes this lock first, and other locks after it."""
 LONGEST = 5.0
-"""Seconds that a fork waits for other threads: they may wait for this one."""
+"""Seconds for which a fork waits for other threads, which may be waiting for the forking one."""
 
 
 class ReaderGate:

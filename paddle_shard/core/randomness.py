@@ -1,7 +1,4 @@
-"""Global random generators: seeded for the user's code, and restored afterwards.
-
-A library's global generator is seeded, and then it is as the user left it (`kept`).
-"""
+"""Global random generators: seed them for the user's code, and restore their states afterwards."""
 
 from __future__ import annotations
 
@@ -26,13 +23,13 @@ class Generator(Protocol):
         """Seed it with a number in [0, 2^64)."""
 
     def get_state(self) -> Any:
-        """Return its state, which later draws do not change; it equals an earlier one if nothing was drawn between."""
+        """Return a copy of its state; two are equal if the generator was not used between them."""
 
     def set_state(self, state: Any, /) -> None:
         """Restore a state."""
 
     def mark(self) -> Any:
-        """Return a value that is the same as before if nothing was drawn since; cheaper than a state."""
+        """Return a value that is equal to an earlier one if the generator was not used since; cheaper than a state."""
 
 
 class PythonGenerator:
@@ -71,7 +68,7 @@ class NumpyGenerator:
 
 
 _private = threading.RLock()
-"""Held while the global generators hold a sampler's private states, which no other thread may take for the user's."""
+"""Held while the global generators have private states, so that no other thread saves these as the user's."""
 
 
 def states(generators: Sequence[Generator]) -> list[Any]:
@@ -88,7 +85,7 @@ def restore(generators: Sequence[Generator], before: Sequence[Any]) -> None:
 
 @contextmanager
 def kept(generators: Sequence[Generator]) -> Iterator[None]:
-    """Restore the generators' states at the end, whatever was drawn inside."""
+    """Restore the states of some generators at the end of the `with` block."""
     before = states(generators)
     try:
         yield
@@ -97,7 +94,7 @@ def kept(generators: Sequence[Generator]) -> Iterator[None]:
 
 
 class PrivateRandomness:
-    """A private stream of random numbers for code that draws from the global generators.
+    """A private stream of random numbers for code that uses the global generators.
 
     Inside `with private():`, the generators continue where the last such block left them; the first block begins with
     states that depend on the seed alone. Outside, they are as the user left them.
@@ -116,7 +113,7 @@ class PrivateRandomness:
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        """Let the generators hold the private states."""
+        """Give the generators the private states inside the `with` block."""
         with _private, self._around(), kept(self._generators):
             if self._states is None:
                 for generator in self._generators:

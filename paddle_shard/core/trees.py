@@ -1,4 +1,4 @@
-"""How is the structure of a sample or a batch walked: mappings and sequences of leaves?"""
+"""Trees: walk and rebuild the nested mappings and sequences of a sample or a batch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def is_sequence(value: Any) -> bool:
 
 
 def leaves(value: Any) -> Iterator[Any]:
-    """Yield the leaves in order: all that is neither a mapping nor a sequence.
+    """Yield the leaves in order: values that are neither mappings nor sequences.
 
     Examples:
         >>> list(leaves({"a": [1, "text"], "b": (2.0, None)}))
@@ -51,30 +51,29 @@ def mapped(
     """Return the same structure with a function applied to each leaf and its path.
 
     Args:
-        value: It is not changed.
+        value: The tree. It is not changed.
         function: A function of (leaf, path). An example of a path is "['a'][0]".
-        path: Path of the value itself.
-        is_leaf: Returns True for mappings and sequences that are leaves, too.
+        path: Path of the tree itself.
+        is_leaf: Returns True for mappings and sequences to be treated as leaves.
 
     Examples:
         >>> mapped({"a": [1, 2]}, lambda leaf, path: path)
         {'a': ["['a'][0]", "['a'][1]"]}
     """
-    if type(value) not in _PLAIN and (is_leaf is None or not is_leaf(value)):
-        if isinstance(value, Mapping):
-            named = {
-                key: mapped(child, function, f"{path}[{key!r}]", is_leaf)
-                for key, child in value.items()
-            }
-            return rebuild(value, named)
-        if is_sequence(value):
-            return rebuild(
-                value,
-                [
-                    mapped(v, function, f"{path}[{i}]", is_leaf)
-                    for i, v in enumerate(value)
-                ],
-            )
+    if type(value) in _PLAIN or (is_leaf is not None and is_leaf(value)):
+        return function(value, path)
+    if isinstance(value, Mapping):
+        fields = {
+            key: mapped(child, function, f"{path}[{key!r}]", is_leaf)
+            for key, child in value.items()
+        }
+        return rebuild(value, fields)
+    if is_sequence(value):
+        children = [
+            mapped(child, function, f"{path}[{number}]", is_leaf)
+            for number, child in enumerate(value)
+        ]
+        return rebuild(value, children)
     return function(value, path)
 
 
@@ -87,9 +86,9 @@ def named_leaves(
         >>> named_leaves({"a": [1, 2]})
         [("['a'][0]", 1), ("['a'][1]", 2)]
     """
-    found: list[tuple[str, Any]] = []
-    mapped(value, lambda leaf, at: found.append((at, leaf)), path, is_leaf)
-    return found
+    pairs: list[tuple[str, Any]] = []
+    mapped(value, lambda leaf, name: pairs.append((name, leaf)), path, is_leaf)
+    return pairs
 
 
 def rebuild(like: Any, children: Any) -> Any:
@@ -101,12 +100,11 @@ def rebuild(like: Any, children: Any) -> Any:
     """
     if isinstance(like, Mapping):
         if isinstance(like, dict) and type(like) is not dict:
-            empty = copy.copy(
-                like
-            )  # keeps the attributes of a subclass, such as a defaultdict's factory
-            empty.clear()
-            empty.update(children)
-            return empty
+            # A copy keeps the attributes of a subclass, such as a defaultdict's factory.
+            rebuilt = copy.copy(like)
+            rebuilt.clear()
+            rebuilt.update(children)
+            return rebuilt
         return dict(children)
     if isinstance(like, tuple) and hasattr(like, "_make"):
         return like._make(children)

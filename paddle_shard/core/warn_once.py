@@ -1,4 +1,4 @@
-"""Has this process already logged this line?"""
+"""Warnings that a process logs once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _SAID: set[tuple[Any, ...]] = set()
 
 
 def say_once(text: str, *values: Any) -> None:
-    """Log a line, unless this process has already logged the same line."""
+    """Log a warning unless this process has already logged the same one."""
     if (text, values) not in _SAID:
         _SAID.add((text, values))
         logging.getLogger("paddle_shard").warning(text, *values)

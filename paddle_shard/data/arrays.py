@@ -1,4 +1,4 @@
-"""How are arrays read one batch at a time?"""
+"""Arrays that are read one batch at a time."""
 
 from __future__ import annotations
 
@@ -54,19 +54,23 @@ class ArrayDataset:
             check_indexed(
                 f"array {name!r}", array, "Give arrays that are indexed by rows."
             )
+            if isinstance(array, list | tuple):
+                columns[name] = np.asarray(array)
         lengths = {name: len(array) for name, array in columns.items()}
         if len(set(lengths.values())) > 1:
             raise ArgumentError(f"arrays must have as many rows each, got {lengths}.")
-        self._columns, self._named, self._alone = columns, bool(named), len(arrays) == 1
-        self.gathers = all(
-            isinstance(array, np.ndarray | list | tuple) for array in columns.values()
-        )
+        self._columns = columns
+        self._is_named = bool(named)
+        self._is_single = len(arrays) == 1
+        self.gathers = all(isinstance(array, np.ndarray) for array in columns.values())
         """True if a batch's arrays are copies that nothing else uses; slices of other kinds of arrays may be views."""
-        self._length = next(iter(lengths.values()))
-        chunks = getattr(next(iter(columns.values())), "chunks", None)
-        found = block_size if block_size is not None else chunks[0] if chunks else None
-        if found is not None:
-            self.block_size = int(found)
+        first = next(iter(columns.values()))
+        self._length = len(first)
+        chunks = getattr(first, "chunks", None)
+        if block_size is None and chunks:
+            block_size = chunks[0]
+        if block_size is not None:
+            self.block_size = int(block_size)
 
     def __len__(self) -> int:
         return self._length
@@ -97,10 +101,10 @@ class ArrayDataset:
         rows = as_rows(indices)
         return {name: _taken(array, rows) for name, array in self._columns.items()}
 
-    def _shaped(self, found: dict[Any, Any]) -> Any:
-        if self._named:
-            return found
-        return found[0] if self._alone else tuple(found.values())
+    def _shaped(self, columns: dict[Any, Any]) -> Any:
+        if self._is_named:
+            return columns
+        return columns[0] if self._is_single else tuple(columns.values())
 
 
 def check_indexed(what: str, data: Any, way_out: str) -> None:
@@ -114,9 +118,8 @@ def check_indexed(what: str, data: Any, way_out: str) -> None:
     Raises:
         ArgumentTypeError: It lacks `__len__` or `__getitem__`, or is text or a dict.
     """
-    if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")) or isinstance(
-        data, str | Mapping
-    ):
+    has_index = hasattr(data, "__len__") and hasattr(data, "__getitem__")
+    if not has_index or isinstance(data, str | Mapping):
         raise ArgumentTypeError(
             f"{what} must have a length and an index (__len__, __getitem__), got {type(data).__name__}. {way_out}"
         )
@@ -130,35 +133,24 @@ def as_rows(indices: Sequence[int]) -> slice | np.ndarray[Any, Any]:
         (slice(4, 7, None), array([4, 6]))
     """
     rows = np.asarray(indices, np.int64)
-    if (
-        len(rows)
-        and rows[-1] - rows[0] == len(rows) - 1
-        and bool((rows[1:] - rows[:-1] == 1).all())
-    ):
+    num_rows = len(rows)
+    # Most orders fail the first test, which costs less.
+    if num_rows and rows[-1] - rows[0] == num_rows - 1 and (np.diff(rows) == 1).all():
         return slice(int(rows[0]), int(rows[-1]) + 1)
     return rows
 
 
 def _taken(array: Any, rows: slice | np.ndarray[Any, Any]) -> Any:
-    if isinstance(array, np.ndarray):
-        # Copy a slice, so that a memory map is read now, not at the first access.
-        return (
-            np.array(array[rows])
-            if isinstance(rows, slice)
-            else np.asarray(array.take(rows, axis=0))
-        )
-    if isinstance(array, list | tuple):
-        picked = (
-            range(rows.start, rows.stop) if isinstance(rows, slice) else rows.tolist()
-        )
-        return np.stack([np.asarray(array[row]) for row in picked])
     if isinstance(rows, slice):
-        return np.asarray(array[rows])
+        # A copy, so that a memory map is read now, not at the first access.
+        is_numpy = isinstance(array, np.ndarray)
+        return np.array(array[rows]) if is_numpy else np.asarray(array[rows])
+    if isinstance(array, np.ndarray):
+        return np.asarray(array.take(rows, axis=0))
     if hasattr(array, "take"):  # Arrow
         return np.asarray(array.take(rows))
     if hasattr(array, "oindex"):  # Zarr
         return np.asarray(array.oindex[rows])
-    ordered, back = np.unique(
-        rows, return_inverse=True
-    )  # HDF5 takes ascending rows only
-    return np.asarray(array[ordered])[back]
+    # HDF5 takes ascending rows only.
+    ascending, places = np.unique(rows, return_inverse=True)
+    return np.asarray(array[ascending])[places]

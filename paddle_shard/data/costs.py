@@ -18,24 +18,24 @@ from paddle_shard.plan.balance import Costs
 _PROBES = 64
 
 
-def costs_of(given: Any, dataset: Any) -> SampleCosts:
+def costs_of(balance: Any, dataset: Any) -> SampleCosts:
     """Return the costs that a user gives, checked.
 
     Args:
-        given: An array of costs by sample, or a function of ids.
+        balance: An array of costs by sample, or a function of ids.
         dataset: The data set.
 
     Raises:
         ArgumentError: It is neither, or a cost is missing, negative or not a number.
     """
-    if callable(given):
-        return SampleCosts(given)
+    if callable(balance):
+        return SampleCosts(balance)
     if isinstance(dataset, Mixture):
         raise ArgumentError(
             "balance: for a Mixture, it must be a function of ids; mixture.sample_name(id) returns (source, index)."
         )
     try:
-        costs = np.asarray(given)
+        costs = np.asarray(balance)
     except ValueError as error:  # rows of different lengths
         raise ArgumentError(
             f"balance must be a function of ids, or numbers: {error}."
@@ -58,7 +58,7 @@ def costs_of(given: Any, dataset: Any) -> SampleCosts:
 class SampleCosts:
     """The cost of each sample of a data set."""
 
-    given: Callable[[Any], Any] | np.ndarray[Any, Any]
+    costs: Callable[[Any], Any] | np.ndarray[Any, Any]
     """An array of costs by index, or a function of ids."""
 
     def __call__(self, ids: Any) -> Costs:
@@ -73,13 +73,13 @@ class SampleCosts:
         Raises:
             ArgumentError: The user's function returns something else, or an id is not an index of the array.
         """
-        if isinstance(self.given, np.ndarray):
+        if isinstance(self.costs, np.ndarray):
             if np.asarray(ids).dtype.kind not in "iu":
                 raise ArgumentError(
                     f"balance is an array, but the samples' ids are {ids[:4]}. Give a function of ids."
                 )
-            return np.asarray(self.given[ids].reshape(len(ids), -1), np.float64)
-        costs = np.asarray(self.given(copy.copy(ids)))  # it may change them
+            return np.asarray(self.costs[ids].reshape(len(ids), -1), np.float64)
+        costs = np.asarray(self.costs(copy.copy(ids)))  # it may change them
         if (
             costs.dtype.kind not in "iuf"
             or costs.ndim not in (1, 2)
@@ -94,11 +94,13 @@ class SampleCosts:
 
     def fact(self) -> str:
         """Return a short text that differs if the costs do, which the ranks compare."""
-        given = self.given
-        if not isinstance(given, np.ndarray):
-            return str(getattr(given, "__qualname__", type(given).__qualname__))
-        some = np.ascontiguousarray(given[:: max(1, len(given) // _PROBES)], np.float64)
-        return f"{list(given.shape)} {zlib.crc32(some.tobytes()):08x}"
+        balance = self.costs
+        if not isinstance(balance, np.ndarray):
+            return str(getattr(balance, "__qualname__", type(balance).__qualname__))
+        some = np.ascontiguousarray(
+            balance[:: max(1, len(balance) // _PROBES)], np.float64
+        )
+        return f"{list(balance.shape)} {zlib.crc32(some.tobytes()):08x}"
 
 
 def _check(costs: Any, ids: Any) -> None:

@@ -8,10 +8,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 
-from paddle_shard.data.stages.stage import Opening, Stage, Stated
+from paddle_shard.data.stages.stage import Opening, PartsSource, Samples, Stage, Stated
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, StateError
 
 VERSION = 1
@@ -20,12 +21,13 @@ ROUND = 1 << 20
 """Number that is added to a library's epoch each time that the data is read again within an epoch."""
 _CONTAINERS = (list, dict, set, deque, bytearray)
 """What a data set may change in place."""
-_NUMBERS = (int, float)
-"""What it may count in."""
 _MOST_ITEMS = 1 << 20
 _MOST_BYTES = 64 << 20
 """Containers of more items, and larger arrays, are not copied: they are the data itself, of which each worker would
 have a copy."""
+
+
+IterableOrFunction = Iterable[Any] | Callable[[], Iterable[Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,76 +83,70 @@ def is_iterable_dataset(given: object) -> bool:
     return any(base.__name__ == "IterableDataset" for base in type(given).__mro__)
 
 
-def iterate(given: Iterable[Any] | Callable[[], Iterable[Any]]) -> Iterator[Any]:
-    """Begin to iterate over what can be iterated, or over what a function returns."""
-    return iter(given if isinstance(given, Iterable) else given())
+_begun: WeakValueDictionary[int, Any] = WeakValueDictionary()
+"""The iterators that were begun and still exist, by their id."""
+_begun_builtin: deque[Any] = deque(maxlen=8)
+"""The newest of those that allow no weak references, as most of Python's own types."""
 
 
-class ReadingCopy:
-    """A copy of a data set for one reading, with its own lists, dicts, sets and small arrays.
+def iterate(given: IterableOrFunction) -> Samples:
+    """Begin to iterate over an iterable, or over what a function returns.
 
-    A worker that is started for an epoch has one, too. So a data set that shuffles its files in place, as by
-    `random.shuffle(self.files)`, begins each epoch with the list that the user gave: with and without workers, for each
-    part that it reads, and where a run is resumed. Numbers that the reading changes are copied back, for data sets that
-    count their epochs: these go on counting without workers, and only there.
+    Raises:
+        ArgumentError: It returns the iterator of an earlier epoch, which would continue where that has stopped.
     """
-
-    def __init__(self, dataset: Any) -> None:
-        self._original = dataset
-        self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        """(attributes of an original, those of its copy) of each data set."""
-        self.dataset = self._copy(dataset)
-        self._before = [_numbers(copied) for _, copied in self._attributes]
-
-    def _copy(self, value: Any) -> Any:
-        kind = type(value)
-        if kind is list and value and is_iterable_dataset(value[0]):
-            return list(map(self._copy, value))  # as in Paddle's ChainDataset
-        if kind in _CONTAINERS:
-            return copy.copy(value) if len(value) <= _MOST_ITEMS else value
-        if kind is np.ndarray:
-            return value.copy() if value.nbytes <= _MOST_BYTES else value
-        is_dataset = value is self._original or is_iterable_dataset(value)
-        # A `__del__` of the copy would free what both have.
-        if not is_dataset or hasattr(kind, "__del__"):
-            return value
-        try:
-            copied = copy.copy(value)
-        except Exception:  # some objects refuse
-            return value
-        if copied is not value and hasattr(copied, "__dict__"):
-            attributes = vars(copied)
-            self._attributes.append((vars(value), attributes))
-            for name, item in attributes.items():
-                attributes[name] = self._copy(item)
-        return copied
-
-    def copy_numbers_back(self) -> None:
-        """Give the user's objects the numbers that the reading has changed."""
-        for (original, copied), before in zip(
-            self._attributes, self._before, strict=True
-        ):
-            original.update(dict(_numbers(copied).items() - before.items()))
+    samples = iter(given if isinstance(given, Iterable) else given())
+    if _begun.get(id(samples)) is samples or any(
+        samples is other for other in _begun_builtin
+    ):
+        raise ArgumentError(
+            f"the __iter__ of this {type(given).__name__} has returned the iterator of an earlier pass, so samples "
+            "would be missing. Make a new iterator in __iter__, for example with `yield`."
+        )
+    try:
+        _begun[id(samples)] = samples
+    except TypeError:
+        _begun_builtin.append(samples)
+    return samples
 
 
-def _numbers(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        name: value for name, value in attributes.items() if type(value) in _NUMBERS
-    }
+def copy_for_reading(dataset: Any) -> Any:
+    """Return a copy of a data set for one reading, with its own lists, dicts, sets and small arrays.
+
+    So a data set that shuffles its files in place, as by `random.shuffle(self.files)`, begins each epoch with the list
+    that the user gave: with and without workers, for each part that it reads, and where a run is resumed.
+    """
+    # A `__del__` of the copy would free what both have.
+    if hasattr(type(dataset), "__del__"):
+        return dataset
+    try:
+        copied = copy.copy(dataset)
+    except Exception:  # some objects refuse
+        return dataset
+    if copied is not dataset and hasattr(copied, "__dict__"):
+        attributes = vars(copied)
+        attributes.update({name: _copy(value) for name, value in attributes.items()})
+    return copied
 
 
-class ExternalSource(Stage):
+def _copy(value: Any) -> Any:
+    kind = type(value)
+    if is_iterable_dataset(value):
+        return copy_for_reading(value)
+    if kind is list and value and is_iterable_dataset(value[0]):
+        return list(map(_copy, value))  # as in Paddle's ChainDataset
+    if kind in _CONTAINERS and len(value) <= _MOST_ITEMS:
+        return copy.copy(value)
+    if kind is np.ndarray and value.nbytes <= _MOST_BYTES:
+        return value.copy()
+    return value
+
+
+class ExternalSource(PartsSource):
     """An external loader as a source. Part p of P is what the library reads as shard p of P."""
 
     def __init__(self, loader: ExternalLoader) -> None:
         self._loader = loader
-
-    cuts = True
-    """The library reads a part without reading the others."""
-
-    def open(self, opening: Opening) -> list[Iterator[Any]]:
-        """Return an iterator over the batches of each part."""
-        return [self._batches(part, opening) for part in opening.parts]
 
     def check_resume(self, *, repeats: bool) -> None:
         """Refuse to resume within an epoch if the delivered batches cannot be found again.
@@ -180,7 +176,8 @@ class ExternalSource(Stage):
         """Return the library's name."""
         return [["foreign", self._loader.name]]  # the kind as saved states spell it
 
-    def _batches(self, part: int, opening: Opening) -> Iterator[Any]:
+    def part(self, part: int, opening: Opening) -> Samples:
+        """Return the batches of a part."""
         name = self._loader.name
         save = self._loader.save
         state: Any = opening.state or {"at": 0, "saved": None}
@@ -198,7 +195,7 @@ class ExternalSource(Stage):
             raise ArgumentError(
                 f"{name}: build returned {type(loader).__name__}, which cannot be iterated."
             )
-        batches = opening.drawn(iter(loader), part, state["at"])
+        batches = opening.seeded(iter(loader), part, state["at"])
         if save is None:
             yield from batches
             return
@@ -230,8 +227,8 @@ class IterableSource(Stage):
 
     def __init__(
         self,
-        iterable: Iterable[Any] | Callable[[], Iterable[Any]],
-        begin: Callable[[Any], Iterator[Any]] | None = None,
+        iterable: IterableOrFunction,
+        begin: Callable[[Any], Samples] | None = None,
     ) -> None:
         """Set up the source.
 
@@ -248,7 +245,6 @@ class IterableSource(Stage):
                 f"a stream must be iterable, or a function that returns something iterable, got "
                 f"{type(iterable).__name__}: {iterable!r}."
             )
-        self._iterable, self._begin = iterable, begin or iterate
         self._iterable = iterable
         self._begin = begin or iterate
         has_index = hasattr(iterable, "__getitem__") and hasattr(iterable, "__len__")
@@ -259,7 +255,7 @@ class IterableSource(Stage):
         self.once = begin is None and isinstance(iterable, Iterator)
         self._is_used = False
 
-    def open(self, opening: Opening) -> list[Iterator[Any]]:
+    def open(self, opening: Opening) -> list[Samples]:
         """Return the whole stream: part 0 of 1."""
         if opening.num_parts != 1:
             raise AssertionError("an iterable is cut by a stage behind it")
@@ -273,7 +269,7 @@ class IterableSource(Stage):
         """Return the length of a list; nothing for anything else."""
         return [] if self._indexed is None else [["list", len(self._indexed)]]
 
-    def _items(self, opening: Opening) -> Iterator[Any]:
+    def _items(self, opening: Opening) -> Samples:
         key = opening.key(0, "source")
         seed = opening.seed_generators
         items = self._indexed
@@ -284,16 +280,13 @@ class IterableSource(Stage):
             return
         seed(key)
         if self.once:
-            yield from opening.drawn(self._begin_once(), 0)
+            yield from opening.seeded(self._begin_once(), 0)
             return
-        reading = ReadingCopy(self._iterable)
-        set_epoch_of(reading.dataset, opening)
-        try:
-            yield from opening.drawn(self._begin(reading.dataset), 0)
-        finally:
-            reading.copy_numbers_back()
+        dataset = copy_for_reading(self._iterable)
+        set_epoch_of(dataset, opening)
+        yield from opening.seeded(self._begin(dataset), 0)
 
-    def _begin_once(self) -> Iterator[Any]:
+    def _begin_once(self) -> Samples:
         if self._is_used:
             raise ArgumentError(
                 f"this {type(self._iterable).__name__} has been read already, and can be read only once. Give the "

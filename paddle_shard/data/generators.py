@@ -1,4 +1,4 @@
-"""The global random generators that a data set or a sampler may draw from."""
+"""The global random generators that a data set or a sampler may use."""
 
 from __future__ import annotations
 
@@ -64,7 +64,11 @@ class TorchGenerator:
 
 def generators_of() -> tuple[Generator, ...]:
     """Return the generators that are seeded: numpy's, Python's and Paddle's, and torch's where it is imported."""
-    found: list[Generator] = [NumpyGenerator(), PythonGenerator(), PaddleGenerator()]
+    generators: list[Generator] = [
+        NumpyGenerator(),
+        PythonGenerator(),
+        PaddleGenerator(),
+    ]
     if "torch" in sys.modules:
-        found.append(TorchGenerator())
-    return tuple(found)
+        generators.append(TorchGenerator())
+    return tuple(generators)

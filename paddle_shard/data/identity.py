@@ -83,33 +83,25 @@ def in_words(identity: Mapping[str, Any]) -> dict[str, str]:
 
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Return in words how data differs from what a saved state knows of it; empty if nothing is known to differ."""
-    if (
-        None not in (saved.get("length"), now.get("length"))
-        and saved["length"] != now["length"]
-    ):
-        return f"it had {saved['length']} samples, and has {now['length']} now"
-    none: dict[str, Any] = {"num": 0, "digest": "", "first": []}
-    was, is_now = saved.get("files", none), now.get("files", none)
-    if was["num"] != is_now["num"]:
-        return f"it was {was['num']} files, and is {is_now['num']} now"
-    if was["digest"] != is_now["digest"]:
-        changed = [
-            entry
-            for entry in is_now["first"]
-            if list(entry) not in [list(one) for one in was["first"]]
-        ]
-        named = [
-            f"{name} ({size} bytes, version {tag})" for name, size, tag in changed[:1]
-        ]
-        return f"{' '.join(named) or 'one of its files'} is another than it was"
+    lengths = saved.get("length"), now.get("length")
+    if None not in lengths and lengths[0] != lengths[1]:
+        return f"it had {lengths[0]} samples, and has {lengths[1]} now"
+    files: dict[str, Any] = {"num": 0, "digest": "", "first": []}
+    files_before = saved.get("files", files)
+    files_now = now.get("files", files)
+    if files_before["num"] != files_now["num"]:
+        return f"it was {files_before['num']} files, and is {files_now['num']} now"
+    if files_before["digest"] != files_now["digest"]:
+        known = list(map(list, files_before["first"]))
+        for entry in files_now["first"]:
+            if list(entry) not in known:
+                name, size, tag = entry
+                return f"{name} ({size} bytes, version {tag}) is another than it was"
+        return "one of its files is another than it was"
     digests = dict(map(tuple, saved.get("samples", ())))
     names = [
-        name
-        for name, digest in now.get("samples", ())
+        f"sample {name}"
+        for name, digest in sorted(now.get("samples", ()))
         if digests.get(name, digest) != digest
     ]
-    return (
-        f"{' and '.join(f'sample {name}' for name in sorted(names))} held something else"
-        if names
-        else ""
-    )
+    return f"{' and '.join(names)} held something else" if names else ""

@@ -1,4 +1,4 @@
-"""How are several data sets read as one, each with its weight?"""
+"""Mixing of several data sets with an index, each with its weight."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from paddle_shard.core.checks import check_count
 from paddle_shard.data.arrays import NO_REPEAT, check_indexed
 from paddle_shard.data.packed import Packed
 from paddle_shard.errors import ArgumentError, ArgumentTypeError
@@ -90,14 +91,8 @@ class Mixture:
         """The data sets, by name."""
         self._names = tuple(sources)
         self._lengths = lengths = tuple(
-            _length(name, source) for name, source in self.sources.items()
+            _length(name, source) for name, source in sources.items()
         )
-        if isinstance(num_samples, bool) or not isinstance(
-            num_samples, int | np.integer | None
-        ):
-            raise ArgumentTypeError(
-                f"Mixture: num_samples must be an int, got {num_samples!r}."
-            )
         if stop not in STOPS:
             raise ArgumentError(
                 f"Mixture: stop must be {' or '.join(map(repr, STOPS))}, got {stop!r}."
@@ -107,21 +102,18 @@ class Mixture:
             weights = dict(zip(self._names, lengths, strict=True))
         self.segments = schedule_of("Mixture", self._names, weights)
         """The stretches of the run with the same weights."""
-        found = (
-            num_samples
-            if num_samples is not None
-            else num_positions_to_read(self.segments, lengths, every=stop == "all")
-        )
-        if found is None:
+        if num_samples is None:
+            num_samples = num_positions_to_read(
+                self.segments, lengths, every=stop == "all"
+            )
+        if num_samples is None:
             raise ArgumentError(
                 f"Mixture: stop={stop!r} never comes: a source has the weight 0 before it is read in full. Give "
                 "num_samples, the samples of an epoch."
             )
-        if not 1 <= found <= MAX_DRAWS:
-            raise ArgumentError(
-                f"Mixture: num_samples must be in [1, 2^50], got {found}."
-            )
-        self._num_samples = int(found)
+        self._num_samples = check_count(
+            "Mixture: num_samples", num_samples, most=MAX_DRAWS
+        )
         self._first_epoch = self.ordering(Sequential()).order(
             self._num_samples, 0, 0, 1
         )
@@ -131,16 +123,13 @@ class Mixture:
 
     def __repr__(self) -> str:
         parts = self.segments[0].weights
-        shares = ", ".join(
+        shares = [
             f"{name} {part / sum(parts):.4g}"
             for name, part in zip(self._names, parts, strict=True)
-        )
-        switches = (
-            f", {len(self.segments)} schedules of weights"
-            if len(self.segments) > 1
-            else ""
-        )
-        return f"Mixture({shares}{switches}; {self._num_samples} samples in an epoch)"
+        ]
+        if len(self.segments) > 1:
+            shares.append(f"{len(self.segments)} schedules of weights")
+        return f"Mixture({', '.join(shares)}; {self._num_samples} samples in an epoch)"
 
     def __getitem__(self, index: int) -> Any:
         """Return a sample.
@@ -216,17 +205,15 @@ def _check_rows(sources: Mapping[str, Any]) -> None:
         for name, source in sources.items()
         if isinstance(source, Packed)
     }
-    for what in ("length", "labels", "most_pieces"):
-        found = {name: getattr(rows, what) for name, rows in packed.items()}
-        if len(set(found.values())) > 1:
-            way_out = (
-                f"max_pieces={max(found.values())}"
-                if what == "most_pieces"
-                else f"the same {what}="
-            )
+    for field in ("length", "labels", "most_pieces"):
+        values = {name: getattr(rows, field) for name, rows in packed.items()}
+        if len(set(values.values())) > 1:
+            fix = f"the same {field}="
+            if field == "most_pieces":
+                fix = f"max_pieces={max(values.values())}"
             raise ArgumentError(
-                f"Mixture: the packed sources have rows of different forms: {what.replace('_', ' ')} {found}. Give "
-                f"every Packed {way_out}."
+                f"Mixture: the packed sources have rows of different forms: {field.replace('_', ' ')} {values}. Give "
+                f"every Packed {fix}."
             )
 
 

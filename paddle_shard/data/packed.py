@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -12,8 +11,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from paddle_shard.core.checks import check_count
-from paddle_shard.core.randomness import NumpyGenerator, PythonGenerator, kept
+from paddle_shard.core.checks import check_count, listed
+from paddle_shard.core.randomness import kept
 from paddle_shard.core.warn_once import say_once
 from paddle_shard.data.arrays import check_indexed
 from paddle_shard.data.stages.pack import LONG, PackedRows, tokens_of
@@ -31,7 +30,7 @@ class Packed:
     A row is a dict of numpy arrays, all of fixed shapes, as static models need:
 
     - `input_ids` (or `key`) and the other fields of the documents that have an entry for each token: `[length, ...]`.
-      Padding at the end of a row is 0, or `pad_values`.
+      Padding at the end of a row is 0, or `pad_values`; that of `labels` is `ignore_index`.
     - `position_ids`, int64 `[length]`: the place of a token in its piece; 0 in padding.
     - `segment_ids`, int32 `[length]`: 1 for the first piece of the row, 2 for the next, ...; 0 in padding.
     - `cu_seqlens`, int32 `[max_pieces + 2]`: where each piece begins, then where the last one ends, then
@@ -96,24 +95,21 @@ class Packed:
         counts = _lengths(documents, lengths, key)
         self.lengths = counts
         """The tokens of each document, also of those that are in no row."""
-        too_long = (
-            counts > length
-            if isinstance(length, int | np.integer)
-            else np.zeros(len(counts), bool)
-        )
-        if long == "error" and too_long.any():
+        too_long = counts > check_count("length", length)
+        num_long = int(too_long.sum())
+        if long == "error" and num_long:
             first = int(np.argmax(too_long))
             raise ArgumentError(
                 f"Packed: long='error': document {first} has {int(counts[first])} tokens, and so have "
-                f"{int(too_long.sum()) - 1} more over length={length}. Choose long='split' or 'drop', or a longer row."
+                f"{num_long - 1} more over length={length}. Choose long='split' or 'drop', or a longer row."
             )
-        self.num_dropped = int(too_long.sum()) if long == "drop" else 0
+        self.num_dropped = num_long if long == "drop" else 0
         """Documents that were left out since they are longer than a row."""
         if self.num_dropped:
             counts = np.where(too_long, 0, counts)
             say_once(
                 "Packed: %d of %d documents are longer than a row and left out",
-                self.num_dropped,
+                num_long,
                 len(counts),
             )
         self.packing = Packing(counts, length, window)
@@ -164,17 +160,10 @@ class Packed:
             raise IndexError(f"row {row} is out of range for {len(self)} packed rows")
         pieces = self.packing.pieces(row % len(self))
         names = [f"document {piece.document}" for piece in pieces]
-        made = self.rows.row([(self._fields(piece), piece) for piece in pieces], names)
-        if "labels" in made and "labels" not in (
-            self.rows.labels,
-            *self.rows.pad_values,
-        ):
-            say_once(
-                "Packed: the documents have 'labels' of their own, and the ends of rows are filled with 0, which a "
-                "loss takes for a token. Leave them out and give labels='labels' (the next token of the "
-                "same document, and no label behind its last one); or give pad_values={'labels': -100} to keep them."
-            )
-        return made
+        fields = [
+            self._fields(piece, name) for piece, name in zip(pieces, names, strict=True)
+        ]
+        return self.rows.row(list(zip(fields, pieces, strict=True)), names)
 
     def sample_name(self, row: int) -> str:
         """Return a row's number and documents, which errors and logs show.
@@ -182,10 +171,10 @@ class Packed:
         Args:
             row: What `__getitem__` takes.
         """
-        found = [piece.document for piece in self.packing.pieces(int(row) % len(self))]
-        return f"row {int(row)} of documents {found[:8]}" + (
-            f" and {len(found) - 8} more" if len(found) > 8 else ""
-        )
+        documents = [
+            str(piece.document) for piece in self.packing.pieces(int(row) % len(self))
+        ]
+        return f"row {int(row)} of documents [{listed(documents, 8)}]"
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what the rows depend on, for a saved state: JSON-able."""
@@ -204,41 +193,31 @@ class Packed:
     @cached_property
     def _token_fields(self) -> frozenset[str]:
         """The fields that have an entry for each token in the first document that is packed."""
-        generators: list[Any] = [NumpyGenerator(), PythonGenerator()]
-        if (
-            paddles := getattr(sys.modules.get("paddle"), "framework", None)
-        ) is not None:
-            generators.append(paddles.core.default_cpu_generator())
         first = int(np.argmax(self.packing.lengths > 0))
-        with kept(
-            generators
-        ):  # the sample that is being read has random numbers of its own
-            return frozenset(
-                replace(self.rows, labels=None).fields(
-                    self.documents[first], f"document {first}"
-                )
-            )
+        rows = replace(self.rows, labels=None)
+        # The sample that is being read has its own random numbers.
+        from paddle_shard.data.generators import generators_of  # needs Paddle
 
-    def _fields(self, piece: Piece) -> dict[str, npt.NDArray[Any]]:
+        with kept(generators_of()):
+            return frozenset(rows.fields(self.documents[first], f"document {first}"))
+
+    def _fields(self, piece: Piece, what: str) -> dict[str, npt.NDArray[Any]]:
         """Return the fields of a piece's document that have an entry for each token."""
-        document, what = self.documents[piece.document], f"document {piece.document}"
-        self._check_length(piece.document, document)
-        found = self.rows.fields(document, what, self._token_fields)
-        if isinstance(document, dict) and not found.keys() >= document.keys():
-            left_out = ", ".join(sorted(map(str, document.keys() - found.keys())))
+        document = self.documents[piece.document]
+        num_tokens = len(tokens_of(document, self.rows.key))
+        expected = self.lengths[piece.document]
+        if num_tokens != expected:
+            raise ValueError(
+                f"{what} has {num_tokens} tokens, but {expected} by lengths=. Count again (leave lengths= out). "
+                "Documents of random length can be packed by Stream.pack."
+            )
+        fields = self.rows.fields(document, what, self._token_fields)
+        if isinstance(document, dict) and not fields.keys() >= document.keys():
             say_once(
                 "Packed: fields without an entry for each token are left out of the rows: %s",
-                left_out,
+                ", ".join(sorted(map(str, document.keys() - fields.keys()))),
             )
-        return found
-
-    def _check_length(self, number: int, document: Any) -> None:
-        num_tokens = len(tokens_of(document, self.rows.key))
-        if num_tokens != self.lengths[number]:
-            raise ValueError(
-                f"document {number} has {num_tokens} tokens, but {self.lengths[number]} by lengths=. Count again "
-                "(leave lengths= out). Documents of random length can be packed by Stream.pack."
-            )
+        return fields
 
 
 def _lengths(documents: Any, lengths: Any, key: str) -> npt.NDArray[Any]:

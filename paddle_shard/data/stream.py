@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -13,10 +13,11 @@ import paddle.io
 from paddle_shard.core.checks import check_count
 from paddle_shard.data.external import (
     ExternalSource,
+    IterableOrFunction,
     IterableSource,
     is_iterable_dataset,
 )
-from paddle_shard.data.files.files import Paths
+from paddle_shard.data.files.files import Path, Paths
 from paddle_shard.data.files.huggingface import HuggingFaceSource
 from paddle_shard.data.files.parquet import parquet_source
 from paddle_shard.data.files.shards import FileOptions
@@ -66,9 +67,7 @@ class Stream(paddle.io.IterableDataset):
         [0, 4, 16, 36, 64]
     """
 
-    def __init__(
-        self, source: Stage | Iterable[Any] | Callable[[], Iterable[Any]]
-    ) -> None:
+    def __init__(self, source: Stage | IterableOrFunction) -> None:
         """Set up the stream.
 
         Args:
@@ -99,7 +98,7 @@ class Stream(paddle.io.IterableDataset):
     @classmethod
     def of(
         cls,
-        iterable: Iterable[Any] | Callable[[], Iterable[Any]],
+        iterable: IterableOrFunction,
         *,
         splits_itself: bool = False,
     ) -> Stream:
@@ -118,9 +117,9 @@ class Stream(paddle.io.IterableDataset):
             >>> list(Stream.of([3, 4]))
             [3, 4]
         """
-        if splits_itself:
-            return cls(SelfSplit(iterable))
-        return iterable if isinstance(iterable, Stream) else cls(iterable)
+        if isinstance(iterable, Stream):
+            return iterable
+        return cls(SelfSplit(iterable) if splits_itself else iterable)
 
     @classmethod
     def mixture(
@@ -227,8 +226,8 @@ class Stream(paddle.io.IterableDataset):
                   `num_batches=`.
                 - `cache_dir` (path, None): a folder in which copies of remote files are kept, for all ranks and
                   workers of the host: each file is downloaded once. A copy is not compared with its server again.
-                - `cache_bytes` (int, None): most bytes that all copies in the folder may have; those that were not
-                  used for the longest time are removed. None: none is removed.
+                - `cache_bytes` (int, None): most bytes that all copies in the folder may have; where they have reached
+                  it, other files are read from their servers. None: no limit.
 
         Raises:
             ArgumentError: There is no file, or none that matches a pattern.
@@ -268,7 +267,7 @@ class Stream(paddle.io.IterableDataset):
         cls,
         urls: Paths,
         *,
-        index: str | os.PathLike[str] | bool | None = None,
+        index: Path | bool | None = None,
         select: Callable[[str], bool] | None = None,
         **options: Unpack[FileOptions],
     ) -> Stream:
@@ -365,7 +364,7 @@ class Stream(paddle.io.IterableDataset):
 
         Raises:
             MissingDependencyError: webdataset is not installed.
-            ArgumentError: WebDataset does not know one of the names.
+            ValueError: WebDataset does not know one of the names.
 
         Examples:
             >>> from paddle_shard import Stream

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any
 
 from paddle.io.dataloader import worker as paddle_worker
 from paddle.io.dataloader.worker import WorkerInfo
 
-from paddle_shard.data.external import ReadingCopy, iterate, set_epoch_of
-from paddle_shard.data.stages.stage import Opening, Stage
+from paddle_shard.data.external import (
+    IterableOrFunction,
+    copy_for_reading,
+    iterate,
+    set_epoch_of,
+)
+from paddle_shard.data.stages.stage import Opening, PartsSource, Samples
 from paddle_shard.errors import ArgumentTypeError, SplitError
 
 _END: Any = object()
 _OF_TORCH = "torch.utils.data._utils.worker"
 
 
-class visible_worker_info:  # a context manager; not by `contextmanager`, as it is entered for each sample
+class VisibleWorkerInfo:  # not by `contextmanager`: it is entered for each sample
     """Let `paddle.io.get_worker_info()`, and torch's if that is loaded, return `info` inside the `with` block."""
 
     def __init__(self, info: WorkerInfo | None) -> None:
@@ -36,22 +41,20 @@ class visible_worker_info:  # a context manager; not by `contextmanager`, as it 
             module._worker_info = info
 
 
-def iterate_with(
-    info: WorkerInfo | None, dataset: Iterable[Any] | Callable[[], Iterable[Any]]
-) -> Iterator[Any]:
+def iterate_with(info: WorkerInfo | None, dataset: IterableOrFunction) -> Iterator[Any]:
     """Iterate over the user's stream, which sees `info` instead of its worker.
 
     With None, it does not know of the workers, and does not split itself among them: every reader reads the whole
     stream, which is cut later.
     """
-    with visible_worker_info(info):
+    with VisibleWorkerInfo(info):
         items = iterate(dataset)
     while True:
         # Where no workers read, there is nothing to hide.
         if info is paddle_worker._worker_info and _OF_TORCH not in sys.modules:
             item = next(items, _END)
         else:
-            with visible_worker_info(info):
+            with VisibleWorkerInfo(info):
                 item = next(items, _END)
         if item is _END:
             return
@@ -59,7 +62,7 @@ def iterate_with(
 
 
 class _Part(WorkerInfo):
-    """ "Worker p of P" for a stream that splits itself, and whether the stream has read it."""
+    """Tells "worker p of P" to a stream that splits itself, and whether the stream has read it."""
 
     is_read = False
 
@@ -71,14 +74,14 @@ class _Part(WorkerInfo):
         return super().__getattribute__(name)
 
 
-class SelfSplit(Stage):
+class SelfSplit(PartsSource):
     """A user's stream that splits itself by `paddle.io.get_worker_info()` or torch's: it sees "worker p of P".
 
     So each sample is read once, whatever the number of readers. The stream must yield different samples for each p,
     and the same samples each time it is opened for an epoch.
     """
 
-    def __init__(self, dataset: Iterable[Any] | Callable[[], Iterable[Any]]) -> None:
+    def __init__(self, dataset: IterableOrFunction) -> None:
         can_repeat = isinstance(dataset, Iterable) or callable(dataset)
         if isinstance(dataset, Iterator) or not can_repeat:
             raise ArgumentTypeError(
@@ -87,17 +90,11 @@ class SelfSplit(Stage):
             )
         self._dataset = dataset
 
-    cuts = True
-    """The stream opens each part by itself."""
-
-    def open(self, opening: Opening) -> list[Iterator[Any]]:
-        """Return the samples of each part."""
-        return [self._items(part, opening) for part in opening.parts]
-
-    def _items(self, part: int, opening: Opening) -> Iterator[Any]:
+    def part(self, part: int, opening: Opening) -> Samples:
+        """See `PartsSource`."""
         key = opening.key(part, "source")
         opening.seed_generators(key)
-        dataset = ReadingCopy(self._dataset).dataset
+        dataset = copy_for_reading(self._dataset)
         set_epoch_of(dataset, opening)
         info = _Part(
             id=part,
@@ -105,7 +102,7 @@ class SelfSplit(Stage):
             dataset=dataset,
             seed=key & 0x7FFFFFFF,
         )
-        items = opening.drawn(iterate_with(info, dataset), part)
+        items = opening.seeded(iterate_with(info, dataset), part)
         for number, item in enumerate(islice(items, 2)):
             # It may read its info after its first sample.
             if number and opening.num_parts > 1 and not info.is_read:

@@ -98,7 +98,7 @@ class BucketBatchSampler:
         self._position = (0, 0)
         """Window, and batch in it, of the next batch."""
         self._num_batches: dict[int, int] = {}
-        """Number of batches of an epoch in which they hold tokens, once it was asked for."""
+        """Number of batches of an epoch whose batches are measured in tokens, once it was computed."""
         self._unit = unit
         """A batch holds a multiple of so many samples, but for the last one of the epoch."""
         self._settings = {

@@ -33,9 +33,9 @@ VERSION = 2
 """Version of the manifest, of the names of checkpoints and of the files of this library."""
 MANIFEST = "manifest.json"
 VALUES = "values.pdparams"
-"""File of a rank: the values that it saves whole, its own states, and the index of its parts."""
+"""File of a rank: values that are no tensors (of the first rank), its own states, and the index of its parts."""
 PARTS = "parts.pdparams"
-"""File of a rank: its parts of distributed tensors, by path."""
+"""File of a rank: its parts of tensors, by path; the first rank saves those that are not distributed."""
 HALF_WRITTEN = "it is half-written"
 _NAME = re.compile(r"\d{6}-\d{6}-step\d+", re.ASCII)
 """Name of a checkpoint, `<generation>-<number>-step<step>`: the newest one is the greatest."""

@@ -1,4 +1,4 @@
-"""Parts of distributed tensors: which part a rank holds, and how it is filled from a checkpoint of other parts.
+"""Parts of tensors: which part a rank holds, and how it is filled from a checkpoint of other parts.
 
 Paddle's `dist.load_state_dict` works on NVIDIA's GPUs only. Here nothing is sent, so no rank waits for one that fails.
 """
@@ -6,7 +6,7 @@ Paddle's `dist.load_state_dict` works on NVIDIA's GPUs only. Here nothing is sen
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ class Part(NamedTuple):
     start: list[int]
     """Index of its first element, for each dim."""
     shape: list[int]
-    is_first: bool = True
+    is_first: bool
     """Whether this rank is the first of those that hold it."""
 
 
@@ -32,8 +32,8 @@ class SavedPart(NamedTuple):
 
     path: str
     """Path of the tensor in the states."""
-    file: Path | None
-    """File that maps paths to values; None for a tensor that was saved whole."""
+    file: Path
+    """File that maps paths to values."""
     kind: list[Any]
     """Shape and dtype of the tensor."""
     start: list[int]
@@ -51,10 +51,13 @@ def kind_of(tensor: Any) -> list[Any]:
 
 
 def without_sums(tensor: Any) -> Any:
-    """Return a distributed tensor whose ranks hold values, and no terms of a sum; collective if they hold terms."""
-    if not any(placement.is_partial() for placement in tensor.placements):
+    """Return a tensor whose ranks hold values, and no terms of a sum; collective over its mesh if they hold terms."""
+    if not is_dist(tensor):
         return tensor
     mesh = tensor.process_mesh
+    has_sums = any(placement.is_partial() for placement in tensor.placements)
+    if not has_sums or dist.get_rank() not in mesh.process_ids:
+        return tensor
     return dist.reshard(tensor, mesh, [dist.Replicate()] * len(mesh.shape))
 
 
@@ -63,7 +66,7 @@ def part_of(tensor: Any) -> Part | None:
     start = [0] * len(tensor.shape)
     shape = list(tensor.shape)
     if not is_dist(tensor):
-        return Part(start, shape)
+        return Part(start, shape, dist.get_rank() == 0)
     mesh = tensor.process_mesh
     if dist.get_rank() not in mesh.process_ids:
         return None
@@ -85,31 +88,21 @@ def part_of(tensor: Any) -> Part | None:
     return Part(start, shape, is_first)
 
 
-def fill(
-    targets: Mapping[str, Any],
-    whole: Mapping[str, Any],
-    saved_parts: Iterable[SavedPart],
-) -> None:
+def fill(targets: Mapping[str, Any], saved_parts: Iterable[SavedPart]) -> None:
     """Fill this rank's parts of tensors.
 
     Args:
         targets: The tensors, by path.
-        whole: Tensors that were saved whole, by path.
-        saved_parts: Parts of tensors in the checkpoint, also of others.
+        saved_parts: Parts of tensors in the checkpoint, also of others; those of a file one after another.
 
     Raises:
         StateError: Not all of this rank's parts was saved.
     """
-    load = lru_cache(maxsize=1)(partial(paddle.load, return_numpy=True))
+    load = lru_cache(maxsize=1)(lambda file: paddle.load(file, return_numpy=True))
     parts = {path: part_of(target) for path, target in targets.items()}
     missing = {path: int(np.prod(part.shape)) for path, part in parts.items() if part}
-    whole_parts = [
-        SavedPart(path, None, kind_of(value), [0] * value.ndim, value.shape)
-        for path, value in whole.items()
-        if path in missing
-    ]
     arrays: dict[str, Any] = {}
-    for path, file, _, start, shape in (*whole_parts, *saved_parts):
+    for path, file, _, start, shape in saved_parts:
         part = parts.get(path)
         if part is None:
             continue
@@ -117,8 +110,7 @@ def fill(
         low = np.maximum(start, part.start)
         high = np.minimum(np.add(start, shape), np.add(part.start, part.shape))
         if (low < high).all():
-            tensors = whole if file is None else load(str(file))
-            values = np.asarray(tensors[path])
+            values = np.asarray(load(str(file))[path])
             array = arrays.setdefault(path, np.empty(part.shape, values.dtype))
             source = tuple(map(slice, low - start, high - start))
             target = tuple(map(slice, low - part.start, high - part.start))

@@ -56,7 +56,7 @@ class _RankState:
 
     leaves: dict[str, Any] = field(default_factory=dict)
     """Values by path."""
-    own: dict[str, Any] = field(default_factory=dict)
+    split_states: dict[str, Any] = field(default_factory=dict)
     """States of loaders of data that is split already, by name."""
 
     def collect(self, step: int, what: Mapping[str, Any]) -> list[Any]:
@@ -72,7 +72,7 @@ class _RankState:
                     value.certificate()
             state = value.state_dict() if hasattr(value, "state_dict") else value
             if _is_loader(value) and value.is_dataset_splitted:
-                self.own[name] = state
+                self.split_states[name] = state
             else:
                 self.leaves.update(_leaves(state, (name,)))
         num_whole = sum(not is_dist(leaf) for leaf in self.leaves.values())
@@ -80,19 +80,23 @@ class _RankState:
 
     def write(self, rank: int, directory: Path) -> dict[str, int]:
         """Write the files of a rank; return the size of each."""
-        whole: dict[str, Any] = {}
+        others: dict[str, Any] = {}
         parts: dict[str, Any] = {}
         index: dict[str, Any] = {}
         for path, leaf in self.leaves.items():
-            if not is_dist(leaf):
-                whole[path] = leaf
-            elif rank in leaf.process_mesh.process_ids:
-                tensor = without_sums(leaf)
-                part = part_of(tensor)
-                if part is not None and part.is_first:
-                    parts[path] = tensor._local_value()
-                    index[path] = [kind_of(tensor), part.start, part.shape]
-        values = {"whole": {} if rank else whole, "own": self.own, "index": index}
+            if not isinstance(leaf, paddle.Tensor):
+                others[path] = leaf
+                continue
+            tensor = without_sums(leaf)
+            part = part_of(tensor)
+            if part is not None and part.is_first:
+                parts[path] = tensor._local_value() if is_dist(tensor) else tensor
+                index[path] = [kind_of(tensor), part.start, part.shape]
+        values = {
+            "whole": {} if rank else others,
+            "own": self.split_states,
+            "index": index,
+        }
         contents = {f"{rank}_{VALUES}": values}
         if parts:
             contents[f"{rank}_{PARTS}"] = parts
@@ -218,28 +222,20 @@ class Checkpoints:
         }
         target_leaves = dict(_leaves(targets))
 
-        # Tensors that were saved in parts, or that are distributed now, are filled in place.
-        whole, parts, own = _read(directory)
-        kinds = {part.path: part.kind for part in parts}
-        for path, leaf in whole.items():
-            if is_dist(target_leaves.get(path)):
-                kinds[path] = kind_of(leaf)
-        tensors: dict[str, Any] = {}
-        for path, kind in kinds.items():
-            if json.loads(path)[0] in what:
-                target = target_leaves.get(path)
-                tensor = paddle.zeros(*kind) if target is None else target
-                if kind_of(tensor) != kind:
-                    raise StateError(
-                        f"{name} holds {kind} for {path}, and not {kind_of(tensor)}."
-                    )
-                tensors[path] = tensor
-        states = dict(own.get(self._rank, {}))
-        for path, leaf in (whole | tensors).items():
+        others_saved, parts, split_states = _read(directory)
+        tensors = {
+            part.path: _tensor_of(part, target_leaves.get(part.path), name)
+            for part in parts
+            if json.loads(part.path)[0] in what
+        }
+        states = dict(split_states.get(self._rank, {}))
+        for path, leaf in others_saved.items():
             _put(states, path, leaf)
+        for part in parts:
+            _put(states, part.path, tensors.get(part.path))
 
         for key in what:
-            num_saved = sum(key in of_rank for of_rank in own.values())
+            num_saved = sum(key in of_rank for of_rank in split_states.values())
             if num_saved not in (0, len(self._ranks)):
                 raise StateError(
                     f"{key}: the data is split already, so {name} holds a state of each of {num_saved} ranks, and "
@@ -248,7 +244,7 @@ class Checkpoints:
         _check_fits(what, states, targets, name)
         for key in loaders:  # first: a loader may reject its state
             setters[key](states[key])
-        fill(tensors, whole, parts)
+        fill(tensors, parts)
         for key in others:
             setters[key](states[key])
 
@@ -286,19 +282,19 @@ class Checkpoints:
 def _read(
     directory: Path,
 ) -> tuple[dict[str, Any], list[SavedPart], dict[int, dict[str, Any]]]:
-    """Return a checkpoint's whole values by path, its parts, and the own states of each rank."""
-    whole: dict[str, Any] = {}
+    """Return the values of a checkpoint that are no tensors, by path, the parts of tensors, and states by rank."""
+    others: dict[str, Any] = {}
     parts: list[SavedPart] = []
-    own: dict[int, dict[str, Any]] = {}
+    split_states: dict[int, dict[str, Any]] = {}
     # Not a listing: another job may be deleting them.
     files = json.loads(read_file(directory / MANIFEST))["files"]
     for name in sorted(file for file in files if file.endswith(VALUES)):
         values = paddle.load(str(directory / name))
-        whole |= values["whole"]
-        own[int(name.partition("_")[0])] = values["own"]
+        others |= values["whole"]
+        split_states[int(name.partition("_")[0])] = values["own"]
         file = directory / name.replace(VALUES, PARTS)
         parts += [SavedPart(path, file, *at) for path, at in values["index"].items()]
-    return whole, parts, own
+    return others, parts, split_states
 
 
 def _check_same(call: str, reports: Sequence[Any]) -> None:
@@ -318,7 +314,7 @@ def _check_fits(
     targets: Mapping[str, Any],
     name: str,
 ) -> None:
-    """Check that states were loaded for all objects, and that those of models have the same tensors.
+    """Check that states were loaded for all objects, and that those of models have the same names.
 
     Args:
         what: The objects, by name.
@@ -333,12 +329,22 @@ def _check_fits(
         )
     for key, value in what.items():
         if isinstance(value, paddle.nn.Layer):  # Paddle would ignore what does not fit
-            saved = {(path, *leaf.shape) for path, leaf in _leaves(states[key])}
-            expected = {(path, *leaf.shape) for path, leaf in _leaves(targets[key])}
+            saved = dict(_leaves(states[key])).keys()
+            expected = dict(_leaves(targets[key])).keys()
             if saved != expected:
                 raise StateError(
                     f"{key}: {name} holds {saved - expected}, and this model {expected - saved}."
                 )
+
+
+def _tensor_of(part: SavedPart, target: Any, name: str) -> Any:
+    """Return the tensor to be filled with parts that checkpoint `name` holds: the target; a new one if that is None."""
+    tensor = paddle.zeros(*part.kind) if target is None else target
+    if kind_of(tensor) != part.kind:
+        raise StateError(
+            f"{name} holds {part.kind} for {part.path}, and not {kind_of(tensor)}."
+        )
+    return tensor
 
 
 def _setter_of(key: str, value: Any) -> Callable[[Any], Any]:

@@ -20,13 +20,11 @@ from typing import Any
 
 import numpy as np
 import paddle
-import paddle.io
 
 from paddle_shard.core.checks import check_count
 from paddle_shard.data.files.files import needs
 from paddle_shard.errors import ArgumentTypeError, described
 from paddle_shard.reading.failure import ReadFailure
-from paddle_shard.reading.reader import Reader
 from paddle_shard.reading.serialization import pickled
 from paddle_shard.reading.worker import WorkerSettings, set_up
 from paddle_shard.reading.workers import WorkerPool, WorkersLostError, drawn_seed
@@ -34,7 +32,7 @@ from paddle_shard.reading.workers import WorkerPool, WorkersLostError, drawn_see
 _LOOK_SECONDS = 0.2
 """Seconds after which a call that waits for an answer checks whether it was interrupted."""
 _PATIENCE_SECONDS = 10.0
-"""Seconds without an answer after which the log says what the cluster may lack."""
+"""Seconds without an answer after which the log names what the cluster may lack."""
 _MOST_TEXT = 600
 MOST_DEATHS = 3
 """Actors in a row that die without an answer before their worker is given up."""
@@ -123,12 +121,10 @@ class ReadingActor:
 
         self._number = number
         self._where = f" on node {ray.util.get_node_ip_address()}"
-        if folder is not None and not os.path.isdir(folder):
-            self._where += (
-                f" (where relative paths lead nowhere, as it has no folder {folder})"
-            )
-            folder = "/proc"  # no file of a user is there
         if folder is not None:
+            if not os.path.isdir(folder):
+                self._where += f" (which has no folder {folder} for relative paths)"
+                folder = "/proc"  # no file of a user is there
             os.chdir(folder)
         self._guard = paddle.base.dygraph.guard(place=paddle.CPUPlace())
         self._guard.__enter__()
@@ -155,35 +151,22 @@ class _Worker:
 
     handle: Any
     """Ray's handle of its actor."""
-    requests: deque[bytes] = field(default_factory=deque)
-    """Requests whose answers are not taken yet, in order."""
-    refs: deque[Any] = field(default_factory=deque)
-    """Ray's references to these answers."""
+    requests: deque[tuple[bytes, Any]] = field(default_factory=deque)
+    """Requests, each with Ray's reference to its answer, that are not taken yet, in order."""
     deaths: list[str] = field(default_factory=list)
     """Why actors died since the last answer."""
+
+    def send(self, request: bytes) -> None:
+        """Send its actor a pickled request."""
+        self.requests.append((request, self.handle.read.remote(request)))
 
 
 class RayPool(WorkerPool):
     """Actors in place of worker processes, one for each worker."""
 
-    def __init__(
-        self,
-        readers: RayReaders,
-        settings: paddle.io.DataLoader,
-        reader: Reader,
-        num_workers: int,
-        *,
-        worker_timeout: float,
-        reads_all: bool,
-    ) -> None:
-        """Set up; see `WorkerPool`."""
-        super().__init__(
-            settings,
-            reader,
-            num_workers,
-            worker_timeout=worker_timeout,
-            reads_all=reads_all,
-        )
+    def __init__(self, readers: RayReaders, *args: Any, **options: Any) -> None:
+        """Set up; the other arguments are those of `WorkerPool`."""
+        super().__init__(*args, **options)
         self._runtime_env = dict(readers.runtime_env or {})
         self._seed = drawn_seed()
         self._settings_ref: Any = None
@@ -238,15 +221,7 @@ class RayPool(WorkerPool):
             return
         from ray import cloudpickle
 
-        worker = self._actors[number]
-        worker.requests.append(cloudpickle.dumps(request))
-        worker.refs.append(worker.handle.read.remote(worker.requests[-1]))
-
-    def _is_ready(self, ref: Any, seconds: float) -> bool:
-        import ray
-
-        ready, _ = ray.wait([ref], num_returns=1, timeout=seconds)
-        return bool(ready)
+        self._actors[number].send(cloudpickle.dumps(request))
 
     def receive(self, number: int) -> Any:
         """See `WorkerPool`."""
@@ -258,29 +233,25 @@ class RayPool(WorkerPool):
         begun = time.monotonic()
         is_reported = False
         while True:
-            waited = time.monotonic() - begun
-            if self.interrupted or waited >= self.worker_timeout:
-                text = f"no reader has answered for {self.worker_timeout:g} s; the loader's timeout= says so"
-                raise WorkersLostError(f"{text}. {self._free_cpus()}", number)
-            if waited >= _PATIENCE_SECONDS and not is_reported:
-                is_reported = True
-                _log.warning(
-                    "worker %d has not answered for %g s. %s",
-                    number,
-                    waited,
-                    self._free_cpus(),
-                )
-            if self._is_ready(worker.refs[0], _LOOK_SECONDS):
+            answer_ref = worker.requests[0][1]
+            if ray.wait([answer_ref], timeout=_LOOK_SECONDS)[0]:
                 try:
-                    answer = ray.get(worker.refs[0])
+                    answer = ray.get(answer_ref)
                     break
                 except ray.exceptions.RayTaskError as error:
                     answer = ReadFailure.of(error, what="reading", worker=number)
                     break
                 except ray.exceptions.RayError as error:
                     self._replace(number, error)
+            waited = time.monotonic() - begun
+            if self.interrupted or waited >= self.worker_timeout:
+                text = f"no reader has answered for {self.worker_timeout:g} s, the loader's timeout="
+                raise WorkersLostError(f"{text}. {self._free_cpus()}", number)
+            if waited >= _PATIENCE_SECONDS and not is_reported:
+                is_reported = True
+                text = "worker %d has not answered for %g s. %s"
+                _log.warning(text, number, waited, self._free_cpus())
         worker.requests.popleft()
-        worker.refs.popleft()
         worker.deaths.clear()
         return self._unpickled(number, answer)
 
@@ -312,9 +283,10 @@ class RayPool(WorkerPool):
         )
         self._kill(worker)  # it may only be out of reach
         worker.handle = self._create(number)
-        worker.refs = deque(
-            worker.handle.read.remote(request) for request in worker.requests
-        )
+        requests = [request for request, _ in worker.requests]
+        worker.requests.clear()
+        for request in requests:
+            worker.send(request)
 
     def _free_cpus(self) -> str:
         with contextlib.suppress(Exception):
@@ -330,11 +302,10 @@ class RayPool(WorkerPool):
 
     def shut_down(self) -> None:
         """End the actors without waiting for them; safe to call again."""
-        actors = self._actors
+        for worker in self._actors:
+            self._kill(worker)
         self._actors = []
         self._settings_ref = None
-        for worker in actors:
-            self._kill(worker)
 
     def _kill(self, worker: _Worker) -> None:
         with contextlib.suppress(Exception):

@@ -114,7 +114,7 @@ class SequenceSplit:
         """Return a batch with labels shifted, positions counted, padded, and its tokens in order.
 
         Args:
-            batch: A dict of arrays; fields `segment_ids` or `cu_seqlens`, as `Packed` makes them, tell the documents.
+            batch: A dict of arrays; fields `segment_ids` or `cu_seqlens`, as of `Packed`, separate the documents.
 
         Raises:
             BatchStructureError: It has no field of tokens, or no documents for layout="documents"; `segment_ids` begin
@@ -171,9 +171,9 @@ class SequenceSplit:
         same = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0)
         if labels.shape == tokens.shape and labels.ndim == 2:
             is_label = same & (labels[:, :-1] != self._ignore_index)
-            own = labels[:, :-1][is_label]
-            is_next = (own == tokens[:, 1:][is_label]).all()
-            if own.size and is_next and (own != tokens[:, :-1][is_label]).any():
+            current = labels[:, :-1][is_label]
+            is_next = (current == tokens[:, 1:][is_label]).all()
+            if current.size and is_next and (current != tokens[:, :-1][is_label]).any():
                 raise BatchStructureError(
                     f"SequenceSplit: the field {self._labels!r} is shifted already: each label is the next token of "
                     "its document, as Packed(labels=) makes them. Leave labels= out of SequenceSplit, or of Packed."

@@ -26,7 +26,7 @@ _TOTALS = {
 
 
 class StatsCollector:
-    """Reports the statistics of a loader to a registry of `prometheus_client`, as they are when it asks."""
+    """Reports the statistics of a loader to a registry of `prometheus_client`, as they are when it collects them."""
 
     def __init__(self, loader: ShardDataloader) -> None:
         self._loader = loader

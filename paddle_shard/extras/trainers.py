@@ -47,13 +47,13 @@ class TrainerCallback:
     def __init__(
         self, checkpoint: str | os.PathLike[str] | None = None, *, writer: Any = None
     ) -> None:
-        """Watch nothing yet.
+        """Prepare; `add` gives it loaders.
 
         Args:
             checkpoint: The folder from which the trainer resumes. None: `args.resume_from_checkpoint` if that is a
                 path, or else the folder in `args.output_dir` that has the trainer's global step.
             writer: VisualDL's `LogWriter`, or anything with `add_scalar(name, value, step)`. Whenever the trainer logs,
-                it is given `loader.stats.scalars()` of this rank. None: nobody is.
+                it is given `loader.stats.scalars()` of this rank.
         """
         self._checkpoint = checkpoint
         self._writer = writer
@@ -61,20 +61,18 @@ class TrainerCallback:
         self._loaded: dict[str, Any] | None = None
 
     def add(self, loader: ShardDataloader) -> None:
-        """Take note of a loader that a trainer has made; for `patch_paddle(on_loader=...)`.
+        """Register a loader that a trainer has made; for `patch_paddle(on_loader=...)`.
 
         Args:
             loader: A loader that `shard_dataloader` has returned to the trainer.
         """
         self._loaders.append(loader)
 
-    def on_init_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+    def on_init_end(self, args: Any, *_: Any, **__: Any) -> None:
         """Have the trainer skip no data."""
         args.ignore_data_skip = True
 
-    def on_train_begin(
-        self, args: Any, state: Any, control: Any, **others: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
         """Read the position of the checkpoint from which the trainer resumes.
 
         Raises:
@@ -87,10 +85,9 @@ class TrainerCallback:
         folder = self._checkpoint or getattr(args, "resume_from_checkpoint", None)
         if not isinstance(folder, str | os.PathLike):
             folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
-        path = Path(folder, _name(dist.get_rank()))
-        if not path.is_file():
-            path = Path(folder, FILE)
-        if not path.is_file():
+        paths = [Path(folder, name) for name in (_name(dist.get_rank()), FILE)]
+        path = next(filter(Path.is_file, paths), None)
+        if path is None:
             raise StateError(
                 f"{folder} holds no {FILE}, so it is not known where the data stood at global step "
                 f"{state.global_step}. Give TrainerCallback(checkpoint=...) the folder from which the trainer resumes; "
@@ -104,38 +101,47 @@ class TrainerCallback:
                 "the callback to the trainer when it is made (callbacks=[...]), or set ignore_data_skip=True."
             )
 
-    def on_epoch_begin(
-        self, args: Any, state: Any, control: Any, **others: Any
-    ) -> None:
-        """Put the loader where it stood."""
+    def on_epoch_begin(self, *_: Any, train_dataloader: Any = None, **__: Any) -> None:
+        """Move the loader to the loaded position."""
         if self._loaded is None:
             return
-        # All of them, since the one that will be trained on has delivered nothing yet by which to tell it.
-        for loader in self._loaders_of(others.get("train_dataloader")):
+        # All of them: none has delivered a batch yet, so the one to be trained on is not known.
+        for loader in self._loaders_of(train_dataloader):
             loader.load_state_dict(self._loaded)
             loader.set_epoch(self._loaded["epoch"] + self._loaded["ended"])
         self._loaded = None
 
-    def on_log(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+    def on_log(
+        self,
+        _: Any,
+        state: Any,
+        *__: Any,
+        train_dataloader: Any = None,
+        **___: Any,
+    ) -> None:
         """Give the statistics of the data to the writer."""
-        if self._writer is None:
-            return
-        for name, value in (
-            self._loader(others.get("train_dataloader")).stats.scalars().items()
-        ):
-            self._writer.add_scalar(name, value, state.global_step)
+        if self._writer is not None:
+            scalars = self._loader(train_dataloader).stats.scalars()
+            for name, value in scalars.items():
+                self._writer.add_scalar(name, value, state.global_step)
 
-    def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+    def on_save(
+        self,
+        args: Any,
+        state: Any,
+        *_: Any,
+        train_dataloader: Any = None,
+        **__: Any,
+    ) -> None:
         """Write the position into the checkpoint, `{output_dir}/checkpoint-{step}`; on all ranks, at the same step."""
-        loader = self._loader(others.get("train_dataloader"))
+        loader = self._loader(train_dataloader)
         with suppress(ArgumentError):  # of streams, whose samples have no number
             loader.certificate()  # so that what all ranks have delivered is in the state
         if dist.get_rank() and not loader.is_dataset_splitted:
             return
-        path = Path(
-            args.output_dir, f"checkpoint-{state.global_step}", _name(dist.get_rank())
-        )
-        path.parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / _name(dist.get_rank())
         # Replaced at once: a job that is killed here leaves no half of a state.
         new = path.with_suffix(".new")
         new.write_text(json.dumps(loader.state_dict()))
@@ -153,11 +159,9 @@ class TrainerCallback:
         """
         if isinstance(dataloader, ShardDataloader):
             return [dataloader]
-        loaders = [
-            loader
-            for loader in self._loaders
-            if dataloader is None or loader.given is dataloader
-        ]
+        loaders = self._loaders
+        if dataloader is not None:
+            loaders = [loader for loader in loaders if loader.given is dataloader]
         num_given = len({id(loader.given) for loader in loaders})
         if num_given == 0:
             raise ArgumentError(
@@ -172,10 +176,9 @@ class TrainerCallback:
         return loaders
 
     def _loader(self, dataloader: Any) -> ShardDataloader:
-        """Return the one of them that is trained on: it has delivered last."""
-        return max(
-            self._loaders_of(dataloader), key=lambda loader: loader._run.delivered_at
-        )
+        """Return the loader that is trained on: of those, the one that delivered most recently."""
+        loaders = self._loaders_of(dataloader)
+        return max(loaders, key=lambda loader: loader._run.delivered_at)
 
 
 def _name(rank: int) -> str:
@@ -185,9 +188,8 @@ def _name(rank: int) -> str:
 class PaddlePatch(ExitStack):
     """`paddle_shard.shard_dataloader` in place of Paddle's, until `undo()` or the end of a `with` block."""
 
-    def undo(self) -> None:
-        """Put Paddle's own function back; safe to call again."""
-        self.close()
+    undo = ExitStack.close
+    """Put Paddle's own function back; safe to call again."""
 
 
 def _shard_with_defaults(
@@ -199,9 +201,9 @@ def _shard_with_defaults(
     options = dict(options)
     shuffles = isinstance(getattr(sampler, "sampler", None), paddle.io.RandomSampler)
     if not shuffles and not isinstance(options.get("shuffle"), bool):
-        options.pop("shuffle", None)  # it says how, not whether
+        options.pop("shuffle", None)  # it chooses how to shuffle, not whether
     if getattr(sampler, "drop_last", False):
-        options.pop("tail", None)  # the loader has said
+        options.pop("tail", None)  # the loader has chosen
     while True:
         try:
             return shard_dataloader(*args, **{**options, **given})
@@ -230,8 +232,8 @@ def patch_paddle(
         on_loader: Is called with each `ShardDataloader` that is made, so that you can hold on to those that a trainer
             makes: for `state_dict`, `stats`, `certificate`.
         options: Keyword-only arguments of `shard_dataloader`, such as `tail="fill"`: the defaults of every loader. What
-            the trainer gives itself stands. A loader that cannot have one is made without it, and a line in the log
-            says so; a kind of shuffle (`shuffle="blocks"`) is for those that shuffle.
+            the trainer gives itself stands. A loader that cannot have one is made without it, with a line in
+            the log; a kind of shuffle (`shuffle="blocks"`) is for those that shuffle.
 
     Returns:
         The patch; `patch.undo()` takes it back, and so does the end of `with patch_paddle(): ...`.

@@ -39,6 +39,7 @@ from paddle_shard.loader.setup import (
 from paddle_shard.loader.source import read_source
 from paddle_shard.loader.stats import LoaderStats
 from paddle_shard.loader.stream_source import as_dataloader, read_stream
+from paddle_shard.placement.lengths import PadTo
 from paddle_shard.placement.placer import BatchPlacer
 from paddle_shard.plan.orders import Shuffle
 from paddle_shard.plan.skips import union
@@ -236,13 +237,13 @@ def shard_dataloader(  # noqa: PLR0913
 
     # Where the fields go, and the ranks that take part.
     rank = dist.get_rank()
-    placer = BatchPlacer.of(
-        meshes,
-        shard_dims,
+    placer = BatchPlacer(
+        meshes=meshes,
+        shard_dims=shard_dims,
         input_keys=input_keys,
         placements=placements,
         dense_tensor_idx=dense_tensor_idx,
-        pad_to=pad_to,
+        pad_to=PadTo.of(pad_to),
         global_rank=rank,
         replicated_in_name=is_auto_dp,
     )

@@ -23,7 +23,7 @@ from paddle_shard.plan.state import LoaderState
 from paddle_shard.plan.step import Step
 from paddle_shard.ranks.agreeing import gather_of, open_agreement, tell_failed
 from paddle_shard.ranks.agreement import Agreement
-from paddle_shard.ranks.verdict import Terms, described
+from paddle_shard.ranks.reports import Terms
 from paddle_shard.reading.batch import Batch
 from paddle_shard.reading.executor import Executor, WorkerExecutor
 
@@ -165,12 +165,13 @@ def _open_agreement(
     identity = in_words(setup.run.identity or {})
     position = {"epoch": start.epoch, "step": start.steps}
     terms = Terms(
-        label=described({**setup.config, **identity, **position}),
+        label={**setup.config, **identity, **position},
         name=f"{setup.config['data set']}, epoch {start.epoch}",
         timeout=setup.timeout,
-        ends_must_agree=stream is None or setup.source.tail.refuses,
+        ends_must_agree=stream is None
+        or setup.source.tail.refuses
+        or (stream.whole_items and same_data),
         same_data=same_data,
-        ends_apart=None if stream is None else stream.ends_apart,
         exit_when_lost=setup.exit_when_lost,
         first_step=start.steps,
     )

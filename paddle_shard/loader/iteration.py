@@ -16,7 +16,6 @@ from paddle.profiler.utils import in_profiler_mode
 
 from paddle_shard.core.trees import named_leaves
 from paddle_shard.core.warn_once import say_once
-from paddle_shard.data.files.shards import ShardSource
 from paddle_shard.errors import (
     ArgumentError,
     BatchStructureError,
@@ -31,7 +30,6 @@ from paddle_shard.loader.step_pass import StepPass
 from paddle_shard.placement.device import DeviceWatch
 from paddle_shard.placement.local_tensor import TensorMaker
 from paddle_shard.plan.shard_plan import ShardPlan
-from paddle_shard.plan.state import LoaderState
 from paddle_shard.ranks.agreeing import tell_failed
 from paddle_shard.reading.batch import NO_STAND_IN, Batch
 from paddle_shard.reading.source import Source
@@ -143,7 +141,7 @@ class ShardIterator:
         return batch.value
 
     def _next_profiled(self) -> Batch:
-        """Return the next batch, and tell Paddle's profiler and its timer how long it took."""
+        """Return the next batch, and report its duration to Paddle's profiler and timer."""
         timer = benchmark()
         timer.check_if_need_record(self._timed)
         timer.before_reader()
@@ -162,7 +160,7 @@ class ShardIterator:
             except Exception as failure:  # of the user's sampler
                 tell_failed("the end of its loop failed", failure, self._setup.ranks)
                 raise
-            _warn_if_uneven(self._setup, self.epoch)
+            _warn_if_padded(self._setup)
             return
         if isinstance(error, Exception):
             self._failure = described(error).partition("\n")[0][:_MOST_TEXT]
@@ -209,34 +207,22 @@ class ShardIterator:
             self.close()
 
 
-def _warn_if_uneven(setup: LoaderSetup, epoch: int) -> None:
-    """Log, at the end of an epoch of a stream, which share is padding or was dropped: once, and if it is more."""
+def _warn_if_padded(setup: LoaderSetup) -> None:
+    """Log, at the end of an epoch of a stream, which share of the rows is padding: once, and if it is more."""
     stream = setup.source.stream
-    if stream is None or stream.whole_items:
+    if stream is None or stream.whole_items or not stream.plan.ending.pads:
         return
-    policy = stream.plan.ending
     counts = setup.stats.epoch
-    source = stream.stage.source
-    share = 0.0
-    if policy.pads:
-        rows = counts.samples + counts.padding + counts.skipped
-        if counts.padding * counts.batches >= rows > 0:  # at least a whole batch
-            share = counts.padding / rows
-    elif policy.drops and isinstance(source, ShardSource):
-        sizes = source.part_sizes(stream.opening(LoaderState(epoch=epoch)))
-        share = policy.lost(sizes) if sizes and any(sizes) else 0.0
+    rows = counts.samples + counts.padding + counts.skipped
+    is_whole_batch = counts.padding * counts.batches >= rows > 0
+    share = counts.padding / rows if is_whole_batch else 0.0
     if share > max(_MUCH, setup.stats.most_uneven):
         setup.stats.most_uneven = share
-        effect = (
-            "of this rank's rows were padding"
-            if policy.pads
-            else "of the data, by its files' sizes, was dropped"
-        )
         say_once(
-            f"tail={policy!r}: {share:.0%} {effect}, since the stream's {stream.plan.num_parts} parts end at different "
-            "times. Parts are alike if their files are counted (counts=True; for tars index=, made by `paddle-shard "
-            "index`), if there are fewer parts (in_parts()), or many files of one size. With tail='repeat' or "
-            "num_batches= nothing is lost."
+            f"tail='pad': {share:.0%} of this rank's rows were padding, since the stream's {stream.plan.num_parts} "
+            "parts end at different times. Parts are alike if their files are counted (counts=True; for tars index=, "
+            "made by `paddle-shard index`), if there are fewer parts (in_parts()), or many files of one size. With "
+            "tail='repeat' or num_batches= nothing is lost."
         )
 
 
@@ -284,11 +270,11 @@ def describe(first_batch: Callable[[], Any]) -> Any:
             f"this loader's are {type(batch).__name__}"
             + (f" of {len(batch)}." if isinstance(batch, list | dict) else ".")
         )
-    # Of dicts, only the batch itself may be one.
-    found = named_leaves(
+    # A dict inside the batch counts as a leaf, which is rejected.
+    named = named_leaves(
         batch, "batch", lambda value: isinstance(value, dict) and value is not batch
     )
-    others = [path for path, leaf in found if not isinstance(leaf, paddle.Tensor)]
+    others = [path for path, leaf in named if not isinstance(leaf, paddle.Tensor)]
     if others:
         raise BatchStructureError(
             f"dist.to_static takes tensors and lists of them only, but {', '.join(others)} are none. Take them "

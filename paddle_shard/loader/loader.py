@@ -175,11 +175,11 @@ class ShardDataloader(PaddleShardDataloader):
         if asked_by_to_static():
             warn_if_batches_differ(self._shared.setup.source, self.plan)
             return describe(self._first_batch)
-        if self._next_of is not None and self._next_of[0] < self._run.first_pass:
+        if self._next_of is not None and self._next_of[0] < self._run.first_number:
             self._next_of[1].close()
             self._next_of = None
         if self._next_of is None:
-            self._next_of = (self._run.first_pass, iter(self))
+            self._next_of = (self._run.first_number, iter(self))
         try:
             return next(self._next_of[1])
         except StopIteration:
@@ -196,11 +196,11 @@ class ShardDataloader(PaddleShardDataloader):
     def stop_requested(self) -> bool:
         """True at the same step on all ranks of the meshes, after any of them got a SIGTERM; it stays True.
 
-        The first use, which must be on the main thread, has SIGTERM noted: it does not end the process any more. A
-        handler that you had installed before is called as well; one that you install later replaces it. The ranks
-        tell each other with the next step that they announce, up to eight steps ahead of the one that is delivered,
-        so no call of yours is collective. After the last step of an epoch, it is the first step of the next. All
-        loaders over the same ranks become True together.
+        The first use, which must be on the main thread, installs a handler: SIGTERM no longer ends the process. A
+        handler that you had installed before is called as well; one that you install later replaces it. The ranks send
+        the request with the steps that they announce, up to eight steps ahead of the one that is delivered, so no call
+        is collective. After the last step of an epoch, it is the first step of the next. All loaders over the same
+        ranks become True together.
 
         Raises:
             ArgumentError: This rank is on none of the meshes.

@@ -79,8 +79,8 @@ class Placing:
             key = f"parts {setup.source.stream.parts}"
         else:
             key = f"{zlib.crc32(repr(ids).encode())} of {len(ids)}"
-        if batch.skipped is not None:  # these rows hold other samples than their own
-            key += f" but for {np.flatnonzero(batch.skipped).tolist()}"
+        if batch.is_skipped is not None:  # these rows hold other samples than their own
+            key += f" but for {np.flatnonzero(batch.is_skipped).tolist()}"
         if self._may_draw_for_one_rank():
             arrays = [("the sampler's indices", as_ids(ids))]
         else:
@@ -140,10 +140,10 @@ class StreamPlacing:
             DataReadError: Rows are missing that should be there.
         """
         if self._num_steps is not None:  # a known end needs no agreement
-            batch.exhausted = batch.value is None and batch.empty
+            batch.exhausted = batch.value is None and batch.is_empty
         else:
             end = self._policy.end_of_stream(
-                is_whole=batch.whole, has_new=batch.fresh, is_empty=batch.empty
+                is_whole=batch.is_whole, has_new=batch.has_new, is_empty=batch.is_empty
             )
             if end == "end":
                 raise StopIteration
@@ -151,14 +151,16 @@ class StreamPlacing:
         if batch.value is not None:
             return self._place(batch)
         if not (
-            self._policy.pads and batch.empty
+            self._policy.pads and batch.is_empty
         ):  # only possible if the end was known
             raise DataReadError(
                 "a part of the stream has fewer samples than its source said it would have, and tail='drop' does not "
                 "make rows up. Count the source again (its index may be of older files)."
             )
         if not self._is_begun:
-            raise DataReadError(NO_STAND_IN.format(batch.why or "every part is empty"))
+            raise DataReadError(
+                NO_STAND_IN.format(batch.reason or "every part is empty")
+            )
         return batch  # resumed past the end: there is nothing to deliver
 
 

@@ -21,7 +21,7 @@ from paddle_shard.data.samplers.user_batches import owner_of, samplers
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, SplitError
 from paddle_shard.loader.arguments import ASSIGNS, SIZES_BATCHES, reject
 from paddle_shard.placement.field import FieldLayout
-from paddle_shard.plan.balance import dealt
+from paddle_shard.plan.balance import balanced_rows
 from paddle_shard.plan.order import Ordering
 from paddle_shard.plan.orders import (
     PaddleOrdering,
@@ -32,7 +32,7 @@ from paddle_shard.plan.orders import (
 from paddle_shard.plan.partition import check_batch_size
 from paddle_shard.plan.shard_plan import BatchSizes, ShardPlan
 from paddle_shard.plan.shuffle import MAX_SAMPLES
-from paddle_shard.plan.step import Deal
+from paddle_shard.plan.step import BalanceRows
 from paddle_shard.plan.tails import Tail, find_tail
 from paddle_shard.reading.executor import on_cpu
 from paddle_shard.reading.source import Source
@@ -86,8 +86,10 @@ def read_source(
     if is_split and not is_paddle_split:
         reject(f"the data is split already, {ASSIGNS}", balance=balance)
     costs = None if balance is None else costs_of(balance, dataset)
-    deal: Deal | None = (
-        partial(dealt, num_data_ranks=num_data_ranks, costs_of=costs) if costs else None
+    balance_rows: BalanceRows | None = (
+        partial(balanced_rows, num_data_ranks=num_data_ranks, costs_of=costs)
+        if costs
+        else None
     )
     source = partial(source, costs=costs)
 
@@ -111,7 +113,7 @@ def read_source(
                 seed=seed,
                 tail=policy,
                 num_data_ranks=1 if is_split else num_data_ranks,
-                deal=deal,
+                balance_rows=balance_rows,
                 own_data_rank=data_ranks[0] if is_split and data_ranks else None,
             )
             return source(
@@ -131,7 +133,7 @@ def read_source(
         num_data_ranks=num_data_ranks,
         accumulation=accumulation,
     )
-    batches.deal = deal
+    batches.balance_rows = balance_rows
     return source(batches=batches, batch_size=batches.plan.batch_size)
 
 
@@ -260,7 +262,7 @@ def _user_batches(
     seed: int,
     tail: Tail,
     num_data_ranks: int,
-    deal: Deal | None,
+    balance_rows: BalanceRows | None,
     own_data_rank: int | None,
 ) -> UserBatches:
     """Return the order of the user's own sampler.
@@ -271,7 +273,7 @@ def _user_batches(
         seed: Of the random numbers that it draws.
         tail: The remainder policy.
         num_data_ranks: Data ranks over which its batches are split.
-        deal: Assigns rows to data ranks by cost.
+        balance_rows: Assigns rows to data ranks by cost.
         own_data_rank: This data rank, if the data is split already.
     """
     accumulation = getattr(sampler, "_acc_steps", 1)
@@ -309,7 +311,7 @@ def _user_batches(
         consecutive=consecutive,
         dataset=dataset,
         lengths=lengths,
-        deal=deal,
+        balance_rows=balance_rows,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from paddle_shard.reading.batch import Batch
 from paddle_shard.reading.profile import OTHER_RANKS, Profiler, describe
@@ -36,12 +36,21 @@ class Counts:
 
     def __add__(self, other: Counts) -> Counts:
         """Return the counts of both periods."""
-        return Counts(
-            *(
-                getattr(self, one.name) + getattr(other, one.name)
-                for one in fields(self)
-            )
+        sums = {
+            name: getattr(self, name) + getattr(other, name)
+            for name in self.__dataclass_fields__
+        }
+        return Counts(**sums)
+
+    def __str__(self) -> str:
+        text = (
+            f"{self.batches} batches, {self.samples} samples ({self.skipped} skipped, {self.padding} rows of padding), "
+            f"{self.wait_seconds:.2f} s waiting for data, {self.hidden_seconds:.2f} s of it hidden by the device, "
+            f"{self.step_seconds:.2f} s in the step ({self.starved:.0%} starved)"
         )
+        if self.imbalance is None:
+            return text
+        return f"{text}, imbalance {self.imbalance:.3f}"
 
     def add(self, batch: Batch) -> None:
         """Count a delivered batch."""
@@ -79,7 +88,7 @@ Summary = tuple[float, float, float, Mapping[str, float]]
 class LoaderStats:
     """Counts of what a loader has delivered to this rank: over the run, and in the newest pass.
 
-    `str()` of it says in a sentence or two which share of a step waits for data, on which rank, and for what. Ranks
+    `str()` describes in a sentence or two which share of a step waits for data, on which rank, and for what. Ranks
     exchange that every few seconds.
 
     Examples:
@@ -94,7 +103,7 @@ class LoaderStats:
         """Begin.
 
         Args:
-            who_reads: Returns what is said of ranks that share a reader; empty if there are none.
+            who_reads: Returns which ranks share a reader, in words; empty if none do.
             rank: This global rank.
         """
         self.epoch = Counts()
@@ -154,10 +163,8 @@ class LoaderStats:
         They begin at 0 with each pass. `step_seconds` is all that your code does between two batches. Without
         `balance=`, costs are 0 and there is no imbalance.
         """
-        values = {
-            name: getattr(self.epoch, name)
-            for name in (*(one.name for one in fields(Counts)), *DERIVED)
-        }
+        names = (*Counts.__dataclass_fields__, *DERIVED)
+        values = {name: getattr(self.epoch, name) for name in names}
         return {
             f"{prefix}{name}": float(value)
             for name, value in values.items()
@@ -165,14 +172,8 @@ class LoaderStats:
         }
 
     def __repr__(self) -> str:
-        lines = [
-            f"{name}: {c.batches} batches, {c.samples} samples ({c.skipped} skipped, {c.padding} rows of padding), "
-            f"{c.wait_seconds:.2f} s waiting for data, {c.hidden_seconds:.2f} s of it hidden by the device, "
-            f"{c.step_seconds:.2f} s in the step ({c.starved:.0%} starved)"
-            + ("" if c.imbalance is None else f", imbalance {c.imbalance:.3f}")
-            for name, c in (("newest pass", self.epoch), ("all", self.total))
-        ]
-        return "\n".join([*lines, self.who_reads]).rstrip()
+        lines = [f"newest pass: {self.epoch}", f"all: {self.total}", self.who_reads]
+        return "\n".join(lines).rstrip()
 
 
 def _own_wait(summary: Summary) -> float:

@@ -81,8 +81,8 @@ class StepMessages:
             if recipe is not self._sent_recipe:
                 self._sent_recipe = recipe
                 self._describe_form(batch, message)
-            if batch.skipped is not None and self._holds_rows:
-                message["skipped"] = recipe.rows.read[batch.skipped].tolist()
+            if batch.is_skipped is not None and self._holds_rows:
+                message["skipped"] = recipe.rows.read[batch.is_skipped].tolist()
             if batch.summary is not None:
                 message["read"] = batch.summary
         return json.dumps(message) if message else None
@@ -139,7 +139,9 @@ class StepMessages:
             return
         rows = [row for rows in of_ranks.values() for row in rows]
         skipped = np.isin(batch.placed.rows.read, rows)
-        batch.skipped = skipped if batch.skipped is None else batch.skipped | skipped
+        batch.is_skipped = (
+            skipped if batch.is_skipped is None else batch.is_skipped | skipped
+        )
         batch.count()
         batch.delivered_ids = self._setup.delivered_ids(batch)
 

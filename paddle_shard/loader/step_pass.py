@@ -24,8 +24,9 @@ from paddle_shard.errors import (
 from paddle_shard.loader.step_messages import StepMessages
 from paddle_shard.plan.step import Step
 from paddle_shard.ranks.agreement import Agreement
+from paddle_shard.ranks.decision import END, FAIL
 from paddle_shard.ranks.replicas import LeaderStoppedError
-from paddle_shard.ranks.verdict import END, FAIL, error_of_another, report_of
+from paddle_shard.ranks.reports import error_of_another, report_of
 from paddle_shard.reading.batch import NO_STAND_IN, Batch
 from paddle_shard.reading.executor import MAKING_TENSORS, Executor, read_errors
 from paddle_shard.reading.profile import READING_AHEAD, Profiler
@@ -147,12 +148,8 @@ class StepPass:
         self._num_ahead = num_ahead
         self._profiler = Profiler() if profiler is None else profiler
         self._process = os.getpid()
-        self._least_ahead = 0 if agreement is None else agreement.outlook.reads_on
-        """Steps that must be announced beyond a step before it can be delivered."""
         # One step more than is needed, so that the ranks agree on it while the model computes.
-        self._most_ahead = 0
-        if agreement is not None:
-            self._most_ahead = max(int(num_ahead > 0), self._least_ahead)
+        self._most_ahead = int(agreement is not None and num_ahead > 0)
 
         self._ready: SimpleQueue[Batch | BaseException] = SimpleQueue()
         """Batches that can be delivered, then what ends them: a `StopIteration`, or another error."""
@@ -189,7 +186,7 @@ class StepPass:
                 "makes one of its own: iter(loader)."
             )
         step = self._delivered
-        if step + 1 + self._least_ahead > self._thread_until:
+        if step + 1 > self._thread_until:
             self._read_here(step)
         if self._agreement is not None and not self._agree(self._agreement, step):
             self._end()
@@ -235,15 +232,15 @@ class StepPass:
         try:
             return agreement.deliver(step)
         except AgreedFailure as failure:
-            own = self._take_failure(failure.step)
+            local_failure = self._take_failure(failure.step)
             self.close()
-            raise own or error_of_another(*failure.reports[0]) from None
+            raise local_failure or error_of_another(*failure.reports[0]) from None
         except PeerLostError as lost:  # perhaps because of the failure on this rank
-            own = self._take_failure(step)
-            if own is None:
+            local_failure = self._take_failure(step)
+            if local_failure is None:
                 raise
             self.close()
-            raise own from lost
+            raise local_failure from lost
 
     def _take_failure(self, step: int) -> BaseException | None:
         """Return this rank's failure at a step, and drop the reference: it holds its callers' variables."""
@@ -294,7 +291,7 @@ class StepPass:
         """Read on the caller's thread until a step can be delivered, or start the thread that reads ahead."""
         if self._thread is not None:
             self._thread.join()  # it has read the steps that it may
-        wanted = min(step + 1 + self._most_ahead, 2 * step + 1 + self._least_ahead)
+        wanted = min(step + 1 + self._most_ahead, 2 * step + 1)
         while not self._is_over and self._announced < wanted:
             if self._may_start_thread():
                 break
@@ -307,7 +304,7 @@ class StepPass:
         agreement = self._agreement
         try:
             batch = self._place(self._take(in_thread=in_thread))
-            self._send(batch)
+            message = self._compose(batch)
         except BaseException as error:
             self._is_over = True
             if not in_thread and not isinstance(error, Exception):
@@ -317,7 +314,8 @@ class StepPass:
         self._ready.put(batch)
         self._announced += 1
         if agreement is not None:
-            agreement.announce(exhausted=batch.exhausted)
+            digest = batch.digest if self._compares else None
+            agreement.announce(exhausted=batch.exhausted, note=message, digest=digest)
         return batch
 
     def _take(self, *, in_thread: bool) -> Batch:
@@ -338,20 +336,15 @@ class StepPass:
         self._taken += 1
         return batch
 
-    def _send(self, batch: Batch) -> None:
-        """Send the other ranks what they need of a batch, before it is announced."""
-        if self._agreement is None:
-            if batch.exhausted:
-                raise StopIteration
-            if self._messages is not None:
-                self._messages.finish_alone(batch)
-            return
-        if self._compares:
-            self._agreement.note_read(batch.digest)
+    def _compose(self, batch: Batch) -> str | None:
+        """Return what the other ranks need of a batch, for the announcement."""
+        if self._agreement is not None:
+            return None if self._messages is None else self._messages.compose(batch)
+        if batch.exhausted:
+            raise StopIteration
         if self._messages is not None:
-            message = self._messages.compose(batch)
-            if message is not None:
-                self._agreement.note(message)
+            self._messages.finish_alone(batch)
+        return None
 
     def _announce_end(self, error: BaseException) -> None:
         """Announce that no further step can be delivered: the end, or why."""

@@ -1,7 +1,7 @@
-"""Has this job been asked to stop, by a SIGTERM to any of its ranks, as all of them know it at the same step?
+"""Stop requests: a SIGTERM to any rank becomes known on all ranks at the same step.
 
-A rank that has heard the signal says so in its next note on a step (`StepNotes`). So all ranks know it when they
-deliver that step. A note on a step that is not delivered is repeated in the next pass.
+A rank that has received the signal sends it with the next step that it announces (`StepMessages`), so all ranks know it
+when they deliver that step. A message on a step that is not delivered is repeated by the next iterator.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _installed: list[Any] = []
 """The handler that was there before ours; empty if ours is not installed."""
 _heard: list[int] = []
 _agreed: set[tuple[int, ...]] = set()
-"""Global ranks that have told each other: what one loader has heard, all loaders of the same ranks know."""
+"""Groups of global ranks that know of the request; it holds for all loaders over the same ranks."""
 
 
 def listen() -> None:
@@ -42,5 +42,5 @@ def has_news(ranks: tuple[int, ...]) -> bool:
 
 
 def agree(ranks: tuple[int, ...]) -> None:
-    """Note that all of some ranks have delivered the step at which one of them told of the signal."""
+    """Note that all ranks have delivered the step with which one of them sent the signal."""
     _agreed.add(ranks)

@@ -200,8 +200,8 @@ def field_layout(
         axes = dict.fromkeys(layout.axis_indices(axes), 0)
     layout.axis_indices(tuple(axes))  # each is there, and named once
     dims: dict[int, int] = {}
-    balanced: set[int] = set()
-    plain: set[int] = set()
+    balanced: dict[int, bool] = {}
+    """Tensor dim -> True if it is split `Balanced`."""
     for axis, placement in axes.items():
         if placement is None:
             continue
@@ -212,17 +212,16 @@ def field_layout(
                 f"placements[{axis!r}] must be a tensor dim >= 0, Balanced(dim=...) of a dim >= 1, or None, "
                 f"got {placement!r}."
             )
+        if balanced.setdefault(dim, is_balanced) != is_balanced:
+            raise ArgumentError(
+                f"placements splits one dim both plainly and Balanced: {axes}."
+            )
         dims[layout.axis_indices(axis)[0]] = dim
-        (balanced if is_balanced else plain).add(dim)
-    if balanced & plain:
-        raise ArgumentError(
-            f"placements splits one dim both plainly and Balanced: {axes}."
-        )
     return FieldLayout(
         mesh=mesh,
         layout=layout,
         dims=tuple(sorted(dims.items())),
-        balanced=frozenset(balanced),
+        balanced=frozenset(dim for dim in balanced if balanced[dim]),
         global_rank=global_rank,
         **others,
     )

@@ -43,7 +43,7 @@ def layouts_of_fields(
             f"meshes must hold at least one ProcessMesh, got {meshes!r}."
         )
     if input_keys is None:
-        input_keys = list(range(len(meshes)))
+        input_keys = range(len(meshes))
     elif not isinstance(input_keys, list | tuple):
         raise ArgumentError(f"input_keys must be a list of keys, got {input_keys!r}.")
     elif len(meshes) > 1:
@@ -61,13 +61,24 @@ def layouts_of_fields(
         item_dims = _for_each_mesh(f"shard_dims[{number}]", dims, items)
         entries.append(list(map(make, items, item_dims)))
 
+    placements = _placements_by_field(placements)
+    if len(meshes) == 1:  # for all fields
+        input_keys = placements
+        meshes = meshes * len(placements)
+        axes = axes * len(placements)
+    by_key = dict(zip(input_keys, zip(meshes, axes, strict=True), strict=True))
     overrides: dict[Any, Entry] = {}
-    for key, items in _placements_by_field(placements).items():
-        number = _mesh_of_field(key, meshes, input_keys)
+    for key, items in placements.items():
+        mesh, dims = by_key.get(key, (None, None))
+        if mesh is None or isinstance(mesh, list | tuple):
+            raise ArgumentError(
+                f"placements names the field {key!r}, which has no mesh of its own: name it in input_keys, or give one "
+                "mesh. A field with a list of meshes cannot have placements."
+            )
         layouts = [
             make(
-                meshes[number],
-                item if isinstance(item, Mapping) else axes[number],
+                mesh,
+                item if isinstance(item, Mapping) else dims,
                 own_rows=item in (AS_READ, ROW_INDEX),
                 row_index=item == ROW_INDEX,
             )
@@ -127,16 +138,3 @@ def _placements_by_field(placements: Any) -> Mapping[Any, Any]:
             f"to a list of these, with None for the others; got {placements!r}."
         )
     return placements
-
-
-def _mesh_of_field(key: Any, meshes: Sequence[Any], keys: Sequence[Any]) -> int:
-    """Return the number of the mesh of a field that `placements` names."""
-    number = 0
-    if len(meshes) > 1:
-        number = keys.index(key) if key in keys else -1
-    if number < 0 or isinstance(meshes[number], list | tuple):
-        raise ArgumentError(
-            f"placements names the field {key!r}, which has no mesh of its own: name it in input_keys, or give one "
-            "mesh. A field with a list of meshes cannot have placements."
-        )
-    return number

@@ -15,7 +15,7 @@ from paddle_shard.errors import BatchStructureError
 from paddle_shard.placement.field import FieldLayout, field_layout
 from paddle_shard.placement.layouts import Entry, layouts_of_fields
 from paddle_shard.placement.lengths import PadTo
-from paddle_shard.placement.recipe import BatchRecipe, compile_leaf, is_row_like
+from paddle_shard.placement.recipe import BatchRecipe, Leaf, compile_leaf, is_row_like
 from paddle_shard.placement.rows import BatchRows
 from paddle_shard.reading.tensors import becomes_tensor, is_tensor
 
@@ -27,56 +27,48 @@ _MOST_RECIPES = 256
 class BatchPlacer:
     """Chooses the layouts of a batch's fields; the structure of the batch and its other leaves stay as they are."""
 
-    entries: list[Entry]
-    """One entry for each given mesh; a single entry is used for every field."""
-    overrides: Mapping[Any, Entry]
-    """Layouts of single fields, by key or position."""
+    meshes: Any
+    """This and the fields below are arguments of `shard_dataloader`."""
+    shard_dims: Any
     input_keys: Sequence[Any] | None
-    """The keys that the entries belong to, if the batch is a dict. None: all that it has."""
+    placements: Any
     dense_tensor_idx: Sequence[Sequence[int]] | None
     pad_to: PadTo | None
-    """What rows are padded to. If given, tensors stay `Unplaced` until all ranks' lengths are known."""
+    """If given, tensors stay `Unplaced` until all ranks' lengths are known."""
+    global_rank: int
+    """Paddle's process id."""
+    replicated_in_name: bool
+    """See `FieldLayout`."""
     _recipes: dict[Any, BatchRecipe] = field(default_factory=dict, init=False)
     _key_orders: dict[frozenset[Any], Sequence[Any]] = field(
         default_factory=dict, init=False
     )
     """The keys of batches -> their order in the first such batch."""
 
-    @classmethod
-    def of(
-        cls,
-        meshes: Any,
-        shard_dims: Any,
-        *,
-        input_keys: Sequence[Any] | None,
-        placements: Any,
-        dense_tensor_idx: Sequence[Sequence[int]] | None,
-        pad_to: Any,
-        global_rank: int,
-        replicated_in_name: bool,
-    ) -> BatchPlacer:
-        """Read the arguments of `shard_dataloader` that say what becomes of fields; see `layouts_of_fields`."""
+    @cached_property
+    def _entries(self) -> tuple[list[Entry], dict[Any, Entry]]:
+        """See `layouts_of_fields`."""
         make = partial(
-            field_layout, global_rank=global_rank, replicated_in_name=replicated_in_name
+            field_layout,
+            global_rank=self.global_rank,
+            replicated_in_name=self.replicated_in_name,
         )
-        entries, overrides = layouts_of_fields(
-            meshes, shard_dims, input_keys, placements, make
-        )
-        return cls(
-            entries=entries,
-            overrides=overrides,
-            input_keys=input_keys,
-            dense_tensor_idx=dense_tensor_idx,
-            pad_to=PadTo.of(pad_to),
+        return layouts_of_fields(
+            self.meshes, self.shard_dims, self.input_keys, self.placements, make
         )
 
     @cached_property
     def layouts(self) -> list[FieldLayout]:
-        """Every layout."""
-        entries = [*self.entries, *self.overrides.values()]
+        """Every layout.
+
+        Raises:
+            ArgumentError: An argument is empty, or does not match the others.
+            AxisError: A mesh does not have a given axis.
+        """
+        entries, overrides = self._entries
         return [
             layout
-            for entry in entries
+            for entry in (*entries, *overrides.values())
             for layout in (entry if isinstance(entry, list) else [entry])
         ]
 
@@ -102,13 +94,13 @@ class BatchPlacer:
         """
         fields = self._fields(batch)
         named = named_leaves(fields, "", is_row_like)
-        form = tuple((path, *_form(leaf)) for path, leaf in named)
-        recipe = self._recipes.get((form, key))
+        form = type(batch), key, *((path, *_form(leaf)) for path, leaf in named)
+        recipe = self._recipes.get(form)
         if recipe is None:
             recipe = self._compile(batch, fields, rows_of(batch))
             if len(self._recipes) >= _MOST_RECIPES:
                 self._recipes.clear()
-            self._recipes[form, key] = recipe
+            self._recipes[form] = recipe
         return recipe, [leaf for _, leaf in named]
 
     def _compile(
@@ -126,12 +118,12 @@ class BatchPlacer:
             template = rebuild(batch, children) if is_sequence(batch) else children[0]
         recipe = BatchRecipe(
             rows=rows,
-            is_host=not any(is_tensor(leaf) for _, leaf, _ in leaves),
-            last=leaves[-1][2] if leaves else self.layouts[0],
+            is_host=not any(is_tensor(leaf.value) for leaf in leaves),
+            last=leaves[-1].layout if leaves else self.layouts[0],
             template=None if template == list(range(len(leaves))) else template,
         )
-        for number, (path, leaf, layout) in enumerate(leaves):
-            compile_leaf(recipe, self.pad_to, number, path, leaf, layout)
+        for number, leaf in enumerate(leaves):
+            compile_leaf(recipe, self.pad_to, number, leaf)
         return recipe
 
     def num_rows(self, batch: Any) -> int | None:
@@ -158,23 +150,23 @@ class BatchPlacer:
                 f"input_keys: {error} is not in the batch, which has {list(batch)}."
             ) from None
 
-    def _laid_out_leaves(
-        self, fields: Mapping[Any, Any]
-    ) -> Iterator[tuple[str, Any, FieldLayout]]:
-        """Yield (path, leaf, layout) of each leaf of the fields, in order.
+    def _laid_out_leaves(self, fields: Mapping[Any, Any]) -> Iterator[Leaf]:
+        """Yield the leaves of the fields, in order.
 
         Raises:
             BatchStructureError: The fields do not match the meshes.
         """
+        entries, overrides = self._entries
         padded = {} if self.pad_to is None else self.pad_to.fields
-        for argument, named in (("placements", self.overrides), ("pad_to", padded)):
+        for argument, named in (("placements", overrides), ("pad_to", padded)):
             unknown = [name for name in named if name not in fields]
             if unknown:
                 raise BatchStructureError(
                     f"{argument} names {unknown}, but the fields that are delivered are {list(fields)} (input_keys "
                     "chooses them, if it is given)."
                 )
-        entries = self.entries * (len(fields) if len(self.entries) == 1 else 1)
+        if len(entries) == 1:
+            entries = entries * len(fields)
         if len(fields) != len(entries):
             raise BatchStructureError(
                 f"the batch has the {len(fields)} fields {list(fields)}, but meshes has {len(entries)} entries: give "
@@ -182,7 +174,7 @@ class BatchPlacer:
             )
         local_items = dict(enumerate(self.dense_tensor_idx or ()))
         for number, (name, value) in enumerate(fields.items()):
-            entry = self.overrides.get(name, entries[number])
+            entry = overrides.get(name, entries[number])
             yield from _leaves_of_field(
                 value, f"[{name!r}]", entry, local_items.get(number, ())
             )
@@ -200,8 +192,8 @@ class BatchPlacer:
 
 def _leaves_of_field(
     value: Any, path: str, entry: Entry, local_items: Sequence[int]
-) -> Iterator[tuple[str, Any, FieldLayout]]:
-    """Yield (path, leaf, layout) of each leaf of a field."""
+) -> Iterator[Leaf]:
+    """Yield the leaves of a field."""
     has_items = is_sequence(value) and not is_row_like(value)
     if isinstance(entry, list) and not (has_items and len(value) == len(entry)):
         raise BatchStructureError(
@@ -214,7 +206,7 @@ def _leaves_of_field(
         is_local = number in local_items if has_items else len(local_items) > 0
         item_path = f"{path}[{number}]" if has_items else path
         for leaf_path, leaf in named_leaves(item, item_path, is_row_like):
-            yield leaf_path, leaf, layout.local if is_local else layout
+            yield Leaf(leaf_path, leaf, layout.local if is_local else layout)
 
 
 def _form(leaf: Any) -> tuple[Any, ...]:

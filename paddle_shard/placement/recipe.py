@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import paddle
@@ -86,13 +86,16 @@ def _apply(functions: Sequence[tuple[int, Function]], parts: list[Any]) -> None:
         parts[number] = function(parts[number])
 
 
+class Leaf(NamedTuple):
+    """A leaf of a batch that is delivered."""
+
+    path: str
+    value: Any
+    layout: FieldLayout
+
+
 def compile_leaf(
-    recipe: BatchRecipe,
-    pad_to: PadTo | None,
-    number: int,
-    path: str,
-    leaf: Any,
-    layout: FieldLayout,
+    recipe: BatchRecipe, pad_to: PadTo | None, number: int, leaf: Leaf
 ) -> None:
     """Add a leaf to a recipe.
 
@@ -100,43 +103,41 @@ def compile_leaf(
         recipe: The recipe.
         pad_to: See `BatchPlacer`.
         number: Number of the leaf.
-        path: Its path in the batch.
         leaf: The leaf.
-        layout: Its layout.
 
     Raises:
         BatchStructureError: It does not fit its mesh or cannot be split.
         TypeError: Paddle has no tensors of its dtype.
     """
+    _, value, layout = leaf
     rows = recipe.rows
-    is_tensor = becomes_tensor(leaf)
+    is_tensor = becomes_tensor(value)
     if is_tensor:
         recipe.tensors.append(number)
-        is_split = _is_split(leaf, path, layout, rows)
+        is_split = _is_split(leaf, rows)
     else:
-        _check_number(leaf, path, layout)
-        is_split = is_row_like(leaf) and len(leaf) == len(rows.read)
+        _check_number(leaf)
+        is_split = is_row_like(value) and len(value) == len(rows.read)
     if is_split and layout.on_mesh:
         positions = rows.positions(layout)
         if len(positions) < len(rows.read):
             cut = partial(_rows_of_leaf, rows=as_range(positions))
             recipe.cuts.append((number, cut))
     if is_tensor and not layout.is_local:
-        _compile_distributed(recipe, pad_to, number, path, leaf, layout, is_split)
+        _compile_distributed(recipe, pad_to, number, leaf, is_split)
 
 
 def _compile_distributed(
     recipe: BatchRecipe,
     pad_to: PadTo | None,
     number: int,
-    path: str,
-    leaf: Any,
-    layout: FieldLayout,
+    leaf: Leaf,
     is_split: bool,
 ) -> None:
     """Add the placing of a tensor to a recipe; see `compile_leaf`."""
-    shape = list(leaf.shape)
-    dtype = dtype_of(leaf)
+    path, value, layout = leaf
+    shape = list(value.shape)
+    dtype = dtype_of(value)
     if pad_to is not None or not layout.replicated_in_name:
         # If the rows are not the samples, all ranks must have as many.
         counts = layout.num_data_ranks > 1 and not is_split
@@ -168,14 +169,16 @@ def _place_empty(place: Function, shape: Sequence[int], part: Any) -> Any:
     return place(paddle.empty(shape, part.dtype))
 
 
-def _is_split(leaf: Any, path: str, layout: FieldLayout, rows: BatchRows) -> bool:
+def _is_split(leaf: Leaf, rows: BatchRows) -> bool:
     """Return whether the rows of a tensor are split, after checking that they can be."""
-    if not layout.is_local or isinstance(leaf, np.ndarray):
-        _check_dtype(leaf, path)
+    path, value, layout = leaf
+    if not layout.is_local or isinstance(value, np.ndarray):
+        _check_dtype(value, path)
     if not layout.data_axes:
         return False
     num_read = len(rows.read)
-    if list(leaf.shape[:1]) == [num_read] and not layout.own_rows:
+    shape = list(value.shape)
+    if shape[:1] == [num_read] and not layout.own_rows:
         return True
     # The rows are not the samples: they may not be cut.
     reads_others = layout.on_mesh and len(rows.positions(layout)) < num_read
@@ -185,10 +188,9 @@ def _is_split(leaf: Any, path: str, layout: FieldLayout, rows: BatchRows) -> boo
         or rows.apart
         or layout.num_data_ranks == 1
     )
-    may_stay = layout.is_local or (stays_whole and len(leaf.shape) > 0)
-    if reads_others or not may_stay:
+    if reads_others or not (layout.is_local or (stays_whole and shape)):
         raise BatchStructureError(
-            f"field {path} has shape {list(leaf.shape)} for {num_read} samples: it cannot be split by rows. {_OWN_ROWS}"
+            f"field {path} has shape {shape} for {num_read} samples: it cannot be split by rows. {_OWN_ROWS}"
         )
     return False
 
@@ -267,12 +269,13 @@ def _check_dtype(leaf: Any, path: str) -> None:
         )
 
 
-def _check_number(leaf: Any, path: str, layout: FieldLayout) -> None:
+def _check_number(leaf: Leaf) -> None:
     """Reject a number that each data rank has made of its own rows."""
-    is_number = isinstance(leaf, int | float | np.number) and type(leaf) is not bool
+    path, value, layout = leaf
+    is_number = isinstance(value, int | float | np.number) and type(value) is not bool
     if is_number and layout.num_data_ranks > 1 and not layout.is_local:
         raise BatchStructureError(
-            f"field {path} is the number {leaf!r}, made of this rank's rows: each data rank has its own,"
-            " and one process has that of the whole batch. Have the collate_fn return one number for each row, such as "
-            "their lengths, and add them up; or keep this rank's, by dense_tensor_idx."
+            f"field {path} is the number {value!r}, made of this rank's rows: each data rank has its own, and one "
+            "process has that of the whole batch. Have the collate_fn return one number for each row, such as their "
+            "lengths, and add them up; or keep this rank's, by dense_tensor_idx."
         )

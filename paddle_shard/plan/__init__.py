@@ -1,4 +1,4 @@
-"""Which rank reads which sample at which step? Needs only the standard library and numpy."""
+"""The plan of a run: which rank reads which sample at which step. Needs only the standard library and numpy."""
 
 from __future__ import annotations
 

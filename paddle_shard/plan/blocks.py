@@ -1,4 +1,4 @@
-"""Which sample is at a position if a shuffle must keep together what lies together on disk?"""
+"""`Blocks`: a shuffle that keeps together what lies together on disk."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 import numpy as np
 
 from paddle_shard.core.checks import check_count
-from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.order import Indices, Order, Ordering
 from paddle_shard.plan.parts import choose_num_parts
 from paddle_shard.plan.seeding import derive_key
@@ -81,15 +80,12 @@ class Blocks(Ordering):
         Raises:
             ArgumentError: Its `block_size` is not an int >= 1.
         """
-        if not hasattr(dataset, "block_size"):
-            return self
-        size = dataset.block_size
-        if isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 1:
-            raise ArgumentError(
-                f"shuffle='blocks': block_size of the {type(dataset).__name__} must be an int >= 1, the samples in a "
-                f"block on disk, got {size!r}. Correct it, or give shuffle=paddle_shard.Blocks(size=...)."
-            )
-        return Blocks(size=int(size), window=self.window)
+        size = check_count(
+            f"shuffle='blocks': block_size of the {type(dataset).__name__}",
+            getattr(dataset, "block_size", self.size),
+            meaning="samples in a block on disk; or give shuffle=paddle_shard.Blocks(size=...)",
+        )
+        return Blocks(size=size, window=self.window)
 
 
 def num_parts(num_samples: int, blocks: Blocks, width: int) -> int:
@@ -138,16 +134,18 @@ class BlockOrder(Order):
             epoch: The epoch, any int.
         """
         super().__init__(num_samples)
-        self._seed, self._epoch = seed, epoch
+        self._seed = seed
+        self._epoch = epoch
         # With K whole rows of `width` = P * c positions and a rest, a part has K * c places and its share of the rest.
-        parts = self.num_parts = num_parts(num_samples, blocks, width)
+        parts = num_parts(num_samples, blocks, width)
         rows, rest = divmod(num_samples, width)
-        self.width, self._share = width, width // parts
-        self._whole, self._in_rows = rows * width, rows * self._share
+        self.num_parts = parts
+        self.width = width
+        self._share = width // parts
+        self._whole = rows * width
+        self._in_rows = rows * self._share
         # [part]: start of its share of the rest, counted from the start of the rest; P + 1 numbers
-        self._rests = np.array(
-            [part * rest // parts for part in range(parts + 1)], np.int64
-        )
+        self._rests = np.arange(parts + 1) * rest // parts
         self._starts = np.arange(parts + 1) * self._in_rows + self._rests
         # Each slot holds a block; the short last block may be in any of them.
         self._size = min(blocks.size, num_samples)
@@ -156,9 +154,7 @@ class BlockOrder(Order):
         self._blocks = Permutation(
             self._num_blocks, derive_key("blocks", seed, epoch, size=64)
         )
-        self._short = int(
-            self._blocks.inverse(np.array([self._num_blocks - 1], np.int64))[0]
-        )
+        self._short = int(self._blocks.inverse(np.array(self._num_blocks - 1)))
         self._gap = self._num_blocks * self._size - num_samples
         # From here on, blocks after the short one begin `gap` places earlier than slot * size.
         self._short_end = (self._short + 1) * self._size - self._gap
@@ -196,15 +192,13 @@ class BlockOrder(Order):
         row, column = np.divmod(place, self._share)
         early = row * self.width + part * self._share + column
         late = self._whole + self._rests[part] + place - self._in_rows
-        found: Indices = np.where(place < self._in_rows, early, late).reshape(
-            samples.shape
-        )
-        return found
+        positions = np.where(place < self._in_rows, early, late)
+        return positions.reshape(samples.shape)
 
     def between(self, start: int, stop: int) -> Indices:
         """Return the samples at positions [start, stop)."""
-        # No more than is asked for: with small blocks, each needs a table of its own.
-        return self(np.arange(start, stop, dtype=np.int64))
+        # No more than is needed: with small blocks, each needs a table of its own.
+        return self(np.arange(start, stop))
 
     def _start(self, slot: Indices) -> Indices:
         """Return the first place of each slot."""
@@ -212,62 +206,45 @@ class BlockOrder(Order):
 
     def _slot(self, places: Indices) -> Indices:
         """Return the slot of each place."""
-        found: Indices = (
-            places + self._gap * (places >= self._short_end)
-        ) // self._size
-        return found
+        return (places + self._gap * (places >= self._short_end)) // self._size
 
     def _offsets(self, part: Indices, place: Indices) -> tuple[Indices, Indices]:
         """Return the window of each place, and the offset of the place in the window, which is cut to the part."""
         window = self._slot(place) // self._window
-        return window, place - np.maximum(
-            self._start(window * self._window), self._starts[part]
-        )
+        first = np.maximum(self._start(window * self._window), self._starts[part])
+        return window, place - first
 
     def _mixing(self, part: int, window: int) -> tuple[int, Permutation]:
         """Return the first place of a window that lies in a part, and the order of its places there."""
-        slots = (
-            window * self._window,
-            min((window + 1) * self._window, self._num_blocks),
-        )
-        first, end = self._start(np.array(slots, np.int64)).tolist()
-        first, end = (
-            max(first, int(self._starts[part])),
-            min(end, int(self._starts[part + 1])),
-        )
+        slots = np.array([window, window + 1]) * self._window
+        places = self._start(np.minimum(slots, self._num_blocks))
+        first, end = np.clip(places, *self._starts[part : part + 2]).tolist()
         key = derive_key("window", self._seed, self._epoch, part, window, size=64)
         return first, Permutation(end - first, key)
 
     def _draw(self, part: int, window: int, number: int) -> Indices:
         """Return one table of a window's samples, in their mixed order."""
         first, mixing = self._mixing(part, window)
-        places = first + mixing(
-            np.arange(
-                number * TABLE, min((number + 1) * TABLE, mixing.length), dtype=np.int64
-            )
-        )
+        stop = min((number + 1) * TABLE, mixing.length)
+        places = first + mixing(np.arange(number * TABLE, stop))
         slots = self._slot(places)
-        found, at = np.unique(
-            slots, return_inverse=True
-        )  # a block has many places here: each is computed once
-        return self._blocks(found)[at] * self._size + places - self._start(slots)
+        # A block has many places here: each is computed once.
+        distinct, at = np.unique(slots, return_inverse=True)
+        return self._blocks(distinct)[at] * self._size + places - self._start(slots)
 
 
-_block_order = lru_cache(maxsize=4)(
-    BlockOrder
-)  # with the tables that were computed last
+_block_order = lru_cache(maxsize=4)(BlockOrder)
+"""Kept, with the tables that were computed last."""
 
 
 def _runs(places: Indices, *keys: Indices) -> Iterator[tuple[Indices, list[int]]]:
     """Yield (indices into `places`, key) for each key that occurs; each key covers one stretch of places."""
-    if not places.size:
-        return
     ascending = np.argsort(places, kind="stable")
     sorted_keys = np.stack(keys, axis=1)[ascending]  # [place, key]
-    starts = np.flatnonzero((sorted_keys[1:] != sorted_keys[:-1]).any(axis=1)) + 1
-    starts = np.concatenate([[0], starts])
-    ends = [*starts[1:].tolist(), len(places)]
-    for start, end, key in zip(
-        starts.tolist(), ends, sorted_keys[starts].tolist(), strict=True
-    ):
+    is_last = np.ones(len(places), bool)
+    is_last[:-1] = (sorted_keys[1:] != sorted_keys[:-1]).any(axis=1)
+    ends = np.flatnonzero(is_last) + 1
+    start = 0
+    for end, key in zip(ends.tolist(), sorted_keys[ends - 1].tolist(), strict=True):
         yield ascending[start:end], key
+        start = end

@@ -353,17 +353,12 @@ def certify(
             expected = plus(*(between(*stretch) for stretch in delivered.once))
 
     # Compare the positions, then the samples at them.
-    missed = 0
-    gap = "were not delivered"
-    if not is_known:
-        gap = f"are {UNKNOWN} to have been delivered by all data ranks"
-    for first, stop in without(0, max(reached, end or 0), delivered.once):
-        num = stop - first if plan is None else between(first, stop).num
-        missed += num
-        if num:
-            problems.append(f"positions [{first}, {stop}) {gap}")
-    for first, stop in delivered.again:
-        problems.append(f"positions [{first}, {stop}) were delivered again")
+    gaps = [
+        (first, stop, stop - first if plan is None else between(first, stop).num)
+        for first, stop in without(0, max(reached, end or 0), delivered.once)
+    ]
+    missed = sum(num for *_, num in gaps)
+    problems += _position_problems(gaps, delivered.again, is_known=is_known)
     if end is None:
         problems.append(
             f"{drawn_by} has not ended after position {reached}, as far as this run has seen"
@@ -392,6 +387,20 @@ def certify(
     )
 
 
+def _position_problems(
+    gaps: list[tuple[int, int, int]], again: Ranges, *, is_known: bool
+) -> Iterator[str]:
+    """Yield a problem for each gap that holds samples, and for each range that was delivered again."""
+    what = "were not delivered"
+    if not is_known:
+        what = f"are {UNKNOWN} to have been delivered by all data ranks"
+    for first, stop, num in gaps:
+        if num:
+            yield f"positions [{first}, {stop}) {what}"
+    for first, stop in again:
+        yield f"positions [{first}, {stop}) were delivered again"
+
+
 @lru_cache(maxsize=4)
 def total_of_plan(
     plan: ShardPlan, epoch: int, skips: Ranges, first: int, end: int
@@ -407,13 +416,9 @@ def total_of_owner(
     data_rank, num_data_ranks, _ = owner
     if owner == ALL or num_data_ranks == 1:
         return total_of_plan(plan, epoch, skips, first, end)
-    batches = (
-        global_batch(plan, epoch, step)
-        for step in range(plan.num_steps)
-        if first <= plan.first_position(step=step) < end
-    )
+    numbers = range(plan.step_of(position=first), plan.step_of(position=end - 1) + 1)
     steps = rank_steps(
-        batches,
+        (global_batch(plan, epoch, number) for number in numbers),
         epoch,
         lambda rows, micro: slice_rows(rows, num_data_ranks, data_rank, micro),
         skips=skips,

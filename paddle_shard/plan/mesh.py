@@ -1,4 +1,4 @@
-"""Which coordinate of the mesh does a process have, and which ranks share its data?"""
+"""`MeshLayout`: the coordinate of a process on a mesh, its data rank, and the ranks that share its data."""
 
 from __future__ import annotations
 
@@ -43,18 +43,13 @@ class MeshLayout:
             raise AxisError(
                 f"axes must be {len(self.shape)} different names, one per axis, got {self.axes}."
             )
-        if len(self.process_ids) != math.prod(self.shape):
+        ids = self.process_ids
+        if len(ids) != math.prod(self.shape):
             raise ArgumentError(
-                f"process_ids must hold {math.prod(self.shape)} ranks for shape {self.shape}, "
-                f"got {len(self.process_ids)}: {self.process_ids}."
+                f"process_ids must hold {math.prod(self.shape)} ranks for shape {self.shape}, got {len(ids)}: {ids}."
             )
-        if (
-            len(set(self.process_ids)) != len(self.process_ids)
-            or min(self.process_ids) < 0
-        ):
-            raise ArgumentError(
-                f"process_ids must be different ranks >= 0, got {self.process_ids}."
-            )
+        if len(set(ids)) != len(ids) or min(ids) < 0:
+            raise ArgumentError(f"process_ids must be different ranks >= 0, got {ids}.")
 
     def axis_indices(self, axes: Axes) -> tuple[int, ...]:
         """Return the indices of `axes` in the mesh's own order, which is the row-major order of the data.
@@ -70,44 +65,30 @@ class MeshLayout:
             >>> mesh.axis_indices(["sharding", "dp"])
             (0, 2)
         """
-        names = (
-            ()
-            if axes is None
-            else (axes,)
-            if isinstance(axes, str | int)
-            else tuple(axes)
-        )
-        found = []
-        for name in names:
-            if isinstance(name, int) and not isinstance(name, bool):
-                if not -len(self.shape) <= name < len(self.shape):
-                    raise AxisError(
-                        f"shard_dims: axis {name} is out of range for a mesh with {len(self.shape)} axes {self.axes}."
-                    )
-                found.append(name % len(self.shape))
-            elif name in self.axes:
-                found.append(self.axes.index(name))
-            else:
-                near = difflib.get_close_matches(
-                    str(name).lower(), [axis.lower() for axis in self.axes], n=1
-                )
-                hint = next(
-                    (
-                        f" Did you mean {axis!r}?"
-                        for axis in self.axes
-                        if axis.lower() in near
-                    ),
-                    "",
-                )
-                raise AxisError(
-                    f"shard_dims: the mesh has no axis {name!r}; its axes are {list(self.axes)} "
-                    f"with shape {list(self.shape)}.{hint}"
-                )
-        if len(set(found)) != len(found):
+        names = [axes] if isinstance(axes, str | int) else [*(axes or ())]
+        indices = sorted(map(self._axis_index, names))
+        if len(set(indices)) != len(indices):
             raise AxisError(
-                f"shard_dims names an axis twice: {list(names)}. Name each axis once."
+                f"shard_dims names an axis twice: {names}. Name each axis once."
             )
-        return tuple(sorted(found))
+        return tuple(indices)
+
+    def _axis_index(self, name: str | int) -> int:
+        count = len(self.shape)
+        if isinstance(name, int) and not isinstance(name, bool):
+            if not -count <= name < count:
+                raise AxisError(
+                    f"shard_dims: axis {name} is out of range for a mesh with {count} axes {self.axes}."
+                )
+            return name % count
+        if name in self.axes:
+            return self.axes.index(name)
+        by_lower = {axis.lower(): axis for axis in self.axes}
+        near = difflib.get_close_matches(str(name).lower(), by_lower, n=1)
+        raise AxisError(
+            f"shard_dims: the mesh has no axis {name!r}; its axes are {list(self.axes)} with shape {list(self.shape)}."
+            + "".join(f" Did you mean {by_lower[axis]!r}?" for axis in near)
+        )
 
     def coordinate(self, global_rank: int) -> tuple[int, ...]:
         """Return the coordinate of a process, one number per axis.
@@ -144,7 +125,8 @@ class MeshLayout:
         Returns:
             A number in `range(self.num_data_ranks(data_axes))`; 0 if there is no data axis.
         """
-        coordinate, rank = self.coordinate(global_rank), 0
+        coordinate = self.coordinate(global_rank)
+        rank = 0
         for axis in self.axis_indices(data_axes):
             rank = rank * self.shape[axis] + coordinate[axis]
         return rank
@@ -161,15 +143,10 @@ def replica_groups(mesh: MeshLayout, data_axes: Axes) -> list[list[int]]:
         >>> replica_groups(MeshLayout(shape=(2, 2), axes=("mp", "dp"), process_ids=(0, 1, 2, 3)), "dp")
         [[0, 2], [1, 3]]
     """
-    axes, ids = (
-        mesh.axis_indices(data_axes),
-        np.array(mesh.process_ids).reshape(mesh.shape),
-    )
-    # [data axes, other axes] -> [data rank, replica]
-    groups = np.moveaxis(ids, axes, range(len(axes))).reshape(
-        mesh.num_data_ranks(data_axes), -1
-    )
-    return list(groups.tolist())
+    groups: list[list[int]] = [[] for _ in range(mesh.num_data_ranks(data_axes))]
+    for rank in mesh.process_ids:
+        groups[mesh.data_rank(rank, data_axes)].append(rank)
+    return groups
 
 
 def grid_of(mesh: MeshLayout, data_axes: Axes) -> list[dict[str, str]]:
@@ -187,14 +164,8 @@ def grid_of(mesh: MeshLayout, data_axes: Axes) -> list[dict[str, str]]:
     for rank in mesh.process_ids:
         *place, last = mesh.coordinate(rank)
         if last == 0:
-            rows.append(
-                {
-                    "ranks": ", ".join(
-                        f"{axis} {at}"
-                        for axis, at in zip(mesh.axes, place, strict=False)
-                    )
-                }
-            )
+            places = zip(mesh.axes, place, strict=False)
+            rows.append({"ranks": ", ".join(f"{axis} {at}" for axis, at in places)})
         rows[-1][f"{mesh.axes[-1]} {last}"] = (
             f"{rank} (data rank {mesh.data_rank(rank, data_axes)})"
         )

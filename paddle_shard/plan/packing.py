@@ -1,4 +1,4 @@
-"""Which documents make up a row of a fixed length, so that little of it is padding?"""
+"""Packing: the documents that make up rows of a fixed length, so that little of a row is padding."""
 
 from __future__ import annotations
 
@@ -47,8 +47,9 @@ def fitted(lengths: Indices, length: int) -> tuple[npt.NDArray[np.int64], int]:
     """
     # One sorted array of (length, number) of the pieces, and one of (space, number) of the rows, each pair in an int.
     pieces = np.sort(lengths * _PAIR + np.arange(len(lengths)))
-    found = np.empty(len(pieces), np.int64)
-    few, num_rows = int(len(pieces) * _ONE_BY_ONE), 0
+    row_of = np.empty(len(pieces), np.int64)
+    few = int(len(pieces) * _ONE_BY_ONE)
+    num_rows = 0
     rows = np.empty(0, np.int64)
     while len(pieces) > few:
         space = rows // _PAIR
@@ -58,46 +59,60 @@ def fitted(lengths: Indices, length: int) -> tuple[npt.NDArray[np.int64], int]:
         last = np.minimum.accumulate((last - place)[::-1])[::-1] + place
         first = int(np.searchsorted(last, 0))
         if len(rows) - first >= _ROWS:
-            taken, fits = last[first:], rows[first:]
+            taken = last[first:]
+            fits = rows[first:]
             chosen = pieces[taken]
-            found[chosen % _PAIR] = fits % _PAIR
-            kept = np.ones(len(pieces), bool)
-            kept[taken] = False
-            pieces = pieces[kept]
+            row_of[chosen % _PAIR] = fits % _PAIR
+            pieces = np.delete(pieces, taken)
             fits -= chosen // _PAIR * _PAIR
         else:
-            number = min(
-                len(pieces), int((pieces // _PAIR).sum() / length * (1 - _FEWER))
-            )
+            wanted = int((pieces // _PAIR).sum() / length * (1 - _FEWER))
+            number = min(len(pieces), wanted)
             if number < _ROWS:
                 break
-            chosen, pieces = pieces[-number:], pieces[:-number]
+            chosen = pieces[-number:]
+            pieces = pieces[:-number]
             new = num_rows + np.arange(number)
-            found[chosen % _PAIR] = new
+            row_of[chosen % _PAIR] = new
             rows = np.concatenate([rows, (length - chosen // _PAIR) * _PAIR + new])
             num_rows += number
         rows = np.sort(rows)
-        rows = rows[
-            np.searchsorted(
-                rows, pieces[0] // _PAIR * _PAIR if len(pieces) else rows[-1] + 1
-            ) :
-        ]
-    spaces = rows.tolist()
-    for size, piece in zip(
-        *(values[::-1].tolist() for values in np.divmod(pieces, _PAIR)), strict=True
-    ):
+        # Rows without space for the shortest piece are full.
+        shortest = pieces[0] // _PAIR if len(pieces) else length + 1
+        rows = rows[np.searchsorted(rows, shortest * _PAIR) :]
+
+    num_rows = _fit_best(pieces, rows.tolist(), row_of, num_rows, length)
+
+    # Number the rows in the order of their first pieces.
+    first_pieces = np.empty(num_rows, np.int64)
+    first_pieces[row_of[::-1]] = np.arange(len(row_of))[::-1]
+    renumbered = np.argsort(np.argsort(first_pieces))
+    return renumbered[row_of], num_rows
+
+
+def _fit_best(
+    pieces: Indices, spaces: list[int], row_of: Indices, num_rows: int, length: int
+) -> int:
+    """Put pieces into rows by best fit, one by one, the longest first; return the number of rows.
+
+    Args:
+        pieces: (length, number) of each piece, ascending.
+        spaces: (space, number) of each row that is open, ascending.
+        row_of: The row of each piece, which is filled in.
+        num_rows: Rows so far.
+        length: Length of a row.
+    """
+    for pair in pieces[::-1].tolist():
+        size, piece = divmod(pair, _PAIR)
         at = bisect_left(spaces, size * _PAIR)
-        room, row = (
-            divmod(spaces.pop(at), _PAIR) if at < len(spaces) else (length, num_rows)
-        )
-        num_rows += row == num_rows
-        found[piece] = row
-        if room > size:
-            insort(spaces, (room - size) * _PAIR + row)
-    begins, renumbered = np.empty(num_rows, np.int64), np.empty(num_rows, np.int64)
-    begins[found[::-1]] = np.arange(len(found))[::-1]  # the first piece of each row
-    renumbered[np.argsort(begins)] = np.arange(num_rows)
-    return renumbered[found], num_rows
+        if at == len(spaces):
+            spaces.append(length * _PAIR + num_rows)
+            num_rows += 1
+        space, row = divmod(spaces.pop(at), _PAIR)
+        row_of[piece] = row
+        if space > size:
+            insort(spaces, (space - size) * _PAIR + row)
+    return num_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,11 +153,8 @@ class Packing:
             ArgumentError: An argument is out of range, or there is no token.
         """
         lengths = np.asarray(lengths)
-        if (
-            lengths.ndim != 1
-            or lengths.dtype.kind not in "iu"
-            or (len(lengths) and int(lengths.min()) < 0)
-        ):
+        is_integer = lengths.ndim == 1 and lengths.dtype.kind in "iu"
+        if not is_integer or lengths.min(initial=0) < 0:
             raise ArgumentError(
                 f"lengths must be an array of ints >= 0, one for each document, got {lengths.dtype} of shape "
                 f"{list(lengths.shape)}."
@@ -157,23 +169,21 @@ class Packing:
                 "the documents have no token: there is nothing to pack. Check their path and filters."
             )
         counts = -(-lengths.astype(np.int64) // self.length)
-        self._first_piece = (
-            None if (counts == 1).all() else np.concatenate([[0], np.cumsum(counts)])
-        )
-        self.num_pieces = (
-            len(lengths) if self._first_piece is None else int(self._first_piece[-1])
-        )
+        self.num_pieces = int(counts.sum())
         """Documents, and the stretches of long ones."""
         if self.num_pieces > _MOST_PIECES:
             raise ArgumentError(
                 f"lengths: the longest document has {int(lengths.max())} tokens, and all together fill "
                 f"{self.num_pieces} pieces of up to {self.length}, more than a plan can hold. Are these tokens?"
             )
-        orders, sizes, self.most_pieces = [], [], 0
+        self._first_piece = None
+        if (counts != 1).any():
+            self._first_piece = np.concatenate([[0], np.cumsum(counts)])
+        orders = []
+        sizes = []
         for first in range(0, self.num_pieces, self.window):
-            _, begins, ends = self._cut(
-                np.arange(first, min(first + self.window, self.num_pieces))
-            )
+            stop = min(first + self.window, self.num_pieces)
+            _, begins, ends = self._cut(np.arange(first, stop))
             rows, num_rows = fitted(ends - begins, self.length)
             orders.append(np.argsort(rows, kind="stable").astype(np.uint16))
             sizes.append(np.bincount(rows, minlength=num_rows))
@@ -193,13 +203,10 @@ class Packing:
         Args:
             row: In `range(num_rows)`.
         """
-        begin, end = int(self._begin[row]), int(self._begin[row + 1])
+        begin, end = self._begin[row : row + 2].tolist()
         window = begin // self.window * self.window
         cut = self._cut(window + self._order[begin:end].astype(np.int64))
-        return [
-            Piece(*piece)
-            for piece in zip(*(values.tolist() for values in cut), strict=True)
-        ]
+        return [Piece(*piece) for piece in np.transpose(cut).tolist()]
 
     def _cut(self, numbers: Indices) -> tuple[Indices, Indices, Indices]:
         """Return the document of each piece, its first token there, and the token after its last one."""

@@ -1,4 +1,4 @@
-"""Which rows of a global batch does a data rank deliver, and which batch sizes can be split?"""
+"""Rows of a global batch that a data rank delivers, and the batch sizes that can be split."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def slice_rows(
         )
     rows: Rows = np.arange(num_rows, dtype=np.int64)
     data_ranks, _ = place_of_rows(rows, num_rows, num_data_ranks, max(1, micro_size))
-    own: Rows = rows[data_ranks == data_rank]
-    return own
+    selected: Rows = rows[data_ranks == data_rank]
+    return selected
 
 
 def place_of_rows(
@@ -64,10 +64,10 @@ def place_of_rows(
         [[0, 0, 1, 1, 0, 1], [0, 1, 0, 1, 2, 2]]
     """
     micro, within = np.divmod(rows, micro_size)
-    part = (
-        np.minimum(micro_size, num_rows - micro * micro_size) // num_data_ranks
-    )  # the last micro-batch may be short
-    return within // part, micro * (micro_size // num_data_ranks) + within % part
+    # The last micro-batch may be short.
+    num_micro_rows = np.minimum(micro_size, num_rows - micro * micro_size)
+    data_ranks, row = np.divmod(within, num_micro_rows // num_data_ranks)
+    return data_ranks, micro * (micro_size // num_data_ranks) + row
 
 
 def nearest_multiples(number: int, unit: int) -> tuple[int, ...]:
@@ -84,7 +84,7 @@ def nearest_multiples(number: int, unit: int) -> tuple[int, ...]:
 def check_batch_size(
     batch_size: int, num_data_ranks: int, accumulation: int = 1
 ) -> None:
-    """Refuse a global batch that cannot be cut into equal slices.
+    """Reject a global batch that cannot be cut into equal slices.
 
     Raises:
         BatchSizeError: The batch cannot be cut; the text names both numbers and the nearest sizes that work.
@@ -94,11 +94,8 @@ def check_batch_size(
         over = f"{num_data_ranks} data ranks"
         if accumulation > 1:
             over += f" times {accumulation} accumulation steps"
-        sizes = nearest_multiples(batch_size, unit)
-        can = " or ".join(map(str, sizes))
-        if accumulation > 1:
-            can += f", micro-batches of {' or '.join(str(size // accumulation) for size in sizes)} rows"
+        sizes = " or ".join(map(str, nearest_multiples(batch_size, unit)))
         raise BatchSizeError(
             f"batch_size: a global batch of {batch_size} cannot be split evenly over {over}. Nearest sizes that can: "
-            f"{can}."
+            f"{sizes}."
         )

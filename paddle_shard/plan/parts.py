@@ -1,4 +1,4 @@
-"""Which part of a stream does each row of a global batch come from, and which data rank holds each part?
+"""Parts of a stream: the part that each row of a global batch comes from, and the parts that a data rank holds.
 
 A stream has no index, so it cannot be split sample by sample. It is cut into P canonical parts, each a function
 of (seed, epoch, part); data ranks and workers only *hold* parts. Row r of every micro-batch comes from part
@@ -8,7 +8,7 @@ r // (rows / P), so the global batches do not depend on who holds which part.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -21,7 +21,7 @@ MAX_PARTS = 64
 """Most parts that are chosen by default."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class PartsPlan:
     """How the global batches of a stream are made of its parts.
 
@@ -48,54 +48,47 @@ class PartsPlan:
     longest has ended. "error": refuse, unless all parts end together with a whole batch."""
     num_batches: int | None = None
     """Exact number of steps, for any lengths: parts that end are reopened. None: the tail decides."""
-    ending: Tail = field(init=False, repr=False, compare=False)
-    """The tail that `tail` names."""
-    micro_rows: int = field(init=False, repr=False, compare=False)
-    """Rows of a micro-batch."""
-    stripe: int = field(init=False, repr=False, compare=False)
-    """Rows of a micro-batch that come from one part, one after the other."""
-    samples_per_part: int = field(init=False, repr=False, compare=False)
-    """Samples of each part that one step consumes."""
-    repeats: bool = field(init=False, repr=False, compare=False)
-    """True if a part that ends is reopened."""
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "num_parts", "num_data_ranks", "accumulation"):
             check_count(name, getattr(self, name))
         if self.num_batches is not None:
             check_count("num_batches", self.num_batches)
-        ending, micro_rows = (
-            find_tail(self.tail, stream=True),
-            self.batch_size // self.accumulation,
-        )
-        stripe = micro_rows // self.num_parts
-        found = {
-            "ending": ending,
-            "micro_rows": micro_rows,
-            "stripe": stripe,
-            "samples_per_part": stripe * self.accumulation,
-            "repeats": ending.repeats or self.num_batches is not None,
-        }
-        for name, value in found.items():
-            object.__setattr__(self, name, value)
         check_batch_size(self.batch_size, self.num_data_ranks, self.accumulation)
-        if (
-            self.micro_rows % self.num_parts == 0
-            and self.num_parts % self.num_data_ranks == 0
-        ):
-            return
+        find_tail(self.tail, stream=True)
         multiples = range(self.num_data_ranks, self.micro_rows + 1, self.num_data_ranks)
         works = [number for number in multiples if self.micro_rows % number == 0]
-        if self.micro_rows % self.num_parts:
+        if self.num_parts not in works:
             raise ArgumentError(
-                f"in_parts({self.num_parts}): the number of parts must divide the {self.micro_rows} rows of "
-                f"{'the global batch' if self.accumulation == 1 else 'a micro-batch'}. Values that work for "
-                f"{self.num_data_ranks} data ranks: {listed(works)}."
+                f"in_parts({self.num_parts}): the number of parts must divide the {self.micro_rows} rows of a "
+                f"micro-batch, and be a multiple of the {self.num_data_ranks} data ranks. Values that work: "
+                f"{listed(works)}."
             )
-        raise ArgumentError(
-            f"in_parts({self.num_parts}): {self.num_data_ranks} data ranks cannot share the stream's parts evenly. "
-            f"Values that work with this batch: {listed(works)}."
-        )
+
+    @property
+    def ending(self) -> Tail:
+        """The remainder policy that `tail` names."""
+        return find_tail(self.tail, stream=True)
+
+    @property
+    def micro_rows(self) -> int:
+        """Rows of a micro-batch."""
+        return self.batch_size // self.accumulation
+
+    @property
+    def stripe(self) -> int:
+        """Rows of a micro-batch that come from one part, one after the other."""
+        return self.micro_rows // self.num_parts
+
+    @property
+    def samples_per_part(self) -> int:
+        """Samples of each part that one step consumes."""
+        return self.stripe * self.accumulation
+
+    @property
+    def repeats(self) -> bool:
+        """True if a part that ends is reopened."""
+        return self.ending.repeats or self.num_batches is not None
 
     def parts_of(
         self, data_rank: int, num_data_ranks: int | None = None
@@ -106,10 +99,8 @@ class PartsPlan:
             data_rank: The data rank, in `range(num_data_ranks)`.
             num_data_ranks: Data ranks of a field that is split over fewer than the plan's; None: the plan's.
         """
-        held = self.num_parts // (
-            self.num_data_ranks if num_data_ranks is None else num_data_ranks
-        )
-        return tuple(range(data_rank * held, (data_rank + 1) * held))
+        count = self.num_parts // (num_data_ranks or self.num_data_ranks)
+        return tuple(range(data_rank * count, (data_rank + 1) * count))
 
     def rows_of(self, parts: Sequence[int]) -> Rows:
         """Return the rows of the global batch that come from some parts, ascending: int64[len(parts) * ...].
@@ -146,14 +137,11 @@ class PartsPlan:
 
 def nothing_to_repeat(part: int, num_parts: int, source: str = "") -> ArgumentError:
     """Return the error for a part, perhaps of a source of a mixture, that is to be read again and has no sample."""
-    whose = f"Stream.mixture: source {source!r}: " if source else ""
-    way_out = (
-        "leave an empty source out"
-        if source
-        else "tail='pad' or 'drop' without num_batches="
+    what = f"Stream.mixture: source {source!r}, part" if source else "part"
+    return ArgumentError(
+        f"{what} {part} of {num_parts} has no sample to repeat. Use fewer parts (in_parts()), leave an empty source "
+        "out, or use tail='pad' or 'drop' without num_batches=."
     )
-    text = f"{whose}part {part} of {num_parts} has no sample to repeat. Use fewer parts (in_parts()), or {way_out}."
-    return ArgumentError(text)
 
 
 def chunks_of(parts: Sequence[int], num_workers: int) -> list[tuple[int, ...]]:

@@ -1,4 +1,4 @@
-"""How do many independent seeds come from one, the same on every rank?"""
+"""Keys and seeds derived from others: independent of each other, and the same on every rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which tokens of a row does each rank of a sequence axis hold?"""
+"""Sequence parallelism: the tokens of a row that each rank of a sequence axis holds."""
 
 from __future__ import annotations
 
@@ -28,21 +28,19 @@ def balanced_order(ends: Tokens, parts: int) -> Tokens:
         >>> balanced_order(np.array([5, 8]), 2).tolist()
         [0, 1, 4, 5, 2, 3, 6, 7]
     """
-    held: list[list[Tokens]] = [[] for _ in range(parts)]
+    chunks = np.arange(2 * parts)
+    rank_of_chunk = np.minimum(chunks, chunks[::-1]).astype(np.int16)
+    ranks = []
     counts = np.zeros(parts, np.int64)
     begin = 0
     for end in ends.tolist():
         size, rest = divmod(end - begin, 2 * parts)
         sizes = np.full(2 * parts, size)
         order = np.argsort(counts, kind="stable")
-        sizes[order[:rest]] += 1  # the first chunk of a rank
-        sizes[2 * parts - 1 - order[: max(0, rest - parts)]] += 1  # and its other one
-        stops = begin + np.cumsum(sizes)
-        for rank in range(parts):
-            for chunk in (rank, 2 * parts - 1 - rank):
-                held[rank].append(
-                    np.arange(stops[chunk] - sizes[chunk], stops[chunk], dtype=np.int64)
-                )
-                counts[rank] += sizes[chunk]
+        # The first chunk of a rank, then its other one.
+        sizes[order[:rest]] += 1
+        sizes[2 * parts - 1 - order[: max(0, rest - parts)]] += 1
+        ranks.append(np.repeat(rank_of_chunk, sizes))
+        counts += np.bincount(ranks[-1], minlength=parts)
         begin = end
-    return np.concatenate([tokens for own in held for tokens in own])
+    return np.argsort(np.concatenate(ranks), kind="stable")

@@ -26,7 +26,7 @@ from paddle_shard.plan.partition import (
 )
 from paddle_shard.plan.shuffle import MAX_SAMPLES
 from paddle_shard.plan.skips import Ranges, is_in
-from paddle_shard.plan.step import Deal, GlobalBatch, Step, rank_steps
+from paddle_shard.plan.step import BalanceRows, GlobalBatch, Step, rank_steps
 from paddle_shard.plan.tails import Tail, find_tail
 
 Segments = tuple[tuple[int, int], ...]
@@ -201,7 +201,7 @@ class ShardPlan:
                 "or choose tail='pad', 'fill' or 'drop'."
             )
 
-    @cached_property
+    @property
     def ending(self) -> Tail:
         """The remainder policy that `tail` names."""
         return find_tail(self.tail)
@@ -211,11 +211,11 @@ class ShardPlan:
         """Positions of an epoch: the samples; with "paddle", rounded up to a multiple of the data ranks."""
         return self.ordering.num_positions(self.num_samples, self.num_data_ranks)
 
-    @cached_property
+    @property
     def _segments(self) -> Segments:
         return self.segments or ((0, self.batch_size),)
 
-    @cached_property
+    @property
     def _end(self) -> int:
         return self._segments[-1][0] if self.ended else self.num_positions
 
@@ -376,6 +376,14 @@ class ShardPlan:
         """
         return places_of(self, epoch, sample, ())
 
+    def step_of(self, *, position: int) -> int:
+        """Return the step that holds a position of an epoch; `num_steps` or more if the tail drops it.
+
+        Args:
+            position: The position, in `range(num_positions)`.
+        """
+        return self._table.step_and_row(position)[0]
+
     def fingerprint(self) -> dict[str, Any]:
         """Return what a saved state must match to resume in this order: JSON-able, without the batch size."""
         return {
@@ -426,27 +434,35 @@ def global_batch(plan: ShardPlan, epoch: int, step: int) -> GlobalBatch:
     """Return the global batch of a plan at a step of an epoch, of which a rank takes its rows."""
     first, num_rows, micro_size = plan._extent(step)
     order = plan.order(epoch=epoch)
-    num_real = min(num_rows, plan.num_positions - first)
+    num_positions = min(num_rows, plan.num_positions - first)
     valid = None
-    if num_real < num_rows or plan.ordering.pads_first:
+    if num_positions < num_rows or plan.ordering.pads_first:
         valid = lambda rows: plan._are_valid(order, first + rows)  # noqa: E731
     return GlobalBatch(
         number=step,
         num_rows=num_rows,
         micro_size=micro_size,
-        num_real=num_real,
+        num_positions=num_positions,
         take=partial(plan._at, order, epoch, first),
         valid=valid,
     )
 
 
 def step_of_plan(
-    plan: ShardPlan, epoch: int, step: int, skips: Ranges, deal: Deal | None = None
+    plan: ShardPlan,
+    epoch: int,
+    step: int,
+    skips: Ranges,
+    balance_rows: BalanceRows | None = None,
 ) -> Step | None:
     """Return a step of a plan with all its rows; None if it is skipped."""
     batches = [global_batch(plan, epoch, step)]
     steps = rank_steps(
-        batches, epoch, lambda num_rows, _: range(num_rows), skips=skips, deal=deal
+        batches,
+        epoch,
+        lambda num_rows, _: range(num_rows),
+        skips=skips,
+        balance_rows=balance_rows,
     )
     return next(steps, None)
 
@@ -469,7 +485,11 @@ def skipped_positions(plan: ShardPlan, skips: Ranges) -> Ranges:
 
 
 def rows_of_sample(
-    plan: ShardPlan, epoch: int, sample: Any, skips: Ranges, deal: Deal | None = None
+    plan: ShardPlan,
+    epoch: int,
+    sample: Any,
+    skips: Ranges,
+    balance_rows: BalanceRows | None = None,
 ) -> Iterator[tuple[int, int]]:
     """Yield (step, row of its global batch) for each delivery of a sample in an epoch; see `places_of`."""
     order = plan.order(epoch=epoch)
@@ -482,7 +502,11 @@ def rows_of_sample(
         number, row = plan._table.step_and_row(position)
         if number >= plan.num_steps or is_in(skips, number):
             continue
-        step = None if deal is None else step_of_plan(plan, epoch, number, skips, deal)
+        step = (
+            None
+            if balance_rows is None
+            else step_of_plan(plan, epoch, number, skips, balance_rows)
+        )
         if step is not None:
             is_sample = np.asarray(step.ids) == order(np.array([position]))
             if step.valid is not None:
@@ -492,12 +516,16 @@ def rows_of_sample(
 
 
 def places_of(
-    plan: ShardPlan, epoch: int, sample: Any, skips: Ranges, deal: Deal | None = None
+    plan: ShardPlan,
+    epoch: int,
+    sample: Any,
+    skips: Ranges,
+    balance_rows: BalanceRows | None = None,
 ) -> Where | list[Where] | None:
     """Return where a sample is delivered, with skipped steps and balanced rows; see `ShardPlan.where`."""
     places = []
     ranks = plan.num_data_ranks
-    for step, row in rows_of_sample(plan, epoch, sample, skips, deal):
+    for step, row in rows_of_sample(plan, epoch, sample, skips, balance_rows):
         _, num_rows, micro_size = plan._extent(step)
         place = Where(step=step, data_rank=None, row=None)
         if num_rows % ranks == 0 and micro_size % ranks == 0:

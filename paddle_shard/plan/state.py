@@ -20,8 +20,6 @@ DATA = "data"
 """Name in `override` with which a state is resumed with other data."""
 _OTHER_SAMPLES = {DATA, "mixture", "num_samples", "packed", "seed", "stream"}
 """Names that, in `override`, give an index another sample or file, or a sample other random numbers."""
-_SCHEDULES = {"mixture", "skip_steps", "stream"}
-"""Names of what may differ after the position of a state."""
 _FIXED = {
     "num_parts": "Other parts hold other samples. Give the stream as many with in_parts(), and a batch size that they "
     "divide; num_parts cannot be overridden.",
@@ -134,18 +132,20 @@ class LoaderState:
         different = [name for name in different if name not in override]
         if not different:
             return
-        changes = [
+        changes = ", ".join(
             f"{name}: saved {then.get(name)!r:.300}, now {now.get(name)!r:.300}"
             for name in different
-        ]
-        if not _SCHEDULES.isdisjoint(different):
-            changes.append(
-                "where weights and skip_steps may differ only after the position of the state, step "
+        )
+        if "stream" in different:
+            changes += ". The stream has other files, data, stages or arguments"
+        if "mixture" in changes or "skip_steps" in changes:
+            changes += (
+                ". Weights and skip_steps may change only after the position of the state, step "
                 f"{self.steps_before + self.steps}, sample {self._sample_of_run()} of the run"
             )
         raise StateError(
-            f"state is of another run ({', '.join(changes)}). Give the loader its old arguments; or, to resume anyway, "
-            f"call load_state_dict(state, override={different})."
+            f"state is of another run ({changes}). Give the loader its old arguments; or, to resume anyway, call "
+            f"load_state_dict(state, override={different})."
         )
 
     def continued(self, batch_size: int) -> Segments:

@@ -32,6 +32,21 @@ MOST_STAND_INS = 64
 """Number of samples, the first of the data set or of a part, that are tried to find one that can be read."""
 
 
+class SamplerStep(NamedTuple):
+    """What the user's own sampler, or a library that reads, did at a step."""
+
+    drawn: Ids = ()
+    """Samples that the sampler drew for all ranks, without padding."""
+    state: Any = None
+    """State of the sampler, or of the library, after the step."""
+    is_last: bool | None = None
+    """True if the sampler is known to end after the step; None if the plan tells."""
+
+
+NO_SAMPLER = SamplerStep()
+"""A step of an order that is not the user's."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
     """What this rank reads at one step of an epoch, and what the state must remember after it."""
@@ -43,34 +58,31 @@ class Step:
     """Rows of the global batch, padding included; 0 if that shows only when it is read."""
     micro_size: int
     """Rows of each of its micro-batches; 0 if that shows only when it is read."""
-    num_real: int
-    """Positions of the epoch's order that the global batch serves."""
+    num_positions: int
+    """Positions of the epoch's order that the global batch serves: its rows without padding."""
     ids: Ids = ()
-    """Of data with an index: the sample of each row that this rank reads; a single one if an item is a whole batch."""
-    parts: tuple[Any, ...] = ()
-    """Of a stream: what each of this rank's readers reads (`reading.chunk_reader.ChunkRequest`)."""
+    """For data with an index, the sample of each row that this rank reads; one if an item is a whole batch."""
     valid: Mask | None = None
     """Which of the rows that this rank reads are valid; None: all, as far as is known before they are read."""
     skipped: tuple[int, int] = (0, 0)
     """(steps, samples) skipped immediately before this step."""
-    drawn: Ids = ()
-    """Samples that the user's own sampler drew for all ranks, without padding."""
-    sampler_state: Any = None
-    """State of the user's own sampler, or of the library that reads, after this step."""
-    last: bool | None = None
-    """True if the user's own sampler is known to end after this step; None if the plan tells."""
+
+    # Of one feature each
+
+    parts: tuple[Any, ...] = ()
+    """For a stream, what each of this rank's readers reads (`reading.chunk_reader.ChunkRequest`)."""
+    sampler: SamplerStep = NO_SAMPLER
+    """For the user's own sampler, or a library that reads."""
     load: tuple[float, float] = (0.0, 0.0)
-    """(cost of the data rank that has most, mean cost of a data rank); zeros if rows are not dealt by cost."""
+    """`balance=`: (largest, mean) cost of a data rank."""
     digest: int = 0
-    """Digest of what the user's sampler has drawn so far, or of how rows were dealt; the same on all ranks."""
+    """`verify=`: digest of what the sampler has drawn so far, or of how rows are balanced; the same on all ranks."""
 
     def to_read(self) -> Step:
         """Return the step without what only the state needs, to send it to a worker."""
-        return (
-            replace(self, valid=None, drawn=(), sampler_state=None)
-            if self.sampler_state or len(self.drawn)
-            else self
-        )
+        if self.sampler is NO_SAMPLER:
+            return self
+        return replace(self, valid=None, sampler=NO_SAMPLER)
 
 
 class GlobalBatch(NamedTuple):
@@ -82,23 +94,19 @@ class GlobalBatch(NamedTuple):
     """Rows, padding included."""
     micro_size: int
     """Rows of each of its micro-batches."""
-    num_real: int
-    """Rows that are not padding at the end of the epoch."""
+    num_positions: int
+    """See `Step`."""
     take: Callable[[Rows | range], Ids]
     """Returns the ids at some rows."""
     valid: Callable[[Rows], Mask] | None = None
     """Returns which of some rows are valid; None: all are."""
-    drawn: Ids = ()
-    """See `Step.drawn`."""
-    sampler_state: Any = None
-    """See `Step.sampler_state`."""
-    last: bool | None = None
-    """See `Step.last`."""
+    sampler: SamplerStep = NO_SAMPLER
+    """See `Step`."""
 
 
-Deal = Callable[[Ids, int], tuple[Rows, tuple[float, float]]]
+BalanceRows = Callable[[Ids, int], tuple[Rows, tuple[float, float]]]
 """Returns the rows of a global batch in the order in which data ranks take them, and (largest, mean) cost of a data
-rank, given (ids, rows of a micro-batch); see `balance.dealt`."""
+rank, given (ids, rows of a micro-batch); see `balance.balanced_rows`."""
 
 
 def as_ids(indices: Ids) -> npt.NDArray[np.int64]:
@@ -106,11 +114,11 @@ def as_ids(indices: Ids) -> npt.NDArray[np.int64]:
     if isinstance(indices, np.ndarray):
         return indices
     try:
-        found = np.array(indices)
+        ids = np.array(indices)
     except ValueError:  # tuples of several lengths
-        found = np.array(None)
-    if found.dtype.kind == "i" and found.ndim == 1:
-        return found.astype(np.int64, copy=False)
+        ids = np.array(None)
+    if ids.dtype.kind == "i" and ids.ndim == 1:
+        return ids.astype(np.int64, copy=False)
     numbers = [
         index if isinstance(index, int) else derive_seed("id", index)
         for index in indices
@@ -124,7 +132,7 @@ def rank_steps(
     rows_of: RowsOf,
     *,
     skips: Ranges = (),
-    deal: Deal | None = None,
+    balance_rows: BalanceRows | None = None,
     compared: bool = False,
 ) -> Generator[Step, None, tuple[int, int]]:
     """Yield the steps of one rank for some global batches of an epoch, without those that are skipped.
@@ -136,22 +144,22 @@ def rank_steps(
         epoch: The epoch.
         rows_of: The rows that the rank reads.
         skips: The skipped steps of the epoch.
-        deal: Assigns rows to data ranks by cost; None: they stay in their order.
+        balance_rows: Assigns rows to data ranks by cost; None: they stay in their order.
         compared: True if the steps carry a digest, by which ranks see that they draw and balance alike.
     """
     skipped = no_steps = (0, 0)
     digest = 0
     for batch in batches:
         if skips and is_in(skips, batch.number):
-            skipped = (skipped[0] + 1, skipped[1] + batch.num_real)
+            skipped = (skipped[0] + 1, skipped[1] + batch.num_positions)
             continue
         take = batch.take
         rows = rows_of(batch.num_rows, batch.micro_size)
         load = (0.0, 0.0)
-        if compared and len(batch.drawn):
+        if compared and len(batch.sampler.drawn):
             digest = zlib.crc32(as_ids(take(range(batch.num_rows))).tobytes(), digest)
-        if deal is not None:
-            order, load = deal(take(range(batch.num_rows)), batch.micro_size)
+        if balance_rows is not None:
+            order, load = balance_rows(take(range(batch.num_rows)), batch.micro_size)
             rows = order[np.asarray(rows, np.int64)]
             digest = zlib.crc32(order.tobytes(), digest) if compared else 0
         valid = None
@@ -163,13 +171,11 @@ def rank_steps(
             number=batch.number,
             num_rows=batch.num_rows,
             micro_size=batch.micro_size,
-            num_real=batch.num_real,
+            num_positions=batch.num_positions,
             ids=take(rows),
             valid=valid,
             skipped=skipped,
-            drawn=batch.drawn,
-            sampler_state=batch.sampler_state,
-            last=batch.last,
+            sampler=batch.sampler,
             load=load,
             digest=digest,
         )

@@ -28,15 +28,15 @@ class Tail(str):
     drops = False
     """True if it may leave a short last batch out."""
     refuses = False
-    """True if data that does not fill its last batch is an error."""
+    """True if it is an error that data does not fill its last batch."""
     repeats = False
     """True if a part of a stream that has ended is read again until the longest has ended."""
 
     def __new__(cls, name: str, **traits: bool) -> Tail:
         """Return the tail with a name; `traits` are the attributes in which it differs from these."""
-        found = super().__new__(cls, name)
-        found.__dict__.update(traits)
-        return found
+        tail = super().__new__(cls, name)
+        tail.__dict__.update(traits)
+        return tail
 
     def num_rows(self, rest: int, batch_size: int, unit: int) -> int:
         """Return the number of rows of a short last batch; 0 if it is dropped.
@@ -97,21 +97,6 @@ class Tail(str):
             )
         return "end"
 
-    def lost(self, sizes: Sequence[int]) -> float:
-        """Return the share of the data that is dropped, or of the rows that are padding, for parts of these sizes.
-
-        Args:
-            sizes: Samples, or bytes, of each part.
-
-        Examples:
-            >>> TAILS["drop"].lost([1, 3]), TAILS["pad"].lost([1, 3]), TAILS["repeat"].lost([1, 3])
-            (0.5, 0.33333333333333337, 0.0)
-        """
-        mean = max(1, sum(sizes)) / len(sizes)
-        if self.drops:
-            return 1 - min(sizes) / mean
-        return 1 - mean / max(1, *sizes) if self.pads else 0.0
-
 
 TAILS: dict[str, Tail] = {
     tail: tail
@@ -152,11 +137,9 @@ def find_tail(
     """
     if tail is None:
         return TAILS["drop" if drop_last else "pad"]
-    known = STREAM_TAILS if stream else INDEX_TAILS
-    found = TAILS.get(tail) if isinstance(tail, str) else None
-    if found is None or found not in known:
-        others = ", ".join(map(repr, known))
-        raise ArgumentError(
-            f"tail must be one of {others}{' for a stream' if stream else ''}, got {tail!r}."
-        )
-    return found
+    usable = STREAM_TAILS if stream else INDEX_TAILS
+    if tail not in usable:
+        names = ", ".join(map(repr, usable))
+        data = "a stream" if stream else "data with an index"
+        raise ArgumentError(f"tail must be one of {names} for {data}, got {tail!r}.")
+    return TAILS[tail]

@@ -14,39 +14,37 @@ import paddle.distributed as dist
 from paddle.framework import core
 
 from paddle_shard.ranks.agreement import Agreement, Coordinator
-from paddle_shard.ranks.broadcast import own_name
+from paddle_shard.ranks.host_memory import HostMemory
 from paddle_shard.ranks.network import network_of
-from paddle_shard.ranks.progress import TableOfHost
-from paddle_shard.ranks.protocol import Hub, Member, Node
+from paddle_shard.ranks.protocol import Hub, Member
 from paddle_shard.ranks.rendezvous import num_ranks
-from paddle_shard.ranks.verdict import Terms, described, known_to_all, report_of
+from paddle_shard.ranks.reports import Terms, known_to_all, report_of
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+_REPORT_SECONDS = 10.0
+"""Seconds for which a rank whose call has failed tries to reach the others."""
 _coordinators: dict[tuple[tuple[int, ...], int], Coordinator] = {}
 """(global ranks, process) -> their coordinator; a forked process has its own."""
 
 
 def open_agreement(ranks: tuple[int, ...], terms: Terms) -> Agreement:
-    """Start a pass in which all ranks deliver the same steps; all ranks open their passes in the same order.
+    """Start an iteration in which all ranks deliver the same steps; all ranks open theirs in the same order.
 
     Args:
         ranks: Global ranks that take part, including this process; at least two.
         terms: What they agree on.
     """
-    return _coordinator(ranks, terms.timeout or 1800.0).open(terms)
+    return _coordinator(ranks, terms.timeout).open(terms)
 
 
 def connect(ranks: tuple[int, ...], timeout: float) -> None:
-    """Begin to connect some ranks in the background, so that they learn when one of them ends before the first pass.
+    """Begin to connect some ranks in the background, so that they learn when one of them ends before the first loop.
 
-    Where `paddle.distributed` is not initialized, or in a forked child, the first pass does it.
+    Where `paddle.distributed` is not initialized, or in a forked child, the first loop does it.
     """
-    if (
-        len(ranks) > 1
-        and dist.is_initialized()
-        and all(ranks != known for known, _ in _coordinators)
-    ):
+    is_known = any(ranks == known for known, _ in _coordinators)
+    if len(ranks) > 1 and dist.is_initialized() and not is_known:
         _coordinator(ranks, timeout).start()
 
 
@@ -56,7 +54,7 @@ def fails_on_all_ranks(
     """Have the others raise what a function of the user's raises on this rank alone; no rank is waited for.
 
     They raise it in their next loop or call; if this rank ends or leaves its loop, in the one that they are in. It is
-    said by a pass of its own, so that passes stay in order where all ranks fail alike and go on.
+    reported in an iteration of its own, so that they stay in order where all ranks fail alike and go on.
 
     Args:
         groups_of: Returns, given the arguments, the global ranks that make the call; of several groups, all are told.
@@ -69,11 +67,8 @@ def fails_on_all_ranks(
             try:
                 return function(*args, **kwargs)
             except Exception as error:
-                tell_failed(
-                    f"its {name or f'{function.__name__}()'} failed",
-                    error,
-                    *groups_of(*args, **kwargs),
-                )
+                call = name or f"{function.__name__}()"
+                tell_failed(f"its {call} failed", error, *groups_of(*args, **kwargs))
                 raise
 
         return cast(Function, called)
@@ -82,47 +77,17 @@ def fails_on_all_ranks(
 
 
 def tell_failed(
-    what: str, error: Exception, *groups: tuple[int, ...], by: Agreement | None = None
+    call: str, error: Exception, *groups: tuple[int, ...], by: Agreement | None = None
 ) -> None:
-    """See `fails_on_all_ranks`; `by` is the agreement of the pass that has failed to begin, if it is open."""
+    """See `fails_on_all_ranks`; `by` is the agreement of the iteration that has failed to begin, if it is open."""
     for ranks in () if getattr(error, "known_to_all", False) else groups:
         if len(ranks) > 1 and num_ranks() > max(ranks) and dist.get_rank() in ranks:
-            with contextlib.suppress(
-                Exception
-            ):  # they cannot meet: the error of this rank is the one to raise
-                report = report_of(error, what)
-                (by or open_agreement(ranks, Terms(label=report))).fail(report)
+            # If they cannot meet, the error of this rank is the one to raise.
+            with contextlib.suppress(Exception):
+                report = report_of(error, call)
+                terms = Terms(label={"failed": report}, timeout=_REPORT_SECONDS)
+                (by or open_agreement(ranks, terms)).fail(report)
     known_to_all(error)
-
-
-def _coordinator(ranks: tuple[int, ...], timeout: float) -> Coordinator:
-    """Return the coordinator of some ranks; one that is made now has this default timeout."""
-    found = ranks, os.getpid()
-    if found not in _coordinators:
-        named = (
-            ",".join(map(str, ranks)) if len(ranks) < dist.get_world_size() else "all"
-        )
-        network, route, relays = network_of(ranks, f"loaders of {named}", timeout)
-        introduction = f"{own_name()}-{zlib.crc32(repr(ranks).encode())}"
-        table = TableOfHost(ranks, route.rank, is_hub=route.up is None)
-        hub = Hub(ranks, relays, table.place) if route.up is None else None
-        member = Member(
-            route.rank,
-            hub=ranks[0],
-            relay=relays.get(route.rank),
-            introduction=introduction,
-            timeout=timeout,
-            find_table=table.find,
-        )
-        _coordinators[found] = Coordinator(
-            Node(member, hub), network, end_process=_end_process
-        )
-    return _coordinators[found]
-
-
-def groups() -> list[tuple[int, ...]]:
-    """Return the global ranks of each group that this process is in."""
-    return [ranks for ranks, process in _coordinators if process == os.getpid()]
 
 
 def gather_of(
@@ -132,8 +97,8 @@ def gather_of(
 
     Args:
         ranks: Global ranks that take part, ascending, including this process.
-        payload: What this rank says.
-        timeout: Seconds for which a rank may be silent; None: as for the group's loaders.
+        payload: What this rank sends.
+        timeout: Seconds for which a rank may be silent; None: 1800.
         call: Name of the user's call, for messages.
 
     Raises:
@@ -143,9 +108,36 @@ def gather_of(
     if len(ranks) == 1 or num_ranks() == 1:
         return [payload]
     terms = Terms(
-        label=described({"call": call}), name=call, is_call=True, timeout=timeout
+        label={"call": call}, name=call, is_call=True, timeout=timeout or 1800.0
     )
     return open_agreement(ranks, terms).exchange(payload)
+
+
+def groups() -> list[tuple[int, ...]]:
+    """Return the global ranks of each group that this process is in."""
+    return [ranks for ranks, process in _coordinators if process == os.getpid()]
+
+
+def _coordinator(ranks: tuple[int, ...], timeout: float) -> Coordinator:
+    """Return the coordinator of some ranks; one that is made now has this default timeout."""
+    known = (ranks, os.getpid())
+    if known not in _coordinators:
+        group = f"{len(ranks)} ranks {zlib.crc32(repr(ranks).encode())}"
+        network, parents = network_of(ranks, group, timeout)
+        rank = dist.get_rank()
+        memory = HostMemory(ranks, rank)
+        is_first = rank == ranks[0]
+        member = Member(
+            rank,
+            parent=parents.get(rank, rank),
+            timeout=timeout,
+            hub=Hub(ranks, parents, memory.place) if is_first else None,
+            find_table=memory.find,
+        )
+        _coordinators[known] = Coordinator(
+            group, member, network, end_process=_end_process
+        )
+    return _coordinators[known]
 
 
 def _end_process() -> None:

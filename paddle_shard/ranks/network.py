@@ -1,7 +1,11 @@
 """Connections between ranks: lines over TCP, to a hub on the first rank of the group.
 
 With more than 64 ranks on several hosts, the first rank of each host relays: the other ranks of the host connect to it,
-and it copies their lines to the hub and the hub's lines to them.
+and it copies their messages to the hub and the hub's messages to them.
+
+A rank shows the token of the group in its first line. Everything else (a port scanner, a health check, an attacker) is
+a stranger: it never delays a rank, whether it is silent, shows something else or sends without an end. All connections
+are read side by side, and few strangers are kept.
 
 It does not use gloo: Paddle's gloo groups give up after 30 s, which cannot be changed (3.3.1), and then close every
 connection. A rank whose interpreter is held for longer (by a compiler or a debugger) would end a healthy job. Gloo's
@@ -12,86 +16,71 @@ freed. Here, the kernel reports a dead process on any host. CUDA and NCCL are no
 from __future__ import annotations
 
 import contextlib
-import functools
+import hmac
 import json
 import os
-import select
+import secrets
+import selectors
 import socket
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from functools import partial
+from selectors import EVENT_READ, EVENT_WRITE
 from typing import Any
 
 import paddle.distributed as dist
 
 from paddle_shard.errors import PeerLostError
-from paddle_shard.ranks.protocol import Message, encoded, lost_as
-from paddle_shard.ranks.reception import Reception, hello
-from paddle_shard.ranks.rendezvous import connected, gone, hosts_of_ranks, rendezvous_of
+from paddle_shard.ranks.protocol import Message
+from paddle_shard.ranks.rendezvous import (
+    connect_to,
+    ended_early,
+    hosts_of_ranks,
+    registered,
+    rendezvous_of,
+)
+from paddle_shard.ranks.reports import Loss, log, loss_of
 
 MAX_DIRECT = 64
 """Most ranks that connect to the hub directly if they are on several hosts."""
+MAX_STRANGERS = 64
+"""Most connections that have not shown the token; the oldest goes when one more comes."""
 ENDED = "has ended or was killed"
-_POLL = 0.02
+_PAUSE = 0.1
 """Seconds between two looks at the store, whose own waits cannot be ended."""
 _FLUSH = 2.0
 """Seconds for which a rank that leaves waits until the others have taken what it has sent."""
-_LINGER = 1.0
-"""Seconds for which the hub stays, if a rank is lost, for those that have not connected yet and shall hear of it."""
 _CHUNK = 1 << 16
-_ALIVE = encoded([""])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Route:
-    """Which ranks connect to this one, and to which rank this one connects."""
+def parents_of(ranks: Sequence[int], hosts: Sequence[str]) -> dict[int, int]:
+    """Return, for each global rank but the first, the one that it connects to.
 
-    rank: int
-    """Global rank of this process."""
-    up: int | None
-    """Global rank that this one connects to; None on the hub."""
-    down: tuple[int, ...] = ()
-    """Global ranks that connect to this one."""
-    several_hosts: bool = False
-    """True if this rank and those are on several hosts."""
-
-    @classmethod
-    def of(
-        cls, ranks: Sequence[int], rank: int, hosts: Sequence[str]
-    ) -> tuple[Route, dict[int, int]]:
-        """Return the route of a rank, and which ranks are relayed by which others.
-
-        Args:
-            ranks: Global ranks that take part, ascending.
-            rank: One of them.
-            hosts: The host of each global rank.
-        """
-        first, *others = ranks
-        together: dict[str, list[int]] = {}
-        for one in ranks:
-            together.setdefault(hosts[one], []).append(one)
-        relays: dict[int, int] = {}
-        if len(ranks) > MAX_DIRECT and len(together) > 1:
-            relays = {
-                one: members[0]
-                for members in together.values()
-                for one in members[1:]
-                if members[0] != first
-            }
-        up = None if rank == first else relays.get(rank, first)
-        down = tuple(one for one in others if relays.get(one, first) == rank)
-        several_hosts = len({hosts[one] for one in (rank, *down)}) > 1
-        return cls(rank=rank, up=up, down=down, several_hosts=several_hosts), relays
+    Args:
+        ranks: Global ranks that take part, ascending; the first has the hub.
+        hosts: The host of each global rank.
+    """
+    hub = ranks[0]
+    relays = {hosts[rank]: rank for rank in reversed(ranks)}
+    parents = {}
+    for rank in ranks[1:]:
+        relay = relays[hosts[rank]]
+        is_direct = len(ranks) <= MAX_DIRECT or relay == rank
+        parents[rank] = hub if is_direct else relay
+    return parents
 
 
 class _Link:
-    """A connection to one rank."""
+    """A connection to one rank, or to a stranger."""
 
-    def __init__(self, rank: int, peer: socket.socket) -> None:
-        self.rank = rank
+    def __init__(self, peer: socket.socket, rank: int | None) -> None:
         self.peer = peer
+        self.rank = rank
+        """Global rank; None until it has shown the token."""
+        self.is_new = True
+        """True if nothing was received yet."""
         self.unsent = bytearray()
-        self._unread = bytearray()
+        self._unread = b""
         peer.setblocking(False)
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -99,25 +88,24 @@ class _Link:
     def send(self, lines: bytes) -> None:
         """Send lines, or what of them the connection takes now; the rest follows."""
         self.unsent += lines
-        with contextlib.suppress(BlockingIOError):
-            try:
-                del self.unsent[: self.peer.send(self.unsent)]
-            except OSError as error:
-                if isinstance(error, BlockingIOError):
-                    raise
-                self.unsent.clear()  # what the other side sent before it left can still be read
+        try:
+            del self.unsent[: self.peer.send(self.unsent)]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self.unsent.clear()  # what the other side sent before it left can still be read
 
     def receive(self) -> tuple[list[bytes], bool]:
         """Return the lines that have come, and whether the connection has ended."""
         try:
-            found = self.peer.recv(_CHUNK)
+            received = self.peer.recv(_CHUNK)
         except BlockingIOError:
             return [], False
         except OSError:
-            found = b""
-        self._unread += found
-        *lines, self._unread = self._unread.split(b"\n")
-        return [bytes(line) for line in lines], not found
+            received = b""
+        *lines, self._unread = (self._unread + received).split(b"\n")
+        is_endless = self.rank is None and len(self._unread) > _CHUNK
+        return lines, is_endless or not received
 
 
 class TcpNetwork:
@@ -125,92 +113,42 @@ class TcpNetwork:
 
     def __init__(
         self,
-        route: Route,
+        rank: int,
+        parents: Mapping[int, int],
         hosts: Sequence[str],
         key: str,
-        connect_store: Callable[[Callable[[], bool]], Any],
+        store: Any,
     ) -> None:
         """Store who takes part, and send nothing; `network_of` creates networks.
 
         Args:
-            route: Of this rank.
+            rank: Global rank of this process.
+            parents: Result of `parents_of`.
             hosts: Host at which each global rank can be reached.
             key: Key of the group in the store. It is the same on all ranks, and each rank uses it equally often: their
                 forked children may meet with it, too.
-            connect_store: Returns a store (`set`, `get`, `add`) that all ranks share and that no other thread uses. It
-                is called by `connect`, with a function that says if this rank still takes part.
+            store: A store (`set`, `get`, `add`) that all ranks share and that no other thread uses.
         """
-        self._route = route
+        self._rank = rank
+        self._parent = parents.get(rank)
+        self._missing = {other for other, parent in parents.items() if parent == rank}
+        """Global ranks that connect to this one, and have not yet."""
         self._hosts = hosts
         self._key = key
-        self._connect_store = connect_store
-        self._store: Any = None
-        self._reception: Reception | None = None
-        """Where ranks connect, until all have."""
-        self._looks_at = 0.0
-        """When the store is asked again whether a rank that has not connected has ended."""
-        self._links: dict[int, _Link] = {}
-        """File descriptor -> connection."""
+        self._store = store
+        self._token = secrets.token_hex(16).encode()
+        self._server: socket.socket | None = None
+        self._links: list[_Link] = []
         self._up: _Link | None = None
+        """The connection to the parent."""
         self._is_closed = False
-        self._poll = (
-            select.poll()
-        )  # not select: file descriptors above 1023 are common in a training process
+        # Not select: file descriptors above 1023 are common in a training process.
+        self._selector = selectors.PollSelector()
         self._signal = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._poll.register(self._signal, select.POLLIN)
+        self._selector.register(self._signal, EVENT_READ, self._on_signal)
 
     def __del__(self) -> None:
         os.close(self._signal)
-
-    def connect(self) -> None:
-        """Connect to the hub. Ranks that connect to this one may still be missing."""
-        route = self._route
-        self._store = self._connect_store(lambda: not self._is_closed)
-        # The n-th rendezvous of this rank is the n-th of the others.
-        self._key += f"/{self._store.add(f'{self._key}/of {route.rank}', 1)}"
-        if route.down:
-            host = self._hosts[route.rank]
-            self._reception = Reception(
-                host, several_hosts=route.several_hosts, poll=self._poll
-            )
-            self._store.set(
-                f"{self._key}/address {route.rank}",
-                f"{self._reception.port} {self._reception.token.hex()}",
-            )
-            self._store.add(f"{self._key}/there {route.rank}", 1)
-        if route.up is not None:
-            self._up = self._add(route.up, self._join(route.up))
-        if self._reception is None:
-            self._store = None  # the process with the store need not keep a connection for each rank
-
-    def receive(self, seconds: float) -> list[Message]:
-        """Wait for messages, or for `wake`; a connection that has ended is a message "gone"."""
-        if self._reception is not None:
-            seconds = min(seconds, 1.0)
-        messages: list[Message] = []
-        for number, event in self._poll.poll(1000 * seconds):
-            if number == self._signal:
-                os.eventfd_read(number)
-            elif (link := self._links.get(number)) is not None:
-                if event & select.POLLOUT:
-                    self._send(link, b"")
-                if event & ~select.POLLOUT:
-                    messages += self._take(link)
-        if self._is_closed:
-            raise PeerLostError.of("This rank has left the group.", [self._route.rank])
-        if self._reception is not None:
-            messages += self._let_in(self._reception)
-        return messages
-
-    def send(self, messages: list[Message]) -> None:
-        """Send messages to the hub, or from the hub to all other ranks; never waits."""
-        lines = b"".join(map(encoded, messages))
-        if self._up is not None:
-            self._send(self._up, lines)
-            lines = _ALIVE  # so that a silent hub is not taken for a silent relay
-        for link in self._links.values():
-            if link is not self._up:
-                self._send(link, lines)
 
     def wake(self) -> None:
         """End a `receive` that waits."""
@@ -221,175 +159,225 @@ class TcpNetwork:
         self._is_closed = True
         self.wake()
 
-    def close(self, lost: PeerLostError) -> None:
+    def receive(self, seconds: float) -> list[Message]:
+        """Wait for messages, or for `wake`."""
+        messages: list[Message] = []
+        for key, events in self._selector.select(seconds):
+            messages += key.data(events)
+        self._check_open()
+        if self._missing:
+            ended = ended_early(self._store, self._missing)
+            if ended is not None:
+                messages += self._pass_up([["gone", *ended]])
+        return messages
+
+    def send(self, messages: list[Message]) -> None:
+        """Send messages to the hub, or from the hub to all other ranks; never waits."""
+        if self._up is None:
+            self._send_down(messages)
+        else:
+            self._send(self._up, messages)
+            self._send_down(
+                [[""]]
+            )  # so that a silent hub is not taken for a silent relay
+
+    def close(self, loss: Loss) -> None:
         """Send what was not sent, and end the connections.
 
         Args:
-            lost: Why; told to ranks that have not connected yet.
+            loss: Why; for ranks that have not connected yet, and for those that this one relays to.
         """
-        later = {rank for rank in self._missing() if rank not in lost.ranks}
-        if self._reception is not None and not self._is_closed:
+        if self._missing and not self._is_closed:
             with contextlib.suppress(Exception):  # the store may have gone
-                error = json.dumps([str(lost), lost.ranks, lost.timeout])
-                self._store.set(f"{self._key}/address {self._route.rank}", error)
+                self._store.set(self._address_of(self._rank), json.dumps(loss))
         if self._up is not None:
-            for link in self._links.values():
-                link.unsent += encoded(["lost", str(lost), lost.ranks, lost.timeout])
-        until = time.monotonic() + _FLUSH
-        for link in self._links.values():
+            self._send_down([["lost", *loss]])
+        deadline = time.monotonic() + _FLUSH
+        for link in self._links:
             with contextlib.suppress(OSError):
-                link.peer.settimeout(max(until - time.monotonic(), _POLL))
+                link.peer.settimeout(max(deadline - time.monotonic(), _PAUSE))
                 link.peer.sendall(link.unsent)
-        # This rank may have the store, and end as soon as it knows: who has not connected yet is to hear it first.
-        until = time.monotonic() + _LINGER
-        with contextlib.suppress(Exception):
-            while later and not self._is_closed and time.monotonic() < until:
-                if self._store.add(f"{self._key}/heard", 0) >= len(later):
-                    break
-                time.sleep(_POLL)
-        if self._reception is not None:
-            self._reception.close()
-        for link in self._links.values():
             link.peer.close()
+        if self._server is not None:
+            self._server.close()
         self._links.clear()
         self._store = None
 
-    # Lines
-
-    def _add(self, rank: int, peer: socket.socket) -> _Link:
-        link = self._links[peer.fileno()] = _Link(rank, peer)
-        self._poll.register(peer, select.POLLIN)
-        return link
-
-    def _send(self, link: _Link, lines: bytes) -> None:
-        had_unsent = bool(link.unsent)
-        link.send(lines)
-        if had_unsent != bool(link.unsent):
-            self._poll.modify(
-                link.peer, select.POLLIN | (select.POLLOUT if link.unsent else 0)
-            )
-
-    def _take(self, link: _Link) -> list[Message]:
-        """Return the messages that have come from a rank, and pass them on if this rank relays."""
-        lines, has_ended = link.receive()
-        messages: list[Message] = [json.loads(line) for line in lines]
-        if has_ended:
-            self._poll.unregister(link.peer)
-            del self._links[link.peer.fileno()]
-            link.peer.close()
-            messages.append(
-                ["gone", link.rank if self._up is not link else [link.rank], ENDED]
-            )
-            lines.append(encoded(messages[-1]).rstrip())
-        if self._up is None:
-            return messages
-        copied = b"".join(line + b"\n" for line in lines)
-        if link is not self._up:
-            self._send(self._up, copied)
-            return []
-        for other in list(self._links.values()):
-            if other is not link:
-                self._send(other, copied)
-        return messages
-
     # Connecting
 
-    def _missing(self) -> list[int]:
-        there = {link.rank for link in self._links.values()}
-        return [rank for rank in self._route.down if rank not in there]
+    def connect(self) -> None:
+        """Connect to the parent. Ranks that connect to this one may still be missing."""
+        # The n-th rendezvous of this rank is the n-th of the others.
+        self._key += f"/{self._store.add(f'{self._key}/of {self._rank}', 1)}"
+        if self._missing:
+            host = self._hosts[self._rank]
+            others = {self._hosts[rank] for rank in self._missing}
+            self._server = registered(partial(_listen, host, others != {host}))
+            self._selector.register(self._server, EVENT_READ, self._accept)
+            address = [self._server.getsockname()[1], self._token.decode()]
+            self._store.set(self._address_of(self._rank), json.dumps(address))
+            self._store.add(f"{self._address_of(self._rank)} is set", 1)
+        if self._parent is not None:
+            self._join(self._parent)
 
-    def _let_in(self, reception: Reception) -> list[Message]:
-        """Take in the ranks that have connected; return who has ended meanwhile."""
-        for rank, peer in reception.arrived():
-            if rank in self._missing():
-                self._send(self._add(rank, peer), _ALIVE)
-            else:
-                peer.close()
-        missing = self._missing()
-        if not missing:
-            reception.close()
-            self._reception = None
-            self._store = None
-        found = self._look_for_gone(missing)
-        messages: list[Message] = [] if found is None else [["gone", *found]]
-        if self._up is None or not messages:
-            return messages
-        self._send(self._up, encoded(messages[0]))
+    def _address_of(self, rank: int) -> str:
+        return f"{self._key}/address {rank}"
+
+    def _join(self, parent: int) -> None:
+        host = self._hosts[parent]
+        try:
+            key = self._address_of(parent)
+            # `get` would block for ever if the rank never comes; adding 0 reads the value and returns.
+            while not self._store.add(f"{key} is set", 0):
+                self._check_open()
+                ended = ended_early(self._store, [parent])
+                if ended is not None:
+                    raise PeerLostError.of(*loss_of([ended[0]], ended[1]))
+                time.sleep(_PAUSE)  # many ranks may wait for minutes for a slow one
+            port, token, *loss = json.loads(self._store.get(key))
+            if loss:  # the parent has given up
+                raise PeerLostError.of(port, token, *loss)
+            self._up = self._add(connect_to(host, port), parent)
+        # The store raises the last two if its host is gone.
+        except (OSError, RuntimeError, ValueError) as error:
+            if isinstance(error, PeerLostError):
+                raise
+            what = f"cannot be reached at {host} ({error})"
+            raise PeerLostError.of(*loss_of([parent], what)) from error
+        self._up.send(f"{token} {self._rank}\n".encode())
+
+    def _accept(self, _: int) -> list[Message]:
+        """Accept one connection."""
+        assert self._server is not None
+        server = self._server
+        try:
+            self._add(registered(lambda: server.accept()[0]), None)
+        except OSError:  # it has left, or too many files are open
+            time.sleep(_PAUSE)
+        strangers = [link for link in self._links if link.rank is None]
+        if len(strangers) > MAX_STRANGERS:
+            self._drop(strangers[0])
         return []
 
-    def _look_for_gone(self, ranks: Sequence[int]) -> tuple[int, str] | None:
-        """Once a second, return a rank that has said that it ends, and the text."""
-        now = time.monotonic()
-        if not ranks or now < self._looks_at:
-            return None
-        self._looks_at = now + 1.0
-        return gone(self._store, ranks)
+    def _greet(self, link: _Link, line: bytes) -> None:
+        """Take a connection for that of a rank if its first line shows the token, else drop it."""
+        token, _, rank = line.partition(b" ")
+        is_member = hmac.compare_digest(token, self._token) and rank.isdigit()
+        if not is_member or int(rank) not in self._missing:
+            self._drop(link)
+            return
+        link.rank = int(rank)
+        self._missing.remove(link.rank)
+        self._send(link, [[""]])
+        if not self._missing and self._server is not None:
+            self._selector.unregister(self._server)
+            self._server.close()
+            for other in [other for other in self._links if other.rank is None]:
+                self._drop(other)
+            self._store = None  # its process need not keep a connection for each rank
 
-    def _join(self, rank: int) -> socket.socket:
-        """Return a connection to a rank that others connect to."""
-        address, host = "", self._hosts[rank]
-        peer: socket.socket | None = None
-        try:
-            # `wait` and `get` would block forever if a rank never comes; adding 0 reads the value and returns.
-            while not self._is_closed and not self._store.add(
-                f"{self._key}/there {rank}", 0
-            ):
-                found = self._look_for_gone([rank])
-                if found is not None:
-                    raise PeerLostError.of(*lost_as([found[0]], found[1]))
-                time.sleep(
-                    5 * _POLL
-                )  # many ranks may wait for minutes for one that starts slowly
-            while peer is None and not self._is_closed:
-                before, address = (
-                    address,
-                    self._store.get(f"{self._key}/address {rank}").decode(),
-                )
-                if address.startswith("["):  # the error of the hub
-                    self._store.add(f"{self._key}/heard", 1)
-                    raise PeerLostError.of(*json.loads(address))
-                try:
-                    peer = self._knock(host, *address.split())
-                except ConnectionError:  # if the hub has given up, it has written why before it stopped to listen
-                    if address == before:
-                        raise
-                if peer is None:
-                    time.sleep(_POLL)
-        except PeerLostError:
-            raise
-        except (
-            OSError,
-            RuntimeError,
-            ValueError,
-        ) as error:  # the store raises the last two if its host is gone
-            raise PeerLostError.of(
-                *lost_as([rank], f"cannot be reached at {host} ({error})")
-            ) from error
-        if peer is None:
-            raise PeerLostError.of("This rank has left the group.", [self._route.rank])
-        return peer
+    def _add(self, peer: socket.socket, rank: int | None) -> _Link:
+        link = _Link(peer, rank)
+        self._links.append(link)
+        self._selector.register(peer, EVENT_READ, partial(self._take, link))
+        return link
 
-    def _knock(self, host: str, port: str, token: str) -> socket.socket | None:
-        """Return a connection on which the other rank has answered; None if it was dropped among many strangers."""
-        peer = connected(host, int(port), None)
-        with contextlib.ExitStack() as stack, contextlib.suppress(ConnectionError):
-            stack.enter_context(peer)
-            poll = select.poll()
-            poll.register(peer, select.POLLIN)
-            peer.sendall(hello(token, self._route.rank))
-            while not self._is_closed:
-                if poll.poll(10_000 * _POLL):
-                    if not peer.recv(1, socket.MSG_PEEK):
-                        break
-                    stack.pop_all()
-                    return peer
-        return None
+    def _drop(self, link: _Link) -> None:
+        self._selector.unregister(link.peer)
+        self._links.remove(link)
+        link.peer.close()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise PeerLostError.of("This rank has left the group.", [self._rank])
+
+    # Messages
+
+    def _on_signal(self, _: int) -> list[Message]:
+        os.eventfd_read(self._signal)
+        return []
+
+    def _send(self, link: _Link, messages: list[Message]) -> None:
+        had_unsent = bool(link.unsent)
+        link.send(b"".join(map(_encoded, messages)))
+        if had_unsent != bool(link.unsent):
+            events = EVENT_READ | EVENT_WRITE if link.unsent else EVENT_READ
+            self._selector.modify(link.peer, events, partial(self._take, link))
+
+    def _send_down(self, messages: list[Message]) -> None:
+        for link in self._links:
+            if link.rank is not None and link is not self._up:
+                self._send(link, messages)
+
+    def _pass_up(self, messages: list[Message]) -> list[Message]:
+        """Return messages of other ranks for the hub on this rank; a relay sends them up instead."""
+        if self._up is None:
+            return messages
+        self._send(self._up, messages)
+        return []
+
+    def _take(self, link: _Link, events: int) -> list[Message]:
+        """Send and receive what a connection is ready for; return the messages for this rank."""
+        if events & EVENT_WRITE:
+            self._send(link, [])
+        lines, has_ended = link.receive() if events & EVENT_READ else ([], False)
+        if lines and link.rank is None:
+            self._greet(link, lines.pop(0))
+        if link.rank is None:
+            if has_ended and link in self._links:
+                self._drop(link)
+            return []
+        messages: list[Message] = [json.loads(line) for line in lines]
+        if has_ended:
+            self._drop(link)
+        if link is not self._up:
+            if has_ended:
+                messages.append(["gone", link.rank, ENDED])
+            return self._pass_up(messages)
+        if has_ended and link.is_new:  # it has given up, or has dropped this rank
+            time.sleep(_PAUSE)
+            self._join(link.rank)
+            return []
+        link.is_new = False
+        if has_ended:
+            messages.append(["lost", *loss_of([link.rank], ENDED)])
+        self._send_down(messages)
+        return messages
+
+
+def _encoded(message: Message) -> bytes:
+    return json.dumps(message, separators=(",", ":")).encode() + b"\n"
+
+
+def _listen(host: str, has_other_hosts: bool) -> socket.socket:
+    """Return a socket that listens at the address of a host that this machine has, or else at all its addresses.
+
+    Args:
+        host: Name or address by which the others reach this rank.
+        has_other_hosts: True if some of them are on other hosts.
+    """
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, 0)[0]
+        if has_other_hosts and str(address[0]).startswith(("127.", "::1")):
+            raise OSError(f"{address[0]} is another machine on each host")
+        return socket.create_server(address, family=family, backlog=socket.SOMAXCONN)
+    except OSError as error:
+        log.warning(
+            f"The ranks meet at {host}, where this rank cannot listen ({error}). So it listens at every address of this "
+            "machine until they have met. Give the ranks an address that this machine has: PADDLE_TRAINER_ENDPOINTS, or "
+            "PADDLE_MASTER for rank 0."
+        )
+    is_dual = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if is_dual else socket.AF_INET
+    return socket.create_server(
+        ("", 0), family=family, backlog=socket.SOMAXCONN, dualstack_ipv6=is_dual
+    )
 
 
 def network_of(
-    ranks: Sequence[int], key: str, timeout: float = 1800.0
-) -> tuple[TcpNetwork, Route, dict[int, int]]:
-    """Return connections of some ranks of `paddle.distributed`, the route of this one, and who relays for whom.
+    ranks: Sequence[int], key: str, timeout: float
+) -> tuple[TcpNetwork, dict[int, int]]:
+    """Return connections of some ranks of `paddle.distributed`, and which rank connects to which.
 
     Args:
         ranks: Global ranks, ascending, including that of this process; at least two.
@@ -398,41 +386,14 @@ def network_of(
 
     Raises:
         ArgumentError: The environment does not tell where the ranks meet.
+        PeerLostError: The rank that has the store cannot be reached.
     """
     size = dist.get_world_size()
     rendezvous = rendezvous_of(ranks)
     hosts = hosts_of_ranks() or [rendezvous.host] * size
-    route, relays = Route.of(ranks, dist.get_rank(), hosts)
+    parents = parents_of(ranks, hosts)
     # The store's host is known to be reachable; for other hosts, use the launcher's names.
     hosts[rendezvous.owner] = rendezvous.host
-    connect_store: Callable[[Callable[[], bool]], Any] = functools.partial(
-        rendezvous.store, size, timeout
-    )
-    if not rendezvous.early:
-        connect_store = _connected_now(connect_store)
-    return (
-        TcpNetwork(route, hosts, f"paddle_shard/agree/{key}", connect_store),
-        route,
-        relays,
-    )
-
-
-def _connected_now(
-    connect: Callable[[Callable[[], bool]], Any],
-) -> Callable[[Callable[[], bool]], Any]:
-    """Connect to a store that is there in the caller's thread, and return a function that returns the client.
-
-    While Paddle makes a client, it changes the table of objects of pybind11 without the GIL. If another thread makes or
-    frees a tensor meanwhile, the process may abort ("Tried to deallocate unregistered instance") or crash. So it is not
-    made in the thread that meets the other ranks, beside the training thread.
-    """
-    try:
-        store = connect(lambda: True)
-    except PeerLostError as error:
-        lost = error
-
-        def fail(_: Callable[[], bool]) -> Any:
-            raise lost
-
-        return fail
-    return lambda _: store
+    store = rendezvous.connect(size, timeout)
+    key = f"paddle_shard/agree/{key}"
+    return TcpNetwork(dist.get_rank(), parents, hosts, key, store), parents

@@ -1,25 +1,20 @@
-"""How far the ranks of one host are, in memory that all of them have mapped: no message is needed in a steady run."""
+"""Table of the progress of ranks in memory that they share, so that a steady run needs no messages."""
 
 from __future__ import annotations
 
-import contextlib
-import os
-import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from paddle_shard.ranks.protocol import PASSES
-from paddle_shard.ranks.verdict import NEVER
-from paddle_shard.reading.channel import Slots, mapped
+from paddle_shard.ranks.decision import NEVER
 
-_TOKEN = 16
-"""Bytes at the beginning of the memory by which a rank knows that it has mapped that of its group."""
-_LOW = (1 << 16) - 1
+MAX_ITERATIONS = 64
+"""Most iterations that are on a table at the same time; older ones are reported in messages only."""
+_MASK = (1 << 16) - 1
 _STEPS = (1 << 32) - 1
 
 
 class ProgressTable:
-    """A word for each rank and pass: number of the pass (16 bits), of notes that were sent (16) and of steps (32).
+    """A word for each rank and iteration: number of the iteration (16 bits), notes sent (16) and steps (32).
 
     A rank writes a word in one store, so that another reads all of it or none.
     """
@@ -35,77 +30,43 @@ class ProgressTable:
         self._words = words
         self._ranks = tuple(ranks)
         self._index = self._ranks.index(rank)
-        self._is_shared = False
+        self._joined = MAX_ITERATIONS * len(self._ranks)
+        """Where the words begin by which ranks join."""
 
     @staticmethod
     def size_of(num_ranks: int) -> int:
         """Return the number of words."""
-        return (PASSES + 1) * num_ranks
+        return (MAX_ITERATIONS + 1) * num_ranks
 
     @property
     def is_shared(self) -> bool:
         """True once all ranks have joined."""
-        if not self._is_shared:
-            self._is_shared = all(self._words[PASSES * len(self._ranks) :])
-        return self._is_shared
+        return all(self._words[self._joined :])
 
     def join(self) -> None:
-        """Tell the others that this rank posts all that it announces."""
-        self._words[PASSES * len(self._ranks) + self._index] = 1
+        """Announce that this rank posts its progress."""
+        self._words[self._joined + self._index] = 1
 
     def post(self, number: int, step: int, num_notes: int) -> None:
-        """Publish that this rank has announced the steps before `step` of a pass, and sent so many notes before."""
-        first = number % PASSES * len(self._ranks)
+        """Publish that this rank has announced the steps before `step` of an iteration, and sent so many notes."""
+        first = number % MAX_ITERATIONS * len(self._ranks)
         self._words[first + self._index] = (
-            (number & _LOW) << 48 | (num_notes & _LOW) << 32 | step
+            (number & _MASK) << 48 | (num_notes & _MASK) << 32 | step
         )
 
-    def least(self, number: int, heard: Mapping[int, Any]) -> int:
-        """Return the number of steps of a pass that all ranks have announced; 0 if that is not known.
+    def least(self, number: int, num_received: Mapping[int, int]) -> int:
+        """Return the number of steps of an iteration that all ranks have announced; 0 if that is not known.
 
         Args:
-            number: Number of the pass.
-            heard: Global rank -> number of its notes that have arrived. Steps with missing notes are not known.
+            number: Number of the iteration.
+            num_received: Global rank -> number of its notes that have arrived. Steps with missing notes are not known.
         """
-        first, found = number % PASSES * len(self._ranks), NEVER
-        for rank, word in zip(
-            self._ranks, self._words[first : first + len(self._ranks)], strict=True
-        ):
-            missing = (word >> 32) - heard.get(rank, 0) & _LOW
-            if word >> 48 != number & _LOW or 0 < missing <= _LOW // 2:
+        first = number % MAX_ITERATIONS * len(self._ranks)
+        least = NEVER
+        for index, rank in enumerate(self._ranks, first):
+            word = self._words[index]
+            missing = (word >> 32) - num_received.get(rank, 0) & _MASK
+            if word >> 48 != number & _MASK or 0 < missing <= _MASK // 2:
                 return 0
-            found = min(found, word & _STEPS)
-        return found
-
-
-class TableOfHost:
-    """Makes or finds the memory of a group's table.
-
-    The file has no name: the others open it through /proc, so nothing is left of it when they end.
-    """
-
-    def __init__(self, ranks: Sequence[int], rank: int, *, is_hub: bool) -> None:
-        """Make the memory on the hub's rank."""
-        self._ranks = tuple(ranks)
-        self._rank = rank
-        self._size = _TOKEN + 8 * ProgressTable.size_of(len(self._ranks))
-        self._slots: Slots | None = None
-        self.place = ""
-        """Where other ranks find the memory; empty: they cannot."""
-        if is_hub:
-            with contextlib.suppress(OSError):
-                self._slots = Slots(1, self._size)
-                token = secrets.token_bytes(_TOKEN)
-                self._slots.memory[:_TOKEN] = token
-                self.place = f"/proc/{os.getpid()}/fd/{self._slots.file} {token.hex()}"
-
-    def find(self, place: str) -> ProgressTable | None:
-        """Return the table at a place; None if it is that of another host or container."""
-        memory: Any = None if self._slots is None else self._slots.memory
-        with contextlib.suppress(OSError, ValueError):
-            path, token = place.split()
-            if memory is None:
-                memory = mapped(os.open(path, os.O_RDWR), self._size)
-            if memory is not None and memory[:_TOKEN].hex() == token:
-                return ProgressTable(memory[_TOKEN:].cast("Q"), self._ranks, self._rank)
-        return None
+            least = min(least, word & _STEPS)
+        return least

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from paddle_shard.core.trees import is_sequence, rebuild
 from paddle_shard.plan.partition import Rows
-from paddle_shard.plan.step import Ids, Mask, Step
+from paddle_shard.plan.step import Ids, Mask, SamplerStep, Step
 from paddle_shard.reading.tensors import arrays_of, as_array, dtype_of
 
 
@@ -19,18 +20,18 @@ class Chunk(NamedTuple):
 
     value: Any
     """The collated rows; None if rows are missing and were not filled."""
-    real: bytes | None = None
-    """One byte for each row: 1 if the row is real, 0 if it is missing or was filled. None: as the step says."""
-    fresh: bool = True
+    is_padding: bytes | None = None
+    """One byte for each row: 1 if the row is padding, filled or not. None: as the step says."""
+    has_new: bool = True
     """True if a row comes from the first round of its part."""
     state: Any = None
-    """State to resume the pass after this step, if the source has a state of its own."""
+    """State to resume after this step, if the source has a state of its own."""
     skipped: Sequence[tuple[int, str]] = ()
-    """(row, why) of samples that could not be read. Such a row holds the data of another sample."""
-    why: str = ""
+    """(row, reason) of samples that could not be read. Such a row holds the data of another sample."""
+    reason: str = ""
     """Why missing rows could not be filled."""
     used_rng_late: bool = False
-    """True if reading used the global generators here, and did not in the first batch of the pass."""
+    """True if reading used the global generators, which it did not in the first batch of the epoch iterator."""
     profile: Mapping[str, float] | None = None
     """What the worker did since its last answer, by category (`reading/profile.py`); None: it was not sampled."""
     digest: int = 0
@@ -39,83 +40,86 @@ class Chunk(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class Batch:
-    """The rows of a step that this rank reads, on their way from the reader to the user."""
+    """The rows of a step that this rank reads, on their way from the reader to the user.
+
+    A row is valid, padding, or skipped: its sample could not be read.
+    """
 
     step: Step
     value: Any
     """The batch: arrays, then tensors, at last distributed tensors. None if rows are missing and were not filled."""
-    real: Mask | None
-    """Mask of the real rows among those that were read; None: all are real."""
-    skipped: Mask | None = None
+    is_padding: Mask | None
+    """Mask of the padding among the rows that were read; None: there is none."""
+    is_skipped: Mask | None = None
     """Mask of the rows whose sample could not be read; None: there are none."""
-    fresh: bool = True
+    has_new: bool = True
     """True if a row comes from the first round of its part."""
-    why: str = ""
+    reason: str = ""
     """Why missing rows could not be filled."""
     digest: int = 0
-    """Digest of what was read or drawn so far, for the ranks to compare."""
+    """Digest of what was read or selected so far, for the ranks to compare."""
     owned: bool = True
     """True if nothing else refers to its arrays, so that tensors may share their memory."""
     is_first: bool = False
-    """True for the first step of its pass."""
+    """True for the first step of its epoch iterator."""
     profile: Mapping[str, float] | None = None
     """What a worker did while it read the batch, by category; None: it was not sampled."""
     finish: Callable[[], Any] | None = None
     """Returns the placed value, if that is left to the thread of the training loop; None: it is placed."""
     num_valid: int = 0
-    """Rows of this process that are real."""
+    """Rows of this process that are valid."""
     num_skipped: int = 0
-    """Rows of this process that the order serves, and whose sample could not be read."""
+    """Rows of this process whose sample could not be read, without padding."""
     delivered_ids: tuple[Ids, int] = ((), 0)
-    """The samples of this process's slice without padding, and how many more could not be read; see `own_ids`."""
+    """See `own_ids`."""
     exhausted: bool = False
     """True if it holds nothing new, and nothing new will come."""
-
     placed: Any = None
-    """How the batch is placed (`place.placer.BatchRecipe`); it stays None if nothing could be read for it."""
+    """How the batch is placed (`placement.recipe.BatchRecipe`); None if nothing could be read for it."""
     summary: dict[str, Any] | None = None
     """Summary of the batch for the ranks to compare; None: this one is not compared."""
 
     @property
-    def whole(self) -> bool:
-        """True if no row is missing."""
-        return self.real is None or bool(self.real.all())
+    def is_whole(self) -> bool:
+        """True if no row is padding."""
+        return self.is_padding is None or not self.is_padding.any()
 
     @property
-    def empty(self) -> bool:
-        """True if every row is missing."""
-        return self.real is not None and not self.real.any()
+    def is_empty(self) -> bool:
+        """True if every row is padding."""
+        return self.is_padding is not None and bool(self.is_padding.all())
 
     @property
     def num_rows(self) -> int:
         """Number of rows that this process reads."""
         return len(self.placed.rows.read)
 
-    def served(self) -> Mask:
-        """Return one bool for each row that was read: True if the order serves a sample there."""
-        if self.real is None:
-            return np.ones(self.num_rows, bool)
-        if len(self.real) == self.num_rows:
-            return self.real
-        return np.full(
-            self.num_rows, self.real[0]
-        )  # an item that is a whole batch is real or not as a whole
+    def _masks(self) -> tuple[Mask, Mask]:
+        """Return which of the rows that were read are valid, and which are skipped."""
+        is_padding = np.zeros(self.num_rows, bool)
+        if self.is_padding is not None:
+            # An item that is a whole batch is padding or not as a whole.
+            is_padding |= self.is_padding
+        is_skipped = np.zeros(self.num_rows, bool)
+        if self.is_skipped is not None:
+            is_skipped |= self.is_skipped & ~is_padding
+        return ~(is_padding | is_skipped), is_skipped
 
     def valid(self) -> Mask:
-        """Return one bool for each row that was read: True if the row is real."""
-        found = self.served()
-        return found if self.skipped is None else found & ~self.skipped
+        """Return one bool for each row that was read: True if the row is valid."""
+        return self._masks()[0]
 
     def count(self) -> None:
         """Count its rows."""
         self.num_valid = self.num_rows
         self.num_skipped = 0
-        if self.real is not None or self.skipped is not None:
-            self.num_valid = int(np.count_nonzero(self.valid()))
-            self.num_skipped = int(np.count_nonzero(self.served())) - self.num_valid
+        if self.is_padding is not None or self.is_skipped is not None:
+            is_valid, is_skipped = self._masks()
+            self.num_valid = int(is_valid.sum())
+            self.num_skipped = int(is_skipped.sum())
 
     def own_ids(self, layout: Any) -> tuple[Ids, int]:
-        """Return the ids of the samples in this process's slice, without padding, and how many more were not read.
+        """Return the ids of the valid samples in this process's slice, and the number of skipped ones.
 
         Args:
             layout: Layout of the field whose rows this rank reads.
@@ -126,18 +130,14 @@ class Batch:
         if not layout.on_mesh:
             return [], 0
         rows = self.placed.rows.positions(layout)
-        if len(rows) == len(ids) and self.real is None and self.skipped is None:
+        if self.num_valid == len(ids) == len(rows):
             return ids, 0
-        valid = self.valid()[rows]
-        num_lost = int(np.count_nonzero(self.served()[rows])) - int(
-            np.count_nonzero(valid)
-        )
-        rows = rows[valid]
-        return (
-            ids[rows]
-            if isinstance(ids, np.ndarray)
-            else [ids[row] for row in rows.tolist()]
-        ), num_lost
+        is_valid, is_skipped = self._masks()
+        num_skipped = int(is_skipped[rows].sum())
+        rows = rows[is_valid[rows]]
+        if isinstance(ids, np.ndarray):
+            return ids[rows], num_skipped
+        return [ids[row] for row in rows.tolist()], num_skipped
 
 
 NO_STAND_IN = (
@@ -165,55 +165,57 @@ def joined(
 
     Raises:
         ValueError: The chunks differ in structure or in the shape of a row; the text says where.
-        LookupError: Some rows are real, and no sample can fill the missing ones.
+        LookupError: Some rows are not padding, and no sample can fill the others.
     """
-    one = chunks[0] if len(chunks) == 1 else _one_of(chunks, places, even)
-    if one.state is not None:
-        step = replace(step, sampler_state=one.state)
-    found = Batch(
-        step=step, value=one.value, real=step.valid, fresh=one.fresh, why=one.why
+    chunk = chunks[0] if len(chunks) == 1 else _joined_chunk(chunks, places, even)
+    if chunk.state is not None:
+        step = replace(step, sampler=SamplerStep(state=chunk.state))
+    is_padding = None if step.valid is None else ~step.valid
+    if chunk.is_padding is not None:
+        is_padding = np.frombuffer(chunk.is_padding, np.bool_)
+    batch = Batch(
+        step=step,
+        value=chunk.value,
+        is_padding=is_padding,
+        has_new=chunk.has_new,
+        reason=chunk.reason,
+        digest=chunk.digest or step.digest,
+        profile=next((chunk.profile for chunk in chunks if chunk.profile), None),
     )
-    found.profile = next((chunk.profile for chunk in chunks if chunk.profile), None)
-    found.digest = one.digest or step.digest
-    if one.real is not None:
-        found.real = np.frombuffer(one.real, np.bool_)
-    if one.value is None and one.why and not found.empty:
-        raise LookupError(NO_STAND_IN.format(one.why))
-    if one.skipped:
-        found.skipped = np.zeros(
-            len(step.ids) if found.real is None else len(found.real), np.bool_
-        )
-        found.skipped[[row for row, _ in one.skipped]] = True
-    return found
+    if chunk.value is None and chunk.reason and not batch.is_empty:
+        raise LookupError(NO_STAND_IN.format(chunk.reason))
+    if chunk.skipped:
+        num_rows = len(step.ids) if is_padding is None else len(is_padding)
+        skipped = [row for row, _ in chunk.skipped]
+        batch.is_skipped = np.isin(np.arange(num_rows), skipped)
+    return batch
 
 
-def _one_of(
+def _joined_chunk(
     chunks: Sequence[Chunk], places: Sequence[Rows], even: Even | None
 ) -> Chunk:
     """Return the chunk that one reader of all parts would have returned."""
     order = np.argsort(np.concatenate(places), kind="stable")
     sizes = list(map(len, places))
-    real: bytes | None = None
-    if any(chunk.real is not None for chunk in chunks):
-        masks = b"".join(
-            chunk.real or bytes([1]) * size
-            for chunk, size in zip(chunks, sizes, strict=True)
-        )
-        real = np.frombuffer(masks, np.uint8)[order].tobytes()
-    value = None
-    if not any(chunk.value is None for chunk in chunks):
-        value = take_rows([chunk.value for chunk in chunks], sizes, order, even)
-    skipped = [
-        (int(place[row]), why)
-        for chunk, place in zip(chunks, places, strict=True)
-        for row, why in chunk.skipped
-    ]
+    masks = b"".join(
+        chunk.is_padding or bytes(size)
+        for chunk, size in zip(chunks, sizes, strict=True)
+    )
+    is_padding = None
+    if any(chunk.is_padding for chunk in chunks):
+        is_padding = np.frombuffer(masks, np.uint8)[order].tobytes()
+    values = [chunk.value for chunk in chunks]
+    is_filled = not any(value is None for value in values)
     return chunks[0]._replace(
-        value=value,
-        real=real,
-        fresh=any(chunk.fresh for chunk in chunks),
-        skipped=skipped,
-        why=next((chunk.why for chunk in chunks if chunk.why), ""),
+        value=take_rows(values, sizes, order, even) if is_filled else None,
+        is_padding=is_padding,
+        has_new=any(chunk.has_new for chunk in chunks),
+        skipped=[
+            (int(place[row]), reason)
+            for chunk, place in zip(chunks, places, strict=True)
+            for row, reason in chunk.skipped
+        ],
+        reason=next((chunk.reason for chunk in chunks if chunk.reason), ""),
     )
 
 
@@ -239,49 +241,49 @@ def take_rows(
     first = batches[0]
     if isinstance(first, Mapping):
         _check_alike([sorted(map(str, batch)) for batch in batches], "keys", path)
-        columns = {key: [batch[key] for batch in batches] for key in first}
-        return rebuild(
-            first,
-            {
-                key: take_rows(c, sizes, rows, even, f"{path}[{key!r}]")
-                for key, c in columns.items()
-            },
-        )
+        fields = {}
+        for key in first:
+            columns = [batch[key] for batch in batches]
+            fields[key] = take_rows(columns, sizes, rows, even, f"{path}[{key!r}]")
+        return rebuild(first, fields)
     if hasattr(first, "shape"):
-        if [tuple(batch.shape[:1]) for batch in batches] != [(size,) for size in sizes]:
-            if len(batches) == 1:
-                return first
-            raise ValueError(
-                f"field {path or 'batch'}: workers collated shapes {[list(batch.shape) for batch in batches]} for "
-                f"{list(sizes)} rows. A collate_fn must make one row a sample; add what is the same for all samples in "
-                "the training loop."
-            )
-        if even is not None:
-            batches = even(batches, path)
-        _check_alike(
-            [(list(batch.shape[1:]), dtype_of(batch)) for batch in batches],
-            "row shape and dtype",
-            path,
-        )
-        return np.concatenate([as_array(batch) for batch in batches])[rows]
+        return _take_rows_of_arrays(batches, sizes, rows, even, path)
     if not is_sequence(first):
-        _check_alike(
-            [(type(batch).__name__, batch) for batch in batches],
-            "value, without a row for each sample",
-            path,
-        )
+        values = [(type(batch).__name__, batch) for batch in batches]
+        _check_alike(values, "value, without a row for each sample", path)
         return first
-    if [len(batch) for batch in batches] == list(sizes) and not any(
-        True for _ in arrays_of(batches)
-    ):
-        items = [item for batch in batches for item in batch]
+    lengths = list(map(len, batches))
+    if lengths == list(sizes) and next(arrays_of(batches), None) is None:
+        items = list(chain.from_iterable(batches))
         return [items[row] for row in rows.tolist()]
-    _check_alike([len(batch) for batch in batches], "number of fields", path)
-    fields = enumerate(zip(*batches, strict=True))
-    return rebuild(
-        first,
-        [take_rows(column, sizes, rows, even, f"{path}[{i}]") for i, column in fields],
-    )
+    _check_alike(lengths, "number of fields", path)
+    columns = [
+        take_rows(column, sizes, rows, even, f"{path}[{number}]")
+        for number, column in enumerate(zip(*batches, strict=True))
+    ]
+    return rebuild(first, columns)
+
+
+def _take_rows_of_arrays(
+    arrays: Sequence[Any],
+    sizes: Sequence[int],
+    rows: Rows,
+    even: Even | None,
+    path: str,
+) -> Any:
+    if [tuple(array.shape[:1]) for array in arrays] != [(size,) for size in sizes]:
+        if len(arrays) == 1:
+            return arrays[0]
+        raise ValueError(
+            f"field {path or 'batch'}: workers collated shapes {[list(array.shape) for array in arrays]} for "
+            f"{list(sizes)} rows. A collate_fn must make one row a sample; add what is the same for all samples in "
+            "the training loop."
+        )
+    if even is not None:
+        arrays = even(arrays, path)
+    forms = [(list(array.shape[1:]), dtype_of(array)) for array in arrays]
+    _check_alike(forms, "row shape and dtype", path)
+    return np.concatenate(list(map(as_array, arrays)))[rows]
 
 
 def _check_alike(values: Sequence[Any], what: str, path: str) -> None:

@@ -48,9 +48,9 @@ class Slots:
         if hasattr(os, "memfd_create"):
             self.file = os.memfd_create("paddle_shard")
         else:  # Python was built for a C library from before 2018
-            self.file = ctypes.CDLL(None, use_errno=True).memfd_create(
-                b"paddle_shard", 1
-            )  # MFD_CLOEXEC
+            close_on_exec = 1
+            libc = ctypes.CDLL(None, use_errno=True)
+            self.file = libc.memfd_create(b"paddle_shard", close_on_exec)
         weakref.finalize(self, os.close, self.file)
         os.ftruncate(self.file, num_slots * self.room)
         self.memory = memoryview(mmap.mmap(self.file, num_slots * self.room))
@@ -77,7 +77,8 @@ class Channel:
             connection: The socket. It must be non-blocking if `receive` and `send` must not wait.
             num_slots: Number of slots for what this end sends.
         """
-        self._connection, self._num_slots = connection, num_slots
+        self._connection = connection
+        self._num_slots = num_slots
         # The finalizer holds the socket: so the collector closes it with this channel, and never finds it open.
         self._close_socket = weakref.finalize(self, connection.close)
         self._close_socket.atexit = False
@@ -85,7 +86,8 @@ class Channel:
         self._theirs: memoryview | None = None
         self._ours: Slots | None = None
         self._num_sent = 0
-        self._poll = select.poll()  # not select: it fails for file numbers above 1023, which are common in training
+        # Not `select`: it fails for file numbers above 1023, which are common in training.
+        self._poll = select.poll()
         self._poll.register(connection, select.POLLIN)
 
     def wait(self, seconds: float) -> bool:
@@ -107,10 +109,8 @@ class Channel:
                 received, files, *_ = self._connection.recvmsg_into(
                     [self._small], _ONE_FILE, socket.MSG_CMSG_CLOEXEC
                 )
-            except (
-                ConnectionResetError
-            ):  # raised once; earlier messages can still be received
-                continue
+            except ConnectionResetError:
+                continue  # raised once; earlier messages can still be received
             if not received:
                 raise EOFError
             kind, num_pieces, start, size = HEAD.unpack_from(self._small)
@@ -119,9 +119,8 @@ class Channel:
                     mapped(_FILE.unpack(files[0][2])[0], size) if files else None
                 )
                 continue
-            theirs = (
-                self._small[HEAD.size :] if kind == INLINE else self._theirs
-            )  # another thread may close this end
+            # Another thread may close this end.
+            theirs = self._small[HEAD.size :] if kind == INLINE else self._theirs
             if theirs is None:
                 return failed(
                     OSError(

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import islice, takewhile
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from paddle_shard.data.stages.stage import Opening, Stage, Stated, Unreadable
 from paddle_shard.data.stages.steps import in_rounds
 from paddle_shard.errors import BatchStructureError, PaddleShardError
 from paddle_shard.plan.parts import PartsPlan
-from paddle_shard.plan.step import MOST_STAND_INS
+from paddle_shard.plan.step import MOST_STAND_INS, SamplerStep
 from paddle_shard.reading.batch import Batch, Chunk, take_rows
 from paddle_shard.reading.digest import TurnDigests
 from paddle_shard.reading.reader import HowToRead, Reader
@@ -113,199 +113,203 @@ class ChunkReader(Reader):
         self._stage = stage
         self._pass_number: int | None = None
         self._next_step = 0
-        self._parts: list[Iterator[tuple[int, Any]]] = []
+        self._parts: Sequence[Iterator[Any]] = []
+        """For each part its samples, or if parts are repeated, pairs of the round and the sample."""
         self._padding = Padding(stage, Opening(parts=(0,), num_parts=1))
         self._digests = TurnDigests()
         self._state: Any = None
 
     def close(self) -> None:
         """Drop the open parts."""
-        self._pass_number, self._parts = None, []
+        self._pass_number = None
+        self._parts = []
 
-    def _begin(self, asked: ChunkRequest) -> None:
-        """Open the parts at a step: the first of the pass, unless another reader has read those before it."""
+    def _begin(self, request: ChunkRequest) -> None:
+        """Open the parts at a step: the first of the iterator, unless another reader has read those before it."""
+        is_whole = request.whole_items
         opening = replace(
-            asked.opening,
+            request.opening,
             seed_generators=self.rng.seed,
             skip_errors=self._how.skip_errors,
         )
-        self._pass_number, self._next_step, self._parts = (
-            asked.pass_number,
-            asked.step,
-            [],
+        self._pass_number = request.pass_number
+        self._next_step = request.step
+        self._state = opening.state
+        at_request = replace(opening, skip=request.position)
+        # Whole batches that several readers take in turns are padded with the first one of the stream.
+        first = at_request.uncut(request.position) if request.stride > 1 else at_request
+        self._padding = Padding(self._stage, first, whole=is_whole)
+        turn = 1 if is_whole else opening.num_parts * opening.stripe
+        self._digests = TurnDigests(turn, apart=is_whole)
+        if request.compared and not request.repeat and self._counts_after_cut():
+            # The digests are of all that was read since the iterator began.
+            opening = replace(opening, seen=self._digests.see)
+        else:
+            opening = at_request
+        self._parts = (
+            in_rounds(self._stage, opening, None)
+            if request.repeat
+            else self._stage.open(opening)
         )
-        self._state, whole = opening.state, asked.whole_items
-        here = replace(opening, skip=asked.position)
-        # Whole batches that several readers take in turns are made up for by the first one of the stream.
-        fills = here.uncut(here.skip) if asked.stride > 1 else here
-        self._padding = Padding(self._stage, fills, whole=whole)
-        self._digests = TurnDigests(
-            1 if whole else opening.num_parts * opening.stripe, apart=whole
-        )
-        # Readers that repeat their parts may begin a round at different steps. If samples become several after the cut,
-        # a position does not tell how far a reader must have read.
-        line = list(self._stage.line())
-        after_the_cut = list(
-            takewhile(lambda stage: not isinstance(stage, Stripe), line)
-        )
-        several, uncut = (
-            any(stage.makes_several for stage in after_the_cut),
-            len(after_the_cut) < len(line),
-        )
-        seen = (
-            self._digests.see
-            if asked.compared and uncut and not (asked.repeat or several)
-            else None
-        )
-        # The digests are of all that was read since the pass began.
-        opening = here if seen is None else replace(opening, seen=seen)
-        self._parts = in_rounds(self._stage, opening, None if asked.repeat else 1)
-        for _ in range(opening.skip, asked.position):
+        for _ in range(opening.skip, request.position):
             for items in self._parts:
                 next(items, None)
 
-    def _rows(self, asked: ChunkRequest, at: dict[str, Any], *, look: bool) -> Chunk:
-        """See `Reader`. Requests of a pass come in the order of their steps."""
-        at["what"] = f"opening parts {list(asked.opening.parts)}"
-        if asked.pass_number != self._pass_number:
-            self._begin(asked)
-        if asked.step != self._next_step:
+    def _counts_after_cut(self) -> bool:
+        """Return whether a position tells how far each reader must have read of a stream that all of them read.
+
+        It does not if samples become several after the cut. (Nor if parts are repeated: readers may begin a round at
+        different steps.)
+        """
+        for stage in self._stage.line():
+            if isinstance(stage, Stripe):
+                return True
+            if stage.makes_several:
+                return False
+        return False
+
+    def _rows(self, request: ChunkRequest) -> Chunk:
+        """See `Reader`. Requests of an iterator come in the order of their steps."""
+        parts = request.opening.parts
+        self._action = f"opening parts {list(parts)}"
+        if request.pass_number != self._pass_number:
+            self._begin(request)
+        if request.step != self._next_step:
             raise AssertionError(
-                f"step {asked.step} was asked for, but step {self._next_step} is next"
+                f"step {request.step} was requested, but step {self._next_step} is next"
             )
-        self._next_step += asked.stride
-        columns, fresh = self._columns(asked, at)
-        parts = asked.opening.parts
-        position = asked.position
-        size = asked.plan.samples_per_part
-        num_valid = list(map(len, columns))
-        is_whole = min(num_valid) == size
-        why = "" if is_whole else self._fill(columns, asked, at)
+        self._next_step += request.stride
+        columns, has_new = self._columns(request)
+        size = request.plan.samples_per_part
+        num_read = list(map(len, columns))
+        is_whole = min(num_read) == size
+        reason = "" if is_whole else self._fill(columns, request)
 
         # Rows of the batch, micro-batch by micro-batch: (number of the part here, sample of the step).
-        places = _row_places(len(parts), size, asked.plan.stripe)
+        places = _row_places(len(parts), size, request.plan.stripe)
+        padding = [False] * len(places)
+        if not is_whole:
+            padding = [row >= num_read[part] for part, row in places]
         value = None
         skipped: list[tuple[int, str]] = []
-        num_rows = 1
-        if min(map(len, columns)) == size:  # else rows are missing
+        if is_whole or min(map(len, columns)) == size:  # else rows are missing
             samples = [columns[part][row] for part, row in places]
-            failed: dict[int, str] = {}
-            if self._how.skip_errors:
-                failed = {
-                    row: one.why
-                    for row, one in enumerate(samples)
-                    if isinstance(one, Unreadable)
-                }
-            if self._placeholder is None and len(failed) == len(
-                samples
-            ):  # no sample was readable so far
-                with contextlib.suppress(LookupError):
-                    self._placeholder = self._padding.of(parts[0])
-            at.update(what=f"collating {len(samples)} samples", index=None)
-            if (
-                self._collate_fn is not None and self.rng.seeds
-            ):  # the same for all readers of the step
-                self.rng.seed(asked.opening.key(0, "collate", asked.step))
-            value, skipped = self._collated(
-                samples,
-                failed,
-                whole=asked.whole_items,
-                name_of=lambda row: self._named(
-                    parts[places[row][0]], position + places[row][1], asked
-                ),
-            )
-            skipped = [
-                (row, reason)
-                for row, reason in skipped
-                if places[row][1] < num_valid[places[row][0]]
-            ]
-            if asked.local_rows is not None:
-                num_rows = num_rows_of(value)
-        valid = None
-        if skipped or not is_whole or asked.local_rows is not None:
-            valid = bytes([row < num_valid[part] for part, row in places] * num_rows)
+            value, skipped = self._collated_samples(samples, places, request)
+            skipped = [(row, text) for row, text in skipped if not padding[row]]
         state = None
-        if asked.local_rows is not None:
+        if request.local_rows is not None:
+            padding *= 1 if value is None else num_rows_of(value)
             state = {
                 "shard": parts[0],
-                "rows": asked.local_rows,
+                "rows": request.local_rows,
                 "library": self._state,
             }
-        digest = (
-            self._digests.until((position + size - 1) // asked.opening.stripe)
-            if asked.compared
-            else 0
+        is_known = is_whole and not skipped and request.local_rows is None
+        digest = 0
+        if request.compared:
+            last = (request.position + size - 1) // request.opening.stripe
+            digest = self._digests.until(last)
+        return Chunk(
+            value,
+            None if is_known else bytes(padding),
+            has_new,
+            state,
+            skipped,
+            reason,
+            digest=digest,
         )
-        return Chunk(value, valid, fresh, state, skipped, why, digest=digest)
 
-    def _columns(
-        self, asked: ChunkRequest, at: dict[str, Any]
-    ) -> tuple[list[list[Any]], bool]:
+    def _collated_samples(
+        self,
+        samples: list[Any],
+        places: Sequence[tuple[int, int]],
+        request: ChunkRequest,
+    ) -> tuple[Any, list[tuple[int, str]]]:
+        """Return the batch of some samples, and (row, reason) of the rows that hold another sample."""
+        self._action = f"collating {len(samples)} samples"
+        if self._collate_fn is not None and self.rng.seeds:
+            # The same for all readers of the step.
+            self.rng.seed(request.opening.key(0, "collate", request.step))
+        if request.whole_items:
+            return self._whole_batch(samples[0]), []
+        parts = request.opening.parts
+        failed = {}
+        if self._how.skip_errors:
+            failed = {
+                row: sample.why
+                for row, sample in enumerate(samples)
+                if isinstance(sample, Unreadable)
+            }
+        if len(failed) == len(samples) and self._placeholder is None:
+            with contextlib.suppress(LookupError):
+                self._placeholder = self._padding.of(parts[0])
+
+        def name_of(row: int) -> str:
+            part, number = places[row]
+            return self._name_of(parts[part], request.position + number, request)
+
+        return self._collated(samples, failed, name_of)
+
+    def _columns(self, request: ChunkRequest) -> tuple[list[list[Any]], bool]:
         """Return the samples of each part, as many as there are, and whether any is of the part's first round."""
         columns: list[list[Any]] = []
-        fresh = False
-        size = asked.plan.samples_per_part
-        for part, items in zip(asked.opening.parts, self._parts, strict=True):
-            found: list[tuple[int, Any]] = []
-            try:
-                found.extend(islice(items, size))
-            except BaseException:
-                number = asked.position + len(found)
-                at.update(
-                    what=f"reading sample {number} of part {part}", index=(part, number)
-                )
-                raise
-            fresh = fresh or bool(found and found[0][0] == 0)
-            column = [sample for _, sample in found]
-            if column and isinstance(column[-1], Stated):
-                self._state = column[-1].state
-                column = [stated.sample for stated in column]
-            columns.append(column)
-            self._padding.note(part, column, ended=len(column) < size)
-        return columns, fresh
+        size = request.plan.samples_per_part
+        parts = request.opening.parts
+        try:
+            for items in self._parts:
+                column: list[Any] = []
+                columns.append(column)
+                column.extend(islice(items, size))
+        except BaseException:
+            number = request.position + len(columns[-1])
+            self._at(parts[len(columns) - 1], number)
+            raise
+        has_new = any(columns)
+        if request.repeat:
+            has_new = any(number == 0 for column in columns for number, _ in column[:1])
+            columns = [[sample for _, sample in column] for column in columns]
+        if columns[0] and isinstance(columns[0][-1], Stated):  # a library's only part
+            self._state = columns[0][-1].state
+            columns = [[stated.sample for stated in columns[0]]]
+        self._padding.note(parts, columns, size)
+        return columns, has_new
 
-    def _fill(
-        self, columns: list[list[Any]], asked: ChunkRequest, at: dict[str, Any]
-    ) -> str:
+    def _fill(self, columns: list[list[Any]], request: ChunkRequest) -> str:
         """Fill missing rows if the request says so; return why they cannot be filled."""
-        delivers = any(columns)
-        for part, column in zip(asked.opening.parts, columns, strict=True):
-            missing = asked.plan.samples_per_part - len(column)
-            if not asked.pad or not missing:
-                continue
-            at.update(
-                what=f"finding what stands in the missing rows of part {part}",
-                index=None,
-            )
+        if not request.pad:
+            return ""
+        is_delivered = any(columns)
+        for part, column in zip(request.opening.parts, columns, strict=True):
+            self._action = f"padding part {part}"
+            missing = request.plan.samples_per_part - len(column)
             try:
-                column += [self._padding.of(part)] * missing
+                column += [self._padding.of(part)] * missing if missing else []
             except Exception as error:
-                if delivers:
+                if is_delivered:
                     raise
                 return str(error)
         return ""
 
-    def _named(self, part: int, number: int, asked: ChunkRequest) -> str:
+    def _name_of(self, part: int, number: int, request: ChunkRequest) -> str:
         """Return the name of a sample, for messages."""
-        origin = (
-            None
-            if asked.whole_items
-            else self._stage.origin(asked.opening, part, number)
-        )
+        origin = None
+        if not request.whole_items:
+            origin = self._stage.origin(request.opening, part, number)
         return f"sample {number} of part {part}" + (f" ({origin})" if origin else "")
 
-    def _explain(
-        self, error: BaseException, asked: ChunkRequest, at: dict[str, Any]
-    ) -> None:
-        at["indices"] = tuple(asked.indices)
+    def _at(self, part: int, number: int) -> None:
+        self._index = part, number
+        self._action = f"reading sample {number} of part {part}"
+
+    def _explain(self, error: BaseException, request: ChunkRequest) -> tuple[Any, ...]:
         index = getattr(error, FAILED_AT, None)
-        if (
-            index is not None
-        ):  # it failed before the cut, perhaps at another reader's sample
-            at.update(what=f"reading sample {index[1]} of part {index[0]}", index=index)
-        elif at["index"] is not None and not isinstance(error, PaddleShardError):
-            part, number = at["index"]
-            at["what"] = f"reading {self._named(part, number, asked)}"
+        if index is not None:
+            # It failed before the cut, perhaps at another reader's sample.
+            self._at(*index)
+        elif self._index is not None and not isinstance(error, PaddleShardError):
+            part, number = self._index
+            self._action = f"reading {self._name_of(part, number, request)}"
+        return tuple(request.indices)
 
 
 class Padding:
@@ -331,12 +335,17 @@ class Padding:
         """True if the pass begins with the first samples of the parts."""
         self._first: dict[int, Any] = {}
 
-    def note(self, part: int, samples: Sequence[Any], *, ended: bool) -> None:
-        """Note the samples of a part that the pass has read next, and whether the part has ended after them."""
-        if self._begins_first and part not in self._first:
-            first = next(_readable(samples), _NOTHING)
-            if ended or first is not _NOTHING:
-                self._first[part] = first
+    def note(
+        self, parts: Sequence[int], columns: Sequence[Sequence[Any]], size: int
+    ) -> None:
+        """Note the samples of some parts that were read next; a part with fewer than `size` has ended."""
+        if not self._begins_first:
+            return
+        for part, column in zip(parts, columns, strict=True):
+            if part not in self._first:
+                first = _first_readable(column)
+                if first is not _NOTHING or len(column) < size:
+                    self._first[part] = first
 
     def of(self, part: int) -> Any:
         """Return the sample that fills a part's rows.
@@ -344,30 +353,29 @@ class Padding:
         Raises:
             LookupError: Every part is empty, or none of its samples can be read.
         """
-        for candidate in (
-            self._opening.parts
-            if self._whole
-            else (part, *range(self._opening.num_parts))
-        ):
+        candidates = (part, *range(self._opening.num_parts))
+        for candidate in self._opening.parts if self._whole else candidates:
             if candidate not in self._first:
                 opening = replace(self._opening, parts=(candidate,))
-                opened = self._stage.open(opening)[0]
+                samples = self._stage.open(opening)[0]
                 most = MOST_STAND_INS if self._stage.endless else None
-                self._first[candidate] = next(_readable(islice(opened, most)), _NOTHING)
+                self._first[candidate] = _first_readable(islice(samples, most))
             if self._first[candidate] is not _NOTHING:
                 return self._first[candidate]
         raise LookupError("every part is empty, or none of its samples can be read")
 
 
-def _readable(samples: Iterator[Any] | Sequence[Any]) -> Iterator[Any]:
-    for sample in samples:
-        found = sample.sample if isinstance(sample, Stated) else sample
-        if not isinstance(found, Unreadable):
-            yield found
+def _first_readable(samples: Iterable[Any]) -> Any:
+    """Return the first sample that could be read, or `_NOTHING`."""
+    for item in samples:
+        sample = item.sample if isinstance(item, Stated) else item
+        if not isinstance(sample, Unreadable):
+            return sample
+    return _NOTHING
 
 
 class OwnBatches:
-    """Makes up for what is missing in a pass whose items are whole batches, whichever worker has read them.
+    """Completes the batches of an iterator whose items are whole batches, whichever worker has read them.
 
     Where a rank's own data has ended, it gets its first batch of the epoch again. If each rank has batches of its own,
     each of them gets as many rows as the first one.
@@ -377,39 +385,35 @@ class OwnBatches:
         self._num_rows = 0
         self._first: Any = None
 
-    def complete(self, found: Batch, request: ChunkRequest) -> None:
+    def complete(self, batch: Batch, request: ChunkRequest) -> None:
         """Complete a batch in place.
 
         Raises:
             BatchStructureError: It has more rows than the first.
         """
         if request.step == 0 and request.pad:
-            self._first = found.value
-        if (
-            found.value is None and self._first is not None
-        ):  # a stream that can be read once is not opened again
-            found.value, found.owned = self._first, False
+            self._first = batch.value
+        if batch.value is None and self._first is not None:
+            # A stream that can be read once is not opened again.
+            batch.value = self._first
+            batch.owned = False
         if request.local_rows is None:
             return
-        rows = 0 if found.value is None else num_rows_of(found.value)
+        rows = 0 if batch.value is None else num_rows_of(batch.value)
         wanted = self._num_rows = self._num_rows or request.local_rows or rows
         if rows > wanted:
             raise BatchStructureError(
                 f"a batch of {rows} rows came after batches of {wanted}: every rank's batches must have as many rows, "
                 "and only its last may have fewer."
             )
-        found.step = replace(
-            found.step, sampler_state={**found.step.sampler_state, "rows": wanted}
-        )
-        if rows < wanted or found.empty:
-            real = 0 if found.empty else rows
-            found.real = np.arange(wanted) < real
-        if found.value is not None and rows < wanted:
-            fills = request.pad or request.repeat
-            found.value = (
-                take_rows(
-                    [found.value], [rows], np.minimum(np.arange(wanted), rows - 1)
-                )
-                if fills
-                else None
+        state = {**batch.step.sampler.state, "rows": wanted}
+        batch.step = replace(batch.step, sampler=SamplerStep(state=state))
+        places = np.arange(wanted)
+        if rows < wanted or batch.is_empty:
+            batch.is_padding = places >= (0 if batch.is_empty else rows)
+        if batch.value is not None and rows < wanted:
+            is_filled = request.pad or request.repeat
+            rows_taken = np.minimum(places, rows - 1)
+            batch.value = (
+                take_rows([batch.value], [rows], rows_taken) if is_filled else None
             )

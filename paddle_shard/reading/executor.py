@@ -29,6 +29,8 @@ from paddle_shard.reading.workers import WorkerPool, WorkersLostError
 
 MAKING_TENSORS = "making tensors of the batch"
 
+_log = logging.getLogger("paddle_shard")
+
 
 class Executor:
     """Reads the steps that are submitted."""
@@ -45,11 +47,11 @@ class Executor:
 
     @property
     def reads_last_here(self) -> bool:
-        """True if only the thread of the training loop may take the last batch of a pass."""
+        """True if only the thread of the training loop may take the last batch of an epoch iterator."""
         return False
 
     def submit(self, step: Step, *, is_last: bool = False) -> None:
-        """Ask for a step; `is_last` if it is known to be the last of the pass."""
+        """Request a step; `is_last` if it is known to be the last of the epoch iterator."""
         raise NotImplementedError
 
     def take(self, *, in_thread: bool = False) -> Batch:
@@ -74,7 +76,7 @@ class Executor:
         """End the workers; safe to call again.
 
         Args:
-            ended: True if all ranks have come to the end of the pass; persistent workers may stay.
+            ended: True if all ranks have come to the end of the epoch; persistent workers may stay.
         """
 
 
@@ -95,8 +97,8 @@ _USED_LATER = (
 )
 
 
-class _Reads(Executor):
-    """What the executors that read have in common: they join what several readers have read for a step."""
+class _ReadingExecutor(Executor):
+    """Joins what one or several readers have read for a step."""
 
     def __init__(self, places: Sequence[Rows] = (), even: Even | None = None) -> None:
         """Set up.
@@ -111,29 +113,30 @@ class _Reads(Executor):
         self._steps: deque[Step] = deque()
         """Steps that were submitted and not taken."""
 
-    def _batch(self, answers: Sequence[Chunk | ReadFailure]) -> Batch:
+    def _join(self, answers: Sequence[Chunk | ReadFailure]) -> Batch:
         """Return the batch of the next step, for which the readers have given these answers."""
-        step, chunks = self._steps.popleft(), list[Chunk]()
+        step = self._steps.popleft()
+        chunks: list[Chunk] = []
         for answer in answers:
             if isinstance(answer, ReadFailure):
                 self.close()
                 raise answer.error(step)
             if answer.used_rng_late:
                 warn_once(_USED_LATER)
+            for _, reason in answer.skipped:
+                _log.warning("skipped %s", reason)
             chunks.append(answer)
-            if answer.digest != chunks[0].digest:
-                raise DifferentDataError(
-                    f"step {step.number}: the workers of this rank have read different data, though each reads the "
-                    "same stream and keeps its own rows. Seed what draws random numbers in it alike in all of them. "
-                    "Leave a split among the workers (by worker_init_fn, or by their number) to this loader."
-                )
-            for _, why in answer.skipped:
-                logging.getLogger("paddle_shard").warning("skipped %s", why)
+        if len({chunk.digest for chunk in chunks}) > 1:
+            raise DifferentDataError(
+                f"step {step.number}: the workers of this rank have read different data, though each reads the "
+                "same stream and keeps its own rows. Seed what draws random numbers in it alike in all of them. "
+                "Leave a split among the workers (by worker_init_fn, or by their number) to this loader."
+            )
         with read_errors(step, "joining the rows of several workers"):
-            found = joined(step, chunks, self._places, self._even)
+            batch = joined(step, chunks, self._places, self._even)
             if step.parts and step.parts[0].whole_items:
-                self._own_batches.complete(found, step.parts[0])
-        return found
+                self._own_batches.complete(batch, step.parts[0])
+        return batch
 
 
 def on_cpu() -> contextlib.AbstractContextManager[Any]:
@@ -149,14 +152,14 @@ def on_cpu() -> contextlib.AbstractContextManager[Any]:
     return guard
 
 
-class InlineExecutor(_Reads):
+class InlineExecutor(_ReadingExecutor):
     """Reads in this process, when a batch is taken."""
 
     def __init__(self, reader: Reader) -> None:
-        """Begin a pass; a single reader has all parts of a step."""
+        """Begin; a single reader has all parts of a step."""
         super().__init__()
         self._reader = reader
-        self._num_taken = 0
+        self._look: Look = "first"
         self._last: Step | None = None
 
     @property
@@ -167,7 +170,7 @@ class InlineExecutor(_Reads):
         one, and wait for what it has to compute.
         """
         reader = self._reader
-        if reader.rng.seeds or (self._num_taken == 0 and reader.rng.looks):
+        if reader.rng.seeds or (self._look == "first" and reader.rng.looks):
             return False
         return not reader.makes_tensors or isinstance(
             _current_expected_place_(), core.CPUPlace
@@ -189,18 +192,14 @@ class InlineExecutor(_Reads):
         if not self._steps:
             raise StopIteration
         step = self._steps[0]
+        look = "last" if step is self._last and not self._look else self._look
+        self._look = ""
         request = step.parts[0] if step.parts else step
-        look: Look = ""
-        if self._num_taken == 0:
-            look = "first"
-        elif step is self._last:
-            look = "last"
-        self._num_taken += 1
         with forks.reader_gate.reading() if in_thread else on_cpu():
             answer = self._reader.read(request, None, look)
-        found = self._batch([answer])
-        found.owned = self._reader.owns_arrays
-        return found
+        batch = self._join([answer])
+        batch.owned = self._reader.owns_arrays
+        return batch
 
     def close(self, *, ended: bool = False) -> None:
         """Drop what is open."""
@@ -208,16 +207,16 @@ class InlineExecutor(_Reads):
         self._reader.close()
 
 
-class WorkerExecutor(_Reads):
+class WorkerExecutor(_ReadingExecutor):
     """Reads in worker processes, ahead of the caller.
 
-    Request i of a pass is read by worker i modulo their number, and answers are taken in the order of their requests.
-    So each worker's channel is a queue, nothing needs to be sorted, and two numbers tell which requests are where.
+    Request i of an epoch iterator is read by worker i modulo their number, and answers are taken in the order of their
+    requests. So each worker's channel is a queue, nothing needs to be sorted, and two numbers tell which requests are
+    where.
     """
 
-    _pool: WorkerPool | None = (
-        None  # for `__del__`, as a signal handler may raise in the constructor
-    )
+    # For `__del__`, as a signal handler may raise in the constructor.
+    _pool: WorkerPool | None = None
 
     def __init__(
         self,
@@ -226,18 +225,19 @@ class WorkerExecutor(_Reads):
         places: Sequence[Rows] = (),
         even: Even | None = None,
     ) -> None:
-        """Start a pass.
+        """Start.
 
         Args:
             pool: The workers.
-            idle: Takes the pool when the pass has ended, if its workers are persistent.
-            places: See `_Reads`.
-            even: See `_Reads`.
+            idle: Takes the pool at the end of the epoch, if its workers are persistent.
+            places: See `_ReadingExecutor`.
+            even: See `_ReadingExecutor`.
         """
         super().__init__(places, even)
         self._pool = pool
         self._idle = idle
         self._num_parts = len(places) or 1
+        self._most_sent = pool.num_workers * pool.num_ahead
         self._num_taken = 0
         self._num_sent = 0
         self._unsent: deque[Any] = deque()
@@ -249,12 +249,7 @@ class WorkerExecutor(_Reads):
     @property
     def depth(self) -> int:
         """See `Executor`."""
-        pool = self._pool
-        return (
-            1
-            if pool is None
-            else max(1, pool.num_workers * pool.num_ahead // self._num_parts)
-        )
+        return max(1, self._most_sent // self._num_parts)
 
     def submit(self, step: Step, *, is_last: bool = False) -> None:
         """See `Executor`."""
@@ -268,19 +263,25 @@ class WorkerExecutor(_Reads):
     def digests(self, samples: Sequence[Any]) -> Sequence[int]:
         """See `IdReader.digests`. The first worker reads: the parent may have to leave files unopened before a fork."""
         assert self._pool is not None
-        self._pool.send(0, (DigestRequest(samples=samples), ""))
+        self._pool.send(0, (DigestRequest(samples), ""))
+        digests: Sequence[int] | ReadFailure
         try:
-            answer = self._pool.receive(0)
+            digests = self._pool.receive(0)
         except WorkersLostError as lost:
-            answer = ReadFailure.of(lost, what="reading", worker=lost.worker)
-        if isinstance(answer, ReadFailure):
+            digests = lost.failure()
+        if isinstance(digests, ReadFailure):
             self.close()
-            raise answer.error(
+            raise digests.error(
                 Step(
-                    epoch=0, number=0, num_rows=0, micro_size=0, num_real=0, ids=samples
+                    epoch=0,
+                    number=0,
+                    num_rows=0,
+                    micro_size=0,
+                    num_positions=0,
+                    ids=samples,
                 )
             )
-        return answer  # type: ignore[no-any-return]
+        return digests
 
     def take(self, *, in_thread: bool = False) -> Batch:
         """See `Executor`."""
@@ -292,10 +293,8 @@ class WorkerExecutor(_Reads):
         except WorkersLostError as lost:
             if pool.interrupted:
                 raise StopIteration from None
-            self.close()
-            failure = ReadFailure.of(lost, what="reading", worker=lost.worker)
-            raise failure.error(self._steps[0]) from None
-        return self._batch(answers)
+            answers = [lost.failure()]
+        return self._join(answers)
 
     def _answer(self, pool: WorkerPool) -> Chunk | ReadFailure:
         """Return the answer to the next request."""
@@ -308,16 +307,11 @@ class WorkerExecutor(_Reads):
     def _send(self, pool: WorkerPool) -> None:
         """Send as many requests as the workers may have, in their order."""
         # Of the requests that were sent and not taken, one in `num_workers` is with the worker of the next one.
-        while (
-            self._unsent
-            and (self._num_sent - self._num_taken) // pool.num_workers < pool.num_ahead
-        ):
+        while self._unsent and self._num_sent - self._num_taken < self._most_sent:
             request = self._unsent[0]
-            look: Look = ""
+            look: Look = "last" if request is self._last else ""
             if self._num_sent < pool.num_workers:
                 look = "first"
-            elif request is self._last:
-                look = "last"
             try:
                 pool.send(self._num_sent % pool.num_workers, (request, look))
             except BlockingIOError:  # the worker is busy with earlier messages
@@ -329,9 +323,8 @@ class WorkerExecutor(_Reads):
 
     def interrupt(self) -> None:
         """End the connections to the workers, so that a waiting call of `take` returns."""
-        pool = self._pool
-        if pool is not None:
-            pool.interrupt()
+        if self._pool is not None:
+            self._pool.interrupt()
 
     def stop(self) -> None:
         """Let workers that are not persistent end by themselves, so that closing need not wait for them."""
@@ -341,17 +334,17 @@ class WorkerExecutor(_Reads):
     def close(self, *, ended: bool = False) -> None:
         """End the workers, also persistent ones if they may be in the middle of a batch."""
         pool = self._pool
-        if pool is not None:
-            stays = ended and pool.persistent
-            with contextlib.suppress(WorkersLostError):
-                while stays and self._num_taken < self._num_sent + len(
-                    self._unsent
-                ):  # it cannot be taken back
-                    self._answer(pool)
-            if stays and self._num_taken == self._num_sent and not pool.interrupted:
-                self._idle.append(pool)
-            else:
-                pool.shut_down()
+        if pool is None:
+            return
+        stays = ended and pool.persistent
+        with contextlib.suppress(WorkersLostError):
+            # What was requested cannot be taken back.
+            while stays and self._num_taken < self._num_sent + len(self._unsent):
+                self._answer(pool)
+        if stays and self._num_taken == self._num_sent and not pool.interrupted:
+            self._idle.append(pool)
+        else:
+            pool.shut_down()
         self._pool = None  # only now, as a signal handler may raise before this line
 
     def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:

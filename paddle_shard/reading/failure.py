@@ -1,4 +1,4 @@
-"""How does an exception travel from where it was raised to where it is reported?"""
+"""Read failures: exceptions as values, from where they are raised to where they are reported."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from paddle_shard.core.checks import listed
 from paddle_shard.errors import DataReadError, text_of
 from paddle_shard.plan.step import Step
 
-_SHOWN = 16
+_MOST_SHOWN = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,34 +48,26 @@ class ReadFailure:
             **where,
         )
 
-    def error(self, asked: Step) -> DataReadError:
+    def error(self, step: Step) -> DataReadError:
         """Return the exception to raise for a step that failed."""
-        where = (
-            "in the main process"
-            if self.worker is None
-            else f"in worker {self.worker}{self.where}"
-        )
-        parts = [index for part in asked.parts for index in part.indices]
-        named = self.indices or parts or asked.ids
+        where = "the main process"
+        if self.worker is not None:
+            where = f"worker {self.worker}{self.where}"
+        samples = self.indices or [x for part in step.parts for x in part.indices]
         indices = [
-            index.item() if isinstance(index, np.generic) else index for index in named
+            index.item() if isinstance(index, np.generic) else index
+            for index in samples or step.ids
         ]
-        shown = ", ".join(map(repr, indices[:_SHOWN])) + (
-            ", ..." * (len(indices) > _SHOWN)
-        )
+        text = listed(list(map(repr, indices)), _MOST_SHOWN)
         error = DataReadError(
-            f"{self.what} failed {where} (epoch {asked.epoch}, step {asked.number}): "
+            f"{self.what} failed in {where} (epoch {step.epoch}, step {step.number}): "
             f"{self.cause_type}: {self.cause}\n"
-            f"Samples of this read: [{shown}].\nOriginal traceback:\n{self.traceback}"
+            f"Samples of this read: [{text}].\nOriginal traceback:\n{self.traceback}"
         )
-        error.index, error.indices, error.worker = (
-            self.index,
-            tuple(indices),
-            self.worker,
-        )
-        error.epoch, error.step, error.cause_type = (
-            asked.epoch,
-            asked.number,
-            self.cause_type,
-        )
+        error.index = self.index
+        error.indices = tuple(indices)
+        error.worker = self.worker
+        error.epoch = step.epoch
+        error.step = step.number
+        error.cause_type = self.cause_type
         return error

@@ -48,8 +48,7 @@ _CATEGORY_OF = {
     "batch": COLLATING,
     "channel": TRANSPORT,
     "executor": TRANSPORT,
-    "prefetcher": TRANSPORT,
-    "ray_pool": TRANSPORT,
+    "ray_readers": TRANSPORT,
     "serialization": TRANSPORT,
     "worker": TRANSPORT,
     "workers": TRANSPORT,
@@ -62,6 +61,8 @@ _CATEGORY_OF = {
     "ranks": OTHER_RANKS,
 }
 """Name of a file or folder of this package -> category. A file counts before its folder."""
+_IDLE = "_read_ahead"
+"""Innermost function of the thread that reads ahead, once it has read as far as it may."""
 _USER = ""
 _RUNTIME = "runtime"
 """Code of Python and of libraries that this package calls; its time belongs to the caller."""
@@ -172,7 +173,7 @@ class Profiler:
             category == OTHER_RANKS or _is_blocked(stack, category)
         ):
             ahead = _in_thread(stacks[READING_AHEAD])
-            if ahead[-1].co_name != "_run":  # else it has read as far ahead as it may
+            if ahead[-1].co_name != _IDLE:
                 stack = ahead
                 category = _category(ahead)
         if _is_blocked(stack, category):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import paddle
@@ -50,8 +50,7 @@ class HowToRead:
     """(data rank,) if what a sample draws is its own on each."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DigestRequest:
+class DigestRequest(NamedTuple):
     """A request for the digests of some samples."""
 
     samples: Sequence[Any]
@@ -66,8 +65,8 @@ _NEVER_THE_SAME = (
 class Reader:
     """Reads what a step asks for: the same bytes in every process that is asked."""
 
-    makes_tensors = False
-    """True if samples were seen to hold Paddle's tensors in host memory."""
+    makes_tensors: bool | None = None
+    """True if the first sample held Paddle's tensors in host memory; None: it is not known."""
     owns_arrays = False
     """True if nothing else refers to the arrays of a batch, so that tensors may share their memory."""
 
@@ -87,90 +86,92 @@ class Reader:
         self._collate = partial(collate, stack_other=_stack_tensors)
         if collate_fn is not None:
             self._collate = partial(_call_and_check, collate_fn)
-        declared = getattr(dataset, "uses_rng", None)
-        self.rng = SampleRng(
-            how.generators, declared if isinstance(declared, bool) else None
-        )
+        self.rng = SampleRng(how.generators, getattr(dataset, "uses_rng", None))
+        self._action = ""
+        """What is being done, such as "reading sample 7", for messages."""
+        self._index: Any = None
+        """The sample to which it is done; None if it is no single one."""
         self._placeholder: Any = None
         """The sample that was read last, for rows of which no sample can be read (`on_error="skip"`)."""
 
-    def read(self, asked: Any, worker: int | None, look: Look = "") -> Any:
-        """Return what was asked for, or its failure.
+    def read(self, request: Any, worker: int | None, look: Look = "") -> Any:
+        """Return what was requested, or its failure.
 
         Args:
-            asked: A `Step`, or one of its parts; or a `DigestRequest`.
+            request: A `Step`, or one of its parts; or a `DigestRequest`.
             worker: Number of the worker process; None: the main process, whose generators stay as they are.
-            look: "first" or "last": the batch is that of its pass, and shows whether the global generators are used.
+            look: "first" or "last": the batch is that of its epoch iterator, and shows whether the global generators
+                are used.
         """
-        if isinstance(asked, DigestRequest):
-            return self.digests(asked.samples)
-        at: dict[str, Any] = {"what": "reading", "index": None}
-        catches = (
-            Exception if worker is None else BaseException
-        )  # SystemExit would end a worker silently
-        used_rng = self.rng.seeds
+        if isinstance(request, DigestRequest):
+            return self.digests(request.samples)
+        self._action = "reading"
+        self._index = None
+        # SystemExit would end a worker silently.
+        errors = Exception if worker is None else BaseException
+        seeded = self.rng.seeds
         with self.rng.reading(look=bool(look), keep=worker is None):
             try:
-                answer = self._rows(asked, at, look=bool(look))
+                chunk = self._rows(request)
             except KeyboardInterrupt:
                 raise
-            except catches as error:
-                self._explain(error, asked, at)
-                return ReadFailure.of(error, worker=worker, **at)
-        began_late = look == "last" and self.rng.seeds and not used_rng
-        return answer._replace(used_rng_late=True) if began_late else answer
+            except errors as error:
+                indices = self._explain(error, request)
+                return ReadFailure.of(
+                    error,
+                    worker=worker,
+                    what=self._action,
+                    index=self._index,
+                    indices=indices,
+                )
+        if look == "last" and self.rng.seeds and not seeded:
+            chunk = chunk._replace(used_rng_late=True)
+        return chunk
 
     def digests(self, samples: Sequence[Any]) -> list[int]:
         """Return a digest of each of some samples, by which ranks and later runs know that they have the same data.
 
-        Two reads of a sample with the same seed must agree; else its digest is 0, which says that it is not known.
+        Two reads of a sample with the same seed must agree; else its digest is 0: it is not known.
         """
         raise NotImplementedError
 
     def close(self) -> None:
         """Drop what is open."""
 
-    def _rows(self, asked: Any, at: dict[str, Any], *, look: bool) -> Chunk:
-        """Read and collate. `at` tells what is being done, for messages."""
+    def _rows(self, request: Any) -> Chunk:
+        """Read and collate."""
         raise NotImplementedError
 
-    def _explain(self, error: BaseException, asked: Any, at: dict[str, Any]) -> None:
-        """Say in `at` what was asked for (`indices`), and which sample has failed if that is not said yet."""
+    def _explain(self, error: BaseException, request: Any) -> tuple[Any, ...]:
+        """Return the names of the request's samples, after adding to the action which of them has failed."""
         raise NotImplementedError
 
     def _collated(
         self,
         samples: Sequence[Any],
         failed: dict[int, str],
-        *,
-        whole: bool,
         name_of: Callable[[int], str],
     ) -> tuple[Any, list[tuple[int, str]]]:
-        """Return the batch of some samples, and (row, why) of the rows that hold another sample.
+        """Return the batch of some samples, and (row, reason) of the rows that hold another sample.
 
         Args:
             samples: One for each row.
             failed: Row -> why its sample could not be read.
-            whole: True if a sample is a whole batch.
             name_of: Returns the name of a row's sample, for messages.
         """
-        if whole:
-            return _call_and_check(
-                _itself if self._collate_fn is None else self._collate_fn, samples[0]
-            ), []
         if not self._how.skip_errors:
             return self._collate(samples), []
         value = collate_skipping(
             samples, failed, self._collate, _zeros_like(self._placeholder)
         )
-        readable = next(
-            (sample for row, sample in enumerate(samples) if row not in failed), None
-        )
-        if readable is not None:
-            self._placeholder = readable
-        return value, [
-            (row, f"{name_of(row)}: {why}") for row, why in sorted(failed.items())
-        ]
+        readable = (sample for row, sample in enumerate(samples) if row not in failed)
+        self._placeholder = next(readable, self._placeholder)
+        rows = sorted(failed.items())
+        return value, [(row, f"{name_of(row)}: {reason}") for row, reason in rows]
+
+    def _whole_batch(self, item: Any) -> Any:
+        """Return the batch of an item that is a whole batch."""
+        return _call_and_check(self._collate_fn or _itself, item)
 
 
 class IdReader(Reader):
@@ -180,104 +181,82 @@ class IdReader(Reader):
         self, dataset: Any, collate_fn: Callable[[Any], Any] | None, how: HowToRead
     ) -> None:
         """See `Reader`."""
-        # Arrays in memory use no generator, so nothing has to be looked at.
         in_memory = type(dataset) is ArrayDataset and dataset.gathers
-        how = replace(how, generators=()) if in_memory and collate_fn is None else how
+        if in_memory and collate_fn is None:
+            # Arrays in memory use no generator, so nothing has to be looked at.
+            how = replace(how, generators=())
         super().__init__(dataset, collate_fn, how)
-        self._read_many = (
-            None if how.items_are_batches else getattr(dataset, "__getitems__", None)
-        )
-        if (
-            self._read_many is not None
-            and isinstance(dataset, ArrayDataset)
-            and collate_fn is not None
-        ):
-            self._read_many = (
-                dataset.samples
-            )  # a user's function gets a list of samples, as Paddle gives it
+        self._read_many = getattr(dataset, "__getitems__", None)
+        if how.items_are_batches:
+            self._read_many = None
+        elif isinstance(dataset, ArrayDataset) and collate_fn is not None:
+            # A user's function gets a list of samples, as Paddle gives it.
+            self._read_many = dataset.samples
         self._name_of: Callable[[Any], Any] = getattr(dataset, "sample_name", _itself)
         stacks = self._read_many is None or in_memory
         self.owns_arrays = collate_fn is None and stacks and not how.items_are_batches
 
     def digests(self, samples: Sequence[Any]) -> list[int]:
         """See `Reader`."""
-        found = []
-        for sample in samples:
-            try:
-                read = [digest(self._read_alone(sample), 0, WHOLE) for _ in range(2)]
-            except Exception:  # it is raised when it is its turn
-                found.append(0)
-                continue
-            if read[0] != read[1]:
-                warn_once(_NEVER_THE_SAME, type(self.dataset).__name__)
-            found.append(read[0] if read[0] == read[1] else 0)
-        return found
+        return list(map(self._digest, samples))
 
-    def _read_alone(self, sample: Any) -> Any:
-        with self.rng.reading(look=False, keep=True):
-            self.rng.seed(_seed_of(_key_of("sample", self._how.seed, 0), sample))
-            return self.dataset[sample]
+    def _digest(self, sample: Any) -> int:
+        digests = []
+        for _ in range(2):
+            with self.rng.reading(look=False, keep=True):
+                self.rng.seed(_seed_of(_key_of("sample", self._how.seed, 0), sample))
+                try:
+                    digests.append(digest(self.dataset[sample], 0, WHOLE))
+                except Exception:  # it is raised when it is its turn
+                    return 0
+        if digests[0] == digests[1]:
+            return digests[0]
+        warn_once(_NEVER_THE_SAME, type(self.dataset).__name__)
+        return 0
 
-    def _explain(self, error: BaseException, asked: Step, at: dict[str, Any]) -> None:
-        at["indices"] = tuple(map(self._name_of, asked.ids))
+    def _explain(self, error: BaseException, request: Step) -> tuple[Any, ...]:
+        return tuple(map(self._name_of, request.ids))
 
-    def _rows(self, asked: Step, at: dict[str, Any], *, look: bool) -> Chunk:
-        key = _key_of("sample", self._how.seed, asked.epoch, *self._how.of_rank)
-        ids = asked.ids.tolist() if isinstance(asked.ids, np.ndarray) else asked.ids
+    def _rows(self, request: Step) -> Chunk:
+        ids = request.ids
+        if isinstance(ids, np.ndarray):
+            ids = ids.tolist()
+        key = _key_of("sample", self._how.seed, request.epoch, *self._how.of_rank)
         if self._read_many is None:
-            return self._one_by_one(asked, ids, at, key, look=look)
+            return self._one_by_one(request, ids, key)
         try:
-            return self._at_once(asked, ids, at, _seed_of(key, ids[0]))
+            return self._at_once(request, ids, key)
         except Exception:
             if not self._how.skip_errors or not hasattr(self.dataset, "__getitem__"):
                 raise
-            return self._one_by_one(asked, ids, at, key, look=look)
+            return self._one_by_one(request, ids, key)
 
-    def _at_once(
-        self, step: Step, ids: Sequence[Any], at: dict[str, Any], seed: int
-    ) -> Chunk:
+    def _at_once(self, step: Step, ids: Sequence[Any], key: int) -> Chunk:
         """Read with the `__getitems__` of the data set, and collate."""
         assert self._read_many is not None
-        at.update(what=f"reading {len(ids)} samples at once", index=None)
-        self.rng.seed(seed)
-        samples = self._read_many(
-            step.ids if isinstance(self.dataset, ArrayDataset) else ids
-        )
+        self._action = f"reading {len(ids)} samples at once"
+        self.rng.seed(_seed_of(key, ids[0]))
+        takes_arrays = isinstance(self.dataset, ArrayDataset)
+        samples = self._read_many(step.ids if takes_arrays else ids)
         is_list = isinstance(samples, list)
         if is_list and len(samples) != len(ids):
             raise ValueError(
                 f"__getitems__ returned {len(samples)} samples for {len(ids)} indices; return one for each, or "
                 "a batch that is no list."
             )
-        at.update(
-            what=f"collating {len(samples) if is_list else 'the'} samples", index=None
-        )
-        self._seed_collating(step)
-        collates = is_list or self._collate_fn is not None
-        return Chunk(
-            self._collate(samples) if collates else _call_and_check(_itself, samples)
-        )
+        self._begin_collating(step, len(ids))
+        if is_list or self._collate_fn is not None:
+            return Chunk(self._collate(samples))
+        return Chunk(self._whole_batch(samples))
 
-    def _seed_collating(self, step: Step) -> None:
+    def _begin_collating(self, step: Step, num_samples: int) -> None:
         """Seed what the user's function draws while it collates a step: the same on all data ranks."""
+        self._action = f"collating {num_samples} samples"
         if self.rng.seeds and self._collate_fn is not None:
-            self.rng.seed(
-                derive_seed(
-                    _key_of("sample", self._how.seed, step.epoch),
-                    "collate",
-                    step.number,
-                )
-            )
+            key = _key_of("sample", self._how.seed, step.epoch)
+            self.rng.seed(derive_seed(key, "collate", step.number))
 
-    def _one_by_one(
-        self,
-        step: Step,
-        ids: Sequence[Any],
-        at: dict[str, Any],
-        key: int,
-        *,
-        look: bool,
-    ) -> Chunk:
+    def _one_by_one(self, step: Step, ids: Sequence[Any], key: int) -> Chunk:
         """Read sample after sample, and collate."""
         samples: list[Any] = []
         failed: dict[int, str] = {}
@@ -293,21 +272,17 @@ class IdReader(Reader):
                 failed[len(samples)] = described(error)
                 samples.append(None)
             except BaseException:
-                at["index"] = self._name_of(index)
-                at["what"] = f"reading sample {at['index']!r}"
+                self._index = self._name_of(index)
+                self._action = f"reading sample {self._index!r}"
                 raise
-        if look:
-            tensors = (
-                leaf for leaf in leaves(samples[0]) if isinstance(leaf, paddle.Tensor)
-            )
+        if self.makes_tensors is None:
+            tensors = [x for x in leaves(samples[0]) if isinstance(x, paddle.Tensor)]
             self.makes_tensors = any(tensor.place.is_cpu_place() for tensor in tensors)
-        at["what"] = f"collating {len(samples)} samples"
-        self._seed_collating(step)
+        self._begin_collating(step, len(samples))
+        if self._how.items_are_batches:
+            return Chunk(self._whole_batch(samples[0]))
         value, skipped = self._collated(
-            samples,
-            failed,
-            whole=self._how.items_are_batches,
-            name_of=lambda row: f"sample {self._name_of(ids[row])!r}",
+            samples, failed, lambda row: f"sample {self._name_of(ids[row])!r}"
         )
         return Chunk(value, skipped=skipped)
 
@@ -328,11 +303,9 @@ def _zeros_like(sample: Any) -> Any:
     def zeros(leaf: Any, _: str) -> Any:
         if isinstance(leaf, np.ndarray | np.generic):
             return np.zeros_like(leaf)
-        if isinstance(leaf, paddle.Tensor):
-            return paddle.zeros_like(leaf)
-        return leaf
+        return paddle.zeros_like(leaf) if isinstance(leaf, paddle.Tensor) else leaf
 
-    return None if sample is None else mapped(sample, zeros)
+    return mapped(sample, zeros)
 
 
 def _itself(index: Any) -> Any:
@@ -342,11 +315,11 @@ def _itself(index: Any) -> Any:
 
 def _call_and_check(function: Callable[[Any], Any], samples: Any) -> Any:
     """Return what a function of the user's makes of samples, whose arrays must be what Paddle takes them for."""
-    found = function(samples)
-    for path, leaf in named_leaves(found):
+    batch = function(samples)
+    for path, leaf in named_leaves(batch):
         if isinstance(leaf, np.ndarray):
             refuse_uint16(leaf, path)
-    return found
+    return batch
 
 
 def _stack_tensors(samples: Sequence[Any], path: str) -> Any:
@@ -385,25 +358,20 @@ def collate_skipping(
     """
 
     def filled() -> list[Any]:
-        other = next(
-            (sample for row, sample in enumerate(samples) if row not in failed),
-            placeholder,
-        )
+        readable = [row for row in range(len(samples)) if row not in failed]
+        other = samples[readable[0]] if readable else placeholder
         if other is None:
-            why = next(iter(failed.values()))
+            reason = next(iter(failed.values()))
             raise ValueError(
-                f"{why}; and no other sample was read that its row could hold"
+                f"{reason}; and no other sample was read that its row could hold"
             ) from None
-        return [
-            other if row in failed else sample for row, sample in enumerate(samples)
-        ]
+        return [other if row in failed else one for row, one in enumerate(samples)]
 
     try:
         return collate(filled())
-    except (
-        Exception
-    ) as error:  # it is not kept: its frames hold the iterator, which would not end
-        why = described(error)
+    except Exception as error:
+        # The error is not kept: its frames hold the iterator, which would not end.
+        reason = described(error)
     num_failed = len(failed)
     for row, sample in enumerate(samples):
         if row not in failed:
@@ -414,6 +382,6 @@ def collate_skipping(
     if len(failed) > num_failed:
         return collate(filled())
     raise ValueError(
-        f"{why}: each sample can be collated alone, but they do not fit together. on_error='skip' leaves out samples "
+        f"{reason}: each sample can be collated alone, but they do not fit together. on_error='skip' skips samples "
         "that raise; rows that differ in shape or fields are an error. Mend them in the data set or in the collate_fn."
     )

@@ -1,4 +1,4 @@
-"""Reading: read the steps of a pass with the settings of the user's DataLoader, which stays unchanged."""
+"""Reading: read steps with the settings of the user's DataLoader, which stays unchanged."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Reading:
         stream: StreamReading | None = None,
         readers: Readers | None = None,
     ) -> None:
-        """Copy the settings; the given object is never changed.
+        """Copy the settings; the user's object is never changed.
 
         Args:
             dataloader: The user's DataLoader, perhaps of a subclass.
@@ -74,55 +74,58 @@ class Reading:
             stream: How it is read, if the data is a stream.
             readers: What takes the place of worker processes.
         """
-        self._how, self._stream, self._worker_timeout, self._readers = (
-            how,
-            stream,
-            worker_timeout,
-            readers,
+        self._how = how
+        self._stream = stream
+        self._worker_timeout = worker_timeout
+        self._make_pool: Callable[..., WorkerPool] = (
+            WorkerPool if readers is None else readers.pool
         )
         self._idle: list[WorkerPool] = []
         self.dataloader = shallow_copy(dataloader, paddle.io.DataLoader)
         """A shallow copy of the user's DataLoader."""
         self.dataloader._iterator = None
-        self.dataloader.pin_memory = False  # Paddle's own shard_dataloader does this, too, but to the user's object
-        self.num_workers = (
-            dataloader.num_workers if stream is None else stream.num_workers
-        )
+        # Paddle's own shard_dataloader does this, too, but to the user's object.
+        self.dataloader.pin_memory = False
+        self.num_workers = (stream or dataloader).num_workers
 
     def start(self) -> Executor:
-        """Start to read a new pass, in this process or in workers; any number may be open at once."""
-        given, stream = self.dataloader, self._stream
+        """Start to read a new epoch iterator, in this process or in workers; any number may be open at once."""
+        dataloader = self.dataloader
+        stream = self._stream
         places: Sequence[Rows] = ()
-        even, reads_all = None, False
+        even = None
+        reads_all = False
         if stream is None:
-            reader: Reader = IdReader(given.dataset, given.collate_fn, self._how)
+            reader = self._id_reader()
         else:
             reader = ChunkReader(
-                stream.stage, given.dataset, given.collate_fn, self._how
+                stream.stage, dataloader.dataset, dataloader.collate_fn, self._how
             )
-            places, even = stream.places, stream.even
+            places = stream.places
+            even = stream.even
             reads_all = isinstance(stream.stage.source, IterableSource)
         if not self.num_workers:
             return InlineExecutor(reader)
-        pool = self._idle.pop() if self._idle else None
-        if pool is None:
-            timeout = self._worker_timeout
-            make_pool = WorkerPool if self._readers is None else self._readers.pool
-            pool = make_pool(
-                given,
+        if self._idle:
+            pool = self._idle.pop()
+        else:
+            pool = self._make_pool(
+                dataloader,
                 reader,
                 self.num_workers,
-                worker_timeout=timeout,
+                worker_timeout=self._worker_timeout,
                 reads_all=reads_all,
             )
         return WorkerExecutor(pool, self._idle, places, even)
 
+    def _id_reader(self) -> Reader:
+        dataloader = self.dataloader
+        return IdReader(dataloader.dataset, dataloader.collate_fn, self._how)
+
     def digests(self, samples: Sequence[Any]) -> list[int]:
         """Return a digest of each of some samples, read in this process; see `IdReader.digests`."""
         with on_cpu():
-            return IdReader(
-                self.dataloader.dataset, self.dataloader.collate_fn, self._how
-            ).digests(samples)
+            return self._id_reader().digests(samples)
 
     def close(self) -> None:
         """End persistent workers that wait for another pass."""

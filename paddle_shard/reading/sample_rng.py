@@ -17,29 +17,25 @@ class SampleRng:
     were used since the one before. If nothing used them in the first batch, the rest is read without touching them.
 
     Attributes:
+        looks: True if batches show whether the generators are used: there are some, and the data set does not say it.
         seeds: True if `seed` seeds the generators; False if it does nothing.
     """
 
     def __init__(
-        self, generators: Sequence[Generator], uses_rng: bool | None = None
+        self, generators: Sequence[Generator], uses_rng: object = None
     ) -> None:
         """Set up.
 
         Args:
             generators: The global generators that samples may use.
-            uses_rng: Whether the data set uses them, if it says so; None: the first batch shows it.
+            uses_rng: Whether the data set uses them, if it is a bool; else the first batch shows it.
         """
         self._generators = generators
-        self._declared = uses_rng
+        self.looks = not isinstance(uses_rng, bool) and len(generators) > 0
         self.seeds = uses_rng is not False and len(generators) > 0
         self._used = False
         self._marks: list[Any] | None = None
         """The generators' marks after the last seeding, while a batch is looked at; None otherwise."""
-
-    @property
-    def looks(self) -> bool:
-        """True if batches show whether the generators are used: there are some, and the data set does not say it."""
-        return self._declared is None and len(self._generators) > 0
 
     def seed(self, key: int, number: int | None = None) -> None:
         """Seed the generators with a key in [0, 2^64), or for a number under that key, if samples use them."""

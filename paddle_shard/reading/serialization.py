@@ -1,4 +1,4 @@
-"""How is a message of any structure laid out in memory that another process reads?
+"""Serialization: the layout of a message in memory that another process reads.
 
 A message is a pickle and the memory of each of its arrays. They lie one behind the other, after a table of their
 lengths.
@@ -47,7 +47,8 @@ def pickled(message: Any, kind: Any = pickle.Pickler) -> list[memoryview]:
     Raises:
         Exception: Whatever pickling raises.
     """
-    text, arrays = io.BytesIO(), list[pickle.PickleBuffer]()
+    text = io.BytesIO()
+    arrays: list[pickle.PickleBuffer] = []
     pickler = kind(text, 5, buffer_callback=arrays.append)
     # Users may add to copyreg's table.
     others = copyreg.dispatch_table if kind is pickle.Pickler else kind.dispatch_table

@@ -12,7 +12,7 @@ import numpy as np
 
 from paddle_shard.data.external import ExternalSource
 from paddle_shard.data.samplers import Batches
-from paddle_shard.data.stages import Map, Shuffle, Stripe
+from paddle_shard.data.stages import Stripe
 from paddle_shard.data.stages.stage import Opening, Stage
 from paddle_shard.errors import ArgumentTypeError, StateError
 from paddle_shard.plan.partition import Rows
@@ -78,17 +78,15 @@ class StreamOrder(Batches):
         plan = self.plan
         requests = self._first_requests(start, compared)
         for number in count(start.steps):
-            sent = (
-                [requests[(number - start.steps) % len(requests)]]
-                if self.whole_items
-                else requests
-            )
+            sent = requests
+            if self.whole_items:
+                sent = [requests[(number - start.steps) % len(requests)]]
             yield Step(
                 epoch=start.epoch,
                 number=number,
                 num_rows=0 if self.whole_items else plan.batch_size,
                 micro_size=0 if self.whole_items else plan.micro_rows,
-                num_real=plan.batch_size,
+                num_positions=plan.batch_size,
                 parts=tuple(replace(request, step=number) for request in sent),
             )
 
@@ -128,14 +126,14 @@ class StreamOrder(Batches):
         for step in range(start.steps, start.steps + num_readers):
             parts, num_parts = self._turn(step % num_readers, num_readers)
             skip = step // num_readers if library_state is None else 0
-            at = replace(
+            turn = replace(
                 opening,
                 parts=parts,
                 num_parts=num_parts,
                 skip=skip,
                 state=library_state,
             )
-            requests.append(request(opening=at, first_step=step))
+            requests.append(request(opening=turn, first_step=step))
         return requests
 
     def _turn(self, reader: int, num_readers: int) -> tuple[tuple[int, ...], int]:
@@ -153,10 +151,8 @@ class StreamOrder(Batches):
         if self.split_over is None:
             return None
         local = dict(start.sampler or _UNREAD)
-        if isinstance(self.stage, ExternalSource) and local["shard"] not in (
-            None,
-            *self.parts,
-        ):
+        is_other = local["shard"] not in (None, *self.parts)
+        if is_other and isinstance(self.stage, ExternalSource):
             raise StateError(
                 f"state is of data rank {local['shard']}, but this rank reads as data rank {self.parts[0]}. Each "
                 "data rank's own library has a state of its own: save it on every rank, and load that."
@@ -186,18 +182,18 @@ class StreamOrder(Batches):
     def fingerprint(self) -> dict[str, Any]:
         """Return the values that the order depends on."""
         plan = self.plan
-        found: dict[str, Any] = {
+        fingerprint: dict[str, Any] = {
             "stream": self.stage.fingerprint(),
             "seed": self.seed,
             "tail": str(plan.ending),
         }
         if not self.whole_items:
-            found["num_parts"] = plan.num_parts
+            fingerprint["num_parts"] = plan.num_parts
         if plan.num_batches is not None:
-            found["num_batches"] = plan.num_batches
+            fingerprint["num_batches"] = plan.num_batches
         if self.split_over is not None:
-            found["num_data_ranks"] = self.split_over
-        return found
+            fingerprint["num_data_ranks"] = self.split_over
+        return fingerprint
 
     # Its end
 
@@ -206,13 +202,11 @@ class StreamOrder(Batches):
         plan = self.plan
         if start.ended:  # also for another tail, or a batch size for which more is left
             return start.steps
-        lengths = (
-            None
-            if self.split_over is not None
-            else self.stage.lengths(self.opening(start))
-        )
         if plan.num_batches is not None:
             return max(start.steps, plan.num_batches)
+        if self.split_over is not None:
+            return None
+        lengths = self.stage.lengths(self.opening(start))
         if lengths is None:
             return None
         whole = plan.num_steps(lengths)  # also checks what the tail demands
@@ -233,14 +227,3 @@ class StreamOrder(Batches):
         return self.split_over is None and any(
             isinstance(stage, Stripe) for stage in self.stage.line()
         )
-
-    @property
-    def ends_apart(self) -> int | None:
-        """By how many steps the ends may differ that readers of one stream see; None: by any number."""
-        # Map and Shuffle keep the number of samples.
-        cut = next(
-            stage for stage in self.stage.line() if not isinstance(stage, Map | Shuffle)
-        )
-        if not isinstance(cut, Stripe) or self.plan.repeats:
-            return None
-        return 0 if self.whole_items else 1

@@ -1,4 +1,4 @@
-"""Which leaves of a batch are arrays and tensors, and of which kind?"""
+"""Arrays and tensors among the leaves of a batch."""
 
 from __future__ import annotations
 
@@ -63,11 +63,8 @@ def as_array(leaf: Any) -> np.ndarray[Any, Any]:
     """
     if isinstance(leaf, np.ndarray):
         return leaf
-    tensor = (
-        leaf
-        if isinstance(leaf, paddle.Tensor)
-        else paddle.utils.dlpack.from_dlpack(leaf)
-    )
+    is_paddle = isinstance(leaf, paddle.Tensor)
+    tensor = leaf if is_paddle else paddle.utils.dlpack.from_dlpack(leaf)
     if not tensor.is_dense():
         raise TypeError(SPARSE)
     if "float8" in str(tensor.dtype):  # it would become an int8 array
@@ -75,5 +72,5 @@ def as_array(leaf: Any) -> np.ndarray[Any, Any]:
             f"a tensor of dtype {tensor.dtype} cannot leave a worker, nor can its rows be taken; convert it, or view "
             "it as int8."
         )
-    found: np.ndarray[Any, Any] = tensor.numpy()
-    return found
+    array: np.ndarray[Any, Any] = tensor.numpy()
+    return array

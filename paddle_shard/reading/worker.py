@@ -16,7 +16,7 @@ import numpy as np
 import paddle
 from paddle.io.dataloader import worker as paddle_worker
 
-from paddle_shard.data.worker_info import visible_worker_info
+from paddle_shard.data.worker_info import VisibleWorkerInfo
 from paddle_shard.reading.batch import Chunk
 from paddle_shard.reading.channel import Channel
 from paddle_shard.reading.failure import ReadFailure
@@ -49,43 +49,34 @@ def work(
 
     Args:
         number: Number of this worker.
-        connection: To the process that asks.
+        connection: To the process that sends the requests.
         settings: Of all workers of its pool.
         seed: Seed of the workers' random generators.
     """
-    # What the parent process handles, such as Ctrl-C or a scheduler's SIGTERM to all processes, is left to it: it may
-    # need more batches. It may begin to handle SIGTERM later, and if it does not, it ends, and this process with it.
-    # (A signal that is ignored would be ignored by programs that are started here, too.)
-    for signalled in signal.valid_signals():
-        if signalled == signal.SIGTERM or callable(signal.getsignal(signalled)):
-            signal.signal(
-                signalled, signal.SIG_DFL if signalled in _CRASHES else lambda *_: None
-            )
+    _leave_signals_to_the_parent()
     end_with_the_parent()
-    gc.freeze()  # the parent's garbage stays the parent's: its finalizers may wait for threads that are not here
+    # The parent's garbage stays the parent's: its finalizers may wait for threads that are not here.
+    gc.freeze()
     channel = Channel(connection, settings.num_ahead)
-    os.register_at_fork(
-        after_in_child=channel.close
-    )  # a process that the user starts here may outlive this one
-    with paddle.base.dygraph.guard(
-        place=paddle.CPUPlace()
-    ):  # other devices' drivers do not work after a fork
+    # A process that the user starts here may outlive this one.
+    os.register_at_fork(after_in_child=channel.close)
+    # Other devices' drivers do not work after a fork.
+    with paddle.base.dygraph.guard(place=paddle.CPUPlace()):
         failure = set_up(number, settings, seed)
         profiler = Profiler()
         profiler.start(role=WORKER)
         lost = partial(ReadFailure.of, what="receiving the request", worker=number)
         while True:
             try:
-                asked = channel.receive(lost)
+                message = channel.receive(lost)
             except EOFError:
                 return
             answer: Any = failure
-            if answer is None:
-                answer = (
-                    asked
-                    if isinstance(asked, ReadFailure)
-                    else settings.reader.read(asked[0], number, asked[1])
-                )
+            if isinstance(message, ReadFailure):
+                answer = answer or message
+            elif failure is None:
+                request, look = message
+                answer = settings.reader.read(request, number, look)
             if isinstance(answer, Chunk):
                 answer = answer._replace(profile=profiler.snapshot())
             try:
@@ -105,21 +96,32 @@ def set_up(number: int, settings: WorkerSettings, seed: int) -> ReadFailure | No
     random.seed(seed + number)
     paddle.seed(seed + number)
     np.random.seed(paddle_worker._generate_states(seed, number))
-    dataset = settings.reader.dataset
-    own = paddle_worker.WorkerInfo(
-        id=number, num_workers=settings.num_workers, dataset=dataset, seed=seed
+    make_info = partial(
+        paddle_worker.WorkerInfo, dataset=settings.reader.dataset, seed=seed
     )
-    paddle_worker._worker_info = own
+    info = make_info(id=number, num_workers=settings.num_workers)
+    paddle_worker._worker_info = info
+    if settings.init_fn is None:
+        return None
+    if settings.reads_all:
+        # As Paddle documents, users split a stream here. A stream that is cut later must stay whole.
+        info = make_info(id=0, num_workers=1)
     try:
-        if settings.init_fn is not None:
-            # As Paddle documents, users split a stream here. A stream that is cut later must stay whole.
-            alone = paddle_worker.WorkerInfo(
-                id=0, num_workers=1, dataset=dataset, seed=seed
-            )
-            with visible_worker_info(alone if settings.reads_all else own):
-                settings.init_fn(number)
-    except (
-        BaseException
-    ) as error:  # also SystemExit, which would end the worker silently
+        with VisibleWorkerInfo(info):
+            settings.init_fn(number)
+    except BaseException as error:
+        # Also SystemExit, which would end the worker silently.
         return ReadFailure.of(error, what="worker_init_fn", worker=number)
     return None
+
+
+def _leave_signals_to_the_parent() -> None:
+    # What the parent process handles, such as Ctrl-C or a scheduler's SIGTERM to all processes, is left to it: it may
+    # need more batches. It may begin to handle SIGTERM later, and if it does not, it ends, and this process with it.
+    # (A signal that is ignored would be ignored by programs that are started here, too.)
+    for number_of_signal in signal.valid_signals():
+        is_handled = callable(signal.getsignal(number_of_signal))
+        if number_of_signal in _CRASHES and is_handled:
+            signal.signal(number_of_signal, signal.SIG_DFL)
+        elif number_of_signal == signal.SIGTERM or is_handled:
+            signal.signal(number_of_signal, lambda *_: None)

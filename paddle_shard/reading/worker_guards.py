@@ -20,12 +20,11 @@ def end_with_the_parent() -> None:
 
     The end of its channel shows that only after the worker has read what was requested, and reading may take long.
     """
-    made_by = multiprocessing.parent_process()
-    parent = (
-        made_by.pid
-        if made_by is not None and multiprocessing.get_start_method() == "fork"
-        else os.getppid()
-    )
+    # The parent may have died already.
+    parent_process = multiprocessing.parent_process()
+    parent: int | None = os.getppid()
+    if parent_process and multiprocessing.get_start_method() == "fork":
+        parent = parent_process.pid
 
     def watch() -> None:
         while os.getppid() == parent:
@@ -42,22 +41,21 @@ def signals_held() -> Iterator[None]:
     What a handler raises during a fork is lost, and a child would run the user's handlers. If a handler raises while a
     thread is being started, nobody would end that thread.
     """
-    if (
-        threading.current_thread() is not threading.main_thread()
-    ):  # no handler runs in this thread
-        yield
+    if threading.current_thread() is not threading.main_thread():
+        yield  # no handler runs in this thread
         return
-    handlers: dict[int, Any] = {
-        number: signal.getsignal(number) for number in signal.valid_signals()
-    }
-    held = [number for number in handlers if callable(handlers[number])]
+    handlers: dict[int, Any] = {}
+    for signal_number in signal.valid_signals():
+        handler = signal.getsignal(signal_number)
+        if callable(handler):
+            handlers[signal_number] = handler
     received: set[int] = set()
     try:
-        for number in held:
+        for number in handlers:
             signal.signal(number, lambda number, _: received.add(number))
         yield
     finally:
-        for number in held:
-            signal.signal(number, handlers[number])
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
         for number in sorted(received):
             signal.raise_signal(number)

@@ -56,9 +56,8 @@ _processes: set[int] = set()
 
 def drawn_seed() -> int:
     """Return a seed for workers."""
-    with kept(
-        [NumpyGenerator()]
-    ):  # Paddle draws it there, too, but changes the user's generator
+    # Paddle uses this generator, too, but changes the user's.
+    with kept([NumpyGenerator()]):
         return int(np.random.randint(sys.maxsize))
 
 
@@ -68,6 +67,10 @@ class WorkersLostError(Exception):
     def __init__(self, text: str, worker: int) -> None:
         super().__init__(text)
         self.worker = worker
+
+    def failure(self) -> ReadFailure:
+        """Return the failure of a step that is to be read."""
+        return ReadFailure.of(self, what="reading", worker=self.worker)
 
 
 class WorkerPool:
@@ -209,16 +212,9 @@ class WorkerPool:
                 continue
             waited += seconds
             if waited >= _OTHERS_SECONDS:
-                killed = next(
-                    (
-                        at
-                        for at, worker in enumerate(self._workers)
-                        if worker.exitcode is not None
-                    ),
-                    None,
-                )
-                if killed is not None:
-                    raise self._lost(killed)
+                for other, worker in enumerate(self._workers):
+                    if worker.exitcode is not None:
+                        raise self._lost(other)
             if waited >= self.worker_timeout:
                 raise WorkersLostError(
                     f"worker {number} has not answered for {self.worker_timeout:g} s (timeout=). "
@@ -231,14 +227,12 @@ class WorkerPool:
         if not self.interrupted:
             self._workers[number].join(_LOOK_SECONDS)  # it may still be ending
         codes = {
-            at: worker.exitcode
-            for at, worker in enumerate(self._workers)
-            if worker.exitcode or at == number
+            other: worker.exitcode
+            for other, worker in enumerate(self._workers)
+            if worker.exitcode or other == number
         }
-        named = ", ".join(
-            f"worker {at} (exit code {code})" for at, code in codes.items()
-        )
-        text = f"a worker process ended: {named}"
+        named = [f"worker {other} (exit code {code})" for other, code in codes.items()]
+        text = f"a worker process ended: {', '.join(named)}"
         if -signal.SIGKILL in codes.values():
             text += ". SIGKILL (-9) comes when memory runs out: use fewer workers or a smaller prefetch_factor"
         return WorkersLostError(text, number)

@@ -1,4 +1,4 @@
-"""How is a line appended to a record, and was one taken out or changed?
+"""Lines of a record: append one, and read all with what was changed or taken out.
 
 A record is a file of JSON lines. Each line begins with the digest of the one before it, and ends with that of its own
 text. A line is written in one call and synced to the disk, so that a crash leaves half a line at most, and the next
@@ -43,31 +43,28 @@ def append(path: str, line: Mapping[str, Any]) -> tuple[str, int]:
         OSError: It cannot be written, or another process holds the file.
     """
     # Opened each time: a process that forks meanwhile, and a file system that was away, do no harm.
-    made = (
-        os.O_CREAT if line["line"] == "begin" else 0
-    )  # one that was removed meanwhile would lack its beginning
-    with open(os.open(path, os.O_RDWR | made, 0o644), "r+b", buffering=0) as file:
+    # Only a first line creates the file: one that was removed meanwhile would lack its beginning.
+    create = os.O_CREAT if line["line"] == "begin" else 0
+    with open(os.open(path, os.O_RDWR | create, 0o644), "r+b", buffering=0) as file:
         _lock(file)
         last, half = _last_line(file)
-        found: dict[str, Any] = {"after": digest_of(last) if last else "", **line}
+        linked: dict[str, Any] = {"after": digest_of(last) if last else "", **line}
         if half:
             file.truncate(file.seek(0, os.SEEK_END) - half)
-            found["mended"] = half
-        text = json.dumps(found, default=repr).encode()[:-1]
+            linked["mended"] = half
+        text = json.dumps(linked, default=repr).encode()[:-1]
         written = text + _OWN + b'"%s"}' % digest_of(text).encode()
         size = file.seek(0, os.SEEK_END)
-        if file.write(written + b"\n") <= len(
-            written
-        ):  # what is there of it is taken off by who appends next
+        if file.write(written + b"\n") <= len(written):
+            # The next append removes what is there of it.
             raise OSError("no space is left for the whole line")
         try:
             sync(path)
         except OSError:
-            file.truncate(
-                size
-            )  # the disk may never get it, and a line behind it would be lost as well
+            # The disk may never get it, and a line behind it would be lost as well.
+            file.truncate(size)
             raise
-        if made:
+        if create:
             sync(os.path.dirname(path))
         return digest_of(written), half
 
@@ -79,9 +76,8 @@ def sync(*paths: str | os.PathLike[str]) -> None:
         try:
             os.fsync(descriptor)
         except OSError as error:
-            if (
-                error.errno != errno.EINVAL
-            ):  # this file system writes names, or devices, by itself
+            # EINVAL: this file system writes names, or devices, by itself.
+            if error.errno != errno.EINVAL:
                 raise
         finally:
             os.close(descriptor)
@@ -109,7 +105,8 @@ def _lock(file: BinaryIO) -> None:
 
 def _last_line(file: BinaryIO) -> tuple[bytes, int]:
     """Return the last whole line of a file, and the number of bytes behind it."""
-    size, tail = file.seek(0, os.SEEK_END), b""
+    size = file.seek(0, os.SEEK_END)
+    tail = b""
     while len(tail) < size and tail.count(b"\n") < 2:
         begin = max(0, size - len(tail) - _BLOCK)
         file.seek(begin)
@@ -133,39 +130,39 @@ def read(path: str) -> tuple[list[dict[str, Any]], list[str]]:
         raise ArgumentError(
             f"{path} cannot be read ({error}). Give the file of shard_dataloader(record=)."
         ) from error
-    found, problems, before = [], [], ""
-    for number, line in enumerate(whole, 1):
+    lines = []
+    problems = []
+    digest_before = ""
+    for number, text in enumerate(whole, 1):
+        after = digest_before
+        digest = digest_of(text)
         try:
-            one = json.loads(line)
-            after = one["after"]
-            text, _, own = line.rpartition(_OWN)
-            if own != b'"%s"}' % digest_of(text).encode():
+            line = json.loads(text)
+            after = line["after"]
+            content, _, own_digest = text.rpartition(_OWN)
+            if own_digest != b'"%s"}' % digest_of(content).encode():
                 problems.append(f"line {number} was changed")
+            lines.append({**line, "number": number, "digest": digest})
         except (ValueError, TypeError, KeyError):
             problems.append(f"line {number} is not a line of a record: it was changed")
-            after, one = before, None
-        if after != before:
-            what = (
-                "lines before it were taken out"
-                if number == 1
-                else f"line {number - 1} was changed or taken out"
-            )
+        if after != digest_before:
+            what = f"line {number - 1} was changed or taken out"
+            if number == 1:
+                what = "lines before it were taken out"
             problems.append(
                 f"line {number} does not follow on the one before it: {what}"
             )
-        if one is not None:
-            found.append({**one, "number": number, "digest": digest_of(line)})
-        before = digest_of(line)
+        digest_before = digest
     if half:
         problems.append(
             f"line {len(whole) + 1} is cut after {len(half)} bytes, as by a crash while it was written"
         )
-    if not any(one.get("line") == "begin" for one in found):
+    if not any(line.get("line") == "begin" for line in lines):
         raise ArgumentError(
             f"{path} is no record of a run. Give the file of shard_dataloader(record=)."
         )
-    if any(one.get("format", FORMAT) != FORMAT for one in found):
+    if any(line.get("format", FORMAT) != FORMAT for line in lines):
         raise ArgumentError(
             f"{path} has lines of another format than {FORMAT}, which this paddle_shard reads."
         )
-    return found, problems
+    return lines, problems

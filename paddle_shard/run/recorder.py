@@ -1,4 +1,4 @@
-"""What does a running loader write into its record? A failure to write never stops the run."""
+"""`Recorder`: what a running loader writes into its record. A failure to write never stops the run."""
 
 from __future__ import annotations
 
@@ -16,11 +16,9 @@ from paddle_shard.plan.state import LoaderState
 from paddle_shard.run.record_lines import FORMAT, append
 
 _ELSEWHERE = ("fingerprint", "sampler", "data", "checksum")
-"""Of a state, what other lines have, or what is not needed to tell what was delivered."""
+"""Fields of a state that other lines have, or that do not tell what was delivered."""
 _BEGINNING = b'{"after": ""'
-_WAY_OUT = (
-    "Give a file in a folder that exists, on a disk with space, or leave record out."
-)
+_FIX = "Give a file in a folder that exists, on a disk with space, or leave record out."
 _LOG = logging.getLogger("paddle_shard")
 
 
@@ -53,12 +51,10 @@ class Recorder:
             raise ArgumentTypeError(
                 f"record must be the path of a file, got {type(path).__name__}: {path!r}."
             )
-        self.path, self._pending, self._busy, self._over = (
-            os.path.abspath(path),
-            deque[dict[str, Any]](),
-            False,
-            False,
-        )
+        self.path = os.path.abspath(path)
+        self._pending: deque[dict[str, Any]] = deque()
+        self._is_busy = False
+        self._has_failed = False
         self._job = ""
         try:
             if os.path.isfile(path):
@@ -77,18 +73,15 @@ class Recorder:
             raise
         except (OSError, ValueError) as error:  # a ValueError: its name has a null byte
             raise ArgumentError(
-                f"record={self.path!r} cannot be written ({error}). {_WAY_OUT}"
+                f"record={self.path!r} cannot be written ({error}). {_FIX}"
             ) from error
 
     def _compare(self, begun: Sequence[bytes], fingerprint: Mapping[str, Any]) -> None:
-        """Say that the file has another run, if its newest job had other data, or another order."""
-        with suppress(
-            ValueError, KeyError
-        ):  # a line that was changed; `verify` names it
-            before, now = (
-                json.loads(begun[-1])["fingerprint"] if begun else {},
-                json.loads(json.dumps(fingerprint)),
-            )
+        """Warn if the newest job of the file had other data, or another order."""
+        # `verify` names a line that was changed.
+        with suppress(ValueError, KeyError, IndexError):
+            before = json.loads(begun[-1])["fingerprint"]
+            now = json.loads(json.dumps(fingerprint))
             for name in [name for name in before if before[name] != now.get(name)][:1]:
                 _LOG.warning(
                     "record=%r also has a loader of other data, or another order (its %s: %.60r, and now %.60r). The "
@@ -98,37 +91,38 @@ class Recorder:
                 )
 
     def note(self, kind: str, **facts: Any) -> None:
-        """Write a line; if that is impossible, say so once and write no more.
+        """Write a line; if that is impossible, warn once and write no more.
 
         Args:
             kind: What has happened.
-            facts: What is to be told: JSON-able.
+            facts: The other fields of the line: JSON-able.
         """
         self._pending.append({"line": kind, **facts})
-        if self._busy:  # a signal's handler saves the state while a line is written: who writes it takes this one, too
+        # A signal's handler may save the state while a line is written: the interrupted call writes this one, too.
+        if self._is_busy:
             return
-        self._busy = True
+        self._is_busy = True
         try:
-            while self._pending and not self._over:
-                one = self._pending.popleft()
-                self._append(one.pop("line"), {"job": self._job, **one})
+            while self._pending and not self._has_failed:
+                line = self._pending.popleft()
+                self._append(line.pop("line"), {"job": self._job, **line})
         except OSError as error:
-            self._over = True
+            self._has_failed = True
             _LOG.warning(
                 "record=%r cannot be written any more (%s). The run continues without it.",
                 self.path,
                 error,
             )
         finally:
-            self._busy = False
+            self._is_busy = False
 
     def _append(self, kind: str, facts: Mapping[str, Any]) -> str:
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        digest, half = append(self.path, {"line": kind, "time": now, **facts})
-        if half:
+        digest, num_removed = append(self.path, {"line": kind, "time": now, **facts})
+        if num_removed:
             _LOG.warning(
                 "record=%r: a crash had cut its last line. The %d bytes were taken off.",
                 self.path,
-                half,
+                num_removed,
             )
         return digest

@@ -1,6 +1,6 @@
-"""What a test of distributed training needs: real processes, a CPU static graph.
+"""Tools for tests of distributed training: real processes, simulated ranks, static graphs on the CPU.
 
-Importing this does not import paddle; what the tests of a script need loads on first use.
+Importing this does not import Paddle, which is loaded on first use.
 """
 
 from __future__ import annotations

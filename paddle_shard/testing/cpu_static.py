@@ -9,7 +9,7 @@ there is none yet, and then ignores the ring ids of its operators. So a static s
 used last, without a word: gradients are summed over the wrong ranks, or not at all. What this file does:
 
 - a program that uses one group has that group made current before each of its steps;
-- a program that uses several is refused on every rank before its first step, because no order is right.
+- a program that uses several raises on every rank before its first step, because no order is right.
 """
 
 from __future__ import annotations
@@ -30,12 +30,8 @@ class StaticGroupsError(PaddleShardError, RuntimeError):
 class CpuStatic(ExitStack):
     """The patch that `cpu_static` applied; `undo` takes it back, as does leaving its `with` block."""
 
-    def undo(self) -> None:
-        """Put Paddle's methods and `POD_NAME` back; safe to call again.
-
-        Models that were prepared under the patch keep training: their groups stay theirs.
-        """
-        self.close()
+    undo = ExitStack.close
+    """Put Paddle's methods and `POD_NAME` back; models that were prepared before keep training. Safe to call again."""
 
 
 def cpu_static(timeout: float = 60.0) -> CpuStatic:
@@ -46,7 +42,7 @@ def cpu_static(timeout: float = 60.0) -> CpuStatic:
 
     The losses that a static step returns are the local means, as everywhere in Paddle. A mesh may have several
     axes, as long as the program communicates along one of them: data parallel with replicas is right,
-    data parallel with tensor parallel is refused.
+    data parallel with tensor parallel raises.
 
     Args:
         timeout: Seconds that a rank waits in `train()` or `eval()` for the others to get there. All ranks
@@ -103,18 +99,12 @@ def _prepare(engine: Any, timeout: float) -> None:
         raise NotImplementedError(
             "cpu_static() needs PIR programs: unset FLAGS_enable_pir_api=0."
         )
+    programs = {mode: [main] for mode, main in engine._pir_dense_main_progs.items()}
+    plan = engine._job_plan
+    if plan is not None:  # pipelines and gradient accumulation run parts of it
+        parts = [plan.ir_program(kind) for kind in plan.job_types()]
+        programs["train"] = programs.get("train", []) + parts
     try:
-        programs = {
-            mode: [program] for mode, program in engine._pir_dense_main_progs.items()
-        }
-        if (
-            engine._job_plan is not None
-        ):  # pipelines and gradient accumulation run parts of it
-            parts = [
-                engine._job_plan.ir_program(kind)
-                for kind in engine._job_plan.job_types()
-            ]
-            programs["train"] = programs.get("train", []) + parts
         groups = {
             mode: _groups(of_mode, engine._cur_rank)
             for mode, of_mode in programs.items()
@@ -124,10 +114,8 @@ def _prepare(engine: Any, timeout: float) -> None:
         paddle.disable_static()  # as `train` and `eval` do when they return
         raise
     # Where a program communicates in no group, as on a mesh of replicas, Paddle still meets all ranks at its start.
-    ranks_of = {
-        mode: used[0] if used else tuple(range(engine._nranks))
-        for mode, used in groups.items()
-    }
+    everyone = tuple(range(engine._nranks))
+    ranks_of = {mode: used[0] if used else everyone for mode, used in groups.items()}
     for ranks in dict.fromkeys(ranks_of.values()):
         _make_current(ranks)  # creates the group, while all ranks are here
     vars(engine).pop("run", None)
@@ -146,14 +134,17 @@ def _groups(programs: Iterable[Any], global_rank: int) -> list[tuple[int, ...]]:
     """Return the ranks of each group that a rank's operators communicate in, each once."""
     from paddle.distributed.auto_parallel.static.process_group import get_process_group
 
-    rings = {ring for program in programs for ring in _rings(program.global_block())}
-    members = [tuple(get_process_group(ring).ranks) for ring in rings]
-    return sorted(
-        {ranks for ranks in members if len(ranks) > 1 and global_rank in ranks}
-    )
+    groups = set()
+    for program in programs:
+        for ring in _rings(program.global_block()):
+            ranks = tuple(get_process_group(ring).ranks)
+            if len(ranks) > 1 and global_rank in ranks:
+                groups.add(ranks)
+    return sorted(groups)
 
 
 def _rings(block: Any) -> Iterator[int]:
+    """Yield the ring of each operator that communicates, also in inner blocks."""
     for op in block.ops:
         if op.has_attr("ring_id"):
             yield op.attrs()["ring_id"]
@@ -172,9 +163,8 @@ def _agree(
         for mode, used in groups.items()
         if len(used) > 1
     ]
-    texts = gather_of(
-        tuple(range(engine._nranks)), "; ".join(unsupported), timeout, "cpu_static()"
-    )
+    ranks = tuple(range(engine._nranks))
+    texts = gather_of(ranks, "; ".join(unsupported), timeout, "cpu_static()")
     lines = [f"  rank {rank}: {text}\n" for rank, text in enumerate(texts) if text]
     if lines:
         raise StaticGroupsError(
@@ -192,14 +182,14 @@ def _make_current(ranks: tuple[int, ...]) -> None:
     A dynamic reshard over the group does it; gloo is set up by the first one. Collective over `ranks`.
     """
     import paddle
+    import paddle.distributed as dist
     from paddle.distributed.auto_parallel.api import dtensor_from_local
     from paddle.distributed.auto_parallel.static.utils import dygraph_guard
 
     def reshard() -> None:
-        mesh = paddle.distributed.ProcessMesh(list(ranks), dim_names=["group"])
-        partial = dtensor_from_local(
-            paddle.zeros([1], dtype="float32"), mesh, [paddle.distributed.Partial()]
-        )
-        paddle.distributed.reshard(partial, mesh, [paddle.distributed.Replicate()])
+        mesh = dist.ProcessMesh(list(ranks), dim_names=["group"])
+        zeros = paddle.zeros([1], dtype="float32")
+        terms = dtensor_from_local(zeros, mesh, [dist.Partial()])
+        dist.reshard(terms, mesh, [dist.Replicate()])
 
     dygraph_guard(reshard)()

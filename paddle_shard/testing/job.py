@@ -13,10 +13,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 _REPORT_DIR = "PADDLE_SHARD_REPORT_DIR"
 """Environment variable: the folder of the ranks' reports."""
@@ -117,34 +116,25 @@ class Job:
         Raises:
             RanksFailed: One has ended with an error, has not ended in time, or has not reported.
         """
-        wanted = list(ranks)
+        wanted = set(ranks)
 
-        def failed() -> dict[int, int]:
-            return {
-                rank: code
-                for rank, code in self.exit_codes().items()
-                if code and rank in wanted
-            }
+        def failed() -> bool:
+            codes = self.exit_codes()
+            return any(codes.get(rank) for rank in wanted)
 
-        _poll(
-            lambda: bool(failed()) or set(wanted) <= self.exit_codes().keys(), seconds
-        )
+        _poll(lambda: failed() or wanted <= self.exit_codes().keys(), seconds)
         if failed():  # the others may be its victims, and their logs say more
             self.wait(wanted, _AFTER_A_FAILURE)
-        running = [rank for rank in wanted if rank not in self.exit_codes()]
-        silent = self.silent(wanted)
-        if failed():
-            reason = f"exit codes {failed()}; no report from ranks {silent}"
-        elif running:
-            reason = f"the deadline of {seconds:g} s passed; still running: ranks {running}; no report from: {silent}"
-        elif silent:
-            reason = f"no report from ranks {silent}: the script must call paddle_shard.testing.report()"
-        else:
-            return [
-                json.loads(_report_path(self._directory, rank).read_text())
-                for rank in wanted
-            ]
-        raise RanksFailed(f"{self._name}: {reason}\n{self.logs()}")
+        running = sorted(wanted - self.exit_codes().keys())
+        silent = self.silent(sorted(wanted))
+        if failed() or running or silent:
+            codes = {rank: code for rank, code in self.exit_codes().items() if code}
+            raise RanksFailed(
+                f"{self._name}: exit codes {codes}; still running: ranks {running} (deadline {seconds:g} s); no report "
+                f"from ranks {silent}, by paddle_shard.testing.report()\n{self.logs()}"
+            )
+        paths = [_report_path(self._directory, rank) for rank in sorted(wanted)]
+        return [json.loads(path.read_text()) for path in paths]
 
     def silent(self, ranks: Iterable[int]) -> list[int]:
         """Return which of these ranks have not reported."""
@@ -156,11 +146,6 @@ class Job:
         """Send a signal to a rank that has not ended."""
         if rank not in self.exit_codes():
             os.kill(self.pids[rank], number)
-
-    def left(self, seconds: float = 10.0) -> set[int]:
-        """Return the processes, started by ranks, that still run after this time."""
-        _poll(lambda: self._processes.alive() <= set(self.pids), seconds)
-        return self._processes.alive() - set(self.pids)
 
     def kill(self) -> None:
         """Kill the ranks, and all that they have started."""
@@ -223,19 +208,13 @@ def start_ranks(
     folder.mkdir(parents=True, exist_ok=True)
     endpoints = _free_endpoints(num_ranks + 1)  # the ranks', then the store's
     variables = job_variables(folder, env, timeout)
-    job = Job(
-        f"{Path(script).name} on {num_ranks} ranks",
-        folder,
-        processes or Processes(folder),
-    )
+    name = f"{Path(script).name} on {num_ranks} ranks"
+    job = Job(name, folder, processes or Processes(folder))
+    command = [str(script), *map(str, args)]
     try:
         for rank in range(num_ranks):
-            command = [str(script), *map(str, args)]
-            job.start(
-                command,
-                variables | _rank_variables(num_ranks, rank, endpoints),
-                f"workerlog.{rank}",
-            )
+            of_rank = variables | _rank_variables(num_ranks, rank, endpoints)
+            job.start(command, of_rank, f"workerlog.{rank}")
         yield job
     finally:
         job.kill()
@@ -246,10 +225,8 @@ def run_ranks(
     num_ranks: int,
     directory: str | Path,
     *,
-    args: Sequence[str] = (),
-    env: Mapping[str, str] | None = None,
     timeout: float = 120.0,
-    processes: Processes | None = None,
+    **options: Any,
 ) -> list[Any]:
     """Run `script` on `num_ranks` processes with the environment of `paddle.distributed.launch`; return their reports.
 
@@ -259,10 +236,8 @@ def run_ranks(
         script: A Python file; each rank runs it and calls `report` once.
         num_ranks: Number of processes, at least 1.
         directory: An empty directory for the reports and one log a rank (pytest's `tmp_path`).
-        args: See `start_ranks`.
-        env: See `start_ranks`.
         timeout: Deadline in seconds for the whole run.
-        processes: See `start_ranks`.
+        options: Others of `start_ranks`.
 
     Returns:
         What each rank gave to `report`, in rank order, after a round trip through JSON.
@@ -270,15 +245,7 @@ def run_ranks(
     Raises:
         RanksFailed: A rank ended with an error, left no report, or was not done at the deadline.
     """
-    with start_ranks(
-        script,
-        num_ranks,
-        directory,
-        args=args,
-        env=env,
-        timeout=timeout,
-        processes=processes,
-    ) as job:
+    with start_ranks(script, num_ranks, directory, timeout=timeout, **options) as job:
         return job.reports(range(num_ranks), timeout)
 
 
@@ -286,11 +253,10 @@ def job_variables(
     directory: Path, env: Mapping[str, str] | None, timeout: float
 ) -> dict[str, str]:
     """Return the environment of a job's processes, without the variables of a launcher."""
-    variables = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(_LAUNCHER_SETS)
-    }
+    variables = dict(os.environ)
+    for name in os.environ:
+        if name.startswith(_LAUNCHER_SETS):
+            del variables[name]
     variables[_REPORT_DIR] = str(directory)
     variables[_DUMP_AT] = str(time.time() + max(timeout - 3.0, timeout * 0.8))
     variables["OMP_NUM_THREADS"] = "1"
@@ -299,11 +265,11 @@ def job_variables(
 
 def _free_endpoints(count: int) -> list[str]:
     """Return ports of this host that nobody listens at."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for bound in sockets:
-            bound.bind(("127.0.0.1", 0))
-        return [f"127.0.0.1:{bound.getsockname()[1]}" for bound in sockets]
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [bound.getsockname()[1] for bound in sockets]
+    for bound in sockets:
+        bound.close()
+    return [f"127.0.0.1:{port}" for port in ports]
 
 
 def _rank_variables(
@@ -338,21 +304,13 @@ def report(value: Any) -> None:
     """Hand a rank's result to the `run_ranks` or `start_ranks` that started it.
 
     Args:
-        value: Anything that JSON can hold; numpy arrays and scalars become lists and numbers.
+        value: Anything that JSON can hold, and what has a `tolist`: tensors, and numpy's arrays and scalars.
     """
-
-    def to_json(value: Any) -> Any:
-        if isinstance(value, np.ndarray | np.generic):
-            return value.tolist()
-        raise TypeError(
-            f"report() takes what JSON can hold, got {type(value).__name__}: {value!r}"
-        )
-
-    path = _report_path(
-        Path(os.environ[_REPORT_DIR]), int(os.environ.get("PADDLE_TRAINER_ID", "0"))
-    )
-    path.with_suffix(".part").write_text(json.dumps(value, default=to_json))
-    path.with_suffix(".part").rename(path)  # at once, so that nobody reads half of it
+    rank = int(os.environ.get("PADDLE_TRAINER_ID", "0"))
+    path = _report_path(Path(os.environ[_REPORT_DIR]), rank)
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(value, default=methodcaller("tolist")))
+    part.rename(path)  # at once, so that nobody reads half of it
 
 
 def _report_path(directory: Path, rank: int) -> Path:

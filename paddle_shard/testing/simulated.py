@@ -1,4 +1,4 @@
-"""How do I see, in one process, what each rank of a mesh would get?"""
+"""Simulated ranks: what each rank of a mesh would get, in one process."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from paddle_shard.errors import ArgumentError
 
 @contextmanager
 def simulated_rank(global_rank: int, world_size: int | None = None) -> Iterator[None]:
-    """Let this process be another rank, for code that only asks who it is: loaders, samplers, placing.
+    """Make this process another rank, for code that only reads its rank: loaders, samplers, placing.
 
     Collectives do not work inside. Paddle's core reads the rank from the environment whenever it places a
-    tensor, and Python code asks `paddle.distributed.get_rank`; both answer `global_rank` here.
+    tensor, and Python code calls `paddle.distributed.get_rank`; both return `global_rank` here.
 
     Args:
-        global_rank: Who to be.
+        global_rank: The rank that this process is inside.
         world_size: What `paddle.distributed.get_world_size` answers; None for `global_rank + 1`.
 
     Raises:
@@ -44,7 +44,12 @@ def simulated_rank(global_rank: int, world_size: int | None = None) -> Iterator[
 
 
 def on_each_rank(global_ranks: Any, function: Callable[[], Any]) -> dict[int, Any]:
-    """Return what a function returns as each of some ranks."""
+    """Return what a function returns as each of some ranks.
+
+    Args:
+        global_ranks: The ranks.
+        function: Is called as each of them.
+    """
     results = {}
     for rank in global_ranks:
         with simulated_rank(rank, max(global_ranks) + 1):

@@ -26,7 +26,7 @@ def the_hazard(reports):
     ]
     assert found == [found[0]] * len(found)
     (one,) = found[0]
-    return f"{one['what']}. {one['remedy']}"
+    return f"{one['what']}. {one['fix']}"
 
 
 def test_doctor_names_the_hosts_of_the_ranks(tmp_path):

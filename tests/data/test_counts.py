@@ -76,11 +76,11 @@ def kind(request):
 def write(folder, kind, lengths=UNEVEN, pack=bytes):
     numbers = iter(range(sum(lengths)))
     paths = []
+    ending = kind if pack is bytes else f"{kind}.bz2"
     for file, length in enumerate(lengths):
-        paths.append(str(folder / f"{file}.{kind}"))
-        (folder / f"{file}.{kind}").write_bytes(
-            pack(KINDS[kind][0]([next(numbers) for _ in range(length)]))
-        )
+        path = folder / f"{file}.{ending}"
+        path.write_bytes(pack(KINDS[kind][0]([next(numbers) for _ in range(length)])))
+        paths.append(str(path))
     return paths
 
 
@@ -314,7 +314,7 @@ def test_parts_that_begin_in_mid_file_are_every_sample_once(kind, num_parts, tmp
 
 def test_a_part_reads_few_samples_before_its_first(kind, tmp_path):
     [path] = write(tmp_path, kind, [20_000])
-    entry = stage_of(KINDS[kind][1](path))._read.keywords["entries"][path]
+    entry = stage_of(KINDS[kind][1](path))._read.entries[path]
 
     assert len(entry.starts) <= 128
     assert max(entry.before(skip)[1] for skip in range(20_000)) < 20_000 / 64
@@ -433,62 +433,26 @@ def test_rows_of_padding_are_counted_and_said_once(tmp_path, caplog):
     assert "counts=True" in said
 
 
-@pytest.mark.parametrize("tail", ["pad", "drop"])
-def test_what_parts_differ_by_is_said_again_in_an_epoch_in_which_it_is_more(
-    tail, tmp_path, caplog
-):
+def test_padding_is_said_again_in_an_epoch_with_more(tmp_path, caplog):
     paths = []
     for number, content in enumerate(_sizes(40, 23, 31, 9)):
         paths.append(tmp_path / f"{number}.txt")
         paths[-1].write_bytes(content)
-    loader = loader_of(
-        Stream.lines(paths, counts=False).map(int).in_parts(2), tail=tail
-    )
+    loader = loader_of(Stream.lines(paths, counts=False).map(int).in_parts(2))
 
-    lost, said = [], []
+    shares = []
+    warned = []
     for _ in range(12):
         caplog.clear()
         served = sum(len(row) for row in real_rows(loader))
         padding = loader.stats.epoch.padding
-        lost.append(padding / (served + padding) if tail == "pad" else 103 - served)
-        said.append([record.getMessage() for record in caplog.records])
+        shares.append(padding / (served + padding))
+        warned.append(len(caplog.records))
 
-    told = [number for number, lines in enumerate(said) if lines]
-    more = [
-        number
-        for number, share in enumerate(lost)
-        if share > max(lost[:number], default=0)
-    ]
-    assert len(more) > 1
-    assert (
-        set(told) >= set(more[1:])
-        if tail == "pad"
-        else told[-1] == lost.index(max(lost))
-    )
-    assert all(len(lines) <= 1 for lines in said)
-    assert len(told) < len(lost)
-
-
-def test_what_drop_drops_is_said_once(tmp_path, caplog):
-    paths = []
-    for number, content in enumerate(_sizes(10, 40)):
-        paths.append(tmp_path / f"{number}.txt")
-        paths[-1].write_bytes(content)
-    loader = loader_of(
-        Stream.lines(paths, counts=False).map(int).in_parts(2), tail="drop", size=4
-    )
-
-    with caplog.at_level(logging.WARNING, "paddle_shard"):
-        assert (
-            sum(map(len, real_rows(loader))) == sum(map(len, real_rows(loader))) == 20
-        )
-
-    [said] = [record.getMessage() for record in caplog.records]
-    assert (
-        "tail='drop': 60% of the data, by its files' sizes, was dropped, since the stream's 2 parts"
-        in said
-    )
-    assert "counts=True" in said
+    more = [n for n in range(12) if shares[n] > max([0.1, *shares[:n]])]
+    assert more
+    assert [n for n in range(12) if warned[n]] == more
+    assert max(warned) == 1
 
 
 @pytest.mark.parametrize("tail", ["pad", "drop", "repeat"])

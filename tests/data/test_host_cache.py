@@ -101,73 +101,48 @@ def test_every_source_gives_the_same_samples_by_copies_and_downloads_each_file_o
     )
 
 
-def test_the_copy_that_was_not_used_for_the_longest_time_goes_first(tmp_path):
+def test_host_cache_that_is_full_reads_others_from_the_server(tmp_path, caplog):
     with serving(FILES) as server:
 
         def read(number):
-            [line] = samples_of(
-                Stream.lines(
-                    f"{server.url}/{number}.txt",
-                    cache_dir=tmp_path,
-                    cache_bytes=3 * SIZE,
-                ),
-                parts=1,
+            stream = Stream.lines(
+                f"{server.url}/{number}.txt", cache_dir=tmp_path, cache_bytes=2 * SIZE
             )
+            [line] = samples_of(stream, parts=1)
             assert line == chr(ord("a") + number) * (SIZE - 1)
 
-        for number in (0, 1, 2, 0, 3, 1, 0, 3):
+        for number in (0, 1, 2, 0, 3, 1, 2):
             read(number)
-        assert [name for name, _ in server.asked] == [
-            "0.txt",
+        names = [name for name, _ in server.asked]
+        assert {number: names.count(f"{number}.txt") for number in range(4)} == {
+            0: 1,
+            1: 1,
+            2: 2,
+            3: 1,
+        }
+        kept = {name.rpartition("-")[2]: name for name in copies(tmp_path)}
+        assert kept.keys() == {"0.txt", "1.txt"}
+        assert f"no room for {server.url}/2.txt of {SIZE} bytes" in caplog.text
+
+        (tmp_path / kept["0.txt"]).unlink()
+        read(2)
+        assert {name.rpartition("-")[2] for name in copies(tmp_path)} == {
             "1.txt",
             "2.txt",
-            "3.txt",
-            "1.txt",
-        ]
-        assert {name.rpartition("-")[2] for name in copies(tmp_path)} == {
-            "0.txt",
-            "1.txt",
-            "3.txt",
         }
 
 
-def test_a_file_that_has_no_room_at_all_takes_none_from_others(tmp_path, caplog):
+def test_host_cache_reads_a_file_beyond_its_limit_from_the_server(tmp_path):
     with serving({"a.txt": b"a\n", "b.txt": b"b\n" * 100}) as server:
-        for name in ("a.txt", "b.txt", "a.txt"):
+        for name in ("a.txt", "b.txt", "a.txt", "b.txt"):
             samples_of(
                 Stream.lines(
                     f"{server.url}/{name}", cache_dir=tmp_path, cache_bytes=100
                 ),
                 parts=1,
             )
-        assert [name for name, _ in server.asked].count("a.txt") == 1
-        assert (
-            f"cache_bytes=100 has no room for {server.url}/b.txt of 200 bytes"
-            in caplog.text
-        )
-        before = len(server.asked)
-        samples_of(
-            Stream.lines(f"{server.url}/b.txt", cache_dir=tmp_path, cache_bytes=100),
-            parts=1,
-        )
-        assert len(server.asked) == before + 1, "and is not begun to be copied again"
-
-
-def test_a_copy_that_is_removed_while_it_is_read_is_read_to_its_end(tmp_path):
-    long = b"".join(b"%06d\n" % number for number in range(200_000))
-    with serving({"a.txt": long, "b.txt": b"b\n"}) as server:
-        limit = len(long) + 1
-        first = Stream.lines(
-            f"{server.url}/a.txt", cache_dir=tmp_path, cache_bytes=limit
-        )
-        [half_read] = stage_of(first).open(Opening(parts=(0,), num_parts=1, epoch=0))
-        assert next(half_read) == "000000"
-        second = Stream.lines(
-            f"{server.url}/b.txt", cache_dir=tmp_path, cache_bytes=limit
-        )
-        assert samples_of(second, parts=1) == ["b"]
-        assert {name.rpartition("-")[2] for name in copies(tmp_path)} == {"b.txt"}
-        assert len(list(half_read)) == 199_999
+        names = [name for name, _ in server.asked]
+    assert (names.count("a.txt"), names.count("b.txt")) == (1, 2)
 
 
 READER = """

@@ -154,7 +154,7 @@ def test_fewer_shards_than_parts_are_refused_with_what_works():
 
     with pytest.raises(
         ArgumentError,
-        match=r"in_parts\(4\): .* 3 shards .* at most 3; .*reshard.*; .*Stream\.of",
+        match=r"in_parts\(4\): 3 shards .* at most 3; .*reshard.*; .*Stream\.of",
     ):
         cut = paddle.io.DataLoader(stream.in_parts(4), batch_size=8)
         for _ in paddle_shard.shard_dataloader(cut, mesh, shard_dims="dp"):

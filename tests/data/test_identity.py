@@ -91,4 +91,4 @@ def test_a_name_at_which_there_is_no_file_may_be_that_of_a_reader(folder):
 
 
 def test_files_identity_is_empty_without_files():
-    assert identity(Stream.of(range(4)).map(str)) == ()
+    assert identity(Stream.of(range(4)).map(str)) == []

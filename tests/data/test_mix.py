@@ -217,7 +217,7 @@ def test_a_source_without_a_sample_in_a_part_is_named(stop, counted):
 
     with pytest.raises(
         ArgumentError,
-        match="source 'code': part 2 of 3 has no sample to repeat. .* leave an empty source out",
+        match="source 'code', part 2 of 3 has no sample to repeat. .* leave an empty source out",
     ):
         stage.lengths(opening(3)) or contents(stage, opening(3))
     assert (

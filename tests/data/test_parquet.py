@@ -97,11 +97,13 @@ def test_only_the_row_groups_and_columns_that_are_needed_are_fetched(
     )
     source = parquet_source(path, columns=["narrow"], shuffle_shards=False)
 
-    def counting(name):
-        opened.append(Counting(name))
-        return opened[-1]
+    parquet_file = pq.ParquetFile
 
-    monkeypatch.setattr("paddle_shard.data.files.parquet.local_path", counting)
+    def counting(name, **options):
+        opened.append(Counting(name))
+        return parquet_file(opened[-1], **options)
+
+    monkeypatch.setattr("pyarrow.parquet.ParquetFile", counting)
 
     assert [row["narrow"] for row in read_all(source, skip=950)[0]] == list(
         range(950, 1000)
@@ -317,14 +319,6 @@ def test_a_file_that_changed_or_is_damaged_is_an_error(tmp_path):
     )
     source = parquet_source(path)
     write(path, {"id": list(range(40))})
-    with pytest.raises(
-        ShardReadError,
-        match="row group 0 of .*a.parquet.* changed since its footer was read",
-    ):
-        read_all(source)
-    write(
-        path, {"id": list(range(1000, 1050))}, compression="none", use_dictionary=False
-    )
     with pytest.raises(
         ShardReadError,
         match="row group 0 of .*a.parquet.* changed since its footer was read",

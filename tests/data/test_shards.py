@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paddle_shard.data.files.files import shown
+from paddle_shard.data.files.files import redacted
 from paddle_shard.data.files.shards import ShardSource
 from paddle_shard.data.stages.stage import Opening
 from paddle_shard.errors import ArgumentError, ShardReadError
@@ -341,7 +341,7 @@ def test_signatures_and_passwords_are_in_no_fingerprint_and_no_error():
         list(first.open(opening(1))[0])
     assert "pw" not in str(caught.value)
     assert "sig" not in str(caught.value)
-    assert shown("what?.tar") == "what?.tar"
+    assert redacted("what?.tar") == "what?.tar"
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from paddle_shard.errors import (
     DataReadError,
     StateError,
 )
-from paddle_shard.ranks.verdict import error_of_another, report_of
+from paddle_shard.ranks.reports import error_of_another, report_of
 from paddle_shard.testing.simulated import on_each_rank
 
 ONE = dist.ProcessMesh([0], dim_names=["dp"])
@@ -363,7 +363,7 @@ def test_parts_cannot_be_overridden():
 
     with pytest.raises(
         StateError,
-        match=r"in 4 parts, but this one is cut into 8.*Give it in_parts\(4\)",
+        match=r"num_parts=4, and this loader num_parts=8.*in_parts\(\)",
     ):
         sharded(Stream.of(range(32)), num_parts=8).load_state_dict(
             first.state_dict(), override=["num_parts"]
@@ -635,3 +635,40 @@ def test_padding_of_uneven_parts_is_told(tmp_path, caplog):
     assert re.search(
         r"tail='pad': \d+% of this rank's rows [^\n]*counts=True", caplog.text
     ), caplog.text
+
+
+@pytest.mark.parametrize(
+    ("of_b", "options"),
+    [
+        (16, {}),
+        (16, {"stop": "all"}),
+        (400, {}),
+        (16, {"weights": {"a": 25, "b": 1}}),
+        (16, {"weights": {"a": 20, "b": 1}}),
+        (16, {"weights": {"a": 40, "b": 1}}),
+    ],
+)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_mixture_of_streams_warns_of_unread_sources(
+    of_b, options, workers, monkeypatch, tmp_path
+):
+    def say(text, *values):
+        with (tmp_path / "said").open("a") as file:
+            file.write(text % values + "\n")
+
+    monkeypatch.setattr("paddle_shard.data.stages.mix.say_once", say)
+    (tmp_path / "said").touch()
+    streams = {"a": Stream.of(range(400)), "b": Stream.of(range(1000, 1000 + of_b))}
+
+    rows_read = real_rows(
+        sharded(
+            Stream.mixture(streams, **options), size=8, workers=workers, num_parts=2
+        )
+    )
+
+    said = (tmp_path / "said").read_text()
+    everything = {*range(400), *range(1000, 1000 + of_b)}
+    assert (said != "") == (
+        not everything <= {row for batch in rows_read for row in batch}
+    ), said
+    assert said.count("\n") <= 1

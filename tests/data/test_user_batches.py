@@ -29,7 +29,7 @@ class Batches:
 
 
 def ids_and_padding(batch):
-    return list(batch.take(range(batch.num_rows))), batch.num_rows - batch.num_real
+    return list(batch.take(range(batch.num_rows))), batch.num_rows - batch.num_positions
 
 
 def served(*batches, ranks=2, tail="pad", nominal=None):

@@ -239,7 +239,7 @@ def test_a_packed_shard_is_read_and_one_that_is_cut_off_is_an_error(pack, tmp_pa
 
     path.write_bytes(packed[: len(packed) * 2 // 3])
     with pytest.raises(ShardReadError) as caught:
-        keys_of(webdataset_source(str(path)))
+        keys_of(webdataset_source(str(path), index=False))
     assert 0 <= caught.value.offset < 150
 
 
@@ -605,9 +605,7 @@ def test_decode_raises_what_a_decoder_raises():
     with pytest.raises(OSError, match="cannot identify image"):
         Decode("pil")(sample)
     assert Decode("pil", only="cls")(sample)["png"] == b"no picture"
-    with pytest.raises(
-        ArgumentError, match="'rgb9' is neither a function nor one of l8, rgb8"
-    ):
+    with pytest.raises(ValueError, match="rgb9"):
         Decode("rgb9")
 
 

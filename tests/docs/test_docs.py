@@ -36,11 +36,13 @@ RANKS = {
     "checkpoint.md": 2,
     "elastic.md": 2,
     "failures.md": 2,
+    "tutorial.md": 2,
 }
 RANKS |= {"from_paddle.md": 2, "migration.md": 2}
 """Of the pages whose meshes have several."""
 EXTRAS = {
     "streams.md": ["PIL"],
+    "tutorial.md": ["sklearn"],
     "migration.md": ["PIL", "webdataset", "datasets", "grain"],
 }
 

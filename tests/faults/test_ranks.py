@@ -13,7 +13,7 @@ import pytest
 from tests.deadlines import HANG
 from tests.faults.feeds import loader_of, numbers
 from tests.faults.traces import children
-from tests.jobs import run_ranks, start_ranks
+from tests.jobs import processes_left, run_ranks, start_ranks
 from tests.trials import draws
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.leaves]
@@ -142,7 +142,7 @@ def ranks(directory, role, case, count=RANKS):
         timeout=HANG,
     ) as job:
         yield job
-        assert job.left(8.0) == set(), "processes are left"
+        assert processes_left(job, 8.0) == set(), "processes are left"
 
 
 def rest_of(state, kind):

@@ -22,7 +22,7 @@ from tests.faults.feeds import (
     the_rest,
 )
 from tests.faults.traces import children, gone, kill, shared_memory
-from tests.jobs import start_ranks
+from tests.jobs import processes_left, start_ranks
 
 LENGTH = 400
 TOO_MANY = 1600
@@ -216,7 +216,7 @@ def test_a_worker_that_hangs_is_named_when_the_timeout_is_over(tmp_path):
         script, 1, tmp_path, args=["1.5"], env=environment, timeout=HANG
     ) as job:
         assert job.wait([0], HANG), "it hangs"
-        assert job.left() == set()
+        assert processes_left(job) == set()
     text = (tmp_path / "workerlog.0").read_text()
     assert "DataReadError" in text, text
     assert re.search(r"worker 1 has not answered for 1\.\d+ s", text), text

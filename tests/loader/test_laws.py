@@ -342,7 +342,7 @@ def test_a_data_set_may_say_how_large_its_blocks_are():
     Chunks.block_size = None
     with pytest.raises(
         ArgumentError,
-        match="block_size of the Chunks must be an int >= 1, .* got None. Correct it",
+        match="block_size of the Chunks must be an int >= 1 .*Blocks.*, got None",
     ):
         loader(Chunks(40), shuffle="blocks")
     with pytest.raises(ArgumentError, match="shuffle must be one of .*Blocks, got"):

@@ -118,6 +118,14 @@ def test_collate_fn_of_arrays_gets_what_paddle_gives_it(named, workers):
     assert next(local(batch) for batch in alone) == [[101, 102]]
 
 
+class OneIterator(paddle.io.IterableDataset):
+    def __init__(self, make):
+        self.items = make(range(16))
+
+    def __iter__(self):
+        return self.items
+
+
 class Restarts(paddle.io.IterableDataset):
     def __iter__(self):
         self.at = 0
@@ -128,6 +136,19 @@ class Restarts(paddle.io.IterableDataset):
         if self.at > 16:
             raise StopIteration
         return self.at
+
+
+@pytest.mark.parametrize(
+    "make",
+    [iter, lambda items: (item for item in items), lambda items: map(int, items)],
+)
+def test_iterator_of_an_earlier_pass_is_refused(make):
+    loader = sharded(OneIterator(make))
+    next(iter(loader))
+    with pytest.raises(
+        DataReadError, match="has returned the iterator of an earlier pass"
+    ):
+        next(iter(loader))
 
 
 def test_data_set_that_begins_anew_in_iter_is_read_in_each_pass():

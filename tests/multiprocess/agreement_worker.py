@@ -12,7 +12,8 @@ import paddle.distributed as dist
 
 from paddle_shard.errors import AgreedFailure, PeerLostError
 from paddle_shard.ranks.agreeing import _coordinator
-from paddle_shard.ranks.verdict import END, FAIL, Terms
+from paddle_shard.ranks.decision import END, FAIL
+from paddle_shard.ranks.reports import Terms
 from paddle_shard.testing import report
 
 
@@ -25,11 +26,11 @@ class Job:
 
     def run(self, *, announce=None, each=None, steps=10**6):
         """One pass; `announce(agreement)` says one step, `each(step)` trains. Returns what happened."""
-        agreement = self.coordinator.open(Terms())
+        agreement = self.coordinator.open(Terms(timeout=self.timeout))
         step = 0
         try:
             while step < steps:
-                while agreement.outlook.step < agreement.wanted(step):
+                while agreement.progress.step < agreement.wanted(step):
                     (announce or (lambda a: a.announce()))(agreement)
                 if not agreement.deliver(step):
                     return [step, "ended"]
@@ -50,7 +51,7 @@ class Job:
         last = 20 + 3 * self.rank
         return self.run(
             announce=lambda a: (
-                a.announce(END) if a.outlook.step == last else a.announce()
+                a.announce(END) if a.progress.step == last else a.announce()
             )
         )
 
@@ -58,7 +59,7 @@ class Job:
         last = 5 + 4 * self.rank
         return self.run(
             announce=lambda a: (
-                a.announce(exhausted=True) if a.outlook.step >= last else a.announce()
+                a.announce(exhausted=True) if a.progress.step >= last else a.announce()
             )
         )
 
@@ -67,7 +68,7 @@ class Job:
         return self.run(
             announce=lambda a: (
                 a.announce(FAIL, report="no disk")
-                if a.outlook.step == bad
+                if a.progress.step == bad
                 else a.announce()
             )
         )
@@ -86,7 +87,7 @@ class Job:
 
         ended = self.run(
             announce=lambda a: (
-                a.announce(END) if a.outlook.step == 60 else a.announce()
+                a.announce(END) if a.progress.step == 60 else a.announce()
             ),
             each=each,
         )
@@ -127,7 +128,7 @@ class Job:
     # Measurements.
 
     def round_cost(self):
-        agreement = self.coordinator.open(Terms())
+        agreement = self.coordinator.open(Terms(timeout=self.timeout))
         start = 0.0
         for step in range(600):
             if step == 100:
@@ -140,7 +141,9 @@ class Job:
     def step_time(self):
         """Seconds a step of 10 ms, with 8 ms of reading ahead in a thread: without and with agreement."""
         return [
-            ReadAhead(self.coordinator.open(Terms())).seconds_a_step(agreed)
+            ReadAhead(
+                self.coordinator.open(Terms(timeout=self.timeout))
+            ).seconds_a_step(agreed)
             for agreed in (False, True)
         ]
 

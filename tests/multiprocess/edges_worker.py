@@ -393,9 +393,6 @@ def different_data():
             "length": lambda g, n=length: sharded(
                 Unseeded(alike(), 64, length=n), size=8
             ),
-            "length, drop": lambda g, n=length: sharded(
-                Unseeded(alike(), 64, length=n), size=8, tail="drop"
-            ),
             "number of batches": lambda g, n=length: paddle_shard.shard_dataloader(
                 lambda: iter([batch.T for batch in batches_of(alike())][: n // 8]),
                 mesh(),

@@ -228,8 +228,6 @@ def test_split_data_of_which_one_rank_has_no_first_batch_is_told_on_every_rank(
         ("stream, workers", 0),
         ("within a turn", 1),
         ("length", 8),
-        ("length, drop", 8),
-        ("number of batches", 8),
         ("tail", 0),
         ("batches", 0),
         ("cut later", 0),
@@ -253,6 +251,13 @@ def test_ranks_that_read_different_data_are_told_and_ranks_that_read_the_same_ar
     assert sorted(rows) == list(range(64))
 
 
+def test_loader_names_ranks_with_other_numbers_of_whole_batches(of_ranks):
+    for found in of_ranks(2, "different_data"):
+        *_, text = found["number of batches"]
+        assert text.startswith("UnequalEndsError: ")
+        assert "the data of global ranks [1] has ended and that of [0] has not" in text
+
+
 def test_ranks_with_different_numbers_of_workers_resume_whole_batches(of_ranks):
     assert of_ranks(2, "resumed_apart") == [9, 9]
 
@@ -263,7 +268,7 @@ def test_a_rank_that_iterates_alone_says_whom_it_waits_for_and_goes_on_when_they
     (steps, said), (others, silent) = of_ranks(2, "alone")
 
     assert "global rank 1 has not" in said
-    assert "at step 0 of Numbers, epoch 0" in said
+    assert "step 0 of Numbers, epoch 0" in said
     assert "ProcessMesh([0])" in said
     assert silent == ""
     assert [a + b for a, b in zip(steps, others, strict=True)] == [

@@ -17,7 +17,7 @@ from paddle_shard.ranks.rendezvous import rendezvous_of
 from paddle_shard.testing.simulated import simulated_rank
 from tests.deadlines import HANG
 from tests.descriptors import open_files
-from tests.jobs import run_ranks, start_ranks
+from tests.jobs import processes_left, run_ranks, start_ranks
 from tests.ranks.local_network import Meeting
 
 WORKER = Path(__file__).parent / "lost_worker.py"
@@ -37,7 +37,7 @@ def test_a_killed_rank_is_named_and_leaves_no_process(
 
         assert (done, ranks) == (loop - 1, [victim])
         assert seconds < HANG / 2, "not only when the timeout is over"
-        assert job.left() == set()
+        assert processes_left(job) == set()
 
 
 @pytest.mark.multiprocess
@@ -182,13 +182,13 @@ def test_an_environment_that_does_not_say_where_is_refused_at_once(found, monkey
             ArgumentError, match="start the ranks with python -m paddle.distributed"
         ),
     ):
-        network_of([0, 1], "test")
+        network_of([0, 1], "test", HANG)
     with (
         simulated_rank(0, 2),
         initialized,
         pytest.raises(ArgumentError, match="Start the ranks with paddle.distri"),
     ):
-        network_of([0, 1], "test")
+        network_of([0, 1], "test", HANG)
 
 
 @pytest.mark.parametrize("members", [(0, 1), (1, 2)])
@@ -199,12 +199,11 @@ def test_a_store_whose_process_has_ended_before_the_ranks_have_met_is_named_at_o
         probe.bind(("127.0.0.1", 0))
         monkeypatch.setenv("PADDLE_MASTER", f"127.0.0.1:{probe.getsockname()[1]}")
     with simulated_rank(1, 3), mock.patch.object(dist, "is_initialized", lambda: True):
-        network, *_ = network_of(members, "test", 2 * HANG)
         start = time.monotonic()
         with pytest.raises(
-            PeerLostError, match="Global rank 0, whose process has the store"
+            PeerLostError, match="global rank 0, which has the store"
         ) as raised:
-            network.connect()
+            network_of(members, "test", 2 * HANG)
 
     assert raised.value.ranks == (0,)
     assert time.monotonic() - start < HANG
@@ -242,7 +241,7 @@ def until(condition):
 
 def has_come(meeting, *ranks):
     """Whether the hub knows that these ranks have come, and no other."""
-    return lambda: {*meeting.coordinators[4]._node.hub._introductions} == {*ranks}
+    return lambda: {*meeting.coordinators[4]._member._hub._received_at} == {*ranks}
 
 
 def test_a_slow_start_is_no_death(meeting):
@@ -271,46 +270,19 @@ def test_who_ends_before_all_have_met_is_named_to_those_who_wait_and_those_who_c
         assert error.ranks == (5,)
 
 
-def test_a_first_rank_with_the_store_stays_until_those_who_are_about_to_connect_have_heard_who_is_lost(
-    meeting,
-):
-    store = meeting.store
-    first, _ = meeting.start(4), meeting.start(5)
-    until(has_come(meeting, 4, 5))
-    get = store.get
-
-    def of_a_process_that_ends_as_soon_as_it_knows(key):
-        if not meeting.coordinators[4]._thread.is_alive():
-            raise RuntimeError("the store has gone")
-        return get(key)
-
-    store.get = of_a_process_that_ends_as_soon_as_it_knows
-    meeting.coordinators[5].close()
-    time.sleep(0.3)
-    late = meeting.start(6)
-    until(lambda: first and late)
-
-    assert [error.ranks for [error] in (first, late)] == [(5,), (5,)]
-
-
-@pytest.mark.parametrize("waited", [True, False])
-def test_a_first_rank_that_leaves_says_for_whom_it_has_waited_in_vain(waited, meeting):
-    first, second = meeting.start(4), meeting.start(5)
-    until(has_come(meeting, 4, 5))
-    why = PeerLostError.of(
-        "Waited 4 s for the other ranks: global rank 6 has not answered.", [6], 4.0
+@pytest.mark.parametrize("has_waited", [True, False])
+def test_coordinator_that_leaves_names_whom_it_has_waited_for(has_waited, meeting):
+    first, second = (
+        meeting.start(4, timeout=2.0 if has_waited else HANG),
+        meeting.start(5),
     )
-    meeting.coordinators[4].member.silence = why if waited else None
-    meeting.coordinators[4].close()
+    until(has_come(meeting, 4, 5))
+    if not has_waited:
+        meeting.coordinators[4].close()
     until(lambda: first and second)
 
     [error] = second
-    assert error.ranks == ((6,) if waited else (4,))
-    assert str(error) == (
-        str(why)
-        if waited
-        else "Global rank 4 has ended or was killed; its own log may say why."
-    )
+    assert error.ranks == ((6,) if has_waited else (4,))
 
 
 def test_a_forked_child_does_not_keep_the_connections_of_its_rank():

@@ -5,6 +5,7 @@ import paddle
 import pytest
 from paddle.io import BatchSampler, DataLoader
 
+import paddle_shard
 from paddle_shard.errors import BatchStructureError
 from paddle_shard.testing.simulated import on_each_rank
 from tests.helpers import DP2, ONE, Made, mesh, sharded
@@ -148,3 +149,23 @@ def test_items_that_are_batches_are_counted_by_a_field_that_is_split():
     )
 
     assert [leaf._local_value().shape for leaf in batch] == [[3], [2]]
+
+
+def test_recipe_of_a_bare_tensor_is_not_that_of_a_list_of_one():
+    rows = np.arange(4)
+    batches = list(paddle_shard.shard_dataloader([rows, [rows], rows], ONE))
+
+    assert [isinstance(batch, list) for batch in batches] == [False, True, False]
+    assert batches[0]._local_value().tolist() == rows.tolist()
+
+
+def test_recipe_names_a_bare_field_by_its_position():
+    whole = [np.arange(3)]
+
+    def run():
+        return next(
+            iter(paddle_shard.shard_dataloader(whole, DP2, placements={0: {"dp": 1}}))
+        )
+
+    with pytest.raises(BatchStructureError, match=r"field \[0\]: dim 1 of shape \[3\]"):
+        on_each_rank(range(2), run)

@@ -4,7 +4,6 @@ import re
 
 import numpy as np
 import paddle
-import paddle.distributed as dist
 import pytest
 
 import paddle_shard
@@ -12,18 +11,10 @@ from paddle_shard import Stream
 from paddle_shard.errors import ArgumentError, BatchStructureError
 from paddle_shard.placement.lengths import PadTo, check_fill
 from paddle_shard.testing.simulated import simulated_rank
+from tests.helpers import DP2, ONE, Made
 
-ONE = dist.ProcessMesh([0], dim_names=["dp"])
-DP2 = dist.ProcessMesh([0, 1], dim_names=["dp"])
 LENGTHS = [3, 1, 2, 5, 4, 4]
-
-
-class Rows(paddle.io.Dataset):
-    def __len__(self):
-        return len(LENGTHS)
-
-    def __getitem__(self, index):
-        return np.full(LENGTHS[index], index + 1)
+ROWS = Made(lambda index: np.full(LENGTHS[index], index + 1), len(LENGTHS))
 
 
 def stacked(samples):
@@ -37,7 +28,7 @@ def stacked(samples):
 
 
 def sharded(mesh=ONE, dataset=None, **options):
-    given = paddle.io.DataLoader(dataset or Rows(), batch_size=2, collate_fn=stacked)
+    given = paddle.io.DataLoader(dataset or ROWS, batch_size=2, collate_fn=stacked)
     return paddle_shard.shard_dataloader(given, mesh, shard_dims="dp", **options)
 
 

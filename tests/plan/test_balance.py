@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paddle_shard.plan.balance import deal, loads
+from paddle_shard.plan.balance import assign_rows, loads
 from tests.trials import trials
 
 numbers = st.one_of(
@@ -37,7 +37,7 @@ def halves(number):
     data=st.data(),
     order=st.randoms(),
 )
-def test_every_row_is_dealt_once_and_none_of_the_ranks_gets_worse(
+def test_assign_rows_assigns_each_once_and_never_worse(
     ranks, each, columns, data, order
 ):
     rows = data.draw(
@@ -48,7 +48,7 @@ def test_every_row_is_dealt_once_and_none_of_the_ranks_gets_worse(
         )
     )
     costs = np.array(rows, float).reshape(ranks * each, columns)
-    dealt = deal(costs, ranks)
+    dealt = assign_rows(costs, ranks)
 
     assert sorted(dealt.tolist()) == list(range(ranks * each))
     of_ranks = dealt.reshape(ranks, each)
@@ -57,27 +57,32 @@ def test_every_row_is_dealt_once_and_none_of_the_ranks_gets_worse(
     assert (
         heaviest(costs, of_ranks) <= undealt + 1e-5
     )  # costs are rounded to 2^-24 of the total
-    assert deal(costs * 0.5, ranks).tolist() == dealt.tolist(), "costs have no unit"
+    assert assign_rows(costs * 0.5, ranks).tolist() == dealt.tolist(), (
+        "costs have no unit"
+    )
 
 
 @settings(max_examples=trials(200))
 @given(rows=st.lists(st.integers(0, 20), min_size=1, max_size=5))
-def test_two_ranks_are_near_the_best_of_all_ways(rows):
+def test_assign_rows_to_two_ranks_is_near_the_best(rows):
     costs = np.array(rows + rows[::-1][: len(rows)], float).reshape(-1, 1)
     costs[: len(rows)] += 1
     best = min(heaviest(costs, way) for way in halves(len(costs)))
 
     assert (
-        heaviest(costs, deal(costs, 2).reshape(2, -1)) <= 7 / 6 * best + 1e-5
+        heaviest(costs, assign_rows(costs, 2).reshape(2, -1)) <= 7 / 6 * best + 1e-5
     )  # Graham's bound for two
 
 
-def test_documents_of_a_language_model_cost_8_ranks_the_same():
+def test_assign_rows_balances_documents_over_8_ranks():
     random = np.random.default_rng(0)
     undealt, dealt = [], []
     for _ in range(50):
         lengths = np.minimum(4096, random.lognormal(np.log(400), 1, (8 * 16, 1)))
-        for found, rows in ((undealt, np.arange(128)), (dealt, deal(lengths, 8))):
+        for found, rows in (
+            (undealt, np.arange(128)),
+            (dealt, assign_rows(lengths, 8)),
+        ):
             most, mean = loads(lengths[rows], 8)
             found.append(most / mean)
 
@@ -85,11 +90,11 @@ def test_documents_of_a_language_model_cost_8_ranks_the_same():
     assert max(dealt) < 1.01
 
 
-def test_two_kinds_of_cost_are_both_balanced():
+def test_assign_rows_balances_two_kinds_of_cost():
     random = np.random.default_rng(0)
     costs = np.stack(
         [random.lognormal(0, 0.7, 128), random.integers(0, 5, 128)], axis=1
     )
     for column in (0, 1):
-        most, mean = loads(costs[deal(costs, 8)][:, column : column + 1], 8)
+        most, mean = loads(costs[assign_rows(costs, 8)][:, column : column + 1], 8)
         assert most / mean < 1.05

@@ -38,7 +38,7 @@ def batches_of(segments, at, end):
     schedule=((0, 8), (25, 4), (26, 8)), length=50, epochs=1
 )  # two entries inside one batch
 @given(schedule=schedules, length=st.integers(1, 80), epochs=st.integers(1, 4))
-def test_each_batch_has_the_size_that_is_due_when_it_begins(schedule, length, epochs):
+def test_batch_sizes_are_those_due_when_a_batch_begins(schedule, length, epochs):
     for epoch in range(epochs):
         segments = BatchSizes(schedule).segments(
             origin=epoch * length, at=0, end=length
@@ -57,7 +57,7 @@ def test_each_batch_has_the_size_that_is_due_when_it_begins(schedule, length, ep
     origin=st.integers(0, 40),
     data=st.data(),
 )
-def test_a_run_that_resumes_between_batches_goes_on_as_it_would_have(
+def test_batch_sizes_after_a_resume_are_those_without_it(
     schedule, length, origin, data
 ):
     sizes = BatchSizes(schedule)
@@ -72,6 +72,6 @@ def test_a_run_that_resumes_between_batches_goes_on_as_it_would_have(
 @pytest.mark.parametrize(
     "entries", [(), ((1, 4),), ((0, 4), (0, 8)), ((0, 4), (9, 8), (5, 8))]
 )
-def test_a_schedule_begins_at_0_and_ascends(entries):
+def test_batch_sizes_begin_at_0_and_ascend(entries):
     with pytest.raises(ArgumentError, match="must begin at sample 0 and ascend"):
         BatchSizes(entries)

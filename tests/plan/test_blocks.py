@@ -45,9 +45,7 @@ blocks = st.builds(Blocks, size=st.integers(1, 50), window=st.integers(1, 9))
     n=41, blocks=Blocks(size=40, window=1), width=64, epoch=0, data=None
 )  # a block of one, no whole row
 @example(n=300, blocks=Blocks(size=10**18, window=10**18), width=1, epoch=0, data=None)
-def test_every_length_is_a_bijection_that_its_inverse_undoes(
-    n, blocks, width, epoch, data
-):
+def test_block_order_is_a_bijection_with_its_inverse(n, blocks, width, epoch, data):
     order, positions = BlockOrder(n, blocks, width, 0, epoch), np.arange(n)
     samples = order(positions)
 
@@ -64,7 +62,7 @@ def test_every_length_is_a_bijection_that_its_inverse_undoes(
         assert order.inverse(some).tolist() == np.argsort(samples)[some].tolist()
 
 
-def test_every_length_up_to_300_is_a_bijection():
+def test_block_order_is_a_bijection_for_lengths_up_to_300():
     for n in range(1, 301):
         order = BlockOrder(
             n, Blocks(size=1 + n % 13, window=1 + n % 4), 1 + n % 29, 0, n
@@ -72,7 +70,7 @@ def test_every_length_up_to_300_is_a_bijection():
         assert (np.sort(order(np.arange(n))) == np.arange(n)).all(), n
 
 
-def test_windows_of_more_than_one_table_are_bijections_too():
+def test_block_order_with_several_tables_is_a_bijection():
     n = 5 * TABLE + 17
     order = BlockOrder(n, Blocks(size=TABLE // 3, window=7), 12, 0, 0)
     samples = order.between(0, n)
@@ -98,9 +96,7 @@ def test_windows_of_more_than_one_table_are_bijections_too():
     width=2**61,
     starts=[0, 2**62 - 50],
 )
-def test_long_orders_cost_no_set_up_and_their_inverse_undoes_them(
-    n, blocks, width, starts
-):
+def test_block_order_of_any_length_needs_no_set_up(n, blocks, width, starts):
     order = BlockOrder(n, blocks, width, 3, 1)
     for start in [*(start % n for start in starts), max(0, n - 50)]:
         positions = np.arange(start, min(n, start + 50))
@@ -113,7 +109,7 @@ def test_long_orders_cost_no_set_up_and_their_inverse_undoes_them(
 
 @pytest.mark.parametrize("window", [1, 8, 10**4, 3 * 10**6])
 @pytest.mark.parametrize("size", [1, 1000])
-def test_memory_is_what_it_promises_at_any_window(window, size):
+def test_block_order_memory_is_bounded_for_any_window(window, size):
     """2 P tables of 8192 numbers, and less than 4 MB to draw one."""
     order = BlockOrder(10**12, Blocks(size=size, window=window), 2, 0, 0)
     tracemalloc.start()
@@ -126,7 +122,7 @@ def test_memory_is_what_it_promises_at_any_window(window, size):
     assert peak < 2 * order.num_parts * TABLE * 8 + (4 << 20)
 
 
-def test_it_keeps_the_shape_and_takes_nothing():
+def test_block_order_keeps_shapes_also_of_nothing():
     order = BlockOrder(100, Blocks(size=7), 4, 0, 0)
 
     assert (
@@ -139,7 +135,7 @@ def test_it_keeps_the_shape_and_takes_nothing():
     )
 
 
-def test_the_order_of_version_1_does_not_change():
+def test_block_order_of_version_1_does_not_change():
     # A run that was saved is resumed in this order: a change here needs another VERSION.
     assert VERSION == 1
     assert (
@@ -199,7 +195,7 @@ def opened(plan, blocks, epoch, steps):
     accumulation=2,
     epoch=0,
 )
-def test_data_ranks_share_no_more_blocks_than_there_are_borders(
+def test_block_order_shares_blocks_at_borders_only(
     n, blocks, data_ranks, multiple, accumulation, epoch
 ):
     plan = ShardPlan(
@@ -224,7 +220,7 @@ def test_data_ranks_share_no_more_blocks_than_there_are_borders(
     assert not divides or openings <= len(set().union(*of_rank)) + data_ranks - 1
 
 
-def test_a_part_holds_few_blocks_open_at_a_time_and_closes_them_for_good():
+def test_block_order_opens_few_blocks_of_a_part_at_a_time():
     n, size, window = 64_000, 100, 4
     plan = ShardPlan(
         num_samples=n,
@@ -250,7 +246,7 @@ def test_a_part_holds_few_blocks_open_at_a_time_and_closes_them_for_good():
         assert max(open_at) <= window
 
 
-def test_a_full_shuffle_would_open_every_block_on_every_data_rank():
+def test_full_shuffle_opens_every_block_on_every_data_rank():
     n, blocks = 16_000, Blocks(size=100, window=4)
     of = {
         name: opened(
@@ -271,7 +267,7 @@ def test_a_full_shuffle_would_open_every_block_on_every_data_rank():
     blocks=blocks,
     width=st.integers(1, 300).flatmap(lambda w: st.sampled_from([w, 2 * w, 64])),
 )
-def test_parts_are_the_most_that_divide_a_micro_batch(n, blocks, width):
+def test_num_parts_is_the_most_that_divide_a_micro_batch(n, blocks, width):
     parts, most = num_parts(n, blocks, width), min(64, -(-n // blocks.size))
 
     assert width % parts == 0
@@ -290,28 +286,28 @@ def orders(n, blocks, width, keys):
 
 
 @pytest.mark.parametrize("position", [0, 17, 38, 63])
-def test_any_sample_may_stand_anywhere_with_the_same_chance(position):
+def test_block_order_places_samples_uniformly(position):
     # 4 parts of two windows each, all whole: a border that cuts a block always cuts it at the same place.
     found = orders(64, Blocks(size=4, window=2), 4, 750)[:, position]
 
     assert stats.chisquare(np.bincount(found, minlength=64)).pvalue > 1e-4
 
 
-def test_within_a_window_successive_differences_are_as_random_as_numpys():
+def test_block_order_is_as_random_as_numpy_within_a_window():
     m = 32
     steps = np.diff(orders(m, Blocks(size=m), 1, 1000), axis=1).ravel() % m
 
     assert stats.chisquare(np.bincount(steps, minlength=m)[1:]).pvalue > 1e-4
 
 
-def test_samples_of_a_batch_come_from_many_blocks():
+def test_block_order_mixes_many_blocks_in_a_batch():
     order = BlockOrder(100_000, Blocks(size=100, window=8), 64, 0, 0)
     batch = order.between(64 * 500, 64 * 501) // 100
 
     assert len(set(batch.tolist())) > 50
 
 
-def test_another_epoch_or_seed_is_another_order():
+def test_block_order_differs_by_epoch_and_seed():
     of = [
         BlockOrder(1000, Blocks(size=10), 8, seed, epoch).between(0, 1000)
         for seed in (0, 1)
@@ -337,7 +333,7 @@ def test_another_epoch_or_seed_is_another_order():
     ),
     accumulation=st.integers(1, 3),
 )
-def test_another_batch_size_in_mid_epoch_goes_on_in_the_same_order(
+def test_block_plan_keeps_its_order_with_another_batch_size(
     n, blocks, stretches, accumulation
 ):
     """Each stretch: (data ranks, multiple of the batch, steps before the next stop)."""
@@ -402,7 +398,7 @@ def test_another_batch_size_in_mid_epoch_goes_on_in_the_same_order(
     multiple=st.integers(1, 4),
 )
 @settings(max_examples=trials(50))
-def test_a_plan_of_blocks_covers_every_sample_once(n, blocks, data_ranks, multiple):
+def test_block_plan_covers_every_sample_once(n, blocks, data_ranks, multiple):
     plan = ShardPlan(
         num_samples=n,
         batch_size=data_ranks * multiple,
@@ -414,7 +410,7 @@ def test_a_plan_of_blocks_covers_every_sample_once(n, blocks, data_ranks, multip
     assert sorted(delivered(plan, epoch=2)) == list(range(n))
 
 
-def test_a_long_plan_of_blocks_is_checked_by_samples_of_its_steps():
+def test_block_plan_of_any_length_is_disjoint_by_samples():
     check_some_steps(
         ShardPlan(
             num_samples=2**40 + 1, batch_size=96, num_data_ranks=8, shuffle="blocks"
@@ -422,7 +418,7 @@ def test_a_long_plan_of_blocks_is_checked_by_samples_of_its_steps():
     )
 
 
-def test_the_order_does_not_depend_on_who_reads_it():
+def test_block_plan_does_not_depend_on_who_reads_it():
     of = [
         ShardPlan(
             num_samples=5000,
@@ -470,7 +466,7 @@ def test_blocks_by_name_are_the_default_blocks():
         ),
     ],
 )
-def test_blocks_that_cannot_be_are_refused(options, text):
+def test_blocks_reject_what_is_out_of_range(options, text):
     with pytest.raises(ArgumentError, match=re.escape(text)):
         Blocks(**options)
 

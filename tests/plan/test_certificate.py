@@ -50,7 +50,7 @@ def judged(*of_ranks):
     return certify(accounts, 0, PLAN, ())
 
 
-def test_stretches_on_different_meshes_add_up():
+def test_certify_adds_ranges_of_different_meshes():
     half = samples(0, 40)
     certificate = judged(
         (
@@ -68,7 +68,7 @@ def test_stretches_on_different_meshes_add_up():
     )
 
 
-def test_pipeline_stages_with_different_numbers_of_data_ranks_count_once_and_must_agree():
+def test_certify_counts_pipeline_stages_once_if_they_agree():
     ids, one = samples(0, 100), leg(samples(0, 100), 0, 100)
     two = [leg(ids[at::2], 0, 100, at, 2) for at in range(2)]
     four = [leg(ids[at::4], 0, 100, at, 4) for at in range(4)]
@@ -91,7 +91,7 @@ def test_pipeline_stages_with_different_numbers_of_data_ranks_count_once_and_mus
     )
 
 
-def test_replicas_count_once_and_must_agree():
+def test_certify_counts_replicas_once_if_they_agree():
     mine = leg(samples(0, 100), 0, 100)
 
     assert judged(mine, mine, mine).exact
@@ -104,7 +104,7 @@ def test_replicas_count_once_and_must_agree():
     )
 
 
-def test_what_replicas_delivered_by_several_iterators_must_agree_too():
+def test_certify_compares_replicas_over_several_iterators():
     whole, part = leg(samples(0, 100), 0, 100), leg(samples(0, 30), 0, 30)
     twice = added(whole, part)
 
@@ -125,7 +125,7 @@ def test_what_replicas_delivered_by_several_iterators_must_agree_too():
         ([], "positions [0, 100) were not delivered", (0, 100, 0)),
     ],
 )
-def test_gaps_and_overlaps_are_counted(legs, text, counts):
+def test_certify_counts_gaps_and_overlaps(legs, text, counts):
     certificate = judged(added(*(leg(samples(*stretch), *stretch) for stretch in legs)))
 
     assert not certificate.exact
@@ -148,7 +148,7 @@ def test_a_miss_and_repeats_that_cancel_in_a_plain_sum_are_found():
     )
 
 
-def test_too_few_and_too_many_are_counted():
+def test_certify_counts_too_few_and_too_many():
     ids = samples(0, 100)
 
     assert (
@@ -157,7 +157,7 @@ def test_too_few_and_too_many_are_counted():
     ) == (2, 1)
 
 
-def test_a_data_rank_whose_leg_is_missing_is_named():
+def test_certify_names_a_data_rank_that_is_missing():
     certificate = judged(
         leg(samples(0, 50), 0, 100, 0, 3), leg(samples(50, 60), 0, 100, 2, 3)
     )
@@ -167,7 +167,7 @@ def test_a_data_rank_whose_leg_is_missing_is_named():
     )
 
 
-def test_what_is_only_not_known_is_no_alarm():
+def test_certify_raises_no_alarm_for_what_is_not_known():
     """A run that is resumed from a state that was saved without `certificate()` has one rank's account."""
     rest = [leg(samples(40, 100)[at::2], 40, 100, at, 2) for at in range(2)]
     before = leg(samples(0, 20), 0, 40, 0, 2)
@@ -184,7 +184,7 @@ def test_what_is_only_not_known_is_no_alarm():
     assert str(twice).startswith("epoch 0: NOT each of 100 samples exactly once: ")
 
 
-def test_merging_again_changes_nothing_and_keeps_it_small():
+def test_merged_again_changes_nothing():
     parts = [leg(samples(k, k + 10), k, k + 10) for k in range(0, 100, 10)]
     found, problems = merged([({}, added(*parts))])
 
@@ -199,7 +199,7 @@ def test_merging_again_changes_nothing_and_keeps_it_small():
     st.lists(st.tuples(st.integers(0, 90), st.integers(1, 30)), min_size=1, max_size=8),
     st.randoms(),
 )
-def test_an_account_is_the_same_in_whatever_order_it_is_added_up(stretches, rng):
+def test_added_is_the_same_in_any_order(stretches, rng):
     """The oracle counts positions one by one."""
     ends = [(first, min(100, first + size)) for first, size in stretches]
     legs = [leg(samples(*stretch), *stretch) for stretch in ends]
@@ -218,7 +218,7 @@ def test_an_account_is_the_same_in_whatever_order_it_is_added_up(stretches, rng)
     assert found.exact == (list(times.values()) == [1] * 100)
 
 
-def test_an_account_stays_small_however_often_an_epoch_is_begun_again():
+def test_added_stays_small_for_an_epoch_begun_many_times():
     account, count, furthest = {}, 0, 0
     for end in [*range(1, 61), *[30] * 60]:
         account = added(account, leg(samples(0, end), 0, end))
@@ -242,7 +242,7 @@ def test_an_account_stays_small_however_often_an_epoch_is_begun_again():
     rows=st.integers(1, 4),
     times=st.integers(1, 2),
 )
-def test_what_belongs_to_the_data_ranks_adds_up_to_what_belongs_to_the_steps(
+def test_total_of_owners_adds_up_to_that_of_the_plan(
     shuffle, tail, num_samples, ranks, rows, times
 ):
     cut = {
@@ -267,14 +267,14 @@ def test_what_belongs_to_the_data_ranks_adds_up_to_what_belongs_to_the_steps(
 
 
 @given(st.lists(st.integers(0, 2**62), min_size=1, max_size=20))
-def test_sums_do_not_depend_on_the_order_but_on_every_id(ids):
+def test_total_of_ids_depends_on_each_and_not_on_their_order(ids):
     array = np.array(ids)
 
     assert total_of(array) == total_of(array[::-1])
     assert total_of(array) != total_of(np.append(array[1:], array[0] ^ 1))
 
 
-def test_ids_may_be_anything():
+def test_total_of_ids_of_any_type():
     assert total_of(["a", ("b", 1), 3]) == total_of([3, "a", ("b", 1)])
 
 
@@ -286,7 +286,7 @@ def of_a_sampler(*accounts, end=6):
     return certify(accounts, 0, None, (), end, "a Sampler")
 
 
-def test_what_a_sampler_drew_is_to_be_delivered_as_often_as_it_was_drawn():
+def test_certify_expects_what_a_sampler_drew_as_often():
     all_of_it, mine, others = (
         drawn([7, 7, 9, 1, 2, 3], 0, 6),
         leg([7, 7, 9], 0, 6, 0, 2),
@@ -316,7 +316,7 @@ def test_what_a_sampler_drew_is_to_be_delivered_as_often_as_it_was_drawn():
     assert of_a_sampler((known, {})).exact
 
 
-def test_what_the_states_of_two_ranks_tell_apart_is_not_proved():
+def test_certify_does_not_prove_states_that_differ():
     whole, part = leg(samples(0, 100), 0, 100), leg(samples(0, 30), 0, 30)
 
     assert (

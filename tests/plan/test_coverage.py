@@ -21,7 +21,7 @@ from tests.orders_and_tails import (
     tail=st.sampled_from(SERVING_TAILS),
     shuffle=st.sampled_from([*ALL, *UNNAMED]),
 )
-def test_a_plan_delivers_each_sample_once_but_for_what_it_drops(
+def test_shard_plan_delivers_each_sample_it_does_not_drop_once(
     length, ranks, multiple, accumulation, tail, shuffle
 ):
     plan = ShardPlan(
@@ -40,7 +40,7 @@ def test_a_plan_delivers_each_sample_once_but_for_what_it_drops(
     assert plan.ending.drops or len(found) == length
 
 
-def test_the_steps_of_a_long_data_set_are_disjoint_and_found_again():
+def test_shard_plan_of_any_length_has_disjoint_steps():
     plan = ShardPlan(
         num_samples=10**12 + 7, batch_size=1000, num_data_ranks=10, shuffle=True
     )

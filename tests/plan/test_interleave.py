@@ -48,7 +48,7 @@ def test_after_every_prefix_each_source_is_within_tijdemans_bound(parts):
 
 @settings(max_examples=trials(100))
 @given(parts=PARTS.filter(lambda parts: sum(parts) <= 10_000))
-def test_the_sequence_is_periodic_and_exact_after_each_period(parts):
+def test_interleave_is_periodic_and_exact_after_each_period(parts):
     sequence, period = WeightedInterleave(tuple(parts)), sum(parts)
     once, again = (
         sequence.at(np.arange(period))[0],
@@ -66,7 +66,7 @@ def test_the_sequence_is_periodic_and_exact_after_each_period(parts):
     chunk=st.integers(1, 3000),
     data=st.data(),
 )
-def test_any_position_is_known_without_those_before_it(parts, start, chunk, data):
+def test_interleave_knows_any_position_without_those_before(parts, start, chunk, data):
     straight = WeightedInterleave(tuple(parts))
     positions = start + np.array(
         data.draw(st.lists(st.integers(0, 50_000), max_size=20)), np.int64
@@ -89,7 +89,7 @@ def test_any_position_is_known_without_those_before_it(parts, start, chunk, data
         assert straight.counts(position).sum() == position
 
 
-def test_threads_that_share_a_sequence_get_its_sources():
+def test_interleave_may_be_shared_by_threads():
     parts = (9000, 7001, 40_000, 3)
     expected = WeightedInterleave(parts).at(np.arange(sum(parts)))[0]
     before = sys.getswitchinterval()

@@ -15,7 +15,7 @@ def mesh(shape, axes, process_ids):
 
 
 @given(layouts_with_data_axes())
-def test_coordinates_are_those_of_numpy(drawn):
+def test_mesh_coordinates_are_those_of_numpy(drawn):
     layout, _ = drawn
     array = np.array(layout.process_ids).reshape(layout.shape)
 
@@ -37,7 +37,7 @@ def test_replica_groups_cut_the_mesh_into_one_group_per_data_rank(drawn):
 
 
 @given(layouts_with_data_axes())
-def test_several_axes_act_as_one_in_the_meshs_own_order(drawn):
+def test_data_rank_of_several_axes_is_in_the_order_of_the_mesh(drawn):
     layout, axes = drawn
     array = np.array(layout.process_ids).reshape(layout.shape)
     kept = [layout.axes.index(axis) for axis in axes]
@@ -51,14 +51,14 @@ def test_several_axes_act_as_one_in_the_meshs_own_order(drawn):
         assert {layout.data_rank(int(rank), axes) for rank in row} == {data_rank}
 
 
-def test_no_data_axis_is_one_data_rank():
+def test_data_rank_without_a_data_axis_is_0():
     layout = mesh((2, 2), ("dp", "mp"), (0, 1, 2, 3))
 
     assert layout.num_data_ranks(None) == 1
     assert {layout.data_rank(rank, ()) for rank in range(4)} == {0}
 
 
-def test_axes_may_be_given_by_index():
+def test_data_rank_takes_axes_by_index():
     layout = mesh((2, 3), ("dp", "mp"), (0, 1, 2, 3, 4, 5))
 
     assert (
@@ -84,7 +84,7 @@ def test_axes_may_be_given_by_index():
         (["dp", 0], "names an axis twice"),
     ],
 )
-def test_an_axis_that_is_not_there_is_named(axes, text):
+def test_axis_indices_names_an_axis_that_is_not_there(axes, text):
     with pytest.raises(AxisError, match=text):
         mesh((2, 2), ("dp", "mp"), (0, 1, 2, 3)).num_data_ranks(axes)
 
@@ -101,12 +101,12 @@ def test_an_axis_that_is_not_there_is_named(axes, text):
         ((2,), ("a",), (0, -1), "ranks >= 0"),
     ],
 )
-def test_a_mesh_that_cannot_be_is_refused(shape, axes, ids, text):
+def test_mesh_layout_rejects_what_is_no_mesh(shape, axes, ids, text):
     with pytest.raises(ArgumentError, match=text):
         mesh(shape, axes, ids)
 
 
-def test_a_rank_that_is_not_on_the_mesh_is_named():
+def test_data_rank_names_a_rank_that_is_not_on_the_mesh():
     with pytest.raises(
         ArgumentError,
         match=r"global_rank 7 is not on the mesh; its process_ids are \[3, 5\]",

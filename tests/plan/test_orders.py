@@ -51,7 +51,7 @@ SIZES = {
 @pytest.mark.parametrize("ordering", EVERY, ids=repr)
 @settings(max_examples=trials(60))
 @given(**SIZES, data=st.data())
-def test_an_order_is_a_bijection_that_is_read_by_position_by_stretch_and_backwards(
+def test_order_is_a_bijection_however_it_is_read(
     ordering, length, seed, epoch, width, data
 ):
     order, positions = ordering.order(length, seed, epoch, width), np.arange(length)
@@ -77,7 +77,7 @@ def test_an_order_is_a_bijection_that_is_read_by_position_by_stretch_and_backwar
 )
 @example(length=1 << 62, seed=0, epoch=0, data=None)
 @example(length=(1 << 53) + 3, seed=1 << 33, epoch=1, data=None)
-def test_an_order_of_a_length_that_no_table_can_hold_is_exact(
+def test_order_of_a_length_that_no_table_can_hold_is_exact(
     ordering, length, seed, epoch, data
 ):
     order = ordering.order(length, seed, epoch, 12)
@@ -97,7 +97,7 @@ def test_an_order_of_a_length_that_no_table_can_hold_is_exact(
 
 
 @pytest.mark.parametrize("ordering", EVERY, ids=repr)
-def test_an_order_keeps_the_shape_of_what_it_is_asked_for(ordering):
+def test_order_keeps_the_shape_of_its_argument(ordering):
     order, positions = ordering.order(24, 0, 0, 4), np.arange(24).reshape(2, 3, 4)
 
     assert order(positions).shape == order.inverse(positions).shape == (2, 3, 4)
@@ -119,7 +119,7 @@ def test_order_that_changes_each_epoch_differs_by_seed(ordering):
 
 
 @pytest.mark.parametrize("ordering", EVERY, ids=repr)
-def test_every_setting_of_an_order_is_in_its_fingerprint(ordering):
+def test_order_has_every_setting_in_its_fingerprint(ordering):
     asked = {"num_data_ranks": 2, "accumulation": 1}
     for setting in fields_of(ordering):
         other = replace(ordering, **{setting.name: getattr(ordering, setting.name) + 1})
@@ -127,7 +127,7 @@ def test_every_setting_of_an_order_is_in_its_fingerprint(ordering):
 
 
 @pytest.mark.parametrize("ordering", EVERY, ids=repr)
-def test_an_order_of_every_short_length_is_a_bijection(ordering):
+def test_order_of_every_short_length_is_a_bijection(ordering):
     for length in range(1, 130):
         samples = ordering.order(length, 3, 1, 4)(np.arange(length))
         assert np.array_equal(np.sort(samples), np.arange(length)), length
@@ -193,7 +193,7 @@ SIZE_PAIRS = [(1, 1, 0), (1, 1, 5), (2, 1, 0), (2, 3, 5)]
 
 
 @pytest.mark.parametrize("shuffle", ALL + UNNAMED, ids=repr)
-def test_a_state_is_refused_by_a_run_with_another_order(shuffle):
+def test_order_of_a_state_rejects_another_order(shuffle):
     ordering = find_ordering(shuffle)
     other_values = [
         replace(ordering, **{f.name: getattr(ordering, f.name) + 1})
@@ -204,7 +204,7 @@ def test_a_state_is_refused_by_a_run_with_another_order(shuffle):
 
 
 @pytest.mark.parametrize("shuffle", ALL + UNNAMED, ids=repr)
-def test_the_state_of_every_order_refuses_another_seed(shuffle):
+def test_order_of_a_state_rejects_another_seed(shuffle):
     saved, now = (
         ShardPlan(
             num_samples=60, batch_size=12, num_data_ranks=2, shuffle=shuffle, seed=seed
@@ -216,13 +216,13 @@ def test_the_state_of_every_order_refuses_another_seed(shuffle):
         LoaderState.from_dict(LoaderState(fingerprint=saved).to_dict(), now)
 
 
-def test_an_order_whose_state_forgets_what_it_depends_on_is_found():
+def test_order_with_a_setting_outside_its_fingerprint_is_found():
     with pytest.raises(AssertionError, match="is resumed as"):
         check_that_states_tell_orders_apart([Forgetful(0), Forgetful(1)], SIZE_PAIRS)
 
 
 @pytest.mark.parametrize("shuffle", ["yes", "paddle unshuffled", None, 2, 1.0, [1]])
-def test_what_is_no_order_is_refused_with_those_there_are(shuffle):
+def test_find_ordering_names_the_orders_there_are(shuffle):
     names = ", ".join(map(repr, ORDERINGS))
     with pytest.raises(
         ArgumentError,

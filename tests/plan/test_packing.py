@@ -51,7 +51,7 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num", [1, 40, 4096])
-def test_nearly_as_few_rows_as_best_fit(kind, num):
+def test_fitted_needs_nearly_as_few_rows_as_best_fit(kind, num):
     for seed in range(2):
         lengths = KINDS[kind](np.random.default_rng(seed), num, 4096)
         rows, num_rows = fitted(lengths, 4096)
@@ -61,7 +61,7 @@ def test_nearly_as_few_rows_as_best_fit(kind, num):
         assert num_rows <= 1.02 * rows_of_best_fit(lengths, 4096) + 1
 
 
-def test_padding_of_log_normal_lengths_is_at_most_three_in_a_thousand():
+def test_packing_pads_log_normal_lengths_by_at_most_0_3_percent():
     lengths = log_normal(np.random.default_rng(7), 20 * 4096, 4096)
 
     assert Packing(lengths, 4096).padding <= 0.003
@@ -100,7 +100,7 @@ def test_every_token_is_in_one_row_once(lengths, length, window):
     )
 
 
-def test_rows_are_a_function_of_the_lengths_alone():
+def test_packing_is_a_function_of_the_lengths_alone():
     lengths = log_normal(np.random.default_rng(0), 9000, 4096)
     one, other = Packing(lengths, 4096), Packing(lengths.astype(np.int32).copy(), 4096)
 
@@ -109,7 +109,7 @@ def test_rows_are_a_function_of_the_lengths_alone():
     ]
 
 
-def test_a_window_holds_documents_that_follow_each_other():
+def test_packing_window_has_consecutive_documents():
     lengths = log_normal(np.random.default_rng(0), 5000, 4096)
     packing = Packing(lengths, 4096, window=100)
 
@@ -117,7 +117,7 @@ def test_a_window_holds_documents_that_follow_each_other():
         assert len({piece.document // 100 for piece in packing.pieces(row)}) == 1
 
 
-def test_planning_grows_with_the_documents_and_not_faster():
+def test_packing_time_grows_with_the_documents():
     lengths = log_normal(np.random.default_rng(0), 160_000, 4096)
 
     def seconds(num):
@@ -150,6 +150,6 @@ def _timed(function):
         ),
     ],
 )
-def test_bad_arguments_are_named(lengths, options, says):
+def test_packing_rejects_bad_arguments(lengths, options, says):
     with pytest.raises(ArgumentError, match=says):
         Packing(np.array(lengths), **{"length": 4, **options})

@@ -32,7 +32,7 @@ def plans(draw, **fixed):
 
 
 @given(plan=plans())
-def test_every_row_belongs_to_exactly_one_part_and_every_part_has_as_many(plan):
+def test_parts_plan_gives_each_row_to_one_part(plan):
     rows = [plan.rows_of((part,)).tolist() for part in range(plan.num_parts)]
 
     assert sorted(row for part in rows for row in part) == list(range(plan.batch_size))
@@ -40,7 +40,7 @@ def test_every_row_belongs_to_exactly_one_part_and_every_part_has_as_many(plan):
 
 
 @given(plan=plans())
-def test_in_a_micro_batch_the_parts_stand_in_order_each_in_one_stretch(plan):
+def test_parts_plan_has_parts_in_order_in_a_micro_batch(plan):
     part_of = {
         row: part
         for part in range(plan.num_parts)
@@ -54,14 +54,14 @@ def test_in_a_micro_batch_the_parts_stand_in_order_each_in_one_stretch(plan):
 
 
 @given(plan=plans())
-def test_the_parts_of_all_data_ranks_laid_end_to_end_are_all_parts(plan):
+def test_parts_plan_gives_each_part_to_one_data_rank(plan):
     held = [plan.parts_of(rank) for rank in range(plan.num_data_ranks)]
 
     assert [part for parts in held for part in parts] == list(range(plan.num_parts))
 
 
 @given(plan=plans())
-def test_the_rows_of_a_data_ranks_parts_are_its_slice(plan):
+def test_parts_plan_rows_of_a_data_rank_are_its_slice(plan):
     for rank in range(plan.num_data_ranks):
         rows = plan.rows_of(plan.parts_of(rank)).tolist()
 
@@ -74,7 +74,7 @@ def test_the_rows_of_a_data_ranks_parts_are_its_slice(plan):
 
 
 @given(plan=plans(), data=st.data())
-def test_a_field_split_over_fewer_data_ranks_is_cut_at_parts_too(plan, data):
+def test_parts_plan_cuts_fewer_data_ranks_at_parts(plan, data):
     fewer = data.draw(
         st.sampled_from(
             [d for d in range(1, plan.num_parts + 1) if plan.num_parts % d == 0]
@@ -87,7 +87,7 @@ def test_a_field_split_over_fewer_data_ranks_is_cut_at_parts_too(plan, data):
 
 
 @given(plan=plans(), data=st.data())
-def test_rows_of_some_parts_are_theirs_and_ascend(plan, data):
+def test_parts_plan_rows_of_some_parts_ascend(plan, data):
     some = tuple(sorted(data.draw(st.sets(st.integers(0, plan.num_parts - 1)))))
     rows = plan.rows_of(some).tolist()
 
@@ -97,7 +97,7 @@ def test_rows_of_some_parts_are_theirs_and_ascend(plan, data):
 
 
 @given(first=st.integers(0, 50), held=st.integers(1, 20), workers=st.integers(0, 30))
-def test_every_part_is_dealt_to_one_worker_as_evenly_as_can_be(first, held, workers):
+def test_chunks_of_gives_parts_evenly_to_workers(first, held, workers):
     parts = tuple(range(first, first + held))
     chunks = chunks_of(parts, workers)
 
@@ -120,7 +120,7 @@ def test_every_part_is_dealt_to_one_worker_as_evenly_as_can_be(first, held, work
 @example(rows=128, shards=64)
 @example(rows=61, shards=60)  # a prime that is out of reach
 @example(rows=49, shards=7)  # a square
-def test_the_chosen_parts_are_the_most_that_divide_within_the_limits(rows, shards):
+def test_choose_num_parts_is_the_most_that_divide(rows, shards):
     chosen, most = (
         choose_num_parts(rows, shards),
         min(rows, MAX_PARTS, rows if shards is None else shards),
@@ -150,7 +150,7 @@ def counted(lengths, size, tail):
 
 @settings(max_examples=trials(100))
 @given(tail=st.sampled_from(STREAM_TAILS), data=st.data())
-def test_steps_are_what_a_plain_count_says(tail, data):
+def test_parts_plan_num_steps_is_a_plain_count(tail, data):
     plan = data.draw(plans(tail=tail))
     low = 1 if tail == "repeat" else 0
     some = st.one_of(
@@ -178,7 +178,7 @@ def test_steps_are_what_a_plain_count_says(tail, data):
     steps=st.integers(1, 1000),
     lengths=st.lists(st.integers(1, 9), min_size=4),
 )
-def test_asked_for_so_many_batches_there_are_so_many(tail, steps, lengths):
+def test_parts_plan_has_num_batches(tail, steps, lengths):
     plan = PartsPlan(
         batch_size=8, num_parts=4, num_data_ranks=2, tail=tail, num_batches=steps
     )
@@ -189,9 +189,7 @@ def test_asked_for_so_many_batches_there_are_so_many(tail, steps, lengths):
 
 @pytest.mark.parametrize("options", [{"tail": "repeat"}, {"num_batches": 3}])
 @pytest.mark.parametrize("lengths", [[0, 5], [5, 0], [0, 0]])
-def test_an_empty_part_that_is_to_be_repeated_is_refused_with_its_number(
-    options, lengths
-):
+def test_parts_plan_names_an_empty_part_to_repeat(options, lengths):
     plan = PartsPlan(batch_size=4, num_parts=2, num_data_ranks=1, **options)
 
     with pytest.raises(
@@ -200,7 +198,7 @@ def test_an_empty_part_that_is_to_be_repeated_is_refused_with_its_number(
         plan.num_steps(lengths)
 
 
-def test_unequal_ends_are_refused_with_the_lengths_and_what_works():
+def test_parts_plan_rejects_unequal_ends_with_error():
     plan = PartsPlan(batch_size=4, num_parts=2, num_data_ranks=1, tail="error")
 
     with pytest.raises(
@@ -218,7 +216,7 @@ def test_unequal_ends_are_refused_with_the_lengths_and_what_works():
     "name", ["batch_size", "num_parts", "num_data_ranks", "accumulation", "num_batches"]
 )
 @pytest.mark.parametrize("value", [0, -1, 2.0, True, "4"])
-def test_a_count_that_is_none_is_refused_by_name(name, value):
+def test_parts_plan_names_what_is_no_count(name, value):
     options = {
         "batch_size": 4,
         "num_parts": 2,
@@ -235,7 +233,7 @@ def test_a_count_that_is_none_is_refused_by_name(name, value):
         check_count("any", value)
 
 
-def test_another_tail_is_refused_with_those_there_are():
+def test_parts_plan_names_the_tails_of_streams():
     with pytest.raises(
         ArgumentError,
         match="tail must be one of 'pad', 'drop', 'repeat', 'error' .*got 'fill'",
@@ -262,9 +260,7 @@ def advised(error):
 @given(
     rows=st.integers(1, 60), parts=st.integers(1, 60), accumulation=st.integers(1, 3)
 )
-def test_parts_that_do_not_divide_are_named_with_some_that_do(
-    rows, parts, accumulation
-):
+def test_parts_plan_names_numbers_of_parts_that_divide(rows, parts, accumulation):
     options = {
         "batch_size": rows * accumulation,
         "num_data_ranks": 1,
@@ -292,7 +288,7 @@ def test_parts_that_do_not_divide_are_named_with_some_that_do(
 )
 @example(rows=6, parts=3, ranks=2, accumulation=1)  # another number of parts works
 @example(rows=6, parts=3, ranks=4, accumulation=2)  # only another batch works
-def test_data_ranks_that_do_not_divide_the_parts_are_told_what_works(
+def test_parts_plan_names_what_works_for_the_data_ranks(
     rows, parts, ranks, accumulation
 ):
     options = {"num_data_ranks": ranks, "accumulation": accumulation}
@@ -315,9 +311,7 @@ def test_data_ranks_that_do_not_divide_the_parts_are_told_what_works(
 
 
 @pytest.mark.parametrize(("rows", "parts", "ranks"), [(8, 3, 4), (6, 5, 4)])
-def test_parts_that_do_not_divide_are_advised_only_with_what_the_data_ranks_allow(
-    rows, parts, ranks
-):
+def test_parts_plan_names_only_what_data_ranks_allow(rows, parts, ranks):
     error = refusal(batch_size=rows, num_parts=parts, num_data_ranks=ranks)
 
     for number in advised(error):
@@ -326,9 +320,7 @@ def test_parts_that_do_not_divide_are_advised_only_with_what_the_data_ranks_allo
 
 
 @pytest.mark.parametrize(("size", "accumulation"), [(7, 2), (1, 2)])
-def test_a_batch_that_does_not_divide_into_micro_batches_is_refused_as_that(
-    size, accumulation
-):
+def test_parts_plan_rejects_micro_batches_that_do_not_divide(size, accumulation):
     error = refusal(
         batch_size=size, num_parts=1, num_data_ranks=1, accumulation=accumulation
     )

@@ -21,7 +21,7 @@ def num_pairs(order, ends, parts):
 
 
 @given(parts=st.integers(1, 9), chunk=st.integers(1, 6))
-def test_two_chunks_from_either_end_cost_all_ranks_the_same(parts, chunk):
+def test_balanced_order_of_a_row_costs_all_ranks_the_same(parts, chunk):
     length = 2 * parts * chunk
     order = balanced_order(np.array([length]), parts)
 
@@ -39,7 +39,7 @@ def test_two_chunks_from_either_end_cost_all_ranks_the_same(parts, chunk):
 @given(
     sizes=st.lists(st.integers(1, 90), min_size=1, max_size=9), parts=st.integers(1, 8)
 )
-def test_each_document_costs_all_ranks_about_the_same(sizes, parts):
+def test_balanced_order_of_documents_costs_ranks_the_same(sizes, parts):
     missing = -sum(sizes) % parts
     sizes = sizes + [missing] * (missing > 0)  # as padding
     ends = np.cumsum(sizes)
@@ -65,7 +65,7 @@ def test_each_document_costs_all_ranks_about_the_same(sizes, parts):
         assert max(map(len, inside)) - min(map(len, inside)) <= 1
 
 
-def test_documents_are_balanced_where_the_whole_row_is_not():
+def test_balanced_order_balances_documents_not_only_rows():
     ends = np.array([1000, 1100, 4000, 4096])
     whole, each = (
         num_pairs(order, ends, 4).sum(axis=1)

@@ -56,7 +56,7 @@ def global_batch(plan, epoch, step):
     },
     0,
 )
-def test_every_sample_is_delivered_once_but_for_what_the_tail_says(options, epoch):
+def test_shard_plan_delivers_every_sample_once_by_tail(options, epoch):
     plan = ShardPlan(**options)
     batches = [global_batch(plan, epoch, step) for step in range(plan.num_steps)]
     real = np.concatenate(
@@ -78,9 +78,7 @@ def test_every_sample_is_delivered_once_but_for_what_the_tail_says(options, epoc
 
 
 @given(plans, st.integers(0, 3))
-def test_padding_is_the_first_samples_of_the_same_order_and_less_than_a_unit(
-    options, epoch
-):
+def test_shard_plan_pads_with_the_first_samples(options, epoch):
     plan = ShardPlan(**options)
     batches = [global_batch(plan, epoch, step) for step in range(plan.num_steps)]
     order = np.concatenate(batches)[: plan.num_samples] if batches else []
@@ -97,7 +95,7 @@ def test_padding_is_the_first_samples_of_the_same_order_and_less_than_a_unit(
 
 
 @given(plans, st.integers(1, 12))
-def test_the_order_does_not_depend_on_who_reads_it(options, ranks):
+def test_shard_plan_does_not_depend_on_who_reads_it(options, ranks):
     plan = ShardPlan(**{**options, "tail": "drop"})
     other = ShardPlan(
         **{
@@ -118,7 +116,7 @@ def test_the_order_does_not_depend_on_who_reads_it(options, ranks):
     assert order(plan).tolist() == order(other).tolist()
 
 
-def test_indices_are_int64_and_any_step_can_be_asked_for():
+def test_shard_plan_has_int64_indices_of_any_step():
     plan = ShardPlan(
         num_samples=10**12, batch_size=1024, num_data_ranks=8, shuffle=True
     )
@@ -145,14 +143,14 @@ def test_indices_are_int64_and_any_step_can_be_asked_for():
          "lengths that do: 8 or 12"),
     ],
 )  # fmt: skip
-def test_a_plan_that_cannot_be_is_refused_with_the_way_out(options, error, text):
+def test_shard_plan_rejects_arguments_by_name(options, error, text):
     with pytest.raises(error, match=re.escape(text)):
         ShardPlan(
             **{"num_samples": 10, "batch_size": 4, "num_data_ranks": 2, **options}
         )
 
 
-def test_what_is_out_of_range_is_named():
+def test_shard_plan_names_what_is_out_of_range():
     plan = ShardPlan(num_samples=10, batch_size=4, num_data_ranks=2)
 
     with pytest.raises(
@@ -165,7 +163,7 @@ def test_what_is_out_of_range_is_named():
 
 @pytest.mark.parametrize("tail", ["pad", "fill"])
 @pytest.mark.parametrize("shuffle", [False, True, "paddle"])
-def test_the_rows_of_padding_of_an_epoch_are_those_that_are_not_valid(shuffle, tail):
+def test_facts_of_plan_count_rows_that_are_not_valid(shuffle, tail):
     for num_samples, batch_size, ranks in (
         (8, 5, 1),
         (8, 6, 3),

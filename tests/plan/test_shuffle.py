@@ -40,13 +40,13 @@ def keyed(n, seed, epoch):
 # Bijection and inverse
 
 
-def test_lengths_up_to_5000_are_bijections():
+def test_permutation_of_lengths_up_to_5000_is_a_bijection():
     for n in (*range(1, 700), *range(700, 5001, 7), *range(4090, 4103)):
         assert is_bijection(n, keyed(n, 0, n)(np.arange(n))), n
 
 
 @pytest.mark.parametrize("e", range(13, 21))
-def test_lengths_around_powers_of_two_are_bijections(e):
+def test_permutation_around_powers_of_two_is_a_bijection(e):
     for n in (2**e - 1, 2**e, 2**e + 1):
         assert is_bijection(n, keyed(n, 1, e)(np.arange(n))), n
 
@@ -56,7 +56,7 @@ def test_lengths_around_powers_of_two_are_bijections(e):
     st.lists(st.integers(0, 2**62), min_size=1, max_size=20),
     st.integers(0, 9),
 )
-def test_the_inverse_undoes_it_at_any_size(n, positions, seed):
+def test_permutation_of_any_length_has_an_inverse(n, positions, seed):
     order, x = keyed(n, seed, 0), np.array(positions) % n
     samples = order(x)
 
@@ -68,7 +68,7 @@ def test_the_inverse_undoes_it_at_any_size(n, positions, seed):
 
 @given(st.integers(1, 30000), st.integers(0, 29999), st.integers(0, 6000))
 @settings(max_examples=trials(50))
-def test_a_stretch_from_cached_blocks_is_what_is_computed_directly(n, start, length):
+def test_order_between_is_what_is_computed_directly(n, start, length):
     order, start = keyed(n, 0, 0), start % n
     stop = min(n, start + length)
 
@@ -79,7 +79,7 @@ def test_a_stretch_from_cached_blocks_is_what_is_computed_directly(n, start, len
         )
 
 
-def test_threads_that_share_an_order_get_its_samples():
+def test_order_may_be_shared_by_threads():
     order = Permutation(1 << 16, derive_key("shared", size=64))
     expected, wrong, interval = order(np.arange(1 << 16)), [], sys.getswitchinterval()
 
@@ -106,7 +106,7 @@ def test_threads_that_share_an_order_get_its_samples():
     assert wrong == []
 
 
-def test_it_keeps_the_shape_and_takes_nothing():
+def test_permutation_keeps_shapes_also_of_nothing():
     order = keyed(10**6, 0, 0)
 
     assert order(np.arange(6).reshape(2, 3)).shape == (2, 3)
@@ -115,12 +115,12 @@ def test_it_keeps_the_shape_and_takes_nothing():
 
 
 @pytest.mark.parametrize("n", [0, -1, 2**62 + 1])
-def test_lengths_out_of_range_are_refused(n):
+def test_permutation_rejects_lengths_out_of_range(n):
     with pytest.raises(ValueError, match=r"num_samples must be in \[1, 2\^62\]"):
         keyed(n, 0, 0)
 
 
-def test_the_order_of_version_1_does_not_change():
+def test_permutation_of_version_1_does_not_change():
     # A run that was saved is resumed in this order: a change here needs another VERSION.
     assert shuffle.VERSION == 1
     assert keyed(10, 0, 0)(np.arange(10)).tolist() == GOLDEN[10]
@@ -233,19 +233,19 @@ def few(counts, n):
 @pytest.mark.parametrize(
     ("shuffle_of", "n"), [*((ours, n) for n in LENGTHS), (numpys, 5), (numpys, 4097)]
 )
-def test_it_is_as_random_as_numpys(shuffle_of, n):
+def test_permutation_is_as_random_as_numpys(shuffle_of, n):
     found = p_values(shuffle_of, n)
 
     assert min(found.values()) > ALPHA, found
 
 
-def test_poor_shuffles_are_found_out(monkeypatch):
+def test_permutation_tests_find_poor_shuffles(monkeypatch):
     assert min(p_values(affine, 4097).values()) < ALPHA
     monkeypatch.setattr(shuffle, "ROUNDS", 3)
     assert min(p_values(ours, 4097).values()) < ALPHA
 
 
-def test_small_lengths_need_the_table(monkeypatch):
+def test_permutation_of_small_lengths_needs_the_table(monkeypatch):
     monkeypatch.setattr(shuffle, "TABLE_MAX", 0)
     assert min(p_values(ours, 16).values()) < ALPHA
 

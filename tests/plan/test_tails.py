@@ -25,16 +25,16 @@ from paddle_shard.plan.tails import (
         ("drop", 9, 0),
     ],
 )
-def test_a_short_batch_is_served_with_so_many_rows(tail, rest, rows):
+def test_tail_num_rows_of_a_short_batch(tail, rest, rows):
     assert find_tail(tail).num_rows(rest, batch_size=16, unit=4) == rows
 
 
-def test_fill_pads_evenly_where_batches_have_no_size():
+def test_tail_fill_pads_evenly_if_batches_have_no_size():
     assert find_tail("fill").num_rows(5, batch_size=0, unit=4) == 8
 
 
 @pytest.mark.parametrize(("tail", "steps"), [("pad", 3), ("repeat", 3), ("drop", 1)])
-def test_a_stream_ends_with_its_longest_part_or_before_its_shortest(tail, steps):
+def test_tail_num_steps_of_unequal_parts(tail, steps):
     assert find_tail(tail, stream=True).num_steps([5, 9, 7], size=4) == steps
 
 
@@ -70,7 +70,7 @@ def test_end_of_stream_raises_for_a_short_batch_with_error():
         tail.end_of_stream(is_whole=False, has_new=True, is_empty=False)
 
 
-def test_the_default_is_what_the_loader_says():
+def test_find_tail_takes_its_default_from_drop_last():
     assert find_tail(None) == "pad"
     assert find_tail(None, drop_last=True) == "drop"
     assert find_tail("fill", drop_last=True) == "fill"
@@ -80,18 +80,18 @@ def test_the_default_is_what_the_loader_says():
     ("tail", "stream"),
     [("wrap", False), ("repeat", False), ("fill", True), (1, False), (["pad"], True)],
 )
-def test_what_is_no_tail_is_refused_with_those_there_are(tail, stream):
+def test_find_tail_names_the_tails_there_are(tail, stream):
     known = ", ".join(map(repr, STREAM_TAILS if stream else INDEX_TAILS))
     with pytest.raises(ArgumentError, match=f"tail must be one of {known}.*, got"):
         find_tail(tail, stream=stream)
 
 
-def test_a_tail_is_equal_to_its_name():
+def test_tail_is_equal_to_its_name():
     assert all(
         tail == name and str(tail) == name and repr(tail) == repr(name)
         for name, tail in TAILS.items()
     )
 
 
-def test_editors_offer_every_tail():
+def test_tail_name_has_every_tail():
     assert set(get_args(TailName)) == set(TAILS)

@@ -16,18 +16,18 @@ def parts(**weights):
 
 
 @pytest.mark.parametrize("kind", [np.float16, np.float32, np.float64, np.longdouble])
-def test_a_number_of_numpy_is_what_its_digits_say(kind):
+def test_integer_weights_take_numpy_numbers_by_their_digits(kind):
     assert parts(web=kind("0.7"), code=kind("0.3")) == (7, 3)
 
 
-def test_a_name_that_is_misspelt_is_told_the_nearest():
+def test_integer_weights_suggest_the_nearest_name():
     with pytest.raises(
         ArgumentError, match=r"unknown sources \['wbe'\].* Did you mean 'web'\?"
     ):
         integer_weights(("web", "code"), {"wbe": 0.7, "code": 0.3})
 
 
-def test_short_numbers_are_exact():
+def test_integer_weights_of_short_numbers_are_exact():
     assert parts(web=0.7, code=0.3) == (7, 3)
     assert parts(web=70, code=30) == (7, 3)
     assert parts(a=1 / 3, b=2 / 3) == (1, 2)
@@ -42,7 +42,7 @@ def test_short_numbers_are_exact():
         any
     )
 )
-def test_shares_of_a_period_that_is_not_too_long_are_exact(weights):
+def test_integer_weights_are_exact_within_the_longest_period(weights):
     names = tuple(map(str, range(len(weights))))
     divisor = math.gcd(*weights)
 
@@ -57,7 +57,7 @@ def test_shares_of_a_period_that_is_not_too_long_are_exact(weights):
 
 @settings(max_examples=trials(300))
 @given(weights=st.lists(st.floats(0, 1e6), min_size=1, max_size=60).filter(any))
-def test_others_are_rounded_by_less_than_a_part(weights):
+def test_integer_weights_are_rounded_by_less_than_a_part(weights):
     names = tuple(map(str, range(len(weights))))
     found = integer_weights(names, dict(zip(names, weights, strict=True)))
 
@@ -101,7 +101,7 @@ def test_others_are_rounded_by_less_than_a_part(weights):
         ({"a": np.array(0.5), "b": 1}, ArgumentTypeError, "the weight of 'a'"),
     ],
 )
-def test_bad_weights_are_named(weights, error, says):
+def test_integer_weights_reject_bad_weights(weights, error, says):
     with pytest.raises(error) as caught:
         integer_weights(("a", "b"), weights)
     assert says in str(caught.value)

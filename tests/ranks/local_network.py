@@ -1,4 +1,4 @@
-"""Coordinators of one process, whose nodes exchange messages through queues, or over TCP."""
+"""Coordinators of one process, whose members exchange messages through queues, or over TCP."""
 
 import random
 import threading
@@ -6,9 +6,9 @@ import time
 
 from paddle_shard.errors import PeerLostError
 from paddle_shard.ranks.agreement import Coordinator
-from paddle_shard.ranks.network import Route, TcpNetwork
-from paddle_shard.ranks.protocol import Hub, Member, Node, encoded
-from paddle_shard.ranks.verdict import Terms
+from paddle_shard.ranks.network import TcpNetwork, _encoded, parents_of
+from paddle_shard.ranks.protocol import Hub, Member
+from paddle_shard.ranks.reports import Terms, loss_of
 from tests.deadlines import HANG
 
 
@@ -45,7 +45,7 @@ class LocalNetwork:
 
     def send(self, messages):
         for message in messages:
-            assert encoded(message)
+            assert _encoded(message)
             self.num_sent += 1
             for other in self.others():
                 other.put(message)
@@ -60,9 +60,28 @@ class LocalNetwork:
             self.is_closed = True
             self.changed.notify_all()
 
-    def close(self, lost):
+    def close(self, loss):
         for other in self.others():
-            other.put(["gone", [0] if self.rank == 0 else self.rank, "died"])
+            other.put(
+                ["lost", *loss_of([0], "died")]
+                if self.rank == 0
+                else ["gone", self.rank, "died"]
+            )
+
+
+def coordinator(rank, size, network, timeout=HANG, parents=None, end_process=None):
+    """Return the coordinator of one of some ranks."""
+    parents = parents or dict.fromkeys(range(1, size), 0)
+    ranks = sorted({*parents, *parents.values()}) or [0]
+    member = Member(
+        rank,
+        parent=parents.get(rank, rank),
+        timeout=timeout,
+        hub=Hub(ranks, parents) if rank == ranks[0] else None,
+    )
+    return Coordinator(
+        "test", member, network, end_process=end_process or (lambda: None)
+    )
 
 
 def coordinators(size, timeout=HANG, delay=0.0, end_process=lambda rank: None):
@@ -70,13 +89,13 @@ def coordinators(size, timeout=HANG, delay=0.0, end_process=lambda rank: None):
     networks, made = [], []
     for rank in range(size):
         networks.append(LocalNetwork(networks, rank, delay))
-        member = Member(
-            rank, hub=0, relay=None, introduction=f"rank {rank}", timeout=timeout
-        )
-        node = Node(member, Hub(range(size), {}) if rank == 0 else None)
         made.append(
-            Coordinator(
-                node, networks[rank], end_process=lambda rank=rank: end_process(rank)
+            coordinator(
+                rank,
+                size,
+                networks[rank],
+                timeout,
+                end_process=lambda rank=rank: end_process(rank),
             )
         )
     return made
@@ -84,25 +103,9 @@ def coordinators(size, timeout=HANG, delay=0.0, end_process=lambda rank: None):
 
 def end(coordinator):
     """End the thread of a coordinator, as if its process had been killed."""
-    coordinator._leaves = True
     coordinator._network.interrupt()
     if coordinator._thread is not None:
         coordinator._thread.join(HANG)
-
-
-def tcp_coordinator(rank, ranks, store, hosts, timeout=HANG):
-    """Return the coordinator of one of some ranks of this process that meet at a store, and connect over TCP."""
-    route, relays = Route.of(ranks, rank, hosts)
-    network = TcpNetwork(route, hosts, "test", lambda wanted: store)
-    member = Member(
-        rank,
-        hub=ranks[0],
-        relay=relays.get(rank),
-        introduction=f"rank {rank}",
-        timeout=timeout,
-    )
-    hub = Hub(ranks, relays) if route.up is None else None
-    return Coordinator(Node(member, hub), network, end_process=lambda: None)
 
 
 class Store:
@@ -129,19 +132,28 @@ class Meeting:
     def __init__(self, ranks, host="127.0.0.1", hosts=None):
         self.store = Store()
         hosts = hosts or dict.fromkeys(ranks, host)
+        parents = parents_of(ranks, hosts)
         self.coordinators = {
-            rank: tcp_coordinator(rank, ranks, self.store, hosts) for rank in ranks
+            rank: coordinator(
+                rank,
+                len(ranks),
+                TcpNetwork(rank, parents, hosts, "test", self.store),
+                parents=parents,
+            )
+            for rank in ranks
         }
         self._threads = []
 
-    def start(self, rank):
+    def start(self, rank, timeout=HANG):
         """Return a list that gets what the rank's exchange returns, or its error."""
         found = []
 
         def exchange():
             try:
                 found.append(
-                    self.coordinators[rank].open(Terms()).exchange(f"from {rank}")
+                    self.coordinators[rank]
+                    .open(Terms(timeout=timeout))
+                    .exchange(f"from {rank}")
                 )
             except PeerLostError as error:
                 found.append(error)

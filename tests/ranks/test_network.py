@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from paddle_shard.ranks import network
-from paddle_shard.ranks.network import Route
+from paddle_shard.ranks.network import parents_of
 from tests.ranks.local_network import Meeting
 
 HOSTS = ["127.0.0.1", "127.0.0.1", "127.0.0.2", "127.0.0.2", "127.0.0.2"]
@@ -18,27 +18,11 @@ def meeting(monkeypatch, caplog):
         yield found
 
 
-def test_route_connects_each_rank_to_the_hub_or_to_the_first_of_its_host(monkeypatch):
+def test_parents_are_the_hub_or_the_first_rank_of_the_host(monkeypatch):
     monkeypatch.setattr(network, "MAX_DIRECT", 2)
-    routes = [Route.of(range(5), rank, HOSTS)[0] for rank in range(5)]
-
-    assert [route.up for route in routes] == [None, 0, 0, 2, 2]
-    assert [route.down for route in routes] == [(1, 2), (), (3, 4), (), ()]
-    assert [route.several_hosts for route in routes] == [
-        True,
-        False,
-        False,
-        False,
-        False,
-    ]
+    assert parents_of(range(5), HOSTS) == {1: 0, 2: 0, 3: 2, 4: 2}
     monkeypatch.setattr(network, "MAX_DIRECT", 64)
-    assert [Route.of(range(5), rank, HOSTS)[0].up for rank in range(5)] == [
-        None,
-        0,
-        0,
-        0,
-        0,
-    ]
+    assert parents_of(range(5), HOSTS) == dict.fromkeys(range(1, 5), 0)
 
 
 def test_relayed_ranks_exchange_like_others(meeting):

@@ -2,8 +2,8 @@
 
 import os
 
-from paddle_shard.ranks.progress import ProgressTable, TableOfHost
-from paddle_shard.ranks.protocol import PASSES
+from paddle_shard.ranks.host_memory import HostMemory
+from paddle_shard.ranks.progress import MAX_ITERATIONS, ProgressTable
 
 
 def tables(ranks):
@@ -11,7 +11,7 @@ def tables(ranks):
     return [ProgressTable(words, ranks, rank) for rank in ranks]
 
 
-def test_least_counts_the_steps_that_all_ranks_have_posted():
+def test_table_counts_the_steps_that_all_ranks_have_posted():
     one, other = tables((3, 7))
     one.post(0, 5, 0)
     assert one.least(0, {}) == 0
@@ -21,7 +21,7 @@ def test_least_counts_the_steps_that_all_ranks_have_posted():
     assert one.least(0, {}) == 5
 
 
-def test_least_waits_for_the_notes_that_were_sent_before():
+def test_table_waits_for_the_notes_that_were_sent_before():
     one, other = tables((3, 7))
     for sent in (1, 1 << 15, (1 << 16) + 2):
         one.post(4, 9, 0)
@@ -30,14 +30,14 @@ def test_least_waits_for_the_notes_that_were_sent_before():
         assert one.least(4, {7: sent}) == one.least(4, {7: sent + 3}) == 9
 
 
-def test_a_pass_whose_place_is_taken_by_a_later_one_is_not_known():
+def test_table_does_not_know_an_iteration_whose_place_is_taken():
     one, other = tables((3, 7))
     for table in (one, other):
         table.post(1, 9, 0)
-    other.post(1 + PASSES, 4, 0)
+    other.post(1 + MAX_ITERATIONS, 4, 0)
     assert one.least(1, {}) == 0
-    one.post(1 + PASSES, 6, 0)
-    assert one.least(1 + PASSES, {}) == 4
+    one.post(1 + MAX_ITERATIONS, 6, 0)
+    assert one.least(1 + MAX_ITERATIONS, {}) == 4
 
 
 def test_table_is_shared_once_all_have_joined():
@@ -49,11 +49,8 @@ def test_table_is_shared_once_all_have_joined():
     assert other.is_shared
 
 
-def test_table_of_a_host_is_found_by_its_place_and_token(tmp_path):
-    hub, member = (
-        TableOfHost((0, 2), 0, is_hub=True),
-        TableOfHost((0, 2), 2, is_hub=False),
-    )
+def test_host_memory_is_found_by_its_place_and_token(tmp_path):
+    hub, member = HostMemory((0, 2), 0), HostMemory((0, 2), 2)
     one, other = hub.find(hub.place), member.find(hub.place)
     one.post(0, 3, 0)
     other.post(0, 4, 0)

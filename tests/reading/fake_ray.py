@@ -105,7 +105,7 @@ class FakeRay(ModuleType):
             array.setflags(write=False)
         return ref.value
 
-    def wait(self, refs, num_returns, timeout):
+    def wait(self, refs, timeout, num_returns=1):
         if timeout:
             self.waits += 1
             assert self.waits < 2_000_000, "it waits for ever"

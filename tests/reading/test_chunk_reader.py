@@ -30,7 +30,7 @@ from paddle_shard.data.stages.stage import Opening, Stage
 from paddle_shard.errors import DataReadError
 from paddle_shard.plan.parts import PartsPlan, chunks_of
 from paddle_shard.plan.seeding import mix
-from paddle_shard.plan.step import Step
+from paddle_shard.plan.step import SamplerStep, Step
 from paddle_shard.reading.batch import Batch as ReadBatch
 from paddle_shard.reading.batch import Chunk, joined
 from paddle_shard.reading.chunk_reader import ChunkReader, ChunkRequest, OwnBatches
@@ -42,7 +42,7 @@ GENERATORS = (NumpyGenerator(), PythonGenerator())
 HOW, DRAWS = HowToRead(generators=()), HowToRead(generators=GENERATORS)
 MISSING = "missing"
 STEP = Step(
-    epoch=0, number=0, num_rows=0, micro_size=0, num_real=0
+    epoch=0, number=0, num_rows=0, micro_size=0, num_positions=0
 )  # readers are told what they read by its parts
 WORKERS = range(6)
 
@@ -195,10 +195,10 @@ def put_together(plan, of_ranks):
     batches = []
     for step, together in enumerate(zip(*of_ranks, strict=True)):
         whole, empty = (
-            all(one.whole for one in together),
-            all(one.empty for one in together),
+            all(one.is_whole for one in together),
+            all(one.is_empty for one in together),
         )
-        fresh = any(one.fresh for one in together)
+        fresh = any(one.has_new for one in together)
         over = {
             "pad": empty,
             "drop": not whole,
@@ -213,13 +213,15 @@ def put_together(plan, of_ranks):
             if (
                 one.value is None
             ):  # a rank that has had no sample yet: the loader finds what stands in
-                assert one.empty
+                assert one.is_empty
                 assert plan.tail == "pad"
                 for place in places:
                     rows[place] = MISSING
                 continue
             real_rows = (
-                [True] * len(places) if one.real is None else one.real.tolist()
+                [True] * len(places)
+                if one.is_padding is None
+                else (~one.is_padding).tolist()
             )  # None: all
             assert (
                 len(real_rows)
@@ -522,7 +524,7 @@ def test_missing_rows_are_told_in_the_order_of_the_rows(tail):
     )
 
     # Rows of the micro-batches: parts 0, 0, 1, 1 and again; part 0 has three samples, part 1 one.
-    assert list(chunk.real) == [1, 1, 1, 0, 1, 0, 0, 0]
+    assert list(chunk.is_padding) == [0, 0, 0, 1, 0, 1, 1, 1]
     assert (
         chunk.value is None
         if tail == "drop"
@@ -569,7 +571,7 @@ def test_a_reader_without_a_sample_makes_no_rows_up():
         request(plan, (0, 1), 0), None
     )
 
-    assert (chunk.value, list(chunk.real)) == (None, [0, 0, 0, 0])
+    assert (chunk.value, list(chunk.is_padding)) == (None, [1, 1, 1, 1])
 
 
 # Failures
@@ -668,7 +670,7 @@ def test_steps_out_of_turn_are_refused_and_not_served_from_somewhere_else():
     assert reader.read(request(plan, (0, 1), 0), None).value.tolist() == [0, 3]
 
     failure = reader.read(request(plan, (0, 1), 2), None)
-    assert "step 2 was asked for, but step 1 is next" in failure.cause
+    assert "step 2 was requested, but step 1 is next" in failure.cause
     assert reader.read(request(plan, (0, 1), 1), None).value.tolist() == [1, 4]
 
 
@@ -810,7 +812,7 @@ def test_a_collate_fn_that_draws_does_not_see_what_was_drawn_outside():
 
 def join(*batches, places=((0, 2), (1, 3))):
     chunks = [
-        Chunk(batch, bytes([1] * len(place)))
+        Chunk(batch, bytes(len(place)))
         for batch, place in zip(batches, places, strict=True)
     ]
     return joined(STEP, chunks, [np.array(place) for place in places])
@@ -883,14 +885,14 @@ def test_a_ranks_own_short_batch_is_filled_with_its_last_row(made):
         whole_items=True,
         local_rows=0,
     )
-    own, step = OwnBatches(), replace(STEP, sampler_state={"rows": 0})
+    own, step = OwnBatches(), replace(STEP, sampler=SamplerStep(state={"rows": 0}))
     values = [made([[n, n] for n in range(rows)]) for rows in (3, 2)]
-    found = [ReadBatch(step=step, value=value, real=None) for value in values]
+    found = [ReadBatch(step=step, value=value, is_padding=None) for value in values]
     for one in found:
         own.complete(one, asked)
 
-    assert found[0].real is None
-    assert found[1].real.tolist() == [True, True, False]
+    assert found[0].is_padding is None
+    assert found[1].is_padding.tolist() == [False, False, True]
     assert found[1].value.tolist() == [[0, 0], [1, 1], [1, 1]]
 
 
@@ -905,31 +907,29 @@ def test_however_rows_are_dealt_they_come_out_in_order_with_their_marks(
         [row for row, reader in enumerate(dispatched) if reader == own]
         for own in sorted(set(dispatched))
     ]
-    real = data.draw(st.lists(st.booleans(), min_size=rows, max_size=rows))
+    padding = data.draw(st.lists(st.booleans(), min_size=rows, max_size=rows))
     fresh = data.draw(
         st.lists(st.booleans(), min_size=len(places), max_size=len(places))
     )
     chunks = [
-        Chunk(np.array(p), bytes(real[row] for row in p), f)
+        Chunk(np.array(p), bytes(padding[row] for row in p), f)
         for p, f in zip(places, fresh, strict=True)
     ]
     found = joined(STEP, chunks, [np.array(place) for place in places])
 
-    assert (found.value.tolist(), found.real.tolist(), found.fresh) == (
-        list(range(rows)),
-        real,
-        any(fresh),
-    )
-    assert (found.whole, found.empty) == (all(real), not any(real))
+    assert (found.value.tolist(), found.has_new) == (list(range(rows)), any(fresh))
+    mask = [False] * rows if found.is_padding is None else found.is_padding.tolist()
+    assert mask == padding
+    assert (found.is_whole, found.is_empty) == (not any(padding), all(padding))
 
 
 def test_a_step_of_which_a_chunk_is_missing_has_no_batch_but_says_which_rows_are_there():
-    chunks = [Chunk(np.array([0, 2]), b"\1\1", True), Chunk(None, b"\1\0", False)]
+    chunks = [Chunk(np.array([0, 2]), None, True), Chunk(None, b"\0\1", False)]
     found = joined(STEP, chunks, [np.array([0, 2]), np.array([1, 3])])
 
-    assert (found.value, found.real.tolist(), found.fresh) == (
+    assert (found.value, found.is_padding.tolist(), found.has_new) == (
         None,
-        [True, True, True, False],
+        [False, False, False, True],
         True,
     )
 
@@ -1027,7 +1027,7 @@ def test_a_stream_that_can_be_read_once_is_not_opened_again_for_padding():
         request(plan, (2, 3), 1, start=1), None
     )
 
-    assert (chunk.value, list(chunk.real)) == (None, [0, 0])
+    assert (chunk.value, list(chunk.is_padding)) == (None, [1, 1])
 
 
 # Whole batches as items
@@ -1075,11 +1075,11 @@ def test_whole_items_come_in_the_streams_order_from_any_number_of_workers_and_an
         start=start,
     )
 
-    assert [one.value["x"].tolist() for one in found if one.whole] == [
+    assert [one.value["x"].tolist() for one in found if one.is_whole] == [
         [n] for n in range(start, length)
     ]
-    assert [one.whole for one in found] == [True] * (length - start) + [False] * 7
-    assert all(one.empty and one.value is None for one in found[length - start :])
+    assert [one.is_whole for one in found] == [True] * (length - start) + [False] * 7
+    assert all(one.is_empty and one.value is None for one in found[length - start :])
 
 
 @pytest.mark.parametrize("workers", WORKERS)
@@ -1092,9 +1092,9 @@ def test_whole_items_that_are_made_up_for_are_marked_and_collated_by_the_user(wo
         collate_fn=lambda n: np.array([n, n]),
     )
 
-    assert [one.real is None or one.real.tolist() for one in found] == [True] * 3 + [
-        [False]
-    ] * 4
+    assert [one.is_padding is None or (~one.is_padding).tolist() for one in found] == [
+        True
+    ] * 3 + [[False]] * 4
     assert [one.value.tolist() for one in found[:3]] == [[0, 0], [1, 1], [2, 2]]
     assert all(one.value is None or one.value.shape == (2,) for one in found[3:])
 
@@ -1115,7 +1115,7 @@ def test_the_first_whole_item_of_the_stream_makes_up_for_those_that_are_missing_
 
     expected = [n if n < 3 else 0 for n in range(start, start + 7)]
     assert [one.value.tolist() for one in found] == [[n, n] for n in expected]
-    assert [one.whole for one in found] == [n < 3 for n in range(start, start + 7)]
+    assert [one.is_whole for one in found] == [n < 3 for n in range(start, start + 7)]
 
 
 @pytest.mark.parametrize("workers", [0, 1, 3])
@@ -1123,7 +1123,7 @@ def test_whole_items_are_repeated_in_their_order_by_workers_that_divide_them(wor
     found = items_served(Stripe(IterableSource(range(6))), workers, 14, repeat=True)
 
     assert [one.value for one in found] == [n % 6 for n in range(14)]
-    assert [one.fresh for one in found] == [True] * 6 + [False] * 8
+    assert [one.has_new for one in found] == [True] * 6 + [False] * 8
 
 
 @pytest.mark.parametrize("workers", [2, 3, 4])

@@ -40,7 +40,9 @@ class Rows:
 
 
 def step_of(number, ids=()):
-    return Step(epoch=0, number=number, num_rows=3, micro_size=3, num_real=3, ids=ids)
+    return Step(
+        epoch=0, number=number, num_rows=3, micro_size=3, num_positions=3, ids=ids
+    )
 
 
 def reading(dataset, sampler_fails_at, skip, collate_fn=None, ahead=0):
@@ -80,7 +82,9 @@ def what_comes(batches, *, beside):
             batch = next(batches)
             assert beside or states() == before
             found.append(batch.value.tolist())
-            skipped.append([] if batch.skipped is None else batch.skipped.tolist())
+            skipped.append(
+                [] if batch.is_skipped is None else batch.is_skipped.tolist()
+            )
     except (StopIteration, DataReadError, RuntimeError) as end:
         assert states() == before
         return found, type(end), str(end).split("Original traceback")[0], skipped

@@ -10,6 +10,7 @@ import pytest
 from paddle.io import BatchSampler, DataLoader, Dataset
 
 from paddle_shard import Stream
+from paddle_shard.loader.step_pass import StepPass
 from paddle_shard.reading import profile
 from paddle_shard.reading.profile import READING_AHEAD, WORKER, Profiler, describe
 from tests.data.http_server import serving
@@ -384,3 +385,7 @@ def test_describe_names_the_largest_causes():
         "Rank 3 waits 38% of a step (4.1 ms of 10.8 ms) for data: 81% in Digits.__getitem__, 12% collating."
     )
     assert describe(0.0041, 0.0067, 0.0, {}, 3).endswith("for data.")
+
+
+def test_profiler_names_the_function_in_which_a_thread_idles():
+    assert callable(getattr(StepPass, profile._IDLE))

@@ -296,8 +296,7 @@ def test_an_actor_reads_from_the_folder_of_its_rank(monkeypatch, tmp_path):
         monkeypatch.chdir(tmp_path)
         gone = READING_ACTOR(0, settings, 0, str(tmp_path / "nowhere"))
         assert (
-            f"where relative paths lead nowhere, as it has no folder {tmp_path}/nowhere"
-            in gone._where
+            f"which has no folder {tmp_path}/nowhere for relative paths" in gone._where
         )
         assert not os.path.exists("a.txt")
 
@@ -330,7 +329,7 @@ def test_readers_that_cannot_be_are_refused(given, kind, text, monkeypatch):
 def test_a_loader_refuses_readers_that_are_none(monkeypatch):
     loader = paddle.io.DataLoader(Made(), batch_size=4)
     with pytest.raises(
-        ArgumentTypeError,
+        ArgumentError,
         match="readers must be a paddle_shard.RayReaders, or None, got 4",
     ):
         sharded(loader, ONE, readers=4)

@@ -21,7 +21,7 @@ from paddle_shard.core.trees import leaves, mapped
 from paddle_shard.data.arrays import ArrayDataset
 from paddle_shard.errors import DataReadError
 from paddle_shard.placement.local_tensor import TensorMaker
-from paddle_shard.plan.step import Step
+from paddle_shard.plan.step import SamplerStep, Step
 from paddle_shard.reading.batch import Chunk
 from paddle_shard.reading.executor import WorkerExecutor
 from paddle_shard.reading.failure import ReadFailure
@@ -60,7 +60,7 @@ def a_step(number, ids=(0,)):
         number=number,
         num_rows=len(ids),
         micro_size=len(ids),
-        num_real=len(ids),
+        num_positions=len(ids),
         ids=ids,
     )
 
@@ -357,21 +357,19 @@ def test_workers_are_asked_for_the_samples_of_each_step():
 def test_a_worker_gets_the_ids_as_they_are_and_not_what_only_the_state_needs(dtype):
     class Echo(Reader):
         def read(self, asked, worker, look=""):
-            return Chunk(
-                [asked.ids, asked.number, asked.drawn, asked.sampler_state, asked.valid]
-            )
+            return Chunk([asked.ids, asked.number, *asked.sampler, asked.valid])
 
     step = replace(
         a_step(3, np.arange(LARGE).astype(dtype)),
-        drawn=[1, 2],
-        sampler_state=lambda: 0,
-        real=np.ones(2),
+        sampler=SamplerStep([1, 2], lambda: 0),
+        valid=np.ones(2, bool),
     )
     with reading(None, [step], reader=Echo(None)) as batches:
         (found,) = batches
     assert found[0].numpy().tolist() == list(range(LARGE))
     assert str(found[0].numpy().dtype) == dtype
-    assert (found[1], list(found[2]), found[3], found[4]) == (3, [], None, None)
+    assert (found[1], list(found[2])) == (3, [])
+    assert list(found[3:]) == [None, None, None]
 
 
 def test_workers_end_by_themselves_when_the_last_batch_has_come(monkeypatch):

@@ -264,7 +264,7 @@ def test_options_of_any_type_are_in_the_record(tmp_path):
     assert (found["ranks"], found["samples"]) == (None, list(range(24, 32)))
     text = asked("verify", tmp_path / "run.jsonl")
     assert "exactly once" in text
-    assert "is not compared: rows are balanced by cost" in text
+    assert "is not compared: rows are balanced" in text
 
 
 def test_a_step_writes_nothing(tmp_path):
@@ -376,7 +376,7 @@ def test_whatever_a_line_holds_no_command_dies_of_it(whole, tmp_path_factory, da
 def test_a_record_that_tells_nothing_yet_says_so(tmp_path):
     path = tmp_path / "run.jsonl"
     loader = loader_of(path)
-    assert "the record tells of no pass yet" in asked("verify", path, code=2)
+    assert "the record has no pass yet" in asked("verify", path, code=2)
     batches = iter(loader)
     next(batches)
     assert "1 lines" not in asked("verify", path)
@@ -469,7 +469,7 @@ def test_what_was_read_is_compared_with_the_order(whole, tmp_path):
             entry[5][2] ^= 1
 
     path = written_anew(whole, tmp_path / "run.jsonl", with_other_sums)
-    assert "read other samples than those of the order" in asked("verify", path, code=1)
+    assert "other samples than those of the order" in asked("verify", path, code=1)
 
 
 def test_a_position_that_no_epoch_has_is_told_at_once(whole, tmp_path):
@@ -479,7 +479,7 @@ def test_a_position_that_no_epoch_has_is_told_at_once(whole, tmp_path):
 
     path = written_anew(whole, tmp_path / "run.jsonl", far_away)
     assert (
-        "the record is damaged: epoch 0 has 46 positions, and a line tells of 10000000000000"
+        "the record is damaged: epoch 0 has 46 positions, and a line has 10000000000000"
         in asked("verify", path, code=2)
     )
 

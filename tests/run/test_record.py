@@ -218,7 +218,7 @@ def test_what_a_run_had_before_its_record_is_not_called_undelivered(tmp_path):
     loader.state_dict()
 
     says = (
-        "The run was resumed at step 2 of epoch 0, and no line tells how it came there"
+        "The run was resumed at step 2 of epoch 0, and no line shows how it came there"
     )
     assert says in asked("verify", record)
     for command in (

@@ -15,8 +15,8 @@ import time
 import types
 from dataclasses import replace
 
-from paddle_shard.ranks.protocol import Hub, Member, Node, PassState, _Ballot
-from paddle_shard.ranks.verdict import Outlook
+from paddle_shard.ranks.decision import RankProgress
+from paddle_shard.ranks.protocol import Hub, Iteration, Member, _Tally
 from tests.simulation.ranks import Failed, Fault, Job, check
 from tests.simulation.scripts import Script, outcome
 from tests.simulation.world import TIMEOUT, Memory, Rank, World
@@ -44,7 +44,7 @@ def frozen(value):
     return tuple(
         frozen(getattr(value, name))
         for name in names
-        if name not in ("world", "terms", "scripts", "relays")
+        if name not in ("world", "terms", "scripts", "relays", "parents")
     )
 
 
@@ -53,7 +53,7 @@ def state_of(world):
     return hash(frozen(world))
 
 
-COPIED = (World, Memory, Rank, Node, Member, Hub, _Ballot, PassState, Outlook)
+COPIED = (World, Memory, Rank, Member, Hub, _Tally, Iteration, RankProgress)
 
 
 def copied(value, known=None):

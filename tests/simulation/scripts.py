@@ -177,7 +177,7 @@ def result_of(step, error):
         return (
             step,
             "other"
-            if "The ranks differ in pass" in str(error)
+            if "The ranks differ in a loop" in str(error)
             else f"wrongly: {error}",
             None,
         )

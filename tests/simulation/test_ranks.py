@@ -9,8 +9,8 @@ from tests.simulation.seeds import planted
 from tests.trials import trials
 
 CAUGHT_BY = {
-    "leaves_the_table_at_the_end": (10, 16),
-    "posts_what_is_not_sent": (22, 35),
+    "leaves_the_table_at_the_end": (1, 178),
+    "posts_what_is_not_sent": (58, 180),
 }
 """Defect -> seeds that catch it, where few of them do."""
 

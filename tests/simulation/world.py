@@ -9,7 +9,8 @@ import math
 
 from paddle_shard.errors import PeerLostError
 from paddle_shard.ranks import protocol
-from paddle_shard.ranks.verdict import CLOSED, END, FAIL, OK, Terms
+from paddle_shard.ranks.decision import CLOSED, END, FAIL, OK
+from paddle_shard.ranks.reports import Terms, loss_of
 from tests.simulation.scripts import note_of, report_of, result_of
 
 TIMEOUT = 20.0
@@ -55,25 +56,21 @@ class Rank:
         self.rank = rank
         self.up = up
         self.is_threaded = is_threaded
-        relay = world.relays.get(rank)
         self.memory = None if words is None else Memory(words, rank, world.size)
+        hub = protocol.Hub(range(world.size), world.parents) if up is None else None
         self.member = protocol.Member(
             rank,
-            hub=0,
-            relay=relay,
-            introduction=f"rank {rank}",
+            parent=rank if up is None else up,
             timeout=TIMEOUT,
+            hub=hub,
             find_table=self.found_memory,
         )
-        hub = protocol.Hub(range(world.size), world.relays) if up is None else None
-        self.node = protocol.Node(self.member, hub)
         self.results = []
         self.phase = "open"
         self.state = None
         self.step = 0
         self.allowed = 0
-        self.noted = -1
-        self.since = self.deadline = self.finished_at = 0.0
+        self.deadline = self.finished_at = 0.0
         self.is_awake = False
         self.is_connected = False
         self.turned_at = 0.0
@@ -93,10 +90,9 @@ class Rank:
     def is_decided(self):
         state = self.state
         return (
-            state.stops_early
-            or state.is_closed
-            or state.verdict is not None
-            or self.member.lost is not None
+            state.is_closed
+            or state.decision is not None
+            or self.member.loss is not None
         )
 
     def found_memory(self, place):
@@ -115,14 +111,16 @@ class Rank:
 
     def _open(self):
         script = self.script
-        label = script.labels.get(self.rank, "")
         terms = Terms(
-            label=label, ends_must_agree=script.must_agree, same_data=script.same_data
+            label={"loader": script.labels.get(self.rank, "")},
+            timeout=TIMEOUT,
+            ends_must_agree=script.must_agree,
+            same_data=script.same_data,
         )
-        self.state = self.member.open(protocol.PassState, terms, self.world.now)
+        self.state = self.member.open(terms, self.world.now, protocol.Iteration)
         self.world.opened[self.state.number, self.rank] = self.state
         self.is_awake = True
-        self.step, self.noted, self.allowed, self.phase = 0, -1, 0, "next"
+        self.step, self.allowed, self.phase = 0, 0, "next"
 
     def _next(self):
         if self.step in (self.script.break_at, self.script.leaves.get(self.rank)):
@@ -143,8 +141,8 @@ class Rank:
         if self.state.may_deliver(self.step):  # without the lock
             self._deliver()
             return
-        self.state.is_waiting = True
-        self.since = self.world.now
+        self.state.waits_since = self.world.now
+        self.state.steps_of_ranks = {}
         self._wait()
 
     def _wait(self):
@@ -155,14 +153,12 @@ class Rank:
             self.is_awake = self.is_awake or state.is_due
             self.is_notified = False
             try:
-                self.deadline = now + self.member.patience(
-                    state, self.step, self.since, now
-                )
+                self.deadline = now + self.member.patience(state, self.step, now)
             except PeerLostError as error:
+                self.is_awake = True
                 self._finish(result_of(self.step, error))
-            self.is_awake = self.is_awake or self.member.is_asking
             return
-        state.is_waiting = False
+        state.waits_since = None
         if found:
             self._deliver()
             return
@@ -174,7 +170,7 @@ class Rank:
     def _deliver(self):
         for rank in range(self.world.size):
             other = self.world.opened.get((self.state.number, rank))
-            if other is None or other.outlook.step <= self.step:
+            if other is None or other.progress.step <= self.step:
                 self._finish(
                     (
                         self.step,
@@ -183,7 +179,7 @@ class Rank:
                     )
                 )
                 return
-        self.state.outlook.delivered += 1
+        self.state.progress.delivered += 1
         received = dict(self.state.take_notes(self.step))
         notes = {
             rank: note_of(rank, self.step, self.script)
@@ -206,8 +202,8 @@ class Rank:
         return self.meets is not None
 
     def _finish(self, result):
-        self.state.is_waiting = False
-        self.state.close(self.world.now)
+        self.state.waits_since = None
+        self.state.close()
         self.is_awake = True
         self.results.append(result)
         self.finished_at = self.world.now
@@ -221,32 +217,30 @@ class Rank:
         state = self.state
         if (
             self.phase in ("open", "done")
-            or state.outlook.kind != OK
-            or state.verdict is not None
+            or state.progress.kind != OK
+            or state.decision is not None
         ):
             return False
-        return state.outlook.step < self.allowed
+        return state.progress.step < self.allowed
 
     def read(self):
         state, script = self.state, self.script
-        step = state.outlook.step
+        step = state.progress.step
+        differs = script.differs.get(self.rank, FAR) <= step
+        read = {
+            "note": note_of(self.rank, step, script),
+            "digest": 7 * step + differs if script.same_data else None,
+        }
         if self._has_stopped():
             state.announce_unread()
-        elif self.noted < step:
-            self.noted = step
-            if (text := note_of(self.rank, step, script)) is not None:
-                state.note(text)
-            if script.same_data:
-                state.note_read(7 * step + (script.differs.get(self.rank, FAR) <= step))
-            return
         elif script.fails.get(self.rank) == step:
             state.announce(FAIL, report=report_of(self.rank))
         elif script.ends.get(self.rank) == step:
             state.announce(END)
         elif script.exhausted.get(self.rank, step + 1) <= step:
-            state.announce(exhausted=True)
+            state.announce(exhausted=True, **read)
         else:
-            state.announce()
+            state.announce(**read)
         self.is_awake = self.is_awake or state.is_due
 
     def _has_stopped(self):
@@ -256,16 +250,16 @@ class Rank:
         leader = self.world.opened.get(
             (self.state.number, self.script.leaders[self.rank])
         )
-        has_left = leader is not None and leader.outlook.kind == CLOSED
+        has_left = leader is not None and leader.progress.kind == CLOSED
         return self.is_decided or (
-            has_left and leader.outlook.step <= self.state.outlook.step
+            has_left and leader.progress.step <= self.state.progress.step
         )
 
     # The driver's thread
 
     def may_turn(self):
         beat = self.world.now >= self.turned_at + self.member.heartbeat
-        return self.member.lost is None and (
+        return self.member.loss is None and (
             self.is_awake or beat or not self.is_connected
         )
 
@@ -273,12 +267,11 @@ class Rank:
         world = self.world
         if not self.is_connected:
             self.is_connected = True
-            self.member.connected(world.now)
             above = None if self.up is None else world.ranks[self.up]
-            if above is not None and (above.is_dead or above.member.lost is not None):
+            if above is not None and (above.is_dead or above.member.loss is not None):
                 # It cannot be reached, or has left word why it has given up.
-                self.member.lost = above.member.lost or PeerLostError.of(
-                    "cannot be reached", [self.up]
+                self.member.lose(
+                    *(above.member.loss or ("cannot be reached", [self.up], None))
                 )
                 self.is_notified = True
                 self._give_up()
@@ -288,20 +281,19 @@ class Rank:
         mine = [
             message for source, message in received if self._is_mine(source, message)
         ]
-        messages = self.node.turn(mine, world.now)
+        messages = self.member.turn(mine, world.now)
         for message in messages:
             for other in world.below(0) if self.up is None else [self.up]:
                 world.send(self.rank, other, message)
         if self.up is not None and messages:
             self._tell_below([""])
         self.is_notified = True
-        if self.member.lost is not None:
+        if self.member.loss is not None:
             self._give_up()
 
     def _give_up(self):
-        lost = self.member.lost
         if self.up is not None:
-            self._tell_below(["lost", str(lost), lost.ranks, lost.timeout])
+            self._tell_below(["lost", *self.member.loss])
         self.world.cut(self.rank)
 
     def _tell_below(self, message):
@@ -330,6 +322,7 @@ class World:
         self.scripts = scripts
         self.meets = meets
         self.relays = relays or {}
+        self.parents = {rank: self.up(rank) for rank in range(1, size)}
         self.now = self.struck_at = 0.0
         self.opened = {}
         self.channels = {}  # (from, to) -> messages on their way
@@ -377,15 +370,14 @@ class World:
                     continue
                 if loses:
                     self.channels.pop((source, target), None)
-                ends_above = self.up(source) == target
+                ends_below = self.up(source) == target
+                loss = loss_of([source], "has ended or was killed")
                 self.send(
                     source,
                     target,
-                    [
-                        "gone",
-                        source if ends_above else [source],
-                        "has ended or was killed",
-                    ],
+                    ["gone", source, "has ended or was killed"]
+                    if ends_below
+                    else ["lost", *loss],
                 )
                 self.ended.add((source, target))
 
@@ -421,7 +413,7 @@ class World:
                 and not (one.is_dead or one.is_held())
                 and one.frozen_until <= self.now
             )
-            if messages and is_able and one.member.lost is None:
+            if messages and is_able and one.member.loss is None:
                 found.append(("drive", target, source))
         return found
 
@@ -454,7 +446,7 @@ class World:
                 continue
             if one.phase == "wait":
                 times.append(one.deadline)
-            if one.member.lost is None and one.is_connected:
+            if one.member.loss is None and one.is_connected:
                 times.append(one.turned_at + one.member.heartbeat)
         return min((time for time in times if time > self.now), default=math.inf)
 

@@ -13,7 +13,6 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from operator import itemgetter
 from pathlib import Path
@@ -68,21 +67,21 @@ class ShardEntry:
         }
 
     @classmethod
-    def from_json(cls, found: Any) -> ShardEntry:
+    def from_json(cls, entry: Any) -> ShardEntry:
         """Return the entry of an index file or of kept counts.
 
         Raises:
             TypeError, ValueError, KeyError: It is damaged.
         """
-        entry = cls(
-            samples=counted(found["samples"]),
-            size=counted(found["bytes"]),
-            starts=tuple(map(counted, found.get("starts", ()))),
-            every=counted(found.get("every", EVERY), 1),
+        parsed = cls(
+            samples=counted(entry["samples"]),
+            size=counted(entry["bytes"]),
+            starts=tuple(map(counted, entry.get("starts", ()))),
+            every=counted(entry.get("every", EVERY), 1),
         )
-        if max(entry.samples, entry.size, *entry.starts) >= 1 << 63:
-            raise ValueError(found)
-        return entry
+        if max(parsed.samples, parsed.size, *parsed.starts) >= 1 << 63:
+            raise ValueError(entry)
+        return parsed
 
 
 def count_file(
@@ -134,7 +133,7 @@ def count_files(
         kind: Name of what is counted in the files.
         samples: Finds the samples of a file; see `count_file`.
         counts: True: count all files; False: count none. None: count all if counting is cheap compared to reading: all
-            files are local and none is compressed. So all ranks that see the same files decide alike.
+            files are local and, by their names, none is compressed.
         cache: Where copies of remote files are kept; None: nowhere.
 
     Returns:
@@ -144,13 +143,14 @@ def count_files(
         ShardReadError: A file cannot be read.
     """
     any_remote = any(map(files.is_remote, names))
-    if counts is False or (counts is None and any_remote):
+    is_costly = any_remote or any(map(files.is_compressed, names))
+    if counts is False or (counts is None and is_costly):
         return None
     if any_remote:
         return _count_each(names, samples, cache)
     # Before counting: a file that grows meanwhile has another version the next time.
     versions = [_version(name) for name in names]
-    key = derive_key(_VERSION, kind, counts, versions, size=16).hex()
+    key = derive_key(_VERSION, kind, versions, size=16).hex()
     path = _folder() / f"{key}.json"
     with ExitStack() as stack:
         with contextlib.suppress(OSError):
@@ -160,8 +160,6 @@ def count_files(
         with contextlib.suppress(OSError, *DAMAGE):
             entries = map(ShardEntry.from_json, json.loads(path.read_bytes()))
             return dict(zip(names, entries, strict=True))
-        if counts is None and any(map(_is_compressed, names)):
-            return None
         counted_files = _count_each(names, samples, cache)
         text = json.dumps([entry.to_json() for entry in counted_files.values()])
         with contextlib.suppress(OSError), files.replacing(path) as target:
@@ -182,7 +180,7 @@ def _count_each(
     entries = {}
     for name in names:
         logging.getLogger("paddle_shard").info(
-            "counting the samples of %s", files.shown(name)
+            "counting the samples of %s", files.redacted(name)
         )
         with _counting(name):
             entries[name] = count_file(name, samples, MOST, cache)
@@ -193,62 +191,56 @@ def _counting(name: str) -> AbstractContextManager[None]:
     return files.failures_named(name, lambda: ("counting its samples", None))
 
 
-def _is_compressed(name: str) -> bool:
-    opened, _ = files.open_file(name)
-    with opened:
-        return files.decompressed(opened, name) is not opened
-
-
 def _folder() -> Path:
     """Return the folder of kept counts, in the user's cache directory."""
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(os.path.expanduser(cache)) / "paddle_shard" / "counts"
 
 
-def source_of_files(
-    names: Sequence[str],
-    samples: Samples,
-    entries: Mapping[str, ShardEntry] | None,
-    *,
-    cache: HostCache | None = None,
-    shuffle_shards: bool,
-    resample: bool,
-) -> ShardSource:
-    """Return the source of files of a format.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileReader:
+    """Reads files of a format, from a sample on."""
 
-    Args:
-        names: Names of the files.
-        samples: The format.
-        entries: The index entry of each file; None if files are not counted.
-        cache: Where copies of remote files are kept; None: nowhere.
-        shuffle_shards: If True, permute the files, in another order each epoch.
-        resample: If True, each part is an endless stream of files, sampled with replacement.
-    """
-    read = partial(_read, samples=samples, entries=entries, cache=cache)
-    counts = None if entries is None else [entries[name].samples for name in names]
-    return ShardSource(
-        names, read, counts=counts, shuffle_shards=shuffle_shards, resample=resample
-    )
+    samples: Samples
+    """The format."""
+    entries: Mapping[str, ShardEntry] | None
+    """The index entry of each file, by name; None: files are not counted."""
+    cache: HostCache | None
+    """Where copies of remote files are kept; None: nowhere."""
 
+    def source(
+        self, names: Sequence[str], *, shuffle_shards: bool, resample: bool
+    ) -> ShardSource:
+        """Return the source of files.
 
-def _read(
-    name: str,
-    skip: int,
-    *,
-    samples: Samples,
-    entries: Mapping[str, ShardEntry] | None,
-    cache: HostCache | None,
-) -> Iterator[Any]:
-    """Yield the samples of a file from a given one on."""
-    start = 0
-    if entries is not None:
-        start, skip = entries[name].before(skip)
-    opened, size = open_through(cache, name, start)
-    with opened, opened if start else files.decompressed(opened, name) as file:
-        if entries is not None and size not in (None, entries[name].size):
-            raise ValueError(
-                f"the file has {size} bytes, and had {entries[name].size} when it was counted. It has changed since, "
-                f"or is another file of that name: {RECOUNT}"
-            )
-        rest = islice(samples(file, name, start), skip, None)
-        yield from map(itemgetter(1), rest)
+        Args:
+            names: Names of the files.
+            shuffle_shards: If True, permute the files, in another order each epoch.
+            resample: If True, each part is an endless stream of files, sampled with replacement.
+        """
+        entries = self.entries
+        return ShardSource(
+            names,
+            self,
+            counts=None
+            if entries is None
+            else [entries[name].samples for name in names],
+            shuffle_shards=shuffle_shards,
+            resample=resample,
+        )
+
+    def __call__(self, name: str, skip: int) -> Iterator[Any]:
+        """Yield the samples of a file after the first `skip`."""
+        start = 0
+        entry = None if self.entries is None else self.entries[name]
+        if entry is not None:
+            start, skip = entry.before(skip)
+        opened, size = open_through(self.cache, name, start)
+        with opened, opened if start else files.decompressed(opened, name) as file:
+            if entry is not None and size not in (None, entry.size):
+                raise ValueError(
+                    f"the file has {size} bytes, and had {entry.size} when it was counted. It has changed since, "
+                    f"or is another file of that name: {RECOUNT}"
+                )
+            rest = islice(self.samples(file, name, start), skip, None)
+            yield from map(itemgetter(1), rest)

@@ -33,7 +33,10 @@ from paddle_shard.errors import (
 )
 
 T = TypeVar("T")
-Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+Path = str | os.PathLike[str]
+Paths = Path | Sequence[Path]
+FileVersion = tuple[str, int, str]
+"""(name, size in bytes, version tag) of a file."""
 
 
 def is_remote(name: str) -> bool:
@@ -73,7 +76,7 @@ def _expand(name: str) -> list[str]:
     if is_remote(name):
         if "*" in name.partition("?")[0]:
             raise ArgumentError(
-                f"{shown(name)}: patterns of remote files are not supported. Give the list of URLs."
+                f"{redacted(name)}: patterns of remote files are not supported. Give the list of URLs."
             )
         return [name]
     path = local_path(name)
@@ -94,14 +97,14 @@ def base_name(name: str) -> str:
         >>> base_name("https://host/train/000.tar?signature=1"), base_name("train/000.tar")
         ('000.tar', '000.tar')
     """
-    return os.path.basename(shown(name).rstrip("/"))
+    return os.path.basename(redacted(name).rstrip("/"))
 
 
-def shown(name: str) -> str:
+def redacted(name: str) -> str:
     """Return a name without a URL's user, password and query, which may be secret or differ from day to day.
 
     Examples:
-        >>> shown("https://me:word@host/000.tar?signature=1"), shown("dir/what?.tar")
+        >>> redacted("https://me:word@host/000.tar?signature=1"), redacted("dir/what?.tar")
         ('https://host/000.tar', 'dir/what?.tar')
     """
     if "://" not in name:
@@ -117,9 +120,9 @@ def within_their_folder(names: Sequence[str]) -> list[str]:
         (['a/0.csv', 'b/0.csv'], ['0.csv'])
     """
     paths = [
-        (shown(name) if is_remote(name) else os.path.abspath(local_path(name))).split(
-            "/"
-        )
+        (
+            redacted(name) if is_remote(name) else os.path.abspath(local_path(name))
+        ).split("/")
         for name in names
     ]
     folders = zip(*(path[:-1] for path in paths), strict=False)
@@ -177,7 +180,9 @@ def failures_named(
     except Exception as error:
         what, offset = place()
         raise ShardReadError.of(
-            f"{shown(name)}: {what} failed: {described(error)}", shown(name), offset
+            f"{redacted(name)}: {what} failed: {described(error)}",
+            redacted(name),
+            offset,
         ) from error
 
 
@@ -195,7 +200,7 @@ def remote_file(url: str, extra: str = "webdataset") -> tuple[Any, str]:
         MissingDependencyError: fsspec, or a package that it needs for such a URL, is not installed.
     """
     is_s3 = url.startswith(("s3://", "s3a://"))
-    with needs("s3" if is_s3 else extra, f"reading {shown(url)}: "):
+    with needs("s3" if is_s3 else extra, f"reading {redacted(url)}: "):
         if "::" in url:  # a file inside another file, which is a file system
             from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 
@@ -207,7 +212,7 @@ def remote_file(url: str, extra: str = "webdataset") -> tuple[Any, str]:
 
 
 @cache
-def _file_system(host: str, process: int) -> Any:
+def _file_system(host: str, _process: int) -> Any:
     """Return the file system of a host for a process."""
     from fsspec.config import conf  # type: ignore[import-untyped]
     from fsspec.core import url_to_fs
@@ -274,7 +279,7 @@ def version_of(name: str) -> tuple[int, str]:
     return int(details.get("size") or 0), tag_of(details) or ""
 
 
-def identity(names: Sequence[str]) -> tuple[tuple[str, int, str], ...]:
+def identity(names: Sequence[str]) -> list[FileVersion]:
     """Return (name within the files' common folder, size in bytes, version tag) of each file.
 
     Raises:
@@ -286,11 +291,9 @@ def identity(names: Sequence[str]) -> tuple[tuple[str, int, str], ...]:
             return version_of(name)
 
     with ThreadPoolExecutor(REQUESTS if any(map(is_remote, names)) else 1) as pool:
-        versions = pool.map(version, names)
-        paths = within_their_folder(names)
-        return tuple(
-            (path, *known) for path, known in zip(paths, versions, strict=True)
-        )
+        versions = list(pool.map(version, names))
+    paths = within_their_folder(names)
+    return [(path, *known) for path, known in zip(paths, versions, strict=True)]
 
 
 def tag_of(details: Mapping[str, Any]) -> str | None:
@@ -317,12 +320,17 @@ def open_file(name: str, start: int = 0) -> tuple[BinaryIO, int | None]:
     return io.BufferedReader(remote, BUFFER), remote.size
 
 
-_PACKED: tuple[tuple[bytes, Callable[[Any], Any]], ...] = (
-    (b"\x1f\x8b", gzip.open),
-    (b"BZh", bz2.open),
-    (b"\xfd7zXZ\x00", lzma.open),
-)
-"""(first bytes, function that opens a file) of each kind of compression."""
+_UNPACK: dict[bytes, Callable[[Any], Any]] = {
+    b"\x1f\x8b": gzip.open,
+    b"BZh": bz2.open,
+    b"\xfd7zXZ\x00": lzma.open,
+}
+"""First bytes of each kind of compressed files -> function that opens one."""
+
+
+def is_compressed(name: str) -> bool:
+    """Return whether a file is compressed, by its name."""
+    return redacted(name).endswith((".gz", ".tgz", ".bz2", ".xz"))
 
 
 def decompressed(file: BinaryIO, name: str) -> BinaryIO:
@@ -335,11 +343,11 @@ def decompressed(file: BinaryIO, name: str) -> BinaryIO:
         EOFError: By its name it is compressed, but it holds nothing, so that it was cut off before its first byte.
     """
     begin = cast(io.BufferedReader, file).peek(6)
-    if not begin and shown(name).endswith((".gz", ".bz2", ".xz")):
+    if not begin and is_compressed(name):
         raise EOFError(
             "the file has 0 bytes, and compressed files have more, even if nothing is in them"
         )
-    for first_bytes, unpack in _PACKED:
+    for first_bytes, unpack in _UNPACK.items():
         if begin.startswith(first_bytes):
             return io.BufferedReader(unpack(file), BUFFER)
     return file
@@ -367,7 +375,7 @@ class RemoteFile(io.RawIOBase):
         """Size of the whole file in bytes; None if the server does not send it."""
         self.tag: str | None = None
         """Version tag; see `version_of`."""
-        self._retried(self._open)
+        retried(self._open)
 
     def readable(self) -> bool:
         """Return True."""
@@ -395,19 +403,22 @@ class RemoteFile(io.RawIOBase):
         """
         if self._position == self.size:
             return 0
-        content = self._retried(lambda: self._read(len(buffer)))
+        content = retried(
+            lambda: self._read(len(buffer)),
+            self._open,
+            lambda: f" at byte {self._position} of {self.size or 'unknown'}",
+        )
         buffer[: len(content)] = content
         self._position += len(content)
         return len(content)
 
     def close(self) -> None:
         """Close the connection."""
-        self._disconnect()
+        if self._file is not None:
+            self._file.close()
         super().close()
 
     def _read(self, most: int) -> bytes:
-        if self._file is None:
-            self._open()
         self._file.seek(self._position)
         try:
             content: bytes = self._file.read(most)
@@ -446,30 +457,17 @@ class RemoteFile(io.RawIOBase):
         self._file = io.BytesIO(content)
         self.size = len(content)
 
-    def _disconnect(self) -> None:
-        file = self._file
-        self._file = None
-        if file is not None:
-            file.close()
-
-    def _retried(self, attempt: Callable[[], T]) -> T:
-        return retried(
-            attempt,
-            self._disconnect,
-            lambda: f" at byte {self._position} of {self.size or 'unknown'}",
-        )
-
 
 def retried(
     attempt: Callable[[], T],
-    after_failure: Callable[[], None] = lambda: None,
+    before_retry: Callable[[], object] = str,
     place: Callable[[], str] = str,
 ) -> T:
     """Return the result of an attempt; repeat it after a failure that may pass, with growing pauses.
 
     Args:
         attempt: Called at most `RETRIES` + 1 times.
-        after_failure: Called after each failure.
+        before_retry: Called before each repetition, as part of it.
         place: Returns where it failed, for the error.
 
     Raises:
@@ -477,9 +475,10 @@ def retried(
     """
     for num_failures in itertools.count():
         try:
+            if num_failures:
+                before_retry()
             return attempt()
         except Exception as error:
-            after_failure()
             failure = _failure_of_server(error)
             if not _may_pass(failure):
                 raise
@@ -517,9 +516,7 @@ def _is_of_aiohttp(error: BaseException | None) -> bool:
 
 
 @contextmanager
-def replacing(
-    path: str | os.PathLike[str], mode: int = 0o600, *, buffering: int = -1
-) -> Iterator[Any]:
+def replacing(path: Path, mode: int = 0o600, *, buffering: int = -1) -> Iterator[Any]:
     """Write a file under a temporary name, and give it its name when it is complete: nobody ever reads half of it.
 
     Args:

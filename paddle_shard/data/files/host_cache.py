@@ -7,7 +7,6 @@ process was killed.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import re
@@ -22,11 +21,12 @@ from paddle_shard.core.checks import check_count
 from paddle_shard.core.warn_once import say_once
 from paddle_shard.data.files.files import (
     BUFFER,
+    Path,
     base_name,
     is_remote,
     open_file,
+    redacted,
     replacing,
-    shown,
 )
 from paddle_shard.data.files.locks import file_lock
 from paddle_shard.errors import ArgumentError
@@ -48,9 +48,7 @@ class HostCache:
     """Most bytes that all copies may have; None: no limit."""
 
     @classmethod
-    def of(
-        cls, cache_dir: str | os.PathLike[str] | None, cache_bytes: int | None
-    ) -> HostCache | None:
+    def of(cls, cache_dir: Path | None, cache_bytes: int | None) -> HostCache | None:
         """Return the cache that the arguments of a source describe.
 
         Raises:
@@ -83,20 +81,11 @@ class HostCache:
         Raises:
             OSError: The download failed, or the folder cannot be written to. No incomplete file is left.
         """
-        key = derive_key(shown(name)).hex()
+        key = derive_key(redacted(name)).hex()
         path = os.path.join(self.folder, f"{key}-{base_name(name)}")
-        while (
-            True
-        ):  # again, if another process removes the copy right after it is complete
-            with contextlib.suppress(FileNotFoundError):
-                copy = open(path, "rb", buffering=BUFFER)  # noqa: SIM115
-                with contextlib.suppress(OSError):  # the folder may be another user's
-                    now = time.time_ns()  # finer than the system's own time stamps
-                    os.utime(path, ns=(now, now))
-                copy.seek(start)
-                return copy, os.fstat(copy.fileno()).st_size
-            if not self._download(name, path):
-                return open_file(name, start)
+        if os.path.exists(path) or self._download(name, path):
+            return open_file(path, start)
+        return open_file(name, start)
 
     def _download(self, name: str, path: str) -> bool:
         """Make a copy of a file, unless another process has; return False if there is no room for it."""
@@ -108,7 +97,7 @@ class HostCache:
             try:
                 with source, ExitStack() as copying:
                     with self._locked():
-                        if not self._make_room(name, size):
+                        if not self._has_room(name, size):
                             return False
                         target = copying.enter_context(
                             replacing(path, 0o644, buffering=BUFFER)
@@ -131,49 +120,33 @@ class HostCache:
 
     @contextmanager
     def _locked(self, name: str = ".lock") -> Iterator[None]:
-        """Let one process at a time begin, name and remove copies, or, by another name, download a file."""
+        """Let one process at a time begin and name copies, or, by another name, download a file."""
         with open(os.path.join(self.folder, name), "wb") as lock, file_lock(lock):
             yield
 
-    def _make_room(self, name: str, size: int | None) -> bool:
-        """Remove the least recently used copies until a file fits; log and return False if it cannot.
-
-        A process that reads a removed copy continues to read it; its bytes are freed when it closes the file.
-        """
-        limit = self.most_bytes
-        if limit is not None and (size is None or size > limit):
-            say_once(
-                "cache_bytes=%d has no room for %s of %s bytes",
-                limit,
-                shown(name),
-                size or "unknown",
-            )
-            return False
-        copies = list[tuple[int, int, str]]()  # (time of last use, bytes, path)
+    def _has_room(self, name: str, size: int | None) -> bool:
+        """Return whether a file fits into the folder; warn if not. Remove what killed processes have left."""
         num_bytes = size or 0
         for entry in os.scandir(self.folder):
             if not _COPY.fullmatch(entry.name):
                 continue
-            with contextlib.suppress(FileNotFoundError):
-                status = entry.stat()
-                is_partial = entry.name.startswith(".")
-                if is_partial and time.time() - status.st_mtime > _STALE:
-                    os.unlink(entry.path)
-                    continue
+            status = entry.stat()
+            is_partial = entry.name.startswith(".")
+            if is_partial and time.time() - status.st_mtime > _STALE:
+                os.unlink(entry.path)
+            else:
                 num_bytes += status.st_size
-                if not is_partial:
-                    copies.append((status.st_mtime_ns, status.st_size, entry.path))
-        if limit is None:
+        limit = self.most_bytes
+        if limit is None or (size is not None and num_bytes <= limit):
             return True
-        if num_bytes - sum(copy[1] for copy in copies) > limit:
-            return False
-        for _, num_freed, path in sorted(copies):
-            if num_bytes <= limit:
-                break
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
-            num_bytes -= num_freed
-        return True
+        say_once(
+            "cache_bytes=%d: cache_dir has no room for %s of %s bytes and others: they are read from their servers. "
+            "Delete copies that are not needed, or give more.",
+            limit,
+            redacted(name),
+            size or "unknown",
+        )
+        return False
 
 
 def open_through(

@@ -9,7 +9,7 @@ import numpy as np
 
 from paddle_shard.data.external import set_epoch_of
 from paddle_shard.data.files.files import needs, within_their_folder
-from paddle_shard.data.stages.stage import Opening, Stage
+from paddle_shard.data.stages.stage import Opening, PartsSource, Samples
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, SplitError
 from paddle_shard.plan.seeding import derive_key
 
@@ -18,7 +18,7 @@ _SEEDS = 1 << 64
 """Seeds of this size and above come from the operating system and differ between processes."""
 
 
-class HuggingFaceSource(Stage):
+class HuggingFaceSource(PartsSource):
     """A `datasets.IterableDataset`: part p of P is its `.shard(num_shards=P, index=p)`.
 
     The epoch is set on each part, so that the data set's own `shuffle` gives another order in each epoch. This order
@@ -68,25 +68,17 @@ class HuggingFaceSource(Stage):
         self._dataset = dataset
         self.num_shards: int = int(dataset.num_shards)
 
-    cuts = True
-    """The library opens a part without reading the others."""
-
-    def open(self, opening: Opening) -> list[Iterator[Any]]:
-        """Return an iterator over each part.
-
-        Raises:
-            ArgumentError: There are fewer shards than parts.
-        """
-        self._check(opening)
-        return [self._items(part, opening) for part in opening.parts]
-
     def lengths(self, opening: Opening) -> list[int] | None:
-        """Return None: lengths are known only at the end.
+        """Return None: lengths are known only at the end. The loader asks before any batch.
 
         Raises:
             ArgumentError: There are fewer shards than parts.
         """
-        self._check(opening)  # the loader asks for lengths before any batch
+        self.check_num_shards(
+            opening,
+            "more shards (dataset.reshard(), or to_iterable_dataset(num_shards=)); or a stream that is cut by turns, "
+            "of which every reader reads all: Stream.of(dataset)",
+        )
         return None
 
     def fingerprint(self) -> list[Any]:
@@ -107,22 +99,13 @@ class HuggingFaceSource(Stage):
         ]
         return within_their_folder(names)
 
-    def _check(self, opening: Opening) -> None:
-        shards, parts = self.num_shards, opening.num_parts
-        if shards < parts:
-            raise ArgumentError(
-                f"in_parts({parts}): a data set of {shards} shards cannot be cut into {parts} parts, which need one "
-                f"each. Ways that work: in_parts() with at most {shards}; more shards (dataset.reshard(), or "
-                "to_iterable_dataset(num_shards=)); or a stream that is cut by turns, of which every reader reads "
-                "all: Stream.of(dataset)."
-            )
-
-    def _items(self, part: int, opening: Opening) -> Iterator[Any]:
+    def part(self, part: int, opening: Opening) -> Samples:
+        """See `PartsSource`."""
         opening.seed_generators(opening.key(part, "source"))
         # A copy, so that its epoch can be set.
         dataset = self._dataset.shard(num_shards=opening.num_parts, index=part)
         set_epoch_of(dataset, opening)
-        yield from opening.drawn(iter(dataset), part)
+        yield from opening.seeded(iter(dataset), part)
 
 
 def _steps(step: Any) -> Iterator[Any]:

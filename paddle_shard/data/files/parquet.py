@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paddle_shard.data.files.files import (
+    Path,
     Paths,
     RemoteFile,
     failures_named,
@@ -21,8 +22,7 @@ from paddle_shard.data.files.files import (
     local_path,
     matched,
     needs,
-    shown,
-    version_of,
+    redacted,
 )
 from paddle_shard.data.files.host_cache import HostCache
 from paddle_shard.data.files.shards import ShardSource
@@ -41,7 +41,7 @@ def parquet_source(
     allow_nulls: bool = False,
     shuffle_shards: bool = True,
     resample: bool = False,
-    cache_dir: str | os.PathLike[str] | None = None,
+    cache_dir: Path | None = None,
     cache_bytes: int | None = None,
 ) -> ShardSource:
     """Return the source of the rows of Parquet files: dicts by column. Each row group is a shard.
@@ -96,18 +96,17 @@ def parquet_source(
         footers = list(pool.map(_footer, files))
     _check_columns(files, footers, chosen)
     groups = [
-        (file, number, version)
-        for file, (rows, _, version) in zip(files, footers, strict=True)
+        (file, number, size)
+        for file, (rows, _, size) in zip(files, footers, strict=True)
         for number in range(len(rows))
     ]
     names = [f"row group {number} of {file}" for file, number, _ in groups]
     counts = [num_rows for rows, _, _ in footers for num_rows in rows]
     if not sum(counts):
         raise ArgumentError(
-            f"paths: {len(files)} Parquet files have no row: {', '.join(map(shown, files[:3]))}."
+            f"paths: {len(files)} Parquet files have no row: {', '.join(map(redacted, files[:3]))}."
         )
-    read = partial(
-        _read_group,
+    reader = _GroupReader(
         groups=dict(zip(names, groups, strict=True)),
         columns=chosen,
         allow_nulls=allow_nulls,
@@ -115,7 +114,7 @@ def parquet_source(
     )
     return ShardSource(
         names,
-        read,
+        reader,
         files=[file for file, _, _ in groups],
         counts=counts,
         shuffle_shards=shuffle_shards,
@@ -123,50 +122,50 @@ def parquet_source(
     )
 
 
-_Footer = tuple[list[int], dict[str, Any], tuple[int, str]]
-"""(number of rows of each row group, Arrow type of each top-level column, (size, version tag) of the file)"""
+_Footer = tuple[list[int], dict[str, Any], int]
+"""(number of rows of each row group, Arrow type of each top-level column, size of the file in bytes)"""
 
 
-def _read_group(
-    name: str,
-    skip: int,
-    *,
-    groups: Mapping[str, tuple[str, int, tuple[int, str]]],
-    columns: list[str] | None,
-    allow_nulls: bool,
-    cache: HostCache | None,
-) -> Iterator[Any]:
-    """Yield the rows of a row group from a given one on."""
-    file, number, version = groups[name]
-    end = 0
-    with _opened(file, cache, version) as (parquet, _):
-        group = parquet.metadata.row_group(number)
-        size = BATCH_BYTES * group.num_rows // max(1, group.total_byte_size)
-        batches = parquet.iter_batches(
-            batch_size=int(np.clip(size, 1, 1 << 12)),
-            row_groups=[number],
-            columns=columns,
-            use_threads=False,  # readers are parallel already
-        )
-        for batch in batches:
-            first = end
-            end += batch.num_rows
-            if end <= skip:
-                continue
-            names = columns or batch.schema.names
-            rest = batch.slice(max(0, skip - first))
-            values = [_named_column(rest, name, allow_nulls) for name in names]
-            for row in zip(*values, strict=True):
-                yield dict(zip(names, row, strict=True))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _GroupReader:
+    """Reads the rows of a row group, from a row on."""
 
+    groups: Mapping[str, tuple[str, int, int]]
+    """Name of a row group -> (file, number of the row group, size of the file in bytes)."""
+    columns: list[str] | None
+    allow_nulls: bool
+    cache: HostCache | None
 
-def _named_column(batch: Any, name: str, allow_nulls: bool) -> Any:
-    try:
-        return _column(batch.column(name), allow_nulls)
-    except ValueError as error:
-        raise ValueError(
-            f"column {name!r}: {error} Leave it out (columns=)."
-        ) from error
+    def __call__(self, name: str, skip: int) -> Iterator[Any]:
+        """Yield the rows after the first `skip`."""
+        file, number, file_size = self.groups[name]
+        with _opened(file, self.cache, file_size) as (parquet, _):
+            group = parquet.metadata.row_group(number)
+            size = BATCH_BYTES * group.num_rows // max(1, group.total_byte_size)
+            batches = parquet.iter_batches(
+                batch_size=int(np.clip(size, 1, 1 << 12)),
+                row_groups=[number],
+                columns=self.columns,
+                use_threads=False,  # readers are parallel already
+            )
+            for batch in batches:
+                rest = batch.slice(min(skip, batch.num_rows))
+                skip -= batch.num_rows - rest.num_rows
+                if rest.num_rows:
+                    yield from self._rows(rest)
+
+    def _rows(self, batch: Any) -> Iterator[dict[str, Any]]:
+        names = self.columns or batch.schema.names
+        columns = []
+        for name in names:
+            try:
+                columns.append(_column(batch.column(name), self.allow_nulls))
+            except ValueError as error:
+                raise ValueError(
+                    f"column {name!r}: {error} Leave it out (columns=)."
+                ) from error
+        for row in zip(*columns, strict=True):
+            yield dict(zip(names, row, strict=True))
 
 
 def _check_columns(
@@ -178,7 +177,8 @@ def _check_columns(
         missing = [name for name in columns or () if name not in schema]
         if missing:
             raise ArgumentError(
-                f"columns: {shown(file)} has no {', '.join(map(repr, missing))}. It has {', '.join(map(repr, schema))}."
+                f"columns: {redacted(file)} has no {', '.join(map(repr, missing))}. "
+                f"It has {', '.join(map(repr, schema))}."
             )
         types = {name: schema[name] for name in columns or schema}
         first = first or types
@@ -187,15 +187,15 @@ def _check_columns(
             kind = types.get(name, "missing")
             if kind != expected:
                 raise ArgumentError(
-                    f"paths: column {name!r} is {expected} in {shown(files[0])}, but {kind} in {shown(file)}. Read "
-                    "only columns that all files have alike (columns=), or a source for each kind of file."
+                    f"paths: column {name!r} is {expected} in {redacted(files[0])}, but {kind} in {redacted(file)}. "
+                    "Read only columns that all files have alike (columns=), or a source for each kind of file."
                 )
 
 
 def _footer(file: str) -> _Footer:
     with (
         failures_named(file, lambda: ("reading its footer", None)),
-        _opened(file) as (parquet, version),
+        _opened(file) as (parquet, size),
     ):
         metadata, schema = parquet.metadata, parquet.schema_arrow
         if len(set(schema.names)) < len(schema.names):
@@ -204,24 +204,24 @@ def _footer(file: str) -> _Footer:
             metadata.row_group(number).num_rows
             for number in range(metadata.num_row_groups)
         ]
-        return rows, {name: schema.field(name).type for name in schema.names}, version
+        return rows, {name: schema.field(name).type for name in schema.names}, size
 
 
 @contextmanager
 def _opened(
-    file: str, cache: HostCache | None = None, version: tuple[int, str] | None = None
-) -> Iterator[tuple[Any, tuple[int, str]]]:
-    """Open a file by pyarrow; yield it with its (size, version tag).
+    file: str, cache: HostCache | None = None, expected_size: int | None = None
+) -> Iterator[tuple[Any, int]]:
+    """Open a file by pyarrow; yield it with its size.
 
     Only what pyarrow requests is read of a remote file without a copy.
 
     Args:
         file: Path or URL.
         cache: Where copies of remote files are kept; None: nowhere.
-        version: (size, version tag) that the file had; None: not known.
+        expected_size: Bytes that the file had; None: not known.
 
     Raises:
-        ValueError: It has another version.
+        ValueError: It has another size.
     """
     from pyarrow.parquet import ParquetFile
 
@@ -229,25 +229,20 @@ def _opened(
     with ExitStack() as stack:
         if not is_remote(file):
             source = local_path(file)
-            now = version_of(file)
-        elif cache is not None:
+            size: int | None = os.path.getsize(source)
+        elif cache is None:
+            source = RemoteFile(file, extra="parquet", cache_type="none")
+            size = stack.enter_context(source).size
+        else:
             source, size = cache.open(file)
             stack.enter_context(source)
-            now = size or 0, ""
-        else:
-            source = stack.enter_context(
-                RemoteFile(file, extra="parquet", cache_type="none")
-            )
-            now = source.size or 0, source.tag or ""
-        if version is not None and (
-            now[0] != version[0] or (now[1] and now[1] != version[1])
-        ):
+        if expected_size not in (None, size):
             raise ValueError(
                 "the file has changed since its footer was read, when the loader was made. Make the loader anew"
             )
         # In nanoseconds, pyarrow's default for the INT96 of Spark, only the years 1678 to 2261 have a number.
         settings = {"pre_buffer": is_remote(file), "coerce_int96_timestamp_unit": "us"}
-        yield stack.enter_context(ParquetFile(source, **settings)), now
+        yield stack.enter_context(ParquetFile(source, **settings)), size or 0
 
 
 def _column(array: Any, allow_nulls: bool) -> Any:

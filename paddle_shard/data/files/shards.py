@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count, islice
 from typing import Any, TypedDict
@@ -11,13 +10,21 @@ import numpy as np
 import numpy.typing as npt
 
 from paddle_shard.data.files.files import (
+    FileVersion,
+    Path,
     failures_named,
     identity,
     local_size,
-    shown,
+    redacted,
     within_their_folder,
 )
-from paddle_shard.data.stages.stage import Damaged, Opening, Stage, Unreadable
+from paddle_shard.data.stages.stage import (
+    Damaged,
+    Opening,
+    PartsSource,
+    Samples,
+    Unreadable,
+)
 from paddle_shard.errors import ArgumentError, ShardReadError, described
 from paddle_shard.plan.seeding import derive_key, derive_seed, mix
 from paddle_shard.plan.shuffle import Permutation
@@ -36,11 +43,11 @@ class FileOptions(TypedDict, total=False):
 
     shuffle_shards: bool
     resample: bool
-    cache_dir: str | os.PathLike[str] | None
+    cache_dir: Path | None
     cache_bytes: int | None
 
 
-class ShardSource(Stage):
+class ShardSource(PartsSource):
     """Files of samples ("shards"), assigned to the parts. The assignment does not depend on who reads a part.
 
     If the samples of each shard are counted, the shards are concatenated in their order and cut evenly, also in the
@@ -51,7 +58,7 @@ class ShardSource(Stage):
     def __init__(
         self,
         names: Sequence[str],
-        read: Callable[[str, int], Iterator[Any]],
+        read: Callable[[str, int], Samples],
         *,
         files: Sequence[str] | None = None,
         counts: Sequence[int] | None = None,
@@ -79,7 +86,7 @@ class ShardSource(Stage):
         if len(set(self._names)) < len(self._names):
             twice = next(name for name in self._names if self._names.count(name) > 1)
             raise ArgumentError(
-                f"names holds {shown(twice)!r} more than once, so its samples would be delivered as often. "
+                f"names holds {redacted(twice)!r} more than once, so its samples would be delivered as often. "
                 "Give each shard once; resample=True reads shards again and again."
             )
         self.num_shards: int = len(self._names)
@@ -98,17 +105,14 @@ class ShardSource(Stage):
         self._shuffle = bool(shuffle_shards)
         self.endless = bool(resample)
 
-    cuts = True
-    """A part is opened without reading the others."""
-
-    def open(self, opening: Opening) -> list[Iterator[Any]]:
-        """Return an iterator over each part.
+    def open(self, opening: Opening) -> list[Samples]:
+        """Return the samples of each part.
 
         Raises:
             ArgumentError: There are fewer shards than parts, and they are not counted.
         """
         self._check(opening)
-        return [self._part(part, opening) for part in opening.parts]
+        return super().open(opening)
 
     def lengths(self, opening: Opening) -> list[int] | None:
         """Return the lengths of the parts; None if the shards are not counted or are resampled."""
@@ -123,22 +127,8 @@ class ShardSource(Stage):
         if self._counts is None or self.endless:
             return None
         for shard, offset, _ in self._cut_out(opening, part, number):
-            return f"sample {offset} of {shown(self._names[shard])}"
+            return f"sample {offset} of {redacted(self._names[shard])}"
         return None
-
-    def sizes(self) -> list[int | None]:
-        """Return the size of each shard's file in bytes; None for a file whose size would cost a request."""
-        return [local_size(file) for file in self._files]
-
-    def part_sizes(self, opening: Opening) -> list[int] | None:
-        """Return the total size in bytes of each part's files; None if it is not known or parts are not whole files."""
-        sizes = self.sizes()
-        if self._counts is not None or self.endless or None in sizes:
-            return None
-        return [
-            sum(sizes[shard] or 0 for shard, _, _ in self._assigned(opening, part))
-            for part in opening.parts
-        ]
 
     @property
     def files(self) -> list[str]:
@@ -151,7 +141,7 @@ class ShardSource(Stage):
         paths = within_their_folder(names)
         return [f"{path} ({what})" for path, what in zip(paths, known, strict=True)]
 
-    def files_identity(self) -> tuple[tuple[str, int, str], ...]:
+    def files_identity(self) -> list[FileVersion]:
         """See `Stage`. Shards that are no files have no entry."""
         return identity(list(dict.fromkeys(self._files)))
 
@@ -160,7 +150,7 @@ class ShardSource(Stage):
         if self._digest is None:
             # Files that are not counted are identified by their sizes, if these cost no request.
             known: Any = (
-                [("size", size) for size in self.sizes()]
+                [("size", local_size(file)) for file in self._files]
                 if self._counts is None
                 else self._counts.tolist()
             )
@@ -171,16 +161,16 @@ class ShardSource(Stage):
         return [["shards", len(self._names), self._digest, self._shuffle, self.endless]]
 
     def _check(self, opening: Opening) -> None:
-        shards, parts = len(self._names), opening.num_parts
-        if self._counts is None and not self.endless and shards < parts:
-            raise ArgumentError(
-                f"in_parts({parts}): {shards} shards cannot be assigned to {parts} parts, which need one each. Ways "
-                f"that work: in_parts() with at most {shards}; counted samples, so that shards are cut in mid-file "
+        if self._counts is None and not self.endless:
+            self.check_num_shards(
+                opening,
+                "counted samples, so that shards are cut in mid-file "
                 "(counts=True; for tars an index file, index=, made by `paddle-shard index`); "
-                "resample=True; or an uncut stream (Stream.of(...)), of which each reader reads all."
+                "resample=True; or an uncut stream (Stream.of(...)), of which each reader reads all",
             )
 
-    def _part(self, part: int, opening: Opening) -> Iterator[Any]:
+    def part(self, part: int, opening: Opening) -> Samples:
+        """See `PartsSource`."""
         # Only counted shards can be skipped without reading them.
         first = 0 if self._counts is None else opening.skip
         if self.endless:
@@ -237,7 +227,7 @@ class ShardSource(Stage):
 
     def _samples(
         self, segments: Iterator[Segment], number: int, part: int, opening: Opening
-    ) -> Iterator[Any]:
+    ) -> Samples:
         """Read pieces of shards, one after the other; `number` is the first sample's number in the part."""
         num_empty = 0  # shards in a row; resampling would never end
         for segment in segments:
@@ -249,12 +239,12 @@ class ShardSource(Stage):
             if self.endless and num_empty > 100 + 10 * len(self._names):
                 raise ShardReadError.of(
                     f"resample=True: {num_empty} shards in a row, drawn from {len(self._names)}, have no sample.",
-                    shown(self._names[segment[0]]),
+                    redacted(self._names[segment[0]]),
                 )
 
     def _piece(
         self, segment: Segment, number: int, part: int, opening: Opening
-    ) -> Iterator[Any]:
+    ) -> Samples:
         shard, begin, end = segment
         name = self._names[shard]
         key = opening.key(part, "read")
@@ -262,7 +252,7 @@ class ShardSource(Stage):
         end = length if end is None else end
         offset = begin
         what = ""
-        items: Iterator[Any] = iter(())
+        items: Samples = iter(())
         with failures_named(
             name, lambda: (f"reading {what or f'sample {offset}'}", offset)
         ):
@@ -280,7 +270,7 @@ class ShardSource(Stage):
                     if isinstance(item, Damaged):
                         if not opening.skip_errors:
                             raise item.error
-                        item = Unreadable(f"{shown(name)}: {described(item.error)}")
+                        item = Unreadable(f"{redacted(name)}: {described(item.error)}")
                     yield item
                     offset += 1
                     if offset == end:
@@ -298,8 +288,8 @@ def _miscounted(
     name: str, num_samples: int, length: int | None, bound: str = ""
 ) -> ShardReadError:
     return ShardReadError.of(
-        f"{shown(name)} has {bound}{num_samples} samples, but its count says {length}. It has changed since, or was "
+        f"{redacted(name)} has {bound}{num_samples} samples, but its count says {length}. It has changed since, or was "
         f"counted otherwise: {RECOUNT}.",
-        shown(name),
+        redacted(name),
         min(num_samples, length or 0),
     )

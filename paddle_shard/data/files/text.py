@@ -5,17 +5,19 @@ from __future__ import annotations
 import codecs
 import csv
 import json
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, BinaryIO, NamedTuple
 
-from paddle_shard.data.files.counts import count_files, source_of_files
-from paddle_shard.data.files.files import BUFFER, Paths, matched, open_file
+from paddle_shard.data.files.counts import FileReader, count_files
+from paddle_shard.data.files.files import BUFFER, Path, Paths, matched
 from paddle_shard.data.files.host_cache import HostCache
 from paddle_shard.data.files.shards import ShardSource
 from paddle_shard.data.stages.stage import Damaged
+
+Placed = Iterator[tuple[int, Any]]
+"""Samples, each with the byte where it begins."""
 
 
 class TextFormat(NamedTuple):
@@ -23,9 +25,9 @@ class TextFormat(NamedTuple):
 
     kind: str
     """Name of what is counted in the files; kept counts belong to it."""
-    samples: Callable[[_Text], Iterator[tuple[int, Any]]]
+    samples: Callable[[_Text], Placed]
     """Yields the samples of a file's text, each with the byte where it begins."""
-    starts: Callable[[_Text], Iterator[tuple[int, Any]]]
+    starts: Callable[[_Text], Placed]
     """Finds where samples begin, which may be cheaper than reading them."""
 
 
@@ -36,7 +38,7 @@ def text_source(
     counts: bool | None = None,
     shuffle_shards: bool = True,
     resample: bool = False,
-    cache_dir: str | os.PathLike[str] | None = None,
+    cache_dir: Path | None = None,
     cache_bytes: int | None = None,
 ) -> ShardSource:
     """Return the source of text files.
@@ -63,46 +65,34 @@ def text_source(
     names = matched(paths)
     if resample and counts is None:
         counts = False
-    entries = count_files(
-        names, form.kind, partial(_of_text, find=form.starts), counts, cache
-    )
-    samples = partial(_of_text, find=form.samples)
-    return source_of_files(
-        names,
-        samples,
-        entries,
-        cache=cache,
-        shuffle_shards=shuffle_shards,
-        resample=resample,
-    )
+    starts = partial(_of_text, form.starts)
+    entries = count_files(names, form.kind, starts, counts, cache)
+    samples = partial(_of_text, form.samples)
+    reader = FileReader(samples=samples, entries=entries, cache=cache)
+    return reader.source(names, shuffle_shards=shuffle_shards, resample=resample)
 
 
 def _of_text(
-    file: BinaryIO,
-    name: str,
-    start: int,
-    find: Callable[[_Text], Iterator[tuple[int, Any]]],
-) -> Iterator[tuple[int, Any]]:
-    return find(_Text(file, name, start))
+    find: Callable[[_Text], Placed], file: BinaryIO, _name: str, start: int
+) -> Placed:
+    return find(_Text(file, start))
 
 
 class _Text:
     """The lines of an open file, each with the byte where it begins; iterate it once."""
 
-    def __init__(self, file: BinaryIO, name: str, start: int) -> None:
+    def __init__(self, file: BinaryIO, start: int) -> None:
         """Set up the reading.
 
         Args:
             file: The open file, at position `start`.
-            name: Path or URL of the file.
             start: A byte where a line begins.
         """
         self._file = file
-        self._name = name
         self.start = start
         self._number = 0
 
-    def __iter__(self) -> Iterator[tuple[int, str]]:
+    def __iter__(self) -> Placed:
         at = self.start
         for line in self._file:
             if at == 0 and line.startswith(codecs.BOM_UTF8):
@@ -120,49 +110,40 @@ class _Text:
 
     def line(self) -> str:
         """Return "line N" for the line that was read last, counted from 1, for messages."""
-        before = 0
-        left = self.start
-        if (
-            left
-        ):  # only error messages need this, so only now read what comes before `start`
-            with self._from_begin() as file:
-                while left and (block := file.read(min(left, BUFFER))):
-                    before += block.count(b"\n")
-                    left -= len(block)
-        return f"line {before + self._number}"
+        if not self.start:
+            return f"line {self._number}"
+        num_before = 0
+        with self._rewound() as file:
+            for begin in range(0, self.start, BUFFER):
+                block = file.read(min(BUFFER, self.start - begin))
+                num_before += block.count(b"\n")
+        return f"line {num_before + self._number}"
 
     def first_row(self) -> list[str]:
         """Return the first row of a CSV file."""
-        with self._from_begin() as file:
-            row: list[str] = next(_rows(_Text(file, self._name, 0)))[1]
+        with self._rewound() as file:
+            row: list[str] = next(_rows(_Text(file, 0)))[1]
             return row
 
     @contextmanager
-    def _from_begin(self) -> Iterator[BinaryIO]:
-        """Yield the file at its first byte: a remote one is opened again, any other stands where it stood after it."""
-        if not self._file.seekable():
-            opened, _ = open_file(self._name)
-            with opened:
-                yield opened
-            return
-        at = self._file.tell()
+    def _rewound(self) -> Iterator[BinaryIO]:
+        """Yield the file at its first byte; then continue where it stood. One that is read from a byte on can seek."""
+        position = self._file.tell()
         self._file.seek(0)
-        try:
-            yield self._file
-        finally:
-            self._file.seek(at)
+        yield self._file
+        self._file.seek(position)
 
 
-def _lines(text: _Text) -> Iterator[tuple[int, str]]:
+def _lines(text: _Text) -> Placed:
     for at, line in text:
         yield at, line.removesuffix("\n").removesuffix("\r")
 
 
-def _not_blank(text: _Text) -> Iterator[tuple[int, str]]:
+def _not_blank(text: _Text) -> Placed:
     return ((at, line) for at, line in text if line.strip())
 
 
-def _values(text: _Text) -> Iterator[tuple[int, Any]]:
+def _values(text: _Text) -> Placed:
     for at, line in _not_blank(text):
         try:
             value = json.loads(line)
@@ -175,7 +156,7 @@ def _values(text: _Text) -> Iterator[tuple[int, Any]]:
         yield at, value
 
 
-def _dicts(text: _Text) -> Iterator[tuple[int, Any]]:
+def _dicts(text: _Text) -> Placed:
     rows = _rows(text)
     names = text.first_row() if text.start else next(rows, (0, []))[1]
     if len(set(names)) < len(names):
@@ -189,7 +170,7 @@ def _dicts(text: _Text) -> Iterator[tuple[int, Any]]:
         )
 
 
-def _rows(text: _Text) -> Iterator[tuple[int, Any]]:
+def _rows(text: _Text) -> Placed:
     width = len(text.first_row()) if text.start else None
     begins: list[int] = []  # the byte where each line of the row begins
 

@@ -14,20 +14,21 @@ from typing import Any, BinaryIO, cast
 from paddle_shard.core.checks import listed
 from paddle_shard.data.files.counts import (
     DAMAGE,
+    FileReader,
     ShardEntry,
     count_files,
-    source_of_files,
 )
 from paddle_shard.data.files.files import (
     BUFFER,
+    Path,
     Paths,
     base_name,
     is_remote,
     matched,
     needs,
     open_file,
+    redacted,
     replacing,
-    shown,
 )
 from paddle_shard.data.files.host_cache import HostCache
 from paddle_shard.data.files.shards import RECOUNT, ShardSource
@@ -116,7 +117,7 @@ class _StrictInfo(tarfile.TarInfo):
     @classmethod
     def fromtarfile(cls, archive: tarfile.TarFile) -> _StrictInfo:
         try:
-            found = super().fromtarfile(archive)
+            header = super().fromtarfile(archive)
         except tarfile.HeaderError as error:
             if type(error).__name__ == "EOFHeaderError":
                 raise
@@ -125,12 +126,12 @@ class _StrictInfo(tarfile.TarInfo):
                 "end of the tar should be"
             ) from error
         if (
-            found.size < 0
+            header.size < 0
         ):  # the next header would be looked for before this one, without an end (CVE-2025-8194)
             raise tarfile.ReadError(
-                f"it is damaged: the member {found.name!r} has a negative size"
+                f"it is damaged: the member {header.name!r} has a negative size"
             )
-        return found
+        return header
 
 
 VERSION = 1
@@ -164,13 +165,13 @@ def read_index(path: str, names: Sequence[str]) -> dict[str, ShardEntry]:
     with file:
         text = file.read()
     try:
-        found: Any = json.loads(text)
-        if found["version"] != VERSION:
+        index: Any = json.loads(text)
+        if index["version"] != VERSION:
             raise ValueError(
-                f"version {found['version']}, this library reads {VERSION}"
+                f"version {index['version']}, this library reads {VERSION}"
             )
         shards = {
-            name: ShardEntry.from_json(entry) for name, entry in found["shards"].items()
+            name: ShardEntry.from_json(entry) for name, entry in index["shards"].items()
         }
     except DAMAGE as error:
         raise StateError(
@@ -193,7 +194,7 @@ def check_base_names(names: Sequence[str]) -> None:
         other = seen.setdefault(base_name(name), name)
         if other != name:
             raise ArgumentError(
-                f"an index knows shards by the last piece of their names, which {shown(other)} and {shown(name)} "
+                f"an index knows shards by the last piece of their names, which {redacted(other)} and {redacted(name)} "
                 "share. Rename one."
             )
 
@@ -203,8 +204,8 @@ def webdataset_source(
     *,
     shuffle_shards: bool = True,
     resample: bool = False,
-    index: str | os.PathLike[str] | bool | None = None,
-    cache_dir: str | os.PathLike[str] | None = None,
+    index: Path | bool | None = None,
+    cache_dir: Path | None = None,
     cache_bytes: int | None = None,
     select: Callable[[str], bool] | None = None,
 ) -> ShardSource:
@@ -248,15 +249,12 @@ def webdataset_source(
     elif index:
         path = _beside(names[0]) if index is True else os.fspath(index)
         entries = read_index(path, names)
-    samples = partial(tar_samples, select=select)
-    return source_of_files(
-        names,
-        samples,
-        entries,
+    reader = FileReader(
+        samples=partial(tar_samples, select=select),
+        entries=entries,
         cache=HostCache.of(cache_dir, cache_bytes),
-        shuffle_shards=shuffle_shards,
-        resample=resample,
     )
+    return reader.source(names, shuffle_shards=shuffle_shards, resample=resample)
 
 
 class Decode:
@@ -277,20 +275,15 @@ class Decode:
 
         Raises:
             MissingDependencyError: webdataset is not installed.
-            ArgumentError: A handler is neither a function nor a name that WebDataset knows.
+            ValueError: WebDataset does not know a name.
         """
         with needs("webdataset", "decoding WebDataset samples: "):
             import webdataset.autodecode  # type: ignore[import-untyped]
         autodecode = webdataset.autodecode
-        decoders = []
-        for handler in handlers:
-            if not callable(handler):
-                if handler not in autodecode.imagespecs:
-                    raise ArgumentError(
-                        f"decode: {handler!r} is neither a function nor one of {', '.join(autodecode.imagespecs)}."
-                    )
-                handler = autodecode.imagehandler(handler)
-            decoders.append(handler)
+        decoders = [
+            handler if callable(handler) else autodecode.imagehandler(handler)
+            for handler in handlers
+        ]
         self._decoder = autodecode.Decoder(decoders, only=only)
 
     def __call__(self, sample: Sample) -> Sample:

@@ -10,7 +10,7 @@ from paddle_shard.plan.orders import ordering_of
 from paddle_shard.plan.shard_plan import BatchSizes, ShardPlan, global_batch
 from paddle_shard.plan.skips import Ranges
 from paddle_shard.plan.state import LoaderState
-from paddle_shard.plan.step import Deal, GlobalBatch, RowsOf, Step, rank_steps
+from paddle_shard.plan.step import BalanceRows, GlobalBatch, RowsOf, Step, rank_steps
 
 
 class Batches:
@@ -58,7 +58,7 @@ class IndexBatches(Batches):
 
     __slots__ = ()
 
-    deal: Deal | None
+    balance_rows: BalanceRows | None
     """Assigns rows to data ranks by cost; None: they stay in their order."""
 
     def batches(self, start: LoaderState) -> Iterator[GlobalBatch]:
@@ -78,7 +78,7 @@ class IndexBatches(Batches):
             start.epoch,
             rows_of,
             skips=skips,
-            deal=self.deal,
+            balance_rows=self.balance_rows,
             **looks,
         )
 
@@ -103,7 +103,7 @@ class PlanBatches(IndexBatches):
         """
         self._packed = packed or {}
         self._sizes = sizes
-        self.deal: Deal | None = None
+        self.balance_rows: BalanceRows | None = None
         self.plan = plan
         self.data = data
 

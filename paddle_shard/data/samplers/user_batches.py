@@ -24,11 +24,11 @@ from paddle_shard.errors import (
 from paddle_shard.plan.partition import check_batch_size
 from paddle_shard.plan.seeding import derive_seed
 from paddle_shard.plan.state import LoaderState
-from paddle_shard.plan.step import Deal, GlobalBatch, as_ids
+from paddle_shard.plan.step import BalanceRows, GlobalBatch, SamplerStep, as_ids
 from paddle_shard.plan.tails import Tail
 
 Value = TypeVar("Value")
-Drawn = tuple[list[Any], Any]
+Sampled = tuple[list[Any], Any]
 """A batch, and the sampler's own state after drawing it."""
 
 
@@ -70,7 +70,7 @@ class UserBatches(IndexBatches):
     """The data set, which copies of the sampler share, as they do the one that the sampler was made of."""
     lengths: Mapping[str, int] = field(default_factory=dict)
     """Lengths of the data and of the samplers when the run was set up."""
-    deal: Deal | None = None
+    balance_rows: BalanceRows | None = None
     """Deals rows to the data ranks by cost; None: they stay in their order."""
     draws_for: list[tuple[int, ...]] = field(default_factory=list, compare=False)
     """Of data that is split already: [(data rank,)] if the sampler draws for this data rank alone, [()] if all ranks
@@ -136,8 +136,8 @@ class UserBatches(IndexBatches):
                 f"len(): the batch_sampler {self._name} has no __len__. Give it one, or count the steps yourself."
             )
         alone = replace(self, _ends={})
-        draw = Draw(self._copy(), 0, alone)
-        return sum(1 for _ in alone._to_end(draw, LoaderState()))
+        iteration = SamplerIteration(self._copy(), 0, alone)
+        return sum(1 for _ in alone._to_end(iteration, LoaderState()))
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what the order depends on, as far as it is known here."""
@@ -160,9 +160,11 @@ class UserBatches(IndexBatches):
                 self._ends[start.epoch] = start.sampler["end"]
             return iter(())
         # The pass has its own sampler from here on, before its first batch: later changes do not affect it.
-        return self._to_end(Draw(self._own(start.epoch), start.epoch, self), start)
+        return self._to_end(
+            SamplerIteration(self._sampler_for(start.epoch), start.epoch, self), start
+        )
 
-    def _own(self, epoch: int) -> Any:
+    def _sampler_for(self, epoch: int) -> Any:
         """Return the sampler for a pass."""
         sampler = self._sampler
         if any(isinstance(one, Iterator) for one in samplers(sampler)):
@@ -186,12 +188,14 @@ class UserBatches(IndexBatches):
                 sampler.epoch = epoch
             for one in samplers(sampler):
                 getattr(one, "set_epoch", int)(epoch)
-            batch, _ = next(Draw(sampler, epoch, self).batches())
+            batch, _ = next(SamplerIteration(sampler, epoch, self).batches())
         except Exception:  # the epoch iterator itself raises it
             return ""
         return hashlib.blake2b(as_ids(batch).tobytes(), digest_size=8).hexdigest()
 
-    def _to_end(self, draw: Draw, start: LoaderState) -> Iterator[GlobalBatch]:
+    def _to_end(
+        self, iteration: SamplerIteration, start: LoaderState
+    ) -> Iterator[GlobalBatch]:
         """Yield the batches of a pass; the last one is marked if the length says that it may be the last.
 
         If the length does not tell the end, the end is seen when the next batch is asked for.
@@ -200,25 +204,29 @@ class UserBatches(IndexBatches):
         if steps is not None and start.samples and self.consecutive:
             # Perhaps in another size from here on.
             steps += start.steps - -(-start.samples // (self.nominal_size or 1))
-        batches = self._batches(draw, start)
+        batches = self._batches(iteration, start)
         for batch, is_last in seen_ahead(
             batches, lambda batch: steps is not None and batch.number + 1 >= steps
         ):
-            state = batch.sampler_state
-            if is_last and draw.epoch in self._ends:
+            state = batch.sampler.state
+            if is_last and iteration.epoch in self._ends:
                 # A state that is saved here knows where the next epoch begins.
-                state = {**state, "end": self._ends[draw.epoch]}
-            yield batch._replace(last=is_last, sampler_state=state)
+                state = {**state, "end": self._ends[iteration.epoch]}
+            yield batch._replace(
+                sampler=batch.sampler._replace(is_last=is_last, state=state)
+            )
 
-    def _batches(self, draw: Draw, start: LoaderState) -> Iterator[GlobalBatch]:
+    def _batches(
+        self, iteration: SamplerIteration, start: LoaderState
+    ) -> Iterator[GlobalBatch]:
         """Yield the batches of a pass, the last one with the tail; none is marked as the last."""
         saved = start.sampler or {}
         is_restored = "now" in saved
         if is_restored:
-            draw.load(saved["now"], saved["began"])
-            drawn = draw.batches()
+            iteration.load(saved["now"], saved["began"])
+            drawn = iteration.batches()
         else:
-            drawn = self._replayed(draw, start)
+            drawn = self._replayed(iteration, start)
         number = start.steps
         least = self.nominal_size or 0
         for (batch, state), is_last in seen_ahead(
@@ -227,36 +235,40 @@ class UserBatches(IndexBatches):
             padding: list[Any] | None = []
             if is_last:
                 # A sampler that was resumed with its own state has not drawn the first samples again.
-                head = self._head(draw) if is_restored and number else draw.head
+                head = (
+                    self._head(iteration) if is_restored and number else iteration.head
+                )
                 padding = self._padding(batch, head, number)
             else:
                 self._check_size(batch, number)
             if padding is None:
                 break
-            yield self._global(number, batch, padding, draw.noted(batch, state))
+            yield self._global(number, batch, padding, iteration.record(batch, state))
             number += 1
-        if not start.samples and not draw.head:
+        if not start.samples and not iteration.head:
             raise ArgumentError(
-                f"the batch_sampler {self._name} has yielded no batch in epoch {draw.epoch}. "
+                f"the batch_sampler {self._name} has yielded no batch in epoch {iteration.epoch}. "
                 "If it can be iterated only once, give one whose __iter__ starts again each time."
             )
-        if draw.owner is not None:
-            self._ends[draw.epoch] = copy.deepcopy(draw.owner.state_dict())
+        if iteration.owner is not None:
+            self._ends[iteration.epoch] = copy.deepcopy(iteration.owner.state_dict())
 
-    def _head(self, draw: Draw) -> list[Any]:
+    def _head(self, iteration: SamplerIteration) -> list[Any]:
         """Return the first samples of an epoch that was resumed with the sampler's own state."""
-        again = Draw(self._copy(), draw.epoch, self)
-        again.load(draw.began, draw.began)
+        again = SamplerIteration(self._copy(), iteration.epoch, self)
+        again.load(iteration.began, iteration.began)
         for _ in again.batches():
             if len(again.head) >= again.head_size:
                 break
         return again.head
 
-    def _replayed(self, draw: Draw, start: LoaderState) -> Iterator[Drawn]:
-        """Draw up to a position without reading samples, and return the rest."""
+    def _replayed(
+        self, iteration: SamplerIteration, start: LoaderState
+    ) -> Iterator[Sampled]:
+        """SamplerIteration up to a position without reading samples, and return the rest."""
         samples = start.samples
         size = self.nominal_size if self.consecutive else None
-        drawn = draw.batches(samples % size if size else 0)
+        drawn = iteration.batches(samples % size if size else 0)
         num_passed = 0
         while num_passed < samples:
             batch, _ = next(drawn, ([], None))
@@ -266,15 +278,18 @@ class UserBatches(IndexBatches):
                     f"ends after {num_passed}: its order differs from the saved one. {_REPLAYED}"
                 )
             num_passed += len(batch)
-            draw.noted(batch, None)
+            iteration.record(batch, None)
         if num_passed > samples:
             raise StateError(
                 f"state is at sample {samples}, inside a batch of the batch_sampler {self._name}: give it the batch "
                 "size that it had."
             )
-        if samples and (start.sampler or {}).get("drawn", draw.digest) != draw.digest:
+        if (
+            samples
+            and (start.sampler or {}).get("drawn", iteration.digest) != iteration.digest
+        ):
             raise StateError(
-                f"state is at sample {samples} of epoch {draw.epoch}, but the first {samples} samples that the "
+                f"state is at sample {samples} of epoch {iteration.epoch}, but the first {samples} samples that the "
                 f"batch_sampler {self._name} draws now are not those that were delivered. {_REPLAYED}"
             )
         return drawn
@@ -309,22 +324,21 @@ class UserBatches(IndexBatches):
         return [head[i % len(head)] for i in range(num_rows - len(batch))]
 
     def _global(
-        self, number: int, batch: list[Any], padding: list[Any], noted: dict[str, Any]
+        self, number: int, batch: list[Any], padding: list[Any], noted: SamplerStep
     ) -> GlobalBatch:
         indices = batch + padding
-        num_real = len(batch)
+        num_positions = len(batch)
         return GlobalBatch(
             number=number,
             num_rows=len(indices),
             micro_size=len(indices) // self.accumulation,
-            num_real=num_real,
+            num_positions=num_positions,
             take=lambda rows: [
                 indices[row]
                 for row in (rows if isinstance(rows, range) else rows.tolist())
             ],
-            valid=(lambda rows: rows < num_real) if padding else None,
-            last=False,
-            **noted,
+            valid=(lambda rows: rows < num_positions) if padding else None,
+            sampler=noted,
         )
 
 
@@ -360,7 +374,7 @@ _REPLAYED = (
 # What a sampler draws
 
 
-class Draw:
+class SamplerIteration:
     """The batches of a sampler in one pass, drawn with private random generators, and a digest of the draws so far."""
 
     def __init__(self, sampler: Any, epoch: int, of: UserBatches) -> None:
@@ -398,25 +412,25 @@ class Draw:
             )  # which the sampler may keep and change
         self.began = began
 
-    def batches(self, first_size: int = 0) -> Iterator[Drawn]:
+    def batches(self, first_size: int = 0) -> Iterator[Sampled]:
         """Yield batches and states; if batches are cut, the first has `first_size` samples if that is not 0."""
         with self._randomness():
             # Some samplers draw the whole order here, others in each `next`.
             source = self._begin(first_size)
         for step in count():
             with self._randomness():
-                found = next(source, _END)
-                if found is _END and step == 0:
+                batch = next(source, _END)
+                if batch is _END and step == 0:
                     # torchdata's samplers yield nothing once after the state at an end was loaded.
                     source = self._begin(first_size)
-                    found = next(source, _END)
-                if found is _END:
+                    batch = next(source, _END)
+                if batch is _END:
                     return
                 after = self._state()
-            batch = _indices(found, step)
+            indices = _indices(batch, step)
             if len(self.head) < self.head_size:
-                self.head += batch
-            yield batch, after
+                self.head += indices
+            yield indices, after
 
     def _begin(self, first_size: int) -> Iterator[Any]:
         source: Iterator[Any] = iter(self._sampler)
@@ -431,7 +445,7 @@ class Draw:
         """Digest of the samples that were noted, in their order."""
         return self._hash.hexdigest()
 
-    def noted(self, batch: list[Any], state: Any) -> dict[str, Any]:
+    def record(self, batch: list[Any], state: Any) -> SamplerStep:
         """Record that a batch is served; return its samples and the state that resumes the sampler after it."""
         ids = as_ids(batch)
         self._hash.update(ids.tobytes())
@@ -440,7 +454,7 @@ class Draw:
             if self.owner is None
             else {"now": state, "began": self.began}
         )
-        return {"drawn": ids, "sampler_state": saved}
+        return SamplerStep(ids, saved, is_last=False)
 
 
 _END = object()

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Iterator
 from copy import copy
 from itertools import islice
 from typing import Any
 from weakref import ref
 
-from paddle_shard.data.stages.stage import Opening, Stage, Transform
+from paddle_shard.data.stages.stage import Opening, Samples, Stage, Transform
 from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.parts import choose_num_parts
 
@@ -47,7 +46,7 @@ class Stripe(Transform):
     def __init__(self, upstream: Stage) -> None:
         super().__init__(upstream, "stripe")
 
-    def open(self, opening: Opening) -> list[Iterator[Any]]:
+    def open(self, opening: Opening) -> list[Samples]:
         """Return the parts, which share one iterator over the stream."""
         stripes, within = divmod(opening.skip, opening.stripe)
         first = stripes * opening.num_parts * opening.stripe
@@ -81,13 +80,13 @@ class _Turns:
         # Only the reader of a part keeps its queue alive, so samples that no reader takes do not pile up.
         self._queues: dict[int, ref[deque[Any]]] = {}
 
-    def of(self, part: int) -> Iterator[Any]:
+    def of(self, part: int) -> Samples:
         """Return the samples of a part; its queue is there before another part is read."""
         queue: deque[Any] = deque()
         self._queues[part] = ref(queue)
         return self._taken(queue)
 
-    def _taken(self, queue: deque[Any]) -> Iterator[Any]:
+    def _taken(self, queue: deque[Any]) -> Samples:
         while queue or self._read():
             while queue:
                 yield queue.popleft()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import contextlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import count
@@ -10,8 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from paddle_shard.core.warn_once import say_once
+from paddle_shard.data.files.files import FileVersion
 from paddle_shard.data.stages.cut import FAILED_AT
-from paddle_shard.data.stages.stage import Opening, Stage
+from paddle_shard.data.stages.stage import Opening, Samples, Stage
 from paddle_shard.data.stages.steps import in_rounds
 from paddle_shard.plan.mixture import Draws
 from paddle_shard.plan.parts import nothing_to_repeat
@@ -26,17 +29,15 @@ _NEVER = 1 << 62
 
 @lru_cache(maxsize=16)
 def _draws_of(segments: tuple[Segment, ...], num_parts: int) -> Draws:
-    firsts = {
-        -(-segment.first // num_parts): segment for segment in segments
-    }  # the last of those that begin alike
+    # The last of those that begin alike.
+    firsts = {-(-segment.first // num_parts): segment for segment in segments}
     return Draws(
         tuple(segment._replace(first=first) for first, segment in firsts.items())
     )
 
 
 class Mix(Stage):
-    """The source of a stream that draws part p from part p of other streams, in the order of a
-    `WeightedInterleave`.
+    """The source of a stream that draws part p from part p of other streams, by a `WeightedInterleave`.
 
     A part of a stream that has ended is opened again, in its next round. With stop="first", a part of the mixture ends
     where it would open the first stream again; with stop="all", where it would open the last one again.
@@ -81,7 +82,7 @@ class Mix(Stage):
         """Return the draws of a part: each part has its share of a segment's samples."""
         return _draws_of(self._segments, opening.num_parts)
 
-    def open(self, opening: Opening) -> list[Iterator[Any]]:
+    def open(self, opening: Opening) -> list[Samples]:
         """Return the samples of each part."""
         draws = self._draws(opening)
         counts = draws.counts(opening.skip).tolist()
@@ -93,8 +94,10 @@ class Mix(Stage):
             rounds = in_rounds(stage, request, None, name)
             sources.append([(back, items) for items in rounds])
         return [
-            self._mixed(of_part, opening.skip, draws)
-            for of_part in zip(*sources, strict=True)
+            self._mixed(of_part, opening.skip, draws, is_first_part=part == 0)
+            for part, of_part in zip(
+                opening.parts, zip(*sources, strict=True), strict=True
+            )
         ]
 
     def _opening(self, opening: Opening, name: str) -> Opening:
@@ -108,7 +111,9 @@ class Mix(Stage):
         sources: Sequence[tuple[int, Iterator[tuple[int, Any]]]],
         skip: int,
         draws: Draws,
-    ) -> Iterator[Any]:
+        *,
+        is_first_part: bool,
+    ) -> Samples:
         """Yield the samples of a part, given (samples before the position, samples) of each source."""
         num_ends = len(sources) if self._every else 1
         ended = {
@@ -130,8 +135,31 @@ class Mix(Stage):
                 if round_number:
                     ended.add(number)
                     if len(ended) >= num_ends:
+                        if is_first_part:
+                            self._warn_if_unread(sources, ended)
                         return
                 yield sample
+
+    def _warn_if_unread(
+        self,
+        sources: Sequence[tuple[int, Iterator[tuple[int, Any]]]],
+        ended: Collection[int],
+    ) -> None:
+        """Log which sources have samples left at the end of an epoch, since the next one begins all of them again."""
+        unread = []
+        for number, (name, stage) in enumerate(self._stages.items()):
+            if number in ended or stage.endless:
+                continue
+            with contextlib.suppress(Exception):  # a sample that is not delivered
+                if next(sources[number][1])[0] == 0:
+                    unread.append(name)
+        if unread:
+            say_once(
+                "Stream.mixture(stop='first'): an epoch ends with the first source that ends, and has not read all of "
+                "%s. The next epoch begins all sources again. stop='all', or weights in proportion to the lengths, "
+                "read all of them.",
+                " and ".join(map(repr, unread)),
+            )
 
     def lengths(self, opening: Opening) -> list[int] | None:
         """Return the length of each part; None if a length that decides it is not known."""
@@ -171,13 +199,13 @@ class Mix(Stage):
             for file in stage.source.files
         ]
 
-    def files_identity(self) -> tuple[tuple[str, int, str], ...]:
+    def files_identity(self) -> list[FileVersion]:
         """Return that of all sources, with the source's name before each file's."""
-        return tuple(
+        return [
             (f"{name}: {file}", size, tag)
             for name, stage in self._stages.items()
             for file, size, tag in stage.files_identity()
-        )
+        ]
 
     def fingerprint(self) -> list[Any]:
         """Return the names, weights and fingerprints of the sources."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -12,6 +12,7 @@ import numpy.typing as npt
 from paddle_shard.core.checks import check_count, holds
 from paddle_shard.data.stages.stage import (
     Opening,
+    Samples,
     Stage,
     Transform,
     Unreadable,
@@ -94,37 +95,32 @@ class PackedRows:
                 f"{what} has {self.key!r} of dtype {tokens.dtype} and shape {list(tokens.shape)}; the tokens of a "
                 "document are ints, of one dim."
             )
-        found = {
-            name: np.asarray(value)
-            for name, value in given.items()
-            if not isinstance(value, str | bytes)
-            and np.shape(value)[:1] == tokens.shape[:1]
-        }
-        for name, array in found.items():
-            if (
-                array.dtype.kind == "u" and array.dtype.itemsize > 1
-            ):  # Paddle would take uint16 for bfloat16
-                found[name] = array.astype(np.int64)
-        if taken := sorted(set(found) & {*MADE, self.labels}):
+        fields = {}
+        for name, value in given.items():
+            if isinstance(value, str | bytes) or np.shape(value)[:1] != tokens.shape:
+                continue
+            array = np.asarray(value)
+            # Paddle would take uint16 for bfloat16.
+            is_wide = array.dtype.kind == "u" and array.dtype.itemsize > 1
+            fields[name] = array.astype(np.int64) if is_wide else array
+        taken = sorted(fields.keys() & {*MADE, self.labels})
+        if taken:
             raise ValueError(
                 f"{what} has the fields {taken} already, which packing makes itself."
             )
         if names is not None:
-            if missing := sorted(set(names) - set(found)):
+            missing = sorted(set(names) - fields.keys())
+            if missing:
                 raise ValueError(
                     f"{what} has {len(tokens)} tokens, but not as many entries in {missing}, as other documents have. "
                     "Leave these fields out of the documents, or give them an entry for each token."
                 )
-            found = {
-                name: value
-                for name, value in found.items()
-                if name in names or name == self.key
-            }
+            fields = {name: fields[name] for name in fields if name in names}
         if self.labels is not None:
             following = np.full(len(tokens), self.ignore_index, np.int64)
             following[:-1] = tokens[1:]
-            found[self.labels] = following
-        return found
+            fields[self.labels] = following
+        return fields
 
     def row(
         self, pieces: Sequence[tuple[Fields, Piece]], names: Sequence[str]
@@ -138,41 +134,32 @@ class PackedRows:
         Raises:
             ValueError: The pieces differ in their fields, or in the dtype or shape of an entry.
         """
-        pads = dict(self.pad_values)
-        if self.labels is not None:
-            pads.setdefault(self.labels, self.ignore_index)
-        first, sizes = pieces[0][0], [piece.end - piece.first for _, piece in pieces]
+        pads = {self.labels or "labels": self.ignore_index, **self.pad_values}
+        form = _form(pieces[0][0])
         row: dict[str, Any] = {}
-        for name, value in first.items():
+        for name, (dtype, shape) in form.items():
             pad = pads.get(name, 0)
-            if pad and value.dtype.kind in "iub" and not holds(value.dtype.name, pad):
+            if pad and dtype.kind in "iub" and not holds(dtype.name, pad):
                 raise ValueError(
-                    f"pad_values: field {name!r} is {value.dtype}, which cannot hold {pad!r}."
+                    f"pad_values: field {name!r} is {dtype}, which cannot hold {pad!r}."
                 )
-            row[name] = np.full((self.length, *value.shape[1:]), pad, value.dtype)
-        end = 0
-        for what, (fields, piece), size in zip(names, pieces, sizes, strict=True):
-            if fields.keys() != first.keys():
-                raise ValueError(
-                    f"{what} has the fields {sorted(fields)}, but {names[0]} has {sorted(first)}: those with an "
-                    "entry for each token. Leave the other fields out of the documents."
-                )
-            for name, value in fields.items():
-                entry, wanted = (
-                    (value.dtype, value.shape[1:]),
-                    (row[name].dtype, row[name].shape[1:]),
-                )
-                if entry != wanted:
-                    raise ValueError(
-                        f"field {name!r} of {what} has entries of {entry[0]} and shape {list(entry[1])}, but that of "
-                        f"{names[0]} has {wanted[0]} and shape {list(wanted[1])}."
-                    )
-                row[name][end : end + size] = value[piece.first : piece.end]
-            end += size
-        if unknown := sorted(set(self.pad_values) - set(row)):
+            row[name] = np.full((self.length, *shape), pad, dtype)
+        unknown = sorted(self.pad_values.keys() - row.keys())
+        if unknown:
             raise ValueError(
                 f"pad_values names {unknown}, which rows do not have; there are {sorted(row)}."
             )
+        sizes = [piece.end - piece.first for _, piece in pieces]
+        end = 0
+        for what, (fields, piece), size in zip(names, pieces, sizes, strict=True):
+            if _form(fields) != form:
+                raise ValueError(
+                    f"{what} has the fields {_form(fields)}, but {names[0]} has {form}: (dtype, shape of an entry) of "
+                    "those with an entry for each token. Give all documents the same, and leave the others out."
+                )
+            for name, value in fields.items():
+                row[name][end : end + size] = value[piece.first : piece.end]
+            end += size
         begins = np.cumsum([0, *sizes])
         row["position_ids"] = np.zeros(self.length, np.int64)
         row["position_ids"][:end] = np.arange(end) - np.repeat(begins[:-1], sizes)
@@ -182,6 +169,10 @@ class PackedRows:
         row["cu_seqlens"][: len(begins)] = begins
         row["max_seqlen"] = np.int32(max(*sizes, self.length - end))
         return row
+
+
+def _form(fields: Fields) -> dict[str, Any]:
+    return {name: (value.dtype, value.shape[1:]) for name, value in fields.items()}
 
 
 LONG = ("split", "drop", "error")
@@ -217,46 +208,38 @@ class Pack(Transform):
         super().__init__(
             upstream, "pack", rows.length, window, long, rows.key, rows.labels
         )
-        self._rows, self._window, self._long = rows, window, long
+        self._rows = rows
+        self._window = window
+        self._long = long
 
-    def made(self, items: Iterator[Any], part: int, opening: Opening) -> Iterator[Any]:
+    def transform(self, items: Samples, part: int, opening: Opening) -> Samples:
         """Yield the rows of one window after the other, each window packed like a data set of its own."""
-        number = 0
+        first = 0
         for documents in windows(items, self._window):
-            bad = [
-                document for document in documents if isinstance(document, Unreadable)
-            ]
-            names = [
-                f"document {at} of its part"
-                for at in range(number, number + len(documents))
-            ]
-            read = [
-                {}
-                if isinstance(document, Unreadable)
-                else self._rows.fields(document, what)
-                for document, what in zip(documents, names, strict=True)
-            ]
-            sizes = np.array(
-                [
-                    self._size(fields, what)
-                    for fields, what in zip(read, names, strict=True)
-                ],
-                np.int64,
-            )
+            bad = [item for item in documents if isinstance(item, Unreadable)]
+            fields: list[Fields] = []
+            names = []
+            for number, document in enumerate(documents, first):
+                name = f"document {number} of its part"
+                is_bad = isinstance(document, Unreadable)
+                fields.append({} if is_bad else self._rows.fields(document, name))
+                names.append(name)
+            sizes = np.array(list(map(self._size, fields, names)), np.int64)
             if sizes.any():
                 packing = Packing(sizes, self._rows.length, MAX_WINDOW)
                 for row in range(packing.num_rows):
                     pieces = packing.pieces(row)
                     yield self._rows.row(
-                        [(read[piece.document], piece) for piece in pieces],
+                        [(fields[piece.document], piece) for piece in pieces],
                         [names[piece.document] for piece in pieces],
                     )
             yield from bad
-            number += len(documents)
+            first += len(documents)
 
     def _size(self, fields: Fields, what: str) -> int:
         """Return how many tokens of a document are packed; 0 if it was not read."""
-        size, length = len(fields.get(self._rows.key, ())), self._rows.length
+        size = len(fields.get(self._rows.key, ()))
+        length = self._rows.length
         if size <= length or self._long == "split":
             return size
         if self._long == "drop":

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from itertools import count, islice
 from typing import Any, ClassVar, NamedTuple
 
-from paddle_shard.errors import described
+from paddle_shard.data.files.files import FileVersion
+from paddle_shard.errors import ArgumentError, described
 from paddle_shard.plan.seeding import derive_seed
 
 
@@ -57,7 +58,7 @@ class Opening:
         """Return a seed for one purpose in a part."""
         return derive_seed(self.seed, self.epoch, self.round, part, *purpose)
 
-    def tried(self, function: Callable[[Any], Any], sample: Any) -> Any:
+    def call(self, function: Callable[[Any], Any], sample: Any) -> Any:
         """Return the result of the user's function for a sample; `Unreadable` if it fails and errors are skipped."""
         if isinstance(sample, Unreadable):
             return Unreadable(
@@ -79,7 +80,7 @@ class Opening:
             raise error
         return Unreadable(described(error))
 
-    def drawn(self, items: Iterator[Any], part: int, first: int = 0) -> Iterator[Any]:
+    def seeded(self, items: Iterator[Any], part: int, first: int = 0) -> Iterator[Any]:
         """Yield the items of the user's code after the first `skip`; the generators are seeded before each but item 0.
 
         For item 0 they go on where the making of `items` has left them. An order may be drawn by a thread, as by that
@@ -138,6 +139,10 @@ def windows(items: Iterator[Any], size: int) -> Iterator[list[Any]]:
         yield window
 
 
+Samples = Iterator[Any]
+"""Samples of a part, from a position on."""
+
+
 class Stage:
     """The source of a stream, or a stage after it (`Transform`). The defaults suit a source.
 
@@ -170,7 +175,7 @@ class Stage:
         """Number of stages before it; gives each stage its own random numbers."""
         return len([*self.line()]) - 1
 
-    def open(self, opening: Opening) -> list[Iterator[Any]]:
+    def open(self, opening: Opening) -> list[Samples]:
         """Return an iterator over each opened part, which begins after `opening.skip` samples."""
         raise NotImplementedError
 
@@ -186,13 +191,13 @@ class Stage:
         """Return what the samples and their order depend on: JSON-able, one entry per stage that matters."""
         return []
 
-    def files_identity(self) -> tuple[tuple[str, int, str], ...]:
+    def files_identity(self) -> list[FileVersion]:
         """Return (name, size in bytes, version tag) of each file of the source, by which changed data is detected.
 
         The tag is an ETag or a time of modification. Sources without files return nothing. It is computed on demand:
         remote files cost a request each.
         """
-        return () if self.upstream is None else self.upstream.files_identity()
+        return [] if self.upstream is None else self.upstream.files_identity()
 
     # What only a source is asked for
 
@@ -207,11 +212,35 @@ class Stage:
         return ()
 
 
+class PartsSource(Stage):
+    """A source that can open a part without reading the others."""
+
+    cuts = True
+
+    def open(self, opening: Opening) -> list[Samples]:
+        """Return the samples of each part."""
+        return [self.part(part, opening) for part in opening.parts]
+
+    def part(self, part: int, opening: Opening) -> Samples:
+        """Return the samples of a part."""
+        raise NotImplementedError
+
+    def check_num_shards(self, opening: Opening, fixes: str) -> None:
+        """Reject more parts than shards, of which each part needs at least one."""
+        num_parts = opening.num_parts
+        num_shards = self.num_shards or 0
+        if num_shards < num_parts:
+            raise ArgumentError(
+                f"in_parts({num_parts}): {num_shards} shards cannot be assigned to {num_parts} parts, which need one "
+                f"each. Ways that work: in_parts() with at most {num_shards}; {fixes}."
+            )
+
+
 class Transform(Stage):
     """A stage that makes the samples of a part from those of the same part before it. The defaults suit 1 : 1.
 
-    A subclass defines `made`, and `begin` if it can begin in the middle of a part other than sample by sample. One that
-    reads the stream in another way overrides `open`.
+    A subclass defines `transform`, and `begin` if it can begin in the middle of a part other than sample by sample. One
+    that reads the stream in another way overrides `open`.
     """
 
     upstream: Stage
@@ -230,7 +259,7 @@ class Transform(Stage):
         self.endless = upstream.endless
         self._mark = list(mark)
 
-    def made(self, items: Iterator[Any], part: int, opening: Opening) -> Iterator[Any]:
+    def transform(self, items: Samples, part: int, opening: Opening) -> Samples:
         """Yield what becomes of the samples of a part.
 
         Args:
@@ -251,12 +280,12 @@ class Transform(Stage):
         """
         return (skip, 0) if self.counted else (0, skip)
 
-    def open(self, opening: Opening) -> list[Iterator[Any]]:
+    def open(self, opening: Opening) -> list[Samples]:
         """Return what becomes of the samples of each part."""
         first, num_dropped = self.begin(opening.skip)
         before = replace(opening, skip=first)
         opened = zip(opening.parts, self.upstream.open(before), strict=True)
-        made = [self.made(items, part, before) for part, items in opened]
+        made = [self.transform(items, part, before) for part, items in opened]
         if not num_dropped:
             return made
         return [islice(samples, num_dropped, None) for samples in made]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from itertools import count, islice, repeat
+from itertools import count, islice
 from operator import add, itemgetter
 from typing import Any, ClassVar, NamedTuple
 
@@ -13,6 +13,7 @@ import numpy as np
 from paddle_shard.core.checks import check_count
 from paddle_shard.data.stages.stage import (
     Opening,
+    Samples,
     Stage,
     Transform,
     Unreadable,
@@ -34,7 +35,7 @@ class Map(Transform):
         super().__init__(upstream)
         self._function = function
 
-    def made(self, items: Iterator[Any], part: int, opening: Opening) -> Iterator[Any]:
+    def transform(self, items: Samples, part: int, opening: Opening) -> Samples:
         """Yield the results of the function."""
         key = opening.key(part, "map", self.depth)
         function = self._function
@@ -65,12 +66,12 @@ class Filter(Transform):
         super().__init__(upstream, "filter")
         self._predicate = predicate
 
-    def made(self, items: Iterator[Any], part: int, opening: Opening) -> Iterator[Any]:
+    def transform(self, items: Samples, part: int, opening: Opening) -> Samples:
         """Yield the samples that are kept."""
         key = opening.key(part, "filter", self.depth)
         for number, item in enumerate(items):
             opening.seed_generators(key, number)
-            keep = opening.tried(lambda sample: bool(self._predicate(sample)), item)
+            keep = opening.call(lambda sample: bool(self._predicate(sample)), item)
             if keep:
                 yield keep if isinstance(keep, Unreadable) else item
 
@@ -86,7 +87,7 @@ class Batch(Transform):
         """Return that lists are skipped by skipping their samples."""
         return skip * self.size, 0
 
-    def made(self, items: Iterator[Any], part: int, opening: Opening) -> Iterator[Any]:
+    def transform(self, items: Samples, part: int, opening: Opening) -> Samples:
         """Yield the lists. One that holds a sample that cannot be read is replaced as a whole."""
         for group in windows(items, self.size):
             bad = [item for item in group if isinstance(item, Unreadable)]
@@ -109,7 +110,7 @@ class Unbatch(Transform):
     def __init__(self, upstream: Stage) -> None:
         super().__init__(upstream, "unbatch")
 
-    def made(self, items: Iterator[Any], part: int, opening: Opening) -> Iterator[Any]:
+    def transform(self, items: Samples, part: int, opening: Opening) -> Samples:
         """Yield the items of the samples."""
         key = opening.key(part, "unbatch", self.depth)
         for number, group in enumerate(items):
@@ -117,7 +118,7 @@ class Unbatch(Transform):
                 yield from group.items or (group,)
                 continue
             opening.seed_generators(key, number)
-            samples = opening.tried(list, group)
+            samples = opening.call(list, group)
             yield from [samples] if isinstance(samples, Unreadable) else samples
 
 
@@ -143,7 +144,7 @@ class Shuffle(Transform):
         rest = skip % self._window
         return skip - rest, rest
 
-    def made(self, items: Iterator[Any], part: int, opening: Opening) -> Iterator[Any]:
+    def transform(self, items: Samples, part: int, opening: Opening) -> Samples:
         """Yield the samples of one window after the other."""
         # Its number counts only the shuffles before it: then stages that keep the order can be added to a run.
         number = sum(isinstance(stage, Shuffle) for stage in self.upstream.line())
@@ -171,7 +172,7 @@ class Repeat(Transform):
         self._times = None if times is None else check_count("times", times)
         self.endless = times is None or upstream.endless
 
-    def open(self, opening: Opening) -> list[Iterator[Any]]:
+    def open(self, opening: Opening) -> list[Samples]:
         """Return the samples of each part, round after round."""
         rounds = in_rounds(self.upstream, opening, self._times)
         return [map(itemgetter(1), items) for items in rounds]
@@ -204,8 +205,6 @@ def in_rounds(
     Returns:
         For each part, pairs of the round, from 0, and the sample.
     """
-    if times == 1:
-        return [zip(repeat(0), items, strict=False) for items in stage.open(opening)]
     rounds = _Rounds(stage, opening, times, source)
     return [rounds.items(part) for part in opening.parts]
 
@@ -231,7 +230,7 @@ class _Rounds:
         self._times = times
         self._source = source
         self._begins = {part: self._begin(part) for part in opening.parts}
-        self._opened: dict[tuple[int, int], dict[int, Iterator[Any]]] = {}
+        self._opened: dict[tuple[int, int], dict[int, Samples]] = {}
         """(round, samples that are skipped) -> the parts that are opened there and not read yet."""
 
     def items(self, part: int) -> Iterator[tuple[int, Any]]:
@@ -266,7 +265,7 @@ class _Rounds:
             skip -= length
         return _Begin(self._times or 0, 0, 0)
 
-    def _open(self, part: int, number: int, skip: int) -> Iterator[Any]:
+    def _open(self, part: int, number: int, skip: int) -> Samples:
         """Return a part of a round; open it with all parts that come to the same place."""
         place = (number, skip)
         if place not in self._opened:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ class Hazard(NamedTuple):
     """A problem of a plan, a record or a machine."""
 
     what: str
-    remedy: str
+    fix: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +52,8 @@ class Answer:
         ]
         if self.hazards is not None:
             sections += [
-                f"HAZARD: {what.rstrip('.')}. {remedy.rstrip('.')}."
-                for what, remedy in self.hazards
+                f"HAZARD: {what.rstrip('.')}. {fix.rstrip('.')}."
+                for what, fix in self.hazards
             ]
             sections += [] if self.hazards else ["no hazard was found"]
         return "\n".join(sections)
@@ -116,16 +117,14 @@ def cell(value: Any) -> str:
             ":".join(map(str, item)) if isinstance(item, list | tuple) else cell(item)
             for item in value
         )
-    runs: list[list[int]] = []
-    for number in value:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return " ".join(
-        f"{run[0]}-{run[-1]}" if len(run) > 2 else " ".join(map(str, run))
-        for run in runs
-    )
+    position = itertools.count()
+    texts: list[str] = []
+    for _, run in itertools.groupby(value, lambda number: number - next(position)):
+        first, *others = map(str, run)
+        texts.append(
+            f"{first}-{others[-1]}" if len(others) > 1 else " ".join([first, *others])
+        )
+    return " ".join(texts)
 
 
 def parsed(pattern: str, text: str, kind: str) -> Sequence[str]:

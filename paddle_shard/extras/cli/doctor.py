@@ -52,16 +52,14 @@ def doctor(options: argparse.Namespace) -> Answer:
     if sys.platform == "linux":
         hazards += _check_limits(machine)
     else:
-        remedy = "Use a Linux container (on Windows: WSL 2)"
-        hazards.append(
-            Hazard(f"loaders need Linux, this is {machine['system']}", remedy)
-        )
+        fix = "Use a Linux container (on Windows: WSL 2)"
+        hazards.append(Hazard(f"loaders need Linux, this is {machine['system']}", fix))
     group: dict[str, str] = {}
     size = int(os.environ.get("PADDLE_TRAINERS_NUM") or 1)
     if size > 1 and paddle != "not installed":
         hazards += _check_group(size, options.timeout, group)
     text = [
-        [{"what": name, "here": value} for name, value in {**machine, **group}.items()]
+        [{"what": name, "value": value} for name, value in {**machine, **group}.items()]
     ]
     return Answer(
         values={"machine": machine, "group": group}, text=text, hazards=hazards
@@ -100,8 +98,8 @@ def _check_group(size: int, timeout: int, group: dict[str, str]) -> Iterator[Haz
     try:
         hosts = gather_of(tuple(range(size)), socket.gethostname(), timeout, "doctor")
     except PeerLostError as lost:
-        remedy = "Look for the reason in their logs: each runs paddle-shard doctor, and can reach rank 0"
-        yield Hazard(str(lost).rstrip("."), remedy)
+        fix = "Look for the reason in their logs: each runs paddle-shard doctor, and can reach rank 0"
+        yield Hazard(str(lost).rstrip("."), fix)
         return
     names = list(dict.fromkeys(hosts))
     group["ranks"] = f"{size} on {len(names)} hosts: {', '.join(names)}"

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from paddle_shard.data.files.counts import ShardEntry, count_file
-from paddle_shard.data.files.files import base_name, shown
+from paddle_shard.data.files.files import base_name, redacted
 from paddle_shard.data.files.webdataset import (
     check_base_names,
     expand,
@@ -46,10 +46,10 @@ def index(options: argparse.Namespace) -> Answer:
         try:
             entry = count_file(name, tar_starts)
         except Exception as error:  # whatever a tar or a server raises
-            text = f"{shown(name)}: {described(error)}\nNothing is written."
+            text = f"{redacted(name)}: {described(error)}\nNothing is written."
             return Answer(values={"error": text}, text=[text], failed=True)
         entries[base_name(name)] = entry
-        text = f"[{number}/{len(names)}] {shown(name)}: {entry.samples} samples, {entry.size} bytes"
+        text = f"[{number}/{len(names)}] {redacted(name)}: {entry.samples} samples, {entry.size} bytes"
         print(text, file=sys.stderr, flush=True)
     write_index(options.output, entries)
     counts = {name: entry.samples for name, entry in entries.items()}

@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if record is None or not read(record)[1]:
             raise
         text = (
-            f"{record} is damaged ({described(error)}); paddle-shard verify tells where"
+            f"{record} is damaged ({described(error)}); paddle-shard verify shows where"
         )
         print(f"paddle-shard {options.command}: {text}", file=sys.stderr)
         return 2

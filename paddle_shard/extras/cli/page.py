@@ -24,9 +24,9 @@ _MOST_TEXT = 96
 def page_of(title: str, answer: Answer, pictures: Iterable[str]) -> str:
     """Return an HTML page of an answer and some SVG pictures; it loads nothing."""
     body = [f"<h1>{escape(title)}</h1>"]
-    for what, remedy in answer.hazards or ():
+    for what, fix in answer.hazards or ():
         body.append(
-            f'<p class="hazard"><strong>{escape(what)}.</strong> {escape(remedy)}</p>'
+            f'<p class="hazard"><strong>{escape(what)}.</strong> {escape(fix)}</p>'
         )
     for section in answer.text:
         body.append(

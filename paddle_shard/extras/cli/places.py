@@ -55,11 +55,15 @@ def rows_of(
 
 def samples_at(plan: ShardPlan, epoch: int, step: int, skips: Ranges) -> list[Any]:
     """Return the sample of each row of a step, as users name it; None for padding and skipped rows."""
-    found = step_of_plan(plan, epoch, step, skips)
-    if found is None:
+    plan_step = step_of_plan(plan, epoch, step, skips)
+    if plan_step is None:
         return [None] * plan.num_rows(step=step)
-    valid = np.ones(len(found.ids), bool) if found.valid is None else found.valid
-    names: list[Any] = np.asarray(found.ids).tolist()
+    valid = (
+        np.ones(len(plan_step.ids), bool)
+        if plan_step.valid is None
+        else plan_step.valid
+    )
+    names: list[Any] = np.asarray(plan_step.ids).tolist()
     if isinstance(plan.ordering, Mixing):
         names = [list(plan.ordering.named(sample)) for sample in names]
     return [

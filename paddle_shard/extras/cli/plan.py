@@ -9,8 +9,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from paddle_shard.core.checks import listed
 from paddle_shard.data.mixture import Mixture
 from paddle_shard.errors import ArgumentError
@@ -27,7 +25,6 @@ from paddle_shard.extras.cli.places import Meshes, groups_of, samples_of, shapes
 from paddle_shard.plan.mesh import MeshLayout, grid_of
 from paddle_shard.plan.mixture import Mixing, drawn_of
 from paddle_shard.plan.orders import ORDERINGS, find_ordering
-from paddle_shard.plan.partition import place_of_rows
 from paddle_shard.plan.shard_plan import ShardPlan, facts_of_plan
 from paddle_shard.plan.tails import TAILS
 
@@ -36,7 +33,7 @@ _MOST_RANKS = 10**6
 _MOST_ROWS = 10**8
 """Rows of a batch, all of which are held in memory."""
 _MOST_SHOWN = 64
-"""Ranks of a mesh that is shown as a grid; replica groups of a larger one that are listed."""
+"""Ranks of a mesh that is shown as a grid."""
 _STEPS_OF_PAGE = 8
 _MUCH = 0.01
 """Share of the samples above which dropping them is a hazard."""
@@ -155,129 +152,109 @@ def plan(options: argparse.Namespace) -> Answer:
         (mesh, [mesh.axes[axis] for axis in mesh.axis_indices(named)])
         for mesh in options.mesh
     ]
-    values: dict[str, Any] = {"meshes": list(groups_of(meshes))}
-    text = _mesh_sections(meshes)
-    hazards: list[Hazard] = []
-    shard_plan = _plan_of(options, meshes, hazards)
-    if shard_plan is not None:
-        values["plan"] = facts_of_plan(shard_plan)
-        text.append(
-            [{"what": name, "number": value} for name, value in values["plan"].items()]
-        )
-        if isinstance(shard_plan.ordering, Mixing):
-            sources = drawn_of(shard_plan.ordering, shard_plan.num_samples)
-            values["sources"] = [
-                {"source": name, **asdict(drawn)} for name, drawn in sources.items()
-            ]
-            text.append(values["sources"])
-        if options.step is not None:
-            values["step"] = samples_of(
-                shard_plan, meshes, options.epoch, options.step, ()
-            )
-            text += [f"epoch {options.epoch}, step {options.step}", values["step"]]
-        hazards += hazards_of(shard_plan, options.epoch)
+    shard_plan = _plan_of(options, meshes)
+    numbers = facts_of_plan(shard_plan)
+    values: dict[str, Any] = {"meshes": list(groups_of(meshes)), "plan": numbers}
+    table = [{"what": name, "number": number} for name, number in numbers.items()]
+    text: list[str | Rows] = [*_mesh_sections(meshes), table]
+    if isinstance(shard_plan.ordering, Mixing):
+        sources = drawn_of(shard_plan.ordering, shard_plan.num_samples)
+        values["sources"] = [
+            {"source": name, **asdict(drawn)} for name, drawn in sources.items()
+        ]
+        text.append(values["sources"])
+    if options.step is not None:
+        values["step"] = samples_of(shard_plan, meshes, options.epoch, options.step, ())
+        text += [f"epoch {options.epoch}, step {options.step}", values["step"]]
+    hazards = list(hazards_of(shard_plan, meshes, options.epoch))
     answer = Answer(values=values, text=text, hazards=hazards)
     if options.html is not None or options.svg is not None:
         _draw(answer, shard_plan, meshes, options)
     return answer
 
 
-def _plan_of(
-    options: argparse.Namespace, meshes: Meshes, hazards: list[Hazard]
-) -> ShardPlan | None:
-    """Return the plan that the flags describe; None if there is none, for a reason that `hazards` gets.
+def _plan_of(options: argparse.Namespace, meshes: Meshes) -> ShardPlan:
+    """Return the plan that the flags describe.
 
     Raises:
-        ArgumentError: There is no data, or two sources have one name.
+        ArgumentError: There is no data or no such plan, or two sources have one name.
     """
     samples = options.samples
     shuffle = find_ordering(_ORDERS[options.shuffle])
     if options.source:
         lengths = {name: range(length) for name, length, _ in options.source}
+        weights = {name: weight for name, _, weight in options.source}
         if len(lengths) < len(options.source):
             raise ArgumentError(
                 f"--source: two of {[name for name, *_ in options.source]} have one name."
             )
-        mixture = Mixture(
-            lengths,
-            {name: weight for name, _, weight in options.source},
-            num_samples=samples,
-        )
+        mixture = Mixture(lengths, weights, num_samples=samples)
         samples = len(mixture)
         shuffle = mixture.ordering(shuffle)
     if samples is None:
         raise ArgumentError(
             "give the data: --samples, or --source for each source of a mixture."
         )
-    try:
-        return ShardPlan(
-            num_samples=samples,
-            batch_size=options.batch_size * options.accumulation,
-            num_data_ranks=math.lcm(
-                *(mesh.num_data_ranks(axes) for mesh, axes in meshes)
-            ),
-            tail=options.tail,
-            shuffle=shuffle,
-            seed=options.seed,
-            accumulation=options.accumulation,
-        )
-    except ArgumentError as error:
-        what, _, remedy = str(error).partition(". ")
-        hazards.append(Hazard(what, remedy))
-        return None
+    counts = [mesh.num_data_ranks(axes) for mesh, axes in meshes]
+    return ShardPlan(
+        num_samples=samples,
+        batch_size=options.batch_size * options.accumulation,
+        num_data_ranks=math.lcm(*counts),
+        tail=options.tail,
+        shuffle=shuffle,
+        seed=options.seed,
+        accumulation=options.accumulation,
+    )
 
 
-def hazards_of(plan: ShardPlan, epoch: int) -> Iterator[Hazard]:
-    """Yield the hazards of a plan; of its steps, the last one of an epoch is examined."""
+def hazards_of(plan: ShardPlan, meshes: Meshes, epoch: int) -> Iterator[Hazard]:
+    """Yield the hazards of a plan; of its steps, the last one of an epoch is examined, on the first mesh."""
     dropped = plan.num_positions - plan.num_served
     if dropped > _MUCH * plan.num_samples:
         what = f"tail={plan.tail!r} drops {dropped} of {plan.num_samples} samples in each epoch"
         yield Hazard(what, "tail='pad' serves them, and a smaller batch drops fewer")
-    if not plan.num_steps:
-        return
-    step = plan.num_steps - 1
-    rows = np.arange(plan.num_rows(step=step))
-    valid = plan.valid(epoch=epoch, step=step, rows=rows)
-    data_ranks, _ = place_of_rows(
-        rows[valid], len(rows), plan.num_data_ranks, plan.micro_size(step=step)
-    )
-    idle = np.setdiff1d(np.arange(plan.num_data_ranks), data_ranks).tolist()
-    if idle:
-        what = (
-            f"the last step of the epoch, {step}, has {len(rows) - valid.sum()} of {len(rows)} rows of padding, and "
-            f"nothing else on {len(idle)} of its data ranks: {listed(idle)}"
-        )
-        remedy = (
-            "A mean over the valid rows of such a rank divides by 0: divide the sum of all ranks by their count. "
-            "tail='drop' leaves such a step out"
-        )
-        yield Hazard(what, remedy)
+    if plan.num_steps:
+        step = plan.num_steps - 1
+        shares = samples_of(plan, meshes[:1], epoch, step, ())
+        idle = [
+            share["data_rank"]
+            for share in shares
+            if share["samples"].count(None) == len(share["samples"])
+        ]
+        if idle:
+            num_rows = plan.num_rows(step=step)
+            padding = sum(one["samples"].count(None) for one in shares)
+            what = (
+                f"the last step of the epoch, {step}, has {padding} of {num_rows} rows of padding, and nothing else on "
+                f"{len(idle)} of its data ranks: {listed(idle)}"
+            )
+            fix = (
+                "A mean over the valid rows of such a rank divides by 0: divide the sum of all ranks by their count. "
+                "tail='drop' leaves such a step out"
+            )
+            yield Hazard(what, fix)
 
 
 def _mesh_sections(meshes: Meshes) -> list[str | Rows]:
-    """Return each mesh in a line and as a grid of its ranks; for a large mesh, its first replica groups."""
+    """Return each mesh in a line and as a grid of its ranks."""
     text: list[str | Rows] = []
     for number, (mesh, axes) in enumerate(meshes):
         split = f"rows split over {' and '.join(axes) or 'nothing'}: {mesh.num_data_ranks(axes)} data ranks"
         text.append(f"mesh {number}: {shapes_of([(mesh, axes)])}; {split}")
-        is_small = len(mesh.process_ids) <= _MOST_SHOWN
-        text.append(
-            grid_of(mesh, axes)
-            if is_small
-            else list(groups_of([(mesh, axes)]))[:_MOST_SHOWN]
-        )
+        if len(mesh.process_ids) <= _MOST_SHOWN:  # --json has larger ones
+            text.append(grid_of(mesh, axes))
     return text
 
 
 def _draw(
-    answer: Answer, plan: ShardPlan | None, meshes: Meshes, options: argparse.Namespace
+    answer: Answer, plan: ShardPlan, meshes: Meshes, options: argparse.Namespace
 ) -> None:
     """Write the page and the picture that the options name.
 
     Raises:
         ArgumentError: There is no step to draw.
     """
-    if plan is None or not plan.num_steps:
+    if not plan.num_steps:
         raise ArgumentError(
             "--html and --svg: there is no step that could be drawn. Leave them out to see why."
         )

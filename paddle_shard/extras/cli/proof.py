@@ -1,4 +1,4 @@
-"""Proof that each sample of an epoch was delivered exactly once, as far as a record tells.
+"""Proof that each sample of an epoch was delivered exactly once, as far as a record shows.
 
 The record has the positions that all ranks delivered together. It also has sums of the ids that its writer read: of its
 own rows, or of all rows where the run called `certificate()`. They are compared with the order.
@@ -35,10 +35,14 @@ def proof_of(run: Timeline, epoch: int) -> dict[str, Any]:
     "notes" on what is not known and why, and "again": the ranges [first, end) of positions that were delivered more
     than once.
     """
-    deliveries = [one for one in run.deliveries if one.start.epoch == epoch]
+    deliveries = [
+        delivery for delivery in run.deliveries if delivery.start.epoch == epoch
+    ]
     newest = deliveries[-1]
-    is_over = epoch != run.epochs[-1] or any(one.is_ended for one in deliveries)
-    plan = None if newest.job.unknown is not None else newest.plan
+    is_over = epoch != run.epochs[-1] or any(
+        delivery.is_ended for delivery in deliveries
+    )
+    plan = None if newest.job.unknown_order is not None else newest.plan
     notes: list[str] = []
 
     # What was delivered, each range with the order and the skips of then.
@@ -47,19 +51,20 @@ def proof_of(run: Timeline, epoch: int) -> dict[str, Any]:
     if before is not None and before.epoch == epoch and before.samples:
         ranges.append((0, before.samples, deliveries[0].skips, plan))
         notes.append(
-            f"positions [0, {before.samples}) were delivered before this record begins, says the loaded state"
+            f"positions [0, {before.samples}) were delivered before this record begins, by the loaded state"
         )
-    for one in deliveries:
-        order = plan
-        if plan is not None and one.job.unknown is None:
-            order = one.plan
-            if one.samples > order.num_positions:
-                raise ArgumentError(
-                    f"the record is damaged: epoch {epoch} has {order.num_positions} positions, and a line tells of "
-                    f"{one.samples}."
-                )
-        if not one.is_empty:
-            ranges.append((one.start.samples, one.samples, one.skips, order))
+    for delivery in deliveries:
+        is_known = plan is not None and delivery.job.unknown_order is None
+        order = delivery.plan if is_known else plan
+        if order is not None and delivery.samples > order.num_positions:
+            raise ArgumentError(
+                f"the record is damaged: epoch {epoch} has {order.num_positions} positions, and a line has "
+                f"{delivery.samples}."
+            )
+        if not delivery.is_empty:
+            ranges.append(
+                (delivery.start.samples, delivery.samples, delivery.skips, order)
+            )
     account = account_of_all(epoch, ranges)
     delivered = account[ALL]
 
@@ -69,44 +74,46 @@ def proof_of(run: Timeline, epoch: int) -> dict[str, Any]:
         rest = (reached, plan.num_served, newest.skips, plan)
         account = added(account, account_of_all(epoch, [rest]))
     seen_to = reached if newest.is_ended or not is_over else None
-    found = certify(
+    certificate = certify(
         [(account, {})], epoch, plan, newest.skips, seen_to, "the loader's order"
     )
 
     if plan is None:
-        notes.append(f"which samples these are is not known: {newest.job.unknown}")
+        notes.append(
+            f"which samples these are is not known: {newest.job.unknown_order}"
+        )
         problems = dict.fromkeys(_changed_orders(deliveries), 0)
     else:
         problems = dict(_compared_sums(run, deliveries, notes))
     num_unread = sum(problems.values())
-    found = replace(
-        found,
-        problems=(*found.problems, *problems),
+    certificate = replace(
+        certificate,
+        problems=(*certificate.problems, *problems),
         delivered=delivered.total.num - num_unread,
-        missed=found.missed + num_unread,
+        missed=certificate.missed + num_unread,
     )
-    text = str(found)
+    text = str(certificate)
     if not is_over:
         text += f", so far: at positions [0, {reached}), in {newest.steps} steps"
-    if "files" in newest.job.facts["data"]:
+    if "files" in newest.job.first_line["data"]:
         text = text.replace(
             "samples that the loader's order drew", "positions of the stream"
         )
         notes.append(
             "rows of padding, and samples that could not be read, have positions, too"
         )
-    facts = {**asdict(found), "repeated_positions": found.repeated}
-    del facts["repeated"]
-    return {**facts, "text": text, "notes": notes, "again": delivered.again}
+    fields = {**asdict(certificate), "repeated_positions": certificate.repeated}
+    del fields["repeated"]
+    return {**fields, "text": text, "notes": notes, "again": delivered.again}
 
 
 def _changed_orders(deliveries: Sequence[Delivery]) -> Iterator[str]:
     """Yield a problem for each resume in the middle of an epoch with another order."""
-    for one in deliveries:
-        if one.override and one.start.samples:
+    for delivery in deliveries:
+        if delivery.override and delivery.start.samples:
             yield (
-                f"whether the samples from position {one.start.samples} on are those that were left is {UNKNOWN}: the "
-                f"run was resumed there with override={list(one.override)}"
+                f"whether the samples from position {delivery.start.samples} on are those that were left is {UNKNOWN}: "
+                f"the run was resumed there with override={list(delivery.override)}"
             )
 
 
@@ -123,24 +130,24 @@ def _compared_sums(
     for owner, delivered in sorted(run.states[epoch].certificate.items()):
         ranges = ", ".join(f"[{first}, {end})" for first, end in delivered.once)
         who = "all ranks" if owner == ALL else f"data rank {owner[0]} of {owner[1]}"
-        where = f"{who} at positions {ranges}"
-        if owner != ALL and run.last_job.facts["dealt"]:
-            why = "rows are balanced by cost (balance=)"
-            notes.append(f"what was read by {where} is not compared: {why}")
-            continue
+        where = f"what was read by {who} at positions {ranges}"
         expected = _expected_total(owner, delivered, deliveries)
-        if expected is None:
-            why = "some of it was delivered again, or before this record"
-            notes.append(f"what was read by {where} is not compared: {why}")
+        if owner != ALL and run.last_job.first_line["dealt"]:
+            notes.append(f"{where} is not compared: rows are balanced (balance=)")
+        elif expected is None:
+            notes.append(
+                f"{where} is not compared: some of it was delivered again, or before this record"
+            )
         elif delivered.total.num < expected.num:
             num_unread = expected.num - delivered.total.num
-            yield f"{num_unread} samples of {where} could not be read", num_unread
-        elif delivered.total != expected:
-            yield f"{where} read other samples than those of the order", 0
-        elif owner != ALL and owner[1] > 1:
-            notes.append(
-                f"the sums of what was read by {where} are those of the order; {_OTHERS}"
+            yield (
+                f"{num_unread} samples of {who} at positions {ranges} could not be read",
+                num_unread,
             )
+        elif delivered.total != expected:
+            yield f"{where} are other samples than those of the order", 0
+        elif owner != ALL and owner[1] > 1:
+            notes.append(f"the sums of {where} are those of the order; {_OTHERS}")
 
 
 def _expected_total(
@@ -149,12 +156,12 @@ def _expected_total(
     """Return the total of the order where an owner delivered; None unless one delivery has each position."""
     epoch = deliveries[-1].start.epoch
     pieces = []
-    for one in deliveries:
-        if owner == ALL or one.job.facts["data_rank"] == list(owner[:2]):
+    for delivery in deliveries:
+        if owner == ALL or delivery.job.first_line["data_rank"] == list(owner[:2]):
             for first, end in delivered.once:
-                piece = (max(one.start.samples, first), min(one.samples, end))
+                piece = (max(delivery.start.samples, first), min(delivery.samples, end))
                 if piece[0] < piece[1]:
-                    pieces.append((*piece, one.skips, one.plan))
+                    pieces.append((*piece, delivery.skips, delivery.plan))
     account = account_of_all(epoch, [(*piece[:3], None) for piece in pieces])
     covered = account.get(ALL, Delivered())
     if delivered.again or covered.again or covered.once != delivered.once:

@@ -51,12 +51,15 @@ def show(options: argparse.Namespace) -> Answer:
         values = _shares_of(run, options.epoch, options.step)
     else:
         raise ArgumentError("give --sample or --step.")
-    on_error = [one.job.facts["options"].get("on_error") for one in run.deliveries]
+    on_error = [
+        delivery.job.first_line["options"].get("on_error")
+        for delivery in run.deliveries
+    ]
     notes = [*run.notes, *[_SKIPS_UNREADABLE] * ("skip" in on_error)]
     text: list[str | Rows] = [values["delivered"], *notes]
     if not values["delivered"]:
-        text[0] = f"sample {options.sample} was not delivered, says the record"
-        if run.last_job.facts["skip_steps"]:
+        text[0] = f"sample {options.sample} was not delivered, by the record"
+        if run.last_job.first_line["skip_steps"]:
             text.append("The run skips steps (skip_steps=).")
     return Answer(values={**values, "notes": notes}, text=text)
 
@@ -64,12 +67,12 @@ def show(options: argparse.Namespace) -> Answer:
 def _places_of(run: Timeline, sample: Any) -> dict[str, Any]:
     """Return the deliveries of a sample."""
     places = []
-    for one, step, row in run.places_of(sample):
-        place = {"epoch": one.start.epoch, "step": step, "row": row}
-        for group, rows in rows_of(one.plan, one.job.holders, step):
+    for delivery, step, row in run.places_of(sample):
+        place = {"epoch": delivery.start.epoch, "step": step, "row": row}
+        for group, rows in rows_of(delivery.plan, delivery.job.holders, step):
             if row in rows:
                 share = {**group, "row_of_rank": rows.index(row)}
-                places.append({**place, **_recorded(one, step), **share})
+                places.append({**place, **_recorded(delivery, step), **share})
     if run.notes and not places:
         raise ArgumentError(f"sample {sample} is in no line. {run.notes[0]}")
     return {"sample": sample, "delivered": places}
@@ -82,30 +85,29 @@ def _shares_of(run: Timeline, epoch: int | None, step: int) -> dict[str, Any]:
         ArgumentError: The step was not delivered; or several epochs have it and `epoch` is None.
     """
     deliveries = [
-        one
-        for one in run.deliveries
-        if one.start.steps <= step < one.end_step and epoch in (None, one.start.epoch)
+        delivery
+        for delivery in run.deliveries
+        if delivery.start.steps <= step < delivery.end_step
+        and epoch in (None, delivery.start.epoch)
     ]
-    epochs = sorted({one.start.epoch for one in deliveries})
+    epochs = sorted({delivery.start.epoch for delivery in deliveries})
     if len(epochs) > 1:
         raise ArgumentError(
             f"--epoch is missing: the epochs {cell(epochs)} have step {step}. Give one of them."
         )
     if not deliveries:
-        ranges = [
-            f"[{one.start.steps}, {one.steps}) of epoch {one.start.epoch}"
-            for one in run.deliveries
-        ]
-        what = f"step {step} was not delivered, says the record; it has the steps {', '.join(ranges) or 'none'}."
+        what = f"step {step} was not delivered, by the record; paddle-shard verify lists what was."
         raise ArgumentError(" ".join([what, *run.notes]))
     shares = []
-    for one in deliveries:
-        groups = samples_of(one.plan, one.job.holders, epochs[0], step, one.skips)
-        shares += [{**_recorded(one, step), **group} for group in groups]
+    for delivery in deliveries:
+        groups = samples_of(
+            delivery.plan, delivery.job.holders, epochs[0], step, delivery.skips
+        )
+        shares += [{**_recorded(delivery, step), **group} for group in groups]
     return {"epoch": epochs[0], "step": step, "delivered": shares}
 
 
-def _recorded(one: Delivery, step: int) -> dict[str, Any]:
+def _recorded(delivery: Delivery, step: int) -> dict[str, Any]:
     """Return the job that delivered a step, or delivers it if it continues after its newest line."""
-    recorded = "yes" if step < one.steps else "not yet"
-    return {"job": one.job.number, "recorded": recorded}
+    recorded = "yes" if step < delivery.steps else "not yet"
+    return {"job": delivery.job.number, "recorded": recorded}

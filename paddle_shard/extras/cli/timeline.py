@@ -1,4 +1,4 @@
-"""The timeline of a run: which job delivered which positions of each epoch, as far as the record tells.
+"""The timeline of a run: which job delivered which positions of each epoch, as far as the record shows.
 
 A job segment is the lines of one start of the ranks between two loads of a state. The run is the newest segment, and
 back from each segment the newest one before it that saved the position from which it was resumed. What other segments
@@ -30,13 +30,13 @@ class Job:
 
     number: int
     """From 1, in the order in which they began."""
-    facts: dict[str, Any]
+    first_line: dict[str, Any]
 
     @cached_property
     def meshes(self) -> list[tuple[MeshLayout, list[str]]]:
         """Each mesh with its data axes."""
         meshes = []
-        for mesh in self.facts["meshes"]:
+        for mesh in self.first_line["meshes"]:
             layout = MeshLayout(
                 shape=mesh["axes"].values(),
                 axes=mesh["axes"],
@@ -48,15 +48,15 @@ class Job:
     @property
     def holders(self) -> list[tuple[MeshLayout, list[str]]]:
         """The meshes whose ranks hold the rows of a step; none if rows were balanced by cost (`balance=`)."""
-        return [] if self.facts["dealt"] else self.meshes
+        return [] if self.first_line["dealt"] else self.meshes
 
     @property
-    def unknown(self) -> str | None:
-        """Why only the loader knows its order; None if the record tells it."""
-        if self.facts["order_of"] is not None:
-            return f"the order is that of {self.facts['order_of']}"
-        if ordering_of(self.facts["fingerprint"]) is None:
-            return f"shuffle={self.facts['fingerprint']['shuffle']!r} is an order of your own"
+    def unknown_order(self) -> str | None:
+        """Why only the loader knows its order; None if the record has it."""
+        if self.first_line["order_of"] is not None:
+            return f"the order is that of {self.first_line['order_of']}"
+        if ordering_of(self.first_line["fingerprint"]) is None:
+            return f"shuffle={self.first_line['fingerprint']['shuffle']!r} is an order of your own"
         return None
 
     def plan_of(self, start: LoaderState) -> ShardPlan:
@@ -65,21 +65,21 @@ class Job:
         Raises:
             ArgumentError: Only the loader knows it.
         """
-        if self.unknown is not None:
+        if self.unknown_order is not None:
             raise ArgumentError(
-                f"job {self.number}: {self.unknown}, so the record has positions and no samples."
+                f"job {self.number}: {self.unknown_order}, so the record has positions and no samples."
             )
-        sizes = self.facts["sizes"]
+        sizes = self.first_line["sizes"]
         batches = PlanBatches.of_run(
-            self.facts["fingerprint"],
+            self.first_line["fingerprint"],
             sizes and BatchSizes(tuple(map(tuple, sizes))),
-            **self.facts["plan"],
+            **self.first_line["plan"],
         )
         return batches.plan_of(start)
 
     def state_in(self, line: dict[str, Any]) -> LoaderState:
         """Return the state in a line, without what only the loader needs."""
-        order = dict(self.facts["fingerprint"])
+        order = dict(self.first_line["fingerprint"])
         rest = {"fingerprint": dict(order), "sampler": None, "data": None}
         order.pop("order_version", None)
         return LoaderState.from_dict(sealed({**line["state"], **rest}), order)
@@ -98,24 +98,24 @@ class Delivery:
     is_ended: bool
     """Whether the iterator came to the end of the epoch."""
     is_open: bool = False
-    """Whether it may have delivered more than any line tells: the newest one of the run, unless it is ended."""
+    """Whether it may have delivered more than any line records: the newest one of the run, unless it is ended."""
     override: tuple[str, ...] = ()
     """Fields of the loaded state that differed, as `load_state_dict(override=)` accepted them."""
 
     @property
     def skips(self) -> Ranges:
         """The skipped steps of its epoch."""
-        ranges = tuple(map(tuple, self.job.facts["skip_steps"]))
+        ranges = tuple(map(tuple, self.job.first_line["skip_steps"]))
         return steps_of_epoch(ranges, self.start.steps_before)
 
     @property
     def is_empty(self) -> bool:
-        """Whether no line tells that it delivered anything."""
+        """Whether no line records that it delivered anything."""
         return self.steps <= self.start.steps
 
     @property
     def end_step(self) -> int:
-        """The step before which it ends, whether a line tells it or not."""
+        """The step before which it ends, recorded or not."""
         return self.plan.num_steps if self.is_open else self.steps
 
     @cached_property
@@ -126,11 +126,11 @@ class Delivery:
 
 @dataclass(kw_only=True)
 class Timeline:
-    """The run that a record tells of."""
+    """The run in a record."""
 
     last_job: Job
     began_at: LoaderState | None
-    """The position from which its first job was resumed, if no line tells how it was reached; None: it began anew."""
+    """The position from which its first job resumed, if no line shows how it was reached; None: it started fresh."""
     deliveries: list[Delivery] = field(default_factory=list)
     """What counts, in the order of delivery; also empty ones, if they found the end of an epoch or are open."""
     lost: list[Delivery] = field(default_factory=list)
@@ -141,17 +141,21 @@ class Timeline:
     @property
     def epochs(self) -> list[int]:
         """The epochs of which something was delivered, the one that was delivered from last as the last."""
-        epochs = [one.start.epoch for one in self.deliveries if not one.is_empty]
+        epochs = [
+            delivery.start.epoch
+            for delivery in self.deliveries
+            if not delivery.is_empty
+        ]
         return list(dict.fromkeys(reversed(epochs)))[::-1]
 
     @property
     def notes(self) -> list[str]:
-        """A note for a run that had begun before any line tells of it."""
+        """A note for a run that began before its record."""
         if self.began_at is None:
             return []
         return [
-            f"The run was resumed at step {self.began_at.steps} of epoch {self.began_at.epoch}, and no line tells how "
-            "it came there: what it had by then is not known."
+            f"The run was resumed at step {self.began_at.steps} of epoch {self.began_at.epoch}, and no line shows "
+            "how it came there: what was delivered before is not known."
         ]
 
     def places_of(self, sample: Any) -> Iterator[tuple[Delivery, int, int]]:
@@ -160,19 +164,21 @@ class Timeline:
         Raises:
             ArgumentError: There is no such sample, or only the loader knows the order.
         """
-        for one in self.deliveries:
-            plan = one.plan
+        for delivery in self.deliveries:
+            plan = delivery.plan
             try:
-                rows = list(rows_of_sample(plan, one.start.epoch, sample, one.skips))
+                rows = list(
+                    rows_of_sample(plan, delivery.start.epoch, sample, delivery.skips)
+                )
             except ArgumentError:
-                if one is self.deliveries[-1]:
+                if delivery is self.deliveries[-1]:
                     raise
                 continue  # data that has grown has it later
             for step, row in rows:
                 # A short last batch that cannot be split was never delivered.
                 is_split = plan.num_rows(step=step) % plan.num_data_ranks == 0
-                if one.start.steps <= step < one.end_step and is_split:
-                    yield one, step, row
+                if delivery.start.steps <= step < delivery.end_step and is_split:
+                    yield delivery, step, row
 
 
 @dataclass(kw_only=True)
@@ -182,7 +188,7 @@ class _Segment:
     job: Job
     lines: list[dict[str, Any]] = field(default_factory=list)
     parent: _Segment | None = None
-    """The segment that it continues; None if no line tells it."""
+    """The segment that it continues; None if no line shows it."""
     num_parent_lines: int = 0
     """How many lines of the parent lead to it."""
 
@@ -211,15 +217,15 @@ class _Segment:
 
 
 def timeline(lines: Sequence[dict[str, Any]]) -> Timeline:
-    """Return the run that the lines of a record tell of.
+    """Return the run in the lines of a record.
 
     Raises:
-        ArgumentError: They tell of none.
+        ArgumentError: There is none.
         StateError: A state in them is damaged, or of another version.
     """
     segments = [segment for segment in _segments(lines) if segment.lines]
     if not segments:
-        raise ArgumentError("the record tells of no pass yet.")
+        raise ArgumentError("the record has no pass yet.")
     # The newest segment is the end of the run. Count the lines of each segment that lead to it.
     first = segments[-1]
     num_counted = {id(first): len(first.lines)}

@@ -1,4 +1,4 @@
-"""`paddle-shard verify`: whether each sample was delivered exactly once, as far as the record of a run tells."""
+"""`paddle-shard verify`: whether each sample was delivered exactly once, as far as the record of a run shows."""
 
 from __future__ import annotations
 
@@ -36,10 +36,15 @@ def verify(options: argparse.Namespace) -> Answer:
         if not damage:
             raise
         return Answer(values={"damage": damage}, text=damage, failed=True)
-    delivered = [_facts_of(one, "yes") for one in run.deliveries if not one.is_empty]
-    for one in run.lost:
-        is_of_run = one.job.facts["fingerprint"] == run.last_job.facts["fingerprint"]
-        delivered.append(_facts_of(one, "no" if is_of_run else "other run"))
+    delivered = [
+        _row_of(delivery, "yes") for delivery in run.deliveries if not delivery.is_empty
+    ]
+    for delivery in run.lost:
+        is_of_run = (
+            delivery.job.first_line["fingerprint"]
+            == run.last_job.first_line["fingerprint"]
+        )
+        delivered.append(_row_of(delivery, "no" if is_of_run else "other run"))
 
     text: list[str | Rows] = [
         *(damage or [f"{len(lines)} lines, of which none was changed or taken out"])
@@ -59,17 +64,17 @@ def verify(options: argparse.Namespace) -> Answer:
     return Answer(values=values, text=text, failed=failed)
 
 
-def _facts_of(one: Delivery, counts: str) -> dict[str, Any]:
+def _row_of(delivery: Delivery, counts: str) -> dict[str, Any]:
     """Return a row of the table of deliveries."""
-    plan = one.job.facts["plan"]
+    plan = delivery.job.first_line["plan"]
     return {
-        "job": one.job.number,
-        "mesh": shapes_of(one.job.meshes),
+        "job": delivery.job.number,
+        "mesh": shapes_of(delivery.job.meshes),
         "batch_size": plan and plan["batch_size"],
-        "epoch": one.start.epoch,
+        "epoch": delivery.start.epoch,
         "counts": counts,
-        "first_step": one.start.steps,
-        "end_step": one.steps,
-        "first_position": one.start.samples,
-        "end_position": one.samples,
+        "first_step": delivery.start.steps,
+        "end_step": delivery.steps,
+        "first_position": delivery.start.samples,
+        "end_position": delivery.samples,
     }

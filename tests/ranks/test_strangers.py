@@ -1,9 +1,9 @@
 """No stranger delays the ranks that meet, and none of them is taken for a rank."""
 
 import contextlib
+import json
 import logging
 import re
-import select
 import socket
 import threading
 import time
@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from paddle_shard.ranks import reception
-from paddle_shard.ranks.reception import Reception, hello
+from paddle_shard.ranks import network
+from paddle_shard.ranks.network import MAX_STRANGERS, TcpNetwork, _listen
 from tests.deadlines import HANG
-from tests.ranks.local_network import Meeting
+from tests.ranks.local_network import Meeting, Store
 
 STRANGERS, RANKS = 1000, 4
 SOON = 10.0
@@ -31,9 +31,8 @@ def meeting(host="127.0.0.1"):
             while not found.store.values:
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
-            [said] = found.store.values.values()
-            port, token = said.decode().split()
-            return int(port), token
+            [address] = found.store.values.values()
+            return json.loads(address)
 
         yield found, address
 
@@ -41,10 +40,12 @@ def meeting(host="127.0.0.1"):
 ALL = [f"from {rank}" for rank in range(RANKS)]
 
 
-def reception_at(host, several_hosts=False):
-    return contextlib.closing(
-        Reception(host, several_hosts=several_hosts, poll=select.poll())
-    )
+def hello(token, rank):
+    return f"{token} {rank}\n".encode()
+
+
+def listening(host, has_other_hosts=False):
+    return contextlib.closing(_listen(host, has_other_hosts))
 
 
 def endless(peer):
@@ -117,28 +118,6 @@ def test_strangers_that_never_stop_coming_do_not_delay_the_ranks():
                 thread.join(HANG)
 
 
-def test_a_rank_that_was_dropped_among_strangers_comes_again(monkeypatch):
-    dropped = []
-
-    def drop_the_first(self):
-        found = list(arrived(self))
-        if found and len(dropped) < 3:
-            dropped.extend(found)
-            for _, peer in found:
-                peer.close()
-            return []
-        return found
-
-    arrived = Reception.arrived
-    monkeypatch.setattr(Reception, "arrived", drop_the_first)
-    with meeting() as (ranks, _):
-        found = [ranks.start(rank) for rank in range(RANKS)]
-        ranks.join()
-
-    assert len(dropped) >= 3
-    assert found == [[ALL]] * RANKS
-
-
 def test_nothing_listens_once_the_ranks_have_met():
     with meeting() as (ranks, address):
         ranks.start(0)
@@ -152,29 +131,19 @@ def test_nothing_listens_once_the_ranks_have_met():
                 socket.create_connection((host, port), HANG)
 
 
-def test_few_strangers_are_kept_and_no_more_than_a_token_is_read_of_each():
-    with reception_at("127.0.0.1") as found, contextlib.ExitStack() as kept:
-        for _ in range(3 * reception._STRANGERS):
-            peer = kept.enter_context(
-                socket.create_connection(("127.0.0.1", found.port), HANG)
-            )
-            peer.sendall(b"x" * 7)
-            assert found.arrived() == []
-        assert len(found._strangers) == reception._STRANGERS
-        assert {len(said) for _, said, _ in found._strangers.values()} == {7}
-
-
-def test_a_silent_stranger_is_shut_out_after_a_while(monkeypatch):
-    monkeypatch.setattr(reception, "_GRACE", 0.1)
+def test_few_strangers_are_kept():
+    store = Store()
+    hub = TcpNetwork(0, {1: 0}, ["127.0.0.1"] * 2, "test", store)
+    hub.connect()
+    [address] = store.values.values()
+    port, _ = json.loads(address)
     with contextlib.ExitStack() as kept:
-        found = kept.enter_context(reception_at("127.0.0.1"))
-        peer = kept.enter_context(
-            socket.create_connection(("127.0.0.1", found.port), HANG)
-        )
-        found.arrived()
-        time.sleep(0.2)
-        found.arrived()
-        assert peer.recv(1) == b""
+        for _ in range(3 * MAX_STRANGERS):
+            peer = socket.create_connection(("127.0.0.1", port), HANG)
+            kept.enter_context(peer).sendall(b"x" * 7)
+            assert hub.receive(HANG) == []
+        assert len(hub._links) == MAX_STRANGERS
+    hub.close(("over", [], None))
 
 
 # Where it listens
@@ -190,9 +159,10 @@ def listens_at(host, port):
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.3", "localhost"])
 def test_it_listens_where_the_ranks_are_and_nowhere_else(host, caplog):
-    with reception_at(host) as found:
-        assert listens_at(host, found.port)
-        assert not listens_at("127.0.0.2", found.port)
+    with listening(host) as server:
+        port = server.getsockname()[1]
+        assert listens_at(host, port)
+        assert not listens_at("127.0.0.2", port)
     assert not caplog.records
 
 
@@ -211,9 +181,10 @@ def test_it_listens_where_the_ranks_are_and_nowhere_else(host, caplog):
 def test_where_it_cannot_listen_there_it_listens_everywhere_and_says_why(
     host, several_hosts, reason, caplog
 ):
-    with caplog.at_level(logging.WARNING), reception_at(host, several_hosts) as found:
-        assert listens_at("127.0.0.1", found.port)
-        assert listens_at("127.0.0.2", found.port)
+    with caplog.at_level(logging.WARNING), listening(host, several_hosts) as server:
+        port = server.getsockname()[1]
+        assert listens_at("127.0.0.1", port)
+        assert listens_at("127.0.0.2", port)
     [record] = caplog.records
     assert f"meet at {host}" in record.getMessage()
     assert re.search(reason, record.getMessage())
@@ -221,7 +192,7 @@ def test_where_it_cannot_listen_there_it_listens_everywhere_and_says_why(
 
 
 def test_the_token_is_compared_in_constant_time():
-    source = Path(reception.__file__).read_text()
+    source = Path(network.__file__).read_text()
 
-    assert "compare_digest(token, self.token)" in source
-    assert not re.search(r"token\s*==|==\s*(self\.)?token", source)
+    assert "compare_digest(token, self._token)" in source
+    assert not re.search(r"token\s*==|==\s*(self\._)?token", source)
