@@ -45,10 +45,11 @@ test-long: $(READY)
 quick: $(READY)
 	PADDLE_SHARD_QUICK=1 $(PY) -m pytest -q -n 2 --dist loadfile -m "not multiprocess and not processes"
 
-## simulate: ranks that agree and a disk that crashes, simulated; each trial replays from its seed (SEEDS=1000 TIME=600)
+## simulate: ranks that agree, a disk that crashes, lives of a run; each trial replays from its seed (SEEDS=1000 TIME=600)
 simulate: $(READY)
 	$(PY) -m tests.simulation.ranks --seeds $(SEEDS) --seconds $(TIME)
 	$(PY) -m tests.simulation.disk --seeds $(SEEDS) --seconds $(TIME)
+	$(PY) -m tests.simulation.life --seeds $(SEEDS) --seconds $(TIME)
 
 ## test-device: delivery to a device, on one that stands in for a GPU (tests/device); needs g++, else it says so
 test-device: $(READY)

@@ -1,27 +1,20 @@
 """A batch size by schedule: the same samples, in batches that grow; resumed on any mesh."""
 
-import json
-
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 from paddle.io import BatchSampler, DataLoader, IterableDataset
 
 import paddle_shard
 from paddle_shard.errors import ArgumentError, BatchSizeError
 from paddle_shard.testing.simulated import on_each_rank
 from tests.helpers import ONE, Made, mesh, sharded
-from tests.trials import trials
 
 
-def make(
-    at=ONE, *, batch_size, length=50, workers=0, accumulation=1, data=Made, **options
-):
+def make(at=ONE, *, batch_size, length=50, accumulation=1, data=Made, **options):
     sampler = BatchSampler(data(length=length), batch_size=4, shuffle=True)
     sampler._acc_steps = accumulation
     return sharded(
-        DataLoader(data(length=length), batch_sampler=sampler, num_workers=workers),
+        DataLoader(data(length=length), batch_sampler=sampler),
         at,
         batch_size=batch_size,
         **options,
@@ -39,69 +32,6 @@ def real(batches, most=None):
             batch._local_value().numpy()[batches.valid._local_value().numpy()].tolist()
         )
     return found
-
-
-@settings(max_examples=trials(30))
-@given(
-    schedule=st.lists(
-        st.tuples(st.integers(1, 120), st.integers(1, 4)),
-        max_size=3,
-        unique_by=lambda one: one[0],
-    ),
-    first=st.integers(1, 4),
-    stops=st.lists(
-        st.tuples(st.sampled_from([1, 2, 4]), st.integers(0, 5)), min_size=1, max_size=4
-    ),
-    tail=st.sampled_from(["pad", "fill", "drop"]),
-    workers=st.sampled_from([0, 0, 0, 2]),
-)
-@example(
-    schedule=[(41, 2)],
-    first=1,
-    stops=[(1, 1), (1, 5), (1, 5), (1, 0)],
-    tail="drop",
-    workers=0,
-)  # at an end
-def test_a_run_goes_on_by_the_schedule_on_any_mesh(
-    schedule, first, stops, tail, workers
-):
-    sizes = [(0, 4 * first), *((at, 4 * size) for at, size in sorted(schedule))]
-    loader = make(batch_size=sizes, tail=tail)
-    straight = [
-        real(iter(loader)) for _ in range(len(stops) + 1)
-    ]  # each stop may end an epoch
-    wanted = [
-        (epoch, step, rows)
-        for epoch, found in enumerate(straight)
-        for step, rows in enumerate(found)
-    ]
-
-    state, delivered = None, []
-    for data_ranks, steps in stops:
-
-        def run(data_ranks=data_ranks, steps=steps, state=state):
-            loader = make(
-                mesh(list(range(data_ranks))),
-                batch_size=sizes,
-                tail=tail,
-                workers=workers,
-            )
-            if state is not None:
-                loader.load_state_dict(state)
-            epoch, before = loader.epoch, loader.state_dict()["steps"]
-            assert len(loader) == len(straight[epoch])
-            with iter(loader) as batches:
-                found = real(batches, steps)
-            return epoch, before, found, json.loads(json.dumps(loader.state_dict()))
-
-        per_rank = on_each_rank(range(data_ranks), run)
-        (epoch, before, found, state), *_ = per_rank.values()
-        for step in range(len(found)):
-            rows = [
-                row for rank in range(data_ranks) for row in per_rank[rank][2][step]
-            ]
-            delivered.append((epoch, before + step, rows))
-    assert delivered == wanted[: len(delivered)]
 
 
 def test_another_schedule_may_be_resumed_from_and_every_sample_is_delivered_once():

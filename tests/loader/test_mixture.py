@@ -6,8 +6,6 @@ import numpy as np
 import paddle
 import paddle.distributed as dist
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from paddle.io import DataLoader
 
 import paddle_shard
@@ -20,7 +18,6 @@ from paddle_shard.errors import (
 )
 from paddle_shard.testing.simulated import on_each_rank
 from tests.helpers import ONE, Made, mesh, sharded
-from tests.trials import trials
 
 LENGTHS = {"web": 23, "code": 7, "chat": 3}
 
@@ -73,106 +70,7 @@ def flat(batches):
     return [row for batch in batches for row in batch]
 
 
-def joined(data_ranks, function):
-    """What all data ranks deliver together at each step, in the order of the global batch's rows."""
-    per_rank = on_each_rank(range(data_ranks), function)
-    steps = {len(found) for found, _ in per_rank.values()}
-    assert len(steps) == 1
-    rows = [
-        [row for rank in range(data_ranks) for row in per_rank[rank][0][step]]
-        for step in range(steps.pop())
-    ]
-    return rows, per_rank[0][1]
-
-
-def delivered_by_jobs(stops, made):
-    """What the jobs of a run deliver, each of (data ranks, rows of a data rank, steps) and resumed from the one before.
-
-    `made` returns the loader of a job, given its batch size, its mesh, what was delivered before, and its steps.
-    """
-    delivered, state = [], None
-    for data_ranks, multiple, steps in stops:
-        begun = len(delivered)
-
-        def run(
-            data_ranks=data_ranks,
-            multiple=multiple,
-            steps=steps,
-            state=state,
-            begun=begun,
-        ):
-            loader = made(
-                data_ranks * multiple, mesh(list(range(data_ranks)), "dp"), begun, steps
-            )
-            if state is not None:
-                loader.load_state_dict(state)
-            with iter(loader) as batches:
-                found = ids(batches, steps)
-            return found, json.loads(json.dumps(loader.state_dict()))
-
-        rows, state = joined(data_ranks, run)
-        delivered += flat(rows)
-    return delivered
-
-
-@settings(max_examples=trials(30))
-@given(
-    stops=st.lists(
-        st.tuples(st.sampled_from([1, 2, 4]), st.integers(1, 3), st.integers(1, 5)),
-        min_size=1,
-        max_size=5,
-    ),
-    shuffle=st.booleans(),
-    workers=st.sampled_from([0, 0, 0, 2]),
-    seed=st.integers(0, 2),
-)
-def test_a_run_is_resumed_on_any_mesh_with_any_batch_size(
-    stops, shuffle, workers, seed
-):
-    straight_loader = make(shuffle=shuffle, seed=seed)
-    straight = flat(
-        flat([ids(iter(straight_loader)) for _ in stops])
-    )  # each delivers up to an epoch
-
-    def made(batch_size, at, begun, steps):
-        return make(
-            batch_size, at, shuffle=shuffle, seed=seed, workers=0 if begun else workers
-        )
-
-    delivered = delivered_by_jobs(stops, made)
-    assert delivered == straight[: len(delivered)]
-
-
 OLD, NEW = {"web": 5, "code": 3}, {"web": 1, "chat": 1}
-
-
-@settings(max_examples=trials(30))
-@given(
-    stops=st.lists(
-        st.tuples(st.sampled_from([1, 2, 4]), st.integers(1, 3), st.integers(1, 5)),
-        min_size=1,
-        max_size=4,
-    ),
-    switches=st.lists(st.integers(1, 90), min_size=1, max_size=3, unique=True),
-    shuffle=st.booleans(),
-)
-def test_a_schedule_of_weights_may_be_extended_behind_the_position(
-    stops, switches, shuffle
-):
-    """Each job of the run knows only the entries that are due by its end."""
-    schedule = [
-        (0, OLD),
-        *((first, (NEW, OLD)[at % 2]) for at, first in enumerate(sorted(switches))),
-    ]
-    whole = make(weights=schedule, shuffle=shuffle)
-    straight = flat(flat([ids(iter(whole)) for _ in stops]))
-
-    def made(batch_size, at, begun, steps):
-        due = [entry for entry in schedule if entry[0] <= begun + batch_size * steps]
-        return make(batch_size, at, shuffle=shuffle, weights=due)
-
-    delivered = delivered_by_jobs(stops, made)
-    assert delivered == straight[: len(delivered)]
 
 
 @pytest.mark.parametrize(
@@ -484,3 +382,17 @@ def test_what_is_for_mixtures_is_refused_for_other_data():
 def test_all_orders_of_one_process_are_public(tmp_path):
     assert "Mixture" in paddle_shard.__all__
     assert dist.get_world_size() == 1
+
+
+def test_stream_schedule_is_not_extended_before_stages_that_count():
+    def made(*later):
+        names = ("web", "code", "chat")
+        streams = {name: Stream.of(range(64)) for name in names}
+        weights = [(0, {"web": 2, "code": 1}), *later]
+        stream = Stream.mixture(streams, weights).filter(bool).in_parts(4)
+        return sharded(DataLoader(stream, batch_size=8), ONE)
+
+    first = made()
+    next(iter(first))
+    with pytest.raises(StateError, match="stream: saved"):
+        made((80, {"chat": 1})).load_state_dict(first.state_dict())

@@ -186,43 +186,6 @@ def test_where_knows_the_skipped_steps():
     assert loader.where(sample=order[16]).step == 4
 
 
-@settings(max_examples=trials(30))
-@given(
-    stops=st.lists(
-        st.tuples(st.sampled_from([1, 2]), st.integers(1, 3), st.integers(1, 5)),
-        min_size=1,
-        max_size=4,
-    ),
-    first=st.integers(0, 14),
-    count=st.integers(1, 4),
-)
-def test_a_run_that_is_resumed_on_any_mesh_skips_the_same_steps(stops, first, count):
-    """The batch size stays, so that the steps of the run do."""
-    skip_steps = [(first, first + count)]
-    whole = make(skip_steps=skip_steps)
-    straight = [rows for _ in stops for rows in rows_of(iter(whole))]
-    delivered, state = [], None
-    for data_ranks, _, most in stops:
-
-        def run(data_ranks=data_ranks, state=state, most=most):
-            loader = make(mesh(list(range(data_ranks))), 4, skip_steps=skip_steps)
-            if state is not None:
-                loader.load_state_dict(state)
-            with iter(loader) as batches:
-                found = rows_of(batches, most)
-            return found, json.loads(json.dumps(loader.state_dict()))
-
-        per_rank = on_each_rank(range(data_ranks), run)
-        of_ranks = [found for found, _ in per_rank.values()]
-        delivered += [
-            [row for rank in of_ranks for row in rank[step]]
-            for step in range(len(of_ranks[0]))
-        ]
-        state = per_rank[0][1]
-
-    assert delivered == straight[: len(delivered)]
-
-
 @pytest.mark.parametrize(
     ("then", "now", "is_refused"),
     [

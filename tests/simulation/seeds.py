@@ -100,7 +100,7 @@ def _run_many(options, module, counted):
             ]
         except Failed as failure:
             command = f"python -m {module.__spec__.name} --seed {seed} --trace"
-            print(f"seed {seed}: {failure}\n  {command}")
+            print(f"seed {seed}: {failure}\n  {command}", flush=True)
             print("  a smaller trial: {}\n  {}".format(*module.shrunk(seed)))
             return 1
         done += 1
