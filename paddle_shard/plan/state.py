@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import zlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -133,7 +134,7 @@ class LoaderState:
         if not different:
             return
         changes = ", ".join(
-            f"{name}: saved {then.get(name)!r:.300}, now {now.get(name)!r:.300}"
+            f"{name}: saved {_without_digests(then.get(name))}, now {_without_digests(now.get(name))}"
             for name in different
         )
         if "stream" in different:
@@ -227,3 +228,8 @@ def _stage_before(stage: Any, position: int) -> Any:
         if any(weights[:count])
     ]
     return name, stop, firsts[:count], selected
+
+
+def _without_digests(value: Any) -> str:
+    """Return a value of a fingerprint as text, in which digests are left out."""
+    return re.sub(r"'[0-9a-f]{16,}'", "...", repr(value))[:300]

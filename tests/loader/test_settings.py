@@ -376,9 +376,7 @@ def test_another_setting_is_the_same_run_or_is_refused(made, change, steps):
     except PaddleShardError as error:
         refused = str(error)
     if refused is not None:
-        assert not re.search(r"[0-9a-f]{16}|\[\[", refused), (
-            "a digest tells a user nothing"
-        )
+        assert not re.search("[0-9a-f]{16}", refused), "a digest tells a user nothing"
         return
     # The parts of a stream take turns in each batch, so that their samples meet in another order in larger batches.
     regrouped = made is stream and "batch_size" in change
