@@ -130,6 +130,16 @@ class ShardSource(PartsSource):
             return f"sample {offset} of {redacted(self._names[shard])}"
         return None
 
+    def part_sizes(self, opening: Opening) -> list[int] | None:
+        """Return the size in bytes of each part's files; None if they are counted, resampled or not local."""
+        sizes = [local_size(file) for file in self._files]
+        if self._counts is not None or self.endless or None in sizes:
+            return None
+        return [
+            sum(sizes[shard] or 0 for shard, _, _ in self._assigned(opening, part))
+            for part in opening.parts
+        ]
+
     @property
     def files(self) -> list[str]:
         """The first files, with their numbers of samples or their sizes."""
