@@ -56,7 +56,7 @@ def collate(
         if not _check(samples, _NUMERIC, path) <= _OF_PYTHON:
             check_dtypes(samples, path)
         rows = stack(samples, path)
-        refuse_uint16(rows, path)
+        reject_uint16(rows, path)
         return rows
     if isinstance(first, Mapping):
         _check(samples, Mapping, path)
@@ -112,7 +112,7 @@ def _check(samples: Sequence[Any], kind: Any, path: str, but: Any = ()) -> set[t
     return types
 
 
-def refuse_uint16(array: Any, path: str) -> None:
+def reject_uint16(array: Any, path: str) -> None:
     """Reject an array of uint16: Paddle stores bfloat16 in such arrays, and would read the numbers as its bits."""
     if array.dtype == np.uint16:
         raise TypeError(

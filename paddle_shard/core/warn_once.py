@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-_SAID: set[tuple[Any, ...]] = set()
+_WARNED: set[tuple[Any, ...]] = set()
 
 
-def say_once(text: str, *values: Any) -> None:
+def warn_once(text: str, *values: Any) -> None:
     """Log a warning unless this process has already logged the same one."""
-    if (text, values) not in _SAID:
-        _SAID.add((text, values))
-        logging.getLogger("paddle_shard").warning(text, *values)
+    if (text, values) not in _WARNED:
+        _WARNED.add((text, values))
+        logger = logging.getLogger("paddle_shard")
+        logger.warning(text, *values, stacklevel=2)  # the place of the caller

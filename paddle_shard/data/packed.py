@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from paddle_shard.core.checks import check_count, listed
 from paddle_shard.core.randomness import kept
-from paddle_shard.core.warn_once import say_once
+from paddle_shard.core.warn_once import warn_once
 from paddle_shard.data.arrays import check_indexed
 from paddle_shard.data.stages.pack import LONG, PackedRows, tokens_of
 from paddle_shard.errors import ArgumentError, described
@@ -107,7 +107,7 @@ class Packed:
         """Documents that were left out since they are longer than a row."""
         if self.num_dropped:
             counts = np.where(too_long, 0, counts)
-            say_once(
+            warn_once(
                 "Packed: %d of %d documents are longer than a row and left out",
                 num_long,
                 len(counts),
@@ -213,7 +213,7 @@ class Packed:
             )
         fields = self.rows.fields(document, what, self._token_fields)
         if isinstance(document, dict) and not fields.keys() >= document.keys():
-            say_once(
+            warn_once(
                 "Packed: fields without an entry for each token are left out of the rows: %s",
                 ", ".join(sorted(map(str, document.keys() - fields.keys()))),
             )

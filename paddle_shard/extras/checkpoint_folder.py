@@ -25,7 +25,7 @@ from typing import Any
 
 import paddle
 
-from paddle_shard.core.warn_once import say_once
+from paddle_shard.core.warn_once import warn_once
 from paddle_shard.errors import CheckpointError, TakenOverError, described
 from paddle_shard.run.record_lines import sync
 
@@ -66,7 +66,7 @@ class CheckpointFolder:
                 break  # else another job has saved and deleted meanwhile
         for name, problem in problems.items():
             if problem is not None:
-                say_once("%s is skipped: %s", str(self.path / name), problem)
+                warn_once("%s is skipped: %s", str(self.path / name), problem)
         return problems
 
     def newest(self) -> str | None:
@@ -165,7 +165,7 @@ class CheckpointFolder:
             return
         except OSError as error:
             text = "%s: old checkpoints could not be deleted: %s"
-            say_once(text, str(self.path), described(error))
+            warn_once(text, str(self.path), described(error))
 
 
 def sizes_in(directory: Path) -> dict[str, int | None]:

@@ -27,7 +27,7 @@ from paddle_shard.errors import ArgumentTypeError, described
 from paddle_shard.reading.failure import ReadFailure
 from paddle_shard.reading.serialization import pickled
 from paddle_shard.reading.worker import WorkerSettings, set_up
-from paddle_shard.reading.workers import WorkerPool, WorkersLostError, drawn_seed
+from paddle_shard.reading.workers import WorkerPool, WorkersLostError, new_worker_seed
 
 _LOOK_SECONDS = 0.2
 """Seconds after which a call that waits for an answer checks whether it was interrupted."""
@@ -168,7 +168,7 @@ class RayPool(WorkerPool):
         """Set up; the other arguments are those of `WorkerPool`."""
         super().__init__(*args, **options)
         self._runtime_env = dict(readers.runtime_env or {})
-        self._seed = drawn_seed()
+        self._seed = new_worker_seed()
         self._settings_ref: Any = None
         self._actors: list[_Worker] = []
         self._broken: WorkersLostError | None = None

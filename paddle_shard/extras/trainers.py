@@ -19,7 +19,7 @@ import paddle.distributed as dist
 import paddle.io
 from paddle.distributed import auto_parallel
 
-from paddle_shard.core.warn_once import say_once
+from paddle_shard.core.warn_once import warn_once
 from paddle_shard.errors import ArgumentError, PaddleShardError, StateError
 from paddle_shard.loader.api import shard_dataloader
 from paddle_shard.loader.compat import mend_process_mesh
@@ -212,7 +212,7 @@ def _shard_with_defaults(
             name = next((name for name in options if name in words), None)
             if name is None or name in given:
                 raise
-            say_once(
+            warn_once(
                 "patch_paddle(%s=%s) is left out for a loader that cannot have it: %s",
                 name,
                 repr(options.pop(name)),

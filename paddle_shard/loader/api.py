@@ -14,7 +14,7 @@ import paddle.distributed as dist
 import paddle.io
 
 from paddle_shard.core.trees import leaves
-from paddle_shard.core.warn_once import say_once
+from paddle_shard.core.warn_once import warn_once
 from paddle_shard.data.stream import Stream
 from paddle_shard.errors import ArgumentError, ArgumentTypeError
 from paddle_shard.loader.arguments import (
@@ -44,7 +44,7 @@ from paddle_shard.placement.placer import BatchPlacer
 from paddle_shard.plan.orders import Shuffle
 from paddle_shard.plan.skips import union
 from paddle_shard.plan.tails import TailName
-from paddle_shard.ranks.agreeing import connect, tell_failed
+from paddle_shard.ranks.agreeing import connect, report_failure
 from paddle_shard.reading.reading import Readers
 from paddle_shard.run.record_facts import record_facts
 from paddle_shard.run.recorder import Recorder
@@ -109,7 +109,7 @@ def _reports_failure(function: Callable[P, R]) -> Callable[P, R]:
                 for mesh in leaves(given.get("meshes"))
                 for rank in getattr(mesh, "process_ids", ())
             }
-            tell_failed("its loader was not made", error, tuple(sorted(ranks)))
+            report_failure("its loader was not made", error, tuple(sorted(ranks)))
             raise
 
     return checked
@@ -231,7 +231,7 @@ def shard_dataloader(  # noqa: PLR0913
     mend_process_mesh()
     is_auto_dp = in_auto_dp_mode()
     if is_auto_dp:
-        say_once(_AUTO_DP)
+        warn_once(_AUTO_DP)
         if shard_dims is None:  # as Paddle's own loader splits
             shard_dims = auto_dp_axis(meshes)
 
@@ -255,7 +255,7 @@ def shard_dataloader(  # noqa: PLR0913
             f"pad_to={pad_to!r}: global rank {rank} is on none of the meshes and does not receive "
             "how long the rows are. Make this loader on the ranks of the meshes only."
         )
-    row_layout = placer.own_layout
+    row_layout = placer.row_layout
     if shard_dims is None:
         warn_if_unsplit(row_layout)
 
@@ -324,7 +324,7 @@ def shard_dataloader(  # noqa: PLR0913
         dataloader=loader,
         source=source,
         placer=placer,
-        own_layout=row_layout,
+        row_layout=row_layout,
         rows=LoaderRows(source, placer.layouts, row_layout),
         reading=reading,
         run=run,

@@ -21,7 +21,7 @@ from paddle_shard.loader.step_pass import Feed, StepPass
 from paddle_shard.plan.shard_plan import num_skipped
 from paddle_shard.plan.state import LoaderState
 from paddle_shard.plan.step import Step
-from paddle_shard.ranks.agreeing import gather_of, open_agreement, tell_failed
+from paddle_shard.ranks.agreeing import gather_of, open_agreement, report_failure
 from paddle_shard.ranks.agreement import Agreement
 from paddle_shard.ranks.reports import Terms
 from paddle_shard.reading.batch import Batch
@@ -77,7 +77,7 @@ def begin(setup: LoaderSetup, start: LoaderState) -> StepPass:
         )
     except BaseException as error:  # also a signal handler's
         if isinstance(error, Exception):
-            tell_failed("its iter(loader) failed", error, setup.ranks, by=agreement)
+            report_failure("its iter(loader) failed", error, setup.ranks, by=agreement)
         for opened in (agreement, executor):
             if opened is not None:
                 opened.close()
@@ -146,7 +146,7 @@ def _settle_draws(setup: LoaderSetup, start: LoaderState) -> None:
     (Paddle's plain ones yield each sample once: if it is the same on two data ranks, the data is not split after all.)
     """
     batches = setup.source.batches
-    row_layout = setup.own_layout
+    row_layout = setup.row_layout
     if not (setup.source.split and isinstance(batches, UserBatches)):
         return
     is_alone = row_layout.num_data_ranks == 1 or setup.is_alone

@@ -15,7 +15,7 @@ from paddle.profiler.timer import benchmark
 from paddle.profiler.utils import in_profiler_mode
 
 from paddle_shard.core.trees import named_leaves
-from paddle_shard.core.warn_once import say_once
+from paddle_shard.core.warn_once import warn_once
 from paddle_shard.data.files.shards import ShardSource
 from paddle_shard.errors import (
     ArgumentError,
@@ -32,8 +32,8 @@ from paddle_shard.placement.device import DeviceWatch
 from paddle_shard.placement.local_tensor import TensorMaker
 from paddle_shard.plan.shard_plan import ShardPlan
 from paddle_shard.plan.state import LoaderState
-from paddle_shard.ranks.agreeing import tell_failed
-from paddle_shard.reading.batch import NO_STAND_IN, Batch
+from paddle_shard.ranks.agreeing import report_failure
+from paddle_shard.reading.batch import NO_PLACEHOLDER, Batch
 from paddle_shard.reading.source import Source
 
 _MUCH = 0.1
@@ -124,7 +124,7 @@ class ShardIterator:
                 batch = next(self._steps)
             if batch.placed is None:
                 reason = "the run was resumed past the end of the stream"
-                raise DataReadError(NO_STAND_IN.format(reason))
+                raise DataReadError(NO_PLACEHOLDER.format(reason))
         except BaseException as error:
             counts.wait_seconds += time.perf_counter() - asked_at
             self._finish(error)
@@ -160,7 +160,7 @@ class ShardIterator:
             try:
                 run.finished(self._progress, *self._steps.skipped_at_end())
             except Exception as failure:  # of the user's sampler
-                tell_failed("the end of its loop failed", failure, self._setup.ranks)
+                report_failure("the end of its loop failed", failure, self._setup.ranks)
                 raise
             _warn_if_uneven(self._setup, self.epoch)
             return
@@ -229,7 +229,7 @@ def _warn_if_uneven(setup: LoaderSetup, epoch: int) -> None:
             share = 1 - min(sizes) * len(sizes) / sum(sizes)
     if share > max(_MUCH, setup.stats.most_uneven):
         setup.stats.most_uneven = share
-        say_once(
+        warn_once(
             f"tail={policy!r}: {share:.0%} {effect}, since the stream's {stream.plan.num_parts} parts end at different "
             "times. Parts are alike if their files are counted (counts=True; for tars index=, made by `paddle-shard "
             "index`), if there are fewer parts (in_parts()), or many files of one size. With tail='repeat' or "

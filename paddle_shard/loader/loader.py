@@ -82,7 +82,7 @@ class ShardDataloader(PaddleShardDataloader):
         self.dense_tensor_idx = setup.placer.dense_tensor_idx
         self.batch_size = None
         if source.batch_size is not None:
-            num_data_ranks = 1 if source.split else setup.own_layout.num_data_ranks
+            num_data_ranks = 1 if source.split else setup.row_layout.num_data_ranks
             self.batch_size = source.batch_size // source.accumulation // num_data_ranks
         self.batch_sampler = ShardBatchSampler(setup, self.batch_size)
         # Trainers look for the sampler behind the DataLoader, too, where Paddle's class has it.
@@ -102,7 +102,7 @@ class ShardDataloader(PaddleShardDataloader):
 
     def __repr__(self) -> str:
         source = self._shared.setup.source
-        row_layout = self._shared.setup.own_layout
+        row_layout = self._shared.setup.row_layout
         plan = self.plan
         order = "sequential"
         if source.custom_sampler is not None:
@@ -213,9 +213,9 @@ class ShardDataloader(PaddleShardDataloader):
             ...         sys.exit(143)
         """
         setup = self._shared.setup
-        if not setup.own_layout.on_mesh:
+        if not setup.row_layout.on_mesh:
             raise ArgumentError(
-                f"stop_requested: global rank {setup.own_layout.global_rank} is on none of the loader's meshes and "
+                f"stop_requested: global rank {setup.row_layout.global_rank} is on none of the loader's meshes and "
                 "does not receive the signal. Ask on the ranks of the meshes, and send it their answer."
             )
         stopping.listen()
@@ -335,7 +335,7 @@ class ShardBatchSampler(paddle.io.DistributedBatchSampler):
         self._run = setup.run
         self._given = setup.dataloader.batch_sampler
         self.dataset = setup.dataloader.dataset
-        row_layout = setup.own_layout
+        row_layout = setup.row_layout
         self.nranks = row_layout.num_data_ranks
         self.local_rank = row_layout.data_rank if row_layout.on_mesh else 0
         self.batch_size = batch_size

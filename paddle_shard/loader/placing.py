@@ -19,7 +19,7 @@ from paddle_shard.placement.local_tensor import TensorMaker
 from paddle_shard.plan.state import LoaderState
 from paddle_shard.plan.step import as_ids
 from paddle_shard.ranks.batch_check import summary
-from paddle_shard.reading.batch import NO_STAND_IN, Batch
+from paddle_shard.reading.batch import NO_PLACEHOLDER, Batch
 from paddle_shard.reading.digest import WHOLE, digest
 from paddle_shard.reading.executor import MAKING_TENSORS, read_errors
 from paddle_shard.reading.tensors import as_array, becomes_tensor
@@ -156,7 +156,7 @@ class StreamPlacing:
             )
         if not self._is_begun:
             raise DataReadError(
-                NO_STAND_IN.format(batch.reason or "every part is empty")
+                NO_PLACEHOLDER.format(batch.reason or "every part is empty")
             )
         return batch  # resumed past the end: there is nothing to deliver
 

@@ -25,18 +25,18 @@ class LoaderRows:
     """The rows of batches of any size, for one loader."""
 
     def __init__(
-        self, source: Source, layouts: Sequence[FieldLayout], own_layout: FieldLayout
+        self, source: Source, layouts: Sequence[FieldLayout], row_layout: FieldLayout
     ) -> None:
         """Initialize.
 
         Args:
             source: The order of the loader.
             layouts: Layouts of all fields.
-            own_layout: Layout of the field whose rows this rank reads.
+            row_layout: Layout of the field whose rows this rank reads.
         """
         self._source = source
         self._layouts = layouts
-        self._own = own_layout
+        self._own = row_layout
         self._of_samples = lru_cache(maxsize=64)(self._compute)
 
     def to_read(self, num_rows: int, micro_size: int) -> Rows | range:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import paddle.distributed as dist
 import paddle.io
 
-from paddle_shard.core.warn_once import say_once
+from paddle_shard.core.warn_once import warn_once
 from paddle_shard.data.generators import generators_of
 from paddle_shard.errors import ArgumentError
 from paddle_shard.loader.rows import LoaderRows
@@ -45,7 +45,7 @@ class LoaderSetup:
     """The user's, or one made for the given stream; it is never changed."""
     source: Source
     placer: BatchPlacer
-    own_layout: FieldLayout
+    row_layout: FieldLayout
     """Layout of the field whose rows this rank reads."""
     rows: LoaderRows
     reading: Reading
@@ -74,7 +74,7 @@ class LoaderSetup:
         """Return the samples that this process delivers with a batch, and how many more could not be read."""
         if self.source.split or batch.step.parts:  # only rows of this rank were read
             return batch.step.ids, 0
-        return batch.own_ids(self.own_layout)
+        return batch.own_ids(self.row_layout)
 
 
 def make_reading(
@@ -212,7 +212,7 @@ def warn_if_unsplit(layout: FieldLayout) -> None:
         return
     for axis, size in zip(layout.layout.axes, layout.layout.shape, strict=True):
         if axis in ("dp", "data") and size > 1:
-            say_once(
+            warn_once(
                 f"shard_dims is None: all ranks of the mesh's axis {axis!r} get the same rows, the whole of each "
                 f"batch. shard_dims={axis!r} gives each of them rows of its own."
             )

@@ -10,7 +10,7 @@ from typing import Any
 import paddle.io
 
 from paddle_shard.core.checks import length_or_none
-from paddle_shard.core.warn_once import say_once
+from paddle_shard.core.warn_once import warn_once
 from paddle_shard.data.arrays import NO_REPEAT
 from paddle_shard.data.costs import costs_of
 from paddle_shard.data.generators import generators_of
@@ -250,7 +250,7 @@ def _plan_batches(
         settings["batch_size"] = entries[0][1]
     plan = _plan(dataset, **settings)
     if isinstance(dataset, Mixture) and plan.num_served < plan.num_samples:
-        say_once(DROPPED_OF_MIXTURE, plan.num_samples - plan.num_served)
+        warn_once(DROPPED_OF_MIXTURE, plan.num_samples - plan.num_served)
     rows_of = dataset.fingerprint() if isinstance(dataset, Mixture | Packed) else None
     return PlanBatches(plan, rows_of, schedule, dataset)
 

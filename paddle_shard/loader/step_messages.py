@@ -43,7 +43,7 @@ class StepMessages:
         self._setup = setup
         self._pad_to = setup.placer.pad_to
         self._is_split = setup.source.split
-        self._holds_rows = setup.own_layout.on_mesh or not self._is_split
+        self._holds_rows = setup.row_layout.on_mesh or not self._is_split
         """True if this rank's rows are in the global batch. False: it reads rows that no rank uses."""
         self._sent_recipe: Any = None
         self._sent_shapes: Any = None
@@ -51,7 +51,7 @@ class StepMessages:
         self._shapes: dict[int, Any] = {}
         self._rows: dict[int, int] = {}
         self._sent_stop = False
-        self._is_first_rank = setup.own_layout.global_rank == min(setup.ranks)
+        self._is_first_rank = setup.row_layout.global_rank == min(setup.ranks)
         self._is_asked_for_time = False
         self._exchange_at = time.perf_counter() + _EXCHANGE_SECONDS
         self._handlers = {

@@ -26,7 +26,7 @@ from paddle_shard.ranks.agreement import Agreement
 from paddle_shard.ranks.decision import END, FAIL
 from paddle_shard.ranks.replicas import LeaderStoppedError
 from paddle_shard.ranks.reports import report_of
-from paddle_shard.reading.batch import NO_STAND_IN, Batch
+from paddle_shard.reading.batch import NO_PLACEHOLDER, Batch
 from paddle_shard.reading.executor import MAKING_TENSORS, Executor, read_errors
 from paddle_shard.reading.profile import READING_AHEAD, Profiler
 from paddle_shard.reading.worker_guards import signals_held
@@ -263,7 +263,7 @@ class StepPass:
             raise batch
         if batch.placed is None:
             reason = "the run was resumed past the end of the stream"
-            raise DataReadError(NO_STAND_IN.format(reason))
+            raise DataReadError(NO_PLACEHOLDER.format(reason))
         if batch.finish is not None:
             self._finish(batch)
         value = batch.value

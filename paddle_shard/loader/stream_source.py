@@ -13,7 +13,7 @@ import paddle
 import paddle.io
 from paddle.distributed.auto_parallel.api import ShardDataloader
 
-from paddle_shard.core.warn_once import say_once
+from paddle_shard.core.warn_once import warn_once
 from paddle_shard.data.external import ExternalLoader, ExternalSource
 from paddle_shard.data.stages import Batch, Repeat, Stripe
 from paddle_shard.data.stages.cut import chosen_num_parts, cut
@@ -203,7 +203,7 @@ def read_stream(
         1 if is_split else row_layout.num_data_ranks
     )
     if row_layout.global_rank == 0 and num_readers > 1 and not stage.source.cuts:
-        say_once(
+        warn_once(
             f"this stream cannot be sharded at its source: each of {num_readers} readers "
             "reads all of it and discards the samples of the others. Files (Stream.csv, .lines, .webdataset), or a "
             "data set that splits itself (Stream.of(..., splits_itself=True)) are read once."
@@ -293,7 +293,7 @@ def _held_parts(layouts: Sequence[FieldLayout], plan: PartsPlan) -> tuple[int, .
 
 def _useful_workers(num_workers: int, num_parts: int) -> int:
     if num_workers > num_parts:
-        say_once(
+        warn_once(
             f"{num_workers} readers, but this rank holds {num_parts} parts of the stream, each of which is read by "
             "one of them; the others are not started. in_parts() makes more parts."
         )

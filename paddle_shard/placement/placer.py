@@ -10,7 +10,7 @@ from operator import itemgetter
 from typing import Any
 
 from paddle_shard.core.trees import is_sequence, mapped, named_leaves, rebuild
-from paddle_shard.core.warn_once import say_once as warn_once
+from paddle_shard.core.warn_once import warn_once
 from paddle_shard.errors import BatchStructureError
 from paddle_shard.placement.field import FieldLayout, field_layout
 from paddle_shard.placement.layouts import Entry, layouts_of_fields
@@ -73,7 +73,7 @@ class BatchPlacer:
         ]
 
     @property
-    def own_layout(self) -> FieldLayout:
+    def row_layout(self) -> FieldLayout:
         """Layout of the field whose rows this rank reads: the one with most data ranks."""
         local = [layout for layout in self.layouts if layout.on_mesh]
         return max(local or self.layouts, key=lambda layout: layout.num_data_ranks)

@@ -28,7 +28,7 @@ RowsOf = Callable[[int, int], "Rows | range"]
 """Returns which rows of a global batch a rank reads, given (rows of the batch, rows of a micro-batch)."""
 
 
-MOST_STAND_INS = 64
+MOST_PLACEHOLDERS = 64
 """Number of samples, the first of the data set or of a part, that are tried to find one that can be read."""
 
 

@@ -68,7 +68,7 @@ def fails_on_all_ranks(
                 return function(*args, **kwargs)
             except Exception as error:
                 call = name or f"{function.__name__}()"
-                tell_failed(f"its {call} failed", error, *groups_of(*args, **kwargs))
+                report_failure(f"its {call} failed", error, *groups_of(*args, **kwargs))
                 raise
 
         return cast(Function, called)
@@ -76,7 +76,7 @@ def fails_on_all_ranks(
     return decorated
 
 
-def tell_failed(
+def report_failure(
     call: str, error: Exception, *groups: tuple[int, ...], by: Agreement | None = None
 ) -> None:
     """See `fails_on_all_ranks`; `by` is the agreement of the iteration that has failed to begin, if it is open."""

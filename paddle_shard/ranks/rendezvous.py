@@ -25,7 +25,7 @@ import paddle.distributed as dist
 from paddle.framework import core
 
 from paddle_shard.core.forks import LONGEST, no_fork
-from paddle_shard.core.warn_once import say_once
+from paddle_shard.core.warn_once import warn_once
 from paddle_shard.errors import ArgumentError, PeerLostError
 from paddle_shard.ranks.reports import Loss, loss_of
 
@@ -134,7 +134,7 @@ class Rendezvous:
                 if not self.is_early or waited > timeout:
                     raise PeerLostError.of(text, [self.owner], timeout) from error
                 if waited > _NOTICE:
-                    say_once(f"{text} This rank tries until timeout= is over.")
+                    warn_once(f"{text} This rank tries until timeout= is over.")
                 time.sleep(_PAUSE)
 
 

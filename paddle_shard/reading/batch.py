@@ -140,7 +140,7 @@ class Batch:
         return [ids[row] for row in rows.tolist()], num_skipped
 
 
-NO_STAND_IN = (
+NO_PLACEHOLDER = (
     "tail='pad': no sample can stand in for this rank's missing rows ({}). "
     "Use tail='drop', or more samples than parts."
 )
@@ -183,7 +183,7 @@ def joined(
         profile=next((chunk.profile for chunk in chunks if chunk.profile), None),
     )
     if chunk.value is None and chunk.reason and not batch.is_empty:
-        raise LookupError(NO_STAND_IN.format(chunk.reason))
+        raise LookupError(NO_PLACEHOLDER.format(chunk.reason))
     if chunk.skipped:
         num_rows = len(step.ids) if is_padding is None else len(is_padding)
         skipped = [row for row, _ in chunk.skipped]

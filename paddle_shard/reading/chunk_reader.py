@@ -16,7 +16,7 @@ from paddle_shard.data.stages.stage import Opening, Stage, Stated, Unreadable
 from paddle_shard.data.stages.steps import in_rounds
 from paddle_shard.errors import BatchStructureError, PaddleShardError
 from paddle_shard.plan.parts import PartsPlan
-from paddle_shard.plan.step import MOST_STAND_INS, SamplerStep
+from paddle_shard.plan.step import MOST_PLACEHOLDERS, SamplerStep
 from paddle_shard.reading.batch import Batch, Chunk, take_rows
 from paddle_shard.reading.digest import TurnDigests
 from paddle_shard.reading.reader import HowToRead, Reader
@@ -27,7 +27,7 @@ from paddle_shard.reading.tensors import num_rows_of
 class ChunkRequest:
     """A reader's share of a step: some rows of each part that it holds."""
 
-    pass_number: int
+    iterator_number: int
     """Number of the pass. A reader starts over when it gets a request of another pass."""
     opening: Opening
     """The parts, and where the pass begins in them."""
@@ -132,7 +132,7 @@ class ChunkReader(Reader):
             seed_generators=self.rng.seed,
             skip_errors=self._how.skip_errors,
         )
-        self._pass_number = request.pass_number
+        self._pass_number = request.iterator_number
         self._next_step = request.step
         self._state = opening.state
         at_request = replace(opening, skip=request.position)
@@ -172,7 +172,7 @@ class ChunkReader(Reader):
         """See `Reader`. Requests of an iterator come in the order of their steps."""
         parts = request.opening.parts
         self._action = f"opening parts {list(parts)}"
-        if request.pass_number != self._pass_number:
+        if request.iterator_number != self._pass_number:
             self._begin(request)
         if request.step != self._next_step:
             raise AssertionError(
@@ -358,7 +358,7 @@ class Padding:
             if candidate not in self._first:
                 opening = replace(self._opening, parts=(candidate,))
                 samples = self._stage.open(opening)[0]
-                most = MOST_STAND_INS if self._stage.endless else None
+                most = MOST_PLACEHOLDERS if self._stage.endless else None
                 self._first[candidate] = _first_readable(islice(samples, most))
             if self._first[candidate] is not _NOTHING:
                 return self._first[candidate]

@@ -17,7 +17,7 @@ from paddle.base.framework import _current_expected_place_, _dygraph_place_guard
 from paddle.framework import core
 
 from paddle_shard.core import forks
-from paddle_shard.core.warn_once import say_once as warn_once
+from paddle_shard.core.warn_once import warn_once
 from paddle_shard.errors import DifferentDataError, PaddleShardError
 from paddle_shard.plan.partition import Rows
 from paddle_shard.plan.step import Step

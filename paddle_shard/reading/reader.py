@@ -14,12 +14,12 @@ from paddle_shard.core.collate import (
     cannot_stack,
     check_dtypes,
     collate,
-    refuse_uint16,
+    reject_uint16,
     stack,
 )
 from paddle_shard.core.randomness import Generator
 from paddle_shard.core.trees import leaves, mapped, named_leaves
-from paddle_shard.core.warn_once import say_once as warn_once
+from paddle_shard.core.warn_once import warn_once
 from paddle_shard.data.arrays import ArrayDataset
 from paddle_shard.errors import described
 from paddle_shard.plan.seeding import derive_seed, mix
@@ -318,7 +318,7 @@ def _call_and_check(function: Callable[[Any], Any], samples: Any) -> Any:
     batch = function(samples)
     for path, leaf in named_leaves(batch):
         if isinstance(leaf, np.ndarray):
-            refuse_uint16(leaf, path)
+            reject_uint16(leaf, path)
     return batch
 
 

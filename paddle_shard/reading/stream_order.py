@@ -97,7 +97,7 @@ class StreamOrder(Batches):
         )
         request = partial(
             ChunkRequest,
-            pass_number=next(_numbers),
+            iterator_number=next(_numbers),
             step=start.steps,
             plan=self.plan,
             compared=compared,

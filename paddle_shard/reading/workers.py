@@ -54,7 +54,7 @@ _processes: set[int] = set()
 """The processes that call `_shut_down_all` when they end. `atexit` would not, in a process of `multiprocessing`."""
 
 
-def drawn_seed() -> int:
+def new_worker_seed() -> int:
     """Return a seed for workers."""
     # Paddle uses this generator, too, but changes the user's.
     with kept([NumpyGenerator()]):
@@ -122,7 +122,7 @@ class WorkerPool:
             self.shut_down()
         if self._workers:
             return
-        seed = drawn_seed()
+        seed = new_worker_seed()
         if os.getpid() not in _processes:
             _processes.add(os.getpid())
             multiprocessing.util.Finalize(None, _shut_down_all, exitpriority=0)

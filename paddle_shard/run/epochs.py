@@ -10,7 +10,7 @@ import numpy as np
 import paddle.io
 
 from paddle_shard.core.checks import check_count
-from paddle_shard.core.warn_once import say_once
+from paddle_shard.core.warn_once import warn_once
 from paddle_shard.data.samplers.user_batches import owner_of, samplers
 from paddle_shard.errors import ArgumentError
 
@@ -83,7 +83,7 @@ class EpochCounter:
                 pass  # a method without a signature
             except TypeError as error:
                 if not others:
-                    say_once(
+                    warn_once(
                         f"{type(sampler).__name__}.set_epoch takes other arguments than the epoch ({error}), so it is "
                         "not called. Let the others have defaults, or call loader.set_epoch(epoch, name=value)."
                     )

@@ -9,7 +9,7 @@ from typing import Any
 
 import paddle.distributed as dist
 
-from paddle_shard.core.warn_once import say_once
+from paddle_shard.core.warn_once import warn_once
 from paddle_shard.data.identity import differences
 from paddle_shard.data.samplers.plan_batches import Batches
 from paddle_shard.errors import ArgumentError, PeerLostError, StateError, described
@@ -184,7 +184,7 @@ class Run:
         if loaded is None or self._newest is not None:
             loaded = LoaderState(epoch=epoch)
         if loaded.samples and not loaded.ended and epoch != loaded.epoch:
-            say_once(
+            warn_once(
                 f"set_epoch({epoch}): the loaded state stands in epoch {loaded.epoch}, after {loaded.samples} samples, "
                 f"which no loop has continued yet. Begin with set_epoch({loaded.epoch}), or leave it out, to continue."
             )
@@ -204,7 +204,7 @@ class Run:
             return
         progress.end(skipped_steps, skipped_samples)
         if progress.at.steps == 0:
-            say_once(
+            warn_once(
                 "an epoch has ended without a batch: it is empty, or has less than fills one (tail='drop'). Use a "
                 "smaller batch, or tail='pad' or 'fill'."
             )
@@ -290,7 +290,7 @@ class Run:
             and before.epoch == progress.epoch
             and before.at.steps > progress.start.steps
         ):
-            say_once(
+            warn_once(
                 "a loop over this loader was left before its end, and the next one begins the same epoch again. "
                 "Call loader.set_epoch(the next) before it; or keep the iterator, batches = iter(loader), to "
                 "continue it."
@@ -377,7 +377,7 @@ class Run:
         ]
         if resumed.samples and not resumed.ended and others:
             what = "stream" if "stream" in others else "order"
-            say_once(
+            warn_once(
                 f"override={others}: the {what} is not that of the state. "
                 f"Epoch {resumed.epoch} was begun, and the {resumed.samples} samples that it has delivered are left "
                 f"out by their positions in the {what} as it is now. If other samples are there, samples of this epoch "

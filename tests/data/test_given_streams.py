@@ -10,7 +10,7 @@ import pytest
 
 import paddle_shard
 from paddle_shard import Stream
-from paddle_shard.core import warn_once as say_once
+from paddle_shard.core import warn_once
 from paddle_shard.errors import ArgumentError, ArgumentTypeError
 
 MESH = dist.ProcessMesh([0], dim_names=["dp"])
@@ -31,7 +31,7 @@ def rows(stream):
 
 @pytest.fixture
 def said(caplog, monkeypatch):
-    monkeypatch.setattr(say_once, "_SAID", set())
+    monkeypatch.setattr(warn_once, "_WARNED", set())
     with caplog.at_level(logging.WARNING, "paddle_shard"):
         yield lambda: [record.getMessage() for record in caplog.records]
 

@@ -735,7 +735,7 @@ def test_readers_that_read_the_same_stream_never_say_that_they_differ(
         for part, reader in enumerate(readers):
             asked = Opening(parts=(part,), num_parts=num, stripe=stripe)
             request = ChunkRequest(
-                pass_number=1,
+                iterator_number=1,
                 opening=asked,
                 step=step,
                 first_step=0,

@@ -653,7 +653,7 @@ def test_mixture_of_streams_warns_of_unread_sources(
         with (tmp_path / "said").open("a") as file:
             file.write(text % values + "\n")
 
-    monkeypatch.setattr("paddle_shard.data.stages.mix.say_once", say)
+    monkeypatch.setattr("paddle_shard.data.stages.mix.warn_once", say)
     (tmp_path / "said").touch()
     streams = {"a": Stream.of(range(400)), "b": Stream.of(range(1000, 1000 + of_b))}
 

@@ -11,7 +11,7 @@ from paddle.io import DataLoader
 
 import paddle_shard
 from paddle_shard import Stream
-from paddle_shard.core import warn_once as say_once
+from paddle_shard.core import warn_once
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, StateError
 from paddle_shard.testing.simulated import simulated_rank
 from tests.helpers import ONE, Made, sharded
@@ -65,7 +65,7 @@ def test_patching_survives_odd_modules_and_refuses_unknown_options(monkeypatch):
 
 
 def test_a_loop_that_was_left_is_said_to_begin_again_once(caplog, monkeypatch):
-    monkeypatch.setattr(say_once, "_SAID", set())
+    monkeypatch.setattr(warn_once, "_WARNED", set())
     loader = sharded(DataLoader(Made(length=8), batch_size=4), ONE)
 
     def said():
@@ -96,7 +96,7 @@ def test_a_loop_that_was_left_is_said_to_begin_again_once(caplog, monkeypatch):
 def test_an_iterator_that_takes_the_place_of_an_unfinished_one_is_said_to_begin_again(
     caplog, monkeypatch
 ):
-    monkeypatch.setattr(say_once, "_SAID", set())
+    monkeypatch.setattr(warn_once, "_WARNED", set())
     loader = sharded(DataLoader(Made(length=16), batch_size=4), ONE)
     first, kept = iter(loader), iter(loader)
     next(first), next(kept), next(first)  # two at once are one's own business
@@ -165,7 +165,7 @@ def test_the_parts_of_a_mixture_are_chosen_for_all_of_it():
 def test_an_axis_of_data_that_splits_nothing_is_said_once(
     names, shape, dims, auto_dp, says, caplog, monkeypatch
 ):
-    monkeypatch.setattr(say_once, "_SAID", set())
+    monkeypatch.setattr(warn_once, "_WARNED", set())
     monkeypatch.setattr("paddle_shard.loader.api.in_auto_dp_mode", lambda: auto_dp)
     mesh = dist.ProcessMesh(np.arange(math.prod(shape)).reshape(shape), dim_names=names)
     for _ in range(2):

@@ -168,7 +168,7 @@ def saved_after_epochs(loader, epochs, steps):
 
 
 def test_samples_that_are_never_the_same_are_a_warning(caplog, monkeypatch):
-    monkeypatch.setattr("paddle_shard.core.warn_once._SAID", set())
+    monkeypatch.setattr("paddle_shard.core.warn_once._WARNED", set())
     noise = np.random.default_rng()
     dataset = Made(lambda i: np.array([i, noise.random()]), LENGTH)
     state = saved_after(loader_of(dataset), 2)

@@ -8,14 +8,14 @@ import pytest
 from paddle.io import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler
 
 import paddle_shard
-from paddle_shard.core import warn_once as say_once
+from paddle_shard.core import warn_once
 from paddle_shard.errors import ArgumentError, DataReadError, PaddleShardError
 from tests.helpers import ONE, Made, local, locals_of, sharded
 
 
 @pytest.fixture(autouse=True)
 def nothing_said(monkeypatch):
-    monkeypatch.setattr(say_once, "_SAID", set())
+    monkeypatch.setattr(warn_once, "_WARNED", set())
 
 
 class Rows(Dataset):

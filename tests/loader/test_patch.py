@@ -122,7 +122,7 @@ def test_an_option_is_a_default_with_which_no_loader_fails_that_works_without(
 
 
 def test_patch_paddle_leaves_out_and_names_an_option(caplog, monkeypatch):
-    monkeypatch.setattr("paddle_shard.core.warn_once._SAID", set())
+    monkeypatch.setattr("paddle_shard.core.warn_once._WARNED", set())
     with paddle_shard.patch_paddle(tail="repeat", seed=11):
         loader = made(OTHERS["shuffled"]())
 

@@ -248,7 +248,7 @@ def test_prefetch_is_two_batches_unless_the_dataloader_has_no_buffer():
 def test_prefetch_warns_once_of_samples_that_begin_to_use_generators(
     workers, monkeypatch, caplog, capfd
 ):
-    monkeypatch.setattr("paddle_shard.core.warn_once._SAID", set())
+    monkeypatch.setattr("paddle_shard.core.warn_once._WARNED", set())
     dataset = Made(
         lambda index: np.array([index, np.random.rand() if index >= 40 else 0.0]), 64
     )

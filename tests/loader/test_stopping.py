@@ -111,7 +111,7 @@ class Rank:
         ]
         for setup in self.setups:
             setup.batch_check, setup.source = None, SimpleNamespace(split=False)
-            setup.placer, setup.own_layout = (
+            setup.placer, setup.row_layout = (
                 SimpleNamespace(pad_to=None),
                 SimpleNamespace(on_mesh=True, global_rank=0),
             )

@@ -112,7 +112,7 @@ def summary(loader):
             shapes = [list(leaf.shape) for leaf in leaves]
             if (
                 dist.get_rank()
-                not in loader._shared.setup.own_layout.layout.process_ids
+                not in loader._shared.setup.row_layout.layout.process_ids
             ):
                 steps.append([shapes])
                 continue

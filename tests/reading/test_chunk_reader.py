@@ -119,7 +119,7 @@ def divisors(number):
 def request(plan, parts, step, start=0, number=0, **opening):
     """What a loader asks of the reader of some parts."""
     return ChunkRequest(
-        pass_number=number,
+        iterator_number=number,
         opening=Opening(
             parts=parts,
             num_parts=plan.num_parts,
@@ -877,7 +877,7 @@ def test_bfloat16_rows_are_joined_bit_by_bit():
 @pytest.mark.parametrize("made", [np.array, paddle.to_tensor, Foreign])
 def test_a_ranks_own_short_batch_is_filled_with_its_last_row(made):
     asked = ChunkRequest(
-        pass_number=0,
+        iterator_number=0,
         opening=Opening(parts=(0,), num_parts=1),
         step=0,
         first_step=0,
@@ -1044,7 +1044,7 @@ def items_served(
         first = start + (step - start) % width
         chunk = readers[first - start].read(
             ChunkRequest(
-                pass_number=0,
+                iterator_number=0,
                 opening=Opening(
                     parts=(first % width,), num_parts=width, skip=first // width
                 ),
@@ -1138,7 +1138,7 @@ def test_a_whole_item_that_fails_is_named_as_that_one_of_its_workers():
         Stripe(IterableSource(range(20))), raising(7, Broken())
     )  # item 1 * 4 + 3
     asked = ChunkRequest(
-        pass_number=0,
+        iterator_number=0,
         opening=Opening(parts=(3,), num_parts=4),
         step=3,
         first_step=3,

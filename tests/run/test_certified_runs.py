@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from paddle.io import BatchSampler
 
 import paddle_shard
-from paddle_shard.core.warn_once import _SAID
+from paddle_shard.core.warn_once import _WARNED
 from paddle_shard.testing.simulated import on_each_rank
 from tests.orders_and_tails import BLOCKS
 from tests.run.runs import (
@@ -77,7 +77,7 @@ def test_certificate_of_a_loop_without_a_batch_is_not_exact(kind, caplog):
         given = paddle.io.DataLoader(
             paddle_shard.Stream.of(lambda: iter(range(14))), batch_size=16
         )
-    _SAID.clear()
+    _WARNED.clear()
     loader = paddle_shard.shard_dataloader(given, ONE, shard_dims="dp", tail="drop")
     assert [*loader] == [*loader] == []
 

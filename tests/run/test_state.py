@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from paddle.io import BatchSampler, DataLoader, DistributedBatchSampler
 
 import paddle_shard
-from paddle_shard.core.warn_once import _SAID
+from paddle_shard.core.warn_once import _WARNED
 from paddle_shard.errors import StateError
 from paddle_shard.plan.state import sealed
 from paddle_shard.testing.simulated import on_each_rank
@@ -289,7 +289,7 @@ def test_break_repeats_the_epoch_or_after_a_load_its_rest():
 
 
 def test_set_epoch_warns_of_a_loaded_epoch_that_is_not_continued(caplog, monkeypatch):
-    monkeypatch.setattr("paddle_shard.core.warn_once._SAID", set())
+    monkeypatch.setattr("paddle_shard.core.warn_once._WARNED", set())
     straight = make(24, 4)
     rest(straight)
     next(iter(straight))
@@ -455,7 +455,7 @@ def test_override_of_the_order_warns_of_lost_samples(
     batches = iter(loader)
     begun = [sample for _ in range(steps) for sample in content(next(batches))]
     state = loader.state_dict()
-    _SAID.clear()
+    _WARNED.clear()
     caplog.clear()
 
     other = make(**change)

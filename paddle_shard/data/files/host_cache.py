@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import BinaryIO
 
 from paddle_shard.core.checks import check_count
-from paddle_shard.core.warn_once import say_once
+from paddle_shard.core.warn_once import warn_once
 from paddle_shard.data.files.files import (
     BUFFER,
     Path,
@@ -139,7 +139,7 @@ class HostCache:
         limit = self.most_bytes
         if limit is None or (size is not None and num_bytes <= limit):
             return True
-        say_once(
+        warn_once(
             "cache_bytes=%d: cache_dir has no room for %s of %s bytes and others: they are read from their servers. "
             "Delete copies that are not needed, or give more.",
             limit,

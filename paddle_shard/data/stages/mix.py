@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from paddle_shard.core.warn_once import say_once
+from paddle_shard.core.warn_once import warn_once
 from paddle_shard.data.files.files import FileVersion
 from paddle_shard.data.stages.cut import FAILED_AT
 from paddle_shard.data.stages.stage import Opening, Samples, Stage
@@ -154,7 +154,7 @@ class Mix(Stage):
                 if next(sources[number][1])[0] == 0:
                     unread.append(name)
         if unread:
-            say_once(
+            warn_once(
                 "Stream.mixture(stop='first'): an epoch ends with the first source that ends, and has not read all of "
                 "%s. The next epoch begins all sources again. stop='all', or weights in proportion to the lengths, "
                 "read all of them.",
