@@ -260,13 +260,18 @@ def check(job, world):
                 f"rank {one.rank}: {one.results}, not {expected} or a part of it"
             )
         # A hub that is cut off takes others for lost, and those that come later hear that of it.
-        is_unclear = is_beyond or (fault.kind in ("cut", "silence") and fault.rank == 0)
+        is_unclear = is_beyond or (
+            fault.kind in ("cut", "silence", "freeze") and fault.rank == 0
+        )
         # A relay that loses its connections before it has one to the hub is another end of theirs.
         is_unclear = is_unclear or (
             fault.kind == "cut"
             and [job.relays.get(rank) for rank in last[2]] == [fault.rank]
         )
-        if last[2] != [fault.rank] and not (is_unclear and last[2]):
+        # Ranks behind a relay that is silent may be named for it.
+        behind = {rank for rank, relay in job.relays.items() if relay == fault.rank}
+        is_named = last[2] and {*last[2]} <= {fault.rank, *behind}
+        if not is_named and not (is_unclear and last[2]):
             raise Failed(f"rank {one.rank} names {last[2]}, not {[fault.rank]}")
         seconds = one.finished_at - world.struck_at
         if (
