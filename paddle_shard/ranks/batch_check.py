@@ -178,7 +178,5 @@ def summary(
 
 
 def _varies(array: np.ndarray[Any, Any]) -> bool:
-    """Return whether rows differ, or the values of a single row: if they do not, ranks may have the same by chance."""
-    if array.ndim and len(array) == 1:
-        array = array[0]
+    """Return whether rows differ. If not, or if there is a single row, ranks may have the same by chance."""
     return array.ndim > 0 and bool((array != array[:1]).any())
