@@ -42,7 +42,7 @@ from paddle_shard.extras.checkpoint_parts import (
     part_of,
     without_sums,
 )
-from paddle_shard.ranks.agreeing import gather_of
+from paddle_shard.ranks.agreeing import gather_payloads
 from paddle_shard.ranks.rendezvous import num_ranks
 
 _HINT_OF_SAVE = " (step, names, number of values). Tensors of some ranks only must be distributed tensors."
@@ -265,7 +265,9 @@ class Checkpoints:
             kind = type(error).__name__
             result = text_of(error)
         label = f"Checkpoints.{call}()"
-        texts = gather_of(self._ranks, json.dumps([kind, result]), _TIMEOUT, label)
+        texts = gather_payloads(
+            self._ranks, json.dumps([kind, result]), _TIMEOUT, label
+        )
         if isinstance(error, PaddleShardError):
             raise error
         reports = [json.loads(text) for text in texts]

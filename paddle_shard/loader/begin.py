@@ -21,9 +21,9 @@ from paddle_shard.loader.step_pass import Feed, StepPass
 from paddle_shard.plan.shard_plan import num_skipped
 from paddle_shard.plan.state import LoaderState
 from paddle_shard.plan.step import Step
-from paddle_shard.ranks.agreeing import gather_of, open_agreement, report_failure
+from paddle_shard.ranks.agreeing import gather_payloads, open_agreement, report_failure
 from paddle_shard.ranks.agreement import Agreement
-from paddle_shard.ranks.reports import Terms
+from paddle_shard.ranks.reports import AgreementConfig
 from paddle_shard.reading.batch import Batch
 from paddle_shard.reading.executor import Executor, WorkerExecutor
 
@@ -153,7 +153,7 @@ def _settle_draws(setup: LoaderSetup, start: LoaderState) -> None:
     if batches.draws_for or is_alone or knows_no_rank(batches.batch_sampler):
         return
     drawn = batches.first_draw(start.epoch)
-    of_ranks = set(gather_of(setup.ranks, drawn, setup.timeout, "iter(loader)"))
+    of_ranks = set(gather_payloads(setup.ranks, drawn, setup.timeout, "iter(loader)"))
     if of_ranks != {""}:
         batches.draws_for.append((row_layout.data_rank,) if len(of_ranks) == 1 else ())
 
@@ -164,7 +164,7 @@ def _open_agreement(
     stream = setup.source.stream
     identity = in_words(setup.run.identity or {})
     position = {"epoch": start.epoch, "step": start.steps}
-    terms = Terms(
+    terms = AgreementConfig(
         label={**setup.config, **identity, **position},
         name=f"{setup.config['data set']}, epoch {start.epoch}",
         timeout=setup.timeout,

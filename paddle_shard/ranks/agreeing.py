@@ -18,7 +18,7 @@ from paddle_shard.ranks.host_memory import HostMemory
 from paddle_shard.ranks.network import network_of
 from paddle_shard.ranks.protocol import Hub, Member
 from paddle_shard.ranks.rendezvous import num_ranks
-from paddle_shard.ranks.reports import Terms, known_to_all, report_of
+from paddle_shard.ranks.reports import AgreementConfig, known_to_all, report_of
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -28,7 +28,7 @@ _coordinators: dict[tuple[tuple[int, ...], int], Coordinator] = {}
 """(global ranks, process) -> their coordinator; a forked process has its own."""
 
 
-def open_agreement(ranks: tuple[int, ...], terms: Terms) -> Agreement:
+def open_agreement(ranks: tuple[int, ...], terms: AgreementConfig) -> Agreement:
     """Start an iteration in which all ranks deliver the same steps; all ranks open theirs in the same order.
 
     Args:
@@ -85,12 +85,14 @@ def report_failure(
             # If they cannot meet, the error of this rank is the one to raise.
             with contextlib.suppress(Exception):
                 report = report_of(error, call)
-                terms = Terms(label={"failed": report}, timeout=_REPORT_SECONDS)
+                terms = AgreementConfig(
+                    label={"failed": report}, timeout=_REPORT_SECONDS
+                )
                 (by or open_agreement(ranks, terms)).fail(report)
     known_to_all(error)
 
 
-def gather_of(
+def gather_payloads(
     ranks: tuple[int, ...], payload: str, timeout: float | None, call: str
 ) -> list[str]:
     """Return the payload of each of some ranks, by rank; collective.
@@ -107,7 +109,7 @@ def gather_of(
     """
     if len(ranks) == 1 or num_ranks() == 1:
         return [payload]
-    terms = Terms(
+    terms = AgreementConfig(
         label={"call": call}, name=call, is_call=True, timeout=timeout or 1800.0
     )
     return open_agreement(ranks, terms).exchange(payload)

@@ -12,7 +12,7 @@ from typing import Any
 from paddle_shard.ranks.decision import FAIL, OK
 from paddle_shard.ranks.network import TcpNetwork
 from paddle_shard.ranks.protocol import HEARTBEAT, Iteration, Member, Message
-from paddle_shard.ranks.reports import Terms, log
+from paddle_shard.ranks.reports import AgreementConfig, log
 
 GRACE = 10.0
 """Seconds that a training thread has to learn that a rank is lost, before its process is ended."""
@@ -145,7 +145,7 @@ class Coordinator:
         """True if a rank is lost, and nothing will be agreed on any more."""
         return self._member.loss is not None
 
-    def open(self, terms: Terms) -> Agreement:
+    def open(self, terms: AgreementConfig) -> Agreement:
         """Start an iteration and return at once; all ranks open their iterations in the same order."""
         with self.changed:
             make = partial(Agreement, self)

@@ -43,9 +43,9 @@ from paddle_shard.ranks.decision import (
 from paddle_shard.ranks.progress import ProgressTable
 from paddle_shard.ranks.reports import (
     ERRORS,
+    AgreementConfig,
     Loss,
-    Terms,
-    error_of_another,
+    error_of_report,
     known_to_all,
     late_text,
     log,
@@ -71,7 +71,7 @@ GRACE = 2.0
 class Iteration:
     """One rank's part in one epoch iterator: what it has announced, and what the hub has decided."""
 
-    def __init__(self, number: int, rank: int, terms: Terms) -> None:
+    def __init__(self, number: int, rank: int, terms: AgreementConfig) -> None:
         """Start at step 0.
 
         Args:
@@ -311,8 +311,8 @@ class Member:
 
     def open(
         self,
-        terms: Terms,
-        make: Callable[[int, int, Terms], AnyIteration],
+        terms: AgreementConfig,
+        make: Callable[[int, int, AgreementConfig], AnyIteration],
     ) -> AnyIteration:
         """Start an iteration; all ranks open their iterations in the same order.
 
@@ -457,7 +457,7 @@ class Member:
         for rank in ranks:
             number, report = self._failed.get(rank, (-1, ""))
             if number >= self._num_opened or number in self.iterations:
-                return error_of_another(rank, report)
+                return error_of_report(rank, report)
         return None
 
 

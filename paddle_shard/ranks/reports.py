@@ -37,7 +37,7 @@ log = logging.getLogger("paddle_shard")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
+class AgreementConfig:
     """What the ranks agree on in one epoch iterator."""
 
     label: Mapping[str, Any] = field(default_factory=dict)
@@ -127,11 +127,11 @@ def _named(ranks: Sequence[int]) -> str:
     return f"global rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:_MAX_RANKS]))}{more}"
 
 
-def _other_label(_step: int, ranks: Ranks, _terms: Terms) -> Exception:
+def _other_label(_step: int, ranks: Ranks, _terms: AgreementConfig) -> Exception:
     labels = {rank: progress.report for rank, progress in ranks.items()}
     for rank, label in labels.items():
         if "failed" in label:
-            return error_of_another(rank, label["failed"])
+            return error_of_report(rank, label["failed"])
     text = differences(labels)
     if text.startswith("sample "):
         return errors.DifferentDataError(
@@ -149,7 +149,7 @@ def _other_label(_step: int, ranks: Ranks, _terms: Terms) -> Exception:
     )
 
 
-def _other_data(step: int, ranks: Ranks, terms: Terms) -> Exception:
+def _other_data(step: int, ranks: Ranks, terms: AgreementConfig) -> Exception:
     groups: dict[int, list[int]] = {}
     for rank, progress in ranks.items():
         groups.setdefault(progress.report, []).append(rank)
@@ -162,12 +162,12 @@ def _other_data(step: int, ranks: Ranks, terms: Terms) -> Exception:
     )
 
 
-def _failed(step: int, ranks: Ranks, _terms: Terms) -> Exception:
+def _failed(step: int, ranks: Ranks, _terms: AgreementConfig) -> Exception:
     rank, progress = next(iter(_at(step, FAIL, ranks).items()))
-    return error_of_another(rank, progress.report)
+    return error_of_report(rank, progress.report)
 
 
-def _unequal_ends(step: int, ranks: Ranks, terms: Terms) -> Exception | None:
+def _unequal_ends(step: int, ranks: Ranks, terms: AgreementConfig) -> Exception | None:
     ended = tuple(_at(step, END, ranks))
     # A rank that has left its loop, and had announced all steps before the end, keeps the others from nothing.
     went_on = tuple(
@@ -188,7 +188,7 @@ def _unequal_ends(step: int, ranks: Ranks, terms: Terms) -> Exception | None:
     return error
 
 
-def _left(step: int, ranks: Ranks, terms: Terms) -> Exception:
+def _left(step: int, ranks: Ranks, terms: AgreementConfig) -> Exception:
     left = _at(step, CLOSED, ranks)
     text = " and ".join(
         f"global rank {rank} after {progress.delivered} steps"
@@ -210,7 +210,7 @@ def _at(step: int, kind: int, ranks: Ranks) -> Ranks:
     }
 
 
-ERRORS: dict[int, Callable[[int, Ranks, Terms], Exception | None]] = {
+ERRORS: dict[int, Callable[[int, Ranks, AgreementConfig], Exception | None]] = {
     OTHER_LABEL: _other_label,
     OTHER_DATA: _other_data,
     FAIL: _failed,
@@ -236,7 +236,7 @@ def report_of(failure: BaseException, call: str = "") -> str:
     return json.dumps(report, default=repr)
 
 
-def error_of_another(rank: int, report: str) -> Exception:
+def error_of_report(rank: int, report: str) -> Exception:
     """Return the error of another rank from its report."""
     fields = json.loads(report)
     call = f"{fields['call']}: " if fields["call"] else ""

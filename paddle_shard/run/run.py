@@ -27,7 +27,7 @@ from paddle_shard.plan.shard_plan import ShardPlan, Where, num_skipped, places_o
 from paddle_shard.plan.skips import Ranges, steps_of_epoch
 from paddle_shard.plan.state import DATA, LoaderState
 from paddle_shard.plan.step import Ids, Step
-from paddle_shard.ranks.agreeing import gather_of
+from paddle_shard.ranks.agreeing import gather_payloads
 from paddle_shard.reading.source import Source
 from paddle_shard.run.epochs import EpochCounter
 from paddle_shard.run.progress import EpochDeliveries, IteratorProgress, numbers
@@ -534,7 +534,9 @@ def gathered(
             "ranks of the meshes, all of them."
         )
     try:
-        return list(map(json.loads, gather_of(ranks, json.dumps(value), timeout, call)))
+        return list(
+            map(json.loads, gather_payloads(ranks, json.dumps(value), timeout, call))
+        )
     except PeerLostError as lost:
         lost.args = (
             f"{call}: every rank of the meshes must call it, at the same step. {lost}",

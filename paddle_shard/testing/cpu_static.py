@@ -156,7 +156,7 @@ def _agree(
     engine: Any, groups: dict[str, list[tuple[int, ...]]], timeout: float
 ) -> None:
     """Wait until every rank has examined its program; raise on all if one of them cannot be trained."""
-    from paddle_shard.ranks.agreeing import gather_of
+    from paddle_shard.ranks.agreeing import gather_payloads
 
     unsupported = [
         f"{mode} uses {[*map(list, used)]}"
@@ -164,7 +164,7 @@ def _agree(
         if len(used) > 1
     ]
     ranks = tuple(range(engine._nranks))
-    texts = gather_of(ranks, "; ".join(unsupported), timeout, "cpu_static()")
+    texts = gather_payloads(ranks, "; ".join(unsupported), timeout, "cpu_static()")
     lines = [f"  rank {rank}: {text}\n" for rank, text in enumerate(texts) if text]
     if lines:
         raise StaticGroupsError(

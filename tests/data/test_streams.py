@@ -23,7 +23,7 @@ from paddle_shard.errors import (
     DataReadError,
     StateError,
 )
-from paddle_shard.ranks.reports import error_of_another, report_of
+from paddle_shard.ranks.reports import error_of_report, report_of
 from paddle_shard.testing.simulated import on_each_rank
 
 ONE = dist.ProcessMesh([0], dim_names=["dp"])
@@ -380,7 +380,7 @@ def test_a_long_failure_reaches_the_other_ranks_with_its_place():
     error = DataReadError("x" * 100_000)
     error.index, error.step = (3, 4), 7
 
-    other = error_of_another(5, report_of(error))
+    other = error_of_report(5, report_of(error))
 
     assert isinstance(other, DataReadError)
     assert (other.index, other.step) == ((3, 4), 7)

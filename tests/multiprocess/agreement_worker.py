@@ -13,7 +13,7 @@ import paddle.distributed as dist
 from paddle_shard.errors import DataReadError, PeerLostError
 from paddle_shard.ranks.agreeing import _coordinator
 from paddle_shard.ranks.decision import END, FAIL
-from paddle_shard.ranks.reports import Terms, report_of
+from paddle_shard.ranks.reports import AgreementConfig, report_of
 from paddle_shard.testing import report
 
 
@@ -26,7 +26,7 @@ class Job:
 
     def run(self, *, announce=None, each=None, steps=10**6):
         """One pass; `announce(agreement)` says one step, `each(step)` trains. Returns what happened."""
-        agreement = self.coordinator.open(Terms(timeout=self.timeout))
+        agreement = self.coordinator.open(AgreementConfig(timeout=self.timeout))
         step = 0
         try:
             while step < steps:
@@ -128,7 +128,7 @@ class Job:
     # Measurements.
 
     def round_cost(self):
-        agreement = self.coordinator.open(Terms(timeout=self.timeout))
+        agreement = self.coordinator.open(AgreementConfig(timeout=self.timeout))
         start = 0.0
         for step in range(600):
             if step == 100:
@@ -142,7 +142,7 @@ class Job:
         """Seconds a step of 10 ms, with 8 ms of reading ahead in a thread: without and with agreement."""
         return [
             ReadAhead(
-                self.coordinator.open(Terms(timeout=self.timeout))
+                self.coordinator.open(AgreementConfig(timeout=self.timeout))
             ).seconds_a_step(agreed)
             for agreed in (False, True)
         ]

@@ -9,7 +9,7 @@ from paddle_shard.errors import PeerLostError
 from paddle_shard.ranks.agreement import Coordinator
 from paddle_shard.ranks.network import TcpNetwork, parents_of
 from paddle_shard.ranks.protocol import Hub, Member
-from paddle_shard.ranks.reports import Terms, loss_of
+from paddle_shard.ranks.reports import AgreementConfig, loss_of
 from tests.deadlines import HANG
 
 
@@ -151,7 +151,7 @@ class Meeting:
             try:
                 found.append(
                     self.coordinators[rank]
-                    .open(Terms(timeout=timeout))
+                    .open(AgreementConfig(timeout=timeout))
                     .exchange(f"from {rank}")
                 )
             except PeerLostError as error:

@@ -9,7 +9,7 @@ from paddle_shard.errors import ArgumentError, DifferentDataError, PeerLostError
 from paddle_shard.ranks.agreement import Agreement
 from paddle_shard.ranks.decision import END, OK
 from paddle_shard.ranks.protocol import WINDOW
-from paddle_shard.ranks.reports import Terms
+from paddle_shard.ranks.reports import AgreementConfig
 from tests.deadlines import HANG
 from tests.ranks.local_network import coordinators, end
 
@@ -85,7 +85,7 @@ def test_a_rank_that_leaves_after_it_has_announced_all_steps_does_not_end_the_ot
     left = threading.Event()
 
     def to_the_end():
-        agreement = first.open(Terms(ends_must_agree=True))
+        agreement = first.open(AgreementConfig(ends_must_agree=True))
         left.wait(HANG)
         for step in range(5):
             if step == 0:
@@ -96,7 +96,7 @@ def test_a_rank_that_leaves_after_it_has_announced_all_steps_does_not_end_the_ot
         return None
 
     def leaves():
-        agreement = second.open(Terms(ends_must_agree=True))
+        agreement = second.open(AgreementConfig(ends_must_agree=True))
         agreement.announce(steps=4 if taken > 2 else 2)
         left.set()
         for step in range(taken):
@@ -123,7 +123,7 @@ def test_training_waits_for_no_one_in_steady_state(monkeypatch):
     monkeypatch.setattr(Agreement, "_wait", counted)
 
     def run(coordinator):
-        agreement = coordinator.open(Terms())
+        agreement = coordinator.open(AgreementConfig())
         for step in range(60):
             while agreement.progress.step < agreement.wanted(step):
                 agreement.announce()
@@ -144,7 +144,7 @@ def test_training_waits_for_no_one_in_steady_state(monkeypatch):
 
 
 def test_reading_ahead_is_spread_over_the_steps():
-    agreement = pair(size=1)[0].open(Terms())
+    agreement = pair(size=1)[0].open(AgreementConfig())
     reads = []
     for step in range(30):
         reads.append(0)
@@ -166,7 +166,7 @@ def test_a_rank_stuck_elsewhere_when_another_is_lost_is_ended_if_that_is_wanted(
     for exits, stuck in ((True, True), (True, False), (False, True)):
         ended = [threading.Event(), threading.Event()]
         one, two = pair(end_process=lambda rank, ended=ended: ended[rank].set())
-        passes = [c.open(Terms(exit_when_lost=exits)) for c in (one, two)]
+        passes = [c.open(AgreementConfig(exit_when_lost=exits)) for c in (one, two)]
         for agreement in passes:
             agreement.announce()
         assert together(*(lambda a=a: a.deliver(0) for a in passes)) == [True, True]
@@ -184,9 +184,9 @@ def test_a_rank_stuck_elsewhere_when_another_is_lost_is_ended_if_that_is_wanted(
 def test_whoever_leaves_alone_is_named_with_its_step():
     first, second, third = pair(size=3)
     told = together(
-        lambda: iterate(first.open(Terms())),
-        lambda: iterate(second.open(Terms()), steps=5),
-        lambda: iterate(third.open(Terms())),
+        lambda: iterate(first.open(AgreementConfig())),
+        lambda: iterate(second.open(AgreementConfig()), steps=5),
+        lambda: iterate(third.open(AgreementConfig())),
     )
 
     assert told[1] == 5
@@ -201,12 +201,12 @@ def test_who_leaves_behind_the_end_disturbs_no_one():
     first, second = pair()
 
     def leaves():
-        agreement = first.open(Terms())
+        agreement = first.open(AgreementConfig())
         iterate(agreement, steps=5)
         return agreement.progress.step
 
     def ends():
-        agreement = second.open(Terms())
+        agreement = second.open(AgreementConfig())
         for step in range(100):
             while agreement.progress.step < agreement.wanted(step):
                 agreement.announce(
@@ -228,7 +228,10 @@ def test_passes_that_overlap_are_kept_apart(seed):
     ends = {0: [6, 9, 30], 1: [12, 4, 30]}  # of each pass, by rank
 
     def run(rank):
-        passes = [coordinators[rank].open(Terms(label={"loop": i})) for i in range(2)]
+        passes = [
+            coordinators[rank].open(AgreementConfig(label={"loop": i}))
+            for i in range(2)
+        ]
         steps, over = [0, 0], [False, False]
         rng = random.Random(10 * seed + rank)
         while not all(over):
@@ -250,9 +253,9 @@ def test_an_abandoned_pass_leaves_nothing_behind_for_the_next():
     coordinators = pair(size=3)
 
     def run(coordinator):
-        return [iterate(coordinator.open(Terms()), steps=s) for s in (0, 3, 1, 7)] + [
-            len(coordinator._member.iterations) <= 4
-        ]
+        return [
+            iterate(coordinator.open(AgreementConfig()), steps=s) for s in (0, 3, 1, 7)
+        ] + [len(coordinator._member.iterations) <= 4]
 
     assert (
         together(*(lambda c=c: run(c) for c in coordinators))
@@ -269,8 +272,8 @@ def test_an_abandoned_pass_leaves_nothing_behind_for_the_next():
 def test_loops_in_another_order_are_an_error_that_names_both():
     first, second = pair()
     told = together(
-        lambda: iterate(first.open(Terms(label={"loop": "training"}))),
-        lambda: iterate(second.open(Terms(label={"loop": "evaluation"}))),
+        lambda: iterate(first.open(AgreementConfig(label={"loop": "training"}))),
+        lambda: iterate(second.open(AgreementConfig(label={"loop": "evaluation"}))),
     )
 
     for error in told:
@@ -286,15 +289,17 @@ def test_what_each_rank_says_reaches_all_and_a_loop_at_that_time_is_an_error_tha
     for _ in range(3):
         heard = together(
             *(
-                lambda c=c, s=s: c.open(Terms()).exchange(s)
+                lambda c=c, s=s: c.open(AgreementConfig()).exchange(s)
                 for c, s in zip(ranks, said, strict=True)
             )
         )
         assert heard == [said] * 3
     first, second = pair()
     told = together(
-        lambda: first.open(Terms(label={"loop": "certificate()"})).exchange("mine"),
-        lambda: iterate(second.open(Terms(label={"loop": "training"}))),
+        lambda: first.open(AgreementConfig(label={"loop": "certificate()"})).exchange(
+            "mine"
+        ),
+        lambda: iterate(second.open(AgreementConfig(label={"loop": "training"}))),
     )
     for error in told:
         assert isinstance(error, ArgumentError)
@@ -304,7 +309,7 @@ def test_what_each_rank_says_reaches_all_and_a_loop_at_that_time_is_an_error_tha
 
 
 def test_a_silent_rank_is_named_on_all_ranks_at_the_deadline():
-    terms = Terms(timeout=1.5)
+    terms = AgreementConfig(timeout=1.5)
     first, second, third = pair(size=3)
     silent = second.open(terms)
     silent.announce()  # and then nothing
@@ -321,7 +326,7 @@ def test_a_silent_rank_is_named_on_all_ranks_at_the_deadline():
 
 
 def test_a_rank_that_opens_no_iteration_is_named_at_the_deadline():
-    terms = Terms(timeout=0.5)
+    terms = AgreementConfig(timeout=0.5)
     first, second = pair()
     iterate(second.open(terms), steps=0)
     [error] = together(
@@ -354,7 +359,9 @@ def reads(
 ):
     """Steps delivered, and how a pass ends in which each step is announced with what was read."""
     agreement = coordinator.open(
-        Terms(same_data=True, name="words", first_step=first_step, timeout=timeout)
+        AgreementConfig(
+            same_data=True, name="words", first_step=first_step, timeout=timeout
+        )
     )
     step = 0
     try:
@@ -461,7 +468,7 @@ def test_steps_in_messages_are_those_of_the_epoch():
     )
     assert all("At step 72 of words" in text for _, text in told)
 
-    terms = Terms(first_step=70, timeout=1.5)
+    terms = AgreementConfig(first_step=70, timeout=1.5)
     first, second = pair()
     second.open(terms).announce()  # and then nothing
     (error,) = together(lambda: iterate(first.open(terms)))
@@ -509,8 +516,8 @@ def test_the_parts_of_one_stream_may_end_a_step_apart():
 
 def test_a_rank_that_others_do_not_hear_any_more_is_not_held_at_its_end():
     one, two = pair()
-    one.open(Terms()).close()
-    two.open(Terms())  # and never comes to its end
+    one.open(AgreementConfig()).close()
+    two.open(AgreementConfig())  # and never comes to its end
     end(one)
     start = time.monotonic()
     one._leave()

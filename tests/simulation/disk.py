@@ -513,7 +513,7 @@ class World:
                         "paddle": paddle,
                         "dist": dist,
                         "num_ranks": self.get_size,
-                        "gather_of": self.gather,
+                        "gather_payloads": self.gather,
                     },
                 ),
                 (

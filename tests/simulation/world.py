@@ -10,7 +10,7 @@ import math
 from paddle_shard.errors import PeerLostError
 from paddle_shard.ranks import protocol
 from paddle_shard.ranks.decision import CLOSED, END, FAIL, OK
-from paddle_shard.ranks.reports import Terms, loss_of
+from paddle_shard.ranks.reports import AgreementConfig, loss_of
 from tests.simulation.scripts import failure_of, note_of, result_of
 
 TIMEOUT = 20.0
@@ -110,7 +110,7 @@ class Rank:
 
     def _open(self):
         script = self.script
-        terms = Terms(
+        terms = AgreementConfig(
             label={"loader": script.labels.get(self.rank, "")},
             timeout=TIMEOUT,
             ends_must_agree=script.must_agree,

@@ -93,10 +93,12 @@ def _installed(*names: str) -> str:
 
 def _check_group(size: int, timeout: int, group: dict[str, str]) -> Iterator[Hazard]:
     """Yield the hazard of a rank that does not answer; `group` gets the hosts of the ranks."""
-    from paddle_shard.ranks.agreeing import gather_of
+    from paddle_shard.ranks.agreeing import gather_payloads
 
     try:
-        hosts = gather_of(tuple(range(size)), socket.gethostname(), timeout, "doctor")
+        hosts = gather_payloads(
+            tuple(range(size)), socket.gethostname(), timeout, "doctor"
+        )
     except PeerLostError as lost:
         fix = "Look for the reason in their logs: each runs paddle-shard doctor, and can reach rank 0"
         yield Hazard(str(lost).rstrip("."), fix)
