@@ -7,7 +7,8 @@ from paddle_shard.loader.loader import ShardDataloader
 from paddle_shard.plan.skips import steps_of_epoch
 from paddle_shard.plan.state import LoaderState
 from paddle_shard.reading.batch import Batch
-from paddle_shard.run.run import PassProgress, Run
+from paddle_shard.run.progress import IteratorProgress
+from paddle_shard.run.run import Run
 
 
 def remembers_one_batch_less(self, step, ids, lost):
@@ -31,7 +32,7 @@ def moves_the_epoch(self):
     is_left = not progress.closed and progress.at.steps and not progress.at.ended
     close(self)
     if is_left:
-        self._setup.run._epoch = self.epoch + 1
+        self._setup.run._counter.move_to(self.epoch + 1)
 
 
 def rounds_down(self, saved, override):
@@ -56,7 +57,8 @@ def forgets_the_position(self, epoch, **others):
 
 def counts_skipped_rows(self):
     """A sample that could not be read counts as valid."""
-    return self.served()
+    is_valid, is_skipped = self._masks()
+    return is_valid | is_skipped
 
 
 def counts_padding(self, step, ids, lost):
@@ -86,7 +88,7 @@ def keeps_the_position(self, progress, *skipped):
 def moved_by_old_iterators(self, saved, override):
     """Iterators that were made before a load move the run."""
     resume_from(self, saved, override)
-    self.first_pass = 0
+    self.first_number = 0
 
 
 def forgets_the_cut(self, saved, override):
@@ -104,11 +106,11 @@ def forgets_the_end(self, saved, override):
 def forgets_what_was_delivered(self, saved, override):
     """The certificate begins with the load."""
     resume_from(self, saved, override)
-    self._epochs = {}
+    self._deliveries = {}
 
 
-deliver = PassProgress.deliver
-state = PassProgress.state
+deliver = IteratorProgress.deliver
+state = IteratorProgress.state
 close = ShardIterator.close
 resume_from = Run.resume_from
 begin = Run.begin
@@ -118,7 +120,7 @@ finished = Run.finished
 
 DEFECTS = {
     "is_one_batch_late": (
-        PassProgress,
+        IteratorProgress,
         {"deliver": remembers_one_batch_less, "state": is_one_batch_late},
     ),
     "moves_the_epoch": (ShardIterator, {"close": moves_the_epoch}),
@@ -126,7 +128,7 @@ DEFECTS = {
     "follows_the_newest": (Run, {"begin": follows_the_newest}),
     "forgets_the_position": (ShardDataloader, {"set_epoch": forgets_the_position}),
     "counts_skipped_rows": (Batch, {"valid": counts_skipped_rows}),
-    "counts_padding": (PassProgress, {"deliver": counts_padding}),
+    "counts_padding": (IteratorProgress, {"deliver": counts_padding}),
     "accepts_any_schedule": (LoaderState, {"_before_position": accepts_any_schedule}),
     "skips_steps_of_the_epoch": (Run, {"skips": skips_steps_of_the_epoch}),
     "keeps_the_position": (Run, {"finished": keeps_the_position}),

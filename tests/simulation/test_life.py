@@ -9,7 +9,7 @@ from tests.simulation.seeds import planted
 from tests.trials import trials
 
 CAUGHT_BY = {}
-"""Defect -> a seed that catches it; `python -m tests.simulation.life --defect NAME` finds others."""
+"""Defect -> a seed that catches it soon; `python -m tests.simulation.life --defect NAME` finds others."""
 
 TestLifeOfARun = life.LifeOfARun.TestCase
 TestLifeOfARun.settings = hypothesis.settings(
