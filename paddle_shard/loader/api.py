@@ -333,7 +333,7 @@ def shard_dataloader(  # noqa: PLR0913
         config=config_of(
             source,
             placer,
-            loader.dataset,
+            type(getattr(dataloader, "dataset", dataloader)).__name__,
             {name: arguments[name] for name in _COMPARED},
         ),
         verify=verify,

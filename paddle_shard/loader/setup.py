@@ -121,20 +121,20 @@ def make_reading(
 
 
 def config_of(
-    source: Source, placer: BatchPlacer, dataset: Any, arguments: Mapping[str, Any]
+    source: Source, placer: BatchPlacer, name: str, arguments: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return what must be the same on all ranks: name -> value.
 
     Args:
         source: What is read.
         placer: Where it goes.
-        dataset: The data set.
+        name: Name of the class of the data set, or of what the user gave.
         arguments: Arguments of the user that must be the same as they are.
     """
     stream = source.stream
     has_parts = stream is not None and not source.item_is_batch
     config: dict[str, Any] = {
-        "data set": type(dataset).__name__,
+        "data set": name,
         "paddle_shard": VERSION,
         "meshes": _describe_layouts(placer.layouts),
         "global batch": source.batch_size,

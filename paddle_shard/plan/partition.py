@@ -97,5 +97,5 @@ def check_batch_size(
         sizes = " or ".join(map(str, nearest_multiples(batch_size, unit)))
         raise BatchSizeError(
             f"batch_size: a global batch of {batch_size} cannot be split evenly over {over}. Nearest sizes that can: "
-            f"{sizes}."
+            f"{sizes}. (If an item is a batch already, give the DataLoader batch_size=None.)"
         )

@@ -85,10 +85,10 @@ def test_a_fork_drops_an_iterator_of_its_parent_whatever_locks_were_held_when_it
         batches, lock = iter(loader_of("map", LENGTH, prefetch=0)), threading.Lock()
         next(batches)
         # Several ranks have an agreement, whose thread holds its lock now and then.
-        batches._pass._agreement = SimpleNamespace(close=lock.acquire)
+        batches._steps._agreement = SimpleNamespace(close=lock.acquire)
         with lock:
             found = in_a_fork(batches.close, HANG / 8)
-        batches._pass._agreement = None
+        batches._steps._agreement = None
         return [found, len(numbers(batches))]
 
     assert in_a_fork(parent, 2 * HANG) == [None, LENGTH - 8]

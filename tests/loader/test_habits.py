@@ -5,7 +5,7 @@ import random
 
 import numpy as np
 import pytest
-from paddle.io import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler
+from paddle.io import BatchSampler, DataLoader, Dataset, Sampler
 
 import paddle_shard
 from paddle_shard.core import warn_once
@@ -166,28 +166,3 @@ def test_a_sampler_whose_set_epoch_takes_other_arguments_is_not_told_and_that_is
     if kind is WantsMore:
         loader.set_epoch(5, seed=7)
         assert sampler.told == (5, 7)
-
-
-# Epochs that a data set counts itself
-
-
-class OfClass(IterableDataset):
-    epoch = 0
-
-    def __iter__(self):
-        yield from ([self.epoch] * 4)
-        self.epoch += 1
-
-
-class Lazy(IterableDataset):
-    def __iter__(self):
-        self.epoch = getattr(self, "epoch", -1) + 1
-        yield from ([self.epoch] * 4)
-
-
-@pytest.mark.parametrize("kind", [OfClass, Lazy])
-def test_a_number_that_stands_in_the_class_or_comes_later_goes_on_counting(kind):
-    loader = sharded(DataLoader(kind(), batch_size=4), ONE)
-    assert [locals_of(loader) for _ in range(3)] == [
-        [[epoch] * 4] for epoch in range(3)
-    ]

@@ -49,7 +49,7 @@ def test_data_that_is_not_split_as_was_said_is_refused_on_every_rank(run_case):
             ", rank forgotten",
         ):
             assert (
-                "different data ranks, read the same first batch: the data is not split"
+                "different data ranks, read the same first batches: the data is not split"
                 in report[f"not split{how}"]
             ), how
         assert report["split"] == [
