@@ -403,6 +403,8 @@ class LifeOfARun(RuleBasedStateMachine):
                 expect("a step behind the end", {*found.values()}, {None})
                 self.iterators.remove(chosen)
                 self.life.end(it)
+                if draw(st.booleans()):
+                    self.choose(it.epoch)  # once more, from its beginning
                 break
             step = it.steps[taken - 1]
             rows = rows_of(self.settings, it.start, step)
@@ -465,7 +467,9 @@ class LifeOfARun(RuleBasedStateMachine):
     def set_epoch(self, draw):
         now = self.life.epoch
         saved = [one.start.epoch for _, one in self.saved]
-        epoch = draw(st.sampled_from([now, max(0, now - 1), now + 1, *saved]))
+        self.choose(draw(st.sampled_from([now, max(0, now - 1), now + 1, *saved])))
+
+    def choose(self, epoch):
         if self.settings.skip and self.has_mixed_sizes and epoch < self.life.known[0]:
             return  # how many steps earlier epochs had is not said then
         for chosen in list(self.iterators):
@@ -569,7 +573,7 @@ class LifeOfARun(RuleBasedStateMachine):
 
     def load(self, draw):
         """Load a state into the same loaders, or into others on another mesh and with other arguments."""
-        states, saved = self.choose(draw)
+        states, saved = self.take(draw)
         how = draw(st.sampled_from(["same", "other", "other"]))
         old = saved.settings
         new = self.settings
@@ -600,7 +604,7 @@ class LifeOfARun(RuleBasedStateMachine):
         self.life.load(saved, by_rank=by_rank)
         self.check()
 
-    def choose(self, draw):
+    def take(self, draw):
         """Return a state: of the present position, or one that was saved before."""
         which = draw(st.integers(0, 3))
         if which == 0 or not self.saved:
@@ -609,7 +613,7 @@ class LifeOfARun(RuleBasedStateMachine):
 
     def refuse(self, draw):
         """A state of another run, or that differs before its position, is refused by name."""
-        states, saved = self.choose(draw)
+        states, saved = self.take(draw)
         given = saved.settings
         start = saved.start
         indexed = given.kind in INDEXED
