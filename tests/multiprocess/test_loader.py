@@ -55,10 +55,6 @@ def test_data_that_is_not_split_as_was_said_is_refused_on_every_rank(run_case):
         assert report["split"] == [
             [4, [4 * data_rank + i, 4 * data_rank + i + 1]] for i in (0, 2)
         ]
-        assert (
-            "different data ranks, read the same batch: the data is not split"
-            in report["not split, one row"]
-        )
         assert report["split, one row"] == [[2, [8 * data_rank + i]] for i in range(8)]
         assert report["all the same, one row"] == [[2, [7]]] * 8
         rows = [row for _, batch in report["split, lists"] for row in batch]

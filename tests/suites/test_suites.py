@@ -311,7 +311,6 @@ def test_such_batches_as_rows_of_a_loader_are_told_the_way_out_and_so_is_a_rank_
             "BatchSizeError: batch_size: a global batch of 1 cannot be split evenly "
         )
         assert "batch_size=None" in report["error"]
-        assert "`is_dataset_splitted = True`" in report["error"]
     for report in of_ranks("minibatches, split"):
         assert (
             "global rank 0 has a first batch of 4 rows and global rank 1 has a first batch of 2"
