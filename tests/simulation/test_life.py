@@ -1,8 +1,6 @@
 """A few lives of a run; `make simulate` lives them for as long as one likes."""
 
-import hypothesis
 import pytest
-from hypothesis import HealthCheck
 
 from tests.simulation import life, life_defects
 from tests.simulation.seeds import planted
@@ -11,7 +9,7 @@ from tests.trials import trials
 CAUGHT_BY = {
     "counts_skipped_rows": 12,
     "forgets_what_was_delivered": 1,
-    "counts_padding": 3,
+    "counts_padding": 7,
     "rounds_down": 9,
     "skips_steps_of_the_epoch": 3,
     "forgets_the_cut": 8,
@@ -23,14 +21,10 @@ CAUGHT_BY = {
 }
 """Defect -> a seed that catches it soon; `python -m tests.simulation.life --defect NAME` finds others."""
 
-TestLifeOfARun = life.LifeOfARun.TestCase
-TestLifeOfARun.settings = hypothesis.settings(
-    max_examples=trials(45),
-    stateful_step_count=life.ACTS,
-    deadline=None,
-    print_blob=True,
-    suppress_health_check=list(HealthCheck),
-)
+
+def test_lives_of_a_run_are_those_of_the_documentation():
+    for seed in range(60, 60 + trials(6) // 2):
+        life.run(seed)
 
 
 @pytest.mark.parametrize("defect", life_defects.DEFECTS)
