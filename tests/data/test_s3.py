@@ -48,7 +48,7 @@ def local(tmp_path_factory):
 
 # Each worker connects anew, which takes a second.
 @pytest.mark.parametrize(
-    ("source", "workers"), [("parquet", 1), ("lines", 0), ("webdataset", 0)]
+    ("source", "workers"), [("parquet", 0), ("lines", 0), ("webdataset", 0)]
 )
 def test_the_laws_hold_over_s3(server, local, source, workers):
     check_laws(source, FOLDER, workers, stops=[3], oracle=local, workers_later=0)

@@ -67,7 +67,14 @@ def code_in(page):
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
-    "page", [page for page in PAGES if "```python" in page.read_text()], ids=name_of
+    "page",
+    [
+        # test_tutorial runs the tutorial, too, and kills it.
+        pytest.param(page, marks=[pytest.mark.long] * (page.name == "tutorial.md"))
+        for page in PAGES
+        if "```python" in page.read_text()
+    ],
+    ids=name_of,
 )
 def test_the_python_of_a_page_runs(page, tmp_path):
     for extra in EXTRAS.get(page.name, ()):
