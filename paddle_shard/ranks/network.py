@@ -51,8 +51,8 @@ _PAUSE = 0.1
 _FLUSH = 2.0
 """Seconds for which a rank that leaves waits until the others have taken what it has sent."""
 _CHUNK = 1 << 16
-_KEEP_IDLE = 60
-"""Seconds without a message after which the kernel looks whether the other host is alive."""
+_HOST_TIMEOUT = 60
+"""Seconds without an answer of the other host's kernel after which the host counts as dead."""
 _RETRY = 0.01
 """Seconds between two attempts to send what a connection does not take."""
 
@@ -86,7 +86,13 @@ class _Link:
         peer.setblocking(False)
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEP_IDLE)
+        for option, value in (
+            (socket.TCP_KEEPIDLE, _HOST_TIMEOUT // 2),
+            (socket.TCP_KEEPINTVL, _HOST_TIMEOUT // 6),
+            (socket.TCP_KEEPCNT, 3),
+            (socket.TCP_USER_TIMEOUT, 1000 * _HOST_TIMEOUT),
+        ):
+            peer.setsockopt(socket.IPPROTO_TCP, option, value)
 
     def send(self, messages: Iterable[Message] = ()) -> None:
         """Send messages, or what of them the connection takes now; the next call sends the rest."""
