@@ -20,20 +20,19 @@ from paddle_shard.data.files.shards import ShardSource
 from paddle_shard.errors import (
     ArgumentError,
     BatchStructureError,
-    DataReadError,
     PaddleShardError,
     UnequalEndsError,
     described,
 )
 from paddle_shard.loader.begin import begin, unequal_ends
 from paddle_shard.loader.setup import LoaderSetup
-from paddle_shard.loader.step_pass import StepPass
+from paddle_shard.loader.step_pass import StepPass, past_the_end
 from paddle_shard.placement.device import DeviceWatch
 from paddle_shard.placement.local_tensor import TensorMaker
 from paddle_shard.plan.shard_plan import ShardPlan
 from paddle_shard.plan.state import LoaderState
 from paddle_shard.ranks.agreeing import report_failure
-from paddle_shard.reading.batch import NO_PLACEHOLDER, Batch
+from paddle_shard.reading.batch import Batch
 from paddle_shard.reading.source import Source
 
 _MUCH = 0.1
@@ -123,8 +122,7 @@ class ShardIterator:
             else:
                 batch = next(self._steps)
             if batch.placed is None:
-                reason = "the run was resumed past the end of the stream"
-                raise DataReadError(NO_PLACEHOLDER.format(reason))
+                raise past_the_end()
         except BaseException as error:
             counts.wait_seconds += time.perf_counter() - asked_at
             self._finish(error)
@@ -216,13 +214,14 @@ def _warn_if_uneven(setup: LoaderSetup, epoch: int) -> None:
         return
     policy = stream.plan.ending
     source = stream.stage.source
+    is_first_rank = setup.row_layout.global_rank == 0
     counts = setup.stats.epoch
     rows = counts.samples + counts.padding + counts.skipped
     share = 0.0
     effect = "of this rank's rows were padding"
     if policy.pads and counts.padding * counts.batches >= rows > 0:  # a whole batch
         share = counts.padding / rows
-    elif policy.drops and isinstance(source, ShardSource):
+    elif policy.drops and is_first_rank and isinstance(source, ShardSource):
         effect = "of the data, by its files' sizes, was dropped"
         sizes = source.part_sizes(stream.opening(LoaderState(epoch=epoch)))
         if sizes and any(sizes):

@@ -114,6 +114,8 @@ class StepMessages:
             BatchStructureError: The rows of the ranks do not fit together.
             DifferentDataError: Ranks that have read the same samples hold different data.
         """
+        if not received and self._pad_to is None:  # most steps
+            return batch
         by_kind: dict[str, dict[int, Any]] = {}
         for rank, text in received:
             for kind, value in json.loads(text).items():

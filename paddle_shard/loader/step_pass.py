@@ -262,8 +262,7 @@ class StepPass:
         if isinstance(batch, BaseException):
             raise batch
         if batch.placed is None:
-            reason = "the run was resumed past the end of the stream"
-            raise DataReadError(NO_PLACEHOLDER.format(reason))
+            raise past_the_end()
         if batch.finish is not None:
             self._finish(batch)
         value = batch.value
@@ -415,6 +414,12 @@ class StepPass:
             thread.join(_JOIN_SECONDS)
         _open.discard(self)
         return not thread.is_alive()
+
+
+def past_the_end() -> DataReadError:
+    """Return the error of a batch for which nothing could be read."""
+    reason = "the run was resumed past the end of the stream"
+    return DataReadError(NO_PLACEHOLDER.format(reason))
 
 
 _open: weakref.WeakSet[StepPass] = weakref.WeakSet()
