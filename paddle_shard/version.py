@@ -1,3 +1,3 @@
-"""Which release is this?"""
+"""The version of the package."""
 
 VERSION = "0.1.0"

@@ -113,6 +113,7 @@ def read_source(
                 seed=seed,
                 tail=policy,
                 num_data_ranks=1 if is_split else num_data_ranks,
+                accumulation=accumulation,
                 balance_rows=balance_rows,
                 own_data_rank=data_ranks[0] if is_split and data_ranks else None,
             )
@@ -262,6 +263,7 @@ def _user_batches(
     seed: int,
     tail: Tail,
     num_data_ranks: int,
+    accumulation: int,
     balance_rows: BalanceRows | None,
     own_data_rank: int | None,
 ) -> UserBatches:
@@ -273,10 +275,10 @@ def _user_batches(
         seed: Of the random numbers that it draws.
         tail: The remainder policy.
         num_data_ranks: Data ranks over which its batches are split.
+        accumulation: Micro-batches of a batch.
         balance_rows: Assigns rows to data ranks by cost.
         own_data_rank: This data rank, if the data is split already.
     """
-    accumulation = getattr(sampler, "_acc_steps", 1)
     size = getattr(sampler, "batch_size", None)
     nominal = size * accumulation if isinstance(size, int) else None
     consecutive = type(sampler) is paddle.io.BatchSampler
