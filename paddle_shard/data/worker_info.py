@@ -23,6 +23,10 @@ _END: Any = object()
 _OF_TORCH = "torch.utils.data._utils.worker"
 
 
+def _modules() -> Iterator[Any]:
+    return filter(None, (paddle_worker, sys.modules.get(_OF_TORCH)))
+
+
 class VisibleWorkerInfo:  # not by `contextmanager`: it is entered for each sample
     """Let `paddle.io.get_worker_info()`, and torch's if that is loaded, return `info` inside the `with` block."""
 
@@ -31,8 +35,7 @@ class VisibleWorkerInfo:  # not by `contextmanager`: it is entered for each samp
         self._before: list[tuple[Any, WorkerInfo | None]] = []
 
     def __enter__(self) -> None:
-        modules = filter(None, (paddle_worker, sys.modules.get(_OF_TORCH)))
-        self._before = [(module, module._worker_info) for module in modules]
+        self._before = [(module, module._worker_info) for module in _modules()]
         for module, _ in self._before:
             module._worker_info = self._info
 
@@ -49,13 +52,12 @@ def iterate_with(info: WorkerInfo | None, dataset: IterableOrFunction) -> Iterat
     """
     with VisibleWorkerInfo(info):
         items = iterate(dataset)
+    if all(module._worker_info is info for module in _modules()):
+        yield from items  # where no workers read, there is nothing to hide
+        return
     while True:
-        # Where no workers read, there is nothing to hide.
-        if info is paddle_worker._worker_info and _OF_TORCH not in sys.modules:
+        with VisibleWorkerInfo(info):
             item = next(items, _END)
-        else:
-            with VisibleWorkerInfo(info):
-                item = next(items, _END)
         if item is _END:
             return
         yield item

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,8 +23,7 @@ from paddle_shard.reading.reader import HowToRead, Reader
 from paddle_shard.reading.tensors import num_rows_of
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChunkRequest:
+class ChunkRequest(NamedTuple):
     """A reader's share of a step: some rows of each part that it holds."""
 
     iterator_number: int
@@ -35,10 +34,10 @@ class ChunkRequest:
     """Step of the epoch."""
     first_step: int
     """First step that this reader serves in the pass."""
-    stride: int = 1
-    """Number of steps from one step that this reader serves to the next."""
     plan: PartsPlan
     """How the step is made of its parts."""
+    stride: int = 1
+    """Number of steps from one step that this reader serves to the next."""
     repeat: bool = False
     """True if a part that has ended is opened again; the plan does not tell, as a stream may be repeated before it is
     cut."""
@@ -331,21 +330,22 @@ class Padding:
         self._stage = stage
         self._whole = whole
         self._opening = replace(opening, skip=0, state=None)
-        self._begins_first = opening.skip == 0 and opening.state is None
-        """True if the pass begins with the first samples of the parts."""
+        self._notes_first = opening.skip == 0 and opening.state is None
+        """True if the pass begins with the first samples of the parts, and not all of them are noted."""
         self._first: dict[int, Any] = {}
 
     def note(
         self, parts: Sequence[int], columns: Sequence[Sequence[Any]], size: int
     ) -> None:
         """Note the samples of some parts that were read next; a part with fewer than `size` has ended."""
-        if not self._begins_first:
+        if not self._notes_first:
             return
         for part, column in zip(parts, columns, strict=True):
             if part not in self._first:
                 first = _first_readable(column)
                 if first is not _NOTHING or len(column) < size:
                     self._first[part] = first
+        self._notes_first = len(self._first) < len(parts)
 
     def of(self, part: int) -> Any:
         """Return the sample that fills a part's rows.

@@ -87,7 +87,7 @@ class StreamOrder(Batches):
                 num_rows=0 if self.whole_items else plan.batch_size,
                 micro_size=0 if self.whole_items else plan.micro_rows,
                 num_positions=plan.batch_size,
-                parts=tuple(replace(request, step=number) for request in sent),
+                parts=tuple(request._replace(step=number) for request in sent),
             )
 
     def _first_requests(self, start: LoaderState, compared: bool) -> list[ChunkRequest]:

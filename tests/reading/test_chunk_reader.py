@@ -707,7 +707,7 @@ def test_a_reader_that_takes_over_at_a_step_answers_as_the_one_that_began(kind, 
     def answers(first, *, start=0):
         reader = ChunkReader(stage, None, list, DRAWS)
         asked = [
-            replace(request(plan, (1, 3), step, start), compared=True)
+            request(plan, (1, 3), step, start)._replace(compared=True)
             for step in range(first, 9)
         ]
         return [reader.read(one, 0) for one in asked]
@@ -1149,5 +1149,5 @@ def test_a_whole_item_that_fails_is_named_as_that_one_of_its_workers():
     reader = ChunkReader(stage, None, None, HOW)
 
     assert reader.read(asked, 2).value == 3
-    failure = reader.read(replace(asked, step=7), 2)
+    failure = reader.read(asked._replace(step=7), 2)
     assert (failure.index, failure.worker) == ((3, 1), 2)

@@ -92,24 +92,27 @@ class _Turns:
                 yield queue.popleft()
 
     def _read(self) -> bool:
-        """Read the next samples of the stream, those of one stripe, into the queue of their part; False at the end."""
+        """Read the next turn of the stream, a stripe for each part, into the queues of the parts; False at the end."""
         size = self._opening.stripe
         begin = self._position
-        turn, owner = divmod(begin // size, self._opening.num_parts)
-        queue = self._queues.get(owner, lambda: None)()
+        turn: list[Any] = []
         try:
-            for item in islice(self._items, size - begin % size):
-                if self._seen is not None:
-                    self._seen(self._position, item)
-                self._position += 1
-                if queue is not None:
-                    queue.append(item)
+            turn.extend(islice(self._items, self._opening.num_parts * size))
         except Exception as error:
-            place = (owner, turn * size + self._position % size)
+            owner, number = divmod(len(turn), size)
+            place = (owner, begin // self._opening.num_parts + number)
             with contextlib.suppress(Exception):  # the exception allows no attributes
                 setattr(error, FAILED_AT, place)
             raise
-        return self._position > begin
+        self._position += len(turn)
+        if self._seen is not None:
+            for position, item in enumerate(turn, begin):
+                self._seen(position, item)
+        for part, queue_of in self._queues.items():
+            queue = queue_of()
+            if queue is not None:
+                queue.extend(turn[part * size : (part + 1) * size])
+        return len(turn) > 0
 
 
 def chosen_num_parts(source: Stage, micro_rows: int, num_data_ranks: int) -> int:
