@@ -75,7 +75,10 @@ def gather_valid(values: Any, valid: Any) -> Any:
         ]
         values = from_local(_local(values), mesh, placements)
         valid = from_local(_local(valid), mesh, placements)
-    return _gather(values)[_gather(valid)]
+    is_valid = _gather(valid)
+    if values.size == 0:  # Paddle's reshard would crash
+        return paddle.empty([int(is_valid.sum()), *values.shape[1:]], values.dtype)
+    return _gather(values)[is_valid]
 
 
 def _with_all_rows(values: Any, valid: Any) -> Any:
@@ -116,5 +119,16 @@ def _gather(tensor: Any) -> Any:
         len(mesh.process_ids) == 1
     ):  # Paddle 3.0 asks for a launcher's variables even then
         return tensor._local_value()
+    dtype = tensor.dtype
+    if tensor.place.is_cpu_place() and dtype in _GATHERED_AS:
+        tensor = tensor.astype(_GATHERED_AS[dtype])
     replicated = [dist.Replicate() for _ in tensor.placements]
-    return dist.reshard(tensor, mesh, replicated)._local_value()
+    return dist.reshard(tensor, mesh, replicated)._local_value().astype(dtype)
+
+
+_GATHERED_AS = {
+    paddle.float16: paddle.float32,
+    paddle.bfloat16: paddle.float32,
+    paddle.int16: paddle.int32,
+}
+"""Dtypes that Paddle's collectives on the CPU lack (some end the process) -> one that holds all of their values."""

@@ -69,6 +69,14 @@ def test_in_random_sequences_of_calls_all_ranks_are_told_which_one_of_them_has_m
 
 
 @pytest.mark.multiprocess
+def test_gather_valid_takes_each_dtype_and_values_of_no_size(reports):
+    for found in reports:
+        *dtypes, no_boxes = found["dtypes"].values()
+        assert dtypes == [[True], *[[6]] * 5]
+        assert no_boxes == [1, 0, 5]
+
+
+@pytest.mark.multiprocess
 def test_ranks_of_which_one_could_not_make_a_call_go_on_together(reports):
     steps = zip(*(report["later"] for report in reports), strict=True)
 

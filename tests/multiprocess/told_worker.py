@@ -84,6 +84,20 @@ def gathered(loader, wrong):
     return paddle_shard.gather_valid(values, valid)
 
 
+def gathered_dtypes():
+    """Return what is gathered of values of each dtype, and the shape of what is gathered of values of no size."""
+    batches = iter(made(Numbers(2 * dist.get_world_size() + 1)))
+    *_, last = batches
+    results = {}
+    for dtype in ("bool", "int16", "int64", "float16", "bfloat16", "float64"):
+        values = paddle_shard.gather_valid(last.astype(dtype), batches.valid)
+        assert str(values.dtype) == f"paddle.{dtype}"
+        results[dtype] = values.astype("int64").tolist()
+    boxes = paddle.zeros([last._local_value().shape[0], 0, 5])
+    results["no boxes"] = list(paddle_shard.gather_valid(boxes, batches.valid).shape)
+    return results
+
+
 class Ending(paddle.io.BatchSampler):
     """On one rank, it cannot be set to where its copy is at the end of an epoch."""
 
@@ -269,6 +283,7 @@ if __name__ == "__main__":
         found["later"] = [
             batch._local_value().numpy().tolist() for batch in made(Numbers(24))
         ]
+        found["dtypes"] = gathered_dtypes()
         report(found)
         time.sleep(1.0)  # rank 0 has the store
     else:
