@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import random
@@ -85,9 +86,10 @@ def work(
             except ConnectionError:
                 return
             except Exception as error:  # nothing was sent
-                channel.send(
-                    ReadFailure.of(error, what="sending the batch", worker=number)
-                )
+                with contextlib.suppress(ConnectionError):
+                    channel.send(
+                        ReadFailure.of(error, what="sending the batch", worker=number)
+                    )
             del answer  # else it takes memory while the next one is read
 
 
