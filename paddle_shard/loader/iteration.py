@@ -236,8 +236,8 @@ def _warn_if_uneven(setup: LoaderSetup, epoch: int) -> None:
         )
 
 
-def warn_if_batches_differ(source: Source, plan: ShardPlan | None) -> None:
-    """Warn if the last batch of an epoch has another size, on which a static program fails."""
+def check_batches_alike(source: Source, plan: ShardPlan | None) -> None:
+    """Reject a last batch of another size, on which a static program fails; warn about a schedule of sizes."""
     if source.batch_size is None or source.split or plan is None:
         return
     rows = plan.num_rows(step=plan.num_steps - 1)
@@ -249,11 +249,10 @@ def warn_if_batches_differ(source: Source, plan: ShardPlan | None) -> None:
             stacklevel=4,
         )
     elif rows != plan.batch_size:
-        warnings.warn(
-            f"the last batch of an epoch has {rows} rows and the others {plan.batch_size}: a static program is "
-            "compiled for one size and fails on another. Give shard_dataloader tail='fill' (rows are marked in "
-            ".valid) or tail='drop'.",
-            stacklevel=4,
+        raise ArgumentError(
+            f"tail={source.tail!r}: the last batch of an epoch has {rows} rows and the others {plan.batch_size}, but "
+            "dist.to_static compiles a program for one size, which fails on another. Give shard_dataloader "
+            "tail='fill' (the padding is False in .valid) or tail='drop'."
         )
 
 

@@ -20,8 +20,8 @@ from paddle_shard.loader.begin import begin
 from paddle_shard.loader.compat import asked_by_to_static
 from paddle_shard.loader.iteration import (
     ShardIterator,
+    check_batches_alike,
     describe,
-    warn_if_batches_differ,
 )
 from paddle_shard.loader.setup import LoaderSetup
 from paddle_shard.loader.step_pass import StepPass
@@ -173,7 +173,7 @@ class ShardDataloader(PaddleShardDataloader):
         After its end, or a load, the next call begins another iterator.
         """
         if asked_by_to_static():
-            warn_if_batches_differ(self._shared.setup.source, self.plan)
+            check_batches_alike(self._shared.setup.source, self.plan)
             return describe(self._first_batch)
         if self._next_of is not None and self._next_of[0] < self._run.first_number:
             self._next_of[1].close()

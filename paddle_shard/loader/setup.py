@@ -194,6 +194,12 @@ def ranks_of(layouts: Sequence[FieldLayout]) -> tuple[int, ...]:
                 f"({start}), or make the mesh of {num_processes}."
             )
         return ranks
+    this_rank = dist.get_rank()
+    if this_rank not in ranks and dist.get_world_size() == 1:
+        raise ArgumentError(
+            f"meshes names the global ranks {list(ranks)}, but this process is rank {this_rank}, the only one of its "
+            f"job, and would get no data. Start all ranks ({start}), or make the mesh of [{this_rank}]."
+        )
     num_data_ranks = max(layout.num_data_ranks for layout in layouts)
     if num_data_ranks > 1:
         _LOG.warning(
@@ -203,7 +209,7 @@ def ranks_of(layouts: Sequence[FieldLayout]) -> tuple[int, ...]:
             num_data_ranks,
             start,
         )
-    return (dist.get_rank(),)
+    return (this_rank,)
 
 
 def warn_if_unsplit(layout: FieldLayout) -> None:

@@ -198,7 +198,7 @@ def field_layout(
     )
     if not isinstance(axes, Mapping):
         axes = dict.fromkeys(layout.axis_indices(axes), 0)
-    layout.axis_indices(tuple(axes))  # each is there, and named once
+    layout.axis_indices(tuple(axes), "placements")  # each is there, and named once
     dims: dict[int, int] = {}
     balanced: dict[int, bool] = {}
     """Tensor dim -> True if it is split `Balanced`."""

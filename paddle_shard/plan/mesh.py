@@ -51,11 +51,12 @@ class MeshLayout:
         if len(set(ids)) != len(ids) or min(ids) < 0:
             raise ArgumentError(f"process_ids must be different ranks >= 0, got {ids}.")
 
-    def axis_indices(self, axes: Axes) -> tuple[int, ...]:
+    def axis_indices(self, axes: Axes, argument: str = "shard_dims") -> tuple[int, ...]:
         """Return the indices of `axes` in the mesh's own order, which is the row-major order of the data.
 
         Args:
             axes: Names or indices, in any order; negative indices count from the end. None: no axis.
+            argument: The argument that names them, for messages.
 
         Raises:
             AxisError: An axis is unknown or is given twice.
@@ -66,19 +67,19 @@ class MeshLayout:
             (0, 2)
         """
         names = [axes] if isinstance(axes, str | int) else [*(axes or ())]
-        indices = sorted(map(self._axis_index, names))
+        indices = sorted(self._axis_index(name, argument) for name in names)
         if len(set(indices)) != len(indices):
             raise AxisError(
-                f"shard_dims names an axis twice: {names}. Name each axis once."
+                f"{argument} names an axis twice: {names}. Name each axis once."
             )
         return tuple(indices)
 
-    def _axis_index(self, name: str | int) -> int:
+    def _axis_index(self, name: str | int, argument: str) -> int:
         count = len(self.shape)
         if isinstance(name, int) and not isinstance(name, bool):
             if not -count <= name < count:
                 raise AxisError(
-                    f"shard_dims: axis {name} is out of range for a mesh with {count} axes {self.axes}."
+                    f"{argument}: axis {name} is out of range for a mesh with {count} axes {self.axes}."
                 )
             return name % count
         if name in self.axes:
@@ -86,7 +87,7 @@ class MeshLayout:
         by_lower = {axis.lower(): axis for axis in self.axes}
         near = difflib.get_close_matches(str(name).lower(), by_lower, n=1)
         raise AxisError(
-            f"shard_dims: the mesh has no axis {name!r}; its axes are {list(self.axes)} with shape {list(self.shape)}."
+            f"{argument}: the mesh has no axis {name!r}; its axes are {list(self.axes)} with shape {list(self.shape)}."
             + "".join(f" Did you mean {by_lower[axis]!r}?" for axis in near)
         )
 

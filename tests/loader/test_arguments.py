@@ -222,3 +222,9 @@ def test_a_weight_that_no_float_holds_is_refused():
         ArgumentError, match="the weight of 'a' must be a finite number"
     ):
         paddle_shard.Mixture({"a": Made(), "b": Made()}, {"a": 10**400, "b": 1})
+
+
+def test_meshes_that_leave_out_the_only_process_are_rejected():
+    mesh = dist.ProcessMesh([5], dim_names=["dp"])
+    with pytest.raises(ArgumentError, match=r"meshes .*\[5\], but .* rank 0"):
+        paddle_shard.shard_dataloader([], mesh, shard_dims="dp")

@@ -11,7 +11,7 @@ from paddle.distributed.auto_parallel.api import (
 )
 
 import paddle_shard
-from paddle_shard.errors import BatchStructureError
+from paddle_shard.errors import ArgumentError, BatchStructureError
 from tests.helpers import ONE
 from tests.helpers import local as rows
 
@@ -136,11 +136,8 @@ def test_what_a_static_model_cannot_take_is_refused(make, text):
         static_model(sharded(make))
 
 
-def test_a_shorter_last_batch_is_warned_of():
-    with pytest.warns(
-        UserWarning,
-        match="the last batch of an epoch has 2 rows and the others 4: a static program",
-    ):
+def test_to_static_rejects_a_shorter_last_batch():
+    with pytest.raises(ArgumentError, match="tail='pad': .* 2 rows and the others 4"):
         static_model(sharded(length=6))
     for tail in ("fill", "drop"):
         static_model(sharded(length=6, tail=tail))

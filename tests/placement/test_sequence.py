@@ -91,7 +91,11 @@ def test_several_axes_on_one_dim_act_as_one():
 @pytest.mark.parametrize(
     ("placements", "error", "text"),
     [
-        ({"input_ids": {"seq": 1}}, AxisError, "no axis 'seq'.* Did you mean 'sep'"),
+        (
+            {"input_ids": {"seq": 1}},
+            AxisError,
+            "placements: .* no axis 'seq'.* mean 'sep'",
+        ),
         (
             {"input_ids": {"sep": -1}},
             ArgumentError,
