@@ -72,9 +72,8 @@ class UserBatches(IndexBatches):
     """Lengths of the data and of the samplers when the run was set up."""
     balance_rows: BalanceRows | None = None
     """Deals rows to the data ranks by cost; None: they stay in their order."""
-    draws_for: list[tuple[int, ...]] = field(default_factory=list, compare=False)
-    """Of data that is split already: [(data rank,)] if the sampler draws for this data rank alone, [()] if all ranks
-    must draw alike; empty before that is known."""
+    rank_seed: tuple[int, ...] = ()
+    """(data rank,) if the sampler draws for this data rank alone (`draws_for_rank`); () if all ranks draw alike."""
     _ends: dict[int, Any] = field(default_factory=dict, compare=False)
     """Epoch -> the sampler's own state after a pass has seen its end."""
 
@@ -111,7 +110,7 @@ class UserBatches(IndexBatches):
             return copy.deepcopy(self._sampler, {id(data): data for data in shared})
         except Exception as error:
             raise ArgumentError(
-                f"the batch_sampler {self._name} has a state_dict, and copy.deepcopy cannot copy it ({error}). "
+                f"the batch_sampler {self._name} cannot be copied by copy.deepcopy ({error}). "
                 "Give it a __deepcopy__."
             ) from error
 
@@ -172,26 +171,13 @@ class UserBatches(IndexBatches):
                 f"the batch_sampler {self._name} can be iterated only once. Give one whose __iter__ starts again."
             )
         # One that draws for its rank may order its own lists as it draws, so that later passes would differ.
-        if owner_of(sampler) is not None or any(self.draws_for):
+        if owner_of(sampler) is not None or self.rank_seed:
             sampler = self._copy()
         elif hasattr(sampler, "set_epoch"):
             sampler = copy.copy(sampler)
         if self.takes_epoch:
             sampler.epoch = epoch
         return sampler
-
-    def first_draw(self, epoch: int) -> str:
-        """Return a digest of the first batch of an epoch if all ranks draw alike; "" if the sampler has no copy."""
-        try:
-            sampler = self._copy()
-            if self.takes_epoch:
-                sampler.epoch = epoch
-            for one in samplers(sampler):
-                getattr(one, "set_epoch", int)(epoch)
-            batch, _ = next(SamplerIteration(sampler, epoch, self).batches())
-        except Exception:  # the epoch iterator itself raises it
-            return ""
-        return hashlib.blake2b(as_ids(batch).tobytes(), digest_size=8).hexdigest()
 
     def _to_end(
         self, iteration: SamplerIteration, start: LoaderState
@@ -382,8 +368,7 @@ class SamplerIteration:
         self._cut_size = of.nominal_size if of.consecutive else None
         """Size of the batches that are cut from single indices; None: the sampler yields batches."""
         self.epoch = epoch
-        rank = of.draws_for[0] if of.draws_for else ()
-        seed = derive_seed("sampler", of.seed, epoch, *rank)
+        seed = derive_seed("sampler", of.seed, epoch, *of.rank_seed)
         self._randomness = PrivateRandomness(of.generators, seed, of.around)
         self.head: list[Any] = []
         """The first samples that were drawn, to pad with: at least `head_size`, if there are as many."""
