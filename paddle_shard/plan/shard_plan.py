@@ -407,26 +407,6 @@ class ShardPlan:
         return self.ordering.order(self.num_positions, self.seed, epoch, width)
 
 
-def facts_of_plan(plan: ShardPlan) -> dict[str, int]:
-    """Return numbers of an epoch, by what they count."""
-    last = plan.num_steps - 1
-    # Paddle's order repeats samples before the tail does.
-    padding = plan.num_positions - plan.num_samples
-    last_rows = 0
-    if plan.num_steps:
-        padding += plan.padding(step=last)
-        last_rows = plan.num_rows(step=last)
-    return {
-        "samples of an epoch": plan.num_samples,
-        "steps of an epoch": plan.num_steps,
-        "rows of a step": plan.batch_size,
-        "rows of a data rank": plan.batch_size // plan.num_data_ranks,
-        "rows of the last step": last_rows,
-        "rows of padding in an epoch": padding,
-        "samples dropped in an epoch": plan.num_positions - plan.num_served,
-    }
-
-
 # Steps and places
 
 

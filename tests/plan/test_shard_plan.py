@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from paddle_shard import ShardPlan
 from paddle_shard.errors import ArgumentError, BatchSizeError
-from paddle_shard.plan.shard_plan import facts_of_plan
+from paddle_shard.extras.cli.plan import facts_of_plan
 from tests.orders_and_tails import SERVING_TAILS
 
 plans = st.builds(
