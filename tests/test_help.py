@@ -104,9 +104,7 @@ def test_file_streams_have_the_defaults_of_their_sources(method, source):
     assert of_stream == of_source
     assert defaults == {
         "shuffle_shards": True,
-        "resample": False,
         "cache_dir": None,
-        "cache_bytes": None,
     }
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import json
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
-from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -84,31 +82,9 @@ def is_iterable_dataset(given: object) -> bool:
     return any(base.__name__ == "IterableDataset" for base in type(given).__mro__)
 
 
-_begun: WeakValueDictionary[int, Any] = WeakValueDictionary()
-"""The iterators that were begun and still exist, by their id."""
-_begun_builtin: deque[Any] = deque(maxlen=8)
-"""The newest of those that allow no weak references, as most of Python's own types."""
-
-
 def iterate(given: IterableOrFunction) -> Samples:
-    """Begin to iterate over an iterable, or over what a function returns.
-
-    Raises:
-        ArgumentError: It returns the iterator of an earlier epoch, which would continue where that has stopped.
-    """
-    samples = iter(given if isinstance(given, Iterable) else given())
-    if _begun.get(id(samples)) is samples or any(
-        samples is other for other in _begun_builtin
-    ):
-        raise ArgumentError(
-            f"the __iter__ of this {type(given).__name__} has returned the iterator of an earlier pass, so samples "
-            "would be missing. Make a new iterator in __iter__, for example with `yield`."
-        )
-    try:
-        _begun[id(samples)] = samples
-    except TypeError:
-        _begun_builtin.append(samples)
-    return samples
+    """Begin to iterate over an iterable, or over what a function returns."""
+    return iter(given if isinstance(given, Iterable) else given())
 
 
 def copy_for_reading(dataset: Any) -> Any:
@@ -269,17 +245,6 @@ class IterableSource(Stage):
     def fingerprint(self) -> list[Any]:
         """Return the length of a list; nothing for anything else."""
         return [] if self._indexed is None else [["list", len(self._indexed)]]
-
-    @property
-    def files(self) -> list[str]:
-        """The first and the last item of a list of plain values: a rank may have been given a part of it."""
-        items = self._indexed
-        if not isinstance(items, list | tuple | range) or not items:
-            return []
-        with contextlib.suppress(TypeError, ValueError):  # no plain values
-            first, last = (json.dumps(item)[:100] for item in (items[0], items[-1]))
-            return [f"a list from {first} to {last}"]
-        return []
 
     def _items(self, opening: Opening) -> Samples:
         key = opening.key(0, "source")

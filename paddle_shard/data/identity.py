@@ -86,18 +86,16 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     lengths = saved.get("length"), now.get("length")
     if None not in lengths and lengths[0] != lengths[1]:
         return f"it had {lengths[0]} samples, and has {lengths[1]} now"
-    files: dict[str, Any] = {"num": 0, "digest": "", "first": []}
-    files_before = saved.get("files", files)
-    files_now = now.get("files", files)
-    if files_before["num"] != files_now["num"]:
-        return f"it was {files_before['num']} files, and is {files_now['num']} now"
-    if files_before["digest"] != files_now["digest"]:
-        known = list(map(list, files_before["first"]))
-        for entry in files_now["first"]:
-            if list(entry) not in known:
-                name, size, tag = entry
-                return f"{name} ({size} bytes, version {tag}) is another than it was"
-        return "one of its files is another than it was"
+    nothing: dict[str, Any] = {"num": 0, "digest": "", "first": []}
+    before = saved.get("files", nothing)
+    files = now.get("files", nothing)
+    if before["num"] != files["num"]:
+        return f"it was {before['num']} files, and is {files['num']} now"
+    if before["digest"] != files["digest"]:
+        known = list(map(list, before["first"]))
+        others = [entry for entry in files["first"] if list(entry) not in known]
+        which = f" (name, bytes, version: {others[0]})" if others else ""
+        return f"one of its files is another than it was{which}"
     digests = dict(map(tuple, saved.get("samples", ())))
     names = [
         f"sample {name}"

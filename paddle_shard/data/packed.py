@@ -13,7 +13,6 @@ import numpy.typing as npt
 
 from paddle_shard.core.checks import check_count, listed
 from paddle_shard.core.randomness import kept
-from paddle_shard.core.warn_once import warn_once
 from paddle_shard.data.arrays import check_indexed
 from paddle_shard.data.stages.pack import LONG, PackedRows, tokens_of
 from paddle_shard.errors import ArgumentError, described
@@ -107,11 +106,6 @@ class Packed:
         """Documents that were left out since they are longer than a row."""
         if self.num_dropped:
             counts = np.where(too_long, 0, counts)
-            warn_once(
-                "Packed: %d of %d documents are longer than a row and left out",
-                num_long,
-                len(counts),
-            )
         self.packing = Packing(counts, length, window)
         """The plan of the rows: which pieces of which documents each row holds."""
         most = self.packing.most_pieces
@@ -211,13 +205,7 @@ class Packed:
                 f"{what} has {num_tokens} tokens, but {expected} by lengths=. Count again (leave lengths= out). "
                 "Documents of random length can be packed by Stream.pack."
             )
-        fields = self.rows.fields(document, what, self._token_fields)
-        if isinstance(document, dict) and not fields.keys() >= document.keys():
-            warn_once(
-                "Packed: fields without an entry for each token are left out of the rows: %s",
-                ", ".join(sorted(map(str, document.keys() - fields.keys()))),
-            )
-        return fields
+        return self.rows.fields(document, what, self._token_fields)
 
 
 def _lengths(documents: Any, lengths: Any, key: str) -> npt.NDArray[Any]:

@@ -222,12 +222,8 @@ class Stream(paddle.io.IterableDataset):
             options: The options of all streams of files:
 
                 - `shuffle_shards` (bool, True): permute the files, in another order each epoch.
-                - `resample` (bool, False): each part is an endless stream of files, sampled with replacement; set
-                  `num_batches=`.
                 - `cache_dir` (path, None): a folder in which copies of remote files are kept, for all ranks and
                   workers of the host: each file is downloaded once. A copy is not compared with its server again.
-                - `cache_bytes` (int, None): most bytes that all copies in the folder may have; where they have reached
-                  it, other files are read from their servers. None: no limit.
 
         Raises:
             ArgumentError: There is no file, or none that matches a pattern.
@@ -278,8 +274,8 @@ class Stream(paddle.io.IterableDataset):
                 of local files are expanded.
             index: An index file, which `paddle-shard index` makes; True: `index.json` beside the first tar. With an
                 index, parts are equal, their lengths are known, and a resume is cheap. None: count
-                the tars now by their headers, if all are local, none is compressed, and neither `select` nor
-                `resample` is given. False: count nothing.
+                the tars now by their headers, if all are local, none is compressed, and `select` is not
+                given. False: count nothing.
             select: Called with a member's name; True: the member is read. None: all members are read. An index does
                 not fit if whole samples are left out.
             options: The same as for `lines`. Samples keep their order within a tar: add a `shuffle` stage to permute

@@ -227,7 +227,7 @@ def _check_has_end(stage: Stage, row_layout: FieldLayout, *, is_split: bool) -> 
         )
     if stage.endless:
         raise ArgumentError(
-            "num_batches is missing: the stream has no end (it is resampled, or repeated without a number), so say how "
+            "num_batches is missing: the stream has no end (it is repeated without a number), so say how "
             "many batches an epoch has."
         )
 

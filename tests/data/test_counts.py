@@ -143,7 +143,6 @@ def test_what_is_counted_depends_on_the_arguments_and_the_files_alone(
 
         assert knows_length(names) is (where == "disk" and pack is bytes)
         assert not knows_length(names, **{option: False})
-        assert not knows_length(names, resample=True)
         if kind != "tar":
             assert knows_length(names, counts=True)
         elif where == "disk":  # a selection may leave out whole samples

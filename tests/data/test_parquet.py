@@ -411,17 +411,6 @@ def test_a_file_that_changes_at_its_server_is_an_error():
             read_all(source)
 
 
-def test_resampling_draws_row_groups_without_an_end(folder):
-    source = parquet_source(names(folder, "parquet"), columns=["id"], resample=True)
-    [items] = source.open(opening())
-
-    drawn = [next(items)["id"] for _ in range(500)]
-
-    assert set(drawn) == {i for ids in pieces() for i in ids}
-    [items] = source.open(opening(skip=123))
-    assert [next(items)["id"] for _ in range(100)] == drawn[123:223]
-
-
 def test_a_missing_package_names_the_extra(tmp_path, monkeypatch):
     import sys
 

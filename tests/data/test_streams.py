@@ -605,9 +605,9 @@ def test_parts_without_a_file_are_refused_when_the_loader_is_made_whatever_stand
         sharded(stream, size=4)
 
 
-def test_files_that_are_drawn_again_and_again_need_only_a_number_of_parts(tmp_path):
+def test_files_that_are_repeated_need_a_file_for_each_part(tmp_path):
     (tmp_path / "0.txt").write_text("1\n2\n3\n4\n")
-    stream = Stream.lines(str(tmp_path / "*.txt"), resample=True).map(int)
+    stream = Stream.lines(str(tmp_path / "*.txt"), counts=False).repeat().map(int)
     two = dist.ProcessMesh([0, 1], dim_names=["dp"])
 
     with pytest.raises(
@@ -615,7 +615,6 @@ def test_files_that_are_drawn_again_and_again_need_only_a_number_of_parts(tmp_pa
         match=r"1 shards that are not counted .* 2 data ranks do not divide",
     ):
         sharded(stream, size=4, mesh=two, num_batches=2)
-    sharded(stream.in_parts(2), size=4, mesh=two, num_batches=2)
 
 
 def test_padding_of_uneven_parts_is_told(tmp_path, caplog):

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tarfile
 import threading
-from itertools import islice
 
 import numpy as np
 import paddle
@@ -806,20 +805,6 @@ def test_shards_that_an_index_could_not_tell_apart_are_refused(
     )
     assert main(["index", f"{folder}/none-*.tar", "-o", f"{tmp_path}/i.json"]) == 2
     assert "last piece of their names" in capsys.readouterr().err
-
-
-def test_resampled_shards_go_on_without_end_and_resume(folder):
-    source = webdataset_source(f"{folder}/{{000..009}}.tar", resample=True, index=True)
-
-    straight = [
-        sample["__key__"] for sample in islice(source.open(opening(4, (2,)))[0], 1200)
-    ]
-    resumed = [
-        sample["__key__"]
-        for sample in islice(source.open(opening(4, (2,), skip=1000))[0], 200)
-    ]
-
-    assert resumed == straight[1000:]
 
 
 def test_files_are_closed_when_a_part_is_left(folder):

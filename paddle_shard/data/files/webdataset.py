@@ -30,7 +30,7 @@ from paddle_shard.data.files.files import (
     redacted,
     replacing,
 )
-from paddle_shard.data.files.host_cache import HostCache
+from paddle_shard.data.files.host_cache import check_cache_dir
 from paddle_shard.data.files.shards import RECOUNT, ShardSource
 from paddle_shard.errors import ArgumentError, StateError
 
@@ -203,10 +203,8 @@ def webdataset_source(
     urls: Paths,
     *,
     shuffle_shards: bool = True,
-    resample: bool = False,
     index: Path | bool | None = None,
     cache_dir: Path | None = None,
-    cache_bytes: int | None = None,
     select: Callable[[str], bool] | None = None,
 ) -> ShardSource:
     """Return the source of raw samples: dicts of bytes by file ending, with `__key__` and `__url__`.
@@ -220,14 +218,12 @@ def webdataset_source(
             (`data/*.tar`) are expanded and sorted.
         shuffle_shards: If True, permute the shards, in another order each epoch. Samples keep their order within a
             shard: add a `Shuffle` to permute them, too.
-        resample: If True, each part is an endless stream of shards, sampled with replacement.
         index: An index file (path or URL), which `paddle-shard index` makes; True: `index.json` beside the first
             shard. With an index, parts are equal, their lengths are known, and a resume is cheap.
-            None: count the shards now by their headers, if all are local, none is compressed, and neither `select` nor
-            `resample` is given. The counts are kept in the user's cache directory (`$XDG_CACHE_HOME`, `~/.cache`) for
+            None: count the shards now by their headers, if all are local, none is compressed, and `select` is
+            not given. The counts are kept in the user's cache directory (`$XDG_CACHE_HOME`, `~/.cache`) for
             other ranks and later runs. False: count nothing.
         cache_dir: A folder in which copies of remote shards are kept, for all processes of the host; None: nowhere.
-        cache_bytes: Most bytes of all copies in the folder; None: no limit.
         select: Called with a member's name; True: the member is read. None: all members are read. An index does not fit
             if whole samples are left out.
 
@@ -244,7 +240,7 @@ def webdataset_source(
     """
     names = expand(urls)
     entries = None
-    if index is None and select is None and not resample:
+    if index is None and select is None:
         entries = count_files(names, "samples of tars", tar_starts, None)
     elif index:
         path = _beside(names[0]) if index is True else os.fspath(index)
@@ -252,9 +248,9 @@ def webdataset_source(
     reader = FileReader(
         samples=partial(tar_samples, select=select),
         entries=entries,
-        cache=HostCache.of(cache_dir, cache_bytes),
+        cache_dir=check_cache_dir(cache_dir),
     )
-    return reader.source(names, shuffle_shards=shuffle_shards, resample=resample)
+    return reader.source(names, shuffle_shards=shuffle_shards)
 
 
 class Decode:
