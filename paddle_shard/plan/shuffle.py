@@ -200,6 +200,12 @@ class SourcePermutations:
         sides = np.sqrt(lengths - 1).astype(np.int64) + 1
         self._sizes = np.array([sides, -(-lengths // sides)], np.uint64)
         """a and b of the network of each source; see `network_sizes`."""
+        # Replaced as one value, since threads share it.
+        self._newest = (
+            np.full(len(lengths), -1),
+            np.zeros((ROUNDS, len(lengths)), np.uint64),
+        )
+        """The newest epoch of each source, and the round keys of the network in it."""
 
     def __call__(self, sources: Indices, epochs: Indices, places: Indices) -> Indices:
         """Return the sample at each place: int64, as many as there are places.
@@ -212,6 +218,8 @@ class SourcePermutations:
         samples = np.empty_like(places)
         is_small = (self._lengths <= TABLE_MAX)[sources]
         for compute, chosen in ((self._look_up, is_small), (self._walk, ~is_small)):
+            if chosen.size and chosen.all():
+                return compute(sources, epochs, places)
             if chosen.any():
                 samples[chosen] = compute(
                     sources[chosen], epochs[chosen], places[chosen]
@@ -220,7 +228,7 @@ class SourcePermutations:
 
     def _look_up(self, sources: Indices, epochs: Indices, places: Indices) -> Indices:
         """Return the samples of sources that have tables."""
-        owners, numbers, keys = self._keys(sources, epochs)
+        owners, _, numbers, keys = self._keys(sources, epochs)
         lengths = self._lengths[owners]
         tables = list(map(_small_table, keys, lengths.tolist()))
         starts = np.cumsum(lengths) - lengths
@@ -230,21 +238,35 @@ class SourcePermutations:
 
     def _walk(self, sources: Indices, epochs: Indices, places: Indices) -> Indices:
         """Return the samples of sources that have networks."""
-        _, numbers, keys = self._keys(sources, epochs)
-        rounds = _words(b"".join(keys)).T[:ROUNDS]
+        known_epochs, rounds = self._newest
+        columns = sources.copy()
+        is_new = epochs != known_epochs[sources]
+        if is_new.any():
+            owners, new_epochs, numbers, keys = self._keys(
+                sources[is_new], epochs[is_new]
+            )
+            num_sources = len(known_epochs)
+            columns[is_new] = num_sources + numbers
+            new_rounds = _words(b"".join(keys)).T[:ROUNDS]
+            rounds = np.concatenate([rounds, new_rounds], axis=1)
+            newest = np.arange(num_sources)
+            newest[owners] = num_sources + np.arange(len(owners))
+            known_epochs = known_epochs.copy()
+            known_epochs[owners] = new_epochs
+            self._newest = (known_epochs, rounds[:, newest])
 
         def step(x: Words, chosen: Any) -> None:
             sizes = self._sizes.take(sources[chosen], axis=1)
-            network(x, sizes, rounds.take(numbers[chosen], axis=1), backward=False)
+            network(x, sizes, rounds.take(columns[chosen], axis=1), backward=False)
 
         return walk(places, self._lengths.astype(np.uint64)[sources], step)
 
     def _keys(
         self, sources: Indices, epochs: Indices
-    ) -> tuple[Indices, Indices, list[bytes]]:
-        """Return each (source, epoch) once: the sources, the number of each entry's pair, and the keys."""
+    ) -> tuple[Indices, Indices, Indices, list[bytes]]:
+        """Return each (source, epoch) once: the sources, the epochs, the number of each entry's pair, the keys."""
         num_sources = len(self._lengths)
         pairs, numbers = np.unique(epochs * num_sources + sources, return_inverse=True)
         epoch_of, source_of = np.divmod(pairs, num_sources)
         keys = list(map(self._key_of, source_of.tolist(), epoch_of.tolist()))
-        return source_of, numbers, keys
+        return source_of, epoch_of, numbers, keys
