@@ -289,17 +289,6 @@ class ShardPlan:
         first, num_rows, _ = self._extent(step)
         return max(0, first + num_rows - self.num_positions)
 
-    def valid(self, *, epoch: int, step: int, rows: Rows) -> npt.NDArray[np.bool_]:
-        """Return which rows of the global batch at `step` are valid, not padding: one bool per row.
-
-        Args:
-            epoch: The epoch.
-            step: Step of the epoch, from 0.
-            rows: Rows of the global batch, from 0.
-        """
-        first = self.first_position(step=step)
-        return self._are_valid(self.order(epoch=epoch), first + rows)
-
     def _are_valid(self, order: Order, positions: Indices) -> npt.NDArray[np.bool_]:
         valid = positions < self.num_positions
         if self.ordering.pads_first:
@@ -375,14 +364,6 @@ class ShardPlan:
             sample: Its index in the data set; for a mixture, (name of the source, index in it).
         """
         return places_of(self, epoch, sample, ())
-
-    def step_of(self, *, position: int) -> int:
-        """Return the step that holds a position of an epoch; `num_steps` or more if the tail drops it.
-
-        Args:
-            position: The position, in `range(num_positions)`.
-        """
-        return self._table.step_and_row(position)[0]
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what a saved state must match to resume in this order: JSON-able, without the batch size."""
