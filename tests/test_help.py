@@ -134,7 +134,7 @@ def test_what_a_user_holds_says_what_it_is(tmp_path):
     (tmp_path / "a.txt").write_text("1\n2\n")
     stream = Stream.lines(tmp_path / "a.txt").map(int).shuffle(4)
     assert repr(stream) == "Stream(ShardSource of 1 shards > Map > Shuffle)"
-    assert repr(Stream.of([1]).batch(2)) == "Stream(IterableSource > Batch)"
+    assert repr(Stream.of([1]).batch(2)) == "Stream(IterableSource > Group)"
 
     given = paddle.io.DataLoader(Numbers(), batch_size=2)
     loader = paddle_shard.shard_dataloader(given, ONE, shard_dims="dp")

@@ -50,7 +50,7 @@ def costs_of(balance: Any, dataset: Any) -> SampleCosts:
         raise ArgumentError(
             f"balance has {len(costs)} costs, but the {type(dataset).__name__} {length} samples."
         )
-    _check(costs, range(len(costs)))
+    _check_costs(costs, range(len(costs)))
     return SampleCosts(costs)
 
 
@@ -85,7 +85,7 @@ class SampleCosts:
                 f"balance must return {len(ids)} numbers for {len(ids)} ids; it returned "
                 f"{costs.dtype} of shape {costs.shape}."
             )
-        _check(costs, ids)
+        _check_costs(costs, ids)
         return costs.astype(np.float64)
 
     def fact(self) -> str:
@@ -99,7 +99,7 @@ class SampleCosts:
         return f"{list(balance.shape)} {zlib.crc32(some.tobytes()):08x}"
 
 
-def _check(costs: Any, ids: Any) -> None:
+def _check_costs(costs: Any, ids: Any) -> None:
     bad = ~(np.isfinite(costs) & (costs >= 0))
     if bad.any():
         row = int(bad.argmax())

@@ -77,14 +77,14 @@ def set_epoch_of(dataset: Any, opening: Opening) -> None:
         set_epoch(opening.epoch + opening.round * ROUND)
 
 
-def is_iterable_dataset(given: object) -> bool:
+def is_iterable_dataset(dataset: object) -> bool:
     """True if an object can only be iterated, even if it has a `__getitem__` that raises, as torch's streams have."""
-    return any(base.__name__ == "IterableDataset" for base in type(given).__mro__)
+    return any(base.__name__ == "IterableDataset" for base in type(dataset).__mro__)
 
 
-def iterate(given: IterableOrFunction) -> Samples:
+def iterate(iterable: IterableOrFunction) -> Samples:
     """Begin to iterate over an iterable, or over what a function returns."""
-    return iter(given if isinstance(given, Iterable) else given())
+    return iter(iterable if isinstance(iterable, Iterable) else iterable())
 
 
 def copy_for_reading(dataset: Any) -> Any:
@@ -177,11 +177,11 @@ class ExternalSource(PartsSource):
             yield from batches
             return
         for number, batch in enumerate(batches, state["at"] + opening.skip + 1):
-            saved = _as_json(save(loader), name)
+            saved = _json_copy(save(loader), name)
             yield Stated(batch, {"version": VERSION, "at": number, "saved": saved})
 
 
-def _as_json(state: Any, name: str) -> Any:
+def _json_copy(state: Any, name: str) -> Any:
     """Return a copy of a library's state, which JSON must keep as it is."""
     try:
         copied = json.loads(json.dumps(state))

@@ -51,9 +51,9 @@ def identity_of_samples(
     chosen = _chosen_samples(plan, identity["length"])
     if digests is not None and chosen:
         name_of = getattr(dataset, "sample_name", repr)
-        known = zip(chosen, digests(chosen), strict=True)
+        named = zip(chosen, digests(chosen), strict=True)
         identity["samples"] = [
-            [str(name_of(sample)), digest] for sample, digest in known if digest
+            [str(name_of(sample)), digest] for sample, digest in named if digest
         ]
     return identity
 
@@ -81,7 +81,7 @@ def in_words(identity: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+def describe_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Return in words how data differs from what a saved state knows of it; empty if nothing is known to differ."""
     lengths = saved.get("length"), now.get("length")
     if None not in lengths and lengths[0] != lengths[1]:
@@ -92,8 +92,8 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     if before["num"] != files["num"]:
         return f"it was {before['num']} files, and is {files['num']} now"
     if before["digest"] != files["digest"]:
-        known = list(map(list, before["first"]))
-        others = [entry for entry in files["first"] if list(entry) not in known]
+        files_before = list(map(list, before["first"]))
+        others = [entry for entry in files["first"] if list(entry) not in files_before]
         which = f" (name, bytes, version: {others[0]})" if others else ""
         return f"one of its files is another than it was{which}"
     digests = dict(map(tuple, saved.get("samples", ())))

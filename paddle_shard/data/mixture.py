@@ -137,8 +137,8 @@ class Mixture:
         Args:
             index: Its id in a loader's order, or a position of the first epoch.
         """
-        name, at = self.sample_name(index)
-        return self.sources[name][at]
+        name, number = self.sample_name(index)
+        return self.sources[name][number]
 
     def sample_name(self, index: int) -> tuple[str, int]:
         """Return (source, index in the source) of a sample, which errors and logs show.
@@ -146,8 +146,8 @@ class Mixture:
         Args:
             index: What `__getitem__` takes.
         """
-        source, at = self.locate(index)
-        return self._names[source], at
+        source, number = self.locate(index)
+        return self._names[source], number
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what the samples of packed sources depend on, by source, for a saved state: JSON-able."""

@@ -91,7 +91,7 @@ class Packed:
             )
         self.documents = documents
         """The documents, as given."""
-        counts = _lengths(documents, lengths, key)
+        counts = _count_tokens(documents, lengths, key)
         self.lengths = counts
         """The tokens of each document, also of those that are in no row."""
         too_long = counts > check_count("length", length)
@@ -208,7 +208,7 @@ class Packed:
         return self.rows.fields(document, what, self._token_fields)
 
 
-def _lengths(documents: Any, lengths: Any, key: str) -> npt.NDArray[Any]:
+def _count_tokens(documents: Any, lengths: Any, key: str) -> npt.NDArray[Any]:
     """Return the number of tokens of each document: int[number of documents].
 
     Args:
@@ -220,13 +220,13 @@ def _lengths(documents: Any, lengths: Any, key: str) -> npt.NDArray[Any]:
         ArgumentError: There are more or fewer numbers than documents, or a document cannot be counted.
     """
     if lengths is not None:
-        given = np.asarray(lengths)
-        if given.shape != (len(documents),):
+        counts = np.asarray(lengths)
+        if counts.shape != (len(documents),):
             raise ArgumentError(
                 f"Packed: lengths must have an entry for each of the {len(documents)} documents, got shape "
-                f"{list(given.shape)}."
+                f"{list(counts.shape)}."
             )
-        return given
+        return counts
     counted = np.empty(len(documents), np.int64)
     for number in range(len(documents)):
         try:

@@ -30,8 +30,8 @@ from paddle_shard.data.files.text import (
 )
 from paddle_shard.data.files.webdataset import Decode, webdataset_source
 from paddle_shard.data.stages import (
-    Batch,
     Filter,
+    Group,
     Map,
     Pack,
     Repeat,
@@ -438,7 +438,7 @@ class Stream(paddle.io.IterableDataset):
             >>> list(Stream.of(range(5)).batch(2))
             [[0, 1], [2, 3], [4]]
         """
-        return self._then(Batch(self._stage, size))
+        return self._then(Group(self._stage, size))
 
     def unbatch(self) -> Stream:
         """Return the stream of the items of its samples.
@@ -539,15 +539,15 @@ class Stream(paddle.io.IterableDataset):
             >>> from paddle_shard import Stream
             >>> stream = Stream.of(range(100)).shuffle(10).in_parts(4)
         """
-        made = self._then(self._stage)
-        made._num_parts = check_count("num_parts", num_parts)
-        return made
+        stream = self._then(self._stage)
+        stream._num_parts = check_count("num_parts", num_parts)
+        return stream
 
     def _then(self, stage: Stage) -> Stream:
         """Return the stream with another last stage."""
-        made = copy.copy(self)
-        made._stage = stage
-        return made
+        stream = copy.copy(self)
+        stream._stage = stage
+        return stream
 
     def __repr__(self) -> str:
         names = [type(stage).__name__ for stage in self._stage.line()]

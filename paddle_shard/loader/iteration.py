@@ -81,7 +81,7 @@ class ShardIterator:
     @property
     def step(self) -> int:
         """Number of steps of the epoch so far, including those before a resume and skipped ones."""
-        return self._progress.at.steps
+        return self._progress.position.steps
 
     def __repr__(self) -> str:
         state = "closed" if self._progress.closed else "open"

@@ -158,7 +158,7 @@ def merged(accounts: Iterable[tuple[Account, Account]]) -> tuple[Account, list[s
     """
     before, since = zip(*accounts, strict=True)
     problems: list[str] = []
-    known = _joined(
+    earlier = _joined(
         before,
         "the states that the ranks have loaded differ in what {} delivered: load states that were saved at the same "
         "step",
@@ -169,7 +169,7 @@ def merged(accounts: Iterable[tuple[Account, Account]]) -> tuple[Account, list[s
         "replicas of {} delivered different samples, or a different number",
         problems,
     )
-    return added(_of_all(known, problems), _of_all(new, problems)), problems
+    return added(_of_all(earlier, problems), _of_all(new, problems)), problems
 
 
 def _joined(
@@ -205,8 +205,8 @@ def _of_all(account: Account, problems: list[str]) -> Account:
         if missing:
             whole |= slices
             problems.append(
-                f"what data ranks {missing} of {num_data_ranks} delivered in {_text(most.once)} is {UNKNOWN}: call "
-                "certificate() on all ranks before state_dict(), or load every rank's own state"
+                f"what data ranks {missing} of {num_data_ranks} delivered in {_ranges_text(most.once)} is {UNKNOWN}: "
+                "call certificate() on all ranks before state_dict(), or load every rank's own state"
             )
             continue
         total = plus(*(delivered.total for delivered in slices.values()))
@@ -223,7 +223,7 @@ def _of_all(account: Account, problems: list[str]) -> Account:
     return whole
 
 
-def _text(ranges: Ranges) -> str:
+def _ranges_text(ranges: Ranges) -> str:
     return ", ".join(f"[{first}, {end})" for first, end in ranges)
 
 
@@ -303,7 +303,7 @@ def certify(
     reached = delivered.once[-1][1] if delivered.once else 0
     # Of ranges that were delivered several times, only the number of samples is known.
     expected = delivered.total._replace(num=delivered.total.expected)
-    where = f"positions {_text(delivered.once)}"
+    where = f"positions {_ranges_text(delivered.once)}"
     facts: dict[str, Any]
     if plan is None:
         # An epoch that was drawn several times has skipped the same samples each time.

@@ -66,16 +66,18 @@ class StepTable:
 
     def step(self, number: int) -> tuple[int, int]:
         """Return the position of the first row of a step, and the rows of a full batch there."""
-        at = bisect_right(self._first_steps, number) - 1
-        first, size = self._segments[at]
-        return first + (number - self._first_steps[at]) * size, size
+        segment = bisect_right(self._first_steps, number) - 1
+        first, size = self._segments[segment]
+        return first + (number - self._first_steps[segment]) * size, size
 
     def step_and_row(self, position: int) -> tuple[int, int]:
         """Return the step that holds a position, and the row in its batch."""
-        at = bisect_right(self._segments, position, key=lambda segment: segment[0]) - 1
-        first, size = self._segments[at]
+        number = (
+            bisect_right(self._segments, position, key=lambda segment: segment[0]) - 1
+        )
+        first, size = self._segments[number]
         step, row = divmod(position - first, size)
-        return self._first_steps[at] + step, row
+        return self._first_steps[number] + step, row
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +89,7 @@ class BatchSizes:
 
     Examples:
         >>> sizes = BatchSizes(((0, 4), (10, 6)))
-        >>> sizes.segments(origin=0, at=0, end=30), sizes.segments(origin=30, at=0, end=30)
+        >>> sizes.segments(origin=0, position=0, end=30), sizes.segments(origin=30, position=0, end=30)
         (((0, 4), (12, 6)), ((0, 6),))
     """
 
@@ -101,16 +103,16 @@ class BatchSizes:
                 f"batch_size: the schedule must begin at sample 0 and ascend, got {firsts}."
             )
 
-    def segments(self, *, origin: int, at: int, end: int) -> Segments:
+    def segments(self, *, origin: int, position: int, end: int) -> Segments:
         """Return the segments of an epoch.
 
         Args:
             origin: The sample of the run with which the epoch begins.
-            at: Position in the epoch at which the first segment begins.
+            position: Position in the epoch at which the first segment begins.
             end: Position after the last.
         """
-        due = [size for first, size in self.entries if first <= origin + at]
-        segments = [(at, due[-1])]
+        due = [size for first, size in self.entries if first <= origin + position]
+        segments = [(position, due[-1])]
         for first, size in self.entries[len(due) :]:
             begin, size_before = segments[-1]
             num_batches = max(0, -(-(first - origin - begin) // size_before))
@@ -322,9 +324,13 @@ class ShardPlan:
             step: The step, in `range(num_steps)`.
             rows: int64, in `range(num_rows(step))`; or a range of rows, which is faster.
         """
-        return self._at(self.order(epoch=epoch), epoch, self._extent(step)[0], rows)
+        return self._samples_at_rows(
+            self.order(epoch=epoch), epoch, self._extent(step)[0], rows
+        )
 
-    def _at(self, order: Order, epoch: int, start: int, rows: Rows | range) -> Indices:
+    def _samples_at_rows(
+        self, order: Order, epoch: int, start: int, rows: Rows | range
+    ) -> Indices:
         """Return the samples at some rows of the global batch that begins at position `start`."""
         end = self.num_positions
         if isinstance(rows, range) and start + rows.stop <= end:
@@ -404,7 +410,7 @@ def global_batch(plan: ShardPlan, epoch: int, step: int) -> GlobalBatch:
         num_rows=num_rows,
         micro_size=micro_size,
         num_positions=num_positions,
-        take=partial(plan._at, order, epoch, first),
+        take=partial(plan._samples_at_rows, order, epoch, first),
         valid=valid,
     )
 

@@ -54,8 +54,8 @@ class ShardEntry:
         """Return the last known byte where a sample at or before `sample` begins, and how many samples lie between."""
         if not self.starts:
             return 0, sample
-        at = min(sample // self.every, len(self.starts) - 1)
-        return self.starts[at], sample - at * self.every
+        number = min(sample // self.every, len(self.starts) - 1)
+        return self.starts[number], sample - number * self.every
 
     def to_json(self) -> dict[str, Any]:
         """Return the entry as an index file and the kept counts have it."""

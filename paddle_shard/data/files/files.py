@@ -293,7 +293,10 @@ def identity(names: Sequence[str]) -> list[FileVersion]:
     with ThreadPoolExecutor(REQUESTS if any(map(is_remote, names)) else 1) as pool:
         versions = list(pool.map(version, names))
     paths = within_their_folder(names)
-    return [(path, *known) for path, known in zip(paths, versions, strict=True)]
+    return [
+        (path, *version_of_file)
+        for path, version_of_file in zip(paths, versions, strict=True)
+    ]
 
 
 def tag_of(details: Mapping[str, Any]) -> str | None:

@@ -126,11 +126,11 @@ class ShardSource(PartsSource):
         """The first files, with their numbers of samples or their sizes."""
         names = self._files[:1000]
         if self._counts is None:
-            known = [f"{local_size(name)} bytes" for name in names]
+            notes = [f"{local_size(name)} bytes" for name in names]
         else:
-            known = [f"{count} samples" for count in self._counts[:1000]]
+            notes = [f"{count} samples" for count in self._counts[:1000]]
         paths = within_their_folder(names)
-        return [f"{path} ({what})" for path, what in zip(paths, known, strict=True)]
+        return [f"{path} ({what})" for path, what in zip(paths, notes, strict=True)]
 
     def files_identity(self) -> list[FileVersion]:
         """See `Stage`. Shards that are no files have no entry."""
@@ -140,12 +140,12 @@ class ShardSource(PartsSource):
         """Return what the order depends on, with a digest of the counts and of the names within their common folder."""
         if self._digest is None:
             # Files that are not counted are identified by their sizes, if these cost no request.
-            known: Any = (
+            sizes: Any = (
                 [("size", local_size(file)) for file in self._files]
                 if self._counts is None
                 else self._counts.tolist()
             )
-            files = zip(within_their_folder(self._files), known, strict=True)
+            files = zip(within_their_folder(self._files), sizes, strict=True)
             seeds = [derive_seed(*file) % _PRIME for file in files]
             in_order = sum(place * seed for place, seed in enumerate(seeds, 1))
             self._digest = f"{in_order % _PRIME:016x}{sum(seeds) % _PRIME:016x}"
@@ -196,14 +196,14 @@ class ShardSource(PartsSource):
         counts = self._counts[order]
         # Sample number at which each shard ends, if all shards are laid end to end in this order.
         ends = np.cumsum(counts)
-        at = int(np.searchsorted(ends, start, side="right"))
+        place = int(np.searchsorted(ends, start, side="right"))
         while start < stop:
-            end, length = int(ends[at]), int(counts[at])
+            end, length = int(ends[place]), int(counts[place])
             if start < end:  # not an empty shard
                 begin = end - length
-                yield int(order[at]), start - begin, min(stop, end) - begin
+                yield int(order[place]), start - begin, min(stop, end) - begin
                 start = end
-            at += 1
+            place += 1
 
     def _piece(self, segment: Segment, opening: Opening) -> Samples:
         """Read a piece of a shard."""

@@ -85,19 +85,19 @@ class _Text:
         self.start = start
 
     def __iter__(self) -> Placed:
-        at = self.start
+        start = self.start
         for line in self._file:
-            if at == 0 and line.startswith(codecs.BOM_UTF8):
-                at, line = len(codecs.BOM_UTF8), line.removeprefix(codecs.BOM_UTF8)
+            if start == 0 and line.startswith(codecs.BOM_UTF8):
+                start, line = len(codecs.BOM_UTF8), line.removeprefix(codecs.BOM_UTF8)
                 if not line:  # there is nothing else in the file
                     return
             try:
                 text = line.decode()
             except UnicodeDecodeError as error:
-                error.reason += f" (in the line at byte {at})"
+                error.reason += f" (in the line at byte {start})"
                 raise
-            yield at, text
-            at += len(line)
+            yield start, text
+            start += len(line)
 
     def first_row(self) -> list[str]:
         """Return the first row of a CSV file; then continue here. A file that is read from a byte on can seek."""
@@ -109,25 +109,25 @@ class _Text:
 
 
 def _lines(text: _Text) -> Placed:
-    for at, line in text:
-        yield at, line.removesuffix("\n").removesuffix("\r")
+    for start, line in text:
+        yield start, line.removesuffix("\n").removesuffix("\r")
 
 
 def _not_blank(text: _Text) -> Placed:
-    return ((at, line) for at, line in text if line.strip())
+    return ((start, line) for start, line in text if line.strip())
 
 
-def _values(text: _Text) -> Placed:
-    for at, line in _not_blank(text):
+def _json_values(text: _Text) -> Placed:
+    for start, line in _not_blank(text):
         try:
             value = json.loads(line)
         except json.JSONDecodeError as error:
             value = Damaged(
                 ValueError(
-                    f"the line at byte {at} is not JSON: {error.msg} at column {error.colno}"
+                    f"the line at byte {start} is not JSON: {error.msg} at column {error.colno}"
                 )
             )
-        yield at, value
+        yield start, value
 
 
 def _dicts(text: _Text) -> Placed:
@@ -135,9 +135,9 @@ def _dicts(text: _Text) -> Placed:
     names = text.first_row() if text.start else next(rows, (0, []))[1]
     if len(set(names)) < len(names):
         raise ValueError(f"the header {names} names a field twice")
-    for at, row in rows:
+    for start, row in rows:
         yield (
-            at,
+            start,
             row if isinstance(row, Damaged) else dict(zip(names, row, strict=True)),
         )
 
@@ -181,5 +181,5 @@ CSV_ROWS = TextFormat("CSV rows", _rows, _rows)
 Empty lines are skipped. A row with more or fewer fields than the first row of its file is an error."""
 CSV_DICTS = TextFormat("CSV rows below a header", _dicts, _dicts)
 """Samples are the rows as dicts; the first row of each file names the fields."""
-JSON_LINES = TextFormat("JSON lines", _values, _not_blank)
+JSON_LINES = TextFormat("JSON lines", _json_values, _not_blank)
 """Samples are JSON values, one per line. Blank lines are skipped. Counting does not parse the lines."""

@@ -128,8 +128,8 @@ class UserBatches(IndexBatches):
             owner_of(self._sampler).load_state_dict(self._ends.pop(epoch))
 
     def __len__(self) -> int:
-        if (known := self.known_steps(LoaderState())) is not None:
-            return known
+        if (num_steps := self.known_steps(LoaderState())) is not None:
+            return num_steps
         if not isinstance(self.batch_sampler, Sized):
             raise ArgumentTypeError(
                 f"len(): the batch_sampler {self._name} has no __len__. Give it one, or count the steps yourself."
@@ -166,7 +166,7 @@ class UserBatches(IndexBatches):
     def _sampler_for(self, epoch: int) -> Any:
         """Return the sampler for a pass."""
         sampler = self._sampler
-        if any(isinstance(one, Iterator) for one in samplers(sampler)):
+        if any(isinstance(each, Iterator) for each in samplers(sampler)):
             raise ArgumentError(
                 f"the batch_sampler {self._name} can be iterated only once. Give one whose __iter__ starts again."
             )
@@ -216,7 +216,8 @@ class UserBatches(IndexBatches):
         number = start.steps
         least = self.nominal_size or 0
         for (batch, state), is_last in seen_ahead(
-            drawn, lambda one: len(one[0]) % self._unit or len(one[0]) < least
+            drawn,
+            lambda sampled: len(sampled[0]) % self._unit or len(sampled[0]) < least,
         ):
             padding: list[Any] | None = []
             if is_last:

@@ -118,7 +118,7 @@ class Mix(Stage):
         if len(ended) >= num_ends:  # it ended before this position
             return
         for first in count(skip, _BLOCK):
-            numbers, _ = draws.at(np.arange(first, first + _BLOCK))
+            numbers, _ = draws.sources_at(np.arange(first, first + _BLOCK))
             for number in numbers.tolist():
                 try:
                     round_number, sample = next(sources[number][1])
@@ -155,7 +155,9 @@ class Mix(Stage):
 
     def origin(self, opening: Opening, part: int, number: int) -> str | None:
         """Return the source of a sample, and its place in a file if that is known."""
-        [source], [number_in_source] = self._draws(opening).at(np.array([number]))
+        [source], [number_in_source] = self._draws(opening).sources_at(
+            np.array([number])
+        )
         name = self._names[int(source)]
         of_source = self._opening(opening, name)
         place = self._stages[name].origin(of_source, part, int(number_in_source))

@@ -285,10 +285,12 @@ class Transform(Stage):
         first, num_dropped = self.begin(opening.skip)
         before = replace(opening, skip=first)
         opened = zip(opening.parts, self.upstream.open(before), strict=True)
-        made = [self.transform(items, part, before) for part, items in opened]
+        samples_of_parts = [
+            self.transform(items, part, before) for part, items in opened
+        ]
         if not num_dropped:
-            return made
-        return [islice(samples, num_dropped, None) for samples in made]
+            return samples_of_parts
+        return [islice(samples, num_dropped, None) for samples in samples_of_parts]
 
     def lengths(self, opening: Opening) -> list[int] | None:
         """Return the lengths of the stage before, if they do not change."""

@@ -76,7 +76,7 @@ class Filter(Transform):
                 yield keep if isinstance(keep, Unreadable) else item
 
 
-class Batch(Transform):
+class Group(Transform):
     """Makes lists of `size` samples of a part; the last one may be shorter."""
 
     def __init__(self, upstream: Stage, size: int) -> None:
