@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -82,9 +83,31 @@ def is_iterable_dataset(dataset: object) -> bool:
     return any(base.__name__ == "IterableDataset" for base in type(dataset).__mro__)
 
 
+_begun: WeakValueDictionary[int, Any] = WeakValueDictionary()
+"""The iterators that were begun and still exist, by their id."""
+_begun_builtin: deque[Any] = deque(maxlen=8)
+"""The newest of those that allow no weak references, as most of Python's own types."""
+
+
 def iterate(iterable: IterableOrFunction) -> Samples:
-    """Begin to iterate over an iterable, or over what a function returns."""
-    return iter(iterable if isinstance(iterable, Iterable) else iterable())
+    """Begin to iterate over an iterable, or over what a function returns.
+
+    Raises:
+        ArgumentError: It returns the iterator of an earlier epoch, which would continue where that has stopped.
+    """
+    samples = iter(iterable if isinstance(iterable, Iterable) else iterable())
+    if _begun.get(id(samples)) is samples or any(
+        samples is other for other in _begun_builtin
+    ):
+        raise ArgumentError(
+            f"the __iter__ of this {type(iterable).__name__} has returned the iterator of an earlier pass, so samples "
+            "would be missing. Make a new iterator in __iter__, for example with `yield`."
+        )
+    try:
+        _begun[id(samples)] = samples
+    except TypeError:
+        _begun_builtin.append(samples)
+    return samples
 
 
 def copy_for_reading(dataset: Any) -> Any:

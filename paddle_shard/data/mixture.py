@@ -199,22 +199,17 @@ DROPPED_OF_MIXTURE = (
 
 
 def _check_rows(sources: Mapping[str, Any]) -> None:
-    """Refuse packed sources whose rows have other shapes, which no batch could hold."""
-    packed = {
-        name: source.rows
+    """Reject packed sources whose rows have `cu_seqlens` of different sizes, which no batch could hold."""
+    sizes = {
+        name: source.rows.most_pieces
         for name, source in sources.items()
         if isinstance(source, Packed)
     }
-    for field in ("length", "labels", "most_pieces"):
-        values = {name: getattr(rows, field) for name, rows in packed.items()}
-        if len(set(values.values())) > 1:
-            fix = f"the same {field}="
-            if field == "most_pieces":
-                fix = f"max_pieces={max(values.values())}"
-            raise ArgumentError(
-                f"Mixture: the packed sources have rows of different forms: {field.replace('_', ' ')} {values}. Give "
-                f"every Packed {fix}."
-            )
+    if len(set(sizes.values())) > 1:
+        raise ArgumentError(
+            f"Mixture: rows of the packed sources have room for different numbers of pieces, {sizes}. Give every "
+            f"Packed max_pieces={max(sizes.values())}."
+        )
 
 
 def _length(name: str, source: Any) -> int:

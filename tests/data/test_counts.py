@@ -479,25 +479,3 @@ def test_statistics_count_padding_of_data_with_an_index_too():
     assert (loader.stats.epoch.samples, loader.stats.epoch.padding) == (10, 6)
     assert loader.stats.scalars()["data/padding"] == 6
     assert "6 rows of padding" in repr(loader.stats)
-
-
-def test_dropped_share_of_uneven_parts_is_logged_once(tmp_path, caplog):
-    paths = []
-    for number, content in enumerate(_sizes(10, 40)):
-        paths.append(tmp_path / f"{number}.txt")
-        paths[-1].write_bytes(content)
-    loader = loader_of(
-        Stream.lines(paths, counts=False).map(int).in_parts(2), tail="drop", size=4
-    )
-
-    with caplog.at_level(logging.WARNING, "paddle_shard"):
-        assert (
-            sum(map(len, real_rows(loader))) == sum(map(len, real_rows(loader))) == 20
-        )
-
-    [said] = [record.getMessage() for record in caplog.records]
-    assert (
-        "tail='drop': 60% of the data, by its files' sizes, was dropped, since the stream's 2 parts"
-        in said
-    )
-    assert "counts=True" in said

