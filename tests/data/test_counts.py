@@ -145,8 +145,6 @@ def test_what_is_counted_depends_on_the_arguments_and_the_files_alone(
         assert not knows_length(names, **{option: False})
         if kind != "tar":
             assert knows_length(names, counts=True)
-        elif where == "disk":  # a selection may leave out whole samples
-            assert not knows_length(names, select=lambda name: True)
 
 
 def test_a_file_that_cannot_be_counted_is_an_error_that_names_it(kind, tmp_path):

@@ -301,8 +301,6 @@ CHANGES = {
         {"order": -1},
         {"index": False},
         {"shuffle_shards": False},
-        {"select": lambda name: name != "0003.txt"},
-        {"select": lambda name: True},
     ],
     parquet: [
         {"order": -1},
@@ -477,7 +475,7 @@ OPTIONS = {
     },
     "Stream.webdataset": {
         "urls": (webdataset, "order"),
-        **{name: (webdataset, name) for name in ("shuffle_shards", "index", "select")},
+        **{name: (webdataset, name) for name in ("shuffle_shards", "index")},
         "cache_dir": "where files are kept",
     },
     "Stream.parquet": {
@@ -489,7 +487,6 @@ OPTIONS = {
         "cache_dir": "where files are kept",
     },
     "Stream.huggingface": {"dataset": "tests/data/test_huggingface.py"},
-    "Stream.decode": {"handlers": HELD, "only": HELD},
     "Stream.map": {"function": (stream, "mapped")},
     "Stream.filter": {"predicate": (stream, "even")},
     "Stream.shuffle": {"window": (stream, "window")},

@@ -73,12 +73,15 @@ class ShardEntry:
         Raises:
             TypeError, ValueError, KeyError: It is damaged.
         """
-        return cls(
+        parsed = cls(
             samples=counted(entry["samples"]),
             size=counted(entry["bytes"]),
             starts=tuple(map(counted, entry.get("starts", ()))),
             every=counted(entry.get("every", EVERY), 1),
         )
+        if max(parsed.samples, parsed.size, *parsed.starts) >= 1 << 63:
+            raise ValueError(entry)
+        return parsed
 
 
 def count_file(name: str, samples: Samples, cache_dir: str | None = None) -> ShardEntry:
