@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from paddle_shard.core.checks import check_count
+from paddle_shard.core.checks import check_count, length_or_none
 from paddle_shard.data.arrays import NO_REPEAT, check_indexed
 from paddle_shard.data.packed import Packed
 from paddle_shard.errors import ArgumentError, ArgumentTypeError
@@ -215,19 +215,11 @@ def _check_rows(sources: Mapping[str, Any]) -> None:
 def _length(name: str, source: Any) -> int:
     streams = "Streams are mixed by paddle_shard.Stream.mixture."
     check_indexed(f"Mixture: source {name!r}", source, streams)
-    try:
-        length = len(source)
-    except Exception as error:  # a Stream's says that it has none, and so do Paddle's iterable data sets
-        raise ArgumentTypeError(
-            f"Mixture: source {name!r} has no length ({type(error).__name__}: {error}). {streams}"
-        ) from error
+    length = length_or_none(source)
+    if length is None:  # a Stream's raises, and those of Paddle's iterable data sets
+        raise ArgumentTypeError(f"Mixture: source {name!r} has no length. {streams}")
     if not 1 <= length <= MAX_LENGTH:
-        way_out = (
-            f"It is repeated without an end? {NO_REPEAT}"
-            if length
-            else "Leave an empty source out."
-        )
         raise ArgumentError(
-            f"Mixture: source {name!r} must have 1 to 2^40 samples, got {length}. {way_out}"
+            f"Mixture: source {name!r} must have 1 to 2^40 samples, got {length}. {NO_REPEAT}"
         )
     return length

@@ -69,7 +69,7 @@ def parquet_source(
     Raises:
         MissingDependencyError: pyarrow, or a package that a URL needs, is not installed.
         ArgumentTypeError: `paths` is not a path or a list of paths.
-        ArgumentError: There is no file or no row, a pattern matches no file, or a file lacks a column or has it with
+        ArgumentError: There is no file, a pattern matches no file, or a file lacks a column or has it with
             another type.
         ShardReadError: A footer cannot be read.
     """
@@ -96,10 +96,6 @@ def parquet_source(
     ]
     names = [f"row group {number} of {file}" for file, number, _ in groups]
     counts = [num_rows for rows, _, _ in footers for num_rows in rows]
-    if not sum(counts):
-        raise ArgumentError(
-            f"paths: {len(files)} Parquet files have no row: {', '.join(map(redacted, files[:3]))}."
-        )
     reader = _GroupReader(
         groups=dict(zip(names, groups, strict=True)),
         columns=chosen,

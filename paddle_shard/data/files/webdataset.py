@@ -247,7 +247,7 @@ def expand(urls: Paths) -> list[str]:
     Raises:
         MissingDependencyError: webdataset is not installed.
         ArgumentTypeError: `urls` is neither a path or URL nor a list of them.
-        ArgumentError: There is no shard, or a pattern matches no file.
+        ArgumentError: A pattern matches no file.
     """
     with needs("webdataset", "reading WebDataset tars: "):
         import webdataset.shardlists  # type: ignore[import-untyped]
@@ -256,7 +256,4 @@ def expand(urls: Paths) -> list[str]:
     if isinstance(urls, Iterable):
         braces = webdataset.shardlists.expand_urls
         urls = [name for url in urls for name in braces(os.fspath(url))]
-    names = matched(urls)
-    if not names:
-        raise ArgumentError(f"urls={urls!r} names no shard. Give at least one.")
-    return names
+    return matched(urls)

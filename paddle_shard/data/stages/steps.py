@@ -124,8 +124,6 @@ class Unbatch(Transform):
         for group in items:
             if isinstance(group, Unreadable):
                 yield from group.items or (group,)
-            elif isinstance(group, list | tuple):
-                yield from group
             else:
                 yield from self._read(group, opening, key, numbers)
 
