@@ -19,7 +19,6 @@ from paddle_shard.data.files.files import (
     within_their_folder,
 )
 from paddle_shard.data.stages.stage import (
-    Damaged,
     Opening,
     PartsSource,
     Samples,
@@ -67,7 +66,7 @@ class ShardSource(PartsSource):
         Args:
             names: The shards, each once: paths, URLs, or any names that `read` understands.
             read: Called with a name and a number of samples to skip; returns an iterator over the other samples. Each
-                call must give the same samples.
+                call must give the same samples. An exception replaces a sample that cannot be read, if the next can.
             files: The file that contains each shard, if a shard is less than a file; None: each shard is a file.
             counts: Number of samples of each shard. With counts, parts are equal, their lengths are known, and skipping
                 is cheap. A shard with fewer or more samples is an error when its end is read.
@@ -227,10 +226,10 @@ class ShardSource(PartsSource):
                         if num_more:
                             raise _miscounted(name, length + num_more, length)
                         what = ""
-                    if isinstance(item, Damaged):
+                    if isinstance(item, Exception):
                         if not opening.skip_errors:
-                            raise item.error
-                        item = Unreadable(f"{redacted(name)}: {described(item.error)}")
+                            raise item
+                        item = Unreadable(f"{redacted(name)}: {described(item)}")
                     yield item
                     offset += 1
                     if offset == end:

@@ -13,10 +13,9 @@ from paddle_shard.data.files.counts import FileReader, count_files
 from paddle_shard.data.files.files import Path, Paths, matched
 from paddle_shard.data.files.host_cache import check_cache_dir
 from paddle_shard.data.files.shards import ShardSource
-from paddle_shard.data.stages.stage import Damaged
 
 Placed = Iterator[tuple[int, Any]]
-"""Samples, each with the byte where it begins."""
+"""Samples, each with the byte where it begins. An exception replaces one that cannot be read, if the next one can."""
 
 
 class TextFormat(NamedTuple):
@@ -122,10 +121,8 @@ def _json_values(text: _Text) -> Placed:
         try:
             value = json.loads(line)
         except json.JSONDecodeError as error:
-            value = Damaged(
-                ValueError(
-                    f"the line at byte {start} is not JSON: {error.msg} at column {error.colno}"
-                )
+            value = ValueError(
+                f"the line at byte {start} is not JSON: {error.msg} at column {error.colno}"
             )
         yield start, value
 
@@ -138,7 +135,7 @@ def _dicts(text: _Text) -> Placed:
     for start, row in rows:
         yield (
             start,
-            row if isinstance(row, Damaged) else dict(zip(names, row, strict=True)),
+            row if isinstance(row, Exception) else dict(zip(names, row, strict=True)),
         )
 
 
@@ -170,7 +167,7 @@ def _rows(text: _Text) -> Placed:
             what = (
                 f"the row at byte {begins[0]} has {len(row)} fields, the first {width}"
             )
-            yield begins[0], Damaged(ValueError(what))
+            yield begins[0], ValueError(what)
 
 
 LINES = TextFormat("lines", _lines, _lines)

@@ -119,13 +119,6 @@ class Unreadable:
     """If this replaces a group, the samples of the group; at least one is an `Unreadable`."""
 
 
-class Damaged(NamedTuple):
-    """What a source yields for a sample that it cannot read, if it can read the next one."""
-
-    error: Exception
-    """Says where it is."""
-
-
 class Stated(NamedTuple):
     """A sample, and the state of the library that read it; reading resumes after the sample."""
 
