@@ -94,8 +94,11 @@ def describe_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     if before["digest"] != files["digest"]:
         files_before = list(map(list, before["first"]))
         others = [entry for entry in files["first"] if list(entry) not in files_before]
-        which = f" (name, bytes, version: {others[0]})" if others else ""
-        return f"one of its files is another than it was{which}"
+        which = "one of its files"
+        if others:
+            name, size, tag = others[0]
+            which = f"{name} ({size} bytes, version {tag})"
+        return f"{which} is another than it was"
     digests = dict(map(tuple, saved.get("samples", ())))
     names = [
         f"sample {name}"

@@ -262,9 +262,7 @@ def test_options_of_any_type_are_in_the_record(tmp_path):
     assert (line["sizes"], line["dealt"]) == ([[0, 4], [16, 8]], True)
     (found,) = asked("show", tmp_path / "run.jsonl", "--step", 5, "--json")["delivered"]
     assert (found["ranks"], found["samples"]) == (None, list(range(24, 32)))
-    text = asked("verify", tmp_path / "run.jsonl")
-    assert "exactly once" in text
-    assert "is not compared: rows are balanced" in text
+    assert "exactly once" in asked("verify", tmp_path / "run.jsonl")
 
 
 def test_a_step_writes_nothing(tmp_path):
@@ -444,9 +442,8 @@ def test_a_sample_that_could_not_be_read_fails_the_verification(tmp_path):
         return index
 
     list(loader_of(tmp_path / "run.jsonl", function=broken, on_error="skip"))
-    assert (
-        "1 samples of data rank 0 of 1 at positions [0, 46) could not be read"
-        in asked("verify", tmp_path / "run.jsonl", code=1)
+    assert "1 samples at positions [0, 46) could not be read" in asked(
+        "verify", tmp_path / "run.jsonl", code=1
     )
 
 
@@ -469,7 +466,7 @@ def test_what_was_read_is_compared_with_the_order(whole, tmp_path):
             entry[5][2] ^= 1
 
     path = written_anew(whole, tmp_path / "run.jsonl", with_other_sums)
-    assert "other samples than those of the order" in asked("verify", path, code=1)
+    assert "is not what the order has there" in asked("verify", path, code=1)
 
 
 def test_a_position_that_no_epoch_has_is_told_at_once(whole, tmp_path):

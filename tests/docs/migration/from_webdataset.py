@@ -104,7 +104,12 @@ def windows(new, old):
 
 @case(WEBDATASET, 'dataset.decode("rgb8")')
 def their_decoders(new, old):
-    stream = new(stream=Stream.webdataset(tars(), shuffle_shards=False))
+    autodecode = pytest.importorskip("webdataset.autodecode")
+    stream = new(
+        stream=Stream.webdataset(tars(), shuffle_shards=False),
+        Decoder=autodecode.Decoder,
+        imagehandler=autodecode.imagehandler,
+    )
     for ours, other in zip(stream, theirs(old), strict=True):
         assert {key: ours[key] for key in ("txt", "cls")} == {
             key: other[key] for key in ("txt", "cls")
