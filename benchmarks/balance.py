@@ -19,7 +19,7 @@ RANKS, ROWS, STEPS = 8, 16, 200
 
 def lengths(median, sigma, most):
     drawn = np.random.default_rng(0).lognormal(
-        np.log(median), sigma, (STEPS, RANKS * ROWS, 1)
+        np.log(median), sigma, (STEPS, RANKS * ROWS)
     )
     return np.minimum(drawn, most)
 
@@ -28,18 +28,11 @@ COSTS = {
     "lengths: median 400, sigma 1, cut at 4096": lengths(400, 1, 4096),
     "log-normal, sigma 1, not cut": lengths(1, 1, np.inf),
     "squares of the cut lengths": lengths(400, 1, 4096) ** 2,
-    "two columns: lengths, and 0 to 4 images": np.concatenate(
-        [
-            lengths(400, 1, 4096),
-            np.random.default_rng(1).integers(0, 5, (STEPS, RANKS * ROWS, 1)),
-        ],
-        axis=2,
-    ),
 }
 
 
 def back_and_forth(costs, ranks):
-    order = np.argsort(-costs[:, 0], kind="stable").reshape(-1, ranks)
+    order = np.argsort(-costs, kind="stable").reshape(-1, ranks)
     order[1::2] = order[1::2, ::-1]
     return order.T.reshape(-1)
 
@@ -61,12 +54,8 @@ def imbalance(step, way):
 
 
 def least(step):
-    bound = (
-        (step.max(axis=0) + np.sort(step, axis=0)[: ROWS - 1].sum(axis=0))
-        / step.sum(axis=0)
-        * RANKS
-    )
-    return max(1.0, float(bound.max()))
+    bound = (step.max() + np.sort(step)[: ROWS - 1].sum()) / step.sum() * RANKS
+    return max(1.0, float(bound))
 
 
 def main():

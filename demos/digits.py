@@ -73,7 +73,7 @@ def train_dynamic(loader, mesh, bar):
 
 
 def train_static(loader, mesh, bar):
-    from paddle_shard.testing import cpu_static
+    from cpu_static import cpu_static
 
     layer, optimizer = new_model(mesh)
     losses = []

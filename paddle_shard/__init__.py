@@ -22,7 +22,6 @@ if TYPE_CHECKING:  # what type checkers and editors see of the names below
     from paddle_shard.extras.buckets import BucketBatchSampler as BucketBatchSampler
     from paddle_shard.extras.checkpoints import Checkpoints as Checkpoints
     from paddle_shard.extras.ray_readers import RayReaders as RayReaders
-    from paddle_shard.extras.sequence import SequenceSplit as SequenceSplit
     from paddle_shard.extras.state_tensor import state_from_tensor as state_from_tensor
     from paddle_shard.extras.state_tensor import state_to_tensor as state_to_tensor
     from paddle_shard.extras.trainers import TrainerCallback as TrainerCallback
@@ -44,7 +43,6 @@ _LAZY = {
     "Mixture": "paddle_shard.data.mixture",
     "Packed": "paddle_shard.data.packed",
     "RayReaders": "paddle_shard.extras.ray_readers",
-    "SequenceSplit": "paddle_shard.extras.sequence",
     "ShardDataloader": "paddle_shard.loader.loader",
     "ShardIterator": "paddle_shard.loader.iteration",
     "ShardOptions": "paddle_shard.data.external",

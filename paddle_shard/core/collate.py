@@ -50,19 +50,19 @@ def collate(
     """
     first = samples[0]
     if isinstance(first, TEXT):
-        _check(samples, TEXT, path)
+        _check_types(samples, TEXT, path)
         return list(samples)
     if isinstance(first, _NUMERIC):
-        if not _check(samples, _NUMERIC, path) <= _OF_PYTHON:
+        if not _check_types(samples, _NUMERIC, path) <= _OF_PYTHON:
             check_dtypes(samples, path)
         rows = stack(samples, path)
         reject_uint16(rows, path)
         return rows
     if isinstance(first, Mapping):
-        _check(samples, Mapping, path)
+        _check_types(samples, Mapping, path)
         if any(sample.keys() != first.keys() for sample in samples):
             keys = _some(sorted(sample, key=str) for sample in samples)
-            raise ValueError(f"samples differ in their keys{_at(path)}: {keys}")
+            raise ValueError(f"samples differ in their keys{_at_field(path)}: {keys}")
         fields = {
             key: collate(
                 [sample[key] for sample in samples], stack_other, f"{path}[{key!r}]"
@@ -71,12 +71,13 @@ def collate(
         }
         return rebuild(first, fields)
     if is_sequence(first):
-        _check(samples, Sequence, path, but=TEXT)
+        _check_types(samples, Sequence, path, but=TEXT)
         if len(set(map(len, samples))) > 1:
             lengths = _some(map(len, samples))
             raise ValueError(
-                f"samples differ in their number of fields{_at(path)}: {lengths}. A list is a structure of fields, as "
-                "in Paddle. If it is a row of numbers, make an array of it (Hugging Face: with_format('numpy')), and "
+                f"samples differ in their number of fields{_at_field(path)}: {lengths}. A list is a structure "
+                "of fields, as in Paddle. If it is a row of numbers, make an array of it (Hugging Face: "
+                "with_format('numpy')), and "
                 "pad rows of different lengths in a collate_fn; see pad_to=."
             )
         columns = enumerate(zip(*samples, strict=True))
@@ -98,12 +99,14 @@ def cannot_stack(samples: Sequence[Any], path: str) -> TypeError:
         for sample in samples
     )
     return TypeError(
-        f"cannot stack {' and '.join(kinds)}{_at(path)}: give every sample arrays or numbers of one type there (of "
-        "Hugging Face: set_transform), leave the field out, or give the loader a collate_fn."
+        f"cannot stack {' and '.join(kinds)}{_at_field(path)}: give every sample arrays or numbers of one type there "
+        "(of Hugging Face: set_transform), leave the field out, or give the loader a collate_fn."
     )
 
 
-def _check(samples: Sequence[Any], kind: Any, path: str, but: Any = ()) -> set[type]:
+def _check_types(
+    samples: Sequence[Any], kind: Any, path: str, but: Any = ()
+) -> set[type]:
     """Return the types of the samples, nearly always one; an error unless all are of this kind."""
     types = set(map(type, samples))
     for sample_type in types:
@@ -134,7 +137,7 @@ def check_dtypes(samples: Sequence[Any], path: str) -> None:
     if not any(kind in _NOT_NUMBERS for kind in kinds):
         names = _some(str(dtype).rpartition(".")[2] for dtype in dtypes)
         raise ValueError(
-            f"samples differ in their dtype{_at(path)}: {names}. Give all samples, of all sources, one dtype, in "
+            f"samples differ in their dtype{_at_field(path)}: {names}. Give all samples, of all sources, one dtype, in "
             "the data set or in a collate_fn."
         )
 
@@ -155,7 +158,7 @@ def stack(samples: Sequence[Any], path: str) -> Any:
         if len(set(map(np.shape, samples))) == 1:
             raise cannot_stack(samples, path)
         raise ValueError(
-            f"samples of different shapes cannot be stacked{_at(path)}: {_some(map(np.shape, samples))}. "
+            f"samples of different shapes cannot be stacked{_at_field(path)}: {_some(map(np.shape, samples))}. "
             "Pad them to one shape, in the data set or in a collate_fn."
         )
     if rows.dtype.kind in _NOT_NUMBERS:  # arrays may hold texts or objects, if all do
@@ -168,7 +171,7 @@ def stack(samples: Sequence[Any], path: str) -> Any:
     return rows
 
 
-def _at(path: str) -> str:
+def _at_field(path: str) -> str:
     return f" at field {path}" if path else ""
 
 

@@ -40,9 +40,9 @@ def costs_of(balance: Any, dataset: Any) -> SampleCosts:
         raise ArgumentError(
             f"balance must be a function of ids, or numbers: {error}."
         ) from None
-    if costs.dtype.kind not in "iuf" or costs.ndim not in (1, 2) or 0 in costs.shape:
+    if costs.dtype.kind not in "iuf" or costs.ndim != 1:
         raise ArgumentError(
-            "balance must be a function of ids, or numbers: [samples] or [samples, columns], got "
+            "balance must be a function of ids, or one number for each sample, got "
             f"{costs.dtype} of shape {costs.shape}."
         )
     length = length_or_none(dataset)
@@ -50,7 +50,7 @@ def costs_of(balance: Any, dataset: Any) -> SampleCosts:
         raise ArgumentError(
             f"balance has {len(costs)} costs, but the {type(dataset).__name__} {length} samples."
         )
-    _check(costs, range(len(costs)))
+    _check_costs(costs, range(len(costs)))
     return SampleCosts(costs)
 
 
@@ -68,7 +68,7 @@ class SampleCosts:
             ids: Indices into the data set.
 
         Returns:
-            float64[samples, columns]
+            float64[samples]
 
         Raises:
             ArgumentError: The user's function returns something else, or an id is not an index of the array.
@@ -78,19 +78,15 @@ class SampleCosts:
                 raise ArgumentError(
                     f"balance is an array, but the samples' ids are {ids[:4]}. Give a function of ids."
                 )
-            return np.asarray(self.costs[ids].reshape(len(ids), -1), np.float64)
+            return np.asarray(self.costs[ids], np.float64)
         costs = np.asarray(self.costs(copy.copy(ids)))  # it may change them
-        if (
-            costs.dtype.kind not in "iuf"
-            or costs.ndim not in (1, 2)
-            or len(costs) != len(ids)
-        ):
+        if costs.dtype.kind not in "iuf" or costs.shape != (len(ids),):
             raise ArgumentError(
-                f"balance must return {len(ids)} numbers for {len(ids)} ids, one or a row of them for each; it "
-                f"returned {costs.dtype} of shape {costs.shape}."
+                f"balance must return {len(ids)} numbers for {len(ids)} ids; it returned "
+                f"{costs.dtype} of shape {costs.shape}."
             )
-        _check(costs, ids)
-        return costs.reshape(len(ids), -1).astype(np.float64)
+        _check_costs(costs, ids)
+        return costs.astype(np.float64)
 
     def fact(self) -> str:
         """Return a short text that differs if the costs do, which the ranks compare."""
@@ -103,10 +99,10 @@ class SampleCosts:
         return f"{list(balance.shape)} {zlib.crc32(some.tobytes()):08x}"
 
 
-def _check(costs: Any, ids: Any) -> None:
+def _check_costs(costs: Any, ids: Any) -> None:
     bad = ~(np.isfinite(costs) & (costs >= 0))
     if bad.any():
-        row = int(np.argwhere(bad)[0][0])
+        row = int(bad.argmax())
         raise ArgumentError(
             f"balance: a cost must be a number >= 0, got {costs[row]} for sample {ids[row]!r}."
         )

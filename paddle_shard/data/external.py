@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import json
 from collections import deque
@@ -79,9 +78,9 @@ def set_epoch_of(dataset: Any, opening: Opening) -> None:
         set_epoch(opening.epoch + opening.round * ROUND)
 
 
-def is_iterable_dataset(given: object) -> bool:
+def is_iterable_dataset(dataset: object) -> bool:
     """True if an object can only be iterated, even if it has a `__getitem__` that raises, as torch's streams have."""
-    return any(base.__name__ == "IterableDataset" for base in type(given).__mro__)
+    return any(base.__name__ == "IterableDataset" for base in type(dataset).__mro__)
 
 
 _begun: WeakValueDictionary[int, Any] = WeakValueDictionary()
@@ -90,18 +89,18 @@ _begun_builtin: deque[Any] = deque(maxlen=8)
 """The newest of those that allow no weak references, as most of Python's own types."""
 
 
-def iterate(given: IterableOrFunction) -> Samples:
+def iterate(iterable: IterableOrFunction) -> Samples:
     """Begin to iterate over an iterable, or over what a function returns.
 
     Raises:
         ArgumentError: It returns the iterator of an earlier epoch, which would continue where that has stopped.
     """
-    samples = iter(given if isinstance(given, Iterable) else given())
+    samples = iter(iterable if isinstance(iterable, Iterable) else iterable())
     if _begun.get(id(samples)) is samples or any(
         samples is other for other in _begun_builtin
     ):
         raise ArgumentError(
-            f"the __iter__ of this {type(given).__name__} has returned the iterator of an earlier pass, so samples "
+            f"the __iter__ of this {type(iterable).__name__} has returned the iterator of an earlier pass, so samples "
             "would be missing. Make a new iterator in __iter__, for example with `yield`."
         )
     try:
@@ -201,11 +200,11 @@ class ExternalSource(PartsSource):
             yield from batches
             return
         for number, batch in enumerate(batches, state["at"] + opening.skip + 1):
-            saved = _as_json(save(loader), name)
+            saved = _json_copy(save(loader), name)
             yield Stated(batch, {"version": VERSION, "at": number, "saved": saved})
 
 
-def _as_json(state: Any, name: str) -> Any:
+def _json_copy(state: Any, name: str) -> Any:
     """Return a copy of a library's state, which JSON must keep as it is."""
     try:
         copied = json.loads(json.dumps(state))
@@ -269,17 +268,6 @@ class IterableSource(Stage):
     def fingerprint(self) -> list[Any]:
         """Return the length of a list; nothing for anything else."""
         return [] if self._indexed is None else [["list", len(self._indexed)]]
-
-    @property
-    def files(self) -> list[str]:
-        """The first and the last item of a list of plain values: a rank may have been given a part of it."""
-        items = self._indexed
-        if not isinstance(items, list | tuple | range) or not items:
-            return []
-        with contextlib.suppress(TypeError, ValueError):  # no plain values
-            first, last = (json.dumps(item)[:100] for item in (items[0], items[-1]))
-            return [f"a list from {first} to {last}"]
-        return []
 
     def _items(self, opening: Opening) -> Samples:
         key = opening.key(0, "source")

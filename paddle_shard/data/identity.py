@@ -51,9 +51,9 @@ def identity_of_samples(
     chosen = _chosen_samples(plan, identity["length"])
     if digests is not None and chosen:
         name_of = getattr(dataset, "sample_name", repr)
-        known = zip(chosen, digests(chosen), strict=True)
+        named = zip(chosen, digests(chosen), strict=True)
         identity["samples"] = [
-            [str(name_of(sample)), digest] for sample, digest in known if digest
+            [str(name_of(sample)), digest] for sample, digest in named if digest
         ]
     return identity
 
@@ -81,23 +81,24 @@ def in_words(identity: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+def describe_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Return in words how data differs from what a saved state knows of it; empty if nothing is known to differ."""
     lengths = saved.get("length"), now.get("length")
     if None not in lengths and lengths[0] != lengths[1]:
         return f"it had {lengths[0]} samples, and has {lengths[1]} now"
-    files: dict[str, Any] = {"num": 0, "digest": "", "first": []}
-    files_before = saved.get("files", files)
-    files_now = now.get("files", files)
-    if files_before["num"] != files_now["num"]:
-        return f"it was {files_before['num']} files, and is {files_now['num']} now"
-    if files_before["digest"] != files_now["digest"]:
-        known = list(map(list, files_before["first"]))
-        for entry in files_now["first"]:
-            if list(entry) not in known:
-                name, size, tag = entry
-                return f"{name} ({size} bytes, version {tag}) is another than it was"
-        return "one of its files is another than it was"
+    nothing: dict[str, Any] = {"num": 0, "digest": "", "first": []}
+    before = saved.get("files", nothing)
+    files = now.get("files", nothing)
+    if before["num"] != files["num"]:
+        return f"it was {before['num']} files, and is {files['num']} now"
+    if before["digest"] != files["digest"]:
+        files_before = list(map(list, before["first"]))
+        others = [entry for entry in files["first"] if list(entry) not in files_before]
+        which = "one of its files"
+        if others:
+            name, size, tag = others[0]
+            which = f"{name} ({size} bytes, version {tag})"
+        return f"{which} is another than it was"
     digests = dict(map(tuple, saved.get("samples", ())))
     names = [
         f"sample {name}"

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from paddle_shard.core.checks import check_count
+from paddle_shard.core.checks import check_count, length_or_none
 from paddle_shard.data.arrays import NO_REPEAT, check_indexed
 from paddle_shard.data.packed import Packed
 from paddle_shard.errors import ArgumentError, ArgumentTypeError
@@ -137,8 +137,8 @@ class Mixture:
         Args:
             index: Its id in a loader's order, or a position of the first epoch.
         """
-        name, at = self.sample_name(index)
-        return self.sources[name][at]
+        name, number = self.sample_name(index)
+        return self.sources[name][number]
 
     def sample_name(self, index: int) -> tuple[str, int]:
         """Return (source, index in the source) of a sample, which errors and logs show.
@@ -146,8 +146,8 @@ class Mixture:
         Args:
             index: What `__getitem__` takes.
         """
-        source, at = self.locate(index)
-        return self._names[source], at
+        source, number = self.locate(index)
+        return self._names[source], number
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what the samples of packed sources depend on, by source, for a saved state: JSON-able."""
@@ -199,40 +199,27 @@ DROPPED_OF_MIXTURE = (
 
 
 def _check_rows(sources: Mapping[str, Any]) -> None:
-    """Refuse packed sources whose rows have other shapes, which no batch could hold."""
-    packed = {
-        name: source.rows
+    """Reject packed sources whose rows have `cu_seqlens` of different sizes, which no batch could hold."""
+    sizes = {
+        name: source.rows.most_pieces
         for name, source in sources.items()
         if isinstance(source, Packed)
     }
-    for field in ("length", "labels", "most_pieces"):
-        values = {name: getattr(rows, field) for name, rows in packed.items()}
-        if len(set(values.values())) > 1:
-            fix = f"the same {field}="
-            if field == "most_pieces":
-                fix = f"max_pieces={max(values.values())}"
-            raise ArgumentError(
-                f"Mixture: the packed sources have rows of different forms: {field.replace('_', ' ')} {values}. Give "
-                f"every Packed {fix}."
-            )
+    if len(set(sizes.values())) > 1:
+        raise ArgumentError(
+            f"Mixture: rows of the packed sources have room for different numbers of pieces, {sizes}. Give every "
+            f"Packed max_pieces={max(sizes.values())}."
+        )
 
 
 def _length(name: str, source: Any) -> int:
     streams = "Streams are mixed by paddle_shard.Stream.mixture."
     check_indexed(f"Mixture: source {name!r}", source, streams)
-    try:
-        length = len(source)
-    except Exception as error:  # a Stream's says that it has none, and so do Paddle's iterable data sets
-        raise ArgumentTypeError(
-            f"Mixture: source {name!r} has no length ({type(error).__name__}: {error}). {streams}"
-        ) from error
+    length = length_or_none(source)
+    if length is None:  # a Stream's raises, and those of Paddle's iterable data sets
+        raise ArgumentTypeError(f"Mixture: source {name!r} has no length. {streams}")
     if not 1 <= length <= MAX_LENGTH:
-        way_out = (
-            f"It is repeated without an end? {NO_REPEAT}"
-            if length
-            else "Leave an empty source out."
-        )
         raise ArgumentError(
-            f"Mixture: source {name!r} must have 1 to 2^40 samples, got {length}. {way_out}"
+            f"Mixture: source {name!r} must have 1 to 2^40 samples, got {length}. {NO_REPEAT}"
         )
     return length

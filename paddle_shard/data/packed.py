@@ -13,7 +13,6 @@ import numpy.typing as npt
 
 from paddle_shard.core.checks import check_count, listed
 from paddle_shard.core.randomness import kept
-from paddle_shard.core.warn_once import warn_once
 from paddle_shard.data.arrays import check_indexed
 from paddle_shard.data.stages.pack import LONG, PackedRows, tokens_of
 from paddle_shard.errors import ArgumentError, described
@@ -92,7 +91,7 @@ class Packed:
             )
         self.documents = documents
         """The documents, as given."""
-        counts = _lengths(documents, lengths, key)
+        counts = _count_tokens(documents, lengths, key)
         self.lengths = counts
         """The tokens of each document, also of those that are in no row."""
         too_long = counts > check_count("length", length)
@@ -107,11 +106,6 @@ class Packed:
         """Documents that were left out since they are longer than a row."""
         if self.num_dropped:
             counts = np.where(too_long, 0, counts)
-            warn_once(
-                "Packed: %d of %d documents are longer than a row and left out",
-                num_long,
-                len(counts),
-            )
         self.packing = Packing(counts, length, window)
         """The plan of the rows: which pieces of which documents each row holds."""
         most = self.packing.most_pieces
@@ -211,16 +205,10 @@ class Packed:
                 f"{what} has {num_tokens} tokens, but {expected} by lengths=. Count again (leave lengths= out). "
                 "Documents of random length can be packed by Stream.pack."
             )
-        fields = self.rows.fields(document, what, self._token_fields)
-        if isinstance(document, dict) and not fields.keys() >= document.keys():
-            warn_once(
-                "Packed: fields without an entry for each token are left out of the rows: %s",
-                ", ".join(sorted(map(str, document.keys() - fields.keys()))),
-            )
-        return fields
+        return self.rows.fields(document, what, self._token_fields)
 
 
-def _lengths(documents: Any, lengths: Any, key: str) -> npt.NDArray[Any]:
+def _count_tokens(documents: Any, lengths: Any, key: str) -> npt.NDArray[Any]:
     """Return the number of tokens of each document: int[number of documents].
 
     Args:
@@ -232,13 +220,13 @@ def _lengths(documents: Any, lengths: Any, key: str) -> npt.NDArray[Any]:
         ArgumentError: There are more or fewer numbers than documents, or a document cannot be counted.
     """
     if lengths is not None:
-        given = np.asarray(lengths)
-        if given.shape != (len(documents),):
+        counts = np.asarray(lengths)
+        if counts.shape != (len(documents),):
             raise ArgumentError(
                 f"Packed: lengths must have an entry for each of the {len(documents)} documents, got shape "
-                f"{list(given.shape)}."
+                f"{list(counts.shape)}."
             )
-        return given
+        return counts
     counted = np.empty(len(documents), np.int64)
     for number in range(len(documents)):
         try:

@@ -28,10 +28,10 @@ from paddle_shard.data.files.text import (
     LINES,
     text_source,
 )
-from paddle_shard.data.files.webdataset import Decode, webdataset_source
+from paddle_shard.data.files.webdataset import webdataset_source
 from paddle_shard.data.stages import (
-    Batch,
     Filter,
+    Group,
     Map,
     Pack,
     Repeat,
@@ -222,12 +222,8 @@ class Stream(paddle.io.IterableDataset):
             options: The options of all streams of files:
 
                 - `shuffle_shards` (bool, True): permute the files, in another order each epoch.
-                - `resample` (bool, False): each part is an endless stream of files, sampled with replacement; set
-                  `num_batches=`.
                 - `cache_dir` (path, None): a folder in which copies of remote files are kept, for all ranks and
                   workers of the host: each file is downloaded once. A copy is not compared with its server again.
-                - `cache_bytes` (int, None): most bytes that all copies in the folder may have; where they have reached
-                  it, other files are read from their servers. None: no limit.
 
         Raises:
             ArgumentError: There is no file, or none that matches a pattern.
@@ -267,8 +263,7 @@ class Stream(paddle.io.IterableDataset):
         cls,
         urls: Paths,
         *,
-        index: Path | bool | None = None,
-        select: Callable[[str], bool] | None = None,
+        index: Path | Literal[False] | None = None,
         **options: Unpack[FileOptions],
     ) -> Stream:
         """Return a stream of the raw samples of tars: dicts of bytes by file ending, with `__key__` and `__url__`.
@@ -276,12 +271,9 @@ class Stream(paddle.io.IterableDataset):
         Args:
             urls: Paths, `http(s)://` URLs, or URLs that fsspec opens (`s3://`, ...). Braces (`{000..009}`) and patterns
                 of local files are expanded.
-            index: An index file, which `paddle-shard index` makes; True: `index.json` beside the first tar. With an
-                index, parts are equal, their lengths are known, and a resume is cheap. None: count
-                the tars now by their headers, if all are local, none is compressed, and neither `select` nor
-                `resample` is given. False: count nothing.
-            select: Called with a member's name; True: the member is read. None: all members are read. An index does
-                not fit if whole samples are left out.
+            index: An index file, which `paddle-shard index` makes. With an index, parts are equal, their lengths are
+                known, and a resume is cheap. None: count the tars now by their headers, if all are local and none is
+                compressed. False: count nothing.
             options: The same as for `lines`. Samples keep their order within a tar: add a `shuffle` stage to permute
                 them, too.
 
@@ -292,9 +284,10 @@ class Stream(paddle.io.IterableDataset):
 
         Examples:
             >>> tars = Stream.webdataset("data/train-{000..099}.tar")  # doctest: +SKIP
-            >>> stream = tars.shuffle(1000).decode("rgb8").map(lambda s: (s["jpg"], s["cls"]))  # doctest: +SKIP
+            >>> from webdataset.autodecode import Decoder, imagehandler  # doctest: +SKIP
+            >>> stream = tars.shuffle(1000).map(Decoder([imagehandler("rgb8")]))  # doctest: +SKIP
         """
-        return cls(webdataset_source(urls, index=index, select=select, **options))
+        return cls(webdataset_source(urls, index=index, **options))
 
     @classmethod
     def parquet(
@@ -348,29 +341,6 @@ class Stream(paddle.io.IterableDataset):
         return cls(HuggingFaceSource(dataset))
 
     # Stages
-
-    def decode(
-        self,
-        *handlers: str | Callable[[str, bytes], Any],
-        only: str | Sequence[str] | None = None,
-    ) -> Stream:
-        """Return the stream with raw WebDataset samples decoded, by WebDataset's own `decode`.
-
-        Args:
-            handlers: Names of WebDataset's image decoders ("pil", "rgb8", ...), or functions of (file ending with a
-                leading dot, bytes) that return None to leave a value to the next handler. After them, WebDataset's
-                decoders for txt, cls, json, npy, ... are tried. A value that no handler takes stays bytes.
-            only: File endings that are decoded; None: all.
-
-        Raises:
-            MissingDependencyError: webdataset is not installed.
-            ValueError: WebDataset does not know one of the names.
-
-        Examples:
-            >>> from paddle_shard import Stream
-            >>> stream = Stream.webdataset("data/*.tar").decode("rgb8", only=["jpg", "cls"])  # doctest: +SKIP
-        """
-        return self.map(Decode(*handlers, only=only))
 
     def map(self, function: Callable[[Any], Any]) -> Stream:
         """Return the stream with a function applied to each sample.
@@ -442,7 +412,7 @@ class Stream(paddle.io.IterableDataset):
             >>> list(Stream.of(range(5)).batch(2))
             [[0, 1], [2, 3], [4]]
         """
-        return self._then(Batch(self._stage, size))
+        return self._then(Group(self._stage, size))
 
     def unbatch(self) -> Stream:
         """Return the stream of the items of its samples.
@@ -543,15 +513,15 @@ class Stream(paddle.io.IterableDataset):
             >>> from paddle_shard import Stream
             >>> stream = Stream.of(range(100)).shuffle(10).in_parts(4)
         """
-        made = self._then(self._stage)
-        made._num_parts = check_count("num_parts", num_parts)
-        return made
+        stream = self._then(self._stage)
+        stream._num_parts = check_count("num_parts", num_parts)
+        return stream
 
     def _then(self, stage: Stage) -> Stream:
         """Return the stream with another last stage."""
-        made = copy.copy(self)
-        made._stage = stage
-        return made
+        stream = copy.copy(self)
+        stream._stage = stage
+        return stream
 
     def __repr__(self) -> str:
         names = [type(stage).__name__ for stage in self._stage.line()]

@@ -11,17 +11,16 @@ from paddle_shard.data.identity import (
     identity_of_samples,
     in_words,
 )
-from paddle_shard.data.samplers import PlanBatches, UserBatches
+from paddle_shard.data.samplers import PlanBatches
 from paddle_shard.errors import ArgumentError, SplitError, UnequalEndsError
 from paddle_shard.loader.placing import Placing, StreamPlacing
 from paddle_shard.loader.setup import LoaderSetup
-from paddle_shard.loader.source import knows_no_rank
 from paddle_shard.loader.step_messages import StepMessages
 from paddle_shard.loader.step_pass import Feed, StepPass
 from paddle_shard.plan.shard_plan import num_skipped
 from paddle_shard.plan.state import LoaderState
 from paddle_shard.plan.step import Step
-from paddle_shard.ranks.agreeing import gather_payloads, open_agreement, report_failure
+from paddle_shard.ranks.agreeing import open_agreement, report_failure
 from paddle_shard.ranks.agreement import Agreement
 from paddle_shard.ranks.reports import AgreementConfig
 from paddle_shard.reading.batch import Batch
@@ -40,7 +39,6 @@ class _Steps(NamedTuple):
 
 def begin(setup: LoaderSetup, start: LoaderState) -> StepPass:
     """Return the steps from a position on; it yields placed batches."""
-    _settle_draws(setup, start)
     steps = _steps_from(setup, start)
     place: Callable[[Batch], Batch] = Placing(setup, start)
     if setup.source.stream is not None:
@@ -136,26 +134,6 @@ def _note_identity(setup: LoaderSetup, executor: Executor | None) -> None:
     plan = source.batches.plan_of(LoaderState())
     dataset = setup.dataloader.dataset
     setup.run.note_identity(identity_of_samples(dataset, plan, reads.digests))
-
-
-def _settle_draws(setup: LoaderSetup, start: LoaderState) -> None:
-    """Find out, once, whether the sampler of data that is split already draws for its data rank alone.
-
-    All ranks seed it alike at first. If it yields the same on all data ranks, it does not know its rank, as the
-    PKSampler of PaddleClas: what it draws is meant for one rank. If not, it cuts its rows out of a common order.
-    (Paddle's plain ones yield each sample once: if it is the same on two data ranks, the data is not split after all.)
-    """
-    batches = setup.source.batches
-    row_layout = setup.row_layout
-    if not (setup.source.split and isinstance(batches, UserBatches)):
-        return
-    is_alone = row_layout.num_data_ranks == 1 or setup.is_alone
-    if batches.draws_for or is_alone or knows_no_rank(batches.batch_sampler):
-        return
-    drawn = batches.first_draw(start.epoch)
-    of_ranks = set(gather_payloads(setup.ranks, drawn, setup.timeout, "iter(loader)"))
-    if of_ranks != {""}:
-        batches.draws_for.append((row_layout.data_rank,) if len(of_ranks) == 1 else ())
 
 
 def _open_agreement(

@@ -16,7 +16,6 @@ from paddle.profiler.utils import in_profiler_mode
 
 from paddle_shard.core.trees import named_leaves
 from paddle_shard.core.warn_once import warn_once
-from paddle_shard.data.files.shards import ShardSource
 from paddle_shard.errors import (
     ArgumentError,
     BatchStructureError,
@@ -30,7 +29,6 @@ from paddle_shard.loader.step_pass import StepPass, past_the_end
 from paddle_shard.placement.device import DeviceWatch
 from paddle_shard.placement.local_tensor import TensorMaker
 from paddle_shard.plan.shard_plan import ShardPlan
-from paddle_shard.plan.state import LoaderState
 from paddle_shard.ranks.agreeing import report_failure
 from paddle_shard.reading.batch import Batch
 from paddle_shard.reading.source import Source
@@ -83,7 +81,7 @@ class ShardIterator:
     @property
     def step(self) -> int:
         """Number of steps of the epoch so far, including those before a resume and skipped ones."""
-        return self._progress.at.steps
+        return self._progress.position.steps
 
     def __repr__(self) -> str:
         state = "closed" if self._progress.closed else "open"
@@ -160,7 +158,7 @@ class ShardIterator:
             except Exception as failure:  # of the user's sampler
                 report_failure("the end of its loop failed", failure, self._setup.ranks)
                 raise
-            _warn_if_uneven(self._setup, self.epoch)
+            _warn_if_uneven(self._setup)
             return
         if isinstance(error, Exception):
             self._failure = described(error).partition("\n")[0][:_MOST_TEXT]
@@ -207,32 +205,23 @@ class ShardIterator:
             self.close()
 
 
-def _warn_if_uneven(setup: LoaderSetup, epoch: int) -> None:
-    """Log, at the end of an epoch of a stream, which share is padding or was dropped: once, and if it is more."""
+def _warn_if_uneven(setup: LoaderSetup) -> None:
+    """Log, at the end of an epoch of a stream, which share of the rows was padding: once, and if it is more."""
     stream = setup.source.stream
-    if stream is None or stream.whole_items:
+    if stream is None or stream.whole_items or not stream.plan.ending.pads:
         return
-    policy = stream.plan.ending
-    source = stream.stage.source
-    is_first_rank = setup.row_layout.global_rank == 0
     counts = setup.stats.epoch
     rows = counts.samples + counts.padding + counts.skipped
-    share = 0.0
-    effect = "of this rank's rows were padding"
-    if policy.pads and counts.padding * counts.batches >= rows > 0:  # a whole batch
-        share = counts.padding / rows
-    elif policy.drops and is_first_rank and isinstance(source, ShardSource):
-        effect = "of the data, by its files' sizes, was dropped"
-        sizes = source.part_sizes(stream.opening(LoaderState(epoch=epoch)))
-        if sizes and any(sizes):
-            share = 1 - min(sizes) * len(sizes) / sum(sizes)
+    if counts.padding * counts.batches < rows:  # less than a whole batch
+        return
+    share = counts.padding / max(1, rows)
     if share > max(_MUCH, setup.stats.most_uneven):
         setup.stats.most_uneven = share
         warn_once(
-            f"tail={policy!r}: {share:.0%} {effect}, since the stream's {stream.plan.num_parts} parts end at different "
-            "times. Parts are alike if their files are counted (counts=True; for tars index=, made by `paddle-shard "
-            "index`), if there are fewer parts (in_parts()), or many files of one size. With tail='repeat' or "
-            "num_batches= nothing is lost."
+            f"tail='pad': {share:.0%} of this rank's rows were padding, since the stream's {stream.plan.num_parts} "
+            "parts end at different times. Parts are alike if their files are counted (counts=True; for tars index=, "
+            "made by `paddle-shard index`), if there are fewer parts (in_parts()), or many files of one size. With "
+            "tail='repeat' or num_batches= nothing is lost."
         )
 
 

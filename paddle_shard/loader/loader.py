@@ -288,7 +288,7 @@ class ShardDataloader(PaddleShardDataloader):
         """Return what the run has drawn of each source of a `Mixture`, up to the last batch that was delivered.
 
         Samples of skipped steps, and those that the tail of an earlier epoch dropped, keep their place in
-        the mixture, so they count as drawn. `certificate().sources` counts what an epoch delivers.
+        the mixture, so they count as drawn.
 
         Returns:
             Name -> what was drawn, with the attributes `drawn`, `share`, `weight` and `epochs`, over all ranks and

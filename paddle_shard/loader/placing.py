@@ -101,7 +101,7 @@ class Placing:
             source.split
             and isinstance(source.batches, UserBatches)
             and isinstance(source.custom_sampler, paddle.io.DistributedBatchSampler)
-            and not source.batches.draws_for
+            and not source.batches.rank_seed
         )
 
 

@@ -168,15 +168,6 @@ def is_plain(batch_sampler: Any) -> bool:
     return type(sampler) is paddle.io.SequenceSampler
 
 
-def knows_no_rank(batch_sampler: Any) -> bool:
-    """Return whether a batch sampler, and those inside it, are Paddle's plain ones."""
-    sampler = batch_sampler
-    while type(sampler) is paddle.io.BatchSampler:
-        sampler = sampler.sampler
-    plain = (paddle.io.RandomSampler, paddle.io.SequenceSampler)
-    return type(sampler) in plain and getattr(sampler, "generator", None) is None
-
-
 def _reject_for_sampler(
     sampler: Any, tail: str | None, batch_size: Any, shuffle: Shuffle | None
 ) -> None:
@@ -294,11 +285,14 @@ def _user_batches(
                 num_data_ranks=num_data_ranks,
                 accumulation=accumulation,
             ).num_steps
+    rank_seed: tuple[int, ...] = ()
     if own_data_rank is None:
         lengths = _lengths(dataset, sampler, has_size=nominal is not None)
     else:  # the sampler of another data rank has a state of its own
         has_state = owner_of(sampler) is not None
         lengths = {"data_rank": own_data_rank} if has_state else {}
+        if getattr(sampler, "draws_for_rank", False):
+            rank_seed = (own_data_rank,)
     return UserBatches(
         batch_sampler=sampler,
         num_data_ranks=num_data_ranks,
@@ -313,6 +307,7 @@ def _user_batches(
         consecutive=consecutive,
         dataset=dataset,
         lengths=lengths,
+        rank_seed=rank_seed,
         balance_rows=balance_rows,
     )
 

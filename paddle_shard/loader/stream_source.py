@@ -15,7 +15,7 @@ from paddle.distributed.auto_parallel.api import ShardDataloader
 
 from paddle_shard.core.warn_once import warn_once
 from paddle_shard.data.external import ExternalLoader, ExternalSource
-from paddle_shard.data.stages import Batch, Repeat, Stripe
+from paddle_shard.data.stages import Group, Repeat, Stripe
 from paddle_shard.data.stages.cut import chosen_num_parts, cut
 from paddle_shard.data.stages.stage import Stage
 from paddle_shard.data.stream import Stream, last_stage
@@ -142,7 +142,7 @@ def read_stream(
     policy = find_tail(tail, stream=True, drop_last=dataloader.drop_last)
     accumulation = int(getattr(dataloader.batch_sampler, "_acc_steps", 1))
     micro_rows = _micro_rows(dataloader, is_split=is_split)
-    if micro_rows is None and isinstance(stage, Batch):
+    if micro_rows is None and isinstance(stage, Group):
         micro_rows = stage.size
         stage = stage.upstream
     num_workers = dataloader.num_workers
@@ -227,7 +227,7 @@ def _check_has_end(stage: Stage, row_layout: FieldLayout, *, is_split: bool) -> 
         )
     if stage.endless:
         raise ArgumentError(
-            "num_batches is missing: the stream has no end (it is resampled, or repeated without a number), so say how "
+            "num_batches is missing: the stream has no end (it is repeated without a number), so say how "
             "many batches an epoch has."
         )
 

@@ -173,10 +173,10 @@ class BlockOrder(Order):
             place[late] = self._in_rows + beyond - self._rests[part[late]]
         place += self._starts[part]
         window, offset = self._offsets(part, place)
-        table, at = np.divmod(offset, TABLE)
+        table, place_in_table = np.divmod(offset, TABLE)
         samples: Indices = np.empty_like(place)
         for chosen, key in _runs(place, part, window, table):
-            samples[chosen] = self._table(*key)[at[chosen]]
+            samples[chosen] = self._table(*key)[place_in_table[chosen]]
         return samples.reshape(positions.shape)
 
     def inverse(self, samples: Indices) -> Indices:
@@ -229,8 +229,10 @@ class BlockOrder(Order):
         places = first + mixing(np.arange(number * TABLE, stop))
         slots = self._slot(places)
         # A block has many places here: each is computed once.
-        distinct, at = np.unique(slots, return_inverse=True)
-        return self._blocks(distinct)[at] * self._size + places - self._start(slots)
+        distinct, numbers = np.unique(slots, return_inverse=True)
+        return (
+            self._blocks(distinct)[numbers] * self._size + places - self._start(slots)
+        )
 
 
 _block_order = lru_cache(maxsize=4)(BlockOrder)

@@ -16,11 +16,10 @@ import numpy as np
 
 from paddle_shard.plan.mixture import Mixing
 from paddle_shard.plan.order import Indices
-from paddle_shard.plan.partition import slice_rows
 from paddle_shard.plan.seeding import derive_seed
-from paddle_shard.plan.shard_plan import ShardPlan, global_batch, skipped_positions
+from paddle_shard.plan.shard_plan import ShardPlan, skipped_positions
 from paddle_shard.plan.skips import Ranges, union, without
-from paddle_shard.plan.step import Ids, as_ids, rank_steps
+from paddle_shard.plan.step import Ids, as_ids
 
 
 class Total(NamedTuple):
@@ -129,26 +128,6 @@ def added(*accounts: Account) -> Account:
     return joined
 
 
-def account_of_all(
-    epoch: int, stretches: Iterable[tuple[int, int, Ranges, ShardPlan | None]]
-) -> Account:
-    """Return the account of positions that all data ranks have delivered, as they were drawn.
-
-    Args:
-        epoch: The epoch.
-        stretches: (first position, position after the last, the skipped steps, the order by which they were
-            delivered; None if it is not known, so that only the number of samples is).
-    """
-    accounts: list[Account] = []
-    for first, end, skips, plan in stretches:
-        total = Total(end - first, end - first)
-        if plan is not None:
-            total = total_of_plan(plan, epoch, skips, first, end)
-        delivered = Delivered(((first, end),), (), total)
-        accounts.append(dict.fromkeys((ALL, DRAWN), delivered))
-    return added(*accounts)
-
-
 def account_to_json(account: Account) -> list[Any]:
     """Return an account as lists: [data rank, number of data ranks, resumed at, once, again, total] for each owner."""
     rows = [[*owner, *delivered] for owner, delivered in sorted(account.items())]
@@ -179,7 +158,7 @@ def merged(accounts: Iterable[tuple[Account, Account]]) -> tuple[Account, list[s
     """
     before, since = zip(*accounts, strict=True)
     problems: list[str] = []
-    known = _joined(
+    earlier = _joined(
         before,
         "the states that the ranks have loaded differ in what {} delivered: load states that were saved at the same "
         "step",
@@ -190,7 +169,7 @@ def merged(accounts: Iterable[tuple[Account, Account]]) -> tuple[Account, list[s
         "replicas of {} delivered different samples, or a different number",
         problems,
     )
-    return added(_of_all(known, problems), _of_all(new, problems)), problems
+    return added(_of_all(earlier, problems), _of_all(new, problems)), problems
 
 
 def _joined(
@@ -226,8 +205,8 @@ def _of_all(account: Account, problems: list[str]) -> Account:
         if missing:
             whole |= slices
             problems.append(
-                f"what data ranks {missing} of {num_data_ranks} delivered in {_text(most.once)} is {UNKNOWN}: call "
-                "certificate() on all ranks before state_dict(), or load every rank's own state"
+                f"what data ranks {missing} of {num_data_ranks} delivered in {_ranges_text(most.once)} is {UNKNOWN}: "
+                "call certificate() on all ranks before state_dict(), or load every rank's own state"
             )
             continue
         total = plus(*(delivered.total for delivered in slices.values()))
@@ -244,7 +223,7 @@ def _of_all(account: Account, problems: list[str]) -> Account:
     return whole
 
 
-def _text(ranges: Ranges) -> str:
+def _ranges_text(ranges: Ranges) -> str:
     return ", ".join(f"[{first}, {end})" for first, end in ranges)
 
 
@@ -274,9 +253,6 @@ class Certificate:
     drawn_by: str | None = None
     """Name of the user's own sampler, if it chose the samples. Each of its draws must be delivered once, so a sample
     is delivered as often as it was drawn. None: the samples are those of the data set."""
-
-    sources: Mapping[str, int] | None = None
-    """For a mixture, how many samples of each source the epoch delivers; they add up to `num_samples`."""
 
     @property
     def exact(self) -> bool:
@@ -327,7 +303,7 @@ def certify(
     reached = delivered.once[-1][1] if delivered.once else 0
     # Of ranges that were delivered several times, only the number of samples is known.
     expected = delivered.total._replace(num=delivered.total.expected)
-    where = f"positions {_text(delivered.once)}"
+    where = f"positions {_ranges_text(delivered.once)}"
     facts: dict[str, Any]
     if plan is None:
         # An epoch that was drawn several times has skipped the same samples each time.
@@ -348,7 +324,7 @@ def certify(
             for positions in skipped_positions(plan, skips)
         )
         dropped = plan.num_samples - num_samples - skipped
-        facts = {"dropped": dropped, "sources": _of_sources(plan, epoch, skips)}
+        facts = {"dropped": dropped}
         if not delivered.again:
             expected = plus(*(between(*stretch) for stretch in delivered.once))
 
@@ -409,27 +385,6 @@ def total_of_plan(
     return plus(*map(total_of, _kept(plan, epoch, skips, first, end)))
 
 
-def total_of_owner(
-    owner: Owner, plan: ShardPlan, epoch: int, skips: Ranges, first: int, end: int
-) -> Total:
-    """Return the total of the rows of a data rank, or of all, in the steps at positions [first, end) of a plan."""
-    data_rank, num_data_ranks, _ = owner
-    if owner == ALL or num_data_ranks == 1:
-        return total_of_plan(plan, epoch, skips, first, end)
-    numbers = range(plan.step_of(position=first), plan.step_of(position=end - 1) + 1)
-    steps = rank_steps(
-        (global_batch(plan, epoch, number) for number in numbers),
-        epoch,
-        lambda rows, micro: slice_rows(rows, num_data_ranks, data_rank, micro),
-        skips=skips,
-    )
-    ids = (
-        np.asarray(step.ids)[slice(None) if step.valid is None else step.valid]
-        for step in steps
-    )
-    return plus(*map(total_of, ids))
-
-
 def _kept(
     plan: ShardPlan, epoch: int, skips: Ranges, first: int, end: int
 ) -> Iterator[Indices]:
@@ -446,16 +401,3 @@ def _kept(
             yield plan.samples(
                 epoch=epoch, first=start, end=min(start + _CHUNK, range_end)
             )
-
-
-def _of_sources(plan: ShardPlan, epoch: int, skips: Ranges) -> Mapping[str, int] | None:
-    """Return how many samples of each source of a mixture an epoch delivers; None for other data sets."""
-    if not isinstance(plan.ordering, Mixing):
-        return None
-    draws = plan.ordering.draws
-    begin = epoch * plan.num_samples
-    kept = without(0, plan.num_served, skipped_positions(plan, skips))
-    counts = np.zeros(len(plan.ordering.names), np.int64)
-    for first, end in kept:
-        counts += draws.counts(begin + end) - draws.counts(begin + first)
-    return dict(zip(plan.ordering.names, counts.tolist(), strict=True))

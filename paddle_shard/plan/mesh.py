@@ -148,26 +148,3 @@ def replica_groups(mesh: MeshLayout, data_axes: Axes) -> list[list[int]]:
     for rank in mesh.process_ids:
         groups[mesh.data_rank(rank, data_axes)].append(rank)
     return groups
-
-
-def grid_of(mesh: MeshLayout, data_axes: Axes) -> list[dict[str, str]]:
-    """Return a mesh as rows of a table, whose columns are its last axis: each rank with its data rank.
-
-    Args:
-        mesh: The mesh.
-        data_axes: Its data axes.
-
-    Examples:
-        >>> grid_of(MeshLayout(shape=(2, 1), axes=("dp", "mp"), process_ids=(4, 5)), "dp")
-        [{'ranks': 'dp 0', 'mp 0': '4 (data rank 0)'}, {'ranks': 'dp 1', 'mp 0': '5 (data rank 1)'}]
-    """
-    rows: list[dict[str, str]] = []
-    for rank in mesh.process_ids:
-        *place, last = mesh.coordinate(rank)
-        if last == 0:
-            places = zip(mesh.axes, place, strict=False)
-            rows.append({"ranks": ", ".join(f"{axis} {at}" for axis, at in places)})
-        rows[-1][f"{mesh.axes[-1]} {last}"] = (
-            f"{rank} (data rank {mesh.data_rank(rank, data_axes)})"
-        )
-    return rows

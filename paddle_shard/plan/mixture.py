@@ -117,7 +117,9 @@ class Mixing(Ordering):
         return Mixing(
             tuple(mixture["sources"]),
             tuple(mixture["lengths"]),
-            tuple(Segment(at, tuple(weights)) for at, weights in mixture["segments"]),
+            tuple(
+                Segment(first, tuple(weights)) for first, weights in mixture["segments"]
+            ),
             mixture["shuffled"],
         )
 
@@ -182,10 +184,10 @@ class Draws:
     def _before(self, number: int) -> Indices:
         """Return how often each source was selected before a segment."""
         # Not computed at the start: it costs the sequence up to the segment, which a run may never reach.
-        for at in range(len(self._counts_before) - 1, number):
-            length = int(self._firsts[at + 1] - self._firsts[at])
-            counts = self._sequences[at].counts(length)
-            self._counts_before.append(self._counts_before[at] + counts)
+        for segment in range(len(self._counts_before) - 1, number):
+            length = int(self._firsts[segment + 1] - self._firsts[segment])
+            counts = self._sequences[segment].counts(length)
+            self._counts_before.append(self._counts_before[segment] + counts)
         return self._counts_before[number]
 
     def segment_at(self, position: int) -> int:
@@ -198,24 +200,26 @@ class Draws:
         first = self._segments[number].first
         return self._before(number) + self._sequences[number].counts(position - first)
 
-    def at(self, positions: Indices) -> tuple[Indices, Indices]:
+    def sources_at(self, positions: Indices) -> tuple[Indices, Indices]:
         """Return, for each position of the run, its source and how often the source was selected before."""
         if len(self._segments) == 1:
-            return self._sequences[0].at(positions)
+            return self._sequences[0].sources_at(positions)
         numbers = np.searchsorted(self._firsts, positions, side="right") - 1
         sources = np.empty_like(positions)
         draws = np.empty_like(positions)
         for number in np.flatnonzero(np.bincount(numbers)).tolist():
             chosen = numbers == number
             places = positions[chosen] - self._firsts[number]
-            sources[chosen], counts = self._sequences[number].at(places)
+            sources[chosen], counts = self._sequences[number].sources_at(places)
             draws[chosen] = counts + self._before(number)[sources[chosen]]
         return sources, draws
 
     def positions(self, source: int, draws: Indices) -> Indices:
         """Return the position of the run of each draw of a source: int64; -1 if it is never made."""
         positions = np.full(len(draws), -1, np.int64)
-        begins = [self._before(at)[source] for at in range(len(self._segments))]
+        begins = [
+            self._before(segment)[source] for segment in range(len(self._segments))
+        ]
         numbers = np.searchsorted(begins, draws, side="right") - 1
         for number in np.unique(numbers).tolist():
             first, weights = self._segments[number]
@@ -255,7 +259,9 @@ class MixtureOrder(Order):
 
     def __call__(self, positions: Indices) -> Indices:
         """Return the id of the sample at each position of the epoch: int64, same shape."""
-        sources, draws = self.mixing.draws.at(positions.reshape(-1) + self._first)
+        sources, draws = self.mixing.draws.sources_at(
+            positions.reshape(-1) + self._first
+        )
         epochs, indices = np.divmod(draws, self._lengths[sources])
         if self.mixing.is_shuffled:
             indices = self._permutations(sources, epochs, indices)

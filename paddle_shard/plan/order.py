@@ -74,9 +74,7 @@ class Ordering:
     name: ClassVar[bool | str]
     """Name of the ordering in a saved state."""
     is_identity: ClassVar[bool] = False
-    """True if every epoch has the samples in the order of the data set."""
-    changes_each_epoch: ClassVar[bool] = True
-    """True if the order depends on the epoch. A fixed order, such as by length, has False."""
+    """True if every epoch has the samples in the order of the data set. A curriculum, such as by length, has False."""
     pads_first: ClassVar[bool] = False
     """True if padding is added before the shuffle, so that it may be anywhere in the epoch."""
 

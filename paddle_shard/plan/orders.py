@@ -25,7 +25,6 @@ class Sequential(Ordering):
 
     name: ClassVar[bool | str] = False
     is_identity = True
-    changes_each_epoch = False
 
     def order(self, length: int, seed: int, epoch: int, width: int) -> Order:
         """See `Ordering`."""
@@ -102,7 +101,6 @@ class PaddleSequential(PaddleOrdering):
 
     name: ClassVar[bool | str] = "paddle unshuffled"
     is_identity = True
-    changes_each_epoch = False
 
     def order(self, length: int, seed: int, epoch: int, width: int) -> Order:
         """See `Ordering`."""

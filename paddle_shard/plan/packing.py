@@ -104,11 +104,11 @@ def _fit_best(
     """
     for pair in pieces[::-1].tolist():
         size, piece = divmod(pair, _PAIR)
-        at = bisect_left(spaces, size * _PAIR)
-        if at == len(spaces):
+        place = bisect_left(spaces, size * _PAIR)
+        if place == len(spaces):
             spaces.append(length * _PAIR + num_rows)
             num_rows += 1
-        space, row = divmod(spaces.pop(at), _PAIR)
+        space, row = divmod(spaces.pop(place), _PAIR)
         row_of[piece] = row
         if space > size:
             insort(spaces, (space - size) * _PAIR + row)

@@ -66,16 +66,18 @@ class StepTable:
 
     def step(self, number: int) -> tuple[int, int]:
         """Return the position of the first row of a step, and the rows of a full batch there."""
-        at = bisect_right(self._first_steps, number) - 1
-        first, size = self._segments[at]
-        return first + (number - self._first_steps[at]) * size, size
+        segment = bisect_right(self._first_steps, number) - 1
+        first, size = self._segments[segment]
+        return first + (number - self._first_steps[segment]) * size, size
 
     def step_and_row(self, position: int) -> tuple[int, int]:
         """Return the step that holds a position, and the row in its batch."""
-        at = bisect_right(self._segments, position, key=lambda segment: segment[0]) - 1
-        first, size = self._segments[at]
+        number = (
+            bisect_right(self._segments, position, key=lambda segment: segment[0]) - 1
+        )
+        first, size = self._segments[number]
         step, row = divmod(position - first, size)
-        return self._first_steps[at] + step, row
+        return self._first_steps[number] + step, row
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +89,7 @@ class BatchSizes:
 
     Examples:
         >>> sizes = BatchSizes(((0, 4), (10, 6)))
-        >>> sizes.segments(origin=0, at=0, end=30), sizes.segments(origin=30, at=0, end=30)
+        >>> sizes.segments(origin=0, position=0, end=30), sizes.segments(origin=30, position=0, end=30)
         (((0, 4), (12, 6)), ((0, 6),))
     """
 
@@ -101,16 +103,16 @@ class BatchSizes:
                 f"batch_size: the schedule must begin at sample 0 and ascend, got {firsts}."
             )
 
-    def segments(self, *, origin: int, at: int, end: int) -> Segments:
+    def segments(self, *, origin: int, position: int, end: int) -> Segments:
         """Return the segments of an epoch.
 
         Args:
             origin: The sample of the run with which the epoch begins.
-            at: Position in the epoch at which the first segment begins.
+            position: Position in the epoch at which the first segment begins.
             end: Position after the last.
         """
-        due = [size for first, size in self.entries if first <= origin + at]
-        segments = [(at, due[-1])]
+        due = [size for first, size in self.entries if first <= origin + position]
+        segments = [(position, due[-1])]
         for first, size in self.entries[len(due) :]:
             begin, size_before = segments[-1]
             num_batches = max(0, -(-(first - origin - begin) // size_before))
@@ -289,17 +291,6 @@ class ShardPlan:
         first, num_rows, _ = self._extent(step)
         return max(0, first + num_rows - self.num_positions)
 
-    def valid(self, *, epoch: int, step: int, rows: Rows) -> npt.NDArray[np.bool_]:
-        """Return which rows of the global batch at `step` are valid, not padding: one bool per row.
-
-        Args:
-            epoch: The epoch.
-            step: Step of the epoch, from 0.
-            rows: Rows of the global batch, from 0.
-        """
-        first = self.first_position(step=step)
-        return self._are_valid(self.order(epoch=epoch), first + rows)
-
     def _are_valid(self, order: Order, positions: Indices) -> npt.NDArray[np.bool_]:
         valid = positions < self.num_positions
         if self.ordering.pads_first:
@@ -333,9 +324,13 @@ class ShardPlan:
             step: The step, in `range(num_steps)`.
             rows: int64, in `range(num_rows(step))`; or a range of rows, which is faster.
         """
-        return self._at(self.order(epoch=epoch), epoch, self._extent(step)[0], rows)
+        return self._samples_at_rows(
+            self.order(epoch=epoch), epoch, self._extent(step)[0], rows
+        )
 
-    def _at(self, order: Order, epoch: int, start: int, rows: Rows | range) -> Indices:
+    def _samples_at_rows(
+        self, order: Order, epoch: int, start: int, rows: Rows | range
+    ) -> Indices:
         """Return the samples at some rows of the global batch that begins at position `start`."""
         end = self.num_positions
         if isinstance(rows, range) and start + rows.stop <= end:
@@ -376,14 +371,6 @@ class ShardPlan:
         """
         return places_of(self, epoch, sample, ())
 
-    def step_of(self, *, position: int) -> int:
-        """Return the step that holds a position of an epoch; `num_steps` or more if the tail drops it.
-
-        Args:
-            position: The position, in `range(num_positions)`.
-        """
-        return self._table.step_and_row(position)[0]
-
     def fingerprint(self) -> dict[str, Any]:
         """Return what a saved state must match to resume in this order: JSON-able, without the batch size."""
         return {
@@ -407,26 +394,6 @@ class ShardPlan:
         return self.ordering.order(self.num_positions, self.seed, epoch, width)
 
 
-def facts_of_plan(plan: ShardPlan) -> dict[str, int]:
-    """Return numbers of an epoch, by what they count."""
-    last = plan.num_steps - 1
-    # Paddle's order repeats samples before the tail does.
-    padding = plan.num_positions - plan.num_samples
-    last_rows = 0
-    if plan.num_steps:
-        padding += plan.padding(step=last)
-        last_rows = plan.num_rows(step=last)
-    return {
-        "samples of an epoch": plan.num_samples,
-        "steps of an epoch": plan.num_steps,
-        "rows of a step": plan.batch_size,
-        "rows of a data rank": plan.batch_size // plan.num_data_ranks,
-        "rows of the last step": last_rows,
-        "rows of padding in an epoch": padding,
-        "samples dropped in an epoch": plan.num_positions - plan.num_served,
-    }
-
-
 # Steps and places
 
 
@@ -443,7 +410,7 @@ def global_batch(plan: ShardPlan, epoch: int, step: int) -> GlobalBatch:
         num_rows=num_rows,
         micro_size=micro_size,
         num_positions=num_positions,
-        take=partial(plan._at, order, epoch, first),
+        take=partial(plan._samples_at_rows, order, epoch, first),
         valid=valid,
     )
 

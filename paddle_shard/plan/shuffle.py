@@ -100,11 +100,11 @@ def network(
         rounds: The key of each round: uint64[rounds], or uint64[rounds, n] for each number.
         backward: True to undo the network.
     """
-    left = x // sizes[1]
-    right = x - left * sizes[1]
+    high = x // sizes[1]
+    right = x - high * sizes[1]
     added = np.empty_like(x)
     scratch = np.empty_like(x)
-    halves = ((left, right, sizes[0]), (right, left, sizes[1]))
+    halves = ((high, right, sizes[0]), (right, high, sizes[1]))
     for number in range(len(rounds))[:: -1 if backward else 1]:
         half, other, size = halves[number % 2]
         hash_into(other, rounds[number], added, scratch)
@@ -118,7 +118,7 @@ def network(
         # The difference wraps round to a huge number if half < size.
         np.subtract(half, size, out=scratch)
         np.minimum(half, scratch, out=half)
-    np.multiply(left, sizes[1], out=x)
+    np.multiply(high, sizes[1], out=x)
     x += right
 
 

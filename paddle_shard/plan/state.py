@@ -166,7 +166,9 @@ class LoaderState:
         cut = dict(fingerprint)
         step = self.steps_before + self.steps
         skip_steps = cut.pop("skip_steps", ())
-        if before := [(at, min(end, step)) for at, end in skip_steps if at < step]:
+        if before := [
+            (first, min(end, step)) for first, end in skip_steps if first < step
+        ]:
             cut["skip_steps"] = before
         if "mixture" in cut:
             position = max(1, self._sample_of_run())

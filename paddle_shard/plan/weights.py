@@ -177,10 +177,10 @@ def num_positions_to_read(
         for source, length in enumerate(lengths)
         if any(segment.weights[source] for segment in segments)
     ]
-    known = [position for position in positions if position is not None]
+    numbers = [position for position in positions if position is not None]
     if every:
-        return max(known) if len(known) == len(positions) else None
-    return min(known, default=None)
+        return max(numbers) if len(numbers) == len(positions) else None
+    return min(numbers, default=None)
 
 
 def _position_to_read(
@@ -213,7 +213,7 @@ class WeightedInterleave:
     needed.
 
     Examples:
-        >>> WeightedInterleave((2, 1)).at(np.arange(6))[0].tolist()
+        >>> WeightedInterleave((2, 1)).sources_at(np.arange(6))[0].tolist()
         [0, 1, 0, 0, 1, 0]
     """
 
@@ -235,7 +235,7 @@ class WeightedInterleave:
         # Two threads may compute the same entries; they write the same numbers to the same places.
         self._known: tuple[int, list[int], list[int]] = (0, [0] * len(weights), [])
 
-    def at(self, positions: Indices) -> tuple[Indices, Indices]:
+    def sources_at(self, positions: Indices) -> tuple[Indices, Indices]:
         """Return, for each position, its source and how often the source was selected before it.
 
         Args:

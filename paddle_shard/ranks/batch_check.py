@@ -127,8 +127,8 @@ def _compare_split(summaries: Mapping[int, Summary]) -> None:
                 f"{_SPLIT}, but global ranks {other} and {rank}, which are different data ranks, read the same "
                 f"{summary['what']}: the data is not split. Leave is_dataset_splitted=False, and this loader splits "
                 "it. Or give each data rank a loader of its own rows, for instance with "
-                "paddle.io.DistributedBatchSampler(num_replicas=, rank=). A sampler that draws for its rank alone gets "
-                "random numbers of its own if copy.deepcopy can copy it; else let it seed a generator with its rank. "
+                "paddle.io.DistributedBatchSampler(num_replicas=, rank=). A sampler that draws for its rank alone says "
+                "so: sampler.draws_for_rank = True. "
                 "Where equal rows are meant, verify=None leaves this check out."
             )
 

@@ -96,7 +96,7 @@ class IteratorProgress:
         self._owner = owner
         self._num_steps = num_steps
         self._counts_draws = counts_draws
-        self.at = Position(start.samples, start.steps, start.ended, start.sampler)
+        self.position = Position(start.samples, start.steps, start.ended, start.sampler)
         """The position. A signal handler that saves the state finds a batch as a whole or not at all."""
 
     def deliver(self, step: Step, ids: Ids, num_unread: int) -> None:
@@ -109,7 +109,7 @@ class IteratorProgress:
         """
         skipped_steps, skipped_samples = step.skipped
         drawn, sampler_state, ended = step.sampler
-        steps = self.at.steps + skipped_steps + 1
+        steps = self.position.steps + skipped_steps + 1
         if ended is None:
             ended = steps == self._num_steps
         num_positions = skipped_samples + step.num_positions
@@ -120,33 +120,33 @@ class IteratorProgress:
     def end(self, skipped_steps: int, skipped_samples: int) -> None:
         """Count the skipped steps after the last delivered batch."""
         delivery = _Delivery((), 0, (), skipped_samples)
-        steps = self.at.steps + skipped_steps
-        self._move(delivery, steps, self.at.sampler, ended=True)
+        steps = self.position.steps + skipped_steps
+        self._move(delivery, steps, self.position.sampler, ended=True)
 
     def _move(
         self, delivery: _Delivery, steps: int, sampler_state: Any, *, ended: bool
     ) -> None:
-        at = self.at
-        previous = at.recent
-        totals = at.totals
+        before = self.position
+        previous = before.recent
+        totals = before.totals
         if previous is not None and previous.number >= _MOST_RECENT:
-            totals = self._totals(at)
+            totals = self._totals(before)
             previous = None
         number = 1 if previous is None else previous.number + 1
         recent = delivery._replace(previous=previous, number=number)
-        samples = at.samples + delivery.num_positions
-        self.at = Position(samples, steps, ended, sampler_state, totals, recent)
+        samples = before.samples + delivery.num_positions
+        self.position = Position(samples, steps, ended, sampler_state, totals, recent)
 
-    def _totals(self, at: Position) -> Mapping[Owner, Total]:
+    def _totals(self, position: Position) -> Mapping[Owner, Total]:
         """Return the totals of all deliveries."""
         recent = []
-        entry = at.recent
+        entry = position.recent
         while entry is not None:
             recent.append(entry)
             entry = entry.previous
         if not recent:
-            return at.totals
-        totals = dict(at.totals)
+            return position.totals
+        totals = dict(position.totals)
         if self._owner is not None:
             expected = sum(len(entry.ids) + entry.num_unread for entry in recent)
             total = _total((entry.ids for entry in recent), expected)
@@ -159,33 +159,35 @@ class IteratorProgress:
 
     def fold(self) -> Position:
         """Add the recent deliveries to the totals; return the position."""
-        at = self.at
-        folded = at._replace(totals=self._totals(at), recent=None)
-        if self.at is at:  # else a handler has delivered, or another thread
-            self.at = folded
+        position = self.position
+        folded = position._replace(totals=self._totals(position), recent=None)
+        if self.position is position:  # else a handler has delivered, or another thread
+            self.position = folded
         return folded
 
     def account(self, since: Position) -> Account:
         """Return the deliveries since an earlier, folded position of the iterator."""
-        at = self.fold()
-        if at.samples == since.samples:
+        position = self.fold()
+        if position.samples == since.samples:
             return {}
-        once = ((since.samples, at.samples),)
+        once = ((since.samples, position.samples),)
         return {
             owner: Delivered(once, (), minus(total, since.totals.get(owner, Total())))
-            for owner, total in at.totals.items()
+            for owner, total in position.totals.items()
         }
 
     def state(self) -> LoaderState:
         """Return the position as a state, without what the whole run knows."""
-        at = self.at
-        begun = tuple(segment for segment in self._segments if segment[0] < at.samples)
+        position = self.position
+        begun = tuple(
+            segment for segment in self._segments if segment[0] < position.samples
+        )
         return replace(
             self.start,
-            samples=at.samples,
-            steps=at.steps,
-            ended=at.ended,
-            sampler=at.sampler,
+            samples=position.samples,
+            steps=position.steps,
+            ended=position.ended,
+            sampler=position.sampler,
             segments=begun or self._segments[:1],
             certificate={},
         )
@@ -200,7 +202,7 @@ def _total(batches: Iterable[Ids], expected: int) -> Total:
 class EpochDeliveries(NamedTuple):
     """The deliveries of an epoch that this process knows of. It is replaced in one assignment."""
 
-    known: Account = MappingProxyType({})
+    loaded: Account = MappingProxyType({})
     """Those of a saved state, or of the last certificate."""
     since: Account = MappingProxyType({})
     """Those of closed iterators since then."""
@@ -221,15 +223,15 @@ class EpochDeliveries(NamedTuple):
                 accounts.append(progress.account(since))
             else:
                 others.append(entry)
-            if progress.at.ended:
-                end = progress.at.samples
+            if progress.position.ended:
+                end = progress.position.samples
         if not accounts:
             return self
         return EpochDeliveries(
-            self.known, added(self.since, *accounts), tuple(others), end
+            self.loaded, added(self.since, *accounts), tuple(others), end
         )
 
     @property
     def account(self) -> Account:
         """All deliveries that are settled."""
-        return added(self.known, self.since)
+        return added(self.loaded, self.since)

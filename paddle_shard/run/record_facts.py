@@ -10,6 +10,7 @@ import paddle
 
 from paddle_shard.core.checks import length_or_none
 from paddle_shard.placement.field import FieldLayout
+from paddle_shard.plan.shard_plan import BatchSizes
 from paddle_shard.plan.shuffle import VERSION as ORDER_VERSION
 from paddle_shard.plan.skips import Ranges
 from paddle_shard.reading.source import Source
@@ -34,7 +35,7 @@ def record_facts(
     source: Source,
     run: Run,
     layouts: Sequence[FieldLayout],
-    own: FieldLayout,
+    row_layout: FieldLayout,
     *,
     dataset: Any,
     skip_steps: Ranges,
@@ -46,7 +47,7 @@ def record_facts(
         source: The order of the data.
         run: The run.
         layouts: Of all fields.
-        own: Layout of the field whose rows this rank reads.
+        row_layout: Layout of the field whose rows this rank reads.
         dataset: The data set.
         skip_steps: Skipped steps of the run.
         arguments: All arguments of the user.
@@ -63,11 +64,11 @@ def record_facts(
     order = {
         "batch_size": source.batch_size,
         "accumulation": source.accumulation,
-        "num_data_ranks": own.num_data_ranks if plan is None else plan.num_data_ranks,
+        "num_data_ranks": row_layout.num_data_ranks
+        if plan is None
+        else plan.num_data_ranks,
     }
-    sizes = arguments["batch_size"]
-    if sizes is not None:
-        sizes = [(int(at), int(rows) * source.accumulation) for at, rows in sizes]
+    sizes: BatchSizes | None = getattr(source.batches, "sizes", None)
     options = {
         name: _as_json(value)
         for name, value in arguments.items()
@@ -82,12 +83,16 @@ def record_facts(
         },
         "fingerprint": {"order_version": ORDER_VERSION, **source.batches.fingerprint()},
         "plan": None if source.item_is_batch else order,
-        "sizes": sizes,
+        "sizes": None if sizes is None else sizes.entries,
         "skip_steps": skip_steps,
         "order_of": run.no_order(),
         "dealt": source.costs is not None,
-        "meshes": [mesh for at, mesh in enumerate(meshes) if mesh not in meshes[:at]],
-        "data_rank": (own.data_rank, own.num_data_ranks) if own.on_mesh else None,
+        "meshes": [
+            mesh for number, mesh in enumerate(meshes) if mesh not in meshes[:number]
+        ],
+        "data_rank": (row_layout.data_rank, row_layout.num_data_ranks)
+        if row_layout.on_mesh
+        else None,
         "options": options,
         "data": data,
     }

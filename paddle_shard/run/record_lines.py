@@ -115,7 +115,7 @@ def _last_line(file: BinaryIO) -> tuple[bytes, int]:
     return whole.rpartition(b"\n")[2], len(half)
 
 
-def read(path: str) -> tuple[list[dict[str, Any]], list[str]]:
+def read_record(path: str) -> tuple[list[dict[str, Any]], list[str]]:
     """Return the lines of a record, each with its `number` from 1 and its `digest`, and what is wrong with the file.
 
     Lines at the end that were taken off as a whole leave no trace.

@@ -10,7 +10,7 @@ from typing import Any
 import paddle.distributed as dist
 
 from paddle_shard.core.warn_once import warn_once
-from paddle_shard.data.identity import differences
+from paddle_shard.data.identity import describe_changes
 from paddle_shard.data.samplers.plan_batches import Batches
 from paddle_shard.errors import ArgumentError, PeerLostError, StateError, described
 from paddle_shard.placement.field import FieldLayout
@@ -128,7 +128,11 @@ class Run:
     def _compare_identity(
         saved: Mapping[str, Any] | None, now: Mapping[str, Any] | None
     ) -> None:
-        if saved is not None and now is not None and (how := differences(saved, now)):
+        if (
+            saved is not None
+            and now is not None
+            and (how := describe_changes(saved, now))
+        ):
             raise StateError(
                 f"the data is not what it was when the state was saved: {how}. Give the loader the data of the state; "
                 f"or, to resume with this data, load_state_dict(state, override=[{DATA!r}])."
@@ -203,7 +207,7 @@ class Run:
         if progress.number < self.first_number:
             return
         progress.end(skipped_steps, skipped_samples)
-        if progress.at.steps == 0:
+        if progress.position.steps == 0:
             warn_once(
                 "an epoch has ended without a batch: it is empty, or has less than fills one (tail='drop'). Use a "
                 "smaller batch, or tail='pad' or 'fill'."
@@ -214,7 +218,7 @@ class Run:
             self._resumed = None
         is_current = progress.epoch == self.epoch
         if is_current:
-            steps = progress.start.steps_before + progress.at.steps
+            steps = progress.start.steps_before + progress.position.steps
             self._steps_known = (progress.epoch + 1, steps)
             self._counter.move_to(progress.epoch + 1)
         progress.finished = True
@@ -257,7 +261,7 @@ class Run:
             self._deliveries[epoch] = deliveries.settled()
         deliveries = self._deliveries.get(start.epoch, EpochDeliveries())
         self._deliveries[start.epoch] = deliveries._replace(
-            iterators=(*deliveries.iterators, (progress, progress.at))
+            iterators=(*deliveries.iterators, (progress, progress.position))
         )
         return progress
 
@@ -288,7 +292,7 @@ class Run:
             and before.closed
             and not before.finished
             and before.epoch == progress.epoch
-            and before.at.steps > progress.start.steps
+            and before.position.steps > progress.start.steps
         ):
             warn_once(
                 "a loop over this loader was left before its end, and the next one begins the same epoch again. "
@@ -354,7 +358,7 @@ class Run:
     def _reached(self) -> list[tuple[int, int, int]]:
         """Return (number, steps, samples) of the iterators that are not settled."""
         return [
-            (progress.number, progress.at.steps, progress.at.samples)
+            (progress.number, progress.position.steps, progress.position.samples)
             for deliveries in list(self._deliveries.values())
             for progress, _ in deliveries.iterators
         ]
@@ -410,7 +414,7 @@ class Run:
         """Return what was drawn of each source of a mixture, up to the last batch that was delivered."""
         newest = self._newest
         start = self.start() if newest is None else newest.start
-        samples = start.samples if newest is None else newest.at.samples
+        samples = start.samples if newest is None else newest.position.samples
         plan = self._plan_from(start)
         if plan is None or not isinstance(plan.ordering, Mixing):
             raise ArgumentError(
@@ -475,7 +479,7 @@ class Run:
         nothing = {} if self._owner is None else {self._owner: Delivered()}
         accounts_of_ranks = gathered(
             [
-                (account_to_json(of.known), account_to_json({**nothing, **of.since}))
+                (account_to_json(of.loaded), account_to_json({**nothing, **of.since}))
                 for of in deliveries
             ],
             self.ranks,
@@ -484,8 +488,8 @@ class Run:
         )
         accounts = {
             number: [
-                (account_from_json(known), account_from_json(since))
-                for known, since in of_ranks
+                (account_from_json(earlier), account_from_json(since))
+                for earlier, since in of_ranks
             ]
             for number, *of_ranks in zip(epochs, *accounts_of_ranks, strict=True)
         }
@@ -507,7 +511,7 @@ class Run:
         for number, of_ranks in accounts.items():
             before = self._deliveries.get(number, EpochDeliveries())
             self._deliveries[number] = EpochDeliveries(
-                known=merged(of_ranks)[0],
+                loaded=merged(of_ranks)[0],
                 iterators=tuple(
                     (progress, progress.fold()) for progress, _ in before.iterators
                 ),

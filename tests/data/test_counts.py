@@ -143,11 +143,8 @@ def test_what_is_counted_depends_on_the_arguments_and_the_files_alone(
 
         assert knows_length(names) is (where == "disk" and pack is bytes)
         assert not knows_length(names, **{option: False})
-        assert not knows_length(names, resample=True)
         if kind != "tar":
             assert knows_length(names, counts=True)
-        elif where == "disk":  # a selection may leave out whole samples
-            assert not knows_length(names, select=lambda name: True)
 
 
 def test_a_file_that_cannot_be_counted_is_an_error_that_names_it(kind, tmp_path):
@@ -480,25 +477,3 @@ def test_statistics_count_padding_of_data_with_an_index_too():
     assert (loader.stats.epoch.samples, loader.stats.epoch.padding) == (10, 6)
     assert loader.stats.scalars()["data/padding"] == 6
     assert "6 rows of padding" in repr(loader.stats)
-
-
-def test_dropped_share_of_uneven_parts_is_logged_once(tmp_path, caplog):
-    paths = []
-    for number, content in enumerate(_sizes(10, 40)):
-        paths.append(tmp_path / f"{number}.txt")
-        paths[-1].write_bytes(content)
-    loader = loader_of(
-        Stream.lines(paths, counts=False).map(int).in_parts(2), tail="drop", size=4
-    )
-
-    with caplog.at_level(logging.WARNING, "paddle_shard"):
-        assert (
-            sum(map(len, real_rows(loader))) == sum(map(len, real_rows(loader))) == 20
-        )
-
-    [said] = [record.getMessage() for record in caplog.records]
-    assert (
-        "tail='drop': 60% of the data, by its files' sizes, was dropped, since the stream's 2 parts"
-        in said
-    )
-    assert "counts=True" in said

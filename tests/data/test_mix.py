@@ -63,7 +63,9 @@ def by_hand(lists, weights, stop, part):
     """One sample after the other, from lists that begin again."""
     drawn = [at for at, weight in enumerate(weights) if weight]
     at, ended, found = dict.fromkeys(drawn, 0), set(), []
-    for source in WeightedInterleave(tuple(weights)).at(np.arange(500))[0].tolist():
+    for source in (
+        WeightedInterleave(tuple(weights)).sources_at(np.arange(500))[0].tolist()
+    ):
         own = lists[source][part]
         if at[source] == len(own):
             ended.add(source)

@@ -197,10 +197,10 @@ def test_each_type_becomes_what_is_promised(tmp_path):
     assert second["square"].tolist() == [[5, 6], [7, 8]]
     assert second["tensor"].tolist() == [[0, 1, 2], [3, 4, 5]]
     assert (first["texts"], second["texts"]) == (["a", "b"], [])
-    assert [row.tolist() for row in first["ragged"]] == [[1.0], [2.0, 3.0]]
-    assert first["struct"]["b"]["c"].tolist() == [1, 2]
+    assert first["ragged"] == [[1.0], [2.0, 3.0]]
+    assert first["struct"]["b"]["c"] == [1, 2]
     assert (first["structs"], first["map"]) == ([{"a": 1}], [("k", 1)])
-    for value in (first["square"], first["list"], first["struct"]["b"]["c"]):
+    for value in (first["square"], first["list"]):
         value += 1  # each sample's own
     assert second["square"].tolist() == [[5, 6], [7, 8]]
 
@@ -270,11 +270,11 @@ def test_a_null_inside_a_list_is_always_an_error(tmp_path):
 @pytest.mark.parametrize(
     ("columns", "match"),
     [
-        (["id", "Age"], r"a.parquet has no 'Age'. It has 'id', 'age'"),
+        (["id", "Age"], "'Age' is missing in .*a.parquet, .*which has 'id', 'age'"),
         ([], "a list of names, each once"),
         (["id", "id"], "each once"),
-        (None, "column 'age' is int64 in .*a.parquet, but missing in .*b.parquet"),
-        (["id"], "column 'id' is int64 in .*a.parquet, but string in .*c.parquet"),
+        (None, "'age' is missing in .*b.parquet, and int64 in .*a.parquet"),
+        (["id"], "'id' is string in .*c.parquet, and int64 in .*a.parquet"),
     ],
 )
 def test_columns_that_are_not_in_all_files_alike_are_refused(columns, match, tmp_path):
@@ -297,10 +297,6 @@ def test_arguments_that_cannot_serve_are_refused(tmp_path):
         parquet_source(path, columns="id")
     with pytest.raises(ArgumentError, match="more than once"):
         parquet_source([path, path])
-    with pytest.raises(ArgumentError, match="no row: "):
-        parquet_source(
-            write(tmp_path / "empty.parquet", {"id": pa.array([], pa.int64())})
-        )
     with pytest.raises(ArgumentError, match="no file"):
         parquet_source([])
     with pytest.raises(
@@ -409,17 +405,6 @@ def test_a_file_that_changes_at_its_server_is_an_error():
             match=r"row group . of .*0.parquet.* changed since its footer was read",
         ):
             read_all(source)
-
-
-def test_resampling_draws_row_groups_without_an_end(folder):
-    source = parquet_source(names(folder, "parquet"), columns=["id"], resample=True)
-    [items] = source.open(opening())
-
-    drawn = [next(items)["id"] for _ in range(500)]
-
-    assert set(drawn) == {i for ids in pieces() for i in ids}
-    [items] = source.open(opening(skip=123))
-    assert [next(items)["id"] for _ in range(100)] == drawn[123:223]
 
 
 def test_a_missing_package_names_the_extra(tmp_path, monkeypatch):

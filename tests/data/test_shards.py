@@ -96,10 +96,9 @@ def test_counted_parts_laid_end_to_end_are_the_shards_in_their_order():
 
 
 @pytest.mark.parametrize("counted", [True, False])
-@pytest.mark.parametrize("resample", [True, False])
 @pytest.mark.parametrize("num_parts", [1, 3, 8])
-def test_opening_after_s_samples_equals_dropping_s(counted, resample, num_parts):
-    _, stage = source(UNEQUAL, counted=counted, resample=resample)
+def test_opening_after_s_samples_equals_dropping_s(counted, num_parts):
+    _, stage = source(UNEQUAL, counted=counted)
     straight = [
         list(islice(items, 40))
         for items in stage.open(opening(num_parts, epoch=1, seed=3))
@@ -115,22 +114,20 @@ def test_opening_after_s_samples_equals_dropping_s(counted, resample, num_parts)
 
 
 @pytest.mark.parametrize("counted", [True, False])
-@pytest.mark.parametrize("resample", [True, False])
-def test_a_part_is_the_same_whoever_opens_it_with_whichever_others(counted, resample):
-    _, stage = source(UNEQUAL, counted=counted, resample=resample)
+def test_a_part_is_the_same_whoever_opens_it_with_whichever_others(counted):
+    _, stage = source(UNEQUAL, counted=counted)
     together = [list(islice(items, 30)) for items in stage.open(opening(4))]
 
     for part in range(4):
-        _, other = source(UNEQUAL, counted=counted, resample=resample)
+        _, other = source(UNEQUAL, counted=counted)
         assert list(islice(other.open(opening(4, (part,)))[0], 30)) == together[part]
 
 
 @pytest.mark.parametrize("counted", [True, False])
-@pytest.mark.parametrize("resample", [True, False])
 def test_the_order_differs_between_epochs_rounds_and_seeds_and_repeats_for_the_same(
-    counted, resample
+    counted,
 ):
-    _, stage = source([3] * 20, counted=counted, resample=resample)
+    _, stage = source([3] * 20, counted=counted)
 
     def order(**what):
         return list(islice(stage.open(opening(2, **what))[0], 30))
@@ -154,10 +151,6 @@ def test_what_is_skipped_is_not_opened_where_it_is_counted():
     list(stage.open(opening(1, skip=47))[0])
     assert shards.opened == [("s4", 7), ("s5", 0)]
 
-    shards, stage = source([10] * 6, resample=True)
-    next(stage.open(opening(1, skip=10_007))[0])
-    assert [skip for _, skip in shards.opened] == [7]
-
 
 def test_nothing_is_opened_before_a_part_is_read():
     shards, stage = source(UNEQUAL)
@@ -168,18 +161,6 @@ def test_nothing_is_opened_before_a_part_is_read():
 
     assert shards.opened == []
     assert (stage.num_shards, stage.cuts, stage.endless) == (8, True, False)
-
-
-def test_resampling_draws_with_replacement_and_each_part_its_own():
-    _, stage = source([1] * 10, resample=True, counted=False)
-
-    first, second = (list(islice(items, 500)) for items in stage.open(opening(2)))
-
-    assert first != second
-    assert all(20 < first.count(f"s{i}/0") < 90 for i in range(10))  # 50 expected
-    assert len(set(first[:10])) < 10
-    assert stage.lengths(opening(2)) is None
-    assert stage.endless
 
 
 def test_fewer_uncounted_shards_than_parts_are_refused_with_the_ways_that_work():
@@ -193,7 +174,6 @@ def test_fewer_uncounted_shards_than_parts_are_refused_with_the_ways_that_work()
         for way in (
             "at most 3",
             "paddle-shard index",
-            "resample=True",
             "each reader reads all",
         ):
             assert way in str(caught.value)
@@ -290,26 +270,6 @@ def test_a_shard_is_closed_when_a_part_ends_inside_it_or_is_left():
     assert closed == ["a", "a"]
 
 
-@pytest.mark.parametrize("counted", [True, False])
-def test_generators_are_seeded_for_each_sample_by_its_place(counted):
-    def seeds(skip):
-        seen = []
-        stage = ShardSource(
-            ["a", "b"],
-            lambda name, s: iter(range(s, 4)),
-            counts=[4, 4] if counted else None,
-        )
-        items = stage.open(
-            opening(1, skip=skip, seed_generators=lambda *seed: seen.append(seed))
-        )[0]
-        return [seen[-1] for _ in items]
-
-    straight = seeds(0)
-
-    assert len(set(straight)) >= 7
-    assert seeds(5) == straight[5:]
-
-
 @pytest.mark.parametrize(
     ("change", "same"),
     [
@@ -319,7 +279,6 @@ def test_generators_are_seeded_for_each_sample_by_its_place(counted):
         ({"counts": [1, 3]}, False),
         ({"counts": None}, False),
         ({"shuffle_shards": False}, False),
-        ({"resample": True}, False),
     ],
 )
 def test_the_fingerprint_is_of_what_samples_and_order_depend_on(change, same):
@@ -349,21 +308,8 @@ def test_signatures_and_passwords_are_in_no_fingerprint_and_no_error():
     [
         ([], {}, ArgumentError, "no shard"),
         (["a", "b", "a"], {}, ArgumentError, "'a' more than once"),
-        (
-            ["a", "b"],
-            {"counts": [0, 0], "resample": True},
-            ArgumentError,
-            "no shard has a sample",
-        ),
     ],
 )
 def test_wrong_arguments_are_refused(names, settings, error, text):
     with pytest.raises(error, match=text):
         ShardSource(names, iter, **settings)
-
-
-def test_resampling_shards_that_are_all_empty_does_not_hang():
-    _, stage = source([0, 0], counted=False, resample=True)
-
-    with pytest.raises(ShardReadError, match="have no sample"):
-        next(stage.open(opening(1))[0])

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from paddle_shard.core.randomness import NumpyGenerator, PythonGenerator
 from paddle_shard.data.external import IterableSource
 from paddle_shard.data.stages import (
-    Batch,
     Filter,
+    Group,
     Map,
     Pack,
     Repeat,
@@ -101,12 +101,12 @@ def test_filter_keeps_what_its_function_likes(parts):
 
 @given(parts=lists_of_parts, size=st.integers(1, 7))
 def test_batches_are_full_but_for_the_last_and_unbatch_undoes_them(parts, size):
-    batches = contents(Batch(Parts(parts), size), opening(len(parts)))
+    batches = contents(Group(Parts(parts), size), opening(len(parts)))
 
     assert [list(chain.from_iterable(part)) for part in batches] == parts
     assert all(len(batch) == size for part in batches for batch in part[:-1])
     assert all(1 <= len(part[-1]) <= size for part in batches if part)
-    assert contents(Unbatch(Batch(Parts(parts), size)), opening(len(parts))) == parts
+    assert contents(Unbatch(Group(Parts(parts), size)), opening(len(parts))) == parts
 
 
 @given(parts=lists_of_parts, times=st.integers(1, 4), says=st.booleans())
@@ -193,7 +193,7 @@ def test_a_window_is_read_before_its_first_sample_comes_out_and_nothing_more():
 @pytest.mark.parametrize("wrong", [0, -1, True, 2.0, None])
 def test_sizes_that_cannot_be_are_refused_by_name(wrong):
     with pytest.raises(ArgumentError, match=f"size must be an int >= 1, got {wrong!r}"):
-        Batch(Parts([[]]), wrong)
+        Group(Parts([[]]), wrong)
     with pytest.raises(
         ArgumentError, match=f"window must be an int >= 1, got {wrong!r}"
     ):
@@ -312,9 +312,9 @@ STEPS = {
     "shuffle 1": lambda s: Shuffle(s, 1),
     "shuffle 4": lambda s: Shuffle(s, 4),
     "shuffle 7": lambda s: Shuffle(s, 7),
-    "batch": lambda s: Batch(s, 3),
+    "batch": lambda s: Group(s, 3),
     "batch, map, unbatch": lambda s: Unbatch(
-        Map(Batch(s, 3), lambda batch: batch[::-1])
+        Map(Group(s, 3), lambda batch: batch[::-1])
     ),
     "two of each": lambda s: Unbatch(Map(s, doubled)),
     "pack 5": lambda s: unpacked(
@@ -636,7 +636,7 @@ def breaks_at(number, error):
 @pytest.mark.parametrize("stage", [Map, Filter])
 def test_no_exception_in_the_users_function_ends_a_part_in_silence(stage, error):
     chain_ = Shuffle(
-        Unbatch(Batch(stage(Parts([[0, 1, 2, 3, 4]]), breaks_at(3, error)), 2)), 1
+        Unbatch(Group(stage(Parts([[0, 1, 2, 3, 4]]), breaks_at(3, error)), 2)), 1
     )
     (items,) = chain_.open(opening())
 
@@ -651,7 +651,7 @@ def test_opening_reads_nothing():
         called.append(1)
         yield 1
 
-    stage = Map(Shuffle(Batch(Stripe(IterableSource(source)), 2), 3), called.append)
+    stage = Map(Shuffle(Group(Stripe(IterableSource(source)), 2), 3), called.append)
     stage.open(opening(3))
     Repeat(stage, 2).open(opening(3))
 
@@ -669,13 +669,13 @@ def test_a_fingerprint_tells_sizes_and_stages_apart_and_is_json():
             base,
             Shuffle(base, 2),
             Shuffle(base, 3),
-            Batch(base, 2),
+            Group(base, 2),
             Unbatch(base),
             Repeat(base, 2),
             Repeat(base),
             Stripe(base),
-            Batch(Stripe(base), 2),
-            Stripe(Batch(base, 2)),
+            Group(Stripe(base), 2),
+            Stripe(Group(base, 2)),
         )
     ]
 

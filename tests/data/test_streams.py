@@ -605,9 +605,9 @@ def test_parts_without_a_file_are_refused_when_the_loader_is_made_whatever_stand
         sharded(stream, size=4)
 
 
-def test_files_that_are_drawn_again_and_again_need_only_a_number_of_parts(tmp_path):
+def test_files_that_are_repeated_need_a_file_for_each_part(tmp_path):
     (tmp_path / "0.txt").write_text("1\n2\n3\n4\n")
-    stream = Stream.lines(str(tmp_path / "*.txt"), resample=True).map(int)
+    stream = Stream.lines(str(tmp_path / "*.txt"), counts=False).repeat().map(int)
     two = dist.ProcessMesh([0, 1], dim_names=["dp"])
 
     with pytest.raises(
@@ -615,7 +615,6 @@ def test_files_that_are_drawn_again_and_again_need_only_a_number_of_parts(tmp_pa
         match=r"1 shards that are not counted .* 2 data ranks do not divide",
     ):
         sharded(stream, size=4, mesh=two, num_batches=2)
-    sharded(stream.in_parts(2), size=4, mesh=two, num_batches=2)
 
 
 def test_padding_of_uneven_parts_is_told(tmp_path, caplog):
@@ -632,40 +631,3 @@ def test_padding_of_uneven_parts_is_told(tmp_path, caplog):
     assert re.search(
         r"tail='pad': \d+% of this rank's rows [^\n]*counts=True", caplog.text
     ), caplog.text
-
-
-@pytest.mark.parametrize(
-    ("of_b", "options"),
-    [
-        (16, {}),
-        (16, {"stop": "all"}),
-        (400, {}),
-        (16, {"weights": {"a": 25, "b": 1}}),
-        (16, {"weights": {"a": 20, "b": 1}}),
-        (16, {"weights": {"a": 40, "b": 1}}),
-    ],
-)
-@pytest.mark.parametrize("workers", [0, 2])
-def test_mixture_of_streams_warns_of_unread_sources(
-    of_b, options, workers, monkeypatch, tmp_path
-):
-    def say(text, *values):
-        with (tmp_path / "said").open("a") as file:
-            file.write(text % values + "\n")
-
-    monkeypatch.setattr("paddle_shard.data.stages.mix.warn_once", say)
-    (tmp_path / "said").touch()
-    streams = {"a": Stream.of(range(400)), "b": Stream.of(range(1000, 1000 + of_b))}
-
-    rows_read = real_rows(
-        sharded(
-            Stream.mixture(streams, **options), size=8, workers=workers, num_parts=2
-        )
-    )
-
-    said = (tmp_path / "said").read_text()
-    everything = {*range(400), *range(1000, 1000 + of_b)}
-    assert (said != "") == (
-        not everything <= {row for batch in rows_read for row in batch}
-    ), said
-    assert said.count("\n") <= 1

@@ -138,16 +138,20 @@ def test_without_a_header_rows_are_lists_and_the_first_is_one(tables):
 @pytest.mark.parametrize(
     ("text", "match", "offset"),
     [
-        ("a,b\n1,2\n3\n", "ends in line 3 has 1 fields, the first 2", 1),
-        ("a,b\n1,2,3\n", "ends in line 2 has 3 fields", 0),
-        ("a,a\n1,2\n", "ends in line 1, names a field twice", 0),
-        ('a,b\n1,2\n1,"2\n', "line 3: unexpected end of data", 1),
-        ('a,b\n1,2\n1,"2\n\n2,3\n', "ends in line 5: unexpected end of data", 1),
-        ('a\n"1"1\n', "line 2: ',' expected after '\"'", 0),
-        ("a\n\xff\n", r"UnicodeDecodeError: .*\(line 2\)", 0),
-        ("a\n" + 900 * "1\n" + "\xff\n", r"UnicodeDecodeError: .*\(line 902\)", 900),
-        ('a\n\n\n"1\n\n"\n1,2\n', "ends in line 7 has 2 fields", 1),
-        (f"a\n{'1' * (1 << 18)}\n", "line 2: field larger", 0),
+        ("a,b\n1,2\n3\n", "row at byte 8 has 1 fields, the first 2", 1),
+        ("a,b\n1,2,3\n", "row at byte 4 has 3 fields", 0),
+        ("a,a\n1,2\n", "names a field twice", 0),
+        ('a,b\n1,2\n1,"2\n', "row at byte 8: unexpected end of data", 1),
+        ('a,b\n1,2\n1,"2\n\n2,3\n', "row at byte 8: unexpected end of data", 1),
+        ('a\n"1"1\n', "row at byte 2: ',' expected after '\"'", 0),
+        ("a\n\xff\n", r"UnicodeDecodeError: .*line at byte 2\)", 0),
+        (
+            "a\n" + 900 * "1\n" + "\xff\n",
+            r"UnicodeDecodeError: .*line at byte 1802\)",
+            900,
+        ),
+        ('a\n\n\n"1\n\n"\n1,2\n', "row at byte 10 has 2 fields", 1),
+        (f"a\n{'1' * (1 << 18)}\n", "row at byte 2: field larger", 0),
     ],
 )
 def test_a_damaged_table_is_an_error_that_names_file_and_row(
@@ -172,17 +176,17 @@ def test_a_line_that_is_no_utf8_is_named_and_those_before_it_are_read(
     at, ending, tmp_path
 ):
     path = tmp_path / "a.txt"
-    path.write_bytes(
-        ending.join(b"\xff" if n == at else b"%d" % n for n in range(2000))
-    )
+    lines = [b"\xff" if n == at else b"%d" % n for n in range(2000)]
+    path.write_bytes(ending.join(lines))
+    byte = len(ending.join([*lines[:at], b""]))
     found = []
 
     with pytest.raises(
-        ShardReadError, match=rf"reading sample {at} failed: .*\(line {at + 1}\)"
+        ShardReadError, match=rf"reading sample {at} failed: .*line at byte {byte}\)"
     ):
         found.extend(lines_source(path, counts=False).open(opening())[0])
     with pytest.raises(
-        ShardReadError, match=rf"counting its samples failed: .*\(line {at + 1}\)"
+        ShardReadError, match=rf"counting its samples failed: .*line at byte {byte}\)"
     ):
         lines_source(path)
 
@@ -196,7 +200,8 @@ def test_an_error_names_the_line_wherever_reading_began(skip, tmp_path):
     path.write_text(good[:-7] + '"1"2\n\n\n')  # as many bytes
 
     with pytest.raises(
-        ShardReadError, match=r"reading sample 999 failed: .*line 2000: ',' expected"
+        ShardReadError,
+        match=r"reading sample 999 failed: .*row at byte \d+: ',' expected",
     ):
         read_all(source, skip=skip)
 
@@ -278,9 +283,9 @@ def test_with_on_error_skip_a_damaged_line_costs_its_own_row_only(
     assert "a." + kind in caplog.text
     with pytest.raises(
         DataReadError,
-        match=r"line \d is not JSON"
+        match=r"line at byte \d+ is not JSON"
         if kind == "jsonl"
-        else r"ends in line \d has 3 fields",
+        else r"row at byte \d+ has 3 fields",
     ):
         list(sharded(DataLoader(stream, batch_size=4, num_workers=workers), ONE))
 
@@ -289,5 +294,7 @@ def test_csv_lines_that_end_in_a_carriage_return_alone_are_an_error(tmp_path):
     path = tmp_path / "a.csv"
     path.write_bytes(b"a,b\r1,2\r3,4\r")
     for counts in (True, False):
-        with pytest.raises(ShardReadError, match=r"a\.csv.*line 1: new-line character"):
+        with pytest.raises(
+            ShardReadError, match=r"a\.csv.*row at byte 0: new-line character"
+        ):
             list(Stream.csv(path, counts=counts))

@@ -5,13 +5,11 @@ import io
 import json
 import lzma
 import multiprocessing
-import os
 import random
 import subprocess
 import sys
 import tarfile
 import threading
-from itertools import islice
 
 import numpy as np
 import paddle
@@ -19,7 +17,7 @@ import pytest
 
 from paddle_shard import Stream
 from paddle_shard.data.files import files
-from paddle_shard.data.files.webdataset import Decode, webdataset_source
+from paddle_shard.data.files.webdataset import webdataset_source
 from paddle_shard.data.stages import Map, Shuffle
 from paddle_shard.data.stages.stage import Opening
 from paddle_shard.errors import (
@@ -115,7 +113,9 @@ def keys_of(source, num_parts=1, **what):
 @pytest.mark.parametrize("index", [None, False, True])
 @pytest.mark.parametrize("num_parts", [1, 2, 5, 10])
 def test_the_parts_together_are_every_sample_once(folder, index, num_parts):
-    source = webdataset_source(f"{folder}/{{000..009}}.tar", index=index)
+    source = webdataset_source(
+        f"{folder}/{{000..009}}.tar", index=index and f"{folder}/index.json"
+    )
 
     parts = keys_of(source, num_parts, seed=4)
 
@@ -126,7 +126,10 @@ def test_the_parts_together_are_every_sample_once(folder, index, num_parts):
 
 
 def test_more_parts_than_shards_are_cut_in_mid_file_by_the_index(folder):
-    parts = keys_of(webdataset_source(f"{folder}/{{000..009}}.tar", index=True), 64)
+    parts = keys_of(
+        webdataset_source(f"{folder}/{{000..009}}.tar", index=f"{folder}/index.json"),
+        64,
+    )
 
     assert sorted(key for part in parts for key in part) == sorted(KEYS)
     assert {len(part) for part in parts} == {len(KEYS) // 64, len(KEYS) // 64 + 1}
@@ -134,7 +137,9 @@ def test_more_parts_than_shards_are_cut_in_mid_file_by_the_index(folder):
 
 @pytest.mark.parametrize("index", [None, False, True])
 def test_opening_after_s_samples_equals_dropping_s(folder, index):
-    source = webdataset_source(f"{folder}/{{000..004}}.tar", index=index)
+    source = webdataset_source(
+        f"{folder}/{{000..004}}.tar", index=index and f"{folder}/index.json"
+    )
     straight = [list(items) for items in source.open(opening(3))]
 
     for skip in [*range(0, 12), *range(58, 68), *range(120, 160, 9)]:
@@ -170,7 +175,9 @@ def test_samples_are_those_of_webdataset_itself(folder):
 def test_it_is_the_same_wherever_the_shards_are(folder, where, index, tmp_path):
     import fsspec
 
-    local = webdataset_source(f"{folder}/{{000..009}}.tar", index=index)
+    local = webdataset_source(
+        f"{folder}/{{000..009}}.tar", index=index and f"{folder}/index.json"
+    )
     expected = [
         [{**s, "__url__": None} for s in items]
         for items in local.open(opening(2, skip=100))
@@ -181,7 +188,9 @@ def test_it_is_the_same_wherever_the_shards_are(folder, where, index, tmp_path):
         base = {"file": folder.as_uri(), "memory": "memory://w"}.get(where, server.url)
         cache_dir = tmp_path if "cached" in where else None
         source = webdataset_source(
-            base + "/{000..009}.tar", index=index, cache_dir=cache_dir
+            base + "/{000..009}.tar",
+            index=index and f"{base}/index.json",
+            cache_dir=cache_dir,
         )
         found = [
             [{**s, "__url__": None} for s in items]
@@ -214,17 +223,6 @@ def test_braces_expand(urls, expected):
     assert webdataset_source(urls, index=False)._names == expected
 
 
-def test_select_reads_only_some_files_of_each_sample(folder):
-    source = webdataset_source(
-        f"{folder}/001.tar", select=lambda name: name.endswith(".cls")
-    )
-
-    samples = list(source.open(opening())[0])
-
-    assert len(samples) == 150
-    assert all(set(sample) == {"__key__", "__url__", "cls"} for sample in samples)
-
-
 @pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress])
 def test_a_packed_shard_is_read_and_one_that_is_cut_off_is_an_error(pack, tmp_path):
     packed = pack(SHARDS["001.tar"])
@@ -234,7 +232,10 @@ def test_a_packed_shard_is_read_and_one_that_is_cut_off_is_an_error(pack, tmp_pa
 
     assert keys_of(webdataset_source(str(path)))[0] == KEYS[7:157]
     assert (
-        keys_of(webdataset_source(str(path), index=True), skip=100)[0] == KEYS[107:157]
+        keys_of(webdataset_source(str(path), index=f"{tmp_path}/index.json"), skip=100)[
+            0
+        ]
+        == KEYS[107:157]
     )
 
     path.write_bytes(packed[: len(packed) * 2 // 3])
@@ -271,7 +272,7 @@ def test_a_tar_that_is_cut_off_anywhere_is_an_error_that_names_shard_and_sample(
     path = tmp_path / "cut.tar"
     path.write_bytes(CUT)
     main(["index", str(path), "-o", f"{tmp_path}/index.json"])
-    source = webdataset_source(str(path), index=index)
+    source = webdataset_source(str(path), index=index and f"{path.parent}/index.json")
     path.write_bytes(CUT[:at])
     last = boundaries(CUT)[-1]
     if at >= last + 512 and not index:  # one block of zeros is an end
@@ -299,7 +300,9 @@ def test_a_damaged_header_in_the_middle_is_an_error(index, tmp_path):
     with pytest.raises(
         ShardReadError, match="damaged or cut off: bad checksum at byte"
     ):
-        keys_of(webdataset_source(str(path), index=index))
+        keys_of(
+            webdataset_source(str(path), index=index and f"{path.parent}/index.json")
+        )
 
 
 def test_tars_that_were_joined_by_cat_are_an_error_not_half_the_samples(tmp_path):
@@ -346,7 +349,11 @@ def test_a_member_of_negative_size_is_an_error(size, tmp_path):
         with pytest.raises(
             ShardReadError, match="the member '1.txt' has a negative size"
         ):
-            list(Stream.webdataset(str(tmp_path / "a.tar"), index=index))
+            list(
+                Stream.webdataset(
+                    str(tmp_path / "a.tar"), index=index and f"{tmp_path}/index.json"
+                )
+            )
 
 
 def test_a_file_name_twice_in_a_sample_is_an_error(tmp_path):
@@ -506,45 +513,24 @@ def test_processes_at_once_download_each_shard_once(tmp_path):
     assert sorted(name for name, _ in server.asked) == sorted(SHARDS)
 
 
-def test_a_full_disk_is_said_and_leaves_no_half_file(tmp_path, monkeypatch):
-    class Full(io.FileIO):
-        def write(self, data):
-            if self.tell() + len(data) > 50_000:
-                raise OSError(errno.ENOSPC, "No space left on device")
-            return super().write(data)
+def test_a_full_disk_is_an_error_that_names_the_file(tmp_path, monkeypatch):
+    def full(source, target, size):
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-    def opened(file, mode, buffering=-1):
-        return Full(file, mode) if mode == "wb" else open(file, mode, buffering)
-
-    monkeypatch.setattr(files, "open", opened, raising=False)
+    monkeypatch.setattr("paddle_shard.data.files.host_cache.shutil.copyfileobj", full)
     with (
         serving({"001.tar": SHARDS["001.tar"]}) as server,
-        pytest.raises(
-            ShardReadError,
-            match=r"cannot write to cache_dir .*No space left on device.*Make room",
-        ),
+        pytest.raises(ShardReadError, match=r"001\.tar.*No space left on device"),
     ):
         keys_of(webdataset_source(f"{server.url}/001.tar", cache_dir=tmp_path))
 
-    assert [
-        path.name for path in tmp_path.iterdir() if not path.name.endswith(".lock")
-    ] == []
 
-
-def test_a_download_that_drops_is_finished_and_what_a_killed_one_left_is_removed(
-    tmp_path,
-):
+def test_a_download_that_drops_is_finished(tmp_path):
     with serving({"001.tar": SHARDS["001.tar"]}, drops=[5_000, 0, 5_000]) as server:
         source = webdataset_source(f"{server.url}/001.tar", cache_dir=tmp_path)
         assert keys_of(source)[0] == KEYS[7:157]
-        [kept] = [path for path in tmp_path.iterdir() if path.suffix == ".tar"]
-        left = tmp_path / f".{kept.name}.abc.part"
-        kept.rename(left)
-        os.utime(left, (0, 0))
-        assert keys_of(source)[0] == KEYS[7:157]
-
-    assert not left.exists()
-    assert kept.read_bytes() == SHARDS["001.tar"]
+    [copy] = tmp_path.iterdir()
+    assert copy.read_bytes() == SHARDS["001.tar"]
 
 
 def test_a_source_made_and_used_before_a_fork_reads_in_the_child(folder):
@@ -568,6 +554,7 @@ def test_a_source_made_and_used_before_a_fork_reads_in_the_child(folder):
 
 def test_samples_are_decoded_and_shuffled_by_stages(tmp_path):
     from PIL import Image
+    from webdataset.autodecode import Decoder, imagehandler
 
     picture = io.BytesIO()
     Image.fromarray(np.full((4, 5, 3), 7, np.uint8)).save(picture, "PNG")
@@ -588,7 +575,8 @@ def test_samples_are_decoded_and_shuffled_by_stages(tmp_path):
         return data.decode().upper() if key == ".up" else None
 
     stage = Map(
-        Shuffle(webdataset_source(f"{tmp_path}/a.tar"), 8), Decode("rgb8", upper)
+        Shuffle(webdataset_source(f"{tmp_path}/a.tar"), 8),
+        Decoder([imagehandler("rgb8"), upper]),
     )
     samples = list(stage.open(opening())[0])
 
@@ -597,16 +585,6 @@ def test_samples_are_decoded_and_shuffled_by_stages(tmp_path):
     assert samples[0]["png"].tolist() == np.full((4, 5, 3), 7).tolist()
     assert samples[0]["npy"].tolist() == [0, 1, 2]
     assert samples[0]["up"] == "A"
-
-
-def test_decode_raises_what_a_decoder_raises():
-    sample = {"__key__": "7", "__url__": "s3://b/a.tar", "png": b"no picture"}
-
-    with pytest.raises(OSError, match="cannot identify image"):
-        Decode("pil")(sample)
-    assert Decode("pil", only="cls")(sample)["png"] == b"no picture"
-    with pytest.raises(ValueError, match="rgb9"):
-        Decode("rgb9")
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -640,16 +618,13 @@ def test_a_sample_on_which_a_function_of_the_users_fails_is_named_by_its_key_and
     assert "KeyError: 'cls' (sample '005' of a.tar)" in caplog.text
 
 
-@pytest.mark.parametrize(
-    "call", [lambda: webdataset_source("a.tar"), lambda: Decode("pil")]
-)
-def test_without_the_package_the_extra_is_named(call, monkeypatch):
+def test_without_the_package_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "webdataset", None)
 
     with pytest.raises(
         MissingDependencyError, match=r"pip install 'paddle_shard\[webdataset\]'"
     ):
-        call()
+        webdataset_source("a.tar")
 
 
 def test_without_fsspec_local_files_are_read_and_the_extra_is_named_for_the_rest(
@@ -662,11 +637,6 @@ def test_without_fsspec_local_files_are_read_and_the_extra_is_named_for_the_rest
         MissingDependencyError, match=r"reading s3://b/a\.tar: .*fsspec.*\[s3\]"
     ):
         keys_of(webdataset_source("s3://b/a.tar"))
-
-
-def test_commands_are_not_run():
-    with pytest.raises(ArgumentError, match="commands are not run"):
-        keys_of(webdataset_source("pipe:cat a.tar"))
 
 
 def test_the_index_command_counts_and_shows_its_progress(folder, tmp_path, capsys):
@@ -702,7 +672,9 @@ def test_the_index_says_where_samples_begin_over_http_too(folder):
     with serving(
         {**SHARDS, "index.json": (folder / "index.json").read_bytes()}
     ) as server:
-        source = webdataset_source(f"{server.url}/001.tar", index=True)
+        source = webdataset_source(
+            f"{server.url}/001.tar", index=f"{server.url}/index.json"
+        )
         first = next(source.open(opening(skip=130))[0])
 
     assert first["__key__"] == KEYS[137]
@@ -791,7 +763,9 @@ def test_shards_that_an_index_could_not_tell_apart_are_refused(
     (tmp_path / "000.tar").write_bytes(CUT)
 
     with pytest.raises(ArgumentError, match="last piece of their names"):
-        webdataset_source([f"{folder}/000.tar", f"{tmp_path}/000.tar"], index=True)
+        webdataset_source(
+            [f"{folder}/000.tar", f"{tmp_path}/000.tar"], index=f"{folder}/index.json"
+        )
     assert (
         main(
             [
@@ -808,27 +782,13 @@ def test_shards_that_an_index_could_not_tell_apart_are_refused(
     assert "last piece of their names" in capsys.readouterr().err
 
 
-def test_resampled_shards_go_on_without_end_and_resume(folder):
-    source = webdataset_source(f"{folder}/{{000..009}}.tar", resample=True, index=True)
-
-    straight = [
-        sample["__key__"] for sample in islice(source.open(opening(4, (2,)))[0], 1200)
-    ]
-    resumed = [
-        sample["__key__"]
-        for sample in islice(source.open(opening(4, (2,), skip=1000))[0], 200)
-    ]
-
-    assert resumed == straight[1000:]
-
-
 def test_files_are_closed_when_a_part_is_left(folder):
     def open_tars():
         return sum(one.target.endswith(".tar") for one in open_files())
 
-    items = webdataset_source(f"{folder}/{{000..009}}.tar", index=True).open(
-        opening(skip=10)
-    )[0]
+    items = webdataset_source(
+        f"{folder}/{{000..009}}.tar", index=f"{folder}/index.json"
+    ).open(opening(skip=10))[0]
     next(items)
     assert open_tars() == 1
     items.close()

@@ -141,9 +141,7 @@ def test_options_that_a_page_mentions_exist(page):
         "window",
         "index",
         "counts",
-        "resample",
         "cache_dir",
-        "cache_bytes",
         "shuffle_shards",
         "splits_itself",
         "num_workers",
@@ -169,7 +167,6 @@ def test_options_that_a_page_mentions_exist(page):
         paddle_shard.Mixture,
         paddle_shard.Packed,
         paddle_shard.BucketBatchSampler,
-        paddle_shard.SequenceSplit,
     )
     classes = *classes, paddle_shard.Checkpoints, paddle_shard.TrainerCallback
     classes += paddle_shard.ExternalLoader, paddle_shard.RayReaders

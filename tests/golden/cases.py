@@ -134,10 +134,6 @@ CASES = {
         lambda folder: given(lines(folder, counts=False).in_parts(2)),
         {},
     ),
-    "files, resampled": (
-        lambda folder: given(lines(folder, resample=True).in_parts(2)),
-        {"num_batches": 5},
-    ),
     "stream mixture": (
         lambda _: given(
             Stream.mixture({"a": numbers(30), "b": numbers(20)}, {"a": 2, "b": 1})

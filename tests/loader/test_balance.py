@@ -19,7 +19,6 @@ KINDS = {
     "array": COSTS,
     "list": COSTS.tolist(),
     "function": lambda ids: COSTS[ids],
-    "columns": np.stack([COSTS, COSTS[::-1]], axis=1),
     "zeros": np.zeros(61),
 }
 
@@ -230,14 +229,14 @@ class Endless(IterableDataset):
 @pytest.mark.parametrize(
     ("balance", "error", "says"),
     [
-        ("length", ArgumentError, "balance must be a function of ids, or numbers"),
+        ("length", ArgumentError, "balance must be a function of ids"),
         (3.0, ArgumentError, "balance must be a function"),
         ([[1], [2, 3]], ArgumentError, "balance must be a function"),
         (np.ones(60), ArgumentError, "balance has 60 costs, but the Made 61 samples"),
         (
             np.array(["1"] * 61),
             ArgumentError,
-            "balance must be a function of ids, or numbers",
+            "balance must be a function of ids, or one number for each sample",
         ),
         (np.ones((61, 1, 1)), ArgumentError, r"of shape (61, 1, 1)"),
         (

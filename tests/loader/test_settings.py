@@ -285,35 +285,28 @@ CHANGES = {
         {"order": -1},
         {"counts": False},
         {"shuffle_shards": False},
-        {"resample": True},
     ],
     csv: [
         {"header": False},
         {"order": -1},
         {"counts": False},
         {"shuffle_shards": False},
-        {"resample": True},
     ],
     jsonl: [
         {"order": -1},
         {"counts": False},
         {"shuffle_shards": False},
-        {"resample": True},
     ],
     webdataset: [
         {"order": -1},
         {"index": False},
         {"shuffle_shards": False},
-        {"resample": True},
-        {"select": lambda name: name != "0003.txt"},
-        {"select": lambda name: True},
     ],
     parquet: [
         {"order": -1},
         {"columns": ["unused", "id"]},
         {"allow_nulls": True},
         {"shuffle_shards": False},
-        {"resample": True},
     ],
 }
 
@@ -446,10 +439,6 @@ OPTIONS = {
         "key": HELD,
         "ignore_index": (packed, "ignore_index"),
     },
-    "SequenceSplit": dict.fromkeys(
-        ("axis", "num_ranks", "layout", "key", "labels", "ignore_index", "pad_values"),
-        HELD,
-    ),
     "ArrayDataset": {
         "arrays": (index, "length"),
         "block_size": (blocks, "size"),
@@ -470,38 +459,34 @@ OPTIONS = {
     },
     "Stream.lines": {
         "paths": (lines, "order"),
-        **{name: (lines, name) for name in ("counts", "shuffle_shards", "resample")},
-        **dict.fromkeys(("cache_dir", "cache_bytes"), "where files are kept"),
+        **{name: (lines, name) for name in ("counts", "shuffle_shards")},
+        "cache_dir": "where files are kept",
     },
     "Stream.csv": {
         "paths": (csv, "order"),
         "header": (csv, "header"),
-        **{name: (csv, name) for name in ("counts", "shuffle_shards", "resample")},
-        **dict.fromkeys(("cache_dir", "cache_bytes"), "where files are kept"),
+        **{name: (csv, name) for name in ("counts", "shuffle_shards")},
+        "cache_dir": "where files are kept",
     },
     "Stream.jsonl": {
         "paths": (jsonl, "order"),
-        **{name: (jsonl, name) for name in ("counts", "shuffle_shards", "resample")},
-        **dict.fromkeys(("cache_dir", "cache_bytes"), "where files are kept"),
+        **{name: (jsonl, name) for name in ("counts", "shuffle_shards")},
+        "cache_dir": "where files are kept",
     },
     "Stream.webdataset": {
         "urls": (webdataset, "order"),
-        **{
-            name: (webdataset, name)
-            for name in ("shuffle_shards", "resample", "index", "select")
-        },
-        **dict.fromkeys(("cache_dir", "cache_bytes"), "where files are kept"),
+        **{name: (webdataset, name) for name in ("shuffle_shards", "index")},
+        "cache_dir": "where files are kept",
     },
     "Stream.parquet": {
         "paths": (parquet, "order"),
         **{
             name: (parquet, name)
-            for name in ("columns", "allow_nulls", "shuffle_shards", "resample")
+            for name in ("columns", "allow_nulls", "shuffle_shards")
         },
-        **dict.fromkeys(("cache_dir", "cache_bytes"), "where files are kept"),
+        "cache_dir": "where files are kept",
     },
     "Stream.huggingface": {"dataset": "tests/data/test_huggingface.py"},
-    "Stream.decode": {"handlers": HELD, "only": HELD},
     "Stream.map": {"function": (stream, "mapped")},
     "Stream.filter": {"predicate": (stream, "even")},
     "Stream.shuffle": {"window": (stream, "window")},

@@ -37,7 +37,6 @@ CASES = {
     "left": left,
     "loaders": loaders,
     "sequence": sequence_worker.both,
-    "unsplit": sequence_worker.logits_in_order,
     "split": split_worker.outcomes,
 }
 

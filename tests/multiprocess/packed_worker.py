@@ -8,8 +8,9 @@ import paddle.distributed as dist
 import paddle.nn.functional as F
 
 import paddle_shard
+from demos.cpu_static import cpu_static
 from paddle_shard import Mixture, Packed
-from paddle_shard.testing import cpu_static, report
+from paddle_shard.testing import report
 
 LENGTH, TOKENS, STEPS = 16, 50, 6
 

@@ -1,9 +1,7 @@
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from paddle_shard import Packed
 from paddle_shard.testing.simulated import on_each_rank
 from tests.deadlines import HANG
 from tests.multiprocess.loader_cases import cases, summary
@@ -11,8 +9,8 @@ from tests.multiprocess.loader_cases import cases, summary
 pytestmark = pytest.mark.multiprocess
 WORKER = Path(__file__).with_name("loader_worker.py")
 CASES = {
-    2: ["left", "loaders", "sequence", "unsplit"],
-    4: ["loaders", "split", "unsplit"],
+    2: ["left", "loaders", "sequence"],
+    4: ["loaders", "split"],
     8: ["loaders"],
 }
 
@@ -99,29 +97,3 @@ def test_a_balanced_sequence_is_what_paddles_ring_attention_makes(run_case):
             [100 * row + i for i in range(16)] for row in range(2)
         ]
         assert reports[rank]["paddle"] in (expected, None)
-
-
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_outputs_of_split_sequences_are_put_back_in_the_order_of_the_rows(
-    num_ranks, run_case
-):
-    reports = run_case(WORKER, num_ranks, "unsplit", CASES[num_ranks], timeout=2 * HANG)
-    documents = [
-        100 * (number + 1) + np.arange(size)
-        for number, size in enumerate((9, 4, 7, 2, 11, 5))
-    ]
-    packed = Packed(documents, 16)
-    rows = [
-        [packed[row][name].tolist() for name in ("input_ids", "position_ids")]
-        for row in range(2)
-    ]
-    wanted = [[list(pair) for pair in zip(*row, strict=True)] for row in rows]
-
-    for rank, report in enumerate(reports):
-        for layout in ("plain", "balanced", "documents"):
-            shape, placements, found = report[layout]
-            assert shape == [2, 16, 2]
-            assert placements == "[Shard(dim=0), Replicate()]"
-            assert found == (
-                wanted if num_ranks == 2 else wanted[rank // 2 : rank // 2 + 1]
-            )

@@ -33,9 +33,13 @@ def test_real_ranks_mix_by_the_schedule_and_resume_with_more_of_it(tmp_path):
         assert reports[1][name] == reports[3][name], "replicas agree"
     before, after = joined(reports, "steps", (0, 1)), joined(reports, "rest", (0, 1))
     sources = [int(row[0]) // 1000 for row in before + after]
-    assert sources[:48] == WeightedInterleave((5, 3, 1)).at(np.arange(48))[0].tolist()
+    assert (
+        sources[:48]
+        == WeightedInterleave((5, 3, 1)).sources_at(np.arange(48))[0].tolist()
+    )
     assert sources[48:] == [
-        [0, 2][at] for at in WeightedInterleave((1, 1)).at(np.arange(96))[0].tolist()
+        [0, 2][at]
+        for at in WeightedInterleave((1, 1)).sources_at(np.arange(96))[0].tolist()
     ]
     resumed = joined(reports, "resumed", (3, 1, 2, 0))
     assert resumed[:40] == after[:40], "another mesh and batch size"

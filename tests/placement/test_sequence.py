@@ -169,36 +169,3 @@ def test_local_tensors_are_contiguous_since_paddle_sends_their_memory_as_it_lies
         return batch["input_ids"]._local_value().is_contiguous()
 
     assert on_each_rank(range(4), run) == dict.fromkeys(range(4), True)
-
-
-def test_labels_that_packed_has_shifted_are_padded_with_the_ignored_label_and_not_shifted_again():
-    packed = paddle_shard.Packed([np.arange(1, 10)], 9, labels="labels")
-
-    whole = paddle_shard.SequenceSplit("sep", 2).collate()([packed[0]])
-
-    assert whole["labels"].tolist() == [[*range(2, 10), -100, -100]]
-    assert whole["input_ids"].tolist() == [[*range(1, 10), 0]]
-    with pytest.raises(
-        BatchStructureError, match="shifted already: .* Leave labels= out"
-    ):
-        paddle_shard.SequenceSplit("sep", 2, labels="labels").collate()([packed[0]])
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        [5, 5, 5, 6],
-        [1, 2, 3, 4],
-        [-100, -100, 3, 4],
-        [-100, -100, -100, 7],
-        [2, 3, 9, 4],
-    ],
-)
-def test_labels_that_are_not_shifted_yet_are(given):
-    """Those of the tokens themselves, with a prompt that is ignored, and of a task of their own."""
-    tokens = given if given[0] == 5 else [1, 2, 3, 4]
-    row = {"input_ids": np.array(tokens), "labels": np.array(given)}
-
-    assert paddle_shard.SequenceSplit("sep", 2, labels="labels").collate()([row])[
-        "labels"
-    ].tolist() == [[*given[1:], -100]]

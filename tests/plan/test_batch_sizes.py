@@ -41,7 +41,7 @@ def batches_of(segments, at, end):
 def test_batch_sizes_are_those_due_when_a_batch_begins(schedule, length, epochs):
     for epoch in range(epochs):
         segments = BatchSizes(schedule).segments(
-            origin=epoch * length, at=0, end=length
+            origin=epoch * length, position=0, end=length
         )
         position, wanted = 0, []
         while position < length:
@@ -61,12 +61,14 @@ def test_batch_sizes_after_a_resume_are_those_without_it(
     schedule, length, origin, data
 ):
     sizes = BatchSizes(schedule)
-    straight = batches_of(sizes.segments(origin=origin, at=0, end=length), 0, length)
+    straight = batches_of(
+        sizes.segments(origin=origin, position=0, end=length), 0, length
+    )
     at = data.draw(st.sampled_from([first for first, _ in straight]))
 
-    assert batches_of(sizes.segments(origin=origin, at=at, end=length), at, length) == [
-        batch for batch in straight if batch[0] >= at
-    ]
+    assert batches_of(
+        sizes.segments(origin=origin, position=at, end=length), at, length
+    ) == [batch for batch in straight if batch[0] >= at]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paddle_shard import ShardPlan
-from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.certificate import (
     ALL,
     DRAWN,
@@ -19,13 +18,8 @@ from paddle_shard.plan.certificate import (
     added,
     certify,
     merged,
-    plus,
     total_of,
-    total_of_owner,
-    total_of_plan,
 )
-from tests.orders_and_tails import ALL as ALL_ORDERS
-from tests.orders_and_tails import SERVING_TAILS
 
 PLAN = ShardPlan(num_samples=100, batch_size=10, num_data_ranks=2, shuffle=True)
 
@@ -232,38 +226,6 @@ def test_added_stays_small_for_an_epoch_begun_many_times():
         assert found.repeated or end == 1
 
     assert len(json.dumps(account_to_json(account))) < 200
-
-
-@pytest.mark.parametrize("shuffle", ALL_ORDERS)
-@pytest.mark.parametrize("tail", SERVING_TAILS)
-@given(
-    num_samples=st.integers(1, 60),
-    ranks=st.integers(1, 4),
-    rows=st.integers(1, 4),
-    times=st.integers(1, 2),
-)
-def test_total_of_owners_adds_up_to_that_of_the_plan(
-    shuffle, tail, num_samples, ranks, rows, times
-):
-    cut = {
-        "batch_size": ranks * rows * times,
-        "num_data_ranks": ranks,
-        "accumulation": times,
-    }
-    try:
-        plan = ShardPlan(num_samples=num_samples, shuffle=shuffle, tail=tail, **cut)
-    except ArgumentError:  # blocks that these data ranks cannot share
-        return
-    skips = ((1, 2), (3, 5))
-    end = plan.num_served
-    for first in {0, plan.batch_size, 2 * plan.batch_size}:
-        if first < end and not plan.num_rows(step=plan.num_steps - 1) % (ranks * times):
-            of_ranks = [
-                total_of_owner((rank, ranks, 0), plan, 0, skips, first, end)
-                for rank in range(ranks)
-            ]
-            assert plus(*of_ranks) == total_of_plan(plan, 0, skips, first, end)
-            assert total_of_owner(ALL, plan, 0, skips, first, end) == plus(*of_ranks)
 
 
 @given(st.lists(st.integers(0, 2**62), min_size=1, max_size=20))

@@ -20,7 +20,7 @@ PARTS = st.lists(
 
 def prefixes(parts, length):
     """How often each source is drawn in every prefix: [length + 1, number of sources]."""
-    sources, draws = WeightedInterleave(tuple(parts)).at(np.arange(length))
+    sources, draws = WeightedInterleave(tuple(parts)).sources_at(np.arange(length))
     counts = np.zeros((length + 1, len(parts)), np.int64)
     counts[np.arange(1, length + 1), sources] = 1
     counts = np.cumsum(counts, axis=0)
@@ -51,8 +51,8 @@ def test_after_every_prefix_each_source_is_within_tijdemans_bound(parts):
 def test_interleave_is_periodic_and_exact_after_each_period(parts):
     sequence, period = WeightedInterleave(tuple(parts)), sum(parts)
     once, again = (
-        sequence.at(np.arange(period))[0],
-        sequence.at(np.arange(period, 2 * period))[0],
+        sequence.sources_at(np.arange(period))[0],
+        sequence.sources_at(np.arange(period, 2 * period))[0],
     )
 
     assert (once == again).all()
@@ -74,9 +74,11 @@ def test_interleave_knows_any_position_without_those_before(parts, start, chunk,
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "CHUNK", chunk)
         asked = WeightedInterleave(tuple(parts))
-        found = [asked.at(positions[at : at + 1]) for at in range(len(positions))]
+        found = [
+            asked.sources_at(positions[at : at + 1]) for at in range(len(positions))
+        ]
 
-    sources, draws = straight.at(positions)
+    sources, draws = straight.sources_at(positions)
     assert [int(s[0]) for s, _ in found] == sources.tolist()
     assert [int(d[0]) for _, d in found] == draws.tolist()
     for source in set(sources.tolist()):
@@ -91,7 +93,7 @@ def test_interleave_knows_any_position_without_those_before(parts, start, chunk,
 
 def test_interleave_may_be_shared_by_threads():
     parts = (9000, 7001, 40_000, 3)
-    expected = WeightedInterleave(parts).at(np.arange(sum(parts)))[0]
+    expected = WeightedInterleave(parts).sources_at(np.arange(sum(parts)))[0]
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
@@ -100,7 +102,8 @@ def test_interleave_may_be_shared_by_threads():
             with ThreadPoolExecutor(4) as pool:
                 found = list(
                     pool.map(
-                        lambda _, one=shared: one.at(np.arange(sum(parts)))[0], range(4)
+                        lambda _, one=shared: one.sources_at(np.arange(sum(parts)))[0],
+                        range(4),
                     )
                 )
             assert [np.array_equal(one, expected) for one in found] == [True] * 4

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from paddle_shard import ShardPlan
 from paddle_shard.errors import ArgumentError, BatchSizeError
-from paddle_shard.plan.shard_plan import facts_of_plan
+from paddle_shard.extras.cli.plan import facts_of_plan
+from paddle_shard.plan.shard_plan import step_of_plan
 from tests.orders_and_tails import SERVING_TAILS
 
 plans = st.builds(
@@ -181,10 +182,12 @@ def test_facts_of_plan_count_rows_that_are_not_valid(shuffle, tail):
         )
         for epoch in range(3):
             rows = [
-                plan.valid(
-                    epoch=epoch, step=step, rows=np.arange(plan.num_rows(step=step))
+                step.valid
+                for step in (
+                    step_of_plan(plan, epoch, number, ())
+                    for number in range(plan.num_steps)
                 )
-                for step in range(plan.num_steps)
+                if step.valid is not None
             ]
             assert facts_of_plan(plan)["rows of padding in an epoch"] == sum(
                 int((~valid).sum()) for valid in rows

@@ -18,8 +18,8 @@ from paddle_shard import Stream
 from paddle_shard.core.randomness import NumpyGenerator, PythonGenerator
 from paddle_shard.data.external import IterableSource
 from paddle_shard.data.stages import (
-    Batch,
     Filter,
+    Group,
     Map,
     Repeat,
     Shuffle,
@@ -334,7 +334,7 @@ def stages_of(draw, plan):
         ]
 
     def stage():
-        return Map(Unbatch(Batch(Shuffle(Parts(parts, says), 5), 2)), drawn)
+        return Map(Unbatch(Group(Shuffle(Parts(parts, says), 5), 2)), drawn)
 
     def alone(part, number):
         return list(stage().open(plain_opening(plan, part, number))[0])

@@ -19,7 +19,7 @@ import paddle_shard
 from paddle_shard import Stream
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, DataReadError
 from paddle_shard.extras.cli.main import main
-from paddle_shard.run.record_lines import append, digest_of, read
+from paddle_shard.run.record_lines import append, digest_of, read_record
 from tests.helpers import ONE, Made, places_in, sharded
 from tests.run.record_runs import asked
 
@@ -36,7 +36,7 @@ def written(path, count=6):
 def test_any_line_that_is_taken_out_or_changed_is_found(tmp_path_factory, data):
     path = tmp_path_factory.mktemp("lines") / "run.jsonl"
     lines = written(path)
-    assert read(str(path))[1] == []
+    assert read_record(str(path))[1] == []
     at = data.draw(st.integers(0, len(lines) - 1))
     kinds = [
         "changed",
@@ -60,7 +60,7 @@ def test_any_line_that_is_taken_out_or_changed_is_found(tmp_path_factory, data):
     )
 
     try:
-        problems = read(str(path))[1]
+        problems = read_record(str(path))[1]
     except ArgumentError:  # the first line is gone, and with it what the file is
         assert at == 0
         return
@@ -74,11 +74,11 @@ def test_a_half_line_at_the_end_is_said_and_is_replaced_by_the_next_one(
     path = tmp_path_factory.mktemp("lines") / "run.jsonl"
     lines = written(path)
     path.write_bytes(b"".join(lines)[: -min(cut, len(lines[-1]) - 1)])
-    assert "line 6 is cut after" in read(str(path))[1][0]
+    assert "line 6 is cut after" in read_record(str(path))[1][0]
 
     append(str(path), {"line": "end"})
 
-    found, problems = read(str(path))
+    found, problems = read_record(str(path))
     assert problems == []
     assert [line["line"] for line in found] == ["begin", *["pass"] * 4, "end"]
     assert found[-1]["mended"] == len(lines[-1]) - min(cut, len(lines[-1]) - 1)
@@ -102,7 +102,7 @@ def test_processes_may_append_at_the_same_time(tmp_path):
     for job in jobs:
         job.join()
 
-    found, problems = read(path)
+    found, problems = read_record(path)
     assert (len(found), problems) == (121, [])
 
 
@@ -203,7 +203,7 @@ def test_a_handler_that_saves_while_a_line_is_written_does_no_harm(
     next(batches)
     loader.state_dict()
 
-    found, problems = read(str(tmp_path / "run.jsonl"))
+    found, problems = read_record(str(tmp_path / "run.jsonl"))
     assert problems == []
     steps = [line["state"]["steps"] for line in found if line["line"] == "checkpoint"]
     assert steps == [1, 2]
@@ -262,9 +262,7 @@ def test_options_of_any_type_are_in_the_record(tmp_path):
     assert (line["sizes"], line["dealt"]) == ([[0, 4], [16, 8]], True)
     (found,) = asked("show", tmp_path / "run.jsonl", "--step", 5, "--json")["delivered"]
     assert (found["ranks"], found["samples"]) == (None, list(range(24, 32)))
-    text = asked("verify", tmp_path / "run.jsonl")
-    assert "exactly once" in text
-    assert "is not compared: rows are balanced" in text
+    assert "exactly once" in asked("verify", tmp_path / "run.jsonl")
 
 
 def test_a_step_writes_nothing(tmp_path):
@@ -295,7 +293,7 @@ def test_programs_are_told_of_the_damage_and_nothing_else_in_its_place(tmp_path)
     path = tmp_path / "run.jsonl"
     list(loader_of(path))
     path.write_bytes(path.read_bytes()[:-5])
-    _, damage = read(str(path))
+    _, damage = read_record(str(path))
     assert asked("verify", path, "--json", code=1)["damage"] == damage
     assert len(damage) == 1
 
@@ -444,9 +442,8 @@ def test_a_sample_that_could_not_be_read_fails_the_verification(tmp_path):
         return index
 
     list(loader_of(tmp_path / "run.jsonl", function=broken, on_error="skip"))
-    assert (
-        "1 samples of data rank 0 of 1 at positions [0, 46) could not be read"
-        in asked("verify", tmp_path / "run.jsonl", code=1)
+    assert "1 samples at positions [0, 46) could not be read" in asked(
+        "verify", tmp_path / "run.jsonl", code=1
     )
 
 
@@ -469,7 +466,7 @@ def test_what_was_read_is_compared_with_the_order(whole, tmp_path):
             entry[5][2] ^= 1
 
     path = written_anew(whole, tmp_path / "run.jsonl", with_other_sums)
-    assert "other samples than those of the order" in asked("verify", path, code=1)
+    assert "is not what the order has there" in asked("verify", path, code=1)
 
 
 def test_a_position_that_no_epoch_has_is_told_at_once(whole, tmp_path):

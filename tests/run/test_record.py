@@ -168,7 +168,7 @@ def test_what_the_certificate_of_an_epoch_knows_is_known_to_its_record(
     for _, of_ranks in given.rows[0]:
         assert len(of_ranks) == 2
     found = asked("verify", given.record, "--json", code=1)["epochs"]
-    assert ["1 samples of all ranks" in one for one in found[0]["problems"]] == [True]
+    assert ["1 samples at positions" in one for one in found[0]["problems"]] == [True]
     assert (
         found[0]["delivered"],
         found[0]["missed"],

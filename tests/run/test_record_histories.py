@@ -16,7 +16,7 @@ from paddle_shard.extras.cli.places import samples_of
 from paddle_shard.extras.cli.proof import proof_of
 from paddle_shard.extras.cli.timeline import timeline
 from paddle_shard.plan.orders import ordering_of
-from paddle_shard.run.record_lines import read
+from paddle_shard.run.record_lines import read_record
 from paddle_shard.testing.simulated import simulated_rank
 from tests.helpers import Made, mesh, sharded
 from tests.orders_and_tails import ALL, BLOCKS, UNNAMED
@@ -194,7 +194,7 @@ def test_the_record_tells_what_each_rank_was_given(
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder, "run.jsonl"))
         delivered, told = _play(path, jobs, accumulation, kind, tail, skip_steps)
-        lines, problems = read(path)
+        lines, problems = read_record(path)
     assert problems == []
     if not told:
         return

@@ -29,7 +29,9 @@ def is_one_batch_late(self):
 def moves_the_epoch(self):
     """A loop that is left moves the run to the next epoch."""
     progress = self._progress
-    is_left = not progress.closed and progress.at.steps and not progress.at.ended
+    is_left = (
+        not progress.closed and progress.position.steps and not progress.position.ended
+    )
     close(self)
     if is_left:
         self._setup.run._counter.move_to(self.epoch + 1)

@@ -49,6 +49,10 @@ def sharded(given, **options):
     return paddle_shard.shard_dataloader(given, DP2, **{"shard_dims": "dp", **options})
 
 
+for kind in (clas.PKSampler, clas.RandomIdentities, clas.RepeatedAugmentation):
+    kind.draws_for_rank = True
+
+
 def sampled(sampler, data=None, workers=0, **options):
     data = data or clas.Labelled()
     return sharded(

@@ -90,13 +90,13 @@ def test_it_draws_the_same_again_after_a_resume(case, of_ranks):
         assert rows_of(straight) == rows_of(again) != []
 
 
-def test_one_that_cannot_be_copied_is_refused_where_its_rows_are_the_same(of_ranks):
+def test_one_that_does_not_say_so_is_refused_where_its_rows_are_the_same(of_ranks):
     for report in of_ranks("mixed"):
         assert report["steps"] == []
         assert report["error"].startswith(
             "SplitError: the data is split already, by is_dataset_splitted=True or by "
         )
-        assert "if copy.deepcopy can copy it" in report["error"]
+        assert "sampler.draws_for_rank = True" in report["error"]
 
 
 @pytest.mark.parametrize("case", ["augmented", "augmented, workers"])

@@ -16,7 +16,8 @@ import paddle
 import paddle.distributed as dist
 
 import paddle_shard
-from paddle_shard.testing import cpu_static, report
+from demos.cpu_static import cpu_static
+from paddle_shard.testing import report
 
 VOCABULARY, LENGTH, BATCH = 128, 6, 8
 """Rows are of so many tokens; the global micro-batch has so many rows."""

@@ -18,8 +18,9 @@ import paddle
 import paddle.distributed as dist
 
 import paddle_shard
+from demos.cpu_static import cpu_static
 from paddle_shard.errors import PaddleShardError
-from paddle_shard.testing import cpu_static, report
+from paddle_shard.testing import report
 from tests.trainers.trainer_worker import (
     Config,
     arguments_of,

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from paddle_shard.data.files import files
-from paddle_shard.data.files.host_cache import HostCache, open_through
+from paddle_shard.data.files.host_cache import open_cached
 from paddle_shard.data.files.locks import file_lock
 from paddle_shard.data.files.shards import RECOUNT, ShardSource
 from paddle_shard.plan.seeding import derive_key
@@ -28,7 +28,7 @@ from paddle_shard.plan.skips import counted
 EVERY = 64
 """Number of samples for which one byte offset is kept."""
 MOST = 128
-"""Most byte offsets that are kept for a file that is counted without an index. Longer files have sparser offsets."""
+"""Most byte offsets that are kept for a file, an even number. Longer files have sparser offsets."""
 
 _VERSION = 4
 """Version of the kept counts."""
@@ -54,8 +54,8 @@ class ShardEntry:
         """Return the last known byte where a sample at or before `sample` begins, and how many samples lie between."""
         if not self.starts:
             return 0, sample
-        at = min(sample // self.every, len(self.starts) - 1)
-        return self.starts[at], sample - at * self.every
+        number = min(sample // self.every, len(self.starts) - 1)
+        return self.starts[number], sample - number * self.every
 
     def to_json(self) -> dict[str, Any]:
         """Return the entry as an index file and the kept counts have it."""
@@ -84,28 +84,25 @@ class ShardEntry:
         return parsed
 
 
-def count_file(
-    name: str, samples: Samples, most: int | None = None, cache: HostCache | None = None
-) -> ShardEntry:
+def count_file(name: str, samples: Samples, cache_dir: str | None = None) -> ShardEntry:
     """Count the samples of a file.
 
     Args:
         name: Path or URL of the file.
         samples: The format, or a function that finds where samples begin in less time.
-        most: Most byte offsets to keep, an even number; None: no limit.
-        cache: Where a copy of a remote file is kept; None: nowhere.
+        cache_dir: Where a copy of a remote file is kept; None: nowhere.
 
     Raises:
         Exception: Whatever reading raises, if the file cannot be read to its end.
     """
-    opened, size = open_through(cache, name)
+    opened, size = open_cached(cache_dir, name)
     starts: list[int] = []
     num_samples = 0
     every = EVERY
     with opened, files.decompressed(opened, name) as file:
         for number, (start, _) in enumerate(samples(file, name, 0)):
             if number % every == 0:
-                if len(starts) == most:
+                if len(starts) == MOST:
                     starts = starts[::2]
                     every *= 2
                 starts.append(start)
@@ -124,7 +121,7 @@ def count_files(
     kind: str,
     samples: Samples,
     counts: bool | None,
-    cache: HostCache | None = None,
+    cache_dir: str | None = None,
 ) -> dict[str, ShardEntry] | None:
     """Count the samples of files. The counts of local ones are kept in the user's cache directory.
 
@@ -134,7 +131,7 @@ def count_files(
         samples: Finds the samples of a file; see `count_file`.
         counts: True: count all files; False: count none. None: count all if counting is cheap compared to reading: all
             files are local and, by their names, none is compressed.
-        cache: Where copies of remote files are kept; None: nowhere.
+        cache_dir: Where copies of remote files are kept; None: nowhere.
 
     Returns:
         The index entry of each file; None if files are not counted.
@@ -147,7 +144,7 @@ def count_files(
     if counts is False or (counts is None and is_costly):
         return None
     if any_remote:
-        return _count_each(names, samples, cache)
+        return _count_each(names, samples, cache_dir)
     # Before counting: a file that grows meanwhile has another version the next time.
     versions = [_version(name) for name in names]
     key = derive_key(_VERSION, kind, versions, size=16).hex()
@@ -160,7 +157,7 @@ def count_files(
         with contextlib.suppress(OSError, *DAMAGE):
             entries = map(ShardEntry.from_json, json.loads(path.read_bytes()))
             return dict(zip(names, entries, strict=True))
-        counted_files = _count_each(names, samples, cache)
+        counted_files = _count_each(names, samples, cache_dir)
         text = json.dumps([entry.to_json() for entry in counted_files.values()])
         with contextlib.suppress(OSError), files.replacing(path) as target:
             target.write(text.encode())
@@ -175,7 +172,7 @@ def _version(name: str) -> tuple[str, int, int, int]:
 
 
 def _count_each(
-    names: Sequence[str], samples: Samples, cache: HostCache | None
+    names: Sequence[str], samples: Samples, cache_dir: str | None
 ) -> dict[str, ShardEntry]:
     entries = {}
     for name in names:
@@ -183,7 +180,7 @@ def _count_each(
             "counting the samples of %s", files.redacted(name)
         )
         with _counting(name):
-            entries[name] = count_file(name, samples, MOST, cache)
+            entries[name] = count_file(name, samples, cache_dir)
     return entries
 
 
@@ -205,18 +202,15 @@ class FileReader:
     """The format."""
     entries: Mapping[str, ShardEntry] | None
     """The index entry of each file, by name; None: files are not counted."""
-    cache: HostCache | None
+    cache_dir: str | None
     """Where copies of remote files are kept; None: nowhere."""
 
-    def source(
-        self, names: Sequence[str], *, shuffle_shards: bool, resample: bool
-    ) -> ShardSource:
+    def source(self, names: Sequence[str], *, shuffle_shards: bool) -> ShardSource:
         """Return the source of files.
 
         Args:
             names: Names of the files.
             shuffle_shards: If True, permute the files, in another order each epoch.
-            resample: If True, each part is an endless stream of files, sampled with replacement.
         """
         entries = self.entries
         return ShardSource(
@@ -226,7 +220,6 @@ class FileReader:
             if entries is None
             else [entries[name].samples for name in names],
             shuffle_shards=shuffle_shards,
-            resample=resample,
         )
 
     def __call__(self, name: str, skip: int) -> Iterator[Any]:
@@ -235,7 +228,7 @@ class FileReader:
         entry = None if self.entries is None else self.entries[name]
         if entry is not None:
             start, skip = entry.before(skip)
-        opened, size = open_through(self.cache, name, start)
+        opened, size = open_cached(self.cache_dir, name, start)
         with opened, opened if start else files.decompressed(opened, name) as file:
             if entry is not None and size not in (None, entry.size):
                 raise ValueError(

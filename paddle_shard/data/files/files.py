@@ -40,13 +40,13 @@ FileVersion = tuple[str, int, str]
 
 
 def is_remote(name: str) -> bool:
-    """True if a name is a URL other than `file:`, or a command (which is refused later, when it is read).
+    """True if a name is a URL other than `file:`.
 
     Examples:
         >>> is_remote("s3://bucket/000.tar"), is_remote("file:///data/000.tar"), is_remote("data/000.tar")
         (True, False, False)
     """
-    return name.startswith("pipe:") or ("://" in name and not name.startswith("file:"))
+    return "://" in name and not name.startswith("file:")
 
 
 def local_path(name: str) -> str:
@@ -293,7 +293,10 @@ def identity(names: Sequence[str]) -> list[FileVersion]:
     with ThreadPoolExecutor(REQUESTS if any(map(is_remote, names)) else 1) as pool:
         versions = list(pool.map(version, names))
     paths = within_their_folder(names)
-    return [(path, *known) for path, known in zip(paths, versions, strict=True)]
+    return [
+        (path, *version_of_file)
+        for path, version_of_file in zip(paths, versions, strict=True)
+    ]
 
 
 def tag_of(details: Mapping[str, Any]) -> str | None:
@@ -306,10 +309,6 @@ def open_file(name: str, start: int = 0) -> tuple[BinaryIO, int | None]:
 
     If the connection to a remote file drops, reading continues at the same byte.
     """
-    if name.startswith("pipe:"):
-        raise ArgumentError(
-            f"{name!r}: commands are not run. Give the URL itself: http, s3, gs, or what fsspec opens."
-        )
     if not is_remote(name):
         file = open(local_path(name), "rb", buffering=BUFFER)  # noqa: SIM115
         if start:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -11,7 +11,6 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from paddle_shard.data.files.files import (
     Path,
@@ -24,7 +23,7 @@ from paddle_shard.data.files.files import (
     needs,
     redacted,
 )
-from paddle_shard.data.files.host_cache import HostCache
+from paddle_shard.data.files.host_cache import check_cache_dir, open_cached
 from paddle_shard.data.files.shards import ShardSource
 from paddle_shard.errors import ArgumentError
 
@@ -40,9 +39,7 @@ def parquet_source(
     columns: Sequence[str] | None = None,
     allow_nulls: bool = False,
     shuffle_shards: bool = True,
-    resample: bool = False,
     cache_dir: Path | None = None,
-    cache_bytes: int | None = None,
 ) -> ShardSource:
     """Return the source of the rows of Parquet files: dicts by column. Each row group is a shard.
 
@@ -55,8 +52,7 @@ def parquet_source(
     - int, float, bool, date, timestamp (in UTC, without the zone; INT96 in microseconds), duration: a numpy scalar.
     - string, binary: `str` or `bytes`.
     - list of such scalars: an array of its own; of several dims for nested lists of fixed size and tensors.
-    - list of anything else: a Python list. Struct: a dict. Dictionary: the value itself.
-    - others (decimal, time, map): what pyarrow's `as_py` returns.
+    - others (struct, dictionary, decimal, time, map, lists of these): what pyarrow's `as_py` returns.
 
     Args:
         paths: One or more files, all with the same columns: paths, patterns such as `data/*.parquet`, whose files are
@@ -67,15 +63,13 @@ def parquet_source(
             that names the column. A null inside a list is always an error, one inside a struct is None.
         shuffle_shards: If True, permute the row groups, in another order each epoch. Rows keep their order within a row
             group: add a `Shuffle` to permute them, too.
-        resample: If True, each part is an endless stream of row groups, sampled with replacement.
         cache_dir: A folder in which copies of remote files are kept, for all processes of the host. Then files are
             downloaded whole. None: nowhere.
-        cache_bytes: Most bytes of all copies in the folder; None: no limit.
 
     Raises:
         MissingDependencyError: pyarrow, or a package that a URL needs, is not installed.
         ArgumentTypeError: `paths` is not a path or a list of paths.
-        ArgumentError: There is no file or no row, a pattern matches no file, or a file lacks a column or has it with
+        ArgumentError: There is no file, a pattern matches no file, or a file lacks a column or has it with
             another type.
         ShardReadError: A footer cannot be read.
     """
@@ -88,7 +82,7 @@ def parquet_source(
             f"columns must be a list of names, each once, or None for all, got {columns!r}."
         )
     chosen = None if columns is None else list(columns)
-    cache = HostCache.of(cache_dir, cache_bytes)
+    cache_dir = check_cache_dir(cache_dir)
     files = matched(paths)
     if not files:
         raise ArgumentError("paths names no file. Give at least one.")
@@ -102,15 +96,11 @@ def parquet_source(
     ]
     names = [f"row group {number} of {file}" for file, number, _ in groups]
     counts = [num_rows for rows, _, _ in footers for num_rows in rows]
-    if not sum(counts):
-        raise ArgumentError(
-            f"paths: {len(files)} Parquet files have no row: {', '.join(map(redacted, files[:3]))}."
-        )
     reader = _GroupReader(
         groups=dict(zip(names, groups, strict=True)),
         columns=chosen,
         allow_nulls=allow_nulls,
-        cache=cache,
+        cache_dir=cache_dir,
     )
     return ShardSource(
         names,
@@ -118,7 +108,6 @@ def parquet_source(
         files=[file for file, _, _ in groups],
         counts=counts,
         shuffle_shards=shuffle_shards,
-        resample=resample,
     )
 
 
@@ -134,12 +123,12 @@ class _GroupReader:
     """Name of a row group -> (file, number of the row group, size of the file in bytes)."""
     columns: list[str] | None
     allow_nulls: bool
-    cache: HostCache | None
+    cache_dir: str | None
 
     def __call__(self, name: str, skip: int) -> Iterator[Any]:
         """Yield the rows after the first `skip`."""
         file, number, file_size = self.groups[name]
-        with _opened(file, self.cache, file_size) as (parquet, _):
+        with _opened(file, self.cache_dir, file_size) as (parquet, _):
             group = parquet.metadata.row_group(number)
             size = BATCH_BYTES * group.num_rows // max(1, group.total_byte_size)
             batches = parquet.iter_batches(
@@ -172,23 +161,16 @@ def _check_columns(
     files: list[str], footers: list[_Footer], columns: list[str] | None
 ) -> None:
     """Check that all files have the columns to read, with the types of the first file."""
-    first: dict[str, Any] = {}
-    for file, (_, schema, _) in zip(files, footers, strict=True):
-        missing = [name for name in columns or () if name not in schema]
-        if missing:
-            raise ArgumentError(
-                f"columns: {redacted(file)} has no {', '.join(map(repr, missing))}. "
-                f"It has {', '.join(map(repr, schema))}."
-            )
-        types = {name: schema[name] for name in columns or schema}
-        first = first or types
-        for name in sorted(first.keys() | types.keys()):
-            expected = first.get(name, "missing")
+    _, first, _ = footers[0]
+    for file, (_, types, _) in zip(files, footers, strict=True):
+        for name in columns or sorted(first.keys() | types.keys()):
             kind = types.get(name, "missing")
-            if kind != expected:
+            expected = first.get(name, "missing")
+            if kind != expected or name not in types:
                 raise ArgumentError(
-                    f"paths: column {name!r} is {expected} in {redacted(files[0])}, but {kind} in {redacted(file)}. "
-                    "Read only columns that all files have alike (columns=), or a source for each kind of file."
+                    f"columns: {name!r} is {kind} in {redacted(file)}, and {expected} in {redacted(files[0])}, which "
+                    f"has {', '.join(map(repr, first))}. Read only columns that all files have alike (columns=), or a "
+                    "source for each kind of file."
                 )
 
 
@@ -209,7 +191,7 @@ def _footer(file: str) -> _Footer:
 
 @contextmanager
 def _opened(
-    file: str, cache: HostCache | None = None, expected_size: int | None = None
+    file: str, cache_dir: str | None = None, expected_size: int | None = None
 ) -> Iterator[tuple[Any, int]]:
     """Open a file by pyarrow; yield it with its size.
 
@@ -217,7 +199,7 @@ def _opened(
 
     Args:
         file: Path or URL.
-        cache: Where copies of remote files are kept; None: nowhere.
+        cache_dir: Where copies of remote files are kept; None: nowhere.
         expected_size: Bytes that the file had; None: not known.
 
     Raises:
@@ -230,11 +212,11 @@ def _opened(
         if not is_remote(file):
             source = local_path(file)
             size: int | None = os.path.getsize(source)
-        elif cache is None:
+        elif cache_dir is None:
             source = RemoteFile(file, extra="parquet", cache_type="none")
             size = stack.enter_context(source).size
         else:
-            source, size = cache.open(file)
+            source, size = open_cached(cache_dir, file)
             stack.enter_context(source)
         if expected_size not in (None, size):
             raise ValueError(
@@ -283,43 +265,20 @@ def _values(array: Any) -> Any:
     import pyarrow as pa
 
     kind = array.type
+    types = pa.types
     if array.null_count:
         raise ValueError("a list has a null inside.")
     if isinstance(kind, pa.FixedShapeTensorType):
         return array.to_numpy_ndarray()
-    if isinstance(kind, pa.BaseExtensionType):
-        return _values(array.storage)
-    if pa.types.is_dictionary(kind):
-        return _values(array.dictionary_decode())
-    if pa.types.is_struct(kind):
-        names = [field.name for field in kind]
-        fields = [_column(child, allow_nulls=True) for child in array.flatten()]
-        rows = zip(*fields, strict=True)
-        return [dict(zip(names, row, strict=True)) for row in rows]
-    if pa.types.is_fixed_size_list(kind):
+    is_fixed = types.is_fixed_size_list(kind)
+    if is_fixed or types.is_list(kind) or types.is_large_list(kind):
         inner = _values(array.flatten())
-        if isinstance(inner, np.ndarray):
+        if not isinstance(inner, np.ndarray):
+            return array.to_pylist()
+        if is_fixed:
             return inner.reshape(len(array), kind.list_size, *inner.shape[1:])
-        return _pieces(inner, np.full(len(array), kind.list_size))
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        return _pieces(_values(array.flatten()), array.value_lengths().to_numpy())
-    if any(is_kind(kind) for is_kind in _numeric(pa.types)):
+        ends = np.cumsum([0, *array.value_lengths().to_numpy()]).tolist()
+        return [np.array(inner[start:stop]) for start, stop in pairwise(ends)]
+    if types.is_primitive(kind) and not types.is_time(kind):
         return array.to_numpy(zero_copy_only=False)
     return array.to_pylist()
-
-
-def _numeric(types: Any) -> list[Callable[[Any], bool]]:
-    return [
-        types.is_integer,
-        types.is_floating,
-        types.is_boolean,
-        types.is_date,
-        types.is_timestamp,
-        types.is_duration,
-    ]
-
-
-def _pieces(values: Any, lengths: npt.NDArray[np.integer[Any]]) -> list[Any]:
-    ends = np.cumsum([0, *lengths]).tolist()
-    own = np.array if isinstance(values, np.ndarray) else list
-    return [own(values[start:stop]) for start, stop in pairwise(ends)]

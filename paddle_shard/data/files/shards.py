@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import count, islice
+from itertools import chain, islice
 from typing import Any, TypedDict
 
 import numpy as np
@@ -19,14 +19,13 @@ from paddle_shard.data.files.files import (
     within_their_folder,
 )
 from paddle_shard.data.stages.stage import (
-    Damaged,
     Opening,
     PartsSource,
     Samples,
     Unreadable,
 )
 from paddle_shard.errors import ArgumentError, ShardReadError, described
-from paddle_shard.plan.seeding import derive_key, derive_seed, mix
+from paddle_shard.plan.seeding import derive_key, derive_seed
 from paddle_shard.plan.shuffle import Permutation
 
 RECOUNT = "count again (make the stream anew; for an index file: `paddle-shard index URL... -o index.json`)"
@@ -42,9 +41,7 @@ class FileOptions(TypedDict, total=False):
     """The options of all streams of files; `Stream.lines` describes them."""
 
     shuffle_shards: bool
-    resample: bool
     cache_dir: Path | None
-    cache_bytes: int | None
 
 
 class ShardSource(PartsSource):
@@ -63,19 +60,17 @@ class ShardSource(PartsSource):
         files: Sequence[str] | None = None,
         counts: Sequence[int] | None = None,
         shuffle_shards: bool = True,
-        resample: bool = False,
     ) -> None:
         """Set up the source.
 
         Args:
             names: The shards, each once: paths, URLs, or any names that `read` understands.
             read: Called with a name and a number of samples to skip; returns an iterator over the other samples. Each
-                call must give the same samples.
+                call must give the same samples. An exception replaces a sample that cannot be read, if the next can.
             files: The file that contains each shard, if a shard is less than a file; None: each shard is a file.
             counts: Number of samples of each shard. With counts, parts are equal, their lengths are known, and skipping
                 is cheap. A shard with fewer or more samples is an error when its end is read.
             shuffle_shards: If True, permute the shards, in another order in each epoch and round.
-            resample: If True, each part is an endless stream of whole shards, sampled with replacement from all.
 
         Raises:
             ArgumentError: There is no name, or names are not distinct.
@@ -87,7 +82,7 @@ class ShardSource(PartsSource):
             twice = next(name for name in self._names if self._names.count(name) > 1)
             raise ArgumentError(
                 f"names holds {redacted(twice)!r} more than once, so its samples would be delivered as often. "
-                "Give each shard once; resample=True reads shards again and again."
+                "Give each shard once; repeat() reads the stream again."
             )
         self.num_shards: int = len(self._names)
         self._counts: npt.NDArray[np.int64] | None = None
@@ -95,15 +90,10 @@ class ShardSource(PartsSource):
         if counts is not None:
             self._counts = np.asarray(counts, dtype=np.int64)
             self._total = int(self._counts.sum())
-            if resample and not self._total:
-                raise ArgumentError(
-                    "resample=True: the counts say that no shard has a sample. Give one that has."
-                )
         self._files = self._names if files is None else [str(file) for file in files]
         self._digest: str | None = None
         self._read = read
         self._shuffle = bool(shuffle_shards)
-        self.endless = bool(resample)
 
     def open(self, opening: Opening) -> list[Samples]:
         """Return the samples of each part.
@@ -115,41 +105,31 @@ class ShardSource(PartsSource):
         return super().open(opening)
 
     def lengths(self, opening: Opening) -> list[int] | None:
-        """Return the lengths of the parts; None if the shards are not counted or are resampled."""
+        """Return the lengths of the parts; None if the shards are not counted."""
         self._check(opening)
-        if self._counts is None or self.endless:
+        if self._counts is None:
             return None
         cuts = [self._cut(part, opening.num_parts) for part in opening.parts]
         return [stop - start for start, stop in cuts]
 
     def origin(self, opening: Opening, part: int, number: int) -> str | None:
-        """Return the shard and the sample's number in it; None if the shards are not counted or are resampled."""
-        if self._counts is None or self.endless:
+        """Return the shard and the sample's number in it; None if the shards are not counted."""
+        if self._counts is None:
             return None
         for shard, offset, _ in self._cut_out(opening, part, number):
             return f"sample {offset} of {redacted(self._names[shard])}"
         return None
-
-    def part_sizes(self, opening: Opening) -> list[int] | None:
-        """Return the size in bytes of each part's files; None if they are counted, resampled or not local."""
-        sizes = [local_size(file) for file in self._files]
-        if self._counts is not None or self.endless or None in sizes:
-            return None
-        return [
-            sum(sizes[shard] or 0 for shard, _, _ in self._assigned(opening, part))
-            for part in opening.parts
-        ]
 
     @property
     def files(self) -> list[str]:
         """The first files, with their numbers of samples or their sizes."""
         names = self._files[:1000]
         if self._counts is None:
-            known = [f"{local_size(name)} bytes" for name in names]
+            notes = [f"{local_size(name)} bytes" for name in names]
         else:
-            known = [f"{count} samples" for count in self._counts[:1000]]
+            notes = [f"{count} samples" for count in self._counts[:1000]]
         paths = within_their_folder(names)
-        return [f"{path} ({what})" for path, what in zip(paths, known, strict=True)]
+        return [f"{path} ({what})" for path, what in zip(paths, notes, strict=True)]
 
     def files_identity(self) -> list[FileVersion]:
         """See `Stage`. Shards that are no files have no entry."""
@@ -159,37 +139,37 @@ class ShardSource(PartsSource):
         """Return what the order depends on, with a digest of the counts and of the names within their common folder."""
         if self._digest is None:
             # Files that are not counted are identified by their sizes, if these cost no request.
-            known: Any = (
+            sizes: Any = (
                 [("size", local_size(file)) for file in self._files]
                 if self._counts is None
                 else self._counts.tolist()
             )
-            files = zip(within_their_folder(self._files), known, strict=True)
+            files = zip(within_their_folder(self._files), sizes, strict=True)
             seeds = [derive_seed(*file) % _PRIME for file in files]
             in_order = sum(place * seed for place, seed in enumerate(seeds, 1))
             self._digest = f"{in_order % _PRIME:016x}{sum(seeds) % _PRIME:016x}"
-        return [["shards", len(self._names), self._digest, self._shuffle, self.endless]]
+        # The last field was an option of earlier versions.
+        return [["shards", len(self._names), self._digest, self._shuffle, False]]
 
     def _check(self, opening: Opening) -> None:
-        if self._counts is None and not self.endless:
+        if self._counts is None:
             self.check_num_shards(
                 opening,
                 "counted samples, so that shards are cut in mid-file "
                 "(counts=True; for tars an index file, index=, made by `paddle-shard index`); "
-                "resample=True; or an uncut stream (Stream.of(...)), of which each reader reads all",
+                "or an uncut stream (Stream.of(...)), of which each reader reads all",
             )
 
     def part(self, part: int, opening: Opening) -> Samples:
         """See `PartsSource`."""
         # Only counted shards can be skipped without reading them.
         first = 0 if self._counts is None else opening.skip
-        if self.endless:
-            segments = self._sampled(opening, part, first)
-        elif self._counts is None:
+        if self._counts is None:
             segments = self._assigned(opening, part)
         else:
             segments = self._cut_out(opening, part, first)
-        samples = self._samples(segments, first, part, opening)
+        pieces = (self._piece(segment, opening) for segment in segments)
+        samples = chain.from_iterable(pieces)
         yield from islice(samples, opening.skip - first, None)
 
     def _order(self, opening: Opening) -> npt.NDArray[np.int64]:
@@ -215,49 +195,19 @@ class ShardSource(PartsSource):
         counts = self._counts[order]
         # Sample number at which each shard ends, if all shards are laid end to end in this order.
         ends = np.cumsum(counts)
-        at = int(np.searchsorted(ends, start, side="right"))
+        place = int(np.searchsorted(ends, start, side="right"))
         while start < stop:
-            end, length = int(ends[at]), int(counts[at])
+            end, length = int(ends[place]), int(counts[place])
             if start < end:  # not an empty shard
                 begin = end - length
-                yield int(order[at]), start - begin, min(stop, end) - begin
+                yield int(order[place]), start - begin, min(stop, end) - begin
                 start = end
-            at += 1
+            place += 1
 
-    def _sampled(self, opening: Opening, part: int, skip: int) -> Iterator[Segment]:
-        """Yield shards sampled with replacement, forever. Counted shards that are skipped as a whole are left out."""
-        key = opening.key(part, "draw")
-        for draw in count():
-            shard = mix(key, draw) % len(self._names)
-            if self._counts is not None and skip >= self._counts[shard]:
-                skip -= int(self._counts[shard])
-                continue
-            yield shard, skip, None
-            skip = 0
-
-    def _samples(
-        self, segments: Iterator[Segment], number: int, part: int, opening: Opening
-    ) -> Samples:
-        """Read pieces of shards, one after the other; `number` is the first sample's number in the part."""
-        num_empty = 0  # shards in a row; resampling would never end
-        for segment in segments:
-            before = number
-            for item in self._piece(segment, number, part, opening):
-                number += 1
-                yield item
-            num_empty = num_empty + 1 if number == before else 0
-            if self.endless and num_empty > 100 + 10 * len(self._names):
-                raise ShardReadError.of(
-                    f"resample=True: {num_empty} shards in a row, drawn from {len(self._names)}, have no sample.",
-                    redacted(self._names[segment[0]]),
-                )
-
-    def _piece(
-        self, segment: Segment, number: int, part: int, opening: Opening
-    ) -> Samples:
+    def _piece(self, segment: Segment, opening: Opening) -> Samples:
+        """Read a piece of a shard."""
         shard, begin, end = segment
         name = self._names[shard]
-        key = opening.key(part, "read")
         length = None if self._counts is None else int(self._counts[shard])
         end = length if end is None else end
         offset = begin
@@ -267,7 +217,6 @@ class ShardSource(PartsSource):
             name, lambda: (f"reading {what or f'sample {offset}'}", offset)
         ):
             try:
-                opening.seed_generators(key, number)
                 items = iter(self._read(name, begin))
                 for item in items:
                     # Before the last sample is delivered, since no other one may be requested.
@@ -277,15 +226,14 @@ class ShardSource(PartsSource):
                         if num_more:
                             raise _miscounted(name, length + num_more, length)
                         what = ""
-                    if isinstance(item, Damaged):
+                    if isinstance(item, Exception):
                         if not opening.skip_errors:
-                            raise item.error
-                        item = Unreadable(f"{redacted(name)}: {described(item.error)}")
+                            raise item
+                        item = Unreadable(f"{redacted(name)}: {described(item)}")
                     yield item
                     offset += 1
                     if offset == end:
                         return
-                    opening.seed_generators(key, number + offset - begin)
             finally:
                 if hasattr(items, "close"):
                     items.close()

@@ -6,18 +6,16 @@ import codecs
 import csv
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any, BinaryIO, NamedTuple
 
 from paddle_shard.data.files.counts import FileReader, count_files
-from paddle_shard.data.files.files import BUFFER, Path, Paths, matched
-from paddle_shard.data.files.host_cache import HostCache
+from paddle_shard.data.files.files import Path, Paths, matched
+from paddle_shard.data.files.host_cache import check_cache_dir
 from paddle_shard.data.files.shards import ShardSource
-from paddle_shard.data.stages.stage import Damaged
 
 Placed = Iterator[tuple[int, Any]]
-"""Samples, each with the byte where it begins."""
+"""Samples, each with the byte where it begins. An exception replaces one that cannot be read, if the next one can."""
 
 
 class TextFormat(NamedTuple):
@@ -37,9 +35,7 @@ def text_source(
     *,
     counts: bool | None = None,
     shuffle_shards: bool = True,
-    resample: bool = False,
     cache_dir: Path | None = None,
-    cache_bytes: int | None = None,
 ) -> ShardSource:
     """Return the source of text files.
 
@@ -52,24 +48,20 @@ def text_source(
             local files are kept in the user's cache directory (`$XDG_CACHE_HOME`, `~/.cache`) for other ranks and
             later runs.
         shuffle_shards: If True, permute the files, in another order each epoch.
-        resample: If True, each part is an endless stream of files, sampled with replacement.
         cache_dir: A folder in which copies of remote files are kept, for all processes of the host; None: none is kept.
-        cache_bytes: Most bytes of all copies in the folder; None: no limit.
 
     Raises:
         ArgumentTypeError: `paths` is neither a path nor a list of paths.
         ArgumentError: There is no file, or none that matches a pattern.
         ShardReadError: A file cannot be read to count it.
     """
-    cache = HostCache.of(cache_dir, cache_bytes)
+    cache_dir = check_cache_dir(cache_dir)
     names = matched(paths)
-    if resample and counts is None:
-        counts = False
     starts = partial(_of_text, form.starts)
-    entries = count_files(names, form.kind, starts, counts, cache)
+    entries = count_files(names, form.kind, starts, counts, cache_dir)
     samples = partial(_of_text, form.samples)
-    reader = FileReader(samples=samples, entries=entries, cache=cache)
-    return reader.source(names, shuffle_shards=shuffle_shards, resample=resample)
+    reader = FileReader(samples=samples, entries=entries, cache_dir=cache_dir)
+    return reader.source(names, shuffle_shards=shuffle_shards)
 
 
 def _of_text(
@@ -90,83 +82,60 @@ class _Text:
         """
         self._file = file
         self.start = start
-        self._number = 0
 
     def __iter__(self) -> Placed:
-        at = self.start
+        start = self.start
         for line in self._file:
-            if at == 0 and line.startswith(codecs.BOM_UTF8):
-                at, line = len(codecs.BOM_UTF8), line.removeprefix(codecs.BOM_UTF8)
+            if start == 0 and line.startswith(codecs.BOM_UTF8):
+                start, line = len(codecs.BOM_UTF8), line.removeprefix(codecs.BOM_UTF8)
                 if not line:  # there is nothing else in the file
                     return
-            self._number += 1
             try:
                 text = line.decode()
             except UnicodeDecodeError as error:
-                error.reason += f" ({self.line()})"
+                error.reason += f" (in the line at byte {start})"
                 raise
-            yield at, text
-            at += len(line)
-
-    def line(self) -> str:
-        """Return "line N" for the line that was read last, counted from 1, for messages."""
-        if not self.start:
-            return f"line {self._number}"
-        num_before = 0
-        with self._rewound() as file:
-            for begin in range(0, self.start, BUFFER):
-                block = file.read(min(BUFFER, self.start - begin))
-                num_before += block.count(b"\n")
-        return f"line {num_before + self._number}"
+            yield start, text
+            start += len(line)
 
     def first_row(self) -> list[str]:
-        """Return the first row of a CSV file."""
-        with self._rewound() as file:
-            row: list[str] = next(_rows(_Text(file, 0)))[1]
-            return row
-
-    @contextmanager
-    def _rewound(self) -> Iterator[BinaryIO]:
-        """Yield the file at its first byte; then continue where it stood. One that is read from a byte on can seek."""
+        """Return the first row of a CSV file; then continue here. A file that is read from a byte on can seek."""
         position = self._file.tell()
         self._file.seek(0)
-        yield self._file
+        row: list[str] = next(_rows(_Text(self._file, 0)))[1]
         self._file.seek(position)
+        return row
 
 
 def _lines(text: _Text) -> Placed:
-    for at, line in text:
-        yield at, line.removesuffix("\n").removesuffix("\r")
+    for start, line in text:
+        yield start, line.removesuffix("\n").removesuffix("\r")
 
 
 def _not_blank(text: _Text) -> Placed:
-    return ((at, line) for at, line in text if line.strip())
+    return ((start, line) for start, line in text if line.strip())
 
 
-def _values(text: _Text) -> Placed:
-    for at, line in _not_blank(text):
+def _json_values(text: _Text) -> Placed:
+    for start, line in _not_blank(text):
         try:
             value = json.loads(line)
         except json.JSONDecodeError as error:
-            value = Damaged(
-                ValueError(
-                    f"{text.line()} is not JSON: {error.msg} at column {error.colno}"
-                )
+            value = ValueError(
+                f"the line at byte {start} is not JSON: {error.msg} at column {error.colno}"
             )
-        yield at, value
+        yield start, value
 
 
 def _dicts(text: _Text) -> Placed:
     rows = _rows(text)
     names = text.first_row() if text.start else next(rows, (0, []))[1]
     if len(set(names)) < len(names):
-        raise ValueError(
-            f"the header {names}, which ends in {text.line()}, names a field twice"
-        )
-    for at, row in rows:
+        raise ValueError(f"the header {names} names a field twice")
+    for start, row in rows:
         yield (
-            at,
-            row if isinstance(row, Damaged) else dict(zip(names, row, strict=True)),
+            start,
+            row if isinstance(row, Exception) else dict(zip(names, row, strict=True)),
         )
 
 
@@ -186,7 +155,7 @@ def _rows(text: _Text) -> Placed:
             row = next(reader, None)
         except csv.Error as error:
             # The next row may begin anywhere, so that this one cannot be skipped.
-            raise ValueError(f"the row that ends in {text.line()}: {error}") from error
+            raise ValueError(f"the row at byte {begins[0]}: {error}") from error
         if row is None:
             return
         if not row:
@@ -195,8 +164,10 @@ def _rows(text: _Text) -> Placed:
         if len(row) == width:
             yield begins[0], row
         else:
-            what = f"the row that ends in {text.line()} has {len(row)} fields, the first {width}"
-            yield begins[0], Damaged(ValueError(what))
+            what = (
+                f"the row at byte {begins[0]} has {len(row)} fields, the first {width}"
+            )
+            yield begins[0], ValueError(what)
 
 
 LINES = TextFormat("lines", _lines, _lines)
@@ -207,5 +178,5 @@ CSV_ROWS = TextFormat("CSV rows", _rows, _rows)
 Empty lines are skipped. A row with more or fewer fields than the first row of its file is an error."""
 CSV_DICTS = TextFormat("CSV rows below a header", _dicts, _dicts)
 """Samples are the rows as dicts; the first row of each file names the fields."""
-JSON_LINES = TextFormat("JSON lines", _values, _not_blank)
+JSON_LINES = TextFormat("JSON lines", _json_values, _not_blank)
 """Samples are JSON values, one per line. Blank lines are skipped. Counting does not parse the lines."""

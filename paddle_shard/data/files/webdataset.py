@@ -7,9 +7,8 @@ import json
 import os
 import re
 import tarfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
-from typing import Any, BinaryIO, cast
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, BinaryIO, Literal, cast
 
 from paddle_shard.core.checks import listed
 from paddle_shard.data.files.counts import (
@@ -23,14 +22,13 @@ from paddle_shard.data.files.files import (
     Path,
     Paths,
     base_name,
-    is_remote,
     matched,
     needs,
     open_file,
     redacted,
     replacing,
 )
-from paddle_shard.data.files.host_cache import HostCache
+from paddle_shard.data.files.host_cache import check_cache_dir
 from paddle_shard.data.files.shards import RECOUNT, ShardSource
 from paddle_shard.errors import ArgumentError, StateError
 
@@ -46,7 +44,6 @@ def tar_samples(
     name: str,
     start: int = 0,
     *,
-    select: Callable[[str], bool] | None = None,
     contents: bool = True,
 ) -> Iterator[tuple[int, Sample]]:
     """Yield the samples of one open tar, from a given byte to the end, each with the byte where it begins.
@@ -58,7 +55,6 @@ def tar_samples(
         file: The open tar, at position `start`.
         name: The samples' `__url__`.
         start: A byte where a sample begins.
-        select: Called with a member's name; True: the member is read. None: all members are read.
         contents: If False, seek over the contents of the tar's files. `start` must be 0.
     """
     from webdataset.tariterators import group_by_keys  # type: ignore[import-untyped]
@@ -73,8 +69,6 @@ def tar_samples(
                 archive.members = []  # type: ignore[attr-defined]  # otherwise it keeps all of them
                 is_link = member.islnk() or member.issym()
                 if not (member.isreg() or is_link) or _META.match(member.name):
-                    continue
-                if not (select is None or select(member.name)):
                     continue
                 if is_link:  # what it stands for may lie before `start`, or outside
                     raise tarfile.ReadError(
@@ -203,11 +197,8 @@ def webdataset_source(
     urls: Paths,
     *,
     shuffle_shards: bool = True,
-    resample: bool = False,
-    index: Path | bool | None = None,
+    index: Path | Literal[False] | None = None,
     cache_dir: Path | None = None,
-    cache_bytes: int | None = None,
-    select: Callable[[str], bool] | None = None,
 ) -> ShardSource:
     """Return the source of raw samples: dicts of bytes by file ending, with `__key__` and `__url__`.
 
@@ -220,16 +211,11 @@ def webdataset_source(
             (`data/*.tar`) are expanded and sorted.
         shuffle_shards: If True, permute the shards, in another order each epoch. Samples keep their order within a
             shard: add a `Shuffle` to permute them, too.
-        resample: If True, each part is an endless stream of shards, sampled with replacement.
-        index: An index file (path or URL), which `paddle-shard index` makes; True: `index.json` beside the first
-            shard. With an index, parts are equal, their lengths are known, and a resume is cheap.
-            None: count the shards now by their headers, if all are local, none is compressed, and neither `select` nor
-            `resample` is given. The counts are kept in the user's cache directory (`$XDG_CACHE_HOME`, `~/.cache`) for
+        index: An index file (path or URL), which `paddle-shard index` makes. With an index, parts are equal, their
+            lengths are known, and a resume is cheap. None: count the shards now by their headers, if all are local and
+            none is compressed. The counts are kept in the user's cache directory (`$XDG_CACHE_HOME`, `~/.cache`) for
             other ranks and later runs. False: count nothing.
         cache_dir: A folder in which copies of remote shards are kept, for all processes of the host; None: nowhere.
-        cache_bytes: Most bytes of all copies in the folder; None: no limit.
-        select: Called with a member's name; True: the member is read. None: all members are read. An index does not fit
-            if whole samples are left out.
 
     Raises:
         MissingDependencyError: webdataset is not installed.
@@ -239,61 +225,20 @@ def webdataset_source(
         ShardReadError: A shard cannot be read to count it.
 
     Examples:
-        >>> source = webdataset_source("https://host/train-{000..099}.tar", index=True)  # doctest: +SKIP
-        >>> Map(source, Decode("rgb8"))  # doctest: +SKIP
+        >>> source = webdataset_source("https://host/train-{000..099}.tar")  # doctest: +SKIP
     """
     names = expand(urls)
     entries = None
-    if index is None and select is None and not resample:
+    if index is None:
         entries = count_files(names, "samples of tars", tar_starts, None)
-    elif index:
-        path = _beside(names[0]) if index is True else os.fspath(index)
-        entries = read_index(path, names)
+    elif index is not False:
+        entries = read_index(os.fspath(index), names)
     reader = FileReader(
-        samples=partial(tar_samples, select=select),
+        samples=tar_samples,
         entries=entries,
-        cache=HostCache.of(cache_dir, cache_bytes),
+        cache_dir=check_cache_dir(cache_dir),
     )
-    return reader.source(names, shuffle_shards=shuffle_shards, resample=resample)
-
-
-class Decode:
-    """A function that decodes a raw sample, for `Map`: WebDataset's own `decode`."""
-
-    def __init__(
-        self,
-        *handlers: str | Callable[[str, bytes], Any],
-        only: str | Sequence[str] | None = None,
-    ) -> None:
-        """Set up the decoders.
-
-        Args:
-            handlers: Names of WebDataset's image decoders ("pil", "rgb8", "l", ...), or functions of (file ending with
-                a leading dot, bytes) that return None to leave a value to the next handler. After them, WebDataset's
-                decoders for txt, cls, json, npy, ... are tried. A value that no handler takes stays bytes.
-            only: File endings that are decoded; None: all.
-
-        Raises:
-            MissingDependencyError: webdataset is not installed.
-            ValueError: WebDataset does not know a name.
-        """
-        with needs("webdataset", "decoding WebDataset samples: "):
-            import webdataset.autodecode  # type: ignore[import-untyped]
-        autodecode = webdataset.autodecode
-        decoders = [
-            handler if callable(handler) else autodecode.imagehandler(handler)
-            for handler in handlers
-        ]
-        self._decoder = autodecode.Decoder(decoders, only=only)
-
-    def __call__(self, sample: Sample) -> Sample:
-        """Return the decoded sample."""
-        try:
-            return dict(self._decoder(sample))
-        except Exception as error:
-            if error.__cause__ is None:
-                raise
-            raise error.__cause__ from None  # since 0.2.111, WebDataset wraps it in one without a text
+    return reader.source(names, shuffle_shards=shuffle_shards)
 
 
 def expand(urls: Paths) -> list[str]:
@@ -302,7 +247,7 @@ def expand(urls: Paths) -> list[str]:
     Raises:
         MissingDependencyError: webdataset is not installed.
         ArgumentTypeError: `urls` is neither a path or URL nor a list of them.
-        ArgumentError: There is no shard, or a pattern matches no file.
+        ArgumentError: A pattern matches no file.
     """
     with needs("webdataset", "reading WebDataset tars: "):
         import webdataset.shardlists  # type: ignore[import-untyped]
@@ -311,13 +256,4 @@ def expand(urls: Paths) -> list[str]:
     if isinstance(urls, Iterable):
         braces = webdataset.shardlists.expand_urls
         urls = [name for url in urls for name in braces(os.fspath(url))]
-    names = matched(urls)
-    if not names:
-        raise ArgumentError(f"urls={urls!r} names no shard. Give at least one.")
-    return names
-
-
-def _beside(name: str) -> str:
-    path, mark, query = name.partition("?") if is_remote(name) else (name, "", "")
-    folder = path.rpartition("/")[0]
-    return f"{folder}/index.json{mark}{query}" if folder else "index.json"
+    return matched(urls)

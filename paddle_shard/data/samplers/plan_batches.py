@@ -102,7 +102,7 @@ class PlanBatches(IndexBatches):
             data: The data set, whose length the plan has; None: it is not here.
         """
         self._packed = packed or {}
-        self._sizes = sizes
+        self.sizes = sizes
         self.balance_rows: BalanceRows | None = None
         self.plan = plan
         self.data = data
@@ -128,7 +128,7 @@ class PlanBatches(IndexBatches):
 
     def steps_between(self, first: int, end: int) -> int:
         """See `Batches`."""
-        if self._sizes is None:
+        if self.sizes is None:
             return self.plan.num_steps * (end - first)
         return sum(
             self.known_steps(LoaderState(epoch=epoch)) for epoch in range(first, end)
@@ -141,12 +141,12 @@ class PlanBatches(IndexBatches):
             start: The epoch, and the position in it at which a pass begins, perhaps with another batch size.
         """
         plan = self.plan
-        if self._sizes is None:
+        if self.sizes is None:
             segments = start.continued(plan.batch_size)
         else:
             origin = max(0, start.epoch) * plan.num_samples
-            (_, size), *later = self._sizes.segments(
-                origin=origin, at=start.samples, end=plan.num_positions
+            (_, size), *later = self.sizes.segments(
+                origin=origin, position=start.samples, end=plan.num_positions
             )
             segments = (*start.continued(size), *(() if start.ended else later))
         if len(segments) < 2 and segments[0][1] == plan.batch_size:

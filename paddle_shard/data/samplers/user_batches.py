@@ -18,7 +18,6 @@ from paddle_shard.data.samplers.plan_batches import IndexBatches
 from paddle_shard.errors import (
     ArgumentError,
     ArgumentTypeError,
-    PaddleShardError,
     StateError,
 )
 from paddle_shard.plan.partition import check_batch_size
@@ -72,9 +71,8 @@ class UserBatches(IndexBatches):
     """Lengths of the data and of the samplers when the run was set up."""
     balance_rows: BalanceRows | None = None
     """Deals rows to the data ranks by cost; None: they stay in their order."""
-    draws_for: list[tuple[int, ...]] = field(default_factory=list, compare=False)
-    """Of data that is split already: [(data rank,)] if the sampler draws for this data rank alone, [()] if all ranks
-    must draw alike; empty before that is known."""
+    rank_seed: tuple[int, ...] = ()
+    """(data rank,) if the sampler draws for this data rank alone (`draws_for_rank`); () if all ranks draw alike."""
     _ends: dict[int, Any] = field(default_factory=dict, compare=False)
     """Epoch -> the sampler's own state after a pass has seen its end."""
 
@@ -111,7 +109,7 @@ class UserBatches(IndexBatches):
             return copy.deepcopy(self._sampler, {id(data): data for data in shared})
         except Exception as error:
             raise ArgumentError(
-                f"the batch_sampler {self._name} has a state_dict, and copy.deepcopy cannot copy it ({error}). "
+                f"the batch_sampler {self._name} cannot be copied by copy.deepcopy ({error}). "
                 "Give it a __deepcopy__."
             ) from error
 
@@ -129,8 +127,8 @@ class UserBatches(IndexBatches):
             owner_of(self._sampler).load_state_dict(self._ends.pop(epoch))
 
     def __len__(self) -> int:
-        if (known := self.known_steps(LoaderState())) is not None:
-            return known
+        if (num_steps := self.known_steps(LoaderState())) is not None:
+            return num_steps
         if not isinstance(self.batch_sampler, Sized):
             raise ArgumentTypeError(
                 f"len(): the batch_sampler {self._name} has no __len__. Give it one, or count the steps yourself."
@@ -167,31 +165,18 @@ class UserBatches(IndexBatches):
     def _sampler_for(self, epoch: int) -> Any:
         """Return the sampler for a pass."""
         sampler = self._sampler
-        if any(isinstance(one, Iterator) for one in samplers(sampler)):
+        if any(isinstance(each, Iterator) for each in samplers(sampler)):
             raise ArgumentError(
                 f"the batch_sampler {self._name} can be iterated only once. Give one whose __iter__ starts again."
             )
         # One that draws for its rank may order its own lists as it draws, so that later passes would differ.
-        if owner_of(sampler) is not None or any(self.draws_for):
+        if owner_of(sampler) is not None or self.rank_seed:
             sampler = self._copy()
         elif hasattr(sampler, "set_epoch"):
             sampler = copy.copy(sampler)
         if self.takes_epoch:
             sampler.epoch = epoch
         return sampler
-
-    def first_draw(self, epoch: int) -> str:
-        """Return a digest of the first batch of an epoch if all ranks draw alike; "" if the sampler has no copy."""
-        try:
-            sampler = self._copy()
-            if self.takes_epoch:
-                sampler.epoch = epoch
-            for one in samplers(sampler):
-                getattr(one, "set_epoch", int)(epoch)
-            batch, _ = next(SamplerIteration(sampler, epoch, self).batches())
-        except Exception:  # the epoch iterator itself raises it
-            return ""
-        return hashlib.blake2b(as_ids(batch).tobytes(), digest_size=8).hexdigest()
 
     def _to_end(
         self, iteration: SamplerIteration, start: LoaderState
@@ -230,7 +215,8 @@ class UserBatches(IndexBatches):
         number = start.steps
         least = self.nominal_size or 0
         for (batch, state), is_last in seen_ahead(
-            drawn, lambda one: len(one[0]) % self._unit or len(one[0]) < least
+            drawn,
+            lambda sampled: len(sampled[0]) % self._unit or len(sampled[0]) < least,
         ):
             padding: list[Any] | None = []
             if is_last:
@@ -348,20 +334,13 @@ def seen_ahead(
     """Yield each value, and whether it is the last one; False, too, where `may_be_last` does not ask for it.
 
     The next value is drawn ahead only where it is asked for: a sampler that follows the loss must draw as late as it
-    can. An error of this library that comes instead of the next value is raised at its own step.
+    can.
     """
     value = next(values, None)
     while value is not None:
-        following = failure = None
         looks_ahead = bool(may_be_last(value))
-        if looks_ahead:
-            try:
-                following = next(values, None)
-            except PaddleShardError as error:
-                failure = error
-        yield value, looks_ahead and following is None and failure is None
-        if failure is not None:
-            raise failure
+        following = next(values, None) if looks_ahead else None
+        yield value, looks_ahead and following is None
         value = following if looks_ahead else next(values, None)
 
 
@@ -382,8 +361,7 @@ class SamplerIteration:
         self._cut_size = of.nominal_size if of.consecutive else None
         """Size of the batches that are cut from single indices; None: the sampler yields batches."""
         self.epoch = epoch
-        rank = of.draws_for[0] if of.draws_for else ()
-        seed = derive_seed("sampler", of.seed, epoch, *rank)
+        seed = derive_seed("sampler", of.seed, epoch, *of.rank_seed)
         self._randomness = PrivateRandomness(of.generators, seed, of.around)
         self.head: list[Any] = []
         """The first samples that were drawn, to pad with: at least `head_size`, if there are as many."""

@@ -19,7 +19,7 @@ FAILED_AT = "_paddle_shard_failed_at"
 
 def is_cut(stage: Stage) -> bool:
     """Return whether a stage of a stream, given its last one, can open a part by itself, or cuts the stream."""
-    return any(one.cuts for one in stage.line())
+    return any(each.cuts for each in stage.line())
 
 
 def cut(stage: Stage) -> Stage:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import count
@@ -11,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from paddle_shard.core.warn_once import warn_once
 from paddle_shard.data.files.files import FileVersion
 from paddle_shard.data.stages.cut import FAILED_AT
 from paddle_shard.data.stages.stage import Opening, Samples, Stage
@@ -94,10 +92,8 @@ class Mix(Stage):
             rounds = in_rounds(stage, request, None, name)
             sources.append([(back, items) for items in rounds])
         return [
-            self._mixed(of_part, opening.skip, draws, is_first_part=part == 0)
-            for part, of_part in zip(
-                opening.parts, zip(*sources, strict=True), strict=True
-            )
+            self._mixed(of_part, opening.skip, draws)
+            for of_part in zip(*sources, strict=True)
         ]
 
     def _opening(self, opening: Opening, name: str) -> Opening:
@@ -111,8 +107,6 @@ class Mix(Stage):
         sources: Sequence[tuple[int, Iterator[tuple[int, Any]]]],
         skip: int,
         draws: Draws,
-        *,
-        is_first_part: bool,
     ) -> Samples:
         """Yield the samples of a part, given (samples before the position, samples) of each source."""
         num_ends = len(sources) if self._every else 1
@@ -124,7 +118,7 @@ class Mix(Stage):
         if len(ended) >= num_ends:  # it ended before this position
             return
         for first in count(skip, _BLOCK):
-            numbers, _ = draws.at(np.arange(first, first + _BLOCK))
+            numbers, _ = draws.sources_at(np.arange(first, first + _BLOCK))
             for number in numbers.tolist():
                 try:
                     round_number, sample = next(sources[number][1])
@@ -135,31 +129,8 @@ class Mix(Stage):
                 if round_number:
                     ended.add(number)
                     if len(ended) >= num_ends:
-                        if is_first_part:
-                            self._warn_if_unread(sources, ended)
                         return
                 yield sample
-
-    def _warn_if_unread(
-        self,
-        sources: Sequence[tuple[int, Iterator[tuple[int, Any]]]],
-        ended: Collection[int],
-    ) -> None:
-        """Log which sources have samples left at the end of an epoch, since the next one begins all of them again."""
-        unread = []
-        for number, (name, stage) in enumerate(self._stages.items()):
-            if number in ended or stage.endless:
-                continue
-            with contextlib.suppress(Exception):  # a sample that is not delivered
-                if next(sources[number][1])[0] == 0:
-                    unread.append(name)
-        if unread:
-            warn_once(
-                "Stream.mixture(stop='first'): an epoch ends with the first source that ends, and has not read all of "
-                "%s. The next epoch begins all sources again. stop='all', or weights in proportion to the lengths, "
-                "read all of them.",
-                " and ".join(map(repr, unread)),
-            )
 
     def lengths(self, opening: Opening) -> list[int] | None:
         """Return the length of each part; None if a length that decides it is not known."""
@@ -184,7 +155,9 @@ class Mix(Stage):
 
     def origin(self, opening: Opening, part: int, number: int) -> str | None:
         """Return the source of a sample, and its place in a file if that is known."""
-        [source], [number_in_source] = self._draws(opening).at(np.array([number]))
+        [source], [number_in_source] = self._draws(opening).sources_at(
+            np.array([number])
+        )
         name = self._names[int(source)]
         of_source = self._opening(opening, name)
         place = self._stages[name].origin(of_source, part, int(number_in_source))

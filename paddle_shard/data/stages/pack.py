@@ -88,15 +88,15 @@ class PackedRows:
         Raises:
             ValueError: It has a field that is made here, or has no entry for each token in a field of `names`.
         """
-        given = document if isinstance(document, dict) else {self.key: document}
-        tokens = np.asarray(tokens_of(given, self.key))
+        values = document if isinstance(document, dict) else {self.key: document}
+        tokens = np.asarray(tokens_of(values, self.key))
         if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):
             raise ValueError(
                 f"{what} has {self.key!r} of dtype {tokens.dtype} and shape {list(tokens.shape)}; the tokens of a "
                 "document are ints, of one dim."
             )
         fields = {}
-        for name, value in given.items():
+        for name, value in values.items():
             if isinstance(value, str | bytes) or np.shape(value)[:1] != tokens.shape:
                 continue
             array = np.asarray(value)
@@ -135,7 +135,7 @@ class PackedRows:
             ValueError: The pieces differ in their fields, or in the dtype or shape of an entry.
         """
         pads = {self.labels or "labels": self.ignore_index, **self.pad_values}
-        form = _form(pieces[0][0])
+        form = _forms(pieces[0][0])
         row: dict[str, Any] = {}
         for name, (dtype, shape) in form.items():
             pad = pads.get(name, 0)
@@ -152,9 +152,9 @@ class PackedRows:
         sizes = [piece.end - piece.first for _, piece in pieces]
         end = 0
         for what, (fields, piece), size in zip(names, pieces, sizes, strict=True):
-            if _form(fields) != form:
+            if _forms(fields) != form:
                 raise ValueError(
-                    f"{what} has the fields {_form(fields)}, but {names[0]} has {form}: (dtype, shape of an entry) of "
+                    f"{what} has the fields {_forms(fields)}, but {names[0]} has {form}: (dtype, shape of an entry) of "
                     "those with an entry for each token. Give all documents the same, and leave the others out."
                 )
             for name, value in fields.items():
@@ -171,7 +171,7 @@ class PackedRows:
         return row
 
 
-def _form(fields: Fields) -> dict[str, Any]:
+def _forms(fields: Fields) -> dict[str, Any]:
     return {name: (value.dtype, value.shape[1:]) for name, value in fields.items()}
 
 

@@ -119,13 +119,6 @@ class Unreadable:
     """If this replaces a group, the samples of the group; at least one is an `Unreadable`."""
 
 
-class Damaged(NamedTuple):
-    """What a source yields for a sample that it cannot read, if it can read the next one."""
-
-    error: Exception
-    """Says where it is."""
-
-
 class Stated(NamedTuple):
     """A sample, and the state of the library that read it; reading resumes after the sample."""
 
@@ -285,10 +278,12 @@ class Transform(Stage):
         first, num_dropped = self.begin(opening.skip)
         before = replace(opening, skip=first)
         opened = zip(opening.parts, self.upstream.open(before), strict=True)
-        made = [self.transform(items, part, before) for part, items in opened]
+        samples_of_parts = [
+            self.transform(items, part, before) for part, items in opened
+        ]
         if not num_dropped:
-            return made
-        return [islice(samples, num_dropped, None) for samples in made]
+            return samples_of_parts
+        return [islice(samples, num_dropped, None) for samples in samples_of_parts]
 
     def lengths(self, opening: Opening) -> list[int] | None:
         """Return the lengths of the stage before, if they do not change."""

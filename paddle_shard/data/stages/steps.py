@@ -76,7 +76,7 @@ class Filter(Transform):
                 yield keep if isinstance(keep, Unreadable) else item
 
 
-class Batch(Transform):
+class Group(Transform):
     """Makes lists of `size` samples of a part; the last one may be shorter."""
 
     def __init__(self, upstream: Stage, size: int) -> None:
@@ -124,8 +124,6 @@ class Unbatch(Transform):
         for group in items:
             if isinstance(group, Unreadable):
                 yield from group.items or (group,)
-            elif isinstance(group, list | tuple):
-                yield from group
             else:
                 yield from self._read(group, opening, key, numbers)
 

@@ -12,7 +12,7 @@ from inspect import cleandoc
 
 from paddle_shard.errors import PaddleShardError, described
 from paddle_shard.extras.cli import doctor, index_shards, plan, show, verify
-from paddle_shard.run.record_lines import read
+from paddle_shard.run.record_lines import read_record
 
 _COMMANDS = [
     plan.plan,
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except Exception as error:
         record = getattr(options, "record", None)
-        if record is None or not read(record)[1]:
+        if record is None or not read_record(record)[1]:
             raise
         text = (
             f"{record} is damaged ({described(error)}); paddle-shard verify shows where"

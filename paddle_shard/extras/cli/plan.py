@@ -22,10 +22,10 @@ from paddle_shard.extras.cli.answer import (
 )
 from paddle_shard.extras.cli.page import page_of, svg_of
 from paddle_shard.extras.cli.places import Meshes, groups_of, samples_of, shapes_of
-from paddle_shard.plan.mesh import MeshLayout, grid_of
+from paddle_shard.plan.mesh import MeshLayout
 from paddle_shard.plan.mixture import Mixing, drawn_of
 from paddle_shard.plan.orders import ORDERINGS, find_ordering
-from paddle_shard.plan.shard_plan import ShardPlan, facts_of_plan
+from paddle_shard.plan.shard_plan import ShardPlan
 from paddle_shard.plan.tails import TAILS
 
 _MOST_RANKS = 10**6
@@ -33,7 +33,7 @@ _MOST_RANKS = 10**6
 _MOST_ROWS = 10**8
 """Rows of a batch, all of which are held in memory."""
 _MOST_SHOWN = 64
-"""Ranks of a mesh that is shown as a grid."""
+"""Ranks of a mesh whose ranks are shown."""
 _STEPS_OF_PAGE = 8
 _MUCH = 0.01
 """Share of the samples above which dropping them is a hazard."""
@@ -207,6 +207,26 @@ def _plan_of(options: argparse.Namespace, meshes: Meshes) -> ShardPlan:
     )
 
 
+def facts_of_plan(plan: ShardPlan) -> dict[str, int]:
+    """Return numbers of an epoch, by what they count."""
+    last = plan.num_steps - 1
+    # Paddle's order repeats samples before the tail does.
+    padding = plan.num_positions - plan.num_samples
+    last_rows = 0
+    if plan.num_steps:
+        padding += plan.padding(step=last)
+        last_rows = plan.num_rows(step=last)
+    return {
+        "samples of an epoch": plan.num_samples,
+        "steps of an epoch": plan.num_steps,
+        "rows of a step": plan.batch_size,
+        "rows of a data rank": plan.batch_size // plan.num_data_ranks,
+        "rows of the last step": last_rows,
+        "rows of padding in an epoch": padding,
+        "samples dropped in an epoch": plan.num_positions - plan.num_served,
+    }
+
+
 def hazards_of(plan: ShardPlan, meshes: Meshes, epoch: int) -> Iterator[Hazard]:
     """Yield the hazards of a plan; of its steps, the last one of an epoch is examined, on the first mesh."""
     dropped = plan.num_positions - plan.num_served
@@ -236,13 +256,13 @@ def hazards_of(plan: ShardPlan, meshes: Meshes, epoch: int) -> Iterator[Hazard]:
 
 
 def _mesh_sections(meshes: Meshes) -> list[str | Rows]:
-    """Return each mesh in a line and as a grid of its ranks."""
+    """Return each mesh in a line, and the ranks of each of its data ranks."""
     text: list[str | Rows] = []
     for number, (mesh, axes) in enumerate(meshes):
         split = f"rows split over {' and '.join(axes) or 'nothing'}: {mesh.num_data_ranks(axes)} data ranks"
         text.append(f"mesh {number}: {shapes_of([(mesh, axes)])}; {split}")
         if len(mesh.process_ids) <= _MOST_SHOWN:  # --json has larger ones
-            text.append(grid_of(mesh, axes))
+            text.append(list(groups_of([(mesh, axes)])))
     return text
 
 

@@ -1,12 +1,12 @@
 """Proof that each sample of an epoch was delivered exactly once, as far as a record shows.
 
-The record has the positions that all ranks delivered together. It also has sums of the ids that its writer read: of its
-own rows, or of all rows where the run called `certificate()`. They are compared with the order.
+The record has the positions that all ranks delivered together. Where the run called `certificate()`, it also has sums
+of the ids that all ranks read, which are compared with the order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -14,18 +14,17 @@ from paddle_shard.errors import ArgumentError
 from paddle_shard.extras.cli.timeline import Delivery, Timeline
 from paddle_shard.plan.certificate import (
     ALL,
+    DRAWN,
     UNKNOWN,
+    Account,
     Delivered,
-    Owner,
     Total,
-    account_of_all,
     added,
     certify,
-    plus,
-    total_of_owner,
+    total_of_plan,
 )
-
-_OTHERS = "the others made the same steps; with loader.certificate() before state_dict(), their sums are compared, too"
+from paddle_shard.plan.shard_plan import ShardPlan
+from paddle_shard.plan.skips import Ranges
 
 
 def proof_of(run: Timeline, epoch: int) -> dict[str, Any]:
@@ -107,6 +106,26 @@ def proof_of(run: Timeline, epoch: int) -> dict[str, Any]:
     return {**fields, "text": text, "notes": notes, "again": delivered.again}
 
 
+def account_of_all(
+    epoch: int, stretches: Iterable[tuple[int, int, Ranges, ShardPlan | None]]
+) -> Account:
+    """Return the account of positions that all data ranks have delivered, as they were drawn.
+
+    Args:
+        epoch: The epoch.
+        stretches: (first position, position after the last, the skipped steps, the order by which they were
+            delivered; None if it is not known, so that only the number of samples is).
+    """
+    accounts: list[Account] = []
+    for first, end, skips, plan in stretches:
+        total = Total(end - first, end - first)
+        if plan is not None:
+            total = total_of_plan(plan, epoch, skips, first, end)
+        delivered = Delivered(((first, end),), (), total)
+        accounts.append(dict.fromkeys((ALL, DRAWN), delivered))
+    return added(*accounts)
+
+
 def _changed_orders(deliveries: Sequence[Delivery]) -> Iterator[str]:
     """Yield a problem for each resume in the middle of an epoch with another order."""
     for delivery in deliveries:
@@ -120,55 +139,49 @@ def _changed_orders(deliveries: Sequence[Delivery]) -> Iterator[str]:
 def _compared_sums(
     run: Timeline, deliveries: Sequence[Delivery], notes: list[str]
 ) -> Iterator[tuple[str, int]]:
-    """Yield a problem, and how many samples were not read, for each owner whose sums differ from the order's."""
+    """Yield a problem, and how many samples were not read, if the sums of all ranks differ from those of the order."""
     epoch = deliveries[-1].start.epoch
-    if epoch not in run.states:
+    account = run.states[epoch].certificate if epoch in run.states else {}
+    # A single data rank has all rows.
+    whole = [
+        {ALL: delivered}
+        for owner, delivered in account.items()
+        if owner != DRAWN and owner[1] == 1
+    ]
+    read = added(*whole).get(ALL)
+    if read is None:
         notes.append(
-            "what was read is not compared: no state was saved in this epoch, and no pass has come to its end"
+            "what was read is not compared: the record has no sums of all ranks. Call loader.certificate() before "
+            "state_dict()"
         )
         return
-    for owner, delivered in sorted(run.states[epoch].certificate.items()):
-        ranges = ", ".join(f"[{first}, {end})" for first, end in delivered.once)
-        who = "all ranks" if owner == ALL else f"data rank {owner[0]} of {owner[1]}"
-        where = f"what was read by {who} at positions {ranges}"
-        expected = _expected_total(owner, delivered, deliveries)
-        if owner != ALL and run.last_job.first_line["dealt"]:
-            notes.append(f"{where} is not compared: rows are balanced (balance=)")
-        elif expected is None:
-            notes.append(
-                f"{where} is not compared: some of it was delivered again, or before this record"
-            )
-        elif delivered.total.num < expected.num:
-            num_unread = expected.num - delivered.total.num
-            yield (
-                f"{num_unread} samples of {who} at positions {ranges} could not be read",
-                num_unread,
-            )
-        elif delivered.total != expected:
-            yield f"{where} are other samples than those of the order", 0
-        elif owner != ALL and owner[1] > 1:
-            notes.append(f"the sums of {where} are those of the order; {_OTHERS}")
+    ranges = ", ".join(f"[{first}, {end})" for first, end in read.once)
+    expected = _expected_total(read, deliveries)
+    if expected is None:
+        notes.append(
+            f"what was read at positions {ranges} is not compared: some of it was delivered again, or before this "
+            "record"
+        )
+    elif read.total.num < expected.num:
+        num_unread = expected.num - read.total.num
+        yield (
+            f"{num_unread} samples at positions {ranges} could not be read",
+            num_unread,
+        )
+    elif read.total != expected:
+        yield f"what was read at positions {ranges} is not what the order has there", 0
 
 
-def _expected_total(
-    owner: Owner, delivered: Delivered, deliveries: Sequence[Delivery]
-) -> Total | None:
-    """Return the total of the order where an owner delivered; None unless one delivery has each position."""
-    epoch = deliveries[-1].start.epoch
+def _expected_total(read: Delivered, deliveries: Sequence[Delivery]) -> Total | None:
+    """Return the total of the order where all ranks delivered; None unless one delivery has each position."""
     pieces = []
     for delivery in deliveries:
-        if owner == ALL or delivery.job.first_line["data_rank"] == list(owner[:2]):
-            for first, end in delivered.once:
-                piece = (max(delivery.start.samples, first), min(delivery.samples, end))
-                if piece[0] < piece[1]:
-                    pieces.append((*piece, delivery.skips, delivery.plan))
-    account = account_of_all(epoch, [(*piece[:3], None) for piece in pieces])
-    covered = account.get(ALL, Delivered())
-    if delivered.again or covered.again or covered.once != delivered.once:
+        for first, end in read.once:
+            piece = (max(delivery.start.samples, first), min(delivery.samples, end))
+            if piece[0] < piece[1]:
+                pieces.append((*piece, delivery.skips, delivery.plan))
+    expected = account_of_all(deliveries[-1].start.epoch, pieces)
+    covered = expected.get(ALL, Delivered())
+    if read.again or covered.again or covered.once != read.once:
         return None
-    return plus(
-        *(
-            total_of_owner(owner, plan, epoch, skips, first, end)
-            for first, end, skips, plan in pieces
-        )
-    )
+    return covered.total

@@ -18,7 +18,7 @@ from paddle_shard.extras.cli.answer import (
 )
 from paddle_shard.extras.cli.places import rows_of, samples_of
 from paddle_shard.extras.cli.timeline import Delivery, Timeline, timeline
-from paddle_shard.run.record_lines import read
+from paddle_shard.run.record_lines import read_record
 
 _SKIPS_UNREADABLE = (
     "With on_error='skip', a sample that could not be read was left out there. verify "
@@ -41,7 +41,7 @@ def show(options: argparse.Namespace) -> Answer:
 
     example: paddle-shard show run.jsonl --epoch 0 --step 3
     """
-    lines, problems = read(options.record)
+    lines, problems = read_record(options.record)
     for problem in problems:
         print(f"{options.record}: {problem}", file=sys.stderr)
     run = timeline(lines)

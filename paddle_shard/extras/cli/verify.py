@@ -9,7 +9,7 @@ from paddle_shard.extras.cli.answer import RECORD, Answer, Rows, command
 from paddle_shard.extras.cli.places import shapes_of
 from paddle_shard.extras.cli.proof import proof_of
 from paddle_shard.extras.cli.timeline import Delivery, timeline
-from paddle_shard.run.record_lines import read
+from paddle_shard.run.record_lines import read_record
 
 _EXPLAINED = {
     "no": (
@@ -28,7 +28,7 @@ def verify(options: argparse.Namespace) -> Answer:
 
     example: paddle-shard verify run.jsonl
     """
-    lines, damage = read(options.record)
+    lines, damage = read_record(options.record)
     try:
         run = timeline(lines)
         proofs = [proof_of(run, epoch) for epoch in run.epochs]

@@ -1,4 +1,4 @@
-"""Training of `dist.to_static` models on CPU processes, without a GPU.
+"""A recipe to copy: train `dist.to_static` models on CPU processes, without a GPU, to test them.
 
 Paddle refuses ("No CUDA device found") when a static program's communication groups are made. The CPU kernels
 are there and gloo works; what is missing is that an operator finds its group.
@@ -20,10 +20,8 @@ from contextlib import ExitStack
 from typing import Any
 from unittest import mock
 
-from paddle_shard.errors import PaddleShardError
 
-
-class StaticGroupsError(PaddleShardError, RuntimeError):
+class StaticGroupsError(RuntimeError):
     """A static program cannot be trained on CPU: it uses more than one communication group."""
 
 
@@ -34,7 +32,7 @@ class CpuStatic(ExitStack):
     """Put Paddle's methods and `POD_NAME` back; models that were prepared before keep training. Safe to call again."""
 
 
-def cpu_static(timeout: float = 60.0) -> CpuStatic:
+def cpu_static() -> CpuStatic:
     """Let `dist.to_static` models train and evaluate on CPU processes, with gloo.
 
     Call it after `init_parallel_env` and before `dist.to_static`. Where Paddle is compiled for an
@@ -44,9 +42,7 @@ def cpu_static(timeout: float = 60.0) -> CpuStatic:
     axes, as long as the program communicates along one of them: data parallel with replicas is right,
     data parallel with tensor parallel raises.
 
-    Args:
-        timeout: Seconds that a rank waits in `train()` or `eval()` for the others to get there. All ranks
-            of the job must prepare their models in the same order, those outside the mesh too.
+    All ranks of the job must prepare their models in the same order, those outside the mesh too.
 
     Returns:
         The patch. Applied again before it was taken back, it changes nothing.
@@ -54,7 +50,6 @@ def cpu_static(timeout: float = 60.0) -> CpuStatic:
     Raises:
         StaticGroupsError: From `train()` or `eval()`, on all ranks, naming the groups, if on any rank the
             program uses more than one.
-        PeerLostError: From there too, if some ranks never came; they are named.
 
     Examples:
         >>> with cpu_static():  # doctest: +SKIP
@@ -78,18 +73,14 @@ def cpu_static(timeout: float = 60.0) -> CpuStatic:
         "POD_NAME" in os.environ
     ):  # with it, DistModel calls fleet.init: a dozen gloo groups
         patch.callback(os.environ.setdefault, "POD_NAME", os.environ.pop("POD_NAME"))
-    patch.enter_context(
-        mock.patch.object(
-            Engine, "_init_comm", lambda engine: _prepare(engine, timeout)
-        )
-    )
+    patch.enter_context(mock.patch.object(Engine, "_init_comm", _prepare))
     patch.enter_context(
         mock.patch.object(ProcessGroup, "instantiate", lambda group: None)
     )
     return patch
 
 
-def _prepare(engine: Any, timeout: float) -> None:
+def _prepare(engine: Any) -> None:
     """Stand in for `Engine._init_comm`: the programs are built, nothing has run."""
     import paddle
 
@@ -109,7 +100,7 @@ def _prepare(engine: Any, timeout: float) -> None:
             mode: _groups(of_mode, engine._cur_rank)
             for mode, of_mode in programs.items()
         }
-        _agree(engine, groups, timeout)
+        _agree(groups)
     except Exception:
         paddle.disable_static()  # as `train` and `eval` do when they return
         raise
@@ -152,19 +143,18 @@ def _rings(block: Any) -> Iterator[int]:
             yield from _rings(inner)
 
 
-def _agree(
-    engine: Any, groups: dict[str, list[tuple[int, ...]]], timeout: float
-) -> None:
+def _agree(groups: dict[str, list[tuple[int, ...]]]) -> None:
     """Wait until every rank has examined its program; raise on all if one of them cannot be trained."""
-    from paddle_shard.ranks.agreeing import gather_payloads
+    import paddle.distributed as dist
+    from paddle.distributed.auto_parallel.static.utils import dygraph_guard
 
     unsupported = [
         f"{mode} uses {[*map(list, used)]}"
         for mode, used in groups.items()
         if len(used) > 1
     ]
-    ranks = tuple(range(engine._nranks))
-    texts = gather_payloads(ranks, "; ".join(unsupported), timeout, "cpu_static()")
+    texts: list[str] = []
+    dygraph_guard(dist.all_gather_object)(texts, "; ".join(unsupported))
     lines = [f"  rank {rank}: {text}\n" for rank, text in enumerate(texts) if text]
     if lines:
         raise StaticGroupsError(
