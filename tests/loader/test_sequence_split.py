@@ -103,9 +103,10 @@ def test_attention_over_the_parts_is_that_of_the_row(layout, parts):
         np.testing.assert_allclose(found, wanted, rtol=1e-12)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("workers", [0, 2])
-def test_each_rank_gets_its_tokens_from_a_loader(layout, workers):
+@pytest.mark.parametrize(
+    ("workers", "layout"), [*((0, layout) for layout in LAYOUTS), (2, "documents")]
+)
+def test_sequence_split_gives_each_rank_its_tokens(workers, layout):
     rows = packed([9, 4, 7, 2, 11, 5], 16)
     split = SequenceSplit("sep", 2, layout=layout, labels="labels")
     names = ("input_ids", "labels", "position_ids", "token_index")
