@@ -48,7 +48,11 @@ def local(tmp_path_factory):
 
 # Each worker connects anew, which takes a second.
 @pytest.mark.parametrize(
-    "source", ["parquet", "webdataset", pytest.param("lines", marks=pytest.mark.long)]
+    "source",
+    [
+        "webdataset",
+        *(pytest.param(kind, marks=pytest.mark.long) for kind in ("lines", "parquet")),
+    ],
 )
 def test_s3_files_meet_the_laws(server, local, source):
     check_laws(source, FOLDER, 0, stops=[3], oracle=local, workers_later=0)
