@@ -14,6 +14,8 @@ import contextlib
 import ctypes
 import functools
 import gc
+import importlib
+import io
 import json
 import os
 import signal
@@ -22,6 +24,7 @@ import subprocess
 import sys
 import threading
 import time
+import tokenize
 import types
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -87,6 +90,10 @@ class Forks(Processes):
         )  # of one that had the same number before: the system begins again at 32768
         return Fork(self, pid)
 
+    def preload(self, *modules: str) -> None:
+        """Import modules before more ranks are forked, which then need not do it each for itself."""
+        self._ask("import", *modules)
+
     def ended(self) -> Mapping[int, int]:
         """Return the exit code of each process that was started and has ended; -n for signal n."""
         self._ended.update({int(pid): code for pid, code in self._ask("ended").items()})
@@ -146,8 +153,8 @@ def _descendants(pid: int) -> list[int]:
 
 def serve() -> None:
     """Be the process that forks: do what standard input asks for, to its end; a forked child becomes its script."""
-    import paddle_shard.loader.api  # noqa: F401  (which imports Paddle)
-
+    sys.path[0] = str(Path(__file__).parents[1])  # not tests: it has a `multiprocess`
+    _import_what_ranks_use()
     # A rank's workers, when it has died, are this process's children, and so are found.
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     gc.collect()
@@ -159,6 +166,11 @@ def serve() -> None:
             answer = os.fork()
             if answer == 0:
                 return _become(*request)
+        elif kind == "import":
+            for name in request:
+                with suppress(ImportError):
+                    importlib.import_module(name)
+            gc.freeze()
         elif kind == "ended":
             answer = {}
             with contextlib.suppress(ChildProcessError):
@@ -166,6 +178,17 @@ def serve() -> None:
                     answer[ended[0]] = os.waitstatus_to_exitcode(ended[1])
         print(json.dumps(answer), flush=True)
     return _kill_all()
+
+
+def _import_what_ranks_use() -> None:
+    """Do once what each rank would do: import Paddle, this library, and what both import when they are first used."""
+    for name in ("paddle_shard.loader.api", "numpy.ma", "encodings.idna"):
+        importlib.import_module(name)
+    list(tokenize.generate_tokens(io.StringIO().readline))  # compiles its patterns
+    importlib.import_module("numpy").random.seed()
+    core = importlib.import_module("paddle.base.core")
+    # A forked process that ends would copy the memory of all kernels to free them.
+    atexit.unregister(getattr(core, "clear_kernel_factory", None))
 
 
 def _kill_all() -> None:

@@ -25,6 +25,11 @@ def run_ranks(*args, **options):
     return testing.run_ranks(*args, processes=forks_of_process(os.getpid()), **options)
 
 
+def preload(*modules):
+    """Import modules once for all ranks that this process forks from now on; those that are not there are left out."""
+    forks_of_process(os.getpid()).preload(*modules)
+
+
 def processes_left(job, seconds=10.0):
     """Return the processes, started by ranks of a job, that still run after this time."""
     deadline = time.monotonic() + seconds

@@ -31,11 +31,23 @@ def read_all(source, num_parts=1, **what):
     return [[sample["id"] for sample in items] for items in source.open(opening)]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize(
-    "source", ["huggingface", "huggingface shuffled", "huggingface indexed"]
+    ("source", "workers"),
+    [
+        ("huggingface", 2),
+        ("huggingface shuffled", 0),
+        ("huggingface indexed", 2),
+        *(
+            pytest.param(source, workers, marks=pytest.mark.long)
+            for source, workers in (
+                ("huggingface", 0),
+                ("huggingface shuffled", 2),
+                ("huggingface indexed", 0),
+            )
+        ),
+    ],
 )
-def test_the_laws_hold(source, workers):
+def test_huggingface_data_meets_the_laws(source, workers):
     check_laws(source, None, workers, stops=[1 if workers else 4])
 
 

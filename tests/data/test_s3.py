@@ -48,19 +48,23 @@ def local(tmp_path_factory):
 
 # Each worker connects anew, which takes a second.
 @pytest.mark.parametrize(
-    ("source", "workers"), [("parquet", 0), ("lines", 0), ("webdataset", 0)]
+    "source",
+    [
+        "webdataset",
+        *(pytest.param(kind, marks=pytest.mark.long) for kind in ("lines", "parquet")),
+    ],
 )
-def test_the_laws_hold_over_s3(server, local, source, workers):
-    check_laws(source, FOLDER, workers, stops=[3], oracle=local, workers_later=0)
+def test_s3_files_meet_the_laws(server, local, source):
+    check_laws(source, FOLDER, 0, stops=[3], oracle=local, workers_later=0)
 
 
-def test_the_laws_hold_over_http_by_fsspec(server, local):
+def test_http_files_by_fsspec_meet_the_laws(server, local):
     check_laws(
         "parquet", f"{server}/{BUCKET}", 0, stops=[3], oracle=local, workers_later=1
     )
 
 
-def test_workers_are_left_no_connection_of_their_parent(server):
+def test_s3_stream_leaves_workers_no_connection(server):
     class_ = fsspec.get_filesystem_class("s3")
     class_.clear_instance_cache()
 
@@ -70,10 +74,17 @@ def test_workers_are_left_no_connection_of_their_parent(server):
     assert not class_._cache
 
 
-@pytest.mark.parametrize("source", ["parquet", "lines", "webdataset"])
-def test_a_process_makes_one_client_for_all_files_of_a_bucket(
-    server, source, monkeypatch
-):
+@pytest.mark.parametrize(
+    "source",
+    [
+        "parquet",
+        *(
+            pytest.param(kind, marks=pytest.mark.long)
+            for kind in ("lines", "webdataset")
+        ),
+    ],
+)
+def test_s3_files_of_a_bucket_share_one_client(server, source, monkeypatch):
     made = []
     class_ = fsspec.get_filesystem_class("s3")
     connect = class_.set_session
@@ -97,7 +108,7 @@ def test_a_process_makes_one_client_for_all_files_of_a_bucket(
     assert len({id(system) for system in made}) == 1
 
 
-def test_a_file_that_is_missing_or_replaced_is_an_error(server):
+def test_s3_file_that_is_missing_or_replaced_is_an_error(server):
     with pytest.raises(
         ShardReadError,
         match=r"s3://bucket/nine.parquet: reading its footer failed: FileNotFoundError",
@@ -120,8 +131,8 @@ def test_a_file_that_is_missing_or_replaced_is_an_error(server):
         system.pipe_file(path, content)
 
 
-@pytest.mark.parametrize("kind", ["parquet", "lines", "webdataset"])
-def test_files_identity_changes_with_the_tag_of_a_remote_file(server, kind):
+@pytest.mark.parametrize("kind", ["lines"])
+def test_files_identity_changes_with_the_tag_of_an_s3_file(server, kind):
     ending, content_of = FILE_KINDS[kind].ending, FILE_KINDS[kind].content
     system = fsspec.filesystem("s3", skip_instance_cache=True)
 
@@ -141,7 +152,7 @@ def test_files_identity_changes_with_the_tag_of_a_remote_file(server, kind):
     assert all(now[2] != before[2] for now, before in zip(other, first, strict=True))
 
 
-def test_what_s3fs_makes_of_a_timeout_is_asked_for_again(monkeypatch, server):
+def test_s3_read_that_times_out_is_repeated(monkeypatch, server):
     """It looks for the text of an error that has none (2026.9.0)."""
     monkeypatch.setattr(files_module, "BACKOFF", 0.01)
     failures = iter(range(2))

@@ -142,7 +142,8 @@ def test_opening_after_s_samples_equals_dropping_s(folder, index):
     )
     straight = [list(items) for items in source.open(opening(3))]
 
-    for skip in [*range(0, 12), *range(58, 68), *range(120, 160, 9)]:
+    # Also at the samples whose places the index keeps: every 64th.
+    for skip in (0, 1, 2, 7, 11, 58, 62, 63, 64, 65, 67, 120, 138, 156):
         assert [list(items) for items in source.open(opening(3, skip=skip))] == [
             part[skip:] for part in straight
         ]
@@ -260,32 +261,23 @@ CUT = tar(
 
 
 @pytest.mark.parametrize("index", [False, True])
-@pytest.mark.parametrize(
-    "at",
-    sorted(
-        {b + d for b in boundaries(CUT) for d in (0, 1, 511, 512, 600) if b + d > 0}
-    ),
-)
-def test_a_tar_that_is_cut_off_anywhere_is_an_error_that_names_shard_and_sample(
-    at, index, tmp_path
-):
+def test_webdataset_tar_cut_off_anywhere_is_an_error(index, tmp_path):
     path = tmp_path / "cut.tar"
     path.write_bytes(CUT)
     main(["index", str(path), "-o", f"{tmp_path}/index.json"])
-    source = webdataset_source(str(path), index=index and f"{path.parent}/index.json")
-    path.write_bytes(CUT[:at])
-    last = boundaries(CUT)[-1]
-    if at >= last + 512 and not index:  # one block of zeros is an end
-        assert len(keys_of(source)[0]) == 5
-        return
-
-    with pytest.raises(ShardReadError, match=r"cut\.tar") as caught:
-        keys_of(source)
-
-    assert caught.value.shard == str(path)
-    if not index:
-        whole = sum(b <= at - 512 for b in boundaries(CUT)[2::2])
-        assert caught.value.offset in {max(0, whole - 1), whole}
+    source = webdataset_source(str(path), index=index and f"{tmp_path}/index.json")
+    starts = boundaries(CUT)
+    for at in sorted({b + d for b in starts for d in (0, 1, 511, 512, 600)} - {0}):
+        path.write_bytes(CUT[:at])
+        if at >= starts[-1] + 512 and not index:  # one block of zeros is an end
+            assert len(keys_of(source)[0]) == 5
+            continue
+        with pytest.raises(ShardReadError, match=r"cut\.tar") as caught:
+            keys_of(source)
+        assert caught.value.shard == str(path)
+        if not index:
+            whole = sum(b <= at - 512 for b in starts[2::2])
+            assert caught.value.offset in {max(0, whole - 1), whole}, at
 
 
 @pytest.mark.parametrize("index", [False, True])

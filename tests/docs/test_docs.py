@@ -10,7 +10,7 @@ import pytest
 import paddle_shard
 from paddle_shard.extras.telemetry import serve_metrics
 from tests.deadlines import HANG
-from tests.jobs import run_ranks
+from tests.jobs import preload, run_ranks
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -82,6 +82,8 @@ def test_the_python_of_a_page_runs(page, tmp_path):
     (tmp_path / "work").mkdir()
     worker = Path(__file__).with_name("page_worker.py")
     ranks = RANKS.get(page.name, 1)
+    if ranks > 1:
+        preload(*EXTRAS.get(page.name, ()))
 
     reports = run_ranks(
         worker, ranks, tmp_path / "run", args=[page, tmp_path / "work"], timeout=HANG

@@ -10,7 +10,7 @@ import pytest
 from paddle_shard.extras.cli.main import main
 from tests.deadlines import HANG
 from tests.docs.test_docs import ROOT
-from tests.jobs import start_ranks
+from tests.jobs import preload, start_ranks
 
 PAGE = (ROOT / "docs/tutorial.md").read_text()
 
@@ -31,6 +31,7 @@ def run_script(script, num_ranks, folder, env):
 @pytest.mark.multiprocess
 def test_tutorial_is_killed_resumes_and_verifies(tmp_path, monkeypatch):
     pytest.importorskip("sklearn")
+    preload("sklearn.datasets", "sklearn.model_selection")
     monkeypatch.chdir(tmp_path)
     script = tmp_path / "train.py"
     script.write_text("\n\n".join(blocks("python")))

@@ -179,15 +179,17 @@ def test_a_state_of_something_else_is_refused(state):
         {"max_tokens": 9, "multiple_of": 2},
     ],
 )
-@pytest.mark.parametrize("number", [1, 39, 40, 41, 64, 101])
 @pytest.mark.parametrize("tail", ["pad", "fill", "drop"])
-def test_any_number_of_samples_is_served_on_two_data_ranks(size, number, tail):
+def test_buckets_serve_any_number_of_samples_on_two_ranks(size, tail):
     """Only the last batch of an epoch may need padding."""
-    lengths = np.random.default_rng(number).integers(1, 20, number)
-    if (tail == "fill" and "batch_size" not in size) or (
-        tail == "drop" and number == 1
-    ):
+    if tail == "fill" and "batch_size" not in size:
         return
+    for number in (1, 39, 40, 41, 64, 101)[tail == "drop" :]:
+        check_all_are_served(number, size, tail)
+
+
+def check_all_are_served(number, size, tail):
+    lengths = np.random.default_rng(number).integers(1, 20, number)
 
     def run():
         sampler = BucketBatchSampler(lengths, window=32, **size)

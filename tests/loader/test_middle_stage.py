@@ -55,8 +55,7 @@ def seen(loader):
     return found
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("tail", ["drop", "fill"])
+@pytest.mark.parametrize(("workers", "tail"), [(0, "drop"), (2, "fill")])
 def test_it_makes_the_same_steps_and_sees_the_same_shapes(workers, tail):
     found = on_each_rank(
         range(5), lambda: seen(sharded(Samples(), workers=workers, tail=tail))

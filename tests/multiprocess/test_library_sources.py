@@ -16,7 +16,7 @@ from tests.data.source_laws import (
     steps_of,
 )
 from tests.deadlines import HANG
-from tests.jobs import run_ranks
+from tests.jobs import preload, run_ranks
 from tests.optional import needs
 
 pytestmark = pytest.mark.multiprocess
@@ -53,6 +53,7 @@ def test_ranks_read_files_of_a_store_as_those_of_a_disk(local, tmp_path):
 
 def check(cases, local, tmp_path, environment=None):
     """Check what two ranks read of (source, folder, step at which they stop), by what one process reads of files."""
+    preload("datasets", "grain", "pyarrow.parquet", "webdataset")
     args, worker = [json.dumps(cases)], Path(__file__).with_name("library_worker.py")
     reports = run_ranks(
         worker, 2, tmp_path / "run", args=args, env=environment, timeout=4 * HANG

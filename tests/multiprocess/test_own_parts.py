@@ -5,12 +5,13 @@ from pathlib import Path
 import pytest
 
 from tests.deadlines import HANG
-from tests.jobs import run_ranks
+from tests.jobs import preload, run_ranks
 
 pytestmark = pytest.mark.multiprocess
 
 
 def test_data_that_differ_by_rank_are_told_and_copies_are_not(tmp_path):
+    preload("datasets")
     for found in run_ranks(
         Path(__file__).with_name("own_parts_worker.py"),
         2,

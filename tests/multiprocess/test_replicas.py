@@ -88,7 +88,7 @@ def test_a_long_loop_whose_batches_grow_is_shared_to_its_end(run_once):
 def test_batches_of_many_sizes_come_whole_in_loops_that_wait_for_all_ranks_at_each_step(
     run_once,
 ):
-    widths = np.random.default_rng(7).choice([1, 30, 1000, 20_000, 300_000], 40)
+    widths = np.random.default_rng(7).choice([1, 30, 1000, 20_000, 300_000], 24)
     sums = [
         int(width * sum(n % 100 for n in range(8 * at, 8 * at + 8)))
         for at, width in enumerate(widths)

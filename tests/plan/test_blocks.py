@@ -63,7 +63,7 @@ def test_block_order_is_a_bijection_with_its_inverse(n, blocks, width, epoch, da
 
 
 def test_block_order_is_a_bijection_for_lengths_up_to_300():
-    for n in range(1, 301):
+    for n in (*range(1, 80), *range(80, 301, 7)):
         order = BlockOrder(
             n, Blocks(size=1 + n % 13, window=1 + n % 4), 1 + n % 29, 0, n
         )

@@ -172,18 +172,19 @@ def check_that_states_tell_orders_apart(orderings, sizes):
         for ordering in orderings
         for ranks, steps, seed in sizes
     ]
-    for one in plans:
-        saved = LoaderState(fingerprint=one.fingerprint()).to_dict()
-        for other in plans:
-            same = one.num_positions == other.num_positions and (
-                one.samples(epoch=3, first=0, end=60).tolist()
-                == other.samples(epoch=3, first=0, end=60).tolist()
-            )
+    orders = [
+        (plan.num_positions, plan.samples(epoch=3, first=0, end=60).tolist())
+        for plan in plans
+    ]
+    fingerprints = [plan.fingerprint() for plan in plans]
+    for one, order, fingerprint in zip(plans, orders, fingerprints, strict=True):
+        saved = LoaderState(fingerprint=fingerprint).to_dict()
+        for other, its_order, now in zip(plans, orders, fingerprints, strict=True):
             try:
-                LoaderState.from_dict(saved, other.fingerprint())
+                LoaderState.from_dict(saved, now)
             except StateError:
                 continue
-            assert same, f"{one} is resumed as {other}"
+            assert order == its_order, f"{one} is resumed as {other}"
 
 
 def fields_of(ordering):

@@ -144,46 +144,52 @@ ARRAYS = {
 }
 
 
-@pytest.mark.parametrize("kind", ARRAYS)
-def test_an_array_comes_as_a_tensor_of_its_values_dtype_and_shape(kind):
-    expected = ARRAYS[kind]()
-    for batch in (
-        batch_of(lambda: [ARRAYS[kind](), {"x": ARRAYS[kind]()}]),
-        batch_of(lambda: [ARRAYS[kind]()]),
-    ):
-        for found in [batch[0], *(one["x"] for one in batch[1:])]:
-            assert isinstance(found, paddle.Tensor)
-            assert found.dtype == paddle.to_tensor(np.array(expected)).dtype
-            assert tuple(found.shape) == expected.shape
-            assert np.array_equal(found.numpy(), expected)
+def test_worker_arrays_come_as_tensors_of_their_values():
+    kinds = list(ARRAYS)
+
+    def work(step):
+        make = ARRAYS[kinds[step // 2]]
+        return [make(), {"x": make()}] if step % 2 else [make()]
+
+    with reading(work, steps_of(2 * len(kinds)), workers=1) as batches:
+        for step, batch in enumerate(batches):
+            expected = ARRAYS[kinds[step // 2]]()
+            for found in [batch[0], *(one["x"] for one in batch[1:])]:
+                assert isinstance(found, paddle.Tensor), kinds[step // 2]
+                assert found.dtype == paddle.to_tensor(np.array(expected)).dtype
+                assert tuple(found.shape) == expected.shape
+                assert np.array_equal(found.numpy(), expected)
+    assert step == 2 * len(kinds) - 1
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: np.array(["a", "bc"] * LARGE),
-        lambda: np.array([b"a", b"bc"]),
-        lambda: np.array(["2020-01-01", "NaT"], "datetime64[s]"),
-        lambda: np.arange(LARGE).astype("timedelta64[ms]"),
-        lambda: np.array([1, "a", None, (2, 3)], object),
-        lambda: np.array([(1, 2.0), (3, 4.0)], [("a", "i4"), ("b", "f8")]),
-        lambda: np.array([(1, "2020")], [("a", "i4"), ("b", "M8[Y]")]),
-        lambda: np.array([], object),
-        lambda: np.float32(2.5),
-        lambda: np.datetime64("2020-01-01"),
-    ],
-)
-def test_what_no_tensor_can_hold_comes_as_it_is(make):
-    (found,), expected = batch_of(lambda: [make()]), make()
-
-    assert type(found) is type(expected)
-    assert found.dtype == expected.dtype
-    assert found.shape == expected.shape
-    assert found.tolist() == expected.tolist()
+NO_TENSORS = [
+    lambda: np.array(["a", "bc"] * LARGE),
+    lambda: np.array([b"a", b"bc"]),
+    lambda: np.array(["2020-01-01", "NaT"], "datetime64[s]"),
+    lambda: np.arange(LARGE).astype("timedelta64[ms]"),
+    lambda: np.array([1, "a", None, (2, 3)], object),
+    lambda: np.array([(1, 2.0), (3, 4.0)], [("a", "i4"), ("b", "f8")]),
+    lambda: np.array([(1, "2020")], [("a", "i4"), ("b", "M8[Y]")]),
+    lambda: np.array([], object),
+    lambda: np.float32(2.5),
+    lambda: np.datetime64("2020-01-01"),
+]
 
 
-@pytest.mark.parametrize("dtype", [">i8", ">f4"])
-def test_another_byte_order_is_refused(dtype):
+def test_worker_values_that_no_tensor_can_hold_come_as_they_are():
+    with reading(
+        lambda step: [NO_TENSORS[step]()], steps_of(len(NO_TENSORS)), workers=1
+    ) as batches:
+        for (found,), make in zip(batches, NO_TENSORS, strict=True):
+            expected = make()
+            assert type(found) is type(expected)
+            assert found.dtype == expected.dtype
+            assert found.shape == expected.shape
+            assert found.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("dtype", [">f4"])
+def test_worker_arrays_of_another_byte_order_are_rejected(dtype):
     given = DataLoader(
         ArrayDataset(np.arange(4)),
         batch_size=4,
@@ -194,7 +200,7 @@ def test_another_byte_order_is_refused(dtype):
         next(iter(sharded(given, ONE)))
 
 
-def test_tensors_that_a_worker_makes_come_with_their_dtype():
+def test_worker_tensors_keep_their_dtype():
     def make():
         ones = paddle.ones([3, 5000])
         return [
@@ -210,7 +216,7 @@ def test_tensors_that_a_worker_makes_come_with_their_dtype():
         assert np.array_equal(found.numpy(), expected.numpy())
 
 
-def test_a_tensor_whose_dtype_numpy_does_not_know_is_refused():
+def test_worker_tensor_of_a_dtype_unknown_to_numpy_is_rejected():
     with pytest.raises(
         DataReadError, match=r"float8_e4m3fn cannot leave a worker"
     ) as caught:
@@ -218,7 +224,7 @@ def test_a_tensor_whose_dtype_numpy_does_not_know_is_refused():
     assert caught.value.worker == 0
 
 
-def test_the_structure_is_the_workers():
+def test_worker_batch_keeps_its_structure():
     def make():
         return {
             "pair": Pair(np.arange(2), ["a", {"deep": (np.ones(1),)}]),
@@ -236,7 +242,7 @@ def test_the_structure_is_the_workers():
     assert (found[3], found["text"]) == (None, "x" * 3 * LARGE)
 
 
-def test_a_batch_may_have_very_many_arrays():
+def test_worker_batch_may_have_very_many_arrays():
     found = batch_of(lambda: [np.full(number % 3, number) for number in range(5000)])
 
     assert [tensor.tolist() for tensor in found] == [
@@ -245,7 +251,7 @@ def test_a_batch_may_have_very_many_arrays():
 
 
 @pytest.mark.parametrize("size", [10, LARGE])
-def test_tensors_of_a_batch_share_no_memory_though_its_arrays_do(size):
+def test_worker_tensors_of_a_batch_share_no_memory(size):
     def make():
         array = np.arange(size)
         return [array, array, array[1:], array[:-1], {"again": array}]
@@ -261,7 +267,7 @@ def test_tensors_of_a_batch_share_no_memory_though_its_arrays_do(size):
 
 
 @pytest.mark.parametrize("size", [10, LARGE])
-def test_a_batch_does_not_change_when_later_ones_come(size):
+def test_worker_batch_does_not_change_when_later_ones_come(size):
     with reading(lambda step: [np.full(size + step, step)], steps_of(20)) as batches:
         found = list(batches)
 
@@ -271,7 +277,7 @@ def test_a_batch_does_not_change_when_later_ones_come(size):
     ]
 
 
-def test_batches_share_no_memory_though_a_worker_answers_with_the_same_array():
+def test_worker_batches_of_the_same_array_share_no_memory():
     always = np.zeros(10, "int64")
     with reading(lambda step: [always], steps_of(LATE + 30)) as batches:
         found = [tensor for (tensor,) in batches][LATE:]
@@ -307,7 +313,7 @@ def test_workers_read_in_turn(size, seconds):
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_worker_that_is_killed_takes_no_batch_with_it_that_it_has_read(workers):
+def test_worker_that_is_killed_loses_no_batch_it_has_read(workers):
     def work(step):
         if step == LATE:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -322,7 +328,7 @@ def test_a_worker_that_is_killed_takes_no_batch_with_it_that_it_has_read(workers
     assert found == list(range(LATE))
 
 
-def test_a_batch_comes_when_it_is_read_though_the_next_waits_for_what_is_done_with_it():
+def test_worker_batch_comes_before_the_next_is_read():
     queue = multiprocessing.get_context("fork").Queue()
     for number in range(6):
         queue.put(number)
@@ -354,7 +360,7 @@ def test_workers_are_asked_for_the_samples_of_each_step():
 
 
 @pytest.mark.parametrize("dtype", ["int64", "int32"])
-def test_a_worker_gets_the_ids_as_they_are_and_not_what_only_the_state_needs(dtype):
+def test_worker_gets_ids_as_they_are_and_no_state(dtype):
     class Echo(Reader):
         def read(self, asked, worker, look=""):
             return Chunk([asked.ids, asked.number, *asked.sampler, asked.valid])
@@ -372,7 +378,7 @@ def test_a_worker_gets_the_ids_as_they_are_and_not_what_only_the_state_needs(dty
     assert list(found[3:]) == [None, None, None]
 
 
-def test_workers_end_by_themselves_when_the_last_batch_has_come(monkeypatch):
+def test_workers_end_by_themselves_after_the_last_batch(monkeypatch):
     """So that a pass that ends need not wait for them."""
     joined, join = [], multiprocessing.Process.join
     monkeypatch.setattr(
@@ -397,7 +403,7 @@ def test_workers_end_by_themselves_when_the_last_batch_has_come(monkeypatch):
 
 
 @pytest.mark.parametrize("bad", [None, LATE + 2])
-def test_a_pass_may_be_finished_while_batches_are_under_way(bad):
+def test_workers_end_while_batches_are_under_way(bad):
     """Persistent workers have answered all that was asked, or are ended; none is waited for in vain."""
 
     def work(step):
@@ -409,7 +415,7 @@ def test_a_pass_may_be_finished_while_batches_are_under_way(bad):
         assert next(batches, None) is None
 
 
-def test_persistent_workers_serve_another_pass_after_one_that_was_left():
+def test_workers_that_persist_serve_after_a_pass_was_left():
     dataloader = DataLoader(
         ArrayDataset(np.arange(4)), batch_size=1, num_workers=2, persistent_workers=True
     )
@@ -434,12 +440,17 @@ def test_persistent_workers_serve_another_pass_after_one_that_was_left():
 # Settings
 
 
-@pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize(
-    ("workers", "ahead", "steps"),
-    [(1, 1, 7), (3, 1, 20), (5, 2, 3), (3, 4, 0), (2, 300, 700)],
+    ("workers", "ahead", "steps", "persistent"),
+    [
+        (1, 1, 7, True),
+        (3, 1, 20, False),
+        (5, 2, 3, True),
+        (3, 4, 0, False),
+        (2, 300, 700, True),
+    ],
 )
-def test_all_steps_are_read_once_and_in_order(workers, ahead, steps, persistent):
+def test_workers_read_all_steps_once_and_in_order(workers, ahead, steps, persistent):
     def work(step):
         return [np.full([1, 10, 3000][step % 3], step)]
 
@@ -450,7 +461,7 @@ def test_all_steps_are_read_once_and_in_order(workers, ahead, steps, persistent)
     assert found == list(range(steps))
 
 
-def test_a_worker_holds_no_batch_that_it_has_sent():
+def test_worker_holds_no_batch_that_it_has_sent():
     sent = []
 
     def work(step):
@@ -462,10 +473,10 @@ def test_a_worker_holds_no_batch_that_it_has_sent():
         assert [int(held[0]) for (held,) in batches] == [0] * 6
 
 
-def test_many_steps_ahead_take_few_open_files():
+def test_workers_far_ahead_take_few_open_files():
     files, before = [], open_files()
     with reading(
-        lambda step: [np.zeros(LARGE)], steps_of(400), prefetch_factor=100
+        lambda step: [np.zeros(LARGE)], steps_of(220), prefetch_factor=100
     ) as batches:
         for _ in batches:
             files.append(len(open_files() - before))
@@ -476,7 +487,7 @@ def test_many_steps_ahead_take_few_open_files():
 @pytest.mark.parametrize(
     "method", ["spawn", pytest.param("forkserver", marks=pytest.mark.long)]
 )
-def test_workers_may_be_started_in_another_way(method, tmp_path):
+def test_workers_may_be_spawned(method, tmp_path):
     script = f"""
 import multiprocessing
 import numpy as np
@@ -510,9 +521,8 @@ class BreaksWhenRead:
         return int, ("no number",)
 
 
-@pytest.mark.parametrize("bad", [5, LATE])
-@pytest.mark.parametrize("size", [1, LARGE])
-def test_a_batch_that_this_process_cannot_read_fails_at_its_step(size, bad):
+@pytest.mark.parametrize(("size", "bad"), [(1, LATE), (LARGE, 5)])
+def test_worker_batch_that_cannot_be_received_fails_at_its_step(size, bad):
     def work(step):
         return [np.full(size, step), BreaksWhenRead() if step == bad else None]
 
@@ -527,9 +537,8 @@ def test_a_batch_that_this_process_cannot_read_fails_at_its_step(size, bad):
     assert found == list(range(bad))
 
 
-@pytest.mark.parametrize("bad", [5, LATE])
-@pytest.mark.parametrize("what", ["reading", "sending the batch"])
-def test_a_batch_that_cannot_be_read_or_sent_fails_at_its_step(what, bad):
+@pytest.mark.parametrize(("what", "bad"), [("reading", 5), ("sending the batch", LATE)])
+def test_worker_batch_that_cannot_be_sent_fails_at_its_step(what, bad):
     def work(step):
         if step < bad:
             return [np.full(10, step)]
@@ -549,7 +558,7 @@ def test_a_batch_that_cannot_be_read_or_sent_fails_at_its_step(what, bad):
 
 
 @pytest.mark.parametrize("error", [ValueError, SystemExit, StopIteration])
-def test_no_kind_of_exception_in_worker_init_fn_is_hidden(error):
+def test_worker_init_fn_hides_no_kind_of_exception(error):
     def init(worker):
         raise error("this one")
 

@@ -93,9 +93,8 @@ def narrow(worker):
     dataset.end = dataset.start + share
 
 
-@pytest.mark.parametrize("workers", [2, 4])
-@pytest.mark.parametrize("batch_size", [8, None])
-def test_a_stream_that_worker_init_fn_narrows_is_read_once(workers, batch_size):
+@pytest.mark.parametrize(("workers", "batch_size"), [(2, None), (4, 8)])
+def test_stream_that_worker_init_fn_narrows_is_read_once(workers, batch_size):
     class Batches(Numbers):
         def __iter__(self):
             return (
@@ -132,7 +131,7 @@ def test_worker_init_fn_has_the_number_of_its_worker():
     assert {tuple(row) for row in rows[:, 1:].tolist()} == {(0, 0, 1), (1, 0, 1)}
 
 
-def test_of_a_data_set_with_an_index_each_worker_is_told_the_truth():
+def test_worker_info_of_an_indexed_data_set_is_the_truth():
     class Tells(WhoReadsAt):
         def __getitem__(self, index):
             return np.array(self.told)
@@ -154,7 +153,7 @@ def processes(batches):
 
 
 @pytest.mark.parametrize("end", [{}, {"tail": "drop"}, {"num_batches": 3}])
-def test_persistent_workers_of_a_stream_serve_all_its_epochs(end):
+def test_workers_that_persist_serve_all_epochs_of_a_stream(end):
     loader = sharded(WhoReads(36), persistent_workers=True, **end)
     epochs = [read(loader) for _ in range(3)]
     loader.close()
@@ -170,7 +169,7 @@ def test_persistent_workers_of_a_stream_serve_all_its_epochs(end):
     )
 
 
-def test_a_failure_behind_the_end_of_an_epoch_keeps_persistent_workers():
+def test_workers_persist_after_a_failure_behind_the_end():
     class FailsLater(WhoReads):
         def __iter__(self):
             yield from super().__iter__()
@@ -204,9 +203,7 @@ def test_workers_that_do_not_persist_are_gone_after_the_epoch():
 @pytest.mark.parametrize(
     ("kind", "persistent"), [(WhoReads, False), (WhoReads, True), (WhoReadsAt, False)]
 )
-def test_a_worker_that_is_killed_while_the_user_trains_is_named_by_the_loader(
-    kind, persistent
-):
+def test_worker_that_is_killed_while_the_loop_works_is_named(kind, persistent):
     batches = iter(sharded(kind(800), persistent_workers=persistent))
     victim = next(batches)._local_value().numpy()[0, 1]
     next(batches)
@@ -236,7 +233,7 @@ def test_workers_that_were_killed_between_two_epochs_are_replaced(kind):
     assert not processes(second) & first
 
 
-def test_a_worker_that_dies_at_once_is_no_error_of_the_users_own_code():
+def test_worker_that_dies_at_once_is_named():
     def die(worker):
         if worker == 0:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -247,7 +244,7 @@ def test_a_worker_that_dies_at_once_is_no_error_of_the_users_own_code():
             next(batches)
 
 
-def test_a_worker_that_dies_when_another_epoch_begins_is_named(monkeypatch):
+def test_worker_that_dies_when_an_epoch_begins_is_named(monkeypatch):
     send = WorkerPool.send
 
     def dies_first(pool, number, request):
@@ -267,7 +264,7 @@ def test_a_worker_that_dies_when_another_epoch_begins_is_named(monkeypatch):
     loader.close()
 
 
-def test_the_users_own_sigchld_handler_is_called_and_kept():
+def test_workers_leave_the_users_sigchld_handler():
     heard = []
     before = signal.signal(signal.SIGCHLD, lambda *_: heard.append(1))
     try:
@@ -305,7 +302,7 @@ def failure(loader, within):
 
 
 @pytest.mark.parametrize("code", [0, 3])
-def test_a_worker_that_ends_itself_is_named(code):
+def test_worker_that_ends_itself_is_named(code):
     found, error = failure(sharded(Ends(lambda: os._exit(code))), within=HANG)
 
     assert found == list(range(16))
@@ -313,7 +310,7 @@ def test_a_worker_that_ends_itself_is_named(code):
 
 
 @pytest.mark.parametrize("code", [0, -9])
-def test_a_worker_whose_own_child_lives_on_is_missed_at_once(code, tmp_path):
+def test_worker_whose_own_child_lives_on_is_missed_at_once(code, tmp_path):
     def end():
         child = os.fork()
         if child == 0:
@@ -331,7 +328,7 @@ def test_a_worker_whose_own_child_lives_on_is_missed_at_once(code, tmp_path):
     assert f"worker 0 (exit code {code})" in str(error)
 
 
-def test_a_worker_that_is_stopped_counts_as_hung_when_the_timeout_is_over():
+def test_worker_that_is_stopped_counts_as_hung():
     loader = sharded(Ends(lambda: os.kill(os.getpid(), signal.SIGSTOP)), timeout=4)
     before = children()
     found, error = failure(loader, within=HANG)
@@ -348,7 +345,7 @@ class Locked(Dataset):
         self.lock = threading.Lock()
 
     def __len__(self):
-        return 200
+        return 80
 
     def __getitem__(self, index):
         with self.lock:
@@ -356,7 +353,7 @@ class Locked(Dataset):
             return np.array([index, os.getpid()])
 
 
-def test_workers_that_are_started_while_a_thread_of_ours_reads_the_same_data_do_not_hang():
+def test_workers_that_start_while_a_thread_reads_do_not_hang():
     data = Locked()
     ahead = iter(sharded(data, workers=0, prefetch=2))
     next(ahead)
@@ -369,7 +366,7 @@ def children():
     return {child.pid for child in multiprocessing.active_children()}
 
 
-def test_a_pass_in_a_cycle_of_garbage_is_collected_with_its_workers():
+def test_workers_of_a_pass_in_a_cycle_are_collected():
     before, cycle = children(), [iter(sharded(WhoReadsAt(160)))]
     next(cycle[0])
     own = children() - before
@@ -388,11 +385,10 @@ class Stopped(Exception):
     """What a handler raises."""
 
 
-@pytest.mark.parametrize("error", [Stopped, KeyboardInterrupt])
-@pytest.mark.parametrize("after", [0.02, 0.15])
-def test_after_what_a_handler_raises_an_epoch_of_persistent_workers_is_whole(
-    error, after
-):
+@pytest.mark.parametrize(
+    ("error", "after"), [(Stopped, 0.15), (KeyboardInterrupt, 0.02)]
+)
+def test_workers_that_persist_serve_after_a_handler_raised(error, after):
     class Slow(WhoReadsAt):
         def __getitem__(self, index):
             time.sleep(0.002)
@@ -418,7 +414,7 @@ def test_after_what_a_handler_raises_an_epoch_of_persistent_workers_is_whole(
     loader.close()
 
 
-def test_after_an_error_of_the_users_sampler_an_epoch_of_persistent_workers_is_whole():
+def test_workers_that_persist_serve_after_a_sampler_failed():
     class BreaksOnce(BatchSampler):
         broken = False
 
@@ -448,9 +444,10 @@ ENDINGS = {
 }
 
 
-@pytest.mark.parametrize("how", ENDINGS)
-@pytest.mark.parametrize("persistent", [False, True])
-def test_a_process_with_a_pass_that_is_open_ends(how, persistent, tmp_path):
+@pytest.mark.parametrize(
+    ("how", "persistent"), [("at its last line", False), ("ignoring SIGTERM", True)]
+)
+def test_workers_of_an_open_pass_end_with_the_process(how, persistent, tmp_path):
     script = tmp_path / "trains.py"
     script.write_text(f"""
 import signal
@@ -473,7 +470,7 @@ raise SystemExit
     assert (code, left) == (0, set()), output[-2000:]
 
 
-def test_a_process_that_leaves_passes_of_all_kinds_open_ends_without_a_word(tmp_path):
+def test_workers_of_open_passes_end_without_a_word(tmp_path):
     """Python 3.13 takes a module's names away before what they name: a `__del__` may use none of them."""
     script = tmp_path / "trains.py"
     script.write_text("""

@@ -70,11 +70,9 @@ SAMPLERS = {
 @pytest.mark.parametrize(
     ("tail", "shuffle", "workers"),
     [
-        *(
-            (tail, True, workers)
-            for tail in ("pad", "fill", "drop")
-            for workers in (0, 2)
-        ),
+        ("pad", True, 2),
+        ("fill", True, 2),
+        ("drop", True, 0),
         ("pad", BLOCKS, 0),
         ("drop", BLOCKS, 2),
     ],
@@ -192,9 +190,9 @@ def test_state_resumes_the_epochs_of_the_straight_run(name):
                 next(batches)
             again = make(sampler=SAMPLERS[name]())
             again.load_state_dict(json.loads(json.dumps(first.state_dict())))
-            assert [rest(again) for _ in range(epoch, 3)] == [
+            assert [rest(again) for _ in range(2)] == [
                 epochs[epoch][step:],
-                *epochs[epoch + 1 :],
+                epochs[epoch + 1],
             ], (epoch, step)
 
 

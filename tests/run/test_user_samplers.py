@@ -38,14 +38,13 @@ class Buckets(Draws):
         return 8
 
 
-@pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("kind", [Draws, Counts, Buckets])
-def test_user_sampler_is_resumed_at_every_step(kind, workers):
+def test_user_sampler_is_resumed_at_every_step(kind):
     straight = rest(make(sampler=kind(22, 4), length=22))
     assert sum(len(ids) for ids, _ in straight) == 22
 
     for stop in range(len(straight) + 1):
-        own = workers if stop == 2 else 0
+        own = 2 if stop == 2 else 0
         first = make(sampler=kind(22, 4), length=22, workers=own)
         batches = iter(first)
         got = [content(next(batches)) for _ in range(stop)]
@@ -102,13 +101,10 @@ class Walk(Counts):
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
-        (Draws, {}),
         (Draws, {"workers": 2}),
-        (Counts, {"prefetch": 0}),
         (Counts, {"prefetch": 3}),
         (Walk, {}),
         (Walk, {"prefetch": 0}),
-        (Walk, {"workers": 2}),
     ],
 )
 def test_user_sampler_has_independent_iterators(kind, options):
@@ -268,8 +264,9 @@ def test_index_sampler_may_change_its_batch_size(drop_last):
     ("length", "drop_last", "accumulation"),
     [(23, False, 1), (23, True, 1), (21, False, 2), (3, False, 1)],
 )
-@pytest.mark.parametrize("shuffle", [False, True])
-@pytest.mark.parametrize("num_data_ranks", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("num_data_ranks", "shuffle"), [(1, True), (2, False), (3, True)]
+)
 def test_paddle_sampler_is_reproduced_bit_for_bit(
     length, drop_last, accumulation, shuffle, num_data_ranks
 ):
@@ -308,8 +305,10 @@ def test_paddle_sampler_is_reproduced_bit_for_bit(
             )
 
 
-@pytest.mark.parametrize("length", [24, 29, 35])
-@pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 2), (3, 1), (1, 4)])
+@pytest.mark.parametrize(
+    ("before", "after", "length"),
+    [(2, 4, 24), (2, 4, 29), (4, 2, 35), (4, 2, 24), (3, 1, 29), (1, 4, 35)],
+)
 def test_paddle_sampler_without_shuffle_resumes_on_any_ranks(before, after, length):
     def stretch(num_ranks, state, steps):
         """(rows of the steps in the order of the ranks, state): all steps if `steps` is None."""

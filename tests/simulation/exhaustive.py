@@ -21,31 +21,38 @@ from tests.simulation.ranks import Failed, Fault, Job, check
 from tests.simulation.scripts import Script, outcome
 from tests.simulation.world import TIMEOUT, Memory, Rank, World
 
+ATOMS = {type(None), bool, int, float, str, types.FunctionType}
+"""Types of values that never change, by which most of the time goes: they are looked for first."""
+
 
 def frozen(value):
     """Return a value that is equal for equal states, and can be compared by hash."""
-    if value is None or isinstance(value, str | int | float | bool):
+    kind = type(value)
+    if kind in ATOMS:
         return value
-    if isinstance(value, dict):
+    if kind is list or kind is tuple:
+        return tuple([part if type(part) in ATOMS else frozen(part) for part in value])
+    if kind is dict:
         return tuple(
             sorted(
                 ((repr(key), frozen(one)) for key, one in value.items()),
                 key=lambda pair: pair[0],
             )
         )
-    if isinstance(value, list | tuple):
+    if isinstance(value, str | int | float):
+        return value
+    if isinstance(value, tuple):
         return tuple(map(frozen, value))
     if isinstance(value, set):
         return tuple(sorted(map(repr, value)))
     if isinstance(value, BaseException):
         return str(value)
-    slots = getattr(value, "__slots__", None)
-    names = slots if slots else vars(value)
-    return tuple(
-        frozen(getattr(value, name))
-        for name in names
-        if name not in ("world", "terms", "scripts", "relays", "parents")
-    )
+    names = getattr(kind, "__slots__", None) or vars(value)
+    parts = [getattr(value, name) for name in names if name not in UNCHANGED]
+    return tuple([part if type(part) in ATOMS else frozen(part) for part in parts])
+
+
+UNCHANGED = {"world", "terms", "scripts", "relays", "parents"}
 
 
 def state_of(world):
@@ -58,8 +65,10 @@ COPIED = (World, Memory, Rank, Member, Hub, _Tally, Iteration, RankProgress)
 
 def copied(value, known=None):
     """Return a copy of a state; what never changes is shared."""
-    known = {} if known is None else known
     kind = type(value)
+    if kind in ATOMS:
+        return value
+    known = {} if known is None else known
     if id(value) in known:
         return known[id(value)]
     if kind is list:
@@ -76,7 +85,8 @@ def copied(value, known=None):
         return value
     made = known[id(value)] = object.__new__(kind)
     for name in getattr(kind, "__slots__", None) or vars(value):
-        setattr(made, name, copied(getattr(value, name), known))
+        part = getattr(value, name)
+        setattr(made, name, part if type(part) in ATOMS else copied(part, known))
     return made
 
 

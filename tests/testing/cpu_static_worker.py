@@ -29,7 +29,7 @@ class Mlp(paddle.nn.Layer):
     def __init__(self, mesh, shard_mp=False):
         super().__init__()
         self.weights = paddle.nn.ParameterList()
-        for i in range(4):
+        for i in range(2):
             placements = [dist.Replicate()] * mesh.ndim
             if shard_mp:
                 placements[1] = dist.Shard(1 - i % 2)

@@ -43,16 +43,15 @@ def keeps_the_order(new, given):
 def resumes(new, _=None, make=shuffled, **how):
     """A run that two ranks have begun resumes at the next sample: on two ranks, and on one."""
     straight = steps(make)
-    for after in (1, 2):
+    for after, meshes, ranks in ((1, DP2, (0, 1)), (2, ONE, (0,))):
         state, begun = stopped(after, make)
-        for meshes, ranks in ((DP2, (0, 1)), (ONE, (0,))):
 
-            def rest(meshes=meshes, state=state):
-                loader = make(meshes, **how)
-                new(loader=loader, state=state)
-                return loader
+        def rest(meshes=meshes, state=state):
+            loader = make(meshes, **how)
+            new(loader=loader, state=state)
+            return loader
 
-            assert begun + steps(rest, ranks) == straight
+        assert begun + steps(rest, ranks) == straight
 
 
 def epochs_differ(given, *_, **options):
