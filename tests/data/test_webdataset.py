@@ -442,19 +442,6 @@ def test_answers_that_may_pass_are_asked_for_again_and_others_not(statuses, fail
     assert len(server.asked) == len(statuses) + (not fails)
 
 
-@pytest.mark.parametrize(
-    "other",
-    [SHARDS["005.tar"], SHARDS["001.tar"][::-1]],
-    ids=["another size", "another tag"],
-)
-def test_a_remote_file_that_changes_while_it_is_read_is_an_error(other):
-    shards = {"a.tar": SHARDS["001.tar"]}
-    with serving(shards, drops=[20_000], rewrites={"a.tar": other}) as server:
-        items = webdataset_source(f"{server.url}/a.tar").open(opening())[0]
-        with pytest.raises(ShardReadError, match="changed while it was read"):
-            list(items)
-
-
 def test_a_shard_of_another_size_than_the_index_says_is_an_error(folder, tmp_path):
     (tmp_path / "001.tar").write_bytes(SHARDS["002.tar"])
     source = webdataset_source(f"{tmp_path}/001.tar", index=folder / "index.json")

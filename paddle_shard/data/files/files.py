@@ -229,7 +229,7 @@ def _file_system(host: str, _process: int) -> Any:
 
 
 RETRIES = 3
-"""Retries in a row after which reading fails. A byte that arrives resets the count."""
+"""Retries of a request after which reading fails."""
 BACKOFF = 0.5
 """Seconds before the first retry; the time doubles before each further retry."""
 TIMEOUT = 60.0
@@ -253,10 +253,6 @@ _AGAIN = (408, 429, 500, 502, 503, 504)
 """HTTP codes of failures that may pass."""
 _FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
 """Failures that another attempt does not mend."""
-
-
-class ChangedError(Exception):
-    """A remote file has changed since its reading began."""
 
 
 def version_of(name: str) -> tuple[int, str]:
@@ -307,16 +303,16 @@ def tag_of(details: Mapping[str, Any]) -> str | None:
 def open_file(name: str, start: int = 0) -> tuple[BinaryIO, int | None]:
     """Open a local path or a URL at a byte; return the file and the size of the whole file in bytes, if known.
 
-    If the connection to a remote file drops, reading continues at the same byte.
+    A range of a remote file that cannot be read is requested again.
     """
     if not is_remote(name):
         file = open(local_path(name), "rb", buffering=BUFFER)  # noqa: SIM115
         if start:
             file.seek(start)
         return file, os.fstat(file.fileno()).st_size
-    remote = RemoteFile(name)
+    remote, size = open_remote(name)
     remote.seek(start)
-    return io.BufferedReader(remote, BUFFER), remote.size
+    return io.BufferedReader(remote, BUFFER), size
 
 
 _UNPACK: dict[bytes, Callable[[Any], Any]] = {
@@ -352,130 +348,52 @@ def decompressed(file: BinaryIO, name: str) -> BinaryIO:
     return file
 
 
-class RemoteFile(io.RawIOBase):
-    """A remote file, opened by fsspec. After a failure that may pass, it is opened again at the same byte.
+def open_remote(url: str, extra: str = "webdataset", **options: Any) -> tuple[Any, int]:
+    """Open a remote file by fsspec; a range of bytes that cannot be read is requested again.
 
-    If the server does not send ranges, the whole file is read into memory.
+    If the server does not send ranges, or the size, the whole file is read into memory.
+
+    Args:
+        url: The URL.
+        extra: The extra that installs fsspec; see `remote_file`.
+        options: Passed to fsspec's `open`.
+
+    Returns:
+        (file, size of the whole file in bytes)
+
+    Raises:
+        OSError: A request failed too often in a row; so does reading.
     """
-
-    def __init__(self, name: str, *, extra: str = "webdataset", **options: Any) -> None:
-        """Open the file.
-
-        Args:
-            name: The URL.
-            extra: The extra that installs fsspec; see `remote_file`.
-            options: Passed to fsspec's `open`.
-        """
-        self._system, self._path = remote_file(name, extra)
-        self._options = options
-        self._position = 0
-        self._file: Any = None
-        self.size: int | None = None
-        """Size of the whole file in bytes; None if the server does not send it."""
-        self.tag: str | None = None
-        """Version tag; see `version_of`."""
-        retried(self._open)
-
-    def readable(self) -> bool:
-        """Return True."""
-        return True
-
-    def seekable(self) -> bool:
-        """Return True."""
-        return True
-
-    def tell(self) -> int:
-        """Return the position of the next byte."""
-        return self._position
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Move to another byte."""
-        self._position = offset + (0, self._position, self.size or 0)[whence]
-        return self._position
-
-    def readinto(self, buffer: Any) -> int:
-        """Read some bytes.
-
-        Raises:
-            OSError: Reading failed too often in a row.
-            ChangedError: The file has changed.
-        """
-        if self._position == self.size:
-            return 0
-        content = retried(
-            lambda: self._read(len(buffer)),
-            self._open,
-            lambda: f" at byte {self._position} of {self.size or 'unknown'}",
-        )
-        buffer[: len(content)] = content
-        self._position += len(content)
-        return len(content)
-
-    def close(self) -> None:
-        """Close the connection."""
-        if self._file is not None:
-            self._file.close()
-        super().close()
-
-    def _read(self, most: int) -> bytes:
-        self._file.seek(self._position)
-        try:
-            content: bytes = self._file.read(most)
-        except ValueError:  # fsspec's for a server that ignores the range of a request
-            self._read_whole()
-            return self._read(most)
-        if not content and self.size not in (None, self._position):
-            raise ConnectionError("the connection was closed")
-        return content
-
-    def _open(self) -> None:
-        """Open the file in fsspec.
-
-        Raises:
-            ChangedError: It is another version than when it was first opened; the bytes of two would be joined.
-        """
-        details = self._system.info(self._path)
-        size = details.get("size")
-        tag = tag_of(details)
-        for before, now in ((self.size, size), (self.tag, tag)):
-            if None not in (before, now) and before != now:
-                raise ChangedError(
-                    f"the file changed while it was read: it had {self.size} bytes (tag {self.tag}), now {size} ({tag})"
-                )
-        self.tag = tag
-        if not size or not details.get("partial", True):
-            self._read_whole()
-            return
-        options = {"size": size} if self._path.startswith("http") else {}
-        self._file = self._system.open(self._path, "rb", **options, **self._options)
-        self.size = size
-
-    def _read_whole(self) -> None:
-        """Read the file into memory, in place of ranges of it."""
-        content = self._system.cat_file(self._path)
-        self._file = io.BytesIO(content)
-        self.size = len(content)
+    system, path = remote_file(url, extra)
+    details = retried(lambda: system.info(path))
+    size = int(details.get("size") or 0)
+    if path.startswith("http"):
+        options["size"] = size
+    if size and details.get("partial", True):
+        file = system.open(path, "rb", **options)
+        cache = getattr(file, "cache", None)
+        if cache is not None:
+            fetch = cache.fetcher
+            cache.fetcher = lambda start, end: retried(
+                lambda: fetch(start, end), f" at byte {start} of {size}"
+            )
+            return file, size
+    content = retried(lambda: system.cat_file(path))
+    return io.BytesIO(content), len(content)
 
 
-def retried(
-    attempt: Callable[[], T],
-    before_retry: Callable[[], object] = str,
-    place: Callable[[], str] = str,
-) -> T:
+def retried(attempt: Callable[[], T], place: str = "") -> T:
     """Return the result of an attempt; repeat it after a failure that may pass, with growing pauses.
 
     Args:
         attempt: Called at most `RETRIES` + 1 times.
-        before_retry: Called before each repetition, as part of it.
-        place: Returns where it failed, for the error.
+        place: Where it fails, for the error.
 
     Raises:
         OSError: All attempts failed.
     """
     for num_failures in itertools.count():
         try:
-            if num_failures:
-                before_retry()
             return attempt()
         except Exception as error:
             failure = _failure_of_server(error)
@@ -483,7 +401,7 @@ def retried(
                 raise
             if num_failures == RETRIES:
                 raise OSError(
-                    f"given up after {RETRIES} retries{place()}: {described(failure)}"
+                    f"given up after {RETRIES} retries{place}: {described(failure)}"
                 ) from error
         time.sleep(BACKOFF * 2**num_failures)
     raise AssertionError

@@ -15,12 +15,12 @@ import numpy as np
 from paddle_shard.data.files.files import (
     Path,
     Paths,
-    RemoteFile,
     failures_named,
     is_remote,
     local_path,
     matched,
     needs,
+    open_remote,
     redacted,
 )
 from paddle_shard.data.files.host_cache import check_cache_dir, open_cached
@@ -213,8 +213,8 @@ def _opened(
             source = local_path(file)
             size: int | None = os.path.getsize(source)
         elif cache_dir is None:
-            source = RemoteFile(file, extra="parquet", cache_type="none")
-            size = stack.enter_context(source).size
+            source, size = open_remote(file, "parquet", cache_type="none")
+            stack.enter_context(source)
         else:
             source, size = open_cached(cache_dir, file)
             stack.enter_context(source)
