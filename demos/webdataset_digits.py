@@ -23,7 +23,6 @@ import paddle.distributed as dist
 import webdataset
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
-from webdataset.autodecode import Decoder
 
 import paddle_shard
 from paddle_shard import Stream
@@ -72,7 +71,7 @@ def make_loader(where, mesh):
     tars = Stream.webdataset(
         where + "/digits-{00..09}.tar", index=where + "/index.json"
     )
-    stream = tars.shuffle(200).map(Decoder([])).map(sample)
+    stream = tars.shuffle(200).decode().map(sample)
     loader = paddle.io.DataLoader(stream, batch_size=BATCH_SIZE, num_workers=WORKERS)
     return paddle_shard.shard_dataloader(loader, mesh, shard_dims="dp", seed=SEED)
 

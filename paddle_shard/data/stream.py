@@ -28,7 +28,7 @@ from paddle_shard.data.files.text import (
     LINES,
     text_source,
 )
-from paddle_shard.data.files.webdataset import webdataset_source
+from paddle_shard.data.files.webdataset import decoder, webdataset_source
 from paddle_shard.data.stages import (
     Filter,
     Group,
@@ -284,8 +284,7 @@ class Stream(paddle.io.IterableDataset):
 
         Examples:
             >>> tars = Stream.webdataset("data/train-{000..099}.tar")  # doctest: +SKIP
-            >>> from webdataset.autodecode import Decoder, imagehandler  # doctest: +SKIP
-            >>> stream = tars.shuffle(1000).map(Decoder([imagehandler("rgb8")]))  # doctest: +SKIP
+            >>> stream = tars.shuffle(1000).decode("rgb8").map(lambda s: (s["jpg"], s["cls"]))  # doctest: +SKIP
         """
         return cls(webdataset_source(urls, index=index, **options))
 
@@ -341,6 +340,30 @@ class Stream(paddle.io.IterableDataset):
         return cls(HuggingFaceSource(dataset))
 
     # Stages
+
+    def decode(
+        self,
+        *handlers: str | Callable[[str, bytes], Any],
+        only: str | Sequence[str] | None = None,
+    ) -> Stream:
+        """Return the stream with raw WebDataset samples decoded, by WebDataset's own decoders.
+
+        Args:
+            handlers: Names of WebDataset's image decoders ("pil", "rgb8", ...), or functions of (file ending with a
+                leading dot, bytes) that return None to leave a value to the next handler. After them, WebDataset's
+                decoders for txt, cls, json, npy, ... are tried, except those that unpickle. A value that no handler
+                takes stays bytes.
+            only: File endings that are decoded; None: all.
+
+        Raises:
+            MissingDependencyError: webdataset is not installed.
+            ValueError: WebDataset does not know one of the names.
+
+        Examples:
+            >>> from paddle_shard import Stream
+            >>> stream = Stream.webdataset("data/*.tar").decode("rgb8", only=["jpg", "cls"])  # doctest: +SKIP
+        """
+        return self.map(decoder(*handlers, only=only))
 
     def map(self, function: Callable[[Any], Any]) -> Stream:
         """Return the stream with a function applied to each sample.

@@ -143,7 +143,7 @@ def read_record(path: str) -> tuple[list[dict[str, Any]], list[str]]:
             if own_digest != b'"%s"}' % digest_of(content).encode():
                 problems.append(f"line {number} was changed")
             lines.append({**line, "number": number, "digest": digest})
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, RecursionError):
             problems.append(f"line {number} is not a line of a record: it was changed")
         if after != digest_before:
             what = f"line {number - 1} was changed or taken out"

@@ -5,6 +5,7 @@ import io
 import json
 import lzma
 import multiprocessing
+import pickle
 import random
 import subprocess
 import sys
@@ -772,3 +773,27 @@ def test_files_are_closed_when_a_part_is_left(folder):
     assert open_tars() == 1
     items.close()
     assert open_tars() == 0
+
+
+def test_decode_raises_what_a_decoder_raises():
+    sample = {"__key__": "7", "__url__": "s3://b/a.tar", "png": b"no picture"}
+
+    with pytest.raises(OSError, match="cannot identify image"):
+        next(iter(Stream.of([sample]).decode("pil")))
+    [decoded] = Stream.of([sample]).decode("pil", only="cls")
+    assert decoded["png"] == b"no picture"
+    with pytest.raises(ValueError, match="rgb9"):
+        Stream.of([sample]).decode("rgb9")
+
+
+@pytest.mark.parametrize("ending", ["pkl", "pickle", "pyd", "pth", "a.pkl", "pkl.gz"])
+def test_decode_unpickles_only_by_a_handler_of_the_user(ending):
+    content = pickle.dumps(7)
+    if ending.endswith("gz"):
+        content = gzip.compress(content)
+    stream = Stream.of([{"__key__": "7", ending: content}])
+
+    [left] = stream.decode()
+    assert left[ending] == pickle.dumps(7)
+    [unpickled] = stream.decode(lambda ending, content: pickle.loads(content))
+    assert unpickled[ending] == 7

@@ -71,7 +71,7 @@ def _of_text(
 
 
 class _Text:
-    """The lines of an open file, each with the byte where it begins; iterate it once."""
+    """The lines of an open file, each with the byte where it begins, or the error of one that is damaged; iterate it once."""
 
     def __init__(self, file: BinaryIO, start: int) -> None:
         """Set up the reading.
@@ -91,10 +91,10 @@ class _Text:
                 if not line:  # there is nothing else in the file
                     return
             try:
-                text = line.decode()
+                text: str | Exception = line.decode()
             except UnicodeDecodeError as error:
                 error.reason += f" (in the line at byte {start})"
-                raise
+                text = error
             yield start, text
             start += len(line)
 
@@ -109,21 +109,25 @@ class _Text:
 
 def _lines(text: _Text) -> Placed:
     for start, line in text:
-        yield start, line.removesuffix("\n").removesuffix("\r")
+        if isinstance(line, str):
+            line = line.removesuffix("\n").removesuffix("\r")
+        yield start, line
 
 
 def _not_blank(text: _Text) -> Placed:
-    return ((start, line) for start, line in text if line.strip())
+    for start, line in text:
+        if isinstance(line, Exception) or line.strip():
+            yield start, line
 
 
 def _json_values(text: _Text) -> Placed:
     for start, line in _not_blank(text):
-        try:
-            value = json.loads(line)
-        except json.JSONDecodeError as error:
-            value = ValueError(
-                f"the line at byte {start} is not JSON: {error.msg} at column {error.colno}"
-            )
+        value = line
+        if isinstance(line, str):
+            try:
+                value = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                value = ValueError(f"the line at byte {start} is not JSON: {error}")
         yield start, value
 
 
@@ -146,6 +150,8 @@ def _rows(text: _Text) -> Placed:
     def lines() -> Iterator[str]:
         for begin, line in text:
             begins.append(begin)
+            if isinstance(line, Exception):
+                raise line
             yield line
 
     reader = csv.reader(lines(), strict=True)

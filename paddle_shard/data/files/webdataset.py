@@ -7,7 +7,8 @@ import json
 import os
 import re
 import tarfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, BinaryIO, Literal, cast
 
 from paddle_shard.core.checks import listed
@@ -32,6 +33,8 @@ from paddle_shard.data.files.host_cache import check_cache_dir
 from paddle_shard.data.files.shards import RECOUNT, ShardSource
 from paddle_shard.errors import ArgumentError, StateError
 
+_PICKLED = (".pkl", ".pickle", ".pyd", ".pth")
+"""Endings of files that WebDataset's decoders unpickle, which runs what the file says."""
 _META = re.compile(r"__[^/]*__($|/)")
 """Matches the names of members that are not samples: WebDataset's `skip_meta`."""
 
@@ -257,3 +260,30 @@ def expand(urls: Paths) -> list[str]:
         braces = webdataset.shardlists.expand_urls
         urls = [name for url in urls for name in braces(os.fspath(url))]
     return matched(urls)
+
+
+def decoder(
+    *handlers: str | Callable[[str, bytes], Any], only: str | Sequence[str] | None
+) -> Callable[[Sample], Sample]:
+    """Return a function that decodes a raw sample; see `Stream.decode`."""
+    with needs("webdataset", "decoding WebDataset samples: "):
+        from webdataset.autodecode import (  # type: ignore[import-untyped]
+            Decoder,
+            imagehandler,
+        )
+    decoders = [
+        handler if callable(handler) else imagehandler(handler) for handler in handlers
+    ]
+    return partial(_decoded, Decoder([*decoders, _pickles], only=only))
+
+
+def _decoded(decode: Callable[[Sample], Sample], sample: Sample) -> Sample:
+    try:
+        return decode(sample)
+    except Exception as error:  # WebDataset's error has no text but its cause
+        raise error.__cause__ or error from None
+
+
+def _pickles(ending: str, content: bytes) -> bytes | None:
+    """Return what no later decoder should unpickle."""
+    return content if ending.endswith(_PICKLED) else None
