@@ -71,7 +71,7 @@ def _of_text(
 
 
 class _Text:
-    """The lines of an open file, each with the byte where it begins, or the error of one that is damaged; iterate it once."""
+    """The lines of an open file, or errors of damaged ones, each with the byte where it begins; iterate it once."""
 
     def __init__(self, file: BinaryIO, start: int) -> None:
         """Set up the reading.
