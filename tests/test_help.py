@@ -124,7 +124,7 @@ def test_a_stream_shows_its_methods_and_nothing_of_how_it_is_read():
             "webdataset",
             "huggingface",
         ),
-        *("map", "filter", "shuffle", "batch", "unbatch", "repeat", "pack"),
+        *("decode", "map", "filter", "shuffle", "batch", "unbatch", "repeat", "pack"),
         *("sharding_filter", "in_parts"),
     }
     assert not [name for name in vars(Stream.of([1])) if not name.startswith("_")]

@@ -22,10 +22,9 @@ from paddle_shard.data.files.huggingface import HuggingFaceSource
 from paddle_shard.data.files.parquet import parquet_source
 from paddle_shard.data.files.shards import FileOptions
 from paddle_shard.data.files.text import (
-    CSV_DICTS,
-    CSV_ROWS,
     JSON_LINES,
     LINES,
+    csv_format,
     text_source,
 )
 from paddle_shard.data.files.webdataset import decoder, webdataset_source
@@ -181,15 +180,17 @@ class Stream(paddle.io.IterableDataset):
         paths: Paths,
         header: bool = True,
         *,
+        delimiter: str = ",",
         counts: bool | None = None,
         **options: Unpack[FileOptions],
     ) -> Stream:
-        """Return a stream of the rows of CSV files (Python's `csv`, dialect "excel", strict). Empty lines are skipped.
+        r"""Return a stream of the rows of CSV files (Python's `csv`, dialect "excel", strict). Empty lines are skipped.
 
         Args:
             paths: The same as for `lines`.
             header: If True, the first row of each file names the fields, and samples are dicts. If False, samples are
                 lists.
+            delimiter: The character between two fields, such as "\t".
             counts: The same as for `lines`.
             options: The same as for `lines`.
 
@@ -200,7 +201,7 @@ class Stream(paddle.io.IterableDataset):
         Examples:
             >>> stream = Stream.csv("data/*.csv").map(lambda row: float(row["x"]))  # doctest: +SKIP
         """
-        form = CSV_DICTS if header else CSV_ROWS
+        form = csv_format(header=header, delimiter=delimiter)
         return cls(text_source(paths, form, counts=counts, **options))
 
     @classmethod

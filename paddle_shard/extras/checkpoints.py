@@ -131,7 +131,8 @@ class Checkpoints:
         """
         if "://" in os.fspath(folder):
             raise ArgumentError(
-                f"folder={folder!r} is a URL: give a folder that all hosts see, such as a mounted one."
+                f"folder is a URL ({os.fspath(folder).partition(':')[0]}): give a folder that all hosts see, such as a "
+                "mounted one."
             )
         self._folder = CheckpointFolder(Path(folder).absolute())
         self._keep = check_count("keep", keep, 2)

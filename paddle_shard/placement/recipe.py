@@ -7,7 +7,7 @@ into a `BatchRecipe`, which checks it; the batches of that form that follow only
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -116,7 +116,7 @@ def compile_leaf(
         recipe.tensors.append(number)
         is_split = _is_split(leaf, rows)
     else:
-        _check_number(leaf)
+        _check_other(leaf)
         is_split = is_row_like(value) and len(value) == len(rows.read)
     if is_split and layout.on_mesh:
         positions = rows.positions(layout)
@@ -269,9 +269,14 @@ def _check_dtype(leaf: Any, path: str) -> None:
         )
 
 
-def _check_number(leaf: Leaf) -> None:
-    """Reject a number that each data rank has made of its own rows."""
+def _check_other(leaf: Leaf) -> None:
+    """Reject a dataclass, whose fields are not looked into, and a number that each data rank makes of its own rows."""
     path, value, layout = leaf
+    if is_dataclass(value) and not layout.is_local:
+        raise BatchStructureError(
+            f"field {path} is a {type(value).__name__}, and the fields of a dataclass are not split. Have the "
+            "collate_fn return a dict, a list or a named tuple."
+        )
     is_number = isinstance(value, int | float | np.number) and type(value) is not bool
     if is_number and layout.num_data_ranks > 1 and not layout.is_local:
         raise BatchStructureError(

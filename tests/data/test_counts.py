@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 import paddle_shard
 from paddle_shard import Stream
 from paddle_shard.data.files import counts
-from paddle_shard.data.files.text import CSV_DICTS, CSV_ROWS, LINES, text_source
+from paddle_shard.data.files.text import LINES, csv_format, text_source
 from paddle_shard.data.files.webdataset import tar_starts, webdataset_source
 from paddle_shard.data.stages.stage import Opening
 from paddle_shard.data.stream import stage_of
@@ -284,7 +284,7 @@ def test_csv_that_is_begun_in_mid_file_is_what_python_reads(
     if header:
         expected = [dict(zip(expected[0], row, strict=True)) for row in expected[1:]]
     with few_places():
-        source = text_source(path, CSV_DICTS if header else CSV_ROWS)
+        source = text_source(path, csv_format(header=header, delimiter=","))
 
     [length] = source.lengths(Opening(parts=(0,), num_parts=1))
     assert length == len(expected)

@@ -1,6 +1,7 @@
 import bz2
 import csv
 import gzip
+import os
 from functools import partial
 
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 from paddle.io import DataLoader
 
 from paddle_shard import Stream
-from paddle_shard.data.files.text import CSV_DICTS, CSV_ROWS, LINES, text_source
+from paddle_shard.data.files.text import LINES, csv_format, text_source
 from paddle_shard.data.stages.stage import Opening
 from paddle_shard.errors import ArgumentError, DataReadError, ShardReadError
 from tests.data.http_server import serving
@@ -18,7 +19,7 @@ lines_source = partial(text_source, form=LINES)
 
 
 def csv_source(paths, header=True, **options):
-    return text_source(paths, CSV_DICTS if header else CSV_ROWS, **options)
+    return text_source(paths, csv_format(header=header, delimiter=","), **options)
 
 
 def opening(num_parts=1, **what):
@@ -290,3 +291,34 @@ def test_csv_lines_that_end_in_a_carriage_return_alone_are_an_error(tmp_path):
             ShardReadError, match=r"a\.csv.*row at byte 0: new-line character"
         ):
             list(Stream.csv(path, counts=counts))
+
+
+def test_csv_takes_another_delimiter(tmp_path):
+    (tmp_path / "a.tsv").write_text('a\tb\n1,5\t"x\ty"\n2,5\tz\n')
+    stream = Stream.csv(tmp_path / "a.tsv", delimiter="\t")
+
+    assert list(stream) == [{"a": "1,5", "b": "x\ty"}, {"a": "2,5", "b": "z"}]
+    with pytest.raises(ArgumentError, match="delimiter .* got '::'"):
+        Stream.csv(tmp_path / "a.tsv", delimiter="::")
+
+
+def test_lines_reject_folders_and_pipes(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path, tmp_path / "pipe"):
+        with pytest.raises(ArgumentError, match="is not a file"):
+            Stream.lines(path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "first_bytes"),
+    [
+        ("zstd", b"\x28\xb5\x2f\xfd"),
+        ("lz4", b"\x04\x22\x4d\x18"),
+        ("zip", b"PK\x03\x04"),
+        ("lzma", b"\x5d\x00\x00\x80"),
+    ],
+)
+def test_lines_name_a_compression_that_is_not_read(kind, first_bytes, tmp_path):
+    (tmp_path / "a").write_bytes(first_bytes + bytes(20))
+    with pytest.raises(ShardReadError, match=f"a: .* compressed by {kind}"):
+        list(Stream.lines(tmp_path / "a"))

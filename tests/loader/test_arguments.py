@@ -1,5 +1,6 @@
 """What a loader refuses, and what it says once."""
 
+import dataclasses
 import inspect
 import math
 import sys
@@ -12,7 +13,12 @@ from paddle.io import DataLoader
 import paddle_shard
 from paddle_shard import Stream
 from paddle_shard.core import warn_once
-from paddle_shard.errors import ArgumentError, ArgumentTypeError, StateError
+from paddle_shard.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    BatchStructureError,
+    StateError,
+)
 from paddle_shard.testing.simulated import simulated_rank
 from tests.helpers import ONE, Made, sharded
 
@@ -222,6 +228,17 @@ def test_a_weight_that_no_float_holds_is_refused():
         ArgumentError, match="the weight of 'a' must be a finite number"
     ):
         paddle_shard.Mixture({"a": Made(), "b": Made()}, {"a": 10**400, "b": 1})
+
+
+def test_batches_that_are_dataclasses_are_rejected():
+    @dataclasses.dataclass
+    class Pair:
+        x: np.ndarray
+
+    data = DataLoader(range(8), batch_size=4, collate_fn=lambda s: Pair(np.array(s)))
+    loader = paddle_shard.shard_dataloader(data, ONE, shard_dims="dp")
+    with pytest.raises(BatchStructureError, match="Pair, .* dataclass"):
+        next(iter(loader))
 
 
 def test_meshes_that_leave_out_the_only_process_are_rejected():

@@ -465,6 +465,7 @@ OPTIONS = {
     "Stream.csv": {
         "paths": (csv, "order"),
         "header": (csv, "header"),
+        "delimiter": "how a row is read, as a function of map()",
         **{name: (csv, name) for name in ("counts", "shuffle_shards")},
         "cache_dir": "where files are kept",
     },
@@ -487,6 +488,7 @@ OPTIONS = {
         "cache_dir": "where files are kept",
     },
     "Stream.huggingface": {"dataset": "tests/data/test_huggingface.py"},
+    "Stream.decode": {"handlers": HELD, "only": HELD},
     "Stream.map": {"function": (stream, "mapped")},
     "Stream.filter": {"predicate": (stream, "even")},
     "Stream.shuffle": {"window": (stream, "window")},

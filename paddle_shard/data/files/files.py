@@ -80,6 +80,11 @@ def _expand(name: str) -> list[str]:
             )
         return [name]
     path = local_path(name)
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise ArgumentError(
+            f"{name} is not a file. Give files, such as {os.path.join(name, '*')}; for a pipe, which can be read once, "
+            "Stream.of(open(...))."
+        )
     if not glob.has_magic(path) or os.path.exists(path):
         return [name]
     matches = sorted(filter(os.path.isfile, glob.glob(path, recursive=True)))
@@ -321,6 +326,13 @@ _UNPACK: dict[bytes, Callable[[Any], Any]] = {
     b"\xfd7zXZ\x00": lzma.open,
 }
 """First bytes of each kind of compressed files -> function that opens one."""
+_NOT_UNPACKED = {
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"\x04\x22\x4d\x18": "lz4",
+    b"\x5d\x00\x00": "lzma",
+    b"PK\x03\x04": "zip",
+}
+"""First bytes of other kinds -> name."""
 
 
 def is_compressed(name: str) -> bool:
@@ -336,6 +348,7 @@ def decompressed(file: BinaryIO, name: str) -> BinaryIO:
 
     Raises:
         EOFError: By its name it is compressed, but it holds nothing, so that it was cut off before its first byte.
+        ValueError: It is compressed in another way.
     """
     begin = cast(io.BufferedReader, file).peek(6)
     if not begin and is_compressed(name):
@@ -345,6 +358,11 @@ def decompressed(file: BinaryIO, name: str) -> BinaryIO:
     for first_bytes, unpack in _UNPACK.items():
         if begin.startswith(first_bytes):
             return io.BufferedReader(unpack(file), BUFFER)
+    for first_bytes, kind in _NOT_UNPACKED.items():
+        if begin.startswith(first_bytes):
+            raise ValueError(
+                f"it is compressed by {kind}; compress it by gzip, bzip2 or xz, or not at all"
+            )
     return file
 
 

@@ -13,6 +13,7 @@ from paddle_shard.data.files.counts import FileReader, count_files
 from paddle_shard.data.files.files import Path, Paths, matched
 from paddle_shard.data.files.host_cache import check_cache_dir
 from paddle_shard.data.files.shards import ShardSource
+from paddle_shard.errors import ArgumentError
 
 Placed = Iterator[tuple[int, Any]]
 """Samples, each with the byte where it begins. An exception replaces one that cannot be read, if the next one can."""
@@ -42,7 +43,7 @@ def text_source(
     Args:
         paths: One or more UTF-8 files, plain or compressed by gzip, bzip2 or xz: paths, patterns such as `data/*.csv`,
             whose files are sorted, or URLs that fsspec opens.
-        form: What a sample is: one of `LINES`, `CSV_ROWS`, `CSV_DICTS`, `JSON_LINES`.
+        form: What a sample is: `LINES`, `JSON_LINES` or a `csv_format`.
         counts: If True, count the samples now, which reads the files once. Then parts are equal and their lengths
             known. None: count if all files are local, none is compressed, and the stream has an end. The counts of
             local files are kept in the user's cache directory (`$XDG_CACHE_HOME`, `~/.cache`) for other ranks and
@@ -98,11 +99,11 @@ class _Text:
             yield start, text
             start += len(line)
 
-    def first_row(self) -> list[str]:
+    def first_row(self, delimiter: str) -> list[str]:
         """Return the first row of a CSV file; then continue here. A file that is read from a byte on can seek."""
         position = self._file.tell()
         self._file.seek(0)
-        row: list[str] = next(_rows(_Text(self._file, 0)))[1]
+        row: list[str] = next(_rows(_Text(self._file, 0), delimiter))[1]
         self._file.seek(position)
         return row
 
@@ -131,9 +132,9 @@ def _json_values(text: _Text) -> Placed:
         yield start, value
 
 
-def _dicts(text: _Text) -> Placed:
-    rows = _rows(text)
-    names = text.first_row() if text.start else next(rows, (0, []))[1]
+def _dicts(text: _Text, delimiter: str) -> Placed:
+    rows = _rows(text, delimiter)
+    names = text.first_row(delimiter) if text.start else next(rows, (0, []))[1]
     if len(set(names)) < len(names):
         raise ValueError(f"the header {names} names a field twice")
     for start, row in rows:
@@ -143,8 +144,8 @@ def _dicts(text: _Text) -> Placed:
         )
 
 
-def _rows(text: _Text) -> Placed:
-    width = len(text.first_row()) if text.start else None
+def _rows(text: _Text, delimiter: str) -> Placed:
+    width = len(text.first_row(delimiter)) if text.start else None
     begins: list[int] = []  # the byte where each line of the row begins
 
     def lines() -> Iterator[str]:
@@ -154,7 +155,7 @@ def _rows(text: _Text) -> Placed:
                 raise line
             yield line
 
-    reader = csv.reader(lines(), strict=True)
+    reader = csv.reader(lines(), strict=True, delimiter=delimiter)
     while True:
         begins.clear()
         try:
@@ -178,11 +179,24 @@ def _rows(text: _Text) -> Placed:
 
 LINES = TextFormat("lines", _lines, _lines)
 r"""Samples are the lines, without their ends ("\n" or "\r\n")."""
-CSV_ROWS = TextFormat("CSV rows", _rows, _rows)
-"""Samples are the rows as lists (Python's `csv`, dialect "excel", strict).
-
-Empty lines are skipped. A row with more or fewer fields than the first row of its file is an error."""
-CSV_DICTS = TextFormat("CSV rows below a header", _dicts, _dicts)
-"""Samples are the rows as dicts; the first row of each file names the fields."""
 JSON_LINES = TextFormat("JSON lines", _json_values, _not_blank)
 """Samples are JSON values, one per line. Blank lines are skipped. Counting does not parse the lines."""
+
+
+def csv_format(*, header: bool, delimiter: str) -> TextFormat:
+    """Return the format whose samples are rows of CSV files (Python's `csv`, dialect "excel", strict).
+
+    Empty lines are skipped. A row with more or fewer fields than the first row of its file is an error.
+
+    Args:
+        header: True: samples are dicts; the first row of each file names the fields. False: lists.
+        delimiter: The character between two fields.
+
+    Raises:
+        ArgumentError: `delimiter` is not one character.
+    """
+    if not isinstance(delimiter, str) or len(delimiter) != 1:
+        raise ArgumentError(f"delimiter must be one character, got {delimiter!r}.")
+    samples = partial(_dicts if header else _rows, delimiter=delimiter)
+    kind = "CSV rows below a header" if header else "CSV rows"
+    return TextFormat(f"{kind}, {delimiter!r}", samples, samples)

@@ -157,7 +157,7 @@ def read_index(path: str, names: Sequence[str]) -> dict[str, ShardEntry]:
         file, _ = open_file(path)
     except OSError as error:
         raise ArgumentError(
-            f"index={path!r} cannot be read: {error}. Make it: {RECOUNT}."
+            f"index={redacted(path)!r} cannot be read: {error}. Make it: {RECOUNT}."
         ) from error
     with file:
         text = file.read()
