@@ -23,7 +23,7 @@ def is_one_batch_late(self):
     try:
         return state(self)
     finally:
-        self.at = now
+        self.position = now
 
 
 def moves_the_epoch(self):
