@@ -14,7 +14,7 @@ import numpy.typing as npt
 from paddle_shard.core.checks import check_count, listed
 from paddle_shard.core.randomness import kept
 from paddle_shard.data.arrays import check_indexed
-from paddle_shard.data.stages.pack import LONG, PackedRows, tokens_of
+from paddle_shard.data.stages.pack import PackedRows, check_long, tokens_of
 from paddle_shard.errors import ArgumentError, described
 from paddle_shard.plan.packing import Packing, Piece
 
@@ -53,7 +53,7 @@ class Packed:
         *,
         lengths: Sequence[int] | npt.NDArray[Any] | None = None,
         key: str = "input_ids",
-        long: Literal["split", "drop", "error"] = "split",
+        long: Literal["split", "drop"] = "split",
         labels: str | None = None,
         ignore_index: int = -100,
         pad_values: Mapping[str, float] | None = None,
@@ -69,7 +69,7 @@ class Packed:
                 runs, keep the attribute `lengths` in a file (`np.save`).
             key: Field of the tokens, in documents that are dicts.
             long: What to do with a document that is longer than a row. "split": it is cut into rows, and what is left
-                over is packed like a document. "drop": it is left out. "error": refuse.
+                over is packed like a document. "drop": it is left out.
             labels: Name of a field to add with the next token of each token, such as "labels". None: no such field.
             ignore_index: Label where there is no next token.
             pad_values: For each field, the number that fills the end of a row; 0 for fields that are not named.
@@ -80,29 +80,19 @@ class Packed:
 
         Raises:
             ArgumentTypeError: The documents have no length or index, or an argument has another type.
-            ArgumentError: An argument is out of range, a document is too long for `long="error"`, or nothing is left.
+            ArgumentError: An argument is out of range, or nothing is left.
         """
         check_indexed(
             "Packed: documents", documents, "A stream is packed by its stage pack()."
         )
-        if long not in LONG:
-            raise ArgumentError(
-                f"Packed: long must be one of {', '.join(map(repr, LONG))}, got {long!r}."
-            )
+        check_long(long)
         self.documents = documents
         """The documents, as given."""
         counts = _count_tokens(documents, lengths, key)
         self.lengths = counts
         """The tokens of each document, also of those that are in no row."""
         too_long = counts > check_count("length", length)
-        num_long = int(too_long.sum())
-        if long == "error" and num_long:
-            first = int(np.argmax(too_long))
-            raise ArgumentError(
-                f"Packed: long='error': document {first} has {int(counts[first])} tokens, and so have "
-                f"{num_long - 1} more over length={length}. Choose long='split' or 'drop', or a longer row."
-            )
-        self.num_dropped = num_long if long == "drop" else 0
+        self.num_dropped = int(too_long.sum()) if long == "drop" else 0
         """Documents that were left out since they are longer than a row."""
         if self.num_dropped:
             counts = np.where(too_long, 0, counts)

@@ -454,7 +454,7 @@ class Stream(paddle.io.IterableDataset):
         *,
         window: int = 1024,
         key: str = "input_ids",
-        long: Literal["split", "drop", "error"] = "split",
+        long: Literal["split", "drop"] = "split",
         labels: str | None = None,
         ignore_index: int = -100,
         pad_values: Mapping[str, float] | None = None,
@@ -469,7 +469,7 @@ class Stream(paddle.io.IterableDataset):
             length: Tokens of a row.
             window: Documents of a part that are held and packed together.
             key: Field of the tokens, in documents that are dicts; a document may be an array of tokens.
-            long: What to do with a document that is longer than a row: "split", "drop" or "error".
+            long: What to do with a document that is longer than a row: "split" or "drop".
             labels: Name of a field to add with the next token of each token. None: no such field.
             ignore_index: Label where there is no next token.
             pad_values: For each field, the number that fills the end of a row; 0 for fields that are not named.

@@ -851,7 +851,7 @@ class World:
 
     def check_record(self):
         try:
-            found, problems = lines.read(RECORD)
+            found, problems = lines.read_record(RECORD)
         except ArgumentError as error:
             if self.lines:
                 raise Failed(

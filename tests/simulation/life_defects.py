@@ -12,18 +12,18 @@ from paddle_shard.run.run import Run
 
 
 def remembers_one_batch_less(self, step, ids, lost):
-    self.late = self.at
+    self.late = self.position
     deliver(self, step, ids, lost)
 
 
 def is_one_batch_late(self):
     """The state is that of before the newest batch."""
-    now = self.at
-    self.at = getattr(self, "late", now)
+    now = self.position
+    self.position = getattr(self, "late", now)
     try:
         return state(self)
     finally:
-        self.at = now
+        self.position = now
 
 
 def moves_the_epoch(self):

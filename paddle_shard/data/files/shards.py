@@ -25,13 +25,10 @@ from paddle_shard.data.stages.stage import (
     Unreadable,
 )
 from paddle_shard.errors import ArgumentError, ShardReadError, described
-from paddle_shard.plan.seeding import derive_key, derive_seed
+from paddle_shard.plan.seeding import derive_key
 from paddle_shard.plan.shuffle import Permutation
 
 RECOUNT = "count again (make the stream anew; for an index file: `paddle-shard index URL... -o index.json`)"
-
-_PRIME = (1 << 61) - 1
-"""Sums over files are taken modulo this."""
 
 Segment = tuple[int, int, int | None]
 """(shard, first sample to read, sample to stop before; None: the shard's end)."""
@@ -145,11 +142,8 @@ class ShardSource(PartsSource):
                 else self._counts.tolist()
             )
             files = zip(within_their_folder(self._files), sizes, strict=True)
-            seeds = [derive_seed(*file) % _PRIME for file in files]
-            in_order = sum(place * seed for place, seed in enumerate(seeds, 1))
-            self._digest = f"{in_order % _PRIME:016x}{sum(seeds) % _PRIME:016x}"
-        # The last field was an option of earlier versions.
-        return [["shards", len(self._names), self._digest, self._shuffle, False]]
+            self._digest = derive_key(list(files), size=16).hex()
+        return [["shards", len(self._names), self._digest, self._shuffle]]
 
     def _check(self, opening: Opening) -> None:
         if self._counts is None:

@@ -175,8 +175,10 @@ def _forms(fields: Fields) -> dict[str, Any]:
     return {name: (value.dtype, value.shape[1:]) for name, value in fields.items()}
 
 
-LONG = ("split", "drop", "error")
-"""What can be done with a document that is longer than a row."""
+def check_long(long: str) -> None:
+    """Reject an unknown way to treat documents that are longer than a row."""
+    if long not in ("split", "drop"):
+        raise ArgumentError(f"pack: long must be 'split' or 'drop', got {long!r}.")
 
 
 class Pack(Transform):
@@ -201,10 +203,7 @@ class Pack(Transform):
         """
         check_count("length", rows.length)
         check_count("window", window, most=MAX_WINDOW)
-        if long not in LONG:
-            raise ArgumentError(
-                f"pack: long must be one of {', '.join(map(repr, LONG))}, got {long!r}."
-            )
+        check_long(long)
         super().__init__(
             upstream, "pack", rows.length, window, long, rows.key, rows.labels
         )
@@ -224,7 +223,7 @@ class Pack(Transform):
                 is_bad = isinstance(document, Unreadable)
                 fields.append({} if is_bad else self._rows.fields(document, name))
                 names.append(name)
-            sizes = np.array(list(map(self._size, fields, names)), np.int64)
+            sizes = np.array(list(map(self._size, fields)), np.int64)
             if sizes.any():
                 packing = Packing(sizes, self._rows.length, MAX_WINDOW)
                 for row in range(packing.num_rows):
@@ -236,14 +235,8 @@ class Pack(Transform):
             yield from bad
             first += len(documents)
 
-    def _size(self, fields: Fields, what: str) -> int:
+    def _size(self, fields: Fields) -> int:
         """Return how many tokens of a document are packed; 0 if it was not read."""
         size = len(fields.get(self._rows.key, ()))
-        length = self._rows.length
-        if size <= length or self._long == "split":
-            return size
-        if self._long == "drop":
-            return 0
-        raise ValueError(
-            f"{what} has {size} tokens, more than a row of {length}. Use long='split' or 'drop', or a longer row."
-        )
+        is_dropped = self._long == "drop" and size > self._rows.length
+        return 0 if is_dropped else size
