@@ -60,7 +60,7 @@ def test_s3_files_meet_the_laws(server, local, source):
 
 def test_http_files_by_fsspec_meet_the_laws(server, local):
     check_laws(
-        "parquet", f"{server}/{BUCKET}", 0, stops=[3], oracle=local, workers_later=1
+        "lines", f"{server}/{BUCKET}", 0, stops=[3], oracle=local, workers_later=1
     )
 
 

@@ -87,7 +87,8 @@ def one_process(num_ranks):
 @pytest.mark.parametrize(
     ("start", "ranks"),
     [
-        (start_by_hosts_sh, 1),
+        # test_slurm.py looks at what hosts.sh starts on each of two hosts.
+        pytest.param(start_by_hosts_sh, 1, marks=pytest.mark.long),
         pytest.param(start_by_hosts_sh, 2, marks=pytest.mark.long),
         pytest.param(start_as_paddle_operator_does, 2, marks=pytest.mark.long),
     ],

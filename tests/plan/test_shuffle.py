@@ -182,7 +182,7 @@ def joint(n, pairs, bins):
 
 def p_values(shuffle_of, n):
     """Every statistic of a shuffle at one length."""
-    keys = max(40, min(2000, 200_000 // n))
+    keys = max(40, min(1000, 100_000 // n))
     shuffle_of = cache(shuffle_of)
     orders = [shuffle_of(n, 5, epoch) for epoch in range(keys)]
     x = np.arange(n)
