@@ -97,7 +97,7 @@ class Delivered(NamedTuple):
     """What one owner has delivered of an epoch. It stays small, however often the epoch is begun again."""
 
     once: Ranges = ()
-    """Ranges of the epoch's positions that were delivered."""
+    """Ranges of the epoch's positions that were delivered; of a user's sampler, skipped ones too."""
     again: Ranges = ()
     """Those of them that were delivered more than once."""
     total: Total = Total()
@@ -142,9 +142,12 @@ def account_of_all(
     accounts: list[Account] = []
     for first, end, skips, plan in stretches:
         total = Total(end - first, end - first)
+        skipped: Ranges = ()
         if plan is not None:
             total = total_of_plan(plan, epoch, skips, first, end)
-        delivered = Delivered(((first, end),), (), total)
+            skipped = skipped_positions(plan, skips)
+        once = tuple(without(first, end, skipped))
+        delivered = Delivered(once, (), total)
         accounts.append(dict.fromkeys((ALL, DRAWN), delivered))
     return added(*accounts)
 

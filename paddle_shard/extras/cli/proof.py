@@ -66,10 +66,10 @@ def proof_of(run: Timeline, epoch: int) -> dict[str, Any]:
                 (delivery.start.samples, delivery.samples, delivery.skips, order)
             )
     account = account_of_all(epoch, ranges)
-    delivered = account[ALL]
+    delivered = account.get(ALL, Delivered())
 
     # What an open epoch has still to deliver is not missing.
-    reached = delivered.once[-1][1]
+    reached = max((end for _, end, *_ in ranges), default=0)
     if not is_over and plan is not None and reached < plan.num_served:
         rest = (reached, plan.num_served, newest.skips, plan)
         account = added(account, account_of_all(epoch, [rest]))
