@@ -449,8 +449,8 @@ class Life:
         delivered = self.delivered.get(it.epoch, Counter())
         lost = self.lost.get(it.epoch, Counter())
         if {*delivered, *lost} - due:
-            # It has what the tail drops, or `skip_steps` skips, by now. How that is counted is not said.
-            return {"epoch": it.epoch, "exact": False}
+            # A state has what the tail drops, or `skip_steps` skips, by now: not said.
+            return {"epoch": it.epoch}
         missed = len(due - {*delivered} - {*lost}) + lost.total()
         return {
             "epoch": it.epoch,
