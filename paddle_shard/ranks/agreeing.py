@@ -125,13 +125,13 @@ def _coordinator(ranks: tuple[int, ...], timeout: float) -> Coordinator:
     known = (ranks, os.getpid())
     if known not in _coordinators:
         group = f"{len(ranks)} ranks {zlib.crc32(repr(ranks).encode())}"
-        network, parents = network_of(ranks, group, timeout)
+        network, _ = network_of(ranks, group, timeout)
         rank = dist.get_rank()
         memory = HostMemory(ranks, rank)
         is_first = rank == ranks[0]
         member = Member(
             rank,
-            parent=parents.get(rank, rank),
+            hub_rank=ranks[0],
             hub=Hub(ranks, memory.place) if is_first else None,
             find_table=memory.find,
         )

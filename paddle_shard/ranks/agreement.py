@@ -6,7 +6,6 @@ import atexit
 import threading
 import time
 from collections.abc import Callable, Collection
-from functools import partial
 from typing import Any
 
 from paddle_shard.ranks.decision import FAIL, OK
@@ -29,9 +28,9 @@ class Agreement(Iteration):
     delivery. `Coordinator.open` creates agreements.
     """
 
-    def __init__(self, coordinator: Coordinator, *iteration: Any) -> None:
+    def __init__(self, coordinator: Coordinator, terms: AgreementConfig) -> None:
         """Begin; see `Iteration`."""
-        super().__init__(*iteration)
+        super().__init__(coordinator.member, terms)
         self._coordinator = coordinator
         self.name = f"{coordinator.group} {self.number}"
         """Name of the iteration, the same on all ranks and unique in the job."""
@@ -63,7 +62,8 @@ class Agreement(Iteration):
         """
         # Most steps are released long before, or are on the table.
         if step >= self.released and not (self.may_deliver(step) or self._wait(step)):
-            error = self._coordinator.error(self)
+            with self._coordinator.changed:
+                error = self.error()
             if error is not None:
                 raise error
             return False
@@ -98,11 +98,17 @@ class Agreement(Iteration):
             self.waits_since = start
             try:
                 while (is_delivered := self.may_deliver(step)) is None:
-                    seconds = coordinator.patience(self, step)
+                    seconds = self.patience(step, time.monotonic())
+                    if self.is_due or coordinator.member.outbox:
+                        coordinator.wake()
                     if self.table is not None:  # nobody reports when it has changed
                         pause = max(_MIN_PAUSE, (time.monotonic() - start) / 2)
                         seconds = min(seconds, pause, _MAX_PAUSE)
                     coordinator.changed.wait(seconds)
+            except Exception:  # perhaps a signal handler's
+                coordinator.has_learned = coordinator.is_lost
+                coordinator.changed.notify_all()
+                raise
             finally:
                 self.waits_since = None
         return is_delivered
@@ -131,25 +137,25 @@ class Coordinator:
         self.changed = threading.Condition()
         """Guards the member, and is notified when it may have changed."""
         self.group = group
-        self._member = member
+        self.member = member
+        """The member of this rank."""
         self._network = network
         self._end_process = end_process
         self._is_awake = False
         """True if the thread will take a turn without being woken."""
-        self._has_learned = False
+        self.has_learned = False
         """True if the training thread has learned that a rank is lost."""
         self._thread: threading.Thread | None = None
 
     @property
     def is_lost(self) -> bool:
         """True if a rank is lost, and nothing will be agreed on any more."""
-        return self._member.loss is not None
+        return self.member.loss is not None
 
     def open(self, terms: AgreementConfig) -> Agreement:
         """Start an iteration and return at once; all ranks open their iterations in the same order."""
         with self.changed:
-            make = partial(Agreement, self)
-            agreement = self._member.open(terms, make)
+            agreement = Agreement(self, terms)
             self.wake()
         self.start()
         return agreement
@@ -170,23 +176,6 @@ class Coordinator:
             self._is_awake = True
             self._network.wake()
 
-    def patience(self, agreement: Agreement, step: int) -> float:
-        """Return for how many seconds the training thread may wait; called with the lock held. See `Member`."""
-        try:
-            return self._member.patience(agreement, step, time.monotonic())
-        except Exception:
-            self._has_learned = True
-            self.changed.notify_all()
-            raise
-        finally:
-            if agreement.is_due or self._member.outbox:
-                self.wake()
-
-    def error(self, agreement: Agreement) -> Exception | None:
-        """See `Member`."""
-        with self.changed:
-            return self._member.error(agreement)
-
     def close(self) -> None:
         """End the thread and the connections. Other ranks learn that this one has left."""
         self._network.interrupt()
@@ -195,7 +184,7 @@ class Coordinator:
 
     def _leave(self) -> None:
         """When the process ends, give the thread a moment to report which iterations were left."""
-        member = self._member
+        member = self.member
         with self.changed:
             # An iteration that was left is kept until all ranks have heard of it.
             self.changed.wait_for(
@@ -220,17 +209,18 @@ class Coordinator:
         except Exception as error:
             ranks: Collection[int] = getattr(error, "ranks", ())
             with self.changed:
-                self._member.lose(str(error), ranks, getattr(error, "timeout", None))
+                timeout = getattr(error, "timeout", None)
+                self.member.receive(["lost", str(error), ranks, timeout])
                 self.changed.notify_all()
-        assert self._member.loss is not None
-        self._network.close(self._member.loss)  # so that no rank waits for this one
-        self._report(*self._member.loss[:2])
+        assert self.member.loss is not None
+        self._network.close(self.member.loss)  # so that no rank waits for this one
+        self._report(*self.member.loss[:2])
 
     def _turn(self, received: list[Message]) -> bool:
         """Have the member take in messages, and send what it returns; return whether a rank is lost."""
         with self.changed:
             self._is_awake = False
-            messages = self._member.turn(received, time.monotonic())
+            messages = self.member.turn(received, time.monotonic())
             if messages:
                 self._network.send(messages)
             self.changed.notify_all()
@@ -239,17 +229,17 @@ class Coordinator:
     def _report(self, text: str, ranks: Collection[int]) -> None:
         """Log who is lost, since the training thread may be unable to; end the process if an iteration requires it."""
         with self.changed:
-            iterations = self._member.open_iterations()
+            iterations = self.member.open_iterations()
             exits = any(iteration.terms.exit_when_lost for iteration in iterations)
-            if iterations and self._member.rank not in ranks:
+            if iterations and self.member.rank not in ranks:
                 then = (
                     f" This process ends in {GRACE:g} s (on_lost='exit')."
                     if exits
                     else ""
                 )
-                log.error(f"global rank {self._member.rank}: {text}{then}")
+                log.error(f"global rank {self.member.rank}: {text}{then}")
             has_learned = self.changed.wait_for(
-                lambda: self._has_learned or not exits, GRACE
+                lambda: self.has_learned or not exits, GRACE
             )
         if not has_learned:
             self._end_process()

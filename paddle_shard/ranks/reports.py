@@ -13,8 +13,7 @@ from paddle_shard.ranks.decision import (
     CLOSED,
     END,
     FAIL,
-    OTHER_DATA,
-    OTHER_LABEL,
+    OTHER,
     RankProgress,
 )
 
@@ -127,7 +126,9 @@ def _named(ranks: Sequence[int]) -> str:
     return f"global rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:_MAX_RANKS]))}{more}"
 
 
-def _other_label(_step: int, ranks: Ranks, _terms: AgreementConfig) -> Exception:
+def _other(step: int, ranks: Ranks, terms: AgreementConfig) -> Exception:
+    if step >= 0:
+        return _other_data(step, ranks, terms)
     labels = {rank: progress.report for rank, progress in ranks.items()}
     for rank, label in labels.items():
         if "failed" in label:
@@ -211,8 +212,7 @@ def _at(step: int, kind: int, ranks: Ranks) -> Ranks:
 
 
 ERRORS: dict[int, Callable[[int, Ranks, AgreementConfig], Exception | None]] = {
-    OTHER_LABEL: _other_label,
-    OTHER_DATA: _other_data,
+    OTHER: _other,
     FAIL: _failed,
     END: _unequal_ends,
     CLOSED: _left,

@@ -76,7 +76,7 @@ def coordinator(rank, size, network, parents=None, end_process=None):
     ranks = sorted({*parents, *parents.values()}) or [0]
     member = Member(
         rank,
-        parent=parents.get(rank, rank),
+        hub_rank=ranks[0],
         hub=Hub(ranks) if rank == ranks[0] else None,
     )
     return Coordinator(

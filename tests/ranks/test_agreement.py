@@ -255,7 +255,7 @@ def test_an_abandoned_pass_leaves_nothing_behind_for_the_next():
     def run(coordinator):
         return [
             iterate(coordinator.open(AgreementConfig()), steps=s) for s in (0, 3, 1, 7)
-        ] + [len(coordinator._member.iterations) <= 4]
+        ] + [len(coordinator.member.iterations) <= 4]
 
     assert (
         together(*(lambda c=c: run(c) for c in coordinators))
@@ -263,10 +263,10 @@ def test_an_abandoned_pass_leaves_nothing_behind_for_the_next():
     )
     deadline = time.monotonic() + HANG
     while (
-        any(c._member.iterations for c in coordinators) and time.monotonic() < deadline
+        any(c.member.iterations for c in coordinators) and time.monotonic() < deadline
     ):
         time.sleep(0.01)
-    assert [c._member.iterations for c in coordinators] == [{}] * 3
+    assert [c.member.iterations for c in coordinators] == [{}] * 3
 
 
 def test_loops_in_another_order_are_an_error_that_names_both():

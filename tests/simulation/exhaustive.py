@@ -44,7 +44,7 @@ def frozen(value):
     return tuple(
         frozen(getattr(value, name))
         for name in names
-        if name not in ("world", "terms", "scripts", "relays", "parents")
+        if name not in ("world", "terms", "scripts", "relays", "parents", "_member")
     )
 
 

@@ -23,24 +23,17 @@ class Memory:
     """What the ranks share, seen by one of them."""
 
     def __init__(self, words, rank, size):
-        self.words = words  # rank or (number of a pass, rank) -> what is posted
+        self.words = words  # (number of a pass, rank) -> what is posted
         self.rank = rank
         self.size = size
-
-    @property
-    def is_shared(self):
-        return all(rank in self.words for rank in range(self.size))
-
-    def join(self):
-        self.words[self.rank] = True
 
     def post(self, number, step, num_notes):
         self.words[number, self.rank] = (step, num_notes)
 
     def least(self, number, heard):
-        words = {
-            rank: self.words.get((number, rank), (0, 0)) for rank in range(self.size)
-        }
+        words = {rank: self.words.get((number, rank)) for rank in range(self.size)}
+        if None in words.values():
+            return -1
         if any(
             num_notes > heard.get(rank, 0) for rank, (_, num_notes) in words.items()
         ):
@@ -60,7 +53,7 @@ class Rank:
         hub = protocol.Hub(range(world.size)) if up is None else None
         self.member = protocol.Member(
             rank,
-            parent=rank if up is None else up,
+            hub_rank=rank if up is None else up,
             hub=hub,
             find_table=self.found_memory,
         )
@@ -116,7 +109,7 @@ class Rank:
             ends_must_agree=script.must_agree,
             same_data=script.same_data,
         )
-        self.state = self.member.open(terms, protocol.Iteration)
+        self.state = protocol.Iteration(self.member, terms)
         self.world.opened[self.state.number, self.rank] = self.state
         self.is_awake = True
         self.step, self.allowed, self.phase = 0, 0, "next"
@@ -148,19 +141,19 @@ class Rank:
         state, now = self.state, self.world.now
         found = state.may_deliver(self.step)
         if found is None:
-            self.is_awake = self.is_awake or state.is_due
             self.is_notified = False
             try:
-                self.deadline = now + self.member.patience(state, self.step, now)
+                self.deadline = now + state.patience(self.step, now)
             except PeerLostError as error:
                 self.is_awake = True
                 self._finish(result_of(self.step, error))
+            self.is_awake = self.is_awake or state.is_due or bool(self.member.outbox)
             return
         state.waits_since = None
         if found:
             self._deliver()
             return
-        error = self.member.error(state)
+        error = state.error()
         if state.decision.kind == FAIL:
             failed = [
                 rank
@@ -277,9 +270,8 @@ class Rank:
             above = None if self.up is None else world.ranks[self.up]
             if above is not None and (above.is_dead or above.member.loss is not None):
                 # It cannot be reached, or has left word why it has given up.
-                self.member.lose(
-                    *(above.member.loss or ("cannot be reached", [self.up], None))
-                )
+                loss = above.member.loss or ("cannot be reached", [self.up], None)
+                self.member.receive(["lost", *loss])
                 self.is_notified = True
                 self._give_up()
                 return
