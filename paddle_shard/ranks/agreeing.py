@@ -125,7 +125,7 @@ def _coordinator(ranks: tuple[int, ...], timeout: float) -> Coordinator:
     known = (ranks, os.getpid())
     if known not in _coordinators:
         group = f"{len(ranks)} ranks {zlib.crc32(repr(ranks).encode())}"
-        network, _ = network_of(ranks, group, timeout)
+        network = network_of(ranks, group, timeout)
         rank = dist.get_rank()
         memory = HostMemory(ranks, rank)
         is_first = rank == ranks[0]

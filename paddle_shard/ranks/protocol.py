@@ -457,7 +457,7 @@ class Hub:
             ranks: Global ranks that take part.
             table_place: Where ranks of this host find the table.
         """
-        self._ranks = tuple(ranks)
+        self._ranks = ranks
         self._table_place = table_place
         self._outbox: list[Message] = []
         """Messages for all ranks."""
@@ -521,7 +521,7 @@ class Hub:
     def _on_late(self, *wait: Any) -> None:
         self._waits.append([*wait])
 
-    def _on_lost(self, _: int, *loss: Any) -> None:
+    def _on_lost(self, *loss: Any) -> None:
         """Broadcast that some ranks are lost; nothing is decided after that."""
         if not self._is_over:
             self._decide()
@@ -591,4 +591,4 @@ class Hub:
         if late and timeout is None:
             self._outbox.append(["warn", rank, text])
         elif late:
-            self._on_lost(rank, text, [*late], timeout)
+            self._on_lost(text, [*late], timeout)

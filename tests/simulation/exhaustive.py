@@ -44,7 +44,7 @@ def frozen(value):
     return tuple(
         frozen(getattr(value, name))
         for name in names
-        if name not in ("world", "terms", "scripts", "relays", "parents", "_member")
+        if name not in ("world", "terms", "scripts", "_member")
     )
 
 
@@ -184,7 +184,7 @@ def main():
     is_whole = True
     for script in scripts_of(options.size, options.steps):
         sharing = tuple(range(options.size)) if options.table else ()
-        job = Job("exhaustive", options.size, [script], {}, (), sharing)
+        job = Job("exhaustive", options.size, [script], (), sharing)
         try:
             found, final, all_visited = explore(
                 job, kills=options.kill, until=begun + options.seconds

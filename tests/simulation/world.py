@@ -44,16 +44,15 @@ class Memory:
 class Rank:
     """One process: a training thread, a thread that reads ahead or none, and the driver's thread."""
 
-    def __init__(self, world, rank, up, is_threaded, words):
+    def __init__(self, world, rank, is_threaded, words):
         self.world = world
         self.rank = rank
-        self.up = up
         self.is_threaded = is_threaded
         self.memory = None if words is None else Memory(words, rank, world.size)
-        hub = protocol.Hub(range(world.size)) if up is None else None
+        hub = None if rank else protocol.Hub(range(world.size))
         self.member = protocol.Member(
             rank,
-            hub_rank=rank if up is None else up,
+            hub_rank=0,
             hub=hub,
             find_table=self.found_memory,
         )
@@ -267,59 +266,34 @@ class Rank:
         world = self.world
         if not self.is_connected:
             self.is_connected = True
-            above = None if self.up is None else world.ranks[self.up]
-            if above is not None and (above.is_dead or above.member.loss is not None):
+            hub = world.ranks[0]
+            if self.rank and (hub.is_dead or hub.member.loss is not None):
                 # It cannot be reached, or has left word why it has given up.
-                loss = above.member.loss or ("cannot be reached", [self.up], None)
+                loss = hub.member.loss or ("cannot be reached", [0], None)
                 self.member.receive(["lost", *loss])
                 self.is_notified = True
                 self._give_up()
                 return
         self.is_awake = False
         self.turned_at = world.now
-        mine = [
-            message for source, message in received if self._is_mine(source, message)
-        ]
-        messages = self.member.turn(mine, world.now)
-        for message in messages:
-            for other in world.below(0) if self.up is None else [self.up]:
+        for message in self.member.turn(received, world.now):
+            for other in world.peers(self.rank):
                 world.send(self.rank, other, message)
         self.is_notified = True
         if self.member.loss is not None:
             self._give_up()
 
     def _give_up(self):
-        if self.up is not None:
-            self._tell_below(["lost", *self.member.loss])
         self.world.cut(self.rank)
-
-    def _tell_below(self, message):
-        for other in self.world.below(self.rank):
-            self.world.send(self.rank, other, message)
-
-    def _is_mine(self, source, message):
-        """Copy what this rank relays; return whether it is for the rank itself."""
-        world = self.world
-        if self.up is None:
-            return True
-        if source != self.up:
-            world.send(self.rank, self.up, message)
-            return False
-        self._tell_below(message)
-        return True
 
 
 class World:
     """All ranks, and what is on its way between them."""
 
-    def __init__(
-        self, size, scripts, *, relays=None, threaded=(), sharing=(), meets=False
-    ):
+    def __init__(self, size, scripts, *, threaded=(), sharing=(), meets=False):
         self.size = size
         self.scripts = scripts
         self.meets = meets
-        self.relays = relays or {}
-        self.parents = {rank: self.up(rank) for rank in range(1, size)}
         self.now = self.struck_at = 0.0
         self.opened = {}
         self.channels = {}  # (from, to) -> messages on their way
@@ -329,22 +303,17 @@ class World:
             Rank(
                 self,
                 rank,
-                self.up(rank),
                 rank in threaded,
                 words if rank in sharing else None,
             )
             for rank in range(size)
         ]
 
-    def up(self, rank):
-        return None if rank == 0 else self.relays.get(rank, 0)
-
-    def below(self, rank):
-        return [
-            other
-            for other in range(1, self.size)
-            if self.up(other) == rank and self.ranks[other].is_connected
-        ]
+    def peers(self, rank):
+        """Return the ranks to which one has a connection."""
+        if rank:
+            return [0] if self.ranks[rank].is_connected else []
+        return [one.rank for one in self.ranks[1:] if one.is_connected]
 
     def send(self, source, target, message):
         if (source, target) not in self.ended:
@@ -354,26 +323,14 @@ class World:
 
     def cut(self, rank, *, loses=False):
         """End the connections of a rank; what is on its way arrives, unless it is lost."""
-        for other in [
-            *self.below(rank),
-            *(
-                []
-                if rank == 0 or not self.ranks[rank].is_connected
-                else [self.up(rank)]
-            ),
-        ]:
+        for other in self.peers(rank):
             for source, target in ((rank, other), (other, rank)):
                 if (source, target) in self.ended:
                     continue
                 if loses:
                     self.channels.pop((source, target), None)
-                ends_below = self.up(source) == target
                 loss = loss_of([source], "has ended or was killed")
-                self.send(
-                    source,
-                    target,
-                    ["lost", source, *loss] if ends_below else ["lost", *loss],
-                )
+                self.send(source, target, ["lost", *loss])
                 self.ended.add((source, target))
 
     def kill(self, rank):
@@ -428,7 +385,7 @@ class World:
         else:
             messages = self.channels.get((source, rank), [])
             taken, messages[:] = messages[:count], messages[count:]
-            one.turn([(source, message) for message in taken])
+            one.turn(taken)
 
     def next_time(self):
         """Return when something may happen, if nothing may now."""
