@@ -337,7 +337,7 @@ def shard_dataloader(  # noqa: PLR0913
             {name: arguments[name] for name in _COMPARED},
         ),
         verify=verify,
-        batch_check=batch_check_of(source, row_layout, ranks, loader.dataset, verify),
+        batch_check=batch_check_of(source, row_layout, ranks, verify),
         replicas=sharing,
         timeout=timeout,
         exit_when_lost=on_lost == "exit",

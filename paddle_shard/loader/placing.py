@@ -90,7 +90,7 @@ class Placing:
             step=number,
             first=batch.is_first,
             key=key,
-            ids=[name if isinstance(name, int | str) else repr(name) for name in ids],
+            names=map(getattr(setup.dataloader.dataset, "sample_name", str), ids),
             num_steps=setup.run.num_steps_or_none(self._start),
         )
 

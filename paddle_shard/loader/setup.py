@@ -260,7 +260,6 @@ def batch_check_of(
     source: Source,
     row_layout: FieldLayout,
     ranks: Sequence[int],
-    dataset: Any,
     verify: str | int | None,
 ) -> BatchCheck | None:
     """Return what compares the batches of the ranks; None if nothing is compared.
@@ -269,13 +268,12 @@ def batch_check_of(
         source: What is read.
         row_layout: Layout of the field whose rows this rank reads.
         ranks: Global ranks that agree on the steps.
-        dataset: The data set, which may name its samples.
         verify: See `shard_dataloader`.
     """
     if verify is None or len(ranks) == 1:
         return None
     if not source.split:
-        return BatchCheck(None, getattr(dataset, "sample_name", None))
+        return BatchCheck(None)
     return (
         BatchCheck((row_layout.layout, row_layout.data_axes))
         if row_layout.on_mesh

@@ -40,6 +40,11 @@ class Agreement(Iteration):
         """True if nothing more need be read: `deliver` raises why, or returns that the iteration has ended."""
         return self.decision is not None or self._coordinator.is_lost
 
+    @property
+    def is_over(self) -> bool:
+        """True if this rank announces nothing more that it reads."""
+        return self.progress.kind != OK or self.is_decided
+
     def announce(self, kind: int = OK, **details: Any) -> None:
         """See `Iteration`."""
         with self._coordinator.changed:
