@@ -14,7 +14,7 @@ import paddle.distributed as dist
 from paddle.framework import core
 
 from paddle_shard.ranks.agreement import Agreement, Coordinator
-from paddle_shard.ranks.host_memory import HostMemory
+from paddle_shard.ranks.host_memory import HostTable
 from paddle_shard.ranks.network import network_of
 from paddle_shard.ranks.protocol import Hub, Member
 from paddle_shard.ranks.rendezvous import num_ranks
@@ -127,14 +127,9 @@ def _coordinator(ranks: tuple[int, ...], timeout: float) -> Coordinator:
         group = f"{len(ranks)} ranks {zlib.crc32(repr(ranks).encode())}"
         network = network_of(ranks, group, timeout)
         rank = dist.get_rank()
-        memory = HostMemory(ranks, rank)
-        is_first = rank == ranks[0]
-        member = Member(
-            rank,
-            hub_rank=ranks[0],
-            hub=Hub(ranks, memory.place) if is_first else None,
-            find_table=memory.find,
-        )
+        table = HostTable(ranks, rank)
+        hub = Hub(ranks, table.place) if rank == ranks[0] else None
+        member = Member(rank, hub_rank=ranks[0], hub=hub, table=table)
         _coordinators[known] = Coordinator(
             group, member, network, end_process=_end_process
         )

@@ -50,7 +50,7 @@ class Agreement(Iteration):
         with self._coordinator.changed:
             super().announce(kind, **details)
             if self.is_due:
-                self._coordinator.wake()
+                self._coordinator.network.wake()
 
     def deliver(self, step: int) -> bool:
         """Return whether a step may be delivered; False if the iteration has ended before it, on all ranks.
@@ -93,7 +93,7 @@ class Agreement(Iteration):
         """See `Iteration`. Nothing is reported if all ranks leave, or if the iteration ended first. Returns at once."""
         with self._coordinator.changed:
             super().close()
-            self._coordinator.wake()
+            self._coordinator.network.wake()
 
     def _wait(self, step: int) -> bool:
         """Wait until it is known whether `step` is delivered, and return whether it is."""
@@ -105,8 +105,8 @@ class Agreement(Iteration):
                 while (is_delivered := self.may_deliver(step)) is None:
                     seconds = self.patience(step, time.monotonic())
                     if self.is_due or coordinator.member.outbox:
-                        coordinator.wake()
-                    if self.table is not None:  # nobody reports when it has changed
+                        coordinator.network.wake()
+                    if self._announced_by_all() >= 0:  # the table shows when it changes
                         pause = max(_MIN_PAUSE, (time.monotonic() - start) / 2)
                         seconds = min(seconds, pause, _MAX_PAUSE)
                     coordinator.changed.wait(seconds)
@@ -144,10 +144,9 @@ class Coordinator:
         self.group = group
         self.member = member
         """The member of this rank."""
-        self._network = network
+        self.network = network
+        """The connections; `wake` has the thread take a turn."""
         self._end_process = end_process
-        self._is_awake = False
-        """True if the thread will take a turn without being woken."""
         self.has_learned = False
         """True if the training thread has learned that a rank is lost."""
         self._thread: threading.Thread | None = None
@@ -161,7 +160,7 @@ class Coordinator:
         """Start an iteration and return at once; all ranks open their iterations in the same order."""
         with self.changed:
             agreement = Agreement(self, terms)
-            self.wake()
+            self.network.wake()
         self.start()
         return agreement
 
@@ -175,30 +174,21 @@ class Coordinator:
                 self._thread.start()
                 atexit.register(self._leave)
 
-    def wake(self) -> None:
-        """Have the thread take a turn; called with the lock held."""
-        if not self._is_awake:
-            self._is_awake = True
-            self._network.wake()
-
     def close(self) -> None:
         """End the thread and the connections. Other ranks learn that this one has left."""
-        self._network.interrupt()
+        self.network.interrupt()
         if self._thread is not None:
             self._thread.join(_LEAVE)
 
     def _leave(self) -> None:
         """When the process ends, give the thread a moment to report which iterations were left."""
-        member = self.member
+        iterations = self.member.iterations
         with self.changed:
             # An iteration that was left is kept until all ranks have heard of it.
             self.changed.wait_for(
                 lambda: (
                     self.is_lost
-                    or (
-                        len(member.open_iterations()) == len(member.iterations)
-                        and not self._is_awake
-                    )
+                    or not any(left.is_closed for left in iterations.values())
                 ),
                 _LEAVE,
             )
@@ -207,10 +197,10 @@ class Coordinator:
 
     def _run(self) -> None:
         try:
-            self._network.connect()
+            self.network.connect()
             received: list[Message] = []
             while not self._turn(received):
-                received = self._network.receive(HEARTBEAT)
+                received = self.network.receive(HEARTBEAT)
         except Exception as error:
             ranks: Collection[int] = getattr(error, "ranks", ())
             with self.changed:
@@ -218,25 +208,25 @@ class Coordinator:
                 self.member.receive(["lost", str(error), ranks, timeout])
                 self.changed.notify_all()
         assert self.member.loss is not None
-        self._network.close(self.member.loss)  # so that no rank waits for this one
+        self.network.close(self.member.loss)  # so that no rank waits for this one
         self._report(*self.member.loss[:2])
 
     def _turn(self, received: list[Message]) -> bool:
         """Have the member take in messages, and send what it returns; return whether a rank is lost."""
         with self.changed:
-            self._is_awake = False
             messages = self.member.turn(received, time.monotonic())
             if messages:
-                self._network.send(messages)
+                self.network.send(messages)
             self.changed.notify_all()
             return self.is_lost
 
     def _report(self, text: str, ranks: Collection[int]) -> None:
         """Log who is lost, since the training thread may be unable to; end the process if an iteration requires it."""
         with self.changed:
-            iterations = self.member.open_iterations()
-            exits = any(iteration.terms.exit_when_lost for iteration in iterations)
-            if iterations and self.member.rank not in ranks:
+            iterations = self.member.iterations.values()
+            terms = [one.terms for one in iterations if not one.is_closed]
+            exits = any(open_terms.exit_when_lost for open_terms in terms)
+            if terms and self.member.rank not in ranks:
                 then = (
                     f" This process ends in {GRACE:g} s (on_lost='exit')."
                     if exits

@@ -67,7 +67,6 @@ class _Link:
         for option, value in (
             (socket.TCP_KEEPIDLE, _HOST_TIMEOUT // 2),
             (socket.TCP_KEEPINTVL, _HOST_TIMEOUT // 6),
-            (socket.TCP_KEEPCNT, 3),
             (socket.TCP_USER_TIMEOUT, 1000 * _HOST_TIMEOUT),
         ):
             peer.setsockopt(socket.IPPROTO_TCP, option, value)
@@ -173,6 +172,9 @@ class TcpNetwork:
         if self._missing and not self._is_closed:
             with contextlib.suppress(Exception):  # the store may have gone
                 self._store.set(self._key, json.dumps(loss))
+                for _ in range(3):  # a rank may just have connected
+                    self.receive(_RETRY)
+                self.send([["lost", *loss]])
         for link in self._links:
             with contextlib.suppress(OSError):
                 link.peer.settimeout(_FLUSH)
@@ -246,7 +248,6 @@ class TcpNetwork:
             self._server.close()
             for other in [other for other in self._links if other.rank is None]:
                 self._drop(other)
-            self._store = None  # its process need not keep a connection for each rank
 
     def _add(self, peer: socket.socket, rank: int | None) -> _Link:
         link = _Link(peer, rank)

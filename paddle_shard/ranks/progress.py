@@ -1,4 +1,4 @@
-"""Table of the progress of ranks in memory that they share, so that a steady run needs no messages."""
+"""Table of the progress of ranks in memory that those of one host share, so that a steady run needs no messages."""
 
 from __future__ import annotations
 
@@ -19,29 +19,27 @@ class ProgressTable:
     A rank writes a word in one store, so that another reads all of it or none.
     """
 
-    def __init__(self, words: Any, ranks: Sequence[int], rank: int) -> None:
-        """Take over the memory.
+    def __init__(self, ranks: Sequence[int], rank: int) -> None:
+        """Begin without memory: nothing is posted, and no rank is seen.
 
         Args:
-            words: Memory of `size_of` numbers of 64 bits.
             ranks: Global ranks that take part.
             rank: That of this process.
         """
-        self._words = words
-        self._ranks = tuple(ranks)
-        self._index = self._ranks.index(rank)
+        self._ranks = ranks
+        self._index = ranks.index(rank)
+        self._words: Any = None
 
-    @staticmethod
-    def size_of(num_ranks: int) -> int:
-        """Return the number of words."""
-        return MAX_ITERATIONS * num_ranks
+    def find(self, place: str) -> None:
+        """Use the memory at a place, if it can be reached."""
 
     def post(self, number: int, step: int, num_notes: int) -> None:
         """Publish that this rank has announced the steps before `step` of an iteration, and sent so many notes."""
-        first = number % MAX_ITERATIONS * len(self._ranks)
-        self._words[first + self._index] = (
-            _tag(number) << 48 | (num_notes & _MASK) << 32 | step
-        )
+        if self._words is not None:
+            first = number % MAX_ITERATIONS * len(self._ranks)
+            self._words[first + self._index] = (
+                _tag(number) << 48 | (num_notes & _MASK) << 32 | step
+            )
 
     def least(self, number: int, num_received: Mapping[int, int]) -> int:
         """Return the number of steps of an iteration that all ranks have announced; -1 if not all ranks post it.
@@ -51,6 +49,8 @@ class ProgressTable:
             num_received: Global rank -> number of its notes that have arrived. If one is missing, no step is known.
         """
         first = number % MAX_ITERATIONS * len(self._ranks)
+        if self._words is None:
+            return -1
         least = NEVER
         for index, rank in enumerate(self._ranks, first):
             word = self._words[index]

@@ -25,7 +25,7 @@ another has waited for it until the timeout: the hub then tells all ranks, and n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import astuple
 from typing import Any, TypeAlias
 
@@ -49,7 +49,6 @@ from paddle_shard.ranks.reports import (
     late_text,
     log,
     loss_of,
-    waits_text,
 )
 
 Message: TypeAlias = list[Any]
@@ -90,6 +89,8 @@ class Iteration:
         """When the hub was asked for which ranks this one waits."""
         self.waits_since: float | None = None
         """When the training thread began to wait for a step; None: it does not wait."""
+        self.table = None if terms.same_data else member.table
+        """Where this rank posts what it announces; None if data is compared: then the hub decides each step."""
         self._member = member
         self._is_ending: bool | None = None
         """True if the iteration ends on some rank, so that each step is reported; None: it is not open on all."""
@@ -199,11 +200,6 @@ class Iteration:
         unsent = self.progress.step - step
         return unsent >= BATCH or (unsent > 0 and self.waits_since is not None)
 
-    @property
-    def table(self) -> ProgressTable | None:
-        """Where this rank posts what it announces; None if data is compared: then the hub decides each step."""
-        return None if self.terms.same_data else self._member.table
-
     def _announced_by_all(self) -> int:
         """Return the number of steps that all ranks have announced on the table; -1 if it does not show them all."""
         # Also while the iteration ends: another rank may hold its interpreter, in a collective of a step that it was
@@ -264,7 +260,7 @@ class Iteration:
         terms = self.terms
         waited = now - self.waits_since
         # What another rank reads has the same timeout: it has a moment to report an error that says more.
-        limit = terms.timeout + min(2 * HEARTBEAT, terms.timeout / 4)
+        limit = terms.timeout + HEARTBEAT
         loss = member.loss
         if loss is None and waited >= limit + GRACE:
             what = f"did not respond for {terms.timeout:g} s"
@@ -277,7 +273,7 @@ class Iteration:
         if now - self.asked_at < HEARTBEAT:
             return HEARTBEAT
         self.asked_at = now
-        text = waits_text(member.rank, waited, terms.place(step))
+        text = f"global rank {member.rank} has waited {waited:.0f} s for the other ranks to reach {terms.place(step)}"
         timeout = terms.timeout if waited >= limit else None
         member.outbox.append(
             ["late", self.number, step, terms.first_step, timeout, text]
@@ -305,7 +301,7 @@ class Member:
         *,
         hub_rank: int,
         hub: Hub | None = None,
-        find_table: Callable[[str], ProgressTable | None] = lambda place: None,
+        table: ProgressTable | None = None,
     ) -> None:
         """Begin without a connection to the hub.
 
@@ -313,7 +309,7 @@ class Member:
             rank: Global rank of this process.
             hub_rank: Global rank that has the hub.
             hub: The hub, on that rank.
-            find_table: Returns the table at a place, if it can be reached.
+            table: Table of the ranks of this host, perhaps of all; found when all ranks have met.
         """
         self.rank = rank
         self.iterations: dict[int, Iteration] = {}
@@ -321,9 +317,7 @@ class Member:
         self.loss: Loss | None = None
         """Why nothing will be agreed on any more."""
         self._hub = hub
-        self._find_table = find_table
-        self.table: ProgressTable | None = None
-        """Table of the ranks of this host, once all ranks have met."""
+        self.table = table
         self.hub_rank = hub_rank
         self.num_opened = 0
         """Number of iterations that were opened on this rank."""
@@ -332,14 +326,6 @@ class Member:
         self._sent_at = 0.0
         self._failed: dict[int, tuple[int, str]] = {}
         """Global rank -> (iteration, report) of a user's call that has failed there."""
-
-    def open_iterations(self) -> list[Iteration]:
-        """Return the iterations that this rank has not left."""
-        return [
-            iteration
-            for iteration in self.iterations.values()
-            if not iteration.is_closed
-        ]
 
     def turn(self, received: Iterable[Message], now: float) -> list[Message]:
         """Take in messages; return the messages to send: to the hub, or from the hub to all other ranks.
@@ -382,7 +368,8 @@ class Member:
         self._failed[rank] = (number, report)
 
     def _on_met(self, table_place: str) -> None:
-        self.table = self._find_table(table_place)
+        if self.table is not None:
+            self.table.find(table_place)
         for iteration in self.iterations.values():
             iteration._post()
 
@@ -430,10 +417,6 @@ class _Tally:
         self.released = (-1, False)
         """Step and whether the iteration is ending, as they were broadcast."""
 
-    def add(self, rank: int, step: int, value: Any) -> None:
-        """Add what must be the same on all ranks before they deliver what follows a step."""
-        self.compared.setdefault(step, {})[rank] = value
-
     def decide(self) -> Decision:
         """Return the decision that follows from the reports of all ranks."""
         decision = decide(self.ranks.values())
@@ -450,7 +433,7 @@ class _Tally:
 class Hub:
     """Decides for all ranks what follows from their reports."""
 
-    def __init__(self, ranks: Sequence[int], table_place: str = "") -> None:
+    def __init__(self, ranks: Sequence[int], table_place: str | None = "") -> None:
         """Begin without connections.
 
         Args:
@@ -459,13 +442,13 @@ class Hub:
         """
         self._ranks = ranks
         self._table_place = table_place
+        """None once it was broadcast, when all ranks had met."""
         self._outbox: list[Message] = []
         """Messages for all ranks."""
-        self._has_met = False
         self._tallies: dict[int, _Tally] = {}
         self._changed: set[int] = set()
         """Iterations whose decision may have changed."""
-        self._waits: list[Message] = []
+        self._waits: list[tuple[Any, ...]] = []
         """Content of the messages of ranks that have waited for long."""
         self._is_over = False
 
@@ -492,7 +475,7 @@ class Hub:
     ) -> None:
         tally = self._tallies.setdefault(number, _Tally())
         tally.ranks[rank] = RankProgress()
-        tally.add(rank, -1, label)
+        tally.compared.setdefault(-1, {})[rank] = label
         self._changed.add(number)
         if "failed" in label:
             self._outbox.append(["failed", rank, number, label["failed"]])
@@ -507,7 +490,7 @@ class Hub:
         progress = RankProgress(*values)
         tally.ranks[rank] = progress
         for step, digest in digests:
-            tally.add(rank, step, digest)
+            tally.compared.setdefault(step, {})[rank] = digest
         # A rank that was further than the slowest one and can serve more changes nothing.
         step, is_ending = tally.released
         if before.step <= step or is_ending or progress.is_ending:
@@ -519,7 +502,7 @@ class Hub:
             self._changed.add(number)
 
     def _on_late(self, *wait: Any) -> None:
-        self._waits.append([*wait])
+        self._waits.append(wait)
 
     def _on_lost(self, *loss: Any) -> None:
         """Broadcast that some ranks are lost; nothing is decided after that."""
@@ -533,9 +516,9 @@ class Hub:
         for number in () if self._is_over else sorted(self._changed):
             tally = self._tallies[number]
             if len(tally.ranks) == len(self._ranks):
-                if not self._has_met:
-                    self._has_met = True
+                if self._table_place is not None:
                     self._outbox.append(["met", self._table_place])
+                    self._table_place = None
                 self._outbox += tally.notes
                 tally.notes = []
                 self._broadcast(number, tally)

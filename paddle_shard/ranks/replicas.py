@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import paddle.distributed as dist
 
@@ -33,8 +33,7 @@ class LeaderStoppedError(PeerLostError):
     """The rank that reads for this one has stopped, and the agreement on steps tells why."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Replicas:
+class Replicas(NamedTuple):
     """How a loader shares its reading; one for all its iterations."""
 
     ranks: tuple[int, ...] = ()

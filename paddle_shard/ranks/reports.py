@@ -65,16 +65,11 @@ class AgreementConfig:
         )
 
 
-def waits_text(rank: int, waited: float, place: str) -> str:
-    """Return how long a rank has waited for a step."""
-    return f"global rank {rank} has waited {waited:.0f} s for the other ranks to reach {place}"
-
-
 def late_text(text: str, late: Mapping[int, str]) -> str:
     """Return which ranks a rank waits for, and what to do.
 
     Args:
-        text: Result of `waits_text`.
+        text: For how long it has waited, and for which step.
         late: Global rank -> how far it is.
     """
     who = "; ".join(f"global rank {rank} {progress}" for rank, progress in late.items())

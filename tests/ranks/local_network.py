@@ -93,7 +93,7 @@ def coordinators(size, delay=0.0, end_process=lambda rank: None):
 
 def end(coordinator):
     """End the thread of a coordinator, as if its process had been killed."""
-    coordinator._network.interrupt()
+    coordinator.network.interrupt()
     if coordinator._thread is not None:
         coordinator._thread.join(HANG)
 

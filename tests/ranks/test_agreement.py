@@ -171,7 +171,7 @@ def test_a_rank_stuck_elsewhere_when_another_is_lost_is_ended_if_that_is_wanted(
             agreement.announce()
         assert together(*(lambda a=a: a.deliver(0) for a in passes)) == [True, True]
         caplog.clear()
-        two._network.interrupt()
+        two.network.interrupt()
         if not stuck:  # its training thread comes by and hears of it
             passes[0].announce()
             with pytest.raises(PeerLostError):

@@ -108,12 +108,14 @@ def reads_what_was_not_compared(self):
     return self.table.least(self.number, self._num_notes)
 
 
-@property
-def shares_what_is_compared(self):
+def shares_what_is_compared(self, member, terms):
     """A pass whose data is compared is on the table."""
-    return self._member.table
+    begin(self, member, terms)
+    self.table = member.table
+    self._post()
 
 
+begin = protocol.Iteration.__init__
 may_deliver = protocol.Iteration.may_deliver
 send = protocol.Member.send
 announced_by_all = protocol.Iteration._announced_by_all
@@ -154,7 +156,7 @@ DEFECTS = {
     ),
     "shares_what_is_compared": (
         protocol.Iteration,
-        {"table": shares_what_is_compared},
+        {"__init__": shares_what_is_compared},
     ),
 }
 """Name -> what is changed, and what replaces its attributes."""

@@ -20,19 +20,24 @@ FAR = 60
 
 
 class Memory:
-    """What the ranks share, seen by one of them."""
+    """What the ranks share, seen by one of them; until it is found, nobody posts."""
 
     def __init__(self, words, rank, size):
         self.words = words  # (number of a pass, rank) -> what is posted
         self.rank = rank
         self.size = size
+        self.is_found = False
+
+    def find(self, place):
+        self.is_found = True
 
     def post(self, number, step, num_notes):
-        self.words[number, self.rank] = (step, num_notes)
+        if self.is_found:
+            self.words[number, self.rank] = (step, num_notes)
 
     def least(self, number, heard):
         words = {rank: self.words.get((number, rank)) for rank in range(self.size)}
-        if None in words.values():
+        if None in words.values() or not self.is_found:
             return -1
         if any(
             num_notes > heard.get(rank, 0) for rank, (_, num_notes) in words.items()
@@ -48,14 +53,9 @@ class Rank:
         self.world = world
         self.rank = rank
         self.is_threaded = is_threaded
-        self.memory = None if words is None else Memory(words, rank, world.size)
         hub = None if rank else protocol.Hub(range(world.size))
-        self.member = protocol.Member(
-            rank,
-            hub_rank=0,
-            hub=hub,
-            find_table=self.found_memory,
-        )
+        memory = None if words is None else Memory(words, rank, world.size)
+        self.member = protocol.Member(rank, hub_rank=0, hub=hub, table=memory)
         self.results = []
         self.phase = "open"
         self.state = None
@@ -85,9 +85,6 @@ class Rank:
             or state.decision is not None
             or self.member.loss is not None
         )
-
-    def found_memory(self, place):
-        return self.memory
 
     # The training thread
 
