@@ -14,7 +14,7 @@ import socket
 import struct
 import threading
 from queue import Empty, SimpleQueue
-from typing import Any, TypeAlias
+from typing import Any
 
 from paddle_shard.ranks.agreement import Agreement
 from paddle_shard.ranks.rendezvous import endpoints, registered
@@ -26,8 +26,6 @@ _NUM_SLOTS = 64
 _CREDENTIALS = struct.Struct("3i")
 _PAUSE = 0.05
 """Seconds between two looks at the agreement while there is nothing to do."""
-Frames: TypeAlias = "SimpleQueue[tuple[bytes | bytearray, Slots | None]]"
-"""(frame, memory whose file goes with it), in order."""
 
 
 def address_of(leader: int, iteration: str) -> str:
@@ -61,7 +59,8 @@ class Broadcast:
         self._used = [0] * _NUM_SLOTS
         """For each slot: number of messages when it was used last."""
         self._num_sent = 0
-        self._frames: Frames = SimpleQueue()
+        self._frames: SimpleQueue[Any] = SimpleQueue()
+        """(frame, memory whose file goes with it), in order."""
         listener = registered(_new_socket)
         listener.bind(address)
         listener.listen(num_followers)
@@ -127,7 +126,10 @@ def _new_socket() -> socket.socket:
 
 
 def _send_frames(
-    listener: socket.socket, num_followers: int, agreement: Agreement, frames: Frames
+    listener: socket.socket,
+    num_followers: int,
+    agreement: Agreement,
+    frames: SimpleQueue[Any],
 ) -> None:
     """Accept the followers, and send them the frames until the end."""
     connections: list[socket.socket] = []

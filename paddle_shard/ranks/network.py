@@ -62,9 +62,9 @@ class _Link:
         self.unsent = bytearray()
         self._unread = b""
         peer.setblocking(False)
-        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in (
+            (socket.TCP_NODELAY, 1),
             (socket.TCP_KEEPIDLE, _HOST_TIMEOUT // 2),
             (socket.TCP_KEEPINTVL, _HOST_TIMEOUT // 6),
             (socket.TCP_USER_TIMEOUT, 1000 * _HOST_TIMEOUT),
@@ -195,7 +195,8 @@ class TcpNetwork:
             self._join()
             return
         self._server = registered(_listen)
-        self._selector.register(self._server, EVENT_READ, self._accept)
+        accept = partial(self._accept, self._server)
+        self._selector.register(self._server, EVENT_READ, accept)
         address = [self._server.getsockname()[1], self._token.decode()]
         self._store.set(self._key, json.dumps(address))
         self._store.add(f"{self._key} is set", 1)
@@ -221,10 +222,8 @@ class TcpNetwork:
             raise PeerLostError.of(*loss_of([self._hub], what)) from error
         link.send(f"{token} {self._rank}\n".encode())
 
-    def _accept(self) -> list[Message]:
+    def _accept(self, server: socket.socket) -> list[Message]:
         """Accept one connection."""
-        assert self._server is not None
-        server = self._server
         try:
             self._add(registered(lambda: server.accept()[0]), None)
         except OSError:  # it has left, or too many files are open

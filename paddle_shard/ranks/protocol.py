@@ -342,7 +342,8 @@ class Member:
         sent: list[Message] = []
         pending = [*received, *self.send(now)]
         while pending:
-            for message in pending:
+            # A rank is late only if none of these messages shows that it is not.
+            for message in sorted(pending, key=lambda message: message[0] == "late"):
                 hub.receive(message)
             messages = hub.send()
             for message in messages:
@@ -448,8 +449,6 @@ class Hub:
         self._tallies: dict[int, _Tally] = {}
         self._changed: set[int] = set()
         """Iterations whose decision may have changed."""
-        self._waits: list[tuple[Any, ...]] = []
-        """Content of the messages of ranks that have waited for long."""
         self._is_over = False
 
     def receive(self, message: Message) -> None:
@@ -460,9 +459,6 @@ class Hub:
     def send(self) -> list[Message]:
         """Return the new messages for all ranks."""
         self._decide()
-        for wait in self._waits:
-            self._name_late_ranks(*wait)
-        self._waits = []
         messages = self._outbox
         self._outbox = []
         return messages
@@ -500,9 +496,6 @@ class Hub:
         if number in self._tallies:
             self._tallies[number].notes.append(["note", number, rank, step, note])
             self._changed.add(number)
-
-    def _on_late(self, *wait: Any) -> None:
-        self._waits.append(wait)
 
     def _on_lost(self, *loss: Any) -> None:
         """Broadcast that some ranks are lost; nothing is decided after that."""
@@ -542,7 +535,7 @@ class Hub:
             tally.released = released
             self._outbox.append(["release", number, *released])
 
-    def _name_late_ranks(
+    def _on_late(
         self,
         rank: int,
         number: int,
@@ -561,6 +554,7 @@ class Hub:
             timeout: The timeout if it has expired.
             text: What the rank waits for.
         """
+        self._decide()
         if number not in self._tallies:  # it was decided
             return
         late = {}

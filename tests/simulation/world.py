@@ -53,7 +53,7 @@ class Rank:
         self.world = world
         self.rank = rank
         self.is_threaded = is_threaded
-        hub = None if rank else protocol.Hub(range(world.size))
+        hub = None if rank else protocol.Hub(tuple(range(world.size)))
         memory = None if words is None else Memory(words, rank, world.size)
         self.member = protocol.Member(rank, hub_rank=0, hub=hub, table=memory)
         self.results = []
