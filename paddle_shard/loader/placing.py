@@ -45,7 +45,7 @@ class Placing:
     def __call__(self, batch: Batch) -> Batch:
         """Place a batch, or leave the rest to `batch.finish` if only the training thread may do it."""
         setup = self._setup
-        if setup.batch_check is not None:
+        if setup.compared_ranks is not None:
             self._summarize(batch)
         step = batch.step
         with no_fork, read_errors(step, MAKING_TENSORS):

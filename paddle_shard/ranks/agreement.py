@@ -199,26 +199,23 @@ class Coordinator:
         try:
             self.network.connect()
             received: list[Message] = []
-            while not self._turn(received):
-                received = self.network.receive(HEARTBEAT)
+            while not self.is_lost:
+                with self.changed:
+                    messages = self.member.turn(received, time.monotonic())
+                    if messages:
+                        self.network.send(messages)
+                    self.changed.notify_all()
+                if not self.is_lost:
+                    received = self.network.receive(HEARTBEAT)
         except Exception as error:
             ranks: Collection[int] = getattr(error, "ranks", ())
+            timeout = getattr(error, "timeout", None)
             with self.changed:
-                timeout = getattr(error, "timeout", None)
                 self.member.receive(["lost", str(error), ranks, timeout])
                 self.changed.notify_all()
         assert self.member.loss is not None
         self.network.close(self.member.loss)  # so that no rank waits for this one
         self._report(*self.member.loss[:2])
-
-    def _turn(self, received: list[Message]) -> bool:
-        """Have the member take in messages, and send what it returns; return whether a rank is lost."""
-        with self.changed:
-            messages = self.member.turn(received, time.monotonic())
-            if messages:
-                self.network.send(messages)
-            self.changed.notify_all()
-            return self.is_lost
 
     def _report(self, text: str, ranks: Collection[int]) -> None:
         """Log who is lost, since the training thread may be unable to; end the process if an iteration requires it."""

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from paddle_shard.errors import DifferentDataError, PaddleShardError, SplitError
-from paddle_shard.plan.mesh import MeshLayout
 from paddle_shard.ranks.reports import differences
 
 _MAX_ROWS = 256
@@ -24,67 +23,55 @@ Summary = Mapping[str, Any]
 """Result of `summary`."""
 
 
-class BatchCheck:
-    """Compares the summaries of the ranks' batches of a step."""
+def compare_batches(
+    summaries: Mapping[int, Summary], data_ranks: Mapping[int, int]
+) -> None:
+    """Compare the summaries of the ranks' batches of a step.
 
-    def __init__(self, split: tuple[MeshLayout, tuple[int, ...]] | None) -> None:
-        """Set up the comparison.
+    Args:
+        summaries: Global rank -> its summary.
+        data_ranks: Global rank -> data rank, if the user says that the data is split already; else empty.
 
-        Args:
-            split: (layout of the mesh, data axes), if the user says that the data is split already.
-        """
-        self._data_ranks: dict[int, int] = {}
-        """Global rank -> data rank, if the data is split already."""
-        if split is not None:
-            layout, axes = split
-            self._data_ranks = {
-                rank: layout.data_rank(rank, axes) for rank in layout.process_ids
-            }
+    Raises:
+        SplitError: Of data that is split: two data ranks have the same rows, ranks have different numbers of rows or
+            steps, or replicas have different rows.
+        DifferentDataError: Two ranks have read the same samples, and their data differ.
+    """
+    leaders: dict[Any, int] = {}
+    for rank, summary in sorted(summaries.items()):
+        if data_ranks and rank not in data_ranks:
+            continue
+        leader = leaders.setdefault(data_ranks.get(rank, summary["key"]), rank)
+        if summary["fields"] != summaries[leader]["fields"]:
+            raise _replicas_differ(leader, rank, summaries, is_split=bool(data_ranks))
+    if data_ranks:
+        _compare_split({rank: summaries[rank] for rank in leaders.values()})
 
-    def compare(self, summaries: Mapping[int, Summary]) -> None:
-        """Compare the summaries of a step, by global rank.
 
-        Raises:
-            SplitError: Of data that is split: two data ranks have the same rows, ranks have different numbers of rows
-                or steps, or replicas have different rows.
-            DifferentDataError: Two ranks have read the same samples, and their data differ.
-        """
-        leaders: dict[Any, int] = {}
-        for rank, summary in sorted(summaries.items()):
-            if self._data_ranks and rank not in self._data_ranks:
-                continue
-            leader = leaders.setdefault(
-                self._data_ranks.get(rank, summary["key"]), rank
-            )
-            if summary["fields"] != summaries[leader]["fields"]:
-                raise self._replicas_differ(leader, rank, summaries)
-        if self._data_ranks:
-            _compare_split({rank: summaries[rank] for rank in leaders.values()})
-
-    def _replicas_differ(
-        self, leader: int, rank: int, summaries: Mapping[int, Summary]
-    ) -> PaddleShardError:
-        first = summaries[leader]
-        other = summaries[rank]
-        if self._data_ranks:
-            return SplitError(
-                f"{_SPLIT}, but global ranks {leader} and {rank}, which are replicas (the same data rank), read "
-                f"different {first['what']}. Split by the data rank, not by the global rank, and draw random numbers "
-                "from a seed that replicas share."
-            )
-        text = differences(
-            {
-                leader: first["fields"] | first["samples"],
-                rank: other["fields"] | other["samples"],
-            }
+def _replicas_differ(
+    leader: int, rank: int, summaries: Mapping[int, Summary], *, is_split: bool
+) -> PaddleShardError:
+    first = summaries[leader]
+    other = summaries[rank]
+    if is_split:
+        return SplitError(
+            f"{_SPLIT}, but global ranks {leader} and {rank}, which are replicas (the same data rank), read "
+            f"different {first['what']}. Split by the data rank, not by the global rank, and draw random numbers "
+            "from a seed that replicas share."
         )
-        return DifferentDataError(
-            f"step {first['step']}: global ranks {leader} and {rank} have read the same samples, but their data "
-            f"differ in these digests: {text}. Ranks that "
-            "share rows must have the same bytes: give all of them the same version of the data, and draw random "
-            "numbers from the global generators of numpy, Python, Paddle (on the CPU) or torch, which are seeded for "
-            "each sample. verify=None leaves this check out."
-        )
+    text = differences(
+        {
+            leader: first["fields"] | first["samples"],
+            rank: other["fields"] | other["samples"],
+        }
+    )
+    return DifferentDataError(
+        f"step {first['step']}: global ranks {leader} and {rank} have read the same samples, but their data "
+        f"differ in these digests: {text}. Ranks that "
+        "share rows must have the same bytes: give all of them the same version of the data, and draw random "
+        "numbers from the global generators of numpy, Python, Paddle (on the CPU) or torch, which are seeded for "
+        "each sample. verify=None leaves this check out."
+    )
 
 
 def _compare_split(summaries: Mapping[int, Summary]) -> None:
@@ -124,7 +111,7 @@ def summary(
     names: Iterable[Any],
     num_steps: int | None,
 ) -> dict[str, Any]:
-    """Return what `BatchCheck` compares of a rank's batch: JSON-able, a few KB at most.
+    """Return what `compare_batches` compares of a rank's batch: JSON-able, a few KB at most.
 
     Args:
         arrays: The leaves of the batch.
