@@ -29,7 +29,7 @@ from paddle_shard.loader.loader import ShardDataloader
 from paddle_shard.loader.rows import LoaderRows
 from paddle_shard.loader.setup import (
     LoaderSetup,
-    batch_check_of,
+    compared_ranks,
     config_of,
     make_reading,
     ranks_of,
@@ -337,7 +337,7 @@ def shard_dataloader(  # noqa: PLR0913
             {name: arguments[name] for name in _COMPARED},
         ),
         verify=verify,
-        batch_check=batch_check_of(source, row_layout, ranks, loader.dataset, verify),
+        compared_ranks=compared_ranks(source, row_layout, ranks, verify),
         replicas=sharing,
         timeout=timeout,
         exit_when_lost=on_lost == "exit",

@@ -52,7 +52,7 @@ def begin(setup: LoaderSetup, start: LoaderState) -> StepPass:
         _note_identity(setup, reader)
         if not setup.is_alone:
             agreement = _open_agreement(setup, start, same_data=steps.are_compared)
-            executor = setup.replicas.shared(reader, agreement)
+            executor, place = setup.replicas.shared(reader, agreement, place)
         assert executor is not None
         feed = Feed(
             steps.steps,

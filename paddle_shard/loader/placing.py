@@ -45,7 +45,7 @@ class Placing:
     def __call__(self, batch: Batch) -> Batch:
         """Place a batch, or leave the rest to `batch.finish` if only the training thread may do it."""
         setup = self._setup
-        if setup.batch_check is not None:
+        if setup.compared_ranks is not None:
             self._summarize(batch)
         step = batch.step
         with no_fork, read_errors(step, MAKING_TENSORS):
@@ -90,7 +90,7 @@ class Placing:
             step=number,
             first=batch.is_first,
             key=key,
-            ids=[name if isinstance(name, int | str) else repr(name) for name in ids],
+            names=map(getattr(setup.dataloader.dataset, "sample_name", str), ids),
             num_steps=setup.run.num_steps_or_none(self._start),
         )
 

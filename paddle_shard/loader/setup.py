@@ -20,7 +20,6 @@ from paddle_shard.placement.field import FieldLayout
 from paddle_shard.placement.lengths import PadTo
 from paddle_shard.placement.placer import BatchPlacer
 from paddle_shard.plan.step import Ids
-from paddle_shard.ranks.batch_check import BatchCheck
 from paddle_shard.ranks.rendezvous import hosts_of_ranks, num_ranks
 from paddle_shard.ranks.replicas import Replicas
 from paddle_shard.reading.batch import Batch
@@ -56,8 +55,9 @@ class LoaderSetup:
     config: Mapping[str, Any]
     """Settings that must be the same on all ranks."""
     verify: Literal["first"] | int | None
-    batch_check: BatchCheck | None
-    """Compares what the ranks have read; None: they do not compare it."""
+    compared_ranks: Mapping[int, int] | None
+    """Of the ranks that compare what they have read, by global rank: the data rank, if the data is split already; else
+    empty. None: they do not compare it."""
     replicas: Replicas
     """How reading is shared with other ranks."""
     timeout: float
@@ -262,28 +262,28 @@ def replicas_of(
     return Replicas(ranks=tuple(sharing) if len(sharing) > 1 else ())
 
 
-def batch_check_of(
+def compared_ranks(
     source: Source,
     row_layout: FieldLayout,
     ranks: Sequence[int],
-    dataset: Any,
     verify: str | int | None,
-) -> BatchCheck | None:
-    """Return what compares the batches of the ranks; None if nothing is compared.
+) -> Mapping[int, int] | None:
+    """Return how the batches of the ranks are compared; see `LoaderSetup`.
 
     Args:
         source: What is read.
         row_layout: Layout of the field whose rows this rank reads.
         ranks: Global ranks that agree on the steps.
-        dataset: The data set, which may name its samples.
         verify: See `shard_dataloader`.
     """
     if verify is None or len(ranks) == 1:
         return None
     if not source.split:
-        return BatchCheck(None, getattr(dataset, "sample_name", None))
-    return (
-        BatchCheck((row_layout.layout, row_layout.data_axes))
-        if row_layout.on_mesh
-        else None
-    )
+        return {}
+    if not row_layout.on_mesh:
+        return None
+    layout = row_layout.layout
+    return {
+        rank: layout.data_rank(rank, row_layout.data_axes)
+        for rank in layout.process_ids
+    }

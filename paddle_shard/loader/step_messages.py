@@ -13,6 +13,7 @@ from paddle_shard.errors import BatchStructureError, SplitError
 from paddle_shard.loader import stopping
 from paddle_shard.loader.setup import LoaderSetup
 from paddle_shard.placement.lengths import finished
+from paddle_shard.ranks.batch_check import compare_batches
 from paddle_shard.reading.batch import Batch
 
 _EXCHANGE_SECONDS = 1.0
@@ -148,8 +149,8 @@ class StepMessages:
         batch.delivered_ids = self._setup.delivered_ids(batch)
 
     def _on_read(self, batch: Batch, of_ranks: Mapping[int, Any]) -> None:
-        if self._setup.batch_check is not None:
-            self._setup.batch_check.compare(of_ranks)
+        if self._setup.compared_ranks is not None:
+            compare_batches(of_ranks, self._setup.compared_ranks)
 
     def _on_rows(self, batch: Batch, of_ranks: Mapping[int, Any]) -> None:
         self._rows |= of_ranks

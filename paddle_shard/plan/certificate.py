@@ -96,7 +96,7 @@ class Delivered(NamedTuple):
     """What one owner has delivered of an epoch. It stays small, however often the epoch is begun again."""
 
     once: Ranges = ()
-    """Ranges of the epoch's positions that were delivered."""
+    """Ranges of the epoch's positions that were delivered; of a user's sampler, skipped ones too."""
     again: Ranges = ()
     """Those of them that were delivered more than once."""
     total: Total = Total()

@@ -14,7 +14,7 @@ import paddle.distributed as dist
 from paddle.framework import core
 
 from paddle_shard.ranks.agreement import Agreement, Coordinator
-from paddle_shard.ranks.host_memory import HostMemory
+from paddle_shard.ranks.host_memory import HostTable
 from paddle_shard.ranks.network import network_of
 from paddle_shard.ranks.protocol import Hub, Member
 from paddle_shard.ranks.rendezvous import num_ranks
@@ -125,16 +125,11 @@ def _coordinator(ranks: tuple[int, ...], timeout: float) -> Coordinator:
     known = (ranks, os.getpid())
     if known not in _coordinators:
         group = f"{len(ranks)} ranks {zlib.crc32(repr(ranks).encode())}"
-        network, parents = network_of(ranks, group, timeout)
+        network = network_of(ranks, group, timeout)
         rank = dist.get_rank()
-        memory = HostMemory(ranks, rank)
-        is_first = rank == ranks[0]
-        member = Member(
-            rank,
-            parent=parents.get(rank, rank),
-            hub=Hub(ranks, memory.place) if is_first else None,
-            find_table=memory.find,
-        )
+        table = HostTable(ranks, rank)
+        hub = Hub(ranks, table.place) if rank == ranks[0] else None
+        member = Member(rank, hub_rank=ranks[0], hub=hub, table=table)
         _coordinators[known] = Coordinator(
             group, member, network, end_process=_end_process
         )

@@ -6,7 +6,6 @@ import atexit
 import threading
 import time
 from collections.abc import Callable, Collection
-from functools import partial
 from typing import Any
 
 from paddle_shard.ranks.decision import FAIL, OK
@@ -29,9 +28,9 @@ class Agreement(Iteration):
     delivery. `Coordinator.open` creates agreements.
     """
 
-    def __init__(self, coordinator: Coordinator, *iteration: Any) -> None:
+    def __init__(self, coordinator: Coordinator, terms: AgreementConfig) -> None:
         """Begin; see `Iteration`."""
-        super().__init__(*iteration)
+        super().__init__(coordinator.member, terms)
         self._coordinator = coordinator
         self.name = f"{coordinator.group} {self.number}"
         """Name of the iteration, the same on all ranks and unique in the job."""
@@ -41,12 +40,17 @@ class Agreement(Iteration):
         """True if nothing more need be read: `deliver` raises why, or returns that the iteration has ended."""
         return self.decision is not None or self._coordinator.is_lost
 
+    @property
+    def is_over(self) -> bool:
+        """True if this rank announces nothing more that it reads."""
+        return self.progress.kind != OK or self.is_decided
+
     def announce(self, kind: int = OK, **details: Any) -> None:
         """See `Iteration`."""
         with self._coordinator.changed:
             super().announce(kind, **details)
             if self.is_due:
-                self._coordinator.wake()
+                self._coordinator.network.wake()
 
     def deliver(self, step: int) -> bool:
         """Return whether a step may be delivered; False if the iteration has ended before it, on all ranks.
@@ -63,7 +67,8 @@ class Agreement(Iteration):
         """
         # Most steps are released long before, or are on the table.
         if step >= self.released and not (self.may_deliver(step) or self._wait(step)):
-            error = self._coordinator.error(self)
+            with self._coordinator.changed:
+                error = self.error()
             if error is not None:
                 raise error
             return False
@@ -88,7 +93,7 @@ class Agreement(Iteration):
         """See `Iteration`. Nothing is reported if all ranks leave, or if the iteration ended first. Returns at once."""
         with self._coordinator.changed:
             super().close()
-            self._coordinator.wake()
+            self._coordinator.network.wake()
 
     def _wait(self, step: int) -> bool:
         """Wait until it is known whether `step` is delivered, and return whether it is."""
@@ -98,11 +103,17 @@ class Agreement(Iteration):
             self.waits_since = start
             try:
                 while (is_delivered := self.may_deliver(step)) is None:
-                    seconds = coordinator.patience(self, step)
-                    if self.table is not None:  # nobody reports when it has changed
+                    seconds = self.patience(step, time.monotonic())
+                    if self.is_due or coordinator.member.outbox:
+                        coordinator.network.wake()
+                    if self._announced_by_all() >= 0:  # the table shows when it changes
                         pause = max(_MIN_PAUSE, (time.monotonic() - start) / 2)
                         seconds = min(seconds, pause, _MAX_PAUSE)
                     coordinator.changed.wait(seconds)
+            except Exception:  # perhaps a signal handler's
+                coordinator.has_learned = coordinator.is_lost
+                coordinator.changed.notify_all()
+                raise
             finally:
                 self.waits_since = None
         return is_delivered
@@ -131,26 +142,25 @@ class Coordinator:
         self.changed = threading.Condition()
         """Guards the member, and is notified when it may have changed."""
         self.group = group
-        self._member = member
-        self._network = network
+        self.member = member
+        """The member of this rank."""
+        self.network = network
+        """The connections; `wake` has the thread take a turn."""
         self._end_process = end_process
-        self._is_awake = False
-        """True if the thread will take a turn without being woken."""
-        self._has_learned = False
+        self.has_learned = False
         """True if the training thread has learned that a rank is lost."""
         self._thread: threading.Thread | None = None
 
     @property
     def is_lost(self) -> bool:
         """True if a rank is lost, and nothing will be agreed on any more."""
-        return self._member.loss is not None
+        return self.member.loss is not None
 
     def open(self, terms: AgreementConfig) -> Agreement:
         """Start an iteration and return at once; all ranks open their iterations in the same order."""
         with self.changed:
-            make = partial(Agreement, self)
-            agreement = self._member.open(terms, make)
-            self.wake()
+            agreement = Agreement(self, terms)
+            self.network.wake()
         self.start()
         return agreement
 
@@ -164,47 +174,21 @@ class Coordinator:
                 self._thread.start()
                 atexit.register(self._leave)
 
-    def wake(self) -> None:
-        """Have the thread take a turn; called with the lock held."""
-        if not self._is_awake:
-            self._is_awake = True
-            self._network.wake()
-
-    def patience(self, agreement: Agreement, step: int) -> float:
-        """Return for how many seconds the training thread may wait; called with the lock held. See `Member`."""
-        try:
-            return self._member.patience(agreement, step, time.monotonic())
-        except Exception:
-            self._has_learned = True
-            self.changed.notify_all()
-            raise
-        finally:
-            if agreement.is_due or self._member.outbox:
-                self.wake()
-
-    def error(self, agreement: Agreement) -> Exception | None:
-        """See `Member`."""
-        with self.changed:
-            return self._member.error(agreement)
-
     def close(self) -> None:
         """End the thread and the connections. Other ranks learn that this one has left."""
-        self._network.interrupt()
+        self.network.interrupt()
         if self._thread is not None:
             self._thread.join(_LEAVE)
 
     def _leave(self) -> None:
         """When the process ends, give the thread a moment to report which iterations were left."""
-        member = self._member
+        iterations = self.member.iterations
         with self.changed:
             # An iteration that was left is kept until all ranks have heard of it.
             self.changed.wait_for(
                 lambda: (
                     self.is_lost
-                    or (
-                        len(member.open_iterations()) == len(member.iterations)
-                        and not self._is_awake
-                    )
+                    or not any(left.is_closed for left in iterations.values())
                 ),
                 _LEAVE,
             )
@@ -213,43 +197,41 @@ class Coordinator:
 
     def _run(self) -> None:
         try:
-            self._network.connect()
+            self.network.connect()
             received: list[Message] = []
-            while not self._turn(received):
-                received = self._network.receive(HEARTBEAT)
+            while not self.is_lost:
+                with self.changed:
+                    messages = self.member.turn(received, time.monotonic())
+                    if messages:
+                        self.network.send(messages)
+                    self.changed.notify_all()
+                if not self.is_lost:
+                    received = self.network.receive(HEARTBEAT)
         except Exception as error:
             ranks: Collection[int] = getattr(error, "ranks", ())
+            timeout = getattr(error, "timeout", None)
             with self.changed:
-                self._member.lose(str(error), ranks, getattr(error, "timeout", None))
+                self.member.receive(["lost", str(error), ranks, timeout])
                 self.changed.notify_all()
-        assert self._member.loss is not None
-        self._network.close(self._member.loss)  # so that no rank waits for this one
-        self._report(*self._member.loss[:2])
-
-    def _turn(self, received: list[Message]) -> bool:
-        """Have the member take in messages, and send what it returns; return whether a rank is lost."""
-        with self.changed:
-            self._is_awake = False
-            messages = self._member.turn(received, time.monotonic())
-            if messages:
-                self._network.send(messages)
-            self.changed.notify_all()
-            return self.is_lost
+        assert self.member.loss is not None
+        self.network.close(self.member.loss)  # so that no rank waits for this one
+        self._report(*self.member.loss[:2])
 
     def _report(self, text: str, ranks: Collection[int]) -> None:
         """Log who is lost, since the training thread may be unable to; end the process if an iteration requires it."""
         with self.changed:
-            iterations = self._member.open_iterations()
-            exits = any(iteration.terms.exit_when_lost for iteration in iterations)
-            if iterations and self._member.rank not in ranks:
+            iterations = self.member.iterations.values()
+            terms = [one.terms for one in iterations if not one.is_closed]
+            exits = any(open_terms.exit_when_lost for open_terms in terms)
+            if terms and self.member.rank not in ranks:
                 then = (
                     f" This process ends in {GRACE:g} s (on_lost='exit')."
                     if exits
                     else ""
                 )
-                log.error(f"global rank {self._member.rank}: {text}{then}")
+                log.error(f"global rank {self.member.rank}: {text}{then}")
             has_learned = self.changed.wait_for(
-                lambda: self._has_learned or not exits, GRACE
+                lambda: self.has_learned or not exits, GRACE
             )
         if not has_learned:
             self._end_process()

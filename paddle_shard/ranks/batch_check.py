@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from paddle_shard.errors import DifferentDataError, PaddleShardError, SplitError
-from paddle_shard.plan.mesh import MeshLayout
+from paddle_shard.ranks.reports import differences
 
 _MAX_ROWS = 256
-"""Rows of which a rank sends the digests, so that an error can name the samples."""
-_MAX_NAMES = 8
+"""Rows of which a rank sends the digests, so that an error can name a sample."""
 _SPLIT = (
     "the data is split already, by is_dataset_splitted=True or by the loader's sampler"
 )
@@ -24,85 +23,55 @@ Summary = Mapping[str, Any]
 """Result of `summary`."""
 
 
-class BatchCheck:
-    """Compares the summaries of the ranks' batches of a step."""
+def compare_batches(
+    summaries: Mapping[int, Summary], data_ranks: Mapping[int, int]
+) -> None:
+    """Compare the summaries of the ranks' batches of a step.
 
-    def __init__(
-        self,
-        split: tuple[MeshLayout, tuple[int, ...]] | None,
-        name_of: Callable[[Any], Any] | None = None,
-    ) -> None:
-        """Set up the comparison.
+    Args:
+        summaries: Global rank -> its summary.
+        data_ranks: Global rank -> data rank, if the user says that the data is split already; else empty.
 
-        Args:
-            split: (layout of the mesh, data axes), if the user says that the data is split already.
-            name_of: Returns the name of a sample, for messages; None: its id.
-        """
-        self._name_of = name_of or (lambda sample: sample)
-        self._data_ranks: dict[int, int] = {}
-        """Global rank -> data rank, if the data is split already."""
-        if split is not None:
-            layout, axes = split
-            self._data_ranks = {
-                rank: layout.data_rank(rank, axes) for rank in layout.process_ids
-            }
+    Raises:
+        SplitError: Of data that is split: two data ranks have the same rows, ranks have different numbers of rows or
+            steps, or replicas have different rows.
+        DifferentDataError: Two ranks have read the same samples, and their data differ.
+    """
+    leaders: dict[Any, int] = {}
+    for rank, summary in sorted(summaries.items()):
+        if data_ranks and rank not in data_ranks:
+            continue
+        leader = leaders.setdefault(data_ranks.get(rank, summary["key"]), rank)
+        if summary["fields"] != summaries[leader]["fields"]:
+            raise _replicas_differ(leader, rank, summaries, is_split=bool(data_ranks))
+    if data_ranks:
+        _compare_split({rank: summaries[rank] for rank in leaders.values()})
 
-    def compare(self, summaries: Mapping[int, Summary]) -> None:
-        """Compare the summaries of a step, by global rank.
 
-        Raises:
-            SplitError: Of data that is split: two data ranks have the same rows, ranks have different numbers of rows
-                or steps, or replicas have different rows.
-            DifferentDataError: Two ranks have read the same samples, and their data differ.
-        """
-        leaders: dict[Any, int] = {}
-        for rank, summary in sorted(summaries.items()):
-            if self._data_ranks and rank not in self._data_ranks:
-                continue
-            leader = leaders.setdefault(
-                self._data_ranks.get(rank, summary["key"]), rank
-            )
-            if summary["fields"] != summaries[leader]["fields"]:
-                raise self._replicas_differ(leader, rank, summaries)
-        if self._data_ranks:
-            _compare_split({rank: summaries[rank] for rank in leaders.values()})
-
-    def _replicas_differ(
-        self, leader: int, rank: int, summaries: Mapping[int, Summary]
-    ) -> PaddleShardError:
-        first = summaries[leader]
-        other = summaries[rank]
-        if self._data_ranks:
-            return SplitError(
-                f"{_SPLIT}, but global ranks {leader} and {rank}, which are replicas (the same data rank), read "
-                f"different {first['what']}. Split by the data rank, not by the global rank, and draw random numbers "
-                "from a seed that replicas share."
-            )
-        # A field is [path, digest]; it differs if only one of them has it.
-        fields = [
-            field[0] or "the batch"
-            for field in [*first["fields"], *other["fields"]]
-            if field not in first["fields"] or field not in other["fields"]
-        ]
-        names = [self._name_of(sample) for sample in first["ids"]]
-        if len(names) != len(first["rows"]):  # an item may be a whole batch
-            names = [f"row {row}" for row in range(len(first["rows"]))]
-        different = [
-            name
-            for name, *digests in zip(names, first["rows"], other["rows"], strict=False)
-            if digests[0] != digests[1]
-        ]
-        shown = different[:_MAX_NAMES]
-        samples = f" at the samples {shown}" if shown else ""
-        if len(different) > len(shown):
-            samples += f" and {len(different) - len(shown)} more"
-        return DifferentDataError(
-            f"step {first['step']}: global ranks {leader} and {rank} have read the same samples, but their data differ "
-            f"in {', '.join(dict.fromkeys(fields))}{samples}. Ranks that "
-            "share rows must have the same bytes: give all of them the same version of the data, and draw random "
-            "numbers from the global generators of numpy, Python, Paddle (on the CPU) or torch, which are seeded for "
-            "each sample. verify=None leaves this check out."
+def _replicas_differ(
+    leader: int, rank: int, summaries: Mapping[int, Summary], *, is_split: bool
+) -> PaddleShardError:
+    first = summaries[leader]
+    other = summaries[rank]
+    if is_split:
+        return SplitError(
+            f"{_SPLIT}, but global ranks {leader} and {rank}, which are replicas (the same data rank), read "
+            f"different {first['what']}. Split by the data rank, not by the global rank, and draw random numbers "
+            "from a seed that replicas share."
         )
+    text = differences(
+        {
+            leader: first["fields"] | first["samples"],
+            rank: other["fields"] | other["samples"],
+        }
+    )
+    return DifferentDataError(
+        f"step {first['step']}: global ranks {leader} and {rank} have read the same samples, but their data "
+        f"differ in these digests: {text}. Ranks that "
+        "share rows must have the same bytes: give all of them the same version of the data, and draw random "
+        "numbers from the global generators of numpy, Python, Paddle (on the CPU) or torch, which are seeded for "
+        "each sample. verify=None leaves this check out."
+    )
 
 
 def _compare_split(summaries: Mapping[int, Summary]) -> None:
@@ -139,22 +108,22 @@ def summary(
     step: int,
     first: bool,
     key: str,
-    ids: Iterable[Any],
+    names: Iterable[Any],
     num_steps: int | None,
 ) -> dict[str, Any]:
-    """Return what `BatchCheck` compares of a rank's batch: JSON-able, a few KB at most.
+    """Return what `compare_batches` compares of a rank's batch: JSON-able, a few KB at most.
 
     Args:
         arrays: The leaves of the batch.
         step: Step of the epoch.
         first: True for the first batch of an epoch iterator.
         key: Ranks with the same key have read the same samples.
-        ids: The samples, one for each row; empty if they have no number.
+        names: Names of the samples, one for each row; empty if they have none.
         num_steps: Steps of this rank's epoch; None if not known.
     """
     num_rows = next((len(array) for _, array in arrays if array.ndim), 0)
     rows = [0] * num_rows if num_rows <= _MAX_ROWS else []
-    fields = []
+    fields = {}
     for path, array in arrays:
         digest = zlib.crc32(f"{array.shape}{array.dtype.str}".encode())
         has_rows = array.ndim > 0 and len(array) == num_rows and array.size > 0
@@ -163,17 +132,20 @@ def summary(
             digest = zlib.crc32(part.data, digest)
             if has_rows and rows:
                 rows[row] = zlib.crc32(part.data, rows[row])
-        fields.append([path, digest])
+        fields[path or "the batch"] = str(digest)
+    names = [f"sample {name}" for name in names]
+    if len(names) != num_rows:  # an item may be a whole batch
+        names = [f"row {row}" for row in range(num_rows)]
+    lines = [f"{name}: {digest}" for name, digest in zip(names, rows, strict=False)]
     steps = "" if num_steps is None else f"{num_steps} steps, "
     return {
         "step": step,
         "key": key,
         "what": "first batches" if first else f"batches at step {step}",
         "size": f"{steps}a first batch of {num_rows}" if first else "",
-        "fields": sorted(fields),  # dicts may have their keys in any order
+        "fields": dict(sorted(fields.items())),  # as text, in one order on all ranks
         "varies": any(_varies(array) for _, array in arrays),
-        "rows": rows,
-        "ids": list(ids) if rows else [],
+        "samples": {"rows": "\n".join(lines)},
     }
 
 

@@ -13,8 +13,8 @@ import os
 import socket
 import struct
 import threading
-from queue import SimpleQueue
-from typing import Any, TypeAlias
+from queue import Empty, SimpleQueue
+from typing import Any
 
 from paddle_shard.ranks.agreement import Agreement
 from paddle_shard.ranks.rendezvous import endpoints, registered
@@ -25,9 +25,7 @@ _NUM_SLOTS = 64
 """Slots of a memory. Only those that are used take memory: the first ones, if the followers keep up."""
 _CREDENTIALS = struct.Struct("3i")
 _PAUSE = 0.05
-"""Seconds between two looks at the agreement while followers have not connected."""
-Frames: TypeAlias = "SimpleQueue[tuple[bytes | bytearray, Slots | None] | None]"
-"""(frame, memory whose file goes with it), in order; None: the end."""
+"""Seconds between two looks at the agreement while there is nothing to do."""
 
 
 def address_of(leader: int, iteration: str) -> str:
@@ -46,6 +44,8 @@ class Broadcast:
     def __init__(self, address: str, num_followers: int, agreement: Agreement) -> None:
         """Let the followers connect, at any time until the iteration is decided; each of them gets all messages.
 
+        When this rank has announced its last step, or left, the connections end after what was sent before.
+
         Args:
             address: Where they connect.
             num_followers: Number of ranks that this one reads for.
@@ -59,8 +59,8 @@ class Broadcast:
         self._used = [0] * _NUM_SLOTS
         """For each slot: number of messages when it was used last."""
         self._num_sent = 0
-        self._is_closed = False
-        self._frames: Frames = SimpleQueue()
+        self._frames: SimpleQueue[Any] = SimpleQueue()
+        """(frame, memory whose file goes with it), in order."""
         listener = registered(_new_socket)
         listener.bind(address)
         listener.listen(num_followers)
@@ -73,7 +73,7 @@ class Broadcast:
             ).start()
 
     def send(self, message: Any) -> None:
-        """Send a message to all followers; nothing happens if this end is closed.
+        """Send a message to all followers.
 
         Args:
             message: Anything that pickles; Paddle's tensors arrive as arrays.
@@ -82,15 +82,9 @@ class Broadcast:
             OSError: There is not enough memory.
             Exception: Whatever pickling raises; nothing was sent.
         """
-        if not self._is_closed:
-            frame = framed(message, self._place)
-            self._num_sent += 1
-            self._frames.put((frame, None))
-
-    def close(self) -> None:
-        """End the connections and free the memory; safe to call again. Followers can still take what they were sent."""
-        self._is_closed = True
-        self._frames.put(None)
+        frame = framed(message, self._place)
+        self._num_sent += 1
+        self._frames.put((frame, None))
 
     def _place(self, size: int) -> tuple[int, memoryview]:
         """Return where a free slot begins, and its memory; see `framed`. New memory is made if there is none."""
@@ -132,7 +126,10 @@ def _new_socket() -> socket.socket:
 
 
 def _send_frames(
-    listener: socket.socket, num_followers: int, agreement: Agreement, frames: Frames
+    listener: socket.socket,
+    num_followers: int,
+    agreement: Agreement,
+    frames: SimpleQueue[Any],
 ) -> None:
     """Accept the followers, and send them the frames until the end."""
     connections: list[socket.socket] = []
@@ -142,7 +139,14 @@ def _send_frames(
         with contextlib.suppress(OSError):
             connections.append(_accepted(listener))
     listener.close()
-    for frame, memory in iter(frames.get, None):
+    while True:
+        is_over = agreement.is_over  # before a look: nothing is put later
+        try:
+            frame, memory = frames.get(timeout=_PAUSE)
+        except Empty:
+            if is_over:
+                break
+            continue
         for connection in connections:
             # A follower has closed its iteration or was killed, of which the agreement tells.
             with contextlib.suppress(OSError):

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 FAIL, END, CLOSED, OK = range(4)
 """A rank reports one of these about the first step that it has not announced; at the same step, the least wins."""
-OTHER_LABEL, OTHER_DATA = 4, 5
-"""Kinds of a decision only: the labels of the ranks differ, or the data that they have read."""
+OTHER = 4
+"""Kind of a decision only: the data that the ranks have read differs at the step; at -1, their labels."""
 NEVER = 2**60
 
 
@@ -37,7 +37,7 @@ class Decision(NamedTuple):
     """What follows from the reports of all ranks; it is the same on all of them."""
 
     step: int
-    """Every step before this one may be delivered."""
+    """Every step before this one may be delivered; -1: none, since the labels differ."""
     kind: int
     """Final event at `step`; OK: it is not decided yet."""
 

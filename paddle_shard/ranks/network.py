@@ -1,8 +1,5 @@
 """Connections between ranks: lines over TCP, to a hub on the first rank of the group.
 
-With more than 64 ranks on several hosts, the first rank of each host relays: the other ranks of the host connect to it,
-and it copies their messages to the hub and the hub's messages to them.
-
 A rank shows the token of the group in its first line. Everything else (a port scanner, a health check, an attacker) is
 a stranger: it never delays a rank, whether it is silent, shows something else or sends without an end. All connections
 are read side by side, and few strangers are kept.
@@ -23,7 +20,7 @@ import secrets
 import selectors
 import socket
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from selectors import EVENT_READ
 from typing import Any
@@ -41,8 +38,6 @@ from paddle_shard.ranks.rendezvous import (
 )
 from paddle_shard.ranks.reports import Loss, loss_of
 
-MAX_DIRECT = 64
-"""Most ranks that connect to the hub directly if they are on several hosts."""
 MAX_STRANGERS = 64
 """Most connections that have not shown the token; the oldest goes when one more comes."""
 ENDED = "has ended or was killed"
@@ -57,23 +52,6 @@ _RETRY = 0.01
 """Seconds between two attempts to send what a connection does not take."""
 
 
-def parents_of(ranks: Sequence[int], hosts: Sequence[str]) -> dict[int, int]:
-    """Return, for each global rank but the first, the one that it connects to.
-
-    Args:
-        ranks: Global ranks that take part, ascending; the first has the hub.
-        hosts: The host of each global rank.
-    """
-    hub = ranks[0]
-    relays = {hosts[rank]: rank for rank in reversed(ranks)}
-    parents = {}
-    for rank in ranks[1:]:
-        relay = relays[hosts[rank]]
-        is_direct = len(ranks) <= MAX_DIRECT or relay == rank
-        parents[rank] = hub if is_direct else relay
-    return parents
-
-
 class _Link:
     """A connection to one rank, or to a stranger."""
 
@@ -84,20 +62,18 @@ class _Link:
         self.unsent = bytearray()
         self._unread = b""
         peer.setblocking(False)
-        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in (
+            (socket.TCP_NODELAY, 1),
             (socket.TCP_KEEPIDLE, _HOST_TIMEOUT // 2),
             (socket.TCP_KEEPINTVL, _HOST_TIMEOUT // 6),
-            (socket.TCP_KEEPCNT, 3),
             (socket.TCP_USER_TIMEOUT, 1000 * _HOST_TIMEOUT),
         ):
             peer.setsockopt(socket.IPPROTO_TCP, option, value)
 
-    def send(self, messages: Iterable[Message] = ()) -> None:
-        """Send messages, or what of them the connection takes now; the next call sends the rest."""
-        for message in messages:
-            self.unsent += json.dumps(message, separators=(",", ":")).encode() + b"\n"
+    def send(self, data: bytes = b"") -> None:
+        """Send data, or what of it the connection takes now; the next call sends the rest."""
+        self.unsent += data
         try:
             del self.unsent[: self.peer.send(self.unsent)]
         except BlockingIOError:
@@ -122,35 +98,28 @@ class TcpNetwork:
     """Connections of this rank, for one thread; others may call `wake` and `interrupt`."""
 
     def __init__(
-        self,
-        rank: int,
-        parents: Mapping[int, int],
-        hosts: Sequence[str],
-        key: str,
-        store: Any,
+        self, rank: int, ranks: Sequence[int], host: str, key: str, store: Any
     ) -> None:
         """Store who takes part, and send nothing; `network_of` creates networks.
 
         Args:
             rank: Global rank of this process.
-            parents: Result of `parents_of`.
-            hosts: Host at which each global rank can be reached.
+            ranks: Global ranks that take part, ascending; the first has the hub.
+            host: Host at which the hub can be reached.
             key: Key of the group in the store. It is the same on all ranks, and each rank uses it equally often: their
                 forked children may meet with it, too.
             store: A store (`set`, `get`, `add`) that all ranks share and that no other thread uses.
         """
         self._rank = rank
-        self._parent = parents.get(rank)
-        self._missing = {other for other, parent in parents.items() if parent == rank}
+        self._hub = ranks[0]
+        self._missing = {*ranks[1:]} if rank == ranks[0] else set()
         """Global ranks that connect to this one, and have not yet."""
-        self._hosts = hosts
+        self._host = host
         self._key = key
         self._store = store
         self._token = secrets.token_hex(16).encode()
         self._server: socket.socket | None = None
         self._links: list[_Link] = []
-        self._up: _Link | None = None
-        """The connection to the parent."""
         self._is_closed = False
         # Not select: file descriptors above 1023 are common in a training process.
         self._selector = selectors.PollSelector()
@@ -183,29 +152,29 @@ class TcpNetwork:
         if self._missing:
             ended = ended_early(self._store, self._missing)
             if ended is not None:
-                messages += self._pass_up([["lost", self._rank, *ended]])
+                messages.append(["lost", *ended])
         return messages
 
     def send(self, messages: list[Message]) -> None:
         """Send messages to the hub, or from the hub to all other ranks; never waits."""
-        if self._up is None:
-            self._send_down(messages)
-        else:
-            self._up.send(messages)
+        lines = [json.dumps(message, separators=(",", ":")) for message in messages]
+        data = "\n".join([*lines, ""]).encode()
+        for link in self._links:
+            if link.rank is not None:
+                link.send(data)
 
     def close(self, loss: Loss) -> None:
         """Send what was not sent, and end the connections.
 
         Args:
-            loss: Why; for ranks that have not connected yet, and for those that this one relays to.
+            loss: Why; for ranks that have not connected yet.
         """
-        if not self._is_closed:
+        if self._missing and not self._is_closed:
             with contextlib.suppress(Exception):  # the store may have gone
-                if self._missing:
-                    self._store.set(self._address_of(self._rank), json.dumps(loss))
+                self._store.set(self._key, json.dumps(loss))
                 for _ in range(3):  # a rank may just have connected
                     self.receive(_RETRY)
-            self._send_down([["lost", *loss]])
+                self.send([["lost", *loss]])
         for link in self._links:
             with contextlib.suppress(OSError):
                 link.peer.settimeout(_FLUSH)
@@ -219,50 +188,42 @@ class TcpNetwork:
     # Connecting
 
     def connect(self) -> None:
-        """Connect to the parent. Ranks that connect to this one may still be missing."""
+        """Connect to the hub. On the hub, other ranks may still be missing."""
         # The n-th rendezvous of this rank is the n-th of the others.
         self._key += f"/{self._store.add(f'{self._key}/of {self._rank}', 1)}"
-        if self._missing:
-            host = self._hosts[self._rank]
-            others = {self._hosts[rank] for rank in self._missing}
-            self._server = registered(partial(_listen, host, others != {host}))
-            self._selector.register(self._server, EVENT_READ, self._accept)
-            address = [self._server.getsockname()[1], self._token.decode()]
-            self._store.set(self._address_of(self._rank), json.dumps(address))
-            self._store.add(f"{self._address_of(self._rank)} is set", 1)
-        if self._parent is not None:
-            self._join(self._parent)
+        if not self._missing:
+            self._join()
+            return
+        self._server = registered(_listen)
+        accept = partial(self._accept, self._server)
+        self._selector.register(self._server, EVENT_READ, accept)
+        address = [self._server.getsockname()[1], self._token.decode()]
+        self._store.set(self._key, json.dumps(address))
+        self._store.add(f"{self._key} is set", 1)
 
-    def _address_of(self, rank: int) -> str:
-        return f"{self._key}/address {rank}"
-
-    def _join(self, parent: int) -> None:
-        host = self._hosts[parent]
+    def _join(self) -> None:
         try:
-            key = self._address_of(parent)
-            # `get` would block for ever if the rank never comes; adding 0 reads the value and returns.
-            while not self._store.add(f"{key} is set", 0):
+            # `get` would block for ever if the hub never comes; adding 0 reads the value and returns.
+            while not self._store.add(f"{self._key} is set", 0):
                 self._check_open()
-                ended = ended_early(self._store, [parent])
+                ended = ended_early(self._store, [self._hub])
                 if ended is not None:
                     raise PeerLostError.of(*ended)
                 time.sleep(_PAUSE)  # many ranks may wait for minutes for a slow one
-            port, token, *loss = json.loads(self._store.get(key))
-            if loss:  # the parent has given up
+            port, token, *loss = json.loads(self._store.get(self._key))
+            if loss:  # the hub has given up
                 raise PeerLostError.of(port, token, *loss)
-            self._up = self._add(connect_to(host, port), parent)
+            link = self._add(connect_to(self._host, port), self._hub)
+        except PeerLostError:
+            raise
         # The store raises the last two if its host is gone.
         except (OSError, RuntimeError, ValueError) as error:
-            if isinstance(error, PeerLostError):
-                raise
-            what = f"cannot be reached at {host} ({error})"
-            raise PeerLostError.of(*loss_of([parent], what)) from error
-        self._up.send([[token, self._rank]])
+            what = f"cannot be reached at {self._host} ({error})"
+            raise PeerLostError.of(*loss_of([self._hub], what)) from error
+        link.send(f"{token} {self._rank}\n".encode())
 
-    def _accept(self) -> list[Message]:
+    def _accept(self, server: socket.socket) -> list[Message]:
         """Accept one connection."""
-        assert self._server is not None
-        server = self._server
         try:
             self._add(registered(lambda: server.accept()[0]), None)
         except OSError:  # it has left, or too many files are open
@@ -274,9 +235,9 @@ class TcpNetwork:
 
     def _greet(self, link: _Link, line: bytes) -> None:
         """Take a connection for that of a rank if its first line shows the token, else drop it."""
-        token, _, rank = line.strip(b'["]').partition(b'",')
-        is_member = hmac.compare_digest(token, self._token) and rank.isdigit()
-        if not is_member or int(rank) not in self._missing:
+        token, _, rank = line.partition(b" ")
+        is_known = hmac.compare_digest(token, self._token)
+        if not is_known or int(rank) not in self._missing:
             self._drop(link)
             return
         link.rank = int(rank)
@@ -286,7 +247,6 @@ class TcpNetwork:
             self._server.close()
             for other in [other for other in self._links if other.rank is None]:
                 self._drop(other)
-            self._store = None  # its process need not keep a connection for each rank
 
     def _add(self, peer: socket.socket, rank: int | None) -> _Link:
         link = _Link(peer, rank)
@@ -305,18 +265,6 @@ class TcpNetwork:
 
     # Messages
 
-    def _send_down(self, messages: list[Message]) -> None:
-        for link in self._links:
-            if link.rank is not None and link is not self._up:
-                link.send(messages)
-
-    def _pass_up(self, messages: list[Message]) -> list[Message]:
-        """Return messages of other ranks for the hub on this rank; a relay sends them up instead."""
-        if self._up is None:
-            return messages
-        self._up.send(messages)
-        return []
-
     def _take(self, link: _Link) -> list[Message]:
         """Receive what has come from a connection; return the messages for this rank."""
         lines, has_ended = link.receive()
@@ -327,29 +275,13 @@ class TcpNetwork:
         if link.rank is None:
             return []
         messages: list[Message] = [json.loads(line) for line in lines]
-        if link is not self._up:
-            if has_ended:
-                messages.append(["lost", link.rank, *loss_of([link.rank], ENDED)])
-            return self._pass_up(messages)
         if has_ended:
             messages.append(["lost", *loss_of([link.rank], ENDED)])
-        self._send_down(messages)
         return messages
 
 
-def _listen(host: str, has_other_hosts: bool) -> socket.socket:
-    """Return a socket that listens at the address of a host if all ranks are there, else at all addresses.
-
-    Args:
-        host: Name or address by which the others reach this rank.
-        has_other_hosts: True if some of them are on other hosts.
-    """
-    with contextlib.suppress(OSError):
-        family, _, _, _, address = socket.getaddrinfo(host, 0)[0]
-        if not has_other_hosts:
-            return socket.create_server(
-                address, family=family, backlog=socket.SOMAXCONN
-            )
+def _listen() -> socket.socket:
+    """Return a socket that listens at all addresses of this host."""
     is_dual = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if is_dual else socket.AF_INET
     return socket.create_server(
@@ -357,10 +289,8 @@ def _listen(host: str, has_other_hosts: bool) -> socket.socket:
     )
 
 
-def network_of(
-    ranks: Sequence[int], key: str, timeout: float
-) -> tuple[TcpNetwork, dict[int, int]]:
-    """Return connections of some ranks of `paddle.distributed`, and which rank connects to which.
+def network_of(ranks: tuple[int, ...], key: str, timeout: float) -> TcpNetwork:
+    """Return connections of some ranks of `paddle.distributed`.
 
     Args:
         ranks: Global ranks, ascending, including that of this process; at least two.
@@ -371,12 +301,9 @@ def network_of(
         ArgumentError: The environment does not tell where the ranks meet.
         PeerLostError: The rank that has the store cannot be reached.
     """
-    size = dist.get_world_size()
     rendezvous = rendezvous_of(ranks)
-    hosts = hosts_of_ranks() or [rendezvous.host] * size
-    parents = parents_of(ranks, hosts)
-    # The store's host is known to be reachable; for other hosts, use the launcher's names.
-    hosts[rendezvous.owner] = rendezvous.host
-    store = rendezvous.connect(size, timeout)
-    key = f"paddle_shard/agree/{key}"
-    return TcpNetwork(dist.get_rank(), parents, hosts, key, store), parents
+    host = rendezvous.host  # known to be reachable
+    if ranks[0] != rendezvous.owner and (hosts := hosts_of_ranks()):
+        host = hosts[ranks[0]]
+    store = rendezvous.connect(dist.get_world_size(), timeout)
+    return TcpNetwork(dist.get_rank(), ranks, host, f"paddle_shard/agree/{key}", store)

@@ -16,8 +16,8 @@ the notes that were sent before it: a reader trusts it when it has received as m
 
 Nothing here knows of threads, locks, sockets or clocks: `Coordinator` drives a member, and tests simulate all of them.
 
-Messages are lists that begin with their kind; those to the hub go on with the global rank of the sender. The tables of
-handlers of `Hub`, `Member` and `Iteration` name the kinds that each applies.
+Messages are lists that begin with their kind; those to the hub go on with the global rank of the sender. `Hub`,
+`Member` and `Iteration` apply a message of the kind "note" by their method `_on_note`.
 
 A rank that ends is reported by its connection. One that is stopped, or held up, is named when the training thread of
 another has waited for it until the timeout: the hub then tells all ranks, and nothing is agreed on any more.
@@ -25,17 +25,16 @@ another has waited for it until the timeout: the hub then tells all ranks, and n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import astuple
-from typing import Any, ClassVar, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 from paddle_shard.errors import PeerLostError
 from paddle_shard.ranks.decision import (
     CLOSED,
     NEVER,
     OK,
-    OTHER_DATA,
-    OTHER_LABEL,
+    OTHER,
     Decision,
     RankProgress,
     decide,
@@ -50,11 +49,9 @@ from paddle_shard.ranks.reports import (
     late_text,
     log,
     loss_of,
-    waits_text,
 )
 
 Message: TypeAlias = list[Any]
-Handlers: TypeAlias = dict[str, Callable[..., None]]
 
 WINDOW = 4
 """Steps to announce ahead of the one that is asked for."""
@@ -71,15 +68,15 @@ GRACE = 2.0
 class Iteration:
     """One rank's part in one epoch iterator: what it has announced, and what the hub has decided."""
 
-    def __init__(self, number: int, rank: int, terms: AgreementConfig) -> None:
-        """Start at step 0.
+    def __init__(self, member: Member, terms: AgreementConfig) -> None:
+        """Start at step 0; all ranks start their iterations in the same order.
 
         Args:
-            number: Number of the iteration, from 0.
-            rank: Global rank of this process.
+            member: The member of this rank.
             terms: What the ranks agree on.
         """
-        self.number = number
+        self.number = member.num_opened
+        """Number of the iteration, from 0."""
         self.terms = terms
         self.progress = RankProgress()
         self.released = 0
@@ -88,13 +85,13 @@ class Iteration:
         self.ranks: Mapping[int, RankProgress] = {}
         """Global rank -> its progress, once there is a decision."""
         self.is_closed = False
-        self.has_warned = False
-        """True if it was reported that this rank waits for others."""
+        self.asked_at = 0.0
+        """When the hub was asked for which ranks this one waits."""
         self.waits_since: float | None = None
         """When the training thread began to wait for a step; None: it does not wait."""
-        self.table: ProgressTable | None = None
-        """Where this rank posts what it announces."""
-        self._rank = rank
+        self.table = None if terms.same_data else member.table
+        """Where this rank posts what it announces; None if data is compared: then the hub decides each step."""
+        self._member = member
         self._is_ending: bool | None = None
         """True if the iteration ends on some rank, so that each step is reported; None: it is not open on all."""
         self._notes: dict[int, list[tuple[int, str]]] = {}
@@ -103,9 +100,13 @@ class Iteration:
         """Global rank -> number of its notes that have arrived."""
         self._unconfirmed: list[int] = []
         """Steps of this rank's notes that the hub has not broadcast yet."""
-        self._unsent_notes: list[tuple[int, str]] = []
         self._unsent_digests: list[tuple[int, int]] = []
         self._sent = (0, OK)
+        member.num_opened += 1
+        member.iterations[self.number] = self
+        label = {name: str(value) for name, value in terms.label.items()}
+        member.outbox.append(["open", self.number, label])
+        self._post()
 
     # The thread that reads
 
@@ -136,7 +137,7 @@ class Iteration:
         if progress.kind != OK or self.decision is not None:
             return  # a prefetch thread may be one step behind
         if note is not None:
-            self._unsent_notes.append((progress.step, note))
+            self._member.outbox.append(["note", self.number, progress.step, note])
             self._unconfirmed.append(progress.step)
         if digest is not None:
             self._unsent_digests.append((progress.step, digest))
@@ -169,11 +170,8 @@ class Iteration:
 
     def may_deliver(self, step: int) -> bool | None:
         """Return whether all ranks deliver a step; None if it is not known yet."""
-        if step >= self.released and self.decision is None and self._reads_table:
-            assert self.table is not None
-            self.released = max(
-                self.released, self.table.least(self.number, self._num_notes)
-            )
+        if step >= self.released and self.decision is None:
+            self.released = max(self.released, self._announced_by_all())
         if step < self.released:
             return True
         return None if self.decision is None else False
@@ -196,26 +194,19 @@ class Iteration:
         step, kind = self._sent
         if self.progress.kind != kind:
             return True
-        if self._reads_table and not self._is_ending and not self.progress.is_ending:
-            return bool(self._unsent_notes)
+        is_ending = self._is_ending or self.progress.is_ending
+        if not is_ending and self._announced_by_all() >= 0:
+            return bool(self._member.outbox)  # a note
         unsent = self.progress.step - step
         return unsent >= BATCH or (unsent > 0 and self.waits_since is not None)
 
-    @property
-    def _reads_table(self) -> bool:
+    def _announced_by_all(self) -> int:
+        """Return the number of steps that all ranks have announced on the table; -1 if it does not show them all."""
         # Also while the iteration ends: another rank may hold its interpreter, in a collective of a step that it was
         # delivered, so that it cannot report that step.
-        return (
-            self._is_ending is not None
-            and self.table is not None
-            and self.table.is_shared
-        )
-
-    def share(self, table: ProgressTable | None) -> None:
-        """Post this iteration on a table, unless its data is compared: then the hub decides each step."""
-        if not self.terms.same_data:
-            self.table = table
-            self._post()
+        if self._is_ending is None or self.table is None:
+            return -1
+        return self.table.least(self.number, self._num_notes)
 
     def _post(self) -> None:
         """Publish on the table what this rank has announced."""
@@ -223,27 +214,23 @@ class Iteration:
             # No step of which a note is on its way: this rank may be unable to send it, as above.
             progress = self.progress
             step = min(progress.step, progress.exhausted, *self._unconfirmed[:1])
-            self.table.post(self.number, step, self._num_notes.get(self._rank, 0))
+            num_notes = self._num_notes.get(self._member.rank, 0)
+            self.table.post(self.number, step, num_notes)
 
-    def take_messages(self) -> list[Message]:
-        """Return the messages that the hub needs in order to know all that this rank has announced."""
-        messages: list[Message] = [
-            ["note", self.number, *note] for note in self._unsent_notes
-        ]
-        self._unsent_notes = []
+    def report(self) -> None:
+        """Send the hub what it needs in order to know all that this rank has announced."""
         state = (self.progress.step, self.progress.kind)
         if self._sent != state and self.decision is None:
             self._sent = state
-            messages.append(
+            self._member.outbox.append(
                 ["progress", self.number, self._unsent_digests, *astuple(self.progress)]
             )
             self._unsent_digests = []
-        return messages
 
     def _on_note(self, rank: int, step: int, note: str) -> None:
         self._num_notes[rank] = self._num_notes.get(rank, 0) + 1
         self._notes.setdefault(step, []).append((rank, note))
-        if rank == self._rank:
+        if rank == self._member.rank:
             del self._unconfirmed[0]
             self._post()
 
@@ -256,14 +243,53 @@ class Iteration:
         self.released = step
         self.ranks = {rank: RankProgress(*progress) for rank, *progress in ranks}
 
-    HANDLERS: ClassVar[Handlers] = {
-        "note": _on_note,
-        "release": _on_release,
-        "decision": _on_decision,
-    }
+    # The training thread waits
 
+    def patience(self, step: int, now: float) -> float:
+        """Return for how many seconds the training thread may wait for news.
 
-AnyIteration = TypeVar("AnyIteration", bound=Iteration)
+        Args:
+            step: The step that is asked for.
+            now: The time.
+
+        Raises:
+            PeerLostError: A rank is lost, also because the timeout has expired.
+        """
+        assert self.waits_since is not None
+        member = self._member
+        terms = self.terms
+        waited = now - self.waits_since
+        # What another rank reads has the same timeout: it has a moment to report an error that says more.
+        limit = terms.timeout + HEARTBEAT
+        loss = member.loss
+        if loss is None and waited >= limit + GRACE:
+            what = f"did not respond for {terms.timeout:g} s"
+            loss = loss_of([member.hub_rank], what, terms.timeout)
+        if loss is not None:
+            raise known_to_all(member.cause_of(loss[1]) or PeerLostError.of(*loss))
+        deadline = limit if self.asked_at else min(NOTICE, limit)
+        if waited < deadline:
+            return deadline - waited
+        if now - self.asked_at < HEARTBEAT:
+            return HEARTBEAT
+        self.asked_at = now
+        text = f"global rank {member.rank} has waited {waited:.0f} s for the other ranks to reach {terms.place(step)}"
+        timeout = terms.timeout if waited >= limit else None
+        member.outbox.append(
+            ["late", self.number, step, terms.first_step, timeout, text]
+        )
+        return HEARTBEAT
+
+    def error(self) -> Exception | None:
+        """Return the error that the iteration has ended with; None if it has ended as it should."""
+        assert self.decision is not None
+        step, kind = self.decision
+        error = ERRORS[kind](step, self.ranks, self.terms)
+        if error is None:
+            return None
+        if isinstance(error, PeerLostError):
+            error = self._member.cause_of(error.ranks) or error
+        return known_to_all(error)
 
 
 class Member:
@@ -273,17 +299,17 @@ class Member:
         self,
         rank: int,
         *,
-        parent: int,
+        hub_rank: int,
         hub: Hub | None = None,
-        find_table: Callable[[str], ProgressTable | None] = lambda place: None,
+        table: ProgressTable | None = None,
     ) -> None:
         """Begin without a connection to the hub.
 
         Args:
             rank: Global rank of this process.
-            parent: Global rank that this one is connected to: the hub, or one that relays to it.
-            hub: The hub, on the first rank.
-            find_table: Returns the table at a place, if it can be reached.
+            hub_rank: Global rank that has the hub.
+            hub: The hub, on that rank.
+            table: Table of the ranks of this host, perhaps of all; found when all ranks have met.
         """
         self.rank = rank
         self.iterations: dict[int, Iteration] = {}
@@ -291,43 +317,15 @@ class Member:
         self.loss: Loss | None = None
         """Why nothing will be agreed on any more."""
         self._hub = hub
-        self._find_table = find_table
-        self._table: ProgressTable | None = None
-        self._parent = parent
-        self._num_opened = 0
+        self.table = table
+        self.hub_rank = hub_rank
+        self.num_opened = 0
+        """Number of iterations that were opened on this rank."""
         self.outbox: list[Message] = []
         """Messages for the hub."""
         self._sent_at = 0.0
         self._failed: dict[int, tuple[int, str]] = {}
         """Global rank -> (iteration, report) of a user's call that has failed there."""
-
-    def open_iterations(self) -> list[Iteration]:
-        """Return the iterations that this rank has not left."""
-        return [
-            iteration
-            for iteration in self.iterations.values()
-            if not iteration.is_closed
-        ]
-
-    def open(
-        self,
-        terms: AgreementConfig,
-        make: Callable[[int, int, AgreementConfig], AnyIteration],
-    ) -> AnyIteration:
-        """Start an iteration; all ranks open their iterations in the same order.
-
-        Args:
-            terms: What the ranks agree on.
-            make: Returns the iteration, given its number, this rank and the terms.
-        """
-        number = self._num_opened
-        iteration = make(number, self.rank, terms)
-        self.iterations[number] = iteration
-        self._num_opened += 1
-        iteration.share(self._table)
-        label = {name: str(value) for name, value in terms.label.items()}
-        self.outbox.append(["open", number, label])
-        return iteration
 
     def turn(self, received: Iterable[Message], now: float) -> list[Message]:
         """Take in messages; return the messages to send: to the hub, or from the hub to all other ranks.
@@ -343,27 +341,27 @@ class Member:
             return self.send(now)
         sent: list[Message] = []
         pending = [*received, *self.send(now)]
-        while True:
-            for message in pending:
+        while pending:
+            # A rank is late only if none of these messages shows that it is not.
+            for message in sorted(pending, key=lambda message: message[0] == "late"):
                 hub.receive(message)
             messages = hub.send()
             for message in messages:
                 self.receive(message)
             sent += messages
             pending = self.send(now)  # what the hub has sent makes its own rank report
-            if not pending:
-                return sent
+        return sent
 
     def receive(self, message: Message) -> None:
         """Apply a message of the hub."""
         kind, *content = message
-        handler = self._HANDLERS.get(kind)
-        if handler is not None:
-            handler(self, *content)
+        name = f"_on_{kind}"
+        if hasattr(self, name):
+            getattr(self, name)(*content)
         elif content[0] in self.iterations:
             number, *content = content
             iteration = self.iterations[number]
-            iteration.HANDLERS[kind](iteration, *content)
+            getattr(iteration, name)(*content)
             if iteration.decision is not None:
                 del self.iterations[number]
 
@@ -371,13 +369,14 @@ class Member:
         self._failed[rank] = (number, report)
 
     def _on_met(self, table_place: str) -> None:
-        self._table = self._find_table(table_place)
-        if self._table is not None:
-            for iteration in self.iterations.values():
-                iteration.share(self._table)
-            self._table.join()
+        if self.table is not None:
+            self.table.find(table_place)
+        for iteration in self.iterations.values():
+            iteration._post()
 
-    def lose(self, text: str, ranks: Collection[int], timeout: float | None) -> None:
+    def _on_lost(
+        self, text: str, ranks: Collection[int], timeout: float | None
+    ) -> None:
         """End the agreement, since some ranks are lost; the first loss counts."""
         if self.loss is None:
             self.loss = (text, ranks, timeout)
@@ -386,77 +385,23 @@ class Member:
         if rank == self.rank:
             log.warning(text)
 
-    _HANDLERS: ClassVar[Handlers] = {
-        "warn": _on_warn,
-        "failed": _on_failed,
-        "met": _on_met,
-        "lost": lose,
-    }
-
     def send(self, now: float) -> list[Message]:
         """Return the messages for the hub that are due."""
         is_beat = now - self._sent_at >= HEARTBEAT
+        for iteration in self.iterations.values():
+            if is_beat or iteration.is_due:
+                iteration.report()
         messages = self.outbox
         self.outbox = []
-        for iteration in self.iterations.values():
-            if iteration.is_due or is_beat:
-                messages += iteration.take_messages()
         if messages:
             self._sent_at = now
         return [[kind, self.rank, *content] for kind, *content in messages]
 
-    # The training thread waits
-
-    def patience(self, iteration: Iteration, step: int, now: float) -> float:
-        """Return for how many seconds the training thread may wait for news.
-
-        Args:
-            iteration: In which it waits.
-            step: The step that is asked for.
-            now: The time.
-
-        Raises:
-            PeerLostError: A rank is lost, also because the timeout has expired.
-        """
-        assert iteration.waits_since is not None
-        terms = iteration.terms
-        waited = now - iteration.waits_since
-        # What another rank reads has the same timeout: it has a moment to report an error that says more.
-        limit = terms.timeout + min(2 * HEARTBEAT, terms.timeout / 4)
-        loss = self.loss
-        if loss is None and waited >= limit + GRACE:
-            what = f"did not respond for {terms.timeout:g} s"
-            loss = loss_of([self._parent], what, terms.timeout)
-        if loss is not None:
-            raise known_to_all(self._cause_of(loss[1]) or PeerLostError.of(*loss))
-        deadline = limit if iteration.has_warned else min(NOTICE, limit)
-        if waited < deadline:
-            return deadline - waited
-        iteration.has_warned = True
-        text = waits_text(self.rank, waited, terms.place(step))
-        timeout = terms.timeout if waited >= limit else None
-        self.outbox.append(
-            ["late", iteration.number, step, terms.first_step, timeout, text]
-        )
-        return HEARTBEAT
-
-    def error(self, iteration: Iteration) -> Exception | None:
-        """Return the error that an iteration has ended with; None if it has ended as it should."""
-        assert iteration.decision is not None
-        step, kind = iteration.decision
-        error = ERRORS[kind](step, iteration.ranks, iteration.terms)
-        if error is None:
-            return None
-        if kind == CLOSED:
-            assert isinstance(error, PeerLostError)
-            error = self._cause_of(error.ranks) or error
-        return known_to_all(error)
-
-    def _cause_of(self, ranks: Iterable[int]) -> Exception | None:
+    def cause_of(self, ranks: Iterable[int]) -> Exception | None:
         """Return the error of a call that has failed on one of some ranks, in an iteration that is not decided yet."""
         for rank in ranks:
             number, report = self._failed.get(rank, (-1, ""))
-            if number >= self._num_opened or number in self.iterations:
+            if number >= self.num_opened or number in self.iterations:
                 return error_of_report(rank, report)
         return None
 
@@ -466,67 +411,54 @@ class _Tally:
 
     def __init__(self) -> None:
         self.ranks: dict[int, RankProgress] = {}
-        self.labels: dict[int, Mapping[str, str]] = {}
         self.notes: list[Message] = []
         """Notes that are broadcast when all ranks have opened the iteration."""
-        self.digests: dict[int, dict[int, int]] = {}
-        """Step -> global rank -> digest; for the steps that were not compared yet."""
+        self.compared: dict[int, dict[int, Any]] = {}
+        """Step -> global rank -> digest, for the steps that were not compared yet; at -1, the labels."""
         self.released = (-1, False)
         """Step and whether the iteration is ending, as they were broadcast."""
 
     def decide(self) -> Decision:
         """Return the decision that follows from the reports of all ranks."""
-        if self._differ(self.labels):
-            return Decision(0, OTHER_LABEL)
         decision = decide(self.ranks.values())
-        for step in sorted(step for step in self.digests if step < decision.step):
-            if self._differ(self.digests.pop(step)):
-                return Decision(step, OTHER_DATA)
+        for step in sorted(step for step in self.compared if step < decision.step):
+            values = self.compared.pop(step)
+            first, *others = values.values()
+            if any(value != first for value in others):
+                for rank, value in values.items():
+                    self.ranks[rank].report = value
+                return Decision(step, OTHER)
         return decision
-
-    def _differ(self, values: Mapping[int, Any]) -> bool:
-        """Return whether the ranks have different values, and report these if they do."""
-        first = next(iter(values.values()))
-        if all(value == first for value in values.values()):
-            return False
-        for rank, value in values.items():
-            self.ranks[rank].report = value
-        return True
 
 
 class Hub:
     """Decides for all ranks what follows from their reports."""
 
-    def __init__(self, ranks: Sequence[int], table_place: str = "") -> None:
+    def __init__(self, ranks: Sequence[int], table_place: str | None = "") -> None:
         """Begin without connections.
 
         Args:
             ranks: Global ranks that take part.
             table_place: Where ranks of this host find the table.
         """
-        self._ranks = tuple(ranks)
+        self._ranks = ranks
         self._table_place = table_place
+        """None once it was broadcast, when all ranks had met."""
         self._outbox: list[Message] = []
         """Messages for all ranks."""
-        self._has_met = False
         self._tallies: dict[int, _Tally] = {}
         self._changed: set[int] = set()
         """Iterations whose decision may have changed."""
-        self._waits: list[Message] = []
-        """Content of the messages of ranks that have waited for long."""
         self._is_over = False
 
     def receive(self, message: Message) -> None:
         """Apply a message of a rank."""
         kind, *content = message
-        self._HANDLERS[kind](self, *content)
+        getattr(self, f"_on_{kind}")(*content)
 
     def send(self) -> list[Message]:
         """Return the new messages for all ranks."""
         self._decide()
-        for wait in self._waits:
-            self._name_late_ranks(*wait)
-        self._waits = []
         messages = self._outbox
         self._outbox = []
         return messages
@@ -539,7 +471,7 @@ class Hub:
     ) -> None:
         tally = self._tallies.setdefault(number, _Tally())
         tally.ranks[rank] = RankProgress()
-        tally.labels[rank] = label
+        tally.compared.setdefault(-1, {})[rank] = label
         self._changed.add(number)
         if "failed" in label:
             self._outbox.append(["failed", rank, number, label["failed"]])
@@ -554,7 +486,7 @@ class Hub:
         progress = RankProgress(*values)
         tally.ranks[rank] = progress
         for step, digest in digests:
-            tally.digests.setdefault(step, {})[rank] = digest
+            tally.compared.setdefault(step, {})[rank] = digest
         # A rank that was further than the slowest one and can serve more changes nothing.
         step, is_ending = tally.released
         if before.step <= step or is_ending or progress.is_ending:
@@ -565,32 +497,21 @@ class Hub:
             self._tallies[number].notes.append(["note", number, rank, step, note])
             self._changed.add(number)
 
-    def _on_late(self, *wait: Any) -> None:
-        self._waits.append([*wait])
-
-    def _on_lost(self, _: int, *loss: Any) -> None:
+    def _on_lost(self, *loss: Any) -> None:
         """Broadcast that some ranks are lost; nothing is decided after that."""
         if not self._is_over:
             self._decide()
             self._is_over = True
             self._outbox.append(["lost", *loss])
 
-    _HANDLERS: ClassVar[Handlers] = {
-        "open": _on_open,
-        "progress": _on_progress,
-        "note": _on_note,
-        "late": _on_late,
-        "lost": _on_lost,
-    }
-
     def _decide(self) -> None:
         """Broadcast what has changed in the iterations that all ranks have opened."""
         for number in () if self._is_over else sorted(self._changed):
             tally = self._tallies[number]
             if len(tally.ranks) == len(self._ranks):
-                if not self._has_met:
-                    self._has_met = True
+                if self._table_place is not None:
                     self._outbox.append(["met", self._table_place])
+                    self._table_place = None
                 self._outbox += tally.notes
                 tally.notes = []
                 self._broadcast(number, tally)
@@ -614,7 +535,7 @@ class Hub:
             tally.released = released
             self._outbox.append(["release", number, *released])
 
-    def _name_late_ranks(
+    def _on_late(
         self,
         rank: int,
         number: int,
@@ -633,6 +554,7 @@ class Hub:
             timeout: The timeout if it has expired.
             text: What the rank waits for.
         """
+        self._decide()
         if number not in self._tallies:  # it was decided
             return
         late = {}
@@ -646,4 +568,4 @@ class Hub:
         if late and timeout is None:
             self._outbox.append(["warn", rank, text])
         elif late:
-            self._on_lost(rank, text, [*late], timeout)
+            self._on_lost(text, [*late], timeout)

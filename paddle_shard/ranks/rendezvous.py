@@ -14,12 +14,10 @@ import faulthandler
 import functools
 import os
 import socket
-import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import paddle.distributed as dist
 from paddle.framework import core
@@ -35,10 +33,8 @@ _NOTICE = 5.0
 """Seconds after which it is logged that a store cannot be reached yet."""
 _ENDED = "paddle_shard/ended"
 """Prefix of the keys by which ranks report that they end before they have met others."""
-_MAX_TEXT = 1000
-"""Characters of the report."""
 _MAX_SECONDS = 3.0
-"""Seconds that it may take."""
+"""Seconds that the report of an end may take."""
 _sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 _is_child = False
 """True if this process is a forked child of a rank, whose end is not the rank's."""
@@ -93,8 +89,7 @@ def hosts_of_ranks() -> list[str] | None:
     return hosts if hosts and all(hosts) else None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rendezvous:
+class Rendezvous(NamedTuple):
     """The address of a store, and the rank that owns it."""
 
     host: str
@@ -192,30 +187,23 @@ def _make_store(port: int) -> Any:
 
 @atexit.register
 def _report_end() -> None:
-    """Report in Paddle's store that this rank ends, and why, to ranks that wait to meet it.
+    """Report in Paddle's store that this rank ends, if it has not met the others, who may wait for it.
 
     Ranks that have met see its connections end. (A rank that is killed before reports nothing.)
     """
-    error = getattr(sys, "last_value", None)  # what the interpreter has printed
     has_met = any(made.fileno() >= 0 for made in list(_sockets))
-    is_rank = dist.is_initialized() and num_ranks() > 1 and not _is_child
-    if not is_rank or (has_met and error is None):
-        return
-    why = "" if error is None else f": {type(error).__name__}: {error}"[:_MAX_TEXT]
-    # The store may have gone before. If its process is stopped, Paddle's client would wait for it for ever.
-    with contextlib.suppress(Exception), open(os.devnull, "w") as nowhere:
-        faulthandler.dump_traceback_later(_MAX_SECONDS, exit=True, file=nowhere)
-        store = rendezvous_of([0]).connect(num_ranks(), 1.0)
-        key = f"{_ENDED}/{dist.get_rank()}"
-        store.set(f"{key}/why", f"has ended before it could meet the others{why}")
-        store.add(key, 1)
-    faulthandler.cancel_dump_traceback_later()
+    if dist.is_initialized() and num_ranks() > 1 and not (_is_child or has_met):
+        # The store may have gone before. If its process is stopped, Paddle's client would wait for it for ever.
+        faulthandler.dump_traceback_later(_MAX_SECONDS, exit=True)
+        with contextlib.suppress(Exception):
+            store = rendezvous_of([0]).connect(num_ranks(), 1.0)
+            store.add(f"{_ENDED}/{dist.get_rank()}", 1)
+        faulthandler.cancel_dump_traceback_later()
 
 
 def ended_early(store: Any, ranks: Iterable[int]) -> Loss | None:
-    """Return the loss of one of some ranks that has ended before it has met the others; None if there is none."""
-    for rank in ranks:
-        key = f"{_ENDED}/{rank}"
-        if store.add(key, 0):  # `get` would wait for the key
-            return loss_of([rank], store.get(f"{key}/why").decode())
-    return None
+    """Return the loss of ranks that have ended before they have met the others; None if there are none."""
+    ended = [rank for rank in ranks if store.add(f"{_ENDED}/{rank}", 0)]
+    return (
+        loss_of(ended, "has ended before it could meet the others") if ended else None
+    )

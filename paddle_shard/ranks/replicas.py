@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple, TypeAlias
 
 import paddle.distributed as dist
 
@@ -19,6 +20,7 @@ from paddle_shard.reading.channel import Channel
 from paddle_shard.reading.executor import Executor, read_errors
 from paddle_shard.reading.failure import ReadFailure
 
+Place: TypeAlias = Callable[[Batch], Batch]
 _LOOK_SECONDS = 0.05
 """Seconds between two looks at the agreement while no message comes."""
 _PAUSE = 0.005
@@ -31,8 +33,7 @@ class LeaderStoppedError(PeerLostError):
     """The rank that reads for this one has stopped, and the agreement on steps tells why."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Replicas:
+class Replicas(NamedTuple):
     """How a loader shares its reading; one for all its iterations."""
 
     ranks: tuple[int, ...] = ()
@@ -52,73 +53,31 @@ class Replicas:
             return f"read by global rank {self.ranks[0]}"
         return f"reads for global ranks {', '.join(map(str, self.ranks[1:]))} too"
 
-    def shared(self, reader: Executor | None, agreement: Agreement) -> Executor:
-        """Return the executor of a new iteration, which publishes or subscribes.
+    def shared(
+        self, reader: Executor | None, agreement: Agreement, place: Place
+    ) -> tuple[Executor, Place]:
+        """Return the executor of a new iteration, which may subscribe, and what places its batches, which may publish.
 
         Args:
             reader: Reads; None if this rank follows.
             agreement: Of all ranks, on the steps.
+            place: Places a batch on this rank.
         """
-        if not self.ranks:
-            assert reader is not None
-            return reader
-        address = address_of(self.ranks[0], agreement.name)
+        address = address_of(self.ranks[0], agreement.name) if self.ranks else ""
         if reader is None:
-            return Subscribing(self.ranks[0], address, agreement)
-        return Publishing(reader, Broadcast(address, len(self.ranks) - 1, agreement))
+            return Subscribing(self.ranks[0], address, agreement), place
+        if self.ranks:
+            broadcast = Broadcast(address, len(self.ranks) - 1, agreement)
+            return reader, partial(_publish, broadcast, place)
+        return reader, place
 
 
-class Publishing(Executor):
-    """An executor that reads, and sends what it reads to other ranks."""
-
-    def __init__(self, reader: Executor, broadcast: Broadcast) -> None:
-        self._reader = reader
-        self._broadcast = broadcast
-
-    @property
-    def depth(self) -> int:
-        """See `Executor`."""
-        return self._reader.depth
-
-    @property
-    def runs_in_thread(self) -> bool:
-        """See `Executor`."""
-        return self._reader.runs_in_thread
-
-    @property
-    def reads_last_here(self) -> bool:
-        """See `Executor`."""
-        return self._reader.reads_last_here
-
-    def submit(self, step: Step, *, is_last: bool = False) -> None:
-        """See `Executor`."""
-        self._reader.submit(step, is_last=is_last)
-
-    def interrupt(self) -> None:
-        """See `Executor`."""
-        self._reader.interrupt()
-
-    def take(self, *, in_thread: bool = False) -> Batch:
-        """See `Executor`."""
-        batch = self._reader.take(in_thread=in_thread)
-        action = "handing the batch to the ranks that share this rank's reader (replicas='each' reads on each)"
-        with read_errors(batch.step, action):
-            self._broadcast.send(batch)
-        return batch
-
-    def stop(self) -> None:
-        """See `Executor`."""
-        self._broadcast.close()
-        self._reader.stop()
-
-    def close(self, *, ended: bool = False) -> None:
-        """See `Executor`."""
-        self._reader.close(ended=ended)
-        self._broadcast.close()
-
-    def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
-        if not ending():
-            self._broadcast.close()
+def _publish(broadcast: Broadcast, place: Place, batch: Batch) -> Batch:
+    """Send a batch to the ranks that share this rank's reader, and place it."""
+    action = "handing the batch to the ranks that share this rank's reader (replicas='each' reads on each)"
+    with read_errors(batch.step, action):
+        broadcast.send(batch)
+    return place(batch)
 
 
 class Subscribing(Executor):
@@ -129,7 +88,6 @@ class Subscribing(Executor):
         self._address = address
         self._agreement = agreement
         self._channel: Channel | None = None
-        self._is_closed = False
         self._steps: deque[Step] = deque()
         """Steps that were submitted and whose batches were not taken."""
 
@@ -158,28 +116,17 @@ class Subscribing(Executor):
             batch.digest = step.digest
         return batch
 
-    def interrupt(self) -> None:
-        """See `Executor`."""
-        self._is_closed = True
-        if self._channel is not None:
-            self._channel.interrupt()
-
     def close(self, *, ended: bool = False) -> None:
         """See `Executor`."""
-        self._is_closed = True
         if self._channel is not None:
             self._channel.close()
-
-    def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
-        if not ending():
-            self.close()
 
     def _receive(self) -> Batch | ReadFailure:
         """Return what the leader has sent next."""
         timeout = self._agreement.terms.timeout
         # First the agreement may name another rank that has not come.
         deadline = time.monotonic() + timeout + _GRACE
-        while not self._is_closed and not self._agreement.is_decided:
+        while not self._agreement.is_over:
             try:
                 if self._channel is None:
                     self._channel = connected(self._address)

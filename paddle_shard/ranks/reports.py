@@ -13,8 +13,7 @@ from paddle_shard.ranks.decision import (
     CLOSED,
     END,
     FAIL,
-    OTHER_DATA,
-    OTHER_LABEL,
+    OTHER,
     RankProgress,
 )
 
@@ -66,16 +65,11 @@ class AgreementConfig:
         )
 
 
-def waits_text(rank: int, waited: float, place: str) -> str:
-    """Return how long a rank has waited for a step."""
-    return f"global rank {rank} has waited {waited:.0f} s for the other ranks to reach {place}"
-
-
 def late_text(text: str, late: Mapping[int, str]) -> str:
     """Return which ranks a rank waits for, and what to do.
 
     Args:
-        text: Result of `waits_text`.
+        text: For how long it has waited, and for which step.
         late: Global rank -> how far it is.
     """
     who = "; ".join(f"global rank {rank} {progress}" for rank, progress in late.items())
@@ -127,7 +121,9 @@ def _named(ranks: Sequence[int]) -> str:
     return f"global rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:_MAX_RANKS]))}{more}"
 
 
-def _other_label(_step: int, ranks: Ranks, _terms: AgreementConfig) -> Exception:
+def _other(step: int, ranks: Ranks, terms: AgreementConfig) -> Exception:
+    if step >= 0:
+        return _other_data(step, ranks, terms)
     labels = {rank: progress.report for rank, progress in ranks.items()}
     for rank, label in labels.items():
         if "failed" in label:
@@ -211,8 +207,7 @@ def _at(step: int, kind: int, ranks: Ranks) -> Ranks:
 
 
 ERRORS: dict[int, Callable[[int, Ranks, AgreementConfig], Exception | None]] = {
-    OTHER_LABEL: _other_label,
-    OTHER_DATA: _other_data,
+    OTHER: _other,
     FAIL: _failed,
     END: _unequal_ends,
     CLOSED: _left,

@@ -367,8 +367,9 @@ def collate_skipping(
             ) from None
         return [other if row in failed else one for row, one in enumerate(samples)]
 
+    rows = filled()
     try:
-        return collate(filled())
+        return collate(rows)
     except Exception as error:
         # The error is not kept: its frames hold the iterator, which would not end.
         reason = described(error)

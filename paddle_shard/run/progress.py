@@ -23,6 +23,7 @@ from paddle_shard.plan.certificate import (
     total_of,
 )
 from paddle_shard.plan.shard_plan import Segments
+from paddle_shard.plan.skips import Ranges, without
 from paddle_shard.plan.state import LoaderState
 from paddle_shard.plan.step import Ids, Step, as_ids
 
@@ -72,6 +73,7 @@ class IteratorProgress:
         owner: Owner | None,
         num_steps: int | None,
         *,
+        skipped: Ranges = (),
         counts_draws: bool = False,
     ) -> None:
         """Begin at a position.
@@ -81,6 +83,7 @@ class IteratorProgress:
             segments: (first position, batch size) of each stretch of the epoch.
             owner: The owner of this process's deliveries; None if they are not counted.
             num_steps: Steps of the whole epoch; None if they are only known at its end.
+            skipped: Positions of the epoch that its skipped steps hold; empty if an order of the user's decides.
             counts_draws: True if the user's sampler draws the samples of all data ranks.
         """
         self.start = start
@@ -95,6 +98,7 @@ class IteratorProgress:
         self._segments = segments
         self._owner = owner
         self._num_steps = num_steps
+        self._skipped = skipped
         self._counts_draws = counts_draws
         self.position = Position(start.samples, start.steps, start.ended, start.sampler)
         """The position. A signal handler that saves the state finds a batch as a whole or not at all."""
@@ -170,7 +174,8 @@ class IteratorProgress:
         position = self.fold()
         if position.samples == since.samples:
             return {}
-        once = ((since.samples, position.samples),)
+        # What this iterator skips, another may deliver.
+        once = tuple(without(since.samples, position.samples, self._skipped))
         return {
             owner: Delivered(once, (), minus(total, since.totals.get(owner, Total())))
             for owner, total in position.totals.items()

@@ -23,7 +23,13 @@ from paddle_shard.plan.certificate import (
     merged,
 )
 from paddle_shard.plan.mixture import Drawn, Mixing, drawn_of
-from paddle_shard.plan.shard_plan import ShardPlan, Where, num_skipped, places_of
+from paddle_shard.plan.shard_plan import (
+    ShardPlan,
+    Where,
+    num_skipped,
+    places_of,
+    skipped_positions,
+)
 from paddle_shard.plan.skips import Ranges, steps_of_epoch
 from paddle_shard.plan.state import DATA, LoaderState
 from paddle_shard.plan.step import Ids, Step
@@ -242,7 +248,9 @@ class Run:
         source = self._source
         plan = self._plan_from(start)
         segments = start.segments
+        skipped: Ranges = ()
         if plan is not None:
+            skipped = skipped_positions(plan, self.skips(start))
             segments = plan.segments or ((0, plan.batch_size),)
         # Batches of a user's sampler may be of any size.
         elif source.stream is not None and source.batch_size is not None:
@@ -253,6 +261,7 @@ class Run:
             segments,
             self._owner,
             source.batches.known_steps(start),
+            skipped=skipped,
             counts_draws=is_drawn and not source.split,
         )
         self._note("pass", start, begins=progress.number)

@@ -110,7 +110,7 @@ class Rank:
             SimpleNamespace(ranks=ranks, stats=LoaderStats()) for _ in range(2)
         ]
         for setup in self.setups:
-            setup.batch_check, setup.source = None, SimpleNamespace(split=False)
+            setup.compared_ranks, setup.source = None, SimpleNamespace(split=False)
             setup.placer, setup.row_layout = (
                 SimpleNamespace(pad_to=None),
                 SimpleNamespace(on_mesh=True, global_rank=0),

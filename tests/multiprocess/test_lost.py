@@ -241,7 +241,7 @@ def until(condition):
 
 def has_come(meeting, *ranks):
     """Whether the hub knows that these ranks have come, and no other."""
-    return lambda: meeting.coordinators[4]._network._missing == {4, 5, 6} - {*ranks}
+    return lambda: meeting.coordinators[4].network._missing == {4, 5, 6} - {*ranks}
 
 
 def test_a_slow_start_is_no_death(meeting):

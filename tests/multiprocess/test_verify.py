@@ -52,12 +52,12 @@ def test_nothing_is_said_where_nothing_differs_or_nothing_is_compared(
         (
             "first",
             0,
-            "step 0: global ranks 2 and 3 have read the same samples, but their data differ in ['image'] at ",
+            "step 0: global ranks 2 and 3 have read the same samples, but their data differ in these digests: ['image",
         ),
-        ("first", 0, "at the samples [4, 6]."),
-        ("first, workers", 0, "at the samples [4, 6]."),
+        ("first", 0, "; rows: sample 4: "),
+        ("first, workers", 0, "; rows: sample 4: "),
         ("later, every second", 2, "step 2: global ranks 2 and 3 "),
-        ("later, every second", 2, "at the samples [21, 22]."),
+        ("later, every second", 2, "; rows: sample 21: "),
         (
             "later, every step",
             0,
@@ -71,13 +71,14 @@ def test_nothing_is_said_where_nothing_differs_or_nothing_is_compared(
             "have read",
         ),  # the comparison of streams that all read may come first
         ("mixture", 0, "the ranks hold different data. sample ('web', "),
-        ("mixed, text", 0, "differ in ['text'] at the samples [5]."),
-        ("mixed, number", 0, "differ in ['number'] at the samples [5]."),
-        ("mixed, pair", 0, "differ in ['pair'] at the samples [5]."),
-        ("mixed, objects", 0, "differ in ['objects'] at the samples [5]."),
+        ("mixed, text", 0, "digests: ['text']: "),
+        ("mixed, number", 0, "digests: ['number']: "),
+        ("mixed, pair", 0, "digests: ['pair']: "),
+        ("mixed, objects", 0, "digests: ['objects']: "),
         ("mixed, more", 0, "the ranks hold different data. sample "),
         ("items", 0, "the ranks hold different data. sample "),
-        ("damaged, text", 0, "differ in ['text'] at the samples ["),
+        ("damaged, text", 0, "digests: ['text']: "),
+        ("mixed, text", 0, "; rows: sample 5: "),
     ],
 )
 def test_data_that_differ_between_replicas_are_an_error_with_the_samples_on_every_rank(

@@ -7,7 +7,7 @@ import time
 
 from paddle_shard.errors import PeerLostError
 from paddle_shard.ranks.agreement import Coordinator
-from paddle_shard.ranks.network import TcpNetwork, parents_of
+from paddle_shard.ranks.network import TcpNetwork
 from paddle_shard.ranks.protocol import Hub, Member
 from paddle_shard.ranks.reports import AgreementConfig, loss_of
 from tests.deadlines import HANG
@@ -63,22 +63,13 @@ class LocalNetwork:
 
     def close(self, loss):
         for other in self.others():
-            other.put(
-                ["lost", *loss_of([0], "died")]
-                if self.rank == 0
-                else ["lost", self.rank, *loss_of([self.rank], "died")]
-            )
+            other.put(["lost", *loss_of([self.rank], "died")])
 
 
-def coordinator(rank, size, network, parents=None, end_process=None):
+def coordinator(rank, ranks, network, end_process=None):
     """Return the coordinator of one of some ranks."""
-    parents = parents or dict.fromkeys(range(1, size), 0)
-    ranks = sorted({*parents, *parents.values()}) or [0]
-    member = Member(
-        rank,
-        parent=parents.get(rank, rank),
-        hub=Hub(ranks) if rank == ranks[0] else None,
-    )
+    hub = Hub(ranks) if rank == ranks[0] else None
+    member = Member(rank, hub_rank=ranks[0], hub=hub)
     return Coordinator(
         "test", member, network, end_process=end_process or (lambda: None)
     )
@@ -92,7 +83,7 @@ def coordinators(size, delay=0.0, end_process=lambda rank: None):
         made.append(
             coordinator(
                 rank,
-                size,
+                range(size),
                 networks[rank],
                 end_process=lambda rank=rank: end_process(rank),
             )
@@ -102,7 +93,7 @@ def coordinators(size, delay=0.0, end_process=lambda rank: None):
 
 def end(coordinator):
     """End the thread of a coordinator, as if its process had been killed."""
-    coordinator._network.interrupt()
+    coordinator.network.interrupt()
     if coordinator._thread is not None:
         coordinator._thread.join(HANG)
 
@@ -128,16 +119,11 @@ class Store:
 class Meeting:
     """Ranks of this process that meet at a store; each starts with an exchange, in a thread of its own."""
 
-    def __init__(self, ranks, host="127.0.0.1", hosts=None):
+    def __init__(self, ranks, host="127.0.0.1"):
         self.store = Store()
-        hosts = hosts or dict.fromkeys(ranks, host)
-        parents = parents_of(ranks, hosts)
         self.coordinators = {
             rank: coordinator(
-                rank,
-                len(ranks),
-                TcpNetwork(rank, parents, hosts, "test", self.store),
-                parents=parents,
+                rank, ranks, TcpNetwork(rank, ranks, host, "test", self.store)
             )
             for rank in ranks
         }

@@ -171,7 +171,7 @@ def test_a_rank_stuck_elsewhere_when_another_is_lost_is_ended_if_that_is_wanted(
             agreement.announce()
         assert together(*(lambda a=a: a.deliver(0) for a in passes)) == [True, True]
         caplog.clear()
-        two._network.interrupt()
+        two.network.interrupt()
         if not stuck:  # its training thread comes by and hears of it
             passes[0].announce()
             with pytest.raises(PeerLostError):
@@ -255,7 +255,7 @@ def test_an_abandoned_pass_leaves_nothing_behind_for_the_next():
     def run(coordinator):
         return [
             iterate(coordinator.open(AgreementConfig()), steps=s) for s in (0, 3, 1, 7)
-        ] + [len(coordinator._member.iterations) <= 4]
+        ] + [len(coordinator.member.iterations) <= 4]
 
     assert (
         together(*(lambda c=c: run(c) for c in coordinators))
@@ -263,10 +263,10 @@ def test_an_abandoned_pass_leaves_nothing_behind_for_the_next():
     )
     deadline = time.monotonic() + HANG
     while (
-        any(c._member.iterations for c in coordinators) and time.monotonic() < deadline
+        any(c.member.iterations for c in coordinators) and time.monotonic() < deadline
     ):
         time.sleep(0.01)
-    assert [c._member.iterations for c in coordinators] == [{}] * 3
+    assert [c.member.iterations for c in coordinators] == [{}] * 3
 
 
 def test_loops_in_another_order_are_an_error_that_names_both():

@@ -2,19 +2,21 @@
 
 import os
 
-from paddle_shard.ranks.host_memory import HostMemory
-from paddle_shard.ranks.progress import MAX_ITERATIONS, ProgressTable
+from paddle_shard.ranks.host_memory import HostTable
+from paddle_shard.ranks.progress import MAX_ITERATIONS
 
 
 def tables(ranks):
-    words = memoryview(bytearray(8 * ProgressTable.size_of(len(ranks)))).cast("Q")
-    return [ProgressTable(words, ranks, rank) for rank in ranks]
+    found = [HostTable(ranks, rank) for rank in ranks]
+    for table in found:
+        table.find(found[0].place)
+    return found
 
 
 def test_table_counts_the_steps_that_all_ranks_have_posted():
     one, other = tables((3, 7))
     one.post(0, 5, 0)
-    assert one.least(0, {}) == 0
+    assert one.least(0, {}) == -1, "the other has not posted"
     other.post(0, 2, 0)
     assert one.least(0, {}) == other.least(0, {}) == 2
     other.post(0, 1 << 31, 0)
@@ -35,33 +37,26 @@ def test_table_does_not_know_an_iteration_whose_place_is_taken():
     for table in (one, other):
         table.post(1, 9, 0)
     other.post(1 + MAX_ITERATIONS, 4, 0)
-    assert one.least(1, {}) == 0
+    assert one.least(1, {}) == one.least(1 + MAX_ITERATIONS, {}) == -1
     one.post(1 + MAX_ITERATIONS, 6, 0)
     assert one.least(1 + MAX_ITERATIONS, {}) == 4
 
 
-def test_table_is_shared_once_all_have_joined():
-    one, other = tables((3, 7))
-    one.join()
-    assert not one.is_shared
-    other.join()
-    assert one.is_shared
-    assert other.is_shared
-
-
-def test_host_memory_is_found_by_its_place_and_token(tmp_path):
-    hub, member = HostMemory((0, 2), 0), HostMemory((0, 2), 2)
-    one, other = hub.find(hub.place), member.find(hub.place)
-    one.post(0, 3, 0)
-    other.post(0, 4, 0)
-    assert one.least(0, {}) == other.least(0, {}) == 3
-
+def test_table_is_found_by_its_place_and_token(tmp_path):
+    hub, member = HostTable((0, 2), 0), HostTable((0, 2), 2)
     path, token = hub.place.split()
     (tmp_path / "short").write_bytes(b"")
-    places = [
+    hub.find(hub.place)
+    hub.post(0, 3, 0)
+    for place in (
         "",
         f"{path} {'0' * len(token)}",
         f"{tmp_path / 'short'} {token}",
         f"/proc/{os.getpid()}/fd/9999 {token}",
-    ]
-    assert [member.find(place) for place in places] == [None] * 4
+    ):
+        member.find(place)
+        member.post(0, 4, 0)
+        assert member.least(0, {}) == hub.least(0, {}) == -1
+    member.find(hub.place)
+    member.post(0, 4, 0)
+    assert member.least(0, {}) == hub.least(0, {}) == 3

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from paddle_shard.ranks import network
-from paddle_shard.ranks.network import MAX_STRANGERS, TcpNetwork, _listen
+from paddle_shard.ranks.network import MAX_STRANGERS, TcpNetwork
 from tests.deadlines import HANG
 from tests.ranks.local_network import Meeting, Store
 
@@ -41,10 +41,6 @@ ALL = [f"from {rank}" for rank in range(RANKS)]
 
 def hello(token, rank):
     return f"{token} {rank}\n".encode()
-
-
-def listening(host, has_other_hosts=False):
-    return contextlib.closing(_listen(host, has_other_hosts))
 
 
 def endless(peer):
@@ -132,7 +128,7 @@ def test_nothing_listens_once_the_ranks_have_met():
 
 def test_few_strangers_are_kept():
     store = Store()
-    hub = TcpNetwork(0, {1: 0}, ["127.0.0.1"] * 2, "test", store)
+    hub = TcpNetwork(0, (0, 1), "127.0.0.1", "test", store)
     hub.connect()
     [address] = store.values.values()
     port, _ = json.loads(address)
@@ -143,36 +139,6 @@ def test_few_strangers_are_kept():
             assert hub.receive(HANG) == []
         assert len(hub._links) == MAX_STRANGERS
     hub.close(("over", [], None))
-
-
-# Where it listens
-
-
-def listens_at(host, port):
-    try:
-        socket.create_connection((host, port), 5.0).close()
-    except OSError:
-        return False
-    return True
-
-
-@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.3", "localhost"])
-def test_listen_at_the_host_only_if_all_ranks_are_there(host):
-    with listening(host) as server:
-        port = server.getsockname()[1]
-        assert listens_at(host, port)
-        assert not listens_at("127.0.0.2", port)
-
-
-@pytest.mark.parametrize(
-    ("host", "has_other_hosts"),
-    [("192.0.2.1", False), ("no.such.host.invalid", False), ("127.0.0.1", True)],
-)
-def test_listen_everywhere_if_the_host_is_not_enough(host, has_other_hosts):
-    with listening(host, has_other_hosts) as server:
-        port = server.getsockname()[1]
-        assert listens_at("127.0.0.1", port)
-        assert listens_at("127.0.0.2", port)
 
 
 def test_the_token_is_compared_in_constant_time():

@@ -57,6 +57,19 @@ def test_certificate_counts_what_the_tail_drops():
     )
 
 
+def test_certificate_counts_no_steps_another_schedule_skipped():
+    loader = make(40, 8, skip_steps=[(1, 3)])
+    run_epoch(loader)
+    loader.set_epoch(0)
+    other = make(40, 8, skip_steps=[(3, 4)])
+    other.load_state_dict(loader.state_dict())
+    next(iter(other))
+    account = other.certificate()
+    assert not account.exact
+    # Steps 1 and 2 are missing; step 0 came twice, and step 3 is skipped by now.
+    assert (account.missed, account.repeated, account.skipped) == (16, 16, 8)
+
+
 @pytest.mark.parametrize("kind", ["sampler", "stream"])
 def test_certificate_of_a_loop_without_a_batch_is_not_exact(kind, caplog):
     class OneBatch(paddle.io.BatchSampler):

@@ -18,9 +18,9 @@ def releases_a_batch(self):
     return found
 
 
-def notes_too_late(self):
+def notes_too_late(self, now):
     """A note is sent after the step that it is about."""
-    found = take_messages(self)
+    found = send(self, now)
     return sorted(found, key=lambda message: message[0] == "note")
 
 
@@ -33,12 +33,12 @@ def ends_too_early(ranks):
     return decide([last, *(one for one in ranks if one.kind != OK)])
 
 
-def keeps_padding_to_itself(self):
+def keeps_padding_to_itself(self, now):
     """Steps without real rows are announced as real ones."""
-    found = take_messages(self)
+    found = send(self, now)
     for message in found:
         if message[0] == "progress":
-            message[5] = NEVER
+            message[6] = NEVER
     return found
 
 
@@ -85,38 +85,40 @@ def posts_too_much(self):
     """The step that is read next is on the table, too."""
     if self.table is not None:
         step = min(self.progress.step, self.progress.exhausted) + 1
-        self.table.post(self.number, step, self._num_notes.get(self._rank, 0))
+        self.table.post(self.number, step, self._num_notes.get(self._member.rank, 0))
 
 
 def posts_what_is_not_sent(self):
     """The table shows steps whose notes may not be sent yet."""
     if self.table is not None:
         step = min(self.progress.step, self.progress.exhausted)
-        num_notes = self._num_notes.get(self._rank, 0) + len(self._unconfirmed)
+        num_notes = self._num_notes.get(self._member.rank, 0) + len(self._unconfirmed)
         self.table.post(self.number, step, num_notes)
 
 
-@property
 def leaves_the_table_at_the_end(self):
     """The table is not read any more once the pass ends on some rank, which may be held in a collective."""
-    return not self._is_ending and reads_table.fget(self)
+    return -1 if self._is_ending else announced_by_all(self)
 
 
-@property
 def reads_what_was_not_compared(self):
     """The table is trusted before the hub has compared what the ranks have opened."""
-    return not self._is_ending and self.table is not None and self.table.is_shared
+    if self._is_ending or self.table is None:
+        return -1
+    return self.table.least(self.number, self._num_notes)
 
 
-def shares_what_is_compared(self, table):
+def shares_what_is_compared(self, member, terms):
     """A pass whose data is compared is on the table."""
-    self.table = table
+    begin(self, member, terms)
+    self.table = member.table
     self._post()
 
 
+begin = protocol.Iteration.__init__
 may_deliver = protocol.Iteration.may_deliver
-take_messages = protocol.Iteration.take_messages
-reads_table = protocol.Iteration._reads_table
+send = protocol.Member.send
+announced_by_all = protocol.Iteration._announced_by_all
 tally_decide = protocol._Tally.decide
 hub_decide = protocol.Hub._decide
 member_receive = protocol.Member.receive
@@ -124,16 +126,16 @@ member_receive = protocol.Member.receive
 DEFECTS = {
     "delivers_unasked": (protocol.Iteration, {"may_deliver": delivers_unasked}),
     "releases_a_batch": (protocol._Tally, {"decide": releases_a_batch}),
-    "notes_too_late": (protocol.Iteration, {"take_messages": notes_too_late}),
+    "notes_too_late": (protocol.Member, {"send": notes_too_late}),
     "ends_too_early": (protocol, {"decide": ends_too_early}),
     "keeps_padding_to_itself": (
-        protocol.Iteration,
-        {"take_messages": keeps_padding_to_itself},
+        protocol.Member,
+        {"send": keeps_padding_to_itself},
     ),
     "takes_one_end_for_all": (protocol, {"decide": takes_one_end_for_all}),
     "forgets_early_notes": (
         protocol.Hub,
-        {"_HANDLERS": {**protocol.Hub._HANDLERS, "note": forgets_early_notes}},
+        {"_on_note": forgets_early_notes},
     ),
     "decides_with_whom_it_knows": (
         protocol.Hub,
@@ -145,16 +147,16 @@ DEFECTS = {
     "posts_too_much": (protocol.Iteration, {"_post": posts_too_much}),
     "leaves_the_table_at_the_end": (
         protocol.Iteration,
-        {"_reads_table": leaves_the_table_at_the_end},
+        {"_announced_by_all": leaves_the_table_at_the_end},
     ),
     "posts_what_is_not_sent": (protocol.Iteration, {"_post": posts_what_is_not_sent}),
     "reads_what_was_not_compared": (
         protocol.Iteration,
-        {"_reads_table": reads_what_was_not_compared},
+        {"_announced_by_all": reads_what_was_not_compared},
     ),
     "shares_what_is_compared": (
         protocol.Iteration,
-        {"share": shares_what_is_compared},
+        {"__init__": shares_what_is_compared},
     ),
 }
 """Name -> what is changed, and what replaces its attributes."""

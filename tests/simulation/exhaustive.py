@@ -52,7 +52,7 @@ def frozen(value):
     return tuple([part if type(part) in ATOMS else frozen(part) for part in parts])
 
 
-UNCHANGED = {"world", "terms", "scripts", "relays", "parents"}
+UNCHANGED = {"world", "terms", "scripts", "_member"}
 
 
 def state_of(world):
@@ -194,7 +194,7 @@ def main():
     is_whole = True
     for script in scripts_of(options.size, options.steps):
         sharing = tuple(range(options.size)) if options.table else ()
-        job = Job("exhaustive", options.size, [script], {}, (), sharing)
+        job = Job("exhaustive", options.size, [script], (), sharing)
         try:
             found, final, all_visited = explore(
                 job, kills=options.kill, until=begun + options.seconds

@@ -50,7 +50,6 @@ class Job:
     seed: str
     size: int
     scripts: list
-    relays: dict
     threaded: tuple
     sharing: tuple = ()
     """Ranks that have mapped the memory of the table."""
@@ -81,20 +80,16 @@ def jobs_of(seed):
             scripts = [led_script(rng) for _ in range(2)]
         elif kind == "leaves":
             scripts = [random_script(rng, size), leaving_script(rng, size)]
-        relays = (
-            dict.fromkeys(range(3, size), 2) if size > 3 and rng.random() < 0.3 else {}
-        )
         threaded = tuple(rank for rank in range(size) if rng.random() < 0.6)
         sharing = random.Random(f"memory of {seed}.{len(found)}").choice(
             [(), *3 * [range(size)], range(1, size)]
         )
         meets = random.Random(f"collectives of {seed}.{len(found)}").random() < 0.5
-        meets = meets and kind in ("sound", "led") and not relays
+        meets = meets and kind in ("sound", "led")
         job = Job(
             f"{seed}.{len(found)}",
             size,
             scripts,
-            relays,
             threaded,
             tuple(sharing),
             meets,
@@ -159,7 +154,6 @@ def run_job(job, digest, trace=None):
     world = World(
         job.size,
         job.scripts,
-        relays=job.relays,
         threaded=job.threaded,
         sharing=job.sharing,
         meets=job.meets,
@@ -238,10 +232,7 @@ def check(job, world):
             continue
         if fault is None or fault.kind == "pause":
             raise Failed(f"rank {one.rank}: {one.results}, not {expected}")
-        is_beyond = fault.kind != "kill" and fault.rank in (
-            one.rank,
-            job.relays.get(one.rank),
-        )
+        is_beyond = fault.kind != "kill" and fault.rank == one.rank
         odd = {
             result[1]
             for result, right in zip(one.results, expected, strict=False)
@@ -263,14 +254,7 @@ def check(job, world):
         is_unclear = is_beyond or (
             fault.kind in ("cut", "silence", "freeze") and fault.rank == 0
         )
-        # A relay that loses its connections before it has one to the hub is another end of theirs.
-        is_unclear = is_unclear or (
-            fault.kind == "cut"
-            and [job.relays.get(rank) for rank in last[2]] == [fault.rank]
-        )
-        # Ranks behind a relay that is silent may be named for it.
-        behind = {rank for rank, relay in job.relays.items() if relay == fault.rank}
-        is_named = last[2] and {*last[2]} <= {fault.rank, *behind}
+        is_named = [*last[2]] == [fault.rank]
         if not is_named and not (is_unclear and last[2]):
             raise Failed(f"rank {one.rank} names {last[2]}, not {[fault.rank]}")
         seconds = one.finished_at - world.struck_at
@@ -320,7 +304,6 @@ def smaller_jobs(job):
         yield replace(job, scripts=job.scripts[:number] + job.scripts[number + 1 :])
     for name, less in (
         ("fault", None),
-        ("relays", {}),
         ("threaded", ()),
         ("sharing", ()),
         ("meets", False),

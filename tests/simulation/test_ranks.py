@@ -9,7 +9,7 @@ from tests.simulation.seeds import planted
 from tests.trials import trials
 
 CAUGHT_BY = {
-    "leaves_the_table_at_the_end": (10, 34),
+    "leaves_the_table_at_the_end": (12, 91),
     "posts_what_is_not_sent": (28, 58),
 }
 """Defect -> seeds that catch it, where few of them do."""
@@ -21,8 +21,8 @@ def test_simulated_ranks_keep_the_laws(batch):
         ranks.run(seed)
 
 
-# A rank behind a frozen relay was named, and not the relay; a rank that was held in a collective had not reported.
-@pytest.mark.parametrize("seed", [1381, 5873, 10, 22])
+# A rank that was held in a collective had not reported; one whose timeout was over asked the hub without a pause.
+@pytest.mark.parametrize("seed", [12, 91, 0])
 def test_seeds_that_once_failed_keep_the_laws(seed):
     ranks.run(seed)
 
@@ -50,7 +50,7 @@ def test_simulation_catches_a_planted_defect(defect):
 def test_all_interleavings_of_two_ranks_keep_the_laws(kills, sharing):
     script = Script(prefetch=1, ends={0: 1}, fails={1: 1}, must_agree=True, noisy=-1)
     states, ends, is_whole = explore(
-        ranks.Job("one", 2, [script], {}, (), sharing), kills=kills
+        ranks.Job("one", 2, [script], (), sharing), kills=kills
     )
     assert is_whole
     assert states > ends > 1

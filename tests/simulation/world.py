@@ -20,27 +20,25 @@ FAR = 60
 
 
 class Memory:
-    """What the ranks share, seen by one of them."""
+    """What the ranks share, seen by one of them; until it is found, nobody posts."""
 
     def __init__(self, words, rank, size):
-        self.words = words  # rank or (number of a pass, rank) -> what is posted
+        self.words = words  # (number of a pass, rank) -> what is posted
         self.rank = rank
         self.size = size
+        self.is_found = False
 
-    @property
-    def is_shared(self):
-        return all(rank in self.words for rank in range(self.size))
-
-    def join(self):
-        self.words[self.rank] = True
+    def find(self, place):
+        self.is_found = True
 
     def post(self, number, step, num_notes):
-        self.words[number, self.rank] = (step, num_notes)
+        if self.is_found:
+            self.words[number, self.rank] = (step, num_notes)
 
     def least(self, number, heard):
-        words = {
-            rank: self.words.get((number, rank), (0, 0)) for rank in range(self.size)
-        }
+        words = {rank: self.words.get((number, rank)) for rank in range(self.size)}
+        if None in words.values() or not self.is_found:
+            return -1
         if any(
             num_notes > heard.get(rank, 0) for rank, (_, num_notes) in words.items()
         ):
@@ -51,19 +49,13 @@ class Memory:
 class Rank:
     """One process: a training thread, a thread that reads ahead or none, and the driver's thread."""
 
-    def __init__(self, world, rank, up, is_threaded, words):
+    def __init__(self, world, rank, is_threaded, words):
         self.world = world
         self.rank = rank
-        self.up = up
         self.is_threaded = is_threaded
-        self.memory = None if words is None else Memory(words, rank, world.size)
-        hub = protocol.Hub(range(world.size)) if up is None else None
-        self.member = protocol.Member(
-            rank,
-            parent=rank if up is None else up,
-            hub=hub,
-            find_table=self.found_memory,
-        )
+        hub = None if rank else protocol.Hub(tuple(range(world.size)))
+        memory = None if words is None else Memory(words, rank, world.size)
+        self.member = protocol.Member(rank, hub_rank=0, hub=hub, table=memory)
         self.results = []
         self.phase = "open"
         self.state = None
@@ -94,9 +86,6 @@ class Rank:
             or self.member.loss is not None
         )
 
-    def found_memory(self, place):
-        return self.memory
-
     # The training thread
 
     def may_train(self):
@@ -116,7 +105,7 @@ class Rank:
             ends_must_agree=script.must_agree,
             same_data=script.same_data,
         )
-        self.state = self.member.open(terms, protocol.Iteration)
+        self.state = protocol.Iteration(self.member, terms)
         self.world.opened[self.state.number, self.rank] = self.state
         self.is_awake = True
         self.step, self.allowed, self.phase = 0, 0, "next"
@@ -148,19 +137,19 @@ class Rank:
         state, now = self.state, self.world.now
         found = state.may_deliver(self.step)
         if found is None:
-            self.is_awake = self.is_awake or state.is_due
             self.is_notified = False
             try:
-                self.deadline = now + self.member.patience(state, self.step, now)
+                self.deadline = now + state.patience(self.step, now)
             except PeerLostError as error:
                 self.is_awake = True
                 self._finish(result_of(self.step, error))
+            self.is_awake = self.is_awake or state.is_due or bool(self.member.outbox)
             return
         state.waits_since = None
         if found:
             self._deliver()
             return
-        error = self.member.error(state)
+        error = state.error()
         if state.decision.kind == FAIL:
             failed = [
                 rank
@@ -274,60 +263,34 @@ class Rank:
         world = self.world
         if not self.is_connected:
             self.is_connected = True
-            above = None if self.up is None else world.ranks[self.up]
-            if above is not None and (above.is_dead or above.member.loss is not None):
+            hub = world.ranks[0]
+            if self.rank and (hub.is_dead or hub.member.loss is not None):
                 # It cannot be reached, or has left word why it has given up.
-                self.member.lose(
-                    *(above.member.loss or ("cannot be reached", [self.up], None))
-                )
+                loss = hub.member.loss or ("cannot be reached", [0], None)
+                self.member.receive(["lost", *loss])
                 self.is_notified = True
                 self._give_up()
                 return
         self.is_awake = False
         self.turned_at = world.now
-        mine = [
-            message for source, message in received if self._is_mine(source, message)
-        ]
-        messages = self.member.turn(mine, world.now)
-        for message in messages:
-            for other in world.below(0) if self.up is None else [self.up]:
+        for message in self.member.turn(received, world.now):
+            for other in world.peers(self.rank):
                 world.send(self.rank, other, message)
         self.is_notified = True
         if self.member.loss is not None:
             self._give_up()
 
     def _give_up(self):
-        if self.up is not None:
-            self._tell_below(["lost", *self.member.loss])
         self.world.cut(self.rank)
-
-    def _tell_below(self, message):
-        for other in self.world.below(self.rank):
-            self.world.send(self.rank, other, message)
-
-    def _is_mine(self, source, message):
-        """Copy what this rank relays; return whether it is for the rank itself."""
-        world = self.world
-        if self.up is None:
-            return True
-        if source != self.up:
-            world.send(self.rank, self.up, message)
-            return False
-        self._tell_below(message)
-        return True
 
 
 class World:
     """All ranks, and what is on its way between them."""
 
-    def __init__(
-        self, size, scripts, *, relays=None, threaded=(), sharing=(), meets=False
-    ):
+    def __init__(self, size, scripts, *, threaded=(), sharing=(), meets=False):
         self.size = size
         self.scripts = scripts
         self.meets = meets
-        self.relays = relays or {}
-        self.parents = {rank: self.up(rank) for rank in range(1, size)}
         self.now = self.struck_at = 0.0
         self.opened = {}
         self.channels = {}  # (from, to) -> messages on their way
@@ -337,22 +300,17 @@ class World:
             Rank(
                 self,
                 rank,
-                self.up(rank),
                 rank in threaded,
                 words if rank in sharing else None,
             )
             for rank in range(size)
         ]
 
-    def up(self, rank):
-        return None if rank == 0 else self.relays.get(rank, 0)
-
-    def below(self, rank):
-        return [
-            other
-            for other in range(1, self.size)
-            if self.up(other) == rank and self.ranks[other].is_connected
-        ]
+    def peers(self, rank):
+        """Return the ranks to which one has a connection."""
+        if rank:
+            return [0] if self.ranks[rank].is_connected else []
+        return [one.rank for one in self.ranks[1:] if one.is_connected]
 
     def send(self, source, target, message):
         if (source, target) not in self.ended:
@@ -362,26 +320,14 @@ class World:
 
     def cut(self, rank, *, loses=False):
         """End the connections of a rank; what is on its way arrives, unless it is lost."""
-        for other in [
-            *self.below(rank),
-            *(
-                []
-                if rank == 0 or not self.ranks[rank].is_connected
-                else [self.up(rank)]
-            ),
-        ]:
+        for other in self.peers(rank):
             for source, target in ((rank, other), (other, rank)):
                 if (source, target) in self.ended:
                     continue
                 if loses:
                     self.channels.pop((source, target), None)
-                ends_below = self.up(source) == target
                 loss = loss_of([source], "has ended or was killed")
-                self.send(
-                    source,
-                    target,
-                    ["lost", source, *loss] if ends_below else ["lost", *loss],
-                )
+                self.send(source, target, ["lost", *loss])
                 self.ended.add((source, target))
 
     def kill(self, rank):
@@ -436,7 +382,7 @@ class World:
         else:
             messages = self.channels.get((source, rank), [])
             taken, messages[:] = messages[:count], messages[count:]
-            one.turn([(source, message) for message in taken])
+            one.turn(taken)
 
     def next_time(self):
         """Return when something may happen, if nothing may now."""

@@ -23,8 +23,8 @@ from paddle_shard.plan.certificate import (
     certify,
     total_of_plan,
 )
-from paddle_shard.plan.shard_plan import ShardPlan
-from paddle_shard.plan.skips import Ranges
+from paddle_shard.plan.shard_plan import ShardPlan, skipped_positions
+from paddle_shard.plan.skips import Ranges, without
 
 
 def proof_of(run: Timeline, epoch: int) -> dict[str, Any]:
@@ -65,10 +65,10 @@ def proof_of(run: Timeline, epoch: int) -> dict[str, Any]:
                 (delivery.start.samples, delivery.samples, delivery.skips, order)
             )
     account = account_of_all(epoch, ranges)
-    delivered = account[ALL]
+    delivered = account.get(ALL, Delivered())
 
     # What an open epoch has still to deliver is not missing.
-    reached = delivered.once[-1][1]
+    reached = max((end for _, end, *_ in ranges), default=0)
     if not is_over and plan is not None and reached < plan.num_served:
         rest = (reached, plan.num_served, newest.skips, plan)
         account = added(account, account_of_all(epoch, [rest]))
@@ -119,9 +119,11 @@ def account_of_all(
     accounts: list[Account] = []
     for first, end, skips, plan in stretches:
         total = Total(end - first, end - first)
+        skipped: Ranges = ()
         if plan is not None:
             total = total_of_plan(plan, epoch, skips, first, end)
-        delivered = Delivered(((first, end),), (), total)
+            skipped = skipped_positions(plan, skips)
+        delivered = Delivered(tuple(without(first, end, skipped)), (), total)
         accounts.append(dict.fromkeys((ALL, DRAWN), delivered))
     return added(*accounts)
 
