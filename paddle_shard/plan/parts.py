@@ -61,9 +61,8 @@ class PartsPlan:
         if self.num_parts not in works:
             raise ArgumentError(
                 f"in_parts({self.num_parts}): the number of parts must divide the {self.micro_rows} rows of a "
-                f"micro-batch, and be a multiple of the {self.num_data_ranks} data ranks; it is at most the number of "
-                "files that are not counted (counts=True, or index= for tars). Values that work: "
-                f"{listed(works)}."
+                f"micro-batch, and be a multiple of the {self.num_data_ranks} data ranks. Values that work: "
+                f"{listed(works)}. (Files that are not counted need as many files as parts: counts=True, or index=.)"
             )
 
     @property
