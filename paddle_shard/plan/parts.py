@@ -62,7 +62,7 @@ class PartsPlan:
             raise ArgumentError(
                 f"in_parts({self.num_parts}): the number of parts must divide the {self.micro_rows} rows of a "
                 f"micro-batch, and be a multiple of the {self.num_data_ranks} data ranks. Values that work: "
-                f"{listed(works)}. (Files that are not counted need as many files as parts: counts=True, or index=.)"
+                f"{listed(works)}."
             )
 
     @property

@@ -612,7 +612,7 @@ def test_files_that_are_repeated_need_a_file_for_each_part(tmp_path):
 
     with pytest.raises(
         ArgumentError,
-        match=r"in_parts\(1\): .* multiple of the 2 data ranks",
+        match=r"1 shards that are not counted .* 2 data ranks do not divide",
     ):
         sharded(stream, size=4, mesh=two, num_batches=2)
 
