@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 from collections import deque
@@ -268,6 +269,17 @@ class IterableSource(Stage):
     def fingerprint(self) -> list[Any]:
         """Return the length of a list; nothing for anything else."""
         return [] if self._indexed is None else [["list", len(self._indexed)]]
+
+    @property
+    def files(self) -> list[str]:
+        """The first and the last item of a list of plain values: a rank may have been given a part of it."""
+        items = self._indexed
+        if not isinstance(items, list | tuple | range) or not items:
+            return []
+        with contextlib.suppress(TypeError, ValueError):  # no plain values
+            first, last = (json.dumps(item)[:100] for item in (items[0], items[-1]))
+            return [f"a list from {first} to {last}"]
+        return []
 
     def _items(self, opening: Opening) -> Samples:
         key = opening.key(0, "source")

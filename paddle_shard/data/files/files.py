@@ -387,14 +387,22 @@ def open_remote(url: str, extra: str = "webdataset", **options: Any) -> tuple[An
     size = int(details.get("size") or 0)
     if path.startswith("http"):
         options["size"] = size
+    whole: list[bytes] = []
+
+    def fetch_again(start: int, end: int) -> bytes:
+        if not whole:
+            try:
+                place = f" at byte {start} of {size}"
+                return retried(lambda: fetch(start, end), place)
+            except ValueError:  # fsspec's for a server that ignores ranges
+                whole.append(retried(lambda: system.cat_file(path)))
+        return whole[0][start:end]
+
     if size and details.get("partial", True):
         file = system.open(path, "rb", **options)
-        cache = getattr(file, "cache", None)
-        if cache is not None:
-            fetch = cache.fetcher
-            cache.fetcher = lambda start, end: retried(
-                lambda: fetch(start, end), f" at byte {start} of {size}"
-            )
+        if hasattr(file, "cache"):
+            fetch: Callable[[int, int], bytes] = file.cache.fetcher
+            file.cache.fetcher = fetch_again
             return file, size
     content = retried(lambda: system.cat_file(path))
     return io.BytesIO(content), len(content)

@@ -7,6 +7,7 @@ process was killed.
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from typing import BinaryIO
@@ -22,6 +23,8 @@ from paddle_shard.data.files.files import (
 from paddle_shard.data.files.locks import file_lock
 from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.seeding import derive_key
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def check_cache_dir(cache_dir: Path | None) -> str | None:
@@ -75,9 +78,17 @@ def _download(name: str, path: str) -> None:
             return
         target.truncate(0)  # what a killed process has left
         source, _ = open_file(name)
-        with source:
-            shutil.copyfileobj(source, target, BUFFER)
-        target.flush()
-        # Without this, a crash could leave an empty file with the right name.
-        os.fsync(target.fileno())
+        try:
+            with source:
+                shutil.copyfileobj(source, target, BUFFER)
+            target.flush()
+            # Without this, a crash could leave an empty file with the right name.
+            os.fsync(target.fileno())
+        except OSError as error:
+            os.ftruncate(target.fileno(), 0)
+            if error.errno not in _FULL:
+                raise
+            folder = os.path.dirname(path)
+            text = f"cannot write to cache_dir {folder!r}: {error}. Make room"
+            raise OSError(error.errno, text) from error
         os.replace(part, path)
