@@ -13,6 +13,7 @@ freed. Here, the kernel reports a dead process on any host. CUDA and NCCL are no
 from __future__ import annotations
 
 import contextlib
+import errno
 import hmac
 import json
 import os
@@ -27,6 +28,7 @@ from typing import Any
 
 import paddle.distributed as dist
 
+from paddle_shard.core.warn_once import warn_once
 from paddle_shard.errors import PeerLostError
 from paddle_shard.ranks.protocol import Message
 from paddle_shard.ranks.rendezvous import (
@@ -98,7 +100,14 @@ class TcpNetwork:
     """Connections of this rank, for one thread; others may call `wake` and `interrupt`."""
 
     def __init__(
-        self, rank: int, ranks: Sequence[int], host: str, key: str, store: Any
+        self,
+        rank: int,
+        ranks: Sequence[int],
+        host: str,
+        key: str,
+        store: Any,
+        *,
+        is_one_host: bool = False,
     ) -> None:
         """Store who takes part, and send nothing; `network_of` creates networks.
 
@@ -109,12 +118,14 @@ class TcpNetwork:
             key: Key of the group in the store. It is the same on all ranks, and each rank uses it equally often: their
                 forked children may meet with it, too.
             store: A store (`set`, `get`, `add`) that all ranks share and that no other thread uses.
+            is_one_host: True if all of them are on this host, so that no other needs to reach it.
         """
         self._rank = rank
         self._hub = ranks[0]
         self._missing = {*ranks[1:]} if rank == ranks[0] else set()
         """Global ranks that connect to this one, and have not yet."""
         self._host = host
+        self._listens_at = host if is_one_host else ""
         self._key = key
         self._store = store
         self._token = secrets.token_hex(16).encode()
@@ -194,7 +205,7 @@ class TcpNetwork:
         if not self._missing:
             self._join()
             return
-        self._server = registered(_listen)
+        self._server = registered(partial(_listen, self._listens_at))
         accept = partial(self._accept, self._server)
         self._selector.register(self._server, EVENT_READ, accept)
         address = [self._server.getsockname()[1], self._token.decode()]
@@ -226,7 +237,11 @@ class TcpNetwork:
         """Accept one connection."""
         try:
             self._add(registered(lambda: server.accept()[0]), None)
-        except OSError:  # it has left, or too many files are open
+        except OSError as error:  # it has left, or too many files are open
+            if error.errno == errno.EMFILE:
+                warn_once(
+                    "this process has as many open files as it may, so other ranks cannot connect to it: raise ulimit -n."
+                )
             time.sleep(_PAUSE)
         strangers = [link for link in self._links if link.rank is None]
         if len(strangers) > MAX_STRANGERS:
@@ -280,8 +295,14 @@ class TcpNetwork:
         return messages
 
 
-def _listen() -> socket.socket:
-    """Return a socket that listens at all addresses of this host."""
+def _listen(host: str) -> socket.socket:
+    """Return a socket that listens at the address of a host; at all addresses if it is "" or not of this one."""
+    if host:
+        with contextlib.suppress(OSError):
+            family, *_, address = socket.getaddrinfo(host, 0)[0]
+            return socket.create_server(
+                address, family=family, backlog=socket.SOMAXCONN
+            )
     is_dual = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if is_dual else socket.AF_INET
     return socket.create_server(
@@ -303,7 +324,16 @@ def network_of(ranks: tuple[int, ...], key: str, timeout: float) -> TcpNetwork:
     """
     rendezvous = rendezvous_of(ranks)
     host = rendezvous.host  # known to be reachable
-    if ranks[0] != rendezvous.owner and (hosts := hosts_of_ranks()):
+    hosts = hosts_of_ranks()
+    if hosts and ranks[0] != rendezvous.owner:
         host = hosts[ranks[0]]
+    is_one_host = hosts is not None and len({hosts[rank] for rank in ranks}) == 1
     store = rendezvous.connect(dist.get_world_size(), timeout)
-    return TcpNetwork(dist.get_rank(), ranks, host, f"paddle_shard/agree/{key}", store)
+    return TcpNetwork(
+        dist.get_rank(),
+        ranks,
+        host,
+        f"paddle_shard/agree/{key}",
+        store,
+        is_one_host=is_one_host,
+    )

@@ -126,6 +126,19 @@ def test_nothing_listens_once_the_ranks_have_met():
                 socket.create_connection((host, port), HANG)
 
 
+def test_ranks_of_one_host_listen_at_its_address_only():
+    store = Store()
+    hub = TcpNetwork(0, (0, 1), "127.0.0.1", "test", store, is_one_host=True)
+    hub.connect()
+    [address] = store.values.values()
+    port, _ = json.loads(address)
+
+    socket.create_connection(("127.0.0.1", port), HANG).close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", port), HANG)
+    hub.close(("over", [], None))
+
+
 def test_few_strangers_are_kept():
     store = Store()
     hub = TcpNetwork(0, (0, 1), "127.0.0.1", "test", store)
