@@ -240,7 +240,7 @@ class TcpNetwork:
         except OSError as error:  # it has left, or too many files are open
             if error.errno == errno.EMFILE:
                 warn_once(
-                    "this process has as many open files as it may, so other ranks cannot connect to it: raise ulimit -n."
+                    "this process has as many open files as it may, so other ranks cannot connect: raise ulimit -n."
                 )
             time.sleep(_PAUSE)
         strangers = [link for link in self._links if link.rank is None]
