@@ -40,7 +40,9 @@ def test_simulation_catches_a_planted_defect(defect):
                 ranks.run(seed)
             except ranks.Failed:
                 caught += 1
-    assert caught >= 2
+            if caught == 2:
+                return
+    raise AssertionError(f"{caught} of these seeds catch it, not 2")
 
 
 @pytest.mark.parametrize(
