@@ -68,9 +68,7 @@ def bytes_in(folder):
 
 
 @pytest.mark.parametrize("name", [name for name in CACHED if name in FILE_KINDS])
-def test_every_source_gives_the_same_samples_by_copies_and_downloads_each_file_once(
-    name, tmp_path
-):
+def test_host_cache_gives_the_samples_and_downloads_once(name, tmp_path):
     kind = FILE_KINDS[name]
     with serving(files()) as server:
         urls = names(server.url, kind.ending)
@@ -164,9 +162,7 @@ report("right")
 
 @pytest.mark.processes
 @pytest.mark.parametrize("seed", range(draws(2)))
-def test_processes_share_copies_keep_to_the_limit_and_outlive_one_that_is_killed(
-    seed, tmp_path
-):
+def test_host_cache_is_shared_by_processes_within_its_limit(seed, tmp_path):
     rng = random.Random(seed)
     limit, most, stop = rng.randrange(2 * SIZE, 5 * SIZE), [], threading.Event()
     folder, script = tmp_path / "copies", tmp_path / "reader.py"
@@ -204,7 +200,7 @@ def test_processes_share_copies_keep_to_the_limit_and_outlive_one_that_is_killed
     assert max(most) > SIZE
 
 
-def test_what_a_killed_process_was_writing_is_removed_and_other_files_stay(tmp_path):
+def test_host_cache_removes_what_a_killed_process_left(tmp_path):
     (tmp_path / "precious.txt").write_bytes(b"x" * SIZE)
     (tmp_path / "0123456789abcdef").write_bytes(b"x" * SIZE)
     half = tmp_path / ".0123456789abcdef-9.txt.xyz.part"
@@ -224,7 +220,7 @@ def test_what_a_killed_process_was_writing_is_removed_and_other_files_stay(tmp_p
     assert len(copies(tmp_path)) == 3
 
 
-def test_a_file_whose_size_the_server_does_not_tell_is_kept(tmp_path):
+def test_host_cache_keeps_a_file_of_unknown_size(tmp_path):
     with serving({"a.txt": b"1\n2\n"}, sized=False) as server:
         stream = Stream.lines(
             f"{server.url}/a.txt", cache_dir=tmp_path, cache_bytes=SIZE
@@ -233,7 +229,7 @@ def test_a_file_whose_size_the_server_does_not_tell_is_kept(tmp_path):
     assert len(copies(tmp_path)) == 1
 
 
-def test_a_limit_that_cannot_be_is_refused_by_name():
+def test_host_cache_rejects_a_limit_by_name():
     with pytest.raises(ArgumentError, match="cache_bytes"):
         Stream.lines("memory://a.txt", cache_dir="x", cache_bytes=0)
     with pytest.raises(ArgumentError, match="limits cache_dir, which is not given"):
@@ -243,7 +239,7 @@ def test_a_limit_that_cannot_be_is_refused_by_name():
 @pytest.mark.parametrize(
     ("first", "then"), [(None, "a"), ("a", None), ("a", "a"), ("a", "b"), (None, None)]
 )
-def test_a_run_is_resumed_with_or_without_copies(first, then, tmp_path):
+def test_host_cache_does_not_matter_to_a_resume(first, then, tmp_path):
     with serving(
         {"a.txt": b"".join(b"%d\n" % number for number in range(40))}
     ) as server:
@@ -269,6 +265,6 @@ def test_a_run_is_resumed_with_or_without_copies(first, then, tmp_path):
 @pytest.mark.parametrize(
     "given", [5, b"cache", "", "s3://bucket/cache", "https://host/cache"]
 )
-def test_a_cache_that_is_no_folder_of_this_host_is_refused(kind, given):
+def test_host_cache_must_be_a_folder_of_this_host(kind, given):
     with pytest.raises(ArgumentError, match=f"cache_dir must be .*got {given!r}"):
         CACHED[kind]("https://host/data", cache_dir=given)

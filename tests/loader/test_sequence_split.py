@@ -33,9 +33,7 @@ def packed(sizes, length, **options):
     parts=st.integers(1, 4),
     layout=st.sampled_from(LAYOUTS),
 )
-def test_labels_positions_and_documents_are_those_of_the_whole_row_and_all_is_undone(
-    sizes, length, parts, layout
-):
+def test_sequence_split_keeps_labels_positions_documents(sizes, length, parts, layout):
     rows = packed([min(size, length) for size in sizes], length, labels="labels")
     samples = [rows[row] for row in range(len(rows))]
     split = SequenceSplit("sep", parts, layout=layout, labels="next")
@@ -135,7 +133,7 @@ def test_sequence_split_gives_each_rank_its_tokens(workers, layout):
             np.testing.assert_array_equal(found[name], wanted)
 
 
-def test_labels_that_are_given_are_shifted_and_other_fields_follow_their_tokens():
+def test_sequence_split_shifts_labels_that_are_given():
     split = SequenceSplit(
         "sep", 2, layout="balanced", labels="labels", pad_values={"weight": 0.5}
     )
@@ -162,7 +160,7 @@ def test_padding_is_a_sequence_of_its_own():
     assert batch["input_ids"].shape == (1, 12)
 
 
-def test_a_collate_fn_can_be_sent_to_workers_and_wraps_another():
+def test_sequence_split_collate_fn_can_be_sent_to_workers():
     split = SequenceSplit("sep", 2, labels="labels")
     made = pickle.loads(pickle.dumps(split.collate(list)))
     with pytest.raises(
@@ -187,7 +185,7 @@ def test_bad_arguments_are_named(options, says):
         SequenceSplit("sep", **{"num_ranks": 2, **options})
 
 
-def test_what_cannot_be_split_is_refused():
+def test_sequence_split_rejects_what_cannot_be_split():
     documents = SequenceSplit("sep", 2, layout="documents")
     with pytest.raises(
         BatchStructureError, match="needs a field segment_ids or cu_seqlens"
@@ -212,9 +210,7 @@ def test_samples_of_a_plain_data_set_are_prepared():
     ("sizes", "length"), [([5, 4], 9), ([5, 3], 9), ([9], 9), ([2, 2, 1], 9)]
 )
 @pytest.mark.parametrize("most", [0, 1, 4])
-def test_every_token_and_all_padding_belong_to_a_sequence_after_padding(
-    sizes, length, most
-):
+def test_sequence_split_pads_with_sequences(sizes, length, most):
     """Else attention crosses from one row into the next."""
     rows = Packed([np.arange(n) for n in sizes], length, max_pieces=len(sizes) + most)
     batch = SequenceSplit("sep", 4).collate()([rows[0]])

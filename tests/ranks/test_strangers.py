@@ -117,7 +117,7 @@ def test_strangers_that_never_stop_coming_do_not_delay_the_ranks():
                 thread.join(HANG)
 
 
-def test_nothing_listens_once_the_ranks_have_met():
+def test_network_listens_no_more_once_the_ranks_have_met():
     with meeting() as (ranks, address):
         ranks.start(0)
         port, token = address()
@@ -175,7 +175,7 @@ def test_listen_everywhere_if_the_host_is_not_enough(host, has_other_hosts):
         assert listens_at("127.0.0.2", port)
 
 
-def test_the_token_is_compared_in_constant_time():
+def test_network_compares_the_token_in_constant_time():
     source = Path(network.__file__).read_text()
 
     assert "compare_digest(token, self._token)" in source

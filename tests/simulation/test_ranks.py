@@ -49,7 +49,7 @@ def test_simulation_catches_a_planted_defect(defect):
     ("kills", "sharing"),
     [(False, (0, 1)), (True, ()), pytest.param(True, (0, 1), marks=pytest.mark.long)],
 )
-def test_all_interleavings_of_two_ranks_keep_the_laws(kills, sharing):
+def test_interleavings_of_two_ranks_keep_the_laws(kills, sharing):
     script = Script(prefetch=1, ends={0: 1}, fails={1: 1}, must_agree=True, noisy=-1)
     states, ends, is_whole = explore(
         ranks.Job("one", 2, [script], {}, (), sharing), kills=kills
