@@ -37,13 +37,13 @@ demos: demo $(READY)
 test: $(READY)
 	$(PY) -m pytest $(SIDE_BY_SIDE) --durations=20
 
-## test-long: as test, laws with three times the examples, and the tests that start many fresh processes; before a release
+## test-long: as test, laws with four times the examples, and the tests that start many fresh processes; before a release
 test-long: $(READY)
 	PADDLE_SHARD_LONG=1 $(PY) -m pytest $(SIDE_BY_SIDE) --durations=20
 
-## quick: the tests that start no processes, laws with fewer examples, in a minute or two
+## quick: the tests that start no processes, in a minute or two
 quick: $(READY)
-	PADDLE_SHARD_QUICK=1 $(PY) -m pytest -q -n 2 --dist loadfile -m "not multiprocess and not processes"
+	$(PY) -m pytest -q -n 2 --dist loadfile -m "not multiprocess and not processes"
 
 ## simulate: ranks that agree, a disk that crashes, lives of a run; each trial replays from its seed (SEEDS=1000 TIME=600)
 simulate: $(READY)
@@ -134,7 +134,7 @@ build/device/libstandin.so: tests/device/standin.cc tests/device/standin_collect
 
 .PHONY: on-device
 on-device: build/device/libstandin.so
-	$(ON_DEVICE) PADDLE_SHARD_QUICK=1 $(PY) -m pytest -q -p tests.device.on_standin -n 2 --dist loadfile $(DEVICE_TESTS)
+	$(ON_DEVICE) $(PY) -m pytest -q -p tests.device.on_standin -n 2 --dist loadfile $(DEVICE_TESTS)
 
 # The demo needs a fraction of what all tests need.
 $(DEMO_READY): setup.py

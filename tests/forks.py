@@ -1,7 +1,8 @@
 """From which process are ranks forked, so that Paddle is imported once for many jobs?
 
 A rank is ready in milliseconds instead of seconds of CPU. It differs from a process that the launcher has started in
-one way only: what is read when Paddle is imported (`FLAGS_*`, `OMP_NUM_THREADS`, the hash seed) is the same for all.
+two ways only: what is read when Paddle is imported (`FLAGS_*`, `OMP_NUM_THREADS`, the hash seed) is the same for all,
+and at its end Paddle's kernels are not freed one by one.
 
 The process that forks has imported Paddle and this library, and has started nothing of `paddle.distributed`. It is
 asked in lines of JSON over its standard input, and answers over its standard output.

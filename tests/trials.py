@@ -3,11 +3,11 @@
 import os
 
 LONG = "PADDLE_SHARD_LONG" in os.environ
-SHARE = 4 if "PADDLE_SHARD_QUICK" in os.environ else 1 if LONG else 3
+SHARE = 1 if LONG else 4
 
 
 def trials(number: int) -> int:
-    """Return how many of `number` examples are tried, at least 5: a third, or a quarter by `make quick`."""
+    """Return how many of `number` examples are tried, at least 5: a quarter, or all by `make test-long`."""
     return max(min(number, 5), number // SHARE)
 
 

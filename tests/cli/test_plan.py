@@ -58,24 +58,30 @@ def given_to_ranks(data, batch_size, accumulation, ids, names, dims, **options):
     return on_each_rank(range(4), rows)
 
 
+RUNS = [
+    (43, 8, 1, "pad", "True"),
+    (43, 4, 2, "fill", "False"),
+    (43, 8, 1, "drop", "paddle"),
+    (41, 8, 1, "pad", "paddle"),
+    (42, 8, 1, "fill", "True"),
+    (70, 16, 4, "fill", "True"),
+    (33, 8, 2, "pad", "True"),
+]
+
+
 @pytest.mark.parametrize(
-    ("text", "axes", "ids", "names"), MESHES, ids=[mesh[0] for mesh in MESHES]
-)
-@pytest.mark.parametrize(
-    ("samples", "batch_size", "accumulation", "tail", "shuffle"),
+    ("mesh", "run"),
+    # Each run on two meshes, each mesh with three or four runs.
     [
-        (43, 8, 1, "pad", "True"),
-        (43, 4, 2, "fill", "False"),
-        (43, 8, 1, "drop", "paddle"),
-        (41, 8, 1, "pad", "paddle"),
-        (42, 8, 1, "fill", "True"),
-        (70, 16, 4, "fill", "True"),
-        (33, 8, 2, "pad", "True"),
+        (MESHES[(at + 2 * turn) % 4], run)
+        for at, run in enumerate(RUNS)
+        for turn in (0, 1)
     ],
+    ids=str,
 )
-def test_plan_is_what_loaders_deliver(
-    text, axes, ids, names, samples, batch_size, accumulation, tail, shuffle, capsys
-):
+def test_plan_is_what_loaders_deliver(mesh, run, capsys):
+    text, axes, ids, names = mesh
+    samples, batch_size, accumulation, tail, shuffle = run
     dims, how = (
         axes.split(","),
         {"True": {}, "False": {}, "paddle": {"shuffle": "paddle"}}[shuffle],

@@ -101,9 +101,7 @@ def real_rows(loader):
 
 
 @pytest.mark.parametrize(("ranks", "tail"), [(1, "pad"), (2, "drop"), (8, "pad")])
-def test_eight_uneven_files_need_no_padding_and_lose_no_row(
-    kind, ranks, tail, tmp_path
-):
+def test_counts_make_uneven_files_need_no_padding(kind, ranks, tail, tmp_path):
     _, stream, number, _ = KINDS[kind]
     paths = write(tmp_path, kind)
 
@@ -123,7 +121,7 @@ def test_eight_uneven_files_need_no_padding_and_lose_no_row(
 
 @pytest.mark.parametrize("pack", [bytes, bz2.compress])
 @pytest.mark.parametrize("where", ["disk", "http", "both"])
-def test_what_is_counted_depends_on_the_arguments_and_the_files_alone(
+def test_counts_depend_on_arguments_and_files_alone(
     kind, where, pack, tmp_path, monkeypatch
 ):
     monkeypatch.setenv("no_proxy", "*")
@@ -146,7 +144,7 @@ def test_what_is_counted_depends_on_the_arguments_and_the_files_alone(
             assert knows_length(names, counts=True)
 
 
-def test_a_file_that_cannot_be_counted_is_an_error_that_names_it(kind, tmp_path):
+def test_counts_name_a_file_that_cannot_be_counted(kind, tmp_path):
     with pytest.raises(
         ShardReadError,
         match=rf"none\.{kind}: counting its samples failed: FileNotFoundError",
@@ -172,7 +170,7 @@ def counted(monkeypatch, tmp_path):
     return seen
 
 
-def test_a_file_is_counted_once_and_again_when_it_has_changed(kind, counted, tmp_path):
+def test_counts_are_kept_until_a_file_changes(kind, counted, tmp_path):
     stream, paths = KINDS[kind][1], write(tmp_path, kind)
     first = stage_of(stream(paths)).fingerprint()
     assert len(counted) == 8
@@ -187,7 +185,7 @@ def test_a_file_is_counted_once_and_again_when_it_has_changed(kind, counted, tmp
     assert len(counted) == 16
 
 
-def test_a_file_of_the_same_size_and_time_of_change_is_counted_again(counted, tmp_path):
+def test_counts_see_a_change_of_the_same_size_and_time(counted, tmp_path):
     path = tmp_path / "a.txt"
     path.write_bytes(b"1\n2\n")
     before = path.stat()
@@ -199,7 +197,7 @@ def test_a_file_of_the_same_size_and_time_of_change_is_counted_again(counted, tm
 
 
 @pytest.mark.parametrize("damage", [b"", b"[]", b"{", b'{"x": 1}', None])
-def test_a_damaged_cache_is_no_cache(kind, damage, counted, tmp_path):
+def test_counts_ignore_a_damaged_cache(kind, damage, counted, tmp_path):
     stream, paths = KINDS[kind][1], write(tmp_path, kind, [3, 2])
     first = stage_of(stream(paths)).fingerprint()
     [kept] = (tmp_path / "cache" / "paddle_shard" / "counts").iterdir()
@@ -211,7 +209,7 @@ def test_a_damaged_cache_is_no_cache(kind, damage, counted, tmp_path):
 
 
 @pytest.mark.parametrize("folder", ["/proc/nowhere", "a file"])
-def test_without_a_place_to_keep_counts_they_are_counted_each_time(
+def test_counts_without_a_cache_are_made_each_time(
     kind, folder, counted, monkeypatch, tmp_path
 ):
     (tmp_path / "a file").write_bytes(b"")
@@ -296,7 +294,7 @@ def test_csv_that_is_begun_in_mid_file_is_what_python_reads(
 
 
 @pytest.mark.parametrize("num_parts", [1, 5, 40])
-def test_parts_that_begin_in_mid_file_are_every_sample_once(kind, num_parts, tmp_path):
+def test_counts_let_parts_begin_in_mid_file(kind, num_parts, tmp_path):
     _, stream, number, _ = KINDS[kind]
     with few_places():
         source = stage_of(stream(write(tmp_path, kind, [70, 0, 30])).map(number))
@@ -308,7 +306,7 @@ def test_parts_that_begin_in_mid_file_are_every_sample_once(kind, num_parts, tmp
     assert source.lengths(opening) == [len(part) for part in parts]
 
 
-def test_a_part_reads_few_samples_before_its_first(kind, tmp_path):
+def test_counts_let_a_part_begin_near_its_first_sample(kind, tmp_path):
     [path] = write(tmp_path, kind, [5_000])
     entry = stage_of(KINDS[kind][1](path))._read.entries[path]
 
@@ -317,7 +315,7 @@ def test_a_part_reads_few_samples_before_its_first(kind, tmp_path):
 
 
 @pytest.mark.skipif(not find_spec("webdataset"), reason="needs webdataset")
-def test_of_a_tar_only_headers_are_read(tmp_path, monkeypatch):
+def test_counts_of_a_tar_read_only_headers(tmp_path, monkeypatch):
     path = tmp_path / "a.tar"
     with tarfile.open(path, "w") as tar:
         for number in range(5):
@@ -342,7 +340,7 @@ def _bytes_read():
 
 @pytest.mark.skipif(not find_spec("webdataset"), reason="needs webdataset")
 @pytest.mark.parametrize("cut", [-10_240, -10_241, -12_000, 700, 1300, 5000])
-def test_counting_a_tar_that_is_cut_off_fails_where_reading_it_does(cut, tmp_path):
+def test_counts_fail_where_reading_a_cut_tar_does(cut, tmp_path):
     path = tmp_path / "a.tar"
     path.write_bytes(tar_bytes(range(30))[:cut])
 
@@ -357,9 +355,7 @@ def test_counting_a_tar_that_is_cut_off_fails_where_reading_it_does(cut, tmp_pat
 
 
 @pytest.mark.parametrize("kind", ["txt", "csv"])
-def test_a_file_that_is_changed_between_counting_and_reading_is_an_error(
-    kind, tmp_path
-):
+def test_counts_of_a_file_that_changed_are_an_error(kind, tmp_path):
     paths = write(tmp_path, kind, [30])
     stream = KINDS[kind][1](paths)
     with open(paths[0], "ab") as file:
@@ -452,7 +448,7 @@ def test_padding_is_said_again_in_an_epoch_with_more(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("tail", ["pad", "drop", "repeat"])
-def test_nothing_is_said_of_parts_that_are_equal(kind, tail, tmp_path, caplog):
+def test_counts_warn_of_no_parts_that_are_equal(kind, tail, tmp_path, caplog):
     _, stream, number, _ = KINDS[kind]
     with caplog.at_level(logging.WARNING, "paddle_shard"):
         real_rows(

@@ -48,9 +48,7 @@ def samples_of(stream, parts=4, skip=0, epoch=0):
 
 
 @pytest.mark.parametrize("name", [name for name in CACHED if name in FILE_KINDS])
-def test_every_source_gives_the_same_samples_by_copies_and_downloads_each_file_once(
-    name, tmp_path
-):
+def test_host_cache_gives_the_samples_and_downloads_once(name, tmp_path):
     kind = FILE_KINDS[name]
     with serving(files()) as server:
         urls = names(server.url, kind.ending)
@@ -140,7 +138,7 @@ def test_open_cached_replaces_what_a_killed_process_has_left(tmp_path):
         assert list(tmp_path.iterdir()) == [copy]
 
 
-def test_a_file_whose_size_the_server_does_not_tell_is_kept(tmp_path):
+def test_host_cache_keeps_a_file_of_unknown_size(tmp_path):
     with serving({"a.txt": b"1\n2\n"}, sized=False) as server:
         stream = Stream.lines(f"{server.url}/a.txt", cache_dir=tmp_path)
         assert samples_of(stream, parts=1) == ["1", "2"]
@@ -150,7 +148,7 @@ def test_a_file_whose_size_the_server_does_not_tell_is_kept(tmp_path):
 @pytest.mark.parametrize(
     ("first", "then"), [(None, "a"), ("a", None), ("a", "a"), ("a", "b"), (None, None)]
 )
-def test_a_run_is_resumed_with_or_without_copies(first, then, tmp_path):
+def test_host_cache_does_not_matter_to_a_resume(first, then, tmp_path):
     with serving(
         {"a.txt": b"".join(b"%d\n" % number for number in range(40))}
     ) as server:
@@ -176,6 +174,6 @@ def test_a_run_is_resumed_with_or_without_copies(first, then, tmp_path):
 @pytest.mark.parametrize(
     "given", [5, b"cache", "", "s3://bucket/cache", "https://host/cache"]
 )
-def test_a_cache_that_is_no_folder_of_this_host_is_refused(kind, given):
+def test_host_cache_must_be_a_folder_of_this_host(kind, given):
     with pytest.raises(ArgumentError, match=f"cache_dir must be .*got {given!r}"):
         CACHED[kind]("https://host/data", cache_dir=given)

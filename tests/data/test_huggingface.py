@@ -53,9 +53,7 @@ def test_huggingface_data_meets_the_laws(source, workers):
 
 @pytest.mark.parametrize("num_parts", [1, 3, 4])
 @pytest.mark.parametrize("shuffled", [False, True])
-def test_the_parts_together_are_every_sample_once_whenever_they_are_opened(
-    num_parts, shuffled
-):
+def test_huggingface_parts_are_every_sample_once(num_parts, shuffled):
     dataset = streamed().shuffle(seed=1, buffer_size=3) if shuffled else streamed()
     source = HuggingFaceSource(dataset)
     epochs = [read_all(source, num_parts, epoch=epoch) for epoch in range(3)]
@@ -70,7 +68,7 @@ def test_the_parts_together_are_every_sample_once_whenever_they_are_opened(
     assert dataset.epoch == 0, "the user's data set is not changed"
 
 
-def test_a_data_set_with_an_index_is_read_in_batches_or_one_by_one_alike():
+def test_huggingface_data_is_read_in_batches_or_one_by_one():
     class OneByOne(paddle.io.Dataset):
         def __init__(self, dataset):
             self.dataset = dataset
@@ -106,7 +104,7 @@ def test_a_data_set_with_an_index_is_read_in_batches_or_one_by_one_alike():
     assert batches(dataset, 2) == batches(OneByOne(dataset), 0) == found
 
 
-def test_a_format_makes_arrays_of_lists():
+def test_huggingface_format_makes_arrays_of_lists():
     dataset = (
         datasets.Dataset.from_dict({"x": [[1, 2], [3, 4]]})
         .to_iterable_dataset()
@@ -119,7 +117,7 @@ def test_a_format_makes_arrays_of_lists():
 
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_a_column_that_no_tensor_holds_is_named_with_the_way_out(streams):
+def test_huggingface_column_that_no_tensor_holds_is_named(streams):
     images = needs("PIL.Image")
     rows = {
         "id": range(8),
@@ -142,7 +140,7 @@ def test_a_column_that_no_tensor_holds_is_named_with_the_way_out(streams):
     assert first["labels"] == ["a", "b", "c", "d"]
 
 
-def test_random_numbers_of_its_own_map_depend_on_part_and_sample_alone():
+def test_huggingface_map_draws_by_part_and_sample_alone():
     source = HuggingFaceSource(
         streamed().map(lambda sample: {"noise": np.random.rand()})
     )
@@ -175,7 +173,7 @@ def test_fewer_shards_than_parts_are_refused_with_what_works():
     assert fitting.state_dict()["fingerprint"]["num_parts"] == 2
 
 
-def test_an_uncut_stream_of_one_shard_is_the_way_out():
+def test_huggingface_stream_of_one_shard_may_stay_whole():
     mesh = dist.ProcessMesh([0], dim_names=["dp"])
     stream = Stream.of(streamed(num_shards=1)).map(lambda sample: (sample["id"], 0.0))
     loader = paddle.io.DataLoader(stream.in_parts(4), batch_size=8, num_workers=2)
@@ -189,7 +187,7 @@ def test_an_uncut_stream_of_one_shard_is_the_way_out():
     ]
 
 
-def test_what_would_lose_or_repeat_samples_is_refused():
+def test_huggingface_data_that_would_lose_samples_is_rejected():
     with pytest.raises(SplitError, match=r"split_dataset_by_node \(rank 1 of 2\)"):
         HuggingFaceSource(
             needs("datasets.distributed").split_dataset_by_node(
@@ -222,14 +220,14 @@ def test_another_seed_of_its_own_shuffle_is_another_stream():
     assert prints[0] == prints[1] != prints[2]
 
 
-def test_a_missing_package_names_the_extra(monkeypatch):
+def test_huggingface_names_the_extra_it_needs(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "datasets", None)
 
     with pytest.raises(MissingDependencyError, match=r"paddle_shard\[huggingface\]"):
         HuggingFaceSource(None)
 
 
-def test_a_data_set_whose_shards_do_not_suit_the_ranks_is_told_what_does(caplog):
+def test_huggingface_shards_must_suit_the_ranks(caplog):
     def made(num_shards, size, ranks):
         stream = Stream.huggingface(streamed(45, num_shards)).map(
             lambda sample: sample["id"]

@@ -105,9 +105,10 @@ def ids_of(batches):
     return [batch["input_ids"]._local_value().numpy().tolist() for batch in batches]
 
 
-@pytest.mark.parametrize("shuffle", [False, True, "blocks"])
-@pytest.mark.parametrize("workers", [0, 2])
-def test_rows_are_resumed_on_another_mesh_and_certified(shuffle, workers):
+@pytest.mark.parametrize(
+    ("workers", "shuffle"), [(0, False), (2, True), (0, "blocks"), (2, "blocks")]
+)
+def test_packed_rows_resume_on_another_mesh(workers, shuffle):
     lengths = np.random.default_rng(0).integers(1, 40, 60).tolist()
 
     def loader(at, batch_size, workers=0):

@@ -55,7 +55,7 @@ def test_parquet_meets_the_laws_with_workers(folder):
 
 
 @pytest.mark.parametrize("num_parts", [1, 3, 8, 60])
-def test_parts_are_cut_in_mid_row_group_and_are_equal(folder, num_parts):
+def test_parquet_parts_are_equal_and_cut_row_groups(folder, num_parts):
     source = parquet_source(names(folder, "parquet"))
     parts = read_all(source, num_parts, epoch=2)
 
@@ -65,7 +65,7 @@ def test_parts_are_cut_in_mid_row_group_and_are_equal(folder, num_parts):
     assert source.num_shards == sum(-(-length // 5) for length in LENGTHS)
 
 
-def test_opening_after_s_rows_equals_dropping_s(folder):
+def test_parquet_opened_after_s_rows_drops_s(folder):
     source = parquet_source(names(folder, "parquet"), columns=["id"])
     straight = read_all(source, 3)
 
@@ -73,9 +73,7 @@ def test_opening_after_s_rows_equals_dropping_s(folder):
         assert read_all(source, 3, skip=skip) == [part[skip:] for part in straight]
 
 
-def test_only_the_row_groups_and_columns_that_are_needed_are_fetched(
-    tmp_path, monkeypatch
-):
+def test_parquet_fetches_only_the_groups_and_columns_needed(tmp_path, monkeypatch):
     fetched, opened = [], []
 
     class Counting(io.FileIO):
@@ -112,7 +110,7 @@ def test_only_the_row_groups_and_columns_that_are_needed_are_fetched(
         file.close()
 
 
-def test_each_type_becomes_what_is_promised(tmp_path):
+def test_parquet_types_become_what_is_promised(tmp_path):
     moment = datetime.datetime(2026, 1, 2, 3, 4, 5)
     east = moment.replace(tzinfo=datetime.timezone(datetime.timedelta(hours=2)))
     square = pa.array(
@@ -230,7 +228,7 @@ def test_columns_come_in_the_order_that_is_asked_for(tmp_path):
     ] == [["c", "a"]]
 
 
-def test_a_null_is_an_error_that_names_its_column_or_none_if_allowed(tmp_path):
+def test_parquet_null_is_an_error_or_none_if_allowed(tmp_path):
     columns = {
         "id": range(20),
         "age": [None if i in (13, 17) else i for i in range(20)],
@@ -256,7 +254,7 @@ def test_a_null_is_an_error_that_names_its_column_or_none_if_allowed(tmp_path):
     assert isinstance(rows[0]["age"], np.int64)
 
 
-def test_a_null_inside_a_list_is_always_an_error(tmp_path):
+def test_parquet_null_inside_a_list_is_an_error(tmp_path):
     path = write(tmp_path / "a.parquet", {"list": [[1], [], None, [2, None]]})
 
     with pytest.raises(
@@ -305,7 +303,7 @@ def test_arguments_that_cannot_serve_are_refused(tmp_path):
         parquet_source(tmp_path / "missing.parquet")
 
 
-def test_a_file_that_changed_or_is_damaged_is_an_error(tmp_path):
+def test_parquet_file_that_changed_or_is_damaged_is_an_error(tmp_path):
     path = write(
         tmp_path / "a.parquet",
         {"id": list(range(50))},
@@ -351,7 +349,7 @@ def contents():
         {"stalls": [100, 300]},
     ],
 )
-def test_what_a_server_fails_to_send_is_asked_for_again(quick, bad):
+def test_parquet_asks_again_for_what_a_server_fails_to_send(quick, bad):
     needs("aiohttp")
     with serving(contents()) as server:
         urls = [f"{server.url}/{name}" for name in server.files]
@@ -372,7 +370,7 @@ def test_what_a_server_fails_to_send_is_asked_for_again(quick, bad):
         assert ids(source) == alone, "not only where footers are read"
 
 
-def test_a_server_that_goes_on_to_fail_is_an_error_and_a_missing_file_is_one_at_once(
+def test_parquet_gives_up_on_a_server_that_goes_on_to_fail(
     quick,
 ):
     needs("aiohttp")
@@ -391,7 +389,7 @@ def test_a_server_that_goes_on_to_fail_is_an_error_and_a_missing_file_is_one_at_
             parquet_source(f"{server.url}/0.parquet")
 
 
-def test_a_file_that_changes_at_its_server_is_an_error():
+def test_parquet_file_that_changes_at_its_server_is_an_error():
     needs("aiohttp")
     with serving(contents()) as server:
         urls = [f"{server.url}/{name}" for name in server.files]
@@ -406,7 +404,7 @@ def test_a_file_that_changes_at_its_server_is_an_error():
             read_all(source)
 
 
-def test_a_missing_package_names_the_extra(tmp_path, monkeypatch):
+def test_parquet_names_the_extra_it_needs(tmp_path, monkeypatch):
     import sys
 
     path = write(tmp_path / "a.parquet", {"id": [1]})

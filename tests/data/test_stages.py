@@ -100,7 +100,7 @@ def test_filter_keeps_what_its_function_likes(parts):
 
 
 @given(parts=lists_of_parts, size=st.integers(1, 7))
-def test_batches_are_full_but_for_the_last_and_unbatch_undoes_them(parts, size):
+def test_batch_fills_all_but_the_last_and_unbatch_undoes_it(parts, size):
     batches = contents(Group(Parts(parts), size), opening(len(parts)))
 
     assert [list(chain.from_iterable(part)) for part in batches] == parts
@@ -146,9 +146,7 @@ def test_shuffle_permutes_within_its_windows_only(length, window, seed):
     stripe=st.integers(1, 4),
     data=st.data(),
 )
-def test_a_striped_stream_is_dealt_by_turns_and_its_rows_are_its_own_order(
-    length, num_parts, stripe, data
-):
+def test_stripe_assigns_rows_by_turns(length, num_parts, stripe, data):
     found = contents(
         Stripe(IterableSource(range(length))), opening(num_parts, stripe=stripe)
     )
@@ -163,7 +161,7 @@ def test_a_striped_stream_is_dealt_by_turns_and_its_rows_are_its_own_order(
     ) == [found[part] for part in some]
 
 
-def test_what_is_skipped_costs_no_call_of_a_map():
+def test_map_is_not_called_for_what_is_skipped():
     called = []
     stage = Map(Parts([list(range(10))]), called.append)
     contents(stage, opening(skip=7))
@@ -171,7 +169,7 @@ def test_what_is_skipped_costs_no_call_of_a_map():
     assert called == [7, 8, 9]
 
 
-def test_a_shuffle_that_begins_anywhere_reads_again_less_than_a_window():
+def test_shuffle_reads_again_less_than_a_window():
     called = []
     stage = Shuffle(Map(Parts([list(range(40))]), lambda x: called.append(x) or x), 8)
     contents(stage, opening(skip=29))
@@ -179,7 +177,7 @@ def test_a_shuffle_that_begins_anywhere_reads_again_less_than_a_window():
     assert called == list(range(24, 40))
 
 
-def test_a_window_is_read_before_its_first_sample_comes_out_and_nothing_more():
+def test_shuffle_reads_a_window_and_nothing_more():
     called = []
     (items,) = Shuffle(
         Map(Parts([list(range(40))]), lambda x: called.append(x) or x), 8
@@ -215,7 +213,7 @@ def test_sizes_that_cannot_be_are_refused_by_name(wrong):
     says=st.booleans(),
     skip=st.integers(0, 25),
 )
-def test_every_sample_of_a_round_says_which_one_it_is(parts, says, skip):
+def test_in_rounds_tells_the_round_of_each_sample(parts, says, skip):
     found = [
         list(islice(items, 15))
         for items in in_rounds(Parts(parts, says), opening(len(parts), skip=skip), None)
@@ -227,9 +225,7 @@ def test_every_sample_of_a_round_says_which_one_it_is(parts, says, skip):
 
 @pytest.mark.parametrize("says", [False, True])
 @pytest.mark.parametrize("skip", [0, 3])
-def test_an_empty_part_that_is_to_be_repeated_for_ever_is_an_error_and_no_hang(
-    says, skip
-):
+def test_repeat_of_an_empty_part_is_an_error_and_no_hang(says, skip):
     first, second = Repeat(Parts([[], [1, 2]], says)).open(opening(2, skip=skip))
 
     assert len(list(islice(second, 9))) == 9
@@ -240,7 +236,7 @@ def test_an_empty_part_that_is_to_be_repeated_for_ever_is_an_error_and_no_hang(
         next(first)
 
 
-def test_rounds_of_rounds_are_shuffled_each_by_itself():
+def test_repeat_of_repeat_shuffles_each_round_by_itself():
     inner = Repeat(Shuffle(Parts([list(range(50))]), 50), 2)
     found = contents(Repeat(inner, 2))
     rounds = [tuple(found[n : n + 50]) for n in range(0, 200, 50)]
@@ -251,7 +247,7 @@ def test_rounds_of_rounds_are_shuffled_each_by_itself():
 # Endless streams
 
 
-def test_a_random_filter_may_drop_all_of_many_short_rounds():
+def test_filter_may_drop_all_of_many_short_rounds():
     (items,) = Filter(
         Repeat(Parts([[1, 2]])), lambda sample: np.random.rand() < 0.02
     ).open(opening())
@@ -259,7 +255,7 @@ def test_a_random_filter_may_drop_all_of_many_short_rounds():
     assert len(list(islice(items, 30))) == 30
 
 
-def test_a_part_of_several_rounds_may_be_dropped_whole():
+def test_filter_may_drop_a_part_of_several_rounds():
     assert (
         contents(Filter(Repeat(Parts([list(range(900))]), 9), lambda sample: False))
         == []
@@ -376,7 +372,7 @@ chained_arguments = {
 @given(**chained_arguments, data=st.data())
 @example("list", ["random map"], ["random map", "shuffle 4"], [9, 9], 2, None)
 @example("function", ["shuffle 4", "repeat 2"], ["batch"], [9, 8], 1, None)
-def test_opening_at_a_position_is_reading_on_from_there(
+def test_stages_opened_at_a_position_read_on_from_there(
     source, before, after, lengths, stripe, data
 ):
     asked = {"num_parts": len(lengths), "stripe": stripe, "seed": 4}
@@ -422,7 +418,7 @@ def test_stage_can_be_opened_at_every_position(number, step):
 
 
 @pytest.mark.parametrize("step", sorted(STEPS))
-def test_every_stage_knows_its_lengths_or_says_that_it_does_not(step):
+def test_stage_knows_its_lengths_or_says_that_it_does_not(step):
     parts = [list(range(length)) for length in range(30)]
     stage = STEPS[step](Parts(parts))
     said = stage.lengths(opening(len(parts)))
@@ -434,7 +430,7 @@ def test_every_stage_knows_its_lengths_or_says_that_it_does_not(step):
 
 
 @pytest.mark.parametrize("step", sorted(STEPS))
-def test_opening_any_stage_reads_nothing(step):
+def test_stage_that_is_opened_reads_nothing(step):
     read = []
 
     class Noted(Parts):
@@ -449,14 +445,14 @@ def test_opening_any_stage_reads_nothing(step):
 
 
 @pytest.mark.parametrize("step", sorted(STEPS))
-def test_every_stage_is_deeper_than_the_one_before_it(step):
+def test_stage_is_deeper_than_the_one_before_it(step):
     first = STEPS[step](Parts([[1]]))
 
     assert STEPS[step](first).depth > first.depth > 0
 
 
 @pytest.mark.parametrize("step", sorted(STEPS))
-def test_no_stage_lets_an_unreadable_sample_vanish(step):
+def test_stage_lets_no_unreadable_sample_vanish(step):
     parts = [[*range(8), Unreadable("broken"), *range(8, 20)]]
     found = contents(STEPS[step](Parts(parts)), opening(skip_errors=True))[0]
 
@@ -470,7 +466,7 @@ OF_NO_FUNCTION = [
 ]
 
 
-def test_stages_that_order_or_count_samples_otherwise_have_other_fingerprints():
+def test_stages_that_order_or_count_otherwise_differ_in_prints():
     """Each stage, and each setting of it, that is in `STEPS`; what functions do, nobody can know."""
     found = {None: ([list(range(60))], Parts([[]]).fingerprint())}
     for name in OF_NO_FUNCTION:
@@ -486,7 +482,7 @@ def test_stages_that_order_or_count_samples_otherwise_have_other_fingerprints():
 
 @chains_settings
 @given(**chained_arguments, skip=st.integers(0, 5), data=st.data())
-def test_parts_that_are_opened_together_are_those_opened_one_by_one(
+def test_stages_open_parts_together_as_one_by_one(
     source, before, after, lengths, stripe, skip, data
 ):
     asked = {"num_parts": len(lengths), "stripe": stripe, "skip": skip}
@@ -524,7 +520,7 @@ def test_parts_that_are_opened_together_are_those_opened_one_by_one(
     ),
     skip=st.integers(0, 3),
 )
-def test_lengths_are_what_comes_out_or_are_not_known(
+def test_stage_lengths_are_what_comes_out_or_unknown(
     source, before, after, lengths, stripe, skip
 ):
     stage = chained(source, before, after, lengths)
@@ -548,7 +544,7 @@ def test_lengths_are_what_comes_out_or_are_not_known(
     "changed", [{"epoch": 1}, {"seed": 1}, {"round": 1}, {"parts": (1,)}]
 )
 @pytest.mark.parametrize("step", ["shuffle", "random map", "random filter"])
-def test_another_epoch_seed_round_or_part_draws_anew(changed, step):
+def test_stages_draw_anew_in_another_epoch_seed_round_or_part(changed, step):
     same = list(range(200))
     stage = (
         Shuffle(Parts([same, same]), 200)
@@ -566,7 +562,7 @@ def test_another_epoch_seed_round_or_part_draws_anew(changed, step):
         assert sum(a == b for a, b in zip(first[0], other[0], strict=True)) < 20
 
 
-def test_every_window_has_an_order_of_its_own():
+def test_shuffle_orders_each_window_differently():
     found = contents(Shuffle(Parts([list(range(400))]), 20))
     orders = {
         tuple(x % 20 for x in found[first : first + 20]) for first in range(0, 400, 20)
@@ -575,7 +571,7 @@ def test_every_window_has_an_order_of_its_own():
     assert len(orders) == 20
 
 
-def test_two_random_stages_of_one_chain_draw_different_numbers():
+def test_stages_of_one_chain_draw_different_numbers():
     samples = contents(Map(Map(Parts([list(range(20))]), rolled), rolled))
 
     assert all(
@@ -584,7 +580,7 @@ def test_two_random_stages_of_one_chain_draw_different_numbers():
     assert len({s[1:] for s in samples}) == 20
 
 
-def test_a_source_that_draws_gives_the_same_sample_at_every_position():
+def test_source_that_draws_is_the_same_at_every_position():
     def drawn():
         for _ in range(12):
             yield (np.random.randint(1 << 30), random.random())
@@ -597,7 +593,7 @@ def test_a_source_that_draws_gives_the_same_sample_at_every_position():
     assert contents(IterableSource(drawn), opening(epoch=1))[0] != straight
 
 
-def test_a_generator_of_items_that_draws_gives_the_same_ones_whoever_reads_it():
+def test_unbatch_of_items_that_draw_is_the_same_for_all():
     def several(sample):
         for _ in range(3):
             yield sample, np.random.randint(1 << 30)
@@ -627,7 +623,7 @@ def breaks_at(number, error):
 
 @pytest.mark.parametrize("error", [Broken("x"), StopIteration("x")])
 @pytest.mark.parametrize("stage", [Map, Filter])
-def test_no_exception_in_the_users_function_ends_a_part_in_silence(stage, error):
+def test_stage_function_that_fails_ends_no_part_in_silence(stage, error):
     chain_ = Shuffle(
         Unbatch(Group(stage(Parts([[0, 1, 2, 3, 4]]), breaks_at(3, error)), 2)), 1
     )
@@ -637,7 +633,7 @@ def test_no_exception_in_the_users_function_ends_a_part_in_silence(stage, error)
         list(items)
 
 
-def test_opening_reads_nothing():
+def test_stages_that_are_opened_read_nothing():
     called = []
 
     def source():
@@ -654,7 +650,7 @@ def test_opening_reads_nothing():
 # What a run is recognized by
 
 
-def test_a_fingerprint_tells_sizes_and_stages_apart_and_is_json():
+def test_stage_fingerprint_tells_sizes_apart_and_is_json():
     base = Parts([[]])
     prints = [
         json.dumps(stage.fingerprint())
@@ -675,7 +671,7 @@ def test_a_fingerprint_tells_sizes_and_stages_apart_and_is_json():
     assert len(set(prints)) == len(prints)
 
 
-def test_a_map_can_be_added_to_a_run_and_a_filter_is_another_run():
+def test_stage_fingerprint_is_not_changed_by_a_map():
     source = Parts([list(range(30))])
     plain = Shuffle(source, 10)
     mapped, filtered = (
@@ -688,7 +684,7 @@ def test_a_map_can_be_added_to_a_run_and_a_filter_is_another_run():
     assert filtered.fingerprint() != plain.fingerprint()
 
 
-def test_two_shuffles_in_a_row_have_keys_of_their_own():
+def test_shuffle_after_shuffle_has_a_key_of_its_own():
     source = Parts([list(range(12))])
     once, twice = (
         contents(Shuffle(source, 12)),
@@ -707,7 +703,7 @@ def test_two_shuffles_in_a_row_have_keys_of_their_own():
     per_step=st.integers(1, 3),
     num=st.integers(2, 4),
 )
-def test_readers_that_read_the_same_stream_never_say_that_they_differ(
+def test_stages_read_by_several_readers_have_one_digest(
     before, after, length, stripe, per_step, num
 ):
     """Each holds one part, and compares what all of them have read up to a step."""
@@ -762,9 +758,7 @@ class Counted(list):
         lambda one: Mix({"a": one}, [Segment(0, (1,))], "all"),
     ],
 )
-def test_parts_that_are_opened_in_the_middle_of_a_round_read_the_source_once(
-    make, skip
-):
+def test_stages_opened_in_a_round_read_the_source_once(make, skip):
     source = Counted(range(121))
     stage = make(Stripe(IterableSource(source)))
 

@@ -245,10 +245,11 @@ def test_no_file_is_refused():
         lines_source([])
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "csv"])
-@pytest.mark.parametrize("counts", [True, False])
-@pytest.mark.parametrize("workers", [0, 2])
-def test_with_on_error_skip_a_damaged_line_costs_its_own_row_only(
+@pytest.mark.parametrize(  # each pair of settings
+    ("kind", "counts", "workers"),
+    [("jsonl", True, 0), ("jsonl", False, 2), ("csv", True, 2), ("csv", False, 0)],
+)
+def test_damaged_line_that_is_skipped_costs_its_own_row_only(
     kind, counts, workers, tmp_path, caplog
 ):
     path = tmp_path / f"a.{kind}"

@@ -113,7 +113,7 @@ def keys_of(source, num_parts=1, **what):
 
 @pytest.mark.parametrize("index", [None, False, True])
 @pytest.mark.parametrize("num_parts", [1, 2, 5, 10])
-def test_the_parts_together_are_every_sample_once(folder, index, num_parts):
+def test_webdataset_parts_are_every_sample_once(folder, index, num_parts):
     source = webdataset_source(
         f"{folder}/{{000..009}}.tar", index=index and f"{folder}/index.json"
     )
@@ -126,7 +126,7 @@ def test_the_parts_together_are_every_sample_once(folder, index, num_parts):
         assert source.lengths(opening(num_parts)) == [len(part) for part in parts]
 
 
-def test_more_parts_than_shards_are_cut_in_mid_file_by_the_index(folder):
+def test_webdataset_index_cuts_more_parts_than_shards(folder):
     parts = keys_of(
         webdataset_source(f"{folder}/{{000..009}}.tar", index=f"{folder}/index.json"),
         64,
@@ -137,7 +137,7 @@ def test_more_parts_than_shards_are_cut_in_mid_file_by_the_index(folder):
 
 
 @pytest.mark.parametrize("index", [None, False, True])
-def test_opening_after_s_samples_equals_dropping_s(folder, index):
+def test_webdataset_opened_after_s_samples_drops_s(folder, index):
     source = webdataset_source(
         f"{folder}/{{000..004}}.tar", index=index and f"{folder}/index.json"
     )
@@ -153,7 +153,7 @@ def test_opening_after_s_samples_equals_dropping_s(folder, index):
 @pytest.mark.filterwarnings(
     "ignore::pytest.PytestUnraisableExceptionWarning"
 )  # it leaves its files open
-def test_samples_are_those_of_webdataset_itself(folder):
+def test_webdataset_samples_are_those_of_the_library(folder):
     import webdataset
 
     theirs = list(
@@ -174,7 +174,7 @@ def test_samples_are_those_of_webdataset_itself(folder):
 
 @pytest.mark.parametrize("index", [False, True])
 @pytest.mark.parametrize("where", ["file", "http", "memory", "http cached"])
-def test_it_is_the_same_wherever_the_shards_are(folder, where, index, tmp_path):
+def test_webdataset_is_the_same_wherever_the_shards_are(folder, where, index, tmp_path):
     import fsspec
 
     local = webdataset_source(
@@ -221,12 +221,12 @@ def test_it_is_the_same_wherever_the_shards_are(folder, where, index, tmp_path):
         ("a.tar::b.tar", ["a.tar", "b.tar"]),
     ],
 )
-def test_braces_expand(urls, expected):
+def test_webdataset_braces_expand(urls, expected):
     assert webdataset_source(urls, index=False)._names == expected
 
 
 @pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress])
-def test_a_packed_shard_is_read_and_one_that_is_cut_off_is_an_error(pack, tmp_path):
+def test_webdataset_reads_packed_shards_and_finds_cut_ones(pack, tmp_path):
     packed = pack(SHARDS["001.tar"])
     path = tmp_path / "001.tar.packed"
     path.write_bytes(packed)
@@ -282,7 +282,7 @@ def test_webdataset_tar_cut_off_anywhere_is_an_error(index, tmp_path):
 
 
 @pytest.mark.parametrize("index", [False, True])
-def test_a_damaged_header_in_the_middle_is_an_error(index, tmp_path):
+def test_webdataset_damaged_header_is_an_error(index, tmp_path):
     path = tmp_path / "damaged.tar"
     path.write_bytes(CUT)
     main(["index", str(path), "-o", f"{tmp_path}/index.json"])
@@ -298,7 +298,7 @@ def test_a_damaged_header_in_the_middle_is_an_error(index, tmp_path):
         )
 
 
-def test_tars_that_were_joined_by_cat_are_an_error_not_half_the_samples(tmp_path):
+def test_webdataset_tars_joined_by_cat_are_an_error(tmp_path):
     path = tmp_path / "joined.tar"
     path.write_bytes(CUT + CUT)
 
@@ -308,7 +308,7 @@ def test_tars_that_were_joined_by_cat_are_an_error_not_half_the_samples(tmp_path
 
 @pytest.mark.parametrize("counted", [True, False])
 @pytest.mark.parametrize("kind", [tarfile.LNKTYPE, tarfile.SYMTYPE])
-def test_a_link_in_a_tar_is_an_error_that_names_it(kind, counted, tmp_path):
+def test_webdataset_link_in_a_tar_is_an_error(kind, counted, tmp_path):
     """GNU tar packs a second name of a file as a link: its sample would be missing."""
     with tarfile.open(tmp_path / "a.tar", "w") as archive:
         for number in range(2):
@@ -328,7 +328,7 @@ def test_a_link_in_a_tar_is_an_error_that_names_it(kind, counted, tmp_path):
 
 
 @pytest.mark.parametrize("size", [-512, -1024, -1536, -2048])
-def test_a_member_of_negative_size_is_an_error(size, tmp_path):
+def test_webdataset_member_of_negative_size_is_an_error(size, tmp_path):
     """Python's tarfile looks for the next member before this one, and may never end (CVE-2025-8194)."""
     header = bytearray(tarfile.TarInfo("1.txt").tobuf(tarfile.GNU_FORMAT))
     header[124:136] = b"\xff" + (size % (1 << 88)).to_bytes(11, "big")
@@ -349,7 +349,7 @@ def test_a_member_of_negative_size_is_an_error(size, tmp_path):
             )
 
 
-def test_a_file_name_twice_in_a_sample_is_an_error(tmp_path):
+def test_webdataset_file_name_twice_in_a_sample_is_an_error(tmp_path):
     path = tmp_path / "twice.tar"
     path.write_bytes(tar([("0.a", b""), ("1.a", b""), ("1.a", b"")]))
 
@@ -365,7 +365,7 @@ def test_a_file_name_twice_in_a_sample_is_an_error(tmp_path):
         webdataset_source(str(path))
 
 
-def test_a_shard_that_is_missing_is_named(tmp_path):
+def test_webdataset_names_a_shard_that_is_missing(tmp_path):
     with pytest.raises(
         ShardReadError, match=r"none\.tar: reading sample 0 failed: FileNotFoundError"
     ):
@@ -380,7 +380,7 @@ def test_a_shard_that_is_missing_is_named(tmp_path):
 @pytest.mark.parametrize("ranges", [True, False])
 @pytest.mark.parametrize("sized", [True, False])
 @pytest.mark.parametrize("skip", [0, 70])
-def test_a_dropped_connection_loses_and_repeats_nothing(
+def test_webdataset_dropped_connection_loses_nothing(
     folder, ranges, sized, skip, monkeypatch
 ):
     content = SHARDS["001.tar"]
@@ -408,14 +408,14 @@ def test_a_dropped_connection_loses_and_repeats_nothing(
         assert all(span for _, span in server.asked)
 
 
-def test_a_server_that_says_nothing_more_is_left_after_the_timeout(monkeypatch):
+def test_webdataset_leaves_a_silent_server_after_the_timeout(monkeypatch):
     monkeypatch.setattr(files, "TIMEOUT", 0.2)
     with serving({"a.tar": SHARDS["001.tar"]}, stalls=[20_000]) as server:
         assert keys_of(webdataset_source(f"{server.url}/a.tar"))[0] == KEYS[7:157]
         assert len(server.asked) == 2
 
 
-def test_a_connection_that_drops_without_end_is_given_up_with_shard_and_sample():
+def test_webdataset_gives_up_on_a_connection_that_drops():
     with serving({"a.tar": SHARDS["001.tar"]}, drops=[20_000, 0, 0, 0, 0, 0]) as server:
         items = webdataset_source(f"{server.url}/a.tar").open(opening())[0]
         read = []
@@ -432,7 +432,7 @@ def test_a_connection_that_drops_without_end_is_given_up_with_shard_and_sample()
     ("statuses", "fails"),
     [([503, 500, 429], False), ([503] * 4, True), ([404], True), ([403], True)],
 )
-def test_answers_that_may_pass_are_asked_for_again_and_others_not(statuses, fails):
+def test_webdataset_asks_again_where_an_answer_may_change(statuses, fails):
     with serving({"a.tar": SHARDS["000.tar"]}, statuses=list(statuses)) as server:
         source = webdataset_source(f"{server.url}/a.tar")
         if fails:
@@ -443,7 +443,7 @@ def test_answers_that_may_pass_are_asked_for_again_and_others_not(statuses, fail
     assert len(server.asked) == len(statuses) + (not fails)
 
 
-def test_a_shard_of_another_size_than_the_index_says_is_an_error(folder, tmp_path):
+def test_webdataset_shard_of_another_size_is_an_error(folder, tmp_path):
     (tmp_path / "001.tar").write_bytes(SHARDS["002.tar"])
     source = webdataset_source(f"{tmp_path}/001.tar", index=folder / "index.json")
 
@@ -454,7 +454,7 @@ def test_a_shard_of_another_size_than_the_index_says_is_an_error(folder, tmp_pat
         keys_of(source)
 
 
-def test_twelve_openings_at_once_download_each_shard_once(tmp_path):
+def test_webdataset_threads_download_each_shard_once(tmp_path):
     with serving(SHARDS) as server:
         source = webdataset_source(server.url + "/{000..009}.tar", cache_dir=tmp_path)
         found, threads = [], []
@@ -473,7 +473,7 @@ def test_twelve_openings_at_once_download_each_shard_once(tmp_path):
 
 
 @pytest.mark.processes
-def test_processes_at_once_download_each_shard_once(tmp_path):
+def test_webdataset_processes_download_each_shard_once(tmp_path):
     with serving(SHARDS) as server:
         script = (
             "import sys\n"
@@ -493,7 +493,7 @@ def test_processes_at_once_download_each_shard_once(tmp_path):
     assert sorted(name for name, _ in server.asked) == sorted(SHARDS)
 
 
-def test_a_full_disk_is_an_error_that_names_the_file(tmp_path, monkeypatch):
+def test_webdataset_full_disk_leaves_no_half_file(tmp_path, monkeypatch):
     def full(source, target, size):
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -505,7 +505,7 @@ def test_a_full_disk_is_an_error_that_names_the_file(tmp_path, monkeypatch):
         keys_of(webdataset_source(f"{server.url}/001.tar", cache_dir=tmp_path))
 
 
-def test_a_download_that_drops_is_finished(tmp_path):
+def test_webdataset_download_that_drops_is_finished(tmp_path):
     with serving({"001.tar": SHARDS["001.tar"]}, drops=[5_000, 0, 5_000]) as server:
         source = webdataset_source(f"{server.url}/001.tar", cache_dir=tmp_path)
         assert keys_of(source)[0] == KEYS[7:157]
@@ -513,7 +513,7 @@ def test_a_download_that_drops_is_finished(tmp_path):
     assert copy.read_bytes() == SHARDS["001.tar"]
 
 
-def test_a_source_made_and_used_before_a_fork_reads_in_the_child(folder):
+def test_webdataset_source_reads_in_a_forked_child(folder):
     import fsspec
 
     fsspec.filesystem("memory").pipe(
@@ -532,7 +532,7 @@ def test_a_source_made_and_used_before_a_fork_reads_in_the_child(folder):
     child.join()
 
 
-def test_samples_are_decoded_and_shuffled_by_stages(tmp_path):
+def test_webdataset_samples_are_decoded_by_a_stage(tmp_path):
     from PIL import Image
     from webdataset.autodecode import Decoder, imagehandler
 
@@ -569,7 +569,7 @@ def test_samples_are_decoded_and_shuffled_by_stages(tmp_path):
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("stage", ["map", "filter"])
-def test_a_sample_on_which_a_function_of_the_users_fails_is_named_by_its_key_and_tar(
+def test_webdataset_failing_sample_is_named_by_key_and_tar(
     stage, workers, tmp_path, caplog
 ):
     members = [(f"{i:03d}.{'cls' if i != 5 else 'txt'}", b"1") for i in range(12)]
@@ -598,7 +598,7 @@ def test_a_sample_on_which_a_function_of_the_users_fails_is_named_by_its_key_and
     assert "KeyError: 'cls' (sample '005' of a.tar)" in caplog.text
 
 
-def test_without_the_package_the_extra_is_named(monkeypatch):
+def test_webdataset_names_the_extra_it_needs(monkeypatch):
     monkeypatch.setitem(sys.modules, "webdataset", None)
 
     with pytest.raises(
@@ -607,9 +607,7 @@ def test_without_the_package_the_extra_is_named(monkeypatch):
         webdataset_source("a.tar")
 
 
-def test_without_fsspec_local_files_are_read_and_the_extra_is_named_for_the_rest(
-    folder, monkeypatch
-):
+def test_webdataset_without_fsspec_reads_local_files(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "fsspec.core", None)
 
     assert keys_of(webdataset_source(f"{folder}/000.tar"))[0] == KEYS[:7]
@@ -619,7 +617,7 @@ def test_without_fsspec_local_files_are_read_and_the_extra_is_named_for_the_rest
         keys_of(webdataset_source("s3://b/a.tar"))
 
 
-def test_the_index_command_counts_and_shows_its_progress(folder, tmp_path, capsys):
+def test_index_command_counts_and_shows_its_progress(folder, tmp_path, capsys):
     output = tmp_path / "index.json"
 
     assert main(["index", f"{folder}/{{000..009}}.tar", "-o", str(output)]) == 0
@@ -636,7 +634,7 @@ def test_the_index_command_counts_and_shows_its_progress(folder, tmp_path, capsy
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_the_index_command_writes_nothing_when_a_shard_is_damaged(tmp_path, capsys):
+def test_index_command_writes_nothing_of_a_damaged_shard(tmp_path, capsys):
     (tmp_path / "a.tar").write_bytes(CUT)
     (tmp_path / "b.tar").write_bytes(CUT[:3000])
 
@@ -648,7 +646,7 @@ def test_the_index_command_writes_nothing_when_a_shard_is_damaged(tmp_path, caps
     assert not (tmp_path / "index.json").exists()
 
 
-def test_the_index_says_where_samples_begin_over_http_too(folder):
+def test_index_says_where_samples_begin_over_http_too(folder):
     with serving(
         {**SHARDS, "index.json": (folder / "index.json").read_bytes()}
     ) as server:
@@ -699,7 +697,7 @@ def test_the_index_says_where_samples_begin_over_http_too(folder):
         (None, ArgumentError, "cannot be read"),
     ],
 )
-def test_an_index_that_does_not_serve_is_refused_with_the_command_that_makes_one(
+def test_index_that_does_not_serve_is_rejected_with_the_fix(
     folder, text, error, match, tmp_path
 ):
     if text is not None:
@@ -710,7 +708,7 @@ def test_an_index_that_does_not_serve_is_refused_with_the_command_that_makes_one
     assert "paddle-shard index" in str(caught.value)
 
 
-def test_an_index_without_places_serves_as_well(folder, tmp_path):
+def test_index_without_places_serves_as_well(folder, tmp_path):
     index = json.loads((folder / "index.json").read_text())
     for entry in index["shards"].values():
         del entry["starts"]
@@ -721,7 +719,7 @@ def test_an_index_without_places_serves_as_well(folder, tmp_path):
     assert sorted(key for part in keys_of(source, 7) for key in part) == sorted(KEYS)
 
 
-def test_an_index_replaces_no_file_of_another_kind(folder, tmp_path, capsys):
+def test_index_replaces_no_file_of_another_kind(folder, tmp_path, capsys):
     copy = tmp_path / "000.tar"
     copy.write_bytes((folder / "000.tar").read_bytes())
 
@@ -737,9 +735,7 @@ def test_an_index_replaces_no_file_of_another_kind(folder, tmp_path, capsys):
         assert f"--output {nowhere} cannot be written: " in capsys.readouterr().err
 
 
-def test_shards_that_an_index_could_not_tell_apart_are_refused(
-    folder, tmp_path, capsys
-):
+def test_index_rejects_shards_that_it_could_not_tell_apart(folder, tmp_path, capsys):
     (tmp_path / "000.tar").write_bytes(CUT)
 
     with pytest.raises(ArgumentError, match="last piece of their names"):
@@ -762,7 +758,7 @@ def test_shards_that_an_index_could_not_tell_apart_are_refused(
     assert "last piece of their names" in capsys.readouterr().err
 
 
-def test_files_are_closed_when_a_part_is_left(folder):
+def test_webdataset_closes_files_when_a_part_is_left(folder):
     def open_tars():
         return sum(one.target.endswith(".tar") for one in open_files())
 

@@ -27,7 +27,9 @@ LENGTHS = st.lists(st.integers(0, 40), min_size=1, max_size=80)
     seed=st.integers(0, 3),
     drop=st.booleans(),
 )
-def test_each_sample_is_drawn_once_with_its_like(lengths, size, windows, seed, drop):
+def test_buckets_select_each_sample_once_with_its_like(
+    lengths, size, windows, seed, drop
+):
     sampler = BucketBatchSampler(
         lengths, size, window=size * windows, seed=seed, drop_last=drop
     )
@@ -53,7 +55,7 @@ def test_each_sample_is_drawn_once_with_its_like(lengths, size, windows, seed, d
     multiple=st.integers(1, 4),
     window=st.integers(1, 60),
 )
-def test_a_batch_has_at_most_so_many_tokens(lengths, tokens, multiple, window):
+def test_buckets_have_at_most_so_many_tokens_a_batch(lengths, tokens, multiple, window):
     sampler = BucketBatchSampler(
         lengths, max_tokens=tokens, multiple_of=multiple, window=window
     )
@@ -71,7 +73,7 @@ def test_a_batch_has_at_most_so_many_tokens(lengths, tokens, multiple, window):
     assert sum(len(batch) % multiple > 0 for batch in batches) <= windows
 
 
-def test_batches_need_little_padding_and_come_in_no_order_of_length():
+def test_buckets_need_little_padding():
     lengths = np.random.default_rng(0).integers(1, 1000, 20_000)
     batches = list(BucketBatchSampler(lengths, 32, window=4096))
     padded = sum(len(batch) * int(lengths[batch].max()) for batch in batches)
@@ -83,7 +85,7 @@ def test_batches_need_little_padding_and_come_in_no_order_of_length():
 
 @settings(max_examples=trials(80))
 @given(lengths=LENGTHS, stop=st.integers(0, 30), by_tokens=st.booleans())
-def test_it_continues_at_any_batch_and_in_the_next_epoch(lengths, stop, by_tokens):
+def test_buckets_continue_at_any_batch_and_in_the_next_epoch(lengths, stop, by_tokens):
     def made():
         sizes = {"max_tokens": 60} if by_tokens else {"batch_size": 3}
         return BucketBatchSampler(lengths, **sizes, window=12)
@@ -101,7 +103,7 @@ def test_it_continues_at_any_batch_and_in_the_next_epoch(lengths, stop, by_token
     )
 
 
-def test_a_copy_shares_the_lengths_and_not_the_position():
+def test_buckets_copy_shares_lengths_and_not_the_position():
     sampler = BucketBatchSampler(np.arange(100), 4, window=20)
     other = copy.deepcopy(sampler)
     next(iter(other))
@@ -113,7 +115,7 @@ def test_a_copy_shares_the_lengths_and_not_the_position():
     )
 
 
-def test_a_run_is_resumed_on_another_mesh():
+def test_buckets_resume_on_another_mesh():
     lengths = np.random.default_rng(1).integers(1, 50, 64)
 
     def loader(at):
@@ -166,7 +168,7 @@ def test_bad_arguments_are_named(options, says):
     "state",
     [None, {}, {"version": 2, "epoch": 0, "window": 0, "batch": 0}, {"epoch": 1}],
 )
-def test_a_state_of_something_else_is_refused(state):
+def test_buckets_reject_a_state_of_something_else(state):
     with pytest.raises(StateError, match="BucketBatchSampler.state_dict"):
         BucketBatchSampler([1], 1).load_state_dict(state)
 
@@ -228,7 +230,7 @@ def check_all_are_served(number, size, tail):
         ({"batch_size": None, "max_tokens": 90}, "max_tokens: saved None, now 90"),
     ],
 )
-def test_a_state_of_another_order_is_refused_with_both_values(change, says):
+def test_buckets_reject_a_state_of_another_order(change, says):
     def made(lengths=range(1, 47), batch_size=4, **settings):
         return BucketBatchSampler(
             list(lengths), batch_size, **{"window": 16, **settings}
@@ -242,7 +244,7 @@ def test_a_state_of_another_order_is_refused_with_both_values(change, says):
 
 
 @pytest.mark.parametrize("wrong", [Made(), iter([1, 2]), {1: 2}, "12"])
-def test_what_are_no_lengths_is_refused(wrong):
+def test_buckets_reject_what_are_no_lengths(wrong):
     """A data set without an end was read for ever."""
     with pytest.raises(
         (ArgumentError, ArgumentTypeError), match="lengths must be an array"

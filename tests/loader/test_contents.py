@@ -207,7 +207,7 @@ def test_other_kinds_of_values_are_seen_to_differ(made):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_samplers_whose_items_are_lists_have_batches_that_their_collate_function_takes_out(
+def test_sampler_items_may_be_lists_for_a_collate_fn(
     workers,
 ):
     """As PaddleScience has them, whose data sets read a whole list of indices at once."""

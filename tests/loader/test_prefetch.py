@@ -131,7 +131,7 @@ def test_prefetch_changes_no_batch_and_no_state(kind, workers, prefetches):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_no_more_is_read_ahead_than_was_asked_for(workers):
+def test_prefetch_reads_no_more_ahead_than_asked_for(workers):
     dataset = Rows(400)  # two of its samples are read twice for the data's identity
     batches = iter(sharded(dataset, workers=workers, prefetch=3))
     for step in range(1, 12):
@@ -144,7 +144,7 @@ def test_no_more_is_read_ahead_than_was_asked_for(workers):
     batches.close()
 
 
-def test_a_data_set_that_draws_is_read_on_the_callers_thread_and_the_others_beside_it():
+def test_prefetch_reads_what_draws_on_the_callers_thread():
     quiet, drawing = Rows(), Rows(draws=True)
     for dataset in (quiet, drawing):
         for _ in sharded(dataset, prefetch=2):
@@ -179,7 +179,7 @@ class OneMemory(Rows):
 
 
 @pytest.mark.parametrize("options", [{}, {"prefetch": 0}, {"prefetch": 2}], ids=str)
-def test_a_data_set_may_use_its_memory_again_for_the_next_batch(options):
+def test_prefetch_copies_memory_that_a_data_set_uses_again(options):
     given = paddle.io.DataLoader(OneMemory(), batch_size=8)
     held = list(paddle_shard.shard_dataloader(given, ONE, shard_dims="dp", **options))
 
@@ -205,7 +205,7 @@ class Ring(Rows):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_data_set_may_use_the_memory_of_samples_again_also_where_a_run_resumes(
+def test_prefetch_copies_such_memory_also_after_a_resume(
     workers,
 ):
     """Samples that the state knows, and others that ranks compare, are read beside those of the first batch."""
@@ -222,7 +222,7 @@ def test_a_data_set_may_use_the_memory_of_samples_again_also_where_a_run_resumes
     assert [first for batch in found for first, _ in batch] == list(range(64))
 
 
-def test_a_training_loop_that_draws_gets_the_same_numbers_and_the_same_batches():
+def test_prefetch_leaves_the_loops_random_numbers():
     class Rarely(Rows):
         uses_rng = True
 
@@ -270,7 +270,7 @@ def test_prefetch_warns_once_of_samples_that_begin_to_use_generators(
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_failure_is_raised_at_its_own_step(workers):
+def test_prefetch_raises_a_failure_at_its_own_step(workers):
     expected, delivered = [], []
     for _ in range(2):
         for prefetch, found in ((0, expected), (3, delivered)):
@@ -373,7 +373,7 @@ def test_prefetch_refuses_what_is_no_number_of_batches():
             sharded(Rows(), prefetch=value)
 
 
-def test_a_dataloader_with_an_iter_of_its_own_is_refused():
+def test_prefetch_rejects_a_dataloader_with_its_own_iter():
     class Own(paddle.io.DataLoader):
         def __iter__(self):
             yield from super().__iter__()
@@ -385,7 +385,7 @@ def test_a_dataloader_with_an_iter_of_its_own_is_refused():
 
 
 @pytest.mark.parametrize("error", [RuntimeError, SystemExit, KeyboardInterrupt])
-def test_a_thread_whose_work_is_broken_does_not_leave_the_caller_waiting(error):
+def test_prefetch_thread_that_breaks_leaves_nobody_waiting(error):
     class Broken(Rows):
         def __getitem__(self, index):
             if (
@@ -404,7 +404,7 @@ def test_a_thread_whose_work_is_broken_does_not_leave_the_caller_waiting(error):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_static_program_may_be_built_meanwhile(workers):
+def test_prefetch_lets_a_static_program_be_built_meanwhile(workers):
     """Paddle's mode is a thread's own, from the one that it is started in."""
     expected = [rows(batch) for batch in sharded(Rows(100))]
     found, batches = (
@@ -423,7 +423,7 @@ def test_a_static_program_may_be_built_meanwhile(workers):
 
 
 @pytest.mark.parametrize("draw", [np.random.rand, random.random])
-def test_a_sampler_that_draws_while_a_thread_reads_does_not_stop_it(draw):
+def test_prefetch_goes_on_while_a_sampler_draws(draw):
     """Its numbers are private: it draws none of the training loop's."""
 
     class Sampler(paddle.io.BatchSampler):
@@ -465,7 +465,7 @@ def evaluated(training, evaluation, after, prefetch=None):
     return found
 
 
-def test_an_evaluation_that_draws_beside_training_data_has_its_own_numbers():
+def test_prefetch_gives_an_evaluation_its_own_numbers():
     def augment(index):
         first = np.random.rand()
         time.sleep(0.001)

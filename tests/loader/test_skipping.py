@@ -128,7 +128,7 @@ def test_skipping_keeps_the_other_samples_where_they_were(workers, kind, caplog)
     assert trace(resumed) == found[3:]
 
 
-def test_where_all_of_a_batch_are_bad_another_sample_of_the_data_set_stands_in():
+def test_skipping_fills_a_batch_of_bad_samples():
     given = paddle.io.DataLoader(Rows(bad=set(range(8, 16))), batch_size=8)
     found = trace(
         paddle_shard.shard_dataloader(given, ONE, shard_dims="dp", on_error="skip")
@@ -151,13 +151,13 @@ def test_replicas_get_the_same_bytes_and_the_same_mask():
     ]
 
 
-def test_without_it_the_first_bad_sample_ends_the_loop():
+def test_skipping_is_off_by_default():
     for kind in KINDS:
         with pytest.raises(DataReadError):
             trace(sharded(kind, on_error="raise"))
 
 
-def test_a_data_set_of_which_nothing_can_be_read_is_an_error():
+def test_skipping_all_of_a_data_set_is_an_error():
     given = paddle.io.DataLoader(Rows(bad=set(range(61))), batch_size=8)
     with pytest.raises(DataReadError, match="no 0"):
         trace(
@@ -174,7 +174,7 @@ def test_a_data_set_of_which_nothing_can_be_read_is_an_error():
         )
 
 
-def test_the_certificate_says_how_many_were_missed():
+def test_skipping_is_counted_by_the_certificate():
     loader = sharded("reading")
     trace(loader)
     certificate = loader.certificate()
@@ -186,7 +186,7 @@ def test_the_certificate_says_how_many_were_missed():
 @pytest.mark.parametrize(
     ("name", "value"), [("on_error", "ignore"), ("on_lost", None), ("on_error", True)]
 )
-def test_other_values_are_refused(name, value):
+def test_skipping_rejects_other_values(name, value):
     with pytest.raises(ArgumentError, match=f"{name} must be 'raise' or"):
         paddle_shard.shard_dataloader(
             paddle.io.DataLoader(Rows(), batch_size=8),
@@ -412,7 +412,7 @@ def test_skipping_makes_what_fails_an_invalid_row_in_its_place(trial, caplog):
     assert leaked == []
 
 
-def test_what_cannot_be_read_reaches_no_function_through_any_stage_and_no_row_twice(
+def test_skipping_shows_no_function_what_cannot_be_read(
     caplog,
 ):
     """Stages that change the order, for which the oracle above has none."""
@@ -562,7 +562,7 @@ def test_bad_samples_of_a_stream_are_the_same_for_any_workers(stream, tmp_path):
 
 
 @pytest.mark.parametrize("workers", [0, 2, 4])
-def test_a_group_that_is_shorter_than_the_others_is_an_error(workers):
+def test_skipping_does_not_hide_a_group_that_is_shorter(workers):
     groups = Stream.of(range(35)).batch(3).map(np.array).in_parts(4)
     given = paddle.io.DataLoader(groups, batch_size=4, num_workers=workers)
     loader = paddle_shard.shard_dataloader(given, ONE, shard_dims="dp", on_error="skip")
@@ -582,7 +582,7 @@ def test_a_group_that_is_shorter_than_the_others_is_an_error(workers):
         ("raise", "lines", False, 2),
     ],
 )
-def test_a_bad_sample_of_counted_files_is_told_with_its_file_and_its_number_there(
+def test_bad_sample_of_counted_files_is_named_by_file(
     on_error, kind, counts, workers, tmp_path, caplog
 ):
     paths = [tmp_path / f"{letter}.txt" for letter in "abc"]
@@ -652,7 +652,7 @@ class ImagesAtOnce(Images):
     "odd", sorted(set(IMAGES) - {11})
 )  # None and an array are a list, as without skipping
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_sample_that_does_not_fit_to_the_others_is_an_error(
+def test_skipping_does_not_hide_a_sample_that_does_not_fit(
     dataset, odd, ranks, monkeypatch
 ):
     """Skipping is for samples that raise. A row of another shape is a fault of the data, or of the collate_fn."""
@@ -672,7 +672,7 @@ def test_a_sample_that_does_not_fit_to_the_others_is_an_error(
         on_each_rank([reads], rank)
 
 
-def test_data_of_several_sizes_is_held_to_no_size():
+def test_skipping_holds_data_of_several_sizes_to_none():
     """Buckets: the rows of a batch are of one size, which that of most samples need not be."""
 
     class Buckets(Images):
@@ -691,7 +691,7 @@ def test_data_of_several_sizes_is_held_to_no_size():
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("on_error", ["raise", "skip"])
-def test_an_exception_without_a_text_is_reported(workers, on_error, caplog):
+def test_skipping_reports_an_exception_without_a_text(workers, on_error, caplog):
     class Bad(Rows):
         def __getitem__(self, index):
             if index == 3:
@@ -725,7 +725,7 @@ def refusing(*refused):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_read_whose_samples_all_fail_to_collate_is_skipped(stream):
+def test_skipping_a_read_whose_samples_all_fail_to_collate(stream):
     data = list(range(6))
     given = paddle.io.DataLoader(
         Stream.of(data) if stream else data, batch_size=1, collate_fn=refusing(3)
@@ -745,7 +745,7 @@ def test_a_read_whose_samples_all_fail_to_collate_is_skipped(stream):
     assert found == [(0, True), (1, True), (2, True), (2, False), (4, True), (5, True)]
 
 
-def test_padding_that_cannot_be_collated_ends_no_epoch():
+def test_skipping_padding_that_cannot_be_collated():
     """A part's missing rows hold its first sample."""
     stream = Stream.of(lambda: iter(range(5))).in_parts(1)
     given = paddle.io.DataLoader(stream, batch_size=3, collate_fn=refusing(0))

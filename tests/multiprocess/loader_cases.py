@@ -38,6 +38,17 @@ class Mixed(paddle.io.Dataset):
         }
 
 
+def dataloader(workers, shuffle):
+    """Its workers persist, so that two epochs start them once."""
+    return paddle.io.DataLoader(
+        Mixed(),
+        batch_size=8,
+        num_workers=workers,
+        shuffle=shuffle,
+        persistent_workers=workers > 0,
+    )
+
+
 def cases(num_ranks):
     """{name: a function that makes a loader, with `workers` of its own or without any}: half of them on each mesh."""
     made = {}
@@ -50,9 +61,7 @@ def cases(num_ranks):
         ):
 
             def make(ids=ids, names=names, workers=workers, shuffle=shuffle, tail=tail):
-                given = paddle.io.DataLoader(
-                    Mixed(), batch_size=8, num_workers=workers, shuffle=shuffle
-                )
+                given = dataloader(workers, shuffle)
                 mesh = dist.ProcessMesh(ids, dim_names=names)
                 replicas = "leader" if shuffle else "each"
                 return paddle_shard.shard_dataloader(
@@ -62,7 +71,7 @@ def cases(num_ranks):
             of_mesh[f"{names} {ids} workers={workers} shuffle={shuffle} {tail}"] = make
 
         def ramped(ids=ids, names=names, workers=0):
-            given = paddle.io.DataLoader(Mixed(), batch_size=8, num_workers=workers)
+            given = dataloader(workers, False)
             mesh = dist.ProcessMesh(ids, dim_names=names)
             sizes = [(0, 4), (10, 8), (30, 4)]
             return paddle_shard.shard_dataloader(
@@ -72,9 +81,7 @@ def cases(num_ranks):
         of_mesh[f"{names} {ids} batch sizes"] = ramped
 
         def dealt(ids=ids, names=names, workers=2):
-            given = paddle.io.DataLoader(
-                Mixed(), batch_size=8, num_workers=workers, shuffle=True
-            )
+            given = dataloader(workers, True)
             mesh = dist.ProcessMesh(ids, dim_names=names)
             costs = {"balance": lambda ids: ids**2}
             return paddle_shard.shard_dataloader(
@@ -84,9 +91,7 @@ def cases(num_ranks):
         of_mesh[f"{names} {ids} balance"] = dealt
 
         def without(ids=ids, names=names, workers=2):
-            given = paddle.io.DataLoader(
-                Mixed(), batch_size=8, num_workers=workers, shuffle=True
-            )
+            given = dataloader(workers, True)
             mesh = dist.ProcessMesh(ids, dim_names=names)
             options = {
                 "balance": lambda ids: ids**2,

@@ -99,7 +99,12 @@ def mixed(*, counts, stop):
 
 
 def loader_of(stream, workers, size=BATCH):
-    return paddle.io.DataLoader(stream, batch_size=size, num_workers=workers)
+    return paddle.io.DataLoader(
+        stream,
+        batch_size=size,
+        num_workers=workers,
+        persistent_workers=workers == 2,  # so that two epochs start them once
+    )
 
 
 SOURCES = {

@@ -69,13 +69,13 @@ def test_what_is_shared_is_what_each_rank_would_have_read(run_once, case):
         assert not any(isinstance(step, str) for step in shared[0]), shared
 
 
-def test_ranks_that_leave_at_the_same_step_where_the_leader_has_no_rows_any_more_are_told_nothing(
+def test_replicas_that_leave_at_one_step_hear_nothing(
     run_once,
 ):
     assert reports(run_once, "left") == [[]] * 4
 
 
-def test_a_long_loop_whose_batches_grow_is_shared_to_its_end(run_once):
+def test_replicas_share_a_long_loop_whose_batches_grow(run_once):
     widths = [(1 + 9 * (step >= 110)) * 2000 for step in range(150)]
     sums = [
         float(width * sum(range(8 * step, 8 * step + 8)))
@@ -85,7 +85,7 @@ def test_a_long_loop_whose_batches_grow_is_shared_to_its_end(run_once):
         assert report == sums, f"rank {rank}"
 
 
-def test_batches_of_many_sizes_come_whole_in_loops_that_wait_for_all_ranks_at_each_step(
+def test_replicas_share_batches_of_many_sizes(
     run_once,
 ):
     widths = np.random.default_rng(7).choice([1, 30, 1000, 20_000, 300_000], 24)
@@ -99,14 +99,14 @@ def test_batches_of_many_sizes_come_whole_in_loops_that_wait_for_all_ranks_at_ea
             assert found == sums, f"rank {rank}, {how}"
 
 
-def test_a_run_with_a_shared_reader_is_resumed_on_another_mesh(run_once):
+def test_replicas_resume_on_another_mesh(run_once):
     for shared, each, exact in reports(run_once, "resumes"):
         assert shared == each
         assert len(shared) == 3
         assert exact
 
 
-def test_passes_overlap_and_are_abandoned(run_once):
+def test_replicas_share_passes_that_overlap_or_are_left(run_once):
     for rank, (together, first, nested) in enumerate(reports(run_once, "passes")):
         sums = [
             [[4], float(sum(range(at, at + 4)))] for at in range(4 * (rank // 2), 40, 8)
@@ -128,7 +128,7 @@ TOLD = {
 
 
 @pytest.mark.parametrize("case", TOLD)
-def test_what_cannot_be_shared_is_said_on_all_ranks(run_once, case):
+def test_replicas_name_what_cannot_be_shared_on_all_ranks(run_once, case):
     kind, text = TOLD[case]
     for report in reports(run_once, "refused"):
         told = report[case][1]
@@ -137,7 +137,7 @@ def test_what_cannot_be_shared_is_said_on_all_ranks(run_once, case):
         assert text in told, told
 
 
-def test_what_fails_on_the_leader_fails_on_all_and_a_follower_reads_nothing(run_once):
+def test_replicas_fail_with_their_leader(run_once):
     found = reports(run_once, "refused")
 
     for report in found:

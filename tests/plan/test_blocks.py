@@ -288,7 +288,7 @@ def orders(n, blocks, width, keys):
 @pytest.mark.parametrize("position", [0, 17, 38, 63])
 def test_block_order_places_samples_uniformly(position):
     # 4 parts of two windows each, all whole: a border that cuts a block always cuts it at the same place.
-    found = orders(64, Blocks(size=4, window=2), 4, 750)[:, position]
+    found = orders(64, Blocks(size=4, window=2), 4, 400)[:, position]
 
     assert stats.chisquare(np.bincount(found, minlength=64)).pvalue > 1e-4
 

@@ -113,7 +113,7 @@ def test_strangers_that_never_stop_coming_do_not_delay_the_ranks():
                 thread.join(HANG)
 
 
-def test_nothing_listens_once_the_ranks_have_met():
+def test_network_listens_no_more_once_the_ranks_have_met():
     with meeting() as (ranks, address):
         ranks.start(0)
         port, token = address()
@@ -154,7 +154,7 @@ def test_few_strangers_are_kept():
     hub.close(("over", [], None))
 
 
-def test_the_token_is_compared_in_constant_time():
+def test_network_compares_the_token_in_constant_time():
     source = Path(network.__file__).read_text()
 
     assert "compare_digest(token, self._token)" in source

@@ -312,11 +312,15 @@ def test_worker_functions_find_their_own_data_set():
     assert got == [[0, 0], [1, 1]] * 3
 
 
-@pytest.mark.parametrize(("workers", "prefetch"), [(0, None), (2, None), (0, 2)])
-@pytest.mark.parametrize("first", [0, 3, 9, 17])
-def test_a_data_set_that_draws_for_some_samples_only_repeats_exactly(
-    first, workers, prefetch
-):
+@pytest.mark.parametrize(
+    ("first", "workers", "prefetch"),
+    [
+        *((first, 0, None) for first in (0, 3, 9, 17)),
+        *((first, 0, 2) for first in (3, 17)),
+        *((first, 2, None) for first in (0, 9)),
+    ],
+)
+def test_data_set_that_draws_for_some_samples_repeats_exactly(first, workers, prefetch):
     class Sometimes(Dataset):
         uses_rng = True  # the first batch may not show it
 

@@ -195,7 +195,7 @@ def test_profiler_counts_nothing_while_the_loop_works():
     profiler.stop()
 
 
-def test_profiler_samples_nothing_while_it_is_told_that_nothing_waits():
+def test_profiler_samples_nothing_while_nothing_waits():
     profiler = Profiler()
     profiler.is_waiting = False
     profiler.start()

@@ -221,7 +221,7 @@ def test_worker_that_is_killed_while_the_loop_works_is_named(kind, persistent):
 
 
 @pytest.mark.parametrize("kind", [WhoReads, WhoReadsAt])
-def test_workers_that_were_killed_between_two_epochs_are_replaced(kind):
+def test_workers_killed_between_two_epochs_are_replaced(kind):
     loader = sharded(kind(24), persistent_workers=True)
     first = processes(read(loader))
     os.kill(min(first), signal.SIGKILL)

@@ -44,7 +44,7 @@ def counted(run):
     ]
 
 
-def test_each_sample_is_where_the_record_says(run):
+def test_record_says_where_each_sample_is(run):
     found = deliveries(counted(run), RANKS)
     for sample in [0, 7, 39, 1000, 1003, 2000, 2001, 2002, 5]:
         places = asked("show", run.record, "--sample", name_of(sample), "--json")[
@@ -60,7 +60,7 @@ def test_each_sample_is_where_the_record_says(run):
         assert len(shown) == sum(one["recorded"] == "yes" for one in places)
 
 
-def test_each_step_has_the_samples_of_each_rank(run):
+def test_record_has_the_samples_of_each_rank_at_each_step(run):
     for job, (epoch, step), of_ranks in counted(run):
         for on in asked("show", run.record, "--epoch", epoch, "--step", step, "--json")[
             "delivered"
@@ -75,7 +75,7 @@ def test_each_step_has_the_samples_of_each_rank(run):
                 ] == names
 
 
-def test_the_whole_run_is_proved_and_what_was_lost_is_said(run):
+def test_record_proves_the_run_and_says_what_was_lost(run):
     found = asked("verify", run.record, "--json")
     rows = counted(run)
     assert found["damage"] == []
@@ -105,7 +105,7 @@ def test_the_whole_run_is_proved_and_what_was_lost_is_said(run):
 
 
 @pytest.mark.parametrize("data", ["46", "stream"])
-def test_an_epoch_that_was_begun_twice_is_not_exactly_once(data, tmp_path):
+def test_record_of_an_epoch_begun_twice_is_not_exactly_once(data, tmp_path):
     given = Given(tmp_path)
     does = ["take", 3], ["leave", None], ["take", 99], ["take", 2], ["save", "a"]
     given.job([0, 1], ["dp"], "dp", 8, *does, data=data)
@@ -141,7 +141,7 @@ def test_an_epoch_that_was_begun_twice_is_not_exactly_once(data, tmp_path):
             )
 
 
-def test_of_an_order_of_your_own_positions_are_known_and_why_there_are_no_samples(
+def test_record_of_a_users_own_order_knows_positions(
     tmp_path,
 ):
     given = Given(tmp_path)
@@ -158,9 +158,7 @@ def test_of_an_order_of_your_own_positions_are_known_and_why_there_are_no_sample
 
 
 @pytest.mark.parametrize("broken", [27, 28])  # on one rank and on the other
-def test_what_the_certificate_of_an_epoch_knows_is_known_to_its_record(
-    broken, tmp_path
-):
+def test_record_knows_what_the_certificate_knows(broken, tmp_path):
     """The epoch has ended before the ranks tell each other, and the state that is saved then is of the next one."""
     given = Given(tmp_path)
     how = {"broken": [broken], "options": {"on_error": "skip"}, "certificates": True}
@@ -176,7 +174,7 @@ def test_what_the_certificate_of_an_epoch_knows_is_known_to_its_record(
     ) == (45, 1, 0)
 
 
-def test_a_certificate_before_the_batch_size_changes_leaves_a_record_that_can_be_read(
+def test_record_survives_a_change_of_the_batch_size(
     tmp_path,
 ):
     record = tmp_path / "run.jsonl"
@@ -206,7 +204,7 @@ def taken(batches, steps):
     return [local(next(batches)) for _ in range(steps)]
 
 
-def test_what_a_run_had_before_its_record_is_not_called_undelivered(tmp_path):
+def test_record_does_not_count_what_came_before_it(tmp_path):
     record = tmp_path / "run.jsonl"
     before = taken(batches := iter(loader := numbers()), 2)
     state = loader.state_dict()
@@ -231,7 +229,7 @@ def test_what_a_run_had_before_its_record_is_not_called_undelivered(tmp_path):
     assert says in found["notes"][0]
 
 
-def test_steps_that_were_delivered_twice_with_other_samples_are_not_left_out_by_their_number(
+def test_record_compares_samples_of_steps_delivered_twice(
     tmp_path,
 ):
     record = tmp_path / "run.jsonl"
@@ -248,7 +246,7 @@ def test_steps_that_were_delivered_twice_with_other_samples_are_not_left_out_by_
     assert [one["samples"] for one in found] == [first[2], again[3]]
 
 
-def test_a_job_that_was_overtaken_and_delivers_on_is_not_the_run(tmp_path):
+def test_record_leaves_out_a_job_that_was_overtaken(tmp_path):
     record = tmp_path / "run.jsonl"
     first, second = Checkpoints(tmp_path / "saved"), Checkpoints(tmp_path / "saved")
     old = numbers(record=record)
@@ -274,9 +272,7 @@ def test_a_job_that_was_overtaken_and_delivers_on_is_not_the_run(tmp_path):
     assert [(one["job"], one["samples"]) for one in delivered] == [(2, rest[1])]
 
 
-def test_a_loader_of_other_data_that_is_given_the_same_record_is_named_and_not_called_lost(
-    tmp_path, caplog
-):
+def test_record_names_a_loader_of_other_data(tmp_path, caplog):
     record = tmp_path / "run.jsonl"
     assert len([local(batch) for batch in numbers(record=record)]) == 5
     assert "also has a loader" not in caplog.text
@@ -295,7 +291,7 @@ def test_a_loader_of_other_data_that_is_given_the_same_record_is_named_and_not_c
     assert sum(map(len, evaluated)) == 6
 
 
-def test_the_record_says_who_wrote_it_with_what(run):
+def test_record_says_who_wrote_it_with_what(run):
     first = json.loads(run.record.read_text().splitlines()[0])
     assert first["line"] == "begin"
     assert first["meshes"] == [
@@ -312,14 +308,14 @@ def test_the_record_says_who_wrote_it_with_what(run):
     assert first["data"] == {"class": "Mixture", "length": 96}
 
 
-def test_no_line_is_written_for_a_step(run):
+def test_record_has_no_line_for_a_step(run):
     lines = [json.loads(line) for line in run.record.read_text().splitlines()]
     counts = Counter(line["line"] for line in lines)
     events = {"begin": 3, "pass": 4, "checkpoint": 4, "resume": 2, "end": 1}
     assert counts == {**events, "certificate": 4}
 
 
-def test_the_command_answers_on_a_machine_without_paddle(run):
+def test_command_answers_on_a_machine_without_paddle(run):
     found = asked_elsewhere("verify", run.record)
     assert [proof["problems"] for proof in found["epochs"]] == [[], []]
     assert asked_elsewhere("show", run.record, "--sample", "chat:2")["delivered"]

@@ -93,7 +93,7 @@ def test_rewritten_files_are_not_read_from_the_state(ranks, name, tmp_path):
     assert sorted(flat(flat(resumed("data")))) == sorted(anew)
 
 
-def test_without_verify_nobody_looks(tmp_path):
+def test_rewritten_files_are_not_looked_for_without_verify(tmp_path):
     path = tmp_path / "0.txt"
     write(path, FILE_KINDS["lines"], range(1000, 1040))
     assert (
@@ -102,7 +102,7 @@ def test_without_verify_nobody_looks(tmp_path):
     )
 
 
-def test_a_state_that_is_saved_again_before_the_first_batch_still_knows_the_files(
+def test_state_saved_before_a_batch_still_knows_the_files(
     tmp_path,
 ):
     kind, path = FILE_KINDS["lines"], tmp_path / "0.txt"
@@ -124,7 +124,7 @@ def test_a_state_that_is_saved_again_before_the_first_batch_still_knows_the_file
             next(iter(other))
 
 
-def test_a_remote_file_is_known_by_what_its_server_tells(monkeypatch):
+def test_rewritten_remote_file_is_known_by_what_its_server_tells(monkeypatch):
     monkeypatch.setenv("no_proxy", "*")
     content = {
         f"{number}.txt": text_bytes(range(1000 + 100 * number, 1100 + 100 * number))
@@ -149,9 +149,7 @@ def test_a_remote_file_is_known_by_what_its_server_tells(monkeypatch):
             rows_of(other)
 
 
-def test_an_override_in_the_middle_of_an_epoch_says_that_positions_mean_other_samples(
-    tmp_path, caplog
-):
+def test_override_in_mid_epoch_warns_of_other_samples(tmp_path, caplog):
     kind, path = FILE_KINDS["lines"], tmp_path / "0.txt"
     write(path, kind, range(1000, 1040))
 
@@ -176,7 +174,7 @@ def test_an_override_in_the_middle_of_an_epoch_says_that_positions_mean_other_sa
     "change",
     [{"weights": {"a": 3, "b": 1}}, {"stop": "all"}, {"window": 9}, {"fewer": 1}],
 )
-def test_a_stream_of_other_settings_or_files_is_refused_in_words(change, tmp_path):
+def test_state_of_a_stream_names_other_settings_or_files(change, tmp_path):
     paths = [tmp_path / f"{number}.txt" for number in range(8)]
     for path in paths:
         path.write_text("".join(f"{number}\n" for number in range(9)))

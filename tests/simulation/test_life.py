@@ -23,7 +23,7 @@ CAUGHT_BY = {
 
 
 def test_lives_of_a_run_are_those_of_the_documentation():
-    for seed in range(60, 60 + trials(6) // 2):
+    for seed in range(60, 60 + trials(8) // 4):
         life.run(seed)
 
 

@@ -40,14 +40,16 @@ def test_simulation_catches_a_planted_defect(defect):
                 ranks.run(seed)
             except ranks.Failed:
                 caught += 1
-    assert caught >= 2
+            if caught == 2:
+                return
+    raise AssertionError(f"{caught} of these seeds catch it, not 2")
 
 
 @pytest.mark.parametrize(
     ("kills", "sharing"),
     [(False, (0, 1)), (True, ()), pytest.param(True, (0, 1), marks=pytest.mark.long)],
 )
-def test_all_interleavings_of_two_ranks_keep_the_laws(kills, sharing):
+def test_interleavings_of_two_ranks_keep_the_laws(kills, sharing):
     script = Script(prefetch=1, ends={0: 1}, fails={1: 1}, must_agree=True, noisy=-1)
     states, ends, is_whole = explore(
         ranks.Job("one", 2, [script], (), sharing), kills=kills
