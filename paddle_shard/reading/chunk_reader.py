@@ -207,6 +207,8 @@ class ChunkReader(Reader):
         digest = 0
         if request.compared:
             last = (request.position + size - 1) // request.opening.stripe
+            if request.whole_items:
+                last = request.position * request.opening.num_parts + parts[0]
             digest = self._digests.until(last)
         return Chunk(
             value,

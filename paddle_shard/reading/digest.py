@@ -94,6 +94,6 @@ class TurnDigests:
 
     def until(self, last: int) -> int:
         """Return the digest up to a turn, which all readers reach; this one may have read further."""
-        while self._turns and (self._apart or self._turns[0][0] <= last):
+        while self._turns and self._turns[0][0] <= last:
             _, self._found = self._turns.popleft()
         return self._found

@@ -1,6 +1,7 @@
 """A mixture of packed documents on two ranks, trained dynamically and by `dist.to_static`."""
 
 import sys
+from pathlib import Path
 
 import numpy as np
 import paddle
@@ -8,9 +9,11 @@ import paddle.distributed as dist
 import paddle.nn.functional as F
 
 import paddle_shard
-from demos.cpu_static import cpu_static
 from paddle_shard import Mixture, Packed
 from paddle_shard.testing import report
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "demos"))
+from cpu_static import cpu_static
 
 LENGTH, TOKENS, STEPS = 16, 50, 6
 

@@ -3,6 +3,7 @@
 import itertools
 import os
 import sys
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -13,9 +14,11 @@ from paddle.distributed.auto_parallel.static.dist_input_spec import DistributedI
 from paddle.distributed.auto_parallel.static.engine import Engine
 from paddle.distributed.auto_parallel.static.process_group import ProcessGroup
 
-from demos import cpu_static as cpu_static_module
-from demos.cpu_static import StaticGroupsError, cpu_static
 from paddle_shard.testing import report
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "demos"))
+import cpu_static as cpu_static_module
+from cpu_static import StaticGroupsError, cpu_static
 
 STEPS, WIDTH, ROWS = 5, 8, 8
 dist.init_parallel_env()

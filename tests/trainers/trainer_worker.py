@@ -10,14 +10,17 @@ import functools
 import json
 import os
 import sys
+from pathlib import Path
 
 import numpy as np
 import paddle
 import paddle.distributed as dist
 
 import paddle_shard
-from demos.cpu_static import cpu_static
 from paddle_shard.testing import report
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "demos"))
+from cpu_static import cpu_static
 
 VOCABULARY, LENGTH, BATCH = 128, 6, 8
 """Rows are of so many tokens; the global micro-batch has so many rows."""
