@@ -119,14 +119,15 @@ def _gather(tensor: Any) -> Any:
         len(mesh.process_ids) == 1
     ):  # Paddle 3.0 asks for a launcher's variables even then
         return tensor._local_value()
-    dtype = tensor.dtype
-    if tensor.place.is_cpu_place() and dtype in _GATHERED_AS:
-        tensor = tensor.astype(_GATHERED_AS[dtype])
     replicated = [dist.Replicate() for _ in tensor.placements]
-    return dist.reshard(tensor, mesh, replicated)._local_value().astype(dtype)
+    wider = _WIDER.get(tensor.dtype) if tensor.place.is_cpu_place() else None
+    if wider is None:
+        return dist.reshard(tensor, mesh, replicated)._local_value()
+    gathered_rows = dist.reshard(tensor.astype(wider), mesh, replicated)
+    return gathered_rows._local_value().astype(tensor.dtype)
 
 
-_GATHERED_AS = {
+_WIDER = {
     paddle.float16: paddle.float32,
     paddle.bfloat16: paddle.float32,
     paddle.int16: paddle.int32,

@@ -25,7 +25,7 @@ from paddle_shard.errors import (
 )
 from paddle_shard.loader.begin import begin, unequal_ends
 from paddle_shard.loader.setup import LoaderSetup
-from paddle_shard.loader.step_pass import StepPass, past_the_end
+from paddle_shard.loader.step_pass import StepPass, past_end_error
 from paddle_shard.placement.device import DeviceWatch
 from paddle_shard.placement.local_tensor import TensorMaker
 from paddle_shard.plan.shard_plan import ShardPlan
@@ -120,7 +120,7 @@ class ShardIterator:
             else:
                 batch = next(self._steps)
             if batch.placed is None:
-                raise past_the_end()
+                raise past_end_error()
         except BaseException as error:
             counts.wait_seconds += time.perf_counter() - asked_at
             self._finish(error)

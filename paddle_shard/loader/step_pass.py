@@ -262,7 +262,7 @@ class StepPass:
         if isinstance(batch, BaseException):
             raise batch
         if batch.placed is None:
-            raise past_the_end()
+            raise past_end_error()
         if batch.finish is not None:
             self._finish(batch)
         value = batch.value
@@ -416,7 +416,7 @@ class StepPass:
         return not thread.is_alive()
 
 
-def past_the_end() -> DataReadError:
+def past_end_error() -> DataReadError:
     """Return the error of a batch for which nothing could be read."""
     reason = "the run was resumed past the end of the stream"
     return DataReadError(NO_PLACEHOLDER.format(reason))

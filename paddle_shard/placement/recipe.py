@@ -116,7 +116,7 @@ def compile_leaf(
         recipe.tensors.append(number)
         is_split = _is_split(leaf, rows)
     else:
-        _check_other(leaf)
+        _check_plain_value(leaf)
         is_split = is_row_like(value) and len(value) == len(rows.read)
     if is_split and layout.on_mesh:
         positions = rows.positions(layout)
@@ -269,7 +269,7 @@ def _check_dtype(leaf: Any, path: str) -> None:
         )
 
 
-def _check_other(leaf: Leaf) -> None:
+def _check_plain_value(leaf: Leaf) -> None:
     """Reject a dataclass, whose fields are not looked into, and a number that each data rank makes of its own rows."""
     path, value, layout = leaf
     if is_dataclass(value) and not layout.is_local:

@@ -125,7 +125,7 @@ class TcpNetwork:
         self._missing = {*ranks[1:]} if rank == ranks[0] else set()
         """Global ranks that connect to this one, and have not yet."""
         self._host = host
-        self._listens_at = host if is_one_host else ""
+        self._listen_host = host if is_one_host else ""
         self._key = key
         self._store = store
         self._token = secrets.token_hex(16).encode()
@@ -205,7 +205,7 @@ class TcpNetwork:
         if not self._missing:
             self._join()
             return
-        self._server = registered(partial(_listen, self._listens_at))
+        self._server = registered(partial(_listen, self._listen_host))
         accept = partial(self._accept, self._server)
         self._selector.register(self._server, EVENT_READ, accept)
         address = [self._server.getsockname()[1], self._token.decode()]

@@ -326,7 +326,7 @@ _UNPACK: dict[bytes, Callable[[Any], Any]] = {
     b"\xfd7zXZ\x00": lzma.open,
 }
 """First bytes of each kind of compressed files -> function that opens one."""
-_NOT_UNPACKED = {
+_OTHER_COMPRESSIONS = {
     b"\x28\xb5\x2f\xfd": "zstd",
     b"\x04\x22\x4d\x18": "lz4",
     b"\x5d\x00\x00": "lzma",
@@ -358,7 +358,7 @@ def decompressed(file: BinaryIO, name: str) -> BinaryIO:
     for first_bytes, unpack in _UNPACK.items():
         if begin.startswith(first_bytes):
             return io.BufferedReader(unpack(file), BUFFER)
-    for first_bytes, kind in _NOT_UNPACKED.items():
+    for first_bytes, kind in _OTHER_COMPRESSIONS.items():
         if begin.startswith(first_bytes):
             raise ValueError(
                 f"it is compressed by {kind}; compress it by gzip, bzip2 or xz, or not at all"

@@ -274,16 +274,16 @@ def decoder(
     decoders = [
         handler if callable(handler) else imagehandler(handler) for handler in handlers
     ]
-    return partial(_decoded, Decoder([*decoders, _pickles], only=only))
+    return partial(_decode_sample, Decoder([*decoders, _leave_pickled], only=only))
 
 
-def _decoded(decode: Callable[[Sample], Sample], sample: Sample) -> Sample:
+def _decode_sample(decode: Callable[[Sample], Sample], sample: Sample) -> Sample:
     try:
         return decode(sample)
     except Exception as error:  # WebDataset's error has no text but its cause
         raise error.__cause__ or error from None
 
 
-def _pickles(ending: str, content: bytes) -> bytes | None:
+def _leave_pickled(ending: str, content: bytes) -> bytes | None:
     """Return what no later decoder should unpickle."""
     return content if ending.endswith(_PICKLED) else None
