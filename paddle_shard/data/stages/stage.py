@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import count, islice
+from itertools import islice
 from typing import Any, ClassVar, NamedTuple
 
 from paddle_shard.data.files.files import FileVersion
@@ -94,17 +94,12 @@ class Opening:
         key = self.key(part, "source")
         seed = self.seed_generators
         begin = first + self.skip
-        for number in count(first):
-            if number:
-                seed(key, number)
-            item = next(items, _END)
-            if item is _END:
-                return
+        if first:
+            seed(key, first)
+        for number, item in enumerate(items, first):
             if number >= begin:
                 yield item
-
-
-_END: Any = object()
+            seed(key, number + 1)
 
 
 @dataclass(frozen=True, slots=True)
