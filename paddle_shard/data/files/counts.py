@@ -11,7 +11,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import islice
 from operator import itemgetter
@@ -149,11 +149,10 @@ def count_files(
     versions = [_version(name) for name in names]
     key = derive_key(_VERSION, kind, versions, size=16).hex()
     path = _folder() / f"{key}.json"
-    with ExitStack() as stack:
-        with contextlib.suppress(OSError):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            # One process counts; the others wait and read what it has written.
-            stack.enter_context(file_lock(stack.enter_context(path.open("ab"))))
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    # One process counts; the others wait and read what it has written.
+    with file_lock(f"{path}.lock"):
         with contextlib.suppress(OSError, *DAMAGE):
             entries = map(ShardEntry.from_json, json.loads(path.read_bytes()))
             return dict(zip(names, entries, strict=True))

@@ -459,19 +459,21 @@ def _is_of_aiohttp(error: BaseException | None) -> bool:
 
 
 @contextmanager
-def replacing(path: Path, mode: int = 0o600, *, buffering: int = -1) -> Iterator[Any]:
+def replacing(path: Path, mode: int = 0o600) -> Iterator[Any]:
     """Write a file under a temporary name, and give it its name when it is complete: nobody ever reads half of it.
 
     Args:
         path: The file, which is replaced if it exists. If writing fails, it stays as it is.
         mode: Permissions of the file.
-        buffering: The same as for `open`.
     """
     folder, base = os.path.split(os.path.abspath(path))
     handle, part = tempfile.mkstemp(prefix=f".{base}.", suffix=".part", dir=folder)
     try:
-        with open(handle, "wb", buffering) as file:
+        with open(handle, "wb") as file:
             yield file
+            file.flush()
+            # Without this, a crash could leave an empty file with the right name.
+            os.fsync(handle)
         os.chmod(part, mode)
         os.replace(part, path)
     except BaseException:
