@@ -277,8 +277,8 @@ class IterableSource(Stage):
         if not isinstance(items, list | tuple | range) or not items:
             return []
         with contextlib.suppress(TypeError, ValueError):  # no plain values
-            first, last = (json.dumps(item)[:100] for item in (items[0], items[-1]))
-            return [f"a list from {first} to {last}"]
+            ends = [json.dumps(item)[:100] for item in (items[0], items[-1])]
+            return [f"a list from {ends[0]} to {ends[1]}"]
         return []
 
     def _items(self, opening: Opening) -> Samples:

@@ -8,58 +8,39 @@ import json
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain
-from typing import Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO
 
-from paddle_shard.data.files.counts import FileReader, Samples, count_files
-from paddle_shard.data.files.files import Path, Paths, matched
-from paddle_shard.data.files.host_cache import check_cache_dir
-from paddle_shard.data.files.shards import ShardSource
+from paddle_shard.data.files.counts import Format, Placed, file_source
+from paddle_shard.data.files.files import Paths, matched
+from paddle_shard.data.files.shards import FileOptions, ShardSource
 from paddle_shard.errors import ArgumentError, described
 
-
-class TextFormat(NamedTuple):
-    """A kind of text files."""
-
-    kind: str
-    """Name of what is counted in the files; kept counts belong to it."""
-    samples: Samples
-    """Yields the samples of a file, each with the byte where it begins. An exception replaces a sample that cannot be
-    read, if the next one can."""
-    starts: Samples
-    """Finds where samples begin, which may be cheaper than reading them."""
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 def text_source(
     paths: Paths,
-    form: TextFormat,
+    form: Format,
     *,
     counts: bool | None = None,
-    shuffle_shards: bool = True,
-    cache_dir: Path | None = None,
+    **options: Unpack[FileOptions],
 ) -> ShardSource:
-    """Return the source of text files.
+    """Return the source of text files; see `Stream.lines`.
 
     Args:
         paths: One or more UTF-8 files, plain or compressed by gzip, bzip2 or xz: paths, patterns such as `data/*.csv`,
             whose files are sorted, or URLs that fsspec opens.
         form: What a sample is: `LINES`, `JSON_LINES` or a `csv_format`.
-        counts: If True, count the samples now, which reads the files once. Then parts are equal and their lengths
-            known. None: count if all files are local, none is compressed, and the stream has an end. The counts of
-            local files are kept in the user's cache directory (`$XDG_CACHE_HOME`, `~/.cache`) for other ranks and
-            later runs.
-        shuffle_shards: If True, permute the files, in another order each epoch.
-        cache_dir: A folder in which copies of remote files are kept, for all processes of the host; None: none is kept.
+        counts: See `file_source`.
+        options: See `file_source`.
 
     Raises:
         ArgumentTypeError: `paths` is neither a path nor a list of paths.
         ArgumentError: There is no file, or none that matches a pattern.
         ShardReadError: A file cannot be read to count it.
     """
-    cache_dir = check_cache_dir(cache_dir)
-    names = matched(paths)
-    entries = count_files(names, form.kind, form.starts, counts, cache_dir)
-    reader = FileReader(samples=form.samples, entries=entries, cache_dir=cache_dir)
-    return reader.source(names, shuffle_shards=shuffle_shards)
+    return file_source(matched(paths), form, counts=counts, **options)
 
 
 def _lines(file: Any, start: int) -> Iterator[tuple[int, int, bytes]]:
@@ -85,7 +66,7 @@ def _parsed(
     *,
     parse: Callable[[bytes], Any],
     skip_blank: bool = False,
-) -> Iterator[tuple[int, Any]]:
+) -> Placed:
     """Yield what a function returns for each line; an error replaces the value of a line for which it fails."""
     for begin, number, line in _lines(file, start):
         if skip_blank and not line.strip():
@@ -130,7 +111,7 @@ def _csv_rows(
 
 def _table(
     file: BinaryIO, _name: str, start: int, *, delimiter: str, header: bool
-) -> Iterator[tuple[int, Any]]:
+) -> Placed:
     """Yield the rows of a CSV file, as dicts if it has a header; an error replaces one with more or fewer fields."""
     if start:  # such a file can seek
         file.seek(0)
@@ -156,13 +137,13 @@ def _table(
         yield begin, value
 
 
-LINES = TextFormat(
+LINES = Format(
     "lines",
     samples=partial(_parsed, parse=_without_end),
     starts=partial(_parsed, parse=bytes),
 )
 r"""Samples are the lines, without their ends ("\n" or "\r\n")."""
-JSON_LINES = TextFormat(
+JSON_LINES = Format(
     "JSON lines",
     samples=partial(_parsed, parse=_json_value, skip_blank=True),
     starts=partial(_parsed, parse=bytes, skip_blank=True),
@@ -170,7 +151,7 @@ JSON_LINES = TextFormat(
 """Samples are JSON values, one per line. Blank lines are skipped. Counting does not parse the lines."""
 
 
-def csv_format(*, header: bool, delimiter: str) -> TextFormat:
+def csv_format(*, header: bool, delimiter: str) -> Format:
     """Return the format whose samples are rows of CSV files (Python's `csv`, dialect "excel", strict).
 
     Empty lines are skipped. A row with more or fewer fields than the first row of its file is an error.
@@ -186,4 +167,4 @@ def csv_format(*, header: bool, delimiter: str) -> TextFormat:
         raise ArgumentError(f"delimiter must be one character, got {delimiter!r}.")
     samples = partial(_table, delimiter=delimiter, header=header)
     kind = "CSV rows below a header" if header else "CSV rows"
-    return TextFormat(f"{kind}, {delimiter!r}", samples, samples)
+    return Format(f"{kind}, {delimiter!r}", samples, samples)
