@@ -13,7 +13,14 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from paddle_shard.data.stages.stage import Opening, PartsSource, Samples, Stage, Stated
+from paddle_shard.data.stages.stage import (
+    Lengths,
+    Opening,
+    PartsSource,
+    Samples,
+    Stage,
+    Stated,
+)
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, StateError
 
 VERSION = 1
@@ -262,7 +269,7 @@ class IterableSource(Stage):
             raise AssertionError("an iterable is cut by a stage behind it")
         return [self._items(opening)]
 
-    def lengths(self, opening: Opening) -> list[int] | None:
+    def lengths(self, opening: Opening) -> Lengths:
         """Return the length of a list; None for anything else."""
         return None if self._indexed is None else [len(self._indexed)]
 

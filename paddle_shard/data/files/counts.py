@@ -12,7 +12,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import islice
 from operator import itemgetter
 from pathlib import Path
@@ -57,8 +57,8 @@ class ShardEntry:
     """What is known of a file that was counted."""
 
     samples: int
-    size: int
-    """Size in bytes; the key "bytes" in JSON."""
+    bytes: int
+    """Size of the file."""
     starts: tuple[int, ...] = ()
     """Bytes at which samples 0, `every`, 2 * `every`, ... begin; empty if the file is compressed as a whole."""
     every: int
@@ -72,12 +72,7 @@ class ShardEntry:
 
     def to_json(self) -> dict[str, Any]:
         """Return the entry as an index file and the kept counts have it."""
-        return {
-            "samples": self.samples,
-            "bytes": self.size,
-            "every": self.every,
-            "starts": list(self.starts),
-        }
+        return asdict(self)
 
     @classmethod
     def from_json(cls, entry: Any) -> ShardEntry:
@@ -88,11 +83,11 @@ class ShardEntry:
         """
         parsed = cls(
             samples=counted(entry["samples"]),
-            size=counted(entry["bytes"]),
+            bytes=counted(entry["bytes"]),
             starts=tuple(map(counted, entry.get("starts", ()))),
             every=counted(entry.get("every", EVERY), 1),
         )
-        if max(parsed.samples, parsed.size, *parsed.starts) >= 1 << 63:
+        if max(parsed.samples, parsed.bytes, *parsed.starts) >= 1 << 63:
             raise ValueError(entry)
         return parsed
 
@@ -122,7 +117,7 @@ def count_file(name: str, samples: Samples, cache_dir: str | None = None) -> Sha
             num_samples = number + 1
         return ShardEntry(
             samples=num_samples,
-            size=opened.tell() if size is None else size,
+            bytes=opened.tell() if size is None else size,
             # In a compressed file, no sample can be found by its byte.
             starts=tuple(starts) if file is opened else (),
             every=every,
@@ -223,9 +218,9 @@ class FileReader:
             start, skip = entry.before(skip)
         opened, size = open_cached(self.cache_dir, name, start)
         with opened, opened if start else files.decompressed(opened, name) as file:
-            if entry is not None and size not in (None, entry.size):
+            if entry is not None and size not in (None, entry.bytes):
                 raise ValueError(
-                    f"the file has {size} bytes, and had {entry.size} when it was counted. It has changed since, "
+                    f"the file has {size} bytes, and had {entry.bytes} when it was counted. It has changed since, "
                     f"or is another file of that name: {RECOUNT}"
                 )
             rest = islice(self.samples(file, name, start), skip, None)

@@ -8,14 +8,13 @@ import contextlib
 import glob
 import gzip
 import io
-import itertools
 import lzma
 import os
 import re
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
@@ -130,9 +129,8 @@ def within_their_folder(names: Sequence[str]) -> list[str]:
         ).split("/")
         for name in names
     ]
-    folders = zip(*(path[:-1] for path in paths), strict=False)
-    shared = itertools.takewhile(lambda column: len(set(column)) == 1, folders)
-    depth = len(list(shared))
+    folders = [path[:-1] for path in paths]
+    depth = len(os.path.commonprefix(folders))  # noqa: RUF071  # of lists
     return ["/".join(path[depth:]) for path in paths]
 
 
@@ -277,7 +275,8 @@ def version_of(name: str) -> tuple[int, str]:
         return status.st_size, str(status.st_mtime_ns)
     system, path = remote_file(name)
     details = retried(lambda: system.info(path))
-    return int(details.get("size") or 0), tag_of(details) or ""
+    tag = next((details[name] for name in _TAGS if details.get(name)), "")
+    return int(details.get("size") or 0), str(tag)
 
 
 def identity(names: Sequence[str]) -> list[FileVersion]:
@@ -298,11 +297,6 @@ def identity(names: Sequence[str]) -> list[FileVersion]:
         (path, *version_of_file)
         for path, version_of_file in zip(paths, versions, strict=True)
     ]
-
-
-def tag_of(details: Mapping[str, Any]) -> str | None:
-    """Return the value in fsspec's details of a file that changes when the file changes, if there is one."""
-    return next((str(details[tag]) for tag in _TAGS if details.get(tag)), None)
 
 
 def open_file(name: str, start: int = 0) -> tuple[BinaryIO, int | None]:
@@ -418,7 +412,8 @@ def retried(attempt: Callable[[], T], place: str = "") -> T:
     Raises:
         OSError: All attempts failed.
     """
-    for num_failures in itertools.count():
+    num_failures = 0
+    while True:
         try:
             return attempt()
         except Exception as error:
@@ -430,7 +425,7 @@ def retried(attempt: Callable[[], T], place: str = "") -> T:
                     f"given up after {RETRIES} retries{place}: {described(failure)}"
                 ) from error
         time.sleep(BACKOFF * 2**num_failures)
-    raise AssertionError
+        num_failures += 1
 
 
 def _failure_of_server(error: BaseException) -> BaseException:

@@ -19,6 +19,7 @@ from paddle_shard.data.files.files import (
     within_their_folder,
 )
 from paddle_shard.data.stages.stage import (
+    Lengths,
     Opening,
     PartsSource,
     Samples,
@@ -72,7 +73,7 @@ class ShardSource(PartsSource):
         Raises:
             ArgumentError: There is no name, or names are not distinct.
         """
-        self._names = [str(name) for name in names]
+        self._names = list(names)
         if not self._names:
             raise ArgumentError("names holds no shard. Give at least one.")
         if len(set(self._names)) < len(self._names):
@@ -87,10 +88,10 @@ class ShardSource(PartsSource):
         if counts is not None:
             self._counts = np.asarray(counts, dtype=np.int64)
             self._total = int(self._counts.sum())
-        self._files = self._names if files is None else [str(file) for file in files]
+        self._files = self._names if files is None else list(files)
         self._digest: str | None = None
         self._read = read
-        self._shuffle = bool(shuffle_shards)
+        self._shuffle = shuffle_shards
 
     def open(self, opening: Opening) -> list[Samples]:
         """Return the samples of each part.
@@ -101,7 +102,7 @@ class ShardSource(PartsSource):
         self._check(opening)
         return super().open(opening)
 
-    def lengths(self, opening: Opening) -> list[int] | None:
+    def lengths(self, opening: Opening) -> Lengths:
         """Return the lengths of the parts; None if the shards are not counted."""
         self._check(opening)
         if self._counts is None:

@@ -307,10 +307,7 @@ class UserBatches(IndexBatches):
             num_rows=len(indices),
             micro_size=len(indices) // self.accumulation,
             num_positions=num_positions,
-            take=lambda rows: [
-                indices[row]
-                for row in (rows if isinstance(rows, range) else rows.tolist())
-            ],
+            take=lambda rows: [indices[row] for row in rows],
             valid=(lambda rows: rows < num_positions) if padding else None,
             sampler=noted,
         )
@@ -441,15 +438,10 @@ def samplers(sampler: Any) -> list[Any]:
 
 def owner_of(sampler: Any) -> Any:
     """Return the batch sampler or its sampler, whichever has a state; None if neither has one."""
-    wanted = ("state_dict", "load_state_dict")
-    return next(
-        (
-            s
-            for s in samplers(sampler)
-            if all(callable(getattr(s, name, None)) for name in wanted)
-        ),
-        None,
-    )
+    for owner in samplers(sampler):
+        if hasattr(owner, "state_dict") and hasattr(owner, "load_state_dict"):
+            return owner
+    return None
 
 
 def _indices(batch: Any, step: int) -> list[Any]:

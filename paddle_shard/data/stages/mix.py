@@ -12,7 +12,7 @@ import numpy as np
 
 from paddle_shard.data.files.files import FileVersion
 from paddle_shard.data.stages.cut import FAILED_AT
-from paddle_shard.data.stages.stage import Opening, Samples, Stage
+from paddle_shard.data.stages.stage import Lengths, Opening, Samples, Stage
 from paddle_shard.data.stages.steps import in_rounds
 from paddle_shard.plan.mixture import Draws
 from paddle_shard.plan.parts import nothing_to_repeat
@@ -136,7 +136,7 @@ class Mix(Stage):
                         return
                 yield sample
 
-    def lengths(self, opening: Opening) -> list[int] | None:
+    def lengths(self, opening: Opening) -> Lengths:
         """Return the length of each part; None if a length that decides it is not known."""
         if self.endless:
             return None

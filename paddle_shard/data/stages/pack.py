@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -187,8 +187,8 @@ class Pack(Transform):
     A document that cannot be read is a row that cannot be read, after the rows of its window.
     """
 
-    counted: ClassVar[bool] = False
-    makes_several: ClassVar[bool] = True
+    counted = False
+    makes_several = True
 
     def __init__(
         self, upstream: Stage, rows: PackedRows, window: int, long: str

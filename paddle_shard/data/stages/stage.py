@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from paddle_shard.data.files.files import FileVersion
 from paddle_shard.errors import ArgumentError, described
@@ -129,6 +129,8 @@ def windows(items: Iterator[Any], size: int) -> Iterator[list[Any]]:
 
 Samples = Iterator[Any]
 """Samples of a part, from a position on."""
+Lengths = list[int] | None
+"""Number of samples of each part; None if it is known only at the end."""
 
 
 class Stage:
@@ -143,7 +145,7 @@ class Stage:
     """True if it can open a part without reading the others, or if it cuts the stream."""
     endless: bool = False
     """True if its parts have no end."""
-    makes_several: ClassVar[bool] = False
+    makes_several: bool = False
     """True if one sample may become several. Then a position in a part does not tell how much was read for it."""
 
     def line(self) -> Iterator[Stage]:
@@ -167,7 +169,7 @@ class Stage:
         """Return an iterator over each opened part, which begins after `opening.skip` samples."""
         raise NotImplementedError
 
-    def lengths(self, opening: Opening) -> list[int] | None:
+    def lengths(self, opening: Opening) -> Lengths:
         """Return the number of samples of each part without skipping; None if it is known only at the end."""
         return None
 
@@ -232,7 +234,7 @@ class Transform(Stage):
     """
 
     upstream: Stage
-    counted: ClassVar[bool] = True
+    counted: bool = True
     """True if it makes as many samples as it gets. If not, and `lengths` says nothing else, that shows at the end."""
 
     def __init__(self, upstream: Stage, *mark: Any) -> None:
@@ -280,7 +282,7 @@ class Transform(Stage):
             return samples_of_parts
         return [islice(samples, num_dropped, None) for samples in samples_of_parts]
 
-    def lengths(self, opening: Opening) -> list[int] | None:
+    def lengths(self, opening: Opening) -> Lengths:
         """Return the lengths of the stage before, if they do not change."""
         # Also for other stages: it rejects parts that would have no file.
         lengths = self.upstream.lengths(opening)

@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import count, islice
 from operator import itemgetter
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
 from paddle_shard.core.checks import check_count
 from paddle_shard.data.stages.stage import (
+    Lengths,
     Opening,
     Samples,
     Stage,
@@ -51,7 +52,7 @@ class Map(Transform):
 class Filter(Transform):
     """Keeps the samples for which a function is true. Samples to be skipped are still read and tested."""
 
-    counted: ClassVar[bool] = False
+    counted = False
 
     def __init__(self, upstream: Stage, predicate: Callable[[Any], bool]) -> None:
         super().__init__(upstream, "filter")
@@ -84,7 +85,7 @@ class Group(Transform):
             bad = [item for item in group if isinstance(item, Unreadable)]
             yield Unreadable(bad[0].why, tuple(group)) if bad else group
 
-    def lengths(self, opening: Opening) -> list[int] | None:
+    def lengths(self, opening: Opening) -> Lengths:
         """Return the number of lists in each part."""
         lengths = self.upstream.lengths(opening)
         if lengths is None:
@@ -95,8 +96,8 @@ class Group(Transform):
 class Unbatch(Transform):
     """Delivers the items of each sample one by one. Items to be skipped are still read."""
 
-    counted: ClassVar[bool] = False
-    makes_several: ClassVar[bool] = True
+    counted = False
+    makes_several = True
 
     def __init__(self, upstream: Stage) -> None:
         super().__init__(upstream, "unbatch")
@@ -179,7 +180,7 @@ class Repeat(Transform):
         rounds = in_rounds(self.upstream, opening, self._times)
         return [map(itemgetter(1), items) for items in rounds]
 
-    def lengths(self, opening: Opening) -> list[int] | None:
+    def lengths(self, opening: Opening) -> Lengths:
         """Return the number of samples of all rounds; None if there is no end or a length is not known."""
         if self._times is None:
             return None
