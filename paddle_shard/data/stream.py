@@ -311,7 +311,7 @@ class Stream(paddle.io.IterableDataset):
 
     @classmethod
     def huggingface(cls, dataset: Any) -> Stream:
-        """Return a stream of a `datasets.IterableDataset`; see `sources.huggingface.HuggingFaceSource`.
+        """Return a stream of a `datasets.IterableDataset`; see `data.files.huggingface.HuggingFaceSource`.
 
         Args:
             dataset: The data set. It may be mapped, filtered and shuffled (with a seed). It is not changed.

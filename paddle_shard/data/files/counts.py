@@ -11,7 +11,6 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from itertools import islice
 from operator import itemgetter
@@ -30,6 +29,7 @@ EVERY = 64
 MOST = 128
 """Most byte offsets that are kept for a file, an even number. Longer files have sparser offsets."""
 
+_COUNTING = "counting its samples"
 _VERSION = 4
 """Version of the kept counts."""
 DAMAGE = (AttributeError, KeyError, TypeError, ValueError)
@@ -171,7 +171,7 @@ def count_files(
 
 def _version(name: str) -> tuple[str, int, int, int]:
     path = os.path.abspath(files.local_path(name))
-    with _counting(name):
+    with files.failures_named(name, _COUNTING):
         status = os.stat(path)
     return path, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
@@ -184,13 +184,9 @@ def _count_each(
         logging.getLogger("paddle_shard").info(
             "counting the samples of %s", files.redacted(name)
         )
-        with _counting(name):
+        with files.failures_named(name, _COUNTING):
             entries[name] = count_file(name, samples, cache_dir)
     return entries
-
-
-def _counting(name: str) -> AbstractContextManager[None]:
-    return files.failures_named(name, lambda: ("counting its samples", None))
 
 
 def _folder() -> Path:

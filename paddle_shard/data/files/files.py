@@ -165,13 +165,14 @@ def needs(extra: str, what: str = "") -> Iterator[None]:
 
 @contextmanager
 def failures_named(
-    name: str, place: Callable[[], tuple[str, int | None]]
+    name: str, what: str, number: Callable[[], int] | None = None
 ) -> Iterator[None]:
     """Turn what fails in the `with` block into an error that names a file.
 
     Args:
         name: The file.
-        place: Called after a failure. It returns what failed, and the number of the sample in the file if it is known.
+        what: What the block does.
+        number: Called after a failure: the number of the sample in the file; None: of no sample.
 
     Raises:
         ShardReadError: The block failed. The library's own errors are raised as they are.
@@ -181,9 +182,10 @@ def failures_named(
     except PaddleShardError:
         raise
     except Exception as error:
-        what, offset = place()
+        offset = None if number is None else number()
+        place = "" if offset is None else f" {offset}"
         raise ShardReadError.of(
-            f"{redacted(name)}: {what} failed: {described(error)}",
+            f"{redacted(name)}: {what}{place} failed: {described(error)}",
             redacted(name),
             offset,
         ) from error
@@ -287,7 +289,7 @@ def identity(names: Sequence[str]) -> list[FileVersion]:
     """
 
     def version(name: str) -> tuple[int, str]:
-        with failures_named(name, lambda: ("reading its version", None)):
+        with failures_named(name, "reading its version"):
             return version_of(name)
 
     with ThreadPoolExecutor(REQUESTS if any(map(is_remote, names)) else 1) as pool:

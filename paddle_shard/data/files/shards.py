@@ -205,7 +205,7 @@ class ShardSource(PartsSource):
         end = length if end is None else end
         offset = begin
         items: Samples = iter(())
-        with failures_named(name, lambda: (f"reading sample {offset}", offset)):
+        with failures_named(name, "reading sample", lambda: offset):
             try:
                 items = iter(self._read(name, begin))
                 for item in items:

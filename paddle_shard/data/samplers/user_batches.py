@@ -70,7 +70,7 @@ class UserBatches(IndexBatches):
     lengths: Mapping[str, int] = field(default_factory=dict)
     """Lengths of the data and of the samplers when the run was set up."""
     balance_rows: BalanceRows | None = None
-    """Deals rows to the data ranks by cost; None: they stay in their order."""
+    """Assigns rows to data ranks by cost; None: they stay in their order."""
     rank_seed: tuple[int, ...] = ()
     """(data rank,) if the sampler draws for this data rank alone (`draws_for_rank`); () if all ranks draw alike."""
     _ends: dict[int, Any] = field(default_factory=dict, compare=False)
@@ -239,7 +239,7 @@ class UserBatches(IndexBatches):
     def _replayed(
         self, iteration: SamplerIteration, start: LoaderState
     ) -> Iterator[Sampled]:
-        """SamplerIteration up to a position without reading samples, and return the rest."""
+        """Draw the batches up to a position again, without reading samples, and return those after it."""
         samples = start.samples
         size = self.nominal_size if self.consecutive else None
         drawn = iteration.batches(samples % size if size else 0)

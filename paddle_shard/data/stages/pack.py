@@ -47,7 +47,7 @@ _INT64 = np.iinfo(np.int64)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedRows:
-    """The form of packed rows; `sources.packed.Packed` describes their fields."""
+    """The form of packed rows; `data.packed.Packed` describes their fields."""
 
     length: int
     """Tokens of a row."""

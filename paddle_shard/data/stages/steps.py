@@ -39,10 +39,11 @@ class Map(Transform):
     def transform(self, items: Samples, part: int, opening: Opening) -> Samples:
         """Yield the results of the function."""
         key = opening.key(part, "map", self.depth)
+        call = opening.call
         for number, item in enumerate(items, opening.skip):
             # After `items` has run, which may seed the generators, too.
             opening.seed_generators(key, number)
-            yield opening.call(self._function, item)
+            yield call(self._function, item)
 
     def origin(self, opening: Opening, part: int, number: int) -> str | None:
         """Return the origin of the sample before the change."""
