@@ -8,12 +8,11 @@ from itertools import count, islice
 from typing import Any, ClassVar, NamedTuple
 
 from paddle_shard.data.files.files import FileVersion
+from paddle_shard.data.sample_rng import SampleRng
 from paddle_shard.errors import ArgumentError, described
 from paddle_shard.plan.seeding import derive_seed
 
-
-def _leave_generators(key: int, number: int | None = None) -> None:
-    """Seed nothing."""
+_NO_GENERATORS = SampleRng(())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,9 +39,8 @@ class Opening:
     """Samples of each part to leave out at its beginning."""
     state: Any = None
     """State of the library that reads, after the last delivered sample; `skip` counts from there."""
-    seed_generators: Callable[..., None] = _leave_generators
-    """Seeds the global random generators, given a key and perhaps a number; see `SampleRng.seed`. It is called before
-    each call of the user's code."""
+    rng: SampleRng = _NO_GENERATORS
+    """Seeds the global random generators before each call of the user's code."""
 
     seen: Callable[[int, Any], None] | None = None
     """Called with (number, sample) for each sample at the cut of a stream that all readers read whole."""
@@ -92,11 +90,13 @@ class Opening:
             first: Number of the first item.
         """
         key = self.key(part, "source")
-        seed = self.seed_generators
         begin = first + self.skip
         for number in count(first):
+            if not self.rng.seeds:  # nor later in this pass
+                yield from islice(items, max(0, begin - number), None)
+                return
             if number:
-                seed(key, number)
+                self.rng.seed(key, number)
             item = next(items, _END)
             if item is _END:
                 return

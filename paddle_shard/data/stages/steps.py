@@ -39,13 +39,14 @@ class Map(Transform):
         """Yield the results of the function."""
         key = opening.key(part, "map", self.depth)
         function = self._function
-        seed = opening.seed_generators
+        rng = opening.rng
         for number, item in enumerate(items, opening.skip):
             if isinstance(item, Unreadable):
                 yield Unreadable(item.why)
                 continue
             # After `items` has run, which may seed the generators, too.
-            seed(key, number)
+            if rng.seeds:
+                rng.seed(key, number)
             try:
                 result = function(item)
             except Exception as error:
@@ -70,7 +71,7 @@ class Filter(Transform):
         """Yield the samples that are kept."""
         key = opening.key(part, "filter", self.depth)
         for number, item in enumerate(items):
-            opening.seed_generators(key, number)
+            opening.rng.seed(key, number)
             keep = opening.call(lambda sample: bool(self._predicate(sample)), item)
             if keep:
                 yield keep if isinstance(keep, Unreadable) else item
@@ -133,7 +134,7 @@ class Unbatch(Transform):
         """Yield the items of a sample that is read as they are needed, such as a generator."""
         group = opening.call(iter, group)
         while not isinstance(group, Unreadable):
-            opening.seed_generators(key, next(numbers))
+            opening.rng.seed(key, next(numbers))
             item = opening.call(_next_or_end, group)
             if item is _END:
                 return
