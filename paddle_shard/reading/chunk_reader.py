@@ -194,9 +194,10 @@ class ChunkReader(Reader):
         skipped: list[tuple[int, str]] = []
         if is_whole or min(map(len, columns)) == size:  # else rows are missing
             samples: list[Any] = []
-            for first in range(0, size, request.plan.stripe):
+            stripe = request.plan.stripe
+            for first in range(0, size, stripe):
                 for column in columns:
-                    samples += column[first : first + request.plan.stripe]
+                    samples += column[first : first + stripe]
             value, skipped = self._collated_samples(samples, places, request)
             skipped = [(row, text) for row, text in skipped if not padding[row]]
         state = None
