@@ -269,10 +269,9 @@ def expand(urls: Paths) -> list[str]:
         urls = [urls]
     if isinstance(urls, Iterable):
         braces = webdataset.shardlists.expand_urls
-        names = map(os.fspath, urls)
         urls = [
             name
-            for given in names
+            for given in [os.fspath(url) for url in urls]
             for name in ([given] if os.path.exists(given) else braces(given))
         ]
     return matched(urls)
