@@ -69,3 +69,12 @@ def waited_in(loader, step, steps, after=lambda: None):
         after()
     batches.close()
     return found
+
+
+class SeededBy:
+    """Seeds by a function, where the library has its `SampleRng`."""
+
+    seeds = True
+
+    def __init__(self, seed):
+        self.seed = seed

@@ -5,7 +5,7 @@ import numpy as np
 from paddle_shard.plan.blocks import Blocks
 from paddle_shard.plan.orders import ORDERINGS, PaddleSequential, find_ordering
 from paddle_shard.plan.partition import slice_rows
-from paddle_shard.plan.shard_plan import global_batch
+from paddle_shard.plan.shard_plan import global_batches
 from paddle_shard.plan.tails import INDEX_TAILS
 
 BLOCKS = Blocks(size=3, window=2)
@@ -36,7 +36,7 @@ def delivered(plan, epoch=0):
         num_rows, micro_size = plan.num_rows(step=step), plan.micro_size(step=step)
         for data_rank in range(plan.num_data_ranks):
             rows = slice_rows(num_rows, plan.num_data_ranks, data_rank, micro_size)
-            batch = global_batch(plan, epoch, step)
+            batch = next(global_batches(plan, epoch, [step]))
             real = (
                 np.ones(len(rows), bool) if batch.valid is None else batch.valid(rows)
             )

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import os
 import threading
+import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 no_fork = threading.RLock()
 """Held by a thread that works with Paddle, creates a client of a store, or creates and registers a socket. Its
@@ -17,50 +20,38 @@ LONGEST = 5.0
 """Seconds for which a fork waits for other threads, which may be waiting for the forking one."""
 
 
-class ReaderGate:
-    """Lets threads that read ahead finish their batch before this process is forked.
+_reader_locks: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def reader_lock() -> Any:
+    """Return a new lock for a thread that reads ahead to hold during each batch, so that no fork finds it in one.
 
     A thread that reads may hold a lock of the data set, which a forked child would never see released.
     """
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._num_readers = 0
-        self._num_forks = 0
-
-    @contextmanager
-    def reading(self) -> Iterator[None]:
-        """Read one batch inside the `with` block; wait while a fork is prepared."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._num_forks, LONGEST)
-            self._num_readers += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._num_readers -= 1
-                self._changed.notify_all()
-
-    @contextmanager
-    def closed(self) -> Iterator[None]:
-        """Fork inside the `with` block, with no reader in the middle of a batch, if all finish in time."""
-        with self._changed:
-            self._num_forks += 1
-            self._changed.wait_for(lambda: not self._num_readers, LONGEST)
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._num_forks -= 1
-                self._changed.notify_all()
+    lock = threading.Lock()
+    _reader_locks.add(lock)
+    return lock
 
 
-reader_gate = ReaderGate()
+@contextmanager
+def between_batches() -> Iterator[None]:
+    """Fork inside the `with` block, with no thread in the middle of a batch, if all finish in time."""
+    deadline = time.monotonic() + LONGEST
+    held = [
+        lock
+        for lock in list(_reader_locks)
+        if lock.acquire(timeout=max(0.0, deadline - time.monotonic()))
+    ]
+    try:
+        yield
+    finally:
+        for lock in held:
+            lock.release()
 
 
 def _end_in_child() -> None:
-    global reader_gate
-    reader_gate = ReaderGate()  # the threads that hold the old one are not here
+    global _reader_locks
+    _reader_locks = weakref.WeakSet()  # the threads that hold the old ones are not here
     no_fork.release()
 
 

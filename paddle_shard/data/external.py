@@ -197,7 +197,7 @@ class ExternalSource(PartsSource):
             state=state["saved"],
         )
         # Building may use the generators, for instance for the order of a shuffle.
-        opening.seed_generators(opening.key(part, "source"))
+        opening.rng.seed(opening.key(part, "source"))
         loader = self._loader.build(options)
         if not hasattr(loader, "__iter__"):
             raise ArgumentError(
@@ -290,14 +290,17 @@ class IterableSource(Stage):
 
     def _items(self, opening: Opening) -> Samples:
         key = opening.key(0, "source")
-        seed = opening.seed_generators
+        rng = opening.rng
         items = self._indexed
         if items is not None:
             for number in range(opening.skip, len(items)):
-                seed(key, number)
+                if not rng.seeds:
+                    yield from map(items.__getitem__, range(number, len(items)))
+                    return
+                rng.seed(key, number)
                 yield items[number]
             return
-        seed(key)
+        rng.seed(key)
         if self.once:
             yield from opening.seeded(self._begin_once(), 0)
             return
@@ -309,7 +312,7 @@ class IterableSource(Stage):
         if self._is_used:
             raise ArgumentError(
                 f"this {type(self._iterable).__name__} has been read already, and can be read only once. Give the "
-                "function that makes it, without calling it, so that each epoch can begin again. (Describing the inputs "
+                "function that makes it, without calling it, so that each epoch begins anew. (Describing the inputs "
                 "to dist.to_static begins to read it: load a state, or set the epoch, before.)"
             )
         self._is_used = True

@@ -95,7 +95,7 @@ class SelfSplit(PartsSource):
     def part(self, part: int, opening: Opening) -> Samples:
         """See `PartsSource`."""
         key = opening.key(part, "source")
-        opening.seed_generators(key)
+        opening.rng.seed(key)
         dataset = copy_for_reading(self._dataset)
         set_epoch_of(dataset, opening)
         info = _Part(

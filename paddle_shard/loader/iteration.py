@@ -272,10 +272,14 @@ def describe(first_batch: Callable[[], Any]) -> Any:
     named = named_leaves(
         batch, "batch", lambda value: isinstance(value, dict) and value is not batch
     )
-    others = [path for path, leaf in named if not isinstance(leaf, paddle.Tensor)]
+    others = [
+        path
+        for path, leaf in named
+        if not (isinstance(leaf, paddle.Tensor) and leaf.is_dist())
+    ]
     if others:
         raise BatchStructureError(
-            f"dist.to_static takes tensors and lists of them only, but {', '.join(others)} are none. Take them "
-            "out of the batch with a collate_fn, or give to_static an input_spec."
+            f"dist.to_static takes distributed tensors and lists of them only, but {', '.join(others)} are none. Take "
+            "them out of the batch with a collate_fn, or give to_static an input_spec; leave out local=True."
         )
     return batch

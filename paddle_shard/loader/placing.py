@@ -21,7 +21,7 @@ from paddle_shard.plan.step import as_ids
 from paddle_shard.ranks.batch_check import summary
 from paddle_shard.reading.batch import NO_PLACEHOLDER, Batch
 from paddle_shard.reading.digest import WHOLE, digest
-from paddle_shard.reading.executor import MAKING_TENSORS, read_errors
+from paddle_shard.reading.executor import MAKING_TENSORS, read_error
 from paddle_shard.reading.tensors import as_array, becomes_tensor
 
 
@@ -48,18 +48,21 @@ class Placing:
         if setup.compared_ranks is not None:
             self._summarize(batch)
         step = batch.step
-        with no_fork, read_errors(step, MAKING_TENSORS):
-            recipe, parts = setup.placer.recipe(
-                batch.value,
-                lambda value: setup.rows.of(step, value, setup.placer),
-                (step.num_rows, step.micro_size),
-            )
-            finish = recipe.begin(parts, batch.owned, self._maker)
-            if recipe.is_host and self._maker.is_on_cpu:
-                batch.value = finish()
-            else:
-                batch.value = None
-                batch.finish = finish
+        try:
+            with no_fork:
+                recipe, parts = setup.placer.recipe(
+                    batch.value,
+                    lambda value: setup.rows.of(step, value, setup.placer),
+                    (step.num_rows, step.micro_size),
+                )
+                finish = recipe.begin(parts, batch.owned, self._maker)
+                if recipe.is_host and self._maker.is_on_cpu:
+                    batch.value = finish()
+                else:
+                    batch.value = None
+                    batch.finish = finish
+        except Exception as error:
+            raise read_error(error, step, MAKING_TENSORS) from None
         batch.placed = recipe
         batch.count()
         batch.delivered_ids = setup.delivered_ids(batch)

@@ -27,7 +27,7 @@ from paddle_shard.ranks.decision import END, FAIL
 from paddle_shard.ranks.replicas import LeaderStoppedError
 from paddle_shard.ranks.reports import report_of
 from paddle_shard.reading.batch import NO_PLACEHOLDER, Batch
-from paddle_shard.reading.executor import MAKING_TENSORS, Executor, read_errors
+from paddle_shard.reading.executor import MAKING_TENSORS, Executor, read_error
 from paddle_shard.reading.profile import READING_AHEAD, Profiler
 from paddle_shard.reading.worker_guards import signals_held
 
@@ -209,13 +209,14 @@ class StepPass:
         """Do the rest of placing a batch, which belongs to the training thread."""
         assert batch.finish is not None
         try:
-            with no_fork, read_errors(batch.step, MAKING_TENSORS):
+            with no_fork:
                 batch.value = batch.finish()
         except Exception as error:
+            failure = read_error(error, batch.step, MAKING_TENSORS)
             if self._agreement is not None:
-                self._agreement.fail(report_of(error))
+                self._agreement.fail(report_of(failure))
             self.close()
-            raise
+            raise failure from None
         batch.finish = None
 
     def _end(self) -> None:

@@ -9,6 +9,8 @@ from itertools import count
 from operator import itemgetter
 from typing import Any
 
+import numpy as np
+
 from paddle_shard.core.trees import is_sequence, mapped, named_leaves, rebuild
 from paddle_shard.core.warn_once import warn_once
 from paddle_shard.errors import BatchStructureError
@@ -33,6 +35,7 @@ class BatchPlacer:
     input_keys: Sequence[Any] | None
     placements: Any
     dense_tensor_idx: Sequence[Sequence[int]] | None
+    local: bool
     pad_to: PadTo | None
     """If given, tensors stay `Unplaced` until all ranks' lengths are known."""
     global_rank: int
@@ -93,15 +96,15 @@ class BatchPlacer:
             TypeError: An array has a dtype that Paddle does not have.
         """
         fields = self._fields(batch)
-        named = named_leaves(fields, "", is_row_like)
-        form = type(batch), key, *((path, *_form(leaf)) for path, leaf in named)
+        leaves: list[Any] = []
+        form = type(batch), key, _form(fields, leaves)
         recipe = self._recipes.get(form)
         if recipe is None:
             recipe = self._compile(batch, fields, rows_of(batch))
             if len(self._recipes) >= _MOST_RECIPES:
                 self._recipes.clear()
             self._recipes[form] = recipe
-        return recipe, [leaf for _, leaf in named]
+        return recipe, leaves
 
     def _compile(
         self, batch: Any, fields: dict[Any, Any], rows: BatchRows
@@ -175,9 +178,10 @@ class BatchPlacer:
         local_items = dict(enumerate(self.dense_tensor_idx or ()))
         for number, (name, value) in enumerate(fields.items()):
             entry = overrides.get(name, entries[number])
-            yield from _leaves_of_field(
+            for leaf in _leaves_of_field(
                 value, f"[{name!r}]", entry, local_items.get(number, ())
-            )
+            ):
+                yield leaf._replace(layout=leaf.layout.local) if self.local else leaf
 
     def _warn_about_keys(self, batch: Any) -> None:
         if self.input_keys is not None and isinstance(batch, Mapping):
@@ -209,13 +213,17 @@ def _leaves_of_field(
             yield Leaf(leaf_path, leaf, layout.local if is_local else layout)
 
 
-def _form(leaf: Any) -> tuple[Any, ...]:
-    """Return what the recipe of a leaf depends on."""
-    if isinstance(leaf, list):
-        return list, len(leaf)
-    return (
-        type(leaf),
-        tuple(getattr(leaf, "shape", ())),
-        getattr(leaf, "dtype", None),
-        str(getattr(leaf, "place", "")),
-    )
+def _form(value: Any, leaves: list[Any]) -> tuple[Any, ...]:
+    """Return what the recipe of a part of a batch depends on, and append its leaves to a list."""
+    kind = type(value)
+    if kind is not np.ndarray:
+        if isinstance(value, Mapping):
+            forms = [_form(child, leaves) for child in value.values()]
+            return kind, *value, *forms
+        if is_sequence(value) and not is_row_like(value):
+            return kind, *[_form(child, leaves) for child in value]
+    leaves.append(value)
+    if kind is list:
+        return kind, len(value)
+    place = "" if kind is np.ndarray else str(getattr(value, "place", ""))
+    return kind, *getattr(value, "shape", ()), getattr(value, "dtype", None), place

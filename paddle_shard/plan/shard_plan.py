@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import pairwise
@@ -291,7 +291,9 @@ class ShardPlan:
         first, num_rows, _ = self._extent(step)
         return max(0, first + num_rows - self.num_positions)
 
-    def _are_valid(self, order: Order, positions: Indices) -> npt.NDArray[np.bool_]:
+    def _are_valid(self, order: Order, first: int, rows: Rows) -> npt.NDArray[np.bool_]:
+        """Return which rows of the global batch that begins at position `first` are valid."""
+        positions = first + rows
         valid = positions < self.num_positions
         if self.ordering.pads_first:
             valid &= order(positions % self.num_positions) < self.num_samples
@@ -397,22 +399,25 @@ class ShardPlan:
 # Steps and places
 
 
-def global_batch(plan: ShardPlan, epoch: int, step: int) -> GlobalBatch:
-    """Return the global batch of a plan at a step of an epoch, of which a rank takes its rows."""
-    first, num_rows, micro_size = plan._extent(step)
+def global_batches(
+    plan: ShardPlan, epoch: int, steps: Iterable[int]
+) -> Iterator[GlobalBatch]:
+    """Yield the global batches of a plan at some steps of an epoch, of which a rank takes its rows."""
     order = plan.order(epoch=epoch)
-    num_positions = min(num_rows, plan.num_positions - first)
-    valid = None
-    if num_positions < num_rows or plan.ordering.pads_first:
-        valid = lambda rows: plan._are_valid(order, first + rows)  # noqa: E731
-    return GlobalBatch(
-        number=step,
-        num_rows=num_rows,
-        micro_size=micro_size,
-        num_positions=num_positions,
-        take=partial(plan._samples_at_rows, order, epoch, first),
-        valid=valid,
-    )
+    for step in steps:
+        first, num_rows, micro_size = plan._extent(step)
+        num_positions = min(num_rows, plan.num_positions - first)
+        valid = None
+        if num_positions < num_rows or plan.ordering.pads_first:
+            valid = partial(plan._are_valid, order, first)
+        yield GlobalBatch(
+            step,
+            num_rows,
+            micro_size,
+            num_positions,
+            take=partial(plan._samples_at_rows, order, epoch, first),
+            valid=valid,
+        )
 
 
 def step_of_plan(
@@ -423,7 +428,7 @@ def step_of_plan(
     balance_rows: BalanceRows | None = None,
 ) -> Step | None:
     """Return a step of a plan with all its rows; None if it is skipped."""
-    batches = [global_batch(plan, epoch, step)]
+    batches = global_batches(plan, epoch, [step])
     steps = rank_steps(
         batches,
         epoch,

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Generator, Iterable, Sequence
-from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -47,8 +46,7 @@ NO_SAMPLER = SamplerStep()
 """A step of an order that is not the user's."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class Step(NamedTuple):
     """What this rank reads at one step of an epoch, and what the state must remember after it."""
 
     epoch: int
@@ -82,7 +80,7 @@ class Step:
         """Return the step without what only the state needs, to send it to a worker."""
         if self.sampler is NO_SAMPLER:
             return self
-        return replace(self, valid=None, sampler=NO_SAMPLER)
+        return self._replace(valid=None, sampler=NO_SAMPLER)
 
 
 class GlobalBatch(NamedTuple):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import NamedTuple, TypeAlias
 
@@ -17,7 +16,7 @@ from paddle_shard.ranks.agreement import Agreement
 from paddle_shard.ranks.broadcast import Broadcast, address_of, connected
 from paddle_shard.reading.batch import Batch
 from paddle_shard.reading.channel import Channel
-from paddle_shard.reading.executor import Executor, read_errors
+from paddle_shard.reading.executor import Executor, read_error
 from paddle_shard.reading.failure import ReadFailure
 
 Place: TypeAlias = Callable[[Batch], Batch]
@@ -75,8 +74,10 @@ class Replicas(NamedTuple):
 def _publish(broadcast: Broadcast, place: Place, batch: Batch) -> Batch:
     """Send a batch to the ranks that share this rank's reader, and place it."""
     action = "handing the batch to the ranks that share this rank's reader (replicas='each' reads on each)"
-    with read_errors(batch.step, action):
+    try:
         broadcast.send(batch)
+    except Exception as error:
+        raise read_error(error, batch.step, action) from None
     return place(batch)
 
 
@@ -111,7 +112,7 @@ class Subscribing(Executor):
             raise batch.error(step)
         # A source that has a state of its own is read by the leader only.
         sampler = batch.step.sampler
-        batch.step = replace(step, sampler=sampler) if step.parts else step
+        batch.step = step._replace(sampler=sampler) if step.parts else step
         if step.digest:  # of what this rank's sampler has drawn
             batch.digest = step.digest
         return batch

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -169,7 +169,7 @@ def joined(
     """
     chunk = chunks[0] if len(chunks) == 1 else _joined_chunk(chunks, places, even)
     if chunk.state is not None:
-        step = replace(step, sampler=SamplerStep(state=chunk.state))
+        step = step._replace(sampler=SamplerStep(state=chunk.state))
     is_padding = None if step.valid is None else ~step.valid
     if chunk.is_padding is not None:
         is_padding = np.frombuffer(chunk.is_padding, np.bool_)

@@ -128,10 +128,11 @@ class ChunkReader(Reader):
         is_whole = request.whole_items
         opening = replace(
             request.opening,
-            seed_generators=self.rng.seed,
+            rng=self.rng,
             skip_errors=self._how.skip_errors,
         )
         self._pass_number = request.iterator_number
+        self.owns_arrays = self._collate_fn is None and not is_whole
         self._next_step = request.step
         self._state = opening.state
         at_request = replace(opening, skip=request.position)
@@ -192,7 +193,11 @@ class ChunkReader(Reader):
         value = None
         skipped: list[tuple[int, str]] = []
         if is_whole or min(map(len, columns)) == size:  # else rows are missing
-            samples = [columns[part][row] for part, row in places]
+            samples: list[Any] = []
+            stripe = request.plan.stripe
+            for first in range(0, size, stripe):
+                for column in columns:
+                    samples += column[first : first + stripe]
             value, skipped = self._collated_samples(samples, places, request)
             skipped = [(row, text) for row, text in skipped if not padding[row]]
         state = None
@@ -409,7 +414,7 @@ class OwnBatches:
                 "and only its last may have fewer."
             )
         state = {**batch.step.sampler.state, "rows": wanted}
-        batch.step = replace(batch.step, sampler=SamplerStep(state=state))
+        batch.step = batch.step._replace(sampler=SamplerStep(state=state))
         places = np.arange(wanted)
         if rows < wanted or batch.is_empty:
             batch.is_padding = places >= (0 if batch.is_empty else rows)

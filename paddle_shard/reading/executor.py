@@ -10,7 +10,7 @@ import contextlib
 import logging
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from paddle.base.framework import _current_expected_place_, _dygraph_place_guard
@@ -80,15 +80,11 @@ class Executor:
         """
 
 
-@contextlib.contextmanager
-def read_errors(step: Step, action: str) -> Iterator[None]:
-    """Raise an error inside the `with` block as the `DataReadError` of a step; errors of this package stay."""
-    try:
-        yield
-    except PaddleShardError:
-        raise
-    except Exception as error:
-        raise ReadFailure.of(error, what=action).error(step) from None
+def read_error(error: Exception, step: Step, action: str) -> Exception:
+    """Return the `DataReadError` of a step for an error; errors of this package stay what they are."""
+    if isinstance(error, PaddleShardError):
+        return error
+    return ReadFailure.of(error, what=action).error(step)
 
 
 _USED_LATER = (
@@ -132,10 +128,14 @@ class _ReadingExecutor(Executor):
                 "same stream and keeps its own rows. Seed what draws random numbers in it alike in all of them. "
                 "Leave a split among the workers (by worker_init_fn, or by their number) to this loader."
             )
-        with read_errors(step, "joining the rows of several workers"):
+        try:
             batch = joined(step, chunks, self._places, self._even)
             if step.parts and step.parts[0].whole_items:
                 self._own_batches.complete(batch, step.parts[0])
+        except Exception as error:
+            raise read_error(
+                error, step, "joining the rows of several workers"
+            ) from None
         return batch
 
 
@@ -159,6 +159,7 @@ class InlineExecutor(_ReadingExecutor):
         """Begin; a single reader has all parts of a step."""
         super().__init__()
         self._reader = reader
+        self._lock = forks.reader_lock()
         self._look: Look = "first"
         self._last: Step | None = None
 
@@ -195,7 +196,7 @@ class InlineExecutor(_ReadingExecutor):
         look = "last" if step is self._last and not self._look else self._look
         self._look = ""
         request = step.parts[0] if step.parts else step
-        with forks.reader_gate.reading() if in_thread else on_cpu():
+        with self._lock if in_thread else on_cpu():
             answer = self._reader.read(request, None, look)
         batch = self._join([answer])
         batch.owned = self._reader.owns_arrays

@@ -21,13 +21,13 @@ from paddle_shard.core.randomness import Generator
 from paddle_shard.core.trees import leaves, mapped, named_leaves
 from paddle_shard.core.warn_once import warn_once
 from paddle_shard.data.arrays import ArrayDataset
+from paddle_shard.data.sample_rng import SampleRng
 from paddle_shard.errors import described
 from paddle_shard.plan.seeding import derive_seed, mix
 from paddle_shard.plan.step import Step
 from paddle_shard.reading.batch import Chunk
 from paddle_shard.reading.digest import WHOLE, digest
 from paddle_shard.reading.failure import ReadFailure
-from paddle_shard.reading.sample_rng import SampleRng
 from paddle_shard.reading.tensors import as_array, is_tensor
 
 Look = Literal["", "first", "last"]
@@ -105,28 +105,35 @@ class Reader:
         """
         if isinstance(request, DigestRequest):
             return self.digests(request.samples)
+        seeded = self.rng.seeds
+        looks = self.rng.looks and look != ""
+        if not (seeded or looks):
+            return self._read(request, worker)
+        with self.rng.reading(look=looks, keep=worker is None):
+            answer = self._read(request, worker)
+        is_late = look == "last" and self.rng.seeds and not seeded
+        if is_late and isinstance(answer, Chunk):
+            return answer._replace(used_rng_late=True)
+        return answer
+
+    def _read(self, request: Any, worker: int | None) -> Chunk | ReadFailure:
         self._action = "reading"
         self._index = None
         # SystemExit would end a worker silently.
         errors = Exception if worker is None else BaseException
-        seeded = self.rng.seeds
-        with self.rng.reading(look=bool(look), keep=worker is None):
-            try:
-                chunk = self._rows(request)
-            except KeyboardInterrupt:
-                raise
-            except errors as error:
-                indices = self._explain(error, request)
-                return ReadFailure.of(
-                    error,
-                    worker=worker,
-                    what=self._action,
-                    index=self._index,
-                    indices=indices,
-                )
-        if look == "last" and self.rng.seeds and not seeded:
-            chunk = chunk._replace(used_rng_late=True)
-        return chunk
+        try:
+            return self._rows(request)
+        except KeyboardInterrupt:
+            raise
+        except errors as error:
+            indices = self._explain(error, request)
+            return ReadFailure.of(
+                error,
+                worker=worker,
+                what=self._action,
+                index=self._index,
+                indices=indices,
+            )
 
     def digests(self, samples: Sequence[Any]) -> list[int]:
         """Return a digest of each of some samples, by which ranks and later runs know that they have the same data.
@@ -316,9 +323,11 @@ def _itself(index: Any) -> Any:
 def _call_and_check(function: Callable[[Any], Any], samples: Any) -> Any:
     """Return what a function of the user's makes of samples, whose arrays must be what Paddle takes them for."""
     batch = function(samples)
-    for path, leaf in named_leaves(batch):
-        if isinstance(leaf, np.ndarray):
-            reject_uint16(leaf, path)
+    arrays = [leaf for leaf in leaves(batch) if isinstance(leaf, np.ndarray)]
+    if any(array.dtype == np.uint16 for array in arrays):
+        for path, leaf in named_leaves(batch):
+            if isinstance(leaf, np.ndarray):
+                reject_uint16(leaf, path)
     return batch
 
 

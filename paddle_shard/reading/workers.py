@@ -127,7 +127,7 @@ class WorkerPool:
             _processes.add(os.getpid())
             multiprocessing.util.Finalize(None, _shut_down_all, exitpriority=0)
         try:
-            with forks.reader_gate.closed(), signals_held():
+            with forks.between_batches(), signals_held():
                 for number in range(self.num_workers):
                     self._start_worker(number, seed)
         except OSError as error:

@@ -35,7 +35,7 @@ numbers = count(1)
 
 
 class _Delivery(NamedTuple):
-    """One delivered batch, and those before it: a list that grows by one assignment."""
+    """One delivered batch."""
 
     ids: Ids
     """Samples in this process's slice, without padding."""
@@ -45,9 +45,6 @@ class _Delivery(NamedTuple):
     """Samples that the user's sampler drew for all ranks."""
     num_positions: int
     """Positions of the order that the batch, and the skipped steps before it, hold."""
-    previous: _Delivery | None = None
-    number: int = 0
-    """Number of deliveries in the list."""
 
 
 class Position(NamedTuple):
@@ -60,7 +57,9 @@ class Position(NamedTuple):
     """State of the user's own sampler after the newest batch."""
     totals: Mapping[Owner, Total] = MappingProxyType({})
     """Totals of the deliveries that are not in `recent`."""
-    recent: _Delivery | None = None
+    recent: Any = None
+    """(newest delivery, those before it in the same form), or None: a list that grows by one assignment."""
+    num_recent: int = 0
 
 
 class IteratorProgress:
@@ -131,25 +130,27 @@ class IteratorProgress:
         self, delivery: _Delivery, steps: int, sampler_state: Any, *, ended: bool
     ) -> None:
         before = self.position
-        previous = before.recent
-        totals = before.totals
-        if previous is not None and previous.number >= _MOST_RECENT:
-            totals = self._totals(before)
-            previous = None
-        number = 1 if previous is None else previous.number + 1
-        recent = delivery._replace(previous=previous, number=number)
-        samples = before.samples + delivery.num_positions
-        self.position = Position(samples, steps, ended, sampler_state, totals, recent)
+        if before.num_recent >= _MOST_RECENT:
+            before = self._settled(before)
+        self.position = Position(
+            before.samples + delivery.num_positions,
+            steps,
+            ended,
+            sampler_state,
+            before.totals,
+            (delivery, before.recent),
+            before.num_recent + 1,
+        )
 
-    def _totals(self, position: Position) -> Mapping[Owner, Total]:
-        """Return the totals of all deliveries."""
-        recent = []
-        entry = position.recent
-        while entry is not None:
-            recent.append(entry)
-            entry = entry.previous
+    def _settled(self, position: Position) -> Position:
+        """Return a position with its recent deliveries added to the totals."""
+        recent: list[_Delivery] = []
+        older = position.recent
+        while older is not None:
+            delivery, older = older
+            recent.append(delivery)
         if not recent:
-            return position.totals
+            return position
         totals = dict(position.totals)
         if self._owner is not None:
             expected = sum(len(entry.ids) + entry.num_unread for entry in recent)
@@ -159,12 +160,12 @@ class IteratorProgress:
             expected = sum(entry.num_positions for entry in recent)
             total = _total((entry.drawn for entry in recent), expected)
             totals[DRAWN] = plus(totals.get(DRAWN, Total()), total)
-        return totals
+        return position._replace(totals=totals, recent=None, num_recent=0)
 
     def fold(self) -> Position:
         """Add the recent deliveries to the totals; return the position."""
         position = self.position
-        folded = position._replace(totals=self._totals(position), recent=None)
+        folded = self._settled(position)
         if self.position is position:  # else a handler has delivered, or another thread
             self.position = folded
         return folded

@@ -15,6 +15,7 @@ from paddle_shard.errors import (
     SplitError,
 )
 from tests.data.source_laws import check_laws, steps_of
+from tests.helpers import SeededBy
 from tests.optional import needs
 
 datasets = needs("datasets")
@@ -150,7 +151,7 @@ def test_huggingface_map_draws_by_part_and_sample_alone():
             parts=(0, 1),
             num_parts=2,
             seed=seed,
-            seed_generators=lambda s, n=0: np.random.seed((s + n) % 2**32),
+            rng=SeededBy(lambda s, n=0: np.random.seed((s + n) % 2**32)),
         )
         return [[sample["noise"] for sample in items] for items in source.open(opening)]
 

@@ -12,6 +12,7 @@ from paddle_shard.data.external import IterableSource
 from paddle_shard.data.stages.stage import Opening
 from paddle_shard.errors import ArgumentError, ArgumentTypeError
 from paddle_shard.plan.seeding import mix
+from tests.helpers import SeededBy
 
 
 def seed_generators(key, number=None):
@@ -21,7 +22,7 @@ def seed_generators(key, number=None):
 
 
 def opening(**options):
-    return Opening(parts=(0,), num_parts=1, seed_generators=seed_generators, **options)
+    return Opening(parts=(0,), num_parts=1, rng=SeededBy(seed_generators), **options)
 
 
 def read(source, **options):

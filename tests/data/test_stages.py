@@ -33,6 +33,7 @@ from paddle_shard.plan.seeding import mix
 from paddle_shard.plan.weights import Segment
 from paddle_shard.reading.chunk_reader import ChunkReader, ChunkRequest
 from paddle_shard.reading.reader import HowToRead
+from tests.helpers import SeededBy
 from tests.trials import trials
 
 chains_settings = settings(max_examples=trials(60))
@@ -67,7 +68,7 @@ class Parts(Stage):
 def opening(num_parts=1, parts=None, **options):
     held = tuple(range(num_parts)) if parts is None else parts
     return Opening(
-        parts=held, num_parts=num_parts, seed_generators=seed_generators, **options
+        parts=held, num_parts=num_parts, rng=SeededBy(seed_generators), **options
     )
 
 

@@ -36,6 +36,7 @@ RANKS = {
     "checkpoint.md": 2,
     "elastic.md": 2,
     "failures.md": 2,
+    "static.md": 2,
     "tutorial.md": 2,
 }
 RANKS |= {"from_paddle.md": 2, "migration.md": 2}

@@ -2,7 +2,6 @@
 
 import os
 import random
-from dataclasses import replace
 from itertools import count
 
 import numpy as np
@@ -36,6 +35,7 @@ from paddle_shard.reading.batch import Chunk, joined
 from paddle_shard.reading.chunk_reader import ChunkReader, ChunkRequest, OwnBatches
 from paddle_shard.reading.failure import ReadFailure
 from paddle_shard.reading.reader import HowToRead
+from tests.helpers import SeededBy
 from tests.trials import trials
 
 GENERATORS = (NumpyGenerator(), PythonGenerator())
@@ -354,7 +354,7 @@ def plain_opening(plan, part, number, **options):
         num_parts=plan.num_parts,
         stripe=plan.stripe,
         round=number,
-        seed_generators=seed_all,
+        rng=SeededBy(seed_all),
         **options,
     )
 
@@ -885,7 +885,7 @@ def test_a_ranks_own_short_batch_is_filled_with_its_last_row(made):
         whole_items=True,
         local_rows=0,
     )
-    own, step = OwnBatches(), replace(STEP, sampler=SamplerStep(state={"rows": 0}))
+    own, step = OwnBatches(), STEP._replace(sampler=SamplerStep(state={"rows": 0}))
     values = [made([[n, n] for n in range(rows)]) for rows in (3, 2)]
     found = [ReadBatch(step=step, value=value, is_padding=None) for value in values]
     for one in found:

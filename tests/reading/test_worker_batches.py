@@ -8,7 +8,6 @@ import signal
 import time
 import weakref
 from collections import namedtuple
-from dataclasses import replace
 from itertools import islice
 
 import numpy as np
@@ -365,8 +364,7 @@ def test_worker_gets_ids_as_they_are_and_no_state(dtype):
         def read(self, asked, worker, look=""):
             return Chunk([asked.ids, asked.number, *asked.sampler, asked.valid])
 
-    step = replace(
-        a_step(3, np.arange(LARGE).astype(dtype)),
+    step = a_step(3, np.arange(LARGE).astype(dtype))._replace(
         sampler=SamplerStep([1, 2], lambda: 0),
         valid=np.ones(2, bool),
     )

@@ -101,7 +101,7 @@ class HuggingFaceSource(PartsSource):
 
     def part(self, part: int, opening: Opening) -> Samples:
         """See `PartsSource`."""
-        opening.seed_generators(opening.key(part, "source"))
+        opening.rng.seed(opening.key(part, "source"))
         # A copy, so that its epoch can be set.
         dataset = self._dataset.shard(num_shards=opening.num_parts, index=part)
         set_epoch_of(dataset, opening)

@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, cast
 
 from paddle_shard.core.checks import listed
+from paddle_shard.core.warn_once import warn_once
 from paddle_shard.data.files.counts import DAMAGE, Format, ShardEntry, file_source
 from paddle_shard.data.files.files import (
     BUFFER,
@@ -34,6 +35,11 @@ _PICKLED = (".pkl", ".pickle", ".pyd", ".pth")
 """Endings of files that WebDataset's decoders unpickle, which runs what the file says."""
 _META = re.compile(r"__[^/]*__($|/)")
 """Matches the names of members that are not samples: WebDataset's `skip_meta`."""
+
+_APART = (
+    "the key %r comes twice in %s, with other samples between: WebDataset takes its files for two samples. If they are "
+    "one, pack them one after the other, as by tar --sort=name."
+)
 
 Sample = dict[str, Any]
 """A dict with `__key__`, `__url__`, and the bytes of each file; its key is the rest of the file's name."""
@@ -86,7 +92,12 @@ def tar_samples(
                         "`tar --concatenate`"
                     )
 
+    keys: set[str] = set()
     for sample in group_by_keys(members(), handler=_raised):
+        key = sample["__key__"]
+        if key in keys:
+            warn_once(_APART, key, base_name(name))
+        keys.add(key)
         yield begin, sample
         begin = following  # when a sample is yielded, the first member of the next one has been read, but no more
 
@@ -249,7 +260,11 @@ def expand(urls: Paths) -> list[str]:
         urls = [urls]
     if isinstance(urls, Iterable):
         braces = webdataset.shardlists.expand_urls
-        urls = [name for url in urls for name in braces(os.fspath(url))]
+        urls = [
+            name
+            for given in [os.fspath(url) for url in urls]
+            for name in ([given] if os.path.exists(given) else braces(given))
+        ]
     return matched(urls)
 
 

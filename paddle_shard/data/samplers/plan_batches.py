@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from paddle_shard.plan.orders import ordering_of
-from paddle_shard.plan.shard_plan import BatchSizes, ShardPlan, global_batch
+from paddle_shard.plan.shard_plan import BatchSizes, ShardPlan, global_batches
 from paddle_shard.plan.skips import Ranges
 from paddle_shard.plan.state import LoaderState
 from paddle_shard.plan.step import BalanceRows, GlobalBatch, RowsOf, Step, rank_steps
@@ -158,8 +158,8 @@ class PlanBatches(IndexBatches):
     def batches(self, start: LoaderState) -> Iterator[GlobalBatch]:
         """Iterate over the global batches of an epoch; any position costs the same to begin at."""
         plan = self.plan_of(start)
-        for step in range(start.steps, 0 if start.ended else plan.num_steps):
-            yield global_batch(plan, start.epoch, step)
+        steps = range(start.steps, 0 if start.ended else plan.num_steps)
+        return global_batches(plan, start.epoch, steps)
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what the order depends on: JSON-able, without the batch size."""

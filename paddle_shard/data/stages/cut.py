@@ -78,18 +78,18 @@ class _Turns:
         # Readers may reach later rounds at different steps.
         self._seen = None if opening.round else opening.seen
         # Only the reader of a part keeps its queue alive, so samples that no reader takes do not pile up.
-        self._queues: dict[int, ref[deque[Any]]] = {}
+        self._queues: dict[int, ref[deque[list[Any]]]] = {}
 
     def of(self, part: int) -> Samples:
         """Return the samples of a part; its queue is there before another part is read."""
-        queue: deque[Any] = deque()
+        queue: deque[list[Any]] = deque()
         self._queues[part] = ref(queue)
         return self._taken(queue)
 
-    def _taken(self, queue: deque[Any]) -> Samples:
+    def _taken(self, queue: deque[list[Any]]) -> Samples:
         while queue or self._read():
             while queue:
-                yield queue.popleft()
+                yield from queue.popleft()
 
     def _read(self) -> bool:
         """Read the next turn of the stream, a stripe for each part, into the queues of the parts; False at the end."""
@@ -111,7 +111,7 @@ class _Turns:
         for part, queue_of in self._queues.items():
             queue = queue_of()
             if queue is not None:
-                queue.extend(turn[part * size : (part + 1) * size])
+                queue.append(turn[part * size : (part + 1) * size])
         return len(turn) > 0
 
 

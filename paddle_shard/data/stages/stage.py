@@ -8,12 +8,11 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from paddle_shard.data.files.files import FileVersion
+from paddle_shard.data.sample_rng import SampleRng
 from paddle_shard.errors import ArgumentError, described
 from paddle_shard.plan.seeding import derive_seed
 
-
-def _leave_generators(key: int, number: int | None = None) -> None:
-    """Seed nothing."""
+_NO_GENERATORS = SampleRng(())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,9 +39,8 @@ class Opening:
     """Samples of each part to leave out at its beginning."""
     state: Any = None
     """State of the library that reads, after the last delivered sample; `skip` counts from there."""
-    seed_generators: Callable[..., None] = _leave_generators
-    """Seeds the global random generators, given a key and perhaps a number; see `SampleRng.seed`. It is called before
-    each call of the user's code."""
+    rng: SampleRng = _NO_GENERATORS
+    """Seeds the global random generators before each call of the user's code."""
 
     seen: Callable[[int, Any], None] | None = None
     """Called with (number, sample) for each sample at the cut of a stream that all readers read whole."""
@@ -92,14 +90,17 @@ class Opening:
             first: Number of the first item.
         """
         key = self.key(part, "source")
-        seed = self.seed_generators
+        rng = self.rng
         begin = first + self.skip
         if first:
-            seed(key, first)
+            rng.seed(key, first)
         for number, item in enumerate(items, first):
             if number >= begin:
                 yield item
-            seed(key, number + 1)
+            if not rng.seeds:  # nor later in this pass
+                yield from islice(items, max(0, begin - number - 1), None)
+                return
+            rng.seed(key, number + 1)
 
 
 @dataclass(frozen=True, slots=True)

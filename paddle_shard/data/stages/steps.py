@@ -39,11 +39,20 @@ class Map(Transform):
     def transform(self, items: Samples, part: int, opening: Opening) -> Samples:
         """Yield the results of the function."""
         key = opening.key(part, "map", self.depth)
-        call = opening.call
+        function = self._function
+        rng = opening.rng
         for number, item in enumerate(items, opening.skip):
+            if isinstance(item, Unreadable):
+                yield Unreadable(item.why)
+                continue
             # After `items` has run, which may seed the generators, too.
-            opening.seed_generators(key, number)
-            yield call(self._function, item)
+            if rng.seeds:
+                rng.seed(key, number)
+            try:
+                result = function(item)
+            except Exception as error:
+                result = opening.failed(item, error)
+            yield result
 
     def origin(self, opening: Opening, part: int, number: int) -> str | None:
         """Return the origin of the sample before the change."""
@@ -63,7 +72,7 @@ class Filter(Transform):
         """Yield the samples that are kept."""
         key = opening.key(part, "filter", self.depth)
         for number, item in enumerate(items):
-            opening.seed_generators(key, number)
+            opening.rng.seed(key, number)
             keep = opening.call(lambda sample: bool(self._predicate(sample)), item)
             if keep:
                 yield keep if isinstance(keep, Unreadable) else item
@@ -117,11 +126,11 @@ class Unbatch(Transform):
         self, group: Any, opening: Opening, key: int, numbers: Iterator[int]
     ) -> Samples:
         """Yield the items of a sample as they are read; after one that cannot be read, there are no others."""
-        opening.seed_generators(key, next(numbers))
+        opening.rng.seed(key, next(numbers))
         try:
             for item in group:
                 yield item
-                opening.seed_generators(key, next(numbers))
+                opening.rng.seed(key, next(numbers))
         except Exception as error:
             yield opening.failed(group, error)
 

@@ -35,7 +35,7 @@ class SampleRng:
         self.seeds = uses_rng is not False and len(generators) > 0
         self._used = False
         self._marks: list[Any] | None = None
-        """The generators' marks after the last seeding, while a batch is looked at; None otherwise."""
+        """The generators' marks at the beginning or after the last seeding, while a batch is looked at; else None."""
 
     def seed(self, key: int, number: int | None = None) -> None:
         """Seed the generators with a key in [0, 2^64), or for a number under that key, if samples use them."""
@@ -49,7 +49,7 @@ class SampleRng:
             self._marks = self._current_marks()
 
     def _look(self) -> None:
-        if self._marks and not self._used:
+        if self._marks is not None and not self._used:
             self._used = self._current_marks() != self._marks
 
     def _current_marks(self) -> list[Any]:
@@ -57,20 +57,16 @@ class SampleRng:
 
     @contextmanager
     def reading(self, *, look: bool, keep: bool) -> Iterator[None]:
-        """Read one batch inside the `with` block.
+        """Read one batch inside the `with` block, seeding each sample.
 
         Args:
             look: Find out whether the batch uses the generators, and go by that from then on.
             keep: Restore the generators at the end: they belong to the training loop.
         """
-        look = look and self.looks
-        if not (look or self.seeds):
-            yield
-            return
         before = states(self._generators) if keep else None
         self.seeds = True
         self._used = False
-        self._marks = [] if look else None
+        self._marks = self._current_marks() if look else None
         try:
             yield
             self._look()
