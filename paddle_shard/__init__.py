@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # what type checkers and editors see of the names below
     from paddle_shard.data.mixture import Mixture as Mixture
     from paddle_shard.data.packed import Packed as Packed
     from paddle_shard.data.stream import Stream as Stream
+    from paddle_shard.extras.buckets import BucketBatchSampler as BucketBatchSampler
     from paddle_shard.extras.checkpoints import Checkpoints as Checkpoints
     from paddle_shard.extras.ray_readers import RayReaders as RayReaders
     from paddle_shard.extras.state_tensor import state_from_tensor as state_from_tensor
@@ -36,6 +37,7 @@ from paddle_shard.version import VERSION as __version__
 _LAZY = {
     "ArrayDataset": "paddle_shard.data.arrays",
     "Balanced": "paddle_shard.placement.field",
+    "BucketBatchSampler": "paddle_shard.extras.buckets",
     "Checkpoints": "paddle_shard.extras.checkpoints",
     "ExternalLoader": "paddle_shard.data.external",
     "Mixture": "paddle_shard.data.mixture",

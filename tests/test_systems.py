@@ -45,7 +45,7 @@ def test_a_plan_works_without_what_only_linux_has():
 
 
 @pytest.mark.parametrize(
-    "name", ["shard_dataloader", "Stream", "Checkpoints", "patch_paddle"]
+    "name", ["shard_dataloader", "Stream", "BucketBatchSampler", "patch_paddle"]
 )
 def test_a_loader_says_that_it_needs_linux(name):
     done = run(f"paddle_shard.{name}")

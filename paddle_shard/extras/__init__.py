@@ -1,1 +1,1 @@
-"""Leaves on the public API: commands, checkpoints, trainers, Ray readers, telemetry, sequences."""
+"""Leaves on the public API: commands, checkpoints, trainers, Ray readers, telemetry, sequences, buckets."""

@@ -169,6 +169,7 @@ def test_options_that_a_page_mentions_exist(page):
     classes = (
         paddle_shard.Mixture,
         paddle_shard.Packed,
+        paddle_shard.BucketBatchSampler,
     )
     classes = *classes, paddle_shard.Checkpoints, paddle_shard.TrainerCallback
     classes += paddle_shard.ExternalLoader, paddle_shard.RayReaders

@@ -7,7 +7,7 @@ import numpy as np
 import paddle
 from paddle.io import DataLoader
 
-from paddle_shard import Blocks, Mixture, Packed, ShardPlan, Stream
+from paddle_shard import Blocks, BucketBatchSampler, Mixture, Packed, ShardPlan, Stream
 from paddle_shard.testing.simulated import on_each_rank
 from tests.helpers import DP2, Made, local, sharded
 
@@ -116,6 +116,12 @@ CASES = {
     "packed": (
         lambda _: given(
             Packed([tokens(length) for length in LENGTHS], 10), shuffle=True
+        ),
+        {},
+    ),
+    "buckets": (
+        lambda _: DataLoader(
+            rows(), batch_sampler=BucketBatchSampler(np.array(LENGTHS), 6, window=12)
         ),
         {},
     ),

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from paddle.io import BatchSampler, DataLoader, IterableDataset
 
-from paddle_shard import Mixture
+from paddle_shard import BucketBatchSampler, Mixture
 from paddle_shard.errors import ArgumentError
 from paddle_shard.testing.simulated import on_each_rank
 from tests.helpers import ONE, Made, mesh, sharded
@@ -205,8 +205,7 @@ def test_batches_of_an_own_sampler_are_dealt():
     lengths = np.random.default_rng(0).integers(1, 99, 60)
 
     def run(balance):
-        order = np.argsort(lengths).tolist()
-        sampler = [order[first : first + 4] for first in range(0, 60, 4)]
+        sampler = BucketBatchSampler(lengths, max_tokens=400, multiple_of=2)
         given = DataLoader(Made(length=60), batch_sampler=sampler)
         with iter(sharded(given, mesh([0, 1]), balance=balance)) as batches:
             return [ids for ids, _ in rows_of(batches)]

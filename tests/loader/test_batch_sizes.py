@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from paddle.io import BatchSampler, DataLoader, IterableDataset
 
+import paddle_shard
 from paddle_shard.errors import ArgumentError, BatchSizeError
 from paddle_shard.testing.simulated import on_each_rank
 from tests.helpers import ONE, Made, mesh, sharded
@@ -108,7 +109,9 @@ def test_every_size_must_be_split_evenly():
         DataLoader(Made(), batch_size=None),
         DataLoader(
             Made(),
-            batch_sampler=BatchSampler(sampler=list(range(16)), batch_size=4),
+            batch_sampler=paddle_shard.BucketBatchSampler(
+                np.ones(16, int), batch_size=4
+            ),
         ),
     ],
 )

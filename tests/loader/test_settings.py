@@ -14,7 +14,7 @@ import pytest
 from paddle.io import DataLoader
 
 import paddle_shard
-from paddle_shard import Blocks, Mixture, Packed, Stream
+from paddle_shard import Blocks, BucketBatchSampler, Mixture, Packed, Stream
 from paddle_shard.data.files.shards import FileOptions
 from paddle_shard.errors import PaddleShardError
 from tests.data.source_laws import (
@@ -57,6 +57,13 @@ def index(
 
 def blocks(*, size=8, window=2):
     return index(order=Blocks(size=size, window=window))
+
+
+def buckets(*, lengths=LENGTHS, batch_size=4, **settings):
+    if "max_tokens" in settings:
+        batch_size = None
+    sampler = BucketBatchSampler(lengths, batch_size, **{"window": 16, **settings})
+    return sharded(DataLoader(Made(length=len(lengths)), batch_sampler=sampler), ONE)
 
 
 def packed(*, length=16, documents=DOCUMENTS, **settings):
@@ -213,6 +220,16 @@ CHANGES = {
         {"timeout": 60.0},
     ],
     blocks: [{"size": 4}, {"window": 3}],
+    buckets: [
+        {"batch_size": 6},
+        {"max_tokens": 60},
+        {"window": 32},
+        {"multiple_of": 2},
+        {"seed": 1},
+        {"drop_last": True},
+        {"lengths": LENGTHS[::-1].copy()},
+        {"lengths": LENGTHS[:-1].copy()},
+    ],
     packed: [
         {"length": 32},
         {"long": "drop"},
@@ -388,6 +405,18 @@ OPTIONS = {
         "record": "a file that is written beside the run",
     },
     "Blocks": {"size": (blocks, "size"), "window": (blocks, "window")},
+    "BucketBatchSampler": {
+        name: (buckets, name)
+        for name in (
+            "lengths",
+            "batch_size",
+            "max_tokens",
+            "window",
+            "multiple_of",
+            "seed",
+            "drop_last",
+        )
+    },
     "Mixture": {
         "sources": (mixture, "lengths"),
         "weights": (mixture, "schedule"),

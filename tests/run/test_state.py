@@ -60,6 +60,10 @@ SAMPLERS = {
     "Paddle's": lambda: DistributedBatchSampler(
         Ids(23), 4, num_replicas=1, rank=0, shuffle=True
     ),
+    "buckets": lambda: paddle_shard.BucketBatchSampler(np.arange(1, 24), 4, window=8),
+    "buckets of tokens": lambda: paddle_shard.BucketBatchSampler(
+        np.arange(1, 24), max_tokens=50, window=8
+    ),
     "own with a state": OwnWithState,
 }
 
