@@ -283,7 +283,7 @@ class ShardPlan:
     def padding(self, *, step: int) -> int:
         """Return how many rows, the last ones, the tail adds to the global batch at `step`.
 
-        With "paddle", the order itself has padding as well; see `valid`.
+        With "paddle", the order itself has padding as well (`GlobalBatch.valid`).
 
         Args:
             step: Step of the epoch, from 0.
