@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from itertools import chain, count, islice, repeat
+from itertools import chain, count, islice, repeat, takewhile
 from typing import Any, TypeVar
 
 import numpy as np
@@ -181,14 +181,30 @@ class UserBatches(IndexBatches):
     def _to_end(
         self, iteration: SamplerIteration, start: LoaderState
     ) -> Iterator[GlobalBatch]:
-        """Yield the batches of a pass; the last one is marked if its size or the length says that it may be the last.
+        """Yield the batches of a pass; the last one is marked if the length says that it may be the last.
 
-        If neither tells the end, the end is seen when the next batch is asked for.
+        If the length does not tell the end, the end is seen when the next batch is asked for.
         """
         steps = self.known_steps(start)
         if steps is not None and start.samples and self.consecutive:
             # Perhaps in another size from here on.
             steps += start.steps - -(-start.samples // (self.nominal_size or 1))
+        batches = self._batches(iteration, start)
+        for batch, is_last in seen_ahead(
+            batches, lambda batch: steps is not None and batch.number + 1 >= steps
+        ):
+            state = batch.sampler.state
+            if is_last and iteration.epoch in self._ends:
+                # A state that is saved here knows where the next epoch begins.
+                state = {**state, "end": self._ends[iteration.epoch]}
+            yield batch._replace(
+                sampler=batch.sampler._replace(is_last=is_last, state=state)
+            )
+
+    def _batches(
+        self, iteration: SamplerIteration, start: LoaderState
+    ) -> Iterator[GlobalBatch]:
+        """Yield the batches of a pass, the last one with the tail; none is marked as the last."""
         saved = start.sampler or {}
         is_restored = "now" in saved
         if is_restored:
@@ -198,13 +214,10 @@ class UserBatches(IndexBatches):
             drawn = self._replayed(iteration, start)
         number = start.steps
         least = self.nominal_size or 0
-
-        def may_be_last(sampled: Sampled) -> bool:
-            num_rows = len(sampled[0])
-            is_short = num_rows % self._unit > 0 or num_rows < least
-            return is_short or (steps is not None and number + 1 >= steps)
-
-        for (batch, state), is_last in seen_ahead(drawn, may_be_last):
+        for (batch, state), is_last in seen_ahead(
+            drawn,
+            lambda sampled: len(sampled[0]) % self._unit or len(sampled[0]) < least,
+        ):
             padding: list[Any] | None = []
             if is_last:
                 # A sampler that was resumed with its own state has not drawn the first samples again.
@@ -216,8 +229,7 @@ class UserBatches(IndexBatches):
                 self._check_size(batch, number)
             if padding is None:
                 break
-            noted = iteration.record(batch, state, is_last=is_last)
-            yield self._global(number, batch, padding, noted)
+            yield self._global(number, batch, padding, iteration.record(batch, state))
             number += 1
         if not start.samples and not iteration.head:
             raise ArgumentError(
@@ -225,7 +237,7 @@ class UserBatches(IndexBatches):
                 "If it can be iterated only once, give one whose __iter__ starts again each time."
             )
         if iteration.owner is not None:
-            self._ends[iteration.epoch] = iteration.state()
+            self._ends[iteration.epoch] = copy.deepcopy(iteration.owner.state_dict())
 
     def _head(self, iteration: SamplerIteration) -> list[Any]:
         """Return the first samples of an epoch that was resumed with the sampler's own state."""
@@ -252,7 +264,7 @@ class UserBatches(IndexBatches):
                     f"ends after {num_passed}: its order differs from the saved one. {_REPLAYED}"
                 )
             num_passed += len(batch)
-            iteration.record(batch, None, is_last=False)
+            iteration.record(batch, None)
         if num_passed > samples:
             raise StateError(
                 f"state is at sample {samples}, inside a batch of the batch_sampler {self._name}: give it the batch "
@@ -287,7 +299,7 @@ class UserBatches(IndexBatches):
         num_rows = self.tail.num_rows(len(batch), self.nominal_size or 0, self._unit)
         if num_rows == 0:
             # A sampler that drops short batches itself: all that it yields is served, smaller batches too.
-            if not getattr(self.batch_sampler, "drop_last", False):
+            if self.consecutive or not getattr(self.batch_sampler, "drop_last", False):
                 return None
             self._check_size(batch, step)
         if self.tail.refuses:
@@ -345,7 +357,6 @@ class SamplerIteration:
         self._sampler = sampler
         self._cut_size = of.nominal_size if of.consecutive else None
         """Size of the batches that are cut from single indices; None: the sampler yields batches."""
-        self._drops = of.tail.drops
         self.epoch = epoch
         seed = derive_seed("sampler", of.seed, epoch, *of.rank_seed)
         self._randomness = PrivateRandomness(of.generators, seed, of.around)
@@ -356,11 +367,10 @@ class SamplerIteration:
         """The object that holds the sampler's state, or None."""
         self._hash = hashlib.blake2b(digest_size=8)
         with self._randomness():
-            self.began = self.state()
+            self.began = self._state()
             """The owner's state at the beginning of the epoch."""
 
-    def state(self) -> Any:
-        """Return the owner's present state; None if there is none."""
+    def _state(self) -> Any:
         # Copy, since the sampler may go on to change the object that it returns.
         return None if self.owner is None else copy.deepcopy(self.owner.state_dict())
 
@@ -391,7 +401,7 @@ class SamplerIteration:
                     batch = next(source, _END)
                 if batch is _END:
                     return
-                after = self.state()
+                after = self._state()
             indices = _indices(batch, step)
             if len(self.head) < self.head_size:
                 self.head += indices
@@ -399,33 +409,27 @@ class SamplerIteration:
 
     def _begin(self, first_size: int) -> Iterator[Any]:
         source: Iterator[Any] = iter(self._sampler)
-        if self._cut_size is None:
+        size = self._cut_size
+        if size is None:
             return source
-        sizes = chain(filter(None, [first_size]), repeat(self._cut_size))
-        return self._cut(source, sizes)
-
-    def _cut(self, indices: Iterator[Any], sizes: Iterator[int]) -> Iterator[Any]:
-        for size in sizes:
-            batch = list(islice(indices, size))
-            if len(batch) < (size if self._drops else 1):
-                return
-            yield batch
+        sizes = chain([first_size] if first_size else [], repeat(size))
+        return takewhile(len, (list(islice(source, size)) for size in sizes))
 
     @property
     def digest(self) -> str:
         """Digest of the samples that were noted, in their order."""
         return self._hash.hexdigest()
 
-    def record(self, batch: list[Any], state: Any, *, is_last: bool) -> SamplerStep:
+    def record(self, batch: list[Any], state: Any) -> SamplerStep:
         """Record that a batch is served; return its samples and the state that resumes the sampler after it."""
         ids = as_ids(batch)
         self._hash.update(ids.tobytes())
-        saved = {"drawn": self.digest}
-        if self.owner is not None:
-            saved = {"now": state, "began": self.began}
-            if is_last:  # the next epoch begins there
-                saved["end"] = self.state()
-        return SamplerStep(ids, saved, is_last)
+        saved = (
+            {"drawn": self.digest}
+            if self.owner is None
+            else {"now": state, "began": self.began}
+        )
+        return SamplerStep(ids, saved, is_last=False)
 
 
 _END = object()
