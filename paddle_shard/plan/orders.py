@@ -151,7 +151,8 @@ def ordering_of(fingerprint: Mapping[str, Any]) -> Ordering | None:
         Blocks(size=16, window=4)
     """
     kinds: list[type[Ordering]] = [Mixing, PaddleSequential]
-    for kind in (*kinds, *map(type, ORDERINGS.values())):
+    kinds += [type(ordering) for ordering in ORDERINGS.values()]
+    for kind in kinds:
         if kind.name == fingerprint["shuffle"]:
             return kind.of_fingerprint(fingerprint)
     return None
