@@ -14,7 +14,14 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from paddle_shard.core.warn_once import warn_once
-from paddle_shard.data.stages.stage import Opening, PartsSource, Samples, Stage, Stated
+from paddle_shard.data.stages.stage import (
+    Lengths,
+    Opening,
+    PartsSource,
+    Samples,
+    Stage,
+    Stated,
+)
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, StateError
 
 VERSION = 1
@@ -286,7 +293,7 @@ class IterableSource(Stage):
             raise AssertionError("an iterable is cut by a stage behind it")
         return [self._items(opening)]
 
-    def lengths(self, opening: Opening) -> list[int] | None:
+    def lengths(self, opening: Opening) -> Lengths:
         """Return the length of a list; None for anything else."""
         return None if self._indexed is None else [len(self._indexed)]
 
@@ -301,8 +308,8 @@ class IterableSource(Stage):
         if not isinstance(items, list | tuple | range) or not items:
             return []
         with contextlib.suppress(TypeError, ValueError):  # no plain values
-            first, last = (json.dumps(item)[:100] for item in (items[0], items[-1]))
-            return [f"a list from {first} to {last}"]
+            ends = [json.dumps(item)[:100] for item in (items[0], items[-1])]
+            return [f"a list from {ends[0]} to {ends[1]}"]
         return []
 
     def _items(self, opening: Opening) -> Samples:
@@ -329,7 +336,7 @@ class IterableSource(Stage):
         if self._is_used:
             raise ArgumentError(
                 f"this {type(self._iterable).__name__} has been read already, and can be read only once. Give the "
-                "function that makes it, without calling it, so that each epoch can begin anew. (Describing the inputs "
+                "function that makes it, without calling it, so that each epoch begins anew. (Describing the inputs "
                 "to dist.to_static begins to read it: load a state, or set the epoch, before.)"
             )
         self._is_used = True

@@ -131,9 +131,8 @@ def _note_identity(setup: LoaderSetup, executor: Executor | None) -> None:
         setup.run.note_identity(identity_of_files(files))
         return
     reads = executor if isinstance(executor, WorkerExecutor) else setup.reading
-    plan = source.batches.plan_of(LoaderState())
     dataset = setup.dataloader.dataset
-    setup.run.note_identity(identity_of_samples(dataset, plan, reads.digests))
+    setup.run.note_identity(identity_of_samples(dataset, reads.digests))
 
 
 def _open_agreement(

@@ -64,8 +64,7 @@ class Placing:
         except Exception as error:
             raise read_error(error, step, MAKING_TENSORS) from None
         batch.placed = recipe
-        batch.count()
-        batch.delivered_ids = setup.delivered_ids(batch)
+        batch.count(setup.sliced_layout)
         return batch
 
     def _summarize(self, batch: Batch) -> None:

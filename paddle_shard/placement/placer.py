@@ -217,11 +217,12 @@ def _form(value: Any, leaves: list[Any]) -> tuple[Any, ...]:
     """Return what the recipe of a part of a batch depends on, and append its leaves to a list."""
     kind = type(value)
     if kind is not np.ndarray:
-        if isinstance(value, Mapping):
+        if is_sequence(value):
+            if not is_row_like(value):
+                return kind, *[_form(child, leaves) for child in value]
+        elif isinstance(value, Mapping):
             forms = [_form(child, leaves) for child in value.values()]
             return kind, *value, *forms
-        if is_sequence(value) and not is_row_like(value):
-            return kind, *[_form(child, leaves) for child in value]
     leaves.append(value)
     if kind is list:
         return kind, len(value)

@@ -176,7 +176,7 @@ def _check_columns(
 
 def _footer(file: str) -> _Footer:
     with (
-        failures_named(file, lambda: ("reading its footer", None)),
+        failures_named(file, "reading its footer"),
         _opened(file) as (parquet, size),
     ):
         metadata, schema = parquet.metadata, parquet.schema_arrow

@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from itertools import chain, count, islice, repeat, takewhile
+from itertools import chain, count, islice, repeat
 from typing import Any, TypeVar
 
 import numpy as np
@@ -70,7 +70,7 @@ class UserBatches(IndexBatches):
     lengths: Mapping[str, int] = field(default_factory=dict)
     """Lengths of the data and of the samplers when the run was set up."""
     balance_rows: BalanceRows | None = None
-    """Deals rows to the data ranks by cost; None: they stay in their order."""
+    """Assigns rows to data ranks by cost; None: they stay in their order."""
     rank_seed: tuple[int, ...] = ()
     """(data rank,) if the sampler draws for this data rank alone (`draws_for_rank`); () if all ranks draw alike."""
     _ends: dict[int, Any] = field(default_factory=dict, compare=False)
@@ -181,30 +181,14 @@ class UserBatches(IndexBatches):
     def _to_end(
         self, iteration: SamplerIteration, start: LoaderState
     ) -> Iterator[GlobalBatch]:
-        """Yield the batches of a pass; the last one is marked if the length says that it may be the last.
+        """Yield the batches of a pass; the last one is marked if its size or the length says that it may be the last.
 
-        If the length does not tell the end, the end is seen when the next batch is asked for.
+        If neither tells the end, the end is seen when the next batch is asked for.
         """
         steps = self.known_steps(start)
         if steps is not None and start.samples and self.consecutive:
             # Perhaps in another size from here on.
             steps += start.steps - -(-start.samples // (self.nominal_size or 1))
-        batches = self._batches(iteration, start)
-        for batch, is_last in seen_ahead(
-            batches, lambda batch: steps is not None and batch.number + 1 >= steps
-        ):
-            state = batch.sampler.state
-            if is_last and iteration.epoch in self._ends:
-                # A state that is saved here knows where the next epoch begins.
-                state = {**state, "end": self._ends[iteration.epoch]}
-            yield batch._replace(
-                sampler=batch.sampler._replace(is_last=is_last, state=state)
-            )
-
-    def _batches(
-        self, iteration: SamplerIteration, start: LoaderState
-    ) -> Iterator[GlobalBatch]:
-        """Yield the batches of a pass, the last one with the tail; none is marked as the last."""
         saved = start.sampler or {}
         is_restored = "now" in saved
         if is_restored:
@@ -214,10 +198,13 @@ class UserBatches(IndexBatches):
             drawn = self._replayed(iteration, start)
         number = start.steps
         least = self.nominal_size or 0
-        for (batch, state), is_last in seen_ahead(
-            drawn,
-            lambda sampled: len(sampled[0]) % self._unit or len(sampled[0]) < least,
-        ):
+
+        def may_be_last(sampled: Sampled) -> bool:
+            num_rows = len(sampled[0])
+            is_short = num_rows % self._unit > 0 or num_rows < least
+            return is_short or (steps is not None and number + 1 >= steps)
+
+        for (batch, state), is_last in seen_ahead(drawn, may_be_last):
             padding: list[Any] | None = []
             if is_last:
                 # A sampler that was resumed with its own state has not drawn the first samples again.
@@ -229,7 +216,8 @@ class UserBatches(IndexBatches):
                 self._check_size(batch, number)
             if padding is None:
                 break
-            yield self._global(number, batch, padding, iteration.record(batch, state))
+            noted = iteration.record(batch, state, is_last=is_last)
+            yield self._global(number, batch, padding, noted)
             number += 1
         if not start.samples and not iteration.head:
             raise ArgumentError(
@@ -237,7 +225,7 @@ class UserBatches(IndexBatches):
                 "If it can be iterated only once, give one whose __iter__ starts again each time."
             )
         if iteration.owner is not None:
-            self._ends[iteration.epoch] = copy.deepcopy(iteration.owner.state_dict())
+            self._ends[iteration.epoch] = iteration.state()
 
     def _head(self, iteration: SamplerIteration) -> list[Any]:
         """Return the first samples of an epoch that was resumed with the sampler's own state."""
@@ -251,7 +239,7 @@ class UserBatches(IndexBatches):
     def _replayed(
         self, iteration: SamplerIteration, start: LoaderState
     ) -> Iterator[Sampled]:
-        """SamplerIteration up to a position without reading samples, and return the rest."""
+        """Draw the batches up to a position again, without reading samples, and return those after it."""
         samples = start.samples
         size = self.nominal_size if self.consecutive else None
         drawn = iteration.batches(samples % size if size else 0)
@@ -264,7 +252,7 @@ class UserBatches(IndexBatches):
                     f"ends after {num_passed}: its order differs from the saved one. {_REPLAYED}"
                 )
             num_passed += len(batch)
-            iteration.record(batch, None)
+            iteration.record(batch, None, is_last=False)
         if num_passed > samples:
             raise StateError(
                 f"state is at sample {samples}, inside a batch of the batch_sampler {self._name}: give it the batch "
@@ -299,7 +287,7 @@ class UserBatches(IndexBatches):
         num_rows = self.tail.num_rows(len(batch), self.nominal_size or 0, self._unit)
         if num_rows == 0:
             # A sampler that drops short batches itself: all that it yields is served, smaller batches too.
-            if self.consecutive or not getattr(self.batch_sampler, "drop_last", False):
+            if not getattr(self.batch_sampler, "drop_last", False):
                 return None
             self._check_size(batch, step)
         if self.tail.refuses:
@@ -319,10 +307,7 @@ class UserBatches(IndexBatches):
             num_rows=len(indices),
             micro_size=len(indices) // self.accumulation,
             num_positions=num_positions,
-            take=lambda rows: [
-                indices[row]
-                for row in (rows if isinstance(rows, range) else rows.tolist())
-            ],
+            take=lambda rows: [indices[row] for row in rows],
             valid=(lambda rows: rows < num_positions) if padding else None,
             sampler=noted,
         )
@@ -360,6 +345,7 @@ class SamplerIteration:
         self._sampler = sampler
         self._cut_size = of.nominal_size if of.consecutive else None
         """Size of the batches that are cut from single indices; None: the sampler yields batches."""
+        self._drops = of.tail.drops
         self.epoch = epoch
         seed = derive_seed("sampler", of.seed, epoch, *of.rank_seed)
         self._randomness = PrivateRandomness(of.generators, seed, of.around)
@@ -370,10 +356,11 @@ class SamplerIteration:
         """The object that holds the sampler's state, or None."""
         self._hash = hashlib.blake2b(digest_size=8)
         with self._randomness():
-            self.began = self._state()
+            self.began = self.state()
             """The owner's state at the beginning of the epoch."""
 
-    def _state(self) -> Any:
+    def state(self) -> Any:
+        """Return the owner's present state; None if there is none."""
         # Copy, since the sampler may go on to change the object that it returns.
         return None if self.owner is None else copy.deepcopy(self.owner.state_dict())
 
@@ -404,7 +391,7 @@ class SamplerIteration:
                     batch = next(source, _END)
                 if batch is _END:
                     return
-                after = self._state()
+                after = self.state()
             indices = _indices(batch, step)
             if len(self.head) < self.head_size:
                 self.head += indices
@@ -412,27 +399,33 @@ class SamplerIteration:
 
     def _begin(self, first_size: int) -> Iterator[Any]:
         source: Iterator[Any] = iter(self._sampler)
-        size = self._cut_size
-        if size is None:
+        if self._cut_size is None:
             return source
-        sizes = chain([first_size] if first_size else [], repeat(size))
-        return takewhile(len, (list(islice(source, size)) for size in sizes))
+        sizes = chain(filter(None, [first_size]), repeat(self._cut_size))
+        return self._cut(source, sizes)
+
+    def _cut(self, indices: Iterator[Any], sizes: Iterator[int]) -> Iterator[Any]:
+        for size in sizes:
+            batch = list(islice(indices, size))
+            if len(batch) < (size if self._drops else 1):
+                return
+            yield batch
 
     @property
     def digest(self) -> str:
         """Digest of the samples that were noted, in their order."""
         return self._hash.hexdigest()
 
-    def record(self, batch: list[Any], state: Any) -> SamplerStep:
+    def record(self, batch: list[Any], state: Any, *, is_last: bool) -> SamplerStep:
         """Record that a batch is served; return its samples and the state that resumes the sampler after it."""
         ids = as_ids(batch)
         self._hash.update(ids.tobytes())
-        saved = (
-            {"drawn": self.digest}
-            if self.owner is None
-            else {"now": state, "began": self.began}
-        )
-        return SamplerStep(ids, saved, is_last=False)
+        saved = {"drawn": self.digest}
+        if self.owner is not None:
+            saved = {"now": state, "began": self.began}
+            if is_last:  # the next epoch begins there
+                saved["end"] = self.state()
+        return SamplerStep(ids, saved, is_last)
 
 
 _END = object()
@@ -445,15 +438,10 @@ def samplers(sampler: Any) -> list[Any]:
 
 def owner_of(sampler: Any) -> Any:
     """Return the batch sampler or its sampler, whichever has a state; None if neither has one."""
-    wanted = ("state_dict", "load_state_dict")
-    return next(
-        (
-            s
-            for s in samplers(sampler)
-            if all(callable(getattr(s, name, None)) for name in wanted)
-        ),
-        None,
-    )
+    for owner in samplers(sampler):
+        if hasattr(owner, "state_dict") and hasattr(owner, "load_state_dict"):
+            return owner
+    return None
 
 
 def _indices(batch: Any, step: int) -> list[Any]:
