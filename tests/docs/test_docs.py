@@ -135,6 +135,19 @@ def test_names_of_this_library_that_a_page_mentions_exist(page):
     assert missing == []
 
 
+def test_bare_names_in_the_recipes_exist():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    named = set(re.findall(r"`(?:\w+\.)*([A-Za-z_]\w+)(?:\(.*?\))?`", text))
+    files = [
+        file
+        for folder in ("paddle_shard", "tests")
+        for file in (ROOT / folder).rglob("*.py")
+    ]
+    there = set(re.findall(r"\w+", "\n".join(file.read_text() for file in files)))
+    there |= {part for file in files for part in file.relative_to(ROOT).parts}
+    assert named - there == set()
+
+
 @pytest.mark.parametrize("page", ALL, ids=name_of)
 def test_options_that_a_page_mentions_exist(page):
     known = {
