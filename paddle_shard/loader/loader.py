@@ -127,6 +127,12 @@ class ShardDataloader(PaddleShardDataloader):
         ]
         return f"{type(self).__name__}({', '.join(filter(None, entries))})"
 
+    def __getattr__(self, name: str) -> Any:
+        hint = ""
+        if name in ("valid", "step"):
+            hint = f". An iterator has it: batches = iter(loader); batches.{name}"
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}{hint}")
+
     def __len__(self) -> int:
         return self._run.num_batches()
 
