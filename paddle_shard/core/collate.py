@@ -19,6 +19,10 @@ _OF_PYTHON = {bool, int, float}
 """Types without a dtype, which fit to several."""
 
 
+class Texts(list[Any]):
+    """Collated texts, one for each row; so a list of them is known to hold fields, and not rows."""
+
+
 def collate(
     samples: Sequence[Any],
     stack_other: Callable[[Sequence[Any], str], Any] | None = None,
@@ -51,7 +55,7 @@ def collate(
     first = samples[0]
     if isinstance(first, TEXT):
         _check_types(samples, TEXT, path)
-        return list(samples)
+        return Texts(samples)
     if isinstance(first, _NUMERIC):
         if not _check_types(samples, _NUMERIC, path) <= _OF_PYTHON:
             check_dtypes(samples, path)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import paddle
 
+from paddle_shard.core.collate import Texts
 from paddle_shard.core.trees import mapped
 from paddle_shard.errors import BatchStructureError
 from paddle_shard.placement.field import FieldLayout, from_local
@@ -208,10 +209,12 @@ def is_row_like(value: Any) -> bool:
     """Return whether a leaf other than a tensor may have one item per row, as collated strings have."""
     if isinstance(value, np.ndarray):
         return value.ndim > 0
+    if isinstance(value, Texts):
+        return True
     if not isinstance(value, list) or not value:
         return False
-    numbers = int | float | complex | np.generic
-    return not any(isinstance(item, numbers) for item in value) and not any(
+    no_rows = int | float | complex | np.generic | Texts
+    return not any(isinstance(item, no_rows) for item in value) and not any(
         map(becomes_tensor, arrays_of(value))
     )
 

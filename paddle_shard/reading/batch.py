@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from paddle_shard.core.collate import Texts
 from paddle_shard.core.trees import is_sequence, rebuild
 from paddle_shard.plan.partition import Rows
 from paddle_shard.plan.step import Ids, Mask, SamplerStep, Step
@@ -258,9 +259,12 @@ def take_rows(
         _check_alike(values, "value, without a row for each sample", path)
         return first
     lengths = list(map(len, batches))
-    if lengths == list(sizes) and next(arrays_of(batches), None) is None:
+    is_fields = isinstance(first[0] if first else 0, Texts)
+    has_arrays = next(arrays_of(batches), None) is not None
+    if lengths == list(sizes) and not (is_fields or has_arrays):
         items = list(chain.from_iterable(batches))
-        return [items[row] for row in rows.tolist()]
+        taken = [items[row] for row in rows.tolist()]
+        return Texts(taken) if isinstance(first, Texts) else taken
     _check_alike(lengths, "number of fields", path)
     columns = [
         take_rows(column, sizes, rows, even, f"{path}[{number}]")

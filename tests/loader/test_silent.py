@@ -310,3 +310,38 @@ def test_fields_of_a_list_of_its_own_type_are_those_of_each_batch():
         shard_dims="dp",
     )
     assert [len(texts) for _, texts in loader] == [4, 2, 2]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_fields_of_texts_are_not_taken_for_rows(num_workers):
+    """Two workers have two rows each, as many as there are fields."""
+    pairs = [(f"en{i}", f"de{i}") for i in range(8)]
+    for given in (pairs, [{"text": pair} for pair in pairs]):
+        data = DataLoader(Stream.of(given), batch_size=4, num_workers=num_workers)
+        loader = paddle_shard.shard_dataloader(data, MESH, shard_dims="dp")
+        for number, batch in enumerate(loader):
+            fields = batch["text"] if isinstance(batch, dict) else batch
+            assert fields == [
+                list(texts) for texts in zip(*pairs[4 * number :][:4], strict=True)
+            ]
+
+
+def test_fields_of_texts_are_cut_by_rows():
+    data = Made(
+        lambda i: {"x": np.array(i), "y": np.array(i), "m": (f"a{i}", f"b{i}")}, 4
+    )
+
+    def first():
+        loader = paddle_shard.shard_dataloader(
+            DataLoader(data, batch_size=2),
+            [dist.ProcessMesh([0, 1], dim_names=["dp"])] * 3,
+            input_keys=["x", "y", "m"],
+            shard_dims=["dp", None, "dp"],
+        )
+        return next(iter(loader))["m"]
+
+    found = {}
+    for rank in (0, 1):
+        with simulated_rank(rank, 2):
+            found[rank] = first()
+    assert found == {0: [["a0"], ["b0"]], 1: [["a1"], ["b1"]]}
