@@ -171,6 +171,7 @@ def test_options_that_a_page_mentions_exist(page):
         "batch_sampler",
         "batch_size",
         "drop_last",
+        "enable_auto_parallel",
         "dim",
         "sample",
         "override",
