@@ -51,6 +51,8 @@ def num_rows_of(batch: Any) -> int:
 
 def dtype_of(leaf: Any) -> str:
     """Return the name of the dtype of an array or a tensor; arrays of uint16 are Paddle's bfloat16."""
+    if getattr(leaf.dtype, "kind", "") in ("U", "S"):  # of any length
+        return str(leaf.dtype.type.__name__)
     name = str(leaf.dtype).rpartition(".")[2]
     return "bfloat16" if name == "uint16" else name
 

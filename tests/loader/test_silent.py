@@ -345,3 +345,12 @@ def test_fields_of_texts_are_cut_by_rows():
         with simulated_rank(rank, 2):
             found[rank] = first()
     assert found == {0: [["a0"], ["b0"]], 1: [["a1"], ["b1"]]}
+
+
+def test_arrays_of_texts_of_any_length_are_joined():
+    stream = Stream.of(range(8)).map(lambda i: np.array(["x" * (i + 1)]))
+    loader = paddle_shard.shard_dataloader(
+        DataLoader(stream, batch_size=4, num_workers=2), MESH, shard_dims="dp"
+    )
+    found = [text for batch in loader for text in batch[:, 0].tolist()]
+    assert found == ["x" * (i + 1) for i in range(8)]
