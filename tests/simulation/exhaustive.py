@@ -10,7 +10,8 @@ the table. What an action makes of one rank is computed once, and looked up afte
 
 Of interleavings that differ only in the order of actions that do not affect each other, one is visited (a persistent
 set is chosen in each state): where nothing that the other ranks may do can affect a rank before it acts itself, only
-its own actions are tried. All final states are reached, as with `--full`.
+its own actions are tried. When the hub has given up, ranks without a table cannot affect each other any more, and each
+is followed to its end alone. Every rank comes to all the ends to which it comes with `--full`.
 """
 
 import argparse
@@ -172,23 +173,30 @@ ENDED = ((), True)
 class Space:
     """The states of a job, and what leads from one to another."""
 
-    def __init__(self, job, victim):
-        """Begin.
+    victim = None
+    """A rank that is killed at any moment, or never; None: no rank is."""
 
-        Args:
-            job: It; its ranks are not threaded, and meet in no collectives.
-            victim: A rank that is killed at any moment, or never; None: no rank is.
-        """
+    def __init__(self, job):
+        """Begin with a job whose ranks are not threaded, and meet in no collectives."""
         self.job = job
         self.size = job.size
-        self.victim = victim
         self._ranks = Numbers()
         self._lines = Numbers()  # (messages on their way, whether more is lost)
         self._words = Numbers()
         self._able, self._steps, self._asks, self._announced = {}, {}, {}, {}
         self._disturbed = {}
+        self._followed = set()
         self.path = []
         """What has led to the state that is looked at."""
+        self.ends = set()
+        """(rank that was killed, rank, what it has delivered)."""
+        others = range(1, job.size)
+        self._sources = [others] + [(0,) for _ in others]
+        """Rank -> to whom it is connected."""
+        self._lines_at = {}
+        """(source, target) -> place of the connection in a state."""
+        for pair in [(0, one) for one in others] + [(one, 0) for one in others]:
+            self._lines_at[pair] = FIRST + job.size + len(self._lines_at)
 
     def begin(self):
         """Return the first state, in which all are connected."""
@@ -199,13 +207,6 @@ class Space:
         ranks = [self._ranks.of(frozen(one), one) for one in world.ranks]
         lines = [self._lines.of(((), False)) for _ in range(2 * (job.size - 1))]
         return (0.0, None, self._words.of(()), *ranks, *lines)
-
-    def _line(self, source, target):
-        """Return the place of a connection in a state; one end is the hub, rank 0."""
-        return FIRST + self.size + 2 * (source + target - 1) + (target == 0)
-
-    def sources(self, rank):
-        return range(1, self.size) if rank == 0 else (0,)
 
     # What one rank does
 
@@ -238,15 +239,15 @@ class Space:
         values = self._lines.values
         return able.actions + [
             ("drive", rank, source)
-            for source in self.sources(rank)
-            if values[state[self._line(source, rank)]][0]
+            for source in self._sources[rank]
+            if values[state[self._lines_at[source, rank]]][0]
         ]
 
     def step(self, state, action):
         kind, rank, source = action
         message = slow = None
         if source is not None:
-            message = self._lines.values[state[self._line(source, rank)]][0][0]
+            message = self._lines.values[state[self._lines_at[source, rank]]][0][0]
         elif kind == "train":
             slow = self._is_ahead(state, rank)
         key = (state[FIRST + rank], state[NOW], state[WORDS], kind, message, slow)
@@ -308,7 +309,8 @@ class Space:
         kind, rank, source = choice
         following = list(state)
         if kind == "wait":
-            ranks = [self.copy(state, rank) for rank in range(self.size)]
+            waiting = range(self.size) if rank is None else [rank]
+            ranks = [self.copy(state, rank) for rank in waiting]
             following[NOW] = min(one.next_time() for one in ranks)
             if following[NOW] > 3 * TIMEOUT:
                 raise Failed("waits for ever")
@@ -322,28 +324,28 @@ class Space:
             return tuple(following)
         step = self.step(state, choice)
         if source is not None:
-            place = self._line(source, rank)
+            place = self._lines_at[source, rank]
             (_, *messages), is_ended = self._lines.values[state[place]]
             following[place] = self._lines.of((tuple(messages), is_ended))
         following[FIRST + rank], following[WORDS] = step.rank, step.words
         if step.sent:
-            for target in self.sources(rank):
+            for target in self._sources[rank]:
                 self._put(following, rank, target, step.sent)
         if step.is_cut:
             self._cut(following, rank)
         return tuple(following)
 
     def _put(self, state, source, target, sent, *, is_last=False):
-        place = self._line(source, target)
+        place = self._lines_at[source, target]
         messages, is_ended = self._lines.values[state[place]]
         if not is_ended:
             state[place] = self._lines.of((messages + sent, is_last))
 
     def _cut(self, state, rank):
         loss = json.dumps(["lost", *loss_of([rank], "has ended or was killed")])
-        for other in self.sources(rank):
+        for other in self._sources[rank]:
             self._put(state, rank, other, (loss,), is_last=True)
-            state[self._line(other, rank)] = self._lines.of(ENDED)
+            state[self._lines_at[other, rank]] = self._lines.of(ENDED)
 
     # What need be tried
 
@@ -375,8 +377,8 @@ class Space:
         posts = any(step.words != state[WORDS] for step in steps)
         empty = [
             source
-            for source in self.sources(rank)
-            if able.takes and not lines[state[self._line(source, rank)]][0]
+            for source in self._sources[rank]
+            if able.takes and not lines[state[self._lines_at[source, rank]]][0]
         ]
         return not self._is_disturbed(state, rank, (reads, posts, *empty))
 
@@ -384,9 +386,9 @@ class Space:
         """Whether others may, before a rank acts, send to it where it waits for that, or post what it reads."""
         key = list(state)
         key[FIRST + rank] = tuple(self.announced(state, rank).items())
-        for source in self.sources(rank):
-            key[self._line(source, rank)] = None
-        key = (rank, needs, tuple(key))
+        for source in self._sources[rank]:
+            key[self._lines_at[source, rank]] = None
+        key = (rank, needs, self.victim, tuple(key))
         found = self._disturbed.get(key)
         if found is None:
             self._disturbed[key] = True  # should an action lead back here
@@ -423,10 +425,56 @@ class Space:
                 self.path.pop()
         return False
 
-    def results(self, state):
-        """Return what the ranks have delivered, and who was killed, if all is over; else None."""
+    # Ends
+
+    def ends_in(self, state, *, full=False):
+        """Whether nothing is left to explore in a state; what the ranks then come to is compared with the oracle."""
         ranks = [self._ranks.values[number] for number in state[FIRST:][: self.size]]
-        return ranks if all(one.is_done for one in ranks) else None
+        if all(one.is_done for one in ranks):
+            for rank in range(self.size):
+                self._verify(state, rank)
+            return True
+        hub = ranks[0]
+        if full or self.job.sharing or not (hub.is_dead or hub.member.loss):
+            return False
+        for rank in range(self.size):
+            self._follow(state, rank)
+        return True
+
+    def _follow(self, state, rank):
+        """Follow one rank to all its ends, while the others do nothing."""
+        announced = [repr(self.announced(state, other)) for other in range(self.size)]
+        lines = [state[self._lines_at[source, rank]] for source in self._sources[rank]]
+        key = (rank, state[:WORDS], state[FIRST + rank], *lines, *announced)
+        if key in self._followed:
+            return
+        self._followed.add(key)
+        one = self._ranks.values[state[FIRST + rank]]
+        if one.is_done:
+            self._verify(state, rank)
+            return
+        choices = self.actions(state, rank) or [("wait", rank, None)]
+        for choice in choices:
+            self.path.append(choice)
+            self._follow(self.after(state, choice), rank)
+            self.path.pop()
+
+    def _verify(self, state, rank):
+        """Compare the end of a rank with the oracle."""
+        one = self._ranks.values[state[FIRST + rank]]
+        end = (state[KILLED], rank, repr((one.results, one.finished_at)))
+        if end in self.ends:
+            return
+        self.ends.add(end)
+        fault, struck_at = None, 0.0
+        if state[KILLED] is not None:
+            victim, struck_at = state[KILLED]
+            fault = Fault("kill", victim, 0)
+        dead = types.SimpleNamespace(is_dead=True, is_connected=True, results=[])
+        ranks = [dead] * self.size
+        ranks[rank] = one
+        world = types.SimpleNamespace(ranks=ranks, struck_at=struck_at)
+        check(replace(self.job, fault=fault), world)
 
 
 def explore(job, *, kills, until=math.inf, full=False):
@@ -438,7 +486,7 @@ def explore(job, *, kills, until=math.inf, full=False):
         until: When to give up.
         full: True: also interleavings that differ only in the order of what does not affect each other.
     """
-    num_states, ends = 0, set()
+    num_states = 0
     alike = {0: 0}
     for rank in range(1, job.size):
         events = [
@@ -447,58 +495,45 @@ def explore(job, *, kills, until=math.inf, full=False):
             for kind, steps in (("end", script.ends), ("fail", script.fails))
         ]
         alike.setdefault(repr(events), rank)
-    for victim in alike.values() if kills else [None]:
-        found, final = _explore(Space(job, victim), until, full)
-        num_states += found
-        ends |= final
+    space = Space(job)
+    for space.victim in alike.values() if kills else [None]:
+        num_states += _explore(space, until, full)
         if time.process_time() > until:
-            return num_states, ends, False
-    return num_states, ends, True
+            return num_states, space.ends, False
+    return num_states, space.ends, True
 
 
 def _explore(space, until, full):
-    """Return (number of states, ends); an end is what the ranks have delivered, and who was killed."""
+    """Visit all states; return their number."""
     first = space.begin()
     seen = {hash(first)}
-    ends = set()
-    stack = [(first, iter(space.choices(first, full=full)))]
+    states = [first]
+    stack = [iter(space.choices(first, full=full))]
     path = space.path
     while stack:
-        state, choices = stack[-1]
-        choice = next(choices, None)
+        choice = next(stack[-1], None)
         if choice is None:
             stack.pop()
+            states.pop()
             if path:
                 path.pop()
             continue
         path.append(choice)
         try:
-            following = space.after(state, choice)
+            following = space.after(states[-1], choice)
             number = hash(following)
-            if number in seen:
+            if number in seen or space.ends_in(following, full=full):
+                seen.add(number)
                 path.pop()
                 continue
             seen.add(number)
-            ranks = space.results(following)
-            if ranks is not None:
-                ends.add(_verified(space.job, ranks, following[KILLED]))
-                path.pop()
-                continue
-            stack.append((following, iter(space.choices(following, full=full))))
+            stack.append(iter(space.choices(following, full=full)))
+            states.append(following)
         except Failed as failure:
             raise Failed(f"{failure} in {space.job.scripts} after {path}") from None
         if time.process_time() > until:
             break
-    return len(seen), ends
-
-
-def _verified(job, ranks, killed):
-    """Compare the end of a job with the oracle, and return it."""
-    fault, struck_at = None, 0.0
-    if killed is not None:
-        fault, struck_at = Fault("kill", killed[0], 0), killed[1]
-    check(replace(job, fault=fault), types.SimpleNamespace(ranks=ranks, struck_at=struck_at))
-    return killed and killed[0], repr([one.results for one in ranks])
+    return len(seen)
 
 
 def scripts_of(size, num_steps):
