@@ -184,6 +184,7 @@ class Space:
         self._lines = Numbers()  # (messages on their way, whether more is lost)
         self._words = Numbers()
         self._able, self._steps, self._asks, self._announced = {}, {}, {}, {}
+        self._dead = {}
         self._disturbed = {}
         self._followed = set()
         self.path = []
@@ -316,9 +317,7 @@ class Space:
                 raise Failed("waits for ever")
             return tuple(following)
         if kind == "kill":
-            one = self.copy(state, rank)
-            one.is_dead = True
-            following[FIRST + rank] = self._ranks.of(frozen(one), one)
+            following[FIRST + rank] = self._killed(state, rank)
             following[KILLED] = (rank, state[NOW])
             self._cut(following, rank)
             return tuple(following)
@@ -334,6 +333,14 @@ class Space:
         if step.is_cut:
             self._cut(following, rank)
         return tuple(following)
+
+    def _killed(self, state, rank):
+        number = state[FIRST + rank]
+        if number not in self._dead:
+            one = self.copy(state, rank)
+            one.is_dead = True
+            self._dead[number] = self._ranks.of(frozen(one), one)
+        return self._dead[number]
 
     def _put(self, state, source, target, sent, *, is_last=False):
         place = self._lines_at[source, target]
@@ -531,7 +538,7 @@ def _explore(space, until, full):
             states.append(following)
         except Failed as failure:
             raise Failed(f"{failure} in {space.job.scripts} after {path}") from None
-        if time.process_time() > until:
+        if len(seen) % 256 == 0 and time.process_time() > until:
             break
     return len(seen)
 
