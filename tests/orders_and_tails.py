@@ -6,6 +6,7 @@ from paddle_shard.plan.blocks import Blocks
 from paddle_shard.plan.orders import ORDERINGS, PaddleSequential, find_ordering
 from paddle_shard.plan.partition import slice_rows
 from paddle_shard.plan.shard_plan import global_batches
+from paddle_shard.plan.step import rank_steps
 from paddle_shard.plan.tails import INDEX_TAILS
 
 BLOCKS = Blocks(size=3, window=2)
@@ -36,10 +37,9 @@ def delivered(plan, epoch=0):
         num_rows, micro_size = plan.num_rows(step=step), plan.micro_size(step=step)
         for data_rank in range(plan.num_data_ranks):
             rows = slice_rows(num_rows, plan.num_data_ranks, data_rank, micro_size)
-            batch = next(global_batches(plan, epoch, [step]))
-            real = (
-                np.ones(len(rows), bool) if batch.valid is None else batch.valid(rows)
-            )
+            batches = global_batches(plan, epoch, [step])
+            [made] = rank_steps(batches, epoch, lambda *_, rows=rows: rows)
+            real = np.ones(len(rows), bool) if made.valid is None else made.valid
             found += plan.indices(epoch=epoch, step=step, data_rank=data_rank)[
                 real
             ].tolist()

@@ -18,11 +18,11 @@ _PLAIN = frozenset((np.ndarray, str, bytes, int, float, bool, type(None)))
 
 def is_sequence(value: Any) -> bool:
     """Return whether a value is a list, a tuple or another sequence that is not a leaf."""
-    return (
-        type(value) not in _PLAIN
-        and isinstance(value, Sequence)
-        and not isinstance(value, TEXT)
-    )
+    kind = type(value)
+    if kind is tuple or kind is list:  # the abstract class does not remember them
+        return True
+    is_other = kind not in _PLAIN and isinstance(value, Sequence)
+    return is_other and not isinstance(value, TEXT)
 
 
 def leaves(value: Any) -> Iterator[Any]:
@@ -34,11 +34,11 @@ def leaves(value: Any) -> Iterator[Any]:
     """
     if type(value) in _PLAIN:
         yield value
-    elif isinstance(value, Mapping):
-        for child in value.values():
-            yield from leaves(child)
     elif is_sequence(value):
         for child in value:
+            yield from leaves(child)
+    elif isinstance(value, Mapping):
+        for child in value.values():
             yield from leaves(child)
     else:
         yield value

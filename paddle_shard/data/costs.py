@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from paddle_shard.core.checks import length_or_none
 from paddle_shard.data.mixture import Mixture
@@ -34,31 +35,17 @@ def costs_of(balance: Any, dataset: Any) -> SampleCosts:
         raise ArgumentError(
             "balance: for a Mixture, it must be a function of ids; mixture.sample_name(id) returns (source, index)."
         )
-    try:
-        costs = np.asarray(balance)
-    except ValueError as error:  # rows of different lengths
-        raise ArgumentError(
-            f"balance must be a function of ids, or numbers: {error}."
-        ) from None
-    if costs.dtype.kind not in "iuf" or costs.ndim != 1:
-        raise ArgumentError(
-            "balance must be a function of ids, or one number for each sample, got "
-            f"{costs.dtype} of shape {costs.shape}."
-        )
     length = length_or_none(dataset)
-    if length is not None and len(costs) != length:
-        raise ArgumentError(
-            f"balance has {len(costs)} costs, but the {type(dataset).__name__} {length} samples."
-        )
-    _check_costs(costs, range(len(costs)))
-    return SampleCosts(costs)
+    if length is None:
+        length = length_or_none(balance) or 0
+    return SampleCosts(_checked(balance, range(length)))
 
 
 @dataclass(frozen=True)
 class SampleCosts:
     """The cost of each sample of a data set."""
 
-    costs: Callable[[Any], Any] | np.ndarray[Any, Any]
+    costs: Callable[[Any], Any] | npt.NDArray[Any]
     """An array of costs by index, or a function of ids."""
 
     def __call__(self, ids: Any) -> Costs:
@@ -79,14 +66,9 @@ class SampleCosts:
                     f"balance is an array, but the samples' ids are {ids[:4]}. Give a function of ids."
                 )
             return np.asarray(self.costs[ids], np.float64)
-        costs = np.asarray(self.costs(copy.copy(ids)))  # it may change them
-        if costs.dtype.kind not in "iuf" or costs.shape != (len(ids),):
-            raise ArgumentError(
-                f"balance must return {len(ids)} numbers for {len(ids)} ids; it returned "
-                f"{costs.dtype} of shape {costs.shape}."
-            )
-        _check_costs(costs, ids)
-        return costs.astype(np.float64)
+        # The function may change its argument.
+        checked = _checked(self.costs(copy.copy(ids)), ids)
+        return np.asarray(checked, np.float64)
 
     def fact(self) -> str:
         """Return a short text that differs if the costs do, which the ranks compare."""
@@ -99,10 +81,25 @@ class SampleCosts:
         return f"{list(balance.shape)} {zlib.crc32(some.tobytes()):08x}"
 
 
-def _check_costs(costs: Any, ids: Any) -> None:
+def _checked(costs: Any, ids: Any) -> npt.NDArray[Any]:
+    """Return the costs of some samples as an array.
+
+    Raises:
+        ArgumentError: They are not one number >= 0 for each sample.
+    """
+    try:
+        costs = np.asarray(costs)
+    except ValueError:  # rows of different lengths
+        costs = np.asarray(None)
+    if costs.dtype.kind not in "iuf" or costs.shape != (len(ids),):
+        raise ArgumentError(
+            f"balance must be a function of ids, or one number for each sample ({len(ids)} here), got "
+            f"{costs.dtype} of shape {costs.shape}."
+        )
     bad = ~(np.isfinite(costs) & (costs >= 0))
     if bad.any():
         row = int(bad.argmax())
         raise ArgumentError(
             f"balance: a cost must be a number >= 0, got {costs[row]} for sample {ids[row]!r}."
         )
+    return np.asarray(costs)

@@ -13,7 +13,15 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from paddle_shard.data.stages.stage import Opening, PartsSource, Samples, Stage, Stated
+from paddle_shard.core.warn_once import warn_once
+from paddle_shard.data.stages.stage import (
+    Lengths,
+    Opening,
+    PartsSource,
+    Samples,
+    Stage,
+    Stated,
+)
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, StateError
 
 VERSION = 1
@@ -84,10 +92,31 @@ def is_iterable_dataset(dataset: object) -> bool:
     return any(base.__name__ == "IterableDataset" for base in type(dataset).__mro__)
 
 
-_begun: WeakValueDictionary[int, Any] = WeakValueDictionary()
-"""The iterators that were begun and still exist, by their id."""
-_begun_builtin: deque[Any] = deque(maxlen=8)
-"""The newest of those that allow no weak references, as most of Python's own types."""
+class _Iterators:
+    """Iterators that were seen and still exist, without keeping more than a few of them."""
+
+    def __init__(self) -> None:
+        self._weak: WeakValueDictionary[int, Any] = WeakValueDictionary()
+        self._newest: deque[Any] = deque(maxlen=8)
+        """Of those that allow no weak references, as most of Python's own types."""
+
+    def add(self, iterator: Iterator[Any]) -> bool:
+        """Add an iterator; return whether it was here already."""
+        if self._weak.get(id(iterator)) is iterator:
+            return True
+        if any(iterator is other for other in self._newest):
+            return True
+        try:
+            self._weak[id(iterator)] = iterator
+        except TypeError:
+            self._newest.append(iterator)
+        return False
+
+
+_begun = _Iterators()
+"""What `__iter__` has returned."""
+_held = _Iterators()
+"""Attributes of data sets that were read."""
 
 
 def iterate(iterable: IterableOrFunction) -> Samples:
@@ -97,17 +126,11 @@ def iterate(iterable: IterableOrFunction) -> Samples:
         ArgumentError: It returns the iterator of an earlier epoch, which would continue where that has stopped.
     """
     samples = iter(iterable if isinstance(iterable, Iterable) else iterable())
-    if _begun.get(id(samples)) is samples or any(
-        samples is other for other in _begun_builtin
-    ):
+    if _begun.add(samples):
         raise ArgumentError(
             f"the __iter__ of this {type(iterable).__name__} has returned the iterator of an earlier pass, so samples "
             "would be missing. Make a new iterator in __iter__, for example with `yield`."
         )
-    try:
-        _begun[id(samples)] = samples
-    except TypeError:
-        _begun_builtin.append(samples)
     return samples
 
 
@@ -126,6 +149,14 @@ def copy_for_reading(dataset: Any) -> Any:
         return dataset
     if copied is not dataset and hasattr(copied, "__dict__"):
         attributes = vars(copied)
+        for name, value in attributes.items():
+            if isinstance(value, Iterator) and _held.add(value):
+                warn_once(
+                    "%s.%s is a file or an iterator that an earlier pass has begun, and unless __iter__ rewinds it, "
+                    "samples are missing from this pass. Make it in __iter__.",
+                    type(dataset).__name__,
+                    name,
+                )
         attributes.update({name: _copy(value) for name, value in attributes.items()})
     return copied
 
@@ -262,7 +293,7 @@ class IterableSource(Stage):
             raise AssertionError("an iterable is cut by a stage behind it")
         return [self._items(opening)]
 
-    def lengths(self, opening: Opening) -> list[int] | None:
+    def lengths(self, opening: Opening) -> Lengths:
         """Return the length of a list; None for anything else."""
         return None if self._indexed is None else [len(self._indexed)]
 
@@ -277,8 +308,8 @@ class IterableSource(Stage):
         if not isinstance(items, list | tuple | range) or not items:
             return []
         with contextlib.suppress(TypeError, ValueError):  # no plain values
-            first, last = (json.dumps(item)[:100] for item in (items[0], items[-1]))
-            return [f"a list from {first} to {last}"]
+            ends = [json.dumps(item)[:100] for item in (items[0], items[-1])]
+            return [f"a list from {ends[0]} to {ends[1]}"]
         return []
 
     def _items(self, opening: Opening) -> Samples:
@@ -305,7 +336,7 @@ class IterableSource(Stage):
         if self._is_used:
             raise ArgumentError(
                 f"this {type(self._iterable).__name__} has been read already, and can be read only once. Give the "
-                "function that makes it, without calling it, so that each epoch can begin anew. (Describing the inputs "
+                "function that makes it, without calling it, so that each epoch begins anew. (Describing the inputs "
                 "to dist.to_static begins to read it: load a state, or set the epoch, before.)"
             )
         self._is_used = True

@@ -8,10 +8,11 @@ from typing import Any
 
 from paddle_shard.core.checks import length_or_none
 from paddle_shard.plan.seeding import derive_seed
-from paddle_shard.plan.shard_plan import ShardPlan
 
 _MOST_NAMES = 8
 """Files that an identity names; a digest stands for the others."""
+
+_NO_FILES: dict[str, Any] = {"num": 0, "digest": "", "first": []}
 
 Digests = Callable[[Sequence[Any]], Sequence[int]]
 """Returns a digest of each of some samples; 0 if it is not known."""
@@ -34,40 +35,27 @@ def identity_of_files(files: Iterable[tuple[str, int, str]]) -> dict[str, Any]:
     return {"files": {"num": len(entries), "digest": digest, "first": first}}
 
 
-def identity_of_samples(
-    dataset: Any, plan: ShardPlan | None, digests: Digests | None
-) -> dict[str, Any]:
+def identity_of_samples(dataset: Any, digests: Digests | None) -> dict[str, Any]:
     """Return the identity of data with an index: JSON-able.
 
     Args:
         dataset: The data set.
-        plan: Its order, if this library makes it.
         digests: Reads samples and returns a digest of each; None: only the length is known.
 
     Returns:
-        "length": the number of samples. "samples": [name, digest] of two samples that the seed chooses.
+        "length": the number of samples. "samples": [name, digest] of two samples that the length chooses.
     """
-    identity: dict[str, Any] = {"length": length_or_none(dataset)}
-    chosen = _chosen_samples(plan, identity["length"])
-    if digests is not None and chosen:
+    length = length_or_none(dataset)
+    identity: dict[str, Any] = {"length": length}
+    if digests is not None and length:
+        chosen = [derive_seed("identity", number) % length for number in range(2)]
         name_of = getattr(dataset, "sample_name", repr)
-        named = zip(chosen, digests(chosen), strict=True)
         identity["samples"] = [
-            [str(name_of(sample)), digest] for sample, digest in named if digest
+            [str(name_of(sample)), digest]
+            for sample, digest in zip(chosen, digests(chosen), strict=True)
+            if digest
         ]
     return identity
-
-
-def _chosen_samples(plan: ShardPlan | None, length: int | None) -> list[Any]:
-    """Return two samples that do not depend on the mesh or the batch size."""
-    if plan is None:
-        if not length:
-            return []
-        return [derive_seed("identity", number) % length for number in range(2)]
-    places = [derive_seed("identity", number) % plan.num_samples for number in range(2)]
-    ranges = [plan.samples(epoch=0, first=place, end=place + 1) for place in places]
-    # Paddle's order may pad at a place.
-    return [int(sample) for samples in ranges for sample in samples]
 
 
 def in_words(identity: Mapping[str, Any]) -> dict[str, str]:
@@ -83,22 +71,19 @@ def in_words(identity: Mapping[str, Any]) -> dict[str, str]:
 
 def describe_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Return in words how data differs from what a saved state knows of it; empty if nothing is known to differ."""
-    lengths = saved.get("length"), now.get("length")
+    lengths = [saved.get("length"), now.get("length")]
     if None not in lengths and lengths[0] != lengths[1]:
         return f"it had {lengths[0]} samples, and has {lengths[1]} now"
-    nothing: dict[str, Any] = {"num": 0, "digest": "", "first": []}
-    before = saved.get("files", nothing)
-    files = now.get("files", nothing)
+    before = saved.get("files", _NO_FILES)
+    files = now.get("files", _NO_FILES)
     if before["num"] != files["num"]:
         return f"it was {before['num']} files, and is {files['num']} now"
     if before["digest"] != files["digest"]:
-        files_before = list(map(list, before["first"]))
-        others = [entry for entry in files["first"] if list(entry) not in files_before]
-        which = "one of its files"
-        if others:
-            name, size, tag = others[0]
-            which = f"{name} ({size} bytes, version {tag})"
-        return f"{which} is another than it was"
+        known = list(map(list, before["first"]))
+        for name, size, tag in files["first"]:
+            if [name, size, tag] not in known:
+                return f"{name} ({size} bytes, version {tag}) is another than it was"
+        return "one of its files is another than it was"
     digests = dict(map(tuple, saved.get("samples", ())))
     names = [
         f"sample {name}"

@@ -23,7 +23,8 @@ from paddle_shard.plan.order import Ordering
 from paddle_shard.plan.orders import Sequential, Shuffled
 from paddle_shard.plan.weights import num_positions_to_read, schedule_of
 
-STOPS = ("first", "all")
+Weights = Mapping[str, float] | Sequence[tuple[int, Mapping[str, float]]]
+"""Weights of a mixture: name -> a number, or a list of (first sample, such a dict)."""
 
 
 class Mixture:
@@ -47,9 +48,7 @@ class Mixture:
     def __init__(
         self,
         sources: Mapping[str, Any],
-        weights: Mapping[str, float]
-        | Sequence[tuple[int, Mapping[str, float]]]
-        | None = None,
+        weights: Weights | None = None,
         *,
         num_samples: int | None = None,
         stop: Literal["first", "all"] = "first",
@@ -74,29 +73,13 @@ class Mixture:
             ArgumentTypeError: A source is not a data set with an index, or an argument has another type.
             ArgumentError: A source is empty, the weights do not fit the sources, or no epoch ends.
         """
-        if not isinstance(sources, Mapping):
-            raise ArgumentTypeError(
-                f"Mixture: sources must be a dict of named data sets, got {type(sources).__name__}: {sources!r}."
-            )
-        if not 1 <= len(sources) <= MAX_SOURCES:
-            raise ArgumentError(
-                f"Mixture: there must be 1 to {MAX_SOURCES} sources, got {len(sources)}."
-            )
-        for name in sources:
-            if not isinstance(name, str):
-                raise ArgumentTypeError(
-                    f"Mixture: the name of a source must be a str, got {name!r}."
-                )
+        check_mixture("Mixture", sources, stop)
         self.sources: dict[str, Any] = dict(sources)
         """The data sets, by name."""
         self._names = tuple(sources)
         self._lengths = lengths = tuple(
             _length(name, source) for name, source in sources.items()
         )
-        if stop not in STOPS:
-            raise ArgumentError(
-                f"Mixture: stop must be {' or '.join(map(repr, STOPS))}, got {stop!r}."
-            )
         _check_rows(self.sources)
         if weights is None:
             weights = dict(zip(self._names, lengths, strict=True))
@@ -196,6 +179,30 @@ DROPPED_OF_MIXTURE = (
     "tail='drop': the last %d samples of each epoch of the Mixture are drawn, but not delivered, so what is delivered "
     "may drift from the weights. Give a num_samples that the batch size divides, or tail='pad'."
 )
+
+
+def check_mixture(what: str, sources: Any, stop: str) -> None:
+    """Check the arguments of both kinds of mixtures; `what` names the one.
+
+    Raises:
+        ArgumentTypeError: The sources are not a dict with names.
+        ArgumentError: There are none or too many, or `stop` is unknown.
+    """
+    if not isinstance(sources, Mapping):
+        raise ArgumentTypeError(
+            f"{what}: sources must be a dict, name -> source, got {type(sources).__name__}: {sources!r}."
+        )
+    if not 1 <= len(sources) <= MAX_SOURCES:
+        raise ArgumentError(
+            f"{what}: there must be 1 to {MAX_SOURCES} sources, got {len(sources)}."
+        )
+    for name in sources:
+        if not isinstance(name, str):
+            raise ArgumentTypeError(
+                f"{what}: the name of a source must be a str, got {name!r}."
+            )
+    if stop not in ("first", "all"):
+        raise ArgumentError(f"{what}: stop must be 'first' or 'all', got {stop!r}.")
 
 
 def _check_rows(sources: Mapping[str, Any]) -> None:

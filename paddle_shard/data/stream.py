@@ -28,6 +28,7 @@ from paddle_shard.data.files.text import (
     text_source,
 )
 from paddle_shard.data.files.webdataset import decoder, webdataset_source
+from paddle_shard.data.mixture import Weights, check_mixture
 from paddle_shard.data.stages import (
     Filter,
     Group,
@@ -124,9 +125,7 @@ class Stream(paddle.io.IterableDataset):
     def mixture(
         cls,
         sources: Mapping[str, Stream],
-        weights: Mapping[str, float]
-        | Sequence[tuple[int, Mapping[str, float]]]
-        | None = None,
+        weights: Weights | None = None,
         *,
         stop: Literal["first", "all"] = "first",
     ) -> Stream:
@@ -154,19 +153,7 @@ class Stream(paddle.io.IterableDataset):
             >>> list(Stream.mixture(streams, {"a": 2, "b": 1}))
             [1, 10, 2, 3, 20, 4]
         """
-        if not isinstance(sources, Mapping) or not all(
-            isinstance(stream, Stream) for stream in sources.values()
-        ):
-            raise ArgumentTypeError(
-                "Stream.mixture: sources must be a dict of named Streams (Stream.of(iterable), Stream.huggingface(it), "
-                f"...); data sets with an index are mixed by paddle_shard.Mixture. Got {sources!r}."
-            )
-        if stop not in ("first", "all"):
-            raise ArgumentError(
-                f"Stream.mixture: stop must be 'first' or 'all', got {stop!r}."
-            )
-        if not sources:
-            raise ArgumentError("Stream.mixture: give at least one source.")
+        check_mixture("Stream.mixture", sources, stop)
         stages = {name: _mixed_stage(name, stream) for name, stream in sources.items()}
         names = tuple(sources)
         schedule = schedule_of(
@@ -324,7 +311,7 @@ class Stream(paddle.io.IterableDataset):
 
     @classmethod
     def huggingface(cls, dataset: Any) -> Stream:
-        """Return a stream of a `datasets.IterableDataset`; see `sources.huggingface.HuggingFaceSource`.
+        """Return a stream of a `datasets.IterableDataset`; see `data.files.huggingface.HuggingFaceSource`.
 
         Args:
             dataset: The data set. It may be mapped, filtered and shuffled (with a seed). It is not changed.
@@ -583,8 +570,14 @@ def _mixed_stage(name: str, stream: Stream) -> Stage:
     """Return the stage that opens the parts of a source of a mixture.
 
     Raises:
+        ArgumentTypeError: The source is not a stream.
         ArgumentError: The source cannot be mixed.
     """
+    if not isinstance(stream, Stream):
+        raise ArgumentTypeError(
+            f"Stream.mixture: source {name!r} must be a Stream (Stream.of(iterable), Stream.huggingface(it), ...), got "
+            f"{stream!r}. Data sets with an index are mixed by paddle_shard.Mixture."
+        )
     source = stream._stage.source
     why = None
     if stream._num_parts is not None:

@@ -68,6 +68,7 @@ _COMPARED = (
     "verify",
     "replicas",
     "dense_tensor_idx",
+    "local",
 )
 """Arguments that must be the same on all ranks, as they are. For others, ranks compare what is made of them;
 `prefetch`, `on_lost` and `record` may differ."""
@@ -131,6 +132,7 @@ def shard_dataloader(  # noqa: PLR0913
     skip_steps: Sequence[tuple[int, int]] | None = None,
     balance: Sequence[float] | np.ndarray[Any, Any] | Callable[..., Any] | None = None,
     num_batches: int | None = None,
+    local: bool = False,
     placements: Mapping[Any, Any] | None = None,
     pad_to: Mapping[Any, tuple[str | int | Sequence[int], float]] | None = None,
     verify: Literal["first"] | int | None = "first",
@@ -183,6 +185,8 @@ def shard_dataloader(  # noqa: PLR0913
             columns, each is balanced. The rows of each micro-batch are assigned to data ranks so that each rank has as
             many as before, at nearly equal cost. For a `Mixture`, a function of ids.
         num_batches: For streams, the number of steps of an epoch; parts that end are read again.
+        local: If True, tensors stay local: each rank gets its rows of the batch, as `paddle.DataParallel` and fleet's
+            models take them, and `valid` is local, too. `meshes` and `shard_dims` say which rows.
         placements: For single fields, by key or position, the tensor dim that each axis splits, such as
             `{"input_ids": {"dp": 0, "sep": 1}}`; `Balanced(dim=1)` splits for causal attention. "as read": for a field
             whose rows are not the samples, each data rank keeps what `collate_fn` makes of its own samples; all must
@@ -243,6 +247,7 @@ def shard_dataloader(  # noqa: PLR0913
         input_keys=input_keys,
         placements=placements,
         dense_tensor_idx=dense_tensor_idx,
+        local=local,
         pad_to=PadTo.of(pad_to),
         global_rank=rank,
         replicated_in_name=is_auto_dp,

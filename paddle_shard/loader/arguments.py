@@ -62,6 +62,7 @@ RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda value: value is None or callable(getattr(value, "pool", None)),
         "a paddle_shard.RayReaders, or None",
     ),
+    "local": (lambda value: isinstance(value, bool), "True or False"),
     "dense_tensor_idx": (
         lambda value: (
             value is None
@@ -88,7 +89,7 @@ RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def check_arguments(**arguments: Any) -> None:
-    """Check the arguments that have a rule.
+    """Check the arguments that have a rule, and those that exclude others.
 
     Raises:
         ArgumentError: A value is not allowed.
@@ -96,6 +97,9 @@ def check_arguments(**arguments: Any) -> None:
     for name, (is_allowed, expected) in RULES.items():
         if not is_allowed(arguments[name]):
             raise ArgumentError(f"{name} must be {expected}, got {arguments[name]!r}.")
+    if arguments["local"]:
+        not_local = {name: arguments[name] for name in ("pad_to", "placements")}
+        reject("with local=True no tensor is distributed.", **not_local)
 
 
 def is_already_split(is_dataset_splitted: bool, dataset: Any, shard_dims: Any) -> bool:

@@ -17,7 +17,7 @@ from paddle_shard.loader.placing import Placing, StreamPlacing
 from paddle_shard.loader.setup import LoaderSetup
 from paddle_shard.loader.step_messages import StepMessages
 from paddle_shard.loader.step_pass import Feed, StepPass
-from paddle_shard.plan.shard_plan import num_skipped
+from paddle_shard.plan.shard_plan import num_skipped_steps
 from paddle_shard.plan.state import LoaderState
 from paddle_shard.plan.step import Step
 from paddle_shard.ranks.agreeing import open_agreement, report_failure
@@ -99,7 +99,7 @@ def _steps_from(setup: LoaderSetup, start: LoaderState) -> _Steps:
         skips = setup.run.skips(start)
         num_steps = None
         if plan is not None:
-            skipped = num_skipped(plan.num_steps, skips, start.steps)
+            skipped = num_skipped_steps(plan.num_steps, skips, start.steps)
             num_steps = plan.num_steps - skipped
         # The user's sampler and costs may differ between ranks.
         are_compared = not source.split and (plan is None or source.costs is not None)
@@ -131,9 +131,8 @@ def _note_identity(setup: LoaderSetup, executor: Executor | None) -> None:
         setup.run.note_identity(identity_of_files(files))
         return
     reads = executor if isinstance(executor, WorkerExecutor) else setup.reading
-    plan = source.batches.plan_of(LoaderState())
     dataset = setup.dataloader.dataset
-    setup.run.note_identity(identity_of_samples(dataset, plan, reads.digests))
+    setup.run.note_identity(identity_of_samples(dataset, reads.digests))
 
 
 def _open_agreement(

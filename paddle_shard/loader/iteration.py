@@ -66,7 +66,7 @@ class ShardIterator:
         self._valid: tuple[Batch, Any] | None = None
         place = setup.dataloader.places[0]
         self._maker = TensorMaker(place)
-        self._watch = DeviceWatch(place)
+        self._watch = DeviceWatch.of(place)
         # By this Paddle's profiler knows whose reading it times. It keeps it, so it is not this object.
         self._timed = SimpleNamespace(_dataset=setup.dataloader.dataset)
         self._delivered_at = 0.0
@@ -112,7 +112,8 @@ class ShardIterator:
         asked_at = time.perf_counter()
         if self._delivered_at:
             counts.step_seconds += asked_at - self._delivered_at
-            self._watch.step_queued()
+            if self._watch is not None:
+                self._watch.step_queued()
         profiler.is_waiting = True
         try:
             if benchmark().current_event or in_profiler_mode():
@@ -130,7 +131,7 @@ class ShardIterator:
             profiler.start()
         self._delivered_at = delivered_at = time.perf_counter()
         counts.wait_seconds += delivered_at - asked_at
-        if self._watch.is_busy():
+        if self._watch is not None and self._watch.is_busy():
             counts.hidden_seconds += delivered_at - asked_at
         counts.add(batch)
         # Last, and in two assignments: a signal's handler may save the state at any moment.
@@ -272,10 +273,14 @@ def describe(first_batch: Callable[[], Any]) -> Any:
     named = named_leaves(
         batch, "batch", lambda value: isinstance(value, dict) and value is not batch
     )
-    others = [path for path, leaf in named if not isinstance(leaf, paddle.Tensor)]
+    others = [
+        path
+        for path, leaf in named
+        if not (isinstance(leaf, paddle.Tensor) and leaf.is_dist())
+    ]
     if others:
         raise BatchStructureError(
-            f"dist.to_static takes tensors and lists of them only, but {', '.join(others)} are none. Take them "
-            "out of the batch with a collate_fn, or give to_static an input_spec."
+            f"dist.to_static takes distributed tensors and lists of them only, but {', '.join(others)} are none. Take "
+            "them out of the batch with a collate_fn, or give to_static an input_spec; leave out local=True."
         )
     return batch

@@ -43,7 +43,10 @@ class Placing:
         self._maker = TensorMaker(setup.dataloader.places[0])
 
     def __call__(self, batch: Batch) -> Batch:
-        """Place a batch, or leave the rest to `batch.finish` if only the training thread may do it."""
+        """Place a batch, or leave the rest to `batch.finish` if only the training thread may do it.
+
+        It runs before the step is announced to the other ranks, so whatever is raised here is raised by all of them.
+        """
         setup = self._setup
         if setup.compared_ranks is not None:
             self._summarize(batch)
@@ -64,8 +67,7 @@ class Placing:
         except Exception as error:
             raise read_error(error, step, MAKING_TENSORS) from None
         batch.placed = recipe
-        batch.count()
-        batch.delivered_ids = setup.delivered_ids(batch)
+        batch.count(setup.sliced_layout)
         return batch
 
     def _summarize(self, batch: Batch) -> None:

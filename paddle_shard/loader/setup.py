@@ -19,10 +19,8 @@ from paddle_shard.loader.stats import LoaderStats
 from paddle_shard.placement.field import FieldLayout
 from paddle_shard.placement.lengths import PadTo
 from paddle_shard.placement.placer import BatchPlacer
-from paddle_shard.plan.step import Ids
 from paddle_shard.ranks.rendezvous import hosts_of_ranks, num_ranks
 from paddle_shard.ranks.replicas import Replicas
-from paddle_shard.reading.batch import Batch
 from paddle_shard.reading.reader import HowToRead
 from paddle_shard.reading.reading import Readers, Reading, StreamReading
 from paddle_shard.reading.source import Source
@@ -70,11 +68,11 @@ class LoaderSetup:
         """True if there are no other ranks to agree with."""
         return len(self.ranks) == 1
 
-    def delivered_ids(self, batch: Batch) -> tuple[Ids, int]:
-        """Return the samples that this process delivers with a batch, and how many more could not be read."""
-        if self.source.split or batch.step.parts:  # only rows of this rank were read
-            return batch.step.ids, 0
-        return batch.own_ids(self.row_layout)
+    @property
+    def sliced_layout(self) -> FieldLayout | None:
+        """Layout of the rows of which this rank delivers a slice; None: it reads only rows of its own."""
+        is_own = self.source.split or self.source.stream is not None
+        return None if is_own else self.row_layout
 
 
 def make_reading(

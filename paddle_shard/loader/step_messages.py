@@ -145,8 +145,7 @@ class StepMessages:
         batch.is_skipped = (
             skipped if batch.is_skipped is None else batch.is_skipped | skipped
         )
-        batch.count()
-        batch.delivered_ids = self._setup.delivered_ids(batch)
+        batch.count(self._setup.sliced_layout)
 
     def _on_read(self, batch: Batch, of_ranks: Mapping[int, Any]) -> None:
         if self._setup.compared_ranks is not None:

@@ -326,7 +326,8 @@ class StepPass:
         if feed.failure is not None and feed.num_submitted == self._taken:
             raise feed.failure
         batch = self._executor.take(in_thread=in_thread)
-        self._profiler.merge(batch.profile)
+        if batch.profile is not None:
+            self._profiler.merge(batch.profile)
         batch.is_first = self._taken == 0
         self._taken += 1
         return batch

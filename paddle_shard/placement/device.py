@@ -137,16 +137,20 @@ class DeviceWatch:
     """Shows what a wait for data costs: nothing, while the device still computes what was queued before."""
 
     def __init__(self, place: Any) -> None:
-        """Set the place; of a CPU, and of an XPU, which has no events in Paddle 3.0, every wait counts."""
+        """Set the place of a device that has events."""
         self._place = place
+        self._event = _watched_event(name_of(place))
+
+    @staticmethod
+    def of(place: Any) -> DeviceWatch | None:
+        """Return a watch; None of a CPU, and of an XPU, which has no events in Paddle 3.0: there, every wait counts."""
         has_events = not (is_cpu(place) or isinstance(place, core.XPUPlace))
-        self._event = _watched_event(name_of(place)) if has_events else None
+        return DeviceWatch(place) if has_events else None
 
     def step_queued(self) -> None:
         """Note that the loop has queued its step, and asks for data."""
-        if self._event is not None:
-            _record(self._event, self._place)
+        _record(self._event, self._place)
 
     def is_busy(self) -> bool:
         """Return whether the device still computes the step that was queued last."""
-        return self._event is not None and not self._event.query()
+        return not self._event.query()

@@ -35,6 +35,7 @@ class BatchPlacer:
     input_keys: Sequence[Any] | None
     placements: Any
     dense_tensor_idx: Sequence[Sequence[int]] | None
+    local: bool
     pad_to: PadTo | None
     """If given, tensors stay `Unplaced` until all ranks' lengths are known."""
     global_rank: int
@@ -177,9 +178,10 @@ class BatchPlacer:
         local_items = dict(enumerate(self.dense_tensor_idx or ()))
         for number, (name, value) in enumerate(fields.items()):
             entry = overrides.get(name, entries[number])
-            yield from _leaves_of_field(
+            for leaf in _leaves_of_field(
                 value, f"[{name!r}]", entry, local_items.get(number, ())
-            )
+            ):
+                yield leaf._replace(layout=leaf.layout.local) if self.local else leaf
 
     def _warn_about_keys(self, batch: Any) -> None:
         if self.input_keys is not None and isinstance(batch, Mapping):
@@ -215,11 +217,12 @@ def _form(value: Any, leaves: list[Any]) -> tuple[Any, ...]:
     """Return what the recipe of a part of a batch depends on, and append its leaves to a list."""
     kind = type(value)
     if kind is not np.ndarray:
-        if isinstance(value, Mapping):
+        if is_sequence(value):
+            if not is_row_like(value):
+                return kind, *[_form(child, leaves) for child in value]
+        elif isinstance(value, Mapping):
             forms = [_form(child, leaves) for child in value.values()]
             return kind, *value, *forms
-        if is_sequence(value) and not is_row_like(value):
-            return kind, *[_form(child, leaves) for child in value]
     leaves.append(value)
     if kind is list:
         return kind, len(value)

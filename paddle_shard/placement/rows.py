@@ -73,7 +73,10 @@ class BatchRows:
         rows = np.ones(self.num_rows // layout.num_data_ranks, bool)
         if layout.on_mesh:
             rows = mask[self.positions(layout)]
-        return layout.rows_only.distributed(make([rows], True)()[0], "valid")
+        tensor = make([rows], True)()[0]
+        if layout.is_local:
+            return tensor
+        return layout.rows_only.distributed(tensor, "valid")
 
 
 def as_range(rows: Rows) -> Rows | range:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar
@@ -70,6 +70,15 @@ class Blocks(Ordering):
             "window": self.window,
             "accumulation": accumulation,
         }
+
+    @classmethod
+    def of_fingerprint(cls, fingerprint: Mapping[str, Any]) -> Blocks:
+        """Return the `Blocks` of a saved state; a loader calls it.
+
+        Args:
+            fingerprint: See `fingerprint`.
+        """
+        return cls(size=fingerprint["block_size"], window=fingerprint["window"])
 
     def for_dataset(self, dataset: Any) -> Blocks:
         """Return a `Blocks` with the block size of a data set on disk; a loader calls it.

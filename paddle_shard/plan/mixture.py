@@ -111,10 +111,11 @@ class Mixing(Ordering):
         }
         return {"mixture": mixture}
 
-    @staticmethod
-    def of_fingerprint(mixture: Mapping[str, Any]) -> Mixing:
-        """Return the order with a fingerprint."""
-        return Mixing(
+    @classmethod
+    def of_fingerprint(cls, fingerprint: Mapping[str, Any]) -> Mixing:
+        """See `Ordering`."""
+        mixture = fingerprint["mixture"]
+        return cls(
             tuple(mixture["sources"]),
             tuple(mixture["lengths"]),
             tuple(

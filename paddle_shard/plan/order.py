@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import numpy as np
@@ -66,7 +67,7 @@ class Ordering:
     """A way to order the samples of every epoch. It is a value, and the same on all ranks.
 
     To add one, write a subclass in its own file and add a row to `orders.ORDERINGS`. The seed is part of every saved
-    state; `fingerprint` adds what else the order depends on.
+    state; `fingerprint` adds what else the order depends on, and `of_fingerprint` reads it.
     """
 
     __slots__ = ()
@@ -110,6 +111,11 @@ class Ordering:
     def fingerprint(self, *, num_data_ranks: int, accumulation: int) -> dict[str, Any]:
         """Return what the order depends on besides the number of samples, the seed and the epoch, as JSON values."""
         return {}
+
+    @classmethod
+    def of_fingerprint(cls, fingerprint: Mapping[str, Any]) -> Ordering:  # noqa: ARG003
+        """Return the ordering with the settings that a `fingerprint` holds; the default suits one without settings."""
+        return cls()
 
     def for_dataset(self, dataset: Any) -> Ordering:
         """Return the ordering adapted to a data set; called if the user has given only a name."""

@@ -150,9 +150,9 @@ def ordering_of(fingerprint: Mapping[str, Any]) -> Ordering | None:
         >>> ordering_of({"shuffle": "blocks", "block_size": 16, "window": 4, "accumulation": 1})
         Blocks(size=16, window=4)
     """
-    name = fingerprint["shuffle"]
-    if name == Mixing.name:
-        return Mixing.of_fingerprint(fingerprint["mixture"])
-    if name == Blocks.name:
-        return Blocks(size=fingerprint["block_size"], window=fingerprint["window"])
-    return {**ORDERINGS, PaddleSequential.name: PaddleSequential()}.get(name)
+    kinds: list[type[Ordering]] = [Mixing, PaddleSequential]
+    kinds += [type(ordering) for ordering in ORDERINGS.values()]
+    for kind in kinds:
+        if kind.name == fingerprint["shuffle"]:
+            return kind.of_fingerprint(fingerprint)
+    return None

@@ -283,7 +283,7 @@ class ShardPlan:
     def padding(self, *, step: int) -> int:
         """Return how many rows, the last ones, the tail adds to the global batch at `step`.
 
-        With "paddle", the order itself has padding as well; see `valid`.
+        With "paddle", the order itself has padding as well (`GlobalBatch.valid`).
 
         Args:
             step: Step of the epoch, from 0.
@@ -439,7 +439,7 @@ def step_of_plan(
     return next(steps, None)
 
 
-def num_skipped(num_steps: int, skips: Ranges, since: int = 0) -> int:
+def num_skipped_steps(num_steps: int, skips: Ranges, since: int = 0) -> int:
     """Return how many of the steps [since, num_steps) of an epoch are skipped."""
     return sum(max(0, min(end, num_steps) - max(first, since)) for first, end in skips)
 

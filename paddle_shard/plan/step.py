@@ -24,7 +24,8 @@ Ids = Sequence[Any] | npt.NDArray[np.int64]
 """Indices into the data set, of any type; an array if all are ints."""
 
 RowsOf = Callable[[int, int], "Rows | range"]
-"""Returns which rows of a global batch a rank reads, given (rows of the batch, rows of a micro-batch)."""
+"""Returns which rows of a global batch a rank reads, given (rows of the batch, rows of a micro-batch). They ascend, and
+with micro-batches have gaps: of 8 rows in micro-batches of 4, the first of 2 ranks reads 0, 1, 4 and 5."""
 
 
 MOST_PLACEHOLDERS = 64
@@ -95,9 +96,9 @@ class GlobalBatch(NamedTuple):
     num_positions: int
     """See `Step`."""
     take: Callable[[Rows | range], Ids]
-    """Returns the ids at some rows."""
+    """Returns the ids at some rows of the global batch, which may have gaps and be in any order."""
     valid: Callable[[Rows], Mask] | None = None
-    """Returns which of some rows are valid; None: all are."""
+    """Returns which of some such rows are valid; None: all are."""
     sampler: SamplerStep = NO_SAMPLER
     """See `Step`."""
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
 from collections.abc import Sequence
 
 from paddle_shard.ranks.progress import MAX_ITERATIONS, ProgressTable
 from paddle_shard.reading.channel import Slots, mapped
 
+_OF_A_PROCESS = re.compile(r"/proc/\d+/fd/\d+")
+"""Matches where the memory of another process is; no other file is opened."""
 _TOKEN_SIZE = 16
 """Bytes at the beginning of the memory by which a rank knows that it has mapped that of its group."""
 
@@ -37,6 +40,8 @@ class HostTable(ProgressTable):
         """Map the memory at a place, unless it is that of another host or container."""
         with contextlib.suppress(OSError, ValueError):
             path, token = place.split()
+            if not _OF_A_PROCESS.fullmatch(path):
+                return
             memory = mapped(os.open(path, os.O_RDWR), self._size)
             if memory is not None and memory[:_TOKEN_SIZE].hex() == token:
                 self._words = memory[_TOKEN_SIZE:].cast("Q")

@@ -38,6 +38,9 @@ class Chunk(NamedTuple):
     """Digest of what all readers of the stream have read up to here; 0 if each reads its own data."""
 
 
+_NO_ROWS = np.empty(0, np.int64)
+
+
 @dataclass(slots=True, kw_only=True)
 class Batch:
     """The rows of a step that this rank reads, on their way from the reader to the user.
@@ -71,7 +74,7 @@ class Batch:
     num_skipped: int = 0
     """Rows of this process whose sample could not be read, without padding."""
     delivered_ids: tuple[Ids, int] = ((), 0)
-    """See `own_ids`."""
+    """The ids of the valid samples in this process's slice, and the number of skipped ones."""
     exhausted: bool = False
     """True if it holds nothing new, and nothing new will come."""
     placed: Any = None
@@ -109,35 +112,37 @@ class Batch:
         """Return one bool for each row that was read: True if the row is valid."""
         return self._masks()[0]
 
-    def count(self) -> None:
-        """Count its rows."""
-        self.num_valid = self.num_rows
+    def count(self, layout: Any) -> None:
+        """Count its rows, and note the samples that this process delivers.
+
+        Args:
+            layout: Layout of the field whose rows this rank reads, of which it delivers a slice; None: it delivers
+                whatever it reads.
+        """
+        ids = self.step.ids
+        num_rows = self.num_valid = self.num_rows
         self.num_skipped = 0
-        if self.is_padding is not None or self.is_skipped is not None:
+        self.delivered_ids = ids, 0
+        is_whole = self.is_padding is None and self.is_skipped is None
+        if not is_whole:
             is_valid, is_skipped = self._masks()
             self.num_valid = int(is_valid.sum())
             self.num_skipped = int(is_skipped.sum())
-
-    def own_ids(self, layout: Any) -> tuple[Ids, int]:
-        """Return the ids of the valid samples in this process's slice, and the number of skipped ones.
-
-        Args:
-            layout: Layout of the field whose rows this rank reads.
-        """
-        ids = self.step.ids
-        if len(ids) != self.num_rows:
-            return ids, 0
-        if not layout.on_mesh:
-            return [], 0
-        rows = self.placed.rows.positions(layout)
-        if self.num_valid == len(ids) == len(rows):
-            return ids, 0
-        is_valid, is_skipped = self._masks()
-        num_skipped = int(is_skipped[rows].sum())
-        rows = rows[is_valid[rows]]
-        if isinstance(ids, np.ndarray):
-            return ids[rows], num_skipped
-        return [ids[row] for row in rows.tolist()], num_skipped
+        if layout is None or len(ids) != num_rows:
+            return
+        rows = self.placed.rows.positions(layout) if layout.on_mesh else _NO_ROWS
+        if is_whole and len(rows) == num_rows:
+            return
+        num_skipped = 0
+        if not is_whole:
+            num_skipped = int(is_skipped[rows].sum())
+            rows = rows[is_valid[rows]]
+        own = (
+            ids[rows]
+            if isinstance(ids, np.ndarray)
+            else [ids[row] for row in rows.tolist()]
+        )
+        self.delivered_ids = own, num_skipped
 
 
 NO_PLACEHOLDER = (

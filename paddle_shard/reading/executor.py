@@ -35,10 +35,8 @@ _log = logging.getLogger("paddle_shard")
 class Executor:
     """Reads the steps that are submitted."""
 
-    @property
-    def depth(self) -> int:
-        """Number of steps that should be submitted and not taken, so that it need not wait for more."""
-        return 1
+    depth = 1
+    """Number of steps that should be submitted and not taken, so that it need not wait for more."""
 
     @property
     def runs_in_thread(self) -> bool:
@@ -245,12 +243,8 @@ class WorkerExecutor(_ReadingExecutor):
         """Requests that follow those that were sent."""
         self._last: Any = None
         """The request of the last step, if it is known."""
+        self.depth = max(1, self._most_sent // self._num_parts)
         pool.start()
-
-    @property
-    def depth(self) -> int:
-        """See `Executor`."""
-        return max(1, self._most_sent // self._num_parts)
 
     def submit(self, step: Step, *, is_last: bool = False) -> None:
         """See `Executor`."""

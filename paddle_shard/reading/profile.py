@@ -7,13 +7,19 @@ clock. In worker processes a profiler of their own samples the main thread, and 
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import accumulate, chain, repeat, starmap, takewhile
+from operator import attrgetter
 from types import CodeType, FrameType
+from typing import TypeVar
+
+_Value = TypeVar("_Value")
 
 READING = "reading"
 COLLATING = "collating"
@@ -143,7 +149,7 @@ class Profiler:
 
     def _stacks(self) -> dict[str, list[CodeType]]:
         """Return the functions that run in each thread that is watched, by its role."""
-        frames = sys._current_frames()
+        [frames] = _at_once(starmap(sys._current_frames, [()]))
         stacks: dict[str, list[CodeType]] = {}
         for thread_id, role in list(self._roles.items()):
             if thread_id in frames:
@@ -229,12 +235,19 @@ def describe(
 
 def _stack(frame: FrameType | None) -> list[CodeType]:
     """Return the functions that run, outermost first."""
-    codes = []
-    # The thread goes on meanwhile: of a function that has just returned, Python 3.11 may give its code as `f_back`.
-    while isinstance(frame, FrameType):
-        codes.append(frame.f_code)
-        frame = frame.f_back
-    return codes[::-1]
+    callers = accumulate(repeat("f_back"), getattr, initial=frame)
+    return _at_once(map(attrgetter("f_code"), takewhile(bool, callers)))[::-1]
+
+
+def _at_once(values: Iterator[_Value]) -> list[_Value]:
+    """Return what an iterator in C gives, while no other thread runs.
+
+    Python 3.11 allocates when it looks at a frame, and may then collect. A finalizer that waits would let the thread
+    that is looked at return from the function of the frame, which is freed, or start a thread, which waits for ever.
+    """
+    if gc.isenabled():
+        values = chain(iter(gc.disable, None), values, iter(gc.enable, None))
+    return list(values)
 
 
 def _in_wait(stack: list[CodeType]) -> list[CodeType]:

@@ -23,7 +23,7 @@ from paddle_shard.reading.channel import Channel
 from paddle_shard.reading.failure import ReadFailure
 from paddle_shard.reading.profile import WORKER, Profiler
 from paddle_shard.reading.reader import Reader
-from paddle_shard.reading.worker_guards import end_with_the_parent
+from paddle_shard.reading.worker_guards import end_with_the_parent, own_file_positions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +56,7 @@ def work(
     """
     _leave_signals_to_the_parent()
     end_with_the_parent()
+    own_file_positions()
     # The parent's garbage stays the parent's: its finalizers may wait for threads that are not here.
     gc.freeze()
     channel = Channel(connection, settings.num_ahead)

@@ -1,10 +1,13 @@
-"""Guards around worker processes: the end of the parent, and signals during a fork."""
+"""Guards around worker processes: the end of the parent, files that it has open, and signals during a fork."""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import multiprocessing
 import os
 import signal
+import stat
 import threading
 import time
 from collections.abc import Iterator
@@ -32,6 +35,25 @@ def end_with_the_parent() -> None:
         os._exit(1)
 
     threading.Thread(target=watch, name="paddle_shard-parent", daemon=True).start()
+
+
+def own_file_positions() -> None:
+    """Open anew, at the same position, each file that the parent has open for reading.
+
+    A forked child shares the positions: workers that seek and read, as in a zip that a data set holds open, would move
+    each other's and read at the wrong place.
+    """
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # closed meanwhile, or may not be opened
+            shared = int(name)
+            is_file = stat.S_ISREG(os.fstat(shared).st_mode)
+            flags = fcntl.fcntl(shared, fcntl.F_GETFL)
+            if not is_file or flags & (os.O_WRONLY | os.O_RDWR):
+                continue
+            own = os.open(f"/proc/self/fd/{name}", flags)
+            os.lseek(own, os.lseek(shared, 0, os.SEEK_CUR), os.SEEK_SET)
+            os.dup2(own, shared, os.get_inheritable(shared))
+            os.close(own)
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from paddle_shard.plan.mixture import Drawn, Mixing, drawn_of
 from paddle_shard.plan.shard_plan import (
     ShardPlan,
     Where,
-    num_skipped,
+    num_skipped_steps,
     places_of,
     skipped_positions,
 )
@@ -314,7 +314,7 @@ class Run:
         num_steps = self.num_steps_or_none(self._present())
         if num_steps is None:
             num_steps = self._num_steps = len(self._source.batches)
-        return num_steps - num_skipped(num_steps, self.skips(self._present()))
+        return num_steps - num_skipped_steps(num_steps, self.skips(self._present()))
 
     def num_steps_or_none(self, start: LoaderState) -> int | None:
         """Return the steps of the whole epoch of a position, if a sampler need not be drawn to its end for it."""

@@ -329,7 +329,7 @@ def test_counts_of_a_tar_read_only_headers(tmp_path, monkeypatch):
 
     entry = counts.count_file(str(path), tar_starts)
 
-    assert (entry.samples, entry.size) == (5, path.stat().st_size)
+    assert (entry.samples, entry.bytes) == (5, path.stat().st_size)
     assert _bytes_read() - before < 5 << 20
 
 

@@ -11,6 +11,7 @@ import pytest
 
 import paddle_shard
 from paddle_shard import Stream
+from paddle_shard.data.files.host_cache import open_cached
 from paddle_shard.data.stages.stage import Opening
 from paddle_shard.data.stream import stage_of
 from paddle_shard.errors import ArgumentError
@@ -132,10 +133,41 @@ def test_open_cached_replaces_what_a_killed_process_has_left(tmp_path):
 
         assert read() == ["a"]
         [copy] = tmp_path.iterdir()
-        copy.rename(f"{copy}.part")
-        (tmp_path / f"{copy.name}.part").write_bytes(b"half of another")
+        copy.unlink()
+        (tmp_path / f".{copy.name}.x1.part").write_bytes(b"half of another")
+        (tmp_path / f"{copy.name}.lock").touch()
         assert read() == ["a"]
         assert list(tmp_path.iterdir()) == [copy]
+
+
+def test_open_cached_writes_no_file_that_another_process_reads(tmp_path):
+    with serving({"a.txt": b"a\n"}) as server:
+        url = f"{server.url}/a.txt"
+        first, _ = open_cached(str(tmp_path), url)
+        [copy] = tmp_path.iterdir()
+        before = copy.stat()
+        copy.unlink()  # by a user, who wants it downloaded again
+        second, _ = open_cached(str(tmp_path), url)
+        assert copy.stat().st_ino != before.st_ino
+    with first, second:
+        assert (first.read(), second.read()) == (b"a\n", b"a\n")
+
+
+@pytest.mark.parametrize("link", ["{}.lock", "{}.part", ".{}.x1.part"])
+def test_open_cached_follows_no_link_in_the_folder(link, tmp_path):
+    target = tmp_path / "another file"
+    target.write_bytes(b"kept")
+    folder = tmp_path / "copies"
+    with serving({"a.txt": b"a\n"}) as server:
+        url = f"{server.url}/a.txt"
+        open_cached(str(folder), url)[0].close()
+        [copy] = folder.iterdir()
+        copy.unlink()
+        (folder / link.format(copy.name)).symlink_to(target)
+        opened, _ = open_cached(str(folder), url)
+        with opened:
+            assert opened.read() == b"a\n"
+    assert target.read_bytes() == b"kept"
 
 
 def test_host_cache_keeps_a_file_of_unknown_size(tmp_path):

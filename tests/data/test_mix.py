@@ -193,8 +193,8 @@ def test_a_sample_is_named_by_its_source():
 @pytest.mark.parametrize(
     ("sources", "options", "error", "says"),
     [
-        ({"a": [1, 2]}, {}, ArgumentTypeError, "must be a dict of named Streams"),
-        ({}, {}, ArgumentError, "at least one source"),
+        ({"a": [1, 2]}, {}, ArgumentTypeError, "source 'a' must be a Stream"),
+        ({}, {}, ArgumentError, "got 0"),
         ({"a": Stream.of([1])}, {"stop": "last"}, ArgumentError, "stop must be"),
         (
             {"a": Stream.of([1])},

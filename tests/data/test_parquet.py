@@ -254,6 +254,19 @@ def test_parquet_null_is_an_error_or_none_if_allowed(tmp_path):
     assert isinstance(rows[0]["age"], np.int64)
 
 
+@pytest.mark.parametrize(
+    "kind", ["list_", "large_list", "list_view", "large_list_view"]
+)
+def test_parquet_lists_of_any_kind_are_arrays(kind, tmp_path):
+    if not hasattr(pa, kind):
+        pytest.skip("this pyarrow has no such lists")
+    column = pa.array([[1, 2], [], [3]], getattr(pa, kind)(pa.int64()))
+    path = write(tmp_path / "a.parquet", {"list": column})
+
+    [rows] = read_all(parquet_source(path))
+    assert [row["list"].tolist() for row in rows] == [[1, 2], [], [3]]
+
+
 def test_parquet_null_inside_a_list_is_an_error(tmp_path):
     path = write(tmp_path / "a.parquet", {"list": [[1], [], None, [2, None]]})
 

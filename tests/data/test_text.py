@@ -2,6 +2,7 @@ import bz2
 import csv
 import gzip
 import os
+import re
 from functools import partial
 
 import numpy as np
@@ -139,20 +140,24 @@ def test_without_a_header_rows_are_lists_and_the_first_is_one(tables):
 @pytest.mark.parametrize(
     ("text", "match", "offset"),
     [
-        ("a,b\n1,2\n3\n", "row at byte 8 has 1 fields, the first 2", 1),
-        ("a,b\n1,2,3\n", "row at byte 4 has 3 fields", 0),
+        ("a,b\n1,2\n3\n", r"row at byte 8 \(line 3\) has 1 fields, the first 2", 1),
+        ("a,b\n1,2,3\n", r"row at byte 4 \(line 2\) has 3 fields", 0),
         ("a,a\n1,2\n", "names a field twice", 0),
-        ('a,b\n1,2\n1,"2\n', "row at byte 8: unexpected end of data", 1),
-        ('a,b\n1,2\n1,"2\n\n2,3\n', "row at byte 8: unexpected end of data", 1),
-        ('a\n"1"1\n', "row at byte 2: ',' expected after '\"'", 0),
-        ("a\n\xff\n", r"UnicodeDecodeError: .*line at byte 2\)", 0),
+        ('a,b\n1,2\n1,"2\n', r"row at byte 8 \(line 3\): .*unexpected end of data", 1),
+        (
+            'a,b\n1,2\n1,"2\n\n2,3\n',
+            r"row at byte 8 \(line 3\): .*unexpected end of data",
+            1,
+        ),
+        ('a\n"1"1\n', r"row at byte 2 \(line 2\): .*',' expected after '\"'", 0),
+        ("a\n\xff\n", r"row at byte 2 \(line 2\): UnicodeDecodeError", 0),
         (
             "a\n" + 900 * "1\n" + "\xff\n",
-            r"UnicodeDecodeError: .*line at byte 1802\)",
+            r"row at byte 1802 \(line 902\): UnicodeDecodeError",
             900,
         ),
-        ('a\n\n\n"1\n\n"\n1,2\n', "row at byte 10 has 2 fields", 1),
-        (f"a\n{'1' * (1 << 18)}\n", "row at byte 2: field larger", 0),
+        ('a\n\n\n"1\n\n"\n1,2\n', r"row at byte 10 \(line 7\) has 2 fields", 1),
+        (f"a\n{'1' * (1 << 18)}\n", r"row at byte 2 \(line 2\): .*field larger", 0),
     ],
 )
 def test_a_damaged_table_is_an_error_that_names_file_and_row(
@@ -167,6 +172,8 @@ def test_a_damaged_table_is_an_error_that_names_file_and_row(
     when = (
         "reading" if "fields" in match else "counting its samples"
     )  # a row that may be skipped counts
+    # Lines have no number if reading begins in the middle of a file.
+    match = re.sub(r" \\\(line \d+\\\)", ".*", match)
     with pytest.raises(ShardReadError, match=rf"{when}.* failed: .*{match}"):
         read_all(csv_source(path, counts=True))
 
@@ -184,7 +191,7 @@ def test_a_line_that_is_no_utf8_is_named_and_those_before_it_are_read(
         source = lines_source(path, counts=counts)
         with pytest.raises(
             ShardReadError,
-            match=rf"reading sample {at} failed: .*line at byte {byte}\)",
+            match=rf"reading sample {at} failed: .*line at byte {byte}[ :].*UnicodeDecodeError",
         ):
             list(source.open(opening())[0])
 
@@ -199,7 +206,7 @@ def test_an_error_names_the_line_wherever_reading_began(skip, tmp_path):
 
     with pytest.raises(
         ShardReadError,
-        match=r"reading sample 999 failed: .*row at byte \d+: ',' expected",
+        match=r"reading sample 999 failed: .*row at byte \d+.*: ',' expected",
     ):
         read_all(source, skip=skip)
 
@@ -289,7 +296,7 @@ def test_csv_lines_that_end_in_a_carriage_return_alone_are_an_error(tmp_path):
     path.write_bytes(b"a,b\r1,2\r3,4\r")
     for counts in (True, False):
         with pytest.raises(
-            ShardReadError, match=r"a\.csv.*row at byte 0: new-line character"
+            ShardReadError, match=r"a\.csv.*row at byte 0 .*new-line character"
         ):
             list(Stream.csv(path, counts=counts))
 

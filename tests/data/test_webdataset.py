@@ -327,6 +327,22 @@ def test_webdataset_link_in_a_tar_is_an_error(kind, counted, tmp_path):
         )
 
 
+def test_webdataset_key_that_comes_twice_is_said(tmp_path, caplog):
+    names = ["0.txt", "1.txt", "0.cls", "1.cls"]
+    (tmp_path / "a.tar").write_bytes(tar([(name, b"x") for name in names]))
+
+    samples = list(Stream.webdataset(str(tmp_path / "a.tar"), index=False))
+    assert len(samples) == 4
+    assert "the key '0' comes twice in a.tar" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["{1,2}.tar", "a::b.tar", "[1].tar"])
+def test_webdataset_file_with_a_name_like_a_pattern(name, tmp_path):
+    (tmp_path / name).write_bytes(tar([("0.txt", b"x")]))
+
+    assert len(list(Stream.webdataset(str(tmp_path / name)))) == 1
+
+
 @pytest.mark.parametrize("size", [-512, -1024, -1536, -2048])
 def test_webdataset_member_of_negative_size_is_an_error(size, tmp_path):
     """Python's tarfile looks for the next member before this one, and may never end (CVE-2025-8194)."""

@@ -36,6 +36,7 @@ RANKS = {
     "checkpoint.md": 2,
     "elastic.md": 2,
     "failures.md": 2,
+    "static.md": 2,
     "tutorial.md": 2,
 }
 RANKS |= {"from_paddle.md": 2, "migration.md": 2}
@@ -132,6 +133,19 @@ def test_names_of_this_library_that_a_page_mentions_exist(page):
                     break
             found = getattr(found, name)
     assert missing == []
+
+
+def test_bare_names_in_the_recipes_exist():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    named = set(re.findall(r"`(?:\w+\.)*([A-Za-z_]\w+)(?:\(.*?\))?`", text))
+    files = [
+        file
+        for folder in ("paddle_shard", "tests")
+        for file in (ROOT / folder).rglob("*.py")
+    ]
+    there = set(re.findall(r"\w+", "\n".join(file.read_text() for file in files)))
+    there |= {part for file in files for part in file.relative_to(ROOT).parts}
+    assert named - there == set()
 
 
 @pytest.mark.parametrize("page", ALL, ids=name_of)

@@ -289,7 +289,9 @@ def test_pauses_between_retries_double(monkeypatch):
 
 
 def kept(cache_dir):
-    return sorted(name for name in os.listdir(cache_dir) if not name.endswith(".part"))
+    return sorted(
+        name for name in os.listdir(cache_dir) if not name.endswith((".part", ".lock"))
+    )
 
 
 def halves(cache_dir):

@@ -232,7 +232,11 @@ class Endless(IterableDataset):
         ("length", ArgumentError, "balance must be a function of ids"),
         (3.0, ArgumentError, "balance must be a function"),
         ([[1], [2, 3]], ArgumentError, "balance must be a function"),
-        (np.ones(60), ArgumentError, "balance has 60 costs, but the Made 61 samples"),
+        (
+            np.ones(60),
+            ArgumentError,
+            "for each sample (61 here), got float64 of shape (60,)",
+        ),
         (
             np.array(["1"] * 61),
             ArgumentError,
@@ -260,8 +264,8 @@ def test_bad_costs_are_named_at_once(balance, error, says):
 @pytest.mark.parametrize(
     ("function", "says"),
     [
-        (lambda ids: 1.0, "it returned float64 of shape ()"),
-        (lambda ids: ["a"] * len(ids), "it returned <U1"),
+        (lambda ids: 1.0, "got float64 of shape ()"),
+        (lambda ids: ["a"] * len(ids), "got <U1"),
         (
             lambda ids: -np.ones(len(ids)),
             "a cost must be a number >= 0, got -1.0 for sample",

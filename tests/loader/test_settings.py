@@ -385,6 +385,7 @@ OPTIONS = {
         "shard_dims": MESHES,
         "is_dataset_splitted": "each data rank has a run of its own",
         "dense_tensor_idx": HELD,
+        "local": HELD,
         "shuffle": (index, "order"),
         "seed": (index, "seed"),
         "tail": (index, "tail"),

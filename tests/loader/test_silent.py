@@ -1,5 +1,9 @@
 """Data that Paddle, numpy or a data set would change without a word."""
 
+import io
+import time
+import zipfile
+
 import numpy as np
 import paddle
 import paddle.distributed as dist
@@ -151,6 +155,30 @@ def test_iterator_of_an_earlier_pass_is_refused(make):
         next(iter(loader))
 
 
+class Wraps(paddle.io.IterableDataset):
+    """Holds an iterator, or an open file."""
+
+    def __init__(self, items):
+        self.items = items
+
+    def __iter__(self):
+        for item in self.items:
+            yield np.array(int(item))
+
+
+@pytest.mark.parametrize(
+    "make", [iter, lambda items: (item for item in items), io.StringIO]
+)
+def test_copy_for_reading_names_a_begun_iterator(make, caplog, monkeypatch):
+    monkeypatch.setattr("paddle_shard.core.warn_once._WARNED", set())
+    items = "\n".join(map(str, range(64))) if make is io.StringIO else range(64)
+    loader = sharded(Wraps(make(items)))
+    next(iter(loader))
+    assert "Wraps.items" not in caplog.text
+    next(iter(loader))
+    assert "Wraps.items" in caplog.text
+
+
 def test_data_set_that_begins_anew_in_iter_is_read_in_each_pass():
     loader = sharded(Restarts())
     next(iter(loader))
@@ -201,3 +229,41 @@ def test_state_of_split_data_is_refused_on_another_number_of_data_ranks():
         batches.load_state_dict(state)
     with simulated_rank(0, 2), pytest.raises(StateError, match="num_data_ranks"):
         loader(2).load_state_dict(state)
+
+
+class Slow(io.FileIO):
+    """A file whose readers pause between going to a place and reading there."""
+
+    def seek(self, place, whence=0):
+        place = super().seek(place, whence)
+        time.sleep(0.001)
+        return place
+
+
+@pytest.mark.parametrize("kind", ["file", "zip"])
+def test_worker_has_its_own_place_in_a_file_that_is_open(kind, tmp_path):
+    length = 96
+    path = tmp_path / "rows"
+    np.arange(length).tofile(path)
+    if kind == "zip":
+        with zipfile.ZipFile(path, "w") as archive:
+            for row in range(length):
+                archive.writestr(str(row), np.array(row).tobytes())
+
+    def read(index):
+        if kind == "zip":
+            return np.frombuffer(archive.read(str(index)), int)[0]
+        file.seek(8 * index)
+        return np.frombuffer(file.read(8), int)[0]
+
+    class Rows(paddle.io.Dataset):
+        def __len__(self):
+            return length
+
+        def __getitem__(self, index):
+            return read(index)
+
+    with Slow(path) as file:
+        archive = zipfile.ZipFile(file) if kind == "zip" else None
+        batches = list(sharded(Rows(), num_workers=3))
+    assert [row for batch in batches for row in local(batch)[0]] == list(range(length))

@@ -46,6 +46,8 @@ def test_table_is_found_by_its_place_and_token(tmp_path):
     hub, member = HostTable((0, 2), 0), HostTable((0, 2), 2)
     path, token = hub.place.split()
     (tmp_path / "short").write_bytes(b"")
+    elsewhere = tmp_path / "proc"  # with the token, but not the memory of a process
+    elsewhere.write_bytes(bytes.fromhex(token) + bytes(hub._size))
     hub.find(hub.place)
     hub.post(0, 3, 0)
     for place in (
@@ -53,6 +55,7 @@ def test_table_is_found_by_its_place_and_token(tmp_path):
         f"{path} {'0' * len(token)}",
         f"{tmp_path / 'short'} {token}",
         f"/proc/{os.getpid()}/fd/9999 {token}",
+        f"{elsewhere} {token}",
     ):
         member.find(place)
         member.post(0, 4, 0)

@@ -1,6 +1,7 @@
 import gc
 import multiprocessing
 import os
+import sys
 import threading
 import time
 import weakref
@@ -14,6 +15,7 @@ from paddle_shard.loader.step_pass import StepPass
 from paddle_shard.reading import profile
 from paddle_shard.reading.profile import READING_AHEAD, WORKER, Profiler, describe
 from tests.data.http_server import serving
+from tests.deadlines import HANG
 from tests.helpers import ONE, sharded
 
 PAUSE = 0.03
@@ -256,6 +258,44 @@ def test_profiler_forgets_a_thread_that_has_ended():
     profiler.watch(thread.ident, READING_AHEAD)
     assert wait_until(lambda: list(profiler._roles) == [threading.get_ident()])
     profiler.stop()
+
+
+def go_deep(depth, *more):
+    return depth and go_deep(depth - 1, depth, *more[:4])
+
+
+def start_threads():
+    while True:
+        go_deep(40)
+        go_deep(30, 1, 2, 3, 4)
+        threading.Thread(target=go_deep, args=(3,)).start()
+
+
+def look_at_a_thread(seconds):
+    """Look at a thread that runs, while what the collector calls in this thread lets the others run."""
+    looking = threading.get_ident()
+    gc.callbacks.append(lambda *_: threading.get_ident() == looking and time.sleep(0.0))
+    thread = threading.Thread(target=start_threads, daemon=True)
+    thread.start()
+    profiler = Profiler()
+    profiler.watch(thread.ident, READING_AHEAD)
+    sys.setswitchinterval(1e-5)
+    gc.set_threshold(20)
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        assert profiler._stacks()
+        time.sleep(0.0002)
+    os._exit(not gc.isenabled())
+
+
+def test_profiler_looks_at_a_thread_while_nothing_is_collected():
+    """Python 3.11 crashed, or stopped for ever."""
+    context = multiprocessing.get_context("fork")
+    child = context.Process(target=look_at_a_thread, args=(1.0,), daemon=True)
+    child.start()
+    child.join(HANG)
+    child.kill()
+    assert child.exitcode == 0
 
 
 def test_profiler_keeps_no_variables_of_a_function_alive():

@@ -1,7 +1,7 @@
 """Sample counts of files, the bytes where samples begin, and reading a file from one of them on.
 
-A format is a function `samples(file, name, start)`. It yields the samples of an open file, each with the byte where it
-begins, so that counting a file and reading it from a sample on are the same code for all formats.
+A format yields the samples of an open file, each with the byte where it begins, so that counting a file and reading it
+from a sample on are the same code for all formats.
 """
 
 from __future__ import annotations
@@ -11,15 +11,14 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import islice
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from paddle_shard.data.files import files
-from paddle_shard.data.files.host_cache import open_cached
+from paddle_shard.data.files.host_cache import check_cache_dir, open_cached
 from paddle_shard.data.files.locks import file_lock
 from paddle_shard.data.files.shards import RECOUNT, ShardSource
 from paddle_shard.plan.seeding import derive_key
@@ -30,13 +29,27 @@ EVERY = 64
 MOST = 128
 """Most byte offsets that are kept for a file, an even number. Longer files have sparser offsets."""
 
+_COUNTING = "counting its samples"
 _VERSION = 4
 """Version of the kept counts."""
 DAMAGE = (AttributeError, KeyError, TypeError, ValueError)
 """What reading a damaged entry raises."""
 
-Samples = Callable[[BinaryIO, str, int], Iterator[tuple[int, Any]]]
-"""A format. Called with (open file, its name, a byte where a sample begins, at which the file stands)."""
+Placed = Iterator[tuple[int, Any]]
+"""Samples, each with the byte where it begins. An exception replaces one that cannot be read, if the next one can."""
+Samples = Callable[[BinaryIO, str, int], Placed]
+"""Called with (open file, its name, a byte where a sample begins, at which the file stands)."""
+
+
+class Format(NamedTuple):
+    """A kind of files."""
+
+    kind: str
+    """Name of what is counted in the files; kept counts belong to it."""
+    samples: Samples
+    """Yields the samples of a file."""
+    starts: Samples
+    """Finds where samples begin, which may be cheaper than reading them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,8 +57,8 @@ class ShardEntry:
     """What is known of a file that was counted."""
 
     samples: int
-    size: int
-    """Size in bytes; the key "bytes" in JSON."""
+    bytes: int
+    """Size of the file."""
     starts: tuple[int, ...] = ()
     """Bytes at which samples 0, `every`, 2 * `every`, ... begin; empty if the file is compressed as a whole."""
     every: int
@@ -59,12 +72,7 @@ class ShardEntry:
 
     def to_json(self) -> dict[str, Any]:
         """Return the entry as an index file and the kept counts have it."""
-        return {
-            "samples": self.samples,
-            "bytes": self.size,
-            "every": self.every,
-            "starts": list(self.starts),
-        }
+        return asdict(self)
 
     @classmethod
     def from_json(cls, entry: Any) -> ShardEntry:
@@ -75,11 +83,11 @@ class ShardEntry:
         """
         parsed = cls(
             samples=counted(entry["samples"]),
-            size=counted(entry["bytes"]),
+            bytes=counted(entry["bytes"]),
             starts=tuple(map(counted, entry.get("starts", ()))),
             every=counted(entry.get("every", EVERY), 1),
         )
-        if max(parsed.samples, parsed.size, *parsed.starts) >= 1 << 63:
+        if max(parsed.samples, parsed.bytes, *parsed.starts) >= 1 << 63:
             raise ValueError(entry)
         return parsed
 
@@ -109,7 +117,7 @@ def count_file(name: str, samples: Samples, cache_dir: str | None = None) -> Sha
             num_samples = number + 1
         return ShardEntry(
             samples=num_samples,
-            size=opened.tell() if size is None else size,
+            bytes=opened.tell() if size is None else size,
             # In a compressed file, no sample can be found by its byte.
             starts=tuple(starts) if file is opened else (),
             every=every,
@@ -118,8 +126,7 @@ def count_file(name: str, samples: Samples, cache_dir: str | None = None) -> Sha
 
 def count_files(
     names: Sequence[str],
-    kind: str,
-    samples: Samples,
+    form: Format,
     counts: bool | None,
     cache_dir: str | None = None,
 ) -> dict[str, ShardEntry] | None:
@@ -127,8 +134,7 @@ def count_files(
 
     Args:
         names: Names of the files.
-        kind: Name of what is counted in the files.
-        samples: Finds the samples of a file; see `count_file`.
+        form: The format of the files.
         counts: True: count all files; False: count none. None: count all if counting is cheap compared to reading: all
             files are local and, by their names, none is compressed.
         cache_dir: Where copies of remote files are kept; None: nowhere.
@@ -144,20 +150,19 @@ def count_files(
     if counts is False or (counts is None and is_costly):
         return None
     if any_remote:
-        return _count_each(names, samples, cache_dir)
+        return _count_each(names, form.starts, cache_dir)
     # Before counting: a file that grows meanwhile has another version the next time.
     versions = [_version(name) for name in names]
-    key = derive_key(_VERSION, kind, versions, size=16).hex()
+    key = derive_key(_VERSION, form.kind, versions, size=16).hex()
     path = _folder() / f"{key}.json"
-    with ExitStack() as stack:
-        with contextlib.suppress(OSError):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            # One process counts; the others wait and read what it has written.
-            stack.enter_context(file_lock(stack.enter_context(path.open("ab"))))
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    # One process counts; the others wait and read what it has written.
+    with file_lock(f"{path}.lock"):
         with contextlib.suppress(OSError, *DAMAGE):
             entries = map(ShardEntry.from_json, json.loads(path.read_bytes()))
             return dict(zip(names, entries, strict=True))
-        counted_files = _count_each(names, samples, cache_dir)
+        counted_files = _count_each(names, form.starts, cache_dir)
         text = json.dumps([entry.to_json() for entry in counted_files.values()])
         with contextlib.suppress(OSError), files.replacing(path) as target:
             target.write(text.encode())
@@ -166,7 +171,7 @@ def count_files(
 
 def _version(name: str) -> tuple[str, int, int, int]:
     path = os.path.abspath(files.local_path(name))
-    with _counting(name):
+    with files.failures_named(name, _COUNTING):
         status = os.stat(path)
     return path, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
@@ -179,13 +184,9 @@ def _count_each(
         logging.getLogger("paddle_shard").info(
             "counting the samples of %s", files.redacted(name)
         )
-        with _counting(name):
+        with files.failures_named(name, _COUNTING):
             entries[name] = count_file(name, samples, cache_dir)
     return entries
-
-
-def _counting(name: str) -> AbstractContextManager[None]:
-    return files.failures_named(name, lambda: ("counting its samples", None))
 
 
 def _folder() -> Path:
@@ -205,23 +206,6 @@ class FileReader:
     cache_dir: str | None
     """Where copies of remote files are kept; None: nowhere."""
 
-    def source(self, names: Sequence[str], *, shuffle_shards: bool) -> ShardSource:
-        """Return the source of files.
-
-        Args:
-            names: Names of the files.
-            shuffle_shards: If True, permute the files, in another order each epoch.
-        """
-        entries = self.entries
-        return ShardSource(
-            names,
-            self,
-            counts=None
-            if entries is None
-            else [entries[name].samples for name in names],
-            shuffle_shards=shuffle_shards,
-        )
-
     def __call__(self, name: str, skip: int) -> Iterator[Any]:
         """Yield the samples of a file after the first `skip`."""
         start = 0
@@ -230,10 +214,42 @@ class FileReader:
             start, skip = entry.before(skip)
         opened, size = open_cached(self.cache_dir, name, start)
         with opened, opened if start else files.decompressed(opened, name) as file:
-            if entry is not None and size not in (None, entry.size):
+            if entry is not None and size not in (None, entry.bytes):
                 raise ValueError(
-                    f"the file has {size} bytes, and had {entry.size} when it was counted. It has changed since, "
+                    f"the file has {size} bytes, and had {entry.bytes} when it was counted. It has changed since, "
                     f"or is another file of that name: {RECOUNT}"
                 )
             rest = islice(self.samples(file, name, start), skip, None)
             yield from map(itemgetter(1), rest)
+
+
+def file_source(
+    names: Sequence[str],
+    form: Format,
+    *,
+    counts: bool | None = None,
+    entries: Mapping[str, ShardEntry] | None = None,
+    shuffle_shards: bool = True,
+    cache_dir: files.Path | None = None,
+) -> ShardSource:
+    """Return the source of files of a format.
+
+    Args:
+        names: Names of the files.
+        form: The format.
+        counts: If True, count the samples now, which reads the files once. Then parts are equal and their lengths
+            known. None: count if all files are local, none is compressed, and the stream has an end. The counts of
+            local files are kept in the user's cache directory (`$XDG_CACHE_HOME`, `~/.cache`) for other ranks and
+            later runs.
+        entries: The index entries of the files, if there is an index.
+        shuffle_shards: If True, permute the files, in another order each epoch.
+        cache_dir: A folder in which copies of remote files are kept, for all processes of the host; None: none is kept.
+    """
+    folder = check_cache_dir(cache_dir)
+    if entries is None:
+        entries = count_files(names, form, counts, folder)
+    lengths = None
+    if entries is not None:
+        lengths = [entries[name].samples for name in names]
+    reader = FileReader(samples=form.samples, entries=entries, cache_dir=folder)
+    return ShardSource(names, reader, counts=lengths, shuffle_shards=shuffle_shards)

@@ -8,14 +8,13 @@ import contextlib
 import glob
 import gzip
 import io
-import itertools
 import lzma
 import os
 import re
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
@@ -130,9 +129,8 @@ def within_their_folder(names: Sequence[str]) -> list[str]:
         ).split("/")
         for name in names
     ]
-    folders = zip(*(path[:-1] for path in paths), strict=False)
-    shared = itertools.takewhile(lambda column: len(set(column)) == 1, folders)
-    depth = len(list(shared))
+    folders = [path[:-1] for path in paths]
+    depth = len(os.path.commonprefix(folders))  # noqa: RUF071  # of lists
     return ["/".join(path[depth:]) for path in paths]
 
 
@@ -167,13 +165,14 @@ def needs(extra: str, what: str = "") -> Iterator[None]:
 
 @contextmanager
 def failures_named(
-    name: str, place: Callable[[], tuple[str, int | None]]
+    name: str, what: str, number: Callable[[], int] | None = None
 ) -> Iterator[None]:
     """Turn what fails in the `with` block into an error that names a file.
 
     Args:
         name: The file.
-        place: Called after a failure. It returns what failed, and the number of the sample in the file if it is known.
+        what: What the block does.
+        number: Called after a failure: the number of the sample in the file; None: of no sample.
 
     Raises:
         ShardReadError: The block failed. The library's own errors are raised as they are.
@@ -183,9 +182,10 @@ def failures_named(
     except PaddleShardError:
         raise
     except Exception as error:
-        what, offset = place()
+        offset = None if number is None else number()
+        place = "" if offset is None else f" {offset}"
         raise ShardReadError.of(
-            f"{redacted(name)}: {what} failed: {described(error)}",
+            f"{redacted(name)}: {what}{place} failed: {described(error)}",
             redacted(name),
             offset,
         ) from error
@@ -277,7 +277,8 @@ def version_of(name: str) -> tuple[int, str]:
         return status.st_size, str(status.st_mtime_ns)
     system, path = remote_file(name)
     details = retried(lambda: system.info(path))
-    return int(details.get("size") or 0), tag_of(details) or ""
+    tag = next((details[name] for name in _TAGS if details.get(name)), "")
+    return int(details.get("size") or 0), str(tag)
 
 
 def identity(names: Sequence[str]) -> list[FileVersion]:
@@ -288,7 +289,7 @@ def identity(names: Sequence[str]) -> list[FileVersion]:
     """
 
     def version(name: str) -> tuple[int, str]:
-        with failures_named(name, lambda: ("reading its version", None)):
+        with failures_named(name, "reading its version"):
             return version_of(name)
 
     with ThreadPoolExecutor(REQUESTS if any(map(is_remote, names)) else 1) as pool:
@@ -298,11 +299,6 @@ def identity(names: Sequence[str]) -> list[FileVersion]:
         (path, *version_of_file)
         for path, version_of_file in zip(paths, versions, strict=True)
     ]
-
-
-def tag_of(details: Mapping[str, Any]) -> str | None:
-    """Return the value in fsspec's details of a file that changes when the file changes, if there is one."""
-    return next((str(details[tag]) for tag in _TAGS if details.get(tag)), None)
 
 
 def open_file(name: str, start: int = 0) -> tuple[BinaryIO, int | None]:
@@ -418,7 +414,8 @@ def retried(attempt: Callable[[], T], place: str = "") -> T:
     Raises:
         OSError: All attempts failed.
     """
-    for num_failures in itertools.count():
+    num_failures = 0
+    while True:
         try:
             return attempt()
         except Exception as error:
@@ -430,7 +427,7 @@ def retried(attempt: Callable[[], T], place: str = "") -> T:
                     f"given up after {RETRIES} retries{place}: {described(failure)}"
                 ) from error
         time.sleep(BACKOFF * 2**num_failures)
-    raise AssertionError
+        num_failures += 1
 
 
 def _failure_of_server(error: BaseException) -> BaseException:
@@ -459,19 +456,21 @@ def _is_of_aiohttp(error: BaseException | None) -> bool:
 
 
 @contextmanager
-def replacing(path: Path, mode: int = 0o600, *, buffering: int = -1) -> Iterator[Any]:
+def replacing(path: Path, mode: int = 0o600) -> Iterator[Any]:
     """Write a file under a temporary name, and give it its name when it is complete: nobody ever reads half of it.
 
     Args:
         path: The file, which is replaced if it exists. If writing fails, it stays as it is.
         mode: Permissions of the file.
-        buffering: The same as for `open`.
     """
     folder, base = os.path.split(os.path.abspath(path))
     handle, part = tempfile.mkstemp(prefix=f".{base}.", suffix=".part", dir=folder)
     try:
-        with open(handle, "wb", buffering) as file:
+        with open(handle, "wb") as file:
             yield file
+            file.flush()
+            # Without this, a crash could leave an empty file with the right name.
+            os.fsync(handle)
         os.chmod(part, mode)
         os.replace(part, path)
     except BaseException:

@@ -1,14 +1,15 @@
 """Copies of remote files in a folder of the host.
 
-All processes of a host use a folder at the same time. A copy gets its name when it is complete, and one process
-downloads it while the others wait for its lock. `flock` locks end with their process, so nothing needs repair after a
-process was killed.
+All processes of a host use a folder at the same time. Each copy is written to a file of its own and gets its name when
+it is complete. One process downloads it while the others wait for its lock, which ends with that process.
 """
 
 from __future__ import annotations
 
 import errno
+import glob
 import os
+import pathlib
 import shutil
 from typing import BinaryIO
 
@@ -19,6 +20,7 @@ from paddle_shard.data.files.files import (
     is_remote,
     open_file,
     redacted,
+    replacing,
 )
 from paddle_shard.data.files.locks import file_lock
 from paddle_shard.errors import ArgumentError
@@ -66,29 +68,23 @@ def open_cached(
     path = os.path.join(folder, f"{key}-{base_name(name)}")
     if not os.path.exists(path):
         os.makedirs(folder, exist_ok=True)
-        _download(name, path)
+        with file_lock(f"{path}.lock"):
+            if not os.path.exists(path):
+                _download(name, path)
     return open_file(path, start)
 
 
 def _download(name: str, path: str) -> None:
-    """Make a copy of a file, unless another process makes it meanwhile."""
-    part = f"{path}.part"
-    with open(part, "ab") as target, file_lock(target):
-        if os.path.exists(path):
-            return
-        target.truncate(0)  # what a killed process has left
-        source, _ = open_file(name)
-        try:
-            with source:
-                shutil.copyfileobj(source, target, BUFFER)
-            target.flush()
-            # Without this, a crash could leave an empty file with the right name.
-            os.fsync(target.fileno())
-        except OSError as error:
-            os.ftruncate(target.fileno(), 0)
-            if error.errno not in _FULL:
-                raise
-            folder = os.path.dirname(path)
-            text = f"cannot write to cache_dir {folder!r}: {error}. Make room"
-            raise OSError(error.errno, text) from error
-        os.replace(part, path)
+    """Make a copy of a file, in the place of what killed processes have left of it."""
+    folder, base = os.path.split(path)
+    for part in pathlib.Path(folder).glob(f".{glob.escape(base)}.*.part"):
+        part.unlink(missing_ok=True)
+    source, _ = open_file(name)
+    try:
+        with source, replacing(path) as target:
+            shutil.copyfileobj(source, target, BUFFER)
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        text = f"cannot write to cache_dir {folder!r}: {error}. Make room"
+        raise OSError(error.errno, text) from error

@@ -9,7 +9,7 @@ import numpy as np
 
 from paddle_shard.data.external import set_epoch_of
 from paddle_shard.data.files.files import needs, within_their_folder
-from paddle_shard.data.stages.stage import Opening, PartsSource, Samples
+from paddle_shard.data.stages.stage import Lengths, Opening, PartsSource, Samples
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, SplitError
 from paddle_shard.plan.seeding import derive_key
 
@@ -68,7 +68,7 @@ class HuggingFaceSource(PartsSource):
         self._dataset = dataset
         self.num_shards: int = int(dataset.num_shards)
 
-    def lengths(self, opening: Opening) -> list[int] | None:
+    def lengths(self, opening: Opening) -> Lengths:
         """Return None: lengths are known only at the end. The loader asks before any batch.
 
         Raises:

@@ -176,7 +176,7 @@ def _check_columns(
 
 def _footer(file: str) -> _Footer:
     with (
-        failures_named(file, lambda: ("reading its footer", None)),
+        failures_named(file, "reading its footer"),
         _opened(file) as (parquet, size),
     ):
         metadata, schema = parquet.metadata, parquet.schema_arrow
@@ -256,6 +256,10 @@ def _items(values: Any) -> Any:
     return values
 
 
+_LISTS = ("list<", "large_list<", "list_view<", "large_list_view<")
+"""How the names of Arrow's types of lists begin; older versions of pyarrow have no views."""
+
+
 def _values(array: Any) -> Any:
     """Return the values of an Arrow array: a numpy array if all have the same dtype and shape, else a list.
 
@@ -271,7 +275,7 @@ def _values(array: Any) -> Any:
     if isinstance(kind, pa.FixedShapeTensorType):
         return array.to_numpy_ndarray()
     is_fixed = types.is_fixed_size_list(kind)
-    if is_fixed or types.is_list(kind) or types.is_large_list(kind):
+    if is_fixed or str(kind).startswith(_LISTS):
         inner = _values(array.flatten())
         if not isinstance(inner, np.ndarray):
             return array.to_pylist()

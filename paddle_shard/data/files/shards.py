@@ -19,6 +19,7 @@ from paddle_shard.data.files.files import (
     within_their_folder,
 )
 from paddle_shard.data.stages.stage import (
+    Lengths,
     Opening,
     PartsSource,
     Samples,
@@ -72,7 +73,7 @@ class ShardSource(PartsSource):
         Raises:
             ArgumentError: There is no name, or names are not distinct.
         """
-        self._names = [str(name) for name in names]
+        self._names = list(names)
         if not self._names:
             raise ArgumentError("names holds no shard. Give at least one.")
         if len(set(self._names)) < len(self._names):
@@ -87,10 +88,10 @@ class ShardSource(PartsSource):
         if counts is not None:
             self._counts = np.asarray(counts, dtype=np.int64)
             self._total = int(self._counts.sum())
-        self._files = self._names if files is None else [str(file) for file in files]
+        self._files = self._names if files is None else list(files)
         self._digest: str | None = None
         self._read = read
-        self._shuffle = bool(shuffle_shards)
+        self._shuffle = shuffle_shards
 
     def open(self, opening: Opening) -> list[Samples]:
         """Return the samples of each part.
@@ -101,7 +102,7 @@ class ShardSource(PartsSource):
         self._check(opening)
         return super().open(opening)
 
-    def lengths(self, opening: Opening) -> list[int] | None:
+    def lengths(self, opening: Opening) -> Lengths:
         """Return the lengths of the parts; None if the shards are not counted."""
         self._check(opening)
         if self._counts is None:
@@ -186,17 +187,15 @@ class ShardSource(PartsSource):
         start, stop = self._cut(part, opening.num_parts)
         start += skip
         order = self._order(opening)
-        counts = self._counts[order]
-        # Sample number at which each shard ends, if all shards are laid end to end in this order.
-        ends = np.cumsum(counts)
-        place = int(np.searchsorted(ends, start, side="right"))
-        while start < stop:
-            end, length = int(ends[place]), int(counts[place])
-            if start < end:  # not an empty shard
-                begin = end - length
-                yield int(order[place]), start - begin, min(stop, end) - begin
-                start = end
-            place += 1
+        # Samples at which each shard begins and ends, if all shards are laid end to end in this order.
+        ends = np.cumsum(self._counts[order])
+        begins = ends - self._counts[order]
+        firsts = np.maximum(begins, start)
+        stops = np.minimum(ends, stop)
+        for place in np.flatnonzero(firsts < stops).tolist():
+            begin = int(begins[place])
+            first = int(firsts[place]) - begin
+            yield int(order[place]), first, int(stops[place]) - begin
 
     def _piece(self, segment: Segment, opening: Opening) -> Samples:
         """Read a piece of a shard."""
@@ -205,27 +204,22 @@ class ShardSource(PartsSource):
         length = None if self._counts is None else int(self._counts[shard])
         end = length if end is None else end
         offset = begin
-        what = ""
         items: Samples = iter(())
-        with failures_named(
-            name, lambda: (f"reading {what or f'sample {offset}'}", offset)
-        ):
+        with failures_named(name, "reading sample", lambda: offset):
             try:
                 items = iter(self._read(name, begin))
                 for item in items:
-                    # Before the last sample is delivered, since no other one may be requested.
-                    if offset + 1 == length:
-                        what = f"what follows its {length} samples"
-                        num_more = sum(1 for _ in items)
-                        if num_more:
-                            raise _miscounted(name, length + num_more, length)
-                        what = ""
                     if isinstance(item, Exception):
                         if not opening.skip_errors:
                             raise item
                         item = Unreadable(f"{redacted(name)}: {described(item)}")
-                    yield item
                     offset += 1
+                    # Before the last sample is delivered, since no other one may be requested.
+                    if offset == length:
+                        num_more = sum(1 for _ in items)
+                        if num_more:
+                            raise _miscounted(name, length + num_more, length)
+                    yield item
                     if offset == end:
                         return
             finally:

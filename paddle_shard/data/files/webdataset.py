@@ -9,15 +9,11 @@ import re
 import tarfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, BinaryIO, Literal, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, cast
 
 from paddle_shard.core.checks import listed
-from paddle_shard.data.files.counts import (
-    DAMAGE,
-    FileReader,
-    ShardEntry,
-    count_files,
-)
+from paddle_shard.core.warn_once import warn_once
+from paddle_shard.data.files.counts import DAMAGE, Format, ShardEntry, file_source
 from paddle_shard.data.files.files import (
     BUFFER,
     Path,
@@ -29,14 +25,21 @@ from paddle_shard.data.files.files import (
     redacted,
     replacing,
 )
-from paddle_shard.data.files.host_cache import check_cache_dir
-from paddle_shard.data.files.shards import RECOUNT, ShardSource
+from paddle_shard.data.files.shards import RECOUNT, FileOptions, ShardSource
 from paddle_shard.errors import ArgumentError, StateError
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _PICKLED = (".pkl", ".pickle", ".pyd", ".pth")
 """Endings of files that WebDataset's decoders unpickle, which runs what the file says."""
 _META = re.compile(r"__[^/]*__($|/)")
 """Matches the names of members that are not samples: WebDataset's `skip_meta`."""
+
+_APART = (
+    "the key %r comes twice in %s, with other samples between: WebDataset takes its files for two samples. If they are "
+    "one, pack them one after the other, as by tar --sort=name."
+)
 
 Sample = dict[str, Any]
 """A dict with `__key__`, `__url__`, and the bytes of each file; its key is the rest of the file's name."""
@@ -89,7 +92,12 @@ def tar_samples(
                         "`tar --concatenate`"
                     )
 
+    keys: set[str] = set()
     for sample in group_by_keys(members(), handler=_raised):
+        key = sample["__key__"]
+        if key in keys:
+            warn_once(_APART, key, base_name(name))
+        keys.add(key)
         yield begin, sample
         begin = following  # when a sample is yielded, the first member of the next one has been read, but no more
 
@@ -196,12 +204,14 @@ def check_base_names(names: Sequence[str]) -> None:
             )
 
 
+TARS = Format("samples of tars", tar_samples, tar_starts)
+
+
 def webdataset_source(
     urls: Paths,
     *,
-    shuffle_shards: bool = True,
     index: Path | Literal[False] | None = None,
-    cache_dir: Path | None = None,
+    **options: Unpack[FileOptions],
 ) -> ShardSource:
     """Return the source of raw samples: dicts of bytes by file ending, with `__key__` and `__url__`.
 
@@ -212,13 +222,11 @@ def webdataset_source(
         urls: Paths, `http(s)://` URLs, or URLs that fsspec opens (`s3://`, ...), of tars that are compressed or not.
             Braces are expanded as by WebDataset (`{000..009}`), also in each string of a list. Patterns of local files
             (`data/*.tar`) are expanded and sorted.
-        shuffle_shards: If True, permute the shards, in another order each epoch. Samples keep their order within a
-            shard: add a `Shuffle` to permute them, too.
         index: An index file (path or URL), which `paddle-shard index` makes. With an index, parts are equal, their
             lengths are known, and a resume is cheap. None: count the shards now by their headers, if all are local and
             none is compressed. The counts are kept in the user's cache directory (`$XDG_CACHE_HOME`, `~/.cache`) for
             other ranks and later runs. False: count nothing.
-        cache_dir: A folder in which copies of remote shards are kept, for all processes of the host; None: nowhere.
+        options: See `file_source`. Samples keep their order within a shard: add a `Shuffle` to permute them, too.
 
     Raises:
         MissingDependencyError: webdataset is not installed.
@@ -232,16 +240,10 @@ def webdataset_source(
     """
     names = expand(urls)
     entries = None
-    if index is None:
-        entries = count_files(names, "samples of tars", tar_starts, None)
-    elif index is not False:
+    if index is not None and index is not False:
         entries = read_index(os.fspath(index), names)
-    reader = FileReader(
-        samples=tar_samples,
-        entries=entries,
-        cache_dir=check_cache_dir(cache_dir),
-    )
-    return reader.source(names, shuffle_shards=shuffle_shards)
+    counts = None if index is None else False
+    return file_source(names, TARS, counts=counts, entries=entries, **options)
 
 
 def expand(urls: Paths) -> list[str]:
@@ -258,7 +260,11 @@ def expand(urls: Paths) -> list[str]:
         urls = [urls]
     if isinstance(urls, Iterable):
         braces = webdataset.shardlists.expand_urls
-        urls = [name for url in urls for name in braces(os.fspath(url))]
+        urls = [
+            name
+            for given in [os.fspath(url) for url in urls]
+            for name in ([given] if os.path.exists(given) else braces(given))
+        ]
     return matched(urls)
 
 

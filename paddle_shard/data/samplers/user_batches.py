@@ -70,7 +70,7 @@ class UserBatches(IndexBatches):
     lengths: Mapping[str, int] = field(default_factory=dict)
     """Lengths of the data and of the samplers when the run was set up."""
     balance_rows: BalanceRows | None = None
-    """Deals rows to the data ranks by cost; None: they stay in their order."""
+    """Assigns rows to data ranks by cost; None: they stay in their order."""
     rank_seed: tuple[int, ...] = ()
     """(data rank,) if the sampler draws for this data rank alone (`draws_for_rank`); () if all ranks draw alike."""
     _ends: dict[int, Any] = field(default_factory=dict, compare=False)
@@ -251,7 +251,7 @@ class UserBatches(IndexBatches):
     def _replayed(
         self, iteration: SamplerIteration, start: LoaderState
     ) -> Iterator[Sampled]:
-        """SamplerIteration up to a position without reading samples, and return the rest."""
+        """Draw the batches up to a position again, without reading samples, and return those after it."""
         samples = start.samples
         size = self.nominal_size if self.consecutive else None
         drawn = iteration.batches(samples % size if size else 0)
@@ -319,10 +319,7 @@ class UserBatches(IndexBatches):
             num_rows=len(indices),
             micro_size=len(indices) // self.accumulation,
             num_positions=num_positions,
-            take=lambda rows: [
-                indices[row]
-                for row in (rows if isinstance(rows, range) else rows.tolist())
-            ],
+            take=lambda rows: [indices[row] for row in rows],
             valid=(lambda rows: rows < num_positions) if padding else None,
             sampler=noted,
         )
@@ -445,15 +442,10 @@ def samplers(sampler: Any) -> list[Any]:
 
 def owner_of(sampler: Any) -> Any:
     """Return the batch sampler or its sampler, whichever has a state; None if neither has one."""
-    wanted = ("state_dict", "load_state_dict")
-    return next(
-        (
-            s
-            for s in samplers(sampler)
-            if all(callable(getattr(s, name, None)) for name in wanted)
-        ),
-        None,
-    )
+    for owner in samplers(sampler):
+        if hasattr(owner, "state_dict") and hasattr(owner, "load_state_dict"):
+            return owner
+    return None
 
 
 def _indices(batch: Any, step: int) -> list[Any]:

@@ -9,7 +9,7 @@ from itertools import islice
 from typing import Any
 from weakref import ref
 
-from paddle_shard.data.stages.stage import Opening, Samples, Stage, Transform
+from paddle_shard.data.stages.stage import Lengths, Opening, Samples, Stage, Transform
 from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.parts import choose_num_parts
 
@@ -55,7 +55,7 @@ class Stripe(Transform):
         parts = [turns.of(part) for part in opening.parts]
         return [islice(samples, within, None) for samples in parts]
 
-    def lengths(self, opening: Opening) -> list[int] | None:
+    def lengths(self, opening: Opening) -> Lengths:
         """Return the lengths of the parts; they differ by less than two stripes."""
         lengths = self.upstream.lengths(opening.uncut(0))
         if lengths is None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from paddle_shard.data.files.files import FileVersion
 from paddle_shard.data.stages.cut import FAILED_AT
-from paddle_shard.data.stages.stage import Opening, Samples, Stage
+from paddle_shard.data.stages.stage import Lengths, Opening, Samples, Stage
 from paddle_shard.data.stages.steps import in_rounds
 from paddle_shard.plan.mixture import Draws
 from paddle_shard.plan.parts import nothing_to_repeat
@@ -51,14 +51,18 @@ class Mix(Stage):
             segments: The integer weight of each, by the first sample of the epoch.
             stop: "first" or "all".
         """
-        weights = list(zip(*(segment.weights for segment in segments), strict=True))
-        used = [number for number, parts in enumerate(weights) if any(parts)]
-        names = list(stages)
-        self._stages = {names[number]: stages[names[number]] for number in used}
-        self._names = list(self._stages)
+        columns = zip(*(segment.weights for segment in segments), strict=True)
+        used = {
+            name: list(weights)
+            for name, weights in zip(stages, columns, strict=True)
+            if any(weights)
+        }
+        self._weights = used
+        """For each source, its weight in each segment."""
+        self._stages = {name: stages[name] for name in used}
+        self._firsts = [segment.first for segment in segments]
         self._segments = tuple(
-            Segment(first, tuple(parts[number] for number in used))
-            for first, parts in segments
+            map(Segment, self._firsts, zip(*used.values(), strict=True))
         )
         self._every = stop == "all"
         # Without an end: any source, or, with "first", every one.
@@ -132,7 +136,7 @@ class Mix(Stage):
                         return
                 yield sample
 
-    def lengths(self, opening: Opening) -> list[int] | None:
+    def lengths(self, opening: Opening) -> Lengths:
         """Return the length of each part; None if a length that decides it is not known."""
         if self.endless:
             return None
@@ -158,7 +162,7 @@ class Mix(Stage):
         [source], [number_in_source] = self._draws(opening).sources_at(
             np.array([number])
         )
-        name = self._names[int(source)]
+        name = list(self._stages)[int(source)]
         of_source = self._opening(opening, name)
         place = self._stages[name].origin(of_source, part, int(number_in_source))
         return ", ".join(filter(None, (f"source {name!r}", place)))
@@ -182,10 +186,9 @@ class Mix(Stage):
 
     def fingerprint(self) -> list[Any]:
         """Return the names, weights and fingerprints of the sources."""
-        weights = zip(*(segment.weights for segment in self._segments), strict=True)
         sources = [
-            [name, list(parts), stage.fingerprint()]
-            for (name, stage), parts in zip(self._stages.items(), weights, strict=True)
+            [name, self._weights[name], stage.fingerprint()]
+            for name, stage in self._stages.items()
         ]
-        firsts = [segment.first for segment in self._segments]
-        return [["mixture", "all" if self._every else "first", firsts, sources]]
+        stop = "all" if self._every else "first"
+        return [["mixture", stop, self._firsts, sources]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -47,7 +47,7 @@ _INT64 = np.iinfo(np.int64)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedRows:
-    """The form of packed rows; `sources.packed.Packed` describes their fields."""
+    """The form of packed rows; `data.packed.Packed` describes their fields."""
 
     length: int
     """Tokens of a row."""
@@ -134,8 +134,21 @@ class PackedRows:
         Raises:
             ValueError: The pieces differ in their fields, or in the dtype or shape of an entry.
         """
-        pads = {self.labels or "labels": self.ignore_index, **self.pad_values}
         form = _forms(pieces[0][0])
+        for what, (fields, _) in zip(names, pieces, strict=True):
+            if _forms(fields) != form:
+                raise ValueError(
+                    f"{what} has the fields {_forms(fields)}, but {names[0]} has {form}: (dtype, shape of an entry) of "
+                    "those with an entry for each token. Give all documents the same, and leave the others out."
+                )
+        unknown = sorted(self.pad_values.keys() - form.keys())
+        if unknown:
+            raise ValueError(
+                f"pad_values names {unknown}, which rows do not have; there are {sorted(form)}."
+            )
+        sizes = [piece.end - piece.first for _, piece in pieces]
+        padding = self.length - sum(sizes)
+        pads = {self.labels or "labels": self.ignore_index, **self.pad_values}
         row: dict[str, Any] = {}
         for name, (dtype, shape) in form.items():
             pad = pads.get(name, 0)
@@ -143,31 +156,18 @@ class PackedRows:
                 raise ValueError(
                     f"pad_values: field {name!r} is {dtype}, which cannot hold {pad!r}."
                 )
-            row[name] = np.full((self.length, *shape), pad, dtype)
-        unknown = sorted(self.pad_values.keys() - row.keys())
-        if unknown:
-            raise ValueError(
-                f"pad_values names {unknown}, which rows do not have; there are {sorted(row)}."
+            values = [fields[name][piece.first : piece.end] for fields, piece in pieces]
+            row[name] = np.concatenate(
+                [*values, np.full((padding, *shape), pad, dtype)]
             )
-        sizes = [piece.end - piece.first for _, piece in pieces]
-        end = 0
-        for what, (fields, piece), size in zip(names, pieces, sizes, strict=True):
-            if _forms(fields) != form:
-                raise ValueError(
-                    f"{what} has the fields {_forms(fields)}, but {names[0]} has {form}: (dtype, shape of an entry) of "
-                    "those with an entry for each token. Give all documents the same, and leave the others out."
-                )
-            for name, value in fields.items():
-                row[name][end : end + size] = value[piece.first : piece.end]
-            end += size
-        begins = np.cumsum([0, *sizes])
-        row["position_ids"] = np.zeros(self.length, np.int64)
-        row["position_ids"][:end] = np.arange(end) - np.repeat(begins[:-1], sizes)
-        row["segment_ids"] = np.zeros(self.length, np.int32)
-        row["segment_ids"][:end] = np.repeat(np.arange(1, len(sizes) + 1), sizes)
-        row["cu_seqlens"] = np.full(self.most_pieces + 2, self.length, np.int32)
-        row["cu_seqlens"][: len(begins)] = begins
-        row["max_seqlen"] = np.int32(max(*sizes, self.length - end))
+        segments = [*range(1, len(sizes) + 1), 0]
+        positions = [np.arange(size) for size in sizes]
+        cu_seqlens = np.full(self.most_pieces + 2, self.length, np.int32)
+        cu_seqlens[: len(segments)] = np.cumsum([0, *sizes])
+        row["position_ids"] = np.concatenate([*positions, np.zeros(padding, np.int64)])
+        row["segment_ids"] = np.repeat(np.array(segments, np.int32), [*sizes, padding])
+        row["cu_seqlens"] = cu_seqlens
+        row["max_seqlen"] = np.int32(max(*sizes, padding))
         return row
 
 
@@ -187,8 +187,8 @@ class Pack(Transform):
     A document that cannot be read is a row that cannot be read, after the rows of its window.
     """
 
-    counted: ClassVar[bool] = False
-    makes_several: ClassVar[bool] = True
+    counted = False
+    makes_several = True
 
     def __init__(
         self, upstream: Stage, rows: PackedRows, window: int, long: str

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import count, islice
-from typing import Any, ClassVar, NamedTuple
+from itertools import islice
+from typing import Any, NamedTuple
 
 from paddle_shard.data.files.files import FileVersion
 from paddle_shard.data.sample_rng import SampleRng
@@ -90,21 +90,17 @@ class Opening:
             first: Number of the first item.
         """
         key = self.key(part, "source")
+        rng = self.rng
         begin = first + self.skip
-        for number in count(first):
-            if not self.rng.seeds:  # nor later in this pass
-                yield from islice(items, max(0, begin - number), None)
-                return
-            if number:
-                self.rng.seed(key, number)
-            item = next(items, _END)
-            if item is _END:
-                return
+        if first:
+            rng.seed(key, first)
+        for number, item in enumerate(items, first):
             if number >= begin:
                 yield item
-
-
-_END: Any = object()
+            if not rng.seeds:  # nor later in this pass
+                yield from islice(items, max(0, begin - number - 1), None)
+                return
+            rng.seed(key, number + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +130,8 @@ def windows(items: Iterator[Any], size: int) -> Iterator[list[Any]]:
 
 Samples = Iterator[Any]
 """Samples of a part, from a position on."""
+Lengths = list[int] | None
+"""Number of samples of each part; None if it is known only at the end."""
 
 
 class Stage:
@@ -148,7 +146,7 @@ class Stage:
     """True if it can open a part without reading the others, or if it cuts the stream."""
     endless: bool = False
     """True if its parts have no end."""
-    makes_several: ClassVar[bool] = False
+    makes_several: bool = False
     """True if one sample may become several. Then a position in a part does not tell how much was read for it."""
 
     def line(self) -> Iterator[Stage]:
@@ -172,7 +170,7 @@ class Stage:
         """Return an iterator over each opened part, which begins after `opening.skip` samples."""
         raise NotImplementedError
 
-    def lengths(self, opening: Opening) -> list[int] | None:
+    def lengths(self, opening: Opening) -> Lengths:
         """Return the number of samples of each part without skipping; None if it is known only at the end."""
         return None
 
@@ -237,7 +235,7 @@ class Transform(Stage):
     """
 
     upstream: Stage
-    counted: ClassVar[bool] = True
+    counted: bool = True
     """True if it makes as many samples as it gets. If not, and `lengths` says nothing else, that shows at the end."""
 
     def __init__(self, upstream: Stage, *mark: Any) -> None:
@@ -285,7 +283,7 @@ class Transform(Stage):
             return samples_of_parts
         return [islice(samples, num_dropped, None) for samples in samples_of_parts]
 
-    def lengths(self, opening: Opening) -> list[int] | None:
+    def lengths(self, opening: Opening) -> Lengths:
         """Return the lengths of the stage before, if they do not change."""
         # Also for other stages: it rejects parts that would have no file.
         lengths = self.upstream.lengths(opening)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import count, islice
-from operator import add, itemgetter
-from typing import Any, ClassVar, NamedTuple
+from operator import itemgetter
+from typing import Any
 
 import numpy as np
 
 from paddle_shard.core.checks import check_count
 from paddle_shard.data.stages.stage import (
+    Lengths,
     Opening,
     Samples,
     Stage,
@@ -61,7 +62,7 @@ class Map(Transform):
 class Filter(Transform):
     """Keeps the samples for which a function is true. Samples to be skipped are still read and tested."""
 
-    counted: ClassVar[bool] = False
+    counted = False
 
     def __init__(self, upstream: Stage, predicate: Callable[[Any], bool]) -> None:
         super().__init__(upstream, "filter")
@@ -94,7 +95,7 @@ class Group(Transform):
             bad = [item for item in group if isinstance(item, Unreadable)]
             yield Unreadable(bad[0].why, tuple(group)) if bad else group
 
-    def lengths(self, opening: Opening) -> list[int] | None:
+    def lengths(self, opening: Opening) -> Lengths:
         """Return the number of lists in each part."""
         lengths = self.upstream.lengths(opening)
         if lengths is None:
@@ -102,18 +103,11 @@ class Group(Transform):
         return [-(-length // self.size) for length in lengths]
 
 
-_END = object()
-
-
-def _next_or_end(items: Iterator[Any]) -> Any:
-    return next(items, _END)
-
-
 class Unbatch(Transform):
     """Delivers the items of each sample one by one. Items to be skipped are still read."""
 
-    counted: ClassVar[bool] = False
-    makes_several: ClassVar[bool] = True
+    counted = False
+    makes_several = True
 
     def __init__(self, upstream: Stage) -> None:
         super().__init__(upstream, "unbatch")
@@ -131,17 +125,14 @@ class Unbatch(Transform):
     def _read(
         self, group: Any, opening: Opening, key: int, numbers: Iterator[int]
     ) -> Samples:
-        """Yield the items of a sample that is read as they are needed, such as a generator."""
-        group = opening.call(iter, group)
-        while not isinstance(group, Unreadable):
-            opening.rng.seed(key, next(numbers))
-            item = opening.call(_next_or_end, group)
-            if item is _END:
-                return
-            yield item
-            if isinstance(item, Unreadable):  # the items after it cannot be read
-                return
-        yield group
+        """Yield the items of a sample as they are read; after one that cannot be read, there are no others."""
+        opening.rng.seed(key, next(numbers))
+        try:
+            for item in group:
+                yield item
+                opening.rng.seed(key, next(numbers))
+        except Exception as error:
+            yield opening.failed(group, error)
 
 
 class Shuffle(Transform):
@@ -199,18 +190,14 @@ class Repeat(Transform):
         rounds = in_rounds(self.upstream, opening, self._times)
         return [map(itemgetter(1), items) for items in rounds]
 
-    def lengths(self, opening: Opening) -> list[int] | None:
+    def lengths(self, opening: Opening) -> Lengths:
         """Return the number of samples of all rounds; None if there is no end or a length is not known."""
         if self._times is None:
             return None
-        totals = [0] * len(opening.parts)
-        for number in range(self._times):
-            request = _of_round(opening, number, self._times)
-            lengths = self.upstream.lengths(request)
-            if lengths is None:
-                return None
-            totals = list(map(add, totals, lengths))
-        return totals
+        lengths = self.upstream.lengths(opening)
+        if lengths is None:
+            return None
+        return [self._times * length for length in lengths]
 
 
 def in_rounds(
@@ -227,97 +214,73 @@ def in_rounds(
     Returns:
         For each part, pairs of the round, from 0, and the sample.
     """
-    rounds = _Rounds(stage, opening, times, source)
-    return [rounds.items(part) for part in opening.parts]
-
-
-class _Begin(NamedTuple):
-    """Where a part begins."""
-
-    round: int
-    skip: int
-    """Samples of the round that are not opened."""
-    num_dropped: int
-    """Samples, also of later rounds, that are read and dropped after these."""
+    num_dropped = opening.skip
+    begins = [(0, 0) for _ in opening.parts]
+    lengths = stage.lengths(opening)
+    if lengths is not None:  # else, how many rounds these are shows as they are read
+        begins = [divmod(num_dropped, length or 1) for length in lengths]
+        num_dropped = 0
+    rounds = _Rounds(stage, opening, begins, times, source)
+    return [islice(rounds.items(part), num_dropped, None) for part in opening.parts]
 
 
 class _Rounds:
     """Rounds of some parts. Those that begin a round at the same sample are opened together and share one read."""
 
     def __init__(
-        self, stage: Stage, opening: Opening, times: int | None, source: str
+        self,
+        stage: Stage,
+        opening: Opening,
+        begins: Sequence[tuple[int, int]],
+        times: int | None,
+        source: str,
     ) -> None:
+        """Set up; `begins` holds (round, samples of it that are skipped) for each part; see `in_rounds`."""
         self._stage = stage
         self._opening = opening
+        self._begins = dict(zip(opening.parts, begins, strict=True))
         self._times = times
         self._source = source
-        self._begins = {part: self._begin(part) for part in opening.parts}
         self._opened: dict[tuple[int, int], dict[int, Samples]] = {}
         """(round, samples that are skipped) -> the parts that are opened there and not read yet."""
 
     def items(self, part: int) -> Iterator[tuple[int, Any]]:
         """Yield (round, sample) of a part."""
-        begin, skip, num_dropped = self._begins[part]
-        for number in self._numbers(begin):
-            items = self._open(part, number, skip)
+        begin, skip = self._begins[part]
+        numbers = count(begin) if self._times is None else range(begin, self._times)
+        for number in numbers:
             is_empty = not skip
+            items = self._open(part, (number, skip))
             skip = 0
-            for _ in islice(items, num_dropped):
-                is_empty = False
-                num_dropped -= 1
             for item in items:
                 is_empty = False
                 yield number, item
             if is_empty and self._times is None:
                 raise nothing_to_repeat(part, self._opening.num_parts, self._source)
 
-    def _numbers(self, begin: int) -> Iterable[int]:
-        return count(begin) if self._times is None else range(begin, self._times)
-
-    def _begin(self, part: int) -> _Begin:
-        skip = self._opening.skip
-        for number in self._numbers(0):
-            request = _of_round(self._opening, number, self._times)
-            lengths = self._stage.lengths(replace(request, parts=(part,)))
-            if lengths is None or not skip:
-                return _Begin(number, 0, skip)
-            [length] = lengths
-            if skip < length or not length:
-                return _Begin(number, skip, 0)
-            skip -= length
-        return _Begin(self._times or 0, 0, 0)
-
-    def _open(self, part: int, number: int, skip: int) -> Samples:
+    def _open(self, part: int, place: tuple[int, int]) -> Samples:
         """Return a part of a round; open it with all parts that come to the same place."""
-        place = (number, skip)
         if place not in self._opened:
+            number, skip = place
             parts = tuple(
                 other
                 for other, begin in self._begins.items()
-                if begin[:2] == place or (begin.round < number and not skip)
+                if begin == place or (begin < place and not skip)
             )
+            opening = self._opening
             request = replace(
-                _of_round(self._opening, number, self._times),
+                opening,
                 parts=parts,
+                round=opening.round * (self._times or 1) + number,
                 skip=skip,
+                state=None if number else opening.state,
                 # Parts may begin at several places: `seen` would be called for a sample more than once.
-                seen=None if skip else self._opening.seen,
+                seen=None if skip else opening.seen,
             )
-            self._opened[place] = dict(
-                zip(parts, self._stage.open(request), strict=True)
-            )
+            samples = zip(parts, self._stage.open(request), strict=True)
+            self._opened[place] = dict(samples)
         opened = self._opened[place]
         items = opened.pop(part)
         if not opened:
             del self._opened[place]
         return items
-
-
-def _of_round(opening: Opening, number: int, times: int | None) -> Opening:
-    """Return the opening of a round from its beginning."""
-    return replace(
-        opening,
-        round=opening.round * (times or 1) + number,
-        skip=0,
-        state=None if number else opening.state,
-    )

@@ -49,7 +49,7 @@ def index(options: argparse.Namespace) -> Answer:
             text = f"{redacted(name)}: {described(error)}\nNothing is written."
             return Answer(values={"error": text}, text=[text], failed=True)
         entries[base_name(name)] = entry
-        text = f"[{number}/{len(names)}] {redacted(name)}: {entry.samples} samples, {entry.size} bytes"
+        text = f"[{number}/{len(names)}] {redacted(name)}: {entry.samples} samples, {entry.bytes} bytes"
         print(text, file=sys.stderr, flush=True)
     write_index(options.output, entries)
     counts = {name: entry.samples for name, entry in entries.items()}
