@@ -15,6 +15,7 @@ is followed to its end alone. Every rank comes to all the ends to which it comes
 """
 
 import argparse
+import copy
 import itertools
 import json
 import logging
@@ -44,7 +45,7 @@ def frozen(value):
         return value
     if kind is list or kind is tuple:
         return tuple([part if type(part) in ATOMS else frozen(part) for part in value])
-    if kind is dict:
+    if isinstance(value, dict):
         return tuple(
             sorted(
                 ((repr(key), frozen(one)) for key, one in value.items()),
@@ -82,8 +83,8 @@ def copied(value, known):
         return known[id(value)]
     if kind is list:
         return [copied(one, known) for one in value]
-    if kind is dict:
-        found = known[id(value)] = {}
+    if isinstance(value, dict):
+        found = known[id(value)] = copy.copy(value)
         found.update((key, copied(one, known)) for key, one in value.items())
         return found
     if kind is set:
@@ -113,7 +114,12 @@ class View(World):
     """A world in which one rank acts, that keeps what it sends."""
 
     def __init__(self, job, now, words, ranks):
-        self.size, self.scripts, self.now, self.ranks = job.size, job.scripts, now, ranks
+        self.size, self.scripts, self.now, self.ranks = (
+            job.size,
+            job.scripts,
+            now,
+            ranks,
+        )
         self.meets = False
         self.words = Words(words)
         self.sent = []
@@ -165,7 +171,7 @@ class Numbers:
 
 
 NOW, KILLED, WORDS, FIRST = range(4)
-"""Places in a state: the time, (rank that was killed, when) or None, the table, the first rank; then the connections."""
+"""Places in a state: the time, (rank that was killed, when), the table, the first rank; then the connections."""
 ENDED = ((), True)
 """What is on a connection that has ended and whose other end takes nothing more."""
 

@@ -66,7 +66,7 @@ SHORT_JOBS = 20
 
 
 def jobs_of(seed):
-    """Return the jobs of a seed: two without a fault, one with, one in which a rank leaves its loop alone; short ones."""
+    """Return the jobs of a seed: two without a fault, one with, one in which a rank leaves alone, and short ones."""
     rng = random.Random(seed)
     found = []
     for kind in ("sound", rng.choice(["sound", "led"]), "faulty", "leaves"):
