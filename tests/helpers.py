@@ -78,3 +78,4 @@ class SeededBy:
 
     def __init__(self, seed):
         self.seed = seed
+        self.unread = set()

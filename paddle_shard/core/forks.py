@@ -28,7 +28,7 @@ def reader_lock() -> Any:
 
     A thread that reads may hold a lock of the data set, which a forked child would never see released.
     """
-    lock = threading.Lock()
+    lock = threading.RLock()  # the thread that holds it may fork, too
     _reader_locks.add(lock)
     return lock
 

@@ -33,6 +33,8 @@ class SampleRng:
         self._generators = generators
         self.looks = not isinstance(uses_rng, bool) and len(generators) > 0
         self.seeds = uses_rng is not False and len(generators) > 0
+        self.unread: set[Any] = set()
+        """Sources of a mixture of which nothing was read yet; batches are looked at until there are none."""
         self._used = False
         self._marks: list[Any] | None = None
         """The generators' marks at the beginning or after the last seeding, while a batch is looked at; else None."""
@@ -72,7 +74,9 @@ class SampleRng:
             self._look()
         finally:
             if look:
-                self.seeds = self._used
+                if self._used:
+                    self.unread.clear()
+                self.seeds = self._used or len(self.unread) > 0
                 self._marks = None
             if before is not None:
                 restore(self._generators, before)

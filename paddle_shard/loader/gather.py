@@ -90,8 +90,8 @@ def _with_all_rows(values: Any, valid: Any) -> Any:
             )
     if not valid.is_dist():
         raise ArgumentError(
-            f"valid must be the iterator's `valid`, a distributed tensor, got a local one of {list(valid.shape)}: the "
-            "other ranks' rows are not known."
+            f"valid must be the iterator's `valid`, a distributed tensor, got a local one of {list(valid.shape)}. With "
+            "local=True, add up (values * valid).sum() and valid.sum() over the ranks: dist.all_reduce."
         )
     num_rows = int(valid.shape[0])
     num_local = int(valid._local_value().shape[0])

@@ -71,12 +71,12 @@ def as_dataloader(given: Any, readers: Readers | None) -> paddle.io.DataLoader:
 def _stream_of(given: Any) -> Stream:
     """Return a stream of global batches."""
     name = type(given).__name__
-    if isinstance(given, paddle.io.IterableDataset):
+    if isinstance(given, paddle.io.Dataset):
         raise ArgumentTypeError(
-            f"dataloader is the {name} itself; give paddle.io.DataLoader(it, batch_size=...), or "
-            "batch_size=None if it yields whole global batches."
+            f"dataloader is the data set, a {name}; give paddle.io.DataLoader(it, batch_size=...), or "
+            "batch_size=None if its items are whole global batches."
         )
-    no_batches = (str, bytes, np.ndarray, paddle.Tensor, Mapping, paddle.io.Dataset)
+    no_batches = (str, bytes, np.ndarray, paddle.Tensor, Mapping)
     is_iterable = hasattr(given, "__iter__") or callable(given)
     if isinstance(given, no_batches) or not is_iterable:
         raise ArgumentTypeError(

@@ -122,12 +122,21 @@ class BatchPlacer:
         recipe = BatchRecipe(
             rows=rows,
             is_host=not any(is_tensor(leaf.value) for leaf in leaves),
-            last=leaves[-1].layout if leaves else self.layouts[0],
+            last=self._last_layout(leaves),
             template=None if template == list(range(len(leaves))) else template,
         )
         for number, leaf in enumerate(leaves):
             compile_leaf(recipe, self.pad_to, number, leaf)
         return recipe
+
+    def _last_layout(self, leaves: Sequence[Leaf]) -> FieldLayout:
+        """Return the layout of the last leaf, or, if that stays local, of the last one that is here."""
+        layouts = [leaf.layout for leaf in leaves] or self.layouts
+        if not layouts[-1].is_local:
+            return layouts[-1]
+        return next(
+            (layout for layout in reversed(layouts) if layout.on_mesh), layouts[-1]
+        )
 
     def num_rows(self, batch: Any) -> int | None:
         """Return the number of rows of a global batch that was read whole; None if no field has rows."""
@@ -224,7 +233,7 @@ def _form(value: Any, leaves: list[Any]) -> tuple[Any, ...]:
             forms = [_form(child, leaves) for child in value.values()]
             return kind, *value, *forms
     leaves.append(value)
-    if kind is list:
+    if isinstance(value, list):
         return kind, len(value)
     place = "" if kind is np.ndarray else str(getattr(value, "place", ""))
     return kind, *getattr(value, "shape", ()), getattr(value, "dtype", None), place

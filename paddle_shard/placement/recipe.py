@@ -280,7 +280,7 @@ def _check_plain_value(leaf: Leaf) -> None:
     is_number = isinstance(value, int | float | np.number) and type(value) is not bool
     if is_number and layout.num_data_ranks > 1 and not layout.is_local:
         raise BatchStructureError(
-            f"field {path} is the number {value!r}, made of this rank's rows: each data rank has its own, and one "
-            "process has that of the whole batch. Have the collate_fn return one number for each row, such as their "
-            "lengths, and add them up; or keep this rank's, by dense_tensor_idx."
+            f"field {path} is the number {value!r} that the collate_fn has made of this rank's rows; other data ranks "
+            "make other numbers of theirs. Have it return one number for each row, such as their lengths, and add them "
+            "up; or keep this rank's number, by dense_tensor_idx."
         )

@@ -246,6 +246,8 @@ class Certificate:
     missed: int
     """Missing deliveries, as far as the ranges tell. A sample that cannot be read is missing once for each time
     that its range was delivered. `delivered` is `num_samples - missed + repeated`."""
+    to_come: int = 0
+    """Samples behind all that was delivered, if nothing else is missing or wrong: the epoch may go on."""
     repeated: int
     """Deliveries beyond the first of each sample, including those of them that are missing."""
     problems: tuple[str, ...]
@@ -270,6 +272,9 @@ class Certificate:
             what += f" that {self.drawn_by} drew"
         if self.exact:
             return f"epoch {self.epoch}: {what} exactly once"
+        if self.to_come:
+            some = f"{self.delivered} {what.removeprefix('each ')}"
+            return f"epoch {self.epoch}: {some} exactly once, {self.to_come} to come"
         # If something is only missing in what is known, nothing is known to be wrong.
         if all(UNKNOWN in problem for problem in self.problems):
             what = f"not proved that {what} was delivered"
@@ -357,6 +362,9 @@ def certify(
         skipped=skipped,
         delivered=num,
         missed=missed,
+        to_come=missed
+        if is_known and len(problems) == 1 and [gap[0] for gap in gaps] == [reached]
+        else 0,
         repeated=num - num_samples + missed,
         problems=tuple(dict.fromkeys(problems)),
         **facts,

@@ -132,6 +132,7 @@ class ChunkReader(Reader):
             skip_errors=self._how.skip_errors,
         )
         self._pass_number = request.iterator_number
+        self.rng.unread.clear()
         self.owns_arrays = self._collate_fn is None and not is_whole
         self._next_step = request.step
         self._state = opening.state

@@ -7,6 +7,7 @@ import pytest
 
 import paddle_shard
 from paddle_shard.errors import ArgumentError, BatchStructureError
+from paddle_shard.testing import on_each_rank
 from tests.helpers import DP2, ONE, Made, mesh
 
 
@@ -77,6 +78,15 @@ def test_local_batches_are_refused_by_to_static():
         )
 
 
+def test_loader_without_valid_says_who_has_it():
+    loader = paddle_shard.shard_dataloader(
+        paddle.io.DataLoader(Made(), batch_size=4), ONE, shard_dims="dp"
+    )
+    with pytest.raises(AttributeError, match=r"batches = iter\(loader\)"):
+        _ = loader.valid
+    assert not hasattr(loader, "anything")
+
+
 @pytest.mark.parametrize(
     "options",
     [{"pad_to": {0: ("longest", 0)}}, {"placements": {0: {"dp": 0}}}, {"local": 1}],
@@ -87,3 +97,21 @@ def test_local_rejects_what_is_for_distributed_tensors(options):
         paddle_shard.shard_dataloader(
             data, ONE, shard_dims="dp", **{"local": True, **options}
         )
+
+
+def test_local_valid_is_that_of_a_field_that_is_here():
+    """The last field is on other ranks."""
+
+    def valid():
+        data = paddle.io.DataLoader(
+            Made(lambda i: (np.array(i), np.array(-i)), 9), batch_size=4
+        )
+        loader = paddle_shard.shard_dataloader(
+            data, [mesh([0, 1]), mesh([2, 3])], shard_dims="dp", local=True, tail="fill"
+        )
+        batches = iter(loader)
+        return [batches.valid.tolist() for _ in batches][-1]
+
+    found = on_each_rank(range(4), valid)
+    assert found[0] == found[2] == [True, False]
+    assert found[1] == found[3] == [False, False]

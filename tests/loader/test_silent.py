@@ -8,11 +8,13 @@ import numpy as np
 import paddle
 import paddle.distributed as dist
 import pytest
+from paddle.io import DataLoader
 
 import paddle_shard
 from paddle_shard import ArrayDataset, Stream
 from paddle_shard.errors import BatchStructureError, DataReadError, StateError
 from paddle_shard.testing.simulated import simulated_rank
+from tests.helpers import Made
 
 MESH = dist.ProcessMesh([0], dim_names=["dp"])
 TWO = dist.ProcessMesh([0, 1], dim_names=["dp"])
@@ -267,3 +269,44 @@ def test_worker_has_its_own_place_in_a_file_that_is_open(kind, tmp_path):
         archive = zipfile.ZipFile(file) if kind == "zip" else None
         batches = list(sharded(Rows(), num_workers=3))
     assert [row for batch in batches for row in local(batch)[0]] == list(range(length))
+
+
+def test_source_of_a_mixture_that_comes_late_is_seeded():
+    """Each part begins with the source of the largest weight, so the first batch is of that one alone."""
+
+    def rows():
+        streams = {
+            "a": Stream.of(range(100)).map(lambda i: np.array([i, 0.0])),
+            "b": Stream.of(range(100)).map(lambda i: np.array([i, np.random.rand()])),
+        }
+        loader = paddle_shard.shard_dataloader(
+            DataLoader(Stream.mixture(streams, weights={"a": 3, "b": 2}), batch_size=4),
+            MESH,
+            shard_dims="dp",
+            num_batches=8,
+        )
+        return [row for batch in loader for row in batch.numpy().tolist()]
+
+    np.random.seed(1)
+    first = rows()
+    np.random.seed(2)
+    assert rows() == first
+
+
+def test_fields_of_a_list_of_its_own_type_are_those_of_each_batch():
+    class Texts(list):
+        pass
+
+    def collated(samples):
+        return np.stack(samples), Texts("t" * int(i) for i in samples)
+
+    loader = paddle_shard.shard_dataloader(
+        DataLoader(
+            Made(np.array, 8),
+            batch_sampler=[[0, 1, 2, 3], [4, 5], [6, 7]],
+            collate_fn=collated,
+        ),
+        MESH,
+        shard_dims="dp",
+    )
+    assert [len(texts) for _, texts in loader] == [4, 2, 2]

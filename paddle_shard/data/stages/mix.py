@@ -95,8 +95,10 @@ class Mix(Stage):
             request = replace(self._opening(opening, name), skip=num_drawn - back)
             rounds = in_rounds(stage, request, None, name)
             sources.append([(back, items) for items in rounds])
+        if opening.rng.seeds:
+            opening.rng.unread.update((self, number) for number in range(len(sources)))
         return [
-            self._mixed(of_part, opening.skip, draws)
+            self._mixed(of_part, opening, draws)
             for of_part in zip(*sources, strict=True)
         ]
 
@@ -109,7 +111,7 @@ class Mix(Stage):
     def _mixed(
         self,
         sources: Sequence[tuple[int, Iterator[tuple[int, Any]]]],
-        skip: int,
+        opening: Opening,
         draws: Draws,
     ) -> Samples:
         """Yield the samples of a part, given (samples before the position, samples) of each source."""
@@ -121,7 +123,8 @@ class Mix(Stage):
         }
         if len(ended) >= num_ends:  # it ended before this position
             return
-        for first in count(skip, _BLOCK):
+        unread = opening.rng.unread
+        for first in count(opening.skip, _BLOCK):
             numbers, _ = draws.sources_at(np.arange(first, first + _BLOCK))
             for number in numbers.tolist():
                 try:
@@ -134,6 +137,8 @@ class Mix(Stage):
                     ended.add(number)
                     if len(ended) >= num_ends:
                         return
+                if unread:
+                    unread.discard((self, number))
                 yield sample
 
     def lengths(self, opening: Opening) -> Lengths:
