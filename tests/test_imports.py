@@ -167,6 +167,7 @@ def impurities(package):
     }
     stateless = {
         "__future__",
+        "collections",
         "collections.abc",
         "dataclasses",
         "json",

@@ -239,7 +239,7 @@ def replicas_of(
     if replicas == "each" or len(ranks) == 1:
         return Replicas()
     hosts = hosts_of_ranks()
-    if hosts is None:
+    if not hosts:
         raise ArgumentError(
             "replicas='leader': which ranks share a host is read from PADDLE_TRAINER_ENDPOINTS, which does not have "
             "one host:port for each rank. Start the ranks with python -m paddle.distributed.launch, or leave replicas "

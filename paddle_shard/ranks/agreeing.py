@@ -80,7 +80,9 @@ def report_failure(
     call: str, error: Exception, *groups: tuple[int, ...], by: Agreement | None = None
 ) -> None:
     """See `fails_on_all_ranks`; `by` is the agreement of the iteration that has failed to begin, if it is open."""
-    for ranks in () if getattr(error, "known_to_all", False) else groups:
+    if getattr(error, "known_to_all", False):
+        return
+    for ranks in groups:
         if len(ranks) > 1 and num_ranks() > max(ranks) and dist.get_rank() in ranks:
             # If they cannot meet, the error of this rank is the one to raise.
             with contextlib.suppress(Exception):

@@ -149,7 +149,9 @@ class Coordinator:
         self._end_process = end_process
         self.has_learned = False
         """True if the training thread has learned that a rank is lost."""
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(
+            target=self._run, name="paddle_shard-agree", daemon=True
+        )
 
     @property
     def is_lost(self) -> bool:
@@ -167,28 +169,26 @@ class Coordinator:
     def start(self) -> None:
         """Begin to connect to the other ranks, if this was not done yet; from then on they learn if this one ends."""
         with self.changed:
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._run, name="paddle_shard-agree", daemon=True
-                )
+            if self._thread.ident is None:
                 self._thread.start()
                 atexit.register(self._leave)
 
     def close(self) -> None:
         """End the thread and the connections. Other ranks learn that this one has left."""
         self.network.interrupt()
-        if self._thread is not None:
+        if self._thread.is_alive():
             self._thread.join(_LEAVE)
 
     def _leave(self) -> None:
         """When the process ends, give the thread a moment to report which iterations were left."""
-        iterations = self.member.iterations
         with self.changed:
             # An iteration that was left is kept until all ranks have heard of it.
             self.changed.wait_for(
                 lambda: (
                     self.is_lost
-                    or not any(left.is_closed for left in iterations.values())
+                    or not any(
+                        left.is_closed for left in self.member.iterations.values()
+                    )
                 ),
                 _LEAVE,
             )
@@ -224,14 +224,8 @@ class Coordinator:
             terms = [one.terms for one in iterations if not one.is_closed]
             exits = any(open_terms.exit_when_lost for open_terms in terms)
             if terms and self.member.rank not in ranks:
-                then = (
-                    f" This process ends in {GRACE:g} s (on_lost='exit')."
-                    if exits
-                    else ""
-                )
-                log.error(f"global rank {self.member.rank}: {text}{then}")
-            has_learned = self.changed.wait_for(
-                lambda: self.has_learned or not exits, GRACE
-            )
-        if not has_learned:
-            self._end_process()
+                if exits:
+                    text += f" This process ends in {GRACE:g} s (on_lost='exit')."
+                log.error(f"global rank {self.member.rank}: {text}")
+            if exits and not self.changed.wait_for(lambda: self.has_learned, GRACE):
+                self._end_process()

@@ -12,7 +12,7 @@ from paddle_shard.errors import DifferentDataError, PaddleShardError, SplitError
 from paddle_shard.ranks.reports import differences
 
 _MAX_ROWS = 256
-"""Rows of which a rank sends the digests, so that an error can name a sample."""
+"""Most rows of which a rank sends the digests, so that an error can name a sample."""
 _SPLIT = (
     "the data is split already, by is_dataset_splitted=True or by the loader's sampler"
 )
@@ -52,7 +52,6 @@ def _replicas_differ(
     leader: int, rank: int, summaries: Mapping[int, Summary], *, is_split: bool
 ) -> PaddleShardError:
     first = summaries[leader]
-    other = summaries[rank]
     if is_split:
         return SplitError(
             f"{_SPLIT}, but global ranks {leader} and {rank}, which are replicas (the same data rank), read "
@@ -61,8 +60,8 @@ def _replicas_differ(
         )
     text = differences(
         {
-            leader: first["fields"] | first["samples"],
-            rank: other["fields"] | other["samples"],
+            number: summaries[number]["fields"] | summaries[number]["samples"]
+            for number in (leader, rank)
         }
     )
     return DifferentDataError(
@@ -122,21 +121,22 @@ def summary(
         num_steps: Steps of this rank's epoch; None if not known.
     """
     num_rows = next((len(array) for _, array in arrays if array.ndim), 0)
-    rows = [0] * num_rows if num_rows <= _MAX_ROWS else []
     fields = {}
+    rows = []
     for path, array in arrays:
-        digest = zlib.crc32(f"{array.shape}{array.dtype.str}".encode())
-        has_rows = array.ndim > 0 and len(array) == num_rows and array.size > 0
+        has_rows = array.ndim and len(array) == num_rows and array.size
         parts = np.ascontiguousarray(array).reshape(num_rows if has_rows else 1, -1)
-        for row, part in enumerate(parts.view(np.uint8)):
-            digest = zlib.crc32(part.data, digest)
-            if has_rows and rows:
-                rows[row] = zlib.crc32(part.data, rows[row])
-        fields[path or "the batch"] = str(digest)
+        digests = [zlib.crc32(part.data) for part in parts.view(np.uint8)]
+        fields[path or "the batch"] = _digest(array.shape, array.dtype.str, *digests)
+        if has_rows:
+            rows.append(digests)
     names = [f"sample {name}" for name in names]
     if len(names) != num_rows:  # an item may be a whole batch
         names = [f"row {row}" for row in range(num_rows)]
-    lines = [f"{name}: {digest}" for name, digest in zip(names, rows, strict=False)]
+    lines = [
+        f"{name}: {_digest(*digests)}"
+        for name, *digests in zip(names[:_MAX_ROWS], *rows, strict=False)
+    ]
     steps = "" if num_steps is None else f"{num_steps} steps, "
     return {
         "step": step,
@@ -144,11 +144,11 @@ def summary(
         "what": "first batches" if first else f"batches at step {step}",
         "size": f"{steps}a first batch of {num_rows}" if first else "",
         "fields": dict(sorted(fields.items())),  # as text, in one order on all ranks
-        "varies": any(_varies(array) for _, array in arrays),
+        # If all rows are equal, or there is only one, ranks may have the same by chance.
+        "varies": any(array.ndim and (array != array[:1]).any() for _, array in arrays),
         "samples": {"rows": "\n".join(lines)},
     }
 
 
-def _varies(array: np.ndarray[Any, Any]) -> bool:
-    """Return whether rows differ. If not, or if there is a single row, ranks may have the same by chance."""
-    return array.ndim > 0 and bool((array != array[:1]).any())
+def _digest(*values: Any) -> str:
+    return str(zlib.crc32(repr(values).encode()))

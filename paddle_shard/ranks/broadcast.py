@@ -55,19 +55,21 @@ class Broadcast:
             OSError: The socket cannot be made.
         """
         self._agreement = agreement
-        self._slots: Slots | None = None
-        self._used = [0] * _NUM_SLOTS
+        self._slots: Slots
+        self._room = 0
+        """Bytes of a slot; 0: there are none yet."""
+        self._used: list[int] = []
         """For each slot: number of messages when it was used last."""
         self._num_sent = 0
         self._frames: SimpleQueue[Any] = SimpleQueue()
-        """(frame, memory whose file goes with it), in order."""
+        """(frame, memories whose files go with it), in order."""
         listener = registered(_new_socket)
         listener.bind(address)
         listener.listen(num_followers)
         with signals_held():
             threading.Thread(
-                target=_send_frames,
-                args=(listener, num_followers, agreement, self._frames),
+                target=self._run,
+                args=(listener, num_followers),
                 name="paddle_shard-broadcast",
                 daemon=True,
             ).start()
@@ -84,28 +86,56 @@ class Broadcast:
         """
         frame = framed(message, self._place)
         self._num_sent += 1
-        self._frames.put((frame, None))
+        self._frames.put((frame, []))
 
     def _place(self, size: int) -> tuple[int, memoryview]:
         """Return where a free slot begins, and its memory; see `framed`. New memory is made if there is none."""
         taken = self._agreement.released
         free = [number for number, used in enumerate(self._used) if used <= taken]
-        room = 0 if self._slots is None else self._slots.room
-        if self._slots is None or not free or size > room:
-            self._slots = Slots(_NUM_SLOTS, max(room, ample(size)))
+        if not free or size > self._room:
+            self._slots = Slots(_NUM_SLOTS, max(self._room, ample(size)))
+            self._room = self._slots.room
             self._used = [0] * _NUM_SLOTS
             free = [0]
             head = HEAD.pack(MEMORY, 0, 0, len(self._slots.memory))
-            self._frames.put((head, self._slots))
+            self._frames.put((head, [self._slots]))
         self._used[free[0]] = self._num_sent + 1
         return self._slots.slot(free[0])
+
+    def _run(self, listener: socket.socket, num_followers: int) -> None:
+        """Accept the followers, and send them the frames until the end."""
+        connections: list[socket.socket] = []
+        listener.settimeout(_PAUSE)
+        while len(connections) < num_followers and not self._agreement.is_decided:
+            # Nobody comes, or another user, or too many files are open.
+            with contextlib.suppress(OSError):
+                connection = registered(lambda: listener.accept()[0])
+                connection.setblocking(True)
+                _check_user(connection)
+                connections.append(connection)
+        listener.close()
+        while True:
+            is_over = self._agreement.is_over  # before a look: nothing is put later
+            try:
+                frame, memories = self._frames.get(timeout=_PAUSE)
+            except Empty:
+                if is_over:
+                    break
+                continue
+            for connection in connections:
+                # A follower has closed its iteration or was killed, of which the agreement tells.
+                with contextlib.suppress(OSError):
+                    files = [memory.file for memory in memories]
+                    socket.send_fds(connection, [frame], files)
+        for connection in connections:
+            connection.close()
 
 
 def connected(address: str) -> Channel:
     """Return a connection to a leader.
 
     Raises:
-        BlockingIOError: The iteration is not open (yet).
+        BlockingIOError, ConnectionRefusedError: The iteration is not open (yet).
         OSError: It cannot be reached, or belongs to another user.
     """
     connection = registered(_new_socket)
@@ -113,54 +143,14 @@ def connected(address: str) -> Channel:
         connection.setblocking(False)
         connection.connect(address)
         _check_user(connection)
-    except BaseException as error:
+    except BaseException:
         connection.close()
-        if isinstance(error, ConnectionRefusedError):  # nobody listens there yet
-            raise BlockingIOError from None
         raise
     return Channel(connection, 1)
 
 
 def _new_socket() -> socket.socket:
     return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-
-
-def _send_frames(
-    listener: socket.socket,
-    num_followers: int,
-    agreement: Agreement,
-    frames: SimpleQueue[Any],
-) -> None:
-    """Accept the followers, and send them the frames until the end."""
-    connections: list[socket.socket] = []
-    listener.settimeout(_PAUSE)
-    while len(connections) < num_followers and not agreement.is_decided:
-        # Nobody comes, or another user, or too many files are open.
-        with contextlib.suppress(OSError):
-            connections.append(_accepted(listener))
-    listener.close()
-    while True:
-        is_over = agreement.is_over  # before a look: nothing is put later
-        try:
-            frame, memory = frames.get(timeout=_PAUSE)
-        except Empty:
-            if is_over:
-                break
-            continue
-        for connection in connections:
-            # A follower has closed its iteration or was killed, of which the agreement tells.
-            with contextlib.suppress(OSError):
-                files = [] if memory is None else [memory.file]
-                socket.send_fds(connection, [frame], files)
-    for connection in connections:
-        connection.close()
-
-
-def _accepted(listener: socket.socket) -> socket.socket:
-    connection = registered(lambda: listener.accept()[0])
-    connection.setblocking(True)
-    _check_user(connection)
-    return connection
 
 
 def _check_user(connection: socket.socket) -> None:

@@ -44,4 +44,5 @@ class HostTable(ProgressTable):
                 return
             memory = mapped(os.open(path, os.O_RDWR), self._size)
             if memory is not None and memory[:_TOKEN_SIZE].hex() == token:
-                self._words = memory[_TOKEN_SIZE:].cast("Q")
+                shape = MAX_ITERATIONS, len(self._ranks)
+                self._words = memory[_TOKEN_SIZE:].cast("Q", shape)

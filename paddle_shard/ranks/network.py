@@ -107,7 +107,7 @@ class TcpNetwork:
         key: str,
         store: Any,
         *,
-        is_one_host: bool = False,
+        listen_host: str = "",
     ) -> None:
         """Store who takes part, and send nothing; `network_of` creates networks.
 
@@ -118,17 +118,17 @@ class TcpNetwork:
             key: Key of the group in the store. It is the same on all ranks, and each rank uses it equally often: their
                 forked children may meet with it, too.
             store: A store (`set`, `get`, `add`) that all ranks share and that no other thread uses.
-            is_one_host: True if all of them are on this host, so that no other needs to reach it.
+            listen_host: Host at whose address alone the hub listens; "": at all addresses.
         """
         self._rank = rank
         self._hub = ranks[0]
         self._missing = {*ranks[1:]} if rank == ranks[0] else set()
         """Global ranks that connect to this one, and have not yet."""
         self._host = host
-        self._listen_host = host if is_one_host else ""
+        self._listen_host = listen_host
         self._key = key
         self._store = store
-        self._token = secrets.token_hex(16).encode()
+        self._token = secrets.token_hex(16)
         self._server: socket.socket | None = None
         self._links: list[_Link] = []
         self._is_closed = False
@@ -168,8 +168,7 @@ class TcpNetwork:
 
     def send(self, messages: list[Message]) -> None:
         """Send messages to the hub, or from the hub to all other ranks; never waits."""
-        lines = [json.dumps(message, separators=(",", ":")) for message in messages]
-        data = "\n".join([*lines, ""]).encode()
+        data = "".join(f"{json.dumps(message)}\n" for message in messages).encode()
         for link in self._links:
             if link.rank is not None:
                 link.send(data)
@@ -208,7 +207,7 @@ class TcpNetwork:
         self._server = registered(partial(_listen, self._listen_host))
         accept = partial(self._accept, self._server)
         self._selector.register(self._server, EVENT_READ, accept)
-        address = [self._server.getsockname()[1], self._token.decode()]
+        address = [self._server.getsockname()[1], self._token]
         self._store.set(self._key, json.dumps(address))
         self._store.add(f"{self._key} is set", 1)
 
@@ -251,7 +250,7 @@ class TcpNetwork:
     def _greet(self, link: _Link, line: bytes) -> None:
         """Take a connection for that of a rank if its first line shows the token, else drop it."""
         token, _, rank = line.partition(b" ")
-        is_known = hmac.compare_digest(token, self._token)
+        is_known = hmac.compare_digest(token, self._token.encode())
         if not is_known or int(rank) not in self._missing:
             self._drop(link)
             return
@@ -324,16 +323,13 @@ def network_of(ranks: tuple[int, ...], key: str, timeout: float) -> TcpNetwork:
     """
     rendezvous = rendezvous_of(ranks)
     host = rendezvous.host  # known to be reachable
+    listen_host = ""
     hosts = hosts_of_ranks()
-    if hosts and ranks[0] != rendezvous.owner:
-        host = hosts[ranks[0]]
-    is_one_host = hosts is not None and len({hosts[rank] for rank in ranks}) == 1
+    if hosts:
+        if ranks[0] != rendezvous.owner:
+            host = hosts[ranks[0]]
+        if len({hosts[rank] for rank in ranks}) == 1:  # no other needs to reach it
+            listen_host = host
     store = rendezvous.connect(dist.get_world_size(), timeout)
-    return TcpNetwork(
-        dist.get_rank(),
-        ranks,
-        host,
-        f"paddle_shard/agree/{key}",
-        store,
-        is_one_host=is_one_host,
-    )
+    key = f"paddle_shard/agree/{key}"
+    return TcpNetwork(dist.get_rank(), ranks, host, key, store, listen_host=listen_host)

@@ -36,8 +36,7 @@ class ProgressTable:
     def post(self, number: int, step: int, num_notes: int) -> None:
         """Publish that this rank has announced the steps before `step` of an iteration, and sent so many notes."""
         if self._words is not None:
-            first = number % MAX_ITERATIONS * len(self._ranks)
-            self._words[first + self._index] = (
+            self._words[number % MAX_ITERATIONS, self._index] = (
                 _tag(number) << 48 | (num_notes & _MASK) << 32 | step
             )
 
@@ -48,12 +47,11 @@ class ProgressTable:
             number: Number of the iteration.
             num_received: Global rank -> number of its notes that have arrived. If one is missing, no step is known.
         """
-        first = number % MAX_ITERATIONS * len(self._ranks)
         if self._words is None:
             return -1
         least = NEVER
-        for index, rank in enumerate(self._ranks, first):
-            word = self._words[index]
+        for index, rank in enumerate(self._ranks):
+            word = self._words[number % MAX_ITERATIONS, index]
             if word >> 48 != _tag(number):
                 return -1
             missing = (word >> 32) - num_received.get(rank, 0) & _MASK

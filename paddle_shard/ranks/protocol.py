@@ -25,6 +25,7 @@ another has waited for it until the timeout: the hub then tells all ranks, and n
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import astuple
 from typing import Any, TypeAlias
@@ -94,9 +95,9 @@ class Iteration:
         self._member = member
         self._is_ending: bool | None = None
         """True if the iteration ends on some rank, so that each step is reported; None: it is not open on all."""
-        self._notes: dict[int, list[tuple[int, str]]] = {}
+        self._notes: dict[int, list[tuple[int, str]]] = defaultdict(list)
         """Step -> (global rank, note) of all ranks."""
-        self._num_notes: dict[int, int] = {}
+        self._num_notes: Counter[int] = Counter()
         """Global rank -> number of its notes that have arrived."""
         self._unconfirmed: list[int] = []
         """Steps of this rank's notes that the hub has not broadcast yet."""
@@ -214,13 +215,13 @@ class Iteration:
             # No step of which a note is on its way: this rank may be unable to send it, as above.
             progress = self.progress
             step = min(progress.step, progress.exhausted, *self._unconfirmed[:1])
-            num_notes = self._num_notes.get(self._member.rank, 0)
+            num_notes = self._num_notes[self._member.rank]
             self.table.post(self.number, step, num_notes)
 
     def report(self) -> None:
         """Send the hub what it needs in order to know all that this rank has announced."""
         state = (self.progress.step, self.progress.kind)
-        if self._sent != state and self.decision is None:
+        if self._sent != state:
             self._sent = state
             self._member.outbox.append(
                 ["progress", self.number, self._unsent_digests, *astuple(self.progress)]
@@ -228,8 +229,8 @@ class Iteration:
             self._unsent_digests = []
 
     def _on_note(self, rank: int, step: int, note: str) -> None:
-        self._num_notes[rank] = self._num_notes.get(rank, 0) + 1
-        self._notes.setdefault(step, []).append((rank, note))
+        self._num_notes[rank] += 1
+        self._notes[step].append((rank, note))
         if rank == self._member.rank:
             del self._unconfirmed[0]
             self._post()
@@ -237,6 +238,7 @@ class Iteration:
     def _on_release(self, step: int, is_ending: bool) -> None:
         self.released = max(self.released, step)
         self._is_ending = is_ending
+        self._post()  # the first time, the table has just been found
 
     def _on_decision(self, step: int, kind: int, ranks: list[Message]) -> None:
         self.decision = Decision(step, kind)
@@ -371,15 +373,12 @@ class Member:
     def _on_met(self, table_place: str) -> None:
         if self.table is not None:
             self.table.find(table_place)
-        for iteration in self.iterations.values():
-            iteration._post()
 
     def _on_lost(
         self, text: str, ranks: Collection[int], timeout: float | None
     ) -> None:
         """End the agreement, since some ranks are lost; the first loss counts."""
-        if self.loss is None:
-            self.loss = (text, ranks, timeout)
+        self.loss = self.loss or (text, ranks, timeout)
 
     def _on_warn(self, rank: int, text: str) -> None:
         if rank == self.rank:
@@ -413,7 +412,7 @@ class _Tally:
         self.ranks: dict[int, RankProgress] = {}
         self.notes: list[Message] = []
         """Notes that are broadcast when all ranks have opened the iteration."""
-        self.compared: dict[int, dict[int, Any]] = {}
+        self.compared: dict[int, dict[int, Any]] = defaultdict(dict)
         """Step -> global rank -> digest, for the steps that were not compared yet; at -1, the labels."""
         self.released = (-1, False)
         """Step and whether the iteration is ending, as they were broadcast."""
@@ -447,8 +446,6 @@ class Hub:
         self._outbox: list[Message] = []
         """Messages for all ranks."""
         self._tallies: dict[int, _Tally] = {}
-        self._changed: set[int] = set()
-        """Iterations whose decision may have changed."""
         self._is_over = False
 
     def receive(self, message: Message) -> None:
@@ -471,43 +468,35 @@ class Hub:
     ) -> None:
         tally = self._tallies.setdefault(number, _Tally())
         tally.ranks[rank] = RankProgress()
-        tally.compared.setdefault(-1, {})[rank] = label
-        self._changed.add(number)
+        tally.compared[-1][rank] = label
         if "failed" in label:
             self._outbox.append(["failed", rank, number, label["failed"]])
 
     def _on_progress(
         self, rank: int, number: int, digests: list[tuple[int, int]], *values: Any
     ) -> None:
-        tally = self._tallies.get(number)
-        if tally is None:  # it was decided
+        if number not in self._tallies:  # it was decided
             return
-        before = tally.ranks[rank]
-        progress = RankProgress(*values)
-        tally.ranks[rank] = progress
+        tally = self._tallies[number]
+        tally.ranks[rank] = RankProgress(*values)
         for step, digest in digests:
-            tally.compared.setdefault(step, {})[rank] = digest
-        # A rank that was further than the slowest one and can serve more changes nothing.
-        step, is_ending = tally.released
-        if before.step <= step or is_ending or progress.is_ending:
-            self._changed.add(number)
+            tally.compared[step][rank] = digest
 
     def _on_note(self, rank: int, number: int, step: int, note: str) -> None:
         if number in self._tallies:
             self._tallies[number].notes.append(["note", number, rank, step, note])
-            self._changed.add(number)
 
     def _on_lost(self, *loss: Any) -> None:
         """Broadcast that some ranks are lost; nothing is decided after that."""
-        if not self._is_over:
-            self._decide()
-            self._is_over = True
-            self._outbox.append(["lost", *loss])
+        self._decide()
+        self._is_over = True
+        self._outbox.append(["lost", *loss])
 
     def _decide(self) -> None:
         """Broadcast what has changed in the iterations that all ranks have opened."""
-        for number in () if self._is_over else sorted(self._changed):
-            tally = self._tallies[number]
+        if self._is_over:
+            return
+        for number, tally in list(self._tallies.items()):
             if len(tally.ranks) == len(self._ranks):
                 if self._table_place is not None:
                     self._outbox.append(["met", self._table_place])
@@ -515,7 +504,6 @@ class Hub:
                 self._outbox += tally.notes
                 tally.notes = []
                 self._broadcast(number, tally)
-        self._changed = set()
 
     def _broadcast(self, number: int, tally: _Tally) -> None:
         decision = tally.decide()

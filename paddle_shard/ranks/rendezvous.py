@@ -83,10 +83,10 @@ def endpoints() -> list[str]:
     return addresses if len(addresses) == dist.get_world_size() else []
 
 
-def hosts_of_ranks() -> list[str] | None:
-    """Return the host of each global rank, as the launcher has named it; None if it has not."""
+def hosts_of_ranks() -> list[str]:
+    """Return the host of each global rank, as the launcher has named it; empty if it has not."""
     hosts = [address.rpartition(":")[0] for address in endpoints()]
-    return hosts if hosts and all(hosts) else None
+    return hosts if all(hosts) else []
 
 
 class Rendezvous(NamedTuple):
@@ -169,7 +169,7 @@ def rendezvous_of(ranks: Sequence[int]) -> Rendezvous:
 
 def _parsed(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or int(port) == 0:
+    if not (host and port.isdecimal() and int(port)):
         raise ArgumentError(
             "the ranks of a loader meet at the store of paddle.distributed, but PADDLE_MASTER or "
             f"PADDLE_TRAINER_ENDPOINTS gives its address as {address!r}, which is not host:port. Start the ranks with "
@@ -191,8 +191,9 @@ def _report_end() -> None:
 
     Ranks that have met see its connections end. (A rank that is killed before reports nothing.)
     """
-    has_met = any(made.fileno() >= 0 for made in list(_sockets))
-    if dist.is_initialized() and num_ranks() > 1 and not (_is_child or has_met):
+    if _is_child or any(made.fileno() >= 0 for made in list(_sockets)):
+        return
+    if dist.is_initialized() and num_ranks() > 1:
         # The store may have gone before. If its process is stopped, Paddle's client would wait for it for ever.
         faulthandler.dump_traceback_later(_MAX_SECONDS, exit=True)
         with contextlib.suppress(Exception):

@@ -28,6 +28,9 @@ _GRACE = 5.0
 """Seconds in which the agreement may say that it is another rank that has not come, before the leader is blamed."""
 
 
+_failure = partial(ReadFailure.of, what="receiving the batch")
+
+
 class LeaderStoppedError(PeerLostError):
     """The rank that reads for this one has stopped, and the agreement on steps tells why."""
 
@@ -62,22 +65,26 @@ class Replicas(NamedTuple):
             agreement: Of all ranks, on the steps.
             place: Places a batch on this rank.
         """
-        address = address_of(self.ranks[0], agreement.name) if self.ranks else ""
+        if reader is not None and not self.ranks:
+            return reader, place
+        leader, *followers = self.ranks
+        address = address_of(leader, agreement.name)
         if reader is None:
-            return Subscribing(self.ranks[0], address, agreement), place
-        if self.ranks:
-            broadcast = Broadcast(address, len(self.ranks) - 1, agreement)
-            return reader, partial(_publish, broadcast, place)
-        return reader, place
+            return Subscribing(leader, address, agreement), place
+        broadcast = Broadcast(address, len(followers), agreement)
+        return reader, partial(_publish, broadcast, place)
 
 
 def _publish(broadcast: Broadcast, place: Place, batch: Batch) -> Batch:
     """Send a batch to the ranks that share this rank's reader, and place it."""
-    action = "handing the batch to the ranks that share this rank's reader (replicas='each' reads on each)"
     try:
         broadcast.send(batch)
     except Exception as error:
-        raise read_error(error, batch.step, action) from None
+        raise read_error(
+            error,
+            batch.step,
+            "handing the batch to the ranks that share this rank's reader (replicas='each' reads on each)",
+        ) from None
     return place(batch)
 
 
@@ -133,7 +140,8 @@ class Subscribing(Executor):
                     self._channel = connected(self._address)
                 if self._channel.wait(_LOOK_SECONDS):
                     return self._channel.receive(_failure)  # type: ignore[no-any-return]
-            except BlockingIOError:  # the leader has not begun yet
+            # The leader has not begun yet.
+            except (BlockingIOError, ConnectionRefusedError):
                 time.sleep(_PAUSE)
             except (EOFError, OSError):
                 if self._channel is None:
@@ -147,7 +155,3 @@ class Subscribing(Executor):
                     timeout,
                 )
         raise LeaderStoppedError.of("the leader has ended its loop", [self._leader])
-
-
-def _failure(error: Exception) -> ReadFailure:
-    return ReadFailure.of(error, what="receiving the batch")

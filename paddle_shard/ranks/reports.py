@@ -226,22 +226,23 @@ def report_of(failure: BaseException, call: str = "") -> str:
     text = errors.text_of(failure)
     if len(text) > MAX_TEXT:
         text = f"{text[:MAX_TEXT]} ... [cut]"
+    if call:
+        text = f"{call}: {text}"
     attributes = {name: getattr(failure, name, None) for name in _ATTRIBUTES}
-    report = {"kind": type(failure).__name__, "text": text, "call": call, **attributes}
+    report = {"kind": type(failure).__name__, "text": text, **attributes}
     return json.dumps(report, default=repr)
 
 
 def error_of_report(rank: int, report: str) -> Exception:
     """Return the error of another rank from its report."""
     fields = json.loads(report)
-    call = f"{fields['call']}: " if fields["call"] else ""
-    text = f"global rank {rank}: {call}{fields['text']}"
+    text = f"global rank {rank}: {fields['text']}"
     kind = getattr(errors, fields["kind"], None)
     if kind is None:
         kind = errors.DataReadError
         text = f"{fields['kind']}: {text}"
     error: Exception = kind(text)
-    for name in _ATTRIBUTES if kind is errors.DataReadError else ():
+    for name in _ATTRIBUTES:
         value = fields[name]
         setattr(error, name, tuple(value) if isinstance(value, list) else value)
     return error

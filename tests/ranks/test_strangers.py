@@ -128,7 +128,7 @@ def test_network_listens_no_more_once_the_ranks_have_met():
 
 def test_ranks_of_one_host_listen_at_its_address_only():
     store = Store()
-    hub = TcpNetwork(0, (0, 1), "127.0.0.1", "test", store, is_one_host=True)
+    hub = TcpNetwork(0, (0, 1), "127.0.0.1", "test", store, listen_host="127.0.0.1")
     hub.connect()
     [address] = store.values.values()
     port, _ = json.loads(address)
@@ -157,5 +157,5 @@ def test_few_strangers_are_kept():
 def test_network_compares_the_token_in_constant_time():
     source = Path(network.__file__).read_text()
 
-    assert "compare_digest(token, self._token)" in source
+    assert "compare_digest(token, self._token.encode())" in source
     assert not re.search(r"token\s*==|==\s*(self\._)?token", source)

@@ -20,6 +20,7 @@ from tests.simulation.scripts import (
     led_script,
     outcome,
     random_script,
+    short_script,
 )
 from tests.simulation.seeds import Failed
 from tests.simulation.world import TIMEOUT, World
@@ -56,10 +57,16 @@ class Job:
     meets: bool = False
     """True if each step ends with a collective in which no other thread of a rank runs."""
     fault: Fault | None = None
+    length: int | None = None
+    """Number of actions of a short job, as estimated: its schedule is a `Swarm`."""
+
+
+SHORT_JOBS = 20
+"""Short jobs of each seed."""
 
 
 def jobs_of(seed):
-    """Return the jobs of a seed: two without a fault, one with, and one in which a rank leaves its loop alone."""
+    """Return the jobs of a seed: two without a fault, one with, one in which a rank leaves alone, and short ones."""
     rng = random.Random(seed)
     found = []
     for kind in ("sound", rng.choice(["sound", "led"]), "faulty", "leaves"):
@@ -105,7 +112,26 @@ def jobs_of(seed):
                 rng.randrange(actions),
             )
         found.append(job)
-    return found
+    return found + [short_job(f"{seed}.short{number}") for number in range(SHORT_JOBS)]
+
+
+def short_job(seed):
+    """Return a job of a few steps: what happens once in a pass, at its end, is a large part of it."""
+    rng = random.Random(seed)
+    size = rng.choice([2, 2, 3])
+    script = short_script(rng, size)
+    job = Job(
+        seed,
+        size,
+        [script],
+        threaded=tuple(rank for rank in range(size) if rng.random() < 0.5),
+        sharing=tuple(rng.choice([(), *5 * [range(size)]])),
+        meets=rng.random() < 0.8,
+        length=8 * size * (outcome(script, size)[0] + 1),
+    )
+    if not job.meets and rng.random() < 0.5:
+        job.fault = Fault("kill", rng.randrange(size), rng.randrange(job.length))
+    return job
 
 
 class Schedule:
@@ -138,6 +164,31 @@ class Schedule:
         return self._priorities[action]
 
 
+class Swarm(Schedule):
+    """Of a short job: threads that are slow, up to three hundred times, or priorities that change during the job.
+
+    Each job draws anew which threads are slow, so that in some job of some seed the thread is that a certain defect
+    needs: a driver that sends late, or a training thread that stays behind the one that reads for it.
+    """
+
+    def __init__(self, rng, length):
+        super().__init__(rng)
+        self._changes = {rng.randrange(length) for _ in range(rng.randint(0, 3))}
+        self._weights = {}
+
+    def choose(self, actions):
+        if self._by_priority:
+            return super().choose(actions)
+        self.count += 1
+        weights = [self._weight(kind, rank) for kind, rank, _ in actions]
+        return self._rng.choices(actions, weights)[0]
+
+    def _weight(self, *thread):
+        if thread not in self._weights:
+            self._weights[thread] = 10 ** self._rng.uniform(-2.5, 0)
+        return self._weights[thread]
+
+
 def run(seed, trace=None):
     """Run the jobs of a seed; return (a digest of all that has happened, number of actions). Raises Failed."""
     digest, count = hashlib.sha256(), 0
@@ -158,7 +209,8 @@ def run_job(job, digest, trace=None):
         sharing=job.sharing,
         meets=job.meets,
     )
-    schedule, fault, slack = Schedule(rng), job.fault, SLACK
+    schedule = Schedule(rng) if job.length is None else Swarm(rng, job.length)
+    fault, slack = job.fault, SLACK
     while not world.is_done:
         if fault is not None and schedule.count >= fault.at:
             strike(world, fault)

@@ -109,6 +109,25 @@ def random_script(rng, size):
     return script
 
 
+def short_script(rng, size):
+    """A pass of few steps that ends, fails or has no real rows any more on some ranks, at steps close to each other."""
+    script = Script(prefetch=rng.randint(1, 3), noisy=rng.choice([-1, 0.3, 0.5]))
+    last = rng.choice([0, 1, 2, *range(3, 8)])
+    steps = {rank: last + rng.randint(0, 2) for rank in range(size)}
+    some = rng.sample(range(size), rng.randint(1, size))
+    style = rng.choice(["drop", "error", "pad", "fail"])
+    if style == "pad":
+        script.exhausted = steps
+    elif style == "fail":
+        script.fails = {rank: steps[rank] for rank in some}
+    else:
+        script.ends = {rank: steps[rank] for rank in some}
+        script.must_agree = style == "error"
+    if rng.random() < 0.1:
+        script.break_at = rng.randint(0, last)
+    return script
+
+
 def differing_script(rng, size, *, is_other):
     """One rank iterates over something else, or has other data."""
     script = Script(

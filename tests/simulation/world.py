@@ -59,10 +59,11 @@ class Rank:
         self.results = []
         self.phase = "open"
         self.state = None
+        self.opened = {}  # number of a pass -> its iteration
         self.step = 0
         self.allowed = 0
         self.deadline = self.finished_at = 0.0
-        self.is_awake = False
+        self.is_awake = self.is_notified = False
         self.is_connected = False
         self.turned_at = 0.0
         self.frozen_until = 0.0
@@ -90,8 +91,8 @@ class Rank:
 
     def may_train(self):
         if self.phase == "wait":
-            shows = self.state.table is not None and self.state.may_deliver(self.step)
-            return shows or self.is_notified or self.world.now >= self.deadline
+            is_over = self.is_notified or self.world.now >= self.deadline
+            return is_over or self.state._announced_by_all() > self.step
         return self.phase != "done"
 
     def train(self):
@@ -106,7 +107,7 @@ class Rank:
             same_data=script.same_data,
         )
         self.state = protocol.Iteration(self.member, terms)
-        self.world.opened[self.state.number, self.rank] = self.state
+        self.opened[self.state.number] = self.state
         self.is_awake = True
         self.step, self.allowed, self.phase = 0, 0, "next"
 
@@ -164,17 +165,11 @@ class Rank:
         )
 
     def _deliver(self):
-        for rank in range(self.world.size):
-            other = self.world.opened.get((self.state.number, rank))
-            if other is None or other.progress.step <= self.step:
-                self._finish(
-                    (
-                        self.step,
-                        f"wrongly delivered: rank {rank} has not announced it",
-                        None,
-                    )
-                )
-                return
+        slow = self.is_ahead_of()
+        if slow is not None:
+            what = f"wrongly delivered: rank {slow} has not announced it"
+            self._finish((self.step, what, None))
+            return
         self.state.progress.delivered += 1
         received = dict(self.state.take_notes(self.step))
         notes = {
@@ -188,6 +183,14 @@ class Rank:
         self.phase = "next" if self.step < FAR else "done"
         if self.world.meets:
             self.meets = len(self.results), self.step
+
+    def is_ahead_of(self):
+        """Return a rank that has not announced the step that this one asks for; None if all have."""
+        for other in self.world.ranks:
+            state = other.opened.get(self.state.number)
+            if state is None or state.progress.step <= self.step:
+                return other.rank
+        return None
 
     def is_held(self):
         """Whether it waits in a collective for ranks that were not delivered its step."""
@@ -243,8 +246,8 @@ class Rank:
         """Whether the rank that reads for this one has left; what it has sent can still be taken."""
         if self.rank not in self.script.leaders:
             return False
-        leader = self.world.opened.get(
-            (self.state.number, self.script.leaders[self.rank])
+        leader = self.world.ranks[self.script.leaders[self.rank]].opened.get(
+            self.state.number
         )
         has_left = leader is not None and leader.progress.kind == CLOSED
         return self.is_decided or (
@@ -283,6 +286,36 @@ class Rank:
     def _give_up(self):
         self.world.cut(self.rank)
 
+    # What may happen next
+
+    def actions(self):
+        """Return what this rank may do now without a message."""
+        found = []
+        if self.may_train():
+            found.append(("train", self.rank, None))
+        if self.is_threaded and self.state is not None and self.may_read():
+            found.append(("read", self.rank, None))
+        if self.may_turn():
+            found.append(("drive", self.rank, None))
+        return found
+
+    def may_take(self):
+        """Whether its driver takes messages."""
+        return self.is_connected and not self.is_dead and self.member.loss is None
+
+    def next_time(self):
+        """Return when it may do something, if nothing happens before."""
+        now, times = self.world.now, []
+        if self.is_dead:
+            return math.inf
+        if self.frozen_until > now:
+            return self.frozen_until
+        if self.phase == "wait":
+            times.append(self.deadline)
+        if self.member.loss is None and self.is_connected:
+            times.append(self.turned_at + protocol.HEARTBEAT)
+        return min((time for time in times if time > now), default=math.inf)
+
 
 class World:
     """All ranks, and what is on its way between them."""
@@ -292,7 +325,6 @@ class World:
         self.scripts = scripts
         self.meets = meets
         self.now = self.struck_at = 0.0
-        self.opened = {}
         self.channels = {}  # (from, to) -> messages on their way
         self.ended = set()  # channels that lose what is sent
         words = {}
@@ -345,24 +377,15 @@ class World:
 
     def actions(self):
         """Return what may happen now: (thread, rank) or (driver, rank, from which rank it takes a message)."""
-        found = []
-        for one in self.ranks:
-            if one.is_dead or one.frozen_until > self.now or one.is_held():
-                continue
-            if one.may_train():
-                found.append(("train", one.rank, None))
-            if one.is_threaded and one.state is not None and one.may_read():
-                found.append(("read", one.rank, None))
-            if one.may_turn():
-                found.append(("drive", one.rank, None))
+        able = [
+            one
+            for one in self.ranks
+            if not (one.is_dead or one.frozen_until > self.now or one.is_held())
+        ]
+        found = [action for one in able for action in one.actions()]
         for (source, target), messages in self.channels.items():
             one = self.ranks[target]
-            is_able = (
-                one.is_connected
-                and not (one.is_dead or one.is_held())
-                and one.frozen_until <= self.now
-            )
-            if messages and is_able and one.member.loss is None:
+            if messages and one in able and one.may_take():
                 found.append(("drive", target, source))
         return found
 
@@ -386,18 +409,7 @@ class World:
 
     def next_time(self):
         """Return when something may happen, if nothing may now."""
-        times = []
-        for one in self.ranks:
-            if one.is_dead:
-                continue
-            if one.frozen_until > self.now:
-                times.append(one.frozen_until)
-                continue
-            if one.phase == "wait":
-                times.append(one.deadline)
-            if one.member.loss is None and one.is_connected:
-                times.append(one.turned_at + protocol.HEARTBEAT)
-        return min((time for time in times if time > self.now), default=math.inf)
+        return min(one.next_time() for one in self.ranks)
 
     @property
     def is_done(self):
