@@ -133,9 +133,11 @@ def summary(
     names = [f"sample {name}" for name in names]
     if len(names) != num_rows:  # an item may be a whole batch
         names = [f"row {row}" for row in range(num_rows)]
+    if num_rows > _MAX_ROWS:
+        names = []
     lines = [
         f"{name}: {_digest(*digests)}"
-        for name, *digests in zip(names[:_MAX_ROWS], *rows, strict=False)
+        for name, *digests in zip(names, *rows, strict=False)
     ]
     steps = "" if num_steps is None else f"{num_steps} steps, "
     return {
