@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from paddle_shard.ranks.progress import MAX_ITERATIONS, ProgressTable
 from paddle_shard.reading.channel import Slots, mapped
 
-_OF_A_PROCESS = re.compile(r"/proc/\d+/fd/\d+")
-"""Matches where the memory of another process is; no other file is opened."""
+_PLACE = re.compile(r"^(/proc/\d+/fd/\d+) (\w+)$")
+"""Matches (file of a process, token); no other file is opened."""
 _TOKEN_SIZE = 16
 """Bytes at the beginning of the memory by which a rank knows that it has mapped that of its group."""
 
@@ -39,9 +39,7 @@ class HostTable(ProgressTable):
     def find(self, place: str) -> None:
         """Map the memory at a place, unless it is that of another host or container."""
         with contextlib.suppress(OSError, ValueError):
-            path, token = place.split()
-            if not _OF_A_PROCESS.fullmatch(path):
-                return
+            [(path, token)] = _PLACE.findall(place)
             memory = mapped(os.open(path, os.O_RDWR), self._size)
             if memory is not None and memory[:_TOKEN_SIZE].hex() == token:
                 shape = MAX_ITERATIONS, len(self._ranks)
