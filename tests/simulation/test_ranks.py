@@ -22,7 +22,9 @@ def test_seeds_that_once_failed_keep_the_laws(seed):
 
 
 def test_simulated_trial_replays_from_its_seed():
-    assert ranks.run(17) == ranks.run(17)
+    """On any machine: the digest of all actions, which changes with the protocol and the schedules only."""
+    digest, num_actions = ranks.run(17)
+    assert (digest[:16], num_actions) == ("55c5d3209ba1d277", 3432)
 
 
 @pytest.mark.parametrize("defect", defects.DEFECTS)
