@@ -54,7 +54,7 @@ class FieldLayout:
     row_index: bool = False
     """True if its numbers are places of samples in the rank's batch, which become places in the global batch."""
     is_local: bool = False
-    """True if its tensors stay local (`dense_tensor_idx`)."""
+    """True if its tensors stay local (`local`, `dense_tensor_idx`)."""
 
     @cached_property
     def on_mesh(self) -> bool:

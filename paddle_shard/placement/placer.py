@@ -55,6 +55,7 @@ class BatchPlacer:
             field_layout,
             global_rank=self.global_rank,
             replicated_in_name=self.replicated_in_name,
+            is_local=self.local,
         )
         return layouts_of_fields(
             self.meshes, self.shard_dims, self.input_keys, self.placements, make
@@ -187,10 +188,9 @@ class BatchPlacer:
         local_items = dict(enumerate(self.dense_tensor_idx or ()))
         for number, (name, value) in enumerate(fields.items()):
             entry = overrides.get(name, entries[number])
-            for leaf in _leaves_of_field(
+            yield from _leaves_of_field(
                 value, f"[{name!r}]", entry, local_items.get(number, ())
-            ):
-                yield leaf._replace(layout=leaf.layout.local) if self.local else leaf
+            )
 
     def _warn_about_keys(self, batch: Any) -> None:
         if self.input_keys is not None and isinstance(batch, Mapping):
