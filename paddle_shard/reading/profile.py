@@ -149,7 +149,7 @@ class Profiler:
 
     def _stacks(self) -> dict[str, list[CodeType]]:
         """Return the functions that run in each thread that is watched, by its role."""
-        [frames] = _at_once(starmap(sys._current_frames, [()]))
+        [frames] = _list_without_gc(starmap(sys._current_frames, [()]))
         stacks: dict[str, list[CodeType]] = {}
         for thread_id, role in list(self._roles.items()):
             if thread_id in frames:
@@ -236,10 +236,10 @@ def describe(
 def _stack(frame: FrameType | None) -> list[CodeType]:
     """Return the functions that run, outermost first."""
     callers = accumulate(repeat("f_back"), getattr, initial=frame)
-    return _at_once(map(attrgetter("f_code"), takewhile(bool, callers)))[::-1]
+    return _list_without_gc(map(attrgetter("f_code"), takewhile(bool, callers)))[::-1]
 
 
-def _at_once(values: Iterator[_Value]) -> list[_Value]:
+def _list_without_gc(values: Iterator[_Value]) -> list[_Value]:
     """Return what an iterator in C gives, while no other thread runs.
 
     Python 3.11 allocates when it looks at a frame, and may then collect. A finalizer that waits would let the thread
