@@ -78,4 +78,4 @@ class SeededBy:
 
     def __init__(self, seed):
         self.seed = seed
-        self.unread = set()
+        self.unread_sources = set()

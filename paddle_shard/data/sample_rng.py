@@ -33,7 +33,7 @@ class SampleRng:
         self._generators = generators
         self.looks = not isinstance(uses_rng, bool) and len(generators) > 0
         self.seeds = uses_rng is not False and len(generators) > 0
-        self.unread: set[Any] = set()
+        self.unread_sources: set[Any] = set()
         """Sources of a mixture of which nothing was read yet; batches are looked at until there are none."""
         self._used = False
         self._marks: list[Any] | None = None
@@ -75,8 +75,8 @@ class SampleRng:
         finally:
             if look:
                 if self._used:
-                    self.unread.clear()
-                self.seeds = self._used or len(self.unread) > 0
+                    self.unread_sources.clear()
+                self.seeds = self._used or len(self.unread_sources) > 0
                 self._marks = None
             if before is not None:
                 restore(self._generators, before)

@@ -132,7 +132,7 @@ class ChunkReader(Reader):
             skip_errors=self._how.skip_errors,
         )
         self._pass_number = request.iterator_number
-        self.rng.unread.clear()
+        self.rng.unread_sources.clear()
         self.owns_arrays = self._collate_fn is None and not is_whole
         self._next_step = request.step
         self._state = opening.state
@@ -194,11 +194,7 @@ class ChunkReader(Reader):
         value = None
         skipped: list[tuple[int, str]] = []
         if is_whole or min(map(len, columns)) == size:  # else rows are missing
-            samples: list[Any] = []
-            stripe = request.plan.stripe
-            for first in range(0, size, stripe):
-                for column in columns:
-                    samples += column[first : first + stripe]
+            samples = [columns[part][row] for part, row in places]
             value, skipped = self._collated_samples(samples, places, request)
             skipped = [(row, text) for row, text in skipped if not padding[row]]
         state = None

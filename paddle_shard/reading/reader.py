@@ -106,7 +106,7 @@ class Reader:
         if isinstance(request, DigestRequest):
             return self.digests(request.samples)
         seeded = self.rng.seeds
-        looks = self.rng.looks and (look != "" or len(self.rng.unread) > 0)
+        looks = self.rng.looks and (look != "" or len(self.rng.unread_sources) > 0)
         if not (seeded or looks):
             return self._read(request, worker)
         with self.rng.reading(look=looks, keep=worker is None):

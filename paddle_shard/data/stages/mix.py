@@ -96,7 +96,9 @@ class Mix(Stage):
             rounds = in_rounds(stage, request, None, name)
             sources.append([(back, items) for items in rounds])
         if opening.rng.seeds:
-            opening.rng.unread.update((self, number) for number in range(len(sources)))
+            opening.rng.unread_sources.update(
+                (self, number) for number in range(len(sources))
+            )
         return [
             self._mixed(of_part, opening, draws)
             for of_part in zip(*sources, strict=True)
@@ -123,7 +125,7 @@ class Mix(Stage):
         }
         if len(ended) >= num_ends:  # it ended before this position
             return
-        unread = opening.rng.unread
+        unread = opening.rng.unread_sources
         for first in count(opening.skip, _BLOCK):
             numbers, _ = draws.sources_at(np.arange(first, first + _BLOCK))
             for number in numbers.tolist():
