@@ -124,7 +124,7 @@ def read_source(
             )
         # The order over all ranks; each takes the slice that the sampler gives it.
         data = sampler.dataset
-        ordering = PaddleOrdering() if sampler.shuffle else PaddleSequential()
+        ordering = _ordering_of_paddle(sampler)
         rows = sampler.batch_size * num_parts
     batches = planned(
         data,
@@ -155,6 +155,13 @@ def _ordering(dataset: Any, sampler: Any, shuffle: Shuffle | None) -> Ordering:
         shuffle = type(getattr(sampler, "sampler", None)) is paddle.io.RandomSampler
     ordering = find_ordering(shuffle, dataset)
     return dataset.ordering(ordering) if isinstance(dataset, Mixture) else ordering
+
+
+def _ordering_of_paddle(sampler: paddle.io.DistributedBatchSampler) -> Ordering:
+    """Return the order of Paddle's distributed sampler, which has a seed of its own in versions after 3.3."""
+    if not sampler.shuffle:
+        return PaddleSequential()
+    return PaddleOrdering(seed=getattr(sampler, "seed", 0) or 0)
 
 
 def is_plain(batch_sampler: Any) -> bool:

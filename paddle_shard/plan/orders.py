@@ -43,18 +43,18 @@ class Shuffled(Ordering):
 
 
 class PaddleOrder(Order):
-    """The shuffle of Paddle's `DistributedBatchSampler`: a table that `RandomState(epoch)` shuffles."""
+    """The shuffle of Paddle's `DistributedBatchSampler`: a table that `RandomState(seed + epoch)` shuffles."""
 
-    def __init__(self, length: int, epoch: int) -> None:
+    def __init__(self, length: int, seed: int) -> None:
         """Shuffle the table of an epoch.
 
         Args:
             length: Number of positions, padding included.
-            epoch: The epoch; at least 0, as numpy requires.
+            seed: The sampler's seed, plus the epoch; at least 0, as numpy requires.
         """
         super().__init__(length)
         self._table = np.arange(length)
-        np.random.RandomState(epoch).shuffle(self._table)
+        np.random.RandomState(seed).shuffle(self._table)
         self._inverse: Indices | None = None
 
     def __call__(self, positions: Indices) -> Indices:
@@ -76,15 +76,18 @@ _paddle_order = lru_cache(maxsize=2)(PaddleOrder)
 class PaddleOrdering(Ordering):
     """The order of `paddle.io.DistributedBatchSampler`, including its padding.
 
-    It depends on the number of data ranks. It does not depend on the seed: Paddle seeds it with the epoch.
+    It depends on the number of data ranks. It does not depend on the loader's seed: Paddle adds the epoch to the
+    sampler's own, which versions to 3.3 do not have.
     """
 
+    seed: int = 0
+    """The sampler's own seed."""
     name: ClassVar[bool | str] = "paddle"
     pads_first: ClassVar[bool] = True
 
     def order(self, length: int, seed: int, epoch: int, width: int) -> Order:
         """See `Ordering`."""
-        return _paddle_order(length, epoch)
+        return _paddle_order(length, self.seed + epoch)
 
     def num_positions(self, num_samples: int, num_data_ranks: int) -> int:
         """See `Ordering`: Paddle gives every data rank the same number of samples."""
@@ -92,7 +95,15 @@ class PaddleOrdering(Ordering):
 
     def fingerprint(self, *, num_data_ranks: int, accumulation: int) -> dict[str, Any]:
         """See `Ordering`."""
-        return {"num_data_ranks": num_data_ranks}
+        fingerprint = {"num_data_ranks": num_data_ranks}
+        if self.seed:
+            fingerprint["sampler_seed"] = self.seed
+        return fingerprint
+
+    @classmethod
+    def of_fingerprint(cls, fingerprint: Mapping[str, Any]) -> PaddleOrdering:
+        """See `Ordering`."""
+        return cls(seed=fingerprint.get("sampler_seed", 0))
 
 
 @dataclass(frozen=True)

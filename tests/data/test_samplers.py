@@ -655,3 +655,23 @@ class OfBatches:
 
     def load_state_dict(self, state):
         self.of.load_state_dict(state)
+
+
+def test_paddles_sampler_keeps_its_own_seed():
+    """In versions after 3.3, `DistributedBatchSampler(seed=)` shuffles by `RandomState(seed + epoch)`."""
+
+    def made(seed):
+        data = Made(length=12)
+        sampler = DistributedBatchSampler(data, 4, num_replicas=1, rank=0, shuffle=True)
+        sampler.seed = seed
+        return sharded(DataLoader(data, batch_sampler=sampler), ONE)
+
+    loader = made(seed=5)
+    for epoch in range(2):
+        rows = np.arange(12)
+        np.random.RandomState(5 + epoch).shuffle(rows)
+        assert locals_of(loader) == rows.reshape(3, 4).tolist()
+    state = json.loads(json.dumps(loader.state_dict()))
+    made(seed=5).load_state_dict(state)
+    with pytest.raises(StateError, match="sampler_seed: saved 5, now 6"):
+        made(seed=6).load_state_dict(state)
