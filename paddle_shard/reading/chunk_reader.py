@@ -208,9 +208,11 @@ class ChunkReader(Reader):
         is_known = is_whole and not skipped and request.local_rows is None
         digest = 0
         if request.compared:
-            last = (request.position + size - 1) // request.opening.stripe
+            opening = request.opening
+            before = opening.origin // opening.num_parts
+            last = (request.position - before + size - 1) // opening.stripe
             if request.whole_items:
-                last = request.position * request.opening.num_parts + parts[0]
+                last = request.position * opening.num_parts + parts[0]
             digest = self._digests.until(last)
         return Chunk(
             value,
@@ -333,7 +335,7 @@ class Padding:
         """
         self._stage = stage
         self._whole = whole
-        self._opening = replace(opening, skip=0, state=None)
+        self._opening = replace(opening, skip=0, origin=0, state=None)
         self._notes_first = opening.skip == 0 and opening.state is None
         """True if the pass begins with the first samples of the parts, and not all of them are noted."""
         self._first: dict[int, Any] = {}

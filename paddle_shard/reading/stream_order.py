@@ -167,17 +167,26 @@ class StreamOrder(Batches):
     def opening(self, start: LoaderState) -> Opening:
         """Return how all parts are opened at the beginning of the epoch of a position."""
         plan = self.plan
-        # Of an uncut stream, the batch size at the epoch's start decides which samples are whose, also after a resume.
-        first_size = start.segments[0][1] if start.segments else plan.batch_size
-        stripe = max(1, first_size // plan.accumulation // plan.num_parts)
+        # Of another uncut stream, the batch size at the epoch's start decides on the parts, also after a resume.
+        batch_size = plan.batch_size
+        if start.segments and not self.is_recut:
+            batch_size = start.segments[0][1]
+        stripe = max(1, batch_size // plan.accumulation // plan.num_parts)
         parts = tuple(range(plan.num_parts))
         return Opening(
             parts=parts,
             num_parts=len(parts),
             stripe=stripe,
+            origin=start.samples if self.is_recut else 0,
             seed=self.seed,
             epoch=start.epoch,
         )
+
+    @property
+    def is_recut(self) -> bool:
+        """True if a resume may cut the rest of the stream into other parts: the batches are its next samples."""
+        is_shared = self.split_over is None and not self.whole_items
+        return isinstance(self.stage, Stripe) and is_shared and not self.plan.repeats
 
     def fingerprint(self) -> dict[str, Any]:
         """Return the values that the order depends on."""
@@ -187,7 +196,7 @@ class StreamOrder(Batches):
             "seed": self.seed,
             "tail": str(plan.ending),
         }
-        if not self.whole_items:
+        if not self.whole_items and not self.is_recut:
             fingerprint["num_parts"] = plan.num_parts
         if plan.num_batches is not None:
             fingerprint["num_batches"] = plan.num_batches

@@ -80,6 +80,44 @@ def test_stream_resumes_with_another_batch_size(known, before, after, tail):
     assert len(gone_on) == (64 - 2 * before) // after
 
 
+@pytest.mark.parametrize("tail", ["pad", "drop"])
+@pytest.mark.parametrize("sizes", [(4, 6, 4), (6, 4, 10), (2, 8, 3), (5, 1, 7)])
+@pytest.mark.parametrize("known", [True, False])
+def test_uncut_stream_resumes_in_other_parts(known, sizes, tail):
+    """Where parts do not matter, batches are the next samples of the stream, whatever their number was before."""
+    position = 0
+    state = None
+    for size in sizes:
+        source = list(range(61)) if known else lambda: iter(range(61))
+        loader = sharded(Stream.of(source), size=size, tail=tail, verify=1)
+        if state is not None:
+            loader.load_state_dict(state)
+        batches = real_rows(loader, 3)
+        assert flat(batches) == list(range(position, position + 3 * size))
+        position += 3 * size
+        state = json.loads(json.dumps(loader.state_dict()))
+    loader = sharded(Stream.of(source), size=9, tail=tail, workers=2)
+    loader.load_state_dict(state)
+    rest = (61 - position) // 9 * 9 if tail == "drop" else 61 - position
+    assert sorted(flat(real_rows(loader))) == [*range(position, position + rest)]
+
+
+def test_uncut_stream_resumes_on_another_mesh():
+    def run(state, mesh, size):
+        loader = sharded(Stream.of(lambda: iter(range(40))), size=size, mesh=mesh)
+        if state is not None:
+            loader.load_state_dict(state)
+        return real_rows(loader, 2), loader.state_dict()
+
+    begun, state = run(None, ONE, 5)
+    assert flat(begun) == list(range(10))
+    ranks = on_each_rank([0, 1], lambda: run(state, TWO, 6)[0])
+    assert [a + b for a, b in zip(*ranks.values(), strict=True)] == [
+        list(range(10, 16)),
+        list(range(16, 22)),
+    ]
+
+
 REPEATED = {
     "repeated": lambda: Stream.of(range(21)).repeat(2),
     "cut, then repeated": lambda: Stream.of(range(21)).sharding_filter().repeat(2),
@@ -351,14 +389,14 @@ def test_stream_of_changed_data_is_not_resumed(tmp_path):
 
 
 def test_stream_parts_cannot_be_overridden():
-    first = sharded(Stream.of(range(32)), num_parts=4)
+    first = sharded(Stream.of(range(32)).shuffle(4), num_parts=4)
     real_rows(first, 1)
 
     with pytest.raises(
         StateError,
         match=r"num_parts=4, and this loader num_parts=8.*in_parts\(\)",
     ):
-        sharded(Stream.of(range(32)), num_parts=8).load_state_dict(
+        sharded(Stream.of(range(32)).shuffle(4), num_parts=8).load_state_dict(
             first.state_dict(), override=["num_parts"]
         )
 

@@ -153,7 +153,8 @@ def test_checkpoints_load_does_not_suggest_override(tmp_path):
     in_two, in_four = (
         sharded(
             paddle.io.DataLoader(
-                paddle_shard.Stream.of(range(16)).in_parts(parts), batch_size=4
+                paddle_shard.Stream.of(range(16)).shuffle(4).in_parts(parts),
+                batch_size=4,
             ),
             ONE,
         )

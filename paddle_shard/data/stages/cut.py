@@ -48,8 +48,9 @@ class Stripe(Transform):
 
     def open(self, opening: Opening) -> list[Samples]:
         """Return the parts, which share one iterator over the stream."""
-        stripes, within = divmod(opening.skip, opening.stripe)
-        first = stripes * opening.num_parts * opening.stripe
+        before = opening.origin // opening.num_parts
+        stripes, within = divmod(opening.skip - before, opening.stripe)
+        first = opening.origin + stripes * opening.num_parts * opening.stripe
         turns = _Turns(self.upstream, opening, first)
         # All queues before any part is read.
         parts = [turns.of(part) for part in opening.parts]
@@ -61,9 +62,11 @@ class Stripe(Transform):
         if lengths is None:
             return None
         stripe = opening.stripe
-        turns, rest = divmod(lengths[0], opening.num_parts * stripe)
+        before = opening.origin // opening.num_parts
+        num_left = max(0, lengths[0] - opening.origin)
+        turns, rest = divmod(num_left, opening.num_parts * stripe)
         return [
-            turns * stripe + min(stripe, max(0, rest - part * stripe))
+            before + turns * stripe + min(stripe, max(0, rest - part * stripe))
             for part in opening.parts
         ]
 
@@ -106,7 +109,7 @@ class _Turns:
             raise
         self._position += len(turn)
         if self._seen is not None:
-            for position, item in enumerate(turn, begin):
+            for position, item in enumerate(turn, begin - self._opening.origin):
                 self._seen(position, item)
         for part, queue_of in self._queues.items():
             queue = queue_of()

@@ -37,6 +37,8 @@ class Opening:
     """Number of times that the parts were already read to their end in this epoch."""
     skip: int = 0
     """Samples of each part to leave out at its beginning."""
+    origin: int = 0
+    """Samples of an uncut stream before the first turn of the parts; a resume begins the turns at its position."""
     state: Any = None
     """State of the library that reads, after the last delivered sample; `skip` counts from there."""
     rng: SampleRng = _NO_GENERATORS
