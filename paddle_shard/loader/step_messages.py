@@ -93,7 +93,9 @@ class StepMessages:
         is_used = self._holds_rows or self._pad_to is None
         if is_used and shapes != self._sent_shapes:
             self._sent_shapes = message["shapes"] = shapes
+        # Rows that stay local are not joined, so ranks may have more of them or fewer.
         has_own_rows = self._is_split and self._holds_rows
+        has_own_rows = has_own_rows and not self._setup.placer.local
         if has_own_rows and batch.num_rows != self._sent_rows:
             self._sent_rows = message["rows"] = batch.num_rows
 
