@@ -24,8 +24,8 @@ if TYPE_CHECKING:  # what type checkers and editors see of the names below
     from paddle_shard.extras.ray_readers import RayReaders as RayReaders
     from paddle_shard.extras.state_tensor import state_from_tensor as state_from_tensor
     from paddle_shard.extras.state_tensor import state_to_tensor as state_to_tensor
-    from paddle_shard.extras.trainers import TrainerCallback as TrainerCallback
-    from paddle_shard.extras.trainers import patch_paddle as patch_paddle
+    from paddle_shard.extras.trainers.callback import TrainerCallback as TrainerCallback
+    from paddle_shard.extras.trainers.patch import patch_paddle as patch_paddle
     from paddle_shard.loader.api import shard_dataloader as shard_dataloader
     from paddle_shard.loader.gather import gather_valid as gather_valid
     from paddle_shard.loader.iteration import ShardIterator as ShardIterator
@@ -47,9 +47,9 @@ _LAZY = {
     "ShardIterator": "paddle_shard.loader.iteration",
     "ShardOptions": "paddle_shard.data.external",
     "Stream": "paddle_shard.data.stream",
-    "TrainerCallback": "paddle_shard.extras.trainers",
+    "TrainerCallback": "paddle_shard.extras.trainers.callback",
     "gather_valid": "paddle_shard.loader.gather",
-    "patch_paddle": "paddle_shard.extras.trainers",
+    "patch_paddle": "paddle_shard.extras.trainers.patch",
     "shard_dataloader": "paddle_shard.loader.api",
     "state_from_tensor": "paddle_shard.extras.state_tensor",
     "state_to_tensor": "paddle_shard.extras.state_tensor",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
@@ -45,6 +45,8 @@ class _Shared:
     setup: LoaderSetup
     peeked: tuple[LoaderState, StepPass] | None = None
     """A position, and the steps from there, whose first batch `dist.to_static` has looked at."""
+    wrap: Callable[[ShardIterator], Any] | None = None
+    """Wraps the next iterator."""
 
 
 class ShardDataloader(PaddleShardDataloader):
@@ -138,7 +140,17 @@ class ShardDataloader(PaddleShardDataloader):
 
     @fails_on_all_ranks(_ranks_of, "iter(loader)")
     def __iter__(self) -> ShardIterator:
-        return ShardIterator(self._shared.setup, repr(self), self._take_peeked())
+        shared = self._shared
+        iterator = ShardIterator(shared.setup, repr(self), self._take_peeked())
+        if shared.wrap is None:
+            return iterator
+        wrapped: ShardIterator = shared.wrap(iterator)
+        shared.wrap = None
+        return wrapped
+
+    def wrap_next(self, wrap: Callable[[ShardIterator], Any]) -> None:
+        """Have `wrap` replace the next iterator, as a trainer's callback does."""
+        self._shared.wrap = wrap
 
     def _take_peeked(self) -> StepPass | None:
         """Return the steps whose first batch was peeked at, if the run still is where they begin."""

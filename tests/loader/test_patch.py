@@ -179,14 +179,14 @@ def test_patching_twice_is_refused():
         paddle_shard.patch_paddle()
 
 
-def test_modules_that_took_the_name_before_are_named(monkeypatch):
+def test_patch_paddle_reaches_modules_that_imported_the_name(monkeypatch):
     module = types.ModuleType("a_trainer")
     module.shard_dataloader = ORIGINAL
     monkeypatch.setitem(sys.modules, "a_trainer", module)
 
-    with pytest.warns(UserWarning, match="still have Paddle's own: a_trainer"):
-        patch = paddle_shard.patch_paddle()
-    patch.undo()
+    with paddle_shard.patch_paddle():
+        assert module.shard_dataloader is dist.shard_dataloader
+    assert module.shard_dataloader is ORIGINAL
 
 
 def test_the_signatures_begin_as_paddles():

@@ -26,35 +26,55 @@ def sharded(given):
     return dist.shard_dataloader(given, dist.ProcessMesh([0]), shard_dims=0)
 
 
+def arguments(folder, **others):
+    return SimpleNamespace(
+        output_dir=str(folder),
+        ignore_data_skip=False,
+        resume_from_checkpoint=None,
+        enable_auto_parallel=True,
+        **others,
+    )
+
+
 def trained(
-    folder, position, *, stop=None, global_step=0, epochs=3, static=False, rows=4
+    folder,
+    position,
+    *,
+    stop=None,
+    global_step=0,
+    epochs=3,
+    static=False,
+    rows=4,
+    accumulation=1,
 ):
     """The rows of each step of a trainer that saves at each, up to a step; it goes on from a global step."""
     given = paddle.io.DataLoader(Ids(), batch_size=rows, shuffle=True)
-    args = SimpleNamespace(
-        output_dir=str(folder), ignore_data_skip=False, resume_from_checkpoint=None
-    )
+    args = arguments(folder, gradient_accumulation_steps=accumulation)
     state = SimpleNamespace(global_step=global_step)
     told = (args, state, SimpleNamespace())
     position.on_init_end(*told)
     assert args.ignore_data_skip
-    position.on_train_begin(*told, train_dataloader=given)
-    with paddle_shard.patch_paddle(on_loader=position.add):
+    with paddle_shard.patch_paddle():
+        position.on_train_begin(*told, train_dataloader=given)
         sharded(paddle.io.DataLoader(Ids(), batch_size=2))  # to evaluate
         loader = sharded(given)
         if static:  # to describe the inputs of a static program
             next(sharded(given)())
-    batches, found = loader(), []
-    for _ in range(global_step // EPOCH, epochs):
-        position.on_epoch_begin(*told, train_dataloader=given)
-        for _, batch in enumerate(batches):
-            found.append(batch._local_value().numpy().tolist())
-            state.global_step += 1
-            position.on_step_end(*told, train_dataloader=given)
-            position.on_save(*told, train_dataloader=given)
-            if state.global_step == stop:
-                return found
-    return found
+        batches, found = loader(), []
+        num_micro = 0
+        for _ in range(global_step // (EPOCH // accumulation), epochs):
+            position.on_epoch_begin(*told, train_dataloader=given)
+            for batch in batches:
+                found.append(batch._local_value().numpy().tolist())
+                num_micro += 1
+                if num_micro % accumulation:
+                    continue
+                state.global_step += 1
+                position.on_step_end(*told, train_dataloader=given)
+                position.on_save(*told, train_dataloader=given)
+                if state.global_step == stop:
+                    return found
+        return found
 
 
 @pytest.mark.parametrize("static", [False, True])
@@ -86,9 +106,7 @@ def test_a_trainer_that_trains_again_goes_on_where_it_was(passed, static, tmp_pa
         paddle.io.DataLoader(Ids(), batch_size=4),
         paddle_shard.TrainerCallback(),
     )
-    args = SimpleNamespace(
-        output_dir=str(tmp_path), ignore_data_skip=False, resume_from_checkpoint=None
-    )
+    args = arguments(tmp_path)
     state, named = (
         SimpleNamespace(global_step=0),
         {"train_dataloader": given} if passed else {},
@@ -96,20 +114,20 @@ def test_a_trainer_that_trains_again_goes_on_where_it_was(passed, static, tmp_pa
     position.on_init_end(args, state, None)
 
     def train(upto):
-        with paddle_shard.patch_paddle(on_loader=position.add):
+        with paddle_shard.patch_paddle():
             loader = sharded(given)
             if static:
                 next(sharded(given)())
-        position.on_train_begin(args, state, None, **named)
-        position.on_epoch_begin(args, state, None, **named)
-        found = []
-        for batch in loader:
-            found += batch._local_value().numpy().tolist()
-            state.global_step += 1
-            position.on_save(args, state, None, **named)
-            if state.global_step == upto:
-                break
-        return found
+            position.on_train_begin(args, state, None, **named)
+            position.on_epoch_begin(args, state, None, **named)
+            found = []
+            for batch in loader:
+                found += batch._local_value().numpy().tolist()
+                state.global_step += 1
+                position.on_save(args, state, None, **named)
+                if state.global_step == upto:
+                    break
+            return found
 
     assert [train(1), train(3), train(EPOCH)] == [
         [0, 1, 2, 3],
@@ -120,18 +138,13 @@ def test_a_trainer_that_trains_again_goes_on_where_it_was(passed, static, tmp_pa
 
 def test_a_trainer_that_does_not_say_on_which_of_two_it_trains_is_asked(tmp_path):
     position = paddle_shard.TrainerCallback()
-    with paddle_shard.patch_paddle(on_loader=position.add):
+    with paddle_shard.patch_paddle():
         for _ in range(2):
             sharded(paddle.io.DataLoader(Ids(), batch_size=4))
-
-    with pytest.raises(
-        ArgumentError, match=r"loaders of 2 DataLoaders, .* \(train_dataloader=\)"
-    ):
-        position.on_save(
-            SimpleNamespace(output_dir=str(tmp_path)),
-            SimpleNamespace(global_step=1),
-            None,
-        )
+        with pytest.raises(
+            ArgumentError, match=r"loaders of 2 DataLoaders, .* \(train_dataloader=\)"
+        ):
+            position.on_save(arguments(tmp_path), SimpleNamespace(global_step=1), None)
 
 
 def test_a_checkpoint_elsewhere_is_given_and_one_without_a_position_is_refused(
@@ -148,27 +161,45 @@ def test_a_checkpoint_elsewhere_is_given_and_one_without_a_position_is_refused(
     assert len(trained(tmp_path / "new", position, global_step=2)) == 3 * EPOCH - 2
 
 
-def test_a_loader_that_it_has_not_seen_is_asked_for(tmp_path):
+def test_trainer_callback_rejects_paddles_loader_at_once(tmp_path):
+    given = paddle.io.DataLoader(Ids(), batch_size=4)
+    args = arguments(tmp_path)
+    state = SimpleNamespace(global_step=0)
     position = paddle_shard.TrainerCallback()
-    told = (
-        SimpleNamespace(output_dir=str(tmp_path)),
-        SimpleNamespace(global_step=1),
-        None,
-    )
-
-    with pytest.raises(ArgumentError, match=r"patch_paddle\(on_loader=callback.add\)"):
-        position.on_save(
-            *told, train_dataloader=paddle.io.DataLoader(Ids(), batch_size=4)
-        )
+    with pytest.raises(ArgumentError, match="not read by this library"):
+        position.on_save(args, state, None, train_dataloader=given)
+    args.enable_auto_parallel = False
+    with pytest.raises(ArgumentError, match=r"patch_paddle\(\) was not called"):
+        position.on_train_begin(args, state, None, train_dataloader=given)
+    with (
+        paddle_shard.patch_paddle(),
+        pytest.raises(ArgumentError, match="does not split it over ranks"),
+    ):
+        position.on_train_begin(args, state, None, train_dataloader=given)
+    args.distributed_dataloader = True
+    with pytest.raises(ArgumentError, match="distributed_dataloader=True"):
+        position.on_init_end(args, state, None)
     with pytest.raises(AttributeError, match="no attribute 'of_no_event'"):
         _ = position.of_no_event
 
 
+@pytest.mark.parametrize("accumulation", [2, 3])
+@pytest.mark.parametrize("stop", [1, 2, 3])
+def test_trainer_callback_resumes_where_steps_end_amid_micro_batches(
+    accumulation, stop, tmp_path
+):
+    """Trainers take an epoch for finished before its last micro-batches are read; none of them is lost."""
+    how = {"accumulation": accumulation, "epochs": 4}
+    straight = trained(tmp_path / "straight", paddle_shard.TrainerCallback(), **how)
+
+    begun = trained(tmp_path, paddle_shard.TrainerCallback(), stop=stop, **how)
+    rest = trained(tmp_path, paddle_shard.TrainerCallback(), global_step=stop, **how)
+    assert begun + rest == straight
+
+
 def test_a_trainer_that_is_about_to_skip_by_reading_is_refused(tmp_path):
     trained(tmp_path, paddle_shard.TrainerCallback(), stop=2)
-    args = SimpleNamespace(
-        output_dir=str(tmp_path), ignore_data_skip=False
-    )  # as of a callback that was added later
+    args = arguments(tmp_path)  # as of a callback that was added later
 
     with pytest.raises(ArgumentError, match="ignore_data_skip=True"):
         paddle_shard.TrainerCallback().on_train_begin(
@@ -182,13 +213,12 @@ def test_the_writer_is_given_the_statistics_whenever_the_trainer_logs(tmp_path):
         add_scalar=lambda name, value, step: written.append((name, value, step))
     )
     position = paddle_shard.TrainerCallback(writer=writer)
-    loader = paddle_shard.shard_dataloader(given, dist.ProcessMesh([0]), shard_dims=0)
-    position.add(loader)
-    list(loader)
-
-    position.on_log(
-        None, SimpleNamespace(global_step=7), None, train_dataloader=given, logs={}
-    )
+    with paddle_shard.patch_paddle():
+        loader = sharded(given)
+        list(loader)
+        position.on_log(
+            None, SimpleNamespace(global_step=7), None, train_dataloader=given, logs={}
+        )
     paddle_shard.TrainerCallback().on_log(
         None, SimpleNamespace(global_step=7), None, logs={}
     )

@@ -279,9 +279,8 @@ def main(runs):
     found = []
     for options in runs:
         position = paddle_shard.TrainerCallback(options.get("resume"))
-        told = {} if "consumed" in options else {"on_loader": position.add}
         # A checkpoint holds the names of parameters: they begin anew with each run.
-        with paddle_shard.patch_paddle(**told), paddle.utils.unique_name.guard():
+        with paddle_shard.patch_paddle(), paddle.utils.unique_name.guard():
             found.append(trained(options, position))
     report(found)
 

@@ -258,7 +258,7 @@ def trained(case, out, folder, reports):
     found = []
     patch = {"shuffle": True} if case.get("shuffle") else {}
     with (
-        paddle_shard.patch_paddle(on_loader=position.add, **patch)
+        paddle_shard.patch_paddle(**patch)
         if not case.get("plain")
         else open(os.devnull)
     ):

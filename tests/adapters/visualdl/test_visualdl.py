@@ -36,14 +36,13 @@ def logged(tmp_path):
         loader = paddle_shard.shard_dataloader(
             given, dist.ProcessMesh([0], dim_names=["dp"]), shard_dims="dp"
         )
-        position.add(loader)
         for epoch in range(3):
             list(loader)
             position.on_log(
                 None,
                 SimpleNamespace(global_step=10 * epoch),
                 None,
-                train_dataloader=given,
+                train_dataloader=loader,
             )
             expected.append(loader.stats.scalars())
     return tmp_path, expected

@@ -43,7 +43,7 @@ def nothing_is_read_twice(new, old):
         told = args, SimpleNamespace(global_step=global_step), None
         position.on_init_end(*told)
         position.on_train_begin(*told)
-        with paddle_shard.patch_paddle(on_loader=position.add):
+        with paddle_shard.patch_paddle():
             loader = made_by_a_trainer(meshes=ONE, shuffle=True)
         position.on_epoch_begin(*told, train_dataloader=loader)
         for batch in loader:

@@ -1,0 +1,298 @@
+"""`TrainerCallback`: saves the position of a trainer's data in its checkpoints, and resumes from it."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import paddle
+import paddle.distributed as dist
+from paddle.distributed import fleet
+from paddle.framework import core
+
+from paddle_shard.errors import ArgumentError, StateError
+from paddle_shard.extras.trainers.patch import active_patch
+from paddle_shard.loader.iteration import ShardIterator
+from paddle_shard.loader.loader import ShardDataloader
+
+FILE = "paddle_shard.json"
+"""In a checkpoint's folder. Where each rank has data of its own, the others' names hold the rank, too."""
+
+
+class TrainerCallback:
+    """Saves the position of the training data with each checkpoint of a trainer, and resumes from it.
+
+    It is for the trainers of PaddleNLP and PaddleFormers. By themselves, they find their position by counting steps of
+    the present batch size, and some read the first steps of an epoch again, always in the order of epoch 0. With this
+    callback they skip nothing. Call `patch_paddle()`, and give the callback to the trainer.
+
+    Examples:
+        >>> from paddleformers.trainer import Trainer  # doctest: +SKIP
+        >>> paddle_shard.patch_paddle()  # doctest: +SKIP
+        >>> trainer = Trainer(..., callbacks=[paddle_shard.TrainerCallback()])  # doctest: +SKIP
+        >>> trainer.train(resume_from_checkpoint="out/checkpoint-100")  # doctest: +SKIP
+    """
+
+    def __init__(
+        self, checkpoint: str | os.PathLike[str] | None = None, *, writer: Any = None
+    ) -> None:
+        """Prepare.
+
+        Args:
+            checkpoint: The folder from which the trainer resumes. None: `args.resume_from_checkpoint` if that is a
+                path, or else the folder in `args.output_dir` that has the trainer's global step.
+            writer: VisualDL's `LogWriter`, or anything with `add_scalar(name, value, step)`. Whenever the trainer logs,
+                it is given `loader.stats.scalars()` of this rank.
+        """
+        self._checkpoint = checkpoint
+        self._writer = writer
+        self._loaded: dict[str, Any] | None = None
+        self._folder = Path()
+        """The checkpoint of the loaded state."""
+
+    def on_init_end(self, args: Any, *_: Any, **__: Any) -> None:
+        """Have the trainer skip no data.
+
+        Raises:
+            ArgumentError: Only some ranks would read.
+        """
+        args.ignore_data_skip = True
+        if getattr(args, "distributed_dataloader", False):
+            raise ArgumentError(
+                "TrainerCallback: with distributed_dataloader=True only some ranks read, and Paddle's loader ends "
+                "after one epoch. Call paddle_shard.patch_paddle() after importing the trainer and before making its "
+                "arguments; or set distributed_dataloader=False."
+            )
+
+    def on_train_begin(
+        self,
+        args: Any,
+        state: Any,
+        *_: Any,
+        train_dataloader: Any = None,
+        **__: Any,
+    ) -> None:
+        """Read the position of the checkpoint from which the trainer resumes.
+
+        Raises:
+            StateError: The checkpoint holds none.
+            ArgumentError: The trainer's loader is not this library's, or the trainer will skip data by itself.
+        """
+        self._loaded = None
+        is_auto = getattr(args, "enable_auto_parallel", False)
+        if isinstance(train_dataloader, paddle.io.DataLoader) and not is_auto:
+            self._take_over(args, train_dataloader)
+        if not state.global_step:
+            return
+        folder = self._checkpoint or getattr(args, "resume_from_checkpoint", None)
+        if not isinstance(folder, str | os.PathLike):
+            folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
+        paths = [Path(folder, name) for name in (_name(dist.get_rank()), FILE)]
+        path = next(filter(Path.is_file, paths), None)
+        if path is None:
+            raise StateError(
+                f"{folder} holds no {FILE}, so it is not known where the data stood at global step "
+                f"{state.global_step}. Give TrainerCallback(checkpoint=...) the folder from which the trainer resumes; "
+                "or leave the callback out, if that was made without it: the trainer then reads the data again up to "
+                "there."
+            )
+        self._loaded = json.loads(path.read_text())
+        self._folder = path.parent
+        if not args.ignore_data_skip:
+            raise ArgumentError(
+                "TrainerCallback puts the data where it stood, and this trainer would then skip as much again: give "
+                "the callback to the trainer when it is made (callbacks=[...]), or set ignore_data_skip=True."
+            )
+
+    @staticmethod
+    def _take_over(args: Any, dataloader: paddle.io.DataLoader) -> None:
+        """Have this library read a DataLoader of a trainer that does not call `shard_dataloader`."""
+        patch = active_patch()
+        is_whole = getattr(args, "dataset_world_size", None) == 1
+        rank_loader = None
+        if patch is not None:
+            rank_loader = patch.rank_loader(dataloader, is_whole=is_whole)
+        if rank_loader is None:
+            reason = "paddle_shard.patch_paddle() was not called"
+            if patch is not None:
+                reason = "its sampler does not split it over ranks, or the warning above says why"
+            raise ArgumentError(
+                f"TrainerCallback: the training data is read by Paddle's own DataLoader ({reason}), whose position "
+                "nobody knows. Call patch_paddle() before the trainer is made, or leave the callback out."
+            )
+        # A trainer that finds its own sampler would set the position, and random generators in each epoch.
+        dataloader.batch_sampler = rank_loader.sharded.batch_sampler
+        rank_loader.follows_sampler = False
+
+    def on_epoch_begin(
+        self, args: Any, state: Any, *_: Any, train_dataloader: Any = None, **__: Any
+    ) -> None:
+        """Move the loader to the loaded position."""
+        if self._loaded is None:
+            return
+        num_trained = _epochs_counted(args, state, train_dataloader)
+        # All of them: none has delivered a batch yet, so the one to be trained on is not known.
+        for loader in _loaders_of(train_dataloader):
+            loader.load_state_dict(self._loaded)
+            loader.set_epoch(self._loaded["epoch"] + self._loaded["ended"])
+            num_more = max(0, num_trained - loader.epoch)
+            loader.wrap_next(partial(_ResumedEpochs, loader, num_more))
+        _load_generators(self._folder)
+        self._loaded = None
+
+    def on_log(
+        self,
+        _: Any,
+        state: Any,
+        *__: Any,
+        train_dataloader: Any = None,
+        **___: Any,
+    ) -> None:
+        """Give the statistics of the data to the writer."""
+        if self._writer is not None:
+            scalars = _loader_of(train_dataloader).stats.scalars()
+            for name, value in scalars.items():
+                self._writer.add_scalar(name, value, state.global_step)
+
+    def on_save(
+        self,
+        args: Any,
+        state: Any,
+        *_: Any,
+        train_dataloader: Any = None,
+        **__: Any,
+    ) -> None:
+        """Write the position into the checkpoint, `{output_dir}/checkpoint-{step}`; on all ranks, at the same step."""
+        loader = _loader_of(train_dataloader)
+        with suppress(ArgumentError):  # of streams, whose samples have no number
+            loader.certificate()  # so that what all ranks have delivered is in the state
+        if dist.get_rank() and not loader.is_dataset_splitted:
+            return
+        folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / _name(dist.get_rank())
+        # Replaced at once: a job that is killed here leaves no half of a state.
+        new = path.with_suffix(".new")
+        new.write_text(json.dumps(loader.state_dict()))
+        new.replace(path)
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        if name.startswith("on_"):
+            return lambda *args, **others: None  # an event that does not matter here
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+
+
+class _ResumedEpochs:
+    """The first loop of a resumed trainer: the rest of an epoch, and the epochs that the trainer takes for finished.
+
+    Trainers count whole optimizer steps. Micro-batches that are left over at the end of an epoch make them count
+    further than the data, and at the end of a stream no batch is left of an epoch that they have not finished.
+    """
+
+    def __init__(
+        self, loader: ShardDataloader, num_more: int, iterator: ShardIterator
+    ) -> None:
+        """Initialize.
+
+        Args:
+            loader: The trainer's loader.
+            num_more: Further epochs to read.
+            iterator: Over the rest of the first one.
+        """
+        self._loader = loader
+        self._num_more = num_more
+        self._iterator = iterator
+        self._is_empty = True
+
+    def __iter__(self) -> _ResumedEpochs:
+        return self
+
+    def __next__(self) -> Any:
+        while True:
+            try:
+                batch = next(self._iterator)
+            except StopIteration:
+                if self._num_more == 0 and not self._is_empty:
+                    raise
+                self._num_more = max(0, self._num_more - 1)
+                self._iterator = iter(self._loader)
+                self._is_empty = False
+            else:
+                self._is_empty = False
+                return batch
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._iterator, name)
+
+
+def _epochs_counted(args: Any, state: Any, dataloader: Any) -> int:
+    """Return how many epochs a resumed trainer takes for finished; 0 if it does not count them."""
+    try:
+        num_batches = len(dataloader)
+    except (TypeError, ValueError, RuntimeError):  # of a stream
+        return 0
+    num_steps = num_batches // getattr(args, "gradient_accumulation_steps", 1)
+    return int(state.global_step) // max(1, num_steps)
+
+
+def _load_generators(folder: Path) -> None:
+    """Set the random generators as the trainer has saved them, which it does itself only where it skips data."""
+    path = folder / f"rng_state_{dist.get_rank()}.pth"
+    if not path.is_file():
+        return
+    saved = paddle.load(str(path), return_numpy=True)
+    if saved.get("world_size") != dist.get_world_size():
+        return
+    random.setstate(saved["python"])
+    np.random.set_state(saved["numpy"])
+    core.default_cpu_generator().set_state(saved["cpu"])
+    paddle.set_rng_state(saved["cuda"])
+    tracked = saved.get("hybrid_parallel_rng_state_tracker")
+    if tracked:
+        fleet.meta_parallel.get_rng_state_tracker().set_states_tracker(tracked)
+
+
+def _loaders_of(dataloader: Any) -> list[ShardDataloader]:
+    """Return the loaders of the trainer's DataLoader.
+
+    A static model's trainer makes two, and one that trains again makes another.
+    """
+    if isinstance(dataloader, ShardDataloader):
+        return [dataloader]
+    patch = active_patch()
+    loaders = [] if patch is None else patch.loaders
+    if patch is not None and isinstance(dataloader, paddle.io.DataLoader):
+        rank_loader = patch.rank_loader(dataloader)
+        if rank_loader is not None:
+            return [rank_loader.sharded]
+    if dataloader is not None:
+        loaders = [loader for loader in loaders if loader.given is dataloader]
+    num_given = len({id(loader.given) for loader in loaders})
+    if num_given == 0:
+        raise ArgumentError(
+            "TrainerCallback: the trainer's data is not read by this library. Call paddle_shard.patch_paddle() before "
+            "the trainer is made, and undo it after training."
+        )
+    if num_given > 1:
+        raise ArgumentError(
+            f"TrainerCallback: the trainer has made loaders of {num_given} DataLoaders, and does not say which one it "
+            "trains on (train_dataloader=)."
+        )
+    return loaders
+
+
+def _loader_of(dataloader: Any) -> ShardDataloader:
+    """Return the loader that is trained on: of those, the one that delivered most recently."""
+    loaders = _loaders_of(dataloader)
+    return max(loaders, key=lambda loader: loader._run.delivered_at)
+
+
+def _name(rank: int) -> str:
+    return f"paddle_shard-{rank}.json" if rank else FILE
