@@ -171,6 +171,8 @@ def test_options_that_a_page_mentions_exist(page):
         "batch_sampler",
         "batch_size",
         "drop_last",
+        "callbacks",
+        "distributed_dataloader",
         "enable_auto_parallel",
         "dim",
         "sample",
