@@ -97,6 +97,8 @@ bench: $(READY)
 	$(PY) benchmarks/agreement.py
 	$(PY) benchmarks/loader.py
 	$(PY) benchmarks/price.py
+	$(PY) benchmarks/trainers.py
+	$(PY) benchmarks/waits.py
 
 ## bench-device: does delivery overlap what a device computes? On the device of tests/device, beside Paddle's loader
 bench-device: $(READY) build/device/libstandin.so

@@ -31,6 +31,7 @@ if TYPE_CHECKING:  # what type checkers and editors see of the names below
     from paddle_shard.loader.iteration import ShardIterator as ShardIterator
     from paddle_shard.loader.loader import ShardDataloader as ShardDataloader
     from paddle_shard.placement.field import Balanced as Balanced
+    from paddle_shard.reading.sample_threads import Threads as Threads
 
 from paddle_shard.version import VERSION as __version__
 
@@ -47,6 +48,7 @@ _LAZY = {
     "ShardIterator": "paddle_shard.loader.iteration",
     "ShardOptions": "paddle_shard.data.external",
     "Stream": "paddle_shard.data.stream",
+    "Threads": "paddle_shard.reading.sample_threads",
     "TrainerCallback": "paddle_shard.extras.trainers.callback",
     "gather_valid": "paddle_shard.loader.gather",
     "patch_paddle": "paddle_shard.extras.trainers.patch",

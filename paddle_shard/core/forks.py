@@ -20,7 +20,8 @@ LONGEST = 5.0
 """Seconds for which a fork waits for other threads, which may be waiting for the forking one."""
 
 
-_reader_locks: weakref.WeakSet[Any] = weakref.WeakSet()
+_reader_locks: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
+"""In the order in which they were made: a thread that waits for another has the older lock."""
 
 
 def reader_lock() -> Any:
@@ -29,7 +30,7 @@ def reader_lock() -> Any:
     A thread that reads may hold a lock of the data set, which a forked child would never see released.
     """
     lock = threading.RLock()  # the thread that holds it may fork, too
-    _reader_locks.add(lock)
+    _reader_locks[lock] = None
     return lock
 
 
@@ -51,7 +52,9 @@ def between_batches() -> Iterator[None]:
 
 def _end_in_child() -> None:
     global _reader_locks
-    _reader_locks = weakref.WeakSet()  # the threads that hold the old ones are not here
+    _reader_locks = (
+        weakref.WeakKeyDictionary()
+    )  # the threads that hold the old ones are not here
     no_fork.release()
 
 

@@ -66,6 +66,7 @@ class SampleRng:
             keep: Restore the generators at the end: they belong to the training loop.
         """
         before = states(self._generators) if keep else None
+        seeded = self.seeds
         self.seeds = True
         self._used = False
         self._marks = self._current_marks() if look else None
@@ -78,5 +79,7 @@ class SampleRng:
                     self.unread_sources.clear()
                 self.seeds = self._used or len(self.unread_sources) > 0
                 self._marks = None
+            else:
+                self.seeds = seeded
             if before is not None:
                 restore(self._generators, before)

@@ -46,6 +46,7 @@ from paddle_shard.plan.skips import union
 from paddle_shard.plan.tails import TailName
 from paddle_shard.ranks.agreeing import connect, report_failure
 from paddle_shard.reading.reading import Readers
+from paddle_shard.reading.sample_threads import Threads
 from paddle_shard.run.record_facts import record_facts
 from paddle_shard.run.recorder import Recorder
 from paddle_shard.run.run import Run
@@ -139,7 +140,7 @@ def shard_dataloader(  # noqa: PLR0913
     replicas: Literal["each", "leader"] = "each",
     timeout: float = 1800.0,
     prefetch: int | None = None,
-    readers: Readers | None = None,
+    readers: Threads | Readers | None = None,
     on_error: Literal["raise", "skip"] = "raise",
     on_lost: Literal["raise", "exit"] = "raise",
     record: str | PathLike[str] | None = None,
@@ -210,7 +211,9 @@ def shard_dataloader(  # noqa: PLR0913
             the DataLoader has `use_buffer_reader=False`. Without workers, data that uses the global random generators
             is read by the training thread; the first batch of each iterator shows whether it does, or
             `dataset.uses_rng = True` or False declares it.
-        readers: `RayReaders(num=...)`: actors of a Ray cluster read in place of the DataLoader's worker processes.
+        readers: `Threads(16)`: in each process that reads, 16 threads read samples at the same time, for data whose
+            reads wait; not for streams. `RayReaders(num=...)`: actors of a Ray cluster read in place of the
+            DataLoader's worker processes.
         on_error: "raise": a sample that cannot be read is a `DataReadError` on all ranks. "skip": its row becomes
             invalid and holds another sample's data; it is logged, and counted in `stats`.
         on_lost: What to do when another rank is lost. "raise": the loop raises `PeerLostError`. "exit": also end the

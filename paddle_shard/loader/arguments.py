@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from paddle_shard.errors import ArgumentError
+from paddle_shard.reading.sample_threads import Threads
 
 # Why some data cannot have an option; the sentence begins with what the data is.
 ASSIGNS = "and balance= assigns the rows of global batches to data ranks by cost."
@@ -59,8 +60,12 @@ RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "on_error": (("raise", "skip").__contains__, "'raise' or 'skip'"),
     "on_lost": (("raise", "exit").__contains__, "'raise' or 'exit'"),
     "readers": (
-        lambda value: value is None or callable(getattr(value, "pool", None)),
-        "a paddle_shard.RayReaders, or None",
+        lambda value: (
+            value is None
+            or isinstance(value, Threads)
+            or callable(getattr(value, "pool", None))
+        ),
+        "a paddle_shard.Threads, a paddle_shard.RayReaders, or None",
     ),
     "local": (lambda value: isinstance(value, bool), "True or False"),
     "dense_tensor_idx": (

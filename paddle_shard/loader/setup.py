@@ -23,6 +23,7 @@ from paddle_shard.ranks.rendezvous import hosts_of_ranks, num_ranks
 from paddle_shard.ranks.replicas import Replicas
 from paddle_shard.reading.reader import HowToRead
 from paddle_shard.reading.reading import Readers, Reading, StreamReading
+from paddle_shard.reading.sample_threads import Threads
 from paddle_shard.reading.source import Source
 from paddle_shard.run.run import Run
 from paddle_shard.version import VERSION
@@ -84,7 +85,7 @@ def make_reading(
     data_rank: int | None,
     pad_to: PadTo | None,
     timeout: float,
-    readers: Readers | None,
+    readers: Threads | Readers | None,
 ) -> Reading:
     """Return how steps are read, here or in workers.
 
@@ -96,14 +97,19 @@ def make_reading(
         data_rank: The data rank whose random numbers differ from those of others; None: all draw alike.
         pad_to: What rows are padded to.
         timeout: Seconds for which another rank may be silent.
-        readers: What takes the place of worker processes.
+        readers: Threads that read samples, or what takes the place of worker processes.
     """
+    num_threads = 0
+    if isinstance(readers, Threads):
+        num_threads = readers.num
+        readers = None
     how = HowToRead(
         generators=generators_of(),
         seed=seed,
         skip_errors=skip_errors and not source.item_is_batch,
         items_are_batches=source.item_is_batch,
         of_rank=() if data_rank is None else (data_rank,),
+        num_threads=num_threads,
     )
     stream = source.stream
     stream_reading = None

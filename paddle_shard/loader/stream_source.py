@@ -26,16 +26,19 @@ from paddle_shard.plan.parts import PartsPlan
 from paddle_shard.plan.state import LoaderState
 from paddle_shard.plan.tails import TAILS, Tail, find_tail
 from paddle_shard.reading.reading import Readers, shallow_copy
+from paddle_shard.reading.sample_threads import Threads
 from paddle_shard.reading.source import Source
 from paddle_shard.reading.stream_order import StreamOrder
 
 
-def as_dataloader(given: Any, readers: Readers | None) -> paddle.io.DataLoader:
+def as_dataloader(
+    given: Any, readers: Threads | Readers | None
+) -> paddle.io.DataLoader:
     """Return the given DataLoader, or one made for the given stream or batches.
 
     Args:
         given: What the user gave.
-        readers: What takes the place of worker processes.
+        readers: Threads that read samples, or what takes the place of worker processes.
 
     Raises:
         ArgumentError: A DataLoader has an `__iter__` of its own.
@@ -62,7 +65,14 @@ def as_dataloader(given: Any, readers: Readers | None) -> paddle.io.DataLoader:
         dataloader = _loader_of(
             given if isinstance(given, Stream) else _stream_of(given)
         )
-    if readers is not None:
+    if isinstance(readers, Threads):
+        if isinstance(dataloader.dataset, paddle.io.IterableDataset):
+            reject(
+                "a stream is read one sample after the other. Give the DataLoader workers, each of which reads other "
+                "parts.",
+                readers=readers,
+            )
+    elif readers is not None:
         dataloader = shallow_copy(dataloader, type(dataloader))
         dataloader.num_workers = readers.num
     return dataloader

@@ -178,13 +178,17 @@ class InlineExecutor(_ReadingExecutor):
     @property
     def reads_last_here(self) -> bool:
         """See `Executor`."""
-        return self._reader.rng.looks
+        return self._reader.rng.looks and not self._reader.num_threads
 
     def submit(self, step: Step, *, is_last: bool = False) -> None:
         """See `Executor`."""
         self._steps.append(step)
         if is_last:
             self._last = step
+        # Enough steps that all threads are busy while one step is taken.
+        self.depth = 1 + -(-self._reader.num_threads // max(1, len(step.ids)))
+        if not self._look:
+            self._reader.begin(step)
 
     def take(self, *, in_thread: bool = False) -> Batch:
         """See `Executor`."""
@@ -196,6 +200,9 @@ class InlineExecutor(_ReadingExecutor):
         request = step.parts[0] if step.parts else step
         with self._lock if in_thread else on_cpu():
             answer = self._reader.read(request, None, look)
+            if look == "first":
+                for other in list(self._steps)[1:]:
+                    self._reader.begin(other)
         batch = self._join([answer])
         batch.owned = self._reader.owns_arrays
         return batch

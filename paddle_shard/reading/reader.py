@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, Literal, NamedTuple
@@ -28,6 +30,7 @@ from paddle_shard.plan.step import Step
 from paddle_shard.reading.batch import Chunk
 from paddle_shard.reading.digest import WHOLE, digest
 from paddle_shard.reading.failure import ReadFailure
+from paddle_shard.reading.sample_threads import SampleThreads
 from paddle_shard.reading.tensors import as_array, is_tensor
 
 Look = Literal["", "first", "last"]
@@ -48,6 +51,8 @@ class HowToRead:
     """True if an item of the data set is a whole batch (`batch_size=None`)."""
     of_rank: tuple[int, ...] = ()
     """(data rank,) if what a sample draws is its own on each."""
+    num_threads: int = 0
+    """Threads that read samples at the same time, in each process that reads; 0: none."""
 
 
 class DigestRequest(NamedTuple):
@@ -60,6 +65,14 @@ _NEVER_THE_SAME = (
     "samples of %s are not the same each time they are read, so ranks, or a run that is resumed, may hold other data. "
     "Use the global random generators of numpy, Python, Paddle or torch, which are seeded for each sample."
 )
+_WAITS = (
+    "reading a sample of %s takes %s ms, and waits most of it. With readers=paddle_shard.Threads(16), a process reads "
+    "16 samples at the same time, if the data set allows dataset[i] in several threads."
+)
+_LONG = 0.002
+"""Seconds of a read from which on that is logged."""
+_BUSY = 1 / 3
+"""Share of the time that the processor works, below which a read waits."""
 
 
 class Reader:
@@ -69,6 +82,8 @@ class Reader:
     """True if the first sample held Paddle's tensors in host memory; None: it is not known."""
     owns_arrays = False
     """True if nothing else refers to the arrays of a batch, so that tensors may share their memory."""
+    num_threads = 0
+    """Number of threads that read samples; 0: the caller reads them."""
 
     def __init__(
         self, dataset: Any, collate_fn: Callable[[Any], Any] | None, how: HowToRead
@@ -106,6 +121,8 @@ class Reader:
         if isinstance(request, DigestRequest):
             return self.digests(request.samples)
         seeded = self.rng.seeds
+        if look == "last" and self.num_threads:
+            look = ""  # its samples were read before, by threads
         looks = self.rng.looks and (look != "" or len(self.rng.unread_sources) > 0)
         if not (seeded or looks):
             return self._read(request, worker)
@@ -134,6 +151,9 @@ class Reader:
                 index=self._index,
                 indices=indices,
             )
+
+    def begin(self, request: Any) -> None:
+        """Begin to read a request whose turn comes later, if threads read and nothing has to be seeded."""
 
     def digests(self, samples: Sequence[Any]) -> list[int]:
         """Return a digest of each of some samples, by which ranks and later runs know that they have the same data.
@@ -200,8 +220,39 @@ class IdReader(Reader):
             # A user's function gets a list of samples, as Paddle gives it.
             self._read_many = dataset.samples
         self._name_of: Callable[[Any], Any] = getattr(dataset, "sample_name", _itself)
+        if self._read_many is None:
+            self.num_threads = how.num_threads
+        self._threads = SampleThreads(self.num_threads)
+        self._begun: dict[tuple[int, int], list[Future[Any]]] = {}
+        """(epoch, step) -> the samples that threads read for it."""
         stacks = self._read_many is None or in_memory
         self.owns_arrays = collate_fn is None and stacks and not how.items_are_batches
+
+    def read(self, request: Any, worker: int | None, look: Look = "") -> Any:
+        """See `Reader`. If the first batch waits, say how samples can be read at the same time."""
+        wall = time.perf_counter()
+        cpu = time.process_time()
+        answer = super().read(request, worker, look)
+        if look == "first" and not self.num_threads and not worker:
+            wall = (time.perf_counter() - wall) / max(1, len(request.ids))
+            cpu = (time.process_time() - cpu) / max(1, len(request.ids))
+            if wall > _LONG and cpu < _BUSY * wall and self._read_many is None:
+                warn_once(_WAITS, type(self.dataset).__name__, f"{1e3 * wall:.0f}")
+        return answer
+
+    def begin(self, request: Step) -> None:
+        """See `Reader`."""
+        key = (request.epoch, request.number)
+        if self.num_threads and not self.rng.seeds and key not in self._begun:
+            ids = request.ids
+            if isinstance(ids, np.ndarray):
+                ids = ids.tolist()
+            self._begun[key] = self._threads.read(self.dataset.__getitem__, ids)
+
+    def close(self) -> None:
+        """See `Reader`."""
+        self._begun.clear()
+        self._threads.close()
 
     def digests(self, samples: Sequence[Any]) -> list[int]:
         """See `Reader`."""
@@ -269,6 +320,11 @@ class IdReader(Reader):
         failed: dict[int, str] = {}
         get_sample = self.dataset.__getitem__
         seeds = self.rng.seeds
+        self.begin(step)
+        begun = self._begun.pop((step.epoch, step.number), None)
+        if begun is not None:
+            results = map(Future.result, begun)
+            get_sample = lambda _: next(results)  # noqa: E731
         skipped_errors: Any = Exception if self._how.skip_errors else ()
         for index in ids:
             if seeds:

@@ -8,7 +8,8 @@ import os
 import random
 import signal
 import socket
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -68,17 +69,24 @@ def work(
         profiler = Profiler()
         profiler.start(role=WORKER)
         lost = partial(ReadFailure.of, what="receiving the request", worker=number)
+        messages: deque[Any] = deque()
         while True:
             try:
-                message = channel.receive(lost)
+                # Threads begin to read what was sent ahead.
+                while not messages or (
+                    settings.reader.num_threads and channel.wait(0.0)
+                ):
+                    messages.append(channel.receive(lost))
             except EOFError:
                 return
+            message = messages.popleft()
             answer: Any = failure
             if isinstance(message, ReadFailure):
                 answer = answer or message
             elif failure is None:
                 request, look = message
                 answer = settings.reader.read(request, number, look)
+                _begin(settings.reader, messages)
             if isinstance(answer, Chunk):
                 answer = answer._replace(profile=profiler.snapshot())
             try:
@@ -92,6 +100,14 @@ def work(
                         ReadFailure.of(error, what="sending the batch", worker=number)
                     )
             del answer  # else it takes memory while the next one is read
+
+
+def _begin(reader: Reader, messages: Iterable[Any]) -> None:
+    """Begin to read the requests of the present epoch iterator."""
+    for message in messages:
+        if isinstance(message, ReadFailure) or message[1] == "first":
+            return
+        reader.begin(message[0])
 
 
 def set_up(number: int, settings: WorkerSettings, seed: int) -> ReadFailure | None:

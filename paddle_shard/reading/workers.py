@@ -97,7 +97,8 @@ class WorkerPool:
         """
         self.persistent = bool(settings._persistent_workers)
         self.num_workers: int = num_workers or settings.num_workers
-        self.num_ahead = int(settings.prefetch_factor)
+        # With threads one more, which they begin while the batch before is handed over.
+        self.num_ahead = int(settings.prefetch_factor) + (reader.num_threads > 0)
         """Number of requests that a worker may have at a time."""
         self._settings = WorkerSettings(
             reader=reader,

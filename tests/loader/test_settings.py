@@ -448,6 +448,7 @@ OPTIONS = {
     "ExternalLoader": dict.fromkeys(
         ("build", "name", "save", "repeatable"), "the library's own: tests/adapters"
     ),
+    "Threads": {"num": "it changes no batch"},
     "RayReaders": dict.fromkeys(("num", "runtime_env"), "tests/adapters/ray"),
     "Stream.of": {
         "iterable": (stream, "length"),

@@ -56,7 +56,7 @@ def pool_of(*, timeout=HANG, persistent=False, **readers):
         worker_init_fn=None,
         timeout=0,
     )
-    reader = SimpleNamespace(dataset=None)
+    reader = SimpleNamespace(dataset=None, num_threads=0)
     options = RayReaders(num=WORKERS, **readers)
     return RayPool(
         options, settings, reader, WORKERS, worker_timeout=timeout, reads_all=False
@@ -273,7 +273,7 @@ def test_a_forked_child_leaves_the_actors_to_its_parent(monkeypatch):
 class Settings:
     """As `WorkerSettings`."""
 
-    reader = SimpleNamespace(dataset=None)
+    reader = SimpleNamespace(dataset=None, num_threads=0)
     init_fn, num_workers = None, 1
 
 
@@ -330,7 +330,7 @@ def test_a_loader_refuses_readers_that_are_none(monkeypatch):
     loader = paddle.io.DataLoader(Made(), batch_size=4)
     with pytest.raises(
         ArgumentError,
-        match="readers must be a paddle_shard.RayReaders, or None, got 4",
+        match="readers must be a paddle_shard.Threads, .* got 4",
     ):
         sharded(loader, ONE, readers=4)
     external = paddle_shard.ExternalLoader(lambda share: [[np.zeros(4)]], name="other")

@@ -44,6 +44,7 @@ class Reader:
     dataset = None
     draws = True
     owns_arrays = True
+    num_threads = 0
 
     def __init__(self, work):
         self._work = work
@@ -51,6 +52,9 @@ class Reader:
     def read(self, asked, worker, look=""):
         found = self._work(asked.number)
         return found if isinstance(found, ReadFailure) else Chunk(found)
+
+    def begin(self, asked):
+        pass
 
 
 def a_step(number, ids=(0,)):
