@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # what type checkers and editors see of the names below
     from paddle_shard.data.external import ShardOptions as ShardOptions
     from paddle_shard.data.mixture import Mixture as Mixture
     from paddle_shard.data.packed import Packed as Packed
+    from paddle_shard.data.shared_list import SharedList as SharedList
     from paddle_shard.data.stream import Stream as Stream
     from paddle_shard.extras.buckets import BucketBatchSampler as BucketBatchSampler
     from paddle_shard.extras.checkpoints import Checkpoints as Checkpoints
@@ -44,6 +45,7 @@ _LAZY = {
     "Mixture": "paddle_shard.data.mixture",
     "Packed": "paddle_shard.data.packed",
     "RayReaders": "paddle_shard.extras.ray_readers",
+    "SharedList": "paddle_shard.data.shared_list",
     "ShardDataloader": "paddle_shard.loader.loader",
     "ShardIterator": "paddle_shard.loader.iteration",
     "ShardOptions": "paddle_shard.data.external",

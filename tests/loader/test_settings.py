@@ -449,6 +449,7 @@ OPTIONS = {
         ("build", "name", "save", "repeatable"), "the library's own: tests/adapters"
     ),
     "Threads": {"num": "it changes no batch"},
+    "SharedList": {"items": "the user's data set holds it"},
     "RayReaders": dict.fromkeys(("num", "runtime_env"), "tests/adapters/ray"),
     "Stream.of": {
         "iterable": (stream, "length"),

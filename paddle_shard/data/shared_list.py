@@ -1,0 +1,101 @@
+"""`SharedList`: a list of Python objects that worker processes share."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import pickle
+import weakref
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeVar, overload
+
+import numpy as np
+
+from paddle_shard.errors import ArgumentTypeError
+
+T = TypeVar("T")
+
+
+class SharedList(Sequence[T]):
+    """A list whose items worker processes share: strings, dicts, tuples, arrays, or anything that can be pickled.
+
+    A worker that reads an ordinary list copies it: each look at a Python object changes its reference count, and so the
+    page of memory that it is on. The items of a `SharedList` are kept as bytes in one piece of memory that all
+    processes of a host map, forked or spawned. Reading an item makes a new object of them, in about a microsecond.
+
+    Its pickle is small and refers to the memory of this process: it can be loaded while this process runs, on this
+    host.
+
+    Examples:
+        >>> names = SharedList(f"image-{i}.jpg" for i in range(1000))
+        >>> len(names), names[7], names[-2:]
+        (1000, 'image-7.jpg', ['image-998.jpg', 'image-999.jpg'])
+    """
+
+    def __init__(self, items: Iterable[T]) -> None:
+        """Copy the items, one after the other.
+
+        Args:
+            items: Any iterable, also one that makes its items as they are asked for.
+
+        Raises:
+            ArgumentTypeError: An item cannot be pickled.
+        """
+        ends = array("q")
+        size = 0
+        file = os.memfd_create("paddle_shard")
+        with os.fdopen(os.dup(file), "wb") as writer:
+            for index, item in enumerate(items):
+                try:
+                    data = pickle.dumps(item, pickle.HIGHEST_PROTOCOL)
+                except Exception as error:
+                    os.close(file)
+                    raise ArgumentTypeError(
+                        f"SharedList: item {index} is a {type(item).__name__}, which cannot be pickled ({error})."
+                    ) from error
+                writer.write(data)
+                size += len(data)
+                ends.append(size)
+            writer.write(ends.tobytes())
+        self._map(file, len(ends))
+
+    def _map(self, file: int, length: int) -> None:
+        """Map the file of the items, and of where each ends."""
+        self._file = file
+        weakref.finalize(self, os.close, file)
+        self._length = length
+        memory: bytes | mmap.mmap = b""
+        if length:
+            memory = mmap.mmap(file, 0, prot=mmap.PROT_READ)
+        self._memory = memoryview(memory)
+        self._ends = np.frombuffer(memory, np.int64, length, len(memory) - 8 * length)
+
+    def __len__(self) -> int:
+        return self._length
+
+    @overload
+    def __getitem__(self, index: int) -> T: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[T]: ...
+    def __getitem__(self, index: int | slice) -> T | list[T]:
+        """Return a new copy of an item, or a list of them for a slice."""
+        if isinstance(index, slice):
+            return [self[number] for number in range(*index.indices(self._length))]
+        number = range(self._length)[index]
+        start = self._ends[number - 1] if number else 0
+        item: T = pickle.loads(self._memory[start : self._ends[number]])
+        return item
+
+    def __iter__(self) -> Iterator[T]:
+        return (self[number] for number in range(self._length))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._length} items, {len(self._memory)} bytes)"
+
+    def __getstate__(self) -> tuple[str, int]:
+        return f"/proc/{os.getpid()}/fd/{self._file}", self._length
+
+    def __setstate__(self, state: tuple[str, int]) -> None:
+        path, length = state
+        self._map(os.open(path, os.O_RDONLY), length)
