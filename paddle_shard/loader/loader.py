@@ -148,7 +148,7 @@ class ShardDataloader(PaddleShardDataloader):
         shared.wrap = None
         return wrapped
 
-    def wrap_next(self, wrap: Callable[[ShardIterator], Any]) -> None:
+    def _wrap_next(self, wrap: Callable[[ShardIterator], Any]) -> None:
         """Have `wrap` replace the next iterator, as a trainer's callback does."""
         self._shared.wrap = wrap
 

@@ -143,7 +143,7 @@ class TrainerCallback:
             loader.load_state_dict(self._loaded)
             loader.set_epoch(self._loaded["epoch"] + self._loaded["ended"])
             num_more = max(0, num_trained - loader.epoch)
-            loader.wrap_next(partial(_ResumedEpochs, loader, num_more))
+            loader._wrap_next(partial(_ResumedEpochs, loader, num_more))
         _load_generators(self._folder)
         self._loaded = None
 
