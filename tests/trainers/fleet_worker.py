@@ -17,7 +17,6 @@ import traceback
 import numpy as np
 import paddle
 import paddle.distributed.fleet.meta_parallel.tensor_parallel as tensor_parallel
-from paddleformers.trainer import Trainer, TrainingArguments
 
 import paddle_shard
 from paddle_shard.testing import report
@@ -122,6 +121,8 @@ class Tiny(paddle.nn.Layer):
 
 
 def arguments_of(case):
+    from paddleformers.trainer import TrainingArguments
+
     options = {"sharding": ""}
     if case.get("mp", 1) > 1:
         options["tensor_model_parallel_size"] = case["mp"]
@@ -155,6 +156,8 @@ def arguments_of(case):
 
 
 def run(case, found):
+    from paddleformers.trainer import Trainer
+
     class Watched(Trainer):
         def training_step(self, model, inputs, *args, **options):
             found["steps"].append(inputs["input_ids"].numpy()[:, 0].tolist())
@@ -191,6 +194,8 @@ def run(case, found):
 
 
 def main(cases):
+    import paddleformers.trainer.trainer  # noqa: F401, before it is patched
+
     on_cpu()
     results = []
     for case in cases:

@@ -153,7 +153,7 @@ def arguments_of(out, batch, options):
     return {
         "output_dir": str(out),
         "device": "cpu",
-        "enable_auto_parallel": True,
+        "enable_auto_parallel": not options.get("fleet", False),
         "per_device_train_batch_size": batch // int(os.environ["PADDLE_TRAINERS_NUM"]),
         "num_train_epochs": 2,
         "logging_steps": 1,

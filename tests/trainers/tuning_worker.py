@@ -19,6 +19,7 @@ import paddle
 
 import paddle_shard
 from paddle_shard.testing import report
+from tests.trainers import fleet_worker
 from tests.trainers.trainer_worker import (
     OF_1_2_0,
     arguments_of,
@@ -289,7 +290,7 @@ def trained(case, out, folder, reports):
             **({} if dpo else {"max_seq_len": LENGTH}),
         )
         layer = toy(case.get("reference"))
-        mesh = on_all_ranks(layer)
+        mesh = None if case.get("fleet") else on_all_ranks(layer)
         made = {
             "model": layer,
             "args": arguments,
@@ -315,6 +316,7 @@ def trained(case, out, folder, reports):
 
 def main(options):
     on_cpu()
+    fleet_worker.on_cpu()
     imported("paddleformers")
     out, reports = Path(options["out"]), {}
     for name, case in options["cases"].items():
