@@ -180,9 +180,6 @@ def run(case, found):
         args=arguments,
         train_dataset=data(case["rows"], case.get("bad")) if is_read else None,
         eval_dataset=data(case["rows"]) if is_read else None,
-        callbacks=[paddle_shard.TrainerCallback(case.get("resume"))]
-        if case.get("callback")
-        else [],
         data_collator=Collate(case.get("label_pad")),
         compute_metrics=compute,
     )
@@ -204,7 +201,12 @@ def main(cases):
         with paddle.utils.unique_name.guard():
             patch = None
             if case.get("patch", {}) is not False:
-                patch = paddle_shard.patch_paddle(**case.get("patch", {}))
+                position = False
+                if case.get("callback"):
+                    position = paddle_shard.TrainerCallback(case.get("resume"))
+                patch = paddle_shard.patch_paddle(
+                    callback=position, **case.get("patch", {})
+                )
             try:
                 run(case, found)
             except Exception as error:

@@ -214,7 +214,7 @@ def rows_of(inputs):
     return local.numpy()[:, 0].tolist()
 
 
-def trained(options, position):
+def trained(options):
     """[rows of this rank's slice, loss] of each micro-step of a run."""
     consumed = options.get("consumed")
     trainer_class, arguments_class = imported(options["name"])
@@ -265,7 +265,6 @@ def trained(options, position):
         criterion=Loss(),
         args=arguments,
         train_dataset=DATA[data](options["rows"]),
-        callbacks=[position] if consumed is None else [],
         **({"data_collator": padded} if data == "ragged" else {}),
     )
     if static:
@@ -280,8 +279,12 @@ def main(runs):
     for options in runs:
         position = paddle_shard.TrainerCallback(options.get("resume"))
         # A checkpoint holds the names of parameters: they begin anew with each run.
-        with paddle_shard.patch_paddle(), paddle.utils.unique_name.guard():
-            found.append(trained(options, position))
+        imported(options["name"])
+        patch = paddle_shard.patch_paddle(
+            callback=False if "consumed" in options else position
+        )
+        with patch, paddle.utils.unique_name.guard():
+            found.append(trained(options))
     report(found)
 
 

@@ -138,7 +138,7 @@ def trained(case, out, folder, reports):
     if case.get("ragged"):
         patch["pad_to"] = {name: ("longest", fill) for name, fill in PADDING.items()}
     with (
-        paddle_shard.patch_paddle(**patch)
+        paddle_shard.patch_paddle(callback=False, **patch)
         if not case.get("plain")
         else open(os.devnull)
     ):

@@ -259,7 +259,7 @@ def trained(case, out, folder, reports):
     found = []
     patch = {"shuffle": True} if case.get("shuffle") else {}
     with (
-        paddle_shard.patch_paddle(**patch)
+        paddle_shard.patch_paddle(callback=position, **patch)
         if not case.get("plain")
         else open(os.devnull)
     ):
@@ -297,10 +297,7 @@ def trained(case, out, folder, reports):
             "train_dataset": dataset(case, folder),
             "data_collator": collate_of(case),
         }
-        made |= {
-            "tokenizer": tokenizer(),
-            "callbacks": [] if case.get("plain") else [position],
-        }
+        made["tokenizer"] = tokenizer()
         made |= (
             {"dpo_config": layer.config.dpo_config} if dpo else {"criterion": Loss()}
         )

@@ -31,12 +31,13 @@ class TrainerCallback:
 
     It is for the trainers of PaddleNLP and PaddleFormers. By themselves, they find their position by counting steps of
     the present batch size, and some read the first steps of an epoch again, always in the order of epoch 0. With this
-    callback they skip nothing. Call `patch_paddle()`, and give the callback to the trainer.
+    callback they skip nothing. `patch_paddle()` gives it to each trainer that is made from then on.
 
     Examples:
         >>> from paddleformers.trainer import Trainer  # doctest: +SKIP
-        >>> paddle_shard.patch_paddle()  # doctest: +SKIP
-        >>> trainer = Trainer(..., callbacks=[paddle_shard.TrainerCallback()])  # doctest: +SKIP
+        >>> callback = paddle_shard.TrainerCallback(writer=LogWriter("log"))  # doctest: +SKIP
+        >>> paddle_shard.patch_paddle(callback=callback)  # doctest: +SKIP
+        >>> trainer = Trainer(...)  # doctest: +SKIP
         >>> trainer.train(resume_from_checkpoint="out/checkpoint-100")  # doctest: +SKIP
     """
 
@@ -100,15 +101,15 @@ class TrainerCallback:
             raise StateError(
                 f"{folder} holds no {FILE}, so it is not known where the data stood at global step "
                 f"{state.global_step}. Give TrainerCallback(checkpoint=...) the folder from which the trainer resumes; "
-                "or leave the callback out, if that was made without it: the trainer then reads the data again up to "
-                "there."
+                "or, if that was made without it, use patch_paddle(callback=False) and no TrainerCallback: the trainer "
+                "then counts its position by steps."
             )
         self._loaded = json.loads(path.read_text())
         self._folder = path.parent
         if not args.ignore_data_skip:
             raise ArgumentError(
-                "TrainerCallback puts the data where it stood, and this trainer would then skip as much again: give "
-                "the callback to the trainer when it is made (callbacks=[...]), or set ignore_data_skip=True."
+                "TrainerCallback puts the data where it stood, and this trainer would then skip as much again: call "
+                "patch_paddle() before the trainer is made, or set ignore_data_skip=True."
             )
 
     @staticmethod
@@ -125,7 +126,8 @@ class TrainerCallback:
                 reason = "its sampler does not split it over ranks, or the warning above says why"
             raise ArgumentError(
                 f"TrainerCallback: the training data is read by Paddle's own DataLoader ({reason}), whose position "
-                "nobody knows. Call patch_paddle() before the trainer is made, or leave the callback out."
+                "nobody knows. Call patch_paddle() before the trainer is made, or without a TrainerCallback: "
+                "patch_paddle(callback=False)."
             )
         # A trainer that finds its own sampler would set the position, and random generators in each epoch.
         dataloader.batch_sampler = rank_loader.sharded.batch_sampler
@@ -140,6 +142,8 @@ class TrainerCallback:
         num_trained = _epochs_counted(args, state, train_dataloader)
         # All of them: none has delivered a batch yet, so the one to be trained on is not known.
         for loader in _loaders_of(train_dataloader):
+            if loader._shared.wrap is not None:
+                continue  # the trainer has two of these callbacks
             loader.load_state_dict(self._loaded)
             loader.set_epoch(self._loaded["epoch"] + self._loaded["ended"])
             num_more = max(0, num_trained - loader.epoch)

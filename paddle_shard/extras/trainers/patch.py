@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
+from importlib import import_module
 from typing import Any
 from unittest import mock
 
@@ -125,11 +126,14 @@ def _shard_with(
 
 
 def patch_paddle(
-    *, on_loader: Callable[[ShardDataloader], Any] | None = None, **options: Any
+    *,
+    callback: Any = True,
+    on_loader: Callable[[ShardDataloader], Any] | None = None,
+    **options: Any,
 ) -> PaddlePatch:
     """Put this library in place of Paddle's loaders, so that a trainer need not be edited.
 
-    Call it after the trainer is imported and before it is made. It has two effects:
+    Call it after the trainer is imported and before it is made. It has three effects:
 
     - `paddle.distributed.shard_dataloader` is this library's, also in modules that have imported it by name.
     - A `paddle.io.DataLoader` that is cut for data ranks, by a `DistributedBatchSampler` or another sampler that knows
@@ -137,9 +141,13 @@ def patch_paddle(
       batches stay local tensors. In auto-DP mode it is left to Paddle. A warning names each loader that is taken, and
       each that is not.
 
+    - Trainers of PaddleNLP and PaddleFormers get a `TrainerCallback`, so that they resume with the next sample.
+
     Where a `collate_fn` has a `label_pad_token_id`, the `labels` of padding rows are that number.
 
     Args:
+        callback: True: a `TrainerCallback()` for each trainer. A `TrainerCallback` of your own: that one. False: none;
+            the trainer counts its position by steps.
         on_loader: Is called with each `ShardDataloader` that is made, so that you can hold on to those that a trainer
             makes: for `state_dict`, `stats`, `certificate`.
         options: Keyword-only arguments of `shard_dataloader`, such as `tail="fill"`: the defaults of every loader. What
@@ -155,7 +163,7 @@ def patch_paddle(
     Examples:
         >>> from paddleformers.trainer import Trainer  # doctest: +SKIP
         >>> paddle_shard.patch_paddle()  # doctest: +SKIP
-        >>> trainer = Trainer(..., callbacks=[paddle_shard.TrainerCallback()])  # doctest: +SKIP
+        >>> trainer = Trainer(...)  # doctest: +SKIP
     """
     mend_process_mesh()  # trainers ask the meshes before they make a loader
     if _patches:
@@ -179,6 +187,8 @@ def patch_paddle(
     _replace_shard_dataloader(patch)
     _replace_iteration(patch)
     _replace_distributed_dataloader(patch)
+    if callback:
+        _add_callback(patch, callback)
     return patch
 
 
@@ -233,6 +243,17 @@ def _replace_iteration(patch: PaddlePatch) -> None:
     patch.enter_context(mock.patch.object(loader_class, "__len__", length))
 
 
+def _add_callback(patch: PaddlePatch, callback: Any) -> None:
+    """Give the trainers that are made from now on a callback that saves the position of the data."""
+    from paddle_shard.extras.trainers.callback import TrainerCallback
+
+    if callback is True:
+        callback = TrainerCallback
+    for module in _trainer_modules("trainer"):
+        callbacks = [*module.DEFAULT_CALLBACKS, callback]
+        patch.enter_context(mock.patch.object(module, "DEFAULT_CALLBACKS", callbacks))
+
+
 def _replace_distributed_dataloader(patch: PaddlePatch) -> None:
     """Have trainers make a loader on each rank: one that only some ranks read cannot end alike on all of them."""
 
@@ -243,13 +264,18 @@ def _replace_distributed_dataloader(patch: PaddlePatch) -> None:
                 "patch_paddle(replicas='leader'), one rank of a host reads for those that hold the same rows."
             )
 
-    for package in PACKAGES:
-        module = sys.modules.get(f"{package}.trainer.training_args")
-        if module is not None:
-            patch.enter_context(
-                mock.patch.object(
-                    module.TrainingArguments,
-                    "distributed_dataloader",
-                    property(lambda _: False, ignore),
-                )
+    for module in _trainer_modules("training_args"):
+        patch.enter_context(
+            mock.patch.object(
+                module.TrainingArguments,
+                "distributed_dataloader",
+                property(lambda _: False, ignore),
+                create=True,
             )
+        )
+
+
+def _trainer_modules(name: str) -> list[Any]:
+    """Return a module of the trainer of each package that is imported; some import it when it is first used."""
+    packages = [package for package in PACKAGES if package in sys.modules]
+    return [import_module(f"{package}.trainer.{name}") for package in packages]
