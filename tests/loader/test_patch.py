@@ -199,3 +199,29 @@ def test_the_signatures_begin_as_paddles():
         (p.name, p.default) for p in theirs
     ]
     assert {p.kind for p in ours[len(theirs) :]} == {inspect.Parameter.KEYWORD_ONLY}
+
+
+def test_patch_paddle_reaches_trainers_of_packages(monkeypatch):
+    class Arguments:
+        distributed_dataloader = False
+
+        def __init__(self, *, distributed_dataloader):
+            self.distributed_dataloader = distributed_dataloader
+
+    trainer = types.ModuleType("paddlefleet.trainer.trainer")
+    trainer.DEFAULT_CALLBACKS = [object]
+    arguments = types.ModuleType("paddlefleet.trainer.training_args")
+    arguments.TrainingArguments = Arguments
+    modules = [types.ModuleType("paddlefleet"), trainer, arguments]
+    for module in modules:
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+
+    with paddle_shard.patch_paddle():
+        assert trainer.DEFAULT_CALLBACKS[1:] == [paddle_shard.TrainerCallback]
+        assert not Arguments(distributed_dataloader=True).distributed_dataloader
+    own = paddle_shard.TrainerCallback()
+    with paddle_shard.patch_paddle(callback=own):
+        assert trainer.DEFAULT_CALLBACKS[1:] == [own]
+    with paddle_shard.patch_paddle(callback=False):
+        assert not trainer.DEFAULT_CALLBACKS[1:]
+    assert Arguments(distributed_dataloader=True).distributed_dataloader

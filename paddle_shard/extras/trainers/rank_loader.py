@@ -74,6 +74,8 @@ class RankLoader:
         """
         self.sharded = sharded
         self.follows_sampler = sharded.given is not dataloader
+        self._left_epoch: int | None = None
+        """The epoch of a loop that has not come to its end. The next loop begins the next epoch, as Paddle's do."""
         self._dataset = dataloader.dataset
         self._sampler = dataloader.batch_sampler
         self._ignored_label = getattr(dataloader.collate_fn, "label_pad_token_id", None)
@@ -85,6 +87,9 @@ class RankLoader:
     def __iter__(self) -> Iterator[Any]:
         if self.follows_sampler:
             self._move_to_sampler()
+        elif self._left_epoch == self.sharded.epoch:
+            self.sharded.set_epoch(self.sharded.epoch + 1)
+        self._left_epoch = self.sharded.epoch
         batches = iter(self.sharded)
         counts = self.sharded.stats.epoch
         num_invalid = 0
@@ -93,14 +98,15 @@ class RankLoader:
                 num_invalid = counts.padding + counts.skipped
                 self._ignore_invalid_rows(batch, batches)
             yield batch
+        self._left_epoch = None
         self._finish(counts.samples)
 
     def _move_to_sampler(self) -> None:
         """Move to the epoch and sample at which the trainer has set its sampler."""
         sampler = self._sampler
-        epoch = getattr(sampler, "epoch", None)
-        if epoch is None:
-            return
+        epoch = getattr(sampler, "epoch", self.sharded.epoch)
+        if epoch == self._left_epoch:
+            epoch += 1
         consumed = getattr(sampler, "consumed_samples", 0)
         if consumed:
             warn_once(
