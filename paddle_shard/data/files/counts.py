@@ -12,12 +12,14 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import islice
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from paddle_shard.data.files import files
+from paddle_shard.data.files.ahead import FileAhead
 from paddle_shard.data.files.host_cache import check_cache_dir, open_cached
 from paddle_shard.data.files.locks import file_lock
 from paddle_shard.data.files.shards import RECOUNT, ShardSource
@@ -50,6 +52,8 @@ class Format(NamedTuple):
     """Yields the samples of a file."""
     starts: Samples
     """Finds where samples begin, which may be cheaper than reading them."""
+    needs_begin: bool = False
+    """True if the beginning of a file says how its samples are read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,14 +209,32 @@ class FileReader:
     """The index entry of each file, by name; None: files are not counted."""
     cache_dir: str | None
     """Where copies of remote files are kept; None: nowhere."""
+    needs_begin: bool
+    """True if a file is read at its beginning, too, wherever the samples begin."""
 
-    def __call__(self, name: str, skip: int) -> Iterator[Any]:
-        """Yield the samples of a file after the first `skip`."""
-        start = 0
+    def ahead(self, name: str, skip: int, limit: int) -> FileAhead | None:
+        """Begin to open a remote file after the first `skip` samples, and to read some bytes; None: it is local."""
+        if not files.is_remote(name):
+            return None
+        start, _ = self._start(name, skip)
+        if start and self.needs_begin:
+            return None
+        return FileAhead(partial(open_cached, self.cache_dir, name, start), limit)
+
+    def _start(self, name: str, skip: int) -> tuple[int, int]:
+        """Return the byte from which a file is read, and how many samples are then left to skip."""
+        return (0, skip) if self.entries is None else self.entries[name].before(skip)
+
+    def __call__(
+        self, name: str, skip: int, ahead: FileAhead | None = None
+    ) -> Iterator[Any]:
+        """Yield the samples of a file after the first `skip`; `ahead` has begun to read it there."""
         entry = None if self.entries is None else self.entries[name]
-        if entry is not None:
-            start, skip = entry.before(skip)
-        opened, size = open_cached(self.cache_dir, name, start)
+        start, skip = self._start(name, skip)
+        if ahead is None:
+            opened, size = open_cached(self.cache_dir, name, start)
+        else:
+            opened, size = ahead.open()
         with opened, opened if start else files.decompressed(opened, name) as file:
             if entry is not None and size not in (None, entry.bytes):
                 raise ValueError(
@@ -251,5 +273,10 @@ def file_source(
     lengths = None
     if entries is not None:
         lengths = [entries[name].samples for name in names]
-    reader = FileReader(samples=form.samples, entries=entries, cache_dir=folder)
+    reader = FileReader(
+        samples=form.samples,
+        entries=entries,
+        cache_dir=folder,
+        needs_begin=form.needs_begin,
+    )
     return ShardSource(names, reader, counts=lengths, shuffle_shards=shuffle_shards)

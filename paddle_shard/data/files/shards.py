@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, islice
 from typing import Any, TypedDict
@@ -9,6 +10,7 @@ from typing import Any, TypedDict
 import numpy as np
 import numpy.typing as npt
 
+from paddle_shard.data.files.ahead import LEAST, LIMIT
 from paddle_shard.data.files.files import (
     FileVersion,
     Path,
@@ -53,7 +55,7 @@ class ShardSource(PartsSource):
     def __init__(
         self,
         names: Sequence[str],
-        read: Callable[[str, int], Samples],
+        read: Callable[..., Samples],
         *,
         files: Sequence[str] | None = None,
         counts: Sequence[int] | None = None,
@@ -163,8 +165,7 @@ class ShardSource(PartsSource):
             segments = self._assigned(opening, part)
         else:
             segments = self._cut_out(opening, part, first)
-        pieces = (self._piece(segment, opening) for segment in segments)
-        samples = chain.from_iterable(pieces)
+        samples = chain.from_iterable(self._pieces(segments, opening))
         yield from islice(samples, opening.skip - first, None)
 
     def _order(self, opening: Opening) -> npt.NDArray[np.int64]:
@@ -197,8 +198,29 @@ class ShardSource(PartsSource):
             first = int(firsts[place]) - begin
             yield int(order[place]), first, int(stops[place]) - begin
 
-    def _piece(self, segment: Segment, opening: Opening) -> Samples:
-        """Read a piece of a shard."""
+    def _pieces(
+        self, segments: Iterator[Segment], opening: Opening
+    ) -> Iterator[Samples]:
+        """Yield the samples of each piece; while one is read, the shards of the next two are opened."""
+        limit = LIMIT // len(opening.parts)
+        begun = deque((each, self._ahead(each, limit)) for each in islice(segments, 2))
+        while begun:
+            begun.extend(
+                (each, self._ahead(each, limit)) for each in islice(segments, 1)
+            )
+            segment, ahead = begun.popleft()
+            yield self._piece(segment, opening, ahead)
+
+    def _ahead(self, segment: Segment, limit: int) -> Any:
+        """Begin to open a shard, if what reads it can do so."""
+        begin = getattr(self._read, "ahead", None)
+        if begin is None or limit < LEAST:
+            return None
+        shard, first, _ = segment
+        return begin(self._names[shard], first, limit)
+
+    def _piece(self, segment: Segment, opening: Opening, ahead: Any) -> Samples:
+        """Read a piece of a shard, which may be open."""
         shard, begin, end = segment
         name = self._names[shard]
         length = None if self._counts is None else int(self._counts[shard])
@@ -207,7 +229,8 @@ class ShardSource(PartsSource):
         items: Samples = iter(())
         with failures_named(name, "reading sample", lambda: offset):
             try:
-                items = iter(self._read(name, begin))
+                options = {} if ahead is None else {"ahead": ahead}
+                items = iter(self._read(name, begin, **options))
                 for item in items:
                     if isinstance(item, Exception):
                         if not opening.skip_errors:

@@ -167,4 +167,4 @@ def csv_format(*, header: bool, delimiter: str) -> Format:
         raise ArgumentError(f"delimiter must be one character, got {delimiter!r}.")
     samples = partial(_table, delimiter=delimiter, header=header)
     kind = "CSV rows below a header" if header else "CSV rows"
-    return Format(f"{kind}, {delimiter!r}", samples, samples)
+    return Format(f"{kind}, {delimiter!r}", samples, samples, needs_begin=True)

@@ -252,7 +252,8 @@ def _load_generators(folder: Path) -> None:
     if not path.is_file():
         return
     saved = paddle.load(str(path), return_numpy=True)
-    if saved.get("world_size") != dist.get_world_size():
+    # One file may hold the states of all ranks, and have the number of ranks in its name.
+    if isinstance(saved, list) or saved.get("world_size") != dist.get_world_size():
         return
     random.setstate(saved["python"])
     np.random.set_state(saved["numpy"])
