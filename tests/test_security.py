@@ -9,6 +9,8 @@ UNPICKLED = {
     "extras/ray_readers.py": "Ray's own channels",
     "extras/checkpoints.py": "`paddle.load`",
     "extras/checkpoint_parts.py": "`paddle.load`",
+    "extras/trainers/callback.py": "`paddle.load`, of a file that the trainer loads, too",
+    "data/shared_list.py": "the list's own memory",
 }
 
 

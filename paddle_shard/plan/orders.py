@@ -73,7 +73,24 @@ _paddle_order = lru_cache(maxsize=2)(PaddleOrder)
 
 
 @dataclass(frozen=True)
-class PaddleOrdering(Ordering):
+class PaddleSequential(Ordering):
+    """The order of a `DistributedBatchSampler` that does not shuffle. A loader uses it; users cannot name it."""
+
+    name: ClassVar[bool | str] = "paddle unshuffled"
+    pads_first: ClassVar[bool] = True
+    is_identity = True
+
+    def order(self, length: int, seed: int, epoch: int, width: int) -> Order:
+        """See `Ordering`."""
+        return Identity(length)
+
+    def num_positions(self, num_samples: int, num_data_ranks: int) -> int:
+        """See `Ordering`: Paddle gives every data rank the same number of samples."""
+        return num_samples + -num_samples % num_data_ranks
+
+
+@dataclass(frozen=True)
+class PaddleOrdering(PaddleSequential):
     """The order of `paddle.io.DistributedBatchSampler`, including its padding.
 
     It depends on the number of data ranks. It does not depend on the loader's seed: Paddle adds the epoch to the
@@ -83,15 +100,11 @@ class PaddleOrdering(Ordering):
     seed: int = 0
     """The sampler's own seed."""
     name: ClassVar[bool | str] = "paddle"
-    pads_first: ClassVar[bool] = True
+    is_identity = False
 
     def order(self, length: int, seed: int, epoch: int, width: int) -> Order:
         """See `Ordering`."""
         return _paddle_order(length, self.seed + epoch)
-
-    def num_positions(self, num_samples: int, num_data_ranks: int) -> int:
-        """See `Ordering`: Paddle gives every data rank the same number of samples."""
-        return num_samples + -num_samples % num_data_ranks
 
     def fingerprint(self, *, num_data_ranks: int, accumulation: int) -> dict[str, Any]:
         """See `Ordering`."""
@@ -104,22 +117,6 @@ class PaddleOrdering(Ordering):
     def of_fingerprint(cls, fingerprint: Mapping[str, Any]) -> PaddleOrdering:
         """See `Ordering`."""
         return cls(seed=fingerprint.get("sampler_seed", 0))
-
-
-@dataclass(frozen=True)
-class PaddleSequential(PaddleOrdering):
-    """The order of a `DistributedBatchSampler` that does not shuffle. A loader uses it; users cannot name it."""
-
-    name: ClassVar[bool | str] = "paddle unshuffled"
-    is_identity = True
-
-    def order(self, length: int, seed: int, epoch: int, width: int) -> Order:
-        """See `Ordering`."""
-        return Identity(length)
-
-    def fingerprint(self, *, num_data_ranks: int, accumulation: int) -> dict[str, Any]:
-        """See `Ordering`: the data ranks only decide on the padding, which is at the end."""
-        return {}
 
 
 ORDERINGS: dict[bool | str, Ordering] = {

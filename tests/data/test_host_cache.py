@@ -120,8 +120,8 @@ def test_open_cached_downloads_once_and_outlives_a_killed_process(seed, tmp_path
         assert job.reports([1, 2, 3], HANG) == ["right"] * 3
         assert job.wait([0], HANG)[0] == -signal.SIGKILL
         whole = [asked for asked, span in server.asked if span.startswith("bytes=0-")]
-    # The killed process may have begun a copy that another one made again.
-    assert len(whole) <= len(set(whole)) + 1
+    # The killed process may have begun copies that others made again: of the file that it read, and of the next two.
+    assert len(whole) <= len(set(whole)) + 3
 
 
 def test_open_cached_replaces_what_a_killed_process_has_left(tmp_path):

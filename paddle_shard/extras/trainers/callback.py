@@ -18,7 +18,7 @@ from paddle.distributed import fleet
 from paddle.framework import core
 
 from paddle_shard.errors import ArgumentError, StateError
-from paddle_shard.extras.trainers.patch import active_patch
+from paddle_shard.extras.trainers.paddle_patch import active_patch
 from paddle_shard.loader.iteration import ShardIterator
 from paddle_shard.loader.loader import ShardDataloader
 
