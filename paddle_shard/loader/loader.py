@@ -30,6 +30,7 @@ from paddle_shard.plan.mixture import Drawn, Mixing
 from paddle_shard.plan.shard_plan import ShardPlan, Where
 from paddle_shard.plan.state import LoaderState
 from paddle_shard.ranks.agreeing import fails_on_all_ranks
+from paddle_shard.reading.executor import InlineExecutor
 
 
 def _ranks_of(
@@ -195,6 +196,7 @@ class ShardDataloader(PaddleShardDataloader):
         """
         if asked_by_to_static():
             check_batches_alike(self._shared.setup.source, self.plan)
+            InlineExecutor.has_static_program = True
             return describe(self._first_batch)
         if self._next_of is not None and self._next_of[0] < self._run.first_number:
             self._next_of[1].close()

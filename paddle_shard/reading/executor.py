@@ -11,7 +11,7 @@ import logging
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from paddle.base.framework import _current_expected_place_, _dygraph_place_guard
 from paddle.framework import core
@@ -153,6 +153,9 @@ def on_cpu() -> contextlib.AbstractContextManager[Any]:
 class InlineExecutor(_ReadingExecutor):
     """Reads in this process, when a batch is taken."""
 
+    has_static_program: ClassVar[bool] = False
+    """True if the training thread runs static programs, for which it switches the whole process to static mode."""
+
     def __init__(self, reader: Reader) -> None:
         """Begin; a single reader has all parts of a step."""
         super().__init__()
@@ -166,9 +169,11 @@ class InlineExecutor(_ReadingExecutor):
         """See `Executor`: the first and the last batch show whether the global generators are used.
 
         Another thread cannot make the CPU the current place. So tensors that samples make would go to the device one by
-        one, and wait for what it has to compute.
+        one, and wait for what it has to compute. Nor can it make tensors while the process is in static mode.
         """
         reader = self._reader
+        if self.has_static_program and reader.uses_paddle is not False:
+            return False
         if reader.rng.seeds or (self._look == "first" and reader.rng.looks):
             return False
         return not reader.makes_tensors or isinstance(

@@ -80,6 +80,8 @@ class Reader:
 
     makes_tensors: bool | None = None
     """True if the first sample held Paddle's tensors in host memory; None: it is not known."""
+    uses_paddle: bool | None = None
+    """True if the first sample or batch held Paddle's tensors; None: it is not known."""
     owns_arrays = False
     """True if nothing else refers to the arrays of a batch, so that tensors may share their memory."""
     num_threads = 0
@@ -139,7 +141,10 @@ class Reader:
         # SystemExit would end a worker silently.
         errors = Exception if worker is None else BaseException
         try:
-            return self._rows(request)
+            answer = self._rows(request)
+            if self.uses_paddle is None:
+                self.uses_paddle = self.makes_tensors or _has_tensors(answer.value)
+            return answer
         except KeyboardInterrupt:
             raise
         except errors as error:
@@ -348,6 +353,10 @@ class IdReader(Reader):
             samples, failed, lambda row: f"sample {self._name_of(ids[row])!r}"
         )
         return Chunk(value, skipped=skipped)
+
+
+def _has_tensors(value: Any) -> bool:
+    return any(isinstance(leaf, paddle.Tensor) for leaf in leaves(value))
 
 
 _key_of = lru_cache(maxsize=64)(derive_seed)

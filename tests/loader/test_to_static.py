@@ -1,6 +1,7 @@
 """The contract with `dist.to_static`, in one process: what it may ask of the loader, and what it gets."""
 
 import collections
+import threading
 
 import numpy as np
 import paddle
@@ -9,10 +10,12 @@ import pytest
 from paddle.distributed.auto_parallel.api import (
     ShardDataloader as PaddleShardDataloader,
 )
+from paddle.io import DataLoader
 
 import paddle_shard
 from paddle_shard.errors import ArgumentError, BatchStructureError
-from tests.helpers import ONE
+from paddle_shard.reading.executor import InlineExecutor
+from tests.helpers import ONE, Made, sharded
 from tests.helpers import local as rows
 
 MESH = dist.ProcessMesh([0], dim_names=["dp"])
@@ -20,9 +23,10 @@ MESH = dist.ProcessMesh([0], dim_names=["dp"])
 
 @pytest.fixture(autouse=True)
 def _dynamic_again():
-    """A failed `train()` leaves the process in static mode."""
+    """A failed `train()` leaves the process in static mode, and a program is remembered."""
     yield
     paddle.disable_static()
+    InlineExecutor.has_static_program = False
 
 
 class Points(paddle.io.Dataset):
@@ -217,3 +221,25 @@ def test_a_stream_that_was_described_counts_after_a_load_of_the_same_position(lo
     assert [rows(batch) for batch in batches] == [[2, 3], [4, 5], [6, 7]]
     assert (loader.epoch, loader.state_dict()["epoch"]) == (1, 1)
     assert len(list(loader)) == 4, "the next epoch begins at its beginning"
+
+
+@pytest.mark.parametrize("makes", [paddle.to_tensor, np.array])
+def test_tensors_for_a_static_program_are_made_on_the_training_thread(
+    makes, monkeypatch
+):
+    """`DistModel` switches the process to static mode: a thread that makes a tensor then adds to the program."""
+    threads = []
+
+    def collate(samples):
+        threads.append(threading.current_thread().name)
+        return makes(np.stack(samples))
+
+    def read():
+        threads.clear()
+        given = DataLoader(Made(length=40), batch_size=4, collate_fn=collate)
+        assert len(list(sharded(given, ONE))) == 10
+        return {*threads} == {"MainThread"}
+
+    assert not read()
+    monkeypatch.setattr(InlineExecutor, "has_static_program", True)
+    assert read() == (makes is paddle.to_tensor)
