@@ -15,7 +15,8 @@ from paddle.io import DataLoader
 import paddle_shard
 from paddle_shard.errors import ArgumentError, BatchStructureError
 from paddle_shard.reading.executor import InlineExecutor
-from tests.helpers import ONE, Made, sharded
+from tests import helpers
+from tests.helpers import ONE, Made
 from tests.helpers import local as rows
 
 MESH = dist.ProcessMesh([0], dim_names=["dp"])
@@ -237,7 +238,7 @@ def test_tensors_for_a_static_program_are_made_on_the_training_thread(
     def read():
         threads.clear()
         given = DataLoader(Made(length=40), batch_size=4, collate_fn=collate)
-        assert len(list(sharded(given, ONE))) == 10
+        assert len(list(helpers.sharded(given, ONE))) == 10
         return {*threads} == {"MainThread"}
 
     assert not read()
