@@ -116,6 +116,11 @@ def test_webdataset_digits_trains_from_tars_on_disk_and_over_http(demo):
     assert "over HTTP the same losses" in demo
 
 
+@shows("jpeg.py", 2)
+def test_jpegs_are_decoded_by_what_is_installed(demo):
+    assert ": 64 of 64 images as they were written" in demo
+
+
 @shows("equal_steps.py", 2, 4, arguments=["--show-splits", "--show-open"])
 def test_equal_steps_whatever_the_shards(demo):
     # 7 files by turns into 4 parts: 36, 8, 20 and 7 samples, of which a step takes 2 each.
