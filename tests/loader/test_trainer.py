@@ -9,6 +9,7 @@ import pytest
 
 import paddle_shard
 from paddle_shard.errors import ArgumentError, StateError
+from paddle_shard.extras.trainers.callback import DefaultTrainerCallback
 
 EPOCH = 5
 """Steps of an epoch."""
@@ -181,6 +182,25 @@ def test_trainer_callback_rejects_paddles_loader_at_once(tmp_path):
         position.on_init_end(args, state, None)
     with pytest.raises(AttributeError, match="no attribute 'of_no_event'"):
         _ = position.of_no_event
+
+
+def test_default_trainer_callback_lets_paddles_loader_train(tmp_path):
+    """`patch_paddle()` breaks no training that works without it; only a resume has to be told."""
+    given = paddle.io.DataLoader(Ids(), batch_size=4)
+    args = arguments(tmp_path)
+    args.enable_auto_parallel = False
+    position = DefaultTrainerCallback()
+    position.on_init_end(args, SimpleNamespace(), None)
+    told = {"train_dataloader": given}
+    with paddle_shard.patch_paddle():
+        position.on_train_begin(args, SimpleNamespace(global_step=0), None, **told)
+        assert args.ignore_data_skip is False
+        position.on_epoch_begin(args, SimpleNamespace(global_step=0), None, **told)
+        position.on_save(args, SimpleNamespace(global_step=3), None, **told)
+        position.on_log(args, SimpleNamespace(global_step=3), None, **told)
+        with pytest.raises(ArgumentError, match=r"patch_paddle\(callback=False\)"):
+            position.on_train_begin(args, SimpleNamespace(global_step=3), None, **told)
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize("accumulation", [2, 3])

@@ -17,6 +17,7 @@ import paddle.distributed as dist
 from paddle.distributed import fleet
 from paddle.framework import core
 
+from paddle_shard.core.warn_once import warn_once
 from paddle_shard.errors import ArgumentError, StateError
 from paddle_shard.extras.trainers.paddle_patch import active_patch
 from paddle_shard.loader.iteration import ShardIterator
@@ -41,6 +42,9 @@ class TrainerCallback:
         >>> trainer.train(resume_from_checkpoint="out/checkpoint-100")  # doctest: +SKIP
     """
 
+    is_optional = False
+    """True if a trainer whose data Paddle reads may train all the same, and resume without this callback."""
+
     def __init__(
         self, checkpoint: str | os.PathLike[str] | None = None, *, writer: Any = None
     ) -> None:
@@ -57,6 +61,10 @@ class TrainerCallback:
         self._loaded: dict[str, Any] | None = None
         self._folder = Path()
         """The checkpoint of the loaded state."""
+        self._skips = False
+        """The trainer's own `ignore_data_skip`."""
+        self._is_off = False
+        """True if Paddle reads the data, and so the trainer counts its position."""
 
     def on_init_end(self, args: Any, *_: Any, **__: Any) -> None:
         """Have the trainer skip no data.
@@ -64,6 +72,7 @@ class TrainerCallback:
         Raises:
             ArgumentError: Only some ranks would read.
         """
+        self._skips = args.ignore_data_skip
         args.ignore_data_skip = True
         if getattr(args, "distributed_dataloader", False):
             raise ArgumentError(
@@ -89,7 +98,14 @@ class TrainerCallback:
         self._loaded = None
         is_auto = getattr(args, "enable_auto_parallel", False)
         if isinstance(train_dataloader, paddle.io.DataLoader) and not is_auto:
-            self._take_over(args, train_dataloader)
+            try:
+                self._take_over(args, train_dataloader)
+            except ArgumentError as error:
+                if state.global_step or not self.is_optional:
+                    raise
+                args.ignore_data_skip = self._skips
+                self._is_off = True
+                warn_once("The position of the data is not saved. %s", str(error))
         if not state.global_step:
             return
         folder = self._checkpoint or getattr(args, "resume_from_checkpoint", None)
@@ -160,7 +176,7 @@ class TrainerCallback:
         **___: Any,
     ) -> None:
         """Give the statistics of the data to the writer."""
-        if self._writer is not None:
+        if self._writer is not None and not self._is_off:
             scalars = _loader_of(train_dataloader).stats.scalars()
             for name, value in scalars.items():
                 self._writer.add_scalar(name, value, state.global_step)
@@ -174,6 +190,8 @@ class TrainerCallback:
         **__: Any,
     ) -> None:
         """Write the position into the checkpoint, `{output_dir}/checkpoint-{step}`; on all ranks, at the same step."""
+        if self._is_off:
+            return
         loader = _loader_of(train_dataloader)
         with suppress(ArgumentError):  # of streams, whose samples have no number
             loader.certificate()  # so that what all ranks have delivered is in the state
@@ -191,6 +209,12 @@ class TrainerCallback:
         if name.startswith("on_"):
             return lambda *args, **others: None  # an event that does not matter here
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+
+
+class DefaultTrainerCallback(TrainerCallback):
+    """The callback that `patch_paddle` gives to each trainer."""
+
+    is_optional = True
 
 
 class _ResumedEpochs:

@@ -16,7 +16,7 @@ from paddle.distributed import auto_parallel
 
 from paddle_shard.core.warn_once import warn_once
 from paddle_shard.errors import ArgumentError
-from paddle_shard.extras.trainers.callback import TrainerCallback
+from paddle_shard.extras.trainers.callback import DefaultTrainerCallback
 from paddle_shard.extras.trainers.paddle_patch import PaddlePatch, active_patch
 from paddle_shard.extras.trainers.rank_loader import PACKAGES
 from paddle_shard.loader.api import shard_dataloader
@@ -139,7 +139,7 @@ def _replace_iteration(patch: PaddlePatch) -> None:
 def _add_callback(patch: PaddlePatch, callback: Any) -> None:
     """Give the trainers that are made from now on a callback that saves the position of the data."""
     if callback is True:
-        callback = TrainerCallback
+        callback = DefaultTrainerCallback
     for module in _trainer_modules("trainer"):
         callbacks = [*module.DEFAULT_CALLBACKS, callback]
         patch.enter_context(mock.patch.object(module, "DEFAULT_CALLBACKS", callbacks))

@@ -10,6 +10,7 @@ import numpy as np
 import paddle
 import paddle.distributed as dist
 import paddle.io
+from paddle.io.dataloader.dataloader_iter import _DataLoaderIterBase
 
 from paddle_shard.core.warn_once import warn_once
 from paddle_shard.errors import SplitError
@@ -85,6 +86,9 @@ class RankLoader:
         return f"as local tensors of {sampler.nranks} data ranks"
 
     def __iter__(self) -> Iterator[Any]:
+        return _RankIterator(self._dataset, self._sampler, self._batches())
+
+    def _batches(self) -> Iterator[Any]:
         if self.follows_sampler:
             self._move_to_sampler()
         elif self._left_epoch == self.sharded.epoch:
@@ -149,6 +153,21 @@ class RankLoader:
         elif self.follows_sampler:
             self._sampler.epoch = self.sharded.epoch
             self._sampler.consumed_samples = 0
+
+
+class _RankIterator(_DataLoaderIterBase):
+    """An iterator for which trainers find what they find in Paddle's."""
+
+    def __init__(
+        self, dataset: Any, batch_sampler: Any, batches: Iterator[Any]
+    ) -> None:
+        # Not Paddle's: its constructor would begin to read.
+        self._dataset = dataset
+        self._batch_sampler = batch_sampler
+        self._batches = batches
+
+    def __next__(self) -> Any:
+        return next(self._batches)
 
 
 def read_rank_loader(
