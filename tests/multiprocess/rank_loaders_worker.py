@@ -55,6 +55,31 @@ class OwnSampler(DistributedBatchSampler):
         )
 
 
+class Endless(OwnSampler):
+    """As ERNIE's: it has no length."""
+
+    def __len__(self):
+        raise TypeError("no length")
+
+
+class Scales(paddle.io.Sampler):
+    """As PaddleOCR's `MultiScaleSampler`: no sampler of Paddle's, but it knows its rank."""
+
+    def __init__(self, dataset, batch_size, num_replicas, rank):
+        self.length, self.batch_size = len(dataset), batch_size
+        self.num_replicas, self.rank = num_replicas, rank
+
+    def __iter__(self):
+        rows = [*range(self.rank, self.length, self.num_replicas)]
+        yield from (
+            rows[at : at + self.batch_size]
+            for at in range(0, len(rows), self.batch_size)
+        )
+
+    def __len__(self):
+        return self.length // self.num_replicas // self.batch_size
+
+
 class Stream(paddle.io.IterableDataset):
     def __init__(self, length):
         self.length = length
@@ -150,6 +175,15 @@ def read(index):
     return np.array(index)
 
 
+def endless():
+    loader = mapped(Endless, 8)
+    try:
+        len(loader)
+    except TypeError as error:
+        return [str(error), rows_of(loader)]
+    raise AssertionError("it has no length")
+
+
 def failing():
     found = []
     try:
@@ -193,6 +227,8 @@ def main():
             "stream, workers": counted(7, workers=2),
             "stream, drop_last": rows_of(stream(7, drop_last=True)),
             "labels": labels(),
+            "endless": endless(),
+            "scales": rows_of(mapped(Scales, 8)),
             "not cut": rows_of(DataLoader(Made(length=4), batch_size=2)),
             "failing": failing(),
         }

@@ -66,6 +66,11 @@ def test_rank_loader_reads_each_row_once_in_order(ranks):
 
 def test_rank_loader_leaves_rows_to_a_sampler_of_the_users(ranks):
     assert [found["own"] for found in ranks] == [[[0, 2], [4, 6]], [[1, 3], [5]]]
+    rows = [[[0, 2], [4, 6]], [[1, 3], [5, 7]]]
+    assert [found["scales"] for found in ranks] == rows
+    assert [found["endless"] for found in ranks] == [
+        ["no length", each] for each in rows
+    ]
 
 
 def test_rank_loader_shuffles_anew_each_epoch(ranks):

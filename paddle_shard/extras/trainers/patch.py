@@ -130,7 +130,11 @@ def _replace_iteration(patch: PaddlePatch) -> None:
         rank_loader = None
         if not isinstance(loader.dataset, paddle.io.IterableDataset):
             rank_loader = patch.rank_loader(loader)
-        return paddle_len(loader) if rank_loader is None else len(rank_loader.sharded)
+        if rank_loader is None or rank_loader.sharded.plan is None:
+            return paddle_len(
+                loader
+            )  # also where the sampler is read here, but decides on the rows
+        return len(rank_loader.sharded)
 
     patch.enter_context(mock.patch.object(loader_class, "__iter__", iterate))
     patch.enter_context(mock.patch.object(loader_class, "__len__", length))

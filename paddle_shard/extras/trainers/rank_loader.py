@@ -216,13 +216,15 @@ def _read_cut(dataloader: paddle.io.DataLoader, *, is_whole: bool) -> _Cut | Non
 
     # A batch sampler that knows its rank, or that is made of a sampler which does.
     inner: Any = getattr(sampler, "sampler", None)
+    owners = (each for each in (sampler, inner) if getattr(each, "num_replicas", 1) > 1)
+    owner: Any = next(owners, None)
     if isinstance(getattr(sampler, "nranks", None), int):
         num_data_ranks = sampler.nranks
         data_rank = sampler.local_rank
         options: dict[str, Any] = {}
-    elif getattr(inner, "num_replicas", 1) > 1:
-        num_data_ranks = inner.num_replicas
-        data_rank = inner.rank
+    elif owner is not None:
+        num_data_ranks = owner.num_replicas
+        data_rank = owner.rank
         options = {"is_dataset_splitted": True}
     elif is_whole:
         num_data_ranks = 1
@@ -235,14 +237,14 @@ def _read_cut(dataloader: paddle.io.DataLoader, *, is_whole: bool) -> _Cut | Non
     package = type(sampler).__module__.partition(".")[0]
     if name in _IN_ORDER and package in PACKAGES:
         # A sampler of one rank is made of a sampler of indices.
-        owner: Any = sampler if inner is None else inner
-        is_random = isinstance(owner, paddle.io.RandomSampler)
-        options = {"seed": getattr(owner, "base_seed", 0), **_IN_ORDER[name]}
+        source: Any = sampler if inner is None else inner
+        is_random = isinstance(source, paddle.io.RandomSampler)
+        options = {"seed": getattr(source, "base_seed", 0), **_IN_ORDER[name]}
         whole = _whole(
             dataloader,
             dataset,
             batch_size=sampler.batch_size * num_data_ranks,
-            shuffle=bool(getattr(owner, "shuffle", is_random)),
+            shuffle=bool(getattr(source, "shuffle", is_random)),
             drop_last=sampler.drop_last,
         )
     return _Cut(
