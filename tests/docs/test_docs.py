@@ -172,6 +172,8 @@ def test_options_that_a_page_mentions_exist(page):
         "batch_size",
         "drop_last",
         "callbacks",
+        "fastdct",
+        "fastupsample",
         "distributed_dataloader",
         "enable_auto_parallel",
         "dim",

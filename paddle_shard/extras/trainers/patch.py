@@ -131,9 +131,8 @@ def _replace_iteration(patch: PaddlePatch) -> None:
         if not isinstance(loader.dataset, paddle.io.IterableDataset):
             rank_loader = patch.rank_loader(loader)
         if rank_loader is None or rank_loader.sharded.plan is None:
-            return paddle_len(
-                loader
-            )  # also where the sampler is read here, but decides on the rows
+            # Also where the sampler is read here, but decides on the rows.
+            return int(paddle_len(loader))
         return len(rank_loader.sharded)
 
     patch.enter_context(mock.patch.object(loader_class, "__iter__", iterate))
