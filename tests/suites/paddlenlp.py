@@ -32,6 +32,37 @@ class ConsumedSamples(paddle.io.BatchSampler):
             yield mine[first : first + self.batch_size]
 
 
+class LeftoversToAll(paddle.io.BatchSampler):
+    """Follows `DistributedBatchSampler` of 3.0.0b4: each rank gets all rows of a last global batch that is short."""
+
+    __module__ = "paddlenlp.utils.batch_sampler"
+
+    def __init__(self, dataset, batch_size, num_replicas, rank):
+        self.dataset, self.batch_size = dataset, batch_size
+        self.nranks, self.local_rank = num_replicas, rank
+        self.shuffle, self.drop_last = False, False
+        self.set_epoch()
+
+    def set_epoch(self, epoch=0, consumed_samples=0):
+        self.epoch, self.consumed_samples = epoch, consumed_samples
+
+    def __len__(self):
+        num_rows = len(self.dataset) // self.nranks
+        return -(-num_rows // self.batch_size)
+
+    def __iter__(self):
+        num_rows = len(self.dataset) // self.nranks * self.nranks
+        global_size = self.batch_size * self.nranks
+        for first in range(self.consumed_samples, num_rows, global_size):
+            rows = list(range(first, min(first + global_size, num_rows)))
+            if len(rows) == global_size:
+                rows = rows[self.local_rank * self.batch_size :][: self.batch_size]
+            yield rows
+
+
+LeftoversToAll.__name__ = "DistributedBatchSampler"
+
+
 class MappingSampler(paddle.io.DistributedBatchSampler):
     """Follows `MappingDistributedBatchSampler` in `paddleformers/utils/batch_sampler.py`: of Paddle's class."""
 

@@ -76,10 +76,11 @@ class MultiScaleSampler(paddle.io.Sampler):
 
     def __init__(self, data_source, first_bs=4, scales=((4, 2), (6, 2), (8, 2))):
         self.data_source, self.epoch = data_source, 0
+        self.rank, self.num_replicas = dist.get_rank(), dist.get_world_size()
         rows, sizes = list(range(len(data_source))), list(scales)
         random.seed(self.epoch)
         random.shuffle(rows)
-        mine = rows[dist.get_rank() :: dist.get_world_size()]
+        mine = rows[self.rank :: self.num_replicas]
         cuts = [
             mine[first : first + first_bs] for first in range(0, len(mine), first_bs)
         ]
