@@ -114,7 +114,8 @@ def test_plain_fleet_trainer_loses_rows(tmp_path):
     )
     assert 10 not in counts_of(steps_of(missed))
     assert steps_of(doubled)[:2] == [[0, 1, 2, 3], [0, 1, 2, 3]]
-    (short,) = run(tmp_path, [{**MODEL_PARALLEL, "distributed": True, **PLAIN}])
+    case = {**MODEL_PARALLEL, "distributed": True, "max_steps": 6, **PLAIN}
+    (short,) = run(tmp_path / "short", [case])
     assert len(steps_of(short, num_data_ranks=1)) == 3  # of six
 
 
