@@ -4,6 +4,8 @@ Each loop is retyped small from the files of the suite that are named; the model
 Each rank reports {"plain": {loop: what it has read}, "patched": the same, "loaders": {loop: how many are patched}}.
 """
 
+from types import SimpleNamespace
+
 import numpy as np
 import paddle
 import paddle.distributed as dist
@@ -420,6 +422,21 @@ def ernie_steps(workers=0, consumed_samples=0):
     return found
 
 
+def ernie_length():
+    """The length of such data while a callback of a trainer keeps its position."""
+    data = Rows(12)
+    loader = DataLoader(data, batch_sampler=EndlessSampler(data, BATCH))
+    arguments = SimpleNamespace(ignore_data_skip=False)
+    callback = paddle_shard.TrainerCallback()
+    callback.on_init_end(arguments)
+    state = SimpleNamespace(global_step=0)
+    callback.on_train_begin(arguments, state, train_dataloader=loader)
+    try:
+        return len(loader)
+    except TypeError as error:
+        return str(error)
+
+
 def fit():
     """`paddle.Model.fit`, which makes its loaders by itself and evaluates after each epoch."""
     steps = []
@@ -486,11 +503,12 @@ GAINS = {"nlp": lambda: nlp_epochs(paddlenlp.LeftoversToAll)}
 """Loops that lose rows with Paddle's loader."""
 PATCHED = {
     "clas, unreadable": clas_unreadable,
+    "ernie, length": ernie_length,
     "clas, pk": clas_pk,
     "failing": failing,
     "mix, persistent": mix_persistent,
 }
-"""Loops in which Paddle's loader hangs, or fails on one rank at any step, or in which this library fails."""
+"""Loops in which Paddle's loader hangs, or fails on one rank at any step; or that are of this library alone."""
 
 
 def run(loops, loaders=()):

@@ -52,6 +52,11 @@ def test_loop_that_catches_errors_stays_in_step(ranks):
         assert str(UNREADABLE) not in str([first, second])
 
 
+def test_loop_over_data_without_an_end_has_no_length(ranks):
+    for found in ranks:
+        assert found["patched"]["ernie, length"] == "the sampler has no end"
+
+
 def test_loop_with_kept_workers_can_be_left(ranks):
     epochs = [found["patched"]["mix, persistent"] for found in ranks]
     for first, second in zip(*epochs, strict=True):

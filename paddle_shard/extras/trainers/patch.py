@@ -130,10 +130,7 @@ def _replace_iteration(patch: PaddlePatch) -> None:
         rank_loader = None
         if not isinstance(loader.dataset, paddle.io.IterableDataset):
             rank_loader = patch.rank_loader(loader)
-        if rank_loader is None or rank_loader.sharded.plan is None:
-            # Also where the sampler is read here, but decides on the rows.
-            return int(paddle_len(loader))
-        return len(rank_loader.sharded)
+        return int(paddle_len(loader)) if rank_loader is None else len(rank_loader)
 
     patch.enter_context(mock.patch.object(loader_class, "__iter__", iterate))
     patch.enter_context(mock.patch.object(loader_class, "__len__", length))

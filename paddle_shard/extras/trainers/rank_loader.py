@@ -85,6 +85,16 @@ class RankLoader:
         sampler = self.sharded.batch_sampler
         return f"as local tensors of {sampler.nranks} data ranks"
 
+    def __len__(self) -> int:
+        """Return the steps of an epoch.
+
+        Raises:
+            TypeError: The trainer's sampler decides on the rows and has no length. It may have no end.
+        """
+        if self.sharded.plan is None:
+            return len(self._sampler)
+        return len(self.sharded)
+
     def __iter__(self) -> Iterator[Any]:
         return _RankIterator(self._dataset, self._sampler, self._batches())
 
