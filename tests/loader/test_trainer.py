@@ -1,5 +1,6 @@
 """`TrainerCallback` in a loop like a trainer's; the real ones are tried by `make test-trainers`."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 
 import paddle_shard
 from paddle_shard.errors import ArgumentError, StateError
+from paddle_shard.extras.trainers import callback
 from paddle_shard.extras.trainers.callback import DefaultTrainerCallback
 
 EPOCH = 5
@@ -201,6 +203,19 @@ def test_default_trainer_callback_lets_paddles_loader_train(tmp_path):
         with pytest.raises(ArgumentError, match=r"patch_paddle\(callback=False\)"):
             position.on_train_begin(args, SimpleNamespace(global_step=3), None, **told)
     assert not [*tmp_path.iterdir()]
+
+
+def test_trainer_callback_reads_the_checkpoint_that_the_trainer_has_loaded(tmp_path):
+    """1.2.0's DPO resumes from the last checkpoint of `output_dir`, whatever `resume_from_checkpoint` says."""
+    args = arguments(tmp_path)
+    for told, step, folder in [
+        (None, 7, tmp_path / "checkpoint-7"),
+        ("other/checkpoint-7", 7, Path("other/checkpoint-7")),
+        ("other/checkpoint-5", 7, tmp_path / "checkpoint-7"),
+        ("other/best", 7, Path("other/best")),
+    ]:
+        args.resume_from_checkpoint = told
+        assert callback._folder_of(args, step) == folder
 
 
 @pytest.mark.parametrize("accumulation", [2, 3])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -108,9 +109,7 @@ class TrainerCallback:
                 warn_once("The position of the data is not saved. %s", str(error))
         if not state.global_step:
             return
-        folder = self._checkpoint or getattr(args, "resume_from_checkpoint", None)
-        if not isinstance(folder, str | os.PathLike):
-            folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
+        folder = self._checkpoint or _folder_of(args, state.global_step)
         paths = [Path(folder, name) for name in (_name(dist.get_rank()), FILE)]
         path = next(filter(Path.is_file, paths), None)
         if path is None:
@@ -258,6 +257,20 @@ class _ResumedEpochs:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._iterator, name)
+
+
+def _folder_of(args: Any, global_step: int) -> Path:
+    """Return the checkpoint from which a trainer has resumed.
+
+    The DPO of PaddleFormers 1.2.0 resumes from the last one of its `output_dir`, whatever `resume_from_checkpoint` is.
+    """
+    name = f"checkpoint-{global_step}"
+    folder = getattr(args, "resume_from_checkpoint", None)
+    if isinstance(folder, str | os.PathLike):
+        folder = Path(folder)
+        if folder.name == name or not re.fullmatch(r"checkpoint-\d+", folder.name):
+            return folder
+    return Path(args.output_dir, name)
 
 
 def _epochs_counted(args: Any, state: Any, dataloader: Any) -> int:

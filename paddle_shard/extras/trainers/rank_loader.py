@@ -13,6 +13,7 @@ import paddle.io
 from paddle.io.dataloader.dataloader_iter import _DataLoaderIterBase
 
 from paddle_shard.core.warn_once import warn_once
+from paddle_shard.data.stream import Stream
 from paddle_shard.errors import SplitError
 from paddle_shard.loader.loader import ShardBatchSampler, ShardDataloader
 from paddle_shard.plan.state import LoaderState
@@ -216,6 +217,9 @@ def _read_cut(dataloader: paddle.io.DataLoader, *, is_whole: bool) -> _Cut | Non
             batch_size=dataset.batch_size * num_data_ranks,
             drop_last=dataset.drop_last,
         )
+        if not isinstance(dataset.dataset, Stream):
+            # Each worker would read all of it and collate, so pad, its own share of a batch.
+            whole.num_workers = min(whole.num_workers, 1)
         return _Cut(
             num_data_ranks=num_data_ranks,
             data_rank=dataset.process_index,
