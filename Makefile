@@ -95,6 +95,7 @@ bench: $(READY)
 	$(PY) benchmarks/balance.py
 	$(PY) benchmarks/replicas.py
 	$(PY) benchmarks/agreement.py
+	$(PY) benchmarks/hub.py
 	$(PY) benchmarks/loader.py
 	$(PY) benchmarks/price.py
 	$(PY) benchmarks/trainers.py

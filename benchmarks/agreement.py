@@ -1,10 +1,12 @@
-"""What does it cost that all ranks agree on each step ahead, and does it grow with the ranks of a host?
+"""Processor time that the ranks' agreement on each step adds to a loader, for 1 to 8 ranks of a host.
 
     python benchmarks/agreement.py [--ranks 1 2 4 8] [--kind map|stream] [--prefetch N]
 
-Between two batches a rank touches memory and computes for 2 ms. Prints the processor time that a loader adds to a step
-of a rank, all threads of its process together: its loop minus the loop without a loader, of the same round; the median
-of the ranks. "Alone" is this loader as if each rank were alone, a choice that users do not have.
+Between two batches a rank touches memory, computes for 2 ms and takes part in an all-reduce, as in training. Prints the
+processor time that a loader adds to a step of a rank, all threads of its process together: its loop minus the loop
+without a loader, of the same round; the median of the ranks. "Alone" is this loader as if each rank were alone, which
+users cannot choose. With more ranks than cores, every loader takes longer; the agreement costs the ratio of the last
+two columns.
 """
 
 import argparse
@@ -22,7 +24,7 @@ NONE, LOCAL, ALONE, AGREED = "no loader", "paddle.io.DataLoader", "alone", "agre
 ROWS, STEPS, SKIPPED, ROUNDS = 16, 100, 20, 5
 """Rows of a rank's batch; steps that are counted; steps before them; rounds."""
 AT_MOST = 1.3
-"""Times the processor time of one rank, at any number of ranks."""
+"""Times the processor time of the same loader without the agreement, at any number of ranks."""
 
 
 def run_rank(kind, prefetch):
@@ -62,6 +64,7 @@ def run_rank(kind, prefetch):
         AGREED: sharded(agrees=True),
     }
     work = make_work("matmul")
+    gradient = paddle.ones([1000])
     wait = dist.barrier if num_ranks > 1 else lambda: None
     taken = {name: [] for name in loaders}
     for number in range(ROUNDS + 1):  # the first one warms up
@@ -73,6 +76,8 @@ def run_rank(kind, prefetch):
                 if step == SKIPPED + STEPS - 1:
                     spent = (time.process_time() - start) / (STEPS - 1)
                 work()
+                if num_ranks > 1:
+                    dist.all_reduce(gradient)
             if number:
                 taken[name].append(spent)
     report(taken)
@@ -90,7 +95,7 @@ def main():
     from paddle_shard.testing import run_ranks
 
     print(machine(), busy(), sep="; ")
-    lines, of_one, worst = [], 0.0, 0.0
+    lines, worst = [], 0.0
     for num_ranks in options.ranks:
         args = ["rank", options.kind, str(options.prefetch)]
         with tempfile.TemporaryDirectory() as folder:
@@ -105,14 +110,14 @@ def main():
             name: float(np.median(taken[name] - taken[NONE])) * 1e6
             for name in (LOCAL, ALONE, AGREED)
         }
-        of_one = of_one or added[AGREED]
-        worst = max(worst, added[AGREED] / of_one)
+        ratio = added[AGREED] / added[ALONE]
+        worst = max(worst, ratio)
         cells = [f"{added[name]:,.0f}" for name in (LOCAL, ALONE, AGREED)]
-        lines.append([str(num_ranks), *cells, f"{added[AGREED] / of_one:.2f} x"])
+        lines.append([str(num_ranks), *cells, f"{ratio:.2f} x"])
     title = f"Microseconds of processor time that a loader adds to a step of {COMPUTE_SECONDS * 1e3:g} ms on a rank"
-    print_table(title, ["ranks", LOCAL, ALONE, AGREED, "to the first row"], lines)
+    print_table(title, ["ranks", LOCAL, ALONE, AGREED, "agreed to alone"], lines)
     print_target(
-        f"at most {AT_MOST} x that of the first row", f"{worst:.2f} x", worst <= AT_MOST
+        f"agreed: at most {AT_MOST} x alone", f"{worst:.2f} x", worst <= AT_MOST
     )
     print(busy())
 

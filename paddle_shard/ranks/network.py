@@ -50,6 +50,12 @@ _FLUSH = 2.0
 _CHUNK = 1 << 16
 _HOST_TIMEOUT = 60
 """Seconds without an answer of the other host's kernel after which the host counts as dead."""
+_LOOK = 0.5
+"""Seconds between two looks of the hub at the store, for missing ranks that have ended."""
+_MANY = 64
+"""Connections; with more, the hub gathers messages before it applies them."""
+_GATHER = 1e-5
+"""Seconds for which it does, for each connection."""
 _RETRY = 0.01
 """Seconds between two attempts to send what a connection does not take."""
 
@@ -124,6 +130,8 @@ class TcpNetwork:
         self._hub = ranks[0]
         self._missing = {*ranks[1:]} if rank == ranks[0] else set()
         """Global ranks that connect to this one, and have not yet."""
+        self._next_look = 0.0
+        """When to look in the store next for missing ranks that have ended."""
         self._host = host
         self._listen_host = listen_host
         self._key = key
@@ -154,13 +162,17 @@ class TcpNetwork:
     def receive(self, seconds: float) -> list[Message]:
         """Wait for messages, or for `wake`."""
         messages: list[Message] = []
+        if len(self._links) > _MANY:  # a turn of the hub takes longer the more ranks there are
+            time.sleep(_GATHER * len(self._links))
         unsent = [link for link in self._links if link.unsent]
         for link in unsent:
             link.send()
         for key, _ in self._selector.select(_RETRY if unsent else seconds):
             messages += key.data()
         self._check_open()
-        if self._missing:
+        now = time.monotonic()
+        if self._missing and now >= self._next_look:
+            self._next_look = now + _LOOK
             ended = ended_early(self._store, self._missing)
             if ended is not None:
                 messages.append(["lost", *ended])

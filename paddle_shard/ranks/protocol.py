@@ -549,9 +549,9 @@ class Hub:
         for other in self._ranks:
             progress = self._tallies[number].ranks.get(other)
             if progress is None:
-                late[other] = "has not begun this loop or call, or does not answer"
+                late[other] = "did not begin this loop or call, or does not respond"
             elif progress.kind == OK and progress.step <= step:
-                late[other] = f"has read up to step {first_step + progress.step}"
+                late[other] = f"read up to step {first_step + progress.step}"
         text = late_text(text, late)
         if late and timeout is None:
             self._outbox.append(["warn", rank, text])

@@ -32,7 +32,7 @@ _PAUSE = 0.02
 _NOTICE = 5.0
 """Seconds after which it is logged that a store cannot be reached yet."""
 _ENDED = "paddle_shard/ended"
-"""Prefix of the keys by which ranks report that they end before they have met others."""
+"""Key that counts the ranks that have ended before they have met others, and prefix of the keys that name them."""
 _MAX_SECONDS = 3.0
 """Seconds that the report of an end may take."""
 _sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
@@ -199,11 +199,14 @@ def _report_end() -> None:
         with contextlib.suppress(Exception):
             store = rendezvous_of([0]).connect(num_ranks(), 1.0)
             store.add(f"{_ENDED}/{dist.get_rank()}", 1)
+            store.add(_ENDED, 1)
         faulthandler.cancel_dump_traceback_later()
 
 
 def ended_early(store: Any, ranks: Iterable[int]) -> Loss | None:
     """Return the loss of ranks that have ended before they have met the others; None if there are none."""
+    if not store.add(_ENDED, 0):  # each request takes 44 ms (3.3.1)
+        return None
     ended = [rank for rank in ranks if store.add(f"{_ENDED}/{rank}", 0)]
     return (
         loss_of(ended, "has ended before it could meet the others") if ended else None

@@ -72,7 +72,10 @@ def late_text(text: str, late: Mapping[int, str]) -> str:
         text: For how long it has waited, and for which step.
         late: Global rank -> how far it is.
     """
-    who = "; ".join(f"global rank {rank} {progress}" for rank, progress in late.items())
+    ranks: dict[str, list[int]] = {}
+    for rank, progress in late.items():
+        ranks.setdefault(progress, []).append(rank)
+    who = "; ".join(f"{_named(some)} {progress}" for progress, some in ranks.items())
     return (
         f"{text}: {who}. All ranks of a loader's meshes must make the same calls, and iterate in the same way. If an "
         "iterator is open on one rank only, close() it. For a loop on one rank alone, make a loader on a mesh of this "

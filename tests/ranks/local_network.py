@@ -103,6 +103,7 @@ class Store:
 
     def __init__(self):
         self.values, self.counts, self._lock = {}, {}, threading.Lock()
+        self.num_requests = 0
 
     def set(self, key, value):
         self.values[key] = value.encode()
@@ -112,6 +113,7 @@ class Store:
 
     def add(self, key, number):
         with self._lock:
+            self.num_requests += 1
             self.counts[key] = self.counts.get(key, 0) + number
             return self.counts[key]
 

@@ -322,7 +322,7 @@ def test_a_silent_rank_is_named_on_all_ranks_at_the_deadline():
     for error in errors:
         assert error.ranks == (1,)
         assert error.timeout == 1.5
-        assert "global rank 1 has read up to step 1" in str(error)
+        assert "global rank 1 read up to step 1" in str(error)
 
 
 def test_a_rank_that_opens_no_iteration_is_named_at_the_deadline():
@@ -334,7 +334,7 @@ def test_a_rank_that_opens_no_iteration_is_named_at_the_deadline():
     )
 
     assert error.ranks == (1,)
-    assert "global rank 1 has not begun this loop" in str(error)
+    assert "global rank 1 did not begin this loop" in str(error)
 
 
 # What all should have read
@@ -473,7 +473,7 @@ def test_steps_in_messages_are_those_of_the_epoch():
     second.open(terms).announce()  # and then nothing
     (error,) = together(lambda: iterate(first.open(terms)))
     assert "to reach step 71 of" in str(error)
-    assert "global rank 1 has read up to step 71" in str(error)
+    assert "global rank 1 read up to step 71" in str(error)
 
 
 def test_a_single_rank_has_nobody_to_compare_with():

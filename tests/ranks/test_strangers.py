@@ -154,6 +154,27 @@ def test_few_strangers_are_kept():
     hub.close(("over", [], None))
 
 
+def test_hub_asks_the_store_a_few_times_whatever_the_ranks():
+    """A request takes Paddle's store 44 ms: one for each missing rank kept 64 ranks from meeting within a minute."""
+    store = Store()
+    hub = TcpNetwork(0, range(1000), "127.0.0.1", "test", store)
+    hub.connect()
+    num_before = store.num_requests
+    for _ in range(50):
+        hub.wake()
+        hub.receive(0)
+    assert store.num_requests - num_before <= 2
+    store.add("paddle_shard/ended/7", 1)
+    store.add("paddle_shard/ended", 1)
+    messages = []
+    deadline = time.monotonic() + HANG
+    while not messages and time.monotonic() < deadline:
+        messages = hub.receive(0.1)
+    assert messages[0][0] == "lost"
+    assert messages[0][2] == [7]
+    hub.close(("over", [], None))
+
+
 def test_network_compares_the_token_in_constant_time():
     source = Path(network.__file__).read_text()
 
