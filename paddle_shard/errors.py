@@ -7,7 +7,7 @@
     │   └── SplitError                   the data is already split, or is not split as declared
     ├── ArgumentTypeError (TypeError)    an argument has an unsupported type
     ├── CheckpointError (RuntimeError)   a checkpoint cannot be written or read; raised on all ranks
-    │   └── TakenOverError               the job was started anew while this process was held up
+    │   └── TakenOverError               a newer job has started while this process was held up
     ├── StateError (ValueError)          this run cannot resume from the saved state
     ├── BatchStructureError (ValueError) a batch does not fit the meshes, or cannot be split
     ├── DataReadError (RuntimeError)     reading, transforming or collating a sample failed
@@ -58,7 +58,7 @@ class CheckpointError(PaddleShardError, RuntimeError):
 
 
 class TakenOverError(CheckpointError):
-    """The job was started anew while this process was held up; it has saved nothing, and must end."""
+    """A newer job has started while this process was held up. This process has saved nothing and must end."""
 
 
 class BatchStructureError(PaddleShardError, ValueError):

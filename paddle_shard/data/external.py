@@ -336,7 +336,7 @@ class IterableSource(Stage):
         if self._is_used:
             raise ArgumentError(
                 f"this {type(self._iterable).__name__} has been read already, and can be read only once. Give the "
-                "function that makes it, without calling it, so that each epoch begins anew. (Describing the inputs "
+                "function that makes it, without calling it, so that each epoch begins again. (Describing the inputs "
                 "to dist.to_static begins to read it: load a state, or set the epoch, before.)"
             )
         self._is_used = True

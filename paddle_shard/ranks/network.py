@@ -225,7 +225,7 @@ class TcpNetwork:
 
     def _join(self) -> None:
         try:
-            # `get` would block for ever if the hub never comes; adding 0 reads the value and returns.
+            # `get` would block forever if the hub never comes; adding 0 reads the value and returns.
             while not self._store.add(f"{self._key} is set", 0):
                 self._check_open()
                 ended = ended_early(self._store, [self._hub])

@@ -194,7 +194,7 @@ def _report_end() -> None:
     if _is_child or any(made.fileno() >= 0 for made in list(_sockets)):
         return
     if dist.is_initialized() and num_ranks() > 1:
-        # The store may have gone before. If its process is stopped, Paddle's client would wait for it for ever.
+        # The store may have gone before. If its process is stopped, Paddle's client would wait for it forever.
         faulthandler.dump_traceback_later(_MAX_SECONDS, exit=True)
         with contextlib.suppress(Exception):
             store = rendezvous_of([0]).connect(num_ranks(), 1.0)

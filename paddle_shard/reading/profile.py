@@ -243,7 +243,7 @@ def _list_without_gc(values: Iterator[_Value]) -> list[_Value]:
     """Return what an iterator in C gives, while no other thread runs.
 
     Python 3.11 allocates when it looks at a frame, and may then collect. A finalizer that waits would let the thread
-    that is looked at return from the function of the frame, which is freed, or start a thread, which waits for ever.
+    that is looked at return from the function of the frame, which is freed, or start a thread, which waits forever.
     """
     if gc.isenabled():
         values = chain(iter(gc.disable, None), values, iter(gc.enable, None))

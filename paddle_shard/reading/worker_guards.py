@@ -38,7 +38,7 @@ def end_with_the_parent() -> None:
 
 
 def own_file_positions() -> None:
-    """Open anew, at the same position, each file that the parent has open for reading.
+    """Open again, at the same position, each file that the parent has open for reading.
 
     A forked child shares the positions: workers that seek and read, as in a zip that a data set holds open, would move
     each other's and read at the wrong place.

@@ -220,7 +220,7 @@ def _opened(
             stack.enter_context(source)
         if expected_size not in (None, size):
             raise ValueError(
-                "the file has changed since its footer was read, when the loader was made. Make the loader anew"
+                "the file has changed since its footer was read, when the loader was made. Make the loader again"
             )
         # In nanoseconds, pyarrow's default for the INT96 of Spark, only the years 1678 to 2261 have a number.
         settings = {"pre_buffer": is_remote(file), "coerce_int96_timestamp_unit": "us"}

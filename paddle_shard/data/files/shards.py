@@ -31,7 +31,7 @@ from paddle_shard.errors import ArgumentError, ShardReadError, described
 from paddle_shard.plan.seeding import derive_key
 from paddle_shard.plan.shuffle import Permutation
 
-RECOUNT = "count again (make the stream anew; for an index file: `paddle-shard index URL... -o index.json`)"
+RECOUNT = "count again (make the stream again; for an index file: `paddle-shard index URL... -o index.json`)"
 
 Segment = tuple[int, int, int | None]
 """(shard, first sample to read, sample to stop before; None: the shard's end)."""

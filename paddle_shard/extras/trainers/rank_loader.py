@@ -29,7 +29,7 @@ _IN_ORDER: dict[str, dict[str, Any]] = {
     "DistributedBatchSampler": {},
     "LastBatchPaddingSampler": {"tail": "fill"},
 }
-"""Samplers of these packages that cut the data in its order, or shuffled: their rows are split anew, none is lost."""
+"""Samplers of these packages that cut the data in its order, or shuffled: their rows are split again, none is lost."""
 _SECONDS = 120.0
 """Seconds for which a rank waits for the data ranks of the others."""
 _KEPT = (
