@@ -97,6 +97,7 @@ class Placing:
             key=key,
             names=map(getattr(setup.dataloader.dataset, "sample_name", str), ids),
             num_steps=setup.run.num_steps_or_none(self._start),
+            num_ranks=len(setup.ranks),
         )
 
     def _may_draw_for_one_rank(self) -> bool:

@@ -17,7 +17,8 @@ from paddle_shard.ranks.batch_check import compare_batches
 from paddle_shard.reading.batch import Batch
 
 _EXCHANGE_SECONDS = 1.0
-"""Seconds between two exchanges of what the ranks have waited for."""
+"""Seconds between two exchanges of what the ranks have waited for, with at most `_MANY_RANKS`; more with more ranks."""
+_MANY_RANKS = 64
 
 
 class StepMessages:
@@ -75,7 +76,9 @@ class StepMessages:
             self._is_asked_for_time = False
             message["time"] = self._setup.stats.summary()
         elif self._is_first_rank and time.perf_counter() > self._exchange_at:
-            self._exchange_at = time.perf_counter() + _EXCHANGE_SECONDS
+            num_ranks = len(self._setup.ranks)
+            seconds = _EXCHANGE_SECONDS * max(1.0, num_ranks / _MANY_RANKS)
+            self._exchange_at = time.perf_counter() + seconds
             message["ask"] = True
         recipe = batch.placed
         if recipe is not None:
@@ -120,8 +123,9 @@ class StepMessages:
         if not received and self._pad_to is None:  # most steps
             return batch
         by_kind: dict[str, dict[int, Any]] = {}
+        parsed = {text: json.loads(text) for text in {text for _, text in received}}
         for rank, text in received:
-            for kind, value in json.loads(text).items():
+            for kind, value in parsed[text].items():
                 by_kind.setdefault(kind, {})[rank] = value
         for kind, handler in self._handlers.items():
             if kind in by_kind:

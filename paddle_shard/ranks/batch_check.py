@@ -11,8 +11,8 @@ import numpy as np
 from paddle_shard.errors import DifferentDataError, PaddleShardError, SplitError
 from paddle_shard.ranks.reports import differences
 
-_MAX_ROWS = 256
-"""Most rows of which a rank sends the digests, so that an error can name a sample."""
+_MAX_ROWS = 4096
+"""Most rows of all ranks of which each rank sends the digests, so that an error can name a sample."""
 _SPLIT = (
     "the data is split already, by is_dataset_splitted=True or by the loader's sampler"
 )
@@ -109,6 +109,7 @@ def summary(
     key: str,
     names: Iterable[Any],
     num_steps: int | None,
+    num_ranks: int = 1,
 ) -> dict[str, Any]:
     """Return what `compare_batches` compares of a rank's batch: JSON-able, a few KB at most.
 
@@ -119,6 +120,7 @@ def summary(
         key: Ranks with the same key have read the same samples.
         names: Names of the samples, one for each row; empty if they have none.
         num_steps: Steps of this rank's epoch; None if not known.
+        num_ranks: Number of ranks that get the summary.
     """
     num_rows = next((len(array) for _, array in arrays if array.ndim), 0)
     fields = {}
@@ -133,7 +135,7 @@ def summary(
     names = [f"sample {name}" for name in names]
     if len(names) != num_rows:  # an item may be a whole batch
         names = [f"row {row}" for row in range(num_rows)]
-    if num_rows > _MAX_ROWS:
+    if num_rows * num_ranks > _MAX_ROWS:
         names = []
     lines = [
         f"{name}: {_digest(*digests)}"

@@ -52,7 +52,7 @@ _HOST_TIMEOUT = 60
 """Seconds without an answer of the other host's kernel after which the host counts as dead."""
 _LOOK = 0.5
 """Seconds between two looks of the hub at the store, for missing ranks that have ended."""
-_MANY = 64
+_MANY = 16
 """Connections; with more, the hub gathers messages before it applies them."""
 _GATHER = 1e-5
 """Seconds for which it does, for each connection."""
@@ -162,7 +162,9 @@ class TcpNetwork:
     def receive(self, seconds: float) -> list[Message]:
         """Wait for messages, or for `wake`."""
         messages: list[Message] = []
-        if len(self._links) > _MANY:  # a turn of the hub takes longer the more ranks there are
+        if (
+            len(self._links) > _MANY
+        ):  # a turn of the hub takes longer the more ranks there are
             time.sleep(_GATHER * len(self._links))
         unsent = [link for link in self._links if link.unsent]
         for link in unsent:

@@ -228,10 +228,10 @@ class Iteration:
             )
             self._unsent_digests = []
 
-    def _on_note(self, rank: int, step: int, note: str) -> None:
-        self._num_notes[rank] += 1
-        self._notes[step].append((rank, note))
-        if rank == self._member.rank:
+    def _on_note(self, ranks: list[int], step: int, note: str) -> None:
+        self._num_notes.update(ranks)
+        self._notes[step] += [(rank, note) for rank in ranks]
+        if self._member.rank in ranks:
             del self._unconfirmed[0]
             self._post()
 
@@ -410,8 +410,8 @@ class _Tally:
 
     def __init__(self) -> None:
         self.ranks: dict[int, RankProgress] = {}
-        self.notes: list[Message] = []
-        """Notes that are broadcast when all ranks have opened the iteration."""
+        self.notes: dict[tuple[int, str], list[int]] = defaultdict(list)
+        """(step, note) -> global ranks that have sent it; broadcast when all ranks have opened the iteration."""
         self.compared: dict[int, dict[int, Any]] = defaultdict(dict)
         """Step -> global rank -> digest, for the steps that were not compared yet; at -1, the labels."""
         self.released = (-1, False)
@@ -484,7 +484,7 @@ class Hub:
 
     def _on_note(self, rank: int, number: int, step: int, note: str) -> None:
         if number in self._tallies:
-            self._tallies[number].notes.append(["note", number, rank, step, note])
+            self._tallies[number].notes[step, note].append(rank)
 
     def _on_lost(self, *loss: Any) -> None:
         """Broadcast that some ranks are lost; nothing is decided after that."""
@@ -501,8 +501,10 @@ class Hub:
                 if self._table_place is not None:
                     self._outbox.append(["met", self._table_place])
                     self._table_place = None
-                self._outbox += tally.notes
-                tally.notes = []
+                # In the order of the steps, so that the notes of each rank stay in theirs.
+                for note, senders in sorted(tally.notes.items()):
+                    self._outbox.append(["note", number, senders, *note])
+                tally.notes.clear()
                 self._broadcast(number, tally)
 
     def _broadcast(self, number: int, tally: _Tally) -> None:

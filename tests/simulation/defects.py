@@ -51,7 +51,7 @@ def takes_one_end_for_all(ranks):
 
 def forgets_early_notes(self, rank, number, step, note):
     """A note that comes before all ranks have opened the pass is sent at once, to ranks that do not know the pass."""
-    self._outbox.append(["note", number, rank, step, note])
+    self._outbox.append(["note", number, [rank], step, note])
 
 
 def decides_with_whom_it_knows(self):

@@ -39,12 +39,13 @@ class Script:
 
 
 def note_of(rank, step, script):
-    """A rank's note on a step: on its first one and now and then."""
+    """A rank's note on a step: on its first one and now and then. At odd steps, ranks that have one have the same."""
     if script.noisy < 0 or (
         step and random.Random(f"{rank} {step} {script.noisy}").random() >= script.noisy
     ):
         return None
-    return f"rank {rank}, step {step}" * (1 + 3 * rank)
+    # The hub groups equal notes.
+    return f"step {step}" if step % 2 else f"rank {rank}, step {step}" * (1 + 3 * rank)
 
 
 def outcome(script, size):
