@@ -16,7 +16,7 @@ from typing import Any
 no_fork = threading.RLock()
 """Held by a thread that works with Paddle, creates a client of a store, or creates and registers a socket. Its
 holder must not fork: a thread that forks takes this lock first, and other locks after it."""
-LONGEST = 5.0
+MAX_WAIT = 5.0
 """Seconds for which a fork waits for other threads, which may be waiting for the forking one."""
 
 
@@ -37,7 +37,7 @@ def reader_lock() -> Any:
 @contextmanager
 def between_batches() -> Iterator[None]:
     """Fork inside the `with` block, with no thread in the middle of a batch, if all finish in time."""
-    deadline = time.monotonic() + LONGEST
+    deadline = time.monotonic() + MAX_WAIT
     held = [
         lock
         for lock in list(_reader_locks)

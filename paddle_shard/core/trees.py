@@ -44,7 +44,7 @@ def leaves(value: Any) -> Iterator[Any]:
         yield value
 
 
-def mapped(
+def map_leaves(
     value: Any,
     function: Callable[[Any, str], Any],
     path: str = "",
@@ -59,20 +59,20 @@ def mapped(
         is_leaf: Returns True for mappings and sequences to be treated as leaves.
 
     Examples:
-        >>> mapped({"a": [1, 2]}, lambda leaf, path: path)
+        >>> map_leaves({"a": [1, 2]}, lambda leaf, path: path)
         {'a': ["['a'][0]", "['a'][1]"]}
     """
     if type(value) in _PLAIN or (is_leaf is not None and is_leaf(value)):
         return function(value, path)
     if isinstance(value, Mapping):
         fields = {
-            key: mapped(child, function, f"{path}[{key!r}]", is_leaf)
+            key: map_leaves(child, function, f"{path}[{key!r}]", is_leaf)
             for key, child in value.items()
         }
         return rebuild(value, fields)
     if is_sequence(value):
         children = [
-            mapped(child, function, f"{path}[{number}]", is_leaf)
+            map_leaves(child, function, f"{path}[{number}]", is_leaf)
             for number, child in enumerate(value)
         ]
         return rebuild(value, children)
@@ -82,14 +82,14 @@ def mapped(
 def named_leaves(
     value: Any, path: str = "", is_leaf: Callable[[Any], bool] | None = None
 ) -> list[tuple[str, Any]]:
-    """Return (path, leaf) of each leaf, in order; see `mapped`.
+    """Return (path, leaf) of each leaf, in order; see `map_leaves`.
 
     Examples:
         >>> named_leaves({"a": [1, 2]})
         [("['a'][0]", 1), ("['a'][1]", 2)]
     """
     pairs: list[tuple[str, Any]] = []
-    mapped(value, lambda leaf, name: pairs.append((name, leaf)), path, is_leaf)
+    map_leaves(value, lambda leaf, name: pairs.append((name, leaf)), path, is_leaf)
     return pairs
 
 

@@ -42,7 +42,7 @@ _left_to_the_parent: list[Any] = []
 _log = logging.getLogger("paddle_shard")
 
 
-def connect() -> None:
+def connect_to_ray() -> None:
     """Connect this process to the Ray cluster of `RAY_ADDRESS`, or of its host, unless it is connected.
 
     Raises:
@@ -179,7 +179,7 @@ class RayPool(WorkerPool):
         if self._actors:
             return
         try:
-            connect()
+            connect_to_ray()
             import ray
             from ray import cloudpickle
 

@@ -246,7 +246,7 @@ def check_batches_alike(source: Source, plan: ShardPlan | None) -> None:
         )
 
 
-def describe(first_batch: Callable[[], Any]) -> Any:
+def describe_inputs(first_batch: Callable[[], Any]) -> Any:
     """Return one batch for `dist.to_static` to read shapes and placements from; the order does not move.
 
     Args:

@@ -21,7 +21,7 @@ from paddle_shard.loader.compat import asked_by_to_static
 from paddle_shard.loader.iteration import (
     ShardIterator,
     check_batches_alike,
-    describe,
+    describe_inputs,
 )
 from paddle_shard.loader.setup import LoaderSetup
 from paddle_shard.loader.step_pass import StepPass
@@ -197,7 +197,7 @@ class ShardDataloader(PaddleShardDataloader):
         if asked_by_to_static():
             check_batches_alike(self._shared.setup.source, self.plan)
             InlineExecutor.has_static_program = True
-            return describe(self._first_batch)
+            return describe_inputs(self._first_batch)
         if self._next_of is not None and self._next_of[0] < self._run.first_number:
             self._next_of[1].close()
             self._next_of = None

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from paddle_shard.reading.batch import Batch
-from paddle_shard.reading.profile import OTHER_RANKS, Profiler, describe
+from paddle_shard.reading.profile import OTHER_RANKS, Profiler, describe_waits
 
 DERIVED = ("starved", "imbalance", "samples_per_second")
 """Properties of `Counts` that `scalars` returns beside its fields."""
@@ -81,7 +81,7 @@ class Counts:
         return self.samples / total if total else 0.0
 
 
-Summary = tuple[float, float, float, Mapping[str, float]]
+WaitSummary = tuple[float, float, float, Mapping[str, float]]
 """(wait, step and hidden seconds of a mean step of the newest pass; what was waited for, by category)."""
 
 
@@ -113,7 +113,7 @@ class LoaderStats:
         self._who_reads = who_reads
         self.rank = rank
         self.profiler = Profiler()
-        self.of_ranks: dict[int, Summary] = {}
+        self.of_ranks: dict[int, WaitSummary] = {}
         """Global rank -> its summary, when the ranks last exchanged them."""
         self.most_uneven = 0.0
         """Largest share of padding or dropped data that was logged."""
@@ -136,7 +136,7 @@ class LoaderStats:
             if not self._open:
                 self.profiler.stop()
 
-    def summary(self) -> Summary:
+    def summary(self) -> WaitSummary:
         """Return what the newest pass of this rank waited for."""
         counts, steps = self.epoch, max(1, self.epoch.batches)
         seconds = (
@@ -150,7 +150,7 @@ class LoaderStats:
         summaries = self.of_ranks | {self.rank: self.summary()}
         # The rank that waits longest for something of its own holds the others up.
         slowest = max(summaries, key=lambda rank: _own_wait(summaries[rank]))
-        return describe(*summaries[slowest], slowest) or "No step waits for data."
+        return describe_waits(*summaries[slowest], slowest) or "No step waits for data."
 
     @property
     def who_reads(self) -> str:
@@ -176,7 +176,7 @@ class LoaderStats:
         return "\n".join(lines).rstrip()
 
 
-def _own_wait(summary: Summary) -> float:
+def _own_wait(summary: WaitSummary) -> float:
     wait, _, hidden, counts = summary
     total = sum(counts.values())
     return (wait - hidden) * (

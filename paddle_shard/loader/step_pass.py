@@ -14,7 +14,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from paddle_shard.core.forks import no_fork
-from paddle_shard.core.trees import mapped
+from paddle_shard.core.trees import map_leaves
 from paddle_shard.errors import (
     ArgumentError,
     DataReadError,
@@ -269,7 +269,7 @@ class StepPass:
         value = batch.value
         if self._messages is not None:
             value = self._messages.finish_alone(copy(batch))
-        return mapped(value, lambda leaf, _: leaf)  # Paddle changes the containers
+        return map_leaves(value, lambda leaf, _: leaf)  # Paddle changes the containers
 
     def close(self) -> None:
         """End the workers and threads, and leave the agreement; safe to call again."""

@@ -10,7 +10,7 @@ import numpy as np
 import paddle
 
 from paddle_shard.core.checks import holds
-from paddle_shard.core.trees import mapped
+from paddle_shard.core.trees import map_leaves
 from paddle_shard.errors import ArgumentError, BatchStructureError
 from paddle_shard.placement.field import FieldLayout
 
@@ -142,7 +142,7 @@ def finished(batch: Any, row_shapes: Mapping[int, Mapping[str, Row]]) -> Any:
         path = leaf.path
         return leaf.placed({rank: rows[path] for rank, rows in row_shapes.items()})
 
-    return mapped(batch, place)
+    return map_leaves(batch, place)
 
 
 def padded(tensor: Any, row: Sequence[int], fill: float) -> Any:

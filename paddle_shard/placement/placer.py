@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from paddle_shard.core.trees import is_sequence, mapped, named_leaves, rebuild
+from paddle_shard.core.trees import is_sequence, map_leaves, named_leaves, rebuild
 from paddle_shard.core.warn_once import warn_once
 from paddle_shard.errors import BatchStructureError
 from paddle_shard.placement.field import FieldLayout, field_layout
@@ -114,7 +114,7 @@ class BatchPlacer:
         self._warn_about_keys(batch)
         leaves = list(self._laid_out_leaves(fields))
         numbers = count()
-        numbered = mapped(fields, lambda *_: next(numbers), "", is_row_like)
+        numbered = map_leaves(fields, lambda *_: next(numbers), "", is_row_like)
         if isinstance(batch, Mapping):
             template = rebuild(batch, numbered)
         else:

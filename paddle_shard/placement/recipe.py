@@ -15,7 +15,7 @@ import numpy as np
 import paddle
 
 from paddle_shard.core.collate import Texts
-from paddle_shard.core.trees import mapped
+from paddle_shard.core.trees import map_leaves
 from paddle_shard.errors import BatchStructureError
 from paddle_shard.placement.field import FieldLayout, from_local
 from paddle_shard.placement.lengths import PadTo, Row, Unplaced, check_fill
@@ -79,7 +79,7 @@ class BatchRecipe:
         _apply(self.places, parts)
         if self.template is None:
             return parts
-        return mapped(self.template, lambda number, _: parts[number])
+        return map_leaves(self.template, lambda number, _: parts[number])
 
 
 def _apply(functions: Sequence[tuple[int, Function]], parts: list[Any]) -> None:

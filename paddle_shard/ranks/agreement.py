@@ -13,7 +13,7 @@ from paddle_shard.ranks.network import TcpNetwork
 from paddle_shard.ranks.protocol import HEARTBEAT, Iteration, Member, Message
 from paddle_shard.ranks.reports import AgreementConfig, log
 
-GRACE = 10.0
+EXIT_SECONDS = 10.0
 """Seconds that a training thread has to learn that a rank is lost, before its process is ended."""
 _MIN_PAUSE, _MAX_PAUSE = 1e-4, 5e-3
 """Seconds between two looks at the table of a training thread that waits: half of what it has waited."""
@@ -137,7 +137,7 @@ class Coordinator:
             member: The member of this rank.
             network: Its connections; not connected yet.
             end_process: Called if a rank is lost, an iteration has `exit_when_lost`, and its training thread has not
-                learned of the loss within `GRACE` seconds: it may be stuck in a collective.
+                learned of the loss within `EXIT_SECONDS` seconds: it may be stuck in a collective.
         """
         self.changed = threading.Condition()
         """Guards the member, and is notified when it may have changed."""
@@ -225,7 +225,11 @@ class Coordinator:
             exits = any(open_terms.exit_when_lost for open_terms in terms)
             if terms and self.member.rank not in ranks:
                 if exits:
-                    text += f" This process ends in {GRACE:g} s (on_lost='exit')."
+                    text += (
+                        f" This process ends in {EXIT_SECONDS:g} s (on_lost='exit')."
+                    )
                 log.error(f"global rank {self.member.rank}: {text}")
-            if exits and not self.changed.wait_for(lambda: self.has_learned, GRACE):
+            if exits and not self.changed.wait_for(
+                lambda: self.has_learned, EXIT_SECONDS
+            ):
                 self._end_process()

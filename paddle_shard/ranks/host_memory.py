@@ -9,12 +9,12 @@ import secrets
 from collections.abc import Sequence
 
 from paddle_shard.ranks.progress import MAX_ITERATIONS, ProgressTable
-from paddle_shard.reading.channel import Slots, mapped
+from paddle_shard.reading.channel import Slots, map_file
 
 _PLACE = re.compile(r"^(/proc/\d+/fd/\d+) (\w+)$")
 """Matches (file of a process, token); no other file is opened."""
 _TOKEN_SIZE = 16
-"""Bytes at the beginning of the memory by which a rank knows that it has mapped that of its group."""
+"""Bytes at the beginning of the memory by which a rank knows that it has map_file that of its group."""
 
 
 class HostTable(ProgressTable):
@@ -40,7 +40,7 @@ class HostTable(ProgressTable):
         """Map the memory at a place, unless it is that of another host or container."""
         with contextlib.suppress(OSError, ValueError):
             [(path, token)] = _PLACE.findall(place)
-            memory = mapped(os.open(path, os.O_RDWR), self._size)
+            memory = map_file(os.open(path, os.O_RDWR), self._size)
             if memory is not None and memory[:_TOKEN_SIZE].hex() == token:
                 shape = MAX_ITERATIONS, len(self._ranks)
                 self._words = memory[_TOKEN_SIZE:].cast("Q", shape)

@@ -62,7 +62,7 @@ NOTICE = 5.0
 """Seconds for which a training thread waits for other ranks before it logs that, once per iteration."""
 HEARTBEAT = 1.0
 """Seconds after which a rank reports what it has announced, though the others see it on the table."""
-GRACE = 2.0
+ANSWER_SECONDS = 2.0
 """Seconds that the hub has to answer, before it is taken for lost."""
 
 
@@ -264,7 +264,7 @@ class Iteration:
         # What another rank reads has the same timeout: it has a moment to report an error that says more.
         limit = terms.timeout + HEARTBEAT
         loss = member.loss
-        if loss is None and waited >= limit + GRACE:
+        if loss is None and waited >= limit + ANSWER_SECONDS:
             what = f"did not respond for {terms.timeout:g} s"
             loss = loss_of([member.hub_rank], what, terms.timeout)
         if loss is not None:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import paddle.distributed as dist
 from paddle.framework import core
 
-from paddle_shard.core.forks import LONGEST, no_fork
+from paddle_shard.core.forks import MAX_WAIT, no_fork
 from paddle_shard.core.warn_once import warn_once
 from paddle_shard.errors import ArgumentError, PeerLostError
 from paddle_shard.ranks.reports import Loss, loss_of
@@ -65,7 +65,7 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 def connect_to(host: str, port: int) -> socket.socket:
     """Return a connection that a forked child closes."""
-    return registered(lambda: socket.create_connection((host, port), LONGEST))
+    return registered(lambda: socket.create_connection((host, port), MAX_WAIT))
 
 
 def num_ranks() -> int:

@@ -116,7 +116,7 @@ class Channel:
             kind, num_pieces, start, size = HEAD.unpack_from(self._small)
             if kind == MEMORY:
                 self._theirs = (
-                    mapped(_FILE.unpack(files[0][2])[0], size) if files else None
+                    map_file(_FILE.unpack(files[0][2])[0], size) if files else None
                 )
                 continue
             # Another thread may close this end.
@@ -191,7 +191,7 @@ def framed(
     return frame
 
 
-def mapped(file: int, size: int) -> memoryview | None:
+def map_file(file: int, size: int) -> memoryview | None:
     """Map a file in memory and close it; None if no addresses are left."""
     try:
         return memoryview(mmap.mmap(file, size))

@@ -196,7 +196,7 @@ class Profiler:
                 counts[name] /= 2
 
 
-def describe(
+def describe_waits(
     wait_seconds: float,
     step_seconds: float,
     hidden_seconds: float,
@@ -213,7 +213,7 @@ def describe(
         rank: Global rank that waits.
 
     Examples:
-        >>> describe(0.0041, 0.0067, 0.0, {"Digits.__getitem__": 81, "collating": 19}, 3)
+        >>> describe_waits(0.0041, 0.0067, 0.0, {"Digits.__getitem__": 81, "collating": 19}, 3)
         'Rank 3 waits 38% of a step (4.1 ms of 10.8 ms) for data: 81% in Digits.__getitem__, 19% collating.'
     """
     whole = wait_seconds + step_seconds

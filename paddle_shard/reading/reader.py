@@ -21,7 +21,7 @@ from paddle_shard.core.collate import (
     stack,
 )
 from paddle_shard.core.randomness import Generator
-from paddle_shard.core.trees import leaves, mapped, named_leaves
+from paddle_shard.core.trees import leaves, map_leaves, named_leaves
 from paddle_shard.core.warn_once import warn_once
 from paddle_shard.data.arrays import ArrayDataset
 from paddle_shard.data.sample_rng import SampleRng
@@ -379,7 +379,7 @@ def _zeros_like(sample: Any) -> Any:
             return np.zeros_like(leaf)
         return paddle.zeros_like(leaf) if isinstance(leaf, paddle.Tensor) else leaf
 
-    return mapped(sample, zeros)
+    return map_leaves(sample, zeros)
 
 
 def _itself(index: Any) -> Any:

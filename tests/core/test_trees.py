@@ -3,7 +3,7 @@ from collections import OrderedDict, UserDict, defaultdict, namedtuple
 import numpy as np
 import pytest
 
-from paddle_shard.core.trees import leaves, mapped
+from paddle_shard.core.trees import leaves, map_leaves
 
 Pair = namedtuple("Pair", ["a", "b"])
 
@@ -27,7 +27,7 @@ def test_leaves_come_in_order_and_texts_and_arrays_are_some():
 
 def test_what_is_mapped_keeps_its_containers_and_says_where_each_leaf_is():
     given = nested()
-    found = mapped(given, lambda leaf, path: [leaf])
+    found = map_leaves(given, lambda leaf, path: [leaf])
     assert found["a"] == [[b"raw"], [None]]
     assert type(found["b"]) is Pair
     assert type(found["b"].a) is defaultdict
@@ -36,7 +36,7 @@ def test_what_is_mapped_keeps_its_containers_and_says_where_each_leaf_is():
     assert type(found["b"].b) is OrderedDict
     assert found["c"] == []
     assert given["b"].a["x"] == [1, "text"], "what is given is not changed"
-    assert list(leaves(mapped(given, lambda leaf, path: path, "batch"))) == [
+    assert list(leaves(map_leaves(given, lambda leaf, path: path, "batch"))) == [
         *(
             "batch['a'][0]",
             "batch['a'][1]",
@@ -50,11 +50,11 @@ def test_what_is_mapped_keeps_its_containers_and_says_where_each_leaf_is():
 @pytest.mark.parametrize("value", ["text", b"raw", 3, None, np.arange(3)])
 def test_a_leaf_alone_is_mapped_too(value):
     assert list(leaves(value)) == [value] or isinstance(value, np.ndarray)
-    assert mapped(value, lambda leaf, path: "seen" + path) == "seen"
+    assert map_leaves(value, lambda leaf, path: "seen" + path) == "seen"
 
 
 def test_some_containers_may_be_leaves():
-    found = mapped(
+    found = map_leaves(
         [["a", "b"], [1]],
         lambda leaf, path: (leaf, path),
         "",

@@ -10,7 +10,7 @@ import paddle.distributed as dist
 import pytest
 
 import paddle_shard
-from paddle_shard.core.trees import mapped
+from paddle_shard.core.trees import map_leaves
 from paddle_shard.data.stream import stage_of
 from paddle_shard.errors import StateError
 from tests.data.source_laws import FILE_KINDS, files
@@ -131,7 +131,7 @@ def without_its_path(sample):
 
 
 def values(batch):
-    return mapped(
+    return map_leaves(
         batch, lambda leaf, _: local(leaf) if isinstance(leaf, paddle.Tensor) else leaf
     )
 

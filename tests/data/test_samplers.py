@@ -348,9 +348,9 @@ def test_neither_len_nor_describing_moves_a_sampler():
     assert len(asked) == 4
     pairs = Made(lambda i: (np.array(i), np.array(i)))
     described = sharded(DataLoader(pairs, batch_sampler=OwnRandom(16, 4)))
-    from paddle_shard.loader.iteration import describe
+    from paddle_shard.loader.iteration import describe_inputs
 
-    describe(described._first_batch)
+    describe_inputs(described._first_batch)
 
     assert locals_of(asked) == expected
     assert [local(x) for x, _ in described] == expected

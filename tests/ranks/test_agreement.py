@@ -162,7 +162,7 @@ def test_reading_ahead_is_spread_over_the_steps():
 def test_a_rank_stuck_elsewhere_when_another_is_lost_is_ended_if_that_is_wanted(
     monkeypatch, caplog
 ):
-    monkeypatch.setattr("paddle_shard.ranks.agreement.GRACE", 0.2)
+    monkeypatch.setattr("paddle_shard.ranks.agreement.EXIT_SECONDS", 0.2)
     for exits, stuck in ((True, True), (True, False), (False, True)):
         ended = [threading.Event(), threading.Event()]
         one, two = pair(end_process=lambda rank, ended=ended: ended[rank].set())

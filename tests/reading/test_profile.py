@@ -13,7 +13,7 @@ from paddle.io import BatchSampler, DataLoader, Dataset
 from paddle_shard import Stream
 from paddle_shard.loader.step_pass import StepPass
 from paddle_shard.reading import profile
-from paddle_shard.reading.profile import READING_AHEAD, WORKER, Profiler, describe
+from paddle_shard.reading.profile import READING_AHEAD, WORKER, Profiler, describe_waits
 from tests.data.http_server import serving
 from tests.deadlines import HANG
 from tests.helpers import ONE, sharded
@@ -103,7 +103,7 @@ def named(code_name):
     """The name of a function as this version of Python tells it."""
     return (
         code_name
-        if hasattr(describe.__code__, "co_qualname")
+        if hasattr(describe_waits.__code__, "co_qualname")
         else code_name.rpartition(".")[2]
     )
 
@@ -413,13 +413,13 @@ def test_category_is_of_the_user_or_the_innermost_of_ours(functions, category):
 
 
 def test_describe_says_nothing_of_a_small_wait():
-    assert describe(0.0004, 0.01, 0.0, {"reading": 10}, 0) == ""
-    assert describe(0.0, 0.0, 0.0, {}, 0) == ""
+    assert describe_waits(0.0004, 0.01, 0.0, {"reading": 10}, 0) == ""
+    assert describe_waits(0.0, 0.0, 0.0, {}, 0) == ""
 
 
 def test_describe_does_not_count_what_the_device_hides():
-    assert describe(0.008, 0.002, 0.0078, {"reading": 10}, 0) == ""
-    text = describe(0.008, 0.002, 0.004, {"reading": 10}, 0)
+    assert describe_waits(0.008, 0.002, 0.0078, {"reading": 10}, 0) == ""
+    text = describe_waits(0.008, 0.002, 0.004, {"reading": 10}, 0)
     assert (
         text
         == "Rank 0 waits 40% of a step (4.0 ms of 10.0 ms) for data: 100% reading. The device hides another 4.0 ms."
@@ -428,10 +428,10 @@ def test_describe_does_not_count_what_the_device_hides():
 
 def test_describe_names_the_largest_causes():
     counts = {"Digits.__getitem__": 81, "collating": 12, "reading": 4, "placing": 3}
-    assert describe(0.0041, 0.0067, 0.0, counts, 3) == (
+    assert describe_waits(0.0041, 0.0067, 0.0, counts, 3) == (
         "Rank 3 waits 38% of a step (4.1 ms of 10.8 ms) for data: 81% in Digits.__getitem__, 12% collating."
     )
-    assert describe(0.0041, 0.0067, 0.0, {}, 3).endswith("for data.")
+    assert describe_waits(0.0041, 0.0067, 0.0, {}, 3).endswith("for data.")
 
 
 def test_profiler_names_the_function_in_which_a_thread_idles():

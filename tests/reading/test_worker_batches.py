@@ -16,7 +16,7 @@ import pytest
 from paddle.framework import core
 from paddle.io import DataLoader
 
-from paddle_shard.core.trees import leaves, mapped
+from paddle_shard.core.trees import leaves, map_leaves
 from paddle_shard.data.arrays import ArrayDataset
 from paddle_shard.errors import DataReadError
 from paddle_shard.placement.local_tensor import TensorMaker
@@ -84,7 +84,7 @@ class Batches:
         made = iter(
             self._maker(found, batch.owned and len(set(map(id, found))) == len(found))()
         )
-        return mapped(
+        return map_leaves(
             batch.value, lambda leaf, _: next(made) if becomes_tensor(leaf) else leaf
         )
 
@@ -497,7 +497,7 @@ import paddle.distributed as dist
 from paddle.io import DataLoader
 import paddle_shard
 from paddle_shard.data.arrays import ArrayDataset
-from paddle_shard.core.trees import leaves, mapped
+from paddle_shard.core.trees import leaves, map_leaves
 
 if __name__ == "__main__":
     multiprocessing.set_start_method("{method}")

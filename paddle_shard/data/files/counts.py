@@ -39,7 +39,7 @@ DAMAGE = (AttributeError, KeyError, TypeError, ValueError)
 
 Placed = Iterator[tuple[int, Any]]
 """Samples, each with the byte where it begins. An exception replaces one that cannot be read, if the next one can."""
-Samples = Callable[[BinaryIO, str, int], Placed]
+ReadSamples = Callable[[BinaryIO, str, int], Placed]
 """Called with (open file, its name, a byte where a sample begins, at which the file stands)."""
 
 
@@ -48,9 +48,9 @@ class Format(NamedTuple):
 
     kind: str
     """Name of what is counted in the files; kept counts belong to it."""
-    samples: Samples
+    samples: ReadSamples
     """Yields the samples of a file."""
-    starts: Samples
+    starts: ReadSamples
     """Finds where samples begin, which may be cheaper than reading them."""
     needs_begin: bool = False
     """True if the beginning of a file says how its samples are read."""
@@ -96,7 +96,9 @@ class ShardEntry:
         return parsed
 
 
-def count_file(name: str, samples: Samples, cache_dir: str | None = None) -> ShardEntry:
+def count_file(
+    name: str, samples: ReadSamples, cache_dir: str | None = None
+) -> ShardEntry:
     """Count the samples of a file.
 
     Args:
@@ -181,7 +183,7 @@ def _version(name: str) -> tuple[str, int, int, int]:
 
 
 def _count_each(
-    names: Sequence[str], samples: Samples, cache_dir: str | None
+    names: Sequence[str], samples: ReadSamples, cache_dir: str | None
 ) -> dict[str, ShardEntry]:
     entries = {}
     for name in names:
@@ -203,7 +205,7 @@ def _folder() -> Path:
 class FileReader:
     """Reads files of a format, from a sample on."""
 
-    samples: Samples
+    samples: ReadSamples
     """The format."""
     entries: Mapping[str, ShardEntry] | None
     """The index entry of each file, by name; None: files are not counted."""

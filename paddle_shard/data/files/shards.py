@@ -33,7 +33,7 @@ from paddle_shard.plan.shuffle import Permutation
 
 RECOUNT = "count again (make the stream again; for an index file: `paddle-shard index URL... -o index.json`)"
 
-Segment = tuple[int, int, int | None]
+ShardRange = tuple[int, int, int | None]
 """(shard, first sample to read, sample to stop before; None: the shard's end)."""
 
 
@@ -178,11 +178,11 @@ class ShardSource(PartsSource):
     def _cut(self, part: int, num_parts: int) -> tuple[int, int]:
         return self._total * part // num_parts, self._total * (part + 1) // num_parts
 
-    def _assigned(self, opening: Opening, part: int) -> Iterator[Segment]:
+    def _assigned(self, opening: Opening, part: int) -> Iterator[ShardRange]:
         for shard in self._order(opening)[part :: opening.num_parts].tolist():
             yield shard, 0, None
 
-    def _cut_out(self, opening: Opening, part: int, skip: int) -> Iterator[Segment]:
+    def _cut_out(self, opening: Opening, part: int, skip: int) -> Iterator[ShardRange]:
         """Yield the pieces of the ordered shards that lie in a part, after its first `skip` samples."""
         assert self._counts is not None
         start, stop = self._cut(part, opening.num_parts)
@@ -199,7 +199,7 @@ class ShardSource(PartsSource):
             yield int(order[place]), first, int(stops[place]) - begin
 
     def _pieces(
-        self, segments: Iterator[Segment], opening: Opening
+        self, segments: Iterator[ShardRange], opening: Opening
     ) -> Iterator[Samples]:
         """Yield the samples of each piece; while one is read, the shards of the next two are opened."""
         limit = LIMIT // len(opening.parts)
@@ -211,7 +211,7 @@ class ShardSource(PartsSource):
             segment, ahead = begun.popleft()
             yield self._piece(segment, opening, ahead)
 
-    def _ahead(self, segment: Segment, limit: int) -> Any:
+    def _ahead(self, segment: ShardRange, limit: int) -> Any:
         """Begin to open a shard, if what reads it can do so."""
         begin = getattr(self._read, "ahead", None)
         if begin is None or limit < LEAST:
@@ -219,7 +219,7 @@ class ShardSource(PartsSource):
         shard, first, _ = segment
         return begin(self._names[shard], first, limit)
 
-    def _piece(self, segment: Segment, opening: Opening, ahead: Any) -> Samples:
+    def _piece(self, segment: ShardRange, opening: Opening, ahead: Any) -> Samples:
         """Read a piece of a shard, which may be open."""
         shard, begin, end = segment
         name = self._names[shard]

@@ -25,7 +25,7 @@ _WITH_STATES = ("checkpoint", "end", "certificate")
 
 
 @dataclass(frozen=True)
-class Job:
+class RecordedJob:
     """One start of the ranks, as its first line describes it."""
 
     number: int
@@ -89,7 +89,7 @@ class Job:
 class Delivery:
     """Positions of one epoch that one iterator of a job delivered."""
 
-    job: Job
+    job: RecordedJob
     start: LoaderState
     steps: int
     """Step of the epoch after the last one that was delivered."""
@@ -128,7 +128,7 @@ class Delivery:
 class Timeline:
     """The run in a record."""
 
-    last_job: Job
+    last_job: RecordedJob
     began_at: LoaderState | None
     """The position from which its first job resumed, if no line shows how it was reached; None: it started fresh."""
     deliveries: list[Delivery] = field(default_factory=list)
@@ -185,7 +185,7 @@ class Timeline:
 class _Segment:
     """Lines of a job, from a load on."""
 
-    job: Job
+    job: RecordedJob
     lines: list[dict[str, Any]] = field(default_factory=list)
     parent: _Segment | None = None
     """The segment that it continues; None if no line shows it."""
@@ -273,7 +273,7 @@ def _segments(lines: Sequence[dict[str, Any]]) -> list[_Segment]:
     current: dict[str, _Segment] = {}
     for line in lines:
         if line["line"] == "begin":
-            current[line["digest"]] = _Segment(job=Job(len(current) + 1, line))
+            current[line["digest"]] = _Segment(job=RecordedJob(len(current) + 1, line))
             segments.append(current[line["digest"]])
         elif line["job"] in current:  # else its first line is gone
             segment = current[line["job"]]

@@ -153,7 +153,9 @@ def test_an_address_that_is_none_is_named_without_a_traceback(launch):
 
 
 def test_a_loader_names_an_address_that_is_none(launch):
-    code = "from paddle_shard.extras.ray_readers import connect; connect()"
+    code = (
+        "from paddle_shard.extras.ray_readers import connect_to_ray; connect_to_ray()"
+    )
     run = subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, "RAY_ADDRESS": "nonsense"},
