@@ -1,1 +1,1 @@
-"""What the user gives: a DataLoader or a Stream, and the order that it defines."""
+"""Data of the user: a DataLoader or a Stream, and the order that it defines."""

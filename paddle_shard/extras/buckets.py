@@ -109,7 +109,7 @@ class BucketBatchSampler:
             "seed": seed,
             "drop_last": drop_last,
         }
-        """What the order depends on, besides the epoch and the lengths."""
+        """The settings on which the order depends, besides the epoch and the lengths."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BucketBatchSampler:
         """Return a copy with a position of its own; the lengths, which never change, are shared."""

@@ -24,7 +24,7 @@ class Part(NamedTuple):
     """Index of its first element, for each dim."""
     shape: list[int]
     is_first: bool
-    """Whether this rank is the first of those that hold it."""
+    """True if this rank is the first of those that hold it."""
 
 
 class SavedPart(NamedTuple):
@@ -106,7 +106,7 @@ def fill(targets: Mapping[str, Any], saved_parts: Iterable[SavedPart]) -> None:
         part = parts.get(path)
         if part is None:
             continue
-        # Where they overlap, in the indices of the whole tensor.
+        # Their overlap, in indices of the whole tensor.
         low = np.maximum(start, part.start)
         high = np.minimum(np.add(start, shape), np.add(part.start, part.shape))
         if (low < high).all():

@@ -60,7 +60,7 @@ def begin(setup: LoaderSetup, start: LoaderState) -> StepPass:
             steps.number,
             on_training_thread=setup.source.batches.on_training_thread,
         )
-        if setup.reading.num_workers:  # they read before the first batch is asked for
+        if setup.reading.num_workers:  # they read before the first batch is requested
             feed.fill(0, in_thread=False)
         has_messages = not setup.is_alone or setup.placer.pad_to is not None
         return StepPass(

@@ -53,7 +53,7 @@ class ShardIterator:
         """Begin to read.
 
         Args:
-            setup: Of the loader whose epoch it is.
+            setup: Setup of the loader.
             loader: Its `repr`.
             peeked: The steps from the present position, if their first batch was looked at.
         """

@@ -299,7 +299,7 @@ class ShardDataloader(PaddleShardDataloader):
     ) -> Where | list[Where] | None:
         """Return where a sample is delivered; see `ShardPlan.where`.
 
-        Of a `Mixture`, a sample may be delivered several times in an epoch, or not at all: it is a list then.
+        For a `Mixture`, a sample may be delivered several times in an epoch, or not at all: it is a list then.
 
         Args:
             sample: Index of the sample in the data set; of a `Mixture`, (name of the source, index in it).

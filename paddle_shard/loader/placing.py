@@ -35,7 +35,7 @@ class Placing:
         """Initialize.
 
         Args:
-            setup: Of the loader.
+            setup: Setup of the loader.
             start: Where the iterator begins.
         """
         self._setup = setup
@@ -124,7 +124,7 @@ class StreamPlacing:
         """Initialize.
 
         Args:
-            setup: Of the loader.
+            setup: Setup of the loader.
             start: Where the iterator begins.
             num_steps: Steps that are left; None: not known.
             place: Places a batch.

@@ -55,7 +55,7 @@ class LoaderSetup:
     """Settings that must be the same on all ranks."""
     verify: Literal["first"] | int | None
     compared_ranks: Mapping[int, int] | None
-    """Of the ranks that compare what they have read, by global rank: the data rank, if the data is split already; else
+    """Global rank -> data rank, for ranks that compare what they have read, if the data is split already; else
     empty. None: they do not compare it."""
     replicas: Replicas
     """How reading is shared with other ranks."""
@@ -92,7 +92,7 @@ def make_reading(
     Args:
         dataloader: Its data set, `collate_fn` and workers are used.
         source: The order.
-        seed: Of the random numbers of samples.
+        seed: Seed of the random numbers of samples.
         skip_errors: True if a sample that cannot be read becomes an invalid row.
         data_rank: The data rank whose random numbers differ from those of others; None: all draw alike.
         pad_to: What rows are padded to.
@@ -183,7 +183,7 @@ def ranks_of(layouts: Sequence[FieldLayout]) -> tuple[int, ...]:
     """Return the global ranks of all meshes, ascending.
 
     Raises:
-        ArgumentError: The job does not have these ranks; nobody would read their rows.
+        ArgumentError: The job does not have these ranks; no process would read their rows.
     """
     ranks = tuple(
         sorted({rank for layout in layouts for rank in layout.layout.process_ids})
@@ -236,7 +236,7 @@ def replicas_of(
     Args:
         replicas: "each": no ranks share a reader. "leader": the first of them reads.
         source: What is read.
-        layouts: Of all fields.
+        layouts: Layouts of all fields.
         ranks: Global ranks that agree on the steps.
 
     Raises:

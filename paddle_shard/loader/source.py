@@ -53,10 +53,10 @@ def read_source(
 
     Args:
         dataloader: The user's DataLoader.
-        layouts: Of all fields.
+        layouts: Layouts of all fields.
         is_split: True if the user says that the loader of each data rank has rows of its own.
         shuffle: See `shard_dataloader`, as for the arguments below.
-        seed: Of the order.
+        seed: Seed of the order.
         tail: The name of the remainder policy.
         batch_size: The schedule of sizes.
         balance: The cost of each sample.
@@ -270,7 +270,7 @@ def _user_batches(
     Args:
         dataset: The data set.
         sampler: The batch sampler.
-        seed: Of the random numbers that it draws.
+        seed: Seed of the random numbers that it draws.
         tail: The remainder policy.
         num_data_ranks: Data ranks over which its batches are split.
         accumulation: Micro-batches of a batch.
@@ -284,7 +284,7 @@ def _user_batches(
     if nominal is not None:
         check_batch_size(nominal, num_data_ranks, accumulation)
         if consecutive and length_or_none(sampler.sampler) is not None:
-            # It yields single indices: its length tells the number of batches, and whether the last is short.
+            # It yields single indices: its length gives the number of batches, and whether the last is short.
             num_steps = _plan(
                 sampler.sampler,
                 tail=tail,

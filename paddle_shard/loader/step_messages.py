@@ -40,7 +40,7 @@ class StepMessages:
         """Initialize.
 
         Args:
-            setup: Of the loader. With `pad_to`, the batches are not placed yet.
+            setup: Setup of the loader. With `pad_to`, the batches are not placed yet.
         """
         self._setup = setup
         self._pad_to = setup.placer.pad_to

@@ -128,10 +128,10 @@ def read_stream(
 
     Args:
         dataloader: The user's, or one made for the stream.
-        layouts: Of all fields.
+        layouts: Layouts of all fields.
         row_layout: Layout of the field whose rows this rank reads.
         is_split: True if each data rank has a stream of its own.
-        seed: Of the order.
+        seed: Seed of the order.
         tail: The name of the remainder policy.
         num_batches: Steps of an epoch; None: until the stream ends.
         has_local_items: True if some items stay local tensors (`dense_tensor_idx`).

@@ -1,1 +1,1 @@
-"""How the batch that a rank has read becomes distributed tensors, each on its mesh with its placements."""
+"""Distributed tensors from the batch that a rank has read, each on its mesh with its placements."""

@@ -20,7 +20,7 @@ Row = Sequence[Any]
 
 
 class Pad(NamedTuple):
-    """How the rows of a field are padded."""
+    """Padding of the rows of a field."""
 
     path: str
     """The field's path, such as "['input_ids']"; "[0]" also of a batch that is a bare tensor."""
@@ -39,7 +39,7 @@ class Unplaced:
     layout: FieldLayout
     path: str
     pad: Pad | None
-    """How its rows are padded; None: they must have the same length."""
+    """Padding of its rows; None: they must have the same length."""
 
     def placed(self, rows: Mapping[int, Row]) -> Any:
         """Return the distributed tensor, given the row of every rank.

@@ -31,7 +31,7 @@ class TensorMaker:
         # From other memory a GPU's copy is not asynchronous.
         self._pins = isinstance(place, core.CUDAPlace)
         self._host: Any = core.CUDAPinnedPlace() if self._pins else core.CPUPlace()
-        """Where arrays are put first."""
+        """Place where arrays are put first."""
 
     def __call__(self, leaves: Sequence[Any], owned: bool) -> Callable[[], list[Any]]:
         """Begin to make tensors of leaves, and return a function that makes the rest of them: that of the device.

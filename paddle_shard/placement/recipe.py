@@ -35,7 +35,7 @@ Function = Callable[[Any], Any]
 
 @dataclass(slots=True, kw_only=True)
 class BatchRecipe:
-    """How batches of one form are placed. The leaves that are delivered are numbered in their order."""
+    """Placement of the batches of one form. The leaves that are delivered are numbered in their order."""
 
     rows: BatchRows
     is_host: bool

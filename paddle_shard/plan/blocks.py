@@ -124,7 +124,7 @@ class BlockOrder(Order):
 
     A position belongs to a place. Places number the samples of the blocks end to end, in the random order of the
     blocks, and are cut into parts. The place of a position is mixed with the others of its window and part. The
-    mixed place tells the block, and the sample in it.
+    mixed place determines the block, and the sample in it.
 
     The setup time does not depend on n. At most 2 P tables of 8192 numbers are kept, for any size of a window:
     8 MB for 64 parts.

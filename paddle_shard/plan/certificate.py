@@ -42,7 +42,7 @@ deliver from there on has another owner, so that each of them still holds the sa
 ALL: Owner = (-1, 1, 0)
 """The slices of all data ranks."""
 DRAWN: Owner = (-2, 1, 0)
-"""What the user's sampler drew. Expected are the positions of its order, skipped ones included."""
+"""Samples that the user's sampler drew. Expected are the positions of its order, skipped ones included."""
 UNKNOWN = "not known"
 """Marker in problems caused by missing information rather than by an error."""
 
@@ -89,11 +89,11 @@ def minus(total: Total, other: Total) -> Total:
     return plus(total, Total(*(-value for value in other)))
 
 
-# What was delivered
+# Delivered samples
 
 
 class Delivered(NamedTuple):
-    """What one owner has delivered of an epoch. It stays small, however often the epoch is begun again."""
+    """Samples of an epoch that one owner has delivered. It stays small, however often the epoch is begun again."""
 
     once: Ranges = ()
     """Ranges of the epoch's positions that were delivered; of a user's sampler, skipped ones too."""
@@ -104,7 +104,7 @@ class Delivered(NamedTuple):
 
 
 Account = Mapping[Owner, Delivered]
-"""What was delivered of an epoch, by its owner."""
+"""Owner -> delivered samples of an epoch."""
 
 
 def added(*accounts: Account) -> Account:

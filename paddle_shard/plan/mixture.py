@@ -154,7 +154,7 @@ class Mixing(Ordering):
         source, index = source_and_index(sample)
         return self.names[source], index
 
-    # What was computed once is kept in the value, as its hash takes long with a thousand sources.
+    # Results are kept in the value: its hash takes long with a thousand sources.
 
     @cached_property
     def draws(self) -> Draws:
@@ -180,7 +180,7 @@ class Draws:
         self._sequences = [interleave(segment.weights) for segment in segments]
         self._firsts = np.array([segment.first for segment in segments], np.int64)
         self._counts_before = [np.zeros(len(segments[0].weights), np.int64)]
-        """How often each source was selected before each segment, as far as it was needed."""
+        """Number of samples of each source before each segment, as far as needed."""
 
     def _before(self, number: int) -> Indices:
         """Return how often each source was selected before a segment."""
@@ -297,7 +297,7 @@ class MixtureOrder(Order):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawn:
-    """What a run has drawn of one source."""
+    """Samples of one source that a run has used."""
 
     drawn: int
     """Samples that were drawn, also in earlier epochs of the mixture."""

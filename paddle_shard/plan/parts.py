@@ -23,7 +23,7 @@ MAX_PARTS = 64
 
 @dataclass(frozen=True, kw_only=True)
 class PartsPlan:
-    """How the global batches of a stream are made of its parts.
+    """Division of the global batches of a stream into its parts.
 
     Examples:
         >>> plan = PartsPlan(batch_size=8, num_parts=4, num_data_ranks=2)

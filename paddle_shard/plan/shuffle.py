@@ -138,7 +138,7 @@ def walk(
 
     Args:
         values: int64, of any shape; they stay as they are.
-        limits: Of all values, or uint64[n].
+        limits: One limit for all values, or uint64[n].
         step: Replaces some values, given as an array and as their numbers, by their images.
     """
     out = np.array(values, dtype=np.uint64, order="C")

@@ -33,14 +33,14 @@ MOST_PLACEHOLDERS = 64
 
 
 class SamplerStep(NamedTuple):
-    """What the user's own sampler, or a library that reads, did at a step."""
+    """State of the user's own sampler, or of a library that reads, after a step."""
 
     drawn: Ids = ()
     """Samples that the sampler drew for all ranks, without padding."""
     state: Any = None
     """State of the sampler, or of the library, after the step."""
     is_last: bool | None = None
-    """True if the sampler is known to end after the step; None if the plan tells."""
+    """True if the sampler is known to end after the step; None if the plan decides."""
 
 
 NO_SAMPLER = SamplerStep()
@@ -48,7 +48,7 @@ NO_SAMPLER = SamplerStep()
 
 
 class Step(NamedTuple):
-    """What this rank reads at one step of an epoch, and what the state must remember after it."""
+    """The samples that this rank reads at one step of an epoch, and what the saved state records after it."""
 
     epoch: int
     number: int
@@ -62,7 +62,7 @@ class Step(NamedTuple):
     ids: Ids = ()
     """For data with an index, the sample of each row that this rank reads; one if an item is a whole batch."""
     valid: Mask | None = None
-    """Which of the rows that this rank reads are valid; None: all, as far as is known before they are read."""
+    """Mask of the rows of this rank that are valid; None: all, as far as is known before they are read."""
     skipped: tuple[int, int] = (0, 0)
     """(steps, samples) skipped immediately before this step."""
 

@@ -8,7 +8,7 @@ from typing import Literal
 from paddle_shard.errors import ArgumentError, UnequalEndsError
 
 EndOfStream = Literal["deliver", "exhausted", "end"]
-"""What a rank does with a batch at the end of a stream; see `Tail.end_of_stream`."""
+"""Action for a batch at the end of a stream; see `Tail.end_of_stream`."""
 
 
 class Tail(str):

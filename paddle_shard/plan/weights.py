@@ -209,7 +209,7 @@ class WeightedInterleave:
     Draw j of a source may be made as soon as its share is 1 / (2n - 2) above j, and has a deadline after which the
     bound would be broken. At each position, the draw with the earliest deadline is made of those that may be. All is
     computed in integers. With weights that sum to Q, the sequence has the period Q and is exact at its multiples. So
-    one table of Q entries tells the source at any position. It is computed in chunks, up to the position that is
+    one table of Q entries holds the source at any position. It is computed in chunks, up to the position that is
     needed.
 
     Examples:

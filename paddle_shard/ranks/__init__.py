@@ -1,1 +1,1 @@
-"""What ranks say to each other: agreement on steps, the connections that carry it, and batches that several share."""
+"""Messages between ranks: agreement on steps, the connections that carry it, and batches that several ranks share."""

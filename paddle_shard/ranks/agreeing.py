@@ -57,8 +57,8 @@ def fails_on_all_ranks(
     reported in an iteration of its own, so that they stay in order where all ranks fail alike and go on.
 
     Args:
-        groups_of: Returns, given the arguments, the global ranks that make the call; of several groups, all are told.
-        name: By which the others are told of it; "": the function's own.
+        groups_of: Returns, given the arguments, the global ranks that make the call; with several groups, all get it.
+        name: Name of the call in reports to other ranks; "": that of the function.
     """
 
     def decorated(function: Function) -> Function:

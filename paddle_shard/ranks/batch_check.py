@@ -33,7 +33,7 @@ def compare_batches(
         data_ranks: Global rank -> data rank, if the user says that the data is split already; else empty.
 
     Raises:
-        SplitError: Of data that is split: two data ranks have the same rows, ranks have different numbers of rows or
+        SplitError: The data is split, and two data ranks have the same rows, ranks have different numbers of rows or
             steps, or replicas have different rows.
         DifferentDataError: Two ranks have read the same samples, and their data differ.
     """

@@ -3,7 +3,7 @@
 The leader writes each message once, into memory that all followers have mapped, and sends each follower a few bytes
 that say where it lies. A thread sends them, so the leader never waits for a follower. If no memory is free, the leader
 makes more. The agreement on steps keeps it from running away: a step is delivered only when every rank has announced
-it, and a follower announces what it has received. So the agreement also tells which memory is free.
+it, and a follower announces what it has received. So the agreement also determines which memory is free.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def address_of(leader: int, iteration: str) -> str:
     """Return the address at which a leader broadcasts an iteration: a name instead of a file.
 
     Args:
-        leader: Global rank of the leader. Its endpoint tells it from those of other jobs on the host.
+        leader: Global rank of the leader. Its endpoint distinguishes it from those of other jobs on the host.
         iteration: Name of the iteration in the job.
     """
     return f"\0paddle_shard {endpoints()[leader]} {iteration}"
@@ -123,7 +123,7 @@ class Broadcast:
                     break
                 continue
             for connection in connections:
-                # A follower has closed its iteration or was killed, of which the agreement tells.
+                # A follower has closed its iteration or was killed, which the agreement reports.
                 with contextlib.suppress(OSError):
                     files = [memory.file for memory in memories]
                     socket.send_fds(connection, [frame], files)

@@ -15,7 +15,7 @@ NEVER = 2**60
 
 @dataclass(slots=True)
 class RankProgress:
-    """What one rank has reported about one epoch iterator."""
+    """Report of one rank about one epoch iterator."""
 
     step: int = 0
     """The rank can serve every step before this one."""
@@ -34,7 +34,7 @@ class RankProgress:
 
 
 class Decision(NamedTuple):
-    """What follows from the reports of all ranks; it is the same on all of them."""
+    """Decision that follows from the reports of all ranks; the same on all of them."""
 
     step: int
     """Every step before this one may be delivered; -1: none, since the labels differ."""

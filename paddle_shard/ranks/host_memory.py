@@ -28,7 +28,7 @@ class HostTable(ProgressTable):
         super().__init__(ranks, rank)
         self._size = _TOKEN_SIZE + 8 * MAX_ITERATIONS * len(ranks)
         self.place = ""
-        """Where the ranks find the memory; empty: they cannot."""
+        """Name of the memory for the other ranks; empty: there is none."""
         if rank == ranks[0]:
             with contextlib.suppress(OSError):
                 self._slots = Slots(1, self._size)

@@ -20,7 +20,7 @@ Messages are lists that begin with their kind; those to the hub go on with the g
 `Member` and `Iteration` apply a message of the kind "note" by their method `_on_note`.
 
 A rank that ends is reported by its connection. One that is stopped, or held up, is named when the training thread of
-another has waited for it until the timeout: the hub then tells all ranks, and nothing is agreed on any more.
+another has waited for it until the timeout: the hub then reports it to all ranks, and no further step is agreed on.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from paddle_shard.ranks.reports import (
 Message: TypeAlias = list[Any]
 
 WINDOW = 4
-"""Steps to announce ahead of the one that is asked for."""
+"""Steps to announce ahead of the requested one."""
 BATCH = 2
 """Steps that a rank announces in one message while it does not wait."""
 NOTICE = 5.0
@@ -91,7 +91,7 @@ class Iteration:
         self.waits_since: float | None = None
         """When the training thread began to wait for a step; None: it does not wait."""
         self.table = None if terms.same_data else member.table
-        """Where this rank posts what it announces; None if data is compared: then the hub decides each step."""
+        """Table of this rank's announcements; None if data is compared: then the hub decides each step."""
         self._member = member
         self._is_ending: bool | None = None
         """True if the iteration ends on some rank, so that each step is reported; None: it is not open on all."""
@@ -158,7 +158,7 @@ class Iteration:
         self.announce(exhausted=self.progress.exhausted < NEVER, steps=2)
 
     def wanted(self, step: int) -> int:
-        """Return how many steps should be announced before `step` is asked for.
+        """Return how many steps should be announced before `step` is requested.
 
         It is one for the first step and two more for each later step, up to `step + WINDOW`. If no step may follow, it
         is the number of steps that are already announced.
@@ -251,7 +251,7 @@ class Iteration:
         """Return for how many seconds the training thread may wait for news.
 
         Args:
-            step: The step that is asked for.
+            step: The requested step.
             now: The time.
 
         Raises:
@@ -261,7 +261,7 @@ class Iteration:
         member = self._member
         terms = self.terms
         waited = now - self.waits_since
-        # What another rank reads has the same timeout: it has a moment to report an error that says more.
+        # Reading on another rank has the same timeout: it gets a moment to report a more precise error.
         limit = terms.timeout + HEARTBEAT
         loss = member.loss
         if loss is None and waited >= limit + ANSWER_SECONDS:
@@ -406,7 +406,7 @@ class Member:
 
 
 class _Tally:
-    """What the ranks have reported about one iteration."""
+    """Reports of the ranks about one iteration."""
 
     def __init__(self) -> None:
         self.ranks: dict[int, RankProgress] = {}

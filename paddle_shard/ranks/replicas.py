@@ -32,11 +32,11 @@ _failure = partial(ReadFailure.of, what="receiving the batch")
 
 
 class LeaderStoppedError(PeerLostError):
-    """The rank that reads for this one has stopped, and the agreement on steps tells why."""
+    """The rank that reads for this one has stopped, and the agreement on steps reports why."""
 
 
 class Replicas(NamedTuple):
-    """How a loader shares its reading; one for all its iterations."""
+    """Shared reading of a loader; one for all its iterations."""
 
     ranks: tuple[int, ...] = ()
     """Global ranks of this host that read the same samples, ascending; the first reads for all. Empty: each rank reads
@@ -48,7 +48,7 @@ class Replicas(NamedTuple):
         return bool(self.ranks) and dist.get_rank() != self.ranks[0]
 
     def __str__(self) -> str:
-        """Who reads for whom; empty if each rank reads for itself."""
+        """Text that says which ranks read for which; empty if each rank reads for itself."""
         if not self.ranks:
             return ""
         if self.follows:
@@ -62,7 +62,7 @@ class Replicas(NamedTuple):
 
         Args:
             reader: Reads; None if this rank follows.
-            agreement: Of all ranks, on the steps.
+            agreement: Agreement of all ranks on the steps.
             place: Places a batch on this rank.
         """
         if reader is not None and not self.ranks:

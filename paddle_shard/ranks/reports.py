@@ -37,7 +37,7 @@ log = logging.getLogger("paddle_shard")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgreementConfig:
-    """What the ranks agree on in one epoch iterator."""
+    """Settings of the agreement in one epoch iterator."""
 
     label: Mapping[str, Any] = field(default_factory=dict)
     """Arguments and data, name -> value. Must be equal on all ranks; errors name differences."""
@@ -138,8 +138,8 @@ def _other(step: int, ranks: Ranks, terms: AgreementConfig) -> Exception:
             "this loader splits it. Likely reasons: each rank was given a part of its own (a Subset, .shard(), "
             "split_dataset_by_node, a stream that asks for its rank): give it the whole, or is_dataset_splitted=True "
             "and a sampler that does not split it again; one machine has other files; or samples draw random numbers "
-            "from a generator that each rank seeds in its own way, or keep what they drew. With verify=None nobody "
-            "looks, and then samples may be lost."
+            "from a generator that each rank seeds in its own way, or keep what they drew. With verify=None this "
+            "is not checked, and samples may be lost."
         )
     return errors.ArgumentError(
         f"The ranks differ in a loop over a loader, but must be the same. {text}. Give all ranks the same arguments "

@@ -17,7 +17,7 @@ from paddle_shard.reading.tensors import arrays_of, as_array, dtype_of
 
 
 class Chunk(NamedTuple):
-    """What one reader returns for a step: some rows of it."""
+    """Some rows of a step, as one reader returns them."""
 
     value: Any
     """The collated rows; None if rows are missing and were not filled."""
@@ -34,7 +34,7 @@ class Chunk(NamedTuple):
     used_rng_late: bool = False
     """True if reading used the global generators, which it did not in the first batch of the epoch iterator."""
     profile: Mapping[str, float] | None = None
-    """What the worker did since its last answer, by category (`reading/profile.py`); None: it was not sampled."""
+    """Samples of the worker's work since its last answer, by category (`reading/profile.py`); None: not sampled."""
     digest: int = 0
     """Digest of what all readers of the stream have read up to here; 0 if each reads its own data."""
 
@@ -67,7 +67,7 @@ class Batch:
     is_first: bool = False
     """True for the first step of its epoch iterator."""
     profile: Mapping[str, float] | None = None
-    """What a worker did while it read the batch, by category; None: it was not sampled."""
+    """Samples of a worker's work while it read the batch, by category; None: not sampled."""
     finish: Callable[[], Any] | None = None
     """Returns the placed value, if that is left to the thread of the training loop; None: it is placed."""
     num_valid: int = 0
@@ -79,7 +79,7 @@ class Batch:
     exhausted: bool = False
     """True if it holds nothing new, and nothing new will come."""
     placed: Any = None
-    """How the batch is placed (`placement.recipe.BatchRecipe`); None if nothing could be read for it."""
+    """The recipe by which it is placed (`placement.recipe.BatchRecipe`); None if nothing could be read for it."""
     summary: dict[str, Any] | None = None
     """Summary of the batch for the ranks to compare; None: this one is not compared."""
 

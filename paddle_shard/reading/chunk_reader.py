@@ -35,7 +35,7 @@ class ChunkRequest(NamedTuple):
     first_step: int
     """First step that this reader serves in the pass."""
     plan: PartsPlan
-    """How the step is made of its parts."""
+    """The parts of which the step is made."""
     stride: int = 1
     """Number of steps from one step that this reader serves to the next."""
     repeat: bool = False
@@ -44,7 +44,7 @@ class ChunkRequest(NamedTuple):
     whole_items: bool = False
     """True if each sample is a whole batch, so samples are not put together."""
     local_rows: int | None = None
-    """If a sample is a rank's own batch, its number of rows; 0: the first batch tells. None: it is no such batch."""
+    """If a sample is a rank's own batch, its number of rows; 0: not known yet. None: it is no such batch."""
     compared: bool = False
     """True if the samples are compared with those that other readers of the same stream read."""
 
@@ -157,7 +157,7 @@ class ChunkReader(Reader):
                 next(items, None)
 
     def _counts_after_cut(self) -> bool:
-        """Return whether a position tells how far each reader must have read of a stream that all of them read.
+        """Return whether a position determines how far each reader has read of a stream that all of them read.
 
         It does not if samples become several after the cut. (Nor if parts are repeated: readers may begin a round at
         different steps.)

@@ -313,7 +313,7 @@ class WorkerExecutor(_ReadingExecutor):
 
     def _send(self, pool: WorkerPool) -> None:
         """Send as many requests as the workers may have, in their order."""
-        # Of the requests that were sent and not taken, one in `num_workers` is with the worker of the next one.
+        # One in `num_workers` of the requests that were sent and not taken is with the worker of the next one.
         while self._unsent and self._num_sent - self._num_taken < self._most_sent:
             request = self._unsent[0]
             look: Look = "last" if request is self._last else ""
@@ -345,7 +345,7 @@ class WorkerExecutor(_ReadingExecutor):
             return
         stays = ended and pool.persistent
         with contextlib.suppress(WorkersLostError):
-            # What was requested cannot be taken back.
+            # Requests cannot be taken back.
             while stays and self._num_taken < self._num_sent + len(self._unsent):
                 self._answer(pool)
         if stays and self._num_taken == self._num_sent and not pool.interrupted:

@@ -30,7 +30,7 @@ class ReadFailure:
     worker: int | None = None
     """Number of the worker; None: the main process."""
     where: str = ""
-    """Where the worker is, if it is not on this host."""
+    """Place of the worker, if it is not on this host."""
     indices: tuple[Any, ...] = ()
     """The names of the samples of the request; empty: they are its indices."""
 

@@ -35,12 +35,12 @@ from paddle_shard.reading.sample_threads import SampleThreads
 from paddle_shard.reading.tensors import as_array, is_tensor
 
 Look = Literal["", "first", "last"]
-"""Whether a batch shows if its reading uses the global generators."""
+"""The batch of an epoch iterator that shows whether reading uses the global generators; "": no such batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HowToRead:
-    """What a reader must know of its loader."""
+    """Settings of the loader that a reader needs."""
 
     generators: Sequence[Generator]
     """Global generators to seed before each call of the user's code."""
@@ -75,7 +75,7 @@ _LONG = 0.002
 
 
 class Reader:
-    """Reads what a step asks for: the same bytes in every process that is asked."""
+    """Reads the samples of a step: the same bytes in every process."""
 
     makes_tensors: bool | None = None
     """True if the first sample held Paddle's tensors in host memory; None: it is not known."""
@@ -104,7 +104,7 @@ class Reader:
             self._collate = partial(_call_and_check, collate_fn)
         self.rng = SampleRng(how.generators, getattr(dataset, "uses_rng", None))
         self._action = ""
-        """What is being done, such as "reading sample 7", for messages."""
+        """The present action, such as "reading sample 7", for messages."""
         self._index: Any = None
         """The sample to which it is done; None if it is no single one."""
         self._placeholder: Any = None

@@ -26,7 +26,7 @@ from paddle_shard.reading.workers import WorkerPool
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamReading:
-    """How a stream is read."""
+    """Settings for reading a stream."""
 
     stage: Stage
     """The stage that opens the parts."""

@@ -54,7 +54,7 @@ def pickled(message: Any, kind: Any = pickle.Pickler) -> list[memoryview]:
     others = copyreg.dispatch_table if kind is pickle.Pickler else kind.dispatch_table
     pickler.dispatch_table = {**others, **_REDUCERS}
     pickler.dump(message)
-    # Not `getbuffer()`: from Python 3.13 on, a buffer that is dropped before its view is told on stderr.
+    # Not `getbuffer()`: from Python 3.13 on, a buffer that is dropped before its view is reported on stderr.
     return [memoryview(text.getvalue()), *[array.raw() for array in arrays]]
 
 

@@ -37,7 +37,7 @@ class StreamOrder(Batches):
     stage: Stage
     """The stage that opens the stream's parts."""
     plan: PartsPlan
-    """How batches are made of the parts. If items are whole batches, they are the rows of a single part."""
+    """The parts of which batches are made. If items are whole batches, they are the rows of a single part."""
     seed: int
     parts: tuple[int, ...]
     """Parts that this rank holds. If items are whole batches: (0,), or the data rank if another library reads."""

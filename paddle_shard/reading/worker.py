@@ -36,7 +36,7 @@ class WorkerSettings:
     init_fn: Callable[[int], None] | None
     """The user's `worker_init_fn`."""
     reads_all: bool
-    """True if every worker reads the whole data set; then `init_fn` is told that there is a single worker."""
+    """True if every worker reads the whole data set; then `init_fn` sees a single worker."""
     num_ahead: int
     """Number of requests that a worker is sent ahead."""
 
@@ -52,7 +52,7 @@ def work(
     Args:
         number: Number of this worker.
         connection: To the process that sends the requests.
-        settings: Of all workers of its pool.
+        settings: Settings of all workers of its pool.
         seed: Seed of the workers' random generators.
     """
     _leave_signals_to_the_parent()
@@ -135,8 +135,8 @@ def set_up(number: int, settings: WorkerSettings, seed: int) -> ReadFailure | No
 
 
 def _leave_signals_to_the_parent() -> None:
-    # What the parent process handles, such as Ctrl-C or a scheduler's SIGTERM to all processes, is left to it: it may
-    # need more batches. It may begin to handle SIGTERM later, and if it does not, it ends, and this process with it.
+    # The parent process handles Ctrl-C, or a scheduler's SIGTERM to all processes, and may need more batches. It may begin
+    # to handle SIGTERM later. If it does not, it ends, and this process with it.
     # (A signal that is ignored would be ignored by programs that are started here, too.)
     for number_of_signal in signal.valid_signals():
         is_handled = callable(signal.getsignal(number_of_signal))

@@ -61,7 +61,7 @@ def signals_held() -> Iterator[None]:
     """Delay signals that Python code handles.
 
     What a handler raises during a fork is lost, and a child would run the user's handlers. If a handler raises while a
-    thread is being started, nobody would end that thread.
+    thread is being started, that thread would never end.
     """
     if threading.current_thread() is not threading.main_thread():
         yield  # no handler runs in this thread

@@ -93,7 +93,7 @@ class WorkerPool:
             num_workers: Number of workers; None: as in the settings.
             worker_timeout: Seconds after which a worker that has not answered counts as hung.
             reads_all: True if every worker reads the whole data set and keeps some of it. Then the user's
-                `worker_init_fn` is told that there is a single worker, so that it leaves the data set whole.
+                `worker_init_fn` sees a single worker, so that it leaves the data set whole.
         """
         self.persistent = bool(settings._persistent_workers)
         self.num_workers: int = num_workers or settings.num_workers

@@ -46,7 +46,7 @@ def record_facts(
     Args:
         source: The order of the data.
         run: The run.
-        layouts: Of all fields.
+        layouts: Layouts of all fields.
         row_layout: Layout of the field whose rows this rank reads.
         dataset: The data set.
         skip_steps: Skipped steps of the run.

@@ -413,7 +413,7 @@ class Run:
     # The order
 
     def _plan_from(self, start: LoaderState) -> ShardPlan | None:
-        # An item that is a whole batch is none of the samples that a plan tells users about.
+        # An item that is a whole batch is none of the samples that a plan shows to users.
         if self._source.item_is_batch:
             return None
         batches: Batches = self._source.batches

@@ -264,7 +264,7 @@ def job_variables(
 
 
 def _free_endpoints(count: int) -> list[str]:
-    """Return ports of this host that nobody listens at."""
+    """Return free ports of this host."""
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     ports = [bound.getsockname()[1] for bound in sockets]
     for bound in sockets:
@@ -310,7 +310,7 @@ def report(value: Any) -> None:
     path = _report_path(Path(os.environ[_REPORT_DIR]), rank)
     part = path.with_suffix(".part")
     part.write_text(json.dumps(value, default=methodcaller("tolist")))
-    part.rename(path)  # at once, so that nobody reads half of it
+    part.rename(path)  # at once, so that no reader sees half of it
 
 
 def _report_path(directory: Path, rank: int) -> Path:

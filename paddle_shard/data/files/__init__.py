@@ -1,1 +1,1 @@
-"""Where a stream's samples come from, one kind per file. Third-party packages are imported where they are used."""
+"""Sources of samples in files, one kind per module. Third-party packages are imported where they are used."""

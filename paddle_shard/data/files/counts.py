@@ -35,7 +35,7 @@ _COUNTING = "counting its samples"
 _VERSION = 4
 """Version of the kept counts."""
 DAMAGE = (AttributeError, KeyError, TypeError, ValueError)
-"""What reading a damaged entry raises."""
+"""Errors that reading a damaged entry raises."""
 
 Placed = Iterator[tuple[int, Any]]
 """Samples, each with the byte where it begins. An exception replaces one that cannot be read, if the next one can."""
@@ -58,7 +58,7 @@ class Format(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardEntry:
-    """What is known of a file that was counted."""
+    """Counts of a file."""
 
     samples: int
     bytes: int

@@ -457,7 +457,7 @@ def _is_of_aiohttp(error: BaseException | None) -> bool:
 
 @contextmanager
 def replacing(path: Path, mode: int = 0o600) -> Iterator[Any]:
-    """Write a file under a temporary name, and give it its name when it is complete: nobody ever reads half of it.
+    """Write a file under a temporary name, and give it its name when it is complete, so that no reader sees half of it.
 
     Args:
         path: The file, which is replaced if it exists. If writing fails, it stays as it is.

@@ -52,7 +52,7 @@ class UserBatches(IndexBatches):
     tail: Tail
     """Tail of the last batch, if it is short."""
     nominal_size: int | None = None
-    """Rows of a full batch, if the sampler tells."""
+    """Rows of a full batch, if the sampler has it."""
     num_steps: int | None = None
     """Steps of an epoch, if the caller can compute them; None: the sampler's own length is used."""
     accumulation: int = 1
@@ -183,7 +183,7 @@ class UserBatches(IndexBatches):
     ) -> Iterator[GlobalBatch]:
         """Yield the batches of a pass; the last one is marked if the length says that it may be the last.
 
-        If the length does not tell the end, the end is seen when the next batch is asked for.
+        If the length does not determine the end, the end shows when the next batch is requested.
         """
         steps = self.known_steps(start)
         if steps is not None and start.samples and self.consecutive:
@@ -330,7 +330,7 @@ def seen_ahead(
 ) -> Iterator[tuple[Value, bool]]:
     """Yield each value, and whether it is the last one; False, too, where `may_be_last` does not ask for it.
 
-    The next value is drawn ahead only where it is asked for: a sampler that follows the loss must draw as late as it
+    The next value is drawn ahead only where it is requested: a sampler that follows the loss must draw as late as it
     can.
     """
     value = next(values, None)

@@ -90,7 +90,7 @@ class Mix(Stage):
         counts = draws.counts(opening.skip).tolist()
         sources = []
         for (name, stage), num_drawn in zip(self._stages.items(), counts, strict=True):
-            # The sample before tells whether the source has been opened again by now.
+            # The sample before shows whether the source has been opened again.
             back = int(num_drawn > 0)
             request = replace(self._opening(opening, name), skip=num_drawn - back)
             rounds = in_rounds(stage, request, None, name)

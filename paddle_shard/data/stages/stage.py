@@ -84,7 +84,7 @@ class Opening:
         """Yield the items of the user's code after the first `skip`; the generators are seeded before each but item 0.
 
         For item 0 they go on where the making of `items` has left them. An order may be drawn by a thread, as by that
-        of Paddle's DataLoader, before or after the first item is asked for.
+        of Paddle's DataLoader, before or after the first item is requested.
 
         Args:
             items: The items, from number `first` on, made after the generators were seeded.
@@ -177,7 +177,7 @@ class Stage:
         return None
 
     def origin(self, opening: Opening, part: int, number: int) -> str | None:
-        """Return the place in a file of a part's sample, counted from 0, for messages; None if only reading tells."""
+        """Return the place in a file of a part's sample, counted from 0, for messages; None if unknown."""
         return None
 
     def fingerprint(self) -> list[Any]:
@@ -192,7 +192,7 @@ class Stage:
         """
         return [] if self.upstream is None else self.upstream.files_identity()
 
-    # What only a source is asked for
+    # For sources only
 
     once: bool = False
     """True if it can be opened only once."""

@@ -31,7 +31,7 @@ class Answer:
     hazards: Sequence[Hazard] | None = None
     """Problems; None for commands that look for none."""
     failed: bool = False
-    """Whether a verification has failed."""
+    """True if a verification has failed."""
 
     @property
     def exit_code(self) -> int:

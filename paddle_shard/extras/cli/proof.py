@@ -44,7 +44,7 @@ def proof_of(run: Timeline, epoch: int) -> dict[str, Any]:
     plan = None if newest.job.unknown_order is not None else newest.plan
     notes: list[str] = []
 
-    # What was delivered, each range with the order and the skips of then.
+    # Delivered ranges, each with the order and the skips of its time.
     ranges = []
     before = run.began_at
     if before is not None and before.epoch == epoch and before.samples:
@@ -67,7 +67,7 @@ def proof_of(run: Timeline, epoch: int) -> dict[str, Any]:
     account = account_of_all(epoch, ranges)
     delivered = account.get(ALL, Delivered())
 
-    # What an open epoch has still to deliver is not missing.
+    # The rest of an open epoch is not missing.
     reached = max((end for _, end, *_ in ranges), default=0)
     if not is_over and plan is not None and reached < plan.num_served:
         rest = (reached, plan.num_served, newest.skips, plan)

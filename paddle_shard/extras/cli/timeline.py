@@ -96,9 +96,9 @@ class Delivery:
     samples: int
     """Position of the epoch after the last one that was delivered."""
     is_ended: bool
-    """Whether the iterator came to the end of the epoch."""
+    """True if the iterator came to the end of the epoch."""
     is_open: bool = False
-    """Whether it may have delivered more than any line records: the newest one of the run, unless it is ended."""
+    """True if it may have delivered more than any line records: the newest one of the run, unless it has ended."""
     override: tuple[str, ...] = ()
     """Fields of the loaded state that differed, as `load_state_dict(override=)` accepted them."""
 
@@ -110,7 +110,7 @@ class Delivery:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no line records that it delivered anything."""
+        """True if no line records that it delivered anything."""
         return self.steps <= self.start.steps
 
     @property
@@ -132,9 +132,9 @@ class Timeline:
     began_at: LoaderState | None
     """The position from which its first job resumed, if no line shows how it was reached; None: it started fresh."""
     deliveries: list[Delivery] = field(default_factory=list)
-    """What counts, in the order of delivery; also empty ones, if they found the end of an epoch or are open."""
+    """Deliveries that count, in their order; also empty ones, if they found the end of an epoch or are open."""
     lost: list[Delivery] = field(default_factory=list)
-    """What does not count, since no position that the run was resumed from holds it."""
+    """Deliveries that do not count, since no position from which the run was resumed holds them."""
     states: dict[int, LoaderState] = field(default_factory=dict)
     """The newest state of each epoch."""
 
@@ -190,7 +190,7 @@ class _Segment:
     parent: _Segment | None = None
     """The segment that it continues; None if no line shows it."""
     num_parent_lines: int = 0
-    """How many lines of the parent lead to it."""
+    """Number of lines of the parent that lead to it."""
 
     def deliveries(self, num_lines: int) -> dict[int, Delivery]:
         """Return the deliveries of the first lines, by the number of their iterator."""

@@ -47,7 +47,7 @@ _KEPT = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Cut:
-    """How a DataLoader is cut for data ranks."""
+    """The way in which a DataLoader is cut for data ranks."""
 
     num_data_ranks: int
     data_rank: int
