@@ -135,8 +135,8 @@ def set_up(number: int, settings: WorkerSettings, seed: int) -> ReadFailure | No
 
 
 def _leave_signals_to_the_parent() -> None:
-    # The parent process handles Ctrl-C, or a scheduler's SIGTERM to all processes, and may need more batches. It may begin
-    # to handle SIGTERM later. If it does not, it ends, and this process with it.
+    # The parent process handles Ctrl-C, or a scheduler's SIGTERM to all processes, and may need more batches. It may
+    # begin to handle SIGTERM later. If it does not, it ends, and this process with it.
     # (A signal that is ignored would be ignored by programs that are started here, too.)
     for number_of_signal in signal.valid_signals():
         is_handled = callable(signal.getsignal(number_of_signal))

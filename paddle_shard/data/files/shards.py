@@ -45,7 +45,7 @@ class FileOptions(TypedDict, total=False):
 
 
 class ShardSource(PartsSource):
-    """Files of samples ("shards"), assigned to the parts. It does not depend on the process that reads a part.
+    """Files of samples ("shards"), assigned to the parts, whatever process reads a part.
 
     If the samples of each shard are counted, the shards are concatenated in their order and cut evenly, also in the
     middle of a file, so that the parts' lengths differ by at most one. Otherwise, shard i of the order belongs to part
