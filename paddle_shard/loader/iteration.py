@@ -15,7 +15,7 @@ from paddle.profiler.timer import benchmark
 from paddle.profiler.utils import in_profiler_mode
 
 from paddle_shard.core.trees import named_leaves
-from paddle_shard.core.warn_once import warn_once
+from paddle_shard.core.warn_once import caller_level, warn_once
 from paddle_shard.errors import (
     ArgumentError,
     BatchStructureError,
@@ -236,7 +236,7 @@ def check_batches_alike(source: Source, plan: ShardPlan | None) -> None:
         warnings.warn(
             f"batches have {' and '.join(map(str, sizes))} rows in this epoch: a static program is compiled for one "
             "size and fails on another. Compile it again when the size changes, or train dynamically.",
-            stacklevel=4,
+            stacklevel=caller_level(),
         )
     elif rows != plan.batch_size:
         raise ArgumentError(

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import paddle.distributed as dist
 import paddle.io
 
-from paddle_shard.core.warn_once import warn_once
+from paddle_shard.core.warn_once import caller_level, warn_once
 from paddle_shard.data.generators import generators_of
 from paddle_shard.errors import ArgumentError
 from paddle_shard.loader.rows import LoaderRows
@@ -212,6 +212,7 @@ def ranks_of(layouts: Sequence[FieldLayout]) -> tuple[int, ...]:
             len(ranks),
             num_data_ranks,
             start,
+            stacklevel=caller_level(),
         )
     return (this_rank,)
 
