@@ -68,7 +68,12 @@ __all__ = ["Blocks", "MeshLayout", "ShardPlan", "__version__", "errors", *_LAZY]
 
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
-        raise AttributeError(f"module 'paddle_shard' has no attribute {name!r}")
+        # With name and obj, Python adds "Did you mean".
+        raise AttributeError(
+            f"module 'paddle_shard' has no attribute {name!r}",
+            name=name,
+            obj=sys.modules[__name__],
+        )
     # Worker processes, and what ranks say to each other, stand on sockets that keep messages apart, memfd and /proc.
     if sys.platform != "linux" and name not in _ANY_SYSTEM:
         raise ImportError(

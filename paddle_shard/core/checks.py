@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 import numpy as np
@@ -56,6 +57,32 @@ def check_count(
             f"{name} must be an int {allowed}{meaning and f' ({meaning})'}, got {value!r}."
         )
     return int(value)
+
+
+def check_flag(name: str, value: object) -> bool:
+    """Return an argument that must be True or False.
+
+    Args:
+        name: Its name in the error.
+        value: The argument.
+
+    Raises:
+        ArgumentError: It is neither.
+    """
+    if not isinstance(value, bool):
+        raise ArgumentError(f"{name} must be True or False, got {value!r}.")
+    return value
+
+
+def did_you_mean(name: object, names: Iterable[str]) -> str:
+    """Return " Did you mean ...?" with the name that is most like another one; "" if none is.
+
+    Examples:
+        >>> did_you_mean("shufle", ["seed", "shuffle"]), did_you_mean("x", ["seed"])
+        (" Did you mean 'shuffle'?", '')
+    """
+    close = get_close_matches(str(name), list(names), 1)
+    return "".join(f" Did you mean {match!r}?" for match in close)
 
 
 def listed(values: Sequence[object], most: int = 12) -> str:

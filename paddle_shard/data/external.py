@@ -79,6 +79,12 @@ class ExternalLoader:
     save: Callable[[Any], Any] | None = None
     repeatable: bool = False
 
+    def __post_init__(self) -> None:
+        if not callable(self.build):
+            raise ArgumentTypeError(
+                f"ExternalLoader: build must be a function of ShardOptions that returns a loader, got {self.build!r}."
+            )
+
 
 def set_epoch_of(dataset: Any, opening: Opening) -> None:
     """Pass the epoch to a data set of the user that has a `set_epoch`, as torch's and others have."""

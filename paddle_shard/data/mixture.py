@@ -190,7 +190,8 @@ def check_mixture(what: str, sources: Any, stop: str) -> None:
     """
     if not isinstance(sources, Mapping):
         raise ArgumentTypeError(
-            f"{what}: sources must be a dict, name -> source, got {type(sources).__name__}: {sources!r}."
+            f"{what}: sources must be a dict, name -> source, got {type(sources).__name__}: {sources!r:.100}. "
+            "Give each a name: {'web': ..., 'code': ...}."
         )
     if not 1 <= len(sources) <= MAX_SOURCES:
         raise ArgumentError(

@@ -91,7 +91,7 @@ class Packed:
         counts = _count_tokens(documents, lengths, key)
         self.lengths = counts
         """The tokens of each document, also of those that are in no row."""
-        too_long = counts > check_count("length", length)
+        too_long = counts > check_count("Packed: length", length)
         self.num_dropped = int(too_long.sum()) if long == "drop" else 0
         """Documents that were left out since they are longer than a row."""
         if self.num_dropped:
@@ -223,7 +223,7 @@ def _count_tokens(documents: Any, lengths: Any, key: str) -> npt.NDArray[Any]:
             counted[number] = len(tokens_of(documents[number], key))
         except Exception as error:
             raise ArgumentError(
-                f"Packed: the tokens of document {number} cannot be counted: {described(error)}. Give lengths=, or "
-                f"documents that are arrays or dicts with the field {key!r}."
+                f"Packed: the tokens of document {number} cannot be counted: {described(error)} (Or give "
+                "their numbers of tokens, by lengths=.)"
             ) from error
     return counted

@@ -40,8 +40,12 @@ class SharedList(Sequence[T]):
             items: Any iterable, also one that makes its items as they are asked for.
 
         Raises:
-            ArgumentTypeError: An item cannot be pickled.
+            ArgumentTypeError: `items` cannot be iterated, or an item cannot be pickled.
         """
+        if not isinstance(items, Iterable):
+            raise ArgumentTypeError(
+                f"SharedList: items must be iterable, got {type(items).__name__}: {items!r}."
+            )
         ends = array("q")
         size = 0
         file = os.memfd_create("paddle_shard")

@@ -20,7 +20,7 @@ from paddle_shard.data.external import (
 from paddle_shard.data.files.files import Path, Paths
 from paddle_shard.data.files.huggingface import HuggingFaceSource
 from paddle_shard.data.files.parquet import parquet_source
-from paddle_shard.data.files.shards import FileOptions
+from paddle_shard.data.files.shards import FileOptions, check_options
 from paddle_shard.data.files.text import (
     JSON_LINES,
     LINES,
@@ -84,7 +84,7 @@ class Stream(paddle.io.IterableDataset):
         if isinstance(source, str | bytes | os.PathLike):
             raise ArgumentTypeError(
                 f"Stream: {source!r} is one path or text, and not read as a stream. For files: Stream.csv(paths), "
-                "Stream.lines(paths), Stream.parquet(paths), Stream.webdataset(urls)."
+                ".lines(paths), .jsonl(paths), .parquet(paths), .webdataset(urls)."
             )
         if not isinstance(source, Stage):
             hides_workers = is_iterable_dataset(source)
@@ -157,7 +157,9 @@ class Stream(paddle.io.IterableDataset):
         stages = {name: _mixed_stage(name, stream) for name, stream in sources.items()}
         names = tuple(sources)
         schedule = schedule_of(
-            "Stream.mixture", names, weights or dict.fromkeys(names, 1)
+            "Stream.mixture",
+            names,
+            dict.fromkeys(names, 1) if weights is None else weights,
         )
         return cls(Mix(stages, schedule, stop))
 
@@ -188,6 +190,7 @@ class Stream(paddle.io.IterableDataset):
         Examples:
             >>> stream = Stream.csv("data/*.csv").map(lambda row: float(row["x"]))  # doctest: +SKIP
         """
+        check_options(cls.csv, options)
         form = csv_format(header=header, delimiter=delimiter)
         return cls(text_source(paths, form, counts=counts, **options))
 
@@ -220,6 +223,7 @@ class Stream(paddle.io.IterableDataset):
         Examples:
             >>> stream = Stream.lines(["a.txt", "b.txt.gz"]).shuffle(10_000)  # doctest: +SKIP
         """
+        check_options(cls.lines, options)
         return cls(text_source(paths, LINES, counts=counts, **options))
 
     @classmethod
@@ -244,6 +248,7 @@ class Stream(paddle.io.IterableDataset):
         Examples:
             >>> stream = Stream.jsonl("data/*.jsonl").map(lambda value: value["text"])  # doctest: +SKIP
         """
+        check_options(cls.jsonl, options)
         return cls(text_source(paths, JSON_LINES, counts=counts, **options))
 
     @classmethod
@@ -274,6 +279,7 @@ class Stream(paddle.io.IterableDataset):
             >>> tars = Stream.webdataset("data/train-{000..099}.tar")  # doctest: +SKIP
             >>> stream = tars.shuffle(1000).decode("rgb8").map(lambda s: (s["jpg"], s["cls"]))  # doctest: +SKIP
         """
+        check_options(cls.webdataset, options)
         return cls(webdataset_source(urls, index=index, **options))
 
     @classmethod
@@ -304,6 +310,7 @@ class Stream(paddle.io.IterableDataset):
         Examples:
             >>> stream = Stream.parquet("data/*.parquet", columns=["x", "y"]).shuffle(1000)  # doctest: +SKIP
         """
+        check_options(cls.parquet, options)
         source = parquet_source(
             paths, columns=columns, allow_nulls=allow_nulls, **options
         )
@@ -345,7 +352,7 @@ class Stream(paddle.io.IterableDataset):
 
         Raises:
             MissingDependencyError: webdataset is not installed.
-            ValueError: WebDataset does not know one of the names.
+            ArgumentError: WebDataset does not know one of the names.
 
         Examples:
             >>> from paddle_shard import Stream
@@ -548,8 +555,9 @@ class Stream(paddle.io.IterableDataset):
     def __len__(self) -> int:
         # Raise a TypeError, so that list(stream) works. Paddle's `__len__` raises another error.
         raise ArgumentTypeError(
-            "the length of a stream shows only at its end. (In auto-DP mode Paddle's DataLoader asks for it: give "
-            "shard_dataloader the stream itself, with .batch(rows of the global batch), and .map() of a collate_fn.)"
+            "Stream: the length is unknown until the stream has been read. (In auto-DP mode, Paddle's DataLoader asks "
+            "for it: pass the stream itself to shard_dataloader, with .batch(rows of the global batch) and a .map() "
+            "that collates.)"
         )
 
     def __iter__(self) -> Iterator[Any]:
@@ -562,7 +570,7 @@ class Stream(paddle.io.IterableDataset):
 def _check_function(stage: str, function: object) -> None:
     if not callable(function):
         raise ArgumentTypeError(
-            f"{stage}: give a function of a sample, got {function!r}."
+            f"{stage}: the argument must be a function of a sample, got {function!r}."
         )
 
 

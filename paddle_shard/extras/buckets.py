@@ -67,10 +67,13 @@ class BucketBatchSampler:
         self._lengths = np.asarray(lengths if is_array else None)
         is_row = self._lengths.ndim == 1 and len(self._lengths) > 0
         if not is_row or self._lengths.dtype.kind not in "iu":
+            kind = ""
+            if is_array:
+                kind = f" of {self._lengths.dtype}, shape {list(self._lengths.shape)}"
             raise ArgumentError(
-                f"lengths must be an array of ints or a list, one for each sample, got {type(lengths).__name__} of "
-                f"{self._lengths.dtype}, shape {list(self._lengths.shape)}. Make it once, for instance "
-                "[len(sample) for sample in dataset], and keep it in a file."
+                f"lengths must be an array of ints or a list, one for each sample, got "
+                f"{type(lengths).__name__}{kind}. Compute it once, for instance [len(sample) for sample in dataset], "
+                "and keep it in a file."
             )
         if self._lengths.min() < 0:
             raise ArgumentError(

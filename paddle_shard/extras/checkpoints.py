@@ -71,6 +71,11 @@ class _RankState:
                 with contextlib.suppress(ArgumentError):  # streams have none
                     value.certificate()
             state = value.state_dict() if hasattr(value, "state_dict") else value
+            if not isinstance(state, Mapping):
+                raise ArgumentError(
+                    f"Checkpoints.save({name}=): the value must be an object with a state_dict, or a dict, got "
+                    f"{type(value).__name__}: {value!r:.100}. Put it into a dict: {name}={{...}}."
+                )
             if _is_loader(value) and value.is_dataset_splitted:
                 self.split_states[name] = state
             else:
@@ -144,9 +149,9 @@ class Checkpoints:
 
         Args:
             step: Steps of the run so far.
-            what: What to save, by name: objects with a `state_dict` (model, optimizer, scheduler, loader), or what
-                `paddle.save` takes. Each rank saves its part of distributed tensors, and its own state of a loader of
-                data that is split already. All else is saved by the first rank, so it must be the same on all. The
+            what: What to save, by name: objects with a `state_dict` (model, optimizer, scheduler, loader), or dicts of
+                what `paddle.save` takes. Each rank saves its part of distributed tensors, and its own state of a loader
+                of data that is split already. All else is saved by the first rank, so it must be the same on all. The
                 state of a loader knows what all ranks have delivered, so that its certificate continues.
 
         Returns:
@@ -156,7 +161,7 @@ class Checkpoints:
             TakenOverError: The job was started again while this process was held up. Nothing was saved. The process
                 must end.
             CheckpointError: A rank could not write, on all ranks. The checkpoints before are as they were.
-            ArgumentError: The ranks save different steps or things.
+            ArgumentError: The ranks save different steps or things, or a value is neither such an object nor a dict.
         """
         self._claim("save")
         state = _RankState()
@@ -357,7 +362,8 @@ def _setter_of(key: str, value: Any) -> Callable[[Any], Any]:
             setter: Callable[[Any], Any] = getattr(value, method)
             return setter
     raise ArgumentError(
-        f"load({key}=): give an object with a state_dict, or a dict, not {type(value).__name__}."
+        f"Checkpoints.load({key}=): the value must be an object with a state_dict, or a dict, got "
+        f"{type(value).__name__}."
     )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from difflib import get_close_matches
 from os import PathLike
 from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar
 
@@ -13,6 +12,7 @@ import numpy as np
 import paddle.distributed as dist
 import paddle.io
 
+from paddle_shard.core.checks import did_you_mean
 from paddle_shard.core.trees import leaves
 from paddle_shard.core.warn_once import warn_once
 from paddle_shard.data.stream import Stream
@@ -94,14 +94,13 @@ def _reports_failure(function: Callable[P, R]) -> Callable[P, R]:
         try:
             for name in kwargs:
                 if name not in parameters:
-                    close = get_close_matches(name, parameters, 1)
-                    fix = f"It has {', '.join(parameters)}."
+                    fix = did_you_mean(name, parameters)
                     if name in of_dataloader:
-                        fix = "It is the DataLoader's: give it to that."
-                    elif close:
-                        fix = f"Did you mean {close[0]}=?"
+                        fix = " Pass it to paddle.io.DataLoader."
+                    elif not fix:
+                        fix = f" Its arguments are {', '.join(parameters)}."
                     raise ArgumentTypeError(
-                        f"{function.__name__} has no argument {name}=. {fix}"
+                        f"{function.__name__} has no argument {name}=.{fix}"
                     )
             return function(*args, **kwargs)
         except Exception as error:

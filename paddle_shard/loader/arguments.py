@@ -68,6 +68,7 @@ RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
         "a paddle_shard.Threads, a paddle_shard.RayReaders, or None",
     ),
     "local": (lambda value: isinstance(value, bool), "True or False"),
+    "is_dataset_splitted": (lambda value: isinstance(value, bool), "True or False"),
     "dense_tensor_idx": (
         lambda value: (
             value is None
@@ -80,9 +81,9 @@ RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "batch_size": (
         lambda value: _are_pairs(value, lambda first, rows: first >= 0 and rows >= 1),
-        "a list of (first sample of the run, rows of the global batch) such as "
-        "[(0, 256), (500_000, 512)] (one size for the whole run is the DataLoader's "
-        "own batch_size)",
+        "a list of (first sample of the run, rows of the global batch), such as "
+        "[(0, 256), (500_000, 512)]; one size for the whole run belongs in "
+        "paddle.io.DataLoader(batch_size=...)",
     ),
     "skip_steps": (
         lambda value: _are_pairs(value, lambda first, end: 0 <= first < end),
@@ -94,16 +95,16 @@ RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def check_arguments(**arguments: Any) -> None:
-    """Check the arguments that have a rule, and those that exclude others.
+    """Check the given arguments that have a rule, and those that exclude others.
 
     Raises:
         ArgumentError: A value is not allowed.
     """
     for name, (is_allowed, expected) in RULES.items():
-        if not is_allowed(arguments[name]):
+        if name in arguments and not is_allowed(arguments[name]):
             raise ArgumentError(f"{name} must be {expected}, got {arguments[name]!r}.")
-    if arguments["local"]:
-        not_local = {name: arguments[name] for name in ("pad_to", "placements")}
+    if arguments.get("local"):
+        not_local = {name: arguments.get(name) for name in ("pad_to", "placements")}
         reject("with local=True no tensor is distributed.", **not_local)
 
 
@@ -116,7 +117,7 @@ def is_already_split(is_dataset_splitted: bool, dataset: Any, shard_dims: Any) -
     is_split = is_dataset_splitted or getattr(dataset, "is_dataset_splitted", False)
     if is_split and shard_dims is None:
         raise ArgumentError(
-            "is_dataset_splitted=True needs shard_dims: over which axes of the mesh is the data split?"
+            "is_dataset_splitted=True needs shard_dims: name the mesh axes that the data is split over."
         )
     return bool(is_split)
 

@@ -15,7 +15,8 @@ from paddle.distributed.auto_parallel.api import ShardDataloader
 
 from paddle_shard.core.warn_once import warn_once
 from paddle_shard.data.external import ExternalLoader, ExternalSource
-from paddle_shard.data.stages import Group, Repeat, Stripe
+from paddle_shard.data.files.shards import ShardSource
+from paddle_shard.data.stages import Filter, Group, Pack, Repeat, Shuffle, Stripe
 from paddle_shard.data.stages.cut import chosen_num_parts, cut
 from paddle_shard.data.stages.stage import Stage
 from paddle_shard.data.stream import Stream, last_stage
@@ -62,9 +63,9 @@ def as_dataloader(
         reject("another library reads, in processes of its own.", readers=readers)
         dataloader = _loader_of(Stream(ExternalSource(given)))
     else:
-        dataloader = _loader_of(
-            given if isinstance(given, Stream) else _stream_of(given)
-        )
+        stream = given if isinstance(given, Stream) else _stream_of(given)
+        _check_batched(stream)
+        dataloader = _loader_of(stream)
     if isinstance(readers, Threads):
         if isinstance(dataloader.dataset, paddle.io.IterableDataset):
             reject(
@@ -86,6 +87,13 @@ def _stream_of(given: Any) -> Stream:
             f"dataloader is the data set, a {name}; give paddle.io.DataLoader(it, batch_size=...), or "
             "batch_size=None if its items are whole global batches."
         )
+    if isinstance(given, list | tuple) and any(
+        isinstance(item, paddle.io.DataLoader | paddle.io.Dataset) for item in given
+    ):
+        raise ArgumentTypeError(
+            f"dataloader must be one paddle.io.DataLoader, got a {name} of {len(given)} loaders or data sets. Call "
+            "shard_dataloader for each of them; or mix the data sets, by paddle_shard.Mixture."
+        )
     no_batches = (str, bytes, np.ndarray, paddle.Tensor, Mapping)
     is_iterable = hasattr(given, "__iter__") or callable(given)
     if isinstance(given, no_batches) or not is_iterable:
@@ -94,6 +102,22 @@ def _stream_of(given: Any) -> Stream:
             f"generator, a function that returns one), got {name}: {given!r}."
         )
     return Stream.of(given)
+
+
+def _check_batched(stream: Stream) -> None:
+    """Reject a stream of single samples: of files or packed rows, with no stage that could make batches of them.
+
+    Raises:
+        ArgumentError: Each of its samples would be taken for a global batch.
+    """
+    for stage in last_stage(stream)[0].line():
+        if isinstance(stage, ShardSource | Pack):
+            raise ArgumentError(
+                f"dataloader: {stream!r} yields single samples, and each would be taken for a global batch. "
+                "End it with .batch(rows), or give paddle.io.DataLoader(stream, batch_size=rows)."
+            )
+        if not isinstance(stage, Filter | Repeat | Shuffle | Stripe):
+            return
 
 
 def _loader_of(stream: Stream) -> paddle.io.DataLoader:

@@ -132,8 +132,13 @@ class FieldLayout:
         """
         for dim, num_chunks, chunks in self.cuts:
             shape = list(rows.shape)
-            if len(shape) <= dim or shape[dim] % num_chunks:
-                sizes = nearest_multiples(sum(shape[dim : dim + 1]), num_chunks)
+            if len(shape) <= dim:
+                raise BatchStructureError(
+                    f"field {path}: placements splits dim {dim}, but its shape is {shape}. Its dims are 0 to "
+                    f"{len(shape) - 1}."
+                )
+            if shape[dim] % num_chunks:
+                sizes = nearest_multiples(shape[dim], num_chunks)
                 raise BatchStructureError(
                     f"field {path}: dim {dim} of shape {shape} cannot be cut into {num_chunks} equal chunks. Nearest "
                     f"sizes that can: {' or '.join(map(str, sizes))}."
@@ -189,7 +194,8 @@ def field_layout(
     """
     if not isinstance(mesh, dist.ProcessMesh):
         raise ArgumentTypeError(
-            f"meshes must be paddle.distributed.ProcessMesh objects, got {type(mesh).__name__}: {mesh!r}."
+            f"meshes must be paddle.distributed.ProcessMesh objects, got {type(mesh).__name__}: {mesh!r}. Pass "
+            "dist.ProcessMesh([0, 1], dim_names=['dp']), with the global ranks of your job."
         )
     layout = MeshLayout(
         shape=tuple(mesh.shape),

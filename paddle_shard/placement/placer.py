@@ -113,6 +113,12 @@ class BatchPlacer:
         """Return the recipe of batches like this one."""
         self._warn_about_keys(batch)
         leaves = list(self._laid_out_leaves(fields))
+        if not any(becomes_tensor(leaf.value) for leaf in leaves):
+            warn_once(
+                "no field of the batch is an array or a tensor, so nothing is split: got %s. An item must be a global "
+                "batch. For single samples, set batch_size= of the DataLoader, or end the stream with .batch(rows).",
+                f"{batch!r:.100}",
+            )
         numbers = count()
         numbered = map_leaves(fields, lambda *_: next(numbers), "", is_row_like)
         if isinstance(batch, Mapping):
@@ -186,6 +192,11 @@ class BatchPlacer:
                 "one mesh per field, or one for all."
             )
         local_items = dict(enumerate(self.dense_tensor_idx or ()))
+        if len(local_items) > len(fields):
+            raise BatchStructureError(
+                f"dense_tensor_idx has {len(local_items)} entries, but the batch has the {len(fields)} fields "
+                f"{list(fields)}. Give one entry for each field."
+            )
         for number, (name, value) in enumerate(fields.items()):
             entry = overrides.get(name, entries[number])
             yield from _leaves_of_field(
@@ -193,7 +204,13 @@ class BatchPlacer:
             )
 
     def _warn_about_keys(self, batch: Any) -> None:
-        if self.input_keys is not None and isinstance(batch, Mapping):
+        if self.input_keys is not None and not isinstance(batch, Mapping):
+            warn_once(
+                "input_keys=%s has no effect: the batch is a %s, whose fields have no keys.",
+                repr(list(self.input_keys)),
+                type(batch).__name__,
+            )
+        elif self.input_keys is not None:
             dropped = [key for key in batch if key not in self.input_keys]
             if dropped:
                 warn_once(
@@ -214,6 +231,11 @@ def _leaves_of_field(
             f"got a {type(value).__name__}: {value!r:.100}."
         )
     items = value if has_items else [value]
+    if has_items and max(local_items, default=0) >= len(value):
+        raise BatchStructureError(
+            f"dense_tensor_idx names item {max(local_items)} of field {path}, which has {len(value)} items, 0 to "
+            f"{len(value) - 1}."
+        )
     layouts = entry if isinstance(entry, list) else [entry] * len(items)
     for number, (item, layout) in enumerate(zip(items, layouts, strict=True)):
         is_local = number in local_items if has_items else len(local_items) > 0

@@ -197,11 +197,10 @@ def _is_split(leaf: Leaf, rows: BatchRows) -> bool:
 
 
 _OWN_ROWS = (
-    "A collate_fn must make one row a sample (have __getitem__ raise instead of returning None, and give "
-    "on_error='skip'). What is the same for all samples needs a mesh of its own with shard_dims None. Where each rank "
-    "reads its own samples only, as it does if all fields are split alike, it can have what the collate_fn has made of "
-    "them: dense_tensor_idx gives it as a local tensor, placements={field: 'as read'} as a distributed one, of which "
-    "all data ranks must have as many rows."
+    "Return one row per sample from the collate_fn. For a value that all samples share, give the field a mesh of its "
+    "own and shard_dims None. For rows that are not the samples, pass placements={field: 'as read'}, which needs as "
+    "many rows on every data rank, or dense_tensor_idx, which keeps the field local. To skip samples that cannot be "
+    "read, raise in __getitem__ and pass on_error='skip'."
 )
 
 
@@ -283,7 +282,7 @@ def _check_plain_value(leaf: Leaf) -> None:
     is_number = isinstance(value, int | float | np.number) and type(value) is not bool
     if is_number and layout.num_data_ranks > 1 and not layout.is_local:
         raise BatchStructureError(
-            f"field {path} is the number {value!r} that the collate_fn has made of this rank's rows; other data ranks "
-            "make other numbers of theirs. Have it return one number for each row, such as their lengths, and add them "
-            "up; or keep this rank's number, by dense_tensor_idx."
+            f"field {path} is the number {value!r}, which the collate_fn computed from this rank's rows; other data "
+            "ranks have other numbers. Return one number per row, such as its length, and add them up; or keep this "
+            "rank's number, by dense_tensor_idx."
         )

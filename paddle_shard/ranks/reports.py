@@ -134,17 +134,17 @@ def _other(step: int, ranks: Ranks, terms: AgreementConfig) -> Exception:
     text = differences(labels)
     if text.startswith("sample "):
         return errors.DifferentDataError(
-            f"the ranks hold different data. {text}. Each rank must be given the whole data set, and the same one: "
-            "this loader splits it. Likely reasons: each rank was given a part of its own (a Subset, .shard(), "
-            "split_dataset_by_node, a stream that asks for its rank): give it the whole, or is_dataset_splitted=True "
-            "and a sampler that does not split it again; one machine has other files; or samples draw random numbers "
-            "from a generator that each rank seeds in its own way, or keep what they drew. With verify=None this "
-            "is not checked, and samples may be lost."
+            f"the ranks hold different data. {text}. Each rank must hold the whole data set, and the same one: this "
+            "loader splits it. Likely causes: each rank has a part of its own (a Subset, .shard(), "
+            "split_dataset_by_node, a stream that asks for its rank): pass the whole data set, or "
+            "is_dataset_splitted=True with a sampler that does not split again; one host has other files; samples use "
+            "random numbers from a generator that is seeded differently on each rank, or keep earlier ones. "
+            "(verify=None turns this check off, and samples may be lost.)"
         )
     return errors.ArgumentError(
-        f"The ranks differ in a loop over a loader, but must be the same. {text}. Give all ranks the same arguments "
-        "and data, and start every loop on all of them, in the same order. A rank that was given a part of its own "
-        "(Subset, .shard()) needs is_dataset_splitted=True."
+        f"The ranks differ in a loop over a loader, but must be the same. {text}. Give all ranks the same arguments, "
+        "data and saved state, and start every loop on all of them, in the same order. A rank that was given a part of "
+        "its own (Subset, .shard()) needs is_dataset_splitted=True."
     )
 
 

@@ -61,7 +61,7 @@ class Recorder:
                 with open(path, "rb") as file:
                     if not _BEGINNING.startswith(file.read(len(_BEGINNING))):
                         raise ArgumentError(
-                            f"record={self.path!r} is a file of something else. Give another name."
+                            f"record={self.path!r} is a file, but no record of paddle_shard. Choose another name."
                         )
                     file.seek(0)
                     self._compare(

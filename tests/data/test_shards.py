@@ -306,7 +306,7 @@ def test_signatures_and_passwords_are_in_no_fingerprint_and_no_error():
 @pytest.mark.parametrize(
     ("names", "settings", "error", "text"),
     [
-        ([], {}, ArgumentError, "no shard"),
+        ([], {}, ArgumentError, "at least one file"),
         (["a", "b", "a"], {}, ArgumentError, "'a' more than once"),
     ],
 )

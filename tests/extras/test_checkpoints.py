@@ -583,13 +583,15 @@ def test_checkpoints_arguments_are_checked_by_name(tmp_path):
         run.save(9)
     assert run.newest() is None
     model = paddle.nn.Linear(2, 1)
-    run.save(1, model=model, number=4)
+    with pytest.raises(ArgumentError, match=r"save\(number=\).* got int: 4"):
+        run.save(1, model=model, number=4)
+    run.save(1, model=model, extra={"number": 4})
     with pytest.raises(
-        StateError, match=r"holds \['model', 'number'\], and not \['ema'\]"
+        StateError, match=r"holds \['extra', 'model'\], and not \['ema'\]"
     ):
         run.load(ema={})
-    with pytest.raises(ArgumentError, match=r"load\(number=\)"):
-        run.load(number=5)
+    with pytest.raises(ArgumentError, match=r"load\(extra=\)"):
+        run.load(extra=5)
     with pytest.raises(StateError, match=r"holds .*2, 1.*weight.*, and not .*3, 1"):
         run.load(model=paddle.nn.Linear(3, 1))
     with pytest.raises(

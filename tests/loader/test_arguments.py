@@ -44,14 +44,14 @@ def test_arguments_are_checked_at_construction(options, text):
     [
         (
             {"drop_last": True},
-            "no argument drop_last=. It is the DataLoader's: give it to that",
+            "no argument drop_last=. Pass it to paddle.io.DataLoader",
         ),
         (
             {"num_workers": 2},
-            "no argument num_workers=. It is the DataLoader's: give it to that",
+            "no argument num_workers=. Pass it to paddle.io.DataLoader",
         ),
-        ({"tails": "drop"}, "no argument tails=. Did you mean tail="),
-        ({"xyz": 1}, "no argument xyz=. It has dataloader, meshes, "),
+        ({"tails": "drop"}, "no argument tails=. Did you mean 'tail'"),
+        ({"xyz": 1}, "no argument xyz=. Its arguments are dataloader, meshes, "),
     ],
 )
 def test_an_argument_that_is_not_there_is_refused_with_what_to_do(options, text):

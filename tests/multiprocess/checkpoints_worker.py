@@ -80,7 +80,8 @@ if how == "errors":
     except PaddleShardError as error:
         found["loads"] = f"{type(error).__name__}: {error}"
     attempt(step + ME, **what)  # another step on each rank
-    attempt(step, model=paddle.nn.Linear(2, 2) if ME else paddle.nn.Linear(2, 2).weight)
+    layer = paddle.nn.Linear(2, 2)
+    attempt(step, model=layer if ME else {"weight": layer.weight})
     save = paddle.save
     paddle.save = lambda *args: (_ for _ in ()).throw(
         OSError("the disk of this rank is full")

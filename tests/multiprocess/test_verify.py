@@ -94,12 +94,12 @@ def test_data_that_differ_between_replicas_are_an_error_with_the_samples_on_ever
 @pytest.mark.parametrize(
     ("case", "says"),
     [
-        ("own part", "give it the whole, or is_dataset_splitted=True"),
-        ("own part, leader", "give it the whole, or is_dataset_splitted=True"),
-        ("own part, workers", "give it the whole, or is_dataset_splitted=True"),
+        ("own part", "pass the whole data set, or is_dataset_splitted=True"),
+        ("own part, leader", "pass the whole data set, or is_dataset_splitted=True"),
+        ("own part, workers", "pass the whole data set, or is_dataset_splitted=True"),
         (
             "other version",
-            "Each rank must be given the whole data set, and the same one",
+            "Each rank must hold the whole data set, and the same one",
         ),
     ],
 )

@@ -167,5 +167,8 @@ def test_recipe_names_a_bare_field_by_its_position():
             iter(paddle_shard.shard_dataloader(whole, DP2, placements={0: {"dp": 1}}))
         )
 
-    with pytest.raises(BatchStructureError, match=r"field \[0\]: dim 1 of shape \[3\]"):
+    with pytest.raises(
+        BatchStructureError,
+        match=r"field \[0\]: placements splits dim 1, but its shape is \[3\]",
+    ):
         on_each_rank(range(2), run)

@@ -91,7 +91,7 @@ def test_over_several_data_ranks_it_has_to_be_said():
     with (
         simulated_rank(1),
         pytest.raises(
-            BatchStructureError, match=r"dense_tensor_idx gives it .* 'as read'"
+            BatchStructureError, match=r"'as read'.* dense_tensor_idx"
         ) as raised,
     ):
         next(iter(sharded(pairs)))
@@ -165,7 +165,7 @@ def test_what_would_have_to_be_cut_is_refused():
         loader = None
         with (
             simulated_rank(0),
-            pytest.raises(BatchStructureError, match="if all fields are split alike"),
+            pytest.raises(BatchStructureError, match="a mesh of its own"),
         ):
             loader = sharded(
                 patches, [TWO, TWO, TWO], shard_dims=["dp", "dp", None], **options
@@ -229,10 +229,7 @@ def test_samples_that_a_collate_function_leaves_out_are_told_with_the_way_out():
     given = paddle.io.DataLoader(Holes(), batch_size=6, collate_fn=without_none)
     with simulated_rank(0, 2), pytest.raises(BatchStructureError) as raised:
         list(paddle_shard.shard_dataloader(given, TWO, shard_dims="dp"))
-    assert (
-        "have __getitem__ raise instead of returning None, and give on_error='skip'"
-        in str(raised.value)
-    )
+    assert "raise in __getitem__ and pass on_error='skip'" in str(raised.value)
 
 
 @pytest.mark.parametrize(

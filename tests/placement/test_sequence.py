@@ -120,7 +120,7 @@ def test_several_axes_on_one_dim_act_as_one():
         (
             {"label": {"dp": 0, "sep": 1}},
             BatchStructureError,
-            r"field \['label'\]: dim 1 of shape \[1\] cannot be cut",
+            r"field \['label'\]: placements splits dim 1, but its shape is \[1\]",
         ),
     ],
 )

@@ -126,7 +126,7 @@ def kinds(path):
         ("", ArgumentError, "cannot be written .*Is a directory"),
         ("a\0b", ArgumentError, "cannot be written .*null"),
         (7, ArgumentTypeError, "record must be the path of a file, got int: 7"),
-        ("other.txt", ArgumentError, "other.txt' is a file of something else"),
+        ("other.txt", ArgumentError, "other.txt' is a file, but no record"),
     ],
 )
 def test_a_file_that_cannot_be_the_record_is_refused_at_once(

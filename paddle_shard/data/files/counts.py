@@ -18,6 +18,8 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+from paddle_shard.core.checks import check_flag
+from paddle_shard.core.warn_once import caller_level
 from paddle_shard.data.files import files
 from paddle_shard.data.files.ahead import FileAhead
 from paddle_shard.data.files.host_cache import check_cache_dir, open_cached
@@ -188,7 +190,9 @@ def _count_each(
     entries = {}
     for name in names:
         logging.getLogger("paddle_shard").info(
-            "counting the samples of %s", files.redacted(name)
+            "counting the samples of %s",
+            files.redacted(name),
+            stacklevel=caller_level(),
         )
         with files.failures_named(name, _COUNTING):
             entries[name] = count_file(name, samples, cache_dir)
@@ -270,6 +274,8 @@ def file_source(
         cache_dir: A folder in which copies of remote files are kept, for all processes of the host; None: none is kept.
     """
     folder = check_cache_dir(cache_dir)
+    if counts is not None:
+        check_flag("counts, if it is not None,", counts)
     if entries is None:
         entries = count_files(names, form, counts, folder)
     lengths = None

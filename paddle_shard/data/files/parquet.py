@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from paddle_shard.core.checks import check_flag, did_you_mean
 from paddle_shard.data.files.files import (
     Path,
     Paths,
@@ -73,6 +74,7 @@ def parquet_source(
             another type.
         ShardReadError: A footer cannot be read.
     """
+    check_flag("allow_nulls", allow_nulls)
     with needs("parquet", "reading Parquet: "):
         import pyarrow.parquet  # type: ignore[import-untyped]  # noqa: F401
     if isinstance(columns, str) or (
@@ -166,7 +168,12 @@ def _check_columns(
         for name in columns or sorted(first.keys() | types.keys()):
             kind = types.get(name, "missing")
             expected = first.get(name, "missing")
-            if kind != expected or name not in types:
+            if name not in first and name not in types:
+                raise ArgumentError(
+                    f"columns: {redacted(file)} has no column {name!r}."
+                    f"{did_you_mean(name, first)} Its columns are {', '.join(map(repr, first))}."
+                )
+            if kind != expected:
                 raise ArgumentError(
                     f"columns: {name!r} is {kind} in {redacted(file)}, and {expected} in {redacted(files[0])}, which "
                     f"has {', '.join(map(repr, first))}. Read only columns that all files have alike (columns=), or a "

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from typing import Any, TypedDict
 
 import numpy as np
 import numpy.typing as npt
 
+from paddle_shard.core.checks import check_flag, did_you_mean
 from paddle_shard.data.files.ahead import LEAST, LIMIT
 from paddle_shard.data.files.files import (
     FileVersion,
@@ -27,7 +29,12 @@ from paddle_shard.data.stages.stage import (
     Samples,
     Unreadable,
 )
-from paddle_shard.errors import ArgumentError, ShardReadError, described
+from paddle_shard.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    ShardReadError,
+    described,
+)
 from paddle_shard.plan.seeding import derive_key
 from paddle_shard.plan.shuffle import Permutation
 
@@ -42,6 +49,29 @@ class FileOptions(TypedDict, total=False):
 
     shuffle_shards: bool
     cache_dir: Path | None
+
+
+def check_options(method: Callable[..., Any], options: Mapping[str, Any]) -> None:
+    """Check the options that a method of `Stream` has been given.
+
+    Raises:
+        ArgumentTypeError: There is no such option.
+        ArgumentError: An option has a value that it cannot have.
+    """
+    allowed = [
+        name for name in inspect.signature(method).parameters if name != "options"
+    ]
+    allowed += FileOptions.__annotations__
+    for name in options:
+        if name not in FileOptions.__annotations__:
+            fix = (
+                did_you_mean(name, allowed)
+                or f" Its arguments are {', '.join(allowed)}."
+            )
+            raise ArgumentTypeError(
+                f"Stream.{method.__name__} has no argument {name}=.{fix}"
+            )
+    check_flag("shuffle_shards", options.get("shuffle_shards", True))
 
 
 class ShardSource(PartsSource):
@@ -77,12 +107,12 @@ class ShardSource(PartsSource):
         """
         self._names = list(names)
         if not self._names:
-            raise ArgumentError("names holds no shard. Give at least one.")
+            raise ArgumentError("paths must name at least one file, got [].")
         if len(set(self._names)) < len(self._names):
             twice = next(name for name in self._names if self._names.count(name) > 1)
             raise ArgumentError(
-                f"names holds {redacted(twice)!r} more than once, so its samples would be delivered as often. "
-                "Give each shard once; repeat() reads the stream again."
+                f"paths names {redacted(twice)!r} more than once, so its samples would be delivered as often. "
+                "Name each file once; .repeat() reads the stream again."
             )
         self.num_shards: int = len(self._names)
         self._counts: npt.NDArray[np.int64] | None = None

@@ -10,6 +10,7 @@ from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from paddle_shard.core.checks import check_flag
 from paddle_shard.data.files.counts import Format, Placed, file_source
 from paddle_shard.data.files.files import Paths, matched
 from paddle_shard.data.files.shards import FileOptions, ShardSource
@@ -131,7 +132,9 @@ def _table(
         value: Any = row
         if len(row) != len(names):
             place = _place("row", start, begin, number)
-            value = ValueError(f"{place} has {len(row)} fields, the first {len(names)}")
+            value = ValueError(
+                f"{place} has {len(row)} fields, but the first row has {len(names)}"
+            )
         elif header:
             value = dict(zip(names, row, strict=True))
         yield begin, value
@@ -161,10 +164,11 @@ def csv_format(*, header: bool, delimiter: str) -> Format:
         delimiter: The character between two fields.
 
     Raises:
-        ArgumentError: `delimiter` is not one character.
+        ArgumentError: `header` is not a bool, or `delimiter` is not one character.
     """
     if not isinstance(delimiter, str) or len(delimiter) != 1:
         raise ArgumentError(f"delimiter must be one character, got {delimiter!r}.")
+    check_flag("header", header)
     samples = partial(_table, delimiter=delimiter, header=header)
     kind = "CSV rows below a header" if header else "CSV rows"
     return Format(f"{kind}, {delimiter!r}", samples, samples, needs_begin=True)

@@ -277,9 +277,15 @@ def decoder(
             Decoder,
             imagehandler,
         )
-    decoders = [
-        handler if callable(handler) else imagehandler(handler) for handler in handlers
-    ]
+    decoders = []
+    for handler in handlers:
+        try:
+            decoders.append(handler if callable(handler) else imagehandler(handler))
+        except ValueError as error:
+            raise ArgumentError(
+                f"decode: WebDataset has no image decoder {handler!r}. Use one of its names, such as 'pil', 'rgb8' or "
+                "'rgb', or a function of (file ending, bytes)."
+            ) from error
     return partial(_decode_sample, Decoder([*decoders, _leave_pickled], only=only))
 
 

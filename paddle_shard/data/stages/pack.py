@@ -33,7 +33,13 @@ def tokens_of(document: Any, key: str) -> Any:
 
     Raises:
         TypeError: It is text.
+        ValueError: It has no such field.
     """
+    if isinstance(document, dict) and key not in document:
+        raise ValueError(
+            f"the document has no field {key!r}; its fields are {list(document)}. Pass the name of the tokens' "
+            "field as key."
+        )
     tokens = document[key] if isinstance(document, dict) else document
     if isinstance(tokens, str | bytes):
         raise TypeError(
@@ -201,8 +207,8 @@ class Pack(Transform):
             window: Documents of a part that are packed together.
             long: What to do with a document that is longer than a row.
         """
-        check_count("length", rows.length)
-        check_count("window", window, most=MAX_WINDOW)
+        check_count("pack: length", rows.length)
+        check_count("pack: window", window, most=MAX_WINDOW)
         check_long(long)
         super().__init__(
             upstream, "pack", rows.length, window, long, rows.key, rows.labels

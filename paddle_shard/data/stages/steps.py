@@ -83,7 +83,7 @@ class Group(Transform):
 
     def __init__(self, upstream: Stage, size: int) -> None:
         super().__init__(upstream, "batch", size)
-        self.size: int = check_count("size", size)
+        self.size: int = check_count("batch: size", size)
 
     def begin(self, skip: int) -> tuple[int, int]:
         """Return that lists are skipped by skipping their samples."""
@@ -150,7 +150,7 @@ class Shuffle(Transform):
             window: Number of samples that are mixed, at least 1.
         """
         super().__init__(upstream, "shuffle", window)
-        self._window = check_count("window", window)
+        self._window = check_count("shuffle: window", window)
 
     def begin(self, skip: int) -> tuple[int, int]:
         """Return that whole windows are skipped, and the rest of a window is read."""
@@ -182,7 +182,7 @@ class Repeat(Transform):
             times: How often to read; None: without an end.
         """
         super().__init__(upstream, "repeat", times)
-        self._times = None if times is None else check_count("times", times)
+        self._times = None if times is None else check_count("repeat: times", times)
         self.endless = times is None or upstream.endless
 
     def open(self, opening: Opening) -> list[Samples]:

@@ -14,12 +14,14 @@ import paddle.distributed as dist
 import paddle.io
 from paddle.distributed import auto_parallel
 
+from paddle_shard.core.checks import did_you_mean
 from paddle_shard.core.warn_once import warn_once
 from paddle_shard.errors import ArgumentError
 from paddle_shard.extras.trainers.callback import DefaultTrainerCallback
 from paddle_shard.extras.trainers.paddle_patch import PaddlePatch, active_patch
 from paddle_shard.extras.trainers.rank_loader import PACKAGES
 from paddle_shard.loader.api import shard_dataloader
+from paddle_shard.loader.arguments import check_arguments
 from paddle_shard.loader.compat import mend_process_mesh
 from paddle_shard.loader.loader import ShardDataloader
 
@@ -57,7 +59,7 @@ def patch_paddle(
         The patch; `patch.undo()` takes it back, and so does the end of `with patch_paddle(): ...`.
 
     Raises:
-        ArgumentError: Paddle is patched already, or an option is unknown.
+        ArgumentError: Paddle is patched already, an option is unknown, or a value cannot be used.
 
     Examples:
         >>> from paddleformers.trainer import Trainer  # doctest: +SKIP
@@ -72,8 +74,14 @@ def patch_paddle(
     known = inspect.unwrap(shard_dataloader).__kwdefaults__
     unknown = sorted(options.keys() - known.keys())
     if unknown:
+        hint = did_you_mean(unknown[0], known)
         raise ArgumentError(
-            f"patch_paddle: unknown options {unknown}; there are {sorted(known)}."
+            f"patch_paddle: unknown options {unknown}.{hint} There are {sorted(known)}."
+        )
+    check_arguments(**options)
+    if not isinstance(callback, bool) and not hasattr(callback, "on_train_begin"):
+        raise ArgumentError(
+            f"callback must be True, False or a paddle_shard.TrainerCallback, got {callback!r}."
         )
     if on_loader is not None and not callable(on_loader):
         raise ArgumentError(
