@@ -1,5 +1,6 @@
 """What `help()` and `repr()` say of the public names."""
 
+import dataclasses
 import inspect
 
 import numpy as np
@@ -59,6 +60,22 @@ def test_every_public_method_says_what_it_takes(method):
     if takes and not method.__name__.startswith("on_"):
         assert "Args:" in text, takes
         assert all(f"{name}:" in text for name in takes), takes
+
+
+def test_help_of_a_dataclass_describes_each_field():
+    for class_ in filter(dataclasses.is_dataclass, CLASSES):
+        for field in dataclasses.fields(class_):
+            if field.init:
+                assert f"{field.name}: " in class_.__doc__, (class_, field.name)
+
+
+def test_signature_of_shard_dataloader_has_types():
+    parameters = inspect.signature(paddle_shard.shard_dataloader).parameters
+    vague = [name for name in parameters if parameters[name].annotation == "Any"]
+
+    assert vague == []
+    assert "ProcessMesh" in parameters["meshes"].annotation
+    assert "Literal['pad'" in parameters["tail"].annotation
 
 
 def test_every_stage_of_a_stream_is_shown_by_an_example():

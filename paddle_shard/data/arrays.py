@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -13,6 +13,14 @@ NO_REPEAT = (
     "Leave repeat() out (each pass over the loader is an epoch), or give it a number."
 )
 """The fix for a data set that is repeated without an end, and has a length all the same."""
+
+
+class IndexedData(Protocol):
+    """A data set with an index: a list, an array, a `paddle.io.Dataset`, or another library's."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
 
 
 class ArrayDataset:

@@ -41,18 +41,21 @@ IterableOrFunction = Iterable[Any] | Callable[[], Iterable[Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardOptions:
-    """The part of the data that another library reads. It replaces a rank and a world size."""
+    """The part of the data that another library reads. It replaces a rank and a world size.
+
+    Attributes:
+        shard: The data rank, which is the same for all ranks of a replica group.
+        num_shards: Number of data ranks.
+        seed: Seed of the run, the same on every rank.
+        epoch: The epoch. If the data is repeated within an epoch, each repetition has another number.
+        state: Result of `save` after the last batch that was delivered; None at the beginning.
+    """
 
     shard: int
-    """The data rank, which is the same for all ranks of a replica group."""
     num_shards: int
-    """Number of data ranks."""
     seed: int
-    """Seed of the run, the same on every rank."""
     epoch: int
-    """The epoch. If the data is repeated within an epoch, each repetition has another number."""
     state: Any = None
-    """Result of `save` after the last batch that was delivered; None at the beginning."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,7 +67,7 @@ class ExternalLoader:
 
     Args:
         build: Returns an iterable over the batches of an epoch: arrays, or tensors that support DLPack. All batches
-            except the last have the same number of rows. It is called in each process when a pass begins.
+            except the last have the same number of rows. It is called in each process when an iteration begins.
         name: Name of the library, for messages and the saved state.
         save: Called after each batch with the result of `build`. It returns the state, which `build` gets again in
             `ShardOptions.state`: None, numbers, strings, and lists and dicts (by strings) of these. None: the

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 
 from paddle_shard.core.checks import check_count, length_or_none
-from paddle_shard.data.arrays import NO_REPEAT, check_indexed
+from paddle_shard.data.arrays import NO_REPEAT, IndexedData, check_indexed
 from paddle_shard.data.packed import Packed
 from paddle_shard.errors import ArgumentError, ArgumentTypeError
 from paddle_shard.plan.mixture import (
@@ -47,13 +47,13 @@ class Mixture:
 
     def __init__(
         self,
-        sources: Mapping[str, Any],
+        sources: Mapping[str, IndexedData],
         weights: Weights | None = None,
         *,
         num_samples: int | None = None,
         stop: Literal["first", "all"] = "first",
     ) -> None:
-        """Take note of the sources; nothing is read but their lengths.
+        """Store the sources; only their lengths are read.
 
         Args:
             sources: Name -> data set with `__len__` and `__getitem__`, at most 4096 of them.

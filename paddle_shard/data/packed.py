@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from paddle_shard.core.checks import check_count, listed
 from paddle_shard.core.randomness import kept
-from paddle_shard.data.arrays import check_indexed
+from paddle_shard.data.arrays import IndexedData, check_indexed
 from paddle_shard.data.stages.pack import PackedRows, check_long, tokens_of
 from paddle_shard.errors import ArgumentError, described
 from paddle_shard.plan.packing import Packing, Piece
@@ -48,7 +48,7 @@ class Packed:
 
     def __init__(  # noqa: PLR0913
         self,
-        documents: Any,
+        documents: IndexedData,
         length: int,
         *,
         lengths: Sequence[int] | npt.NDArray[Any] | None = None,

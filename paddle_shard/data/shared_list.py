@@ -37,7 +37,7 @@ class SharedList(Sequence[T]):
         """Copy the items, one after the other.
 
         Args:
-            items: Any iterable, also one that makes its items as they are asked for.
+            items: Any iterable, such as a list or a generator.
 
         Raises:
             ArgumentTypeError: `items` cannot be iterated, or an item cannot be pickled.

@@ -48,6 +48,7 @@ from paddle_shard.errors import ArgumentError, ArgumentTypeError
 from paddle_shard.plan.weights import schedule_of
 
 if TYPE_CHECKING:
+    import datasets  # type: ignore[import-untyped]
     from typing_extensions import Unpack
 
 
@@ -176,12 +177,12 @@ class Stream(paddle.io.IterableDataset):
         r"""Return a stream of the rows of CSV files (Python's `csv`, dialect "excel", strict). Empty lines are skipped.
 
         Args:
-            paths: The same as for `lines`.
+            paths: See `Stream.lines`.
             header: If True, the first row of each file names the fields, and samples are dicts. If False, samples are
                 lists.
             delimiter: The character between two fields, such as "\t".
-            counts: The same as for `lines`.
-            options: The same as for `lines`.
+            counts: See `Stream.lines`.
+            options: See `Stream.lines`.
 
         Raises:
             ArgumentError: There is no file, or none that matches a pattern.
@@ -237,9 +238,9 @@ class Stream(paddle.io.IterableDataset):
         """Return a stream of the values of JSON Lines files: one JSON value per line. Blank lines are skipped.
 
         Args:
-            paths: The same as for `lines`.
-            counts: The same as for `lines`.
-            options: The same as for `lines`.
+            paths: See `Stream.lines`.
+            counts: See `Stream.lines`.
+            options: See `Stream.lines`.
 
         Raises:
             ArgumentError: There is no file, or none that matches a pattern.
@@ -267,7 +268,7 @@ class Stream(paddle.io.IterableDataset):
             index: An index file, which `paddle-shard index` makes. With an index, parts are equal, their lengths are
                 known, and a resume is cheap. None: count the tars now by their headers, if all are local and none is
                 compressed. False: count nothing.
-            options: The same as for `lines`. Samples keep their order within a tar: add a `shuffle` stage to permute
+            options: See `Stream.lines`. Samples keep their order within a tar: add a `shuffle` stage to permute
                 them, too.
 
         Raises:
@@ -317,7 +318,7 @@ class Stream(paddle.io.IterableDataset):
         return cls(source)
 
     @classmethod
-    def huggingface(cls, dataset: Any) -> Stream:
+    def huggingface(cls, dataset: datasets.IterableDataset) -> Stream:
         """Return a stream of a `datasets.IterableDataset`; see `data.files.huggingface.HuggingFaceSource`.
 
         Args:

@@ -45,7 +45,7 @@ class BucketBatchSampler:
         seed: int = 0,
         drop_last: bool = False,
     ) -> None:
-        """Take note of the lengths.
+        """Store the lengths.
 
         Args:
             lengths: The length of each sample.

@@ -73,15 +73,18 @@ class RayReaders:
 
     Each rank that reads has its own; each takes one CPU of the cluster. `docs/readers.md` has more.
 
+    Attributes:
+        num: Number of actors of each rank that reads.
+        runtime_env: Ray's runtime environment of the actors, such as `{"working_dir": "."}` if the nodes do not have
+            your code.
+
     Raises:
         ArgumentError: `num` is not an int >= 1.
         MissingDependencyError: Ray is not installed.
     """
 
     num: int
-    """Number of actors of each rank that reads."""
     runtime_env: Mapping[str, Any] | None = None
-    """Ray's runtime environment of the actors, such as `{"working_dir": "."}` if the nodes do not have your code."""
 
     def __post_init__(self) -> None:
         check_count("RayReaders: num", self.num)

@@ -73,7 +73,7 @@ def state_to_tensor(state: Mapping[str, Any]) -> paddle.Tensor:
     return paddle.to_tensor(np.frombuffer(content, np.uint8).copy())
 
 
-def state_from_tensor(tensor: Any) -> dict[str, Any]:
+def state_from_tensor(tensor: paddle.Tensor) -> dict[str, Any]:
     """Return the state in a tensor from `state_to_tensor`, for `loader.load_state_dict`.
 
     Args:

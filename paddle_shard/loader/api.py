@@ -9,12 +9,14 @@ from os import PathLike
 from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import paddle.distributed as dist
 import paddle.io
 
 from paddle_shard.core.checks import did_you_mean
 from paddle_shard.core.trees import leaves
 from paddle_shard.core.warn_once import warn_once
+from paddle_shard.data.external import ExternalLoader
 from paddle_shard.data.stream import Stream
 from paddle_shard.errors import ArgumentError, ArgumentTypeError
 from paddle_shard.loader.arguments import (
@@ -39,11 +41,11 @@ from paddle_shard.loader.setup import (
 from paddle_shard.loader.source import read_source
 from paddle_shard.loader.stats import LoaderStats
 from paddle_shard.loader.stream_source import as_dataloader, read_stream
+from paddle_shard.placement.field import Balanced
 from paddle_shard.placement.lengths import PadTo
 from paddle_shard.placement.placer import BatchPlacer
-from paddle_shard.plan.orders import Shuffle
+from paddle_shard.plan.blocks import Blocks
 from paddle_shard.plan.skips import union
-from paddle_shard.plan.tails import TailName
 from paddle_shard.ranks.agreeing import connect, report_failure
 from paddle_shard.reading.reading import Readers
 from paddle_shard.reading.sample_threads import Threads
@@ -53,10 +55,8 @@ from paddle_shard.run.run import Run
 
 P = ParamSpec("P")
 R = TypeVar("R")
-Meshes: TypeAlias = (
-    "dist.ProcessMesh | Sequence[dist.ProcessMesh | Sequence[dist.ProcessMesh]]"
-)
-ShardDims: TypeAlias = "str | int | Sequence[Any]"
+Placement: TypeAlias = "Mapping[str | int | tuple[str, ...], int | Balanced | None] | Literal['as read', 'row index']"
+"""Of a field: the tensor dim that each axis splits, or a word."""
 
 _COMPARED = (
     "seed",
@@ -118,23 +118,33 @@ def _reports_failure(function: Callable[P, R]) -> Callable[P, R]:
 
 @_reports_failure
 def shard_dataloader(  # noqa: PLR0913
-    dataloader: paddle.io.DataLoader | Stream | Iterable[Any] | Callable[[], Any],
-    meshes: Meshes,
+    dataloader: paddle.io.DataLoader
+    | Stream
+    | ExternalLoader
+    | Iterable[Any]
+    | Callable[[], Iterable[Any]],
+    meshes: dist.ProcessMesh | Sequence[dist.ProcessMesh | Sequence[dist.ProcessMesh]],
     input_keys: Sequence[str] | None = None,
-    shard_dims: ShardDims | None = None,
+    shard_dims: str
+    | int
+    | Sequence[str | int | Sequence[str | int | None] | None]
+    | None = None,
     is_dataset_splitted: bool = False,
     dense_tensor_idx: Sequence[Sequence[int]] | None = None,
     *,
-    shuffle: Shuffle | None = None,
+    shuffle: bool | Literal["blocks", "paddle"] | Blocks | None = None,
     seed: int = 0,
-    tail: TailName | None = None,
+    tail: Literal["pad", "fill", "drop", "error", "repeat"] | None = None,
     batch_size: Sequence[tuple[int, int]] | None = None,
     skip_steps: Sequence[tuple[int, int]] | None = None,
-    balance: Sequence[float] | np.ndarray[Any, Any] | Callable[..., Any] | None = None,
+    balance: npt.ArrayLike
+    | Callable[[npt.NDArray[np.int64]], npt.ArrayLike]
+    | None = None,
     num_batches: int | None = None,
     local: bool = False,
-    placements: Mapping[Any, Any] | None = None,
-    pad_to: Mapping[Any, tuple[str | int | Sequence[int], float]] | None = None,
+    placements: Mapping[str | int, Placement | list[Placement | None]] | None = None,
+    pad_to: Mapping[str | int, tuple[Literal["longest"] | int | Sequence[int], float]]
+    | None = None,
     verify: Literal["first"] | int | None = "first",
     replicas: Literal["each", "leader"] = "each",
     timeout: float = 1800.0,

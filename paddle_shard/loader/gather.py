@@ -23,7 +23,7 @@ def _mesh_ranks(
 
 
 @fails_on_all_ranks(_mesh_ranks)
-def gather_valid(values: Any, valid: Any) -> Any:
+def gather_valid(values: paddle.Tensor, valid: paddle.Tensor) -> paddle.Tensor:
     """Return a value for each valid row of a global batch, from all ranks, without the padding.
 
     Collective over the mesh of `valid`. It also works in Paddle's auto-DP mode, where placements are `Replicate`.

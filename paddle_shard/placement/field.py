@@ -27,10 +27,12 @@ class Balanced:
 
     The dim is cut into 2c equal chunks, where c is the size of the axis. Rank r of the axis holds chunks r and 2c-1-r.
     This is the layout of Paddle's own ring attention (`shard_seq_load_balance`).
+
+    Attributes:
+        dim: The tensor dim, at least 1.
     """
 
     dim: int
-    """The tensor dim, at least 1."""
 
 
 # Without slots, since cached properties are kept in `__dict__`.

@@ -27,6 +27,10 @@ class Blocks(Ordering):
     cut into equal parts. Each data rank reads its parts one `window` after the other, and only the samples of
     a window are mixed. `BlockOrder` states the guarantees.
 
+    Attributes:
+        size: Consecutive samples that lie together on disk: a chunk, a page, a row group. At least 1.
+        window: Blocks whose samples are mixed, at least 1. More blocks mix better; a reader should keep that many open.
+
     Examples:
         >>> Blocks(size=512)
         Blocks(size=512, window=8)
@@ -35,9 +39,7 @@ class Blocks(Ordering):
     name: ClassVar[bool | str] = "blocks"
 
     size: int = 1024
-    """Consecutive samples that lie together on disk: a chunk, a page, a row group. At least 1."""
     window: int = 8
-    """Blocks whose samples are mixed, at least 1. More blocks mix better; a reader should keep that many open."""
 
     def __post_init__(self) -> None:
         for name, meaning in (

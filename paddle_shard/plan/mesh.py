@@ -19,6 +19,11 @@ Axes = str | int | Sequence[str | int] | None
 class MeshLayout:
     """Processes laid out in row-major order on named axes.
 
+    Attributes:
+        shape: Size of each axis, all >= 1.
+        axes: One unique name per axis. Paddle calls these `dim_names`.
+        process_ids: Global ranks in row-major order; need not start at 0 nor be sorted.
+
     Examples:
         >>> mesh = MeshLayout(shape=(2, 2), axes=("mp", "dp"), process_ids=(0, 1, 2, 3))
         >>> [mesh.data_rank(rank, "dp") for rank in mesh.process_ids]
@@ -26,11 +31,8 @@ class MeshLayout:
     """
 
     shape: tuple[int, ...]
-    """Size of each axis, all >= 1."""
     axes: tuple[str, ...]
-    """One unique name per axis. Paddle calls these `dim_names`."""
     process_ids: tuple[int, ...]
-    """Global ranks in row-major order; need not start at 0 nor be sorted."""
 
     def __post_init__(self) -> None:
         for name in ("shape", "axes", "process_ids"):

@@ -149,6 +149,23 @@ class ShardPlan:
     micro-batch. Batch k begins at position k * batch_size. Every data rank takes an equal slice of it, so all data
     ranks make the same number of steps.
 
+    Attributes:
+        num_samples: Length of the data set, at least 1.
+        batch_size: The global batch: samples that one step consumes over all data ranks.
+        num_data_ranks: Product of the sizes of the data axes; the least common multiple if meshes differ.
+        shuffle: False: 0..n-1. True: a keyed permutation, a different one in each epoch. A `Blocks`: a shuffle that
+            opens each block on disk on one data rank. "blocks": `Blocks()`. "paddle": the order of Paddle's
+            `DistributedBatchSampler(shuffle=True)`, including its padding; it depends on `num_data_ranks`.
+        seed: Seed of the keyed permutations.
+        tail: What to do if the data does not fill the last global batch. "pad": fill it up to the padding unit with the
+            first samples of the same epoch's order. "fill": fill it up to the batch size. "drop": do not serve it.
+            "error": raise an error.
+        accumulation: Micro-batches in a global batch (gradient accumulation).
+        segments: The segments of this epoch, if the run was resumed with another batch size. The last one has
+            `batch_size`.
+        ended: True if the epoch ended at the start of the last segment: samples that the tail dropped there stay
+            dropped.
+
     Examples:
         >>> plan = ShardPlan(num_samples=10, batch_size=4, num_data_ranks=2)
         >>> plan.num_steps, plan.padding(step=2)
@@ -160,27 +177,14 @@ class ShardPlan:
     """
 
     num_samples: int
-    """Length of the data set, at least 1."""
     batch_size: int
-    """The global batch: samples that one step consumes over all data ranks."""
     num_data_ranks: int
-    """Product of the sizes of the data axes; the least common multiple if meshes differ."""
     shuffle: Shuffle = field(default=False, compare=False)
-    """False: 0..n-1. True: a keyed permutation, a different one in each epoch. A `Blocks`: a shuffle that opens each
-    block on disk on one data rank. "blocks": `Blocks()`. "paddle": the order of Paddle's
-    `DistributedBatchSampler(shuffle=True)`, including its padding; it depends on `num_data_ranks`."""
     seed: int = 0
-    """Seed of the keyed permutations."""
     tail: str = "pad"
-    """What to do if the data does not fill the last global batch. "pad": fill it up to the padding unit with the
-    first samples of the same epoch's order. "fill": fill it up to the batch size. "drop": do not serve it.
-    "error": refuse such a length."""
     accumulation: int = 1
-    """Micro-batches in a global batch (gradient accumulation)."""
     segments: Segments = ()
-    """The segments of this epoch, if the run was resumed with another batch size. The last one has `batch_size`."""
     ended: bool = False
-    """True if the epoch ended at the start of the last segment: samples that the tail dropped there stay dropped."""
     ordering: Ordering = field(init=False, repr=False)
     """The ordering that `shuffle` names or is."""
 

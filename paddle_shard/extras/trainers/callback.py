@@ -49,7 +49,7 @@ class TrainerCallback:
     def __init__(
         self, checkpoint: str | os.PathLike[str] | None = None, *, writer: Any = None
     ) -> None:
-        """Prepare.
+        """Set up the callback.
 
         Args:
             checkpoint: The folder from which the trainer resumes. None: `args.resume_from_checkpoint` if that is a

@@ -17,7 +17,10 @@ from paddle.distributed import auto_parallel
 from paddle_shard.core.checks import did_you_mean
 from paddle_shard.core.warn_once import warn_once
 from paddle_shard.errors import ArgumentError
-from paddle_shard.extras.trainers.callback import DefaultTrainerCallback
+from paddle_shard.extras.trainers.callback import (
+    DefaultTrainerCallback,
+    TrainerCallback,
+)
 from paddle_shard.extras.trainers.paddle_patch import PaddlePatch, active_patch
 from paddle_shard.extras.trainers.rank_loader import PACKAGES
 from paddle_shard.loader.api import shard_dataloader
@@ -28,7 +31,7 @@ from paddle_shard.loader.loader import ShardDataloader
 
 def patch_paddle(
     *,
-    callback: Any = True,
+    callback: bool | TrainerCallback = True,
     on_loader: Callable[[ShardDataloader], Any] | None = None,
     **options: Any,
 ) -> PaddlePatch:
@@ -47,13 +50,13 @@ def patch_paddle(
     Where a `collate_fn` has a `label_pad_token_id`, the `labels` of padding rows are that number.
 
     Args:
-        callback: True: a `TrainerCallback()` for each trainer. A `TrainerCallback` of your own: that one. False: none;
+        callback: True: a `TrainerCallback()` for each trainer. A `TrainerCallback` of your own: this one. False: none;
             the trainer counts its position by steps.
-        on_loader: Is called with each `ShardDataloader` that is made, so that you can hold on to those that a trainer
+        on_loader: Called with each `ShardDataloader` that is made, so that you can hold on to those that a trainer
             makes: for `state_dict`, `stats`, `certificate`.
-        options: Keyword-only arguments of `shard_dataloader`, such as `tail="fill"`: the defaults of every loader. What
-            the trainer gives itself stands. A loader that cannot have one is made without it, with a line in
-            the log; a kind of shuffle (`shuffle="blocks"`) is for those that shuffle.
+        options: Keyword-only arguments of `shard_dataloader`, such as `tail="fill"`: the defaults of every loader. An
+            argument that the trainer passes itself takes precedence. A loader that does not support an option is made
+            without it, with a line in the log. A kind of shuffle (`shuffle="blocks"`) applies to loaders that shuffle.
 
     Returns:
         The patch; `patch.undo()` takes it back, and so does the end of `with patch_paddle(): ...`.
