@@ -149,6 +149,12 @@ def test_what_a_user_holds_says_what_it_is(tmp_path):
     stream = Stream.lines(tmp_path / "a.txt").map(int).shuffle(4)
     assert repr(stream) == "Stream(ShardSource of 1 shards > Map > Shuffle)"
     assert repr(Stream.of([1]).batch(2)) == "Stream(IterableSource > Group)"
+    mixed = Stream.mixture(
+        {"web": stream, "code": Stream.of([1, 2])}, {"web": 3, "code": 1}
+    )
+    assert repr(mixed) == "Stream(Mix of web 0.75, code 0.25)"
+    of_mixed = paddle_shard.shard_dataloader(mixed.batch(2), ONE, shard_dims="dp")
+    assert "Stream(Mix of web 0.75, code 0.25 > Group)" in repr(of_mixed)
 
     given = paddle.io.DataLoader(Numbers(), batch_size=2)
     loader = paddle_shard.shard_dataloader(given, ONE, shard_dims="dp")

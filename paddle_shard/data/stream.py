@@ -543,7 +543,7 @@ class Stream(paddle.io.IterableDataset):
         return stream
 
     def __repr__(self) -> str:
-        names = [type(stage).__name__ for stage in self._stage.line()]
+        names = [stage.label for stage in self._stage.line()]
         num_shards = self._stage.source.num_shards
         if num_shards is not None:
             names[-1] += f" of {num_shards} shards"

@@ -220,9 +220,8 @@ def _warn_if_uneven(setup: LoaderSetup) -> None:
         setup.stats.most_uneven = share
         warn_once(
             f"tail='pad': {share:.0%} of this rank's rows were padding, since the stream's {stream.plan.num_parts} "
-            "parts end at different times. Parts are alike if their files are counted (counts=True; for tars index=, "
-            "made by `paddle-shard index`), if there are fewer parts (in_parts()), or many files of one size. With "
-            "tail='repeat' or num_batches= nothing is lost."
+            f"parts end at different times. {stream.stage.source.uneven_parts} With tail='repeat' or num_batches= "
+            "nothing is lost."
         )
 
 

@@ -14,6 +14,7 @@ from paddle.distributed.auto_parallel.api import (
     ShardDataloader as PaddleShardDataloader,
 )
 
+from paddle_shard.data.stream import Stream
 from paddle_shard.errors import ArgumentError, ArgumentTypeError
 from paddle_shard.loader import stopping
 from paddle_shard.loader.begin import begin
@@ -118,8 +119,9 @@ class ShardDataloader(PaddleShardDataloader):
         elif plan is not None and not plan.ordering.is_identity:
             order = f"shuffle={plan.ordering.name!r}, seed {self.seed}"
         mesh = dict(zip(row_layout.layout.axes, row_layout.layout.shape, strict=True))
+        is_stream = isinstance(self.dataset, Stream)
         entries = [
-            type(self.dataset).__name__,
+            repr(self.dataset) if is_stream else type(self.dataset).__name__,
             order,
             f"global batch {source.batch_size}",
             f"tail {source.tail!r}",

@@ -274,7 +274,7 @@ class Certificate:
             return f"epoch {self.epoch}: {what} exactly once"
         if self.to_come:
             some = f"{self.delivered} {what.removeprefix('each ')}"
-            return f"epoch {self.epoch}: {some} exactly once, {self.to_come} to come"
+            return f"epoch {self.epoch}: {some} delivered once, {self.to_come} to come"
         # If something is only missing in what is known, nothing is known to be wrong.
         if all(UNKNOWN in problem for problem in self.problems):
             what = f"not proved that {what} was delivered"

@@ -245,3 +245,27 @@ def test_huggingface_shards_must_suit_the_ranks(caplog):
         match=r"in_parts\(\) is missing: 4 shards .* into 3 parts .*in_parts\(\), one of \[2\]",
     ):
         made(4, 6, 2)
+
+
+def test_huggingface_padding_names_shards_as_its_cause(caplog):
+    def rows(sizes):
+        for size in sizes:
+            yield from ({"id": number} for number in range(size))
+
+    dataset = datasets.IterableDataset.from_generator(
+        rows, gen_kwargs={"sizes": [40, 3, 5, 9]}
+    )
+    given = paddle.io.DataLoader(Stream.huggingface(dataset).in_parts(4), batch_size=8)
+    loader = paddle_shard.shard_dataloader(
+        given, dist.ProcessMesh([0], dim_names=["dp"]), shard_dims="dp"
+    )
+    for _ in loader:
+        pass
+
+    [said] = [
+        record.getMessage()
+        for record in caplog.records
+        if "rows were padding" in record.getMessage()
+    ]
+    assert "whose 4 shards hold different numbers of samples" in said
+    assert "counts=True" not in said

@@ -101,7 +101,7 @@ def test_the_certificate_counts_one_of_the_stages_that_have_different_numbers_of
     of_ranks,
 ):
     for half, whole in of_ranks(3, "stages"):
-        assert half.endswith("12 of 22 samples exactly once, 10 to come"), half
+        assert half.endswith("12 of 22 samples delivered once, 10 to come"), half
         assert whole.endswith("each of 22 samples exactly once"), whole
 
 

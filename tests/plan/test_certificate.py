@@ -115,8 +115,8 @@ def test_certify_compares_replicas_over_several_iterators():
         ([(0, 60), (70, 100)], "positions [60, 70) were not delivered", (90, 10, 0)),
         ([(0, 60), (50, 100)], "positions [50, 60) were delivered again", (110, 0, 10)),
         ([(10, 100)], "positions [0, 10) were not delivered", (90, 10, 0)),
-        ([(0, 90)], "90 of 100 samples exactly once, 10 to come", (90, 10, 0)),
-        ([], "0 of 100 samples exactly once, 100 to come", (0, 100, 0)),
+        ([(0, 90)], "90 of 100 samples delivered once, 10 to come", (90, 10, 0)),
+        ([], "0 of 100 samples delivered once, 100 to come", (0, 100, 0)),
     ],
 )
 def test_certify_counts_gaps_and_overlaps(legs, text, counts):
@@ -261,7 +261,7 @@ def test_certify_expects_what_a_sampler_drew_as_often():
         == "epoch 0: each of 6 samples that a Sampler drew exactly once"
     )
     assert "has not ended after position 6" in str(of_a_sampler(*ranks, end=None))
-    assert "exactly once, 2 to come" in str(of_a_sampler(*ranks, end=8))
+    assert "delivered once, 2 to come" in str(of_a_sampler(*ranks, end=8))
     wrong = {}, leg([1, 2, 7], 0, 6, 1, 2) | all_of_it
     assert "some samples were missed and as many repeated" in str(
         of_a_sampler(ranks[0], wrong)

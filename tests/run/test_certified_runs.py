@@ -173,7 +173,7 @@ def test_certificate_before_the_end_names_what_is_missing():
         92,
         0,
     )
-    assert str(certificate) == "epoch 0: 8 of 100 samples exactly once, 92 to come"
+    assert str(certificate) == "epoch 0: 8 of 100 samples delivered once, 92 to come"
 
 
 @pytest.mark.parametrize("begun_again", [0, 1, 40])

@@ -87,6 +87,15 @@ class HuggingFaceSource(PartsSource):
         return [["huggingface", self.num_shards, digest]]
 
     @property
+    def uneven_parts(self) -> str:
+        """See `Stage`."""
+        return (
+            f"A part reads whole shards of the Hugging Face data set, whose {self.num_shards} shards hold different "
+            "numbers of samples. Use fewer parts (in_parts()), or many shards of one size (dataset.reshard(), or "
+            "to_iterable_dataset(num_shards=))."
+        )
+
+    @property
     def files(self) -> list[str]:
         """The first shards of each of its generators: files or numbers."""
         names = [

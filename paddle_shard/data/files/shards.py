@@ -151,6 +151,16 @@ class ShardSource(PartsSource):
         return None
 
     @property
+    def uneven_parts(self) -> str:
+        """See `Stage`."""
+        if self._counts is not None:
+            return super().uneven_parts
+        return (
+            f"The {self.num_shards} files are not counted, and a part reads whole files. Count them (counts=True; for "
+            "tars index=, made by `paddle-shard index`), use fewer parts (in_parts()), or many files of one size."
+        )
+
+    @property
     def files(self) -> list[str]:
         """The first files, with their numbers of samples or their sizes."""
         names = self._files[:1000]

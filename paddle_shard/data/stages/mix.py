@@ -78,6 +78,21 @@ class Mix(Stage):
         self.num_shards = min(filter(None, uncounted), default=None)
 
     cuts = True
+
+    @property
+    def label(self) -> str:
+        """Its sources, with their shares at the beginning."""
+        total = sum(self._segments[0].weights)
+        shares = [
+            f"{name} {weight / total:.4g}"
+            for name, weight in zip(
+                self._stages, self._segments[0].weights, strict=True
+            )
+        ]
+        if len(self._segments) > 1:
+            shares.append(f"{len(self._segments)} schedules of weights")
+        return f"Mix of {', '.join(shares)}"
+
     """Each stream can open a part."""
 
     def _draws(self, opening: Opening) -> Draws:

@@ -151,6 +151,16 @@ class Stage:
     makes_several: bool = False
     """True if one sample may become several. Then a position in a part does not tell how much was read for it."""
 
+    @property
+    def label(self) -> str:
+        """Its name in the `repr` of a stream."""
+        return type(self).__name__
+
+    @property
+    def uneven_parts(self) -> str:
+        """Why parts of this source may have different lengths, and what to do about it, for a warning."""
+        return "A filter, or another stage that makes more or fewer samples of some, leaves parts of different lengths."
+
     def line(self) -> Iterator[Stage]:
         """Yield this stage and those before it, the source last."""
         stage: Stage | None = self
