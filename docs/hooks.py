@@ -16,6 +16,7 @@ PAGES = {
     "benchmarks/README.md": "benchmarks.md",
     "demos/README.md": "demos.md",
     "launch/README.md": "launch.md",
+    "skills/paddle_shard/SKILL.md": "agents.md",
 }
 """File of the repository -> page of the site."""
 URL = os.environ.get("PADDLE_SHARD_URL", "")

@@ -13,10 +13,12 @@ from tests.deadlines import HANG
 from tests.jobs import preload, run_ranks
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+AGENTS = ROOT / "skills/paddle_shard/SKILL.md"
+PAGES = [ROOT / "README.md", AGENTS, *sorted((ROOT / "docs").glob("*.md"))]
 ALL = [
     *PAGES,
     ROOT / "CONTRIBUTING.md",
+    ROOT / "llms.txt",
     ROOT / "demos/README.md",
     ROOT / "launch/README.md",
 ]
@@ -246,6 +248,21 @@ def test_no_page_is_left_out_of_the_readme():
     linked = re.findall(r"\(docs/(\w+\.md)\)", (ROOT / "README.md").read_text())
 
     assert sorted(linked) == sorted(page.name for page in (ROOT / "docs").glob("*.md"))
+
+
+def test_page_for_agents_is_short_and_says_when_to_read_it():
+    text = AGENTS.read_text()
+
+    assert len(text.splitlines()) <= 120
+    assert re.match(
+        r"---\nname: paddle_shard\ndescription: .*?\n---\n", text, re.DOTALL
+    )
+
+
+def test_every_page_is_in_llms_txt():
+    linked = re.findall(r"\(docs/(\w+\.md)\)", (ROOT / "llms.txt").read_text())
+
+    assert set(linked) == {page.name for page in (ROOT / "docs").glob("*.md")}
 
 
 def test_make_knows_every_command_of_the_readme():
