@@ -9,7 +9,7 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[1]
 PAGES = {
-    "README.md": "index.md",
+    "README.md": "first-steps.md",
     "README_cn.md": "cn/index.md",
     "CONTRIBUTING.md": "how-it-works.md",
     "CHANGELOG.md": "changelog.md",
@@ -35,6 +35,18 @@ def on_files(files, config):
             )
         )
     return files
+
+
+def on_post_build(config):
+    """Write llms.txt, whose links lead to pages of the site."""
+
+    def turned(found):
+        page = PAGES.get(found[1]) or found[1].removeprefix("docs/")
+        return f"]({page.removesuffix('.md')}/)"
+
+    text = (ROOT / "llms.txt").read_text(encoding="utf-8")
+    text = re.sub(r"\]\(([^)]+\.md)\)", turned, text)
+    (Path(config.site_dir) / "llms.txt").write_text(text, encoding="utf-8")
 
 
 def on_page_markdown(markdown, page, config, files):

@@ -5,6 +5,7 @@ import io
 import re
 import sys
 import tarfile
+import textwrap
 from pathlib import Path
 
 import numpy as np
@@ -126,11 +127,15 @@ def main(page, folder):
 
     os.chdir(folder)
     names, printed = taken_for_granted(ranks), io.StringIO()
-    blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    blocks = re.findall(r"^ *```python\n(.*?)^ *```", text, re.MULTILINE | re.DOTALL)
     with contextlib.redirect_stdout(printed):
         for number, block in enumerate(blocks):
             exec(
-                compile(block, f"{Path(page).name}, Python block {number + 1}", "exec"),
+                compile(
+                    textwrap.dedent(block),
+                    f"{Path(page).name}, Python block {number + 1}",
+                    "exec",
+                ),
                 names,
             )
     report({"blocks": len(blocks), "printed": printed.getvalue()})

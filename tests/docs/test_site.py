@@ -66,3 +66,31 @@ def test_words_of_the_glossary_are_in_order():
         r"^\| (\w.*?) \| ", (ROOT / "docs/glossary.md").read_text(), re.MULTILINE
     )[1:]
     assert words == sorted(words)
+
+
+def test_landing_page_has_three_tabs_and_a_picture_of_a_plan():
+    text = (ROOT / "docs/index.md").read_text()
+
+    assert len(re.findall(r'^=== "', text, re.MULTILINE)) == 3
+    assert "![" in text
+    assert "](plan.svg)" in text
+
+
+def test_python_of_a_page_fits_its_column():
+    """The site shows 98 columns at 1280 pixels."""
+    pages = [
+        *(ROOT / "docs").rglob("*.md"),
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+    ]
+    pages += [ROOT / "launch/README.md", *(ROOT / "skills").rglob("*.md")]
+    wide = [
+        f"{page.name}: {line}"
+        for page in pages
+        for block in re.findall(
+            r"^ *```.*?^ *```", page.read_text(), re.MULTILINE | re.DOTALL
+        )
+        for line in block.splitlines()
+        if len(line) > 98
+    ]
+    assert wide == []
