@@ -421,14 +421,14 @@ def test_report_of_a_long_failure_keeps_its_place():
 
 
 def test_generator_loses_no_batch_to_its_description():
-    from paddle_shard.loader.iteration import describe
+    from paddle_shard.loader.iteration import describe_inputs
 
     def pairs():
         for k in range(3):
             yield [np.full((4, 2), k, "float32"), np.full(4, k)]
 
     loader = paddle_shard.shard_dataloader(pairs(), ONE, shard_dims="dp")
-    described = describe(loader._first_batch)
+    described = describe_inputs(loader._first_batch)
 
     assert described[1]._local_value().numpy().tolist() == [0] * 4
     assert [labels._local_value().numpy()[0] for _, labels in loader] == [0, 1, 2]
