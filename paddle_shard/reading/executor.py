@@ -17,7 +17,7 @@ from paddle.base.framework import _current_expected_place_, _dygraph_place_guard
 from paddle.framework import core
 
 from paddle_shard.core import forks
-from paddle_shard.core.warn_once import warn_once
+from paddle_shard.core.warn_once import caller_level, warn_once
 from paddle_shard.errors import DifferentDataError, PaddleShardError
 from paddle_shard.plan.partition import Rows
 from paddle_shard.plan.step import Step
@@ -118,7 +118,7 @@ class _ReadingExecutor(Executor):
             if answer.used_rng_late:
                 warn_once(_USED_LATER)
             for _, reason in answer.skipped:
-                _log.warning("skipped %s", reason)
+                _log.warning("skipped %s", reason, stacklevel=caller_level())
             chunks.append(answer)
         if len({chunk.digest for chunk in chunks}) > 1:
             raise DifferentDataError(

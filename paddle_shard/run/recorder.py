@@ -11,6 +11,7 @@ from contextlib import suppress
 from datetime import datetime, timezone
 from typing import Any
 
+from paddle_shard.core.warn_once import caller_level
 from paddle_shard.errors import ArgumentError, ArgumentTypeError
 from paddle_shard.plan.state import LoaderState
 from paddle_shard.run.record_lines import FORMAT, append
@@ -88,6 +89,7 @@ class Recorder:
                     "commands answer for one run: give each a file of its own, unless this one goes on with that, by "
                     "load_state_dict(override=).",
                     *(self.path, name, before[name], now.get(name)),
+                    stacklevel=caller_level(),
                 )
 
     def note(self, kind: str, **facts: Any) -> None:
@@ -112,6 +114,7 @@ class Recorder:
                 "record=%r cannot be written any more (%s). The run continues without it.",
                 self.path,
                 error,
+                stacklevel=caller_level(),
             )
         finally:
             self._is_busy = False
@@ -124,5 +127,6 @@ class Recorder:
                 "record=%r: a crash had cut its last line. The %d bytes were taken off.",
                 self.path,
                 num_removed,
+                stacklevel=caller_level(),
             )
         return digest
