@@ -1,9 +1,6 @@
 """The device of the tests that run on a real GPU, too: there it is the GPU, elsewhere the stand-in."""
 
-import ctypes
-import os
 import time
-from pathlib import Path
 
 import paddle
 import pytest
@@ -43,18 +40,15 @@ class Work:
             self.wait()
             self._seconds = (time.perf_counter() - began) / 20
         else:
-            self._plugin = ctypes.CDLL(
-                str(Path(os.environ["CUSTOM_DEVICE_ROOT"]) / "libstandin.so")
-            )
-            self._stream = ctypes.c_void_p(
-                paddle.device.current_stream(DEVICE).stream_base.raw_stream
-            )
+            from tests.device import on_standin
+
+            self._plugin, self._stream = on_standin.plugin, on_standin.stream()
 
     def __call__(self, seconds):
         if ON_GPU:
             self.queue_kernels(max(1, round(seconds / self._seconds)))
         else:
-            self._plugin.standin_work(self._stream, ctypes.c_long(int(seconds * 1e6)))
+            self._plugin.standin_work(self._stream, int(seconds * 1e6))
 
     def queue_kernels(self, count):
         for _ in range(count):

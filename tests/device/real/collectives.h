@@ -1,7 +1,13 @@
-// Collectives of the stand-in device, between processes of one host: simple and slow, through a file in shared memory.
-// Each runs in its stream, so it is as late as on a GPU: the rank writes its part, meets the others, and reads theirs.
+// Collectives between processes of one host: simple and slow, through a file in shared memory. NCCL is not used.
+// Each runs in its stream, so it is as late as NCCL's: the rank's part is copied to the host, a host function exchanges it
+// with the other ranks, and the result is copied back.
 #pragma once
 #include <fcntl.h>
+#include <sys/mman.h>
+
+#include <functional>
+#include <memory>
+#include <thread>
 
 namespace {
 
@@ -19,16 +25,15 @@ struct Group {
   uint64_t expected = 0;
 
   char *part(size_t of_rank) { return parts + of_rank * kPart; }
-  char *mine() { return part(rank); }
 
-  // Waits until every rank has come here as often as this one.
+  // Waits until every rank has arrived here as often as this one.
   void meet() {
     using std::chrono::steady_clock;
     expected += ranks;
     ++*arrived;
     auto deadline = steady_clock::now() + std::chrono::seconds(setting("STANDIN_CCL_SECONDS", 60));
     while (*arrived < expected) {
-      if (steady_clock::now() > deadline) give_up("rank " + std::to_string(rank) + " waited in vain for the others");
+      if (steady_clock::now() > deadline) give_up("rank " + std::to_string(rank) + " timed out waiting for the others");
       std::this_thread::sleep_for(std::chrono::microseconds(50));
     }
   }
@@ -47,49 +52,64 @@ size_t bytes_of(C_DataType type) {
 }
 
 template <typename T>
-void reduce_one(C_CCLReduceOp op, char *into, const char *from, size_t number, size_t ranks, bool last) {
+void reduce_into(C_CCLReduceOp op, char *into, const char *from, size_t number) {
   T *to = reinterpret_cast<T *>(into);
   const T *other = reinterpret_cast<const T *>(from);
   for (size_t i = 0; i < number; ++i) {
     switch (op) {
-      case MAX: to[i] = to[i] < other[i] ? other[i] : to[i]; break;
-      case MIN: to[i] = other[i] < to[i] ? other[i] : to[i]; break;
-      case PRODUCT: to[i] = static_cast<T>(to[i] * other[i]); break;
-      default: to[i] = static_cast<T>(to[i] + other[i]);
+      case SUM: to[i] = static_cast<T>(to[i] + other[i]); break;
+      case MAX: to[i] = std::max(to[i], other[i]); break;
+      case MIN: to[i] = std::min(to[i], other[i]); break;
+      default: give_up("cannot reduce by operation " + std::to_string(op));
     }
-    if (op == AVG && last) to[i] = static_cast<T>(to[i] / static_cast<T>(ranks));
   }
 }
 
-// Reduces the parts of all ranks, each from `offset` on, in the order of the ranks.
-void reduce(Group *group, char *into, size_t offset, size_t number, C_DataType type, C_CCLReduceOp op) {
-  memcpy(into, group->part(0) + offset, number * bytes_of(type));
+// Reduces the parts of all ranks, in the order of the ranks.
+void reduce(Group *group, char *into, size_t number, C_DataType type, C_CCLReduceOp op) {
+  memcpy(into, group->part(0), number * bytes_of(type));
   for (size_t rank = 1; rank < group->ranks; ++rank) {
-    const char *from = group->part(rank) + offset;
-    bool last = rank + 1 == group->ranks;
+    const char *from = group->part(rank);
     switch (type) {
-      case FLOAT32: reduce_one<float>(op, into, from, number, group->ranks, last); break;
-      case FLOAT64: reduce_one<double>(op, into, from, number, group->ranks, last); break;
-      case INT32: reduce_one<int32_t>(op, into, from, number, group->ranks, last); break;
-      case INT64: reduce_one<int64_t>(op, into, from, number, group->ranks, last); break;
-      case UINT8: case BOOL: reduce_one<uint8_t>(op, into, from, number, group->ranks, last); break;
+      case FLOAT32: reduce_into<float>(op, into, from, number); break;
+      case FLOAT64: reduce_into<double>(op, into, from, number); break;
+      case INT32: reduce_into<int32_t>(op, into, from, number); break;
+      case INT64: reduce_into<int64_t>(op, into, from, number); break;
       default: give_up("cannot reduce type " + std::to_string(type));
     }
   }
 }
 
-// Runs a collective in a stream: between `write` and `read` all ranks meet, and once more before the parts are reused.
-C_Status exchange(C_CCLComm comm, C_Stream stream, size_t bytes, std::function<void(Group *)> write,
-                  std::function<void(Group *)> read) {
+struct Exchange {
+  Group *group;
+  size_t bytes;
+  char *block;  // the rank's part, then the result
+  std::function<void(Group *, char *)> read;
+};
+void run_exchange(void *data) {
+  std::unique_ptr<Exchange> exchange(static_cast<Exchange *>(data));
+  Group *group = exchange->group;
+  memcpy(group->part(group->rank), exchange->block, exchange->bytes);
+  group->meet();
+  exchange->read(group, exchange->block);
+  group->meet();  // before the parts are reused
+}
+void give_back(void *block) { pinned_give(block); }
+
+// Queues a collective: `read` makes the result, of `result` bytes, from the parts of all ranks, of `bytes` bytes each.
+C_Status exchange(C_CCLComm comm, C_Stream stream, const void *from, size_t bytes, void *to, size_t result,
+                  std::function<void(Group *, char *)> read) {
   count(COLLECTIVE, bytes);
+  ON(nullptr);
   if (bytes > kPart) give_up("a collective of " + std::to_string(bytes) + " bytes is too large");
-  Group *group = of(comm);
-  return in(stream, [=] {
-    write(group);
-    group->meet();
-    read(group);
-    group->meet();
-  });
+  void *block = pinned_take(std::max(bytes, result));
+  if (block == nullptr) return C_FAILED;
+  auto *queued = new Exchange{of(comm), bytes, static_cast<char *>(block), read};
+  MUST(cudaMemcpyAsync(block, from, bytes, cudaMemcpyDeviceToHost, of(stream)));
+  MUST(cudaLaunchHostFunc(of(stream), run_exchange, queued));
+  MUST(cudaMemcpyAsync(to, block, result, cudaMemcpyHostToDevice, of(stream)));
+  MUST(cudaLaunchHostFunc(of(stream), give_back, block));
+  return C_SUCCESS;
 }
 
 struct Id {
@@ -129,48 +149,23 @@ C_Status ccl_end(C_CCLComm) { return C_SUCCESS; }
 
 C_Status all_reduce(void *from, void *to, size_t number, C_DataType type, C_CCLReduceOp op, C_CCLComm comm, C_Stream stream) {
   size_t bytes = number * bytes_of(type);
-  return exchange(
-      comm, stream, bytes, [=](Group *g) { memcpy(g->mine(), device_view(from), bytes); },
-      [=](Group *g) { reduce(g, device_view(to), 0, number, type, op); });
-}
-C_Status reduce_to(void *from, void *to, size_t number, C_DataType type, C_CCLReduceOp op, size_t root, C_CCLComm comm,
-                   C_Stream stream) {
-  size_t bytes = number * bytes_of(type);
-  return exchange(
-      comm, stream, bytes, [=](Group *g) { memcpy(g->mine(), device_view(from), bytes); },
-      [=](Group *g) {
-        if (g->rank == root) reduce(g, device_view(to), 0, number, type, op);
-      });
+  return exchange(comm, stream, from, bytes, to, bytes,
+                  [=](Group *group, char *into) { reduce(group, into, number, type, op); });
 }
 C_Status broadcast(void *at, size_t number, C_DataType type, size_t root, C_CCLComm comm, C_Stream stream) {
   size_t bytes = number * bytes_of(type);
-  return exchange(
-      comm, stream, bytes,
-      [=](Group *g) {
-        if (g->rank == root) memcpy(g->mine(), device_view(at), bytes);
-      },
-      [=](Group *g) {
-        if (g->rank != root) memcpy(device_view(at), g->part(root), bytes);
-      });
+  return exchange(comm, stream, at, bytes, at, bytes,
+                  [=](Group *group, char *into) { memcpy(into, group->part(root), bytes); });
 }
 // It has ended when it returns: Paddle splits what was gathered by a kernel in this stream, and a device without kernels
 // does that on the host, which waits for no stream.
 C_Status all_gather(void *from, void *to, size_t number, C_DataType type, C_CCLComm comm, C_Stream stream) {
   size_t bytes = number * bytes_of(type);
-  C_Status status = exchange(
-      comm, stream, bytes, [=](Group *g) { memcpy(g->mine(), device_view(from), bytes); },
-      [=](Group *g) {
-        for (size_t rank = 0; rank < g->ranks; ++rank) memcpy(device_view(to) + rank * bytes, g->part(rank), bytes);
-      });
-  if (stream != nullptr) of(stream)->wait();
+  C_Status status = exchange(comm, stream, from, bytes, to, bytes * of(comm)->ranks, [=](Group *group, char *into) {
+    for (size_t rank = 0; rank < group->ranks; ++rank) memcpy(into + rank * bytes, group->part(rank), bytes);
+  });
+  MUST(cudaStreamSynchronize(of(stream)));
   return status;
-}
-C_Status reduce_scatter(void *from, void *to, size_t number, C_DataType type, C_CCLReduceOp op, C_CCLComm comm,
-                        C_Stream stream) {
-  size_t bytes = number * bytes_of(type);
-  return exchange(
-      comm, stream, bytes * of(comm)->ranks, [=](Group *g) { memcpy(g->mine(), device_view(from), bytes * g->ranks); },
-      [=](Group *g) { reduce(g, device_view(to), g->rank * bytes, number, type, op); });
 }
 
 void collectives_into(C_DeviceInterface *api) {
@@ -180,10 +175,8 @@ void collectives_into(C_DeviceInterface *api) {
   api->xccl_comm_init_rank = ccl_begin;
   api->xccl_destroy_comm = ccl_end;
   api->xccl_all_reduce = all_reduce;
-  api->xccl_reduce = reduce_to;
   api->xccl_broadcast = broadcast;
   api->xccl_all_gather = all_gather;
-  api->xccl_reduce_scatter = reduce_scatter;
   api->xccl_group_start = nothing;
   api->xccl_group_end = nothing;
 }
