@@ -125,7 +125,7 @@ docs: .venv-docs/.ready
 
 ## clean: remove what the others made
 clean:
-	rm -rf dist site .venv .venv-dist .venv-docs .venv-oldest .venv-torchdata .venv-mds .venv-dali .venv-ffcv .venv-ray .venv-visualdl .venv-python3.1? $(TRAINERS:%=.venv-%) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis log
+	rm -rf dist site .venv .venv-dist .venv-docs .venv-oldest .venv-torchdata .venv-mds .venv-dali .venv-ffcv .venv-ray .venv-visualdl .venv-python3.1? $(TRAINERS:%=.venv-%) build .real *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis log
 
 # The plug-in of tests/device/real, on a CUDA runtime made of threads, which is stricter than a GPU: device memory cannot
 # be touched, pageable copies and freeing wait, and calls in forked children and host functions fail.

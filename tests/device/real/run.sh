@@ -16,7 +16,7 @@ if [ ! -e "$unpacked/site/paddle" ]; then
   python3 - <<'PYTHON'
 import importlib.metadata, sys
 print("Python", sys.version.split()[0])
-for name in "numpy protobuf networkx httpx opt-einsum pillow safetensors typing-extensions pytest pytest-xdist hypothesis".split():
+for name in "numpy protobuf networkx httpx opt-einsum pillow safetensors setuptools typing-extensions pytest pytest-xdist hypothesis".split():
     try:
         print(name, importlib.metadata.version(name))
     except importlib.metadata.PackageNotFoundError:
