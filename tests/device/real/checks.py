@@ -336,28 +336,20 @@ def check_statistics():
     """The statistics say that data is late only while the device is idle."""
     for way in ("default", "prefetch=0", "2 workers"):
         for device_ms, read_ms in ((25, 0), (45, 8), (2, 50)):
-            loader = loader_of(Data(1 << 14, 40, read_ms), way)
-            began = time.perf_counter()
-            starved, counts = share_of_waits(loader, device_ms)
-            took = time.perf_counter() - began
-            is_behind = took > 1.4 * 0.04 * max(device_ms, read_ms)  # a busy machine
-            yield (
-                {"way": way, "device_ms": device_ms, "read_ms": read_ms}
-                | {
-                    "starved": round(starved, 3),
-                    "took_s": round(took, 3),
-                    "busy_machine": is_behind,
-                }
-                | counts
-            )
-            assert counts["hidden_s"] <= counts["wait_s"]
-            assert counts["wait_s"] + counts["step_s"] <= 1.02 * took
-            if device_ms > read_ms:
-                assert starved < 0.1 or is_behind, (
-                    f"{way}: starved beside a busy device"
-                )
-            elif way != "2 workers":  # which read 50 ms in 25
-                assert starved > 0.5, f"{way}: not starved beside an idle device"
+            for _ in range(3):  # on a machine that others use, data may be late
+                loader = loader_of(Data(1 << 14, 40, read_ms), way)
+                began = time.perf_counter()
+                starved, counts = share_of_waits(loader, device_ms)
+                took = time.perf_counter() - began
+                row = {"way": way, "device_ms": device_ms, "read_ms": read_ms}
+                row |= {"starved": round(starved, 3), "took_s": round(took, 3)}
+                yield row | counts
+                assert counts["hidden_s"] <= counts["wait_s"]
+                assert counts["wait_s"] + counts["step_s"] <= 1.02 * took
+                is_right = starved < 0.1 if device_ms > read_ms else starved > 0.5
+                if is_right:
+                    break
+            assert is_right, f"{way}: data is late for {starved:.0%} of the time"
 
 
 if __name__ == "__main__":
