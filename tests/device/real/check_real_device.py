@@ -3,7 +3,7 @@
     python3 tests/device/real/check_real_device.py --built FOLDER [--seconds 420] [--only NAME ...] [--small]
 
 Each check is a process of its own with a deadline, in the order of their worth; measurements are written to
-$OUT/real.json after each. Exit status 1 if one failed.
+$OUT/real.json (.real/real.json) after each. Exit status 1 if one failed.
 """
 
 import argparse
@@ -157,6 +157,8 @@ def main():
     chosen = parser.parse_args()
     deadline = time.perf_counter() + chosen.seconds
     about, results = describe_machine(), {}
+    out = Path(os.environ.get("OUT", REPO / ".real"))
+    out.mkdir(exist_ok=True)
     print(json.dumps(about), flush=True)
     for name, check, settings, seconds in PLAN:
         if chosen.only and name not in chosen.only:
@@ -170,8 +172,8 @@ def main():
         results[name] = run_check(
             check, settings, limit, chosen.built.resolve(), chosen.small
         )
-        out = Path(os.environ.get("OUT", ".")) / "real.json"
-        out.write_text(json.dumps({"machine": about, "checks": results}, indent=1))
+        report = json.dumps({"machine": about, "checks": results}, indent=1)
+        (out / "real.json").write_text(report)
         show(name, results[name])
         if name == "bytes" and results[name]["status"] != 0:
             print("stopped: no other check means anything")
