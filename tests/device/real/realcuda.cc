@@ -554,7 +554,6 @@ EXPORTED int standin_sums(unsigned long long *to, size_t number) {
              : 1;
 }
 EXPORTED void *standin_pinned(size_t size) { return use(nullptr) ? pinned_take(size) : nullptr; }
-EXPORTED void standin_unpinned(void *block) { pinned_give(block); }
 // Copies without Paddle, and returns the microseconds between CUDA's events: the most that the GPU can do.
 EXPORTED double standin_copy_us(void *to, const void *from, size_t size, int to_device) {
   if (!use(nullptr)) return -1;
