@@ -11,7 +11,7 @@ has 4 CPU processes (dp=2 x mp=2) and gets SIGKILL. The second one resumes from 
   - if the loss of a step, whichever run made it, differs by more than 1e-5 from that of the straight run;
   - if a source is ever further from its share than 1 - 1/(2n-2) rows for each stretch of weights;
   - if a row of a source is read again before each of them was read once, so that a token is missed or repeated;
-  - if an epoch is not certified as "each of ... samples exactly once".
+  - if an epoch is not certified as "each of ... draws of the mixture exactly once".
 """
 
 import argparse
@@ -346,7 +346,7 @@ def drive(kill_at, directory):
         {text for run in (killed, resumed) for text in run.recorded("certificate ")}
     )
     assert certificates == [
-        f"epoch {n}: each of {ROWS} samples exactly once" for n in range(EPOCHS)
+        f"epoch {n}: each of {ROWS} draws of the mixture exactly once" for n in range(EPOCHS)
     ], certificates
     print(*certificates, sep="\n")
 

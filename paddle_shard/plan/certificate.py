@@ -253,8 +253,8 @@ class Certificate:
     problems: tuple[str, ...]
     """All findings against "exactly once"; empty if it is proved."""
     drawn_by: str | None = None
-    """Name of the user's own sampler, if it chose the samples. Each of its draws must be delivered once, so a sample
-    is delivered as often as it was drawn. None: the samples are those of the data set."""
+    """Name of the user's own sampler, or "the mixture", if it chose the samples. Each of its draws must be delivered
+    once, so a sample is delivered as often as it was drawn. None: the samples are those of the data set."""
 
     @property
     def exact(self) -> bool:
@@ -263,13 +263,13 @@ class Certificate:
 
     def __str__(self) -> str:
         what = f"each of {self.num_samples} samples"
+        if self.drawn_by is not None:
+            what = f"each of {self.num_samples} draws of {self.drawn_by}"
         if self.dropped:
             total = self.num_samples + self.dropped + self.skipped
             what += f" (of {total}; tail='drop' leaves out {self.dropped})"
         if self.skipped:
             what += f" (and {self.skipped} are skipped by the user)"
-        if self.drawn_by is not None:
-            what += f" that {self.drawn_by} drew"
         if self.exact:
             return f"epoch {self.epoch}: {what} exactly once"
         if self.to_come:
@@ -329,7 +329,7 @@ def certify(
             for positions in skipped_positions(plan, skips)
         )
         dropped = plan.num_samples - num_samples - skipped
-        facts = {"dropped": dropped}
+        facts = {"dropped": dropped, "drawn_by": plan.ordering.drawn_by}
         if not delivered.again:
             expected = plus(*(between(*stretch) for stretch in delivered.once))
 

@@ -60,6 +60,7 @@ class Mixing(Ordering):
     """
 
     name: ClassVar[bool | str] = "mixture"
+    drawn_by: ClassVar[str | None] = "the mixture"
 
     names: tuple[str, ...]
     """Names of the sources, in a fixed order. The key of a source's order depends on its name."""

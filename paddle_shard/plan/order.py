@@ -78,6 +78,8 @@ class Ordering:
     """True if every epoch has the samples in the order of the data set. A curriculum, such as by length, has False."""
     pads_first: ClassVar[bool] = False
     """True if padding is added before the shuffle, so that it may be anywhere in the epoch."""
+    drawn_by: ClassVar[str | None] = None
+    """Name of what draws the samples, for certificates, if an epoch does not have each sample of the data set once."""
 
     def order(self, length: int, seed: int, epoch: int, width: int) -> Order:
         """Return the order of an epoch.

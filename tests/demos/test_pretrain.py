@@ -20,4 +20,4 @@ def test_a_killed_and_resumed_run_on_a_mixture_of_packed_texts_is_the_straight_r
     assert "parity: the losses of all 32 steps are the straight run's" in text
     assert float(re.search(r"within ([0-9.]+) rows of its share", text)[1]) <= 1.5
     assert re.search(r"english +\d+ rows of +\d+ tokens", text)
-    assert "epoch 1: each of 128 samples exactly once" in text
+    assert "epoch 1: each of 128 draws of the mixture exactly once" in text

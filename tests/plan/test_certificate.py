@@ -258,7 +258,7 @@ def test_certify_expects_what_a_sampler_drew_as_often():
 
     assert (
         str(of_a_sampler(*ranks))
-        == "epoch 0: each of 6 samples that a Sampler drew exactly once"
+        == "epoch 0: each of 6 draws of a Sampler exactly once"
     )
     assert "has not ended after position 6" in str(of_a_sampler(*ranks, end=None))
     assert "delivered once, 2 to come" in str(of_a_sampler(*ranks, end=8))

@@ -240,7 +240,7 @@ def test_certificate_takes_a_samplers_end_from_what_was_seen(kind, sizes, length
     assert len(got) == length or (tail == "drop" and length - len(got) < size)
     told = loader.certificate()
     assert (told.exact, told.num_samples) == (True, len(got)), str(told)
-    assert "that the loader's" in str(told)
+    assert "draws of the loader's" in str(told)
 
 
 class Gathering(Exception):

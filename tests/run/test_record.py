@@ -149,7 +149,7 @@ def test_record_of_a_users_own_order_knows_positions(
 
     text = asked("verify", given.record)
     assert (
-        "epoch 0: each of 46 samples that the loader's order drew exactly once" in text
+        "epoch 0: each of 46 draws of the loader's order exactly once" in text
     )
     assert "the order is that of the loader's own BatchSampler" in text
     assert "the order is that of the loader's own BatchSampler" in asked(
