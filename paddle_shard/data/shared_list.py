@@ -12,7 +12,7 @@ from typing import TypeVar, overload
 
 import numpy as np
 
-from paddle_shard.errors import ArgumentTypeError
+from paddle_shard.errors import ArgumentError, ArgumentTypeError
 
 T = TypeVar("T")
 
@@ -24,8 +24,8 @@ class SharedList(Sequence[T]):
     page of memory that it is on. The items of a `SharedList` are kept as bytes in one piece of memory that all
     processes of a host map, forked or spawned. Reading an item makes a new object of them, in about a microsecond.
 
-    Its pickle is small and refers to the memory of this process: it can be loaded while this process runs, on this
-    host.
+    Its pickle is small and refers to the memory of this process: it can be loaded as long as this process keeps the
+    list, on this host.
 
     Examples:
         >>> names = SharedList(f"image-{i}.jpg" for i in range(1000))
@@ -48,13 +48,12 @@ class SharedList(Sequence[T]):
             )
         ends = array("q")
         size = 0
-        file = os.memfd_create("paddle_shard")
-        with os.fdopen(os.dup(file), "wb") as writer:
+        self._own(os.memfd_create("paddle_shard"))
+        with os.fdopen(os.dup(self._file), "wb") as writer:
             for index, item in enumerate(items):
                 try:
                     data = pickle.dumps(item, pickle.HIGHEST_PROTOCOL)
                 except Exception as error:
-                    os.close(file)
                     raise ArgumentTypeError(
                         f"SharedList: item {index} is a {type(item).__name__}, which cannot be pickled ({error})."
                     ) from error
@@ -62,18 +61,25 @@ class SharedList(Sequence[T]):
                 size += len(data)
                 ends.append(size)
             writer.write(ends.tobytes())
-        self._map(file, len(ends))
+        self._map(len(ends))
 
-    def _map(self, file: int, length: int) -> None:
-        """Map the file of the items, and of where each ends."""
+    def _own(self, file: int) -> None:
+        """Keep the file of the items until this list is dropped."""
         self._file = file
         weakref.finalize(self, os.close, file)
+
+    def _map(self, length: int) -> None:
+        """Map the items, and where each ends."""
         self._length = length
         memory: bytes | mmap.mmap = b""
         if length:
-            memory = mmap.mmap(file, 0, prot=mmap.PROT_READ)
+            memory = mmap.mmap(self._file, 0, prot=mmap.PROT_READ)
         self._memory = memoryview(memory)
         self._ends = np.frombuffer(memory, np.int64, length, len(memory) - 8 * length)
+
+    def _inode(self) -> int:
+        """Return what tells the file from another that is opened under its number later."""
+        return os.fstat(self._file).st_ino
 
     def __len__(self) -> int:
         return self._length
@@ -97,9 +103,20 @@ class SharedList(Sequence[T]):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._length} items, {len(self._memory)} bytes)"
 
-    def __getstate__(self) -> tuple[str, int]:
-        return f"/proc/{os.getpid()}/fd/{self._file}", self._length
+    def __getstate__(self) -> tuple[str, int, int]:
+        return f"/proc/{os.getpid()}/fd/{self._file}", self._inode(), self._length
 
-    def __setstate__(self, state: tuple[str, int]) -> None:
-        path, length = state
-        self._map(os.open(path, os.O_RDONLY), length)
+    def __setstate__(self, state: tuple[str, int, int]) -> None:
+        path, inode, length = state
+        try:
+            # Without O_NONBLOCK, it waits if a pipe has the number now.
+            self._own(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
+            is_there = self._inode() == inode
+        except OSError:
+            is_there = False
+        if not is_there:
+            raise ArgumentError(
+                f"SharedList: {path} is not the memory of this list of {length} items. Keep the list in the process "
+                "that pickles it, until all processes have loaded it."
+            )
+        self._map(length)

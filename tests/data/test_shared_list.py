@@ -1,6 +1,8 @@
 """`SharedList`: a list that worker processes share."""
 
+import gc
 import multiprocessing
+import os
 import pickle
 import random
 import re
@@ -13,7 +15,8 @@ from hypothesis import strategies as st
 from paddle.io import DataLoader
 
 from paddle_shard import SharedList
-from paddle_shard.errors import ArgumentTypeError
+from paddle_shard.errors import ArgumentError, ArgumentTypeError
+from tests.descriptors import open_files
 from tests.helpers import ONE, Made, locals_of, sharded
 
 values = st.one_of(
@@ -59,6 +62,39 @@ def test_shared_list_goes_to_spawned_processes():
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         assert pool.apply(shared.__getitem__, (42,)) == "sample 42"
     assert len(pickle.dumps(shared)) < 300
+
+
+def test_a_pickle_of_a_dropped_list_loads_no_other_list():
+    """The system gives the next list the number of the file that was closed."""
+    dropped = SharedList(["first"])
+    pickled = pickle.dumps(dropped)
+    assert pickle.loads(pickled)[:] == ["first"]
+    del dropped
+    refused = pytest.raises(ArgumentError, match="Keep the list in the process")
+    with refused:
+        pickle.loads(pickled)
+    other = SharedList(["second"])
+    with refused:
+        pickle.loads(pickled)
+    del other
+    reader, writer = os.pipe()
+    with refused:
+        pickle.loads(pickled)
+    os.close(reader)
+    os.close(writer)
+
+
+def test_a_list_that_could_not_be_made_leaves_no_file():
+    def broken():
+        yield "first"
+        raise RuntimeError
+
+    before = open_files()
+    for items in (broken(), ["first", lambda: None]):
+        with pytest.raises((RuntimeError, ArgumentTypeError)):
+            SharedList(items)
+    gc.collect()
+    assert not [file for file in open_files() - before if file.is_memory]
 
 
 def own_memory():
