@@ -251,6 +251,18 @@ def test_remote_files_are_read_and_the_connection_may_drop(monkeypatch):
         assert read_all(source) == [[str(i) for i in range(5000)] * 2]
 
 
+def test_remote_file_that_shrinks_while_it_is_read_is_an_error(monkeypatch):
+    """It would end at a line that is not its last one."""
+    monkeypatch.setenv("no_proxy", "*")
+    monkeypatch.setattr("paddle_shard.data.files.files.BACKOFF", 0.001)
+    line = b"x" * 99 + b"\n"
+    with serving({"a.txt": 80_000 * line}, rewrites={"a.txt": 70_000 * line}) as server:
+        source = lines_source(f"{server.url}/a.txt", counts=False)
+
+        with pytest.raises(ShardReadError, match="at byte .* of 8000000: .* replaced"):
+            read_all(source)
+
+
 def test_no_file_is_refused():
     with pytest.raises(ArgumentError, match="at least one file"):
         lines_source([])

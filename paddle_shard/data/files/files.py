@@ -386,13 +386,21 @@ def open_remote(url: str, extra: str = "webdataset", **options: Any) -> tuple[An
     whole: list[bytes] = []
 
     def fetch_again(start: int, end: int) -> bytes:
-        if not whole:
-            try:
-                place = f" at byte {start} of {size}"
-                return retried(lambda: fetch(start, end), place)
-            except ValueError:  # fsspec's for a server that ignores ranges
-                whole.append(retried(lambda: system.cat_file(path)))
-        return whole[0][start:end]
+        def attempt() -> bytes:
+            content = whole[0][start:end] if whole else fetch(start, end)
+            num = min(end, size) - start
+            if len(content) != num:  # a file would seem to end here
+                raise OSError(
+                    f"the server sent {len(content)} bytes of {num}. Was the file replaced while it is read?"
+                )
+            return content
+
+        place = f" at byte {start} of {size}"
+        try:
+            return retried(attempt, place)
+        except ValueError:  # fsspec's for a server that ignores ranges
+            whole.append(retried(lambda: system.cat_file(path)))
+            return retried(attempt, place)
 
     if size and details.get("partial", True):
         file = system.open(path, "rb", **options)
