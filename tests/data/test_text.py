@@ -263,6 +263,16 @@ def test_remote_file_that_shrinks_while_it_is_read_is_an_error(monkeypatch):
             read_all(source)
 
 
+def test_remote_file_is_requested_once(monkeypatch):
+    monkeypatch.setenv("no_proxy", "*")
+    content = 160_000 * (b"x" * 99 + b"\n")
+    with serving({"a.txt": content}) as server:
+        read_all(lines_source(f"{server.url}/a.txt", counts=False))
+
+    spans = [span.removeprefix("bytes=").split("-") for _, span in server.asked]
+    assert sum(int(last) + 1 - int(first) for first, last in spans) == len(content)
+
+
 def test_no_file_is_refused():
     with pytest.raises(ArgumentError, match="at least one file"):
         lines_source([])

@@ -230,6 +230,9 @@ def _file_system(host: str, _process: int) -> Any:
         # aiohttp's default, five minutes for a response, is too long for one that stalls and too short for a large one.
         limit = ClientTimeout(total=None, sock_connect=TIMEOUT, sock_read=TIMEOUT)
         options["client_kwargs"] = {"timeout": limit}
+    if protocol in ("http", "https") and "cache_type" not in conf.get(protocol, {}):
+        # The default, "bytes", requests 5 MB of a large file twice.
+        options["cache_type"] = "readahead"
     return url_to_fs(host, skip_instance_cache=True, **options)[0]
 
 
