@@ -3,6 +3,7 @@ import csv
 import gzip
 import os
 import re
+import traceback
 from functools import partial
 
 import numpy as np
@@ -261,6 +262,23 @@ def test_remote_file_that_shrinks_while_it_is_read_is_an_error(monkeypatch):
 
         with pytest.raises(ShardReadError, match="at byte .* of 8000000: .* replaced"):
             read_all(source)
+
+
+@pytest.mark.parametrize("status", [403, 404, 500])
+def test_error_of_server_has_its_code_and_no_query_of_the_url(status, monkeypatch):
+    monkeypatch.setenv("no_proxy", "*")
+    monkeypatch.setattr("paddle_shard.data.files.files.BACKOFF", 0.001)
+    with serving({} if status == 404 else {"a.txt": b"1"}) as server:
+        server.statuses += [status] * 9
+        source = lines_source(f"{server.url}/a.txt?key=secret", counts=False)
+
+        with pytest.raises(ShardReadError) as caught:
+            read_all(source)
+
+    text = "".join(traceback.format_exception(caught.value))
+    assert "secret" not in text
+    assert f"{server.url}/a.txt" in str(caught.value)
+    assert (str(status) if status != 404 else "FileNotFoundError") in str(caught.value)
 
 
 def test_remote_file_is_requested_once(monkeypatch):

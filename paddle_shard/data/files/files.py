@@ -116,6 +116,11 @@ def redacted(name: str) -> str:
     return re.sub(r"(?<=://)[^/@]*@", "", name.partition("?")[0])
 
 
+def _without_queries(text: str) -> str:
+    """Return an error's text with all its URLs redacted."""
+    return re.sub(r"\w+://[^\s'\"]+", lambda url: redacted(url[0]), text)
+
+
 def within_their_folder(names: Sequence[str]) -> list[str]:
     """Return names without the folder that all share, since data may be moved or be elsewhere on another host.
 
@@ -431,12 +436,18 @@ def retried(attempt: Callable[[], T], place: str = "") -> T:
             return attempt()
         except Exception as error:
             failure = _failure_of_server(error)
+            # Without the error of fsspec in its traceback: that holds the query of the URL, such as a signature.
             if not _may_pass(failure):
+                if _is_of_aiohttp(failure) or isinstance(failure, FileNotFoundError):
+                    is_missing = getattr(failure, "status", 404) == 404
+                    kind = FileNotFoundError if is_missing else OSError
+                    raise kind(_without_queries(str(failure))) from None
                 raise
             if num_failures == RETRIES:
+                reason = _without_queries(described(failure))
                 raise OSError(
-                    f"given up after {RETRIES} retries{place}: {described(failure)}"
-                ) from error
+                    f"given up after {RETRIES} retries{place}: {reason}"
+                ) from None
         time.sleep(BACKOFF * 2**num_failures)
         num_failures += 1
 
