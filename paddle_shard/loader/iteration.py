@@ -161,8 +161,7 @@ class ShardIterator:
                 raise
             _warn_if_uneven(self._setup)
             return
-        if isinstance(error, Exception):
-            self._failure = described(error).partition("\n")[0][:_MOST_TEXT]
+        self._failure = described(error).partition("\n")[0][:_MOST_TEXT]
         run.failed(self._progress, error)
         if isinstance(error, UnequalEndsError):
             raise unequal_ends(self._setup, error) from None

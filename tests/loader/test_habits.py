@@ -103,23 +103,30 @@ def test_samples_that_are_one_object_and_stay_as_they_are_are_read():
 # A step that is tried again
 
 
-def test_an_iterator_that_has_failed_is_not_at_its_end_and_says_how_to_go_on():
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [(OSError, DataReadError), (KeyboardInterrupt, KeyboardInterrupt)],
+)
+def test_an_iterator_that_has_failed_is_not_at_its_end_and_says_how_to_go_on(
+    error, raised
+):
+    """Ctrl-C in a notebook, too: the cell is run again."""
     broken = [True]
 
     def read(index):
         if index == 5 and broken:
             broken.clear()
-            raise OSError("the network is away")
+            raise error("the network is away")
         return np.array(index)
 
     loader = sharded(DataLoader(Made(read, 12), batch_size=2), ONE, prefetch=0)
     batches, rows = iter(loader), []
-    with pytest.raises(DataReadError):
+    with pytest.raises(raised):
         for batch in batches:
             rows += local(batch)
     with pytest.raises(
         PaddleShardError,
-        match=r"has failed before \(DataReadError: .*loader.load_state_dict",
+        match=rf"has failed before \({raised.__name__}: .*loader.load_state_dict",
     ):
         next(batches)
     loader.load_state_dict(loader.state_dict())
