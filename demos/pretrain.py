@@ -346,7 +346,8 @@ def drive(kill_at, directory):
         {text for run in (killed, resumed) for text in run.recorded("certificate ")}
     )
     assert certificates == [
-        f"epoch {n}: each of {ROWS} draws of the mixture exactly once" for n in range(EPOCHS)
+        f"epoch {n}: each of {ROWS} draws of the mixture exactly once"
+        for n in range(EPOCHS)
     ], certificates
     print(*certificates, sep="\n")
 

@@ -102,6 +102,11 @@ def cannot_stack(samples: Sequence[Any], path: str) -> TypeError:
         else type(sample).__name__
         for sample in samples
     )
+    if "NoneType" in kinds:
+        kinds["NoneType (does __getitem__, or a function in map(), lack a return?)"] = (
+            None
+        )
+        del kinds["NoneType"]
     return TypeError(
         f"cannot stack {' and '.join(kinds)}{_at_field(path)}: give every sample arrays or numbers of one type there "
         "(of Hugging Face: set_transform), leave the field out, or give the loader a collate_fn."

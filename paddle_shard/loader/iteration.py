@@ -172,7 +172,7 @@ class ShardIterator:
 
     @property
     def valid(self) -> Any:
-        """bool[rows] for the batch that was delivered last: True for a real row, False for padding.
+        """bool[rows] of the last delivered batch: True for a valid row, False for padding and skipped samples.
 
         It is placed like the rows of the batch's last field, so `(metric * valid).sum() / valid.sum()` is exact.
         """

@@ -205,7 +205,7 @@ def ranks_of(layouts: Sequence[FieldLayout]) -> tuple[int, ...]:
             f"job, and would get no data. Start all ranks ({start}), or make the mesh of [{this_rank}]."
         )
     num_data_ranks = max(layout.num_data_ranks for layout in layouts)
-    if num_data_ranks > 1:
+    if num_data_ranks > 1 and dist.get_world_size() == 1:
         _LOG.warning(
             "the mesh has %d ranks, but this is the only process of its job, and reads at most 1/%d of the rows. "
             "Fine for a look at a program; to train, start all ranks: %s",

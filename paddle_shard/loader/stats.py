@@ -82,14 +82,15 @@ class Counts:
 
 
 WaitSummary = tuple[float, float, float, Mapping[str, float]]
-"""(wait, step and hidden seconds of a mean step of the newest pass; what was waited for, by category)."""
+"""(wait, step and hidden seconds of a mean step of the newest iteration; what was waited for, by category)."""
 
 
 class LoaderStats:
-    """Counts of what a loader has delivered to this rank: over the run, and in the newest pass.
+    """Counts of what a loader has delivered to this rank.
 
-    `str()` describes in a sentence or two which share of a step waits for data, on which rank, and for what. Ranks
-    exchange that every few seconds.
+    `epoch` are the `Counts` of the newest iteration, `total` those of all iterations. `str()` describes in a sentence
+    or two which share of a step waits for data, on which rank, and for what. Ranks exchange that every second; with
+    more than 64 ranks, less often.
 
     Examples:
         >>> stats = LoaderStats()
@@ -120,7 +121,7 @@ class LoaderStats:
 
     @property
     def total(self) -> Counts:
-        """Counts of all passes of this rank."""
+        """Counts of all iterations of this rank."""
         return sum(self._open.values(), self._closed)
 
     def begin_pass(self) -> Counts:
@@ -137,7 +138,7 @@ class LoaderStats:
                 self.profiler.stop()
 
     def summary(self) -> WaitSummary:
-        """Return what the newest pass of this rank waited for."""
+        """Return what the newest iteration of this rank waited for."""
         counts, steps = self.epoch, max(1, self.epoch.batches)
         seconds = (
             counts.wait_seconds / steps,
@@ -158,7 +159,7 @@ class LoaderStats:
         return self._who_reads()
 
     def scalars(self, prefix: str = "data/") -> dict[str, float]:
-        """Return this rank's counts of the newest pass as numbers by name, for `LogWriter.add_scalar` or TensorBoard.
+        """Return the counts of the newest iteration as numbers by name, for `LogWriter.add_scalar` or TensorBoard.
 
         They begin at 0 with each pass. `step_seconds` is all that your code does between two batches. Without
         `balance=`, costs are 0 and there is no imbalance.
@@ -172,7 +173,11 @@ class LoaderStats:
         }
 
     def __repr__(self) -> str:
-        lines = [f"newest pass: {self.epoch}", f"all: {self.total}", self.who_reads]
+        lines = [
+            f"newest iteration: {self.epoch}",
+            f"all: {self.total}",
+            self.who_reads,
+        ]
         return "\n".join(lines).rstrip()
 
 

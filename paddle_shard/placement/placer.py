@@ -115,8 +115,9 @@ class BatchPlacer:
         leaves = list(self._laid_out_leaves(fields))
         if not any(becomes_tensor(leaf.value) for leaf in leaves):
             warn_once(
-                "no field of the batch is an array or a tensor, so nothing is split: got %s. An item must be a global "
-                "batch. For single samples, set batch_size= of the DataLoader, or end the stream with .batch(rows).",
+                "no field of the batch is an array or a tensor, so nothing is split: got %s. Make arrays of bytes "
+                "and texts with .decode() or .map(). For single samples, set batch_size= of the DataLoader, or end the "
+                "stream with .batch(rows).",
                 f"{batch!r:.100}",
             )
         numbers = count()

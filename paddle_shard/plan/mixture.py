@@ -141,7 +141,7 @@ class Mixing(Ordering):
         except (TypeError, ValueError):
             sizes = dict(zip(self.names, self.lengths, strict=True))
             raise ArgumentError(
-                "sample of a mixture must be (name of a source, index in it), "
+                "sample of a mixture must be (name of a source, index in it), on the command line name:index, "
                 f"got {sample!r}; the sources have {sizes} samples."
             ) from None
         return source, int(index)

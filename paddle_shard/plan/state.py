@@ -146,8 +146,8 @@ class LoaderState:
                 f"{self.steps_before + self.steps}, sample {self._sample_of_run()} of the run"
             )
         raise StateError(
-            f"state is of another run ({changes}). Give the loader its old arguments; or, to resume anyway, call "
-            f"load_state_dict(state, override={different})."
+            f"state is of another run ({changes}). Give the loader the data and arguments of that run; or, to resume "
+            f"anyway, call load_state_dict(state, override={different})."
         )
 
     def continued(self, batch_size: int) -> Segments:

@@ -243,7 +243,7 @@ class IdReader(Reader):
             # On a busy host, a read that computes takes long, too, but it does not give the processor away.
             num_waits = after.ru_nvcsw - before.ru_nvcsw
             waits = num_waits >= len(request.ids) and self._read_many is None
-            if seconds > _LONG and waits:
+            if seconds > _LONG and waits and not self.rng.seeds:
                 warn_once(_WAITS, type(self.dataset).__name__, f"{1e3 * seconds:.0f}")
         return answer
 
@@ -439,7 +439,7 @@ def collate_skipping(
         if other is None:
             reason = next(iter(failed.values()))
             raise ValueError(
-                f"{reason}; and no other sample was read that its row could hold"
+                f"{reason}; and no sample was read yet that could replace it"
             ) from None
         return [other if row in failed else one for row, one in enumerate(samples)]
 
@@ -448,7 +448,7 @@ def collate_skipping(
         return collate(rows)
     except Exception as error:
         # The error is not kept: its frames hold the iterator, which would not end.
-        reason = described(error)
+        reason = str(error).rstrip(".")
     num_failed = len(failed)
     for row, sample in enumerate(samples):
         if row not in failed:
@@ -459,6 +459,6 @@ def collate_skipping(
     if len(failed) > num_failed:
         return collate(filled())
     raise ValueError(
-        f"{reason}: each sample can be collated alone, but they do not fit together. on_error='skip' skips samples "
+        f"{reason}. Each sample can be collated alone, but they do not fit together. on_error='skip' skips samples "
         "that raise; rows that differ in shape or fields are an error. Mend them in the data set or in the collate_fn."
     )

@@ -85,9 +85,9 @@ class Recorder:
             now = json.loads(json.dumps(fingerprint))
             for name in [name for name in before if before[name] != now.get(name)][:1]:
                 _LOG.warning(
-                    "record=%r also has a loader of other data, or another order (its %s: %.60r, and now %.60r). The "
-                    "commands answer for one run: give each a file of its own, unless this one goes on with that, by "
-                    "load_state_dict(override=).",
+                    "record=%r already has a run of other data, or in another order (its %s: %.60r, and now %.60r). "
+                    "Use one file for each run. A run that continues it with other data, by "
+                    "load_state_dict(override=), belongs in the same file.",
                     *(self.path, name, before[name], now.get(name)),
                     stacklevel=caller_level(),
                 )

@@ -66,7 +66,11 @@ def test_a_default_dict_keeps_its_factory():
             ValueError,
             r"samples differ in their number of fields: 2, 1\. .*with_format\('numpy'\).* pad_to=",
         ),
-        ([{"x": None}], TypeError, r"cannot stack NoneType at field \['x'\]"),
+        (
+            [{"x": None}],
+            TypeError,
+            r"cannot stack NoneType \(does .*\) at field \['x'\]",
+        ),
         ([{1: 1, "x": 1}, {"x": 1}], ValueError, "samples differ in their keys"),
         (
             [1, np.ones(2)],

@@ -165,7 +165,7 @@ def test_skipping_all_of_a_data_set_is_an_error():
         )
     nothing = Stream.of(range(61)).map(lambda x: 1 / 0)
     with pytest.raises(
-        DataReadError, match="ZeroDivisionError: division by zero; and no other sample"
+        DataReadError, match="ZeroDivisionError: division by zero; and no sample"
     ):
         trace(
             paddle_shard.shard_dataloader(
@@ -667,7 +667,7 @@ def test_skipping_does_not_hide_a_sample_that_does_not_fit(
 
     reads = odd % 8 // (8 // ranks)  # the rank whose row it is
     with pytest.raises(
-        DataReadError, match="each sample can be collated alone, but they do not fit"
+        DataReadError, match="Each sample can be collated alone, but they do not fit"
     ):
         on_each_rank([reads], rank)
 

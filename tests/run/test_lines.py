@@ -429,10 +429,8 @@ def test_an_epoch_whose_end_only_the_resumed_job_has_seen_is_whole(
     loader.state_dict()
     said = asked("verify", tmp_path / "run.jsonl")
     assert "NOT" not in said
-    assert (
-        f"epoch 0: each of 16 {'positions of the stream' if kind == 'stream' else 'samples'}"
-        in said
-    )
+    noun = {"index": "samples", "stream": "positions of the stream", "sampler": "draws"}
+    assert f"epoch 0: each of 16 {noun[kind]}" in said
 
 
 def test_a_sample_that_could_not_be_read_fails_the_verification(tmp_path):

@@ -148,9 +148,7 @@ def test_record_of_a_users_own_order_knows_positions(
     given.job([0], ["dp"], "dp", 8, ["take", 99], data="46", own_sampler=True)
 
     text = asked("verify", given.record)
-    assert (
-        "epoch 0: each of 46 draws of the loader's order exactly once" in text
-    )
+    assert "epoch 0: each of 46 draws of the loader's order exactly once" in text
     assert "the order is that of the loader's own BatchSampler" in text
     assert "the order is that of the loader's own BatchSampler" in asked(
         "show", given.record, "--sample", 3, code=2
@@ -279,7 +277,7 @@ def test_record_names_a_loader_of_other_data(tmp_path, caplog):
     evaluated = [local(batch) for batch in numbers(length=6, record=record)]
 
     assert (
-        "also has a loader of other data, or another order (its num_samples: 20, and now 6)"
+        "already has a run of other data, or in another order (its num_samples: 20, and now 6)"
         in caplog.text
     )
     found = asked("verify", record, "--json")

@@ -11,6 +11,7 @@ import io
 import lzma
 import os
 import re
+import tarfile
 import tempfile
 import time
 import urllib.request
@@ -189,8 +190,13 @@ def failures_named(
     except Exception as error:
         offset = None if number is None else number()
         place = "" if offset is None else f" {offset}"
+        fix = ""
+        if isinstance(error, FileNotFoundError):
+            fix = ". Check the path, or leave the file out."
+        elif isinstance(error, EOFError | tarfile.TarError):
+            fix = ". Replace the file, or leave it out."
         raise ShardReadError.of(
-            f"{redacted(name)}: {what}{place} failed: {described(error)}",
+            f"{redacted(name)}: {what}{place} failed: {described(error)}{fix}",
             redacted(name),
             offset,
         ) from error

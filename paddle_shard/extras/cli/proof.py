@@ -95,9 +95,7 @@ def proof_of(run: Timeline, epoch: int) -> dict[str, Any]:
     if not is_over:
         text += f", so far: at positions [0, {reached}), in {newest.steps} steps"
     if "files" in newest.job.first_line["data"]:
-        text = text.replace(
-            "draws of the loader's order", "positions of the stream"
-        )
+        text = text.replace("draws of the loader's order", "positions of the stream")
         notes.append(
             "rows of padding, and samples that could not be read, have positions, too"
         )
