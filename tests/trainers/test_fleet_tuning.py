@@ -5,6 +5,7 @@ Without `patch_paddle()`, ranks lose what does not divide, and a resume with ano
 
 import os
 import signal
+from itertools import islice
 
 import numpy as np
 import pytest
@@ -18,11 +19,12 @@ from tests.trainers.test_tuning import (
     CASES,
     items,
     losses,
+    losses_of_one_process,
     rows_of,
     slices_of,
     tuned,
 )
-from tests.trainers.tuning_worker import ROWS, write_rows
+from tests.trainers.tuning_worker import BATCH, ROWS, write_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the package is imported here, too
 
@@ -71,6 +73,20 @@ def test_fleet_tuning_reads_a_stream_in_its_order(name, straight, folder):
         [[rows_of(item) for item in one] for one in slices]
         for slices in slices_of(CASES[name], folder)
     ]
+
+
+@pytest.mark.parametrize("name", [*MAPS, *STREAMS])
+def test_fleet_tuning_has_the_losses_of_one_process(name, straight, folder):
+    data = tuning_worker.dataset(CASES[name], folder / "rows")
+    num_items = len(data) if name in MAPS else CASES[name]["steps"] * BATCH
+    numbers = map(data.__getitem__, range(num_items)) if name in MAPS else data
+    by_rows = {tuple(rows_of(item)): item for item in islice(numbers, num_items)}
+    slices = [
+        [[by_rows[tuple(rows)] for rows in one] for one in ranks]
+        for ranks in items(straight[name])
+    ]
+    expected = losses_of_one_process(CASES[name], slices)
+    assert np.allclose(losses(straight[name]), expected, atol=1e-5)
 
 
 def test_fleet_tuning_resumes_with_the_next_item_after_sigkill(
