@@ -59,9 +59,8 @@ class TrainerCallback:
         """
         self._checkpoint = checkpoint
         self._writer = writer
-        self._loaded: dict[str, Any] | None = None
-        self._folder = Path()
-        """The checkpoint of the loaded state."""
+        self._saved: Path | None = None
+        """The file of the position that the first epoch will load."""
         self._skips = False
         """The trainer's own `ignore_data_skip`."""
         self._is_off = False
@@ -90,13 +89,13 @@ class TrainerCallback:
         train_dataloader: Any = None,
         **__: Any,
     ) -> None:
-        """Read the position of the checkpoint from which the trainer resumes.
+        """Find the position in the checkpoint from which the trainer resumes.
 
         Raises:
             StateError: The checkpoint holds none.
             ArgumentError: The trainer's loader is not this library's, or the trainer will skip data by itself.
         """
-        self._loaded = None
+        self._saved = None
         is_auto = getattr(args, "enable_auto_parallel", False)
         if isinstance(train_dataloader, paddle.io.DataLoader) and not is_auto:
             try:
@@ -111,16 +110,14 @@ class TrainerCallback:
             return
         folder = self._checkpoint or _folder_of(args, state.global_step)
         paths = [Path(folder, name) for name in (_name(dist.get_rank()), FILE)]
-        path = next(filter(Path.is_file, paths), None)
-        if path is None:
+        self._saved = next(filter(Path.is_file, paths), None)
+        if self._saved is None:
             raise StateError(
                 f"{folder} holds no {FILE}, so it is not known where the data stood at global step "
                 f"{state.global_step}. Give TrainerCallback(checkpoint=...) the folder from which the trainer resumes; "
                 "or, if that was made without it, use patch_paddle(callback=False) and no TrainerCallback: the trainer "
                 "then counts its position by steps."
             )
-        self._loaded = json.loads(path.read_text())
-        self._folder = path.parent
         if not args.ignore_data_skip:
             raise ArgumentError(
                 "TrainerCallback puts the data where it stood, and this trainer would then skip as much again: call "
@@ -131,14 +128,13 @@ class TrainerCallback:
     def _take_over(args: Any, dataloader: paddle.io.DataLoader) -> None:
         """Have this library read a DataLoader of a trainer that does not call `shard_dataloader`."""
         patch = active_patch()
-        is_whole = getattr(args, "dataset_world_size", None) == 1
         rank_loader = None
+        reason = "paddle_shard.patch_paddle() was not called"
         if patch is not None:
+            is_whole = getattr(args, "dataset_world_size", None) == 1
             rank_loader = patch.rank_loader(dataloader, is_whole=is_whole)
+            reason = "its sampler does not split it over ranks, or the warning above says why"
         if rank_loader is None:
-            reason = "paddle_shard.patch_paddle() was not called"
-            if patch is not None:
-                reason = "its sampler does not split it over ranks, or the warning above says why"
             raise ArgumentError(
                 f"TrainerCallback: the training data is read by Paddle's own DataLoader ({reason}), whose position "
                 "nobody knows. Call patch_paddle() before the trainer is made, or without a TrainerCallback: "
@@ -152,19 +148,20 @@ class TrainerCallback:
         self, args: Any, state: Any, *_: Any, train_dataloader: Any = None, **__: Any
     ) -> None:
         """Move the loader to the loaded position."""
-        if self._loaded is None:
+        if self._saved is None:
             return
+        position = json.loads(self._saved.read_text())
         num_trained = _epochs_counted(args, state, train_dataloader)
         # All of them: none has delivered a batch yet, so the one to be trained on is not known.
         for loader in _loaders_of(train_dataloader):
             if loader._shared.wrap is not None:
                 continue  # the trainer has two of these callbacks
-            loader.load_state_dict(self._loaded)
-            loader.set_epoch(self._loaded["epoch"] + self._loaded["ended"])
+            loader.load_state_dict(position)
+            loader.set_epoch(position["epoch"] + position["ended"])
             num_more = max(0, num_trained - loader.epoch)
             loader._wrap_next(partial(_ResumedEpochs, loader, num_more))
-        _load_generators(self._folder)
-        self._loaded = None
+        _load_generators(self._saved.parent)
+        self._saved = None
 
     def on_log(
         self,
@@ -244,16 +241,14 @@ class _ResumedEpochs:
     def __next__(self) -> Any:
         while True:
             try:
-                batch = next(self._iterator)
+                return next(self._iterator)
             except StopIteration:
                 if self._num_more == 0 and not self._is_empty:
                     raise
                 self._num_more = max(0, self._num_more - 1)
                 self._iterator = iter(self._loader)
+            finally:
                 self._is_empty = False
-            else:
-                self._is_empty = False
-                return batch
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._iterator, name)
@@ -309,11 +304,13 @@ def _loaders_of(dataloader: Any) -> list[ShardDataloader]:
     if isinstance(dataloader, ShardDataloader):
         return [dataloader]
     patch = active_patch()
-    loaders = [] if patch is None else patch.loaders
-    if patch is not None and isinstance(dataloader, paddle.io.DataLoader):
-        rank_loader = patch.rank_loader(dataloader)
-        if rank_loader is not None:
-            return [rank_loader.sharded]
+    loaders = []
+    if patch is not None:
+        loaders = patch.loaders
+        if isinstance(dataloader, paddle.io.DataLoader):
+            rank_loader = patch.rank_loader(dataloader)
+            if rank_loader is not None:
+                return [rank_loader.sharded]
     if dataloader is not None:
         loaders = [loader for loader in loaders if loader.given is dataloader]
     num_given = len({id(loader.given) for loader in loaders})

@@ -130,17 +130,15 @@ def _replace_iteration(patch: PaddlePatch) -> None:
             warn_once(f"patch_paddle: {name} is read by paddle_shard, {rank_loader}.")
             return iter(rank_loader)
         if dist.get_world_size() > 1:
-            sampler = type(loader.batch_sampler).__name__
             warn_once(
-                f"patch_paddle: {name} is read by Paddle: its {sampler} does not split the data over ranks, or the "
-                "warning above says why."
+                f"patch_paddle: {name} is read by Paddle: its {type(loader.batch_sampler).__name__} does not split the "
+                "data over ranks, or the warning above says why."
             )
         return paddle_iter(loader)
 
     def length(loader: paddle.io.DataLoader) -> int:
-        rank_loader = None
-        if not isinstance(loader.dataset, paddle.io.IterableDataset):
-            rank_loader = patch.rank_loader(loader)
+        is_stream = isinstance(loader.dataset, paddle.io.IterableDataset)
+        rank_loader = None if is_stream else patch.rank_loader(loader)
         return int(paddle_len(loader)) if rank_loader is None else len(rank_loader)
 
     patch.enter_context(mock.patch.object(loader_class, "__iter__", iterate))
@@ -179,5 +177,8 @@ def _replace_distributed_dataloader(patch: PaddlePatch) -> None:
 
 def _trainer_modules(name: str) -> list[Any]:
     """Return a module of the trainer of each package that is imported; some import it when it is first used."""
-    packages = [package for package in PACKAGES if package in sys.modules]
-    return [import_module(f"{package}.trainer.{name}") for package in packages]
+    return [
+        import_module(f"{package}.trainer.{name}")
+        for package in PACKAGES
+        if package in sys.modules
+    ]

@@ -209,8 +209,16 @@ def read_rank_loader(
 def _read_cut(dataloader: paddle.io.DataLoader, *, is_whole: bool) -> _Cut | None:
     dataset = dataloader.dataset
     sampler = dataloader.batch_sampler
+    whole = dataloader
+    options: dict[str, Any] = {}
+
+    # A batch sampler that knows its rank, or that is made of a sampler which does.
+    inner: Any = getattr(sampler, "sampler", None)
+    owners = (each for each in (sampler, inner) if getattr(each, "num_replicas", 1) > 1)
+    owner: Any = next(owners, None)
     if type(dataset).__name__ == _SHARD:
         num_data_ranks = dataset.num_processes
+        data_rank = dataset.process_index
         whole = _whole(
             dataloader,
             dataset.dataset,
@@ -220,22 +228,11 @@ def _read_cut(dataloader: paddle.io.DataLoader, *, is_whole: bool) -> _Cut | Non
         if not isinstance(dataset.dataset, Stream):
             # Each worker would read all of it and collate, so pad, its own share of a batch.
             whole.num_workers = min(whole.num_workers, 1)
-        return _Cut(
-            num_data_ranks=num_data_ranks,
-            data_rank=dataset.process_index,
-            whole=whole,
-        )
-    if isinstance(sampler, ShardBatchSampler):
+    elif isinstance(sampler, ShardBatchSampler):
         return None
-
-    # A batch sampler that knows its rank, or that is made of a sampler which does.
-    inner: Any = getattr(sampler, "sampler", None)
-    owners = (each for each in (sampler, inner) if getattr(each, "num_replicas", 1) > 1)
-    owner: Any = next(owners, None)
-    if isinstance(getattr(sampler, "nranks", None), int):
+    elif isinstance(getattr(sampler, "nranks", None), int):
         num_data_ranks = sampler.nranks
         data_rank = sampler.local_rank
-        options: dict[str, Any] = {}
     elif owner is not None:
         num_data_ranks = owner.num_replicas
         data_rank = owner.rank
@@ -243,10 +240,10 @@ def _read_cut(dataloader: paddle.io.DataLoader, *, is_whole: bool) -> _Cut | Non
     elif is_whole:
         num_data_ranks = 1
         data_rank = 0
-        options = {}
     else:
         return None
-    whole = dataloader
+
+    # A sampler that cuts the data in its order.
     name = type(sampler).__name__
     package = type(sampler).__module__.partition(".")[0]
     if name in _IN_ORDER and package in PACKAGES:
