@@ -276,7 +276,8 @@ class UserBatches(IndexBatches):
         ):
             raise StateError(
                 f"state is at sample {samples} of epoch {iteration.epoch}, but the first {samples} samples that the "
-                f"batch_sampler {self._name} draws now are not those that were delivered. {_REPLAYED}"
+                f"batch_sampler {self._name} draws now are not those that were delivered. {_REPLAYED} Where each rank "
+                "has rows of its own (loader.is_dataset_splitted), load the state that this rank has saved."
             )
         return drawn
 
