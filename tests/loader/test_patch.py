@@ -163,6 +163,22 @@ def test_each_loader_that_a_trainer_makes_can_be_had():
         paddle_shard.patch_paddle(on_loader=3)
 
 
+def test_patch_has_the_position_of_a_dataloader_on_one_process():
+    def loop(state=None):
+        sampler = paddle.io.DistributedBatchSampler(Ids(), 2, shuffle=True)
+        dataloader = paddle.io.DataLoader(Ids(), batch_sampler=sampler)
+        with paddle_shard.patch_paddle() as patch:
+            position = patch.rank_loader(dataloader, is_whole=True).sharded
+            if state is not None:
+                position.load_state_dict(state)
+            for batch in dataloader:
+                yield batch.tolist(), position.state_dict()
+
+    whole = list(loop())
+    _, state = whole[0]
+    assert [rows for rows, _ in loop(state)] == [rows for rows, _ in whole[1:]]
+
+
 def test_it_is_undone_at_the_end_of_a_with_block_also_by_an_error():
     with pytest.raises(ZeroDivisionError), paddle_shard.patch_paddle():
         assert dist.shard_dataloader is not ORIGINAL

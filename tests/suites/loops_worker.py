@@ -191,8 +191,10 @@ def seg_resumed():
         next(batches)
         state = kept[0].state_dict()
         rest = [rows_of(batch) for batch in batches]
-    with paddle_shard.patch_paddle(on_loader=lambda made: made.load_state_dict(state)):
+    with paddle_shard.patch_paddle() as patch:
         loader = loader_of(Rows(), shuffle=True)
+        position = patch.rank_loader(loader, is_whole=True).sharded
+        position.load_state_dict(state)
         resumed = [rows_of(batch) for batch in loader]
     return [rest, resumed]
 
