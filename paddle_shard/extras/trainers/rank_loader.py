@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -43,18 +42,6 @@ _KEPT = (
     "worker_init_fn",
 )
 """Attributes of a DataLoader that a loader of the whole data takes over."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Cut:
-    """The way in which a DataLoader is cut for data ranks."""
-
-    num_data_ranks: int
-    data_rank: int
-    whole: paddle.io.DataLoader
-    """A loader of global batches; or the cut one, if its own sampler decides on the rows."""
-    options: dict[str, Any] = field(default_factory=dict)
-    """Arguments for `shard_dataloader`."""
 
 
 class RankLoader:
@@ -197,18 +184,9 @@ def read_rank_loader(
     Raises:
         PaddleShardError: It is cut, and cannot be sharded.
     """
-    cut = _read_cut(dataloader, is_whole=is_whole)
-    if cut is None:
-        return None
-    sharded = shard(
-        cut.whole, _mesh_of(cut), shard_dims="data", local=True, **cut.options
-    )
-    return RankLoader(dataloader, sharded)
-
-
-def _read_cut(dataloader: paddle.io.DataLoader, *, is_whole: bool) -> _Cut | None:
     dataset = dataloader.dataset
     sampler = dataloader.batch_sampler
+    # A loader of global batches; or the cut one, if its own sampler decides on the rows.
     whole = dataloader
     options: dict[str, Any] = {}
 
@@ -258,12 +236,10 @@ def _read_cut(dataloader: paddle.io.DataLoader, *, is_whole: bool) -> _Cut | Non
             shuffle=bool(getattr(source, "shuffle", is_random)),
             drop_last=sampler.drop_last,
         )
-    return _Cut(
-        num_data_ranks=num_data_ranks,
-        data_rank=data_rank,
-        whole=whole,
-        options=options,
-    )
+
+    mesh = _mesh_of(num_data_ranks, data_rank)
+    sharded = shard(whole, mesh, shard_dims="data", local=True, **options)
+    return RankLoader(dataloader, sharded)
 
 
 def _whole(
@@ -279,25 +255,25 @@ def _whole(
     )
 
 
-def _mesh_of(cut: _Cut) -> dist.ProcessMesh:
+def _mesh_of(num_data_ranks: int, data_rank: int) -> dist.ProcessMesh:
     """Return a mesh with a row for each data rank, of the global ranks that have it."""
     world = dist.get_world_size()
     data_ranks = list(range(world))
-    if cut.num_data_ranks != world:
+    if num_data_ranks != world:
         payloads = gather_payloads(
             tuple(data_ranks),
-            str(cut.data_rank),
+            str(data_rank),
             _SECONDS,
             "the first loop over a DataLoader",
         )
         data_ranks = list(map(int, payloads))
     rows = [
-        [rank for rank, other in enumerate(data_ranks) if other == data_rank]
-        for data_rank in range(cut.num_data_ranks)
+        [rank for rank, other in enumerate(data_ranks) if other == number]
+        for number in range(num_data_ranks)
     ]
     if len({len(row) for row in rows}) > 1:
         raise SplitError(
-            f"the loaders of the ranks are cut for the data ranks {data_ranks} of {cut.num_data_ranks}; each data rank "
+            f"the loaders of the ranks are cut for the data ranks {data_ranks} of {num_data_ranks}; each data rank "
             "needs as many ranks."
         )
     return dist.ProcessMesh(np.array(rows), dim_names=["data", "replica"])
