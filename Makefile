@@ -31,7 +31,7 @@ demo: $(DEMO_READY)
 
 ## demos: all demos, on CPU processes; shows what each prints, and checks it
 demos: demo $(READY)
-	PADDLE_SHARD_DEMOS=1 $(PY) -m pytest -v -rP tests/demos
+	PADDLE_SHARD_DEMOS=1 $(PY) -m pytest -v -rP -n 2 --dist loadfile tests/demos
 
 ## test: all tests, on the newest Paddle and numpy; prints the 20 slowest (JOBS=1: one after the other)
 test: $(READY)

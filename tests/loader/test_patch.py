@@ -168,7 +168,7 @@ def test_patch_has_the_position_of_a_dataloader_on_one_process():
         sampler = paddle.io.DistributedBatchSampler(Ids(), 2, shuffle=True)
         dataloader = paddle.io.DataLoader(Ids(), batch_sampler=sampler)
         with paddle_shard.patch_paddle() as patch:
-            position = patch.rank_loader(dataloader, is_whole=True).sharded
+            position = patch.loader_of(dataloader)
             if state is not None:
                 position.load_state_dict(state)
             for batch in dataloader:

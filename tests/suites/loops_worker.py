@@ -193,7 +193,7 @@ def seg_resumed():
         rest = [rows_of(batch) for batch in batches]
     with paddle_shard.patch_paddle() as patch:
         loader = loader_of(Rows(), shuffle=True)
-        position = patch.rank_loader(loader, is_whole=True).sharded
+        position = patch.loader_of(loader)
         position.load_state_dict(state)
         resumed = [rows_of(batch) for batch in loader]
     return [rest, resumed]

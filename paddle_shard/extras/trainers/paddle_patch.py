@@ -11,7 +11,7 @@ import paddle.distributed as dist
 import paddle.io
 
 from paddle_shard.core.warn_once import warn_once
-from paddle_shard.errors import PaddleShardError
+from paddle_shard.errors import ArgumentError, PaddleShardError
 from paddle_shard.extras.trainers.rank_loader import RankLoader, read_rank_loader
 from paddle_shard.loader.api import shard_dataloader
 from paddle_shard.loader.compat import in_auto_dp_mode
@@ -69,6 +69,22 @@ class PaddlePatch(ExitStack):
         if isinstance(loader.given, paddle.io.DataLoader):
             # It is read through this loader only.
             loader.given.__dict__[_RANK_LOADER] = None
+
+    def loader_of(self, dataloader: paddle.io.DataLoader) -> ShardDataloader:
+        """Return the loader that reads in the place of a DataLoader: it has the position, `valid` and the certificate.
+
+        Args:
+            dataloader: A DataLoader of your own loop, or of a trainer.
+
+        Raises:
+            ArgumentError: Paddle reads this DataLoader.
+        """
+        rank_loader = self.rank_loader(dataloader, is_whole=True)
+        if rank_loader is None:
+            raise ArgumentError(
+                "loader_of: Paddle reads this DataLoader; the log says why."
+            )
+        return rank_loader.sharded
 
     def rank_loader(
         self, dataloader: paddle.io.DataLoader, *, is_whole: bool = False
