@@ -126,6 +126,7 @@ def main(page, folder):
     import os
 
     os.chdir(folder)
+    sys.path.append(str(Path(__file__).parents[2] / "demos"))  # recipes to copy
     names, printed = taken_for_granted(ranks), io.StringIO()
     blocks = re.findall(r"^ *```python\n(.*?)^ *```", text, re.MULTILINE | re.DOTALL)
     with contextlib.redirect_stdout(printed):
@@ -133,7 +134,7 @@ def main(page, folder):
             exec(
                 compile(
                     textwrap.dedent(block),
-                    f"{Path(page).name}, Python block {number + 1}",
+                    f"{Path(page).name}: Python block {number + 1}",  # Paddle cuts at commas
                     "exec",
                 ),
                 names,

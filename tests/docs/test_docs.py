@@ -29,6 +29,7 @@ OTHERS = {
     "persistent_workers",
     "nranks",
     "local_rank",
+    "input_spec",
 }
 """Options of other libraries."""
 RANKS = {

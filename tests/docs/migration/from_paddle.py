@@ -152,4 +152,28 @@ def padding_is_marked(new, old):
     assert len(theirs) == 22, "Paddle's sampler repeats a sample without a mark"
 
 
+@case(SAMPLER, "a model in paddle.DataParallel, fleet or paddle.Model")
+def local_rows(new, old):
+    batch = next(iter(sharded(DataLoader(DATA, batch_size=8), **new())))
+    assert not batch.is_dist()
+    assert batch.tolist() == [0, 1, 2, 3]
+
+
+@case(SAMPLER, "the same, in code that has to stay as it is")
+def patched_sampler(new, old):
+    def rows():
+        patch = new()
+        try:
+            return list(DataLoader(DATA, batch_sampler=launched(DATA, 4)))
+        finally:
+            patch.undo()
+
+    found = on_each_rank((0, 1), rows)
+    theirs = on_each_rank((0, 1), lambda: list(launched(DATA, 4)))
+    assert all(not batch.is_dist() for batches in found.values() for batch in batches)
+    assert {
+        rank: [batch.tolist() for batch in batches] for rank, batches in found.items()
+    } == theirs
+
+
 case(SAMPLER, "sampler.set_epoch(epoch)")(chooses_epochs)
