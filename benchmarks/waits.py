@@ -296,7 +296,7 @@ def main():
         print_target(
             f"{num_workers} workers: at least {wanted} x grain without workers",
             f"{ratio:.2f}",
-            ratio >= wanted,
+            round(ratio, 2) >= wanted,
         )
 
 

@@ -193,7 +193,7 @@ def _described(saved: Any) -> str:
         return f"{text:.120}. Give the part of the checkpoint that the loader's state was saved under"
     text = f"{type(saved).__name__}: {saved!r}"
     if isinstance(saved, str):
-        return f"{text:.120}. Load it first: json.loads(text), or paddle.load(path)"
+        return f"{text:.120}. Load it first: json.loads(text), or with paddle.load"
     return f"{text:.120}"
 
 

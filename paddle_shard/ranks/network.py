@@ -55,7 +55,8 @@ _LOOK = 0.5
 _MANY = 16
 """Connections; with more, the hub gathers messages before it applies them."""
 _GATHER = 1e-5
-"""Seconds for which it does, for each connection."""
+"""Seconds for which it does, for each connection; in all at least `_MIN_GATHER`."""
+_MIN_GATHER = 2e-3
 _RETRY = 0.01
 """Seconds between two attempts to send what a connection does not take."""
 
@@ -165,7 +166,7 @@ class TcpNetwork:
         if (
             len(self._links) > _MANY
         ):  # a turn of the hub takes longer the more ranks there are
-            time.sleep(_GATHER * len(self._links))
+            time.sleep(max(_MIN_GATHER, _GATHER * len(self._links)))
         unsent = [link for link in self._links if link.unsent]
         for link in unsent:
             link.send()
