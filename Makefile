@@ -100,6 +100,7 @@ bench: $(READY)
 	$(PY) benchmarks/price.py
 	$(PY) benchmarks/trainers.py
 	$(PY) benchmarks/waits.py
+	$(PY) benchmarks/jpeg.py
 
 ## bench-device: does delivery overlap what a device computes? On the device of tests/device, beside Paddle's loader
 bench-device: $(READY) build/device/libstandin.so
