@@ -96,21 +96,20 @@ def collate(
 
 def cannot_stack(samples: Sequence[Any], path: str) -> TypeError:
     """Return the error for samples of types that cannot be stacked, whichever type comes first."""
-    kinds = dict.fromkeys(
-        f"array of {sample.dtype}"
-        if isinstance(sample, np.ndarray)
-        else type(sample).__name__
-        for sample in samples
-    )
-    if "NoneType" in kinds:
-        kinds["NoneType (does __getitem__, or a function in map(), lack a return?)"] = (
-            None
-        )
-        del kinds["NoneType"]
+    kinds = dict.fromkeys(map(_kind_of, samples))
     return TypeError(
         f"cannot stack {' and '.join(kinds)}{_at_field(path)}: give every sample arrays or numbers of one type there "
         "(of Hugging Face: set_transform), leave the field out, or give the loader a collate_fn."
     )
+
+
+def _kind_of(sample: Any) -> str:
+    """Return the type of a sample for an error."""
+    if isinstance(sample, np.ndarray):
+        return f"array of {sample.dtype}"
+    if sample is None:
+        return "NoneType (does __getitem__, or a function in map(), lack a return?)"
+    return type(sample).__name__
 
 
 def _check_types(

@@ -48,7 +48,7 @@ class SharedList(Sequence[T]):
             )
         ends = array("q")
         size = 0
-        self._own(os.memfd_create("paddle_shard"))
+        self._keep_file(os.memfd_create("paddle_shard"))
         with os.fdopen(os.dup(self._file), "wb") as writer:
             for index, item in enumerate(items):
                 try:
@@ -63,7 +63,7 @@ class SharedList(Sequence[T]):
             writer.write(ends.tobytes())
         self._map(len(ends))
 
-    def _own(self, file: int) -> None:
+    def _keep_file(self, file: int) -> None:
         """Keep the file of the items until this list is dropped."""
         self._file = file
         weakref.finalize(self, os.close, file)
@@ -78,7 +78,7 @@ class SharedList(Sequence[T]):
         self._ends = np.frombuffer(memory, np.int64, length, len(memory) - 8 * length)
 
     def _inode(self) -> int:
-        """Return what tells the file from another that is opened under its number later."""
+        """Return the inode, which distinguishes the file from a later one with the same descriptor."""
         return os.fstat(self._file).st_ino
 
     def __len__(self) -> int:
@@ -110,7 +110,7 @@ class SharedList(Sequence[T]):
         path, inode, length = state
         try:
             # Without O_NONBLOCK, it waits if a pipe has the number now.
-            self._own(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
+            self._keep_file(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
             is_there = self._inode() == inode
         except OSError:
             is_there = False

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import paddle.distributed as dist
 import paddle.io
 
-from paddle_shard.core.checks import did_you_mean
+from paddle_shard.core.checks import argument_hint
 from paddle_shard.core.trees import leaves
 from paddle_shard.core.warn_once import warn_once
 from paddle_shard.data.external import ExternalLoader
@@ -94,11 +94,9 @@ def _reports_failure(function: Callable[P, R]) -> Callable[P, R]:
         try:
             for name in kwargs:
                 if name not in parameters:
-                    fix = did_you_mean(name, parameters)
+                    fix = argument_hint(name, parameters)
                     if name in of_dataloader:
                         fix = " Pass it to paddle.io.DataLoader."
-                    elif not fix:
-                        fix = f" Its arguments are {', '.join(parameters)}."
                     raise ArgumentTypeError(
                         f"{function.__name__} has no argument {name}=.{fix}"
                     )

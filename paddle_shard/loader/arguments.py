@@ -40,6 +40,10 @@ def _are_pairs(value: Any, is_allowed: Callable[[int, int], bool]) -> bool:
     )
 
 
+_FLAG: tuple[Callable[[Any], bool], str] = (
+    lambda value: isinstance(value, bool),
+    "True or False",
+)
 RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "seed": (_is_int, "an int"),
     "timeout": (
@@ -67,8 +71,8 @@ RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
         ),
         "a paddle_shard.Threads, a paddle_shard.RayReaders, or None",
     ),
-    "local": (lambda value: isinstance(value, bool), "True or False"),
-    "is_dataset_splitted": (lambda value: isinstance(value, bool), "True or False"),
+    "local": _FLAG,
+    "is_dataset_splitted": _FLAG,
     "dense_tensor_idx": (
         lambda value: (
             value is None

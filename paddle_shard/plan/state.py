@@ -89,7 +89,7 @@ class LoaderState:
         """
         if not isinstance(saved, Mapping) or "version" not in saved:
             raise StateError(
-                f"state must be what the loader's state_dict() returned, got {_described(saved)}."
+                f"state must be what the loader's state_dict() returned, got {_describe_invalid(saved)}."
             )
         if isinstance(override, str) or not isinstance(override, Collection):
             raise StateError(f"override must be a list of names, got {override!r}.")
@@ -186,8 +186,8 @@ class LoaderState:
         return dict(json.loads(json.dumps(cut)))  # without tuples
 
 
-def _described(saved: Any) -> str:
-    """Return what is wrong with a value that is no saved state, and the fix, for an error."""
+def _describe_invalid(saved: Any) -> str:
+    """Return the description of a value that is not a saved state, and the fix, for an error."""
     if isinstance(saved, Mapping):
         text = f"a dict with the keys {list(saved)}"
         return f"{text:.120}. Give the part of the checkpoint that the loader's state was saved under"

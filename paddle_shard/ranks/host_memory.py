@@ -14,7 +14,7 @@ from paddle_shard.reading.channel import Slots, map_file
 _PLACE = re.compile(r"^(/proc/\d+/fd/\d+) (\w+)$")
 """Matches (file of a process, token); no other file is opened."""
 _TOKEN_SIZE = 16
-"""Bytes at the beginning of the memory by which a rank knows that it has map_file that of its group."""
+"""Bytes at the beginning of the memory by which a rank knows that it has mapped that of its group."""
 
 
 class HostTable(ProgressTable):

@@ -55,7 +55,7 @@ _LOOK = 0.5
 _MANY = 16
 """Connections; with more, the hub gathers messages before it applies them."""
 _GATHER = 1e-5
-"""Seconds for which it does, for each connection; in all at least `_MIN_GATHER`."""
+"""Seconds of gathering for each connection; in all at least `_MIN_GATHER`."""
 _MIN_GATHER = 2e-3
 _RETRY = 0.01
 """Seconds between two attempts to send what a connection does not take."""
@@ -163,9 +163,8 @@ class TcpNetwork:
     def receive(self, seconds: float) -> list[Message]:
         """Wait for messages, or for `wake`."""
         messages: list[Message] = []
-        if (
-            len(self._links) > _MANY
-        ):  # a turn of the hub takes longer the more ranks there are
+        # A turn of the hub takes longer the more ranks there are.
+        if len(self._links) > _MANY:
             time.sleep(max(_MIN_GATHER, _GATHER * len(self._links)))
         unsent = [link for link in self._links if link.unsent]
         for link in unsent:

@@ -551,7 +551,7 @@ class Hub:
         for other in self._ranks:
             progress = self._tallies[number].ranks.get(other)
             if progress is None:
-                late[other] = "did not begin this loop or call, or does not respond"
+                late[other] = "did not begin this loop or call, or stopped responding"
             elif progress.kind == OK and progress.step <= step:
                 late[other] = f"read up to step {first_step + progress.step}"
         text = late_text(text, late)

@@ -6,7 +6,7 @@ import json
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from paddle_shard import errors
 from paddle_shard.ranks.decision import (
@@ -17,6 +17,7 @@ from paddle_shard.ranks.decision import (
     RankProgress,
 )
 
+T = TypeVar("T")
 Loss: TypeAlias = tuple[str, Collection[int], float | None]
 """Arguments of `PeerLostError.of`."""
 Ranks: TypeAlias = Mapping[int, RankProgress]
@@ -72,10 +73,8 @@ def late_text(text: str, late: Mapping[int, str]) -> str:
         text: For how long it has waited, and for which step.
         late: Global rank -> how far it is.
     """
-    ranks: dict[str, list[int]] = {}
-    for rank, progress in late.items():
-        ranks.setdefault(progress, []).append(rank)
-    who = "; ".join(f"{_named(some)} {progress}" for progress, some in ranks.items())
+    groups = _ranks_by_value(late)
+    who = "; ".join(f"{_named(ranks)} {progress}" for progress, ranks in groups.items())
     return (
         f"{text}: {who}. All ranks of a loader's meshes must make the same calls, and iterate in the same way. If an "
         "iterator is open on one rank only, close() it. For a loop on one rank alone, make a loader on a mesh of this "
@@ -109,14 +108,23 @@ def differences(labels: Mapping[int, Mapping[str, str]]) -> str:
             for rank, label in labels.items()
         }
         common = set.intersection(*map(set, lines.values()))
-        ranks: dict[str, list[int]] = {}
-        for rank, own_lines in lines.items():
-            line = next((line for line in own_lines if line not in common), "no more")
-            ranks.setdefault(line, []).append(rank)
-        if len(ranks) > 1:
-            values = [f"{line} on {_named(having)}" for line, having in ranks.items()]
+        first_differences = {
+            rank: next((line for line in of_rank if line not in common), "no more")
+            for rank, of_rank in lines.items()
+        }
+        groups = _ranks_by_value(first_differences)
+        if len(groups) > 1:
+            values = [f"{line} on {_named(ranks)}" for line, ranks in groups.items()]
             texts.append(f"{name}: {', '.join(values)}")
     return "; ".join(texts) or "A list is in another order"
+
+
+def _ranks_by_value(values: Mapping[int, T]) -> dict[T, list[int]]:
+    """Return the ranks that have each value, in the order in which the values first occur."""
+    groups: dict[T, list[int]] = {}
+    for rank, value in values.items():
+        groups.setdefault(value, []).append(rank)
+    return groups
 
 
 def _named(ranks: Sequence[int]) -> str:
@@ -149,9 +157,8 @@ def _other(step: int, ranks: Ranks, terms: AgreementConfig) -> Exception:
 
 
 def _other_data(step: int, ranks: Ranks, terms: AgreementConfig) -> Exception:
-    groups: dict[int, list[int]] = {}
-    for rank, progress in ranks.items():
-        groups.setdefault(progress.report, []).append(rank)
+    digests = {rank: progress.report for rank, progress in ranks.items()}
+    groups = _ranks_by_value(digests)
     who = " and ".join(map(_named, groups.values()))
     return errors.DifferentDataError(
         f"At {terms.place(step)}, {who} have read different data. Each must read the same "

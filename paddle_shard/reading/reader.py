@@ -448,7 +448,7 @@ def collate_skipping(
         return collate(rows)
     except Exception as error:
         # The error is not kept: its frames hold the iterator, which would not end.
-        reason = str(error).rstrip(".")
+        reason = described(error).removeprefix("ValueError: ").rstrip(".")
     num_failed = len(failed)
     for row, sample in enumerate(samples):
         if row not in failed:

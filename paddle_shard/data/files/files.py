@@ -235,15 +235,15 @@ def _file_system(host: str, _process: int) -> Any:
 
     protocol = host.partition(":")[0]
     options: dict[str, Any] = {}
-    if protocol in ("http", "https") and "client_kwargs" not in conf.get(protocol, {}):
+    if protocol in ("http", "https"):
         from aiohttp import ClientTimeout
 
         # aiohttp's default, five minutes for a response, is too long for one that stalls and too short for a large one.
         limit = ClientTimeout(total=None, sock_connect=TIMEOUT, sock_read=TIMEOUT)
-        options["client_kwargs"] = {"timeout": limit}
-    if protocol in ("http", "https") and "cache_type" not in conf.get(protocol, {}):
-        # The default, "bytes", requests 5 MB of a large file twice.
-        options["cache_type"] = "readahead"
+        # The default cache, "bytes", requests 5 MB of a large file twice.
+        options = {"client_kwargs": {"timeout": limit}, "cache_type": "readahead"}
+    for name in conf.get(protocol, {}):  # the user's own settings count
+        options.pop(name, None)
     return url_to_fs(host, skip_instance_cache=True, **options)[0]
 
 

@@ -11,7 +11,7 @@ from typing import Any, TypedDict
 import numpy as np
 import numpy.typing as npt
 
-from paddle_shard.core.checks import check_flag, did_you_mean
+from paddle_shard.core.checks import argument_hint, check_flag
 from paddle_shard.data.files.ahead import LEAST, LIMIT
 from paddle_shard.data.files.files import (
     FileVersion,
@@ -64,12 +64,8 @@ def check_options(method: Callable[..., Any], options: Mapping[str, Any]) -> Non
     allowed += FileOptions.__annotations__
     for name in options:
         if name not in FileOptions.__annotations__:
-            fix = (
-                did_you_mean(name, allowed)
-                or f" Its arguments are {', '.join(allowed)}."
-            )
             raise ArgumentTypeError(
-                f"Stream.{method.__name__} has no argument {name}=.{fix}"
+                f"Stream.{method.__name__} has no argument {name}=.{argument_hint(name, allowed)}"
             )
     check_flag("shuffle_shards", options.get("shuffle_shards", True))
 

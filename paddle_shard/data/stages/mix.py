@@ -78,6 +78,7 @@ class Mix(Stage):
         self.num_shards = min(filter(None, uncounted), default=None)
 
     cuts = True
+    """Each stream can open a part."""
 
     @property
     def label(self) -> str:
@@ -92,8 +93,6 @@ class Mix(Stage):
         if len(self._segments) > 1:
             shares.append(f"{len(self._segments)} schedules of weights")
         return f"Mix of {', '.join(shares)}"
-
-    """Each stream can open a part."""
 
     def _draws(self, opening: Opening) -> Draws:
         """Return the draws of a part: each part has its share of a segment's samples."""

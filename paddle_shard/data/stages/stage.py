@@ -158,7 +158,7 @@ class Stage:
 
     @property
     def uneven_parts(self) -> str:
-        """Why parts of this source may have different lengths, and what to do about it, for a warning."""
+        """The cause of parts of different lengths, and the fix, for a warning."""
         return "A filter, or another stage that makes more or fewer samples of some, leaves parts of different lengths."
 
     def line(self) -> Iterator[Stage]:
