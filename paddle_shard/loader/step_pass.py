@@ -20,6 +20,7 @@ from paddle_shard.errors import (
     DataReadError,
     PaddleShardError,
 )
+from paddle_shard.loader.batch_queue import BatchQueue
 from paddle_shard.loader.step_messages import StepMessages
 from paddle_shard.plan.step import Step
 from paddle_shard.ranks.agreement import Agreement
@@ -33,7 +34,6 @@ from paddle_shard.reading.worker_guards import signals_held
 
 _JOIN_SECONDS = 1.0
 """Seconds that closing waits for a read that cannot be interrupted. Its thread then ends by itself later."""
-_UNLIMITED = 1 << 62
 _STOP = object()
 
 
@@ -86,7 +86,7 @@ class Feed:
             if step is None:
                 return
             self.num_submitted += 1
-            self.executor.submit(step, is_last=self.num_submitted == self._num_steps)
+            self.executor.submit(step)
 
     def _next(self) -> Step | None:
         if self._steps is None:
@@ -150,7 +150,7 @@ class StepPass:
         # One step more than is needed, so that the ranks agree on it while the model computes.
         self._most_ahead = int(agreement is not None and num_ahead > 0)
 
-        self._ready: SimpleQueue[Batch | BaseException] = SimpleQueue()
+        self._ready: BatchQueue[Batch | BaseException] = BatchQueue()
         """Batches that can be delivered, then what ends them: a `StopIteration`, or another error."""
         self._first: Batch | BaseException | None = None
         """The first batch, or why there is none, while it is peeked at."""
@@ -162,8 +162,6 @@ class StepPass:
         """True if nothing more will be read."""
 
         self._thread: threading.Thread | None = None
-        self._thread_until = 0
-        """The thread reads the steps before this one; 0: there is none."""
         self._room: SimpleQueue[Any] = SimpleQueue()
         """An entry for each batch that the thread may read, or `_STOP`."""
         self._room_until = 0
@@ -185,7 +183,7 @@ class StepPass:
                 "makes one of its own: iter(loader)."
             )
         step = self._delivered
-        if step + 1 > self._thread_until:
+        if self._thread is None:
             self._read_here(step)
         if self._agreement is not None and not self._agree(self._agreement, step):
             self._end()
@@ -284,8 +282,6 @@ class StepPass:
 
     def _read_here(self, step: int) -> None:
         """Read on the caller's thread until a step can be delivered, or start the thread that reads ahead."""
-        if self._thread is not None:
-            self._thread.join()  # it has read the steps that it may
         wanted = min(step + 1 + self._most_ahead, 2 * step + 1)
         while not self._is_over and self._announced < wanted:
             if self._may_start_thread():
@@ -367,9 +363,6 @@ class StepPass:
         return self._executor.runs_in_thread
 
     def _start_thread(self) -> None:
-        self._thread_until = _UNLIMITED
-        if self._executor.reads_last_here and self._num_steps is not None:
-            self._thread_until = self._num_steps - 1
         self._room_until = self._announced
         self._make_room(self._delivered + 1)
         thread = threading.Thread(
@@ -381,7 +374,6 @@ class StepPass:
                 thread.start()
             except BaseException:  # no thread would end the queue
                 self._thread = None
-                self._thread_until = 0
                 raise
             _open.add(self)
 
@@ -398,9 +390,16 @@ class StepPass:
 
     def _read_ahead(self) -> None:
         self._profiler.watch(threading.get_ident(), READING_AHEAD)
-        while not self._is_over and self._announced < self._thread_until:
-            if self._room.get() is _STOP or self._is_over:
-                return
+        num_owed = 0  # batches that were read without room for them
+        while not self._is_over:
+            if self._ready.wants_more and not self._feed.on_training_thread:
+                num_owed += 1
+            else:
+                self._ready.wake()
+                for _ in range(num_owed + 1):
+                    if self._room.get() is _STOP or self._is_over:
+                        return
+                num_owed = 0
             self._read(in_thread=True)
 
     def _stop_thread(self, *, interrupt: bool) -> bool:
