@@ -13,8 +13,8 @@ from paddle_shard.plan.seeding import mix
 class SampleRng:
     """The global generators while user code reads samples: seeded for each sample, or left alone if nothing uses them.
 
-    The first and the last batch of an epoch iterator are read with a look: every seeding checks whether the generators
-    were used since the one before. If nothing used them in the first batch, the rest is read without touching them.
+    The first batch of an epoch iterator is read with a look: every seeding checks whether the generators were used
+    since the one before. If nothing used them, the rest is read without touching them.
 
     Attributes:
         looks: True if batches show whether the generators are used: there are some, and the data set does not say it.

@@ -139,8 +139,10 @@ class ReadingActor:
         """Return the answer to a pickled request: a pickle, and the memory of each of its arrays."""
         from ray import cloudpickle  # pickles classes of the user's script by value
 
-        what, look = pickle.loads(request)
-        answer = self._failure or self._reader.read(what, self._number, look)
+        what, is_first = pickle.loads(request)
+        answer = self._failure or self._reader.read(
+            what, self._number, is_first=is_first
+        )
         if isinstance(answer, ReadFailure):
             answer = replace(answer, where=self._where)
         return [
@@ -214,8 +216,8 @@ class RayPool(WorkerPool):
             .remote(number, [self._settings_ref], self._seed, folder)
         )
 
-    def send(self, number: int, request: Any) -> None:
-        """Send a worker a request.
+    def send(self, number: int, request: Any, *, is_first: bool = False) -> None:
+        """Send a worker a request, the first of an epoch iterator if `is_first`.
 
         Raises:
             Exception: Whatever pickling raises.
@@ -224,7 +226,7 @@ class RayPool(WorkerPool):
             return
         from ray import cloudpickle
 
-        self._actors[number].send(cloudpickle.dumps(request))
+        self._actors[number].send(cloudpickle.dumps((request, is_first)))
 
     def receive(self, number: int) -> Any:
         """See `WorkerPool`."""

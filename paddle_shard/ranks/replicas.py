@@ -99,7 +99,7 @@ class Subscribing(Executor):
         self._steps: deque[Step] = deque()
         """Steps that were submitted and whose batches were not taken."""
 
-    def submit(self, step: Step, *, is_last: bool = False) -> None:
+    def submit(self, step: Step) -> None:
         """See `Executor`."""
         self._steps.append(step)
 

@@ -31,8 +31,6 @@ class Chunk(NamedTuple):
     """(row, reason) of samples that could not be read. Such a row holds the data of another sample."""
     reason: str = ""
     """Why missing rows could not be filled."""
-    used_rng_late: bool = False
-    """True if reading used the global generators, which it did not in the first batch of the epoch iterator."""
     profile: Mapping[str, float] | None = None
     """Samples of the worker's work since its last answer, by category (`reading/profile.py`); None: not sampled."""
     digest: int = 0

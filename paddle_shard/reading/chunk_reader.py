@@ -110,6 +110,8 @@ class ChunkReader(Reader):
         """
         super().__init__(dataset, collate_fn, how)
         self._stage = stage
+        self._request: Any = None
+        """The newest request."""
         self._pass_number: int | None = None
         self._next_step = 0
         self._parts: Sequence[Iterator[Any]] = []
@@ -117,6 +119,13 @@ class ChunkReader(Reader):
         self._padding = Padding(stage, Opening(parts=(0,), num_parts=1))
         self._digests = TurnDigests()
         self._state: Any = None
+
+    def read(self, request: Any, worker: int | None, *, is_first: bool = False) -> Any:
+        """See `Reader`. A number stands for a request like the one before, for that step."""
+        if isinstance(request, int):
+            request = self._request._replace(step=request)
+        self._request = request
+        return super().read(request, worker, is_first=is_first)
 
     def close(self) -> None:
         """Drop the open parts."""

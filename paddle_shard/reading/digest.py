@@ -7,7 +7,7 @@ import numbers
 import sys
 import zlib
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -71,26 +71,27 @@ def _is_dense_tensor(value: Any) -> bool:
 
 
 class TurnDigests:
-    """Digests of what a reader has read of a stream that all readers read whole, by turns of the parts."""
+    """Digests of what a reader has read of a stream that all readers read whole: of the first sample of each turn."""
 
-    def __init__(self, every: int = 1, *, apart: bool = False) -> None:
+    def __init__(self, turn_size: int = 1, *, apart: bool = False) -> None:
         """Begin a pass.
 
         Args:
-            every: Samples of a turn. All readers get to the first sample of each turn, so digests are noted there.
+            turn_size: Samples of a turn: a stripe for each part. All readers get to the first sample of each turn.
             apart: True if each sample has a digest of its own. A sample is a whole batch then, and after a resume the
                 workers of one rank do not all begin at one batch.
         """
-        self._every, self._apart = every, apart
+        self._turn_size = turn_size
+        self._apart = apart
         self._turns: deque[tuple[int, int]] = deque()
         """(turn, digest up to its first sample) of the turns that were read ahead."""
         self._read = self._found = 0
 
-    def see(self, number: int, sample: Any) -> None:
-        """Add the sample with some number in the stream."""
-        self._read = digest(sample, 0 if self._apart else self._read)
-        if number % self._every == 0:
-            self._turns.append((number // self._every, self._read))
+    def see(self, number: int, samples: Sequence[Any]) -> None:
+        """Add consecutive samples of the stream, given the number of the first, which begins a turn."""
+        for offset in range(0, len(samples), self._turn_size):
+            self._read = digest(samples[offset], 0 if self._apart else self._read)
+            self._turns.append(((number + offset) // self._turn_size, self._read))
 
     def until(self, last: int) -> int:
         """Return the digest up to a turn, which all readers reach; this one may have read further."""

@@ -17,14 +17,14 @@ from paddle.base.framework import _current_expected_place_, _dygraph_place_guard
 from paddle.framework import core
 
 from paddle_shard.core import forks
-from paddle_shard.core.warn_once import caller_level, warn_once
+from paddle_shard.core.warn_once import caller_level
 from paddle_shard.errors import DifferentDataError, PaddleShardError
 from paddle_shard.plan.partition import Rows
 from paddle_shard.plan.step import Step
 from paddle_shard.reading.batch import Batch, Chunk, Even, joined
 from paddle_shard.reading.chunk_reader import OwnBatches
 from paddle_shard.reading.failure import ReadFailure
-from paddle_shard.reading.reader import DigestRequest, Look, Reader
+from paddle_shard.reading.reader import DigestRequest, Reader
 from paddle_shard.reading.workers import WorkerPool, WorkersLostError
 
 MAKING_TENSORS = "making tensors of the batch"
@@ -43,13 +43,8 @@ class Executor:
         """True if another thread than the training loop's may take the next batches."""
         return True
 
-    @property
-    def reads_last_here(self) -> bool:
-        """True if only the thread of the training loop may take the last batch of an epoch iterator."""
-        return False
-
-    def submit(self, step: Step, *, is_last: bool = False) -> None:
-        """Request a step; `is_last` if it is known to be the last of the epoch iterator."""
+    def submit(self, step: Step) -> None:
+        """Request a step."""
         raise NotImplementedError
 
     def take(self, *, in_thread: bool = False) -> Batch:
@@ -85,12 +80,6 @@ def read_error(error: Exception, step: Step, action: str) -> Exception:
     return ReadFailure.of(error, what=action).error(step)
 
 
-_USED_LATER = (
-    "the data set used a global random generator (numpy's, Python's, Paddle's or torch's), but not in the first "
-    "batch of this pass, so its samples were not seeded. Set dataset.uses_rng = True to seed each sample."
-)
-
-
 class _ReadingExecutor(Executor):
     """Joins what one or several readers have read for a step."""
 
@@ -115,8 +104,6 @@ class _ReadingExecutor(Executor):
             if isinstance(answer, ReadFailure):
                 self.close()
                 raise answer.error(step)
-            if answer.used_rng_late:
-                warn_once(_USED_LATER)
             for _, reason in answer.skipped:
                 _log.warning("skipped %s", reason, stacklevel=caller_level())
             chunks.append(answer)
@@ -161,12 +148,12 @@ class InlineExecutor(_ReadingExecutor):
         super().__init__()
         self._reader = reader
         self._lock = forks.reader_lock()
-        self._look: Look = "first"
-        self._last: Step | None = None
+        self._is_first = True
+        """True until the first batch is read."""
 
     @property
     def runs_in_thread(self) -> bool:
-        """See `Executor`: the first and the last batch show whether the global generators are used.
+        """See `Executor`: the first batch shows whether the global generators are used.
 
         Another thread cannot make the CPU the current place. So tensors that samples make would go to the device one by
         one, and wait for what it has to compute. Nor can it make tensors while the process is in static mode.
@@ -174,25 +161,18 @@ class InlineExecutor(_ReadingExecutor):
         reader = self._reader
         if self.has_static_program and reader.uses_paddle is not False:
             return False
-        if reader.rng.seeds or (self._look == "first" and reader.rng.looks):
+        if reader.rng.seeds or (self._is_first and reader.rng.looks):
             return False
         return not reader.makes_tensors or isinstance(
             _current_expected_place_(), core.CPUPlace
         )
 
-    @property
-    def reads_last_here(self) -> bool:
-        """See `Executor`."""
-        return self._reader.rng.looks and not self._reader.num_threads
-
-    def submit(self, step: Step, *, is_last: bool = False) -> None:
+    def submit(self, step: Step) -> None:
         """See `Executor`."""
         self._steps.append(step)
-        if is_last:
-            self._last = step
         # Enough steps that all threads are busy while one step is taken.
         self.depth = 1 + -(-self._reader.num_threads // max(1, len(step.ids)))
-        if not self._look:
+        if not self._is_first:
             self._reader.begin(step)
 
     def take(self, *, in_thread: bool = False) -> Batch:
@@ -200,12 +180,12 @@ class InlineExecutor(_ReadingExecutor):
         if not self._steps:
             raise StopIteration
         step = self._steps[0]
-        look = "last" if step is self._last and not self._look else self._look
-        self._look = ""
+        is_first = self._is_first
+        self._is_first = False
         request = step.parts[0] if step.parts else step
         with self._lock if in_thread else on_cpu():
-            answer = self._reader.read(request, None, look)
-            if look == "first":
+            answer = self._reader.read(request, None, is_first=is_first)
+            if is_first:
                 for other in list(self._steps)[1:]:
                     self._reader.begin(other)
         batch = self._join([answer])
@@ -253,24 +233,20 @@ class WorkerExecutor(_ReadingExecutor):
         self._num_sent = 0
         self._unsent: deque[Any] = deque()
         """Requests that follow those that were sent."""
-        self._last: Any = None
-        """The request of the last step, if it is known."""
         self.depth = max(1, self._most_sent // self._num_parts)
         pool.start()
 
-    def submit(self, step: Step, *, is_last: bool = False) -> None:
+    def submit(self, step: Step) -> None:
         """See `Executor`."""
         self._steps.append(step)
         self._unsent.extend(step.parts or (step.to_read(),))
-        if is_last:
-            self._last = self._unsent[-1]
         if self._pool is not None:
             self._send(self._pool)
 
     def digests(self, samples: Sequence[Any]) -> Sequence[int]:
         """See `IdReader.digests`. The first worker reads: the parent may have to leave files unopened before a fork."""
         assert self._pool is not None
-        self._pool.send(0, (DigestRequest(samples), ""))
+        self._pool.send(0, DigestRequest(samples))
         digests: Sequence[int] | ReadFailure
         try:
             digests = self._pool.receive(0)
@@ -316,11 +292,10 @@ class WorkerExecutor(_ReadingExecutor):
         # One in `num_workers` of the requests that were sent and not taken is with the worker of the next one.
         while self._unsent and self._num_sent - self._num_taken < self._most_sent:
             request = self._unsent[0]
-            look: Look = "last" if request is self._last else ""
-            if self._num_sent < pool.num_workers:
-                look = "first"
+            is_first = self._num_sent < pool.num_workers
             try:
-                pool.send(self._num_sent % pool.num_workers, (request, look))
+                number = self._num_sent % pool.num_workers
+                pool.send(number, request, is_first=is_first)
             except BlockingIOError:  # the worker is busy with earlier messages
                 return
             except ConnectionError:  # reported when the answer is due

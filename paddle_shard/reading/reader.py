@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import paddle
@@ -33,9 +33,6 @@ from paddle_shard.reading.digest import WHOLE, digest
 from paddle_shard.reading.failure import ReadFailure
 from paddle_shard.reading.sample_threads import SampleThreads
 from paddle_shard.reading.tensors import as_array, is_tensor
-
-Look = Literal["", "first", "last"]
-"""The batch of an epoch iterator that shows whether reading uses the global generators; "": no such batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,29 +107,22 @@ class Reader:
         self._placeholder: Any = None
         """The sample that was read last, for rows of which no sample can be read (`on_error="skip"`)."""
 
-    def read(self, request: Any, worker: int | None, look: Look = "") -> Any:
+    def read(self, request: Any, worker: int | None, *, is_first: bool = False) -> Any:
         """Return what was requested, or its failure.
 
         Args:
             request: A `Step`, or one of its parts; or a `DigestRequest`.
             worker: Number of the worker process; None: the main process, whose generators stay as they are.
-            look: "first" or "last": the batch is that of its epoch iterator, and shows whether the global generators
-                are used.
+            is_first: True for the first batch of an epoch iterator, which shows whether reading uses the global
+                generators.
         """
         if isinstance(request, DigestRequest):
             return self.digests(request.samples)
-        seeded = self.rng.seeds
-        if look == "last" and self.num_threads:
-            look = ""  # its samples were read before, by threads
-        looks = self.rng.looks and (look != "" or len(self.rng.unread_sources) > 0)
-        if not (seeded or looks):
+        looks = self.rng.looks and (is_first or len(self.rng.unread_sources) > 0)
+        if not (self.rng.seeds or looks):
             return self._read(request, worker)
         with self.rng.reading(look=looks, keep=worker is None):
-            answer = self._read(request, worker)
-        is_late = look == "last" and self.rng.seeds and not seeded
-        if is_late and isinstance(answer, Chunk):
-            return answer._replace(used_rng_late=True)
-        return answer
+            return self._read(request, worker)
 
     def _read(self, request: Any, worker: int | None) -> Chunk | ReadFailure:
         self._action = "reading"
@@ -232,19 +222,20 @@ class IdReader(Reader):
         stacks = self._read_many is None or in_memory
         self.owns_arrays = collate_fn is None and stacks and not how.items_are_batches
 
-    def read(self, request: Any, worker: int | None, look: Look = "") -> Any:
+    def read(self, request: Any, worker: int | None, *, is_first: bool = False) -> Any:
         """See `Reader`. If the first batch waits, say how samples can be read at the same time."""
+        reads_alone = self._read_many is None and not self.num_threads
+        if not is_first or worker or not reads_alone:
+            return super().read(request, worker, is_first=is_first)
         start = time.perf_counter()
         before = resource.getrusage(resource.RUSAGE_THREAD)
-        answer = super().read(request, worker, look)
-        if look == "first" and not self.num_threads and not worker:
-            seconds = (time.perf_counter() - start) / max(1, len(request.ids))
-            after = resource.getrusage(resource.RUSAGE_THREAD)
-            # On a busy host, a read that computes takes long, too, but it does not give the processor away.
-            num_waits = after.ru_nvcsw - before.ru_nvcsw
-            waits = num_waits >= len(request.ids) and self._read_many is None
-            if seconds > _LONG and waits and not self.rng.seeds:
-                warn_once(_WAITS, type(self.dataset).__name__, f"{1e3 * seconds:.0f}")
+        answer = super().read(request, worker, is_first=True)
+        seconds = (time.perf_counter() - start) / max(1, len(request.ids))
+        after = resource.getrusage(resource.RUSAGE_THREAD)
+        # On a busy host, a read that computes takes long, too, but it does not give the processor away.
+        waits = after.ru_nvcsw - before.ru_nvcsw >= len(request.ids)
+        if seconds > _LONG and waits and not self.rng.seeds:
+            warn_once(_WAITS, type(self.dataset).__name__, f"{1e3 * seconds:.0f}")
         return answer
 
     def begin(self, request: Step) -> None:

@@ -84,8 +84,8 @@ def work(
             if isinstance(message, ReadFailure):
                 answer = answer or message
             elif failure is None:
-                request, look = message
-                answer = settings.reader.read(request, number, look)
+                request, is_first = message
+                answer = settings.reader.read(request, number, is_first=is_first)
                 _begin(settings.reader, messages)
             if isinstance(answer, Chunk):
                 answer = answer._replace(profile=profiler.snapshot())
@@ -105,7 +105,7 @@ def work(
 def _begin(reader: Reader, messages: Iterable[Any]) -> None:
     """Begin to read the requests of the present epoch iterator."""
     for message in messages:
-        if isinstance(message, ReadFailure) or message[1] == "first":
+        if isinstance(message, ReadFailure) or message[1]:
             return
         reader.begin(message[0])
 

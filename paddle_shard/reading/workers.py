@@ -21,6 +21,7 @@ import paddle.io
 from paddle_shard.core import forks
 from paddle_shard.core.randomness import NumpyGenerator, kept
 from paddle_shard.reading.channel import Channel
+from paddle_shard.reading.chunk_reader import ChunkRequest
 from paddle_shard.reading.failure import ReadFailure
 from paddle_shard.reading.reader import Reader
 from paddle_shard.reading.worker import WorkerSettings, work
@@ -156,9 +157,11 @@ class WorkerPool:
             worker.start()
         self._workers.append(worker)
 
-    def send(self, number: int, request: Any) -> None:
-        """Send a worker a request; see `Channel.send`."""
-        self._channels[number].send(request)
+    def send(self, number: int, request: Any, *, is_first: bool = False) -> None:
+        """Send a worker a request, the first of an epoch iterator if `is_first`; see `Channel.send`."""
+        if isinstance(request, ChunkRequest) and not is_first:
+            request = request.step  # the worker has the rest
+        self._channels[number].send((request, is_first))
 
     def interrupt(self) -> None:
         """Make a call of `receive` in another thread end."""

@@ -37,7 +37,7 @@ class FakeActor:
         FakeActor.log.append(self.mine)
 
     def read(self, request):
-        asked = pickle.loads(request)
+        asked, _ = pickle.loads(request)
         self.mine.append(asked)
         return [np.asarray(piece) for piece in pickled((asked, np.arange(3)), Pickler)]
 
@@ -120,7 +120,10 @@ def test_a_request_whose_readers_die_is_given_up_with_their_names(monkeypatch, c
     def turn(ray):
         for actor in ray.living:
             actor.place()
-            if actor.unanswered and pickle.loads(actor.unanswered[0].call[1][0]) == 7:
+            if (
+                actor.unanswered
+                and pickle.loads(actor.unanswered[0].call[1][0])[0] == 7
+            ):
                 actor.die("killed by sample 7")
             actor.answer()
 
@@ -382,10 +385,12 @@ class Reads:
 
     def read(self, request):
         with paddle.base.dygraph.guard(paddle.CPUPlace()):
-            asked, look = pickle.loads(request)
+            asked, is_first = pickle.loads(request)
             return [
                 np.asarray(one)
-                for one in pickled(self.settings.reader.read(asked, self.number, look))
+                for one in pickled(
+                    self.settings.reader.read(asked, self.number, is_first=is_first)
+                )
             ]
 
 

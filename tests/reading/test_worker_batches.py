@@ -49,7 +49,7 @@ class Reader:
     def __init__(self, work):
         self._work = work
 
-    def read(self, asked, worker, look=""):
+    def read(self, asked, worker, *, is_first=False):
         found = self._work(asked.number)
         return found if isinstance(found, ReadFailure) else Chunk(found)
 
@@ -348,7 +348,7 @@ def test_worker_batch_comes_before_the_next_is_read():
 
 def test_workers_are_asked_for_the_samples_of_each_step():
     class Echo(Reader):
-        def read(self, asked, worker, look=""):
+        def read(self, asked, worker, *, is_first=False):
             return Chunk([list(asked.ids)])
 
     def ids(number):
@@ -365,7 +365,7 @@ def test_workers_are_asked_for_the_samples_of_each_step():
 @pytest.mark.parametrize("dtype", ["int64", "int32"])
 def test_worker_gets_ids_as_they_are_and_no_state(dtype):
     class Echo(Reader):
-        def read(self, asked, worker, look=""):
+        def read(self, asked, worker, *, is_first=False):
             return Chunk([asked.ids, asked.number, *asked.sampler, asked.valid])
 
     step = a_step(3, np.arange(LARGE).astype(dtype))._replace(

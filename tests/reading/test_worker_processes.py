@@ -247,11 +247,11 @@ def test_worker_that_dies_at_once_is_named():
 def test_worker_that_dies_when_an_epoch_begins_is_named(monkeypatch):
     send = WorkerPool.send
 
-    def dies_first(pool, number, request):
+    def dies_first(pool, number, request, **options):
         for worker in pool._workers:  # after the loader has looked
             worker.kill()
             worker.join()
-        send(pool, number, request)
+        send(pool, number, request, **options)
 
     loader = sharded(WhoReads(24), persistent_workers=True)
     read(loader)

@@ -109,8 +109,7 @@ class _Turns:
             raise
         self._position += len(turn)
         if self._seen is not None:
-            for position, item in enumerate(turn, begin - self._opening.origin):
-                self._seen(position, item)
+            self._seen(begin - self._opening.origin, turn)
         for part, queue_of in self._queues.items():
             queue = queue_of()
             if queue is not None:

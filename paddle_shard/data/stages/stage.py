@@ -44,8 +44,8 @@ class Opening:
     rng: SampleRng = _NO_GENERATORS
     """Seeds the global random generators before each call of the user's code."""
 
-    seen: Callable[[int, Any], None] | None = None
-    """Called with (number, sample) for each sample at the cut of a stream that all readers read whole."""
+    seen: Callable[[int, Sequence[Any]], None] | None = None
+    """Called at the cut of a stream that all readers read whole, with the number of a turn's first sample and its samples."""
 
     skip_errors: bool = False
     """True if a sample on which the user's code fails becomes an `Unreadable` and the stream continues."""

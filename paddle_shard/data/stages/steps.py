@@ -42,12 +42,13 @@ class Map(Transform):
         function = self._function
         rng = opening.rng
         for number, item in enumerate(items, opening.skip):
-            if isinstance(item, Unreadable):
-                yield Unreadable(item.why)
-                continue
             # After `items` has run, which may seed the generators, too.
             if rng.seeds:
                 rng.seed(key, number)
+            yield opening.call(function, item)
+            if not (rng.seeds or opening.skip_errors):  # nor later in this pass
+                break
+        for item in items:
             try:
                 result = function(item)
             except Exception as error:
