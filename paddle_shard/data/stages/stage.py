@@ -45,7 +45,7 @@ class Opening:
     """Seeds the global random generators before each call of the user's code."""
 
     seen: Callable[[int, Sequence[Any]], None] | None = None
-    """Called at the cut of a stream that all readers read whole, with the number of a turn's first sample and its samples."""
+    """Called with (number of the first sample, samples) for each turn at the cut of a stream that all readers read."""
 
     skip_errors: bool = False
     """True if a sample on which the user's code fails becomes an `Unreadable` and the stream continues."""
