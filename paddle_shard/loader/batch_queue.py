@@ -53,7 +53,8 @@ class BatchQueue(Generic[_Item]):
     def wake(self) -> None:
         """Let the training loop take what there is: no more will come soon."""
         self._num_new = 0
-        self._woken.set()
+        if self._is_awaited:
+            self._woken.set()
 
     def get(self) -> _Item:
         """Return the next item; wait for it."""
