@@ -47,13 +47,9 @@ def served(*batches, ranks=2, tail="pad", nominal=None):
 @pytest.mark.parametrize(
     ("tail", "nominal", "last"),
     [
-        (
-            "pad",
-            None,
-            ([8, 5, 3, 1], 1),
-        ),  # up to an even split, with the first of the order
-        ("pad", 4, ([8, 5, 3, 1], 1)),
-        ("fill", 4, ([8, 5, 3, 1], 1)),
+        ("pad", None, ([8, 5, 3, 8], 1)),  # up to an even split
+        ("pad", 4, ([8, 5, 3, 8], 1)),
+        ("fill", 4, ([8, 5, 3, 8], 1)),
         ("drop", 4, None),
         ("drop", None, None),
     ],
@@ -103,7 +99,7 @@ def test_a_last_batch_that_cannot_be_cut_evenly_is_refused_where_the_sampler_was
         )
 
 
-def test_fill_goes_up_to_the_nominal_size_and_round_the_order():
+def test_fill_goes_up_to_the_nominal_size_and_round_the_batch():
     assert served([7, 8], tail="fill", nominal=6) == [([7, 8, 7, 8, 7, 8], 4)]
     assert served([7], ranks=4, tail="pad") == [([7, 7, 7, 7], 3)]
 

@@ -118,8 +118,7 @@ class UserBatches(IndexBatches):
         owner = owner_of(self._sampler)
         if owner is None:
             return None
-        state = copy.deepcopy(owner.state_dict())
-        return {"now": state, "began": state}
+        return {"now": copy.deepcopy(owner.state_dict())}
 
     def finished(self, epoch: int) -> None:
         """Set the user's sampler to the state that the copy of the iteration has at its end."""
@@ -206,9 +205,8 @@ class UserBatches(IndexBatches):
     ) -> Iterator[GlobalBatch]:
         """Yield the batches of a pass, the last one with the tail; none is marked as the last."""
         saved = start.sampler or {}
-        is_restored = "now" in saved
-        if is_restored:
-            iteration.load(saved["now"], saved["began"])
+        if "now" in saved:
+            iteration.load(saved["now"])
             drawn = iteration.batches()
         else:
             drawn = self._replayed(iteration, start)
@@ -220,33 +218,20 @@ class UserBatches(IndexBatches):
         ):
             padding: list[Any] | None = []
             if is_last:
-                # A sampler that was resumed with its own state has not drawn the first samples again.
-                head = (
-                    self._head(iteration) if is_restored and number else iteration.head
-                )
-                padding = self._padding(batch, head, number)
+                padding = self._padding(batch, number)
             else:
                 self._check_size(batch, number)
             if padding is None:
                 break
             yield self._global(number, batch, padding, iteration.record(batch, state))
             number += 1
-        if not start.samples and not iteration.head:
+        if not start.samples and not iteration.has_drawn:
             raise ArgumentError(
                 f"the batch_sampler {self._name} has yielded no batch in epoch {iteration.epoch}. "
                 "If it can be iterated only once, give one whose __iter__ starts again each time."
             )
         if iteration.owner is not None:
             self._ends[iteration.epoch] = copy.deepcopy(iteration.owner.state_dict())
-
-    def _head(self, iteration: SamplerIteration) -> list[Any]:
-        """Return the first samples of an epoch that was resumed with the sampler's own state."""
-        again = SamplerIteration(self._copy(), iteration.epoch, self)
-        again.load(iteration.began, iteration.began)
-        for _ in again.batches():
-            if len(again.head) >= again.head_size:
-                break
-        return again.head
 
     def _replayed(
         self, iteration: SamplerIteration, start: LoaderState
@@ -293,10 +278,8 @@ class UserBatches(IndexBatches):
                 f"step {step} of the batch_sampler {self._name}: {error}"
             ) from None
 
-    def _padding(
-        self, batch: list[Any], head: list[Any], step: int
-    ) -> list[Any] | None:
-        """Return what fills a short last batch up, of the first samples of the epoch; None if it is dropped."""
+    def _padding(self, batch: list[Any], step: int) -> list[Any] | None:
+        """Return copies of the rows of a short last batch, which fill it up; None if it is dropped."""
         num_rows = self.tail.num_rows(len(batch), self.nominal_size or 0, self._unit)
         if num_rows == 0:
             # A sampler that drops short batches itself: all that it yields is served, smaller batches too.
@@ -308,7 +291,7 @@ class UserBatches(IndexBatches):
                 f"tail='error': the last batch of the batch_sampler (step {step}) is short with {len(batch)} "
                 f"samples. Choose tail='pad', 'fill' or 'drop', or a sampler that ends on a full batch."
             )
-        return [head[i % len(head)] for i in range(num_rows - len(batch))]
+        return [batch[i % len(batch)] for i in range(num_rows - len(batch))]
 
     def _global(
         self, number: int, batch: list[Any], padding: list[Any], noted: SamplerStep
@@ -361,21 +344,13 @@ class SamplerIteration:
         self.epoch = epoch
         seed = derive_seed("sampler", of.seed, epoch, *of.rank_seed)
         self._randomness = PrivateRandomness(of.generators, seed, of.around)
-        self.head: list[Any] = []
-        """The first samples that were drawn, to pad with: at least `head_size`, if there are as many."""
-        self.head_size = of.nominal_size or of.num_data_ranks * of.accumulation
+        self.has_drawn = False
+        """True if it has yielded a batch."""
         self.owner = owner_of(sampler)
         """The object that holds the sampler's state, or None."""
         self._hash = hashlib.blake2b(digest_size=8)
-        with self._randomness():
-            self.began = self._state()
-            """The owner's state at the beginning of the epoch."""
 
-    def _state(self) -> Any:
-        # Copy, since the sampler may go on to change the object that it returns.
-        return None if self.owner is None else copy.deepcopy(self.owner.state_dict())
-
-    def load(self, now: Any, began: Any) -> None:
+    def load(self, state: Any) -> None:
         """Resume the sampler from its own state."""
         if self.owner is None:
             raise StateError(
@@ -383,10 +358,8 @@ class SamplerIteration:
                 "load_state_dict. Give the loader the sampler that it had."
             )
         with self._randomness():
-            self.owner.load_state_dict(
-                copy.deepcopy(now)
-            )  # which the sampler may keep and change
-        self.began = began
+            # A copy, since the sampler may keep the object and change it.
+            self.owner.load_state_dict(copy.deepcopy(state))
 
     def batches(self, first_size: int = 0) -> Iterator[Sampled]:
         """Yield batches and states; if batches are cut, the first has `first_size` samples if that is not 0."""
@@ -402,11 +375,12 @@ class SamplerIteration:
                     batch = next(source, _END)
                 if batch is _END:
                     return
-                after = self._state()
-            indices = _indices(batch, step)
-            if len(self.head) < self.head_size:
-                self.head += indices
-            yield indices, after
+                state = None
+                if self.owner is not None:
+                    # A copy, since the sampler may go on to change the object that it returns.
+                    state = copy.deepcopy(self.owner.state_dict())
+            self.has_drawn = True
+            yield _indices(batch, step), state
 
     def _begin(self, first_size: int) -> Iterator[Any]:
         source: Iterator[Any] = iter(self._sampler)
@@ -425,11 +399,7 @@ class SamplerIteration:
         """Record that a batch is served; return its samples and the state that resumes the sampler after it."""
         ids = as_ids(batch)
         self._hash.update(ids.tobytes())
-        saved = (
-            {"drawn": self.digest}
-            if self.owner is None
-            else {"now": state, "began": self.began}
-        )
+        saved = {"drawn": self.digest} if self.owner is None else {"now": state}
         return SamplerStep(ids, saved, is_last=False)
 
 
