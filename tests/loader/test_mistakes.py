@@ -9,7 +9,7 @@ import pytest
 from paddle.io import DataLoader
 
 import paddle_shard
-from paddle_shard import Checkpoints, ExternalLoader, SharedList, Stream
+from paddle_shard import Checkpoints, ExternalLoader, Stream
 from paddle_shard.core import warn_once
 from tests.helpers import ONE, Made, sharded
 
@@ -81,10 +81,6 @@ MISTAKES = {
     "a library's loader": (
         lambda rows: ExternalLoader([1, 2], name="mine"),
         r"build must be a function of ShardOptions .* got \[1, 2\]",
-    ),
-    "a list that is none": (
-        lambda rows: SharedList(3),
-        "items must be iterable, got int: 3",
     ),
     "a number in a checkpoint": (
         lambda rows: Checkpoints(rows.parent / "saved").save(1, number=3),
