@@ -17,6 +17,7 @@ from paddle_shard.data.external import (
     IterableSource,
     is_iterable_dataset,
 )
+from paddle_shard.data.files.counts import file_source
 from paddle_shard.data.files.files import Path, Paths
 from paddle_shard.data.files.huggingface import HuggingFaceSource
 from paddle_shard.data.files.parquet import parquet_source
@@ -25,7 +26,6 @@ from paddle_shard.data.files.text import (
     JSON_LINES,
     LINES,
     csv_format,
-    text_source,
 )
 from paddle_shard.data.files.webdataset import decoder, webdataset_source
 from paddle_shard.data.mixture import Weights, check_mixture
@@ -193,7 +193,7 @@ class Stream(paddle.io.IterableDataset):
         """
         check_options(cls.csv, options)
         form = csv_format(header=header, delimiter=delimiter)
-        return cls(text_source(paths, form, counts=counts, **options))
+        return cls(file_source(paths, form, counts=counts, **options))
 
     @classmethod
     def lines(
@@ -225,7 +225,7 @@ class Stream(paddle.io.IterableDataset):
             >>> stream = Stream.lines(["a.txt", "b.txt.gz"]).shuffle(10_000)  # doctest: +SKIP
         """
         check_options(cls.lines, options)
-        return cls(text_source(paths, LINES, counts=counts, **options))
+        return cls(file_source(paths, LINES, counts=counts, **options))
 
     @classmethod
     def jsonl(
@@ -250,7 +250,7 @@ class Stream(paddle.io.IterableDataset):
             >>> stream = Stream.jsonl("data/*.jsonl").map(lambda value: value["text"])  # doctest: +SKIP
         """
         check_options(cls.jsonl, options)
-        return cls(text_source(paths, JSON_LINES, counts=counts, **options))
+        return cls(file_source(paths, JSON_LINES, counts=counts, **options))
 
     @classmethod
     def webdataset(

@@ -23,7 +23,8 @@ from hypothesis import strategies as st
 import paddle_shard
 from paddle_shard import Stream
 from paddle_shard.data.files import counts
-from paddle_shard.data.files.text import LINES, csv_format, text_source
+from paddle_shard.data.files.counts import file_source
+from paddle_shard.data.files.text import LINES, csv_format
 from paddle_shard.data.files.webdataset import tar_starts, webdataset_source
 from paddle_shard.data.stages.stage import Opening
 from paddle_shard.data.stream import stage_of
@@ -189,11 +190,11 @@ def test_counts_see_a_change_of_the_same_size_and_time(counted, tmp_path):
     path = tmp_path / "a.txt"
     path.write_bytes(b"1\n2\n")
     before = path.stat()
-    assert text_source(path, LINES).lengths(Opening(parts=(0,), num_parts=1)) == [2]
+    assert file_source(path, LINES).lengths(Opening(parts=(0,), num_parts=1)) == [2]
     path.write_bytes(b"123\n")
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
 
-    assert text_source(path, LINES).lengths(Opening(parts=(0,), num_parts=1)) == [1]
+    assert file_source(path, LINES).lengths(Opening(parts=(0,), num_parts=1)) == [1]
 
 
 @pytest.mark.parametrize("damage", [b"", b"[]", b"{", b'{"x": 1}', None])
@@ -225,7 +226,7 @@ def test_counts_without_a_cache_are_made_each_time(
 def _count_and_tell(path, seen):
     count = counts.count_file
     counts.count_file = lambda name, *how: seen.put(1) or count(name, *how)
-    text_source(path, LINES)
+    file_source(path, LINES)
 
 
 def test_ranks_that_start_together_count_once(counted, tmp_path):
@@ -282,7 +283,7 @@ def test_csv_that_is_begun_in_mid_file_is_what_python_reads(
     if header:
         expected = [dict(zip(expected[0], row, strict=True)) for row in expected[1:]]
     with few_places():
-        source = text_source(path, csv_format(header=header, delimiter=","))
+        source = file_source(path, csv_format(header=header, delimiter=","))
 
     [length] = source.lengths(Opening(parts=(0,), num_parts=1))
     assert length == len(expected)

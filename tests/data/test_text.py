@@ -11,17 +11,18 @@ import pytest
 from paddle.io import DataLoader
 
 from paddle_shard import Stream
-from paddle_shard.data.files.text import LINES, csv_format, text_source
+from paddle_shard.data.files.counts import file_source
+from paddle_shard.data.files.text import LINES, csv_format
 from paddle_shard.data.stages.stage import Opening
 from paddle_shard.errors import ArgumentError, DataReadError, ShardReadError
 from tests.data.http_server import serving
 from tests.helpers import ONE, sharded
 
-lines_source = partial(text_source, form=LINES)
+lines_source = partial(file_source, form=LINES)
 
 
 def csv_source(paths, header=True, **options):
-    return text_source(paths, csv_format(header=header, delimiter=","), **options)
+    return file_source(paths, csv_format(header=header, delimiter=","), **options)
 
 
 def opening(num_parts=1, **what):

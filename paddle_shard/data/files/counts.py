@@ -252,7 +252,7 @@ class FileReader:
 
 
 def file_source(
-    names: Sequence[str],
+    paths: files.Paths,
     form: Format,
     *,
     counts: bool | None = None,
@@ -263,7 +263,8 @@ def file_source(
     """Return the source of files of a format.
 
     Args:
-        names: Names of the files.
+        paths: One or more files: paths, patterns such as `data/*.csv`, whose files are sorted, or URLs that fsspec
+            opens.
         form: The format.
         counts: If True, count the samples now, which reads the files once. Then parts are equal and their lengths
             known. None: count if all files are local, none is compressed, and the stream has an end. The counts of
@@ -272,7 +273,13 @@ def file_source(
         entries: The index entries of the files, if there is an index.
         shuffle_shards: If True, permute the files, in another order each epoch.
         cache_dir: A folder in which copies of remote files are kept, for all processes of the host; None: none is kept.
+
+    Raises:
+        ArgumentTypeError: `paths` is neither a path nor a list of paths.
+        ArgumentError: There is no file, or none that matches a pattern.
+        ShardReadError: A file cannot be read to count it.
     """
+    names = files.matched(paths)
     folder = check_cache_dir(cache_dir)
     if counts is not None:
         check_flag("counts, if it is not None,", counts)

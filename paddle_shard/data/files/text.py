@@ -1,4 +1,4 @@
-"""Files of text, CSV or JSON Lines as a source."""
+"""The formats of text, CSV and JSON Lines."""
 
 from __future__ import annotations
 
@@ -8,40 +8,11 @@ import json
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 from paddle_shard.core.checks import check_flag
-from paddle_shard.data.files.counts import Format, Placed, file_source
-from paddle_shard.data.files.files import Paths, matched
-from paddle_shard.data.files.shards import FileOptions, ShardSource
+from paddle_shard.data.files.counts import Format, Placed
 from paddle_shard.errors import ArgumentError, described
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-
-def text_source(
-    paths: Paths,
-    form: Format,
-    *,
-    counts: bool | None = None,
-    **options: Unpack[FileOptions],
-) -> ShardSource:
-    """Return the source of text files; see `Stream.lines`.
-
-    Args:
-        paths: One or more UTF-8 files, plain or compressed by gzip, bzip2 or xz: paths, patterns such as `data/*.csv`,
-            whose files are sorted, or URLs that fsspec opens.
-        form: What a sample is: `LINES`, `JSON_LINES` or a `csv_format`.
-        counts: See `file_source`.
-        options: See `file_source`.
-
-    Raises:
-        ArgumentTypeError: `paths` is neither a path nor a list of paths.
-        ArgumentError: There is no file, or none that matches a pattern.
-        ShardReadError: A file cannot be read to count it.
-    """
-    return file_source(matched(paths), form, counts=counts, **options)
 
 
 def _lines(file: Any, start: int) -> Iterator[tuple[int, int, bytes]]:
