@@ -203,7 +203,7 @@ def read_stream(
             1 if is_split else math.lcm(*(layout.num_data_ranks for layout in layouts))
         )
         if num_parts is None:
-            num_parts = chosen_num_parts(stage.source, micro_rows, ranks)
+            num_parts = chosen_num_parts(stage.source, micro_rows)
         batch_size = micro_rows * accumulation
         plan = PartsPlan(
             batch_size=batch_size,

@@ -61,7 +61,8 @@ class PartsPlan:
         if self.num_parts not in works:
             raise ArgumentError(
                 f"in_parts({self.num_parts}): the number of parts must divide the {self.micro_rows} rows of a "
-                f"micro-batch, and be a multiple of the {self.num_data_ranks} data ranks. Values that work: "
+                f"micro-batch, and be a multiple of the {self.num_data_ranks} data ranks. Without in_parts(), files "
+                "that are not counted make at most as many parts: count the samples (counts=True). Values that work: "
                 f"{listed(works)}."
             )
 

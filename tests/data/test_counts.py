@@ -399,7 +399,7 @@ def test_chosen_num_parts_rejects_ranks_that_do_not_divide_them(tmp_path):
     paths = write(tmp_path, "txt", [1, 2, 3])
     with pytest.raises(
         ArgumentError,
-        match=r"3 shards .* into 2 parts of .*, which 4 data.*counts=True.*one of none",
+        match=r"in_parts\(2\): .* 4 data ranks\. .*counts=True.* Values that work: 4, 8\.",
     ):
         loader_of(Stream.lines(paths, counts=False).map(int), ranks=4)
 

@@ -647,7 +647,7 @@ def test_stream_that_repeats_files_needs_one_a_part(tmp_path):
 
     with pytest.raises(
         ArgumentError,
-        match=r"1 shards that are not counted .* 2 data ranks do not divide",
+        match=r"in_parts\(1\): .* multiple of the 2 data ranks\. .*counts=True",
     ):
         sharded(stream, size=4, mesh=two, num_batches=2)
 

@@ -10,7 +10,6 @@ from typing import Any
 from weakref import ref
 
 from paddle_shard.data.stages.stage import Lengths, Opening, Samples, Stage, Transform
-from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.parts import choose_num_parts
 
 FAILED_AT = "_paddle_shard_failed_at"
@@ -117,22 +116,7 @@ class _Turns:
         return len(turn) > 0
 
 
-def chosen_num_parts(source: Stage, micro_rows: int, num_data_ranks: int) -> int:
+def chosen_num_parts(source: Stage, micro_rows: int) -> int:
     """Return the number of parts of a stream for which the user has chosen none."""
     counted = source.lengths(Opening(parts=(0,), num_parts=1)) is not None
-    shards = None if counted else source.num_shards
-    num_parts = choose_num_parts(micro_rows, shards)
-    if shards is None or num_parts % num_data_ranks == 0:
-        return num_parts
-    fits = [
-        parts
-        for parts in range(num_data_ranks, shards + 1, num_data_ranks)
-        if micro_rows % parts == 0
-    ]
-    raise ArgumentError(
-        f"in_parts() is missing: {shards} shards that are not counted go evenly into {num_parts} parts of a batch of "
-        f"{micro_rows} rows, which {num_data_ranks} data ranks do not divide. Ways that work: count the samples "
-        "(counts=True; for tars an index file), so that shards are cut in the middle; in_parts(), one of "
-        f"{fits or 'none'}, where the tail pads or drops what the parts differ by; more shards; or a stream that "
-        "every rank reads whole (Stream.of(...))."
-    )
+    return choose_num_parts(micro_rows, None if counted else source.num_shards)
