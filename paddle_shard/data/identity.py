@@ -71,23 +71,21 @@ def in_words(identity: Mapping[str, Any]) -> dict[str, str]:
 
 def describe_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Return in words how data differs from what a saved state knows of it; empty if nothing is known to differ."""
-    lengths = [saved.get("length"), now.get("length")]
-    if None not in lengths and lengths[0] != lengths[1]:
-        return f"it had {lengths[0]} samples, and has {lengths[1]} now"
-    before = saved.get("files", _NO_FILES)
-    files = now.get("files", _NO_FILES)
-    if before["num"] != files["num"]:
-        return f"it was {before['num']} files, and is {files['num']} now"
-    if before["digest"] != files["digest"]:
-        known = list(map(list, before["first"]))
-        for name, size, tag in files["first"]:
-            if [name, size, tag] not in known:
-                return f"{name} ({size} bytes, version {tag}) is another than it was"
-        return "one of its files is another than it was"
-    digests = dict(map(tuple, saved.get("samples", ())))
-    names = [
-        f"sample {name}"
-        for name, digest in sorted(now.get("samples", ()))
-        if digests.get(name, digest) != digest
-    ]
-    return f"{' and '.join(names)} held something else" if names else ""
+    before = _facts(saved)
+    for name, value in _facts(now).items():
+        if before.get(name, value) != value:
+            return f"{name} was {before[name]}, and is {value} now"
+    return ""
+
+
+def _facts(identity: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what an identity knows, in words: name -> value."""
+    files = identity.get("files", _NO_FILES)
+    facts = {
+        f"file {name}": f"{size} bytes, version {tag}"
+        for name, size, tag in files["first"]
+    }
+    facts["the digest of all files"] = files["digest"]
+    if identity.get("length") is not None:
+        facts["the number of samples"] = identity["length"]
+    return {"the number of files": files["num"], **facts, **in_words(identity)}

@@ -30,4 +30,4 @@ def test_the_first_ranks_state_refuses_a_file_that_any_rank_was_reading_on_all_r
         assert alike, "the states of all ranks name the same files"
         assert same == anyway == 7
         assert "the data is not what it was" in str(other)
-        assert "6.txt (50 bytes, " in str(other)
+        assert "file 6.txt was 50 bytes, " in str(other)
