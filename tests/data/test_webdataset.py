@@ -628,7 +628,7 @@ def test_webdataset_without_fsspec_reads_local_files(folder, monkeypatch):
 
     assert keys_of(webdataset_source(f"{folder}/000.tar"))[0] == KEYS[:7]
     with pytest.raises(
-        MissingDependencyError, match=r"reading s3://b/a\.tar: .*fsspec.*\[s3\]"
+        MissingDependencyError, match=r"reading s3://b/a\.tar: .*fsspec.*\[sources\]"
     ):
         keys_of(webdataset_source("s3://b/a.tar"))
 

@@ -202,7 +202,7 @@ def failures_named(
         ) from error
 
 
-def remote_file(url: str, extra: str = "webdataset") -> tuple[Any, str]:
+def remote_file(url: str) -> tuple[Any, str]:
     """Return (file system, path in it) of a file. A process uses one file system for all files of a host or bucket.
 
     Making a file system takes long: most of a second for S3. fsspec's own cache is not used, since after a fork its
@@ -210,13 +210,11 @@ def remote_file(url: str, extra: str = "webdataset") -> tuple[Any, str]:
 
     Args:
         url: URL of the file.
-        extra: The extra of paddle_shard that installs fsspec, for the error.
 
     Raises:
         MissingDependencyError: fsspec, or a package that it needs for such a URL, is not installed.
     """
-    is_s3 = url.startswith(("s3://", "s3a://"))
-    with needs("s3" if is_s3 else extra, f"reading {redacted(url)}: "):
+    with needs("sources", f"reading {redacted(url)}: "):
         if "::" in url:  # a file inside another file, which is a file system
             from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 
@@ -242,8 +240,7 @@ def _file_system(host: str, _process: int) -> Any:
         limit = ClientTimeout(total=None, sock_connect=TIMEOUT, sock_read=TIMEOUT)
         # The default cache, "bytes", requests 5 MB of a large file twice.
         options = {"client_kwargs": {"timeout": limit}, "cache_type": "readahead"}
-    for name in conf.get(protocol, {}):  # the user's own settings count
-        options.pop(name, None)
+    options |= conf.get(protocol, {})  # the user's own settings count
     return url_to_fs(host, skip_instance_cache=True, **options)[0]
 
 
@@ -376,14 +373,13 @@ def decompressed(file: BinaryIO, name: str) -> BinaryIO:
     return file
 
 
-def open_remote(url: str, extra: str = "webdataset", **options: Any) -> tuple[Any, int]:
+def open_remote(url: str, **options: Any) -> tuple[Any, int]:
     """Open a remote file by fsspec; a range of bytes that cannot be read is requested again.
 
     If the server does not send ranges, or the size, the whole file is read into memory.
 
     Args:
         url: The URL.
-        extra: The extra that installs fsspec; see `remote_file`.
         options: Passed to fsspec's `open`.
 
     Returns:
@@ -392,7 +388,7 @@ def open_remote(url: str, extra: str = "webdataset", **options: Any) -> tuple[An
     Raises:
         OSError: A request failed too often in a row; so does reading.
     """
-    system, path = remote_file(url, extra)
+    system, path = remote_file(url)
     details = retried(lambda: system.info(path))
     size = int(details.get("size") or 0)
     if path.startswith("http"):

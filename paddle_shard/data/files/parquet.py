@@ -220,7 +220,7 @@ def _opened(
             source = local_path(file)
             size: int | None = os.path.getsize(source)
         elif cache_dir is None:
-            source, size = open_remote(file, "parquet", cache_type="none")
+            source, size = open_remote(file, cache_type="none")
             stack.enter_context(source)
         else:
             source, size = open_cached(cache_dir, file)
