@@ -21,7 +21,7 @@ from paddle_shard.plan.mixture import (
 )
 from paddle_shard.plan.order import Ordering
 from paddle_shard.plan.orders import Sequential, Shuffled
-from paddle_shard.plan.weights import num_positions_to_read, schedule_of
+from paddle_shard.plan.weights import num_positions_to_read, schedule_of, shares_of
 
 Weights = Mapping[str, float] | Sequence[tuple[int, Mapping[str, float]]]
 """Weights of a mixture: name -> a number, or a list of (first sample, such a dict)."""
@@ -105,14 +105,8 @@ class Mixture:
         return self._num_samples
 
     def __repr__(self) -> str:
-        parts = self.segments[0].weights
-        shares = [
-            f"{name} {part / sum(parts):.4g}"
-            for name, part in zip(self._names, parts, strict=True)
-        ]
-        if len(self.segments) > 1:
-            shares.append(f"{len(self.segments)} schedules of weights")
-        return f"Mixture({', '.join(shares)}; {self._num_samples} samples in an epoch)"
+        shares = shares_of(self._names, self.segments)
+        return f"Mixture({shares}; {self._num_samples} samples in an epoch)"
 
     def __getitem__(self, index: int) -> Any:
         """Return a sample.

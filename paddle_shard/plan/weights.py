@@ -7,7 +7,7 @@ sequence of sources (`WeightedInterleave`).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from fractions import Fraction
 from functools import lru_cache
@@ -153,6 +153,19 @@ def schedule_of(what: str, names: tuple[str, ...], weights: Any) -> tuple[Segmen
             f"{what}: weights must name each source, missing {missing}. Give 0 to leave one out."
         )
     return segments
+
+
+def shares_of(names: Iterable[str], segments: Sequence[Segment]) -> str:
+    """Return the shares of the sources in the first segment, and the number of segments, in words."""
+    weights = segments[0].weights
+    total = sum(weights)
+    shares = [
+        f"{name} {weight / total:.4g}"
+        for name, weight in zip(names, weights, strict=True)
+    ]
+    if len(segments) > 1:
+        shares.append(f"{len(segments)} schedules of weights")
+    return ", ".join(shares)
 
 
 def num_positions_to_read(

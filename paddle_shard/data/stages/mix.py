@@ -17,7 +17,7 @@ from paddle_shard.data.stages.steps import in_rounds
 from paddle_shard.plan.mixture import Draws
 from paddle_shard.plan.parts import nothing_to_repeat
 from paddle_shard.plan.seeding import derive_seed
-from paddle_shard.plan.weights import Segment
+from paddle_shard.plan.weights import Segment, shares_of
 
 _BLOCK = 4096
 """Positions of which the sources are computed at once."""
@@ -83,16 +83,7 @@ class Mix(Stage):
     @property
     def label(self) -> str:
         """Its sources, with their shares at the beginning."""
-        total = sum(self._segments[0].weights)
-        shares = [
-            f"{name} {weight / total:.4g}"
-            for name, weight in zip(
-                self._stages, self._segments[0].weights, strict=True
-            )
-        ]
-        if len(self._segments) > 1:
-            shares.append(f"{len(self._segments)} schedules of weights")
-        return f"Mix of {', '.join(shares)}"
+        return f"Mix of {shares_of(self._stages, self._segments)}"
 
     def _draws(self, opening: Opening) -> Draws:
         """Return the draws of a part: each part has its share of a segment's samples."""
