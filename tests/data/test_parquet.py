@@ -342,7 +342,7 @@ def test_parquet_file_that_changed_or_is_damaged_is_an_error(tmp_path):
 
 @pytest.fixture
 def quick(monkeypatch):
-    monkeypatch.setattr(files_module, "BACKOFF", 0.01)
+    monkeypatch.setattr(files_module, "PAUSES", (0.01,) * 3)
     monkeypatch.setattr(files_module, "TIMEOUT", 0.5)
 
 

@@ -154,7 +154,7 @@ def test_files_identity_changes_with_the_tag_of_an_s3_file(server, kind):
 
 def test_s3_read_that_times_out_is_repeated(monkeypatch, server):
     """It looks for the text of an error that has none (2026.9.0)."""
-    monkeypatch.setattr(files_module, "BACKOFF", 0.01)
+    monkeypatch.setattr(files_module, "PAUSES", (0.01,) * 3)
     failures = iter(range(2))
     fetch = importlib.import_module("s3fs.core").S3File._fetch_range
 

@@ -239,7 +239,7 @@ def test_a_packed_file_that_is_cut_off_is_an_error(tmp_path):
 
 def test_remote_files_are_read_and_the_connection_may_drop(monkeypatch):
     monkeypatch.setenv("no_proxy", "*")
-    monkeypatch.setattr("paddle_shard.data.files.files.BACKOFF", 0.001)
+    monkeypatch.setattr("paddle_shard.data.files.files.PAUSES", (0.001,) * 3)
     content = "\n".join(map(str, range(5000))).encode()
     with serving(
         {"a.txt": content, "b.txt.gz": gzip.compress(content)}, drops=[100, 5000]
@@ -256,7 +256,7 @@ def test_remote_files_are_read_and_the_connection_may_drop(monkeypatch):
 def test_remote_file_that_shrinks_while_it_is_read_is_an_error(monkeypatch):
     """It would end at a line that is not its last one."""
     monkeypatch.setenv("no_proxy", "*")
-    monkeypatch.setattr("paddle_shard.data.files.files.BACKOFF", 0.001)
+    monkeypatch.setattr("paddle_shard.data.files.files.PAUSES", (0.001,) * 3)
     line = b"x" * 99 + b"\n"
     with serving({"a.txt": 80_000 * line}, rewrites={"a.txt": 70_000 * line}) as server:
         source = lines_source(f"{server.url}/a.txt", counts=False)
@@ -268,7 +268,7 @@ def test_remote_file_that_shrinks_while_it_is_read_is_an_error(monkeypatch):
 @pytest.mark.parametrize("status", [403, 404, 500])
 def test_error_of_server_has_its_code_and_no_query_of_the_url(status, monkeypatch):
     monkeypatch.setenv("no_proxy", "*")
-    monkeypatch.setattr("paddle_shard.data.files.files.BACKOFF", 0.001)
+    monkeypatch.setattr("paddle_shard.data.files.files.PAUSES", (0.001,) * 3)
     with serving({} if status == 404 else {"a.txt": b"1"}) as server:
         server.statuses += [status] * 9
         source = lines_source(f"{server.url}/a.txt?key=secret", counts=False)

@@ -43,7 +43,7 @@ LENGTHS = [7, 150, 1, 30, 64, 90, 2, 11, 65, 3]
 
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch):
-    monkeypatch.setattr(files, "BACKOFF", 0.001)
+    monkeypatch.setattr(files, "PAUSES", (0.001,) * 3)
     monkeypatch.setenv("no_proxy", "*")
 
 

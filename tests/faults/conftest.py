@@ -52,5 +52,5 @@ def nothing_is_left(request, thread_of_fsspec):
 
 @pytest.fixture(autouse=True)
 def quick_retries(monkeypatch):
-    monkeypatch.setattr("paddle_shard.data.files.files.BACKOFF", 0.01)
+    monkeypatch.setattr("paddle_shard.data.files.files.PAUSES", (0.01, 0.02, 0.04))
     monkeypatch.setenv("no_proxy", "*")

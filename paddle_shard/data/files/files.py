@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import bz2
 import contextlib
 import glob
@@ -244,10 +243,8 @@ def _file_system(host: str, _process: int) -> Any:
     return url_to_fs(host, skip_instance_cache=True, **options)[0]
 
 
-RETRIES = 3
-"""Retries of a request after which reading fails."""
-BACKOFF = 0.5
-"""Seconds before the first retry; the time doubles before each further retry."""
+PAUSES = (0.5, 1.0, 2.0)
+"""Seconds before each retry of a request; after the last one, reading fails."""
 TIMEOUT = 60.0
 """Seconds without a byte after which an HTTP connection counts as dropped."""
 BUFFER = 1 << 18
@@ -265,10 +262,12 @@ _TAGS = (
     "mtime",
 )
 """Where fsspec's file systems keep what changes when a file changes; the first that is there counts."""
-_AGAIN = (408, 429, 500, 502, 503, 504)
-"""HTTP codes of failures that may pass."""
-_FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
-"""Failures that another attempt does not mend."""
+_FINAL: dict[int, type[Exception]] = {
+    401: PermissionError,
+    403: PermissionError,
+    404: FileNotFoundError,
+}
+"""HTTP codes of failures that another attempt does not mend -> kind of error."""
 
 
 def version_of(name: str) -> tuple[int, str]:
@@ -423,60 +422,41 @@ def open_remote(url: str, **options: Any) -> tuple[Any, int]:
 
 
 def retried(attempt: Callable[[], T], place: str = "") -> T:
-    """Return the result of an attempt; repeat it after a failure that may pass, with growing pauses.
+    """Return the result of an attempt; repeat it after a failure, with growing pauses.
 
     Args:
-        attempt: Called at most `RETRIES` + 1 times.
+        attempt: Called at most `len(PAUSES)` + 1 times.
         place: Where it fails, for the error.
 
     Raises:
+        ValueError, FileNotFoundError, PermissionError: An attempt has failed in this way; it is not repeated.
         OSError: All attempts failed.
     """
-    num_failures = 0
-    while True:
+    for pause in (*PAUSES, None):
         try:
             return attempt()
+        except ValueError:
+            raise
         except Exception as error:
             failure = _failure_of_server(error)
+            kind = _FINAL.get(getattr(failure, "status", 0), type(failure))
             # Without the error of fsspec in its traceback: that holds the query of the URL, such as a signature.
-            if not _may_pass(failure):
-                if _is_of_aiohttp(failure) or isinstance(failure, FileNotFoundError):
-                    is_missing = getattr(failure, "status", 404) == 404
-                    kind = FileNotFoundError if is_missing else OSError
-                    raise kind(_without_queries(str(failure))) from None
-                raise
-            if num_failures == RETRIES:
+            if issubclass(kind, FileNotFoundError | PermissionError):
+                raise kind(_without_queries(str(failure))) from None
+            if pause is None:
                 reason = _without_queries(described(failure))
                 raise OSError(
-                    f"given up after {RETRIES} retries{place}: {reason}"
+                    f"given up after {len(PAUSES)} retries{place}: {reason}"
                 ) from None
-        time.sleep(BACKOFF * 2**num_failures)
-        num_failures += 1
+        time.sleep(pause)
+    raise AssertionError("the last attempt returns or raises")
 
 
-def _failure_of_server(error: BaseException) -> BaseException:
-    """Return the failure behind an error of fsspec.
-
-    Over HTTP, every failure to open is a FileNotFoundError. s3fs fails while it handles a timeout.
-    """
-    cause = error.__cause__ or error.__context__
-    of_http = isinstance(error, FileNotFoundError) and _is_of_aiohttp(cause)
-    if cause is not None and (of_http or isinstance(cause, asyncio.TimeoutError)):
-        return cause
-    return error
-
-
-def _may_pass(failure: BaseException) -> bool:
-    """Return whether a request that failed may succeed when it is repeated."""
-    if _is_of_aiohttp(failure):
-        return getattr(failure, "status", _AGAIN[0]) in _AGAIN
-    # In Python 3.10, asyncio's TimeoutError is no OSError.
-    may_pass = isinstance(failure, OSError | asyncio.TimeoutError)
-    return may_pass and not isinstance(failure, _FINAL)
-
-
-def _is_of_aiohttp(error: BaseException | None) -> bool:
-    return type(error).__module__.startswith("aiohttp")
+def _failure_of_server(error: Exception) -> BaseException:
+    """Return the failure behind an error of fsspec: over HTTP, every failure to open is a FileNotFoundError."""
+    cause = error.__cause__
+    is_of_http = type(cause).__module__.startswith("aiohttp")
+    return cause if cause is not None and is_of_http else error
 
 
 @contextmanager
