@@ -62,8 +62,8 @@ class PartsPlan:
             raise ArgumentError(
                 f"in_parts({self.num_parts}): the number of parts must divide the {self.micro_rows} rows of a "
                 f"micro-batch, and be a multiple of the {self.num_data_ranks} data ranks. Without in_parts(), files "
-                "that are not counted make at most as many parts: count the samples (counts=True). Values that work: "
-                f"{listed(works)}."
+                "and shards that are not counted make at most as many parts: count them (counts=True), or have more. "
+                f"Values that work: {listed(works)}."
             )
 
     @property
