@@ -14,6 +14,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from paddle_shard.core.warn_once import warn_once
+from paddle_shard.data.files.files import FileVersion
 from paddle_shard.data.stages.stage import (
     Lengths,
     Opening,
@@ -310,15 +311,14 @@ class IterableSource(Stage):
         """Return the length of a list; nothing for anything else."""
         return [] if self._indexed is None else [["list", len(self._indexed)]]
 
-    @property
-    def files(self) -> list[str]:
-        """The first and the last item of a list of plain values: a rank may have been given a part of it."""
+    def files_identity(self) -> list[FileVersion]:
+        """Return the first and the last item of a list of plain values: a rank may have been given a part of it."""
         items = self._indexed
         if not isinstance(items, list | tuple | range) or not items:
             return []
         with contextlib.suppress(TypeError, ValueError):  # no plain values
             ends = [json.dumps(item)[:100] for item in (items[0], items[-1])]
-            return [f"a list from {ends[0]} to {ends[1]}"]
+            return [(f"a list from {ends[0]} to {ends[1]}", 0, "")]
         return []
 
     def _items(self, opening: Opening) -> Samples:

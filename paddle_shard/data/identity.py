@@ -59,13 +59,18 @@ def identity_of_samples(dataset: Any, digests: Digests | None) -> dict[str, Any]
 
 
 def in_words(identity: Mapping[str, Any]) -> dict[str, str]:
-    """Return the samples of an identity as the texts that the ranks compare: name -> value.
+    """Return an identity as the texts that the ranks compare: name -> value.
 
-    Files are compared by their names and counts; copies on several hosts have version tags of their own.
+    Copies of files on several hosts have version tags of their own, which are left out.
     """
+    files = identity.get("files", _NO_FILES)
     return {
-        f"sample {name}": f"digest {digest:08x}"
-        for name, digest in identity.get("samples", ())
+        "number of files": str(files["num"]),
+        **{f"file {name}": f"{size} bytes" for name, size, _ in files["first"]},
+        **{
+            f"sample {name}": f"digest {digest:08x}"
+            for name, digest in identity.get("samples", ())
+        },
     }
 
 
@@ -78,14 +83,17 @@ def describe_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     return ""
 
 
-def _facts(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what an identity knows, in words: name -> value."""
+def _facts(identity: Mapping[str, Any]) -> dict[str, str]:
+    """Return all that an identity knows, in words: name -> value."""
     files = identity.get("files", _NO_FILES)
     facts = {
-        f"file {name}": f"{size} bytes, version {tag}"
-        for name, size, tag in files["first"]
+        **in_words(identity),
+        **{
+            f"file {name}": f"{size} bytes, version {tag}"
+            for name, size, tag in files["first"]
+        },
+        "digest of all files": files["digest"],
     }
-    facts["the digest of all files"] = files["digest"]
     if identity.get("length") is not None:
-        facts["the number of samples"] = identity["length"]
-    return {"the number of files": files["num"], **facts, **in_words(identity)}
+        facts["number of samples"] = str(identity["length"])
+    return facts

@@ -30,8 +30,6 @@ from paddle_shard.version import VERSION
 
 _MOST_RANKS = 32
 """Ranks that a message lists."""
-_MOST_TEXT = 40_000
-"""Characters of file names that ranks compare; a digest of all is compared, too."""
 _LOG = logging.getLogger("paddle_shard")
 
 
@@ -155,8 +153,6 @@ def config_of(
     if source.costs is not None:
         config["balance"] = source.costs.fact()
     if not source.split:  # else each data rank has an order and files of its own
-        if stream is not None:
-            config["files"] = "\n".join(stream.stage.source.files)[:_MOST_TEXT]
         config |= source.batches.fingerprint()
     return config
 

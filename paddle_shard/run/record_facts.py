@@ -58,7 +58,7 @@ def record_facts(
     if stream is None:
         data["length"] = length_or_none(dataset)
     else:
-        data["files"] = list(stream.stage.source.files)
+        data["files"] = stream.stage.source.fingerprint()
         if not source.item_is_batch:
             data["num_parts"] = stream.plan.num_parts
     order = {

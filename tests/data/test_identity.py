@@ -67,6 +67,7 @@ def test_files_identity_of_a_mixture_names_the_sources(folder):
         "a: 0.txt",
         "a: 1.txt",
         "a: 2.txt",
+        "b: a list from 0 to 8",
     ]
 
 
@@ -91,4 +92,4 @@ def test_a_name_at_which_there_is_no_file_may_be_that_of_a_reader(folder):
 
 
 def test_files_identity_is_empty_without_files():
-    assert identity(Stream.of(range(4)).map(str)) == []
+    assert identity(Stream.of(lambda: iter(range(4))).map(str)) == []

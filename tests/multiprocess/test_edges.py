@@ -177,19 +177,19 @@ def test_ranks_of_which_one_could_not_make_its_loader_can_go_on_with_another(of_
         ("weights", "'segments': [[0, [1, 0]], [16, [1, 2]]]} on global rank 1"),
         (
             "a file",
-            "files: b.csv (18 bytes) on global rank 0, ",
+            "file b.csv: 18 bytes on global rank 0, nothing on global rank 1",
         ),
         (
             "a file's size",
-            "files: b.csv (18 bytes) on global rank 0, ",
+            "file b.csv: 18 bytes on global rank 0, 12 bytes on global rank 1",
         ),
         (
             "a file's rows",
-            "files: b.csv (8 samples) on global rank 0, ",
+            "file b.csv: 18 bytes on global rank 0, 12 bytes on global rank 1",
         ),
         (
             "a file of a source",
-            "own: b.csv (18 bytes) on global rank 1",
+            "file own: b.csv: nothing on global rank 0, 18 bytes on global rank 1",
         ),
         (
             "batch size by schedule",

@@ -21,7 +21,7 @@ def test_data_that_differ_by_rank_are_told_and_copies_are_not(tmp_path):
     ):
         assert "10 steps" in found["gz, the same"]
         assert (
-            "files: own: a list from 0 to 38 on global rank 0, "
+            "own: a list from 0 to 38: 0 bytes on global rank 0, nothing on "
             in found["a list in a mixture"]
         )
         assert "steps" in found["a list in a mixture, alike"]
@@ -39,7 +39,7 @@ def test_data_that_differ_by_rank_are_told_and_copies_are_not(tmp_path):
         if found["taken alike"] is not None:
             assert "The ranks differ" in found["taken and skipped"]
             assert "ArgumentError: The ranks differ" in found["names"]
-            assert "files: " in found["names"]
+            assert "file 0.txt: " in found["names"]
             for alike in (
                 "cut alike",
                 "names in other folders",

@@ -8,12 +8,11 @@ from typing import Any
 import numpy as np
 
 from paddle_shard.data.external import set_epoch_of
-from paddle_shard.data.files.files import needs, within_their_folder
+from paddle_shard.data.files.files import FileVersion, needs, within_their_folder
 from paddle_shard.data.stages.stage import Lengths, Opening, PartsSource, Samples
 from paddle_shard.errors import ArgumentError, ArgumentTypeError, SplitError
 from paddle_shard.plan.seeding import derive_key
 
-_MOST_SHOWN = 1000
 _SEEDS = 1 << 64
 """Seeds of this size and above come from the operating system and differ between processes."""
 
@@ -95,18 +94,17 @@ class HuggingFaceSource(PartsSource):
             "to_iterable_dataset(num_shards=))."
         )
 
-    @property
-    def files(self) -> list[str]:
-        """The first shards of each of its generators: files or numbers."""
+    def files_identity(self) -> list[FileVersion]:
+        """Return the names of the shards of its generators: files or numbers."""
         names = [
             str(shard)
             for step in _steps(self._dataset._ex_iterable)
             for argument in getattr(step, "kwargs", {}).values()
             if isinstance(argument, list)
-            for shard in argument[:_MOST_SHOWN]
+            for shard in argument
             if isinstance(shard, str | int)
         ]
-        return within_their_folder(names)
+        return [(name, 0, "") for name in within_their_folder(names)]
 
     def part(self, part: int, opening: Opening) -> Samples:
         """See `PartsSource`."""

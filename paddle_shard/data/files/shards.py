@@ -156,17 +156,6 @@ class ShardSource(PartsSource):
             "tars index=, made by `paddle-shard index`), use fewer parts (in_parts()), or many files of one size."
         )
 
-    @property
-    def files(self) -> list[str]:
-        """The first files, with their numbers of samples or their sizes."""
-        names = self._files[:1000]
-        if self._counts is None:
-            notes = [f"{local_size(name)} bytes" for name in names]
-        else:
-            notes = [f"{count} samples" for count in self._counts[:1000]]
-        paths = within_their_folder(names)
-        return [f"{path} ({what})" for path, what in zip(paths, notes, strict=True)]
-
     def files_identity(self) -> list[FileVersion]:
         """See `Stage`. Shards that are no files have no entry."""
         return identity(list(dict.fromkeys(self._files)))

@@ -179,15 +179,6 @@ class Mix(Stage):
         place = self._stages[name].origin(of_source, part, int(number_in_source))
         return ", ".join(filter(None, (f"source {name!r}", place)))
 
-    @property
-    def files(self) -> list[str]:
-        """The first files of each source."""
-        return [
-            f"{name}: {file}"
-            for name, stage in self._stages.items()
-            for file in stage.source.files
-        ]
-
     def files_identity(self) -> list[FileVersion]:
         """Return that of all sources, with the source's name before each file's."""
         return [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, NamedTuple
@@ -195,10 +195,10 @@ class Stage:
         return []
 
     def files_identity(self) -> list[FileVersion]:
-        """Return (name, size in bytes, version tag) of each file of the source, by which changed data is detected.
+        """Return (name, size in bytes, version tag) of each file of the source, by which other data is detected.
 
-        The tag is an ETag or a time of modification. Sources without files return nothing. It is computed on demand:
-        remote files cost a request each.
+        The tag is an ETag or a time of modification. Sources without files return what else they know by name, or
+        nothing. It is computed on demand: remote files cost a request each.
         """
         return [] if self.upstream is None else self.upstream.files_identity()
 
@@ -208,11 +208,6 @@ class Stage:
     """True if it can be opened only once."""
     num_shards: int | None = None
     """Number of files of the stream; None if it is not made of files."""
-
-    @property
-    def files(self) -> Sequence[str]:
-        """The first of its files, each with what is known of it, for ranks to name the one in which they differ."""
-        return ()
 
 
 class PartsSource(Stage):
