@@ -291,19 +291,33 @@ def version_of(name: str) -> tuple[int, str]:
     return int(details.get("size") or 0), str(tag)
 
 
+def for_each(function: Callable[[str], T], names: Sequence[str], what: str) -> list[T]:
+    """Return what a function returns for each file, of which several are read at a time if they are remote.
+
+    Args:
+        function: Called with a name.
+        names: Names of the files.
+        what: What it does, for the error.
+
+    Raises:
+        ShardReadError: It fails for a file.
+    """
+
+    def named(name: str) -> T:
+        with failures_named(name, what):
+            return function(name)
+
+    with ThreadPoolExecutor(REQUESTS if any(map(is_remote, names)) else 1) as pool:
+        return list(pool.map(named, names))
+
+
 def identity(names: Sequence[str]) -> list[FileVersion]:
     """Return (name within the files' common folder, size in bytes, version tag) of each file.
 
     Raises:
         ShardReadError: A file is missing, or its server fails.
     """
-
-    def version(name: str) -> tuple[int, str]:
-        with failures_named(name, "reading its version"):
-            return version_of(name)
-
-    with ThreadPoolExecutor(REQUESTS if any(map(is_remote, names)) else 1) as pool:
-        versions = list(pool.map(version, names))
+    versions = for_each(version_of, names, "reading its version")
     paths = within_their_folder(names)
     return [
         (path, *version_of_file)

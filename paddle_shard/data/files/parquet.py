@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from paddle_shard.core.checks import check_flag, did_you_mean
+from paddle_shard.core.checks import check_flag
 from paddle_shard.data.files.files import (
     Path,
     Paths,
-    failures_named,
+    for_each,
     is_remote,
     local_path,
     matched,
@@ -30,8 +29,6 @@ from paddle_shard.errors import ArgumentError
 
 BATCH_BYTES = 4 << 20
 """Approximate number of uncompressed bytes that are decoded at a time."""
-FOOTERS = 16
-"""Number of remote footers that are read in parallel."""
 
 
 def parquet_source(
@@ -77,20 +74,10 @@ def parquet_source(
     check_flag("allow_nulls", allow_nulls)
     with needs("parquet", "reading Parquet: "):
         import pyarrow.parquet  # type: ignore[import-untyped]  # noqa: F401
-    if isinstance(columns, str) or (
-        columns is not None and (not columns or len(set(columns)) < len(columns))
-    ):
-        raise ArgumentError(
-            f"columns must be a list of names, each once, or None for all, got {columns!r}."
-        )
     chosen = None if columns is None else list(columns)
     cache_dir = check_cache_dir(cache_dir)
     files = matched(paths)
-    if not files:
-        raise ArgumentError("paths names no file. Give at least one.")
-    with ThreadPoolExecutor(FOOTERS if any(map(is_remote, files)) else 1) as pool:
-        footers = list(pool.map(_footer, files))
-    _check_columns(files, footers, chosen)
+    footers = for_each(_footer, files, "reading its footer")
     groups = [
         (file, number, size)
         for file, (rows, _, size) in zip(files, footers, strict=True)
@@ -104,16 +91,18 @@ def parquet_source(
         allow_nulls=allow_nulls,
         cache_dir=cache_dir,
     )
-    return ShardSource(
+    source = ShardSource(
         names,
         reader,
         files=[file for file, _, _ in groups],
         counts=counts,
         shuffle_shards=shuffle_shards,
     )
+    _check_columns(files, footers, chosen)
+    return source
 
 
-_Footer = tuple[list[int], dict[str, Any], int]
+_Footer = tuple[list[int], dict[str, str], int | None]
 """(number of rows of each row group, Arrow type of each top-level column, size of the file in bytes)"""
 
 
@@ -121,7 +110,7 @@ _Footer = tuple[list[int], dict[str, Any], int]
 class _GroupReader:
     """Reads the rows of a row group, from a row on."""
 
-    groups: Mapping[str, tuple[str, int, int]]
+    groups: Mapping[str, tuple[str, int, int | None]]
     """Name of a row group -> (file, number of the row group, size of the file in bytes)."""
     columns: list[str] | None
     allow_nulls: bool
@@ -129,12 +118,16 @@ class _GroupReader:
 
     def __call__(self, name: str, skip: int) -> Iterator[Any]:
         """Yield the rows after the first `skip`."""
-        file, number, file_size = self.groups[name]
-        with _opened(file, self.cache_dir, file_size) as (parquet, _):
+        file, number, expected_size = self.groups[name]
+        with _opened(file, self.cache_dir) as (parquet, size):
+            if size != expected_size:
+                raise ValueError(
+                    "the file has changed since its footer was read, when the loader was made. Make the loader again"
+                )
             group = parquet.metadata.row_group(number)
-            size = BATCH_BYTES * group.num_rows // max(1, group.total_byte_size)
+            num_rows = BATCH_BYTES * group.num_rows // max(1, group.total_byte_size)
             batches = parquet.iter_batches(
-                batch_size=int(np.clip(size, 1, 1 << 12)),
+                batch_size=int(np.clip(num_rows, 1, 1 << 12)),
                 row_groups=[number],
                 columns=self.columns,
                 use_threads=False,  # readers are parallel already
@@ -164,74 +157,55 @@ def _check_columns(
 ) -> None:
     """Check that all files have the columns to read, with the types of the first file."""
     _, first, _ = footers[0]
+    wanted = {name: first.get(name) for name in columns or first}
     for file, (_, types, _) in zip(files, footers, strict=True):
-        for name in columns or sorted(first.keys() | types.keys()):
-            kind = types.get(name, "missing")
-            expected = first.get(name, "missing")
-            if name not in first and name not in types:
-                raise ArgumentError(
-                    f"columns: {redacted(file)} has no column {name!r}."
-                    f"{did_you_mean(name, first)} Its columns are {', '.join(map(repr, first))}."
-                )
-            if kind != expected:
-                raise ArgumentError(
-                    f"columns: {name!r} is {kind} in {redacted(file)}, and {expected} in {redacted(files[0])}, which "
-                    f"has {', '.join(map(repr, first))}. Read only columns that all files have alike (columns=), or a "
-                    "source for each kind of file."
-                )
+        to_read = {name: types.get(name) for name in columns or types}
+        if to_read != wanted or None in to_read.values():
+            raise ArgumentError(
+                f"columns: {redacted(file)} has the columns {types}, but those to read are {wanted} as in "
+                f"{redacted(files[0])}. Read only columns that all files have alike (columns=), or a source for each "
+                "kind of file."
+            )
 
 
 def _footer(file: str) -> _Footer:
-    with (
-        failures_named(file, "reading its footer"),
-        _opened(file) as (parquet, size),
-    ):
+    with _opened(file) as (parquet, size):
         metadata, schema = parquet.metadata, parquet.schema_arrow
-        if len(set(schema.names)) < len(schema.names):
-            raise ValueError(f"a column name stands twice among {schema.names}")
         rows = [
             metadata.row_group(number).num_rows
             for number in range(metadata.num_row_groups)
         ]
-        return rows, {name: schema.field(name).type for name in schema.names}, size
+        types = {name: str(schema.field(name).type) for name in schema.names}
+        return rows, types, size
 
 
 @contextmanager
 def _opened(
-    file: str, cache_dir: str | None = None, expected_size: int | None = None
-) -> Iterator[tuple[Any, int]]:
-    """Open a file by pyarrow; yield it with its size.
+    file: str, cache_dir: str | None = None
+) -> Iterator[tuple[Any, int | None]]:
+    """Open a file by pyarrow; yield it with its size in bytes.
 
     Only what pyarrow requests is read of a remote file without a copy.
 
     Args:
         file: Path or URL.
         cache_dir: Where copies of remote files are kept; None: nowhere.
-        expected_size: Bytes that the file had; None: not known.
-
-    Raises:
-        ValueError: It has another size.
     """
     from pyarrow.parquet import ParquetFile
 
-    source: Any
-    with ExitStack() as stack:
-        if not is_remote(file):
-            source = local_path(file)
-            size: int | None = os.path.getsize(source)
-        elif cache_dir is None:
-            source, size = open_remote(file, cache_type="none")
-            stack.enter_context(source)
-        else:
-            source, size = open_cached(cache_dir, file)
-            stack.enter_context(source)
-        if expected_size not in (None, size):
-            raise ValueError(
-                "the file has changed since its footer was read, when the loader was made. Make the loader again"
-            )
-        # In nanoseconds, pyarrow's default for the INT96 of Spark, only the years 1678 to 2261 have a number.
-        settings = {"pre_buffer": is_remote(file), "coerce_int96_timestamp_unit": "us"}
-        yield stack.enter_context(ParquetFile(source, **settings)), size or 0
+    # In nanoseconds, pyarrow's default for the INT96 of Spark, only the years 1678 to 2261 have a number.
+    settings = {"pre_buffer": is_remote(file), "coerce_int96_timestamp_unit": "us"}
+    opened: Any
+    size: int | None
+    if not is_remote(file):
+        opened = nullcontext(local_path(file))
+        size = os.path.getsize(local_path(file))
+    elif cache_dir is None:
+        opened, size = open_remote(file, cache_type="none")
+    else:
+        opened, size = open_cached(cache_dir, file)
+    with opened as source, ParquetFile(source, **settings) as parquet:
+        yield parquet, size
 
 
 def _column(array: Any, allow_nulls: bool) -> Any:
