@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +14,6 @@ from paddle_shard.core.checks import length_or_none
 from paddle_shard.data.mixture import Mixture
 from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.balance import Costs
-
-_PROBES = 64
 
 
 def costs_of(balance: Any, dataset: Any) -> SampleCosts:
@@ -70,16 +67,6 @@ class SampleCosts:
         checked = _checked(self.costs(copy.copy(ids)), ids)
         return np.asarray(checked, np.float64)
 
-    def fact(self) -> str:
-        """Return a short text that differs if the costs do, which the ranks compare."""
-        balance = self.costs
-        if not isinstance(balance, np.ndarray):
-            return str(getattr(balance, "__qualname__", type(balance).__qualname__))
-        some = np.ascontiguousarray(
-            balance[:: max(1, len(balance) // _PROBES)], np.float64
-        )
-        return f"{list(balance.shape)} {zlib.crc32(some.tobytes()):08x}"
-
 
 def _checked(costs: Any, ids: Any) -> npt.NDArray[Any]:
     """Return the costs of some samples as an array.
@@ -87,10 +74,7 @@ def _checked(costs: Any, ids: Any) -> npt.NDArray[Any]:
     Raises:
         ArgumentError: They are not one number >= 0 for each sample.
     """
-    try:
-        costs = np.asarray(costs)
-    except ValueError:  # rows of different lengths
-        costs = np.asarray(None)
+    costs = np.asarray(costs)
     if costs.dtype.kind not in "iuf" or costs.shape != (len(ids),):
         raise ArgumentError(
             f"balance must be a function of ids, or one number for each sample ({len(ids)} here), got "

@@ -150,8 +150,6 @@ def config_of(
     }
     if placer.pad_to is not None:
         config["pad_to"] = placer.pad_to.fact()
-    if source.costs is not None:
-        config["balance"] = source.costs.fact()
     if not source.split:  # else each data rank has an order and files of its own
         config |= source.batches.fingerprint()
     return config

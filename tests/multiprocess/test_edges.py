@@ -172,7 +172,6 @@ def test_ranks_of_which_one_could_not_make_its_loader_can_go_on_with_another(of_
         ),
         ("stream", "num_batches: 3 on global rank 0, 2 on global rank 1"),
         ("on_error", "on_error: raise on global rank 0, skip on global rank 1"),
-        ("balance", "balance: [48] "),
         ("skip", "skip_steps: [(0, 2)] on global rank 0, [(1, 2)] on global rank 1"),
         ("weights", "'segments': [[0, [1, 0]], [16, [1, 2]]]} on global rank 1"),
         (
@@ -204,6 +203,14 @@ def test_what_must_be_the_same_and_is_not_is_an_error_with_both_values_on_every_
         [text] = found[argument]  # before any batch
         assert text.startswith("ArgumentError: ")
         assert shown in text
+
+
+def test_other_costs_on_a_rank_are_an_error_at_the_first_step_that_differs(of_ranks):
+    for found in of_ranks(2, "differ"):
+        *steps, text = found["balance"]
+        assert steps == steps[:2]  # whose rows are dealt alike
+        assert text.startswith("DifferentDataError: At step 2 ")
+        assert "with balance=, the same costs" in text
 
 
 @pytest.mark.parametrize(
