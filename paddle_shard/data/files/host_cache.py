@@ -6,10 +6,7 @@ it is complete. One process downloads it while the others wait for its lock, whi
 
 from __future__ import annotations
 
-import errno
-import glob
 import os
-import pathlib
 import shutil
 from typing import BinaryIO
 
@@ -26,20 +23,17 @@ from paddle_shard.data.files.locks import file_lock
 from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.seeding import derive_key
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
 
 def check_cache_dir(cache_dir: Path | None) -> str | None:
     """Return the folder of a source's `cache_dir=`; None if it is not given.
 
     Raises:
-        ArgumentError: It is no local folder.
+        ArgumentError: It is a URL.
     """
     if cache_dir is None:
         return None
-    is_path = isinstance(cache_dir, str | os.PathLike)
-    folder = os.fspath(os.path.expanduser(cache_dir)) if is_path else ""
-    if not folder or is_remote(folder):
+    folder = os.path.expanduser(os.fspath(cache_dir))
+    if is_remote(folder):
         raise ArgumentError(
             f"cache_dir must be a folder of this host, where copies are kept, got {cache_dir!r}."
         )
@@ -70,21 +64,7 @@ def open_cached(
         os.makedirs(folder, exist_ok=True)
         with file_lock(f"{path}.lock"):
             if not os.path.exists(path):
-                _download(name, path)
+                source, _ = open_file(name)
+                with source, replacing(path) as target:
+                    shutil.copyfileobj(source, target, BUFFER)
     return open_file(path, start)
-
-
-def _download(name: str, path: str) -> None:
-    """Make a copy of a file, in the place of what killed processes have left of it."""
-    folder, base = os.path.split(path)
-    for part in pathlib.Path(folder).glob(f".{glob.escape(base)}.*.part"):
-        part.unlink(missing_ok=True)
-    source, _ = open_file(name)
-    try:
-        with source, replacing(path) as target:
-            shutil.copyfileobj(source, target, BUFFER)
-    except OSError as error:
-        if error.errno not in _FULL:
-            raise
-        text = f"cannot write to cache_dir {folder!r}: {error}. Make room"
-        raise OSError(error.errno, text) from error
