@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -12,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 
 from paddle_shard.core.checks import check_count, listed
-from paddle_shard.core.randomness import kept
 from paddle_shard.data.arrays import IndexedData, check_indexed
 from paddle_shard.data.stages.pack import PackedRows, check_long, tokens_of
 from paddle_shard.errors import ArgumentError, described
@@ -174,17 +172,6 @@ class Packed:
             np.ascontiguousarray(self.packing.lengths, np.int64).tobytes()
         )
 
-    @cached_property
-    def _token_fields(self) -> frozenset[str]:
-        """The fields that have an entry for each token in the first document that is packed."""
-        first = int(np.argmax(self.packing.lengths > 0))
-        rows = replace(self.rows, labels=None)
-        # The sample that is being read has its own random numbers.
-        from paddle_shard.data.generators import generators_of  # needs Paddle
-
-        with kept(generators_of()):
-            return frozenset(rows.fields(self.documents[first], f"document {first}"))
-
     def _fields(self, piece: Piece, what: str) -> dict[str, npt.NDArray[Any]]:
         """Return the fields of a piece's document that have an entry for each token."""
         document = self.documents[piece.document]
@@ -195,7 +182,7 @@ class Packed:
                 f"{what} has {num_tokens} tokens, but {expected} by lengths=. Count again (leave lengths= out). "
                 "Documents of random length can be packed by Stream.pack."
             )
-        return self.rows.fields(document, what, self._token_fields)
+        return self.rows.fields(document, what)
 
 
 def _count_tokens(documents: Any, lengths: Any, key: str) -> npt.NDArray[Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -81,18 +81,15 @@ class PackedRows:
                 f"key={self.key!r} and labels={self.labels!r} must differ from each other and from {MADE}."
             )
 
-    def fields(
-        self, document: Any, what: str, names: Collection[str] | None = None
-    ) -> dict[str, npt.NDArray[Any]]:
+    def fields(self, document: Any, what: str) -> dict[str, npt.NDArray[Any]]:
         """Return the fields of a document that have an entry for each token, and the labels.
 
         Args:
             document: An array of tokens, or a dict.
             what: Name of the document, for messages.
-            names: Names of these fields, if they are known.
 
         Raises:
-            ValueError: It has a field that is made here, or has no entry for each token in a field of `names`.
+            ValueError: It has a field that is made here.
         """
         values = document if isinstance(document, dict) else {self.key: document}
         tokens = np.asarray(tokens_of(values, self.key))
@@ -114,14 +111,6 @@ class PackedRows:
             raise ValueError(
                 f"{what} has the fields {taken} already, which packing makes itself."
             )
-        if names is not None:
-            missing = sorted(set(names) - fields.keys())
-            if missing:
-                raise ValueError(
-                    f"{what} has {len(tokens)} tokens, but not as many entries in {missing}, as other documents have. "
-                    "Leave these fields out of the documents, or give them an entry for each token."
-                )
-            fields = {name: fields[name] for name in fields if name in names}
         if self.labels is not None:
             following = np.full(len(tokens), self.ignore_index, np.int64)
             following[:-1] = tokens[1:]
