@@ -103,12 +103,10 @@ def tar_samples(
 
 
 def tar_starts(file: BinaryIO, name: str, start: int) -> Iterator[tuple[int, Sample]]:
-    """Find where the samples of a tar begin: by its headers if it is local and not compressed, else by reading it."""
-    raw = getattr(file, "raw", None)
-    if not isinstance(raw, io.FileIO):
-        return tar_samples(file, name, start)
+    """Find where the samples of a tar begin, by its headers."""
+    raw: Any = cast(io.BufferedReader, file).raw
     raw.seek(start)  # with the buffer, each header would fill it
-    return tar_samples(cast(BinaryIO, raw), name, start, contents=False)
+    return tar_samples(raw, name, start, contents=False)
 
 
 def _raised(error: Exception) -> None:
