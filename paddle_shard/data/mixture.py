@@ -80,7 +80,6 @@ class Mixture:
         self._lengths = lengths = tuple(
             _length(name, source) for name, source in sources.items()
         )
-        _check_rows(self.sources)
         if weights is None:
             weights = dict(zip(self._names, lengths, strict=True))
         self.segments = schedule_of("Mixture", self._names, weights)
@@ -198,20 +197,6 @@ def check_mixture(what: str, sources: Any, stop: str) -> None:
             )
     if stop not in ("first", "all"):
         raise ArgumentError(f"{what}: stop must be 'first' or 'all', got {stop!r}.")
-
-
-def _check_rows(sources: Mapping[str, Any]) -> None:
-    """Reject packed sources whose rows have `cu_seqlens` of different sizes, which no batch could hold."""
-    sizes = {
-        name: source.rows.most_pieces
-        for name, source in sources.items()
-        if isinstance(source, Packed)
-    }
-    if len(set(sizes.values())) > 1:
-        raise ArgumentError(
-            f"Mixture: rows of the packed sources have room for different numbers of pieces, {sizes}. Give every "
-            f"Packed max_pieces={max(sizes.values())}."
-        )
 
 
 def _length(name: str, source: Any) -> int:
