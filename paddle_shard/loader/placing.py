@@ -96,7 +96,7 @@ class Placing:
             first=batch.is_first,
             key=key,
             names=map(getattr(setup.dataloader.dataset, "sample_name", str), ids),
-            num_steps=setup.run.num_steps_or_none(self._start),
+            num_steps=setup.source.batches.known_steps(self._start),
             num_ranks=len(setup.ranks),
         )
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from paddle_shard.data.external import ExternalSource
 from paddle_shard.data.samplers import Batches
 from paddle_shard.data.stages import Stripe
 from paddle_shard.data.stages.stage import Opening, Stage
-from paddle_shard.errors import ArgumentTypeError, StateError
+from paddle_shard.errors import StateError
 from paddle_shard.plan.partition import Rows
 from paddle_shard.plan.parts import PartsPlan, chunks_of
 from paddle_shard.plan.state import LoaderState
@@ -33,6 +33,11 @@ class StreamOrder(Batches):
 
     Its samples have no numbers, so its steps name parts and positions.
     """
+
+    steps_unknown: ClassVar[str] = (
+        "the number of batches of a stream shows only at its end. Give num_batches= for epochs of a known length, "
+        "or a source that knows its counts."
+    )
 
     stage: Stage
     """The stage that opens the stream's parts."""
@@ -223,12 +228,6 @@ class StreamOrder(Batches):
             return whole
         left = [max(0, length - start.samples // plan.num_parts) for length in lengths]
         return start.steps + plan.ending.num_steps(left, plan.samples_per_part)
-
-    def __len__(self) -> int:
-        raise ArgumentTypeError(  # a TypeError, so that list(loader) works
-            "the number of batches of a stream shows only at its end. Give num_batches= for epochs of a known length, "
-            "or a source that knows its counts."
-        )
 
     @property
     def read_by_all(self) -> bool:

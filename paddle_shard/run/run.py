@@ -12,7 +12,13 @@ import paddle.distributed as dist
 from paddle_shard.core.warn_once import warn_once
 from paddle_shard.data.identity import describe_changes
 from paddle_shard.data.samplers.plan_batches import Batches
-from paddle_shard.errors import ArgumentError, PeerLostError, StateError, described
+from paddle_shard.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    PeerLostError,
+    StateError,
+    described,
+)
 from paddle_shard.placement.field import FieldLayout
 from paddle_shard.plan.certificate import (
     Certificate,
@@ -90,8 +96,6 @@ class Run:
             self._owner = (layout.data_rank, layout.num_data_ranks, 0)
         self._deliveries: dict[int, EpochDeliveries] = {}
         """What this process knows of the deliveries of each epoch."""
-        self._num_steps: int | None = None
-        """Steps of an epoch of a sampler that had to be drawn to its end; counted once."""
         self.recorder: Recorder | None = None
         """Writes the record of the run, if the user wants one and this rank is the one that writes it."""
         self._recorded: Any = None
@@ -311,15 +315,11 @@ class Run:
 
     def num_batches(self) -> int:
         """Return how many batches an iterator over the whole present epoch delivers."""
-        num_steps = self.num_steps_or_none(self._present())
-        if num_steps is None:
-            num_steps = self._num_steps = len(self._source.batches)
+        batches: Batches = self._source.batches
+        num_steps = batches.known_steps(self._present())
+        if num_steps is None:  # a TypeError, so that list(loader) works
+            raise ArgumentTypeError(f"len(loader): {batches.steps_unknown}")
         return num_steps - num_skipped_steps(num_steps, self.skips(self._present()))
-
-    def num_steps_or_none(self, start: LoaderState) -> int | None:
-        """Return the steps of the whole epoch of a position, if a sampler need not be drawn to its end for it."""
-        num_steps: int | None = self._source.batches.known_steps(start)
-        return self._num_steps if num_steps is None else num_steps
 
     def state(self) -> LoaderState:
         """Return the position of the run."""

@@ -340,10 +340,14 @@ class OwnRandom(BatchSampler):
 
 
 def test_neither_len_nor_describing_moves_a_sampler():
-    def loader():
-        return sharded(DataLoader(Made(), batch_sampler=OwnRandom(16, 4)), tail="drop")
+    def loader(**options):
+        return sharded(DataLoader(Made(), batch_sampler=OwnRandom(16, 4)), **options)
 
-    expected = locals_of(loader())
+    with pytest.raises(
+        TypeError, match="len.loader.: .* show only at its end.*__len__"
+    ):
+        len(loader(tail="drop"))
+    expected = locals_of(loader(tail="drop"))
     asked = loader()
     assert len(asked) == 4
     pairs = Made(lambda i: (np.array(i), np.array(i)))

@@ -40,7 +40,7 @@ def served(*batches, ranks=2, tail="pad", nominal=None):
         nominal_size=nominal,
     )
     found = [ids_and_padding(batch) for batch in source.batches(LoaderState())]
-    assert len(source) == len(found)
+    assert source.known_steps(LoaderState()) in (None, len(found))
     return found
 
 
@@ -82,7 +82,7 @@ def test_a_sampler_that_drops_its_last_batch_itself_is_served_whole(
     assert [
         ids_and_padding(batch)[0] for batch in source.batches(LoaderState())
     ] == batches
-    assert len(source) == len(batches)
+    assert source.known_steps(LoaderState()) == len(batches)
 
 
 def test_a_last_batch_that_cannot_be_cut_evenly_is_refused_where_the_sampler_was_to_drop_it():
@@ -154,8 +154,7 @@ def test_a_sampler_without_a_length_still_serves():
         batch_sampler=Unsized(), num_data_ranks=2, tail=find_tail("pad")
     )
 
-    with pytest.raises(ArgumentTypeError, match="has no __len__"):
-        len(source)
+    assert source.known_steps(LoaderState()) is None
     assert [ids_and_padding(batch)[0] for batch in source.batches(LoaderState())] == [
         [0, 1],
         [2, 3],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 from paddle_shard.plan.orders import ordering_of
 from paddle_shard.plan.shard_plan import BatchSizes, ShardPlan, global_batches
@@ -16,11 +16,13 @@ from paddle_shard.plan.step import BalanceRows, GlobalBatch, RowsOf, Step, rank_
 class Batches:
     """The global batches of any epoch, in the order of a plan, a sampler or a stream.
 
-    Subclasses also have `fingerprint()`, what the order depends on (JSON-able), and, where `known_steps` may be None,
-    `__len__`.
+    Subclasses also have `fingerprint()`, what the order depends on (JSON-able).
     """
 
     __slots__ = ()
+
+    steps_unknown: ClassVar[str] = ""
+    """Why `known_steps` may be None, and the fix, for an error."""
 
     @property
     def on_training_thread(self) -> bool:

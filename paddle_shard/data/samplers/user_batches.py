@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain, count, islice, repeat, takewhile
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
@@ -45,6 +45,10 @@ class UserBatches(IndexBatches):
     Passes do not depend on each other, or on how far each rank prefetches: if the sampler holds its position, each
     pass has its own copy. After a pass has come to its end, the sampler gets that position.
     """
+
+    steps_unknown: ClassVar[str] = (
+        "the steps of the batch_sampler show only at its end. Give it a __len__ (and drop_last, with tail='drop')."
+    )
 
     batch_sampler: Iterable[Any]
     """Yields lists of indices; each is a global batch."""
@@ -124,17 +128,6 @@ class UserBatches(IndexBatches):
         """Set the user's sampler to the state that the copy of the iteration has at its end."""
         if epoch in self._ends:
             owner_of(self._sampler).load_state_dict(self._ends.pop(epoch))
-
-    def __len__(self) -> int:
-        if (num_steps := self.known_steps(LoaderState())) is not None:
-            return num_steps
-        if not isinstance(self.batch_sampler, Sized):
-            raise ArgumentTypeError(
-                f"len(): the batch_sampler {self._name} has no __len__. Give it one, or count the steps yourself."
-            )
-        alone = replace(self, _ends={})
-        iteration = SamplerIteration(self._copy(), 0, alone)
-        return sum(1 for _ in alone._to_end(iteration, LoaderState()))
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what the order depends on, as far as it is known here."""
