@@ -353,7 +353,7 @@ class Stream(paddle.io.IterableDataset):
 
         Raises:
             MissingDependencyError: webdataset is not installed.
-            ArgumentError: WebDataset does not know one of the names.
+            ValueError: WebDataset does not know one of the names.
 
         Examples:
             >>> from paddle_shard import Stream

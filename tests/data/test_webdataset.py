@@ -699,9 +699,7 @@ def test_index_says_where_samples_begin_over_http_too(folder):
             for samples, size in [
                 ("true", 1),
                 (1.5, 1),
-                (2**70, 1),
                 (-1, 1),
-                (1, 2**63),
                 (1, "null"),
             ]
         ],

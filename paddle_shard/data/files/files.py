@@ -55,8 +55,14 @@ def local_path(name: str) -> str:
     return os.path.expanduser(name)
 
 
-def matched(paths: Paths) -> list[str]:
+def matched(
+    paths: Paths, expand: Callable[[str], Iterable[str]] = lambda path: [path]
+) -> list[str]:
     """Return the given files; each pattern, such as `data/*.csv`, is replaced by the files that match it, sorted.
+
+    Args:
+        paths: One path or more.
+        expand: Called with each path, before patterns are matched; returns the paths that it stands for.
 
     Raises:
         ArgumentTypeError: `paths` is neither a path nor a list.
@@ -68,7 +74,8 @@ def matched(paths: Paths) -> list[str]:
         raise ArgumentTypeError(
             f"paths must be a path, or a list of them, got {paths!r}."
         )
-    return [file for name in paths for file in _expand(os.fspath(name))]
+    names = [name for path in paths for name in expand(os.fspath(path))]
+    return [file for name in names for file in _expand(name)]
 
 
 def _expand(name: str) -> list[str]:

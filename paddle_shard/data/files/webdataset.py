@@ -7,7 +7,7 @@ import json
 import os
 import re
 import tarfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, cast
 
@@ -254,16 +254,8 @@ def expand(urls: Paths) -> list[str]:
     """
     with needs("webdataset", "reading WebDataset tars: "):
         import webdataset.shardlists  # type: ignore[import-untyped]
-    if isinstance(urls, str | os.PathLike):
-        urls = [urls]
-    if isinstance(urls, Iterable):
-        braces = webdataset.shardlists.expand_urls
-        urls = [
-            name
-            for given in [os.fspath(url) for url in urls]
-            for name in ([given] if os.path.exists(given) else braces(given))
-        ]
-    return matched(urls)
+    braces = webdataset.shardlists.expand_urls
+    return matched(urls, lambda url: [url] if os.path.exists(url) else braces(url))
 
 
 def decoder(
@@ -275,15 +267,9 @@ def decoder(
             Decoder,
             imagehandler,
         )
-    decoders = []
-    for handler in handlers:
-        try:
-            decoders.append(handler if callable(handler) else imagehandler(handler))
-        except ValueError as error:
-            raise ArgumentError(
-                f"decode: WebDataset has no image decoder {handler!r}. Use one of its names, such as 'pil', 'rgb8' or "
-                "'rgb', or a function of (file ending, bytes)."
-            ) from error
+    decoders = [
+        handler if callable(handler) else imagehandler(handler) for handler in handlers
+    ]
     return partial(_decode_sample, Decoder([*decoders, _leave_pickled], only=only))
 
 

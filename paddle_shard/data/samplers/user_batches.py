@@ -109,13 +109,7 @@ class UserBatches(IndexBatches):
         for sampler in samplers(self._sampler):
             shared.append(getattr(sampler, "dataset", None))
             shared.append(getattr(sampler, "data_source", None))
-        try:
-            return copy.deepcopy(self._sampler, {id(data): data for data in shared})
-        except Exception as error:
-            raise ArgumentError(
-                f"the batch_sampler {self._name} cannot be copied by copy.deepcopy ({error}). "
-                "Give it a __deepcopy__."
-            ) from error
+        return copy.deepcopy(self._sampler, {id(data): data for data in shared})
 
     def snapshot(self) -> dict[str, Any] | None:
         """See `Batches`."""
