@@ -12,8 +12,6 @@ from paddle_shard.plan.seeding import derive_seed
 _MOST_NAMES = 8
 """Files that an identity names; a digest stands for the others."""
 
-_NO_FILES: dict[str, Any] = {"num": 0, "digest": "", "first": []}
-
 Digests = Callable[[Sequence[Any]], Sequence[int]]
 """Returns a digest of each of some samples; 0 if it is not known."""
 
@@ -63,15 +61,15 @@ def in_words(identity: Mapping[str, Any]) -> dict[str, str]:
 
     Copies of files on several hosts have version tags of their own, which are left out.
     """
-    files = identity.get("files", _NO_FILES)
-    return {
-        "number of files": str(files["num"]),
-        **{f"file {name}": f"{size} bytes" for name, size, _ in files["first"]},
-        **{
-            f"sample {name}": f"digest {digest:08x}"
-            for name, digest in identity.get("samples", ())
-        },
+    facts = {
+        f"sample {name}": f"digest {digest:08x}"
+        for name, digest in identity.get("samples", ())
     }
+    if "files" in identity:
+        files = identity["files"]
+        facts["number of files"] = str(files["num"])
+        facts |= {f"file {name}": f"{size} bytes" for name, size, _ in files["first"]}
+    return facts
 
 
 def describe_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
@@ -85,15 +83,14 @@ def describe_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 
 def _facts(identity: Mapping[str, Any]) -> dict[str, str]:
     """Return all that an identity knows, in words: name -> value."""
-    files = identity.get("files", _NO_FILES)
-    facts = {
-        **in_words(identity),
-        **{
+    facts = in_words(identity)
+    if "files" in identity:
+        files = identity["files"]
+        facts |= {
             f"file {name}": f"{size} bytes, version {tag}"
             for name, size, tag in files["first"]
-        },
-        "digest of all files": files["digest"],
-    }
+        }
+        facts["digest of all files"] = files["digest"]
     if identity.get("length") is not None:
         facts["number of samples"] = str(identity["length"])
     return facts
