@@ -14,8 +14,7 @@ import numpy.typing as npt
 from paddle_shard.core.checks import check_count
 from paddle_shard.errors import ArgumentError, StateError
 from paddle_shard.plan.order import Indices
-from paddle_shard.plan.seeding import derive_key
-from paddle_shard.plan.shuffle import Permutation
+from paddle_shard.plan.shuffle import permutation
 
 VERSION = 2
 
@@ -213,16 +212,16 @@ class BucketBatchSampler:
         num_samples = len(self._lengths)
         begin = window * self._window
         end = min(begin + self._window, num_samples)
-        key = derive_key("buckets", self._seed, epoch, size=64)
-        samples = Permutation(num_samples, key)(np.arange(begin, end))
+        order = permutation(num_samples, "buckets", self._seed, epoch)
+        samples = order(np.arange(begin, end))
         samples = samples[np.argsort(self._lengths[samples], kind="stable")]
         batches = self._cut(samples)
         # Only the last window has a batch that is not full. It stays the last one.
         short = [batches.pop()] if len(batches[-1]) % self._unit else []
         if batches:
-            key = derive_key("bucket batches", self._seed, epoch, window, size=64)
-            order = Permutation(len(batches), key)(np.arange(len(batches)))
-            batches = [batches[number] for number in order]
+            purpose = ("bucket batches", self._seed, epoch, window)
+            mixed = permutation(len(batches), *purpose)(np.arange(len(batches)))
+            batches = [batches[number] for number in mixed]
         return batches if self.drop_last else batches + short
 
     def _cut(self, samples: Indices) -> list[Indices]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar
@@ -10,10 +10,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 from paddle_shard.core.checks import check_count
-from paddle_shard.plan.order import Indices, Order, Ordering
+from paddle_shard.plan.order import Indices, Order, Ordering, grouped
 from paddle_shard.plan.parts import choose_num_parts
-from paddle_shard.plan.seeding import derive_key
-from paddle_shard.plan.shuffle import Permutation
+from paddle_shard.plan.shuffle import Permutation, permutation
 
 TABLE = 8192
 """Positions of a window that are computed at once."""
@@ -162,9 +161,7 @@ class BlockOrder(Order):
         self._size = min(blocks.size, num_samples)
         self._num_blocks = -(-num_samples // self._size)
         self._window = min(blocks.window, self._num_blocks)
-        self._blocks = Permutation(
-            self._num_blocks, derive_key("blocks", seed, epoch, size=64)
-        )
+        self._blocks = permutation(self._num_blocks, "blocks", seed, epoch)
         self._short = int(self._blocks.inverse(np.array(self._num_blocks - 1)))
         self._gap = self._num_blocks * self._size - num_samples
         # From here on, blocks after the short one begin `gap` places earlier than slot * size.
@@ -186,7 +183,7 @@ class BlockOrder(Order):
         window, offset = self._offsets(part, place)
         table, place_in_table = np.divmod(offset, TABLE)
         samples: Indices = np.empty_like(place)
-        for chosen, key in _runs(place, part, window, table):
+        for chosen, key in grouped(part, window, table):
             samples[chosen] = self._table(*key)[place_in_table[chosen]]
         return samples.reshape(positions.shape)
 
@@ -197,7 +194,7 @@ class BlockOrder(Order):
         part = np.searchsorted(self._starts, mixed, side="right").astype(np.int64) - 1
         window, offset = self._offsets(part, mixed)
         place = mixed - offset
-        for chosen, key in _runs(mixed, part, window):
+        for chosen, key in grouped(part, window):
             place[chosen] += self._mixing(*key)[1].inverse(offset[chosen])
         place -= self._starts[part]
         row, column = np.divmod(place, self._share)
@@ -230,8 +227,8 @@ class BlockOrder(Order):
         slots = np.array([window, window + 1]) * self._window
         places = self._start(np.minimum(slots, self._num_blocks))
         first, end = np.clip(places, *self._starts[part : part + 2]).tolist()
-        key = derive_key("window", self._seed, self._epoch, part, window, size=64)
-        return first, Permutation(end - first, key)
+        purpose = ("window", self._seed, self._epoch, part, window)
+        return first, permutation(end - first, *purpose)
 
     def _draw(self, part: int, window: int, number: int) -> Indices:
         """Return one table of a window's samples, in their mixed order."""
@@ -248,16 +245,3 @@ class BlockOrder(Order):
 
 _block_order = lru_cache(maxsize=4)(BlockOrder)
 """Kept, with the tables that were computed last."""
-
-
-def _runs(places: Indices, *keys: Indices) -> Iterator[tuple[Indices, list[int]]]:
-    """Yield (indices into `places`, key) for each key that occurs; each key covers one stretch of places."""
-    ascending = np.argsort(places, kind="stable")
-    sorted_keys = np.stack(keys, axis=1)[ascending]  # [place, key]
-    is_last = np.ones(len(places), bool)
-    is_last[:-1] = (sorted_keys[1:] != sorted_keys[:-1]).any(axis=1)
-    ends = np.flatnonzero(is_last) + 1
-    start = 0
-    for end, key in zip(ends.tolist(), sorted_keys[ends - 1].tolist(), strict=True):
-        yield ascending[start:end], key
-        start = end

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from operator import index as int_of
 from typing import Any, ClassVar
 
 import numpy as np
 
+from paddle_shard.core.checks import check_count
 from paddle_shard.errors import ArgumentError
-from paddle_shard.plan.order import Indices, Order, Ordering
-from paddle_shard.plan.seeding import derive_key
-from paddle_shard.plan.shuffle import Permutation, SourcePermutations
+from paddle_shard.plan.order import Indices, Order, Ordering, grouped
+from paddle_shard.plan.shuffle import Permutation, permutation
 from paddle_shard.plan.weights import Segment, interleave
 
 MAX_SOURCES = 1 << 12
@@ -83,18 +83,8 @@ class Mixing(Ordering):
         Raises:
             ArgumentError: The run would have more than 2^50 samples.
         """
-        if epoch not in range(MAX_DRAWS // length):
-            raise ArgumentError(
-                f"epoch must be in range({MAX_DRAWS // length}) for a mixture with {length} samples in an epoch, "
-                f"got {epoch}."
-            )
-        key = (seed, epoch, length)
-        order = self._newest.get(key)
-        if order is None:
-            order = MixtureOrder(self, seed, epoch * length, length)
-            self._newest.clear()
-            self._newest[key] = order
-        return order
+        check_count("epoch", epoch, 0, MAX_DRAWS // length - 1)
+        return MixtureOrder(self, seed, epoch * length, length)
 
     def padding_from(self, epoch: int, length: int) -> int:
         """Return where the epoch's last segment begins, or else the epoch: padding has the weights of the end."""
@@ -155,17 +145,10 @@ class Mixing(Ordering):
         source, index = source_and_index(sample)
         return self.names[source], index
 
-    # Results are kept in the value: its hash takes long with a thousand sources.
-
     @cached_property
     def draws(self) -> Draws:
-        """The draws of the run."""
+        """The draws of the run. Kept in the value, whose hash takes long with a thousand sources."""
         return Draws(self.segments)
-
-    @cached_property
-    def _newest(self) -> dict[tuple[int, int, int], MixtureOrder]:
-        """The order that was needed last; a dict, since the value is frozen."""
-        return {}
 
 
 class Draws:
@@ -234,12 +217,6 @@ class Draws:
         return positions
 
 
-@lru_cache(maxsize=1 << 14)
-def _source_key(name: str, seed: int, epoch: int) -> bytes:
-    """Return the key of the order of a source's epoch."""
-    return derive_key("source", name, seed, epoch, size=64)
-
-
 class MixtureOrder(Order):
     """The order of one epoch of a mixture. Its entries are ids of samples, not numbers below the epoch's length."""
 
@@ -257,20 +234,22 @@ class MixtureOrder(Order):
         self._seed = seed
         self._first = first
         self._lengths = np.array(mixing.lengths, np.int64)
-        self._permutations = SourcePermutations(self._lengths, self._key)
 
     def __call__(self, positions: Indices) -> Indices:
         """Return the id of the sample at each position of the epoch: int64, same shape."""
-        sources, draws = self.mixing.draws.sources_at(
-            positions.reshape(-1) + self._first
-        )
+        positions_of_run = positions.reshape(-1) + self._first
+        sources, draws = self.mixing.draws.sources_at(positions_of_run)
         epochs, indices = np.divmod(draws, self._lengths[sources])
         if self.mixing.is_shuffled:
-            indices = self._permutations(sources, epochs, indices)
+            for chosen, key in grouped(sources, epochs):
+                indices[chosen] = self._permutation(*key)(indices[chosen])
         return sample_ids(sources, epochs, indices).reshape(positions.shape)
 
-    def _key(self, source: int, epoch: int) -> bytes:
-        return _source_key(self.mixing.names[source], self._seed, epoch)
+    def _permutation(self, source: int, epoch: int) -> Permutation:
+        """Return the order of a source's epoch."""
+        name = self.mixing.names[source]
+        length = self.mixing.lengths[source]
+        return permutation(length, "source", name, self._seed, epoch)
 
     def occurrences(self, source: int, index: int) -> list[int]:
         """Return the positions in the epoch at which a sample is delivered, in ascending order.
@@ -287,7 +266,7 @@ class MixtureOrder(Order):
         for epoch in range(begin // length, -(-end // length)):
             place = index
             if self.mixing.is_shuffled:
-                order = Permutation(length, self._key(source, epoch))
+                order = self._permutation(source, epoch)
                 place = int(order.inverse(np.array(index)))
             draws.append(epoch * length + place)
         positions = run.positions(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 import numpy as np
@@ -61,6 +61,24 @@ class Identity(Order):
     def inverse(self, samples: Indices) -> Indices:
         """Return the samples."""
         return samples
+
+
+def grouped(*keys: Indices) -> Iterator[tuple[Indices, list[int]]]:
+    """Yield (indices of the entries, key) for each different key, which has a number of each array; keys ascend.
+
+    Examples:
+        >>> [(chosen.tolist(), key) for chosen, key in grouped(np.array([1, 0, 1]), np.array([5, 5, 5]))]
+        [([1], [0, 5]), ([0, 2], [1, 5])]
+    """
+    ascending = np.lexsort(keys[::-1])
+    sorted_keys = np.stack(keys, axis=1)[ascending]  # [entry, key]
+    is_last = np.ones(len(ascending), bool)
+    is_last[:-1] = (sorted_keys[1:] != sorted_keys[:-1]).any(axis=1)
+    ends = np.flatnonzero(is_last) + 1
+    start = 0
+    for end, key in zip(ends.tolist(), sorted_keys[ends - 1].tolist(), strict=True):
+        yield ascending[start:end], key
+        start = end
 
 
 class Ordering:

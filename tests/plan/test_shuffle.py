@@ -5,10 +5,8 @@ ALPHA; about 120 are computed, so a perfect one would fail in 1 of 80 versions o
 own permutation passes the same tests, and two shuffles that are known to be poor fail them.
 """
 
-import pickle
 import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
 import numpy as np
@@ -19,7 +17,7 @@ from hypothesis import strategies as st
 from paddle_shard.plan import shuffle
 from paddle_shard.plan.order import BLOCK
 from paddle_shard.plan.seeding import derive_key
-from paddle_shard.plan.shuffle import Permutation, SourcePermutations
+from paddle_shard.plan.shuffle import Permutation
 from tests.optional import Lazy
 from tests.trials import trials
 
@@ -248,53 +246,3 @@ def test_permutation_tests_find_poor_shuffles(monkeypatch):
 def test_permutation_of_small_lengths_needs_the_table(monkeypatch):
     monkeypatch.setattr(shuffle, "TABLE_MAX", 0)
     assert min(p_values(ours, 16).values()) < ALPHA
-
-
-@pytest.mark.parametrize("length", [50, 5000], ids=["tables", "networks"])
-def test_source_permutations_are_shared_by_threads(length):
-    num_sources = 20
-    shared = SourcePermutations(np.full(num_sources, length), key_of_a_source)
-    alone = {
-        (source, epoch): Permutation(length, key_of_a_source(source, epoch))(
-            np.arange(8)
-        )
-        for source in range(num_sources)
-        for epoch in range(12)
-    }
-
-    def wrong(offset):
-        sources = np.arange(num_sources).repeat(8)
-        places = np.tile(np.arange(8), num_sources)
-        found = []
-        for step in range(24):
-            epoch = (step + offset) % 12
-            got = shared(sources, np.full(len(sources), epoch), places)
-            expected = [alone[source, epoch] for source in range(num_sources)]
-            found.append(not np.array_equal(got, np.concatenate(expected)))
-        return sum(found)
-
-    assert together(wrong, range(4)) == [0, 0, 0, 0]
-
-
-def test_source_permutations_are_the_same_in_a_copy():
-    shared = SourcePermutations(np.array([9, 5000, 70]), key_of_a_source)
-    given = np.array([0, 1, 2]), np.array([0, 5, 1]), np.array([8, 4999, 3])
-    expected = shared(*given).tolist()
-    copied = pickle.loads(pickle.dumps(shared))
-    assert copied(*given).tolist() == expected
-    assert together(lambda _: copied(*given).tolist(), range(2)) == [expected] * 2
-
-
-def key_of_a_source(source, epoch):
-    return derive_key("test", source, epoch, size=64)
-
-
-def together(call, arguments):
-    """The results of calls in threads that take turns as often as can be."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        with ThreadPoolExecutor(len(arguments)) as pool:
-            return list(pool.map(call, arguments))
-    finally:
-        sys.setswitchinterval(before)
