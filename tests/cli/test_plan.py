@@ -261,7 +261,7 @@ def test_plan_without_a_hazard_exits_with_0():
     ("flags", "text"),
     [
         (["--mesh", "dp4"], "must be axes and sizes such as dp=4,mp=2, got 'dp4'"),
-        (["--mesh", "dp=2@0,0"], "process_ids must be different ranks"),
+        (["--mesh", "dp=2@0,0"], "different process_ids"),
         (["--mesh", "dp=2"], "the following arguments are required: --batch-size"),
         (
             ["--mesh", "dp=2", "--batch-size", "2"],

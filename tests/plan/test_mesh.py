@@ -90,19 +90,20 @@ def test_axis_indices_names_an_axis_that_is_not_there(axes, text):
 
 
 @pytest.mark.parametrize(
-    ("shape", "axes", "ids", "text"),
+    ("shape", "axes", "ids"),
     [
-        ((), (), (), "shape must be"),
-        ((2, 0), ("a", "b"), (), "shape must be"),
-        ((2,), ("a", "b"), (0, 1), "axes must be 1 different names"),
-        ((2, 1), ("a", "a"), (0, 1), "axes must be 2 different names"),
-        ((2,), ("a",), (0, 1, 2), "process_ids must hold 2 ranks"),
-        ((2,), ("a",), (1, 1), "different ranks"),
-        ((2,), ("a",), (0, -1), "ranks >= 0"),
+        ((), (), ()),
+        ((2, 0), ("a", "b"), ()),
+        ((2,), ("a", "b"), (0, 1)),
+        ((2, 1), ("a", "a"), (0, 1)),
+        ((2, 1), ("a", "b", "b"), (0, 1)),
+        ((2,), ("a",), (0, 1, 2)),
+        ((2,), ("a",), (1, 1)),
+        ((2,), ("a",), (0, 1, 1)),
     ],
 )
-def test_mesh_layout_rejects_what_is_no_mesh(shape, axes, ids, text):
-    with pytest.raises(ArgumentError, match=text):
+def test_mesh_layout_rejects_what_is_no_mesh(shape, axes, ids):
+    with pytest.raises(ArgumentError, match=r"a mesh needs different axes.*got Mesh"):
         mesh(shape, axes, ids)
 
 
