@@ -17,6 +17,14 @@ def package_version(name: str) -> str | None:
         return None
 
 
+def samples_of_step(plan, step: int):
+    """The samples of data rank 0 at a step of epoch 0, computed as a loader does."""
+    from paddle_shard.plan.shard_plan import global_batches
+
+    (batch,) = global_batches(plan, 0, [step])
+    return batch.take(range(batch.num_rows // plan.num_data_ranks))
+
+
 def machine() -> str:
     packages = ("numpy", "paddlepaddle", "paddlepaddle-gpu", "torch", "grain")
     found = [

@@ -15,7 +15,16 @@ import time
 import tracemalloc
 
 import numpy as np
-from common import busy, in_turns, machine, print_table, print_target, seconds, time_of
+from common import (
+    busy,
+    in_turns,
+    machine,
+    print_table,
+    print_target,
+    samples_of_step,
+    seconds,
+    time_of,
+)
 
 from paddle_shard import Mixture, ShardPlan
 from paddle_shard.plan.orders import Shuffled
@@ -169,7 +178,7 @@ def first_batch():
         num_data_ranks=8,
         shuffle=mixture.ordering(Shuffled()),
     )
-    return plan.indices(epoch=0, step=0, data_rank=0)
+    return samples_of_step(plan, 0)
 
 
 def costs():
@@ -185,7 +194,7 @@ def costs():
             shuffle=mixture.ordering(Shuffled()),
             seed=len(taken),
         )
-        plan.indices(epoch=0, step=0, data_rank=0)
+        samples_of_step(plan, 0)
         taken.append(time.perf_counter() - start)
     construct = sorted(seconds(large) for _ in range(5))[2]
     tracemalloc.start()

@@ -23,6 +23,7 @@ from common import (
     print_table,
     print_target,
     ratio_of,
+    samples_of_step,
     seconds,
     time_of,
 )
@@ -69,12 +70,15 @@ def first_batch_of(peer, num_samples):
     if peer == OURS:
         from paddle_shard import ShardPlan
 
-        return lambda: ShardPlan(
-            num_samples=num_samples,
-            batch_size=BATCH_SIZE,
-            num_data_ranks=DATA_RANKS,
-            shuffle=True,
-        ).indices(epoch=0, step=0, data_rank=0)
+        return lambda: samples_of_step(
+            ShardPlan(
+                num_samples=num_samples,
+                batch_size=BATCH_SIZE,
+                num_data_ranks=DATA_RANKS,
+                shuffle=True,
+            ),
+            0,
+        )
     if peer == PADDLE:
         from paddle.io import DistributedBatchSampler
 
@@ -253,12 +257,11 @@ def block_cost(num_samples, calls=15):
     steps = [plan.num_steps * number // calls for number in range(calls)]
 
     def measure():
-        plan.indices(
-            epoch=0, step=0, data_rank=0
-        )  # the measure before may have emptied the caches
-        return seconds(
-            lambda: [plan.indices(epoch=0, step=step, data_rank=0) for step in steps]
-        ) / (calls * BLOCK)
+        # the measure before may have emptied the caches
+        samples_of_step(plan, 0)
+        return seconds(lambda: [samples_of_step(plan, step) for step in steps]) / (
+            calls * BLOCK
+        )
 
     return measure
 
@@ -290,9 +293,9 @@ def small_batch_cost(num_samples, data_ranks, calls=512):
     steps = [(plan.num_steps // 3 + number) % plan.num_steps for number in range(calls)]
 
     def measure():
-        return seconds(
-            lambda: [plan.indices(epoch=0, step=step, data_rank=0) for step in steps]
-        ) / (calls * 32)
+        return seconds(lambda: [samples_of_step(plan, step) for step in steps]) / (
+            calls * 32
+        )
 
     return measure
 

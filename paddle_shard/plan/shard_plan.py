@@ -307,32 +307,16 @@ class ShardPlan:
         """Return the samples that `data_rank` reads at `step`, in the order of its rows.
 
         Args:
-            epoch: The epoch.
+            epoch: Any int. If the plan shuffles, each epoch has its own order.
             step: Step of the epoch, from 0.
             data_rank: The data rank, in `range(num_data_ranks)`.
 
         Returns:
             int64[num_rows(step) // num_data_ranks]
         """
-        _, num_rows, micro_size = self._extent(step)
-        rows: Rows | range = slice_rows(
-            num_rows, self.num_data_ranks, data_rank, micro_size
-        )
-        if micro_size >= num_rows:  # a range is faster
-            rows = range(int(rows[0]), int(rows[-1]) + 1)
-        return self.take(epoch=epoch, step=step, rows=rows)
-
-    def take(self, *, epoch: int, step: int, rows: Rows | range) -> Indices:
-        """Return the samples at some rows of the global batch at `step`.
-
-        Args:
-            epoch: Any int. If the plan shuffles, each epoch has its own order.
-            step: The step, in `range(num_steps)`.
-            rows: int64, in `range(num_rows(step))`; or a range of rows, which is faster.
-        """
-        return self._samples_at_rows(
-            self.order(epoch=epoch), epoch, self._extent(step)[0], rows
-        )
+        first, num_rows, micro_size = self._extent(step)
+        rows = slice_rows(num_rows, self.num_data_ranks, data_rank, micro_size)
+        return self._samples_at_rows(self.order(epoch=epoch), epoch, first, rows)
 
     def _samples_at_rows(
         self, order: Order, epoch: int, start: int, rows: Rows | range
