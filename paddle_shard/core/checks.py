@@ -7,6 +7,7 @@ from difflib import get_close_matches
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from paddle_shard.errors import ArgumentError
 
@@ -57,6 +58,27 @@ def check_count(
             f"{name} must be an int {allowed}{meaning and f' ({meaning})'}, got {value!r}."
         )
     return int(value)
+
+
+def check_lengths(lengths: Any) -> npt.NDArray[Any]:
+    """Return lengths as an array, if they are a list or an array of ints >= 0.
+
+    Args:
+        lengths: The argument of that name.
+
+    Raises:
+        ArgumentError: They are anything else.
+    """
+    # numpy would read a data set to its end, which it may not have.
+    is_array = isinstance(lengths, Sequence) or hasattr(lengths, "__array__")
+    array = np.asarray(lengths if is_array else None)
+    is_row = array.ndim == 1 and array.dtype.kind in "iu"
+    if not is_row or array.min(initial=0) < 0:
+        raise ArgumentError(
+            "lengths must be an array of ints >= 0 or a list, one for each sample, such as [len(sample) for sample in "
+            f"dataset], got {type(lengths).__name__} of {array.dtype}, shape {list(array.shape)}: {lengths!r:.80}."
+        )
+    return array
 
 
 def check_flag(name: str, value: object) -> bool:

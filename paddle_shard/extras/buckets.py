@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from paddle_shard.core.checks import check_count
+from paddle_shard.core.checks import check_count, check_lengths
 from paddle_shard.errors import ArgumentError, StateError
 from paddle_shard.plan.order import Indices
 from paddle_shard.plan.shuffle import permutation
@@ -61,23 +61,7 @@ class BucketBatchSampler:
         Raises:
             ArgumentError: An argument is out of range, or both sizes or none are given.
         """
-        # numpy would read a data set to its end.
-        is_array = isinstance(lengths, Sequence) or hasattr(lengths, "__array__")
-        self._lengths = np.asarray(lengths if is_array else None)
-        is_row = self._lengths.ndim == 1 and len(self._lengths) > 0
-        if not is_row or self._lengths.dtype.kind not in "iu":
-            kind = ""
-            if is_array:
-                kind = f" of {self._lengths.dtype}, shape {list(self._lengths.shape)}"
-            raise ArgumentError(
-                f"lengths must be an array of ints or a list, one for each sample, got "
-                f"{type(lengths).__name__}{kind}. Compute it once, for instance [len(sample) for sample in dataset], "
-                "and keep it in a file."
-            )
-        if self._lengths.min() < 0:
-            raise ArgumentError(
-                f"lengths must be 0 or more, got {self._lengths.min()}."
-            )
+        self._lengths = check_lengths(lengths)
         if (batch_size is None) == (max_tokens is None):
             raise ArgumentError(
                 f"give either batch_size or max_tokens, got batch_size={batch_size} and max_tokens={max_tokens}."
@@ -161,21 +145,18 @@ class BucketBatchSampler:
     @cached_property
     def _fingerprint(self) -> dict[str, Any]:
         checksum = zlib.crc32(np.ascontiguousarray(self._lengths, np.int64).data)
-        return {
-            **self._settings,
-            "lengths": f"{len(self._lengths)}, CRC {checksum:08x}",
-        }
+        lengths = f"{len(self._lengths)}, CRC {checksum:08x}"
+        return {**self._settings, "lengths": lengths}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position, and what the order depends on: JSON-able."""
         window, batch = self._position
-        settings = dict(self._fingerprint)
         return {
             "version": VERSION,
             "epoch": self.epoch,
             "window": window,
             "batch": batch,
-            "settings": settings,
+            "settings": dict(self._fingerprint),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -187,22 +168,11 @@ class BucketBatchSampler:
         Raises:
             StateError: It is not such a state, or is of a sampler with other lengths or settings.
         """
-        now = self.state_dict()
-        if not isinstance(state, Mapping) or state.keys() != now.keys():
+        order = {"version": VERSION, "settings": self._fingerprint}
+        if not isinstance(state, Mapping) or not order.items() <= state.items():
             raise StateError(
-                f"state must be what BucketBatchSampler.state_dict() returned, got {state!r}."
-            )
-        saved = {**state["settings"], "version": state["version"]}
-        settings = {**now["settings"], "version": VERSION}
-        changes = [
-            f"{name}: saved {saved.get(name)}, now {settings[name]}"
-            for name in settings
-            if saved.get(name) != settings[name]
-        ]
-        if changes:
-            raise StateError(
-                f"state is of a BucketBatchSampler with another order ({', '.join(changes)}), so its position holds "
-                "other samples here. Give it the same lengths and settings, or begin a new epoch without this state."
+                f"state must be of a BucketBatchSampler with {order}, got {state!r}. Give it the lengths and settings "
+                "of that sampler, or begin a new epoch without this state."
             )
         self.epoch = state["epoch"]
         self._position = (state["window"], state["batch"])

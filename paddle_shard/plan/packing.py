@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from paddle_shard.core.checks import check_count
+from paddle_shard.core.checks import check_count, check_lengths
 from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.order import Indices
 
@@ -152,13 +152,7 @@ class Packing:
         Raises:
             ArgumentError: An argument is out of range, or there is no token.
         """
-        lengths = np.asarray(lengths)
-        is_integer = lengths.ndim == 1 and lengths.dtype.kind in "iu"
-        if not is_integer or lengths.min(initial=0) < 0:
-            raise ArgumentError(
-                f"lengths must be an array of ints >= 0, one for each document, got {lengths.dtype} of shape "
-                f"{list(lengths.shape)}."
-            )
+        lengths = check_lengths(lengths)
         self.length = check_count("length", length, most=1 << 40)
         self.window = check_count("window", window, most=MAX_WINDOW)
         self.lengths = lengths

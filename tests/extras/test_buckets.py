@@ -156,7 +156,10 @@ def test_buckets_resume_on_another_mesh():
         ),
         ({"batch_size": 1, "lengths": []}, "lengths must be an array of ints"),
         ({"batch_size": 1, "lengths": [1.5]}, "lengths must be an array of ints"),
-        ({"batch_size": 1, "lengths": [-1, 2]}, "lengths must be 0 or more, got -1"),
+        (
+            {"batch_size": 1, "lengths": [-1, 2]},
+            "lengths must be an array of ints >= 0 .* shape \\[2\\]: \\[-1, 2\\]",
+        ),
     ],
 )
 def test_bad_arguments_are_named(options, says):
@@ -169,7 +172,7 @@ def test_bad_arguments_are_named(options, says):
     [None, {}, {"version": 2, "epoch": 0, "window": 0, "batch": 0}, {"epoch": 1}],
 )
 def test_buckets_reject_a_state_of_something_else(state):
-    with pytest.raises(StateError, match="BucketBatchSampler.state_dict"):
+    with pytest.raises(StateError, match="state must be of a BucketBatchSampler"):
         BucketBatchSampler([1], 1).load_state_dict(state)
 
 
@@ -218,19 +221,19 @@ def check_all_are_served(number, size, tail):
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "of_now"),
     [
-        ({"batch_size": 6}, "batch_size: saved 4, now 6"),
-        ({"window": 32}, "window: saved 16, now 32"),
-        ({"seed": 1}, "seed: saved 0, now 1"),
-        ({"multiple_of": 2}, "multiple_of: saved 1, now 2"),
-        ({"drop_last": True}, "drop_last: saved False, now True"),
-        ({"lengths": range(46, 0, -1)}, "lengths: saved 46, CRC "),
-        ({"lengths": range(1, 46)}, "lengths: saved 46, CRC "),
-        ({"batch_size": None, "max_tokens": 90}, "max_tokens: saved None, now 90"),
+        ({"batch_size": 6}, "'batch_size': 6"),
+        ({"window": 32}, "'window': 32"),
+        ({"seed": 1}, "'seed': 1"),
+        ({"multiple_of": 2}, "'multiple_of': 2"),
+        ({"drop_last": True}, "'drop_last': True"),
+        ({"lengths": range(46, 0, -1)}, "'lengths': '46, CRC "),
+        ({"lengths": range(1, 46)}, "'lengths': '45, CRC "),
+        ({"batch_size": None, "max_tokens": 90}, "'max_tokens': 90"),
     ],
 )
-def test_buckets_reject_a_state_of_another_order(change, says):
+def test_buckets_reject_a_state_of_another_order(change, of_now):
     def made(lengths=range(1, 47), batch_size=4, **settings):
         return BucketBatchSampler(
             list(lengths), batch_size, **{"window": 16, **settings}
@@ -240,7 +243,9 @@ def test_buckets_reject_a_state_of_another_order(change, says):
     next(iter(sampler))
     with pytest.raises(StateError) as caught:
         made(**change).load_state_dict(sampler.state_dict())
-    assert says in str(caught.value)
+    now, _, saved = str(caught.value).partition(", got ")
+    assert of_now in now
+    assert of_now not in saved or "CRC" in of_now
 
 
 @pytest.mark.parametrize("wrong", [Made(), iter([1, 2]), {1: 2}, "12"])
