@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 Ranges = tuple[tuple[int, int], ...]
 """Half-open ranges [first, end): ascending, none empty, none touches the next."""
@@ -63,10 +62,3 @@ def without(first: int, end: int, ranges: Ranges) -> list[tuple[int, int]]:
     if first < end:
         kept.append((first, end))
     return kept
-
-
-def counted(value: Any, least: int = 0) -> int:
-    """Return a number of a saved state; a ValueError if it is no int of at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(value)
-    return value

@@ -18,7 +18,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from paddle_shard.core.checks import check_flag
+from paddle_shard.core.checks import check_count, check_flag
 from paddle_shard.core.warn_once import caller_level
 from paddle_shard.data.files import files
 from paddle_shard.data.files.ahead import FileAhead
@@ -26,13 +26,13 @@ from paddle_shard.data.files.host_cache import check_cache_dir, open_cached
 from paddle_shard.data.files.locks import file_lock
 from paddle_shard.data.files.shards import RECOUNT, ShardSource
 from paddle_shard.plan.seeding import derive_key
-from paddle_shard.plan.skips import counted
 
 EVERY = 64
 """Number of samples for which one byte offset is kept."""
 MOST = 128
 """Most byte offsets that are kept for a file, an even number. Longer files have sparser offsets."""
 
+_INT64_MAX = (1 << 63) - 1
 _COUNTING = "counting its samples"
 _VERSION = 4
 """Version of the kept counts."""
@@ -87,11 +87,14 @@ class ShardEntry:
         Raises:
             TypeError, ValueError, KeyError: It is damaged.
         """
+        starts = entry.get("starts", ())
         return cls(
-            samples=counted(entry["samples"]),
-            bytes=counted(entry["bytes"]),
-            starts=tuple(map(counted, entry.get("starts", ()))),
-            every=counted(entry.get("every", EVERY), 1),
+            samples=check_count("samples", entry["samples"], 0, _INT64_MAX),
+            bytes=check_count("bytes", entry["bytes"], 0, _INT64_MAX),
+            starts=tuple(
+                check_count("starts", start, 0, _INT64_MAX) for start in starts
+            ),
+            every=check_count("every", entry.get("every", EVERY)),
         )
 
 
