@@ -74,10 +74,6 @@ MISTAKES = {
         lambda rows: paddle_shard.patch_paddle(on_error="ignore"),
         "on_error must be 'raise' or 'skip', got 'ignore'",
     ),
-    "a callback that is none": (
-        lambda rows: paddle_shard.patch_paddle(callback="yes"),
-        "callback must be True, False or a paddle_shard.TrainerCallback, got 'yes'",
-    ),
     "a library's loader": (
         lambda rows: ExternalLoader([1, 2], name="mine"),
         r"build must be a function of ShardOptions .* got \[1, 2\]",

@@ -14,7 +14,6 @@ import paddle.distributed as dist
 import paddle.io
 from paddle.distributed import auto_parallel
 
-from paddle_shard.core.checks import did_you_mean
 from paddle_shard.core.warn_once import warn_once
 from paddle_shard.errors import ArgumentError
 from paddle_shard.extras.trainers.callback import (
@@ -62,7 +61,8 @@ def patch_paddle(
         The patch; `patch.undo()` takes it back, and so does the end of `with patch_paddle(): ...`.
 
     Raises:
-        ArgumentError: Paddle is patched already, an option is unknown, or a value cannot be used.
+        ArgumentError: Paddle is patched already, or a value cannot be used.
+        TypeError: An option is unknown.
 
     Examples:
         >>> from paddleformers.trainer import Trainer  # doctest: +SKIP
@@ -74,22 +74,8 @@ def patch_paddle(
         raise ArgumentError(
             "patch_paddle: paddle is patched already; undo() the first patch."
         )
-    known = inspect.unwrap(shard_dataloader).__kwdefaults__
-    unknown = sorted(options.keys() - known.keys())
-    if unknown:
-        hint = did_you_mean(unknown[0], known)
-        raise ArgumentError(
-            f"patch_paddle: unknown options {unknown}.{hint} There are {sorted(known)}."
-        )
+    inspect.signature(shard_dataloader).bind_partial(**options)
     check_arguments(**options)
-    if not isinstance(callback, bool) and not hasattr(callback, "on_train_begin"):
-        raise ArgumentError(
-            f"callback must be True, False or a paddle_shard.TrainerCallback, got {callback!r}."
-        )
-    if on_loader is not None and not callable(on_loader):
-        raise ArgumentError(
-            f"on_loader must be a function that takes a loader, got {on_loader!r}."
-        )
 
     patch = PaddlePatch(options, on_loader)
     _replace_shard_dataloader(patch)
