@@ -10,7 +10,6 @@ import pytest
 from paddle_shard.extras.cli.main import COMMANDS, main
 from tests.deadlines import HANG
 from tests.jobs import run_ranks, start_ranks
-from tests.run.record_runs import asked
 
 WORKER = Path(__file__).with_name("doctor_worker.py")
 ENV = {"PYTHONPATH": str(WORKER.parents[2])}
@@ -51,12 +50,6 @@ def test_doctor_names_a_missing_rank_after_the_timeout(missing, tmp_path):
     for one in found:
         assert one["code"] == 1
         assert re.search(rf"ranks? \[?{missing}\b", the_hazard([one]))
-
-
-def test_doctor_timeout_is_checked():
-    assert "argument --timeout: must be an int from 1" in asked(
-        "doctor", "--timeout", "0", code=2
-    )
 
 
 def test_main_reports_an_interrupt_in_a_line(monkeypatch, capsys):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -127,21 +126,7 @@ def cell(value: Any) -> str:
     return " ".join(texts)
 
 
-def parsed(pattern: str, text: str, kind: str) -> Sequence[str]:
-    """Return the groups of an argument that matches a pattern; "" for a group that is absent.
-
-    Raises:
-        ArgumentTypeError: It does not match; `kind` describes what does.
-    """
-    match = re.fullmatch(pattern, text)
-    if match is None:
-        raise argparse.ArgumentTypeError(f"must be {kind}, got {text!r}")
-    return match.groups("")
-
-
 def sample_of(text: str) -> Any:
     """Return the sample that a user names: 17, or web:17 for a mixture."""
-    source, name, index = parsed(
-        r"((.*):)?(\d+)", text, "an index such as 17, or source:index of a mixture"
-    )
-    return (name, int(index)) if source else int(index)
+    source, _, index = text.rpartition(":")
+    return (source, int(index)) if source else int(index)

@@ -13,7 +13,6 @@ from importlib.metadata import PackageNotFoundError, version
 
 from paddle_shard.errors import PeerLostError
 from paddle_shard.extras.cli.answer import Answer, Hazard, argument, command
-from paddle_shard.extras.cli.plan import count_of
 from paddle_shard.version import VERSION
 
 _FILES = 4096
@@ -24,7 +23,7 @@ _SHARED_MB = 256
     argument(
         "--timeout",
         "under the launcher: seconds to wait for a rank",
-        type=count_of(1),
+        type=int,
         default=60,
     )
 )

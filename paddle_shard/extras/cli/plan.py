@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,6 @@ from paddle_shard.extras.cli.answer import (
     Rows,
     argument,
     command,
-    parsed,
 )
 from paddle_shard.extras.cli.page import page_of, svg_of
 from paddle_shard.extras.cli.places import Meshes, groups_of, samples_of, shapes_of
@@ -28,10 +28,6 @@ from paddle_shard.plan.orders import ORDERINGS, find_ordering
 from paddle_shard.plan.shard_plan import ShardPlan
 from paddle_shard.plan.tails import TAILS
 
-_MOST_RANKS = 10**6
-"""Ranks of a mesh, all of which are held in memory."""
-_MOST_ROWS = 10**8
-"""Rows of a batch, all of which are held in memory."""
 _MOST_SHOWN = 64
 """Ranks of a mesh whose ranks are shown."""
 _STEPS_OF_PAGE = 8
@@ -46,45 +42,25 @@ _ORDERS = {str(name): name for name in ORDERINGS}
 
 
 def mesh_of(text: str) -> MeshLayout:
-    """Return the mesh that a user names: dp=4,mp=2 with the ranks 0 to 7, or dp=2,mp=1@3,1 with these ranks."""
-    shape, ranks = parsed(
-        r"(\w+=\d+(?:,\w+=\d+)*)(?:@(\d+(?:,\d+)*))?",
-        text,
-        "axes and sizes such as dp=4,mp=2",
-    )
-    axes, numbers = zip(*(axis.split("=") for axis in shape.split(",")), strict=True)
-    sizes = tuple(map(int, numbers))
-    num_ranks = math.prod(sizes)
-    if num_ranks > _MOST_RANKS:
-        raise argparse.ArgumentTypeError(
-            f"has {num_ranks} ranks; at most {_MOST_RANKS} are supported"
+    """Return the mesh that a user names: dp=4,mp=2 has the ranks 0 to 7.
+
+    Raises:
+        ArgumentError: It is no mesh.
+    """
+    if not re.fullmatch(r"\w+=\d+(,\w+=\d+)*", text):
+        raise ArgumentError(
+            f"--mesh must be axes and sizes such as dp=4,mp=2, got {text!r}."
         )
-    process_ids = map(int, ranks.split(",")) if ranks else range(num_ranks)
-    try:
-        return MeshLayout(shape=sizes, axes=axes, process_ids=tuple(process_ids))
-    except ArgumentError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def count_of(least: int) -> Callable[[str], int]:
-    """Return the argument type of ints of at least `least`."""
-
-    def count(text: str) -> int:
-        number = int(text)
-        if not least <= number <= _MOST_ROWS:
-            raise argparse.ArgumentTypeError(
-                f"must be an int from {least} to {_MOST_ROWS}, got {number}"
-            )
-        return number
-
-    return count
+    axes, sizes = zip(*(axis.split("=") for axis in text.split(",")), strict=True)
+    shape = tuple(map(int, sizes))
+    process_ids = tuple(range(math.prod(shape)))
+    return MeshLayout(shape=shape, axes=axes, process_ids=process_ids)
 
 
 def source_of(text: str) -> tuple[str, int, float]:
     """Return the source of a mixture that a user names: name=samples:weight."""
-    name, samples, weight = parsed(
-        r"(.+)=(\d+):(\d*\.?\d+)", text, "name=samples:weight such as web=1000:0.7"
-    )
+    name, _, numbers = text.rpartition("=")
+    samples, weight = numbers.split(":")
     return name, int(samples), float(weight)
 
 
@@ -94,8 +70,7 @@ def source_of(text: str) -> tuple[str, int, float]:
 @command(
     argument(
         "--mesh",
-        "axes and sizes in row-major order: dp=4,mp=2; with its ranks: dp=2,mp=1@3,1; once for each mesh",
-        type=mesh_of,
+        "axes and sizes in row-major order: dp=4,mp=2; once for each mesh",
         action="append",
         required=True,
     ),
@@ -107,7 +82,7 @@ def source_of(text: str) -> tuple[str, int, float]:
     argument(
         "--batch-size",
         "rows of a global batch, before accumulation",
-        type=count_of(1),
+        type=int,
         required=True,
     ),
     argument(
@@ -131,9 +106,9 @@ def source_of(text: str) -> tuple[str, int, float]:
         choices=_ORDERS,
     ),
     argument("--seed", "seed of the order", type=int, default=0),
-    argument("--accumulation", "micro-batches of a step", type=count_of(1), default=1),
-    argument("--epoch", "the epoch", type=count_of(0), default=0),
-    argument("--step", "also show the samples of each rank", type=count_of(0)),
+    argument("--accumulation", "micro-batches of a step", type=int, default=1),
+    argument("--epoch", "the epoch", type=int, default=0),
+    argument("--step", "also show the samples of each rank", type=int),
     argument(
         "--html",
         "also write the answer as a page, with steps from --step on",
@@ -150,7 +125,7 @@ def plan(options: argparse.Namespace) -> Answer:
     named = tuple(filter(None, options.data_axes.split(",")))
     meshes = [
         (mesh, [mesh.axes[axis] for axis in mesh.axis_indices(named)])
-        for mesh in options.mesh
+        for mesh in map(mesh_of, options.mesh)
     ]
     shard_plan = _plan_of(options, meshes)
     numbers = facts_of_plan(shard_plan)
