@@ -5,14 +5,12 @@ import re
 import subprocess
 import sys
 import tarfile
-from collections import Counter
 
 import numpy as np
 import paddle.distributed as dist
 import pytest
 from paddle.io import BatchSampler, DataLoader
 
-from paddle_shard import Mixture
 from paddle_shard.extras.cli.main import COMMANDS, main
 from paddle_shard.testing.simulated import on_each_rank
 from tests.deadlines import HANG
@@ -149,54 +147,6 @@ def test_plan_is_what_loaders_deliver(mesh, run, capsys):
             ] * len(one["ranks"])
 
 
-def test_plan_of_a_mixture_is_what_a_loader_delivers(capsys):
-    sources = {"web": 40, "code": 11}
-    data = Mixture(
-        {
-            name: Made(lambda i, at=at: np.array([1000 * at + i]), n)
-            for at, (name, n) in enumerate(sources.items())
-        },
-        {"web": 0.7, "code": 0.3},
-        num_samples=48,
-    )
-    per_rank = given_to_ranks(
-        data, 8, 1, [[0, 1], [2, 3]], ["dp", "mp"], "dp", shuffles=True
-    )
-    flags = (
-        "--source",
-        "web=40:0.7",
-        "--source",
-        "code=11:0.3",
-        "--samples",
-        48,
-        "--batch-size",
-        8,
-    )
-    found = planned(capsys, *flags, "--mesh", "dp=2,mp=2", "--shuffle", "--step", 4)[
-        "step"
-    ]
-
-    shown = [
-        [1000 * list(sources).index(name) + at for name, at in one["samples"]]
-        for one in found
-    ]
-    assert shown == [per_rank[0][4], per_rank[2][4]]
-    drawn = Counter(
-        int(one) // 1000
-        for ranks in (per_rank[0], per_rank[2])
-        for of in ranks
-        for one in of
-    )
-    told = planned(capsys, *flags, "--mesh", "dp=2,mp=2", "--shuffle")["sources"]
-    assert {one["source"]: one["drawn"] for one in told} == {
-        "web": drawn[0],
-        "code": drawn[1],
-    }
-    assert "two of ['web', 'web', 'code'] have one name" in asked(
-        "plan", *flags[:2], *flags, "--mesh", "dp=2", code=2
-    )
-
-
 FINE = ["--samples", "64", "--batch-size", "8", "--mesh", "dp=4"]
 
 
@@ -268,7 +218,7 @@ def test_plan_without_a_hazard_exits_with_0():
         (["--mesh", "dp=2"], "the following arguments are required: --batch-size"),
         (
             ["--mesh", "dp=2", "--batch-size", "2"],
-            "give the data: --samples, or --source",
+            "the following arguments are required: --samples",
         ),
         ([*FINE[:4], "--mesh", "mp=2"], "the mesh has no axis 'dp'"),
         ([*FINE, "--data-axes", "DP"], "the mesh has no axis 'DP'"),

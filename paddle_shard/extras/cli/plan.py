@@ -6,12 +6,10 @@ import argparse
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from paddle_shard.core.checks import listed
-from paddle_shard.data.mixture import Mixture
 from paddle_shard.errors import ArgumentError
 from paddle_shard.extras.cli.answer import (
     Answer,
@@ -23,8 +21,7 @@ from paddle_shard.extras.cli.answer import (
 from paddle_shard.extras.cli.page import page_of, svg_of
 from paddle_shard.extras.cli.places import Meshes, groups_of, samples_of, shapes_of
 from paddle_shard.plan.mesh import MeshLayout
-from paddle_shard.plan.mixture import Mixing, drawn_of
-from paddle_shard.plan.orders import ORDERINGS, find_ordering
+from paddle_shard.plan.orders import ORDERINGS
 from paddle_shard.plan.shard_plan import ShardPlan
 from paddle_shard.plan.tails import TAILS
 
@@ -57,13 +54,6 @@ def mesh_of(text: str) -> MeshLayout:
     return MeshLayout(shape=shape, axes=axes, process_ids=process_ids)
 
 
-def source_of(text: str) -> tuple[str, int, float]:
-    """Return the source of a mixture that a user names: name=samples:weight."""
-    name, _, numbers = text.rpartition("=")
-    samples, weight = numbers.split(":")
-    return name, int(samples), float(weight)
-
-
 # The command
 
 
@@ -85,17 +75,7 @@ def source_of(text: str) -> tuple[str, int, float]:
         type=int,
         required=True,
     ),
-    argument(
-        "--samples",
-        "length of the data set; of a mixture, samples of an epoch",
-        type=int,
-    ),
-    argument(
-        "--source",
-        "a source of a mixture: web=samples:weight",
-        type=source_of,
-        action="append",
-    ),
+    argument("--samples", "length of the data set", type=int, required=True),
     argument("--tail", "what becomes of the last rows", choices=TAILS, default="pad"),
     argument(
         "--shuffle",
@@ -132,12 +112,6 @@ def plan(options: argparse.Namespace) -> Answer:
     values: dict[str, Any] = {"meshes": list(groups_of(meshes)), "plan": numbers}
     table = [{"what": name, "number": number} for name, number in numbers.items()]
     text: list[str | Rows] = [*_mesh_sections(meshes), table]
-    if isinstance(shard_plan.ordering, Mixing):
-        sources = drawn_of(shard_plan.ordering, shard_plan.num_samples)
-        values["sources"] = [
-            {"source": name, **asdict(drawn)} for name, drawn in sources.items()
-        ]
-        text.append(values["sources"])
     if options.step is not None:
         values["step"] = samples_of(shard_plan, meshes, options.epoch, options.step, ())
         text += [f"epoch {options.epoch}, step {options.step}", values["step"]]
@@ -152,31 +126,15 @@ def _plan_of(options: argparse.Namespace, meshes: Meshes) -> ShardPlan:
     """Return the plan that the flags describe.
 
     Raises:
-        ArgumentError: There is no data or no such plan, or two sources have one name.
+        ArgumentError: There is no such plan.
     """
-    samples = options.samples
-    shuffle = find_ordering(_ORDERS[options.shuffle])
-    if options.source:
-        lengths = {name: range(length) for name, length, _ in options.source}
-        weights = {name: weight for name, _, weight in options.source}
-        if len(lengths) < len(options.source):
-            raise ArgumentError(
-                f"--source: two of {[name for name, *_ in options.source]} have one name."
-            )
-        mixture = Mixture(lengths, weights, num_samples=samples)
-        samples = len(mixture)
-        shuffle = mixture.ordering(shuffle)
-    if samples is None:
-        raise ArgumentError(
-            "give the data: --samples, or --source for each source of a mixture."
-        )
     counts = [mesh.num_data_ranks(axes) for mesh, axes in meshes]
     return ShardPlan(
-        num_samples=samples,
+        num_samples=options.samples,
         batch_size=options.batch_size * options.accumulation,
         num_data_ranks=math.lcm(*counts),
         tail=options.tail,
-        shuffle=shuffle,
+        shuffle=_ORDERS[options.shuffle],
         seed=options.seed,
         accumulation=options.accumulation,
     )
