@@ -63,15 +63,14 @@ class Mixture:
                 `[(0, {...}), (1_000_000, {...})]`: from which sample of the run each holds. A source without a weight
                 has the weight 0, so a source may join later. A resumed run may have a longer list, with entries behind
                 its position. None: the lengths of the sources.
-            num_samples: Samples of an epoch. None: `stop` decides. It is not an end: the next epoch of the mixture goes
-                on where the sources are.
+            num_samples: Samples of an epoch; weights that change need it. None: `stop` decides. It is not an end: the
+                next epoch of the mixture goes on where the sources are.
             stop: "first": an epoch ends when the share of the first source has reached its length; that source has
-                been read in full by then, with weights that change but for a sample or two. "all": when every
-                source's share has.
+                been read in full by then. "all": when every source's share has.
 
         Raises:
             ArgumentTypeError: A source is not a data set with an index, or an argument has another type.
-            ArgumentError: A source is empty, the weights do not fit the sources, or no epoch ends.
+            ArgumentError: A source is empty, the weights do not fit the sources, or `num_samples` is missing.
         """
         check_mixture("Mixture", sources, stop)
         self.sources: dict[str, Any] = dict(sources)
@@ -85,13 +84,12 @@ class Mixture:
         self.segments = schedule_of("Mixture", self._names, weights)
         """The stretches of the run with the same weights."""
         if num_samples is None:
+            if len(self.segments) > 1:
+                raise ArgumentError(
+                    "Mixture: weights that change need num_samples, the samples of an epoch."
+                )
             num_samples = num_positions_to_read(
-                self.segments, lengths, every=stop == "all"
-            )
-        if num_samples is None:
-            raise ArgumentError(
-                f"Mixture: stop={stop!r} never comes: a source has the weight 0 before it is read in full. Give "
-                "num_samples, the samples of an epoch."
+                self.segments[0].weights, lengths, every=stop == "all"
             )
         self._num_samples = check_count(
             "Mixture: num_samples", num_samples, most=MAX_DRAWS

@@ -169,47 +169,26 @@ def shares_of(names: Iterable[str], segments: Sequence[Segment]) -> str:
 
 
 def num_positions_to_read(
-    segments: Sequence[Segment], lengths: Sequence[int], *, every: bool
-) -> int | None:
+    weights: Sequence[int], lengths: Sequence[int], *, every: bool
+) -> int:
     """Return after how many positions a source's share has reached its length; by then it has been read in full.
 
     Args:
-        segments: The run's segments; the last one has no end.
+        weights: Integer weight of each source.
         lengths: Number of samples of each source.
-        every: True for the last of all sources that are ever selected, False for the first.
-
-    Returns:
-        The number; None if a source is not selected any more before it is read in full, and `every` asks for it.
+        every: True for the last of all sources that are selected, False for the first.
 
     Examples:
-        >>> num_positions_to_read([Segment(0, (7, 3))], (70, 60), every=False)
+        >>> num_positions_to_read((7, 3), (70, 60), every=False)
         100
     """
+    period = sum(weights)
     positions = [
-        _position_to_read(segments, source, length)
-        for source, length in enumerate(lengths)
-        if any(segment.weights[source] for segment in segments)
+        -(-length * period // weight)
+        for length, weight in zip(lengths, weights, strict=True)
+        if weight
     ]
-    numbers = [position for position in positions if position is not None]
-    if every:
-        return max(numbers) if len(numbers) == len(positions) else None
-    return min(numbers, default=None)
-
-
-def _position_to_read(
-    segments: Sequence[Segment], source: int, length: int
-) -> int | None:
-    ends = [*(segment.first for segment in segments[1:]), math.inf]
-    rest = Fraction(length)
-    for (first, weights), end in zip(segments, ends, strict=True):
-        if weights[source] == 0:
-            continue
-        share = Fraction(weights[source], sum(weights))
-        position = first + math.ceil(rest / share)
-        if position <= end:
-            return position
-        rest -= share * int(end - first)
-    return None
+    return max(positions) if every else min(positions)
 
 
 class WeightedInterleave:

@@ -350,7 +350,7 @@ def test_an_epoch_ends_with_the_first_or_the_last_source(stop, length):
             {"a": Made(length=9), "b": Made()},
             {"weights": [(0, {"a": 1, "b": 1}), (4, {"a": 0, "b": 1})], "stop": "all"},
             ArgumentError,
-            "stop='all' never comes",
+            "weights that change need num_samples",
         ),
     ],
 )
