@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -70,22 +69,17 @@ class MeshLayout:
             )
         return tuple(indices)
 
-    def _axis_index(self, name: str | int, argument: str) -> int:
-        count = len(self.shape)
-        if isinstance(name, int) and not isinstance(name, bool):
-            if not -count <= name < count:
-                raise AxisError(
-                    f"{argument}: axis {name} is out of range for a mesh with {count} axes {self.axes}."
-                )
-            return name % count
-        if name in self.axes:
-            return self.axes.index(name)
-        by_lower = {axis.lower(): axis for axis in self.axes}
-        near = difflib.get_close_matches(str(name).lower(), by_lower, n=1)
-        raise AxisError(
-            f"{argument}: the mesh has no axis {name!r}; its axes are {list(self.axes)} with shape {list(self.shape)}."
-            + "".join(f" Did you mean {by_lower[axis]!r}?" for axis in near)
-        )
+    def _axis_index(self, axis: str | int, argument: str) -> int:
+        count = len(self.axes)
+        is_index = isinstance(axis, int) and not isinstance(axis, bool)
+        if is_index and axis in range(-count, count):
+            return int(axis) % count
+        if axis not in self.axes:
+            raise AxisError(
+                f"{argument}: the mesh has no axis {axis!r}; its axes are {list(self.axes)} with shape "
+                f"{list(self.shape)}."
+            )
+        return self.axes.index(axis)
 
     def coordinate(self, global_rank: int) -> tuple[int, ...]:
         """Return the coordinate of a process, one number per axis.

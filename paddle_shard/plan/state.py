@@ -10,7 +10,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from paddle_shard.core.checks import did_you_mean
 from paddle_shard.errors import StateError
 from paddle_shard.plan.certificate import Account, account_from_json, account_to_json
 from paddle_shard.plan.shard_plan import Segments
@@ -89,7 +88,7 @@ class LoaderState:
         """
         if not isinstance(saved, Mapping) or "version" not in saved:
             raise StateError(
-                f"state must be what the loader's state_dict() returned, got {_describe_invalid(saved)}."
+                f"state must be what the loader's state_dict() returned, got {saved!r:.120}."
             )
         if isinstance(override, str) or not isinstance(override, Collection):
             raise StateError(f"override must be a list of names, got {override!r}.")
@@ -129,7 +128,7 @@ class LoaderState:
                 )
         if unknown := sorted({*override} - {*names, DATA}):
             raise StateError(
-                f"override names {unknown}.{did_you_mean(unknown[0], [*names, DATA])} It may name {[*names, DATA]}."
+                f"override names {unknown}, but may name {[*names, DATA]}."
             )
         different = [name for name in different if name not in override]
         if not different:
@@ -140,11 +139,6 @@ class LoaderState:
         )
         if "stream" in different:
             changes += ". The stream has other files, data, stages or arguments"
-        if "mixture" in changes or "skip_steps" in changes:
-            changes += (
-                ". Weights and skip_steps may change only after the position of the state, step "
-                f"{self.steps_before + self.steps}, sample {self._sample_of_run()} of the run"
-            )
         raise StateError(
             f"state is of another run ({changes}). Give the loader the data and arguments of that run; or, to resume "
             f"anyway, call load_state_dict(state, override={different})."
@@ -184,17 +178,6 @@ class LoaderState:
         if len(cut.get("stream", ())) == 1:
             cut["stream"] = _stage_before(cut["stream"][0], max(1, self.samples))
         return dict(json.loads(json.dumps(cut)))  # without tuples
-
-
-def _describe_invalid(saved: Any) -> str:
-    """Return the description of a value that is not a saved state, and the fix, for an error."""
-    if isinstance(saved, Mapping):
-        text = f"a dict with the keys {list(saved)}"
-        return f"{text:.120}. Give the part of the checkpoint that the loader's state was saved under"
-    text = f"{type(saved).__name__}: {saved!r}"
-    if isinstance(saved, str):
-        return f"{text:.120}. Load it first: json.loads(text), or with paddle.load"
-    return f"{text:.120}"
 
 
 def sealed(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from difflib import get_close_matches
 from fractions import Fraction
 from functools import lru_cache
 from heapq import heappop, heappush, nsmallest
@@ -54,10 +53,8 @@ def integer_weights(
             f"weights must be a dict of a number for each source, got {type(weights).__name__}: {weights!r}."
         )
     if unknown := [name for name in weights if name not in names]:
-        close = get_close_matches(str(unknown[0]), names, 1)
         raise ArgumentError(
             f"weights: unknown sources {unknown}; the sources are {list(names)}."
-            + "".join(f" Did you mean {name!r}?" for name in close)
         )
     fractions = [_fraction(name, weights.get(name, 0)) for name in names]
     total = sum(fractions)

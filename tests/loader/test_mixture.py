@@ -96,7 +96,7 @@ def test_a_schedule_that_has_changed_before_the_position_is_refused(
     if is_refused:
         with pytest.raises(
             StateError,
-            match=r"mixture: .*may change only after",
+            match=r"mixture: saved .*, now .*override=",
         ):
             other.load_state_dict(state)
     else:

@@ -94,7 +94,7 @@ def test_several_axes_on_one_dim_act_as_one():
         (
             {"input_ids": {"seq": 1}},
             AxisError,
-            "placements: .* no axis 'seq'.* mean 'sep'",
+            r"placements: .* no axis 'seq'; its axes are \['dp', 'sep'\]",
         ),
         (
             {"input_ids": {"sep": -1}},

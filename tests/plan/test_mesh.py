@@ -74,13 +74,13 @@ def test_data_rank_takes_axes_by_index():
     [
         (
             "DP",
-            r"no axis 'DP'; its axes are \['dp', 'mp'\] with shape \[2, 2\]\. Did you mean 'dp'\?",
+            r"no axis 'DP'; its axes are \['dp', 'mp'\] with shape \[2, 2\]\.$",
         ),
         (
             "tensor",
             r"no axis 'tensor'; its axes are \['dp', 'mp'\] with shape \[2, 2\]\.$",
         ),
-        (2, "axis 2 is out of range for a mesh with 2 axes"),
+        (2, r"no axis 2; its axes are \['dp', 'mp'\]"),
         (["dp", 0], "names an axis twice"),
     ],
 )

@@ -31,7 +31,7 @@ def test_an_order_is_made_again_from_what_a_saved_state_says_of_it(shuffle, rank
     if shuffle == "mixture":
         schedule = [(0, {"a": 2, "b": 1}), (10, {"a": 1, "b": 1})]
         shuffle = Mixture(
-            {"a": Made(length=30), "b": Made(length=7)}, schedule
+            {"a": Made(length=30), "b": Made(length=7)}, schedule, num_samples=LENGTH
         ).ordering(
             ShardPlan(
                 num_samples=5, batch_size=1, num_data_ranks=1, shuffle=True

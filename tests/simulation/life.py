@@ -635,12 +635,12 @@ class LifeOfARun(RuleBasedStateMachine):
             name = "mixture" if indexed else "stream"
             changes["weights"] = (
                 {"weights": (entry, *given.weights[1:])},
-                f"{name}: .*only after the position",
+                f"{name}: saved .*, now ",
             )
         step = start.steps_before + len(start.past)
         if indexed and step and not any(a <= step - 1 < b for a, b in given.skip):
             skip = (*given.skip, (step - 1, step + 1))
-            changes["skip"] = ({"skip": skip}, "skip_steps: .*only after the position")
+            changes["skip"] = ({"skip": skip}, "skip_steps: saved .*, now ")
         names = [*changes, *changes.keys() & {"weights", "skip"}]
         name = draw(st.sampled_from(sorted(names)))
         self.trace(f"refuse {name}")
