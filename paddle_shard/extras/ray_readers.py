@@ -23,7 +23,7 @@ import paddle
 
 from paddle_shard.core.checks import check_count
 from paddle_shard.data.files.files import needs
-from paddle_shard.errors import ArgumentTypeError, described
+from paddle_shard.errors import described
 from paddle_shard.reading.failure import ReadFailure
 from paddle_shard.reading.serialization import pickled
 from paddle_shard.reading.worker import WorkerSettings, set_up
@@ -46,21 +46,14 @@ def connect_to_ray() -> None:
     """Connect this process to the Ray cluster of `RAY_ADDRESS`, or of its host, unless it is connected.
 
     Raises:
-        ConnectionError: There is no such cluster.
+        ConnectionError, ValueError: There is no such cluster.
     """
     import ray
 
     if ray.is_initialized():
         return
     handler = signal.getsignal(signal.SIGTERM)
-    try:
-        ray.init(address="auto")
-    except ValueError as error:
-        address = os.environ.get("RAY_ADDRESS", "")
-        hint = "Start one there (ray start --head), or correct or unset RAY_ADDRESS"
-        raise ConnectionError(
-            f"RAY_ADDRESS={address} names no Ray cluster ({error}). {hint}."
-        ) from error
+    ray.init(address="auto")
     if (
         threading.current_thread() is threading.main_thread()
     ):  # Ray installs a handler of its own
@@ -88,10 +81,6 @@ class RayReaders:
 
     def __post_init__(self) -> None:
         check_count("RayReaders: num", self.num)
-        if self.runtime_env is not None and not isinstance(self.runtime_env, Mapping):
-            raise ArgumentTypeError(
-                f"RayReaders: runtime_env must be a dict, got {self.runtime_env!r}."
-            )
         with needs("ray", "RayReaders: "):
             import ray  # noqa: F401
 
@@ -172,7 +161,7 @@ class RayPool(WorkerPool):
     def __init__(self, readers: RayReaders, *args: Any, **options: Any) -> None:
         """Set up; the other arguments are those of `WorkerPool`."""
         super().__init__(*args, **options)
-        self._runtime_env = dict(readers.runtime_env or {})
+        self._runtime_env = readers.runtime_env or {}
         self._seed = new_worker_seed()
         self._settings_ref: Any = None
         self._actors: list[_Worker] = []

@@ -13,7 +13,7 @@ import pytest
 
 import paddle_shard
 from paddle_shard import RayReaders, Stream
-from paddle_shard.errors import ArgumentError, ArgumentTypeError, MissingDependencyError
+from paddle_shard.errors import ArgumentError, MissingDependencyError
 from paddle_shard.extras import ray_readers
 from paddle_shard.extras.ray_readers import RayPool
 from paddle_shard.reading.failure import ReadFailure
@@ -313,20 +313,10 @@ def test_without_ray_the_extra_is_named(monkeypatch):
         RayReaders(num=2)
 
 
-@pytest.mark.parametrize(
-    ("given", "kind", "text"),
-    [
-        ({"num": 0}, ArgumentError, "RayReaders: num must be an int >= 1, got 0"),
-        (
-            {"num": 2, "runtime_env": "."},
-            ArgumentTypeError,
-            "RayReaders: runtime_env must be a dict, got '.'",
-        ),
-    ],
-)
-def test_readers_that_cannot_be_are_refused(given, kind, text, monkeypatch):
-    with faked(monkeypatch), pytest.raises(kind, match=text):
-        RayReaders(**given)
+def test_readers_that_cannot_be_are_refused(monkeypatch):
+    text = "RayReaders: num must be an int >= 1, got 0"
+    with faked(monkeypatch), pytest.raises(ArgumentError, match=text):
+        RayReaders(num=0)
 
 
 def test_a_loader_refuses_readers_that_are_none(monkeypatch):
