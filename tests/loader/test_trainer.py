@@ -199,7 +199,6 @@ def test_default_trainer_callback_lets_paddles_loader_train(tmp_path):
         assert args.ignore_data_skip is False
         position.on_epoch_begin(args, SimpleNamespace(global_step=0), None, **told)
         position.on_save(args, SimpleNamespace(global_step=3), None, **told)
-        position.on_log(args, SimpleNamespace(global_step=3), None, **told)
         with pytest.raises(ArgumentError, match=r"patch_paddle\(callback=False\)"):
             position.on_train_begin(args, SimpleNamespace(global_step=3), None, **told)
     assert not [*tmp_path.iterdir()]
@@ -242,23 +241,25 @@ def test_a_trainer_that_is_about_to_skip_by_reading_is_refused(tmp_path):
         )
 
 
-def test_the_writer_is_given_the_statistics_whenever_the_trainer_logs(tmp_path):
-    given, written = paddle.io.DataLoader(Ids(), batch_size=4), []
-    writer = SimpleNamespace(
-        add_scalar=lambda name, value, step: written.append((name, value, step))
-    )
-    position = paddle_shard.TrainerCallback(writer=writer)
-    with paddle_shard.patch_paddle():
+def test_a_callback_may_write_the_statistics_when_the_trainer_logs():
+    given = paddle.io.DataLoader(Ids(), batch_size=4)
+    loaders, written = [], {}
+
+    class Callback(paddle_shard.TrainerCallback):
+        def on_log(self, args, state, *_, **__):
+            trained = max(loaders, key=lambda loader: loader.stats.total.batches)
+            for name, value in trained.stats.scalars().items():
+                written[name, state.global_step] = value
+
+    callback = Callback()
+    with paddle_shard.patch_paddle(callback=callback, on_loader=loaders.append):
         loader = sharded(given)
         list(loader)
-        position.on_log(
+        callback.on_log(
             None, SimpleNamespace(global_step=7), None, train_dataloader=given, logs={}
         )
-    paddle_shard.TrainerCallback().on_log(
-        None, SimpleNamespace(global_step=7), None, logs={}
-    )
 
-    assert written == [
-        (name, value, 7) for name, value in loader.stats.scalars().items()
-    ]
-    assert ("data/batches", float(EPOCH), 7) in written
+    assert written == {
+        (name, 7): value for name, value in loader.stats.scalars().items()
+    }
+    assert written["data/batches", 7] == EPOCH

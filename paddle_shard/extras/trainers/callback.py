@@ -37,28 +37,23 @@ class TrainerCallback:
 
     Examples:
         >>> from paddleformers.trainer import Trainer  # doctest: +SKIP
-        >>> callback = paddle_shard.TrainerCallback(writer=LogWriter("log"))  # doctest: +SKIP
+        >>> callback = paddle_shard.TrainerCallback(checkpoint="other/checkpoint-100")  # doctest: +SKIP
         >>> paddle_shard.patch_paddle(callback=callback)  # doctest: +SKIP
         >>> trainer = Trainer(...)  # doctest: +SKIP
-        >>> trainer.train(resume_from_checkpoint="out/checkpoint-100")  # doctest: +SKIP
+        >>> trainer.train(resume_from_checkpoint=True)  # doctest: +SKIP
     """
 
     is_optional = False
     """True if a trainer whose data Paddle reads may train all the same, and resume without this callback."""
 
-    def __init__(
-        self, checkpoint: str | os.PathLike[str] | None = None, *, writer: Any = None
-    ) -> None:
+    def __init__(self, checkpoint: str | os.PathLike[str] | None = None) -> None:
         """Set up the callback.
 
         Args:
             checkpoint: The folder from which the trainer resumes. None: `args.resume_from_checkpoint` if that is a
                 path, or else the folder in `args.output_dir` that has the trainer's global step.
-            writer: VisualDL's `LogWriter`, or anything with `add_scalar(name, value, step)`. Whenever the trainer logs,
-                it is given `loader.stats.scalars()` of this rank.
         """
         self._checkpoint = checkpoint
-        self._writer = writer
         self._saved: Path | None = None
         """The file of the position that the first epoch will load."""
         self._skips = False
@@ -162,20 +157,6 @@ class TrainerCallback:
             loader._wrap_next(partial(_ResumedEpochs, loader, num_more))
         _load_generators(self._saved.parent)
         self._saved = None
-
-    def on_log(
-        self,
-        _: Any,
-        state: Any,
-        *__: Any,
-        train_dataloader: Any = None,
-        **___: Any,
-    ) -> None:
-        """Give the statistics of the data to the writer."""
-        if self._writer is not None and not self._is_off:
-            scalars = _loader_of(train_dataloader).stats.scalars()
-            for name, value in scalars.items():
-                self._writer.add_scalar(name, value, state.global_step)
 
     def on_save(
         self,
