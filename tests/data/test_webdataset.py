@@ -738,15 +738,14 @@ def test_index_replaces_no_file_of_another_kind(folder, tmp_path, capsys):
     copy.write_bytes((folder / "000.tar").read_bytes())
 
     assert main(["index", str(copy), "-o", str(copy)]) == 2
-    assert (
-        f"--output {copy} is there already, and is no index" in capsys.readouterr().err
-    )
+    rule = "--output must be a .json file in a folder that exists, got"
+    assert f"{rule} {copy}" in capsys.readouterr().err
     assert copy.read_bytes() == (folder / "000.tar").read_bytes()
     for _ in range(2):
         assert main(["index", str(copy), "-o", f"{tmp_path}/index.json"]) == 0
-    for nowhere in (tmp_path, tmp_path / "none" / "index.json"):
-        assert main(["index", str(copy), "-o", str(nowhere)]) == 2
-        assert f"--output {nowhere} cannot be written: " in capsys.readouterr().err
+    nowhere = tmp_path / "none" / "index.json"
+    assert main(["index", str(copy), "-o", str(nowhere)]) == 2
+    assert f"{rule} {nowhere}" in capsys.readouterr().err
 
 
 def test_index_rejects_shards_that_it_could_not_tell_apart(folder, tmp_path, capsys):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from pathlib import Path
 
@@ -40,7 +39,12 @@ def index(options: argparse.Namespace) -> Answer:
     """
     names = expand(options.urls)
     check_base_names(names)
-    _check_output(options.output)
+    output = Path(options.output)
+    # A shell makes `-o first.tar second.tar` of `-o *.tar`.
+    if output.suffix != ".json" or not output.parent.is_dir():
+        raise ArgumentError(
+            f"--output must be a .json file in a folder that exists, got {output}."
+        )
     entries: dict[str, ShardEntry] = {}
     for number, name in enumerate(names, 1):
         try:
@@ -59,20 +63,3 @@ def index(options: argparse.Namespace) -> Answer:
             f"{options.output}: {sum(counts.values())} samples in {len(counts)} shards"
         ],
     )
-
-
-def _check_output(path: str) -> None:
-    """Check, before all is counted, that the index file can be written and replaces nothing but an index."""
-    # A shell makes `-o first.tar second.tar` of `-o *.tar`.
-    first = b""
-    try:
-        os.listdir(Path(path).parent)
-        if os.path.exists(path):
-            with open(path, "rb") as file:
-                first = file.read(1)
-    except OSError as error:
-        raise ArgumentError(f"--output {path} cannot be written: {error}.") from error
-    if first not in (b"", b"{"):
-        raise ArgumentError(
-            f"--output {path} is there already, and is no index. Name another file."
-        )
