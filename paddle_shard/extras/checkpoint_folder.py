@@ -11,7 +11,6 @@ All that `Checkpoints` does with a disk, but for `paddle.load`, is here, so that
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import re
@@ -171,7 +170,7 @@ class CheckpointFolder:
 def sizes_in(directory: Path) -> dict[str, int | None]:
     """Return the entries of a directory: name -> bytes. There are none if it does not exist.
 
-    It is None for a directory, for what was deleted in between, and for a link to nowhere.
+    It is None for what is no file, for what was deleted in between, and for a link to nowhere.
 
     Raises:
         OSError: It cannot be read now. What it holds must not be taken for missing.
@@ -180,13 +179,9 @@ def sizes_in(directory: Path) -> dict[str, int | None]:
     with contextlib.suppress(FileNotFoundError):
         sizes = dict.fromkeys(os.listdir(directory))
     for name in sizes:
-        try:
+        with contextlib.suppress(FileNotFoundError):
             status = os.stat(directory / name)
-        except OSError as error:
-            if error.errno not in (errno.ENOENT, errno.ELOOP):
-                raise
-        else:
-            if not stat.S_ISDIR(status.st_mode):
+            if stat.S_ISREG(status.st_mode):
                 sizes[name] = status.st_size
     return sizes
 

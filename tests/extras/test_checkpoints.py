@@ -425,8 +425,8 @@ DAMAGE = {
         lambda new: (new / "manifest.json").write_bytes(b"\xff\xfe"),
         "manifest is damaged",
     ),
-    "a link to itself": (
-        lambda new: (values(new).unlink(), values(new).symlink_to(values(new))),
+    "a link to nowhere": (
+        lambda new: (values(new).unlink(), values(new).symlink_to(new / "none")),
         "are missing",
     ),
     "another version": (
