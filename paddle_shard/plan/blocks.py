@@ -151,14 +151,16 @@ class BlockOrder(Order):
         self._whole = rows * width
         self._in_rows = rows * self._share
         # [part]: start of its share of the rest, counted from the start of the rest; P + 1 numbers
-        self._rests = np.arange(parts + 1) * rest // parts
-        self._starts = np.arange(parts + 1) * self._in_rows + self._rests
+        borders = np.arange(parts + 1)
+        self._rests = borders * rest // parts
+        self._starts = borders * self._in_rows + self._rests
         # Each slot holds a block; the short last block may be in any of them.
         self._size = min(blocks.size, num_samples)
         self._num_blocks = -(-num_samples // self._size)
         self._window = min(blocks.window, self._num_blocks)
         self._blocks = permutation(self._num_blocks, "blocks", seed, epoch)
-        self._short = int(self._blocks.inverse(np.array(self._num_blocks - 1)))
+        last_block = np.array(self._num_blocks - 1)
+        self._short = int(self._blocks.inverse(last_block))
         self._gap = self._num_blocks * self._size - num_samples
         # From here on, blocks after the short one begin `gap` places earlier than slot * size.
         self._short_end = (self._short + 1) * self._size - self._gap
@@ -188,7 +190,8 @@ class BlockOrder(Order):
         """Return the position of each sample: int64, same shape."""
         block, within = np.divmod(samples.reshape(-1), self._size)
         mixed = self._start(self._blocks.inverse(block)) + within
-        part = np.searchsorted(self._starts, mixed, side="right").astype(np.int64) - 1
+        ends_before = np.searchsorted(self._starts, mixed, side="right")
+        part = ends_before.astype(np.int64) - 1
         window, offset = self._offsets(part, mixed)
         place = mixed - offset
         for chosen, key in grouped(part, window):
@@ -202,16 +205,19 @@ class BlockOrder(Order):
 
     def _start(self, slot: Indices) -> Indices:
         """Return the first place of each slot."""
-        return slot * self._size - self._gap * (slot > self._short)
+        is_after_short = slot > self._short
+        return slot * self._size - self._gap * is_after_short
 
     def _slot(self, places: Indices) -> Indices:
         """Return the slot of each place."""
-        return (places + self._gap * (places >= self._short_end)) // self._size
+        is_after_short = places >= self._short_end
+        return (places + self._gap * is_after_short) // self._size
 
     def _offsets(self, part: Indices, place: Indices) -> tuple[Indices, Indices]:
         """Return the window of each place, and the offset of the place in the window, which is cut to the part."""
         window = self._slot(place) // self._window
-        first = np.maximum(self._start(window * self._window), self._starts[part])
+        first_of_window = self._start(window * self._window)
+        first = np.maximum(first_of_window, self._starts[part])
         return window, place - first
 
     def _mixing(self, part: int, window: int) -> Permutation:

@@ -67,13 +67,15 @@ def total_of(ids: Ids, expected: int | None = None) -> Total:
         ids: Indices in the data set.
         expected: Number of samples expected; None: as many as there are.
     """
-    h = (as_ids(ids).astype(np.uint64) ^ _KEYS) * _MULTIPLY  # [key, sample]
+    words = as_ids(ids).astype(np.uint64)
+    h = (words ^ _KEYS) * _MULTIPLY  # [key, sample]
     for _ in range(2):
         h ^= h >> _SHIFT
         h *= _FINISH
     h ^= h >> _SHIFT
     sums = np.add.reduce(h, axis=1, dtype=np.uint64).tolist()
-    return Total(len(ids) if expected is None else expected, len(ids), *sums)
+    num = len(ids)
+    return Total(num if expected is None else expected, num, *sums)
 
 
 def plus(*totals: Total) -> Total:
@@ -195,10 +197,11 @@ def _of_all(account: Account, problems: list[str]) -> Account:
         slices = {owner: account[owner] for owner in owners if owner in account}
         most = max(slices.values())
         # All data ranks must have delivered the same positions.
+        positions = most[:2]
         missing = [
             owner[0]
             for owner in owners
-            if owner not in slices or slices[owner][:2] != most[:2]
+            if owner not in slices or slices[owner][:2] != positions
         ]
         if missing:
             whole |= slices
@@ -208,7 +211,7 @@ def _of_all(account: Account, problems: list[str]) -> Account:
             )
             continue
         total = plus(*(delivered.total for delivered in slices.values()))
-        steps = (resumed_at, *most[:2])
+        steps = (resumed_at, *positions)
         if steps not in totals:
             totals[steps] = total
             more = {ALL: most._replace(total=total)}

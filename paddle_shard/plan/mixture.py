@@ -36,7 +36,8 @@ def sample_ids(sources: Indices, epochs: Indices, indices: Indices) -> Indices:
     An id holds the source's epoch, modulo 512, beside the source and the index. So a sample that is selected again in
     the same epoch of the mixture has another id, and other random numbers.
     """
-    return _MARK + ((epochs % ROUNDS) << 52) + (sources << 40) + indices
+    rounds = epochs % ROUNDS
+    return _MARK + (rounds << 52) + (sources << 40) + indices
 
 
 def is_sample_id(index: int) -> bool:
@@ -210,9 +211,8 @@ class Draws:
             first, weights = self._segments[number]
             if weights[source]:
                 chosen = numbers == number
-                places = self._sequences[number].inverse(
-                    source, draws[chosen] - begins[number]
-                )
+                draws_in_segment = draws[chosen] - begins[number]
+                places = self._sequences[number].inverse(source, draws_in_segment)
                 positions[chosen] = first + places
         return positions
 
@@ -269,9 +269,8 @@ class MixtureOrder(Order):
                 order = self._permutation(source, epoch)
                 place = int(order.inverse(np.array(index)))
             draws.append(epoch * length + place)
-        positions = run.positions(
-            source, np.array([draw for draw in draws if begin <= draw < end], np.int64)
-        )
+        in_epoch = [draw for draw in draws if begin <= draw < end]
+        positions = run.positions(source, np.array(in_epoch, np.int64))
         return list((positions - self._first).tolist())
 
 

@@ -74,11 +74,10 @@ def grouped(*keys: Indices) -> Iterator[tuple[Indices, list[int]]]:
     sorted_keys = np.stack(keys, axis=1)[ascending]  # [entry, key]
     is_last = np.ones(len(ascending), bool)
     is_last[:-1] = (sorted_keys[1:] != sorted_keys[:-1]).any(axis=1)
-    ends = np.flatnonzero(is_last) + 1
     start = 0
-    for end, key in zip(ends.tolist(), sorted_keys[ends - 1].tolist(), strict=True):
-        yield ascending[start:end], key
-        start = end
+    for last in np.flatnonzero(is_last).tolist():
+        yield ascending[start : last + 1], sorted_keys[last].tolist()
+        start = last + 1
 
 
 class Ordering:

@@ -56,7 +56,8 @@ def fitted(lengths: Indices, length: int) -> tuple[npt.NDArray[np.int64], int]:
         last = np.searchsorted(pieces, (space + 1) * _PAIR) - 1
         place = np.arange(len(rows))
         # Rows are in the order of their space: each takes a piece before that of the next row.
-        last = np.minimum.accumulate((last - place)[::-1])[::-1] + place
+        ahead = last - place
+        last = np.minimum.accumulate(ahead[::-1])[::-1] + place
         first = int(np.searchsorted(last, 0))
         if len(rows) - first >= _ROWS:
             taken = last[first:]
@@ -66,7 +67,8 @@ def fitted(lengths: Indices, length: int) -> tuple[npt.NDArray[np.int64], int]:
             pieces = np.delete(pieces, taken)
             fits -= chosen // _PAIR * _PAIR
         else:
-            wanted = int((pieces // _PAIR).sum() / length * (1 - _FEWER))
+            rows_of_tokens = (pieces // _PAIR).sum() / length
+            wanted = int(rows_of_tokens * (1 - _FEWER))
             number = min(len(pieces), wanted)
             if number < _ROWS:
                 break
@@ -74,7 +76,8 @@ def fitted(lengths: Indices, length: int) -> tuple[npt.NDArray[np.int64], int]:
             pieces = pieces[:-number]
             new = num_rows + np.arange(number)
             row_of[chosen % _PAIR] = new
-            rows = np.concatenate([rows, (length - chosen // _PAIR) * _PAIR + new])
+            space = length - chosen // _PAIR
+            rows = np.concatenate([rows, space * _PAIR + new])
             num_rows += number
         rows = np.sort(rows)
         # Rows without space for the shortest piece are full.

@@ -127,7 +127,8 @@ class PartsPlan:
         if self.num_batches is not None:
             return self.num_batches
         size = self.samples_per_part
-        if self.ending.refuses and (min(lengths) != max(lengths) or lengths[0] % size):
+        end_together = min(lengths) == max(lengths) and lengths[0] % size == 0
+        if self.ending.refuses and not end_together:
             raise ArgumentError(
                 f"tail='error': the stream's {self.num_parts} parts have {listed(lengths)} samples, so they do not "
                 f"end together with a whole batch ({size} of each part). Choose tail='pad', 'drop' or 'repeat', or "
@@ -170,5 +171,8 @@ def choose_num_parts(micro_rows: int, num_shards: int | None = None) -> int:
         >>> choose_num_parts(256), choose_num_parts(96), choose_num_parts(64, num_shards=10)
         (64, 48, 8)
     """
-    limit = MAX_PARTS if num_shards is None else min(MAX_PARTS, max(1, num_shards))
-    return max(d for d in range(1, min(limit, micro_rows) + 1) if micro_rows % d == 0)
+    most = min(MAX_PARTS, micro_rows)
+    if num_shards is not None:
+        most = min(most, max(1, num_shards))
+    divisors = [number for number in range(1, most + 1) if micro_rows % number == 0]
+    return divisors[-1]

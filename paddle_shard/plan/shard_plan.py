@@ -111,11 +111,13 @@ class BatchSizes:
             position: Position in the epoch at which the first segment begins.
             end: Position after the last.
         """
-        due = [size for first, size in self.entries if first <= origin + position]
+        begin_of_run = origin + position
+        due = [size for first, size in self.entries if first <= begin_of_run]
         segments = [(position, due[-1])]
         for first, size in self.entries[len(due) :]:
             begin, size_before = segments[-1]
-            num_batches = max(0, -(-(first - origin - begin) // size_before))
+            num_samples = max(0, first - origin - begin)
+            num_batches = -(-num_samples // size_before)
             switch = begin + num_batches * size_before
             if switch >= end:
                 break
@@ -429,19 +431,23 @@ def step_of_plan(
 
 def num_skipped_steps(num_steps: int, skips: Ranges, since: int = 0) -> int:
     """Return how many of the steps [since, num_steps) of an epoch are skipped."""
-    return sum(max(0, min(end, num_steps) - max(first, since)) for first, end in skips)
+    num_skipped = 0
+    for first, end in skips:
+        end_in_epoch = min(end, num_steps)
+        num_skipped += max(0, end_in_epoch - max(first, since))
+    return num_skipped
 
 
 def skipped_positions(plan: ShardPlan, skips: Ranges) -> Ranges:
     """Return the positions of an epoch that its skipped steps hold."""
-    positions = [
-        [
-            min(plan.first_position(step=min(step, plan.num_steps)), plan.num_served)
-            for step in skip
-        ]
-        for skip in skips
-    ]
-    return tuple((first, end) for first, end in positions if first < end)
+    positions = []
+    for skip in skips:
+        steps = [min(step, plan.num_steps) for step in skip]
+        firsts = [plan.first_position(step=step) for step in steps]
+        first, end = (min(position, plan.num_served) for position in firsts)
+        if first < end:
+            positions.append((first, end))
+    return tuple(positions)
 
 
 def rows_of_sample(
@@ -462,11 +468,9 @@ def rows_of_sample(
         number, row = plan._table.step_and_row(position)
         if number >= plan.num_steps or is_in(skips, number):
             continue
-        step = (
-            None
-            if balance_rows is None
-            else step_of_plan(plan, epoch, number, skips, balance_rows)
-        )
+        step = None
+        if balance_rows is not None:
+            step = step_of_plan(plan, epoch, number, skips, balance_rows)
         if step is not None:
             is_sample = np.asarray(step.ids) == order(np.array([position]))
             if step.valid is not None:
@@ -489,9 +493,8 @@ def places_of(
         _, num_rows, micro_size = plan._extent(step)
         place = Where(step=step, data_rank=None, row=None)
         if num_rows % ranks == 0 and micro_size % ranks == 0:
-            data_rank, own_row = place_of_rows(
-                np.array(row), num_rows, ranks, micro_size
-            )
+            rows = np.array(row)
+            data_rank, own_row = place_of_rows(rows, num_rows, ranks, micro_size)
             place = Where(step=step, data_rank=int(data_rank), row=int(own_row))
         places.append(place)
     return places if isinstance(plan.ordering, Mixing) else next(iter(places), None)

@@ -111,7 +111,8 @@ class LoaderState:
         }
         state = cls(**{name.name: values[name.name] for name in fields(cls)})
         state._check_same_run(fingerprint, override)
-        return replace(state, data=None) if _OTHER_SAMPLES & {*override} else state
+        has_other_samples = bool(_OTHER_SAMPLES & {*override})
+        return replace(state, data=None) if has_other_samples else state
 
     def _check_same_run(
         self, fingerprint: Mapping[str, Any], override: Collection[str]
@@ -146,9 +147,12 @@ class LoaderState:
 
     def continued(self, batch_size: int) -> Segments:
         """Return the segments of the epoch if it resumes from here with this batch size."""
-        kept = tuple(segment for segment in self.segments if segment[0] < self.samples)
+        kept = tuple(
+            (first, size) for first, size in self.segments if first < self.samples
+        )
+        is_same_size = bool(kept) and kept[-1][1] == batch_size
         # If the epoch has ended, another tail would drop its last batch.
-        if kept and kept[-1][1] == batch_size and not self.ended:
+        if is_same_size and not self.ended:
             return kept
         return (*kept, (self.samples, batch_size))
 
@@ -161,9 +165,8 @@ class LoaderState:
         cut = dict(fingerprint)
         step = self.steps_before + self.steps
         skip_steps = cut.pop("skip_steps", ())
-        if before := [
-            (first, min(end, step)) for first, end in skip_steps if first < step
-        ]:
+        before = [(first, min(end, step)) for first, end in skip_steps if first < step]
+        if before:
             cut["skip_steps"] = before
         if "mixture" in cut:
             position = max(1, self._sample_of_run())
@@ -192,7 +195,8 @@ def sealed(state: Mapping[str, Any]) -> dict[str, Any]:
     )
     if state["sampler"] is not None:
         with contextlib.suppress(TypeError, ValueError):  # it may be of any kind
-            text += json.dumps(json.loads(json.dumps(state["sampler"])), sort_keys=True)
+            of_sampler = json.loads(json.dumps(state["sampler"]))
+            text += json.dumps(of_sampler, sort_keys=True)
     return {**state, "checksum": zlib.crc32(text.encode())}
 
 

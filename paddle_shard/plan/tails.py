@@ -48,7 +48,8 @@ class Tail(str):
         """
         if self.drops:
             return 0
-        return max(batch_size if self.fills else 0, rest + -rest % unit)
+        padded = rest + -rest % unit
+        return max(batch_size, padded) if self.fills else padded
 
     def num_steps(self, lengths: Sequence[int], size: int) -> int:
         """Return the number of steps of an epoch of a stream whose parts have these lengths.
@@ -57,7 +58,9 @@ class Tail(str):
             lengths: Samples of each part.
             size: Samples of each part that a step consumes.
         """
-        return min(lengths) // size if self.drops else -(-max(lengths) // size)
+        if self.drops:
+            return min(lengths) // size
+        return -(-max(lengths) // size)
 
     def end_of_stream(
         self, *, is_whole: bool, has_new: bool, is_empty: bool

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from functools import lru_cache
-from heapq import heappop, heappush, nsmallest
+from heapq import heappop, heappush, nlargest
 from itertools import pairwise
 from numbers import Real
 from operator import index as int_of
@@ -97,9 +97,8 @@ def _rounded(shares: list[Fraction]) -> list[int]:
     weights = [max(math.floor(weight), int(weight > 0)) for weight in ideal]
     rest = MAX_PERIOD - sum(weights)
     # Largest remainder first.
-    for source in nsmallest(
-        rest, range(len(weights)), key=lambda source: weights[source] - ideal[source]
-    ):
+    remainders = [ideal[source] - weight for source, weight in enumerate(weights)]
+    for source in nlargest(rest, range(len(weights)), key=remainders.__getitem__):
         weights[source] += 1
     # If the smallest sources were raised to 1, the largest pay for it.
     for _ in range(-rest):
@@ -136,7 +135,8 @@ def schedule_of(what: str, names: tuple[str, ...], weights: Any) -> tuple[Segmen
             f"{what}: weights must be a dict, or a list of (first sample of the run, dict) for weights that change, "
             f"got {weights!r}."
         ) from None
-    if firsts[:1] != [0] or any(first >= after for first, after in pairwise(firsts)):
+    is_ascending = all(first < after for first, after in pairwise(firsts))
+    if firsts[:1] != [0] or not is_ascending:
         raise ArgumentError(
             f"{what}: weights that change must begin at sample 0 and ascend, got {firsts}."
         )
@@ -215,7 +215,8 @@ class WeightedInterleave:
         self._weights = np.array(weights, np.int64)
         self.period = sum(weights)
         # Times are counted in 1 / (2n - 2) draws.
-        self._scale = max(1, 2 * int(np.count_nonzero(weights)) - 2)
+        num_selected = int(np.count_nonzero(weights))
+        self._scale = max(1, 2 * num_selected - 2)
         # The source at each position, and how often it was selected before.
         self._sources = np.empty(self.period, np.int32)
         self._draws = np.empty(self.period, np.int32)
@@ -291,16 +292,20 @@ class WeightedInterleave:
         """
         scale = self._scale
         period = self.period
+        # The first draw of each source that may not be made yet, at `start` and at `stop`.
         begin, end = (
             (position * self._weights * scale - period) // (period * scale) + 1
             for position in (start, stop)
         )
         number = end - begin
         sources = np.repeat(np.arange(len(number)), number)
-        draws = np.arange(len(sources)) + np.repeat(end - np.cumsum(number), number)
+        offsets = np.repeat(end - np.cumsum(number), number)
+        draws = np.arange(len(sources)) + offsets
         units = self._weights[sources] * scale
-        first = -((draws * scale + 1) * -period // units) - 1
-        deadline = ((draws + 1) * scale - 1) * period // units
+        earliest = (draws * scale + 1) * period
+        latest = ((draws + 1) * scale - 1) * period
+        first = -(-earliest // units) - 1
+        deadline = latest // units
         last_first = np.argsort(-first)
         keys = deadline * len(number) + sources
         return [stop, *first[last_first].tolist()], keys[last_first].tolist()
