@@ -14,6 +14,9 @@ from paddle_shard.plan.order import Indices, Order, Ordering, grouped
 from paddle_shard.plan.parts import choose_num_parts
 from paddle_shard.plan.shuffle import Permutation, permutation
 
+TABLE = 8192
+"""Positions of a window that are computed at once."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blocks(Ordering):
@@ -124,7 +127,8 @@ class BlockOrder(Order):
     blocks, and are cut into parts. The place of a position is mixed with the others of its window and part. The
     mixed place determines the block, and the sample in it.
 
-    Setup time and memory do not depend on n, nor on the size of a window.
+    The setup time does not depend on n. At most 2 P tables of 8192 numbers are kept, for any size of a window:
+    8 MB for 64 parts.
     """
 
     def __init__(
@@ -164,6 +168,7 @@ class BlockOrder(Order):
         self._gap = self._num_blocks * self._size - num_samples
         # From here on, blocks after the short one begin `gap` places earlier than slot * size.
         self._short_end = (self._short + 1) * self._size - self._gap
+        self._table = lru_cache(maxsize=2 * parts)(self._draw)
 
     def __call__(self, positions: Indices) -> Indices:
         """Return the sample at each position: int64, same shape."""
@@ -178,12 +183,10 @@ class BlockOrder(Order):
             place[late] = self._in_rows + beyond - self._rests[part[late]]
         place += self._starts[part]
         window, offset = self._offsets(part, place)
-        mixed = place - offset
-        for chosen, key in grouped(part, window):
-            mixed[chosen] += self._mixing(*key)(offset[chosen])
-        slots = self._slot(mixed)
-        offsets = mixed - self._start(slots)
-        samples: Indices = self._blocks(slots) * self._size + offsets
+        table, place_in_table = np.divmod(offset, TABLE)
+        samples: Indices = np.empty_like(place)
+        for chosen, key in grouped(part, window, table):
+            samples[chosen] = self._table(*key)[place_in_table[chosen]]
         return samples.reshape(positions.shape)
 
     def inverse(self, samples: Indices) -> Indices:
@@ -195,13 +198,18 @@ class BlockOrder(Order):
         window, offset = self._offsets(part, mixed)
         place = mixed - offset
         for chosen, key in grouped(part, window):
-            place[chosen] += self._mixing(*key).inverse(offset[chosen])
+            place[chosen] += self._mixing(*key)[1].inverse(offset[chosen])
         place -= self._starts[part]
         row, column = np.divmod(place, self._share)
         early = row * self.width + part * self._share + column
         late = self._whole + self._rests[part] + place - self._in_rows
         positions = np.where(place < self._in_rows, early, late)
         return positions.reshape(samples.shape)
+
+    def between(self, start: int, stop: int) -> Indices:
+        """Return the samples at positions [start, stop)."""
+        # No more than is needed: with small blocks, each needs a table of its own.
+        return self(np.arange(start, stop))
 
     def _start(self, slot: Indices) -> Indices:
         """Return the first place of each slot."""
@@ -220,14 +228,26 @@ class BlockOrder(Order):
         first = np.maximum(first_of_window, self._starts[part])
         return window, place - first
 
-    def _mixing(self, part: int, window: int) -> Permutation:
-        """Return the order of the places of a window that lie in a part."""
+    def _mixing(self, part: int, window: int) -> tuple[int, Permutation]:
+        """Return the first place of a window that lies in a part, and the order of its places there."""
         slots = np.array([window, window + 1]) * self._window
         places = self._start(np.minimum(slots, self._num_blocks))
         first, end = np.clip(places, *self._starts[part : part + 2]).tolist()
         purpose = ("window", self._seed, self._epoch, part, window)
-        return permutation(end - first, *purpose)
+        return first, permutation(end - first, *purpose)
+
+    def _draw(self, part: int, window: int, number: int) -> Indices:
+        """Return one table of a window's samples, in their mixed order."""
+        first, mixing = self._mixing(part, window)
+        stop = min((number + 1) * TABLE, mixing.length)
+        places = first + mixing(np.arange(number * TABLE, stop))
+        slots = self._slot(places)
+        # A block has many places here: each is computed once.
+        distinct, numbers = np.unique(slots, return_inverse=True)
+        return (
+            self._blocks(distinct)[numbers] * self._size + places - self._start(slots)
+        )
 
 
 _block_order = lru_cache(maxsize=4)(BlockOrder)
-"""Kept, with the positions that were computed last."""
+"""Kept, with the tables that were computed last."""
