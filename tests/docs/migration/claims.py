@@ -112,12 +112,12 @@ def padded(rows):
     return np.array([[*row, *[0] * (longest - len(row))] for row in rows])
 
 
-def pads_rows(new, *_, make=sharded):
+def pads_rows(new, *_):
     """Rows have one length on all ranks. On the longest, only real ranks agree: multiprocess/test_lengths.py."""
 
     def shapes():
         given = DataLoader(RAGGED, batch_size=8, collate_fn=padded)
-        return [list(batch._local_value().shape) for batch in make(given, **new())]
+        return [list(batch._local_value().shape) for batch in sharded(given, **new())]
 
     assert on_each_rank((0, 1), shapes) == dict.fromkeys((0, 1), [[4, 24]] * 3)
 

@@ -2,12 +2,14 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import paddle.distributed as dist
 from paddle.io import DataLoader
 
 import paddle_shard
+from paddle_shard.testing.simulated import on_each_rank
 from tests.docs.migration import DATA, IDS, ODD, case, cut, flat, steps
-from tests.docs.migration.claims import counts_real_rows, pads_rows
+from tests.docs.migration.claims import RAGGED, counts_real_rows, padded
 from tests.helpers import DP2, ONE, local
 
 TRAINERS = "From the trainers of PaddleNLP and PaddleFormers"
@@ -36,14 +38,14 @@ def their_loaders(new, old):
 def nothing_is_read_twice(new, old):
     def trained(global_step, stop=3):
         """The rows of each step of a trainer that saves at each, and resumes from a step."""
-        position, rows = new(), []
+        position, rows = new(1)(), []
         args = SimpleNamespace(
             output_dir=".", ignore_data_skip=False, resume_from_checkpoint=None
         )
         told = args, SimpleNamespace(global_step=global_step), None
         position.on_init_end(*told)
         position.on_train_begin(*told)
-        with paddle_shard.patch_paddle():
+        with new():
             loader = made_by_a_trainer(meshes=ONE, shuffle=True)
         position.on_epoch_begin(*told, train_dataloader=loader)
         for batch in loader:
@@ -84,13 +86,31 @@ def by_another_seed(new, old):
     assert sorted(flat(orders[1])) == IDS
 
 
-@case(TRAINERS, "a collate function that pads to the longest row of a batch")
+def padded_fields(rows):
+    """A collate function of two fields, each padded to the longest row with a value of its own."""
+    tokens = padded(rows)
+    return {"input_ids": tokens, "labels": np.where(tokens, tokens, -100)}
+
+
+@case(
+    TRAINERS,
+    "SFTAutoTrainer with a collate function that pads to the longest row of a batch",
+)
 def one_length_on_all_ranks(new, old):
+    given = DataLoader(RAGGED, batch_size=8, collate_fn=padded_fields)
+
+    def fields():
+        batches = dist.shard_dataloader(given, [DP2], shard_dims="dp")
+        return [
+            (local(batch["input_ids"]), local(batch["labels"])) for batch in batches
+        ]
+
     with new():
-        pads_rows(
-            dict,
-            make=lambda given: dist.shard_dataloader(given, [DP2], shard_dims="dp"),
-        )
+        found = on_each_rank((0, 1), fields)
+    for batch in found[0] + found[1]:
+        tokens, labels = map(np.array, batch)
+        assert tokens.shape == (4, 24)
+        assert (labels == np.where(tokens, tokens, -100)).all()
 
 
-case(TRAINERS, "trainer.evaluate(), a mean over batches")(counts_real_rows)
+case(TRAINERS, "trainer.evaluate(), auto-parallel mode")(counts_real_rows)
