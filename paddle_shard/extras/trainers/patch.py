@@ -36,7 +36,7 @@ def patch_paddle(
 ) -> PaddlePatch:
     """Put this library in place of Paddle's loaders, so that a trainer need not be edited.
 
-    Call it after the trainer is imported and before it is made. It has three effects:
+    Call it after the trainer is imported, before its arguments and the trainer are made. It has three effects:
 
     - `paddle.distributed.shard_dataloader` is this library's, also in modules that have imported it by name.
     - A `paddle.io.DataLoader` that is cut for data ranks, by a `DistributedBatchSampler` or another sampler that knows
