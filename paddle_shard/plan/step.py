@@ -2,8 +2,8 @@
 
 An order yields the global batches of an epoch (`GlobalBatch`). `rank_steps` makes the steps of one rank from them. It
 is the only place where the order, skipped steps (`skip_steps=`), balanced rows (`balance=`) and the rows of a rank come
-together, and so the only place that decides whether a row of data with an index is valid. For a stream, the readers
-decide that (`reading/chunk_reader.py`).
+together. It asks `GlobalBatch.valid`, which `global_batches` of a plan or the user's sampler provides, which rows are
+valid. For a stream, the readers decide that (`reading/chunk_reader.py`).
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class GlobalBatch(NamedTuple):
     take: Callable[[Rows | range], Ids]
     """Returns the ids at some rows of the global batch, which may have gaps and be in any order."""
     valid: Callable[[Rows], Mask] | None = None
-    """Returns which of some such rows are valid; None: all are."""
+    """Returns which of some rows, with gaps and in any order, are valid; None: all are."""
     sampler: SamplerStep = NO_SAMPLER
     """See `Step`."""
 
