@@ -71,27 +71,31 @@ def _is_dense_tensor(value: Any) -> bool:
 
 
 class TurnDigests:
-    """Digests of what a reader has read of a stream that all readers read whole: of the first sample of each turn."""
+    """Digests of what a reader has read of a stream that all readers read whole: of two samples of each turn."""
 
     def __init__(self, turn_size: int = 1, *, apart: bool = False) -> None:
         """Begin a pass.
 
         Args:
-            turn_size: Samples of a turn: a stripe for each part. All readers get to the first sample of each turn.
+            turn_size: Samples of a turn: a stripe for each part. All readers read whole turns.
             apart: True if each sample has a digest of its own. A sample is a whole batch then, and after a resume the
                 workers of one rank do not all begin at one batch.
         """
         self._turn_size = turn_size
         self._apart = apart
         self._turns: deque[tuple[int, int]] = deque()
-        """(turn, digest up to its first sample) of the turns that were read ahead."""
+        """(turn, digest up to it) of the turns that were read ahead."""
         self._read = self._found = 0
 
     def see(self, number: int, samples: Sequence[Any]) -> None:
         """Add consecutive samples of the stream, given the number of the first, which begins a turn."""
-        for offset in range(0, len(samples), self._turn_size):
-            self._read = digest(samples[offset], 0 if self._apart else self._read)
-            self._turns.append(((number + offset) // self._turn_size, self._read))
+        for start in range(0, len(samples), self._turn_size):
+            turn = (number + start) // self._turn_size
+            of_turn = samples[start : start + self._turn_size]
+            # The first one, and another one each time.
+            both = of_turn[0], of_turn[(turn + 1) % len(of_turn)]
+            self._read = digest(both, 0 if self._apart else self._read)
+            self._turns.append((turn, self._read))
 
     def until(self, last: int) -> int:
         """Return the digest up to a turn, which all readers reach; this one may have read further."""
