@@ -118,7 +118,7 @@ class ShardDataloader(PaddleShardDataloader):
             order = f"by weight {dict(zip(plan.ordering.names, weights, strict=True))}, seed {self.seed}"
         elif plan is not None and not plan.ordering.is_identity:
             order = f"shuffle={plan.ordering.name!r}, seed {self.seed}"
-        mesh = dict(zip(row_layout.layout.axes, row_layout.layout.shape, strict=True))
+        mesh = row_layout.layout.sizes
         is_stream = isinstance(self.dataset, Stream)
         entries = [
             repr(self.dataset) if is_stream else type(self.dataset).__name__,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -16,7 +15,7 @@ from paddle_shard.data.generators import generators_of
 from paddle_shard.errors import ArgumentError
 from paddle_shard.loader.rows import LoaderRows
 from paddle_shard.loader.stats import LoaderStats
-from paddle_shard.placement.field import FieldLayout
+from paddle_shard.placement.field import FieldLayout, describe_layouts
 from paddle_shard.placement.lengths import PadTo
 from paddle_shard.placement.placer import BatchPlacer
 from paddle_shard.ranks.rendezvous import hosts_of_ranks, num_ranks
@@ -28,8 +27,6 @@ from paddle_shard.reading.source import Source
 from paddle_shard.run.run import Run
 from paddle_shard.version import VERSION
 
-_MOST_RANKS = 32
-"""Ranks that a message lists."""
 _LOG = logging.getLogger("paddle_shard")
 
 
@@ -133,17 +130,12 @@ def config_of(
         name: Name of the class of the data set, or of what the user gave.
         arguments: Arguments of the user that must be the same as they are.
     """
-    stream = source.stream
-    has_parts = stream is not None and not source.item_is_batch
     config: dict[str, Any] = {
         "data set": name,
         "paddle_shard": VERSION,
-        "meshes": _describe_layouts(placer.layouts),
+        "meshes": describe_layouts(placer.layouts),
         "global batch": source.batch_size,
         "accumulation": source.accumulation,
-        "num_parts": stream.plan.num_parts
-        if stream is not None and has_parts
-        else None,
         "tail": str(source.tail),
         "is_dataset_splitted": source.split,
         **arguments,
@@ -153,24 +145,6 @@ def config_of(
     if not source.split:  # else each data rank has an order and files of its own
         config |= source.batches.fingerprint()
     return config
-
-
-def _describe_layouts(layouts: Sequence[FieldLayout]) -> str:
-    texts = []
-    for layout in layouts:
-        mesh = layout.layout
-        ids = mesh.process_ids
-        ranks = str(list(ids))
-        if len(ids) > _MOST_RANKS:
-            digest = zlib.crc32(ranks.encode())
-            ranks = f"{len(ids)} ranks from {ids[0]} to {ids[-1]} (sum {digest:08x})"
-        axes = dict(zip(mesh.axes, mesh.shape, strict=True))
-        dims = {
-            mesh.axes[axis]: f"{dim} balanced" if dim in layout.balanced else dim
-            for axis, dim in layout.dims
-        }
-        texts.append(f"{axes} of {ranks}, dims split {dims}")
-    return " and ".join(dict.fromkeys(texts))
 
 
 def ranks_of(layouts: Sequence[FieldLayout]) -> tuple[int, ...]:
@@ -215,7 +189,7 @@ def warn_if_unsplit(layout: FieldLayout) -> None:
     """Log that the ranks of a data axis get the same rows, which is seldom meant."""
     if layout.num_data_ranks > 1 or layout.global_rank != layout.layout.process_ids[0]:
         return
-    for axis, size in zip(layout.layout.axes, layout.layout.shape, strict=True):
+    for axis, size in layout.layout.sizes.items():
         if axis in ("dp", "data") and size > 1:
             warn_once(
                 f"shard_dims is None: all ranks of the mesh's axis {axis!r} get the same rows, the whole of each "

@@ -83,6 +83,17 @@ class FieldLayout:
         """This process's data rank; defined only if `on_mesh`."""
         return self.layout.data_rank(self.global_rank, self.data_axes)
 
+    def describe(self) -> dict[str, Any]:
+        """Return the mesh and what is split over it: JSON-able."""
+        names = self.layout.axes
+        return {
+            "axes": self.layout.sizes,
+            "process_ids": self.layout.process_ids,
+            "data_axes": self.data_axis_names,
+            "other_dims": {names[axis]: dim for axis, dim in self.dims if dim},
+            "balanced": sorted(self.balanced),
+        }
+
     def slice_of(self, global_rank: int) -> tuple[int, int] | None:
         """Return (number of data ranks, data rank) of any process; None if it is not on the mesh."""
         if global_rank not in self.layout.process_ids:
@@ -166,6 +177,16 @@ class FieldLayout:
             BatchStructureError: See `cut`.
         """
         return from_local(self.cut(rows, path), self.mesh, self.placements)
+
+
+def describe_layouts(layouts: Sequence[FieldLayout]) -> list[dict[str, Any]]:
+    """Return the descriptions of some layouts, each once."""
+    described: list[dict[str, Any]] = []
+    for layout in layouts:
+        description = layout.describe()
+        if description not in described:
+            described.append(description)
+    return described
 
 
 def from_local(tensor: Any, mesh: Any, placements: Sequence[Any]) -> Any:

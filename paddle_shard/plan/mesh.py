@@ -46,6 +46,11 @@ class MeshLayout:
                 f"the sizes make together, got {self}."
             )
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Name of each axis -> its size."""
+        return dict(zip(self.axes, self.shape, strict=True))
+
     def axis_indices(self, axes: Axes, argument: str = "shard_dims") -> tuple[int, ...]:
         """Return the indices of `axes` in the mesh's own order, which is the row-major order of the data.
 

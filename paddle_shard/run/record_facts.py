@@ -9,7 +9,7 @@ import numpy as np
 import paddle
 
 from paddle_shard.core.checks import length_or_none
-from paddle_shard.placement.field import FieldLayout
+from paddle_shard.placement.field import FieldLayout, describe_layouts
 from paddle_shard.plan.shard_plan import BatchSizes
 from paddle_shard.plan.shuffle import VERSION as ORDER_VERSION
 from paddle_shard.plan.skips import Ranges
@@ -74,7 +74,6 @@ def record_facts(
         for name, value in arguments.items()
         if name not in _RECORDED_ELSEWHERE and value is not None
     }
-    meshes = [_mesh(layout) for layout in layouts]
     return {
         "versions": {
             "paddle_shard": VERSION,
@@ -87,24 +86,12 @@ def record_facts(
         "skip_steps": skip_steps,
         "order_of": run.no_order(),
         "dealt": source.costs is not None,
-        "meshes": [
-            mesh for number, mesh in enumerate(meshes) if mesh not in meshes[:number]
-        ],
+        "meshes": describe_layouts(layouts),
         "data_rank": (row_layout.data_rank, row_layout.num_data_ranks)
         if row_layout.on_mesh
         else None,
         "options": options,
         "data": data,
-    }
-
-
-def _mesh(layout: FieldLayout) -> dict[str, Any]:
-    mesh = layout.layout
-    return {
-        "axes": dict(zip(mesh.axes, mesh.shape, strict=True)),
-        "process_ids": mesh.process_ids,
-        "data_axes": layout.data_axis_names,
-        "other_dims": {mesh.axes[axis]: dim for axis, dim in layout.dims if dim},
     }
 
 

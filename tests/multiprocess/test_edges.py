@@ -152,11 +152,11 @@ def test_ranks_of_which_one_could_not_make_its_loader_can_go_on_with_another(of_
         ("batch size", "global batch: 8 on global rank 0, 6 on global rank 1"),
         (
             "mesh",
-            "meshes: {'dp': 2} of [0, 1], dims split {'dp': 0} on global rank 0, {'dp': 2} of [1, 0]",
+            "meshes: [{'axes': {'dp': 2}, 'process_ids': (0, 1), 'data_axes': ('dp',)",
         ),
         (
             "shard_dims",
-            "dims split {'dp': 0} on global rank 0, {'dp': 2} of [0, 1], dims split {} on global rank 1",
+            "on global rank 0, [{'axes': {'dp': 2}, 'process_ids': (0, 1), 'data_axes': (), ",
         ),
         ("seed", "seed: 0 on global rank 0, 1 on global rank 1"),
         ("length", "num_samples: 48 on global rank 0, 40 on global rank 1"),

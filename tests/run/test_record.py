@@ -298,6 +298,7 @@ def test_record_says_who_wrote_it_with_what(run):
             "process_ids": [0, 1, 2, 3],
             "data_axes": ["dp"],
             "other_dims": {},
+            "balanced": [],
         }
     ]
     assert first["plan"]["batch_size"] == 8

@@ -19,7 +19,7 @@ Meshes = Sequence[tuple[MeshLayout, Sequence[str]]]
 
 def shapes_of(meshes: Meshes) -> str:
     """Return the axes and sizes of meshes, such as dp=2,mp=4."""
-    shapes = (zip(mesh.axes, mesh.shape, strict=True) for mesh, _ in meshes)
+    shapes = (mesh.sizes.items() for mesh, _ in meshes)
     return " and ".join(
         ",".join(f"{axis}={size}" for axis, size in shape) for shape in shapes
     )
