@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
-from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -40,17 +39,6 @@ def _ranks_of(
     return [loader._run.ranks]
 
 
-@dataclass
-class _Shared:
-    """The mutable values that a loader shares with the loaders that its calls return."""
-
-    setup: LoaderSetup
-    peeked: tuple[LoaderState, StepPass] | None = None
-    """A position, and the steps from there, whose first batch `dist.to_static` has looked at."""
-    wrap: Callable[[ShardIterator], Any] | None = None
-    """Wraps the next iterator."""
-
-
 class ShardDataloader(PaddleShardDataloader):
     """Batches of a DataLoader as distributed tensors. Make one with `shard_dataloader`.
 
@@ -73,10 +61,14 @@ class ShardDataloader(PaddleShardDataloader):
         """See `shard_dataloader`."""
         # Paddle's constructor is not called: it is what this class puts right.
         source = setup.source
-        self._shared = _Shared(setup)
+        self._setup = setup
         self._run = setup.run
-        self._next_of: tuple[int, ShardIterator] | None = None
-        """The iterator of `next(loader)`, and the run's `first_pass` when it was made: a load begins another."""
+        self._peeked: tuple[LoaderState, StepPass] | None = None
+        """A position, and the steps from there, whose first batch `dist.to_static` has looked at."""
+        self._wrap: Callable[[ShardIterator], Any] | None = None
+        """Wraps the next iterator, as a trainer's callback does."""
+        self._next_iterator: ShardIterator | None = None
+        """The iterator of `next(loader)`."""
         self.given = given
         self.dataset = setup.dataloader.dataset
         self.stats = setup.stats
@@ -96,17 +88,17 @@ class ShardDataloader(PaddleShardDataloader):
     @property
     def _input_keys(self) -> Any:
         """The keys to deliver by iterators that begin from now on. Trainers assign them."""
-        return self._shared.setup.placer.input_keys
+        return self._setup.placer.input_keys
 
     @_input_keys.setter
     def _input_keys(self, keys: Any) -> None:
-        setup = self._shared.setup
+        setup = self._setup
         placer = replace(setup.placer, input_keys=keys)
-        self._shared.setup = replace(setup, placer=placer)
+        self._setup = replace(setup, placer=placer)
 
     def __repr__(self) -> str:
-        source = self._shared.setup.source
-        row_layout = self._shared.setup.row_layout
+        source = self._setup.source
+        row_layout = self._setup.row_layout
         plan = self.plan
         order = "sequential"
         if source.custom_sampler is not None:
@@ -143,22 +135,17 @@ class ShardDataloader(PaddleShardDataloader):
 
     @fails_on_all_ranks(_ranks_of, "iter(loader)")
     def __iter__(self) -> ShardIterator:
-        shared = self._shared
-        iterator = ShardIterator(shared.setup, repr(self), self._take_peeked())
-        if shared.wrap is None:
+        iterator = ShardIterator(self._setup, repr(self), self._take_peeked())
+        if self._wrap is None:
             return iterator
-        wrapped: ShardIterator = shared.wrap(iterator)
-        shared.wrap = None
+        wrapped: ShardIterator = self._wrap(iterator)
+        self._wrap = None
         return wrapped
-
-    def _wrap_next(self, wrap: Callable[[ShardIterator], Any]) -> None:
-        """Have `wrap` replace the next iterator, as a trainer's callback does."""
-        self._shared.wrap = wrap
 
     def _take_peeked(self) -> StepPass | None:
         """Return the steps whose first batch was peeked at, if the run still is where they begin."""
-        peeked = self._shared.peeked
-        self._shared.peeked = None
+        peeked = self._peeked
+        self._peeked = None
         if peeked is None:
             return None
         start, step_pass = peeked
@@ -169,53 +156,44 @@ class ShardDataloader(PaddleShardDataloader):
 
     def _first_batch(self) -> Any:
         """Return the first batch of the current epoch without delivering it."""
-        shared = self._shared
         start = self._run.start()
-        step_pass = self._take_peeked() or begin(shared.setup, start)
-        shared.peeked = (start, step_pass)
+        step_pass = self._take_peeked() or begin(self._setup, start)
+        self._peeked = (start, step_pass)
         try:
             return step_pass.peek()
         except BaseException as error:
             if not isinstance(error, Exception):  # a batch may have been read in part
-                shared.peeked = None
+                self._peeked = None
                 step_pass.close()
             raise
 
     def __call__(self) -> ShardDataloader:
-        """Return this loader with a `next` of its own: the epoch, the position and all else are shared.
-
-        Trainers call the loader once, enumerate the result every epoch, and ask it for what they would ask the loader;
-        `dist.to_static` takes one `next` of it.
-        """
-        other = copy(self)
-        other._next_of = None
-        return other
+        """Return this loader, whose `next` begins again: trainers call the loader once, and iterate the result."""
+        self._next_iterator = None
+        return self
 
     def __next__(self) -> Any:
         """Return the next batch of an iterator that continues from `next` to `next`.
 
-        After its end, or a load, the next call begins another iterator.
+        After its end, a load, or `loader()`, the next call begins another iterator.
         """
         if asked_by_to_static():
-            check_batches_alike(self._shared.setup.source, self.plan)
+            check_batches_alike(self._setup.source, self.plan)
             InlineExecutor.has_static_program = True
             return describe_inputs(self._first_batch)
-        if self._next_of is not None and self._next_of[0] < self._run.first_number:
-            self._next_of[1].close()
-            self._next_of = None
-        if self._next_of is None:
-            self._next_of = (self._run.first_number, iter(self))
+        if self._next_iterator is None:
+            self._next_iterator = iter(self)
         try:
-            return next(self._next_of[1])
+            return next(self._next_iterator)
         except StopIteration:
-            self._next_of = None
+            self._next_iterator = None
             raise
 
     def close(self) -> None:
         """End persistent workers; open iterators keep theirs."""
-        if self._shared.peeked is not None:
-            self._shared.peeked[1].close()
-        self._shared.setup.reading.close()
+        if self._peeked is not None:
+            self._peeked[1].close()
+        self._setup.reading.close()
 
     @property
     def stop_requested(self) -> bool:
@@ -237,7 +215,7 @@ class ShardDataloader(PaddleShardDataloader):
             ...         checkpoints.save(step, model=model, data=loader)
             ...         sys.exit(143)
         """
-        setup = self._shared.setup
+        setup = self._setup
         if not setup.row_layout.on_mesh:
             raise ArgumentError(
                 f"stop_requested: global rank {setup.row_layout.global_rank} is on none of the loader's meshes and "
@@ -295,6 +273,7 @@ class ShardDataloader(PaddleShardDataloader):
                 iterator begins: of other data.
         """
         self._run.resume_from(state, override)
+        self._next_iterator = None
 
     def where(
         self, *, sample: int | tuple[str, int], epoch: int | None = None

@@ -83,7 +83,7 @@ class Run:
         """The loaded state, until an iterator from it has finished."""
         self._steps_known = (0, 0)
         """(epoch, steps of the run before it)."""
-        self.first_number = 0
+        self._first_number = 0
         """Number of the first iterator since a state was loaded: earlier ones do not move the run."""
         self._epoch_set_at = 0
         """Number of the newest iterator when the user last chose the epoch."""
@@ -214,7 +214,7 @@ class Run:
             skipped_steps: Steps skipped after the last delivered batch.
             skipped_samples: Their samples.
         """
-        if progress.number < self.first_number:
+        if progress.number < self._first_number:
             return
         progress.end(skipped_steps, skipped_samples)
         if progress.position.steps == 0:
@@ -289,7 +289,7 @@ class Run:
             ids: The samples in this process's slice of it.
             num_unread: Number of samples of the slice that could not be read.
         """
-        number = self.first_number if self._newest is None else self._newest.number + 1
+        number = self._first_number if self._newest is None else self._newest.number + 1
         if progress.number >= number:
             self._warn_if_begun_again(progress)
             self._newest = progress
@@ -406,7 +406,7 @@ class Run:
         deliveries = EpochDeliveries(resumed.certificate, end=end)
         self._deliveries = {resumed.epoch: deliveries}
         self._newest = None
-        self.first_number = next(numbers)
+        self._first_number = next(numbers)
         self.set_epoch(resumed.epoch, {})
         self._note("resume", resumed, override=sorted(override), passes=reached)
 

@@ -164,23 +164,12 @@ def local(batch):
     return batch[0]._local_value().numpy().tolist()
 
 
-def test_what_a_call_returns_is_the_loader_in_all_but_next():
+def test_what_a_call_returns_is_the_loader():
     loader = sharded(length=8)
     called = loader()
 
     assert isinstance(called, PaddleShardDataloader)
-    assert isinstance(called, paddle_shard.ShardDataloader)
-    for name in (
-        *vars(loader),
-        "batch_sampler",
-        "batch_size",
-        "dataset",
-        "epoch",
-        "_dataloader",
-    ):
-        assert getattr(called, name) is getattr(loader, name) or getattr(
-            called, name
-        ) == getattr(loader, name), name
+    assert called is loader
     called._input_keys = ["x"]  # as a trainer does
     assert loader._input_keys == ["x"]
     loader._input_keys = None
@@ -190,12 +179,12 @@ def test_what_a_call_returns_is_the_loader_in_all_but_next():
     assert len(list(called)) == len(called) == len(loader) == 2
     assert (called.epoch, loader.epoch) == (1, 1)
 
-    a, b = loader(), loader()
-    assert [local(next(a)), local(next(b))] == [local(next(loader))] * 2
+    first = [local(next(loader()))]
+    assert first == [local(next(loader()))], "a call begins again"
     with pytest.raises(StopIteration):
         for _ in range(3):
-            next(a)
-    next(a)  # of a fresh pass
+            next(loader)
+    next(loader)  # of a fresh pass
 
 
 @pytest.mark.parametrize("loads", [0, 1, 2])

@@ -266,7 +266,7 @@ def at_epoch(epoch):
 
 def of_version(version):
     loader = sharded(Numbers(48))
-    loader._shared.setup.config["paddle_shard"] = version
+    loader._setup.config["paddle_shard"] = version
     return loader
 
 

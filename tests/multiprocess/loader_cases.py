@@ -115,10 +115,7 @@ def summary(loader):
         for batch in batches:
             leaves = [batch["id"], batch["noise"], batch["pair"][0], batches.valid]
             shapes = [list(leaf.shape) for leaf in leaves]
-            if (
-                dist.get_rank()
-                not in loader._shared.setup.row_layout.layout.process_ids
-            ):
+            if dist.get_rank() not in loader._setup.row_layout.layout.process_ids:
                 steps.append([shapes])
                 continue
             local = [leaf._local_value().numpy() for leaf in leaves]

@@ -61,7 +61,7 @@ def fail(*_, **__):
 def broken(loader, where):
     """Have `iter(loader)` fail before the ranks agree on the pass, or when they have begun to."""
     if where == "early":
-        loader._shared.setup.reading.start = fail
+        loader._setup.reading.start = fail
     else:
         begin.StepPass = fail
     return iter(loader)

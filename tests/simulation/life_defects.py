@@ -90,7 +90,7 @@ def keeps_the_position(self, progress, *skipped):
 def moved_by_old_iterators(self, saved, override):
     """Iterators that were made before a load move the run."""
     resume_from(self, saved, override)
-    self.first_number = 0
+    self._first_number = 0
 
 
 def forgets_the_cut(self, saved, override):

@@ -149,12 +149,12 @@ class TrainerCallback:
         num_trained = _epochs_counted(args, state, train_dataloader)
         # All of them: none has delivered a batch yet, so the one to be trained on is not known.
         for loader in _loaders_of(train_dataloader):
-            if loader._shared.wrap is not None:
+            if loader._wrap is not None:
                 continue  # the trainer has two of these callbacks
             loader.load_state_dict(position)
             loader.set_epoch(position["epoch"] + position["ended"])
             num_more = max(0, num_trained - loader.epoch)
-            loader._wrap_next(partial(_ResumedEpochs, loader, num_more))
+            loader._wrap = partial(_ResumedEpochs, loader, num_more)
         _load_generators(self._saved.parent)
         self._saved = None
 
