@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from paddle_shard.errors import BatchStructureError, SplitError
+from paddle_shard.errors import BatchStructureError
 from paddle_shard.loader import stopping
 from paddle_shard.loader.setup import LoaderSetup
 from paddle_shard.placement.lengths import finished
 from paddle_shard.ranks.batch_check import compare_batches
+from paddle_shard.ranks.reports import differences
 from paddle_shard.reading.batch import Batch
 
 _EXCHANGE_SECONDS = 1.0
@@ -26,9 +27,9 @@ class StepMessages:
 
     A message is a dict with some of these entries:
 
-    - "shapes": the dtype and shape of a row, when they change. If only they differed between ranks, the global batch
-      would be ragged and no rank could see it. With `pad_to`, all ranks pad their rows to the longest.
-    - "rows": the number of rows, when it changes, if each rank has rows of its own. All must have as many.
+    - "form": the number of rows, if each rank has rows of its own, and the dtype and shape of a row, when they change.
+      If they differed between ranks, the global batch would be ragged and no rank could see it. With `pad_to`, all
+      ranks pad their rows to the longest.
     - "skipped": the rows that the rank could not read (`on_error="skip"`), so that all ranks that hold them mark them
       invalid.
     - "read": a summary of the batch, if the ranks compare this step's.
@@ -44,14 +45,11 @@ class StepMessages:
         """
         self._setup = setup
         self._pad_to = setup.placer.pad_to
-        self._is_split = setup.source.split
-        self._holds_rows = setup.row_layout.on_mesh or not self._is_split
-        """True if this rank's rows are in the global batch. False: it reads rows that no rank uses."""
+        # Rows that stay local are not joined, so ranks may have more of them or fewer.
+        self._joins_own_rows = setup.source.split and not setup.placer.local
         self._sent_recipe: Any = None
-        self._sent_shapes: Any = None
-        self._sent_rows: int | None = None
-        self._shapes: dict[int, Any] = {}
-        self._rows: dict[int, int] = {}
+        self._sent_form: Any = None
+        self._forms: dict[int, Any] = {}
         self._sent_stop = False
         self._is_first_rank = setup.row_layout.global_rank == min(setup.ranks)
         self._is_asked_for_time = False
@@ -62,8 +60,7 @@ class StepMessages:
             "time": self._on_time,
             "skipped": self._on_skipped,
             "read": self._on_read,
-            "rows": self._on_rows,
-            "shapes": self._on_shapes,
+            "form": self._on_form,
         }
 
     def compose(self, batch: Batch) -> str | None:
@@ -84,23 +81,15 @@ class StepMessages:
         if recipe is not None:
             if recipe is not self._sent_recipe:
                 self._sent_recipe = recipe
-                self._describe_form(batch, message)
-            if batch.is_skipped is not None and self._holds_rows:
+                num_rows = batch.num_rows if self._joins_own_rows else None
+                form = [num_rows, recipe.row_shapes]
+                if form != self._sent_form:
+                    self._sent_form = message["form"] = form
+            if batch.is_skipped is not None:
                 message["skipped"] = recipe.rows.read[batch.is_skipped].tolist()
             if batch.summary is not None:
                 message["read"] = batch.summary
         return json.dumps(message) if message else None
-
-    def _describe_form(self, batch: Batch, message: dict[str, Any]) -> None:
-        shapes = batch.placed.row_shapes
-        is_used = self._holds_rows or self._pad_to is None
-        if is_used and shapes != self._sent_shapes:
-            self._sent_shapes = message["shapes"] = shapes
-        # Rows that stay local are not joined, so ranks may have more of them or fewer.
-        has_own_rows = self._is_split and self._holds_rows
-        has_own_rows = has_own_rows and not self._setup.placer.local
-        if has_own_rows and batch.num_rows != self._sent_rows:
-            self._sent_rows = message["rows"] = batch.num_rows
 
     def finish_alone(self, batch: Batch) -> Any:
         """Return what would be delivered if there were no other ranks."""
@@ -116,7 +105,6 @@ class StepMessages:
             received: (global rank, message).
 
         Raises:
-            SplitError: The data is split already, and the ranks' batches have different numbers of rows.
             BatchStructureError: The rows of the ranks do not fit together.
             DifferentDataError: Ranks that have read the same samples hold different data.
         """
@@ -131,7 +119,8 @@ class StepMessages:
             if kind in by_kind:
                 handler(batch, by_kind[kind])
         if self._pad_to is not None and batch.placed is not None:
-            batch.value = finished(batch.value, self._shapes)
+            row_shapes = {rank: shapes for rank, (_, shapes) in self._forms.items()}
+            batch.value = finished(batch.value, row_shapes)
         return batch
 
     def _on_stop(self, batch: Batch, of_ranks: Mapping[int, Any]) -> None:
@@ -144,7 +133,7 @@ class StepMessages:
         self._setup.stats.of_ranks |= of_ranks
 
     def _on_skipped(self, batch: Batch, of_ranks: Mapping[int, Any]) -> None:
-        if batch.placed is None or not self._holds_rows:
+        if batch.placed is None:
             return
         rows = [row for rows in of_ranks.values() for row in rows]
         skipped = np.isin(batch.placed.rows.read, rows)
@@ -157,49 +146,38 @@ class StepMessages:
         if self._setup.compared_ranks is not None:
             compare_batches(of_ranks, self._setup.compared_ranks)
 
-    def _on_rows(self, batch: Batch, of_ranks: Mapping[int, Any]) -> None:
-        self._rows |= of_ranks
-        _check_num_rows(self._rows)
-
-    def _on_shapes(self, batch: Batch, of_ranks: Mapping[int, Any]) -> None:
-        self._shapes |= of_ranks
-        if self._pad_to is None:
-            _check_shapes(self._shapes)
+    def _on_form(self, batch: Batch, of_ranks: Mapping[int, Any]) -> None:
+        self._forms |= of_ranks
+        _check_forms(self._forms, ignores_shapes=self._pad_to is not None)
 
 
-def _check_num_rows(rows_of_ranks: Mapping[int, int]) -> None:
-    if len(set(rows_of_ranks.values())) > 1:
-        raise SplitError(
-            "the data is split already, and the ranks' batches have different numbers of rows, by global rank: "
-            f"{dict(sorted(rows_of_ranks.items()))}. Give "
-            "every data rank as many rows at each step; a last batch that is short is filled with tail='fill', or "
-            "left out with tail='drop', if the batch_sampler has a batch_size by which it is known to be short."
+def _check_forms(
+    forms: Mapping[int, tuple[int | None, Any]], *, ignores_shapes: bool
+) -> None:
+    """Check that the rows of all ranks fit together.
+
+    Args:
+        forms: Global rank -> (number of rows, `BatchRecipe.row_shapes`).
+        ignores_shapes: True if the rows will be padded.
+    """
+    texts = {}
+    for rank, (num_rows, shapes) in sorted(forms.items()):
+        texts[rank] = {"number of rows": str(num_rows)}
+        if not ignores_shapes:
+            for path, (kind, *row) in shapes.items():
+                texts[rank][path or "batch"] = f"{kind}{row}"
+    first, *others = texts.values()
+    if any(other != first for other in others):
+        raise BatchStructureError(
+            "the rows that the ranks have read do not fit together into a global batch. They differ in the dtype and "
+            f"shape of a row, or in their number: {differences(texts)}. {_FIXES}"
         )
 
 
-def _check_shapes(shapes_of_ranks: Mapping[int, Mapping[str, Any]]) -> None:
-    first, *others = shapes_of_ranks.values()
-    differing = {
-        path
-        for shapes in others
-        for path in {**first, **shapes}
-        if shapes.get(path) != first.get(path)
-    }
-    if not differing:
-        return
-    texts = []
-    for rank, shapes in sorted(shapes_of_ranks.items()):
-        rows = [(path, *shapes[path]) for path in shapes if path in differing]
-        fields = ", ".join(f"{path} {kind}{row}".lstrip() for path, kind, *row in rows)
-        texts.append(f"global rank {rank}: {fields}")
-    raise BatchStructureError(
-        "the rows that the ranks have read do not fit together into a global batch. Dtype and shape of a row "
-        f"in the fields that differ: {'; '.join(texts)}. {_FIXES}"
-    )
-
-
 _FIXES = (
-    "All ranks need the same fields, dtypes and shapes of a row. Rows that a collate_fn pads to the longest: give "
+    "All ranks need the same fields, dtypes, shapes of a row and, if each has rows of its own, as many of them: a last "
+    "batch that is short is filled with tail='fill', or left out with tail='drop', if the batch_sampler has a "
+    "batch_size. Rows that a collate_fn pads to the longest: give "
     "shard_dataloader pad_to={field: ('longest', value)}, pad to a fixed length, or make whole global batches, which "
     "every rank reads: .batch(B).map(collate_fn) of a Stream, or items that are batches. A field with rows of its own, "
     "as one for each pair of a packed sample: fill it up to a number that all batches have."

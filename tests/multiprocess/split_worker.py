@@ -66,7 +66,10 @@ def outcome(numbers, kind=Numbers, given=None, shape=(2, 2), **sampler):
         return [
             [batch.shape[0], batch._local_value().numpy().tolist()] for batch in loader
         ]
-    except paddle_shard.errors.SplitError as error:
+    except (
+        paddle_shard.errors.SplitError,
+        paddle_shard.errors.BatchStructureError,
+    ) as error:
         return str(error)
 
 

@@ -57,11 +57,11 @@ REFUSED = {
     ),
     "not padded, workers": (
         0,
-        ["global rank 0: ['ids'] int64[3]", "pad_to={field: ('longest', value)}"],
+        ["['ids']: int64[3] on global rank 0", "pad_to={field: ('longest', value)}"],
     ),
     "not padded, stream": (
         0,
-        ["global rank 0: ['ids'] int64[3]", "pad_to={field: ('longest', value)}"],
+        ["['ids']: int64[3] on global rank 0", "pad_to={field: ('longest', value)}"],
     ),
 }
 """Case -> (steps that are delivered before it is refused, what the error says)."""

@@ -18,7 +18,7 @@ def test_rows_of_another_shape_and_rows_that_one_replica_could_not_read_are_know
     told = one.pop("own rows")
     assert "step 1" in told
     assert (
-        "global rank 0: [1] float32, 1 rows of [2]; global rank 1: [1] float32, 2 rows of [2]. "
+        "[1]: float32, 1 rows of [2] on global rank 0, float32, 2 rows of [2] on global rank 1. "
         in told
     )
     assert "fill it up" in told
@@ -26,7 +26,7 @@ def test_rows_of_another_shape_and_rows_that_one_replica_could_not_read_are_know
         assert steps == 2, case
         assert "step 2" in error, case
         assert (
-            "global rank 0: [0] float32[3]; global rank 1: [0] float32[5]" in error
+            "[0]: float32[3] on global rank 0, float32[5] on global rank 1" in error
         ), case
         assert masks[1] == [4.0, None, None, None], (
             case
