@@ -62,13 +62,11 @@ def begin(setup: LoaderSetup, start: LoaderState) -> StepPass:
         )
         if setup.reading.num_workers:  # they read before the first batch is requested
             feed.fill(0, in_thread=False)
-        has_messages = not setup.is_alone or setup.placer.pad_to is not None
         return StepPass(
             feed,
             agreement,
             place=place,
-            num_steps=steps.number,
-            messages=StepMessages(setup) if has_messages else None,
+            messages=StepMessages(setup),
             compares=steps.are_compared,
             num_ahead=setup.prefetch,
             profiler=setup.stats.profiler,

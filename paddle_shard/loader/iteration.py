@@ -155,7 +155,7 @@ class ShardIterator:
         self.close()
         if isinstance(error, StopIteration):
             try:
-                run.finished(self._progress, *self._steps.skipped_at_end())
+                run.finished(self._progress, *self._steps.feed.skipped_at_end())
             except Exception as failure:  # of the user's sampler
                 report_failure("the end of its loop failed", failure, self._setup.ranks)
                 raise

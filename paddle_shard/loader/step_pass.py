@@ -34,7 +34,6 @@ from paddle_shard.reading.worker_guards import signals_held
 
 _JOIN_SECONDS = 1.0
 """Seconds that closing waits for a read that cannot be interrupted. Its thread then ends by itself later."""
-_STOP = object()
 
 
 class Feed:
@@ -58,7 +57,7 @@ class Feed:
         """
         self._steps: Iterator[Step] | None = steps
         self.executor = executor
-        self._num_steps = num_steps
+        self.num_steps = num_steps
         self._skipped_at_end = (0, 0)
         self.on_training_thread = on_training_thread
         self._made: deque[Step] = deque()
@@ -119,11 +118,10 @@ class StepPass:
         agreement: Agreement | None,
         *,
         place: Callable[[Batch], Batch],
-        num_steps: int | None = None,
-        messages: StepMessages | None = None,
+        messages: StepMessages,
         compares: bool = False,
-        num_ahead: int = 2,
-        profiler: Profiler | None = None,
+        num_ahead: int,
+        profiler: Profiler,
     ) -> None:
         """Initialize; reading begins with the first batch.
 
@@ -131,21 +129,19 @@ class StepPass:
             feed: Submits the steps to the executor that reads them.
             agreement: The agreement of the ranks; None: this rank is alone.
             place: Returns the placed batch; it raises `StopIteration` if the epoch ends before it.
-            num_steps: Number of steps; None: the end shows when it comes.
-            messages: What the ranks send each other with a step; None: nothing.
+            messages: What the ranks send each other with a step.
             compares: True if the ranks compare digests of what they have read or drawn.
             num_ahead: Batches that a thread keeps ready; 0: no thread reads.
-            profiler: Samples what is waited for; None: nothing does.
+            profiler: Samples what is waited for.
         """
-        self._feed = feed
+        self.feed = feed
         self._executor = feed.executor
         self._agreement = agreement
         self._place = place
-        self._num_steps = num_steps
         self._messages = messages
-        self._compares = compares and agreement is not None
+        self._compares = compares
         self._num_ahead = num_ahead
-        self._profiler = Profiler() if profiler is None else profiler
+        self._profiler = profiler
         self._process = os.getpid()
         # One step more than is needed, so that the ranks agree on it while the model computes.
         self._most_ahead = int(agreement is not None and num_ahead > 0)
@@ -162,13 +158,10 @@ class StepPass:
         """True if nothing more will be read."""
 
         self._thread: threading.Thread | None = None
-        self._room: SimpleQueue[Any] = SimpleQueue()
-        """An entry for each batch that the thread may read, or `_STOP`."""
+        self._room: SimpleQueue[None] = SimpleQueue()
+        """An entry for each batch that the thread may read, and one to end it."""
         self._room_until = 0
         """The thread has room for the steps before this one."""
-
-    def __iter__(self) -> StepPass:
-        return self
 
     def __next__(self) -> Batch:
         """Return the next batch; it is not placed if nothing could be read for it.
@@ -199,7 +192,7 @@ class StepPass:
             self._make_room(step + 1)
         if batch.finish is not None:
             self._finish(batch)
-        if self._agreement is not None and self._messages is not None:
+        if self._agreement is not None:
             batch = self._messages.apply(batch, self._agreement.take_notes(step))
         return batch
 
@@ -244,10 +237,6 @@ class StepPass:
         self._failure = None
         return failure
 
-    def skipped_at_end(self) -> tuple[int, int]:
-        """Return the (steps, samples) skipped after the last step, once all are delivered."""
-        return self._feed.skipped_at_end()
-
     def peek(self) -> Any:
         """Return the value of the batch that will be delivered first, without delivering it.
 
@@ -264,9 +253,7 @@ class StepPass:
             raise past_end_error()
         if batch.finish is not None:
             self._finish(batch)
-        value = batch.value
-        if self._messages is not None:
-            value = self._messages.finish_alone(copy(batch))
+        value = self._messages.finish_alone(copy(batch))
         return map_leaves(value, lambda leaf, _: leaf)  # Paddle changes the containers
 
     def close(self) -> None:
@@ -283,19 +270,26 @@ class StepPass:
     def _read_here(self, step: int) -> None:
         """Read on the caller's thread until a step can be delivered, or start the thread that reads ahead."""
         wanted = min(step + 1 + self._most_ahead, 2 * step + 1)
-        while not self._is_over and self._announced < wanted:
-            if self._may_start_thread():
-                break
+        while not self._is_over:
+            if self._num_ahead and self._executor.runs_in_thread:
+                self._start_thread()
+                return
+            if self._announced >= wanted:
+                return
             self._read(in_thread=False)
-        if self._may_start_thread():
-            self._start_thread()
 
     def _read(self, *, in_thread: bool) -> Batch | BaseException:
         """Read the next step, announce whether it can be delivered, and return its batch, or why there is none."""
         agreement = self._agreement
+        message = None
         try:
             batch = self._place(self._take(in_thread=in_thread))
-            message = self._compose(batch)
+            if agreement is not None:
+                message = self._messages.compose(batch)
+            elif batch.exhausted:
+                raise StopIteration
+            else:
+                self._messages.finish_alone(batch)
         except BaseException as error:
             self._is_over = True
             if not in_thread and not isinstance(error, Exception):
@@ -315,9 +309,9 @@ class StepPass:
         Raises:
             StopIteration: There is none.
         """
-        if self._taken == self._num_steps:
+        if self._taken == self.feed.num_steps:
             raise StopIteration
-        feed = self._feed
+        feed = self.feed
         feed.fill(self._taken, in_thread=in_thread)
         if feed.failure is not None and feed.num_submitted == self._taken:
             raise feed.failure
@@ -327,16 +321,6 @@ class StepPass:
         batch.is_first = self._taken == 0
         self._taken += 1
         return batch
-
-    def _compose(self, batch: Batch) -> str | None:
-        """Return what the other ranks need of a batch, for the announcement."""
-        if self._agreement is not None:
-            return None if self._messages is None else self._messages.compose(batch)
-        if batch.exhausted:
-            raise StopIteration
-        if self._messages is not None:
-            self._messages.finish_alone(batch)
-        return None
 
     def _announce_end(self, error: BaseException) -> None:
         """Announce that no further step can be delivered: the end, or why."""
@@ -356,11 +340,6 @@ class StepPass:
             agreement.announce(FAIL, report=report_of(error))
 
     # The thread that reads ahead
-
-    def _may_start_thread(self) -> bool:
-        if self._thread is not None or self._is_over or not self._num_ahead:
-            return False
-        return self._executor.runs_in_thread
 
     def _start_thread(self) -> None:
         self._room_until = self._announced
@@ -382,8 +361,8 @@ class StepPass:
         until = step + self._num_ahead
         if self._agreement is not None:
             until = max(until, self._agreement.wanted(step))
-        if self._feed.on_training_thread:
-            self._feed.make(until + self._executor.depth)
+        if self.feed.on_training_thread:
+            self.feed.make(until + self._executor.depth)
         while self._room_until < until:
             self._room_until += 1
             self._room.put(None)
@@ -392,12 +371,13 @@ class StepPass:
         self._profiler.watch(threading.get_ident(), READING_AHEAD)
         num_owed = 0  # batches that were read without room for them
         while not self._is_over:
-            if self._ready.wants_more and not self._feed.on_training_thread:
+            if self._ready.wants_more and not self.feed.on_training_thread:
                 num_owed += 1
             else:
                 self._ready.wake()
                 for _ in range(num_owed + 1):
-                    if self._room.get() is _STOP or self._is_over:
+                    self._room.get()
+                    if self._is_over:
                         return
                 num_owed = 0
             self._read(in_thread=True)
@@ -405,7 +385,7 @@ class StepPass:
     def _stop_thread(self, *, interrupt: bool) -> bool:
         """End the thread; return whether it has ended within a second. Safe from any thread."""
         self._is_over = True
-        self._room.put(_STOP)
+        self._room.put(None)
         thread = self._thread
         if thread is None or thread is threading.current_thread():
             return True

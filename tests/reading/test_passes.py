@@ -1,6 +1,7 @@
 """Reading ahead gives the same as reading each batch when it is asked for."""
 
 import random
+from types import SimpleNamespace
 
 import hypothesis.strategies as st
 import numpy as np
@@ -14,6 +15,7 @@ from paddle_shard.errors import DataReadError
 from paddle_shard.loader.step_pass import Feed, StepPass
 from paddle_shard.plan.step import Step
 from paddle_shard.reading.executor import InlineExecutor
+from paddle_shard.reading.profile import Profiler
 from paddle_shard.reading.reader import HowToRead, IdReader
 from tests.helpers import ONE, sharded
 from tests.trials import trials
@@ -57,7 +59,14 @@ def reading(dataset, sampler_fails_at, skip, collate_fn=None, ahead=0):
     how = HowToRead(generators=generators_of(), seed=7, skip_errors=skip)
     executor = InlineExecutor(IdReader(dataset, collate_fn, how))
     feed = Feed(steps(), executor, None, on_training_thread=False)
-    return StepPass(feed, None, place=copied, num_ahead=ahead)
+    return StepPass(
+        feed,
+        None,
+        place=copied,
+        messages=SimpleNamespace(finish_alone=lambda batch: None),
+        num_ahead=ahead,
+        profiler=Profiler(),
+    )
 
 
 def copied(batch):
@@ -187,10 +196,9 @@ def test_a_collate_fn_may_write_all_its_batches_to_the_same_memory(ahead):
     def collate(samples):
         return np.stack(samples, out=memory)
 
-    found = [
-        batch.value
-        for batch in reading(Rows(10**6, 10**6), None, False, collate, ahead)
-    ]
+    batches = reading(Rows(10**6, 10**6), None, False, collate, ahead)
+    found = [next(batches).value for _ in range(STEPS)]
+    batches.close()
 
     assert [batch.tolist() for batch in found] == [
         [[3 * step + row, 0, 0] for row in range(3)] for step in range(STEPS)
