@@ -21,7 +21,7 @@ from paddle_shard.placement.placer import BatchPlacer
 from paddle_shard.ranks.rendezvous import hosts_of_ranks, num_ranks
 from paddle_shard.ranks.replicas import Replicas
 from paddle_shard.reading.reader import HowToRead
-from paddle_shard.reading.reading import Readers, Reading, StreamReading
+from paddle_shard.reading.reading import Readers, Reading
 from paddle_shard.reading.sample_threads import Threads
 from paddle_shard.reading.source import Source
 from paddle_shard.run.run import Run
@@ -106,17 +106,9 @@ def make_reading(
         of_rank=() if data_rank is None else (data_rank,),
         num_threads=num_threads,
     )
-    stream = source.stream
-    stream_reading = None
-    if stream is not None:
-        stream_reading = StreamReading(
-            stage=stream.stage,
-            num_workers=stream.num_workers,
-            places=stream.places(),
-            even=None if pad_to is None else pad_to.even,
-        )
     # A worker times out before a rank does, so that the other ranks receive the reason.
-    return Reading(dataloader, how, 0.9 * timeout, stream_reading, readers)
+    even = None if pad_to is None else pad_to.even
+    return Reading(dataloader, how, 0.9 * timeout, source.stream, even, readers)
 
 
 def config_of(

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import paddle.io
 
 from paddle_shard.data.external import IterableSource
-from paddle_shard.data.stages.stage import Stage
-from paddle_shard.plan.partition import Rows
 from paddle_shard.reading.batch import Even
 from paddle_shard.reading.chunk_reader import ChunkReader
 from paddle_shard.reading.executor import (
@@ -21,21 +18,8 @@ from paddle_shard.reading.executor import (
     on_cpu,
 )
 from paddle_shard.reading.reader import HowToRead, IdReader, Reader
+from paddle_shard.reading.stream_order import StreamOrder
 from paddle_shard.reading.workers import WorkerPool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StreamReading:
-    """Settings for reading a stream."""
-
-    stage: Stage
-    """The stage that opens the parts."""
-    num_workers: int
-    """Number of worker processes; at most as many as parts."""
-    places: Sequence[Rows]
-    """For each part of a step, the places of its rows in the batch."""
-    even: Even | None = None
-    """Pads the rows of several parts to one length; None: they must be alike."""
 
 
 class Readers(Protocol):
@@ -62,7 +46,8 @@ class Reading:
         dataloader: paddle.io.DataLoader,
         how: HowToRead,
         worker_timeout: float,
-        stream: StreamReading | None = None,
+        stream: StreamOrder | None = None,
+        even: Even | None = None,
         readers: Readers | None = None,
     ) -> None:
         """Copy the settings; the user's object is never changed.
@@ -71,11 +56,14 @@ class Reading:
             dataloader: The user's DataLoader, perhaps of a subclass.
             how: What a reader must know of the loader.
             worker_timeout: Seconds after which a worker that has not answered counts as hung.
-            stream: How it is read, if the data is a stream.
+            stream: Its order, if the data is a stream.
+            even: Pads the rows of several parts of a stream to one length; None: they must be alike.
             readers: What takes the place of worker processes.
         """
         self._how = how
         self._stream = stream
+        self._places = [] if stream is None else stream.places()
+        self._even = even
         self._worker_timeout = worker_timeout
         self._make_pool: Callable[..., WorkerPool] = (
             WorkerPool if readers is None else readers.pool
@@ -86,14 +74,13 @@ class Reading:
         self.dataloader._iterator = None
         # Paddle's own shard_dataloader does this, too, but to the user's object.
         self.dataloader.pin_memory = False
-        self.num_workers = (stream or dataloader).num_workers
+        # A stream may have no length, and so no truth value.
+        self.num_workers = (dataloader if stream is None else stream).num_workers
 
     def start(self) -> Executor:
         """Start to read a new epoch iterator, in this process or in workers; any number may be open at once."""
         dataloader = self.dataloader
         stream = self._stream
-        places: Sequence[Rows] = ()
-        even = None
         reads_all = False
         if stream is None:
             reader = self._id_reader()
@@ -101,8 +88,6 @@ class Reading:
             reader = ChunkReader(
                 stream.stage, dataloader.dataset, dataloader.collate_fn, self._how
             )
-            places = stream.places
-            even = stream.even
             reads_all = isinstance(stream.stage.source, IterableSource)
         if not self.num_workers:
             return InlineExecutor(reader)
@@ -116,7 +101,7 @@ class Reading:
                 worker_timeout=self._worker_timeout,
                 reads_all=reads_all,
             )
-        return WorkerExecutor(pool, self._idle, places, even)
+        return WorkerExecutor(pool, self._idle, self._places, self._even)
 
     def _id_reader(self) -> Reader:
         dataloader = self.dataloader
