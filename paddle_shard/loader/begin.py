@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 from paddle_shard.core.checks import length_or_none
@@ -13,7 +14,7 @@ from paddle_shard.data.identity import (
 )
 from paddle_shard.data.samplers import PlanBatches
 from paddle_shard.errors import ArgumentError, SplitError, UnequalEndsError
-from paddle_shard.loader.placing import Placing, StreamPlacing
+from paddle_shard.loader.placing import Placing, place_stream
 from paddle_shard.loader.setup import LoaderSetup
 from paddle_shard.loader.step_messages import StepMessages
 from paddle_shard.loader.step_pass import Feed, StepPass
@@ -42,7 +43,13 @@ def begin(setup: LoaderSetup, start: LoaderState) -> StepPass:
     steps = _steps_from(setup, start)
     place: Callable[[Batch], Batch] = Placing(setup, start)
     if setup.source.stream is not None:
-        place = StreamPlacing(setup, start, steps.number, place)
+        place = partial(
+            place_stream,
+            policy=setup.source.tail,
+            is_begun=start.samples > 0,
+            num_steps=steps.number,
+            place=place,
+        )
 
     # Workers are forked before the agreement connects to the other ranks in a thread of its own.
     reader = None if setup.replicas.follows else setup.reading.start()
@@ -83,28 +90,24 @@ def begin(setup: LoaderSetup, start: LoaderState) -> StepPass:
 def _steps_from(setup: LoaderSetup, start: LoaderState) -> _Steps:
     """Return the steps of this rank from a position on."""
     source = setup.source
+    batches = source.batches
+    if isinstance(batches, PlanBatches) and batches.data is not None:
+        _check_length(batches)
     stream = source.stream
+    is_own_order = stream is None and batches.plan_of(start) is None
     if stream is not None:
-        num_steps = stream.known_steps(start)
         are_compared = stream.read_by_all
         has_digests = not setup.is_alone or len(stream.chunks) > 1
-        steps = stream.steps(start, compared=has_digests)
     else:
-        batches = source.batches
-        if isinstance(batches, PlanBatches) and batches.data is not None:
-            _check_length(batches)
-        plan = batches.plan_of(start)
-        skips = setup.run.skips(start)
-        num_steps = None
-        if plan is not None:
-            skipped = num_skipped_steps(plan.num_steps, skips, start.steps)
-            num_steps = plan.num_steps - skipped
         # The user's sampler and costs may differ between ranks.
-        are_compared = not source.split and (plan is None or source.costs is not None)
+        are_compared = not source.split and (is_own_order or source.costs is not None)
         has_digests = are_compared and not setup.is_alone
-        steps = batches.steps(start, setup.rows.to_read, skips, compared=has_digests)
+    skips = setup.run.skips(start)
+    steps = batches.steps(start, setup.rows.to_read, skips, compared=has_digests)
+    # The lengths of a user's sampler may be estimates.
+    num_steps = None if is_own_order else batches.known_steps(start)
     if num_steps is not None:
-        num_steps -= start.steps
+        num_steps -= start.steps + num_skipped_steps(num_steps, skips, start.steps)
     return _Steps(steps, num_steps, are_compared)
 
 

@@ -18,6 +18,7 @@ from paddle_shard.loader.setup import LoaderSetup
 from paddle_shard.placement.local_tensor import TensorMaker
 from paddle_shard.plan.state import LoaderState
 from paddle_shard.plan.step import as_ids
+from paddle_shard.plan.tails import Tail
 from paddle_shard.ranks.batch_check import summary
 from paddle_shard.reading.batch import NO_PLACEHOLDER, Batch
 from paddle_shard.reading.digest import WHOLE, digest
@@ -111,60 +112,49 @@ class Placing:
         )
 
 
-class StreamPlacing:
-    """Places the batches of a stream, and ends the iterator as the remainder policy says."""
+def place_stream(
+    batch: Batch,
+    *,
+    policy: Tail,
+    is_begun: bool,
+    num_steps: int | None,
+    place: Callable[[Batch], Batch],
+) -> Batch:
+    """Return a batch of a stream, placed if it holds anything; end the iterator as the remainder policy says.
 
-    def __init__(
-        self,
-        setup: LoaderSetup,
-        start: LoaderState,
-        num_steps: int | None,
-        place: Callable[[Batch], Batch],
-    ) -> None:
-        """Initialize.
+    Args:
+        batch: The batch.
+        policy: The remainder policy.
+        is_begun: True if the iterator does not begin with the epoch.
+        num_steps: Steps of the iterator; None: not known.
+        place: Places a batch.
 
-        Args:
-            setup: Setup of the loader.
-            start: Where the iterator begins.
-            num_steps: Steps that are left; None: not known.
-            place: Places a batch.
-        """
-        self._policy = setup.source.tail
-        self._is_begun = start.samples > 0
-        self._num_steps = num_steps
-        self._place = place
-
-    def __call__(self, batch: Batch) -> Batch:
-        """Return a batch, placed if it holds anything.
-
-        Raises:
-            StopIteration: The epoch ends before it.
-            UnequalEndsError: The parts end at different times, which the policy forbids.
-            DataReadError: Rows are missing that should be there.
-        """
-        if self._num_steps is not None:  # a known end needs no agreement
-            batch.exhausted = batch.value is None and batch.is_empty
-        else:
-            end = self._policy.end_of_stream(
-                is_whole=batch.is_whole, has_new=batch.has_new, is_empty=batch.is_empty
-            )
-            if end == "end":
-                raise StopIteration
-            batch.exhausted = end == "exhausted"
-        if batch.value is not None:
-            return self._place(batch)
-        if not (
-            self._policy.pads and batch.is_empty
-        ):  # only possible if the end was known
-            raise DataReadError(
-                "a part of the stream has fewer samples than its source said it would have, and tail='drop' does not "
-                "make rows up. Count the source again (its index may be of older files)."
-            )
-        if not self._is_begun:
-            raise DataReadError(
-                NO_PLACEHOLDER.format(batch.reason or "every part is empty")
-            )
-        return batch  # resumed past the end: there is nothing to deliver
+    Raises:
+        StopIteration: The epoch ends before it.
+        UnequalEndsError: The parts end at different times, which the policy forbids.
+        DataReadError: Rows are missing that should be there.
+    """
+    if num_steps is not None:  # a known end needs no agreement
+        batch.exhausted = batch.value is None and batch.is_empty
+    else:
+        end = policy.end_of_stream(
+            is_whole=batch.is_whole, has_new=batch.has_new, is_empty=batch.is_empty
+        )
+        if end == "end":
+            raise StopIteration
+        batch.exhausted = end == "exhausted"
+    if batch.value is not None:
+        return place(batch)
+    if not (policy.pads and batch.is_empty):  # only possible if the end was known
+        raise DataReadError(
+            "a part of the stream has fewer samples than its source said it would have, and tail='drop' does not "
+            "make rows up. Count the source again (its index may be of older files)."
+        )
+    if not is_begun:
+        raise DataReadError(
+            NO_PLACEHOLDER.format(batch.reason or "every part is empty")
+        )
+    return batch  # resumed past the end: there is nothing to deliver
 
 
 def _is_list_of_values(value: Any) -> bool:

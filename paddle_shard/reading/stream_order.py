@@ -73,11 +73,14 @@ class StreamOrder(Batches):
 
     # The order
 
-    def steps(self, start: LoaderState, *, compared: bool) -> Iterator[Step]:
+    def steps(
+        self, start: LoaderState, *_for_an_index: Any, compared: bool
+    ) -> Iterator[Step]:
         """Yield the steps of this rank from a position on, forever: who knows the end stops.
 
         Args:
             start: The position.
+            _for_an_index: Further arguments of `IndexBatches.steps`.
             compared: True if the samples are compared with those that other readers of the stream read.
         """
         plan = self.plan
