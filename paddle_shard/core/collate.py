@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Callable, Mapping, Sequence
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
+from paddle_shard.core.checks import listed
 from paddle_shard.core.trees import TEXT, is_sequence, rebuild
 
 _NOT_NUMBERS = "OSUV"
 """Kinds of numpy dtypes that are not numeric."""
 _NUMERIC = (np.ndarray, np.generic, numbers.Number)
-_DTYPE = attrgetter("dtype")
-_OF_PYTHON = {bool, int, float}
-"""Types without a dtype, which fit to several."""
 
 
 class Texts(list[Any]):
@@ -57,8 +54,8 @@ def collate(
         _check_types(samples, TEXT, path)
         return Texts(samples)
     if isinstance(first, _NUMERIC):
-        if not _check_types(samples, _NUMERIC, path) <= _OF_PYTHON:
-            check_dtypes(samples, path)
+        _check_types(samples, _NUMERIC, path)
+        check_dtypes(samples, path)
         rows = stack(samples, path)
         reject_uint16(rows, path)
         return rows
@@ -96,31 +93,18 @@ def collate(
 
 def cannot_stack(samples: Sequence[Any], path: str) -> TypeError:
     """Return the error for samples of types that cannot be stacked, whichever type comes first."""
-    kinds = dict.fromkeys(map(_kind_of, samples))
+    kinds = dict.fromkeys(type(sample).__name__ for sample in samples)
     return TypeError(
         f"cannot stack {' and '.join(kinds)}{_at_field(path)}: give every sample arrays or numbers of one type there "
         "(of Hugging Face: set_transform), leave the field out, or give the loader a collate_fn."
     )
 
 
-def _kind_of(sample: Any) -> str:
-    """Return the type of a sample for an error."""
-    if isinstance(sample, np.ndarray):
-        return f"array of {sample.dtype}"
-    if sample is None:
-        return "NoneType (does __getitem__, or a function in map(), lack a return?)"
-    return type(sample).__name__
-
-
-def _check_types(
-    samples: Sequence[Any], kind: Any, path: str, but: Any = ()
-) -> set[type]:
-    """Return the types of the samples, nearly always one; an error unless all are of this kind."""
-    types = set(map(type, samples))
-    for sample_type in types:
+def _check_types(samples: Sequence[Any], kind: Any, path: str, but: Any = ()) -> None:
+    """Reject samples that are not all of one kind."""
+    for sample_type in set(map(type, samples)):  # nearly always one
         if not issubclass(sample_type, kind) or issubclass(sample_type, but):
             raise cannot_stack(samples, path)
-    return types
 
 
 def reject_uint16(array: Any, path: str) -> None:
@@ -134,11 +118,8 @@ def reject_uint16(array: Any, path: str) -> None:
 
 def check_dtypes(samples: Sequence[Any], path: str) -> None:
     """Reject arrays or tensors of different dtypes: the dtype of a row would depend on the rest of its batch."""
-    try:
-        dtypes = dict.fromkeys(map(_DTYPE, samples))
-    except AttributeError:  # Python's numbers fit several dtypes
-        with_dtype = [sample for sample in samples if hasattr(sample, "dtype")]
-        dtypes = dict.fromkeys(map(_DTYPE, with_dtype))
+    dtypes = dict.fromkeys(getattr(sample, "dtype", None) for sample in samples)
+    dtypes.pop(None, None)  # Python's numbers fit several dtypes
     if len(dtypes) < 2:
         return
     kinds = [getattr(dtype, "kind", "of Paddle") for dtype in dtypes]
@@ -184,5 +165,4 @@ def _at_field(path: str) -> str:
 
 
 def _some(values: Any) -> str:
-    different = list(dict.fromkeys(map(str, values)))
-    return ", ".join(different[:6]) + (", ..." if len(different) > 6 else "")
+    return listed(list(dict.fromkeys(map(str, values))), 6)
