@@ -25,7 +25,7 @@ from paddle_shard.loader.arguments import reject
 from paddle_shard.placement.field import FieldLayout
 from paddle_shard.plan.parts import PartsPlan
 from paddle_shard.plan.state import LoaderState
-from paddle_shard.plan.tails import TAILS, Tail, find_tail
+from paddle_shard.plan.tails import TAILS, find_tail
 from paddle_shard.reading.reading import Readers, shallow_copy
 from paddle_shard.reading.sample_threads import Threads
 from paddle_shard.reading.source import Source
@@ -86,13 +86,6 @@ def _stream_of(given: Any) -> Stream:
         raise ArgumentTypeError(
             f"dataloader is the data set, a {name}; give paddle.io.DataLoader(it, batch_size=...), or "
             "batch_size=None if its items are whole global batches."
-        )
-    if isinstance(given, list | tuple) and any(
-        isinstance(item, paddle.io.DataLoader | paddle.io.Dataset) for item in given
-    ):
-        raise ArgumentTypeError(
-            f"dataloader must be one paddle.io.DataLoader, got a {name} of {len(given)} loaders or data sets. Call "
-            "shard_dataloader for each of them; or mix the data sets, by paddle_shard.Mixture."
         )
     no_batches = (str, bytes, np.ndarray, paddle.Tensor, Mapping)
     is_iterable = hasattr(given, "__iter__") or callable(given)
@@ -180,7 +173,7 @@ def read_stream(
         micro_rows = stage.size
         stage = stage.upstream
     num_workers = dataloader.num_workers
-    split_over = row_layout.num_data_ranks if is_split else None
+    batch_size = None
     if micro_rows is None:
         if num_parts is not None:
             raise ArgumentError(
@@ -188,16 +181,16 @@ def read_stream(
             )
         # If all ranks read the same batches, they end together.
         policy = policy if is_split else TAILS["drop"]
-        order = _order_of_batches(
-            stage,
-            row_layout,
-            policy,
-            num_batches,
-            seed=seed,
-            num_workers=num_workers,
-            split_over=split_over,
+        plan = PartsPlan(
+            batch_size=1,
+            num_parts=1,
+            num_data_ranks=1,
+            tail=policy,
+            num_batches=num_batches,
         )
-        batch_size = None
+        opened, parts = _whole_items(stage, row_layout, plan, is_split=is_split)
+        # Each of several readers would repeat only its own batches.
+        needs_one_reader = is_split and plan.repeats
     else:
         ranks = (
             1 if is_split else math.lcm(*(layout.num_data_ranks for layout in layouts))
@@ -213,18 +206,21 @@ def read_stream(
             tail=policy,
             num_batches=num_batches,
         )
+        opened = cut(stage)
         parts = _held_parts([] if is_split else layouts, plan)
+        num_workers = min(num_workers, len(parts))
         # Rows that are not the samples cannot be joined one by one: one reader collates each batch.
-        if has_local_items or any(layout.own_rows for layout in layouts):
-            num_workers = min(1, num_workers)
-        order = StreamOrder(
-            stage=cut(stage),
-            plan=plan,
-            seed=seed,
-            parts=parts,
-            num_workers=_useful_workers(num_workers, len(parts)),
-            split_over=split_over,
-        )
+        has_own_rows = any(layout.own_rows for layout in layouts)
+        needs_one_reader = has_local_items or has_own_rows
+    order = StreamOrder(
+        stage=opened,
+        plan=plan,
+        seed=seed,
+        parts=parts,
+        num_workers=min(1, num_workers) if needs_one_reader else num_workers,
+        whole_items=micro_rows is None,
+        split_over=row_layout.num_data_ranks if is_split else None,
+    )
 
     if (
         order.known_steps(LoaderState()) == 0
@@ -275,40 +271,16 @@ def _micro_rows(dataloader: paddle.io.DataLoader, *, is_split: bool) -> int | No
     return int(rows * getattr(dataloader.batch_sampler, "nranks", 1))
 
 
-def _order_of_batches(
-    stage: Stage,
-    row_layout: FieldLayout,
-    tail: Tail,
-    num_batches: int | None,
-    *,
-    seed: int,
-    num_workers: int,
-    split_over: int | None,
-) -> StreamOrder:
-    """Return the order of a stream whose items are whole batches."""
-    plan = PartsPlan(
-        batch_size=1, num_parts=1, num_data_ranks=1, tail=tail, num_batches=num_batches
-    )
-    parts = (0,)
+def _whole_items(
+    stage: Stage, row_layout: FieldLayout, plan: PartsPlan, *, is_split: bool
+) -> tuple[Stage, tuple[int, ...]]:
+    """Return the stage that opens a stream whose items are whole batches, and the parts that this rank holds."""
     if isinstance(stage, ExternalSource):
-        parts = (row_layout.data_rank if row_layout.on_mesh else 0,)
-    elif num_batches is None or split_over is not None:
-        stage = Stripe(stage)
-    else:  # all ranks read the same: it is repeated before it is cut for the workers
-        stage = Stripe(Repeat(stage))
-    if split_over is not None and plan.repeats:
-        num_workers = min(
-            1, num_workers
-        )  # each of several would repeat only its own batches
-    return StreamOrder(
-        stage=stage,
-        plan=plan,
-        seed=seed,
-        parts=parts,
-        num_workers=num_workers,
-        whole_items=True,
-        split_over=split_over,
-    )
+        return stage, (row_layout.data_rank if row_layout.on_mesh else 0,)
+    if plan.num_batches is not None and not is_split:
+        # All ranks read the same: it is repeated before it is cut for the workers.
+        stage = Repeat(stage)
+    return Stripe(stage), (0,)
 
 
 def _held_parts(layouts: Sequence[FieldLayout], plan: PartsPlan) -> tuple[int, ...]:
@@ -323,12 +295,3 @@ def _held_parts(layouts: Sequence[FieldLayout], plan: PartsPlan) -> tuple[int, .
         for part in plan.parts_of(layout.data_rank, layout.num_data_ranks)
     }
     return tuple(sorted(parts)) or tuple(range(plan.num_parts))
-
-
-def _useful_workers(num_workers: int, num_parts: int) -> int:
-    if num_workers > num_parts:
-        warn_once(
-            f"{num_workers} readers, but this rank holds {num_parts} parts of the stream, each of which is read by "
-            "one of them; the others are not started. in_parts() makes more parts."
-        )
-    return min(num_workers, num_parts)

@@ -26,10 +26,6 @@ def loader(data=None, **options):
 
 
 MISTAKES = {
-    "a list of loaders": (
-        lambda rows: loader([DataLoader(Made())]),
-        "got a list of 1 loaders",
-    ),
     "a stream of files without batches": (
         lambda rows: loader(Stream.csv(rows).shuffle(2)),
         r"single samples.* End it with .batch\(rows\)",

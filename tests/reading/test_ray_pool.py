@@ -12,7 +12,7 @@ import paddle
 import pytest
 
 import paddle_shard
-from paddle_shard import RayReaders, Stream
+from paddle_shard import RayReaders
 from paddle_shard.errors import ArgumentError, MissingDependencyError
 from paddle_shard.extras import ray_readers
 from paddle_shard.extras.ray_readers import RayPool
@@ -382,24 +382,3 @@ class Reads:
                     self.settings.reader.read(asked, self.number, is_first=is_first)
                 )
             ]
-
-
-def test_what_is_said_of_too_many_readers_names_them_and_no_workers(
-    monkeypatch, caplog
-):
-    with faked(monkeypatch):
-        for stream in (
-            Stream.of(range(8)).in_parts(2),
-            Stream.of(lambda: iter(range(8))).in_parts(2),
-        ):
-            sharded(
-                paddle.io.DataLoader(stream, batch_size=2),
-                ONE,
-                readers=RayReaders(num=7),
-            )
-
-    assert (
-        "7 readers, but this rank holds 2 parts of the stream, each of which is read by"
-        in caplog.text
-    )
-    assert "worker" not in caplog.text
