@@ -11,6 +11,7 @@ from paddle_shard.errors import ArgumentError, ArgumentTypeError
 from paddle_shard.loader.compat import auto_dp_axis, in_auto_dp_mode
 from paddle_shard.placement.field import from_local
 from paddle_shard.ranks.agreeing import fails_on_all_ranks, groups
+from paddle_shard.ranks.reports import differences
 from paddle_shard.run.run import gathered
 
 
@@ -47,23 +48,19 @@ def gather_valid(values: paddle.Tensor, valid: paddle.Tensor) -> paddle.Tensor:
         ...     right, total = right + int(hits.sum()), total + len(hits)
     """
     values = _with_all_rows(values, valid)
-    placements: list[Any] = []
-    if values.is_dist():
-        placements = [str(placement) for placement in values.placements]
     form = {
-        "shape": list(values.shape),
+        "shape": str(list(values.shape)),
         "dtype": str(values.dtype),
-        "placements": placements,
+        "placements": str(values.placements if values.is_dist() else []),
     }
     (ranks,) = _mesh_ranks(values, valid)
     forms = gathered(form, ranks, None, "gather_valid()")
-    for name, value in form.items():
-        of_ranks = [other[name] for other in forms]
-        if any(other != value for other in of_ranks):
-            raise ArgumentError(
-                f"values must have the same {name} on all data ranks, got {of_ranks}. Give one number for each row, "
-                "or pad the rows to one length."
-            )
+    if any(other != form for other in forms):
+        of_ranks = dict(zip(ranks, forms, strict=True))
+        raise ArgumentError(
+            f"values must be alike on all data ranks, but differ in their {differences(of_ranks)}. Give one number for "
+            "each row, or pad the rows to one length."
+        )
     if (
         in_auto_dp_mode()
     ):  # each data rank has rows of its own, though placements say `Replicate`

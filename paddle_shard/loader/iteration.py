@@ -63,14 +63,11 @@ class ShardIterator:
         self.epoch = self.start.epoch
         self._current: Batch | None = None
         self._failure = ""
-        self._valid: tuple[Batch, Any] | None = None
         place = setup.dataloader.places[0]
         self._maker = TensorMaker(place)
         self._watch = DeviceWatch.of(place)
         # By this Paddle's profiler knows whose reading it times. It keeps it, so it is not this object.
         self._timed = SimpleNamespace(_dataset=setup.dataloader.dataset)
-        self._delivered_at = 0.0
-        """When the newest batch was delivered, by `time.perf_counter`; 0.0: none was."""
         self._counts = setup.stats.begin_pass()
         self._profiler = setup.stats.profiler
         # It does not refer to this object, so that abandoning the iterator ends its workers at once.
@@ -98,7 +95,8 @@ class ShardIterator:
             BatchStructureError: The batch does not fit the meshes.
             PeerLostError: Another rank died, is silent, or has left its loop.
         """
-        if self._progress.closed:
+        progress = self._progress
+        if progress.closed:
             if (
                 self._failure
             ):  # a loop that tries again would take it for the end of the epoch
@@ -110,8 +108,9 @@ class ShardIterator:
         counts = self._counts
         profiler = self._profiler
         asked_at = time.perf_counter()
-        if self._delivered_at:
-            counts.step_seconds += asked_at - self._delivered_at
+        before = progress.delivered_at
+        if before:
+            counts.step_seconds += asked_at - before
             if self._watch is not None:
                 self._watch.step_queued()
         profiler.is_waiting = True
@@ -127,16 +126,16 @@ class ShardIterator:
             self._finish(error)
             raise
         profiler.is_waiting = False
-        if not self._delivered_at:  # after the workers were forked
+        if not before:  # after the workers were forked
             profiler.start()
-        self._delivered_at = delivered_at = time.perf_counter()
+        progress.delivered_at = delivered_at = time.perf_counter()
         counts.wait_seconds += delivered_at - asked_at
         if self._watch is not None and self._watch.is_busy():
             counts.hidden_seconds += delivered_at - asked_at
         counts.add(batch)
         # Last, and in two assignments: a signal's handler may save the state at any moment.
         self._current = batch
-        self._setup.run.delivered(self._progress, batch.step, *batch.delivered_ids)
+        self._setup.run.delivered(progress, batch.step, *batch.delivered_ids)
         return batch.value
 
     def _next_profiled(self) -> Batch:
@@ -181,11 +180,8 @@ class ShardIterator:
             raise PaddleShardError(
                 "valid: no batch has been delivered yet; call next() first."
             )
-        if self._valid is None or self._valid[0] is not batch:
-            recipe = batch.placed
-            mask = recipe.rows.valid(batch.valid(), recipe.last, self._maker)
-            self._valid = (batch, mask)
-        return self._valid[1]
+        recipe = batch.placed
+        return recipe.rows.valid(batch.valid(), recipe.last, self._maker)
 
     def close(self) -> None:
         """End the workers and threads; safe to call again. Abandoning the iterator does it, too."""

@@ -219,17 +219,13 @@ def _check_split(sampler: Any, layouts: Sequence[FieldLayout]) -> int:
         )
     num_data_ranks = sizes.pop()
     num_parts = getattr(sampler, "nranks", num_data_ranks)
-    name = type(sampler).__name__
-    if num_parts != num_data_ranks:
+    data_rank = data_ranks.pop() if data_ranks else None
+    part = getattr(sampler, "local_rank", data_rank)
+    if num_parts != num_data_ranks or (local and part != data_rank):
         raise SplitError(
-            f"the loader's {name} splits the data into nranks={num_parts} parts, but shard_dims gives "
-            f"{num_data_ranks} data ranks. Use num_replicas={num_data_ranks} and the data rank as rank, not the world "
-            "size and the global rank; or give a plain BatchSampler and let this loader split."
-        )
-    if local and getattr(sampler, "local_rank", local[0].data_rank) not in data_ranks:
-        raise SplitError(
-            f"the loader's {name} reads part local_rank={sampler.local_rank}, but global rank {local[0].global_rank} "
-            f"has data rank {local[0].data_rank} on the mesh. Use rank={local[0].data_rank}, or give a plain "
+            f"the loader's {type(sampler).__name__} reads part local_rank={part} of nranks={num_parts}, but shard_dims "
+            f"gives global rank {layouts[0].global_rank} data rank {data_rank} of {num_data_ranks}. Use num_replicas="
+            f"{num_data_ranks} and rank={data_rank}, not the world size and the global rank; or give a plain "
             "BatchSampler and let this loader split."
         )
     return num_data_ranks

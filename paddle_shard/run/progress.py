@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from itertools import count
@@ -93,7 +92,7 @@ class IteratorProgress:
         self.finished = False
         """True if it has come to its end."""
         self.delivered_at = 0.0
-        """When the newest batch was handed to the user, by `time.perf_counter`."""
+        """When the newest batch was handed to the user, by `time.perf_counter`; 0.0: none was."""
         self._segments = segments
         self._owner = owner
         self._num_steps = num_steps
@@ -117,7 +116,6 @@ class IteratorProgress:
             ended = steps == self._num_steps
         num_positions = skipped_samples + step.num_positions
         delivery = _Delivery(ids, num_unread, drawn, num_positions)
-        self.delivered_at = time.perf_counter()
         self._move(delivery, steps, sampler_state, ended=ended)
 
     def end(self, skipped_steps: int, skipped_samples: int) -> None:

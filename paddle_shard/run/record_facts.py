@@ -18,7 +18,7 @@ from paddle_shard.run.run import Run
 from paddle_shard.version import VERSION
 
 _MOST_TEXT = 200
-"""Characters of an argument that is recorded as text."""
+"""Characters of an argument that are recorded."""
 _RECORDED_ELSEWHERE = (
     "dataloader",
     "meshes",
@@ -70,7 +70,7 @@ def record_facts(
     }
     sizes: BatchSizes | None = getattr(source.batches, "sizes", None)
     options = {
-        name: _as_json(value)
+        name: str(value)[:_MOST_TEXT]
         for name, value in arguments.items()
         if name not in _RECORDED_ELSEWHERE and value is not None
     }
@@ -93,8 +93,3 @@ def record_facts(
         "options": options,
         "data": data,
     }
-
-
-def _as_json(value: Any) -> Any:
-    is_plain = isinstance(value, bool | int | float | str)
-    return value if is_plain else repr(value)[:_MOST_TEXT]

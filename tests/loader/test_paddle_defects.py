@@ -315,7 +315,7 @@ def test_a_world_sized_distributed_batch_sampler_is_refused():
     with simulated_rank(1, 4):
         sampler = DistributedBatchSampler(Ids(), 2)
         sampler.nranks, sampler.local_rank = 4, 1
-        text = r"splits the data into nranks=4 parts, but shard_dims gives 2 data ranks\. Use num_replicas=2"
+        text = r"part local_rank=1 of nranks=4, but .* global rank 1 data rank 0 of 2\. Use num_replicas=2"
         with pytest.raises(SplitError, match=text):
             sharded(meshes=four, batch_sampler=sampler)
 
@@ -325,7 +325,7 @@ def test_a_distributed_batch_sampler_of_another_rank_is_refused():
         sampler = DistributedBatchSampler(Ids(), 2, num_replicas=2, rank=0)
         with pytest.raises(
             SplitError,
-            match="reads part local_rank=0, but global rank 1 has data rank 1",
+            match="reads part local_rank=0 of nranks=2, but shard_dims gives global rank 1 data rank 1",
         ):
             sharded(batch_sampler=sampler)
 

@@ -116,7 +116,7 @@ def test_a_mesh_of_ranks_that_the_job_does_not_have_is_refused_on_every_rank(of_
 @pytest.mark.parametrize(
     ("case", "shown"),
     [
-        ("a sampler of another rank", "Use rank=1"),
+        ("a sampler of another rank", "Use num_replicas=2 and rank=1"),
         ("an option", "tail must be"),
         ("an argument", "shard_dataloader has no argument tails="),
         ("on all", "tail must be"),

@@ -78,7 +78,7 @@ def test_data_that_is_not_split_as_was_said_is_refused_on_every_rank(run_case):
             [4, [i + 2 * data_rank, i + 2 * data_rank + 1]] for i in (0, 4)
         ]
         assert (
-            "nranks=4 parts, but shard_dims gives 2 data ranks"
+            f"nranks=4, but shard_dims gives global rank {rank} data rank {data_rank} of 2."
             in report["sampler of the world"]
         )
 

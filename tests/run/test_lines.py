@@ -257,7 +257,7 @@ def test_options_of_any_type_are_in_the_record(tmp_path):
     (line,) = (
         json.loads(one) for one in (tmp_path / "run.jsonl").read_text().splitlines()[:1]
     )
-    assert line["options"]["seed"] == 0
+    assert line["options"]["seed"] == "0"
     assert line["options"]["pad_to"] == "{0: ([128, 256], -1)}"
     assert (line["sizes"], line["dealt"]) == ([[0, 4], [16, 8]], True)
     (found,) = asked("show", tmp_path / "run.jsonl", "--step", 5, "--json")["delivered"]

@@ -303,7 +303,7 @@ def test_record_says_who_wrote_it_with_what(run):
     ]
     assert first["plan"]["batch_size"] == 8
     assert first["versions"].keys() == {"paddle_shard", "paddle", "numpy"}
-    assert first["options"]["seed"] == 5
+    assert first["options"]["seed"] == "5"
     assert first["data"] == {"class": "Mixture", "length": 96}
 
 

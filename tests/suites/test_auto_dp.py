@@ -92,7 +92,8 @@ def test_rows_may_be_of_any_length_on_each_rank_and_fields_of_any_number_of_rows
     assert [len(step[0][0]) for step in other["steps"]] == [7, 2, 4]
     assert [len(step[1]) for step in one["steps"]] == [4, 4, 5]
     assert [
-        "same shape on all data ranks, got [[2, 3], [2, 7]]" in said
+        "differ in their shape: [2, 3] on global rank 0, [2, 7] on global rank 1"
+        in said
         for said in of_ranks("texts, gathered")
     ] == [
         True,
