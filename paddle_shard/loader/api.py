@@ -343,7 +343,7 @@ def shard_dataloader(  # noqa: PLR0913
         rows=LoaderRows(source, placer.layouts, row_layout),
         reading=reading,
         run=run,
-        stats=LoaderStats(sharing.__str__, rank),
+        stats=LoaderStats(rank),
         ranks=ranks,
         config=config_of(
             source,

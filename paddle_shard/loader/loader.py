@@ -26,7 +26,7 @@ from paddle_shard.loader.iteration import (
 from paddle_shard.loader.setup import LoaderSetup
 from paddle_shard.loader.step_pass import StepPass
 from paddle_shard.plan.certificate import Certificate
-from paddle_shard.plan.mixture import Drawn, Mixing
+from paddle_shard.plan.mixture import Drawn
 from paddle_shard.plan.shard_plan import ShardPlan, Where
 from paddle_shard.plan.state import LoaderState
 from paddle_shard.ranks.agreeing import fails_on_all_ranks
@@ -99,36 +99,18 @@ class ShardDataloader(PaddleShardDataloader):
     def __repr__(self) -> str:
         source = self._setup.source
         row_layout = self._setup.row_layout
-        plan = self.plan
-        order = "sequential"
-        if source.custom_sampler is not None:
-            order = type(source.custom_sampler).__name__
-        elif source.stream is not None and not source.item_is_batch:
-            order = f"stream in {source.stream.plan.num_parts} parts"
-        elif plan is not None and isinstance(plan.ordering, Mixing):
-            weights = plan.ordering.segments[0].weights
-            order = f"by weight {dict(zip(plan.ordering.names, weights, strict=True))}, seed {self.seed}"
-        elif plan is not None and not plan.ordering.is_identity:
-            order = f"shuffle={plan.ordering.name!r}, seed {self.seed}"
-        mesh = row_layout.layout.sizes
         is_stream = isinstance(self.dataset, Stream)
+        order = source.batches.fingerprint()
         entries = [
             repr(self.dataset) if is_stream else type(self.dataset).__name__,
-            order,
+            *(f"{name} {value!r:.200}" for name, value in order.items()),
             f"global batch {source.batch_size}",
-            f"tail {source.tail!r}",
             f"split over {list(row_layout.data_axis_names)} = "
-            f"{row_layout.num_data_ranks} data ranks of the mesh {mesh}",
+            f"{row_layout.num_data_ranks} data ranks of the mesh {row_layout.layout.sizes}",
             f"epoch {self.epoch}",
-            self.stats.who_reads,
+            str(self._setup.replicas),
         ]
         return f"{type(self).__name__}({', '.join(filter(None, entries))})"
-
-    def __getattr__(self, name: str) -> Any:
-        hint = ""
-        if name in ("valid", "step"):
-            hint = f". An iterator has it: batches = iter(loader); batches.{name}"
-        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}{hint}")
 
     def __len__(self) -> int:
         return self._run.num_batches()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from paddle_shard.reading.batch import Batch
@@ -100,18 +100,12 @@ class LoaderStats:
         No step waits for data.
     """
 
-    def __init__(self, who_reads: Callable[[], str] = str, rank: int = 0) -> None:
-        """Begin.
-
-        Args:
-            who_reads: Returns which ranks share a reader, in words; empty if none do.
-            rank: This global rank.
-        """
+    def __init__(self, rank: int = 0) -> None:
+        """Begin; `rank` is this global rank."""
         self.epoch = Counts()
         self._closed = Counts()
         self._open: dict[int, Counts] = {}
         """Of passes that may deliver more, by their id."""
-        self._who_reads = who_reads
         self.rank = rank
         self.profiler = Profiler()
         self.of_ranks: dict[int, WaitSummary] = {}
@@ -153,11 +147,6 @@ class LoaderStats:
         slowest = max(summaries, key=lambda rank: _own_wait(summaries[rank]))
         return describe_waits(*summaries[slowest], slowest) or "No step waits for data."
 
-    @property
-    def who_reads(self) -> str:
-        """With `replicas=`: which global rank reads for this one, or which others this one reads for; or empty."""
-        return self._who_reads()
-
     def scalars(self, prefix: str = "data/") -> dict[str, float]:
         """Return the counts of the newest iteration as numbers by name, for `LogWriter.add_scalar` or TensorBoard.
 
@@ -173,12 +162,7 @@ class LoaderStats:
         }
 
     def __repr__(self) -> str:
-        lines = [
-            f"newest iteration: {self.epoch}",
-            f"all: {self.total}",
-            self.who_reads,
-        ]
-        return "\n".join(lines).rstrip()
+        return f"newest iteration: {self.epoch}\nall: {self.total}"
 
 
 def _own_wait(summary: WaitSummary) -> float:

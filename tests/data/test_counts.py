@@ -392,7 +392,7 @@ def test_chosen_num_parts_is_at_most_the_uncounted_files(lengths, parts, tmp_pat
 
     loader = loader_of(Stream.lines(paths, counts=False).map(int))
 
-    assert f"stream in {parts} parts" in repr(loader)
+    assert f"num_parts {parts}," in repr(loader)
 
 
 def test_chosen_num_parts_rejects_ranks_that_do_not_divide_them(tmp_path):

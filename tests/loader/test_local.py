@@ -78,15 +78,6 @@ def test_local_batches_are_refused_by_to_static():
         )
 
 
-def test_loader_without_valid_says_who_has_it():
-    loader = paddle_shard.shard_dataloader(
-        paddle.io.DataLoader(Made(), batch_size=4), ONE, shard_dims="dp"
-    )
-    with pytest.raises(AttributeError, match=r"batches = iter\(loader\)"):
-        _ = loader.valid
-    assert not hasattr(loader, "anything")
-
-
 @pytest.mark.parametrize(
     "options",
     [{"pad_to": {0: ("longest", 0)}}, {"placements": {0: {"dp": 0}}}, {"local": 1}],

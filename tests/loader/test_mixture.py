@@ -398,7 +398,7 @@ def test_stream_schedule_is_not_extended_before_stages_that_count():
         made((80, {"chat": 1})).load_state_dict(first.state_dict())
 
 
-def test_repr_of_a_loader_shows_the_weights_of_a_mixture():
+def test_repr_of_a_loader_shows_the_sources_of_a_mixture():
     loader = make(weights={"web": 2, "code": 1, "chat": 1})
 
-    assert "by weight {'web': 2, 'code': 1, 'chat': 1}" in repr(loader)
+    assert "mixture {'sources': ['web', 'code', 'chat']" in repr(loader)

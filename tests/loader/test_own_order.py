@@ -78,7 +78,7 @@ def test_own_order_is_delivered_in_every_epoch(by_length):
         assert delivered == EXPECTED[by_length]
         assert loader.where(sample=EXPECTED[by_length][5], epoch=epoch).step == 1
     assert loader.certificate().exact
-    assert "shuffle='curriculum'" in repr(loader)
+    assert "shuffle 'curriculum'" in repr(loader)
 
 
 @pytest.mark.parametrize("stop", range(1, 6))

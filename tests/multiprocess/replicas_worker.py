@@ -104,8 +104,8 @@ def reads():
         found[mesh] = [
             steps,
             data.reads,
-            loader.stats.who_reads,
-            loader.stats.who_reads in repr(loader),
+            str(loader._setup.replicas),
+            str(loader._setup.replicas) in repr(loader),
         ]
     data = Samples()
     batches = iter(sharded(given(data, workers=2, persistent_workers=True)))
