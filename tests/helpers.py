@@ -7,6 +7,7 @@ import paddle
 import paddle.distributed as dist
 
 import paddle_shard
+from paddle_shard.plan.state import LoaderState
 
 
 class Made(paddle.io.Dataset):
@@ -36,6 +37,13 @@ def sharded(given, meshes=DP2, dims="dp", **options):
 def local(batch):
     """This rank's rows of a batch that is a tensor."""
     return batch._local_value().numpy().tolist()
+
+
+def indices_of(loader):
+    """This rank's indices of each batch of the present epoch, by the loader's own order."""
+    setup, start = loader._setup, LoaderState(epoch=loader.epoch)
+    steps = setup.source.batches.steps(start, setup.rows.to_read)
+    return [np.asarray(step.ids).tolist() for step in steps]
 
 
 def locals_of(batches):

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
-import numpy as np
 import paddle.io
 from paddle.distributed.auto_parallel.api import (
     ShardDataloader as PaddleShardDataloader,
@@ -50,7 +49,7 @@ class ShardDataloader(PaddleShardDataloader):
         dataset: The data set of the DataLoader.
         batch_size: Number of samples that a data rank reads in a step, before gradient accumulation; None if batches
             differ in size. With a schedule of sizes, that at the start of the run.
-        batch_sampler: This rank's batches of indices, with `set_epoch`.
+        batch_sampler: The sizes of this rank's batches and `set_epoch`, for trainers; it cannot be iterated.
         seed: Seed of the order and of the random numbers of samples.
         timeout: Seconds for which another rank may be silent.
         is_dataset_splitted: True if each data rank reads rows of its own.
@@ -309,7 +308,7 @@ class ShardDataloader(PaddleShardDataloader):
 
 
 class ShardBatchSampler(paddle.io.DistributedBatchSampler):
-    """This rank's batches of indices, as Paddle's own loader shows them to trainers.
+    """What trainers look for in a loader: the sizes of this rank's batches, and `set_epoch`.
 
     `batch_size`, `nranks` and `local_rank` are a data rank's; `set_epoch` is the loader's; other attributes
     are those of the sampler that the loader was given, of whose class it is for `isinstance`, too.
@@ -317,7 +316,6 @@ class ShardBatchSampler(paddle.io.DistributedBatchSampler):
 
     def __init__(self, setup: LoaderSetup, batch_size: int | None) -> None:
         # Not Paddle's: its constructor would look for a rank of its own.
-        self._setup = setup
         self._run = setup.run
         self._given = setup.dataloader.batch_sampler
         self.dataset = setup.dataloader.dataset
@@ -344,21 +342,11 @@ class ShardBatchSampler(paddle.io.DistributedBatchSampler):
         """Samples of all data ranks, as Paddle counts them."""
         return self.num_samples * self.nranks
 
-    def __iter__(self) -> Iterator[list[Any]]:
-        if self._setup.source.stream is not None:
-            raise ArgumentTypeError(
-                "batch_sampler: the samples of a stream have no index. Iterate over the loader itself."
-            )
-        start = self._run.start(self.epoch)
-        epoch_start = LoaderState(epoch=start.epoch, steps_before=start.steps_before)
-        batches = self._setup.source.batches
-        skips = self._run.skips(start)
-        for step in batches.steps(epoch_start, self._setup.rows.to_read, skips):
-            yield (
-                step.ids.tolist()
-                if isinstance(step.ids, np.ndarray)
-                else list(step.ids)
-            )
+    def __iter__(self) -> NoReturn:
+        raise ArgumentTypeError(
+            "batch_sampler: this loader does not read by it. Iterate over the loader itself; loader.plan, and the "
+            "command paddle-shard, show the indices of a step."
+        )
 
     def __len__(self) -> int:
         return self._run.num_batches()

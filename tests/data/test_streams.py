@@ -590,8 +590,8 @@ def test_stream_that_is_shorter_than_its_index_is_an_error():
     assert len(delivered) == 3
 
 
-def test_stream_has_no_indices_for_a_batch_sampler():
-    with pytest.raises(ArgumentTypeError, match="samples of a stream have no index"):
+def test_batch_sampler_of_a_loader_cannot_be_iterated():
+    with pytest.raises(ArgumentTypeError, match="Iterate over the loader itself"):
         list(sharded(Stream.of(range(8))).batch_sampler)
 
 
