@@ -434,13 +434,13 @@ class Run:
     def _no_index(self) -> str | None:
         """Return why samples have no number of their own that all ranks know; None if they have one."""
         source = self._source
-        if source.stream is not None:
-            return "a stream, which has no index"
-        if source.item_is_batch:
-            return "a data set of whole batches (batch_size=None)"
-        if source.split and self.plan is None:
-            return "data that is split already, of which each rank numbers its own"
-        return None
+        has_index = source.stream is None and not source.item_is_batch
+        if has_index and (self.plan is not None or not source.split):
+            return None
+        return (
+            "a stream, whole batches, or data that is split already: samples have no number that all ranks "
+            "know"
+        )
 
     def no_order(self) -> str | None:
         """Return whose order it is, if no plan knows it; None if one does."""
@@ -481,51 +481,37 @@ class Run:
         epoch = self.epoch if last is None else last.epoch
         start = self.start(epoch) if newest is None else newest.start
 
-        # Also for the epoch in which the run stands, for a state that is saved now.
-        epochs = sorted({epoch, self.state().epoch})
-        deliveries = [self._of_epoch(number) for number in epochs]
+        deliveries = self._of_epoch(epoch)
         # A rank that has delivered nothing says so: its replicas must have delivered nothing, too.
         nothing = {} if self._owner is None else {self._owner: Delivered()}
-        accounts_of_ranks = gathered(
-            [
-                (account_to_json(of.loaded), account_to_json({**nothing, **of.since}))
-                for of in deliveries
-            ],
-            self.ranks,
-            self._timeout,
-            "certificate()",
-        )
-        accounts = {
-            number: [
-                (account_from_json(earlier), account_from_json(since))
-                for earlier, since in of_ranks
-            ]
-            for number, *of_ranks in zip(epochs, *accounts_of_ranks, strict=True)
-        }
-
-        drawn_by = f"the loader's {type(self._source.custom_sampler).__name__}"
-        length = self._source.batches.fingerprint().get("num_samples")
-        if length is not None:  # it may have drawn a part of it only
-            drawn_by += f" over a data set of {length}"
+        account = [
+            account_to_json(deliveries.loaded),
+            account_to_json({**nothing, **deliveries.since}),
+        ]
+        accounts = [
+            (account_from_json(earlier), account_from_json(since))
+            for earlier, since in gathered(
+                account, self.ranks, self._timeout, "certificate()"
+            )
+        ]
         certificate = certify(
-            accounts[epoch],
+            accounts,
             epoch,
             self._plan_from(start),
             self.skips(start),
-            deliveries[epochs.index(epoch)].end,
-            drawn_by,
+            deliveries.end,
+            f"the loader's {type(self._source.custom_sampler).__name__}",
         )
 
         # What all ranks have delivered replaces what this one has.
-        for number, of_ranks in accounts.items():
-            before = self._deliveries.get(number, EpochDeliveries())
-            self._deliveries[number] = EpochDeliveries(
-                loaded=merged(of_ranks)[0],
-                iterators=tuple(
-                    (progress, progress.fold()) for progress, _ in before.iterators
-                ),
-                end=before.end,
-            )
+        before = self._deliveries.get(epoch, EpochDeliveries())
+        self._deliveries[epoch] = EpochDeliveries(
+            loaded=merged(accounts)[0],
+            iterators=tuple(
+                (progress, progress.fold()) for progress, _ in before.iterators
+            ),
+            end=before.end,
+        )
         if last is not None:
             self._note("certificate", self._counted(last))
         return certificate

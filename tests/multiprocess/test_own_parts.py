@@ -30,7 +30,7 @@ def test_data_that_differ_by_rank_are_told_and_copies_are_not(tmp_path):
         assert "6 steps" in found["unseeded, resumed"]
         assert "6 steps" in found["shuffled without a seed, resumed"]
         assert "exactly once" in found["sampler"]
-        assert "over a data set of 50 exactly once" in found["sampler"]
+        assert "draws of the loader's" in found["sampler"]
         assert (
             "num_samples: 26 on global rank 0, 25 on global rank 1"
             in found["26 and 25"]
