@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections import deque
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping
 from datetime import datetime, timezone
 from typing import Any
 
@@ -64,11 +62,6 @@ class Recorder:
                         raise ArgumentError(
                             f"record={self.path!r} is a file, but no record of paddle_shard. Choose another name."
                         )
-                    file.seek(0)
-                    self._compare(
-                        [line for line in file if b'"line": "begin"' in line],
-                        facts["fingerprint"],
-                    )
             self._job = self._append("begin", {"format": FORMAT, **facts})
         except ArgumentError:
             raise
@@ -76,21 +69,6 @@ class Recorder:
             raise ArgumentError(
                 f"record={self.path!r} cannot be written ({error}). {_FIX}"
             ) from error
-
-    def _compare(self, begun: Sequence[bytes], fingerprint: Mapping[str, Any]) -> None:
-        """Warn if the newest job of the file had other data, or another order."""
-        # `verify` names a line that was changed.
-        with suppress(ValueError, KeyError, IndexError):
-            before = json.loads(begun[-1])["fingerprint"]
-            now = json.loads(json.dumps(fingerprint))
-            for name in [name for name in before if before[name] != now.get(name)][:1]:
-                _LOG.warning(
-                    "record=%r already has a run of other data, or in another order (its %s: %.60r, and now %.60r). "
-                    "Use one file for each run. A run that continues it with other data, by "
-                    "load_state_dict(override=), belongs in the same file.",
-                    *(self.path, name, before[name], now.get(name)),
-                    stacklevel=caller_level(),
-                )
 
     def note(self, kind: str, **facts: Any) -> None:
         """Write a line; if that is impossible, warn once and write no more.
