@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,7 +9,6 @@ import numpy as np
 import paddle.io
 
 from paddle_shard.core.checks import check_count
-from paddle_shard.core.warn_once import warn_once
 from paddle_shard.data.samplers.user_batches import owner_of, samplers
 from paddle_shard.errors import ArgumentError
 
@@ -57,10 +55,7 @@ class EpochCounter:
             ArgumentError: It is no epoch, or no sampler takes the other arguments.
         """
         epoch = check_count("epoch", epoch, 0)
-        if self._set_samplers(epoch, others) == 0 and others:
-            raise ArgumentError(
-                f"set_epoch: the loader's sampler takes no {sorted(others)}."
-            )
+        self._set_samplers(epoch, others)
         self._assign(epoch)
         return epoch
 
@@ -71,23 +66,13 @@ class EpochCounter:
             self._sampler.epoch = epoch
         self._assign(epoch)
 
-    def _set_samplers(self, epoch: int, others: Mapping[str, Any]) -> int:
-        """Call `set_epoch` of the user's samplers; return how many have one."""
-        num_set = 0
+    def _set_samplers(self, epoch: int, others: Mapping[str, Any]) -> None:
+        """Call `set_epoch` of the user's samplers; the first that has it gets the other arguments."""
         for sampler in samplers(self._sampler):
-            if not callable(getattr(sampler, "set_epoch", None)):
-                continue
-            try:
-                inspect.signature(sampler.set_epoch).bind(epoch, **others)
-            except ValueError:
-                pass  # a method without a signature
-            except TypeError as error:
-                if not others:
-                    warn_once(
-                        f"{type(sampler).__name__}.set_epoch takes other arguments than the epoch ({error}), so it is "
-                        "not called. Let the others have defaults, or call loader.set_epoch(epoch, name=value)."
-                    )
-                    continue
-            sampler.set_epoch(epoch, **others)
-            num_set += 1
-        return num_set
+            if callable(getattr(sampler, "set_epoch", None)):
+                sampler.set_epoch(epoch, **others)
+                others = {}
+        if others:
+            raise ArgumentError(
+                f"set_epoch: the loader's sampler takes no {sorted(others)}."
+            )
