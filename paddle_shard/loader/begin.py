@@ -6,14 +6,12 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
 
-from paddle_shard.core.checks import length_or_none
 from paddle_shard.data.identity import (
     identity_of_files,
     identity_of_samples,
     in_words,
 )
-from paddle_shard.data.samplers import PlanBatches
-from paddle_shard.errors import ArgumentError, SplitError, UnequalEndsError
+from paddle_shard.errors import SplitError, UnequalEndsError
 from paddle_shard.loader.placing import Placing, place_stream
 from paddle_shard.loader.setup import LoaderSetup
 from paddle_shard.loader.step_messages import StepMessages
@@ -91,8 +89,6 @@ def _steps_from(setup: LoaderSetup, start: LoaderState) -> _Steps:
     """Return the steps of this rank from a position on."""
     source = setup.source
     batches = source.batches
-    if isinstance(batches, PlanBatches) and batches.data is not None:
-        _check_length(batches)
     stream = source.stream
     is_own_order = stream is None and batches.plan_of(start) is None
     if stream is not None:
@@ -109,17 +105,6 @@ def _steps_from(setup: LoaderSetup, start: LoaderState) -> _Steps:
     if num_steps is not None:
         num_steps -= start.steps + num_skipped_steps(num_steps, skips, start.steps)
     return _Steps(steps, num_steps, are_compared)
-
-
-def _check_length(batches: PlanBatches) -> None:
-    """Reject data that has another length than when the loader was made."""
-    length = length_or_none(batches.data)
-    planned = batches.plan.num_samples
-    if length not in (None, planned):
-        raise ArgumentError(
-            f"the {type(batches.data).__name__} had {planned} samples when the loader was made, and has {length} now. "
-            "Make a new loader of it."
-        )
 
 
 def _note_identity(setup: LoaderSetup, executor: Executor | None) -> None:

@@ -247,7 +247,7 @@ def _plan_batches(
     if isinstance(dataset, Mixture) and plan.num_served < plan.num_samples:
         warn_once(DROPPED_OF_MIXTURE, plan.num_samples - plan.num_served)
     rows_of = dataset.fingerprint() if isinstance(dataset, Mixture | Packed) else None
-    return PlanBatches(plan, rows_of, schedule, dataset)
+    return PlanBatches(plan, rows_of, schedule)
 
 
 def _user_batches(

@@ -93,7 +93,6 @@ class PlanBatches(IndexBatches):
         plan: ShardPlan,
         packed: dict[str, Any] | None = None,
         sizes: BatchSizes | None = None,
-        data: Any = None,
     ) -> None:
         """Set up.
 
@@ -101,13 +100,11 @@ class PlanBatches(IndexBatches):
             plan: The plan of the data set.
             packed: Fingerprint of the rows of a packed data set, or of the packed sources of a mixture: JSON-able.
             sizes: The batch sizes of the run; None: always that of the plan.
-            data: The data set, whose length the plan has; None: it is not here.
         """
         self._packed = packed or {}
         self.sizes = sizes
         self.balance_rows: BalanceRows | None = None
         self.plan = plan
-        self.data = data
 
     @staticmethod
     def of_run(
