@@ -27,8 +27,8 @@ def collate(
 ) -> Any:
     """Stack samples field by field; the result has the structure of a sample.
 
-    This is what `paddle.io.DataLoader` does without a `collate_fn`, except that namedtuples and subclasses of
-    dict keep their type (Paddle turns them into lists and dicts). A plain tuple becomes a list, as in Paddle.
+    This is what `paddle.io.DataLoader` does without a `collate_fn`, except that namedtuples keep their type, where
+    Paddle makes lists of them. A plain tuple becomes a list, and a subclass of dict a dict, as in Paddle.
 
     Args:
         samples: One or more samples of the same structure: arrays, numbers, strings, and lists, tuples,

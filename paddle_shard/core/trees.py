@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -94,19 +93,13 @@ def named_leaves(
 
 
 def rebuild(like: Any, children: Any) -> Any:
-    """Return children in a container of the same type as `like`, or in a list for a plain tuple or other sequence.
+    """Return children in a dict, a namedtuple of the type of `like`, or a list for another sequence.
 
     Args:
         like: A mapping or a sequence.
         children: A dict for a mapping, a list for a sequence.
     """
     if isinstance(like, Mapping):
-        if isinstance(like, dict) and type(like) is not dict:
-            # A copy keeps the attributes of a subclass, such as a defaultdict's factory.
-            rebuilt = copy.copy(like)
-            rebuilt.clear()
-            rebuilt.update(children)
-            return rebuilt
         return dict(children)
     if isinstance(like, tuple) and hasattr(like, "_make"):
         return like._make(children)
