@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +13,9 @@ from paddle.profiler import RecordEvent
 from paddle.profiler.timer import benchmark
 from paddle.profiler.utils import in_profiler_mode
 
-from paddle_shard.core.trees import named_leaves
-from paddle_shard.core.warn_once import caller_level, warn_once
+from paddle_shard.core.checks import listed
+from paddle_shard.core.trees import leaves
+from paddle_shard.core.warn_once import warn_once
 from paddle_shard.errors import (
     ArgumentError,
     BatchStructureError,
@@ -221,18 +221,11 @@ def _warn_if_uneven(setup: LoaderSetup) -> None:
 
 
 def check_batches_alike(source: Source, plan: ShardPlan | None) -> None:
-    """Reject a last batch of another size, on which a static program fails; warn about a schedule of sizes."""
+    """Reject a last batch of another size, on which a static program fails."""
     if source.batch_size is None or source.split or plan is None:
         return
     rows = plan.num_rows(step=plan.num_steps - 1)
-    sizes = sorted({size for _, size in plan.segments})
-    if len(sizes) > 1:
-        warnings.warn(
-            f"batches have {' and '.join(map(str, sizes))} rows in this epoch: a static program is compiled for one "
-            "size and fails on another. Compile it again when the size changes, or train dynamically.",
-            stacklevel=caller_level(),
-        )
-    elif rows != plan.batch_size:
+    if rows != plan.batch_size:
         raise ArgumentError(
             f"tail={source.tail!r}: the last batch of an epoch has {rows} rows and the others {plan.batch_size}, but "
             "dist.to_static compiles a program for one size, which fails on another. Give shard_dataloader "
@@ -257,24 +250,16 @@ def describe_inputs(first_batch: Callable[[], Any]) -> Any:
         ) from None
     if isinstance(batch, tuple):
         batch = list(batch)  # Paddle takes the label off with pop()
-    if not isinstance(batch, list | dict) or len(batch) < 2:
+    has_fields = isinstance(batch, list | dict) and len(batch) > 1
+    kinds = [type(leaf).__name__ for leaf in leaves(batch)]
+    if not has_fields or not all(map(_is_distributed, leaves(batch))):
         raise BatchStructureError(
-            f"dist.to_static takes batches that are a list or a dict of at least two fields, the label last; "
-            f"this loader's are {type(batch).__name__}"
-            + (f" of {len(batch)}." if isinstance(batch, list | dict) else ".")
-        )
-    # A dict inside the batch counts as a leaf, which is rejected.
-    named = named_leaves(
-        batch, "batch", lambda value: isinstance(value, dict) and value is not batch
-    )
-    others = [
-        path
-        for path, leaf in named
-        if not (isinstance(leaf, paddle.Tensor) and leaf.is_dist())
-    ]
-    if others:
-        raise BatchStructureError(
-            f"dist.to_static takes distributed tensors and lists of them only, but {', '.join(others)} are none. Take "
-            "them out of the batch with a collate_fn, or give to_static an input_spec; leave out local=True."
+            "dist.to_static takes batches that are a list or a dict of at least two fields, the label last, and "
+            f"distributed tensors and lists of them only; this loader's are {type(batch).__name__} of {listed(kinds)}. "
+            "Take other fields out with a collate_fn, or give to_static an input_spec; leave out local=True."
         )
     return batch
+
+
+def _is_distributed(leaf: Any) -> bool:
+    return isinstance(leaf, paddle.Tensor) and leaf.is_dist()
