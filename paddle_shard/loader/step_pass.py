@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import os
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -20,7 +21,6 @@ from paddle_shard.errors import (
     DataReadError,
     PaddleShardError,
 )
-from paddle_shard.loader.batch_queue import BatchQueue
 from paddle_shard.loader.step_messages import StepMessages
 from paddle_shard.plan.step import Step
 from paddle_shard.ranks.agreement import Agreement
@@ -34,6 +34,8 @@ from paddle_shard.reading.worker_guards import signals_held
 
 _JOIN_SECONDS = 1.0
 """Seconds that closing waits for a read that cannot be interrupted. Its thread then ends by itself later."""
+_SHORT_STEP = 2e-4
+"""Seconds of a training loop's step, up to which it reads by itself: handing over a batch takes about 1e-4."""
 
 
 class Feed:
@@ -110,6 +112,7 @@ class StepPass:
 
     Each rank announces what it can deliver, some steps ahead, and delivers a step once all ranks have announced it. A
     thread reads, places and announces ahead, wherever the executor allows it; the training thread only takes batches.
+    While a loop does nothing else, it reads by itself: handing each batch over would take as long as a small batch.
     """
 
     def __init__(
@@ -146,7 +149,7 @@ class StepPass:
         # One step more than is needed, so that the ranks agree on it while the model computes.
         self._most_ahead = int(agreement is not None and num_ahead > 0)
 
-        self._ready: BatchQueue[Batch | BaseException] = BatchQueue()
+        self._ready: SimpleQueue[Batch | BaseException] = SimpleQueue()
         """Batches that can be delivered, then what ends them: a `StopIteration`, or another error."""
         self._first: Batch | BaseException | None = None
         """The first batch, or why there is none, while it is peeked at."""
@@ -157,11 +160,14 @@ class StepPass:
         self._is_over = False
         """True if nothing more will be read."""
 
+        self._delivered_at = time.perf_counter()
+        self._longest_step = 2 * _SHORT_STEP
+        """Seconds of the longest recent step of the training loop; each further step halves it."""
         self._thread: threading.Thread | None = None
         self._room: SimpleQueue[None] = SimpleQueue()
         """An entry for each batch that the thread may read, and one to end it."""
         self._room_until = 0
-        """The thread has room for the steps before this one."""
+        """The thread has room for the steps before this one; what it has no room for, the training thread may read."""
 
     def __next__(self) -> Batch:
         """Return the next batch; it is not placed if nothing could be read for it.
@@ -176,7 +182,9 @@ class StepPass:
                 "makes one of its own: iter(loader)."
             )
         step = self._delivered
-        if self._thread is None:
+        seconds = time.perf_counter() - self._delivered_at
+        self._longest_step = max(seconds, self._longest_step / 2)
+        if self._room_until <= self._announced:  # no other thread reads
             self._read_here(step)
         if self._agreement is not None and not self._agree(self._agreement, step):
             self._end()
@@ -188,12 +196,13 @@ class StepPass:
             raise batch
         self._first = None
         self._delivered = step + 1
-        if self._thread is not None:
+        if self._thread is not None and self._longest_step > _SHORT_STEP:
             self._make_room(step + 1)
         if batch.finish is not None:
             self._finish(batch)
         if self._agreement is not None:
             batch = self._messages.apply(batch, self._agreement.take_notes(step))
+        self._delivered_at = time.perf_counter()
         return batch
 
     def _finish(self, batch: Batch) -> None:
@@ -271,7 +280,7 @@ class StepPass:
         """Read on the caller's thread until a step can be delivered, or start the thread that reads ahead."""
         wanted = min(step + 1 + self._most_ahead, 2 * step + 1)
         while not self._is_over:
-            if self._num_ahead and self._executor.runs_in_thread:
+            if self._may_start_thread():
                 self._start_thread()
                 return
             if self._announced >= wanted:
@@ -297,10 +306,10 @@ class StepPass:
             self._announce_end(error)
             return error
         self._ready.put(batch)
-        self._announced += 1
         if agreement is not None:
             digest = batch.digest if self._compares else None
             agreement.announce(exhausted=batch.exhausted, note=message, digest=digest)
+        self._announced += 1  # last: from now on the other thread may read
         return batch
 
     def _take(self, *, in_thread: bool) -> Batch:
@@ -341,8 +350,11 @@ class StepPass:
 
     # The thread that reads ahead
 
+    def _may_start_thread(self) -> bool:
+        is_wanted = self._thread is None and self._num_ahead > 0
+        return is_wanted and self._executor.runs_in_thread
+
     def _start_thread(self) -> None:
-        self._room_until = self._announced
         self._make_room(self._delivered + 1)
         thread = threading.Thread(
             target=self._read_ahead, name="paddle_shard-ahead", daemon=True
@@ -363,23 +375,17 @@ class StepPass:
             until = max(until, self._agreement.wanted(step))
         if self.feed.on_training_thread:
             self.feed.make(until + self._executor.depth)
+        self._room_until = max(self._room_until, self._announced)
         while self._room_until < until:
             self._room_until += 1
             self._room.put(None)
 
     def _read_ahead(self) -> None:
         self._profiler.watch(threading.get_ident(), READING_AHEAD)
-        num_owed = 0  # batches that were read without room for them
         while not self._is_over:
-            if self._ready.wants_more and not self.feed.on_training_thread:
-                num_owed += 1
-            else:
-                self._ready.wake()
-                for _ in range(num_owed + 1):
-                    self._room.get()
-                    if self._is_over:
-                        return
-                num_owed = 0
+            self._room.get()
+            if self._is_over:
+                return
             self._read(in_thread=True)
 
     def _stop_thread(self, *, interrupt: bool) -> bool:
