@@ -31,8 +31,8 @@ class Chunk(NamedTuple):
     """(row, reason) of samples that could not be read. Such a row holds the data of another sample."""
     reason: str = ""
     """Why missing rows could not be filled."""
-    profile: Mapping[str, float] | None = None
-    """Samples of the worker's work since its last answer, by category (`reading/profile.py`); None: not sampled."""
+    profile: Sequence[str] | None = None
+    """Samples of the worker's work since its last answer, a category each (`reading/profile.py`); None: not sampled."""
     digest: int = 0
     """Digest of what all readers of the stream have read up to here; 0 if each reads its own data."""
 
@@ -64,8 +64,8 @@ class Batch:
     """True if nothing else refers to its arrays, so that tensors may share their memory."""
     is_first: bool = False
     """True for the first step of its epoch iterator."""
-    profile: Mapping[str, float] | None = None
-    """Samples of a worker's work while it read the batch, by category; None: not sampled."""
+    profile: Sequence[str] | None = None
+    """Samples of a worker's work while it read the batch, a category each; None: there are none."""
     finish: Callable[[], Any] | None = None
     """Returns the placed value, if that is left to the thread of the training loop; None: it is placed."""
     num_valid: int = 0

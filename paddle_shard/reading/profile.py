@@ -9,11 +9,12 @@ from __future__ import annotations
 import functools
 import gc
 import os
+import random
 import sys
 import threading
 import time
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, chain, repeat, starmap, takewhile
 from operator import attrgetter
 from types import CodeType, FrameType
@@ -41,8 +42,8 @@ _PERIOD = 0.02
 """Seconds between two samples of a wait."""
 _LONGEST_PERIOD = 0.08
 """Seconds after a sample outside of a wait, at most: a sample takes the interpreter lock from the training thread."""
-_MOST_COUNTS = 1000.0
-"""When there are more, all counts are halved, so that a new cause shows within seconds of waiting."""
+_MOST_SAMPLES = 1000
+"""Number of samples that are kept, so that a new cause shows within seconds of waiting."""
 _SMALLEST_SHARE = 0.05
 """Share of a step below which a wait is not reported."""
 _SMALLEST_CAUSE = 0.1
@@ -92,9 +93,11 @@ class Profiler:
         """Set to False while the training thread is outside this loader; then nothing is sampled. If it always stays
         True, a wait is recognized by its stack alone."""
         self._roles: dict[int, str] = {}
-        self._counts: dict[str, float] = {}
+        self._samples: deque[str] = deque(maxlen=_MOST_SAMPLES)
+        """The category of each of the newest samples."""
         self._num_unresolved = 0
         """Samples of waits for a worker whose answer has not come."""
+        self._random = random.Random(0)  # not the user's generator
         self._run: object = None
         """Identifies the sampling thread that may continue. No lock: a forked child could find it locked."""
 
@@ -120,24 +123,23 @@ class Profiler:
         self._roles[thread_id] = role
 
     def counts(self) -> Counter[str]:
-        """Return the samples by category; the newest ones count most."""
-        return Counter(dict(self._counts)) + Counter({TRANSPORT: self._num_unresolved})
+        """Return the number of the newest samples by category."""
+        return Counter(self._samples.copy()) + Counter(
+            {TRANSPORT: self._num_unresolved}
+        )
 
-    def snapshot(self) -> dict[str, float] | None:
-        """Return and clear a worker's counts; None if there are none. Send it with an answer."""
-        counts = self._counts
-        self._counts = {}
-        return counts or None
+    def snapshot(self) -> list[str]:
+        """Return and clear a worker's samples. Send them with an answer."""
+        samples = list(self._samples)
+        self._samples.clear()
+        return samples
 
-    def merge(self, counts: Mapping[str, float] | None) -> None:
+    def merge(self, samples: Sequence[str]) -> None:
         """Attribute the samples that waited for a worker's answer to what its `snapshot` says."""
-        if not counts or not self._num_unresolved:
-            return
-        num_waited = self._num_unresolved
-        self._num_unresolved -= num_waited
-        total = sum(counts.values())
-        for category, count in counts.items():
-            self._add(category, num_waited * count / total)
+        if samples:
+            num_waited = self._num_unresolved
+            self._num_unresolved -= num_waited
+            self._samples.extend(self._random.choices(samples, k=num_waited))
 
     def _sample_until_stopped(self, run: object) -> None:
         period = _PERIOD
@@ -169,7 +171,7 @@ class Profiler:
                 "wait",
             )
             if not is_idle:
-                self._add(category, 1.0)
+                self._samples.append(category)
             return not is_idle
         stack = _in_wait(stacks.get(TRAINING, []))
         if not stack:
@@ -185,15 +187,8 @@ class Profiler:
         if _is_blocked(stack, category):
             self._num_unresolved += 1
         else:
-            self._add(category, 1.0)
+            self._samples.append(category)
         return True
-
-    def _add(self, category: str, count: float) -> None:
-        counts = self._counts
-        counts[category] = counts.get(category, 0.0) + count
-        if sum(counts.values()) > _MOST_COUNTS:
-            for name in list(counts):
-                counts[name] /= 2
 
 
 def describe_waits(

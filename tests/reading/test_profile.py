@@ -1,6 +1,7 @@
 import gc
 import multiprocessing
 import os
+import random
 import sys
 import threading
 import time
@@ -243,7 +244,7 @@ def test_profiler_ends_with_no_effect_on_a_forked_child():
         if not pid:  # a thread that held a lock at the fork would hang this child
             profiler.counts()
             profiler.snapshot()
-            profiler.merge({"reading": 1.0})
+            profiler.merge(["reading"])
             profiler.stop()
             os._exit(0)
         assert os.waitpid(pid, 0)[1] == 0
@@ -333,21 +334,33 @@ def test_stacks_leave_no_frame_to_the_collector():
 
 def test_merge_attributes_only_what_was_waited_for():
     profiler = Profiler()
-    profiler.merge({"reading": 5.0})
+    profiler.merge(["reading"] * 5)
     assert not profiler.counts()
     profiler._num_unresolved = 4
     assert profiler.counts() == {profile.TRANSPORT: 4}
-    profiler.merge(None)
-    profiler.merge({"reading": 3.0, "augment": 1.0})
-    assert profiler.counts() == {"reading": 3.0, "augment": 1.0}
+    profiler.merge([])
+    profiler.merge(["reading"])
+    assert profiler.counts() == {"reading": 4}
+
+
+def test_merge_keeps_the_shares_and_the_users_generator():
+    random.seed(0)
+    state = random.getstate()
+    profiler = Profiler()
+    profiler._num_unresolved = 800
+    profiler.merge(["reading", "reading", "reading", "augment"])
+    counts = profiler.counts()
+    assert sum(counts.values()) == 800
+    assert 500 < counts["reading"] < 700
+    assert random.getstate() == state
 
 
 def test_counts_follow_a_cause_that_changes():
     profiler = Profiler()
-    for _ in range(100_000):
-        profiler._add("early", 1.0)
-    for _ in range(1_000):
-        profiler._add("late", 1.0)
+    for name in ("early", "late"):
+        for _ in range(1_000):
+            profiler._num_unresolved = 1
+            profiler.merge([name])
     assert profiler.counts().most_common(1)[0][0] == "late"
 
 
