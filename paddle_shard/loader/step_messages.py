@@ -12,7 +12,7 @@ import numpy as np
 from paddle_shard.errors import BatchStructureError
 from paddle_shard.loader import stopping
 from paddle_shard.loader.setup import LoaderSetup
-from paddle_shard.placement.lengths import finished
+from paddle_shard.placement.lengths import PadTo, Row, finished
 from paddle_shard.ranks.batch_check import compare_batches
 from paddle_shard.ranks.reports import differences
 from paddle_shard.reading.batch import Batch
@@ -148,24 +148,26 @@ class StepMessages:
 
     def _on_form(self, batch: Batch, of_ranks: Mapping[int, Any]) -> None:
         self._forms |= of_ranks
-        _check_forms(self._forms, ignores_shapes=self._pad_to is not None)
+        _check_forms(self._forms, self._pad_to)
 
 
 def _check_forms(
-    forms: Mapping[int, tuple[int | None, Any]], *, ignores_shapes: bool
+    forms: Mapping[int, tuple[int | None, Mapping[str, Row]]], pad_to: PadTo | None
 ) -> None:
-    """Check that the rows of all ranks fit together.
+    """Check that the rows of all ranks fit together, if need be padded to one length.
 
     Args:
         forms: Global rank -> (number of rows, `BatchRecipe.row_shapes`).
-        ignores_shapes: True if the rows will be padded.
+        pad_to: What rows are padded to.
     """
+    paths = {path for _, shapes in forms.values() for path in shapes}
+    padded = {path for path in paths if pad_to is not None and pad_to.pad_of(path)}
     texts = {}
     for rank, (num_rows, shapes) in sorted(forms.items()):
         texts[rank] = {"number of rows": str(num_rows)}
-        if not ignores_shapes:
-            for path, (kind, *row) in shapes.items():
-                texts[rank][path or "batch"] = f"{kind}{row}"
+        for path, (kind, *row) in shapes.items():
+            shape = f" of {len(row)} dims" if path in padded else row
+            texts[rank][path or "batch"] = f"{kind}{shape}"
     first, *others = texts.values()
     if any(other != first for other in others):
         raise BatchStructureError(

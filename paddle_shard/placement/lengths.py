@@ -41,21 +41,15 @@ class Unplaced:
     pad: Pad | None
     """Padding of its rows; None: they must have the same length."""
 
-    def placed(self, rows: Mapping[int, Row]) -> Any:
+    def placed(self, rows: Iterable[Row]) -> Any:
         """Return the distributed tensor, given the row of every rank.
 
         Raises:
-            BatchStructureError: The rows do not fit together, or are longer than all sizes.
+            BatchStructureError: The rows are longer than all sizes.
         """
-        forms = {
-            tuple(row) if self.pad is None else (row[0], len(row))
-            for row in rows.values()
-        }
-        if len(forms) > 1:
-            raise _differ(self.path, rows)
         if self.pad is None:
             return self.layout.distributed(self.local, self.path)
-        shape = _longest(row[1:] for row in rows.values())
+        shape = _longest(row[1:] for row in rows)
         if self.pad.sizes and shape:
             sizes = [size for size in self.pad.sizes if size >= shape[0]]
             if not sizes:
@@ -125,22 +119,16 @@ def finished(batch: Any, row_shapes: Mapping[int, Mapping[str, Row]]) -> Any:
 
     Args:
         batch: A batch with `Unplaced` leaves.
-        row_shapes: Global rank -> `BatchRecipe.row_shapes` of that rank's batch.
+        row_shapes: Global rank -> `BatchRecipe.row_shapes` of that rank's batch, which fit together.
 
     Raises:
-        BatchStructureError: The rows do not fit together, or are longer than all sizes; raised on all ranks.
+        BatchStructureError: The rows are longer than all sizes; raised on all ranks.
     """
-    paths = {path for shapes in row_shapes.values() for path in shapes}
-    for path in sorted(paths):  # in one order on all ranks
-        rows = {rank: shapes.get(path, ()) for rank, shapes in row_shapes.items()}
-        if not all(rows.values()):
-            raise _differ(path, rows)
 
     def place(leaf: Any, _: str) -> Any:
         if not isinstance(leaf, Unplaced):
             return leaf
-        path = leaf.path
-        return leaf.placed({rank: rows[path] for rank, rows in row_shapes.items()})
+        return leaf.placed([shapes[leaf.path] for shapes in row_shapes.values()])
 
     return map_leaves(batch, place)
 
@@ -188,13 +176,3 @@ def _is_valid(entry: tuple[Any, Any]) -> bool:
 def _longest(rows: Iterable[Sequence[int]]) -> list[int]:
     """Return the largest size of each dim."""
     return [max(sizes) for sizes in zip(*rows, strict=True)]
-
-
-def _differ(path: str, row_by_rank: Mapping[int, Row]) -> BatchStructureError:
-    shown = "; ".join(
-        f"global rank {rank}: {f'{row[0]}{list(row[1:])}' if row else 'it has none'}"
-        for rank, row in sorted(row_by_rank.items())
-    )
-    return BatchStructureError(
-        f"the rows of field {path} differ between ranks: {shown}. If it is their length, name it in pad_to."
-    )

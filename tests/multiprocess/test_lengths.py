@@ -27,9 +27,8 @@ REFUSED = {
     "no value": (
         0,
         [
-            "field ['labels']",
-            "If it is their length, name it in pad_to",
-            "global rank 0: int64[3]",
+            "pad_to={field: ('longest', value)}",
+            "['labels']: int64[3] on global rank 0",
         ],
     ),
     "no such field": (
@@ -40,15 +39,13 @@ REFUSED = {
     "none on a rank": (
         2,
         [
-            "the rows of field ['weights'] differ between ranks",
-            "global rank 1: it has none",
+            "['weights']: float32 of 1 dims on global rank 0, nothing on global rank 1",
         ],
     ),
     "texts on a rank": (
         2,
         [
-            "the rows of field ['weights'] differ between ranks",
-            "global rank 1: it has none",
+            "['weights']: float32 of 1 dims on global rank 0, nothing on global rank 1",
         ],
     ),
     "not padded": (
