@@ -17,7 +17,6 @@ from paddle_shard.ranks.broadcast import Broadcast, address_of, connected
 from paddle_shard.reading.batch import Batch
 from paddle_shard.reading.channel import Channel
 from paddle_shard.reading.executor import Executor, read_error
-from paddle_shard.reading.failure import ReadFailure
 
 Place: TypeAlias = Callable[[Batch], Batch]
 _LOOK_SECONDS = 0.05
@@ -26,9 +25,6 @@ _PAUSE = 0.005
 """Seconds between two attempts to connect to the leader."""
 _GRACE = 5.0
 """Seconds in which the agreement may say that it is another rank that has not come, before the leader is blamed."""
-
-
-_failure = partial(ReadFailure.of, what="receiving the batch")
 
 
 class LeaderStoppedError(PeerLostError):
@@ -113,10 +109,12 @@ class Subscribing(Executor):
         """
         if not self._steps:
             raise StopIteration
-        batch = self._receive()
-        step = self._steps.popleft()
-        if isinstance(batch, ReadFailure):
-            raise batch.error(step)
+        step = self._steps[0]
+        try:
+            batch = self._receive()
+        except Exception as error:
+            raise read_error(error, step, "receiving the batch") from None
+        self._steps.popleft()
         # A source that has a state of its own is read by the leader only.
         sampler = batch.step.sampler
         batch.step = step._replace(sampler=sampler) if step.parts else step
@@ -129,7 +127,7 @@ class Subscribing(Executor):
         if self._channel is not None:
             self._channel.close()
 
-    def _receive(self) -> Batch | ReadFailure:
+    def _receive(self) -> Batch:
         """Return what the leader has sent next."""
         timeout = self._agreement.terms.timeout
         # First the agreement may name another rank that has not come.
@@ -139,13 +137,11 @@ class Subscribing(Executor):
                 if self._channel is None:
                     self._channel = connected(self._address)
                 if self._channel.wait(_LOOK_SECONDS):
-                    return self._channel.receive(_failure)  # type: ignore[no-any-return]
+                    return self._channel.receive()  # type: ignore[no-any-return]
             # The leader has not begun yet.
             except (BlockingIOError, ConnectionRefusedError):
                 time.sleep(_PAUSE)
-            except (EOFError, OSError):
-                if self._channel is None:
-                    raise
+            except (EOFError, ConnectionError):
                 break
             if time.monotonic() > deadline:
                 raise PeerLostError.of(

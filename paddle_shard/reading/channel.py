@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from paddle_shard.errors import described
 from paddle_shard.reading.serialization import layout, pickled, read, write
 
 HEAD = struct.Struct("<BxxxIQQ")
@@ -94,15 +95,13 @@ class Channel:
         """Wait for a message or for the end of the connection; return whether one of them has come."""
         return bool(self._poll.poll(seconds * 1000))
 
-    def receive(self, failed: Callable[[Exception], Any]) -> Any:
+    def receive(self) -> Any:
         """Return the next message. Only the caller holds its arrays.
-
-        Args:
-            failed: Returns the replacement for a message that cannot be read.
 
         Raises:
             BlockingIOError: No message has come yet.
             EOFError: The other side has closed, and everything that it sent was received.
+            Exception: The message cannot be read. Those after it still can.
         """
         while True:
             try:
@@ -122,16 +121,13 @@ class Channel:
             # Another thread may close this end.
             theirs = self._small[HEAD.size :] if kind == INLINE else self._theirs
             if theirs is None:
-                return failed(
-                    OSError(
-                        errno.EMFILE,
-                        "memory was sent that cannot be mapped; see ulimit -n and -v",
-                    )
-                )
+                text = "memory was sent that cannot be mapped; see ulimit -n and -v"
+                raise OSError(errno.EMFILE, text)
             try:
                 return read(theirs[start : start + size], num_pieces)
-            except Exception as error:
-                return failed(error)
+            except (OSError, EOFError) as error:
+                # Not as it is: it would say that nothing has come, or that the other side has closed.
+                raise ValueError(f"unpickling failed: {described(error)}") from error
 
     def send(self, message: Any) -> None:
         """Send a message.

@@ -68,7 +68,6 @@ def work(
         failure = set_up(number, settings, seed)
         profiler = Profiler()
         profiler.start(role=WORKER)
-        lost = partial(ReadFailure.of, what="receiving the request", worker=number)
         messages: deque[Any] = deque()
         while True:
             try:
@@ -76,15 +75,12 @@ def work(
                 while not messages or (
                     settings.reader.num_threads and channel.wait(0.0)
                 ):
-                    messages.append(channel.receive(lost))
+                    messages.append(channel.receive())
             except EOFError:
                 return
-            message = messages.popleft()
+            request, is_first = messages.popleft()
             answer: Any = failure
-            if isinstance(message, ReadFailure):
-                answer = answer or message
-            elif failure is None:
-                request, is_first = message
+            if failure is None:
                 answer = settings.reader.read(request, number, is_first=is_first)
                 _begin(settings.reader, messages)
             if isinstance(answer, Chunk):
@@ -104,10 +100,10 @@ def work(
 
 def _begin(reader: Reader, messages: Iterable[Any]) -> None:
     """Begin to read the requests of the present epoch iterator."""
-    for message in messages:
-        if isinstance(message, ReadFailure) or message[1]:
+    for request, is_first in messages:
+        if is_first:
             return
-        reader.begin(message[0])
+        reader.begin(request)
 
 
 def set_up(number: int, settings: WorkerSettings, seed: int) -> ReadFailure | None:

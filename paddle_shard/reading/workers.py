@@ -12,7 +12,6 @@ import socket
 import sys
 import time
 import weakref
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -197,20 +196,21 @@ class WorkerPool:
         self._channels = []
 
     def receive(self, number: int) -> Any:
-        """Return the next answer of a worker.
+        """Return the next answer of a worker, or why it cannot be read.
 
         Raises:
             WorkersLostError: A worker has ended or hangs.
         """
-        failed = partial(ReadFailure.of, what="receiving the batch", worker=number)
         channel = self._channels[number]
         waited = 0.0
         while True:
             try:
                 with contextlib.suppress(BlockingIOError):
-                    return channel.receive(failed)
+                    return channel.receive()
             except EOFError:
                 raise self._lost(number) from None
+            except Exception as error:
+                return ReadFailure.of(error, what="receiving the batch", worker=number)
             seconds = min(_LOOK_SECONDS, self.worker_timeout - waited)
             if channel.wait(seconds):
                 continue

@@ -67,8 +67,8 @@ class Follower:
         self.channel = connected(opened.address)
         self.wait, self.close = self.channel.wait, self.channel.close
 
-    def receive(self, failed):
-        found = self.channel.receive(failed)
+    def receive(self):
+        found = self.channel.receive()
         self.opened.taken[self.follower] += 1
         return found
 
@@ -78,7 +78,7 @@ def taken(receiver, seconds=HANG):
     deadline = time.monotonic() + seconds
     while True:
         try:
-            return receiver.receive(fail)
+            return receiver.receive()
         except BlockingIOError:
             assert receiver.wait(max(0.0, deadline - time.monotonic())), "nothing comes"
 
@@ -87,10 +87,6 @@ def has_ended(receiver):
     with pytest.raises(EOFError):
         taken(receiver)
     return True
-
-
-def fail(error):
-    raise error
 
 
 def message_of(number, size):

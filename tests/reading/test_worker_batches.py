@@ -539,6 +539,20 @@ def test_worker_batch_that_cannot_be_received_fails_at_its_step(size, bad):
     assert found == list(range(bad))
 
 
+def test_worker_that_cannot_receive_a_request_ends_with_a_traceback(capfd):
+    ids = {step: [0] for step in range(6)} | {3: [BreaksWhenRead()]}
+    steps = (a_step(number, ids[number]) for number in ids)
+    found = []
+    with reading(lambda step: [np.array([step])], steps) as batches:
+        with pytest.raises(
+            DataReadError, match=r"step 3.*a worker process ended: worker 1 \(exit co"
+        ):
+            found.extend(int(batch[0][0]) for batch in batches)
+        assert next(batches, None) is None
+    assert found == [0, 1, 2]
+    assert "no number" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize(("what", "bad"), [("reading", 5), ("sending the batch", LATE)])
 def test_worker_batch_that_cannot_be_sent_fails_at_its_step(what, bad):
     def work(step):
