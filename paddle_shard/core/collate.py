@@ -107,9 +107,9 @@ def _check_types(samples: Sequence[Any], kind: Any, path: str, but: Any = ()) ->
             raise cannot_stack(samples, path)
 
 
-def reject_uint16(array: Any, path: str) -> None:
+def reject_uint16(leaf: Any, path: str) -> None:
     """Reject an array of uint16: Paddle stores bfloat16 in such arrays, and would read the numbers as its bits."""
-    if array.dtype == np.uint16:
+    if getattr(leaf, "dtype", None) == np.uint16:
         raise TypeError(
             f"{path or 'the batch'} is an array of uint16, which Paddle takes for bfloat16: convert the numbers, for "
             "instance with .astype('int32'), or give bfloat16 as a tensor of Paddle."

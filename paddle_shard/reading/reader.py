@@ -21,7 +21,7 @@ from paddle_shard.core.collate import (
     stack,
 )
 from paddle_shard.core.randomness import Generator
-from paddle_shard.core.trees import leaves, map_leaves, named_leaves
+from paddle_shard.core.trees import leaves, map_leaves
 from paddle_shard.core.warn_once import warn_once
 from paddle_shard.data.arrays import ArrayDataset
 from paddle_shard.data.sample_rng import SampleRng
@@ -383,9 +383,7 @@ def _call_and_check(function: Callable[[Any], Any], samples: Any) -> Any:
     batch = function(samples)
     arrays = [leaf for leaf in leaves(batch) if isinstance(leaf, np.ndarray)]
     if any(array.dtype == np.uint16 for array in arrays):
-        for path, leaf in named_leaves(batch):
-            if isinstance(leaf, np.ndarray):
-                reject_uint16(leaf, path)
+        map_leaves(batch, reject_uint16)
     return batch
 
 
