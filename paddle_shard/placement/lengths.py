@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -79,17 +80,15 @@ class PadTo:
         """
         if pad_to is None:
             return None
-        entries = list(pad_to.items()) if isinstance(pad_to, Mapping) else []
-        if not entries or not all(map(_is_valid, entries)):
+        fields: dict[Any, Pad] = {}
+        with contextlib.suppress(AttributeError, TypeError, ValueError):
+            fields = {key: _pad(key, entry) for key, entry in pad_to.items()}
+        if not fields:
             raise ArgumentError(
                 "pad_to must map a field's key or position to (length, number): 'longest', or the lengths that its "
                 "rows may have, and the number that fills them up, such as {'input_ids': ('longest', 0), 'labels': "
                 f"('longest', -100)}}, or {{0: ([128, 256, 512], -100)}}; got {pad_to!r}."
             )
-        fields = {}
-        for key, (length, value) in entries:
-            sizes = () if length == LONGEST else tuple(np.unique(length).tolist())
-            fields[key] = Pad(f"[{key!r}]", sizes, value)
         return cls(fields)
 
     def fact(self) -> list[str]:
@@ -160,17 +159,22 @@ def check_fill(fill: float, dtype: str, path: str) -> None:
         )
 
 
-def _is_valid(entry: tuple[Any, Any]) -> bool:
-    """Return whether an item of the argument is (field, (length, number))."""
-    pad = entry[1]
-    if not isinstance(pad, tuple) or len(pad) != 2:
-        return False
-    length, value = pad
-    if not isinstance(value, float | int | np.integer | np.floating):
-        return False
-    sizes = length if isinstance(length, list | tuple) else [length]
-    are_sizes = all(type(size) is int and size > 0 for size in sizes)
-    return length == LONGEST or (are_sizes and len(sizes) > 0)
+def _pad(key: Any, entry: Any) -> Pad:
+    """Return the padding that an item of the argument asks for.
+
+    Raises:
+        TypeError, ValueError: It is not a tuple of a length and a number.
+    """
+    if not isinstance(entry, tuple):  # a list may be meant as lengths
+        raise TypeError
+    length, value = entry
+    sizes = np.unique(length).tolist()
+    if sizes == [LONGEST]:
+        sizes = []
+    elif not sizes or any(type(size) is not int or size < 1 for size in sizes):
+        raise ValueError
+    number = value + 0  # raises unless it is one
+    return Pad(f"[{key!r}]", tuple(sizes), number)
 
 
 def _longest(rows: Iterable[Sequence[int]]) -> list[int]:

@@ -33,7 +33,13 @@ def sharded(mesh=ONE, dataset=None, **options):
 
 
 @pytest.mark.parametrize(
-    ("length", "widths"), [("longest", [3, 5, 4]), ([8, 4], [4, 8, 4]), (6, [6, 6, 6])]
+    ("length", "widths"),
+    [
+        ("longest", [3, 5, 4]),
+        ([8, 4], [4, 8, 4]),
+        (np.array([4, 8]), [4, 8, 4]),
+        (6, [6, 6, 6]),
+    ],
 )
 def test_one_rank_pads_by_its_own_rows_and_leaves_what_was_there(length, widths):
     batches = [
@@ -78,7 +84,8 @@ def test_workers_of_a_stream_join_rows_of_different_lengths():
         {0: ([], 0)},
         {0: ([8, 0], 0)},
         {0: ([8, 1.5], 0)},
-        {0: (np.array([8]), 0)},
+        {0: [8, 16]},
+        {0: ("longest", 0, 0)},
         {0: (True, 0)},
         "longest",
         [8, 16],
