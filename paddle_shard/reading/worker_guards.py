@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import multiprocessing
 import os
 import signal
 import stat
@@ -23,11 +22,8 @@ def end_with_the_parent() -> None:
 
     The end of its channel shows that only after the worker has read what was requested, and reading may take long.
     """
-    # The parent may have died already.
-    parent_process = multiprocessing.parent_process()
-    parent: int | None = os.getppid()
-    if parent_process and multiprocessing.get_start_method() == "fork":
-        parent = parent_process.pid
+    # If it has died already, this worker has few requests to answer.
+    parent = os.getppid()
 
     def watch() -> None:
         while os.getppid() == parent:
