@@ -113,7 +113,6 @@ class ChunkReader(Reader):
         self._request: Any = None
         """The newest request."""
         self._pass_number: int | None = None
-        self._next_step = 0
         self._parts: Sequence[Iterator[Any]] = []
         """For each part its samples, or if parts are repeated, pairs of the round and the sample."""
         self._padding = Padding(stage, Opening(parts=(0,), num_parts=1))
@@ -143,7 +142,6 @@ class ChunkReader(Reader):
         self._pass_number = request.iterator_number
         self.rng.unread_sources.clear()
         self.owns_arrays = self._collate_fn is None and not is_whole
-        self._next_step = request.step
         self._state = opening.state
         at_request = replace(opening, skip=request.position)
         # Whole batches that several readers take in turns are padded with the first one of the stream.
@@ -184,11 +182,6 @@ class ChunkReader(Reader):
         self._action = f"opening parts {list(parts)}"
         if request.iterator_number != self._pass_number:
             self._begin(request)
-        if request.step != self._next_step:
-            raise AssertionError(
-                f"step {request.step} was requested, but step {self._next_step} is next"
-            )
-        self._next_step += request.stride
         columns, has_new = self._columns(request)
         size = request.plan.samples_per_part
         num_read = list(map(len, columns))

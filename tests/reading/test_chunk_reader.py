@@ -664,16 +664,6 @@ def test_what_fails_while_collating_is_no_single_samples_fault():
     )
 
 
-def test_steps_out_of_turn_are_refused_and_not_served_from_somewhere_else():
-    plan = PartsPlan(batch_size=2, num_parts=2, num_data_ranks=1)
-    reader = ChunkReader(Parts([[0, 1, 2], [3, 4, 5]]), None, None, HOW)
-    assert reader.read(request(plan, (0, 1), 0), None).value.tolist() == [0, 3]
-
-    failure = reader.read(request(plan, (0, 1), 2), None)
-    assert "step 2 was requested, but step 1 is next" in failure.cause
-    assert reader.read(request(plan, (0, 1), 1), None).value.tolist() == [1, 4]
-
-
 def noisy(sample):
     return [sample, np.random.rand(), random.random()]
 
