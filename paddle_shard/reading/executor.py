@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import sys
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from paddle.base.framework import _current_expected_place_, _dygraph_place_guard
@@ -206,9 +205,6 @@ class WorkerExecutor(_ReadingExecutor):
     where.
     """
 
-    # For `__del__`, as a signal handler may raise in the constructor.
-    _pool: WorkerPool | None = None
-
     def __init__(
         self,
         pool: WorkerPool,
@@ -225,7 +221,7 @@ class WorkerExecutor(_ReadingExecutor):
             even: See `_ReadingExecutor`.
         """
         super().__init__(places, even)
-        self._pool = pool
+        self._pool: WorkerPool | None = pool
         self._idle = idle
         self._num_parts = len(places) or 1
         self._most_sent = pool.num_workers * pool.num_ahead
@@ -328,7 +324,3 @@ class WorkerExecutor(_ReadingExecutor):
         else:
             pool.shut_down()
         self._pool = None  # only now, as a signal handler may raise before this line
-
-    def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
-        if not ending():  # else the interpreter has ended the workers already
-            self.close()

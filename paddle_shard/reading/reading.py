@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -116,10 +115,6 @@ class Reading:
         """End persistent workers that wait for another pass."""
         while self._idle:
             self._idle.pop().shut_down()
-
-    def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
-        if not ending():  # else the interpreter has ended the workers already
-            self.close()
 
 
 def shallow_copy(dataloader: paddle.io.DataLoader, cls: type) -> Any:

@@ -62,11 +62,11 @@ def signals_held() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield  # no handler runs in this thread
         return
-    handlers: dict[int, Any] = {}
-    for signal_number in signal.valid_signals():
-        handler = signal.getsignal(signal_number)
-        if callable(handler):
-            handlers[signal_number] = handler
+    handlers: dict[int, Any] = {
+        number: signal.getsignal(number)
+        for number in signal.valid_signals()
+        if callable(signal.getsignal(number))
+    }
     received: set[int] = set()
     try:
         for number in handlers:

@@ -12,6 +12,7 @@ import socket
 import sys
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -95,6 +96,9 @@ class WorkerPool:
             reads_all: True if every worker reads the whole data set and keeps some of it. Then the user's
                 `worker_init_fn` sees a single worker, so that it leaves the data set whole.
         """
+        # First, as a signal handler may raise in the constructor, and then `__del__` needs them.
+        self._workers: list[Any] = []
+        self._channels: list[Channel] = []
         self.persistent = bool(settings._persistent_workers)
         self.num_workers: int = num_workers or settings.num_workers
         # With threads one more, which they begin while the batch before is handed over.
@@ -112,8 +116,6 @@ class WorkerPool:
             if settings.timeout > 0
             else worker_timeout
         )
-        self._workers: list[Any] = []
-        self._channels: list[Channel] = []
         self.interrupted = False
         _pools.add(self)
 
@@ -188,6 +190,10 @@ class WorkerPool:
                     worker.join()
         self._workers = []
         self._channels = []
+
+    def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not ending():  # else the interpreter has ended the workers already
+            self.shut_down()
 
     def leave_to_the_parent(self) -> None:
         """Forget the workers in a forked child: they are the parent's, and only the parent may hold their channels."""
