@@ -201,7 +201,6 @@ class ChunkReader(Reader):
             skipped = [(row, text) for row, text in skipped if not padding[row]]
         state = None
         if request.local_rows is not None:
-            padding *= 1 if value is None else num_rows_of(value)
             state = {
                 "shard": parts[0],
                 "rows": request.local_rows,

@@ -565,6 +565,14 @@ def test_stream_fills_a_ranks_own_short_batch(workers, sizes):
         assert rows(with_workers, state)[0] == alone[step:]
 
 
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_stream_of_batches_that_is_read_once_has_an_end(workers):
+    items = iter([np.arange(4)] * 3)
+    loader = sharded(Stream.of(items), size=None, workers=workers, tail="pad")
+
+    assert len(list(loader)) == 3
+
+
 class _Shrunk(Stage):
     """Says that its parts are longer than they are, as a stale index does."""
 
