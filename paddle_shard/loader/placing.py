@@ -145,16 +145,20 @@ def place_stream(
         batch.exhausted = end == "exhausted"
     if batch.value is not None:
         return place(batch)
-    if not (policy.pads and batch.is_empty):  # only possible if the end was known
+    if not policy.pads:  # only possible if the end was known
         raise DataReadError(
             "a part of the stream has fewer samples than its source said it would have, and tail='drop' does not "
             "make rows up. Count the source again (its index may be of older files)."
         )
-    if not is_begun:
-        raise DataReadError(
-            NO_PLACEHOLDER.format(batch.reason or "every part is empty")
-        )
+    if not (is_begun and batch.is_empty):
+        raise DataReadError(NO_PLACEHOLDER.format(_NO_SAMPLE))
     return batch  # resumed past the end: there is nothing to deliver
+
+
+_NO_SAMPLE = (
+    "every part is empty, none of its samples can be read, or the stream cannot be opened again, as one that can be "
+    "read only once"
+)
 
 
 def _is_list_of_values(value: Any) -> bool:

@@ -29,8 +29,6 @@ class Chunk(NamedTuple):
     """State to resume after this step, if the source has a state of its own."""
     skipped: Sequence[tuple[int, str]] = ()
     """(row, reason) of samples that could not be read. Such a row holds the data of another sample."""
-    reason: str = ""
-    """Why missing rows could not be filled."""
     profile: Sequence[str] | None = None
     """Samples of the worker's work since its last answer, a category each (`reading/profile.py`); None: not sampled."""
     digest: int = 0
@@ -56,8 +54,6 @@ class Batch:
     """Mask of the rows whose sample could not be read; None: there are none."""
     has_new: bool = True
     """True if a row comes from the first round of its part."""
-    reason: str = ""
-    """Why missing rows could not be filled."""
     digest: int = 0
     """Digest of what was read or selected so far, for the ranks to compare."""
     owned: bool = True
@@ -169,7 +165,6 @@ def joined(
 
     Raises:
         ValueError: The chunks differ in structure or in the shape of a row; the text says where.
-        LookupError: Some rows are not padding, and no sample can fill the others.
     """
     chunk = chunks[0] if len(chunks) == 1 else _joined_chunk(chunks, places, even)
     if chunk.state is not None:
@@ -182,12 +177,9 @@ def joined(
         value=chunk.value,
         is_padding=is_padding,
         has_new=chunk.has_new,
-        reason=chunk.reason,
         digest=chunk.digest or step.digest,
         profile=next((chunk.profile for chunk in chunks if chunk.profile), None),
     )
-    if chunk.value is None and chunk.reason and not batch.is_empty:
-        raise LookupError(NO_PLACEHOLDER.format(chunk.reason))
     if chunk.skipped:
         num_rows = len(step.ids) if is_padding is None else len(is_padding)
         skipped = [row for row, _ in chunk.skipped]
@@ -219,7 +211,6 @@ def _joined_chunk(
             for chunk, place in zip(chunks, places, strict=True)
             for row, reason in chunk.skipped
         ],
-        reason=next((chunk.reason for chunk in chunks if chunk.reason), ""),
     )
 
 

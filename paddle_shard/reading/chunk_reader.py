@@ -186,7 +186,8 @@ class ChunkReader(Reader):
         size = request.plan.samples_per_part
         num_read = list(map(len, columns))
         is_whole = min(num_read) == size
-        reason = "" if is_whole else self._fill(columns, request)
+        if request.pad and not is_whole:
+            self._fill(columns, request)
 
         # Rows of the batch, micro-batch by micro-batch: (number of the part here, sample of the step).
         places = _row_places(len(parts), size, request.plan.stripe)
@@ -221,7 +222,6 @@ class ChunkReader(Reader):
             has_new,
             state,
             skipped,
-            reason,
             digest=digest,
         )
 
@@ -280,21 +280,18 @@ class ChunkReader(Reader):
         self._padding.note(parts, columns, size)
         return columns, has_new
 
-    def _fill(self, columns: list[list[Any]], request: ChunkRequest) -> str:
-        """Fill missing rows if the request says so; return why they cannot be filled."""
-        if not request.pad:
-            return ""
+    def _fill(self, columns: list[list[Any]], request: ChunkRequest) -> None:
+        """Fill missing rows; they stay missing if no sample can fill them and no other rows were read."""
         is_delivered = any(columns)
         for part, column in zip(request.opening.parts, columns, strict=True):
             self._action = f"padding part {part}"
             missing = request.plan.samples_per_part - len(column)
             try:
                 column += [self._padding.of(part)] * missing if missing else []
-            except Exception as error:
+            except Exception:
                 if is_delivered:
                     raise
-                return str(error)
-        return ""
+                return
 
     def _name_of(self, part: int, number: int, request: ChunkRequest) -> str:
         """Return the name of a sample, for messages."""
