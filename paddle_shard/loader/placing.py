@@ -96,9 +96,7 @@ class Placing:
             step=number,
             first=batch.is_first,
             key=key,
-            names=map(getattr(setup.dataloader.dataset, "sample_name", str), ids),
             num_steps=setup.source.batches.known_steps(self._start),
-            num_ranks=len(setup.ranks),
         )
 
     def _may_draw_for_one_rank(self) -> bool:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from paddle_shard.errors import DifferentDataError, PaddleShardError, SplitError
 from paddle_shard.ranks.reports import differences
+from paddle_shard.reading.digest import WHOLE, digest
 
-_MAX_ROWS = 4096
-"""Most rows of all ranks of which each rank sends the digests, so that an error can name a sample."""
 _SPLIT = (
     "the data is split already, by is_dataset_splitted=True or by the loader's sampler"
 )
@@ -58,12 +56,7 @@ def _replicas_differ(
             f"different {first['what']}. Split by the data rank, not by the global rank, and draw random numbers "
             "from a seed that replicas share."
         )
-    text = differences(
-        {
-            number: summaries[number]["fields"] | summaries[number]["samples"]
-            for number in (leader, rank)
-        }
-    )
+    text = differences({at: summaries[at]["fields"] for at in (leader, rank)})
     return DifferentDataError(
         f"step {first['step']}: global ranks {leader} and {rank} have read the same samples, but their data "
         f"differ in these digests: {text}. Ranks that "
@@ -107,52 +100,28 @@ def summary(
     step: int,
     first: bool,
     key: str,
-    names: Iterable[Any],
     num_steps: int | None,
-    num_ranks: int = 1,
 ) -> dict[str, Any]:
-    """Return what `compare_batches` compares of a rank's batch: JSON-able, a few KB at most.
+    """Return what `compare_batches` compares of a rank's batch: JSON-able and small.
 
     Args:
         arrays: The leaves of the batch.
         step: Step of the epoch.
         first: True for the first batch of an epoch iterator.
         key: Ranks with the same key have read the same samples.
-        names: Names of the samples, one for each row; empty if they have none.
         num_steps: Steps of this rank's epoch; None if not known.
-        num_ranks: Number of ranks that get the summary.
     """
     num_rows = next((len(array) for _, array in arrays if array.ndim), 0)
-    fields = {}
-    rows = []
-    for path, array in arrays:
-        has_rows = array.ndim and len(array) == num_rows and array.size
-        parts = np.ascontiguousarray(array).reshape(num_rows if has_rows else 1, -1)
-        digests = [zlib.crc32(part.data) for part in parts.view(np.uint8)]
-        fields[path or "the batch"] = _digest(array.shape, array.dtype.str, *digests)
-        if has_rows:
-            rows.append(digests)
-    names = [f"sample {name}" for name in names]
-    if len(names) != num_rows:  # an item may be a whole batch
-        names = [f"row {row}" for row in range(num_rows)]
-    if num_rows * num_ranks > _MAX_ROWS:
-        names = []
-    lines = [
-        f"{name}: {_digest(*digests)}"
-        for name, *digests in zip(names, *rows, strict=False)
-    ]
     steps = "" if num_steps is None else f"{num_steps} steps, "
+    digests = {
+        path or "the batch": str(digest(array, 0, WHOLE)) for path, array in arrays
+    }
     return {
         "step": step,
         "key": key,
         "what": "first batches" if first else f"batches at step {step}",
         "size": f"{steps}a first batch of {num_rows}" if first else "",
-        "fields": dict(sorted(fields.items())),  # as text, in one order on all ranks
+        "fields": dict(sorted(digests.items())),  # as text, in one order on all ranks
         # If all rows are equal, or there is only one, ranks may have the same by chance.
         "varies": any(array.ndim and (array != array[:1]).any() for _, array in arrays),
-        "samples": {"rows": "\n".join(lines)},
     }
-
-
-def _digest(*values: Any) -> str:
-    return str(zlib.crc32(repr(values).encode()))

@@ -9,13 +9,12 @@ from paddle_shard.ranks.batch_check import compare_batches, summary
 from tests.helpers import ONE, Made, locals_of, sharded
 
 
-def told(arrays, key="the same", step=3, ids=(5, 6, 7)):
+def told(arrays, key="the same", step=3):
     return summary(
         list(arrays.items()),
         step=step,
         first=False,
         key=key,
-        names=map("number {}".format, ids),
         num_steps=None,
     )
 
@@ -51,21 +50,18 @@ def test_any_difference_of_the_same_samples_is_an_error(kind):
     with pytest.raises(
         DifferentDataError,
         match=r"step 3: global ranks 1 and 4 .*\['a'\]: \d+ on global rank 1, ",
-    ) as caught:
+    ):
         compare_batches({4: told(other), 1: told(mine), 2: told(other, "others")}, {})
-    if kind in ("value", "nan"):
-        assert "sample number 6" in str(caught.value)
-        assert "sample number 5" not in str(caught.value)
     same = {name: array.copy() for name, array in mine.items()}
     compare_batches({1: told(mine), 4: told(same)}, {})
 
 
 def test_a_summary_of_a_large_batch_stays_small():
-    found = told({"['a']": np.zeros((10_000, 3))}, ids=range(10_000))
+    found = told({"['a']": np.zeros((10_000, 3))})
     assert len(str(found)) < 500
     with pytest.raises(
         DifferentDataError,
         match=r"digests: \['a'\]: \d+ on global rank 0, \d+ on global rank 1\. ",
     ):
-        other = told({"['a']": np.ones((10_000, 3))}, ids=range(10_000))
+        other = told({"['a']": np.ones((10_000, 3))})
         compare_batches({0: found, 1: other}, {})
