@@ -304,7 +304,8 @@ class ChunkReader(Reader):
         self._index = part, number
         self._action = f"reading sample {number} of part {part}"
 
-    def _explain(self, error: BaseException, request: ChunkRequest) -> tuple[Any, ...]:
+    def _explain(self, error: BaseException, request: ChunkRequest) -> None:
+        """See `Reader`."""
         index = getattr(error, FAILED_AT, None)
         if index is not None:
             # It failed before the cut, perhaps at another reader's sample.
@@ -312,7 +313,6 @@ class ChunkReader(Reader):
         elif self._index is not None and not isinstance(error, PaddleShardError):
             part, number = self._index
             self._action = f"reading {self._name_of(part, number, request)}"
-        return tuple(request.indices)
 
 
 class Padding:

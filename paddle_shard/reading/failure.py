@@ -31,8 +31,6 @@ class ReadFailure:
     """Number of the worker; None: the main process."""
     where: str = ""
     """Place of the worker, if it is not on this host."""
-    indices: tuple[Any, ...] = ()
-    """The names of the samples of the request; empty: they are its indices."""
 
     @classmethod
     def of(cls, error: BaseException, **where: Any) -> ReadFailure:
@@ -53,7 +51,7 @@ class ReadFailure:
         where = "the main process"
         if self.worker is not None:
             where = f"worker {self.worker}{self.where}"
-        samples = self.indices or [x for part in step.parts for x in part.indices]
+        samples = [index for part in step.parts for index in part.indices]
         indices = [
             index.item() if isinstance(index, np.generic) else index
             for index in samples or step.ids

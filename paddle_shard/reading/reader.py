@@ -137,13 +137,9 @@ class Reader:
         except KeyboardInterrupt:
             raise
         except errors as error:
-            indices = self._explain(error, request)
+            self._explain(error, request)
             return ReadFailure.of(
-                error,
-                worker=worker,
-                what=self._action,
-                index=self._index,
-                indices=indices,
+                error, worker=worker, what=self._action, index=self._index
             )
 
     def begin(self, request: Any) -> None:
@@ -163,9 +159,8 @@ class Reader:
         """Read and collate."""
         raise NotImplementedError
 
-    def _explain(self, error: BaseException, request: Any) -> tuple[Any, ...]:
-        """Return the names of the request's samples, after adding to the action which of them has failed."""
-        raise NotImplementedError
+    def _explain(self, error: BaseException, request: Any) -> None:
+        """Add to the action which sample of the request has failed."""
 
     def _collated(
         self,
@@ -269,9 +264,6 @@ class IdReader(Reader):
             return digests[0]
         warn_once(_NEVER_THE_SAME, type(self.dataset).__name__)
         return 0
-
-    def _explain(self, error: BaseException, request: Step) -> tuple[Any, ...]:
-        return tuple(map(self._name_of, request.ids))
 
     def _rows(self, request: Step) -> Chunk:
         ids = request.ids

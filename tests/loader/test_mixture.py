@@ -234,7 +234,7 @@ def test_an_error_names_the_source_and_the_index_in_it(workers):
     ) as caught:
         list(sharded(DataLoader(mixture, batch_size=2, num_workers=workers), ONE))
     assert caught.value.index == ("bad", 3)
-    assert caught.value.indices[caught.value.indices.index(("bad", 3))] == ("bad", 3)
+    assert len(caught.value.indices) == 2  # the positions of the batch in the mixture
     loader = sharded(
         DataLoader(mixture, batch_size=2, num_workers=workers), ONE, on_error="skip"
     )
