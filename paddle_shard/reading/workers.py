@@ -234,15 +234,11 @@ class WorkerPool:
 
     def _lost(self, number: int) -> WorkersLostError:
         """Return the error for a worker that has ended."""
+        worker = self._workers[number]
         if not self.interrupted:
-            self._workers[number].join(_LOOK_SECONDS)  # it may still be ending
-        codes = {
-            other: worker.exitcode
-            for other, worker in enumerate(self._workers)
-            if worker.exitcode or other == number
-        }
-        named = [f"worker {other} (exit code {code})" for other, code in codes.items()]
-        text = f"a worker process ended: {', '.join(named)}"
-        if -signal.SIGKILL in codes.values():
+            worker.join(_LOOK_SECONDS)  # it may still be ending
+        code = worker.exitcode
+        text = f"a worker process ended: worker {number} (exit code {code})"
+        if code == -signal.SIGKILL:
             text += ". SIGKILL (-9) comes when memory runs out: use fewer workers or a smaller prefetch_factor"
         return WorkersLostError(text, number)
