@@ -35,14 +35,10 @@ class ReadFailure:
     @classmethod
     def of(cls, error: BaseException, **where: Any) -> ReadFailure:
         """Return the failure for an exception, with the fields that say where it was raised."""
-        try:
-            text = "".join(traceback.format_exception(error))
-        except Exception as other:  # an exception whose own __str__ raises
-            text = f"(its text cannot be had: {type(other).__name__})"
         return cls(
             cause_type=type(error).__name__,
             cause=text_of(error),
-            traceback=text,
+            traceback="".join(traceback.format_exception(error)),
             **where,
         )
 
