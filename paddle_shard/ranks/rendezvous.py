@@ -168,14 +168,8 @@ def rendezvous_of(ranks: Sequence[int]) -> Rendezvous:
 
 
 def _parsed(address: str) -> tuple[str, int]:
+    """Return the host and the port of an address, which Paddle has parsed before."""
     host, _, port = address.rpartition(":")
-    if not (host and port.isdecimal() and int(port)):
-        raise ArgumentError(
-            "the ranks of a loader meet at the store of paddle.distributed, but PADDLE_MASTER or "
-            f"PADDLE_TRAINER_ENDPOINTS gives its address as {address!r}, which is not host:port. Start the ranks with "
-            "paddle.distributed.launch or paddle.distributed.spawn, or set PADDLE_MASTER=host:port, the same on every "
-            "rank, before init_parallel_env()."
-        )
     return host.strip("[]"), int(port)
 
 
