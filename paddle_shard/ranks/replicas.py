@@ -106,6 +106,7 @@ class Subscribing(Executor):
             StopIteration: All steps that were submitted were taken.
             LeaderStoppedError: The leader has stopped, or the iteration is over.
             PeerLostError: The leader is lost, or has sent nothing for too long.
+            DataReadError: The leader cannot be reached, or what it has sent cannot be read.
         """
         if not self._steps:
             raise StopIteration
