@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from paddle_shard.core.trees import TEXT, is_sequence, rebuild
 
 _NOT_NUMBERS = "OSUV"
 """Kinds of numpy dtypes that are not numeric."""
+_DTYPE = attrgetter("dtype")
 _NUMERIC = (np.ndarray, np.generic, numbers.Number)
 
 
@@ -118,8 +120,10 @@ def reject_uint16(leaf: Any, path: str) -> None:
 
 def check_dtypes(samples: Sequence[Any], path: str) -> None:
     """Reject arrays or tensors of different dtypes: the dtype of a row would depend on the rest of its batch."""
-    dtypes = dict.fromkeys(getattr(sample, "dtype", None) for sample in samples)
-    dtypes.pop(None, None)  # Python's numbers fit several dtypes
+    try:
+        dtypes = dict.fromkeys(map(_DTYPE, samples))
+    except AttributeError:  # Python's numbers fit several dtypes
+        dtypes = {sample.dtype: None for sample in samples if hasattr(sample, "dtype")}
     if len(dtypes) < 2:
         return
     kinds = [getattr(dtype, "kind", "of Paddle") for dtype in dtypes]

@@ -23,8 +23,9 @@ _END: Any = object()
 _OF_TORCH = "torch.utils.data._utils.worker"
 
 
-def _modules() -> Iterator[Any]:
-    return filter(None, (paddle_worker, sys.modules.get(_OF_TORCH)))
+def _modules() -> list[Any]:
+    torch_worker = sys.modules.get(_OF_TORCH)
+    return [paddle_worker] if torch_worker is None else [paddle_worker, torch_worker]
 
 
 class VisibleWorkerInfo:  # not by `contextmanager`: it is entered for each sample
@@ -50,13 +51,14 @@ def iterate_with(info: WorkerInfo | None, dataset: IterableOrFunction) -> Iterat
     With None, it does not know of the workers, and does not split itself among them: every reader reads the whole
     stream, which is cut later.
     """
-    with VisibleWorkerInfo(info):
+    visible = VisibleWorkerInfo(info)
+    with visible:
         items = iterate(dataset)
     if all(module._worker_info is info for module in _modules()):
         yield from items  # where no workers read, there is nothing to hide
         return
     while True:
-        with VisibleWorkerInfo(info):
+        with visible:
             item = next(items, _END)
         if item is _END:
             return

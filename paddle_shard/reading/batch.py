@@ -279,8 +279,9 @@ def _take_rows_of_arrays(
         )
     if even is not None:
         arrays = even(arrays, path)
-    forms = [(list(array.shape[1:]), dtype_of(array)) for array in arrays]
-    _check_alike(forms, "row shape and dtype", path)
+    if len({(tuple(array.shape[1:]), array.dtype) for array in arrays}) > 1:
+        forms = [(list(array.shape[1:]), dtype_of(array)) for array in arrays]
+        _check_alike(forms, "row shape and dtype", path)
     return np.concatenate(list(map(as_array, arrays)))[rows]
 
 
