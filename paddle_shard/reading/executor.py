@@ -230,6 +230,8 @@ class WorkerExecutor(_ReadingExecutor):
         self._unsent: deque[Any] = deque()
         """Requests that follow those that were sent."""
         self.depth = max(1, self._most_sent // self._num_parts)
+        # A request wakes a worker that has none, which takes 0.1 ms. So several of those for a share are sent at once.
+        self._num_at_once = 1 if self._num_parts == 1 else self._most_sent // 2
         pool.start()
 
     def submit(self, step: Step) -> None:
@@ -285,6 +287,8 @@ class WorkerExecutor(_ReadingExecutor):
 
     def _send(self, pool: WorkerPool) -> None:
         """Send as many requests as the workers may have, in their order."""
+        if self._num_sent - self._num_taken > self._most_sent - self._num_at_once:
+            return
         # One in `num_workers` of the requests that were sent and not taken is with the worker of the next one.
         while self._unsent and self._num_sent - self._num_taken < self._most_sent:
             request = self._unsent[0]

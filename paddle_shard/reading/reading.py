@@ -99,6 +99,7 @@ class Reading:
                 self.num_workers,
                 worker_timeout=self._worker_timeout,
                 reads_all=reads_all,
+                num_shares=max(1, len(self._places)),
             )
         return WorkerExecutor(pool, self._idle, self._places, self._even)
 

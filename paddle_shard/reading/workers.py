@@ -85,6 +85,7 @@ class WorkerPool:
         *,
         worker_timeout: float = math.inf,
         reads_all: bool = False,
+        num_shares: int = 1,
     ) -> None:
         """Set up; nothing is started yet.
 
@@ -95,6 +96,7 @@ class WorkerPool:
             worker_timeout: Seconds after which a worker that has not answered counts as hung.
             reads_all: True if every worker reads the whole data set and keeps some of it. Then the user's
                 `worker_init_fn` sees a single worker, so that it leaves the data set whole.
+            num_shares: Workers that read a share of each batch. Each may have as many more requests.
         """
         # First, as a signal handler may raise in the constructor, and then `__del__` needs them.
         self._workers: list[Any] = []
@@ -102,7 +104,8 @@ class WorkerPool:
         self.persistent = bool(settings._persistent_workers)
         self.num_workers: int = num_workers or settings.num_workers
         # With threads one more, which they begin while the batch before is handed over.
-        self.num_ahead = int(settings.prefetch_factor) + (reader.num_threads > 0)
+        self.num_ahead = int(settings.prefetch_factor) * num_shares
+        self.num_ahead += reader.num_threads > 0
         """Number of requests that a worker may have at a time."""
         self._settings = WorkerSettings(
             reader=reader,

@@ -121,6 +121,7 @@ def test_samples_are_read_on_the_cpu_and_the_users_device_stays():
     data = Places()
     for _ in loader_of(paddle.io.DataLoader(data, batch_size=4)):
         assert paddle.device.get_device() == DEVICE
+        time.sleep(2e-3)  # a loop that only takes batches reads them by itself
 
     places = {
         on_main: {place for place, main in data.seen if main == on_main}

@@ -252,6 +252,28 @@ def test_prefetch_is_two_batches_unless_the_dataloader_has_no_buffer():
 
 
 @pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("seed", range(4))
+def test_prefetch_delivers_alike_however_long_each_step_takes(seed, workers):
+    """Short steps let the training thread read, long ones the other thread, in any turns."""
+    chance = random.Random(seed)
+    expected = [rows(batch) for batch in sharded(Rows(400), prefetch=0)]
+    found = []
+    loader = sharded(Rows(400, fails_at=390), workers=workers, shuffle=False)
+    in_order = [rows(batch) for batch in sharded(Rows(388), shuffle=False, prefetch=0)]
+    with pytest.raises(DataReadError, match="sample 390 is bad"):
+        for batch in loader:
+            found.append(rows(batch))
+            time.sleep(chance.choice([0, 0, 0, 0, 0, 3e-4, 1e-3]))
+    assert found == in_order
+    found = []
+    for batch in sharded(Rows(400), workers=workers):
+        found.append(rows(batch))
+        time.sleep(chance.choice([0, 0, 0, 0, 0, 3e-4, 1e-3]))
+    assert found == expected
+    assert soon(lambda: not threads())
+
+
+@pytest.mark.parametrize("workers", [0, 2])
 def test_prefetch_raises_a_failure_at_its_own_step(workers):
     expected, delivered = [], []
     for _ in range(2):
@@ -381,6 +403,7 @@ def test_prefetch_thread_that_breaks_leaves_nobody_waiting(error):
     with pytest.raises((DataReadError, SystemExit, KeyboardInterrupt), match="broken"):
         for batch in sharded(Broken(), shuffle=False):
             delivered.append(rows(batch))
+            time.sleep(2e-3)  # a loop that only takes batches reads them by itself
     assert len(delivered) == 3
     assert soon(lambda: not threads())
 
