@@ -98,11 +98,14 @@ def train_static(loader, mesh, bar):
 
 def train_one_process(data, plan):
     """Plain Paddle, no mesh, no loader: the global batches by their indices."""
-    whole_batch = np.arange(BATCH_SIZE)
     (model, optimizer), losses = new_model(), []
     for epoch in range(EPOCHS):
         for step in range(plan.num_steps):
-            indices = plan.take(epoch=epoch, step=step, rows=whole_batch)
+            of_ranks = [
+                plan.indices(epoch=epoch, step=step, data_rank=data_rank)
+                for data_rank in range(plan.num_data_ranks)
+            ]
+            indices = np.concatenate(of_ranks)
             images, labels = map(paddle.to_tensor, data[indices])
             loss = paddle.nn.functional.cross_entropy(model(images), labels)
             loss.backward()
