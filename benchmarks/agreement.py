@@ -51,9 +51,7 @@ def run_rank(kind, prefetch):
             given, mesh, shard_dims="dp", prefetch=prefetch
         )
         if not agrees:
-            loader._shared.setup = replace(
-                loader._shared.setup, ranks=(dist.get_rank(),)
-            )
+            loader._setup = replace(loader._setup, ranks=(dist.get_rank(),))
         return loader
 
     sampler = paddle.io.DistributedBatchSampler(digits, ROWS)

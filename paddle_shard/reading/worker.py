@@ -55,11 +55,11 @@ def work(
         settings: Settings of all workers of its pool.
         seed: Seed of the workers' random generators.
     """
+    # The parent's garbage stays the parent's: its finalizers may wait for threads that are not here.
+    gc.freeze()
     _leave_signals_to_the_parent()
     end_with_the_parent()
     own_file_positions()
-    # The parent's garbage stays the parent's: its finalizers may wait for threads that are not here.
-    gc.freeze()
     channel = Channel(connection, settings.num_ahead)
     # A process that the user starts here may outlive this one.
     os.register_at_fork(after_in_child=channel.close)
