@@ -397,6 +397,7 @@ def resume():
     import paddle.distributed as dist
 
     import paddle_shard
+    from paddle_shard.plan.state import sealed
 
     class Data(Numbers, paddle.io.Dataset):
         pass
@@ -424,13 +425,14 @@ def resume():
 
     def state_at(step):
         # Each in an epoch of its own, so that no order and no block is still there from the time before.
-        return {
+        state = {
             **saved,
             "epoch": next(epochs),
             "steps": step,
             "samples": step * RESUME_BATCH,
             "certificate": [],
         }
+        return sealed(state)
 
     def resume_at(step):
         def measure():
@@ -470,7 +472,6 @@ def resume():
         {
             "paddle_shard loader": steps_of(fresh),
             "paddle.io.DataLoader": steps_of(given()),
-            "indices only, no sample read: paddle_shard": steps_of(fresh.batch_sampler),
             "indices only, no sample read: paddle DistributedBatchSampler": steps_of(
                 sampler
             ),
