@@ -181,12 +181,12 @@ class FieldLayout:
 
 def describe_layouts(layouts: Sequence[FieldLayout]) -> list[dict[str, Any]]:
     """Return the descriptions of some layouts, each once."""
-    described: list[dict[str, Any]] = []
+    descriptions: list[dict[str, Any]] = []
     for layout in layouts:
         description = layout.describe()
-        if description not in described:
-            described.append(description)
-    return described
+        if description not in descriptions:
+            descriptions.append(description)
+    return descriptions
 
 
 def from_local(tensor: Any, mesh: Any, placements: Sequence[Any]) -> Any:

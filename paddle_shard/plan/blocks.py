@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from paddle_shard.core.checks import check_count
-from paddle_shard.plan.order import Indices, Order, Ordering, grouped
+from paddle_shard.plan.order import Indices, Order, Ordering, groups_by_key
 from paddle_shard.plan.parts import choose_num_parts
 from paddle_shard.plan.shuffle import Permutation, permutation
 
@@ -185,7 +185,7 @@ class BlockOrder(Order):
         window, offset = self._offsets(part, place)
         table, place_in_table = np.divmod(offset, TABLE)
         samples: Indices = np.empty_like(place)
-        for chosen, key in grouped(part, window, table):
+        for chosen, key in groups_by_key(part, window, table):
             samples[chosen] = self._table(*key)[place_in_table[chosen]]
         return samples.reshape(positions.shape)
 
@@ -197,7 +197,7 @@ class BlockOrder(Order):
         part = ends_before.astype(np.int64) - 1
         window, offset = self._offsets(part, mixed)
         place = mixed - offset
-        for chosen, key in grouped(part, window):
+        for chosen, key in groups_by_key(part, window):
             place[chosen] += self._mixing(*key)[1].inverse(offset[chosen])
         place -= self._starts[part]
         row, column = np.divmod(place, self._share)

@@ -12,7 +12,7 @@ import numpy as np
 
 from paddle_shard.core.checks import check_count
 from paddle_shard.errors import ArgumentError
-from paddle_shard.plan.order import Indices, Order, Ordering, grouped
+from paddle_shard.plan.order import Indices, Order, Ordering, groups_by_key
 from paddle_shard.plan.shuffle import Permutation, permutation
 from paddle_shard.plan.weights import Segment, interleave
 
@@ -241,7 +241,7 @@ class MixtureOrder(Order):
         sources, draws = self.mixing.draws.sources_at(positions_of_run)
         epochs, indices = np.divmod(draws, self._lengths[sources])
         if self.mixing.is_shuffled:
-            for chosen, key in grouped(sources, epochs):
+            for chosen, key in groups_by_key(sources, epochs):
                 indices[chosen] = self._permutation(*key)(indices[chosen])
         return sample_ids(sources, epochs, indices).reshape(positions.shape)
 

@@ -63,11 +63,11 @@ class Identity(Order):
         return samples
 
 
-def grouped(*keys: Indices) -> Iterator[tuple[Indices, list[int]]]:
+def groups_by_key(*keys: Indices) -> Iterator[tuple[Indices, list[int]]]:
     """Yield (indices of the entries, key) for each different key, which has a number of each array; keys ascend.
 
     Examples:
-        >>> [(chosen.tolist(), key) for chosen, key in grouped(np.array([1, 0, 1]), np.array([5, 5, 5]))]
+        >>> [(chosen.tolist(), key) for chosen, key in groups_by_key(np.array([1, 0, 1]), np.array([5, 5, 5]))]
         [([1], [0, 5]), ([0, 2], [1, 5])]
     """
     ascending = np.lexsort(keys[::-1])

@@ -93,8 +93,8 @@ class TurnDigests:
             turn = (number + start) // self._turn_size
             of_turn = samples[start : start + self._turn_size]
             # The first one, and another one each time.
-            both = of_turn[0], of_turn[(turn + 1) % len(of_turn)]
-            self._read = digest(both, 0 if self._apart else self._read)
+            pair = of_turn[0], of_turn[(turn + 1) % len(of_turn)]
+            self._read = digest(pair, 0 if self._apart else self._read)
             self._turns.append((turn, self._read))
 
     def until(self, last: int) -> int:

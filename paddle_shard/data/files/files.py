@@ -310,12 +310,12 @@ def for_each(function: Callable[[str], T], names: Sequence[str], what: str) -> l
         ShardReadError: It fails for a file.
     """
 
-    def named(name: str) -> T:
+    def call_with_name(name: str) -> T:
         with failures_named(name, what):
             return function(name)
 
     with ThreadPoolExecutor(REQUESTS if any(map(is_remote, names)) else 1) as pool:
-        return list(pool.map(named, names))
+        return list(pool.map(call_with_name, names))
 
 
 def identity(names: Sequence[str]) -> list[FileVersion]:
