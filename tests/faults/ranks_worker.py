@@ -17,8 +17,9 @@ import paddle.distributed as dist
 
 from paddle_shard.errors import PeerLostError
 from paddle_shard.testing import report
+from tests.deadlines import HANG
 from tests.faults.feeds import loader_of, numbers, read_until
-from tests.faults.traces import children, gone
+from tests.faults.traces import children, gone, waited_for
 
 LENGTH = 400
 
@@ -131,9 +132,10 @@ def soundly(cases):
         if number == 0:
             threads = set(threading.enumerate())
     left = gone(children() - before)
-    time.sleep(0.1)
-    more = [t.name for t in set(threading.enumerate()) - threads]
-    report({"found": found, "processes": sorted(left), "threads": more})
+    more = waited_for(lambda: set(threading.enumerate()) - threads, HANG)
+    report(
+        {"found": found, "processes": sorted(left), "threads": [t.name for t in more]}
+    )
     dist.barrier()
 
 
