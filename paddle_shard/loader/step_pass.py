@@ -184,7 +184,7 @@ class StepPass:
         step = self._delivered
         seconds = time.perf_counter() - self._delivered_at
         self._longest_step = max(seconds, self._longest_step / 2)
-        if self._room_until <= self._announced:  # no other thread reads
+        if self._room_until <= step:  # no other thread reads
             self._read_here(step)
         if self._agreement is not None and not self._agree(self._agreement, step):
             self._end()
@@ -305,11 +305,13 @@ class StepPass:
                 raise
             self._announce_end(error)
             return error
+        self._announced += (
+            1  # once the batch can be taken, the other thread may read the next one
+        )
         self._ready.put(batch)
         if agreement is not None:
             digest = batch.digest if self._compares else None
             agreement.announce(exhausted=batch.exhausted, note=message, digest=digest)
-        self._announced += 1  # last: from now on the other thread may read
         return batch
 
     def _take(self, *, in_thread: bool) -> Batch:

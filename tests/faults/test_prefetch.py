@@ -17,6 +17,7 @@ from tests.trials import draws
 
 LENGTH = 96
 ALL = list(range(LENGTH))
+AHEAD = "paddle_shard-ahead"
 KINDS = ["map", "stream", "cut"]
 
 
@@ -25,7 +26,7 @@ class Left(Exception):
 
 
 def threads():
-    return {thread for thread in threading.enumerate() if "prefetch" in thread.name}
+    return {thread for thread in threading.enumerate() if thread.name == AHEAD}
 
 
 def end(loader, batches, how, steps):

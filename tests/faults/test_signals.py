@@ -44,6 +44,7 @@ def forked(work, path):
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
+        child.kill()  # one that has no session of its own yet
         child.join()
         child.close()
 

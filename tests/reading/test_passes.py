@@ -1,6 +1,10 @@
 """Reading ahead gives the same as reading each batch when it is asked for."""
 
 import random
+import threading
+import time
+from functools import partial
+from queue import SimpleQueue
 from types import SimpleNamespace
 
 import hypothesis.strategies as st
@@ -12,11 +16,13 @@ from paddle.io import DataLoader
 from paddle_shard import ArrayDataset
 from paddle_shard.data.generators import generators_of
 from paddle_shard.errors import DataReadError
+from paddle_shard.loader import step_pass
 from paddle_shard.loader.step_pass import Feed, StepPass
 from paddle_shard.plan.step import Step
 from paddle_shard.reading.executor import InlineExecutor
 from paddle_shard.reading.profile import Profiler
 from paddle_shard.reading.reader import HowToRead, IdReader
+from tests.deadlines import HANG
 from tests.helpers import ONE, sharded
 from tests.trials import trials
 
@@ -203,6 +209,41 @@ def test_a_collate_fn_may_write_all_its_batches_to_the_same_memory(ahead):
     assert [batch.tolist() for batch in found] == [
         [[3 * step + row, 0, 0] for row in range(3)] for step in range(STEPS)
     ]
+
+
+class SwitchingQueue:
+    """A queue that lets another thread work between its change and its return, as the interpreter may."""
+
+    def __init__(self):
+        self._items = SimpleQueue()
+
+    def put(self, item):
+        self._items.put(item)
+        time.sleep(0.0005)
+
+    def get(self):
+        return self._items.get()
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 5])
+def test_loops_whose_steps_become_shorter_and_longer_get_all_batches(
+    ahead, monkeypatch
+):
+    monkeypatch.setattr(step_pass, "SimpleQueue", SwitchingQueue)
+    found = []
+
+    def train(rng):
+        batches = reading(Rows(10**6, 10**6), None, False, ahead=ahead)
+        for batch in iter(partial(next, batches, None), None):
+            found.append(int(batch.value[0, 0]))
+            time.sleep(rng.choice([0.0, 0.0, 0.001]))
+
+    for seed in range(20):
+        found.clear()
+        loop = threading.Thread(target=train, args=[random.Random(seed)], daemon=True)
+        loop.start()
+        loop.join(HANG)
+        assert found == list(range(0, 3 * STEPS, 3)), seed
 
 
 @pytest.mark.parametrize("collates", [False, True])
