@@ -16,7 +16,8 @@ TIME ?= 600
 JOBS ?= 4
 # pytest keeps what it makes of the tests' asserts in __pycache__, which saves each of its processes seconds.
 unexport PYTHONDONTWRITEBYTECODE
-SIDE_BY_SIDE := -n $(JOBS) --dist loadfile --no-loadscope-reorder
+# A test that hangs shows where all threads are, and fails.
+SIDE_BY_SIDE := -n $(JOBS) --dist loadfile --no-loadscope-reorder --timeout 600
 RUN := $(PY) launch/local.py
 
 .PHONY: help demo demos test test-long quick simulate test-device test-gpu test-oldest test-pythons test-adapters test-suites test-trainers faults bench bench-device soak lint dist docs clean
@@ -140,7 +141,7 @@ build/device/libstandin.so: tests/device/real/build.sh $(STANDIN) $(READY)
 
 .PHONY: on-device
 on-device: build/device/libstandin.so
-	$(ON_DEVICE) $(PY) -m pytest -q -p tests.device.on_standin -n 2 --dist loadfile $(DEVICE_TESTS)
+	$(ON_DEVICE) $(PY) -m pytest -q -p tests.device.on_standin -n 2 --dist loadfile --timeout 600 $(DEVICE_TESTS)
 
 # The demo needs a fraction of what all tests need.
 $(DEMO_READY): setup.py

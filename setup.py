@@ -88,6 +88,7 @@ setup(
             "mypy>=1.10",
             "pytest>=8",
             "pytest-rerunfailures>=14",
+            "pytest-timeout>=2.3",
             "pytest-xdist>=3.5",
             "pyyaml",
             "ruff>=0.5",
