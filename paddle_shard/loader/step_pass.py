@@ -112,7 +112,8 @@ class StepPass:
 
     Each rank announces what it can deliver, some steps ahead, and delivers a step once all ranks have announced it. A
     thread reads, places and announces ahead, wherever the executor allows it; the training thread only takes batches.
-    While a loop does nothing else, it reads by itself: handing each batch over would take as long as a small batch.
+    While a loop does nothing else, it reads by itself: handing each batch over would take as long as a small batch. It
+    never waits there for what another rank reads, which may wait in a collective of the step before.
     """
 
     def __init__(
@@ -196,7 +197,8 @@ class StepPass:
             raise batch
         self._first = None
         self._delivered = step + 1
-        if self._thread is not None and self._longest_step > _SHORT_STEP:
+        is_long = self._longest_step > _SHORT_STEP
+        if self._thread is not None and (is_long or self._executor.reads_elsewhere):
             self._make_room(step + 1)
         if batch.finish is not None:
             self._finish(batch)

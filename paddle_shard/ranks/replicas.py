@@ -87,6 +87,8 @@ def _publish(broadcast: Broadcast, place: Place, batch: Batch) -> Batch:
 class Subscribing(Executor):
     """Takes what another rank of this host has read for the same steps. It connects when it first waits for a batch."""
 
+    reads_elsewhere = True
+
     def __init__(self, leader: int, address: str, agreement: Agreement) -> None:
         self._leader = leader
         self._address = address

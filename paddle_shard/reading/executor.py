@@ -36,6 +36,8 @@ class Executor:
 
     depth = 1
     """Number of steps that should be submitted and not taken, so that it need not wait for more."""
+    reads_elsewhere: ClassVar[bool] = False
+    """True if another rank reads. It may be unable to while this rank's training thread waits for a batch."""
 
     @property
     def runs_in_thread(self) -> bool:
