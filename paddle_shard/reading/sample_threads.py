@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from paddle_shard.core import forks
@@ -74,13 +75,19 @@ class SampleThreads:
         return samples
 
     def close(self) -> None:
-        """End the threads, each after the sample that it reads; safe to call again."""
+        """End the threads, each after the sample that it reads; safe to call again.
+
+        Another thread that waits for a sample gets it, or a `CancelledError`.
+        """
         requests = self._requests
         if requests is None:
             return
         self._requests = None
-        while not requests.empty():
-            requests.get()
+        with contextlib.suppress(Empty):
+            while True:
+                request = requests.get_nowait()  # the threads take some, too
+                if request is not None:
+                    request[0].cancel()
         for _ in range(self.num):
             requests.put(None)
 

@@ -1,10 +1,13 @@
 """`Threads`: samples are read at the same time, and the batches are those of one process."""
 
+import contextlib
 import os
 import random
 import signal
+import sys
 import threading
 import time
+from concurrent.futures import CancelledError
 
 import numpy as np
 import pytest
@@ -14,6 +17,8 @@ from paddle.io import DataLoader
 
 from paddle_shard import Stream, Threads
 from paddle_shard.errors import ArgumentError, DataReadError
+from paddle_shard.reading.sample_threads import SampleThreads
+from tests.deadlines import HANG
 from tests.helpers import ONE, Made, locals_of, sharded
 
 
@@ -35,10 +40,10 @@ def in_sample_thread():
     return threading.current_thread().name == "paddle_shard-sample"
 
 
-def threads_left():
+def threads_left(name="paddle_shard-sample"):
     """Threads that still read samples, after the time that one needs to end."""
     deadline = time.monotonic() + 10
-    while left := [t for t in threading.enumerate() if t.name == "paddle_shard-sample"]:
+    while left := [t for t in threading.enumerate() if t.name == name]:
         if time.monotonic() > deadline:
             return left
         time.sleep(0.001)
@@ -178,3 +183,38 @@ def test_threads_argument(readers):
         Threads(0)
     with pytest.raises(ArgumentError, match="a stream is read one sample after the"):
         sharded(DataLoader(Stream.of(range(8)), batch_size=4), ONE, readers=Threads(2))
+
+
+def test_threads_that_take_the_last_samples_let_others_close_them():
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for trial in range(300):
+            threads = SampleThreads(4)
+            samples = threads.read(abs, range(trial % 64))
+            closing = threading.Thread(target=threads.close, daemon=True)
+            closing.start()
+            closing.join(HANG)
+            assert not closing.is_alive()
+            for sample in samples:
+                with contextlib.suppress(CancelledError):
+                    sample.result(HANG)
+    finally:
+        sys.setswitchinterval(interval)
+    assert not threads_left()
+
+
+def test_threads_that_are_closed_while_they_read_leave_no_thread_that_waits():
+    """Closing does not wait until a long read has ended, and the samples after it are not read."""
+
+    def read(index):
+        time.sleep(1.5 * (index >= 4))
+        return np.array(index)
+
+    data = Made(read, 24)
+    data.uses_rng = False
+    batches = iter(sharded(DataLoader(data, batch_size=4), ONE, readers=Threads(1)))
+    next(batches)
+    batches.close()
+    assert not threads_left("paddle_shard-ahead")
+    assert not threads_left()
