@@ -38,11 +38,13 @@ def reader_lock() -> Any:
 def between_batches() -> Iterator[None]:
     """Fork inside the `with` block, with no thread in the middle of a batch, if all finish in time."""
     deadline = time.monotonic() + MAX_WAIT
-    held = [
-        lock
-        for lock in list(_reader_locks)
-        if lock.acquire(timeout=max(0.0, deadline - time.monotonic()))
-    ]
+    held = []
+    # Not `list(_reader_locks)`: other threads make locks meanwhile.
+    for lock_ref in _reader_locks.keyrefs():
+        lock = lock_ref()
+        seconds = max(0.0, deadline - time.monotonic())
+        if lock is not None and lock.acquire(timeout=seconds):
+            held.append(lock)
     try:
         yield
     finally:
