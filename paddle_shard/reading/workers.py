@@ -133,7 +133,7 @@ class WorkerPool:
             _processes.add(os.getpid())
             multiprocessing.util.Finalize(None, _shut_down_all, exitpriority=0)
         try:
-            with forks.between_batches(), signals_held():
+            with signals_held(), forks.between_batches():
                 for number in range(self.num_workers):
                     self._start_worker(number, seed)
         except OSError as error:

@@ -1,15 +1,22 @@
 """A loader in a forked process, in whatever state its parent's is."""
 
+import contextlib
 import os
+import signal
 import threading
+import time
+from itertools import chain, islice
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+from paddle.io import DataLoader
 
 from paddle_shard.errors import PaddleShardError
 from tests.deadlines import HANG
 from tests.faults.feeds import drawn_options, loader_of, numbers, read_until
 from tests.faults.traces import in_a_fork
+from tests.helpers import ONE, Made, locals_of, sharded
 
 LENGTH = 96
 ALL = list(range(LENGTH))
@@ -131,3 +138,33 @@ def test_workers_are_started_while_another_thread_forks_too():
         return found, len(forked) > 6
 
     assert in_a_fork(parent, 2 * HANG) == ([ALL] * 6, True)
+
+
+def test_a_signal_while_workers_wait_for_a_read_does_not_stop_other_iterators():
+    """A start of workers waits until other iterators are between two batches."""
+
+    def parent():
+        batches = iter(sharded(DataLoader(Made(length=LENGTH), batch_size=4), ONE))
+        read = locals_of(islice(batches, 3))
+
+        def waits(index):
+            time.sleep(2 * (index == 0))
+            return np.array(index)
+
+        slow = Made(waits, LENGTH)
+        slow.uses_rng = False
+        thread = threading.Thread(
+            target=next, args=[iter(sharded(DataLoader(slow, batch_size=4), ONE))]
+        )
+        thread.start()
+        time.sleep(0.3)
+
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
+        with contextlib.suppress(KeyboardInterrupt):
+            iter(sharded(DataLoader(Made(), batch_size=4, num_workers=1), ONE))
+        read += locals_of(batches)
+        thread.join()
+        return list(chain(*read))
+
+    assert in_a_fork(parent, HANG) == ALL
