@@ -151,8 +151,11 @@ class ShardIterator:
     def _finish(self, error: BaseException) -> None:
         """Close at the end of the epoch, or after a failure; name the step in the error."""
         run = self._setup.run
+        was_closed = self._progress.closed  # by a signal handler or another thread
         self.close()
         if isinstance(error, StopIteration):
+            if was_closed:  # batches of the epoch may be left
+                return
             try:
                 run.finished(self._progress, *self._steps.feed.skipped_at_end())
             except Exception as failure:  # of the user's sampler
@@ -184,7 +187,11 @@ class ShardIterator:
         return recipe.rows.valid(batch.valid(), recipe.last, self._maker)
 
     def close(self) -> None:
-        """End the workers and threads; safe to call again. Abandoning the iterator does it, too."""
+        """End the workers and threads; safe to call again. Abandoning the iterator does it, too.
+
+        If a signal handler or another thread calls it while `next` waits, `next` raises `StopIteration`. The epoch
+        does not count as finished, and `state_dict` stays that of the last batch.
+        """
         self._progress.closed = True
         self._setup.stats.end_pass(self._counts)
         self._steps.close()

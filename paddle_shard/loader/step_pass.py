@@ -268,13 +268,14 @@ class StepPass:
         return map_leaves(value, lambda leaf, _: leaf)  # Paddle changes the containers
 
     def close(self) -> None:
-        """End the workers and threads, and leave the agreement; safe to call again."""
+        """End the workers and threads, and leave the agreement; safe to call again, and from any thread."""
         self._is_over = True
         if self._process == os.getpid():  # in a forked child, locks may stay locked
             if self._agreement is not None:
                 self._agreement.close()
             self._stop_thread(interrupt=True)
             self._executor.close()
+            self._ready.put(StopIteration())  # for a `next` that waits
 
     # Reading
 

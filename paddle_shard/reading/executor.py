@@ -55,7 +55,7 @@ class Executor:
             in_thread: True if another thread than that of the training loop calls.
 
         Raises:
-            StopIteration: All steps that were submitted were taken, or the executor was closed.
+            StopIteration: All steps that were submitted were taken, or the executor was closed, perhaps meanwhile.
             DataReadError: Reading it failed.
         """
         raise NotImplementedError
@@ -189,6 +189,8 @@ class InlineExecutor(_ReadingExecutor):
             if is_first:
                 for other in list(self._steps)[1:]:
                     self._reader.begin(other)
+        if not self._steps:  # closed meanwhile
+            raise StopIteration
         batch = self._join([answer])
         batch.owned = self._reader.owns_arrays
         return batch
@@ -274,9 +276,12 @@ class WorkerExecutor(_ReadingExecutor):
         try:
             answers = [self._answer(pool) for _ in range(self._num_parts)]
         except WorkersLostError as lost:
-            if pool.interrupted:
-                raise StopIteration from None
             answers = [lost.failure()]
+        except Exception:
+            if not pool.interrupted:
+                raise
+        if pool.interrupted:  # closed meanwhile
+            raise StopIteration
         return self._join(answers)
 
     def _answer(self, pool: WorkerPool) -> Chunk | ReadFailure:
@@ -328,5 +333,6 @@ class WorkerExecutor(_ReadingExecutor):
         if stays and self._num_taken == self._num_sent and not pool.interrupted:
             self._idle.append(pool)
         else:
+            pool.interrupted = True
             pool.shut_down()
         self._pool = None  # only now, as a signal handler may raise before this line

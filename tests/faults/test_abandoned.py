@@ -1,13 +1,20 @@
 """Epochs that are left at any step, and several loaders at once."""
 
 import gc
+import signal
+import threading
+import time
+from itertools import islice
 
+import numpy as np
 import pytest
+from paddle.io import DataLoader
 
 from paddle_shard.errors import DataReadError
 from tests.deadlines import HANG
 from tests.faults.feeds import drawn_options, loader_of, numbers, read_until, the_rest
 from tests.faults.traces import children, kill, waited_for
+from tests.helpers import ONE, Made, locals_of, sharded
 from tests.trials import draws
 
 LENGTH, STEPS = 88, 11
@@ -143,3 +150,39 @@ def test_both_of_two_passes_over_one_loader_are_whole_and_the_state_is_the_newer
     older.close()
     assert second + numbers(newer) == ALL
     assert first == ALL[: len(first)]
+
+
+@pytest.mark.parametrize("how", ["handler", "thread"])
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_closing_an_iterator_that_waits_ends_its_loop_but_not_the_epoch(
+    workers, prefetch, how
+):
+    def read(index):
+        time.sleep(0.1 * (index >= 8))
+        return np.array(index)
+
+    data = Made(read, 40)
+    data.uses_rng = False
+    given = DataLoader(data, batch_size=4, num_workers=workers)
+    loader = sharded(given, ONE, prefetch=prefetch)
+    batches = iter(loader)
+    found = locals_of(islice(batches, 2))
+    if how == "handler":
+        before = signal.signal(signal.SIGALRM, lambda *_: batches.close())
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+    else:
+        closing = threading.Timer(0.2, batches.close)
+        closing.start()
+
+    found += locals_of(batches)
+
+    if how == "handler":
+        signal.signal(signal.SIGALRM, before)
+    else:
+        closing.join()
+    assert len(found) < 10
+    resumed = sharded(given, ONE, prefetch=prefetch)
+    resumed.load_state_dict(loader.state_dict())
+    found += locals_of(resumed)
+    assert found == [list(range(at, at + 4)) for at in range(0, 40, 4)]

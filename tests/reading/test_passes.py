@@ -246,6 +246,32 @@ def test_loops_whose_steps_become_shorter_and_longer_get_all_batches(
         assert found == list(range(0, 3 * STEPS, 3)), seed
 
 
+def test_closing_ends_a_next_that_waits_for_a_thread_that_reads_no_more(monkeypatch):
+    class SlowQueue(SimpleQueue):
+        """The thread that reads learns late that it has room, and that it is over."""
+
+        def get(self):
+            item = super().get()
+            time.sleep(0.3 * (item is None))
+            return item
+
+    monkeypatch.setattr(step_pass, "SimpleQueue", SlowQueue)
+    batches = reading(Rows(10**6, 10**6), None, False, ahead=1)
+    next(batches)
+    results = []
+
+    def train():
+        results.extend(iter(partial(next, batches, None), None))
+        results.append("end")
+
+    loop = threading.Thread(target=train, daemon=True)
+    loop.start()
+    time.sleep(0.1)
+    batches.close()
+    loop.join(HANG)
+    assert results[-1:] == ["end"]
+
+
 @pytest.mark.parametrize("collates", [False, True])
 def test_arrays_in_memory_are_read_without_a_look_at_the_generators(
     collates, monkeypatch
