@@ -18,7 +18,7 @@ from typing import Any
 
 from paddle_shard.ranks.agreement import Agreement
 from paddle_shard.ranks.rendezvous import endpoints, registered
-from paddle_shard.reading.channel import HEAD, MEMORY, Channel, Slots, ample, framed
+from paddle_shard.reading.channel import MEMORY, SHARED, Channel, Slots, ample, framed
 from paddle_shard.reading.worker_guards import signals_held
 
 _NUM_SLOTS = 64
@@ -86,21 +86,22 @@ class Broadcast:
         """
         frame = framed(message, self._place)
         self._num_sent += 1
-        self._frames.put((frame, []))
+        memories = [self._slots] if frame[0] == MEMORY else []
+        self._frames.put((frame, memories))
 
-    def _place(self, size: int) -> tuple[int, memoryview]:
-        """Return where a free slot begins, and its memory; see `framed`. New memory is made if there is none."""
+    def _place(self, size: int) -> tuple[int, int, memoryview]:
+        """Return the place of a payload in a free slot; see `framed`. New memory is made if there is none."""
         taken = self._agreement.released
         free = [number for number, used in enumerate(self._used) if used <= taken]
+        kind = SHARED
         if not free or size > self._room:
+            kind = MEMORY
             self._slots = Slots(_NUM_SLOTS, max(self._room, ample(size)))
             self._room = self._slots.room
             self._used = [0] * _NUM_SLOTS
             free = [0]
-            head = HEAD.pack(MEMORY, 0, 0, len(self._slots.memory))
-            self._frames.put((head, [self._slots]))
         self._used[free[0]] = self._num_sent + 1
-        return self._slots.slot(free[0])
+        return kind, *self._slots.slot(free[0])
 
     def _run(self, listener: socket.socket, num_followers: int) -> None:
         """Accept the followers, and send them the frames until the end."""

@@ -21,7 +21,7 @@ HEAD = struct.Struct("<BxxxIQQ")
 _FILE = struct.Struct("i")
 _ONE_FILE = socket.CMSG_SPACE(_FILE.size)
 INLINE, SHARED, MEMORY = range(3)
-"""The payload follows the head; the payload is in shared memory; new shared memory is sent, without a payload."""
+"""The payload follows the head; it is in shared memory; it is in new shared memory, whose file comes with the head."""
 _SMALL = 16 << 10
 """Largest payload in bytes that is sent through the socket."""
 _GRAIN = 64 << 10
@@ -86,6 +86,7 @@ class Channel:
         self._small = memoryview(bytearray(HEAD.size + _SMALL))
         self._theirs: memoryview | None = None
         self._ours: Slots | None = None
+        self._has_sent_ours = False
         self._num_sent = 0
         # Not `select`: it fails for file numbers above 1023, which are common in training.
         self._poll = select.poll()
@@ -114,10 +115,7 @@ class Channel:
                 raise EOFError
             kind, num_pieces, start, size = HEAD.unpack_from(self._small)
             if kind == MEMORY:
-                self._theirs = (
-                    map_file(_FILE.unpack(files[0][2])[0], size) if files else None
-                )
-                continue
+                self._theirs = _mapped(files)
             # Another thread may close this end.
             theirs = self._small[HEAD.size :] if kind == INLINE else self._theirs
             if theirs is None:
@@ -137,7 +135,12 @@ class Channel:
             OSError: The other side has closed, or there is not enough memory.
             Exception: Whatever pickling raises; nothing was sent.
         """
-        self._connection.send(framed(message, self._slot))
+        frame = framed(message, self._slot)
+        if self._ours is None or frame[0] != MEMORY:
+            self._connection.send(frame)
+        else:
+            socket.send_fds(self._connection, [frame], [self._ours.file])
+            self._has_sent_ours = True
         self._num_sent += 1
 
     def interrupt(self) -> None:
@@ -149,28 +152,24 @@ class Channel:
         self._close_socket()
         self._theirs = self._ours = None
 
-    def _slot(self, size: int) -> tuple[int, memoryview]:
-        """Return where the next slot begins, and its memory. If that is too small, new memory is made and sent."""
+    def _slot(self, size: int) -> tuple[int, int, memoryview]:
+        """Return the place of a payload in the next slot; see `framed`. If that is too small, new memory is made."""
         if self._ours is None or self._ours.room < size:
-            slots = Slots(self._num_slots, ample(size))
-            socket.send_fds(
-                self._connection,
-                [HEAD.pack(MEMORY, 0, 0, len(slots.memory))],
-                [slots.file],
-            )
-            self._ours = slots
-        return self._ours.slot(self._num_sent % self._num_slots)
+            self._ours = Slots(self._num_slots, ample(size))
+            self._has_sent_ours = False
+        kind = SHARED if self._has_sent_ours else MEMORY
+        return kind, *self._ours.slot(self._num_sent % self._num_slots)
 
 
 def framed(
-    message: Any, place: Callable[[int], tuple[int, memoryview]]
+    message: Any, place: Callable[[int], tuple[int, int, memoryview]]
 ) -> bytes | bytearray:
     """Return what goes through the socket for a message; a large payload goes into memory.
 
     Args:
         message: Anything that pickles.
-        place: Returns where a payload of so many bytes begins in the memory that the receiver has mapped, and the
-            memory from there on.
+        place: Returns, for a payload of so many bytes, `SHARED`, or `MEMORY` if the receiver has not mapped the memory
+            yet; where in the memory the payload begins; and the memory from there on.
 
     Raises:
         Exception: Whatever pickling raises; then `place` was not called.
@@ -178,13 +177,21 @@ def framed(
     pieces = pickled(message)
     starts, size = layout([piece.nbytes for piece in pieces])
     if size > _SMALL:
-        start, memory = place(size)
+        kind, start, memory = place(size)
         write(memory, pieces, starts)
-        return HEAD.pack(SHARED, len(pieces), start, size)
+        return HEAD.pack(kind, len(pieces), start, size)
     frame = bytearray(HEAD.size + size)
     HEAD.pack_into(frame, 0, INLINE, len(pieces), 0, size)
     write(memoryview(frame)[HEAD.size :], pieces, starts)
     return frame
+
+
+def _mapped(files: list[tuple[int, int, bytes]]) -> memoryview | None:
+    """Map the file that came with a message; None if there was no room for it."""
+    if not files:
+        return None
+    [file] = _FILE.unpack(files[0][2])
+    return map_file(file, os.fstat(file).st_size)
 
 
 def map_file(file: int, size: int) -> memoryview | None:

@@ -357,6 +357,30 @@ def test_what_could_not_be_sent_yet_is_sent_when_it_can_be(channels, then):
     assert is_message(receive(receiver), sent + 1, [then + 1])
 
 
+def test_a_message_that_could_not_be_sent_has_not_been_sent_in_part(channels):
+    """A receiver that has other work looks first whether something has come, and then waits for the whole message."""
+    sender, _ = channels(1000)
+    most = 0
+    with pytest.raises(BlockingIOError):
+        while True:
+            sender.send(most)
+            most += 1
+    for num_before in range(most - 3, most + 1):
+        sender, receiver = channels(1000)
+        for number in range(num_before):
+            sender.send(number)
+        is_sent = True
+        try:
+            sender.send(message_of(0, [ABOVE]))
+        except BlockingIOError:
+            is_sent = False
+        for number in range(num_before):
+            assert receive(receiver) == number
+        assert receiver.wait(0.0) == is_sent
+        if is_sent:
+            assert is_message(receive(receiver), 0, [ABOVE])
+
+
 @pytest.mark.parametrize("before", [[], [ABOVE]])
 def test_without_memory_only_the_message_that_needs_it_fails(
     channels, monkeypatch, before
