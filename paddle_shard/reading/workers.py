@@ -98,7 +98,6 @@ class WorkerPool:
                 `worker_init_fn` sees a single worker, so that it leaves the data set whole.
             num_shares: Workers that read a share of each batch. Each may have as many more requests.
         """
-        # First, as a signal handler may raise in the constructor, and then `__del__` needs them.
         self._workers: list[Any] = []
         self._channels: list[Channel] = []
         self.persistent = bool(settings._persistent_workers)
@@ -195,7 +194,8 @@ class WorkerPool:
         self._channels = []
 
     def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
-        if not ending():  # else the interpreter has ended the workers already
+        # A signal handler may have raised in the constructor. When the interpreter ends, it has ended the workers.
+        if hasattr(self, "_channels") and not ending():
             self.shut_down()
 
     def leave_to_the_parent(self) -> None:

@@ -497,3 +497,7 @@ raise SystemExit
     assert output.endswith("end\n"), output[-2000:]
     assert "ignored" not in output, output[-2000:]
     assert "Traceback" not in output, output[-2000:]
+
+
+def test_a_pool_whose_constructor_was_interrupted_is_dropped_without_a_word():
+    WorkerPool.__new__(WorkerPool).__del__()
