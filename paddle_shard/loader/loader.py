@@ -172,8 +172,10 @@ class ShardDataloader(PaddleShardDataloader):
 
     def close(self) -> None:
         """End persistent workers; open iterators keep theirs."""
-        if self._peeked is not None:
-            self._peeked[1].close()
+        peeked = self._peeked
+        self._peeked = None
+        if peeked is not None:
+            peeked[1].close()
         self._setup.reading.close()
 
     @property

@@ -17,6 +17,7 @@ import paddle_shard
 from paddle_shard.errors import ArgumentError, BatchStructureError
 from paddle_shard.reading.executor import InlineExecutor
 from tests import helpers
+from tests.deadlines import HANG
 from tests.helpers import ONE, Made
 from tests.helpers import local as rows
 
@@ -233,3 +234,16 @@ def test_tensors_for_a_static_program_are_made_on_the_training_thread(
     assert not read()
     monkeypatch.setattr(InlineExecutor, "has_static_program", True)
     assert read() == (makes is paddle.to_tensor)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_loader_that_was_described_and_closed_delivers_the_whole_epoch(workers):
+    given = DataLoader(Made(length=12), batch_size=4, num_workers=workers)
+    loader = helpers.sharded(given, ONE)
+    loader._first_batch()
+    loader.close()
+    found = []
+    loop = threading.Thread(target=lambda: found.extend(loader), daemon=True)
+    loop.start()
+    loop.join(HANG)
+    assert helpers.locals_of(found) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
