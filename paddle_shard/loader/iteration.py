@@ -153,9 +153,9 @@ class ShardIterator:
         run = self._setup.run
         was_closed = self._progress.closed  # by a signal handler or another thread
         self.close()
+        if was_closed and isinstance(error, StopIteration | PaddleShardError):
+            raise StopIteration from None  # batches of the epoch may be left
         if isinstance(error, StopIteration):
-            if was_closed:  # batches of the epoch may be left
-                return
             try:
                 run.finished(self._progress, *self._steps.feed.skipped_at_end())
             except Exception as failure:  # of the user's sampler

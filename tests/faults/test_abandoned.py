@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from paddle.io import DataLoader
 
-from paddle_shard.errors import DataReadError
+from paddle_shard.errors import DataReadError, PeerLostError
 from tests.deadlines import HANG
 from tests.faults.feeds import drawn_options, loader_of, numbers, read_until, the_rest
 from tests.faults.traces import children, kill, waited_for
@@ -186,3 +186,21 @@ def test_closing_an_iterator_that_waits_ends_its_loop_but_not_the_epoch(
     resumed.load_state_dict(loader.state_dict())
     found += locals_of(resumed)
     assert found == [list(range(at, at + 4)) for at in range(0, 40, 4)]
+
+
+def test_what_the_ranks_say_of_an_iterator_that_is_closed_meanwhile_is_no_error():
+    loader = sharded(DataLoader(Made(length=8), batch_size=4), ONE)
+    batches = iter(loader)
+    next(batches)
+
+    class Steps:
+        close = batches._steps.close
+
+        def __next__(self):
+            batches.close()  # in a signal's handler, while it waits
+            raise PeerLostError("The loop was left by global rank 0 after 1 steps")
+
+    batches._steps = Steps()
+    assert list(batches) == list(batches) == []
+    assert loader.epoch == 0
+    assert locals_of(loader) == [[0, 1, 2, 3], [4, 5, 6, 7]]
