@@ -130,7 +130,7 @@ class ShardDataloader(PaddleShardDataloader):
         if peeked is None:
             return None
         start, step_pass = peeked
-        if start != self._run.start():
+        if start != self._run.start() or not step_pass.is_of_this_process:
             step_pass.close()
             return None
         return step_pass

@@ -170,6 +170,11 @@ class StepPass:
         self._room_until = 0
         """The thread has room for the steps before this one; what it has no room for, the training thread may read."""
 
+    @property
+    def is_of_this_process(self) -> bool:
+        """False in a forked child of the process that made it."""
+        return self._process == os.getpid()
+
     def __next__(self) -> Batch:
         """Return the next batch; it is not placed if nothing could be read for it.
 
@@ -177,7 +182,7 @@ class StepPass:
             StopIteration: The epoch has ended, on all ranks.
             PaddleShardError: Reading failed on this or another rank; all ranks raise it at this step.
         """
-        if self._process != os.getpid():
+        if not self.is_of_this_process:
             raise ArgumentError(
                 f"this iterator was made by process {self._process}, whose workers and ranks know it; a forked child "
                 "makes one of its own: iter(loader)."
@@ -270,7 +275,7 @@ class StepPass:
     def close(self) -> None:
         """End the workers and threads, and leave the agreement; safe to call again, and from any thread."""
         self._is_over = True
-        if self._process == os.getpid():  # in a forked child, locks may stay locked
+        if self.is_of_this_process:  # in a forked child, locks may stay locked
             if self._agreement is not None:
                 self._agreement.close()
             self._stop_thread(interrupt=True)

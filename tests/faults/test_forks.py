@@ -168,3 +168,12 @@ def test_a_signal_while_workers_wait_for_a_read_does_not_stop_other_iterators():
         return list(chain(*read))
 
     assert in_a_fork(parent, HANG) == ALL
+
+
+def test_a_fork_serves_a_loader_whose_first_batch_its_parent_has_looked_at():
+    def parent():
+        loader = loader_of("map", LENGTH)
+        loader._first_batch()
+        return in_a_fork(lambda: numbers(iter(loader))), numbers(iter(loader))
+
+    assert in_a_fork(parent, 2 * HANG) == (ALL, ALL)
