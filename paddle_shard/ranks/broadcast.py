@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import socket
 import struct
 import threading
@@ -106,9 +107,13 @@ class Broadcast:
     def _run(self, listener: socket.socket, num_followers: int) -> None:
         """Accept the followers, and send them the frames until the end."""
         connections: list[socket.socket] = []
-        listener.settimeout(_PAUSE)
+        listener.setblocking(False)
+        arrivals = select.poll()
+        arrivals.register(listener, select.POLLIN)
         while len(connections) < num_followers and not self._agreement.is_decided:
-            # Nobody comes, or another user, or too many files are open.
+            if not arrivals.poll(1000 * _PAUSE):
+                continue
+            # It has left, or it is another user, or too many files are open.
             with contextlib.suppress(OSError):
                 connection = registered(lambda: listener.accept()[0])
                 connection.setblocking(True)

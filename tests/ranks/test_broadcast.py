@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paddle_shard.core.forks import no_fork
 from paddle_shard.ranks.broadcast import Broadcast, connected
 from tests.deadlines import HANG
 from tests.descriptors import open_files
@@ -261,6 +262,16 @@ def test_broadcast_gives_nothing_to_one_more_follower(closed):
     opened.leader.send("first")
     assert taken(receiver) == "first"
     assert is_refused(opened.address)
+
+
+def test_broadcast_lets_others_place_and_fork_while_it_waits_for_followers(closed):
+    closed(Pass())
+    start = time.monotonic()
+    for _ in range(20):
+        with no_fork:
+            pass
+        time.sleep(0.001)
+    assert time.monotonic() - start < 1.0
 
 
 def test_broadcast_rejects_a_process_of_another_user(closed, monkeypatch):
