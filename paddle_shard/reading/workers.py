@@ -119,6 +119,7 @@ class WorkerPool:
             else worker_timeout
         )
         self.interrupted = False
+        self._process = os.getpid()
         _pools.add(self)
 
     def start(self) -> None:
@@ -194,8 +195,9 @@ class WorkerPool:
         self._channels = []
 
     def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
-        # A signal handler may have raised in the constructor. When the interpreter ends, it has ended the workers.
-        if hasattr(self, "_channels") and not ending():
+        # A signal handler may have raised in the constructor, or the collector may find this first in a forked child.
+        # When the interpreter ends, it has ended the workers.
+        if getattr(self, "_process", None) == os.getpid() and not ending():
             self.shut_down()
 
     def leave_to_the_parent(self) -> None:

@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 import time
+import weakref
 from itertools import chain, islice
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ import pytest
 from paddle.io import DataLoader
 
 from paddle_shard.errors import PaddleShardError
+from paddle_shard.reading import workers
 from tests.deadlines import HANG
 from tests.faults.feeds import drawn_options, loader_of, numbers, read_until
 from tests.faults.traces import in_a_fork
@@ -177,3 +179,20 @@ def test_a_fork_serves_a_loader_whose_first_batch_its_parent_has_looked_at():
         return in_a_fork(lambda: numbers(iter(loader))), numbers(iter(loader))
 
     assert in_a_fork(parent, 2 * HANG) == (ALL, ALL)
+
+
+def test_a_fork_that_collects_a_pool_of_its_parent_leaves_the_workers_alone(
+    monkeypatch,
+):
+    """The collector may run before the fork's own functions, which go through all pools."""
+    monkeypatch.setattr(workers, "_pools", weakref.WeakSet())
+    batches = iter(loader_of("map", LENGTH, workers=1))
+    [pool] = workers._pools
+    monkeypatch.setattr(workers, "_pools", weakref.WeakSet())
+
+    def child():
+        pool.__del__()
+        return "dropped"
+
+    assert in_a_fork(child) == "dropped"
+    assert numbers(batches) == ALL
