@@ -218,14 +218,15 @@ class FileReader:
     needs_begin: bool
     """True if a file is read at its beginning, too, wherever the samples begin."""
 
-    def ahead(self, name: str, skip: int, limit: int) -> FileAhead | None:
-        """Begin to open a remote file after the first `skip` samples, and to read some bytes; None: it is local."""
+    def ahead(self, name: str, skip: int, limit: int) -> Iterator[Any] | None:
+        """Begin to open a remote file, and to read bytes of the samples after the first `skip`; None: it is local."""
         if not files.is_remote(name):
             return None
         start, _ = self._start(name, skip)
         if start and self.needs_begin:
             return None
-        return FileAhead(partial(open_cached, self.cache_dir, name, start), limit)
+        opened = FileAhead(partial(open_cached, self.cache_dir, name, start), limit)
+        return self(name, skip, opened)
 
     def _start(self, name: str, skip: int) -> tuple[int, int]:
         """Return the byte from which a file is read, and how many samples are then left to skip."""
