@@ -19,7 +19,7 @@ from paddle_shard.plan.mixture import (
     is_sample_id,
     source_and_index,
 )
-from paddle_shard.plan.order import Ordering
+from paddle_shard.plan.order import Fingerprint, Ordering
 from paddle_shard.plan.orders import Sequential, Shuffled
 from paddle_shard.plan.weights import num_positions_to_read, schedule_of, shares_of
 
@@ -73,7 +73,7 @@ class Mixture:
             ArgumentError: A source is empty, the weights do not fit the sources, or `num_samples` is missing.
         """
         check_mixture("Mixture", sources, stop)
-        self.sources: dict[str, Any] = dict(sources)
+        self.sources = dict(sources)
         """The data sets, by name."""
         self._names = tuple(sources)
         self._lengths = lengths = tuple(
@@ -123,7 +123,7 @@ class Mixture:
         source, number = self.locate(index)
         return self._names[source], number
 
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self) -> Fingerprint:
         """Return what the samples of packed sources depend on, by source, for a saved state: JSON-able."""
         return {
             name: source.fingerprint()

@@ -14,6 +14,7 @@ from paddle_shard.core.checks import check_count, listed
 from paddle_shard.data.arrays import IndexedData, check_indexed
 from paddle_shard.data.stages.pack import PackedRows, check_long, tokens_of
 from paddle_shard.errors import ArgumentError, described
+from paddle_shard.plan.order import Fingerprint
 from paddle_shard.plan.packing import Packing, Piece
 
 
@@ -158,7 +159,7 @@ class Packed:
         ]
         return f"row {int(row)} of documents [{listed(documents, 8)}]"
 
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self) -> Fingerprint:
         """Return what the rows depend on, for a saved state: JSON-able."""
         return {
             "length": self.packing.length,

@@ -12,7 +12,7 @@ import numpy as np
 
 from paddle_shard.core.checks import check_count
 from paddle_shard.errors import ArgumentError
-from paddle_shard.plan.order import Indices, Order, Ordering, groups_by_key
+from paddle_shard.plan.order import Fingerprint, Indices, Order, Ordering, groups_by_key
 from paddle_shard.plan.shuffle import Permutation, permutation
 from paddle_shard.plan.weights import Segment, interleave
 
@@ -93,7 +93,7 @@ class Mixing(Ordering):
         last = self.draws.segment_at(first + length - 1)
         return max(0, self.segments[last].first - first)
 
-    def fingerprint(self, *, num_data_ranks: int, accumulation: int) -> dict[str, Any]:
+    def fingerprint(self, *, num_data_ranks: int, accumulation: int) -> Fingerprint:
         """Return what the order depends on."""
         mixture = {
             "sources": list(self.names),
@@ -104,7 +104,7 @@ class Mixing(Ordering):
         return {"mixture": mixture}
 
     @classmethod
-    def of_fingerprint(cls, fingerprint: Mapping[str, Any]) -> Mixing:
+    def of_fingerprint(cls, fingerprint: Fingerprint) -> Mixing:
         """See `Ordering`."""
         mixture = fingerprint["mixture"]
         return cls(

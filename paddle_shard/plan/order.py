@@ -10,6 +10,8 @@ import numpy.typing as npt
 
 Indices = npt.NDArray[np.int64]
 """Positions of an epoch, or samples."""
+Fingerprint = Mapping[str, Any]
+"""What an order depends on, as a saved state stores it: JSON-able."""
 BLOCK = 4096
 """Positions that are computed at once, even if only a few are needed."""
 
@@ -127,12 +129,12 @@ class Ordering:
         """
         return 0
 
-    def fingerprint(self, *, num_data_ranks: int, accumulation: int) -> dict[str, Any]:
+    def fingerprint(self, *, num_data_ranks: int, accumulation: int) -> Fingerprint:
         """Return what the order depends on besides the number of samples, the seed and the epoch, as JSON values."""
         return {}
 
     @classmethod
-    def of_fingerprint(cls, fingerprint: Mapping[str, Any]) -> Ordering:  # noqa: ARG003
+    def of_fingerprint(cls, fingerprint: Fingerprint) -> Ordering:  # noqa: ARG003
         """Return the ordering with the settings that a `fingerprint` holds; the default suits one without settings."""
         return cls()
 

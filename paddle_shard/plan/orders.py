@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar, TypeAlias
@@ -12,7 +11,7 @@ import numpy as np
 from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.blocks import Blocks
 from paddle_shard.plan.mixture import Mixing
-from paddle_shard.plan.order import Identity, Indices, Order, Ordering
+from paddle_shard.plan.order import Fingerprint, Identity, Indices, Order, Ordering
 from paddle_shard.plan.shuffle import permutation
 
 Shuffle: TypeAlias = bool | str | Ordering
@@ -106,7 +105,7 @@ class PaddleOrdering(PaddleSequential):
         """See `Ordering`."""
         return _paddle_order(length, self.seed + epoch)
 
-    def fingerprint(self, *, num_data_ranks: int, accumulation: int) -> dict[str, Any]:
+    def fingerprint(self, *, num_data_ranks: int, accumulation: int) -> Fingerprint:
         """See `Ordering`."""
         fingerprint = {"num_data_ranks": num_data_ranks}
         if self.seed:
@@ -114,7 +113,7 @@ class PaddleOrdering(PaddleSequential):
         return fingerprint
 
     @classmethod
-    def of_fingerprint(cls, fingerprint: Mapping[str, Any]) -> PaddleOrdering:
+    def of_fingerprint(cls, fingerprint: Fingerprint) -> PaddleOrdering:
         """See `Ordering`."""
         return cls(seed=fingerprint.get("sampler_seed", 0))
 
@@ -151,7 +150,7 @@ def find_ordering(shuffle: Any, dataset: Any = None) -> Ordering:
     return ORDERINGS[shuffle].for_dataset(dataset)
 
 
-def ordering_of(fingerprint: Mapping[str, Any]) -> Ordering | None:
+def ordering_of(fingerprint: Fingerprint) -> Ordering | None:
     """Return the ordering whose fingerprint a saved state or a record has; None if it is of another class.
 
     Examples:

@@ -48,10 +48,9 @@ def slice_rows(
             f"num_rows and micro_size must be multiples of num_data_ranks = {num_data_ranks}, "
             f"got {num_rows} and {micro_size}."
         )
-    rows: Rows = np.arange(num_rows, dtype=np.int64)
+    rows = np.arange(num_rows)
     data_ranks, _ = place_of_rows(rows, num_rows, num_data_ranks, max(1, micro_size))
-    selected: Rows = rows[data_ranks == data_rank]
-    return selected
+    return np.flatnonzero(data_ranks == data_rank)
 
 
 def place_of_rows(

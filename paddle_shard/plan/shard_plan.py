@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ import numpy.typing as npt
 from paddle_shard.core.checks import check_count
 from paddle_shard.errors import ArgumentError
 from paddle_shard.plan.mixture import Mixing, MixtureOrder
-from paddle_shard.plan.order import Indices, Order, Ordering
+from paddle_shard.plan.order import Fingerprint, Indices, Order, Ordering
 from paddle_shard.plan.orders import Shuffle, find_ordering
 from paddle_shard.plan.partition import (
     Rows,
@@ -54,10 +54,11 @@ class StepTable:
             end: Position after the last that is served or padded.
         """
         self._segments = segments
-        self._first_steps = [0]
-        for (first, size), (stop, _) in pairwise(segments):
-            num_steps = -(-(stop - first) // size)
-            self._first_steps.append(self._first_steps[-1] + num_steps)
+        counts = [
+            -(-(stop - first) // size)
+            for (first, size), (stop, _) in pairwise(segments)
+        ]
+        self._first_steps = [*accumulate(counts, initial=0)]
         first, size = segments[-1]
         num_full, self.rest = divmod(max(0, end - first), size)
         """`rest`: positions for a short last batch."""
@@ -137,9 +138,9 @@ class Where:
 
     step: int
     """The step of the epoch, from 0."""
-    data_rank: int | None
+    data_rank: int | None = None
     """The data rank; None if the batch of that step cannot be split evenly over these data ranks."""
-    row: int | None
+    row: int | None = None
     """The row in that data rank's slice: `indices(epoch=, step=, data_rank=)[row]` is the sample."""
 
 
@@ -363,7 +364,7 @@ class ShardPlan:
         """
         return places_of(self, epoch, sample, ())
 
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self) -> Fingerprint:
         """Return what a saved state must match to resume in this order: JSON-able, without the batch size."""
         return {
             "num_samples": self.num_samples,
@@ -431,11 +432,7 @@ def step_of_plan(
 
 def num_skipped_steps(num_steps: int, skips: Ranges, since: int = 0) -> int:
     """Return how many of the steps [since, num_steps) of an epoch are skipped."""
-    num_skipped = 0
-    for first, end in skips:
-        end_in_epoch = min(end, num_steps)
-        num_skipped += max(0, end_in_epoch - max(first, since))
-    return num_skipped
+    return sum(max(0, min(end, num_steps) - max(first, since)) for first, end in skips)
 
 
 def skipped_positions(plan: ShardPlan, skips: Ranges) -> Ranges:
@@ -491,7 +488,7 @@ def places_of(
     ranks = plan.num_data_ranks
     for step, row in rows_of_sample(plan, epoch, sample, skips, balance_rows):
         _, num_rows, micro_size = plan._extent(step)
-        place = Where(step=step, data_rank=None, row=None)
+        place = Where(step=step)
         if num_rows % ranks == 0 and micro_size % ranks == 0:
             rows = np.array(row)
             data_rank, own_row = place_of_rows(rows, num_rows, ranks, micro_size)

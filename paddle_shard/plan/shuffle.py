@@ -47,7 +47,7 @@ class Permutation(Order):
         self._rounds = words[:ROUNDS]
         side = math.isqrt(num_samples - 1) + 1
         self._sizes = (np.uint64(side), np.uint64(-(-num_samples // side)))
-        self._table: Indices | None = None
+        self._table = None
         if num_samples <= TABLE_MAX:
             self._table = draw_table(words, num_samples)
 

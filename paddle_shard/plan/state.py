@@ -12,6 +12,7 @@ from typing import Any
 
 from paddle_shard.errors import StateError
 from paddle_shard.plan.certificate import Account, account_from_json, account_to_json
+from paddle_shard.plan.order import Fingerprint
 from paddle_shard.plan.shard_plan import Segments
 from paddle_shard.plan.shuffle import VERSION as ORDER_VERSION
 
@@ -50,7 +51,7 @@ class LoaderState:
     """State of the user's own sampler after the last delivered batch."""
     certificate: Account = field(default_factory=dict)
     """Deliveries of the epoch so far."""
-    fingerprint: Mapping[str, Any] = field(default_factory=dict)
+    fingerprint: Fingerprint = field(default_factory=dict)
     """Values that the order depends on."""
     data: Mapping[str, Any] | None = None
     """The identity of the data; None if it is not known. See `data.identity`."""
@@ -72,7 +73,7 @@ class LoaderState:
     def from_dict(
         cls,
         saved: Mapping[str, Any],
-        fingerprint: Mapping[str, Any],
+        fingerprint: Fingerprint,
         override: Collection[str] = (),
     ) -> LoaderState:
         """Read a saved state for a loader.
@@ -115,7 +116,7 @@ class LoaderState:
         return replace(state, data=None) if has_other_samples else state
 
     def _check_same_run(
-        self, fingerprint: Mapping[str, Any], override: Collection[str]
+        self, fingerprint: Fingerprint, override: Collection[str]
     ) -> None:
         """Reject a loader whose fingerprint differs from the saved one where `override` does not allow it."""
         then = self._before_position(self.fingerprint)
@@ -156,11 +157,7 @@ class LoaderState:
             return kept
         return (*kept, (self.samples, batch_size))
 
-    def _sample_of_run(self) -> int:
-        length: int = self.fingerprint.get("num_samples", 0)
-        return self.epoch * length + self.samples
-
-    def _before_position(self, fingerprint: Mapping[str, Any]) -> dict[str, Any]:
+    def _before_position(self, fingerprint: Fingerprint) -> Fingerprint:
         """Return a fingerprint with its schedules up to this position; after it they may differ."""
         cut = dict(fingerprint)
         step = self.steps_before + self.steps
@@ -169,8 +166,9 @@ class LoaderState:
         if before:
             cut["skip_steps"] = before
         if "mixture" in cut:
-            position = max(1, self._sample_of_run())
-            cut["mixture"] = _mixture_before(cut["mixture"], position)
+            length = self.fingerprint.get("num_samples", 0)
+            position = self.epoch * length + self.samples
+            cut["mixture"] = _mixture_before(cut["mixture"], max(1, position))
             packed = cut.get("packed", {})
             cut["packed"] = {
                 name: packed[name]
@@ -200,7 +198,7 @@ def sealed(state: Mapping[str, Any]) -> dict[str, Any]:
     return {**state, "checksum": zlib.crc32(text.encode())}
 
 
-def _mixture_before(mixture: Mapping[str, Any], position: int) -> dict[str, Any]:
+def _mixture_before(mixture: Fingerprint, position: int) -> Fingerprint:
     segments = [segment for segment in mixture["segments"] if segment[0] < position]
     # The last sources may join later.
     count = max(

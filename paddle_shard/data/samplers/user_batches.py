@@ -21,6 +21,7 @@ from paddle_shard.errors import (
     BatchSizeError,
     StateError,
 )
+from paddle_shard.plan.order import Fingerprint
 from paddle_shard.plan.partition import check_batch_size
 from paddle_shard.plan.seeding import derive_seed
 from paddle_shard.plan.state import LoaderState
@@ -124,7 +125,7 @@ class UserBatches(IndexBatches):
         if epoch in self._ends:
             owner_of(self._sampler).load_state_dict(self._ends.pop(epoch))
 
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self) -> Fingerprint:
         """Return what the order depends on, as far as it is known here."""
         names = {"batch_sampler": self._name}
         inner = getattr(self.batch_sampler, "sampler", None)
