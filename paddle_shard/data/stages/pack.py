@@ -211,7 +211,7 @@ class Pack(Transform):
         first = 0
         for documents in windows(items, self._window):
             bad = [item for item in documents if isinstance(item, Unreadable)]
-            fields: list[Fields] = []
+            fields = []
             names = []
             for number, document in enumerate(documents, first):
                 name = f"document {number} of its part"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import count, islice
 from operator import itemgetter
 from typing import Any
@@ -216,39 +216,35 @@ def in_rounds(
         For each part, pairs of the round, from 0, and the sample.
     """
     num_dropped = opening.skip
-    begins = [(0, 0) for _ in opening.parts]
+    begins = dict.fromkeys(opening.parts, (0, 0))
     lengths = stage.lengths(opening)
     if lengths is not None:  # else, how many rounds these are shows as they are read
-        begins = [divmod(num_dropped, length or 1) for length in lengths]
+        for part, length in zip(opening.parts, lengths, strict=True):
+            begins[part] = divmod(opening.skip, length or 1)
         num_dropped = 0
     rounds = _Rounds(stage, opening, begins, times, source)
     return [islice(rounds.items(part), num_dropped, None) for part in opening.parts]
 
 
+@dataclass(slots=True, eq=False)
 class _Rounds:
     """Rounds of some parts. Those that begin a round at the same sample are opened together and share one read."""
 
-    def __init__(
-        self,
-        stage: Stage,
-        opening: Opening,
-        begins: Sequence[tuple[int, int]],
-        times: int | None,
-        source: str,
-    ) -> None:
-        """Set up; `begins` holds (round, samples of it that are skipped) for each part; see `in_rounds`."""
-        self._stage = stage
-        self._opening = opening
-        self._begins = dict(zip(opening.parts, begins, strict=True))
-        self._times = times
-        self._source = source
-        self._opened: dict[tuple[int, int], dict[int, Samples]] = {}
-        """(round, samples that are skipped) -> the parts that are opened there and not read yet."""
+    stage: Stage
+    opening: Opening
+    begins: Mapping[int, tuple[int, int]]
+    """Part -> (round, samples of it that are skipped)."""
+    times: int | None
+    """See `in_rounds`."""
+    source: str
+    """See `in_rounds`."""
+    opened: dict[tuple[int, int], dict[int, Samples]] = field(default_factory=dict)
+    """(round, samples that are skipped) -> the parts that are opened there and not read yet."""
 
     def items(self, part: int) -> Iterator[tuple[int, Any]]:
         """Yield (round, sample) of a part."""
-        begin, skip = self._begins[part]
-        numbers = count(begin) if self._times is None else range(begin, self._times)
+        begin, skip = self.begins[part]
+        numbers = count(begin) if self.times is None else range(begin, self.times)
         for number in numbers:
             is_empty = not skip
             items = self._open(part, (number, skip))
@@ -256,32 +252,32 @@ class _Rounds:
             for item in items:
                 is_empty = False
                 yield number, item
-            if is_empty and self._times is None:
-                raise nothing_to_repeat(part, self._opening.num_parts, self._source)
+            if is_empty and self.times is None:
+                raise nothing_to_repeat(part, self.opening.num_parts, self.source)
 
     def _open(self, part: int, place: tuple[int, int]) -> Samples:
         """Return a part of a round; open it with all parts that come to the same place."""
-        if place not in self._opened:
+        if place not in self.opened:
             number, skip = place
             parts = tuple(
                 other
-                for other, begin in self._begins.items()
+                for other, begin in self.begins.items()
                 if begin == place or (begin < place and not skip)
             )
-            opening = self._opening
+            opening = self.opening
             request = replace(
                 opening,
                 parts=parts,
-                round=opening.round * (self._times or 1) + number,
+                round=opening.round * (self.times or 1) + number,
                 skip=skip,
                 state=None if number else opening.state,
                 # Parts may begin at several places: `seen` would be called for a sample more than once.
                 seen=None if skip else opening.seen,
             )
-            samples = zip(parts, self._stage.open(request), strict=True)
-            self._opened[place] = dict(samples)
-        opened = self._opened[place]
+            samples = zip(parts, self.stage.open(request), strict=True)
+            self.opened[place] = dict(samples)
+        opened = self.opened[place]
         items = opened.pop(part)
         if not opened:
-            del self._opened[place]
+            del self.opened[place]
         return items
