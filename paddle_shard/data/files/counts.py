@@ -60,7 +60,7 @@ class Format(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardEntry:
-    """Counts of a file."""
+    """Counts of a file; as a dict, its entry in an index file and in the kept counts."""
 
     samples: int
     bytes: int
@@ -75,10 +75,6 @@ class ShardEntry:
             return 0, sample
         number = min(sample // self.every, len(self.starts) - 1)
         return self.starts[number], sample - number * self.every
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the entry as an index file and the kept counts have it."""
-        return asdict(self)
 
     @classmethod
     def from_json(cls, entry: Any) -> ShardEntry:
@@ -171,7 +167,7 @@ def count_files(
             entries = map(ShardEntry.from_json, json.loads(path.read_bytes()))
             return dict(zip(names, entries, strict=True))
         counted_files = _count_each(names, form.starts, cache_dir)
-        text = json.dumps([entry.to_json() for entry in counted_files.values()])
+        text = json.dumps([asdict(entry) for entry in counted_files.values()])
         with contextlib.suppress(OSError), files.replacing(path) as target:
             target.write(text.encode())
     return counted_files
@@ -286,9 +282,7 @@ def file_source(
         check_flag("counts, if it is not None,", counts)
     if entries is None:
         entries = count_files(names, form, counts, folder)
-    lengths = None
-    if entries is not None:
-        lengths = [entries[name].samples for name in names]
+    lengths = None if entries is None else [entries[name].samples for name in names]
     reader = FileReader(
         samples=form.samples,
         entries=entries,

@@ -148,11 +148,10 @@ def within_their_folder(names: Sequence[str]) -> list[str]:
 
 def local_size(name: str) -> int | None:
     """Return the size of a local file in bytes; None for a remote file, whose size would cost a request."""
-    with contextlib.suppress(
-        OSError
-    ):  # reading the file later raises an error that names it
+    try:
         return None if is_remote(name) else os.path.getsize(local_path(name))
-    return None
+    except OSError:  # reading the file later raises an error that names it
+        return None
 
 
 @contextmanager
@@ -459,7 +458,10 @@ def retried(attempt: Callable[[], T], place: str = "") -> T:
         except ValueError:
             raise
         except Exception as error:
-            failure = _failure_of_server(error)
+            # Over HTTP, every failure to open is a FileNotFoundError, whose cause is that of the server.
+            cause: Any = error.__cause__
+            is_of_http = type(cause).__module__.startswith("aiohttp")
+            failure = cause if is_of_http else error
             kind = _FINAL.get(getattr(failure, "status", 0), type(failure))
             # Without the error of fsspec in its traceback: that holds the query of the URL, such as a signature.
             if issubclass(kind, FileNotFoundError | PermissionError):
@@ -471,13 +473,6 @@ def retried(attempt: Callable[[], T], place: str = "") -> T:
                 ) from None
         time.sleep(pause)
     raise AssertionError("the last attempt returns or raises")
-
-
-def _failure_of_server(error: Exception) -> BaseException:
-    """Return the failure behind an error of fsspec: over HTTP, every failure to open is a FileNotFoundError."""
-    cause = error.__cause__
-    is_of_http = type(cause).__module__.startswith("aiohttp")
-    return cause if cause is not None and is_of_http else error
 
 
 @contextmanager

@@ -36,7 +36,7 @@ from paddle_shard.errors import (
     described,
 )
 from paddle_shard.plan.seeding import derive_key
-from paddle_shard.plan.shuffle import Permutation
+from paddle_shard.plan.shuffle import permutation
 
 RECOUNT = "count again (make the stream again; for an index file: `paddle-shard index URL... -o index.json`)"
 
@@ -186,8 +186,8 @@ class ShardSource(PartsSource):
         numbers = np.arange(len(self._names), dtype=np.int64)
         if not self._shuffle:
             return numbers
-        key = derive_key("shards", opening.seed, opening.epoch, opening.round, size=64)
-        return Permutation(len(numbers), key)(numbers)
+        purpose = ("shards", opening.seed, opening.epoch, opening.round)
+        return permutation(len(numbers), *purpose)(numbers)
 
     def _cut(self, part: int, num_parts: int) -> tuple[int, int]:
         return self._total * part // num_parts, self._total * (part + 1) // num_parts

@@ -8,6 +8,7 @@ import os
 import re
 import tarfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, cast
 
@@ -84,7 +85,7 @@ def tar_samples(
                 content = archive.extractfile(member).read() if contents else b""  # type: ignore[union-attr]
                 following = start + member.offset
                 yield {"fname": member.name, "data": content, "__url__": name}
-            rest: Any = archive.fileobj
+            rest = archive.fileobj
             while block := rest.read(BUFFER):
                 if block.count(0) != len(block):
                     raise tarfile.ReadError(
@@ -142,7 +143,7 @@ VERSION = 1
 
 def write_index(path: str, entries: Mapping[str, ShardEntry]) -> None:
     """Write an index; an existing file of that name is replaced atomically."""
-    shards = {name: entry.to_json() for name, entry in entries.items()}
+    shards = {name: asdict(entry) for name, entry in entries.items()}
     text = json.dumps({"version": VERSION, "shards": shards}, separators=(",", ":"))
     with replacing(path, 0o644) as file:
         file.write(f"{text}\n".encode())
