@@ -86,7 +86,7 @@ class _RankState:
     def write(self, rank: int, directory: Path) -> dict[str, int]:
         """Write the files of a rank; return the size of each."""
         others: dict[str, Any] = {}
-        parts: dict[str, Any] = {}
+        parts = {}
         index: dict[str, Any] = {}
         for path, leaf in self.leaves.items():
             if not isinstance(leaf, paddle.Tensor):
@@ -262,7 +262,7 @@ class Checkpoints:
 
     def _on_all(self, call: str, work: Callable[..., Any], *args: Any) -> list[Any]:
         """Return the JSON value that `work` returns on each rank. If it raises on any, all ranks raise."""
-        error: Exception | None = None
+        error = None
         kind = ""
         try:
             result = work(*args)
@@ -292,7 +292,7 @@ def _read(
 ) -> tuple[dict[str, Any], list[SavedPart], dict[int, dict[str, Any]]]:
     """Return the values of a checkpoint that are no tensors, by path, the parts of tensors, and states by rank."""
     others: dict[str, Any] = {}
-    parts: list[SavedPart] = []
+    parts = []
     split_states: dict[int, dict[str, Any]] = {}
     # Not a listing: another job may be deleting them.
     files = json.loads(read_file(directory / MANIFEST))["files"]

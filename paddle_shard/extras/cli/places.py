@@ -63,7 +63,7 @@ def samples_at(plan: ShardPlan, epoch: int, step: int, skips: Ranges) -> list[An
         if plan_step.valid is None
         else plan_step.valid
     )
-    names: list[Any] = np.asarray(plan_step.ids).tolist()
+    names = np.asarray(plan_step.ids).tolist()
     if isinstance(plan.ordering, Mixing):
         names = [list(plan.ordering.named(sample)) for sample in names]
     return [

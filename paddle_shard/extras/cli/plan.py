@@ -111,7 +111,7 @@ def plan(options: argparse.Namespace) -> Answer:
     numbers = facts_of_plan(shard_plan)
     values: dict[str, Any] = {"meshes": list(groups_of(meshes)), "plan": numbers}
     table = [{"what": name, "number": number} for name, number in numbers.items()]
-    text: list[str | Rows] = [*_mesh_sections(meshes), table]
+    text = [*_mesh_sections(meshes), table]
     if options.step is not None:
         values["step"] = samples_of(shard_plan, meshes, options.epoch, options.step, ())
         text += [f"epoch {options.epoch}, step {options.step}", values["step"]]

@@ -42,7 +42,7 @@ def proof_of(run: Timeline, epoch: int) -> dict[str, Any]:
         delivery.is_ended for delivery in deliveries
     )
     plan = None if newest.job.unknown_order is not None else newest.plan
-    notes: list[str] = []
+    notes = []
 
     # Delivered ranges, each with the order and the skips of its time.
     ranges = []

@@ -236,7 +236,7 @@ def timeline(lines: Sequence[dict[str, Any]]) -> Timeline:
     began_at = first.job.state_in(first.lines[0]) if is_resumed else None
 
     run = Timeline(last_job=segments[-1].job, began_at=began_at)
-    counted: dict[int, Delivery] = {}
+    counted = {}
     for segment in segments:
         num_lines = num_counted.get(id(segment), 0)
         counted = segment.deliveries(num_lines)
