@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return answer.exit_code
+    return int(answer.failed or bool(answer.hazards))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
+from textwrap import shorten
 from typing import Any
 
 from paddle_shard.extras.cli.answer import Answer, Rows, cell
@@ -85,13 +86,7 @@ def svg_of(meshes: Meshes, shares: Sequence[Mapping[str, Any]], title: str) -> s
         marks.append(
             f'<rect x="10" y="{y}" width="12" height="12" {_fill(share["data_rank"])}/>'
         )
-        marks.append(
-            _text(
-                28,
-                y + 10,
-                text if len(text) <= _MOST_TEXT else f"{text[:_MOST_TEXT]} ...",
-            )
-        )
+        marks.append(_text(28, y + 10, shorten(text, _MOST_TEXT, placeholder=" ...")))
         y += _LINE
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {y}" '
     head += 'font-family="sans-serif" font-size="11">'

@@ -14,6 +14,7 @@ from typing import Any
 
 from paddle_shard.data.samplers import PlanBatches
 from paddle_shard.errors import ArgumentError
+from paddle_shard.extras.cli.answer import Json
 from paddle_shard.plan.mesh import MeshLayout
 from paddle_shard.plan.orders import ordering_of
 from paddle_shard.plan.shard_plan import BatchSizes, ShardPlan, rows_of_sample
@@ -30,7 +31,7 @@ class RecordedJob:
 
     number: int
     """From 1, in the order in which they began."""
-    first_line: dict[str, Any]
+    first_line: Json
 
     @cached_property
     def meshes(self) -> list[tuple[MeshLayout, list[str]]]:
@@ -77,7 +78,7 @@ class RecordedJob:
         )
         return batches.plan_of(start)
 
-    def state_in(self, line: dict[str, Any]) -> LoaderState:
+    def state_in(self, line: Json) -> LoaderState:
         """Return the state in a line, without what only the loader needs."""
         order = dict(self.first_line["fingerprint"])
         rest = {"fingerprint": dict(order), "sampler": None, "data": None}
@@ -186,7 +187,7 @@ class _Segment:
     """Lines of a job, from a load on."""
 
     job: RecordedJob
-    lines: list[dict[str, Any]] = field(default_factory=list)
+    lines: list[Json] = field(default_factory=list)
     parent: _Segment | None = None
     """The segment that it continues; None if no line shows it."""
     num_parent_lines: int = 0
@@ -216,7 +217,7 @@ class _Segment:
         return deliveries
 
 
-def timeline(lines: Sequence[dict[str, Any]]) -> Timeline:
+def timeline(lines: Sequence[Json]) -> Timeline:
     """Return the run in the lines of a record.
 
     Raises:
@@ -267,7 +268,7 @@ def _lost(segment: _Segment, counted: Mapping[int, Delivery]) -> Iterator[Delive
             yield delivery
 
 
-def _segments(lines: Sequence[dict[str, Any]]) -> list[_Segment]:
+def _segments(lines: Sequence[Json]) -> list[_Segment]:
     """Return the segments, each with its parent. A line of a load ends one segment and begins the next."""
     segments: list[_Segment] = []
     current: dict[str, _Segment] = {}
@@ -291,7 +292,7 @@ def _segments(lines: Sequence[dict[str, Any]]) -> list[_Segment]:
 
 
 def _parent_of(
-    segments: Sequence[_Segment], resume: dict[str, Any]
+    segments: Sequence[_Segment], resume: Json
 ) -> tuple[_Segment | None, int]:
     """Return the newest segment that saved the position of a load, and the number of its lines by then."""
     for segment in reversed(segments):
@@ -302,6 +303,6 @@ def _parent_of(
     return None, 0
 
 
-def _position(line: dict[str, Any]) -> dict[str, Any]:
+def _position(line: Json) -> Json:
     """Return the state in a line without its certificate, which differs on another rank."""
     return {**line["state"], "certificate": None}
