@@ -27,17 +27,8 @@ MAX_DRAWS = 1 << 50
 """Most samples of a run."""
 
 
-# An id has, from its highest bit: a mark, the source's epoch modulo 512, the source, the index in the source.
-
-
-def sample_ids(sources: Indices, epochs: Indices, indices: Indices) -> Indices:
-    """Return the ids of some samples.
-
-    An id holds the source's epoch, modulo 512, beside the source and the index. So a sample that is selected again in
-    the same epoch of the mixture has another id, and other random numbers.
-    """
-    rounds = epochs % ROUNDS
-    return _MARK + (rounds << 52) + (sources << 40) + indices
+# An id has, from its highest bit: a mark, the source's epoch modulo 512, the source, the index in the source. So a
+# sample that is selected again in the same epoch of the mixture has another id, and other random numbers.
 
 
 def is_sample_id(index: int) -> bool:
@@ -243,7 +234,8 @@ class MixtureOrder(Order):
         if self.mixing.is_shuffled:
             for chosen, key in groups_by_key(sources, epochs):
                 indices[chosen] = self._permutation(*key)(indices[chosen])
-        return sample_ids(sources, epochs, indices).reshape(positions.shape)
+        ids = _MARK + (epochs % ROUNDS << 52) + (sources << 40) + indices
+        return ids.reshape(positions.shape)
 
     def _permutation(self, source: int, epoch: int) -> Permutation:
         """Return the order of a source's epoch."""

@@ -465,9 +465,7 @@ def rows_of_sample(
         number, row = plan._table.step_and_row(position)
         if number >= plan.num_steps or is_in(skips, number):
             continue
-        step = None
-        if balance_rows is not None:
-            step = step_of_plan(plan, epoch, number, skips, balance_rows)
+        step = balance_rows and step_of_plan(plan, epoch, number, skips, balance_rows)
         if step is not None:
             is_sample = np.asarray(step.ids) == order(np.array([position]))
             if step.valid is not None:
