@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from paddle_shard.core.checks import check_count, listed
 from paddle_shard.data.arrays import IndexedData, check_indexed
-from paddle_shard.data.stages.pack import PackedRows, check_long, tokens_of
+from paddle_shard.data.stages.pack import Fields, PackedRows, check_long, tokens_of
 from paddle_shard.errors import ArgumentError, described
 from paddle_shard.plan.order import Fingerprint
 from paddle_shard.plan.packing import Packing, Piece
@@ -173,7 +173,7 @@ class Packed:
             np.ascontiguousarray(self.packing.lengths, np.int64).tobytes()
         )
 
-    def _fields(self, piece: Piece, what: str) -> dict[str, npt.NDArray[Any]]:
+    def _fields(self, piece: Piece, what: str) -> Fields:
         """Return the fields of a piece's document that have an entry for each token."""
         document = self.documents[piece.document]
         num_tokens = len(tokens_of(document, self.rows.key))

@@ -88,8 +88,7 @@ class Stream(paddle.io.IterableDataset):
                 ".lines(paths), .jsonl(paths), .parquet(paths), .webdataset(urls)."
             )
         if not isinstance(source, Stage):
-            hides_workers = is_iterable_dataset(source)
-            begin = partial(iterate_with, None) if hides_workers else None
+            begin = partial(iterate_with, None) if is_iterable_dataset(source) else None
             source = IterableSource(source, begin)
         self._stage = source
         """The last stage, as the user put the stream together."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -34,7 +34,7 @@ class Blocks(Ordering):
         Blocks(size=512, window=8)
     """
 
-    name: ClassVar[bool | str] = "blocks"
+    name = "blocks"
 
     size: int = 1024
     window: int = 8

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from operator import index as int_of
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -51,8 +51,8 @@ class Mixing(Ordering):
     segments, these bounds add up.
     """
 
-    name: ClassVar[bool | str] = "mixture"
-    drawn_by: ClassVar[str | None] = "the mixture"
+    name = "mixture"
+    drawn_by = "the mixture"
 
     names: tuple[str, ...]
     """Names of the sources, in a fixed order. The key of a source's order depends on its name."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -22,7 +22,7 @@ Shuffle: TypeAlias = bool | str | Ordering
 class Sequential(Ordering):
     """The samples in the order of the data set, in every epoch."""
 
-    name: ClassVar[bool | str] = False
+    name = False
     is_identity = True
 
     def order(self, length: int, seed: int, epoch: int, width: int) -> Order:
@@ -34,7 +34,7 @@ class Sequential(Ordering):
 class Shuffled(Ordering):
     """A keyed permutation of all samples, a different one for each seed and epoch."""
 
-    name: ClassVar[bool | str] = True
+    name = True
 
     def order(self, length: int, seed: int, epoch: int, width: int) -> Order:
         """See `Ordering`."""
@@ -75,8 +75,8 @@ _paddle_order = lru_cache(maxsize=2)(PaddleOrder)
 class PaddleSequential(Ordering):
     """The order of a `DistributedBatchSampler` that does not shuffle. A loader uses it; users cannot name it."""
 
-    name: ClassVar[bool | str] = "paddle unshuffled"
-    pads_first: ClassVar[bool] = True
+    name = "paddle unshuffled"
+    pads_first = True
     is_identity = True
 
     def order(self, length: int, seed: int, epoch: int, width: int) -> Order:
@@ -98,7 +98,7 @@ class PaddleOrdering(PaddleSequential):
 
     seed: int = 0
     """The sampler's own seed."""
-    name: ClassVar[bool | str] = "paddle"
+    name = "paddle"
     is_identity = False
 
     def order(self, length: int, seed: int, epoch: int, width: int) -> Order:

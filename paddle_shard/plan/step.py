@@ -20,7 +20,7 @@ from paddle_shard.plan.seeding import derive_seed
 from paddle_shard.plan.skips import Ranges, is_in
 
 Mask = npt.NDArray[np.bool_]
-Ids = Sequence[Any] | npt.NDArray[np.int64]
+Ids = Sequence[Any] | Rows
 """Indices into the data set, of any type; an array if all are ints."""
 
 RowsOf = Callable[[int, int], "Rows | range"]
@@ -108,7 +108,7 @@ BalanceRows = Callable[[Ids, int], tuple[Rows, tuple[float, float]]]
 rank, given (ids, rows of a micro-batch); see `balance.balanced_rows`."""
 
 
-def as_ids(indices: Ids) -> npt.NDArray[np.int64]:
+def as_ids(indices: Ids) -> Rows:
     """Return numbers for a data set's indices: ints unchanged, others from a hash of their `repr`."""
     if isinstance(indices, np.ndarray):
         return indices

@@ -9,7 +9,6 @@ from itertools import chain, islice
 from typing import Any, TypedDict
 
 import numpy as np
-import numpy.typing as npt
 
 from paddle_shard.core.checks import argument_hint, check_flag
 from paddle_shard.data.files.ahead import LEAST, LIMIT
@@ -35,6 +34,7 @@ from paddle_shard.errors import (
     ShardReadError,
     described,
 )
+from paddle_shard.plan.order import Indices
 from paddle_shard.plan.seeding import derive_key
 from paddle_shard.plan.shuffle import permutation
 
@@ -182,7 +182,7 @@ class ShardSource(PartsSource):
         samples = chain.from_iterable(self._pieces(segments, opening))
         yield from islice(samples, num_dropped, None)
 
-    def _order(self, opening: Opening) -> npt.NDArray[np.int64]:
+    def _order(self, opening: Opening) -> Indices:
         numbers = np.arange(len(self._names), dtype=np.int64)
         if not self._shuffle:
             return numbers
@@ -193,7 +193,7 @@ class ShardSource(PartsSource):
         return self._total * part // num_parts, self._total * (part + 1) // num_parts
 
     def _cut_out(
-        self, counts: npt.NDArray[np.int64], opening: Opening, part: int, skip: int
+        self, counts: Indices, opening: Opening, part: int, skip: int
     ) -> Iterator[ShardRange]:
         """Return the pieces of the ordered shards that lie in a part, after its first `skip` samples."""
         start, stop = self._cut(part, opening.num_parts)

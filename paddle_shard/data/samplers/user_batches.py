@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain, count, islice, repeat, takewhile
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -48,8 +48,9 @@ class UserBatches(IndexBatches):
     pass has its own copy. After a pass has come to its end, the sampler gets that position.
     """
 
-    steps_unknown: ClassVar[str] = (
-        "the steps of the batch_sampler show only at its end. Give it a __len__ (and drop_last, with tail='drop')."
+    steps_unknown = (
+        "the steps of the batch_sampler show only at its end. "
+        "Give it a __len__ (and drop_last, with tail='drop')."
     )
 
     batch_sampler: Iterable[Any]

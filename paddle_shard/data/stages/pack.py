@@ -81,7 +81,7 @@ class PackedRows:
                 f"key={self.key!r} and labels={self.labels!r} must differ from each other and from {MADE}."
             )
 
-    def fields(self, document: Any, what: str) -> dict[str, npt.NDArray[Any]]:
+    def fields(self, document: Any, what: str) -> Fields:
         """Return the fields of a document that have an entry for each token, and the labels.
 
         Args:

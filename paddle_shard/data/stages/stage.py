@@ -144,11 +144,11 @@ class Stage:
 
     upstream: Stage | None = None
     """The stage before it; None for a source."""
-    cuts: bool = False
+    cuts = False
     """True if it can open a part without reading the others, or if it cuts the stream."""
-    endless: bool = False
+    endless = False
     """True if its parts have no end."""
-    makes_several: bool = False
+    makes_several = False
     """True if one sample may become several. Then a position in a part does not tell how much was read for it."""
 
     @property
@@ -204,7 +204,7 @@ class Stage:
 
     # For sources only
 
-    once: bool = False
+    once = False
     """True if it can be opened only once."""
     num_shards: int | None = None
     """Number of files of the stream; None if it is not made of files."""
@@ -242,7 +242,7 @@ class Transform(Stage):
     """
 
     upstream: Stage
-    counted: bool = True
+    counted = True
     """True if it makes as many samples as it gets. If not, and `lengths` says nothing else, that shows at the end."""
 
     def __init__(self, upstream: Stage, *mark: Any) -> None:
