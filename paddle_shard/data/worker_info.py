@@ -33,7 +33,6 @@ class VisibleWorkerInfo:  # not by `contextmanager`: it is entered for each samp
 
     def __init__(self, info: WorkerInfo | None) -> None:
         self._info = info
-        self._before: list[tuple[Any, WorkerInfo | None]] = []
 
     def __enter__(self) -> None:
         self._before = [(module, module._worker_info) for module in _modules()]

@@ -23,6 +23,8 @@ MAX_LENGTH = 1 << 40
 ROUNDS = 1 << 9
 """Number of epochs of a source whose ids differ."""
 _MARK = 1 << 61
+NEVER = 1 << 62
+"""Position of a draw that is not made."""
 MAX_DRAWS = 1 << 50
 """Most samples of a run."""
 
@@ -192,8 +194,8 @@ class Draws:
         return sources, draws
 
     def positions(self, source: int, draws: Indices) -> Indices:
-        """Return the position of the run of each draw of a source: int64; -1 if it is never made."""
-        positions = np.full(len(draws), -1, np.int64)
+        """Return the position of the run of each draw of a source: int64; `NEVER` if it is not made."""
+        positions = np.full(len(draws), NEVER)
         begins = [
             self._before(segment)[source] for segment in range(len(self._segments))
         ]

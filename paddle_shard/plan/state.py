@@ -110,7 +110,8 @@ class LoaderState:
             "segments": tuple(map(tuple, saved["segments"])),
             "certificate": account_from_json(saved["certificate"]),
         }
-        state = cls(**{name.name: values[name.name] for name in fields(cls)})
+        del values["version"], values["checksum"]
+        state = cls(**values)
         state._check_same_run(fingerprint, override)
         has_other_samples = bool(_OTHER_SAMPLES & {*override})
         return replace(state, data=None) if has_other_samples else state

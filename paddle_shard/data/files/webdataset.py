@@ -161,15 +161,8 @@ def read_index(path: str, names: Sequence[str]) -> dict[str, ShardEntry]:
         ArgumentError: The index cannot be opened or lacks a shard, or two shards have the same last piece.
     """
     try:
-        file, _ = open_file(path)
-    except OSError as error:
-        raise ArgumentError(
-            f"index={redacted(path)!r} cannot be read: {error}. Make it: {RECOUNT}."
-        ) from error
-    with file:
-        text = file.read()
-    try:
-        index: Any = json.loads(text)
+        with open_file(path)[0] as file:
+            index: Any = json.load(file)
         if index["version"] != VERSION:
             raise ValueError(
                 f"version {index['version']}, this library reads {VERSION}"
@@ -177,6 +170,10 @@ def read_index(path: str, names: Sequence[str]) -> dict[str, ShardEntry]:
         shards = {
             name: ShardEntry.from_json(entry) for name, entry in index["shards"].items()
         }
+    except OSError as error:
+        raise ArgumentError(
+            f"index={redacted(path)!r} cannot be read: {error}. Make it: {RECOUNT}."
+        ) from error
     except DAMAGE as error:
         raise StateError(
             f"index={path!r} is not an index of shards, or is damaged ({error!r}). Make it: {RECOUNT}."

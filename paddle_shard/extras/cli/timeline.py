@@ -36,15 +36,17 @@ class RecordedJob:
     @cached_property
     def meshes(self) -> list[tuple[MeshLayout, list[str]]]:
         """Each mesh with its data axes."""
-        meshes = []
-        for mesh in self.first_line["meshes"]:
-            layout = MeshLayout(
-                shape=mesh["axes"].values(),
-                axes=mesh["axes"],
-                process_ids=mesh["process_ids"],
+        return [
+            (
+                MeshLayout(
+                    shape=mesh["axes"].values(),
+                    axes=mesh["axes"],
+                    process_ids=mesh["process_ids"],
+                ),
+                mesh["data_axes"],
             )
-            meshes.append((layout, mesh["data_axes"]))
-        return meshes
+            for mesh in self.first_line["meshes"]
+        ]
 
     @property
     def holders(self) -> list[tuple[MeshLayout, list[str]]]:
