@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from paddle_shard.core.checks import check_count
 from paddle_shard.data.stages.stage import (
     Lengths,
     Opening,
@@ -25,6 +24,7 @@ from paddle_shard.plan.seeding import derive_key
 from paddle_shard.plan.shuffle import Permutation
 
 
+@dataclass(eq=False)
 class Map(Transform):
     """Calls a function for each sample; skipped samples cost no call.
 
@@ -32,14 +32,13 @@ class Map(Transform):
     random function gives the same result for any number of workers, and after a resume.
     """
 
-    def __init__(self, upstream: Stage, function: Callable[[Any], Any]) -> None:
-        super().__init__(upstream)
-        self._function = function
+    function: Callable[[Any], Any]
+    """Called with a sample."""
 
     def transform(self, items: Samples, part: int, opening: Opening) -> Samples:
         """Yield the results of the function."""
         key = opening.key(part, "map", self.depth)
-        function = self._function
+        function = self.function
         rng = opening.rng
         for number, item in enumerate(items, opening.skip):
             # After `items` has run, which may seed the generators, too.
@@ -60,31 +59,33 @@ class Map(Transform):
         return self.upstream.origin(opening, part, number)
 
 
+@dataclass(eq=False)
 class Filter(Transform):
     """Keeps the samples for which a function is true. Samples to be skipped are still read and tested."""
 
     counted = False
-
-    def __init__(self, upstream: Stage, predicate: Callable[[Any], bool]) -> None:
-        super().__init__(upstream, "filter")
-        self._predicate = predicate
+    name = "filter"
+    predicate: Callable[[Any], bool]
+    """Called with a sample; True keeps it."""
 
     def transform(self, items: Samples, part: int, opening: Opening) -> Samples:
         """Yield the samples that are kept."""
         key = opening.key(part, "filter", self.depth)
         for number, item in enumerate(items):
             opening.rng.seed(key, number)
-            keep = opening.call(lambda sample: bool(self._predicate(sample)), item)
+            keep = opening.call(lambda sample: bool(self.predicate(sample)), item)
             if keep:
                 yield keep if isinstance(keep, Unreadable) else item
 
 
+@dataclass(eq=False)
 class Group(Transform):
     """Makes lists of `size` samples of a part; the last one may be shorter."""
 
-    def __init__(self, upstream: Stage, size: int) -> None:
-        super().__init__(upstream, "batch", size)
-        self.size: int = check_count("batch: size", size)
+    name = "batch"
+    settings = ("size",)
+    size: int
+    """At least 1."""
 
     def begin(self, skip: int) -> tuple[int, int]:
         """Return that lists are skipped by skipping their samples."""
@@ -99,9 +100,7 @@ class Group(Transform):
     def lengths(self, opening: Opening) -> Lengths:
         """Return the number of lists in each part."""
         lengths = self.upstream.lengths(opening)
-        if lengths is None:
-            return None
-        return [-(-length // self.size) for length in lengths]
+        return lengths and [-(-length // self.size) for length in lengths]
 
 
 class Unbatch(Transform):
@@ -109,9 +108,7 @@ class Unbatch(Transform):
 
     counted = False
     makes_several = True
-
-    def __init__(self, upstream: Stage) -> None:
-        super().__init__(upstream, "unbatch")
+    name = "unbatch"
 
     def transform(self, items: Samples, part: int, opening: Opening) -> Samples:
         """Yield the items of the samples."""
@@ -136,6 +133,7 @@ class Unbatch(Transform):
             yield opening.failed(group, error)
 
 
+@dataclass(eq=False)
 class Shuffle(Transform):
     """Permutes the samples of a part in windows, each with its own key.
 
@@ -143,19 +141,14 @@ class Shuffle(Transform):
     memory. A resume needs no saved buffer: it reads less than one window again.
     """
 
-    def __init__(self, upstream: Stage, window: int) -> None:
-        """Set up the stage.
-
-        Args:
-            upstream: The stage to shuffle.
-            window: Number of samples that are mixed, at least 1.
-        """
-        super().__init__(upstream, "shuffle", window)
-        self._window = check_count("shuffle: window", window)
+    name = "shuffle"
+    settings = ("window",)
+    window: int
+    """Number of samples that are mixed, at least 1."""
 
     def begin(self, skip: int) -> tuple[int, int]:
         """Return that whole windows are skipped, and the rest of a window is read."""
-        rest = skip % self._window
+        rest = skip % self.window
         return skip - rest, rest
 
     def transform(self, items: Samples, part: int, opening: Opening) -> Samples:
@@ -163,8 +156,8 @@ class Shuffle(Transform):
         # Its number counts only the shuffles before it: then stages that keep the order can be added to a run.
         number = sum(isinstance(stage, Shuffle) for stage in self.upstream.line())
         key = opening.key(part, "window", number)
-        first = opening.skip // self._window
-        for window, samples in enumerate(windows(items, self._window), first):
+        first = opening.skip // self.window
+        for window, samples in enumerate(windows(items, self.window), first):
             permuted = Permutation(len(samples), derive_key(key, window, size=64))
             for place in permuted(np.arange(len(samples), dtype=np.int64)).tolist():
                 sample = samples[place]
@@ -172,33 +165,29 @@ class Shuffle(Transform):
                 yield sample
 
 
+@dataclass(eq=False)
 class Repeat(Transform):
     """Reads each part several times; if it is shuffled, each time in another order."""
 
-    def __init__(self, upstream: Stage, times: int | None = None) -> None:
-        """Set up the stage.
+    name = "repeat"
+    settings = ("times",)
+    times: int | None = None
+    """How often to read, at least once; None: without an end."""
 
-        Args:
-            upstream: The stage to repeat.
-            times: How often to read; None: without an end.
-        """
-        super().__init__(upstream, "repeat", times)
-        self._times = None if times is None else check_count("repeat: times", times)
-        self.endless = times is None or upstream.endless
+    def __post_init__(self) -> None:
+        self.endless = self.times is None or self.upstream.endless
 
     def open(self, opening: Opening) -> list[Samples]:
         """Return the samples of each part, round after round."""
-        rounds = in_rounds(self.upstream, opening, self._times)
+        rounds = in_rounds(self.upstream, opening, self.times)
         return [map(itemgetter(1), items) for items in rounds]
 
     def lengths(self, opening: Opening) -> Lengths:
         """Return the number of samples of all rounds; None if there is no end or a length is not known."""
-        if self._times is None:
+        if self.times is None:
             return None
         lengths = self.upstream.lengths(opening)
-        if lengths is None:
-            return None
-        return [self._times * length for length in lengths]
+        return lengths and [self.times * length for length in lengths]
 
 
 def in_rounds(
