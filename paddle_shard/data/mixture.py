@@ -120,7 +120,15 @@ class Mixture:
         Args:
             index: What `__getitem__` takes.
         """
-        source, number = self.locate(index)
+        index = int(index)
+        if not is_sample_id(index):
+            if not -self._num_samples <= index < self._num_samples:
+                raise IndexError(
+                    f"index {index} is out of range for a mixture with {self._num_samples} samples"
+                )
+            position = np.array([index % self._num_samples], np.int64)
+            index = int(self._first_epoch(position)[0])
+        source, number = source_and_index(index)
         return self._names[source], number
 
     def fingerprint(self) -> Fingerprint:
@@ -148,22 +156,6 @@ class Mixture:
         return Mixing(
             self._names, self._lengths, self.segments, isinstance(inner, Shuffled)
         )
-
-    def locate(self, index: int) -> tuple[int, int]:
-        """Return (number of the source, index in the source) of a sample.
-
-        Args:
-            index: What `__getitem__` takes.
-        """
-        index = int(index)
-        if is_sample_id(index):
-            return source_and_index(index)
-        if not -self._num_samples <= index < self._num_samples:
-            raise IndexError(
-                f"index {index} is out of range for a mixture with {self._num_samples} samples"
-            )
-        position = np.array([index % self._num_samples], np.int64)
-        return source_and_index(int(self._first_epoch(position)[0]))
 
 
 DROPPED_OF_MIXTURE = (

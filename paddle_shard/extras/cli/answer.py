@@ -68,7 +68,7 @@ class Command(NamedTuple):
     """A command of `paddle-shard`."""
 
     answer: Callable[[argparse.Namespace], Answer]
-    """Its name is the command's name; its docstring is the help, with an example below."""
+    """Its docstring is the help, with an example below."""
     arguments: Sequence[Argument]
 
 

@@ -14,14 +14,13 @@ from paddle_shard.errors import PaddleShardError, described
 from paddle_shard.extras.cli import doctor, index_shards, plan, show, verify
 from paddle_shard.run.record_lines import read_record
 
-_COMMANDS = [
-    plan.plan,
-    verify.verify,
-    show.show,
-    index_shards.index,
-    doctor.doctor,
-]
-COMMANDS = {command.answer.__name__: command for command in _COMMANDS}
+COMMANDS = {
+    "plan": plan.plan,
+    "verify": verify.verify,
+    "show": show.show,
+    "index": index_shards.index,
+    "doctor": doctor.doctor,
+}
 """All commands, by name."""
 
 
