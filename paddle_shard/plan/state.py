@@ -64,7 +64,7 @@ class LoaderState:
                 **{name.name: getattr(self, name.name) for name in fields(self)},
                 "segments": [list(segment) for segment in self.segments],
                 "certificate": account_to_json(self.certificate),
-                "data": None if self.data is None else dict(self.data),
+                "data": self.data and dict(self.data),
                 "fingerprint": {"order_version": ORDER_VERSION, **self.fingerprint},
             }
         )
@@ -152,9 +152,8 @@ class LoaderState:
         kept = tuple(
             (first, size) for first, size in self.segments if first < self.samples
         )
-        is_same_size = bool(kept) and kept[-1][1] == batch_size
         # If the epoch has ended, another tail would drop its last batch.
-        if is_same_size and not self.ended:
+        if kept and kept[-1][1] == batch_size and not self.ended:
             return kept
         return (*kept, (self.samples, batch_size))
 

@@ -94,6 +94,10 @@ class ShardEntry:
         )
 
 
+Entries = Mapping[str, ShardEntry]
+"""The entry of each file, by its name."""
+
+
 def count_file(
     name: str, samples: ReadSamples, cache_dir: str | None = None
 ) -> ShardEntry:
@@ -133,7 +137,7 @@ def count_files(
     form: Format,
     counts: bool | None,
     cache_dir: str | None = None,
-) -> dict[str, ShardEntry] | None:
+) -> Entries | None:
     """Count the samples of files. The counts of local ones are kept in the user's cache directory.
 
     Args:
@@ -182,7 +186,7 @@ def _version(name: str) -> tuple[str, int, int, int]:
 
 def _count_each(
     names: Sequence[str], samples: ReadSamples, cache_dir: str | None
-) -> dict[str, ShardEntry]:
+) -> Entries:
     entries = {}
     for name in names:
         logging.getLogger("paddle_shard").info(
@@ -207,7 +211,7 @@ class FileReader:
 
     samples: ReadSamples
     """The format."""
-    entries: Mapping[str, ShardEntry] | None
+    entries: Entries | None
     """The index entry of each file, by name; None: files are not counted."""
     cache_dir: str | None
     """Where copies of remote files are kept; None: nowhere."""
@@ -253,7 +257,7 @@ def file_source(
     form: Format,
     *,
     counts: bool | None = None,
-    entries: Mapping[str, ShardEntry] | None = None,
+    entries: Entries | None = None,
     shuffle_shards: bool = True,
     cache_dir: files.Path | None = None,
 ) -> ShardSource:

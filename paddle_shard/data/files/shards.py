@@ -111,7 +111,7 @@ class ShardSource(PartsSource):
                 "Name each file once; .repeat() reads the stream again."
             )
         self.num_shards: int = len(self._names)
-        self._counts = None if counts is None else np.asarray(counts, np.int64)
+        self._counts = None if counts is None else np.asarray(counts)
         self._total = sum(counts or ())
         self._files = self._names if files is None else list(files)
         self._digest: str | None = None
@@ -183,7 +183,7 @@ class ShardSource(PartsSource):
         yield from islice(samples, num_dropped, None)
 
     def _order(self, opening: Opening) -> Indices:
-        numbers = np.arange(len(self._names), dtype=np.int64)
+        numbers = np.arange(len(self._names))
         if not self._shuffle:
             return numbers
         purpose = ("shards", opening.seed, opening.epoch, opening.round)

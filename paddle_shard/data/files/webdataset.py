@@ -7,14 +7,20 @@ import json
 import os
 import re
 import tarfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, cast
 
 from paddle_shard.core.checks import listed
 from paddle_shard.core.warn_once import warn_once
-from paddle_shard.data.files.counts import DAMAGE, Format, ShardEntry, file_source
+from paddle_shard.data.files.counts import (
+    DAMAGE,
+    Entries,
+    Format,
+    ShardEntry,
+    file_source,
+)
 from paddle_shard.data.files.files import (
     BUFFER,
     Path,
@@ -141,7 +147,7 @@ class _StrictInfo(tarfile.TarInfo):
 VERSION = 1
 
 
-def write_index(path: str, entries: Mapping[str, ShardEntry]) -> None:
+def write_index(path: str, entries: Entries) -> None:
     """Write an index; an existing file of that name is replaced atomically."""
     shards = {name: asdict(entry) for name, entry in entries.items()}
     text = json.dumps({"version": VERSION, "shards": shards}, separators=(",", ":"))
@@ -149,7 +155,7 @@ def write_index(path: str, entries: Mapping[str, ShardEntry]) -> None:
         file.write(f"{text}\n".encode())
 
 
-def read_index(path: str, names: Sequence[str]) -> dict[str, ShardEntry]:
+def read_index(path: str, names: Sequence[str]) -> Entries:
     """Return the entries of some shards, by name.
 
     Args:

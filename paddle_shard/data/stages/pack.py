@@ -205,7 +205,7 @@ class Pack(Transform):
                 is_bad = isinstance(document, Unreadable)
                 fields.append({} if is_bad else self.rows.fields(document, name))
                 names.append(name)
-            sizes = np.array(list(map(self._size, fields)), np.int64)
+            sizes = np.array(list(map(self._size, fields)))
             if sizes.any():
                 packing = Packing(sizes, self.rows.length, MAX_WINDOW)
                 for row in range(packing.num_rows):

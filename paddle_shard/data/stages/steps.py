@@ -23,6 +23,9 @@ from paddle_shard.plan.parts import nothing_to_repeat
 from paddle_shard.plan.seeding import derive_key
 from paddle_shard.plan.shuffle import Permutation
 
+Rounds = Iterator[tuple[int, Any]]
+"""(round, sample) for each sample of a part that is reopened when it has ended."""
+
 
 @dataclass(eq=False)
 class Map(Transform):
@@ -159,7 +162,7 @@ class Shuffle(Transform):
         first = opening.skip // self.window
         for window, samples in enumerate(windows(items, self.window), first):
             permuted = Permutation(len(samples), derive_key(key, window, size=64))
-            for place in permuted(np.arange(len(samples), dtype=np.int64)).tolist():
+            for place in permuted(np.arange(len(samples))).tolist():
                 sample = samples[place]
                 samples[place] = None  # release delivered samples
                 yield sample
@@ -192,7 +195,7 @@ class Repeat(Transform):
 
 def in_rounds(
     stage: Stage, opening: Opening, times: int | None, source: str = ""
-) -> list[Iterator[tuple[int, Any]]]:
+) -> list[Rounds]:
     """Open parts so that each is reopened when it has ended.
 
     Args:
@@ -230,7 +233,7 @@ class _Rounds:
     opened: dict[tuple[int, int], dict[int, Samples]] = field(default_factory=dict)
     """(round, samples that are skipped) -> the parts that are opened there and not read yet."""
 
-    def items(self, part: int) -> Iterator[tuple[int, Any]]:
+    def items(self, part: int) -> Rounds:
         """Yield (round, sample) of a part."""
         begin, skip = self.begins[part]
         numbers = count(begin) if self.times is None else range(begin, self.times)

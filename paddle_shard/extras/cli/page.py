@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from html import escape
 from textwrap import shorten
-from typing import Any
 
 from paddle_shard.extras.cli.answer import Answer, Rows, cell
 from paddle_shard.extras.cli.places import Meshes, shapes_of
@@ -53,7 +52,7 @@ def _html_table(rows: Rows) -> str:
     return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
 
 
-def svg_of(meshes: Meshes, shares: Sequence[Mapping[str, Any]], title: str) -> str:
+def svg_of(meshes: Meshes, shares: Rows, title: str) -> str:
     """Return a picture of the first mesh, coloured by data rank, and of the samples of each data rank.
 
     Args:

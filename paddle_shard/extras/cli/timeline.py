@@ -15,6 +15,7 @@ from typing import Any
 from paddle_shard.data.samplers import PlanBatches
 from paddle_shard.errors import ArgumentError
 from paddle_shard.extras.cli.answer import Json
+from paddle_shard.extras.cli.places import Meshes
 from paddle_shard.plan.mesh import MeshLayout
 from paddle_shard.plan.orders import ordering_of
 from paddle_shard.plan.shard_plan import BatchSizes, ShardPlan, rows_of_sample
@@ -34,7 +35,7 @@ class RecordedJob:
     first_line: Json
 
     @cached_property
-    def meshes(self) -> list[tuple[MeshLayout, list[str]]]:
+    def meshes(self) -> Meshes:
         """Each mesh with its data axes."""
         return [
             (
@@ -49,7 +50,7 @@ class RecordedJob:
         ]
 
     @property
-    def holders(self) -> list[tuple[MeshLayout, list[str]]]:
+    def holders(self) -> Meshes:
         """The meshes whose ranks hold the rows of a step; none if rows were balanced by cost (`balance=`)."""
         return [] if self.first_line["dealt"] else self.meshes
 
