@@ -98,10 +98,9 @@ class Packed:
         self.packing = Packing(counts, length, window)
         """The plan of the rows: which pieces of which documents each row holds."""
         most = self.packing.most_pieces
-        if (
-            max_pieces is not None
-            and check_count("Packed: max_pieces", max_pieces) < most
-        ):
+        if max_pieces is None:
+            max_pieces = most
+        if check_count("Packed: max_pieces", max_pieces) < most:
             raise ArgumentError(
                 f"Packed: max_pieces={max_pieces}, but a row holds {most} pieces. Give max_pieces={most} or more, or "
                 "leave it out."
@@ -111,7 +110,7 @@ class Packed:
         """Rows that hold documents near each other, for `shuffle="blocks"`."""
         self.rows = PackedRows(
             length=self.packing.length,
-            most_pieces=most if max_pieces is None else int(max_pieces),
+            most_pieces=int(max_pieces),
             key=key,
             labels=labels,
             ignore_index=ignore_index,

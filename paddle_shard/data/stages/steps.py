@@ -120,20 +120,14 @@ class Unbatch(Transform):
         for group in items:
             if isinstance(group, Unreadable):
                 yield from group.items or (group,)
-            else:
-                yield from self._read(group, opening, key, numbers)
-
-    def _read(
-        self, group: Any, opening: Opening, key: int, numbers: Iterator[int]
-    ) -> Samples:
-        """Yield the items of a sample as they are read; after one that cannot be read, there are no others."""
-        opening.rng.seed(key, next(numbers))
-        try:
-            for item in group:
-                yield item
-                opening.rng.seed(key, next(numbers))
-        except Exception as error:
-            yield opening.failed(group, error)
+                continue
+            opening.rng.seed(key, next(numbers))
+            try:
+                for item in group:
+                    yield item
+                    opening.rng.seed(key, next(numbers))
+            except Exception as error:  # its other items are not read
+                yield opening.failed(group, error)
 
 
 @dataclass(eq=False)

@@ -24,16 +24,16 @@ _MOST_TEXT = 96
 def page_of(title: str, answer: Answer, pictures: Iterable[str]) -> str:
     """Return an HTML page of an answer and some SVG pictures; it loads nothing."""
     body = [f"<h1>{escape(title)}</h1>"]
-    for what, fix in answer.hazards or ():
-        body.append(
-            f'<p class="hazard"><strong>{escape(what)}.</strong> {escape(fix)}</p>'
-        )
-    for section in answer.text:
-        body.append(
-            f"<p>{escape(section)}</p>"
-            if isinstance(section, str)
-            else _html_table(section)
-        )
+    body += [
+        f'<p class="hazard"><strong>{escape(what)}.</strong> {escape(fix)}</p>'
+        for what, fix in answer.hazards or ()
+    ]
+    body += [
+        f"<p>{escape(section)}</p>"
+        if isinstance(section, str)
+        else _html_table(section)
+        for section in answer.text
+    ]
     body += [f"<figure>{picture}</figure>" for picture in pictures]
     head = (
         f'<meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}</style>'
