@@ -280,13 +280,14 @@ class UserBatches(IndexBatches):
         self, number: int, batch: list[Any], num_rows: int, noted: SamplerStep
     ) -> GlobalBatch:
         num_positions = len(batch)
+        # Padding repeats the batch from its first row on.
+        indices = batch * -(-num_rows // num_positions)
         return GlobalBatch(
             number=number,
             num_rows=num_rows,
             micro_size=num_rows // self.accumulation,
             num_positions=num_positions,
-            # Padding repeats the batch from its first row on.
-            take=lambda rows: [batch[row % num_positions] for row in rows],
+            take=lambda rows: [indices[row] for row in rows],
             valid=(lambda rows: rows < num_positions)
             if num_rows > num_positions
             else None,

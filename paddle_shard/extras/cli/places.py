@@ -59,17 +59,13 @@ def samples_at(plan: ShardPlan, epoch: int, step: int, skips: Ranges) -> list[An
     plan_step = step_of_plan(plan, epoch, step, skips)
     if plan_step is None:
         return [None] * plan.num_rows(step=step)
-    valid = (
-        np.ones(len(plan_step.ids), bool)
-        if plan_step.valid is None
-        else plan_step.valid
-    )
     names = np.asarray(plan_step.ids).tolist()
     if isinstance(plan.ordering, Mixing):
         names = [list(plan.ordering.named(sample)) for sample in names]
-    return [
-        name if is_valid else None for name, is_valid in zip(names, valid, strict=True)
-    ]
+    if plan_step.valid is not None:
+        valid_names = zip(names, plan_step.valid, strict=True)
+        names = [name if is_valid else None for name, is_valid in valid_names]
+    return list(names)
 
 
 def samples_of(
