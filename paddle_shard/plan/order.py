@@ -93,8 +93,6 @@ class Ordering:
 
     name: ClassVar[bool | str]
     """Name of the ordering in a saved state."""
-    is_identity: ClassVar[bool] = False
-    """True if every epoch has the samples in the order of the data set. A curriculum, such as by length, has False."""
     pads_first: ClassVar[bool] = False
     """True if padding is added before the shuffle, so that it may be anywhere in the epoch."""
     drawn_by: ClassVar[str | None] = None

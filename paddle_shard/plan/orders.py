@@ -23,7 +23,6 @@ class Sequential(Ordering):
     """The samples in the order of the data set, in every epoch."""
 
     name = False
-    is_identity = True
 
     def order(self, length: int, seed: int, epoch: int, width: int) -> Order:
         """See `Ordering`."""
@@ -77,7 +76,6 @@ class PaddleSequential(Ordering):
 
     name = "paddle unshuffled"
     pads_first = True
-    is_identity = True
 
     def order(self, length: int, seed: int, epoch: int, width: int) -> Order:
         """See `Ordering`."""
@@ -99,7 +97,6 @@ class PaddleOrdering(PaddleSequential):
     seed: int = 0
     """The sampler's own seed."""
     name = "paddle"
-    is_identity = False
 
     def order(self, length: int, seed: int, epoch: int, width: int) -> Order:
         """See `Ordering`."""
