@@ -44,7 +44,7 @@ class VisibleWorkerInfo:  # not by `contextmanager`: it is entered for each samp
             module._worker_info = info
 
 
-def iterate_with(info: WorkerInfo | None, dataset: IterableOrFunction) -> Iterator[Any]:
+def iterate_with(info: WorkerInfo | None, dataset: IterableOrFunction) -> Samples:
     """Iterate over the user's stream, which sees `info` instead of its worker.
 
     With None, it does not know of the workers, and does not split itself among them: every reader reads the whole

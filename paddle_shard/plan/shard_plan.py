@@ -10,7 +10,6 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from paddle_shard.core.checks import check_count
 from paddle_shard.errors import ArgumentError
@@ -26,7 +25,7 @@ from paddle_shard.plan.partition import (
 )
 from paddle_shard.plan.shuffle import MAX_SAMPLES
 from paddle_shard.plan.skips import Ranges, is_in
-from paddle_shard.plan.step import BalanceRows, GlobalBatch, Step, rank_steps
+from paddle_shard.plan.step import BalanceRows, GlobalBatch, Mask, Step, rank_steps
 from paddle_shard.plan.tails import Tail, find_tail
 
 Segments = tuple[tuple[int, int], ...]
@@ -298,7 +297,7 @@ class ShardPlan:
         first, num_rows, _ = self._extent(step)
         return max(0, first + num_rows - self.num_positions)
 
-    def _are_valid(self, order: Order, first: int, rows: Rows) -> npt.NDArray[np.bool_]:
+    def _are_valid(self, order: Order, first: int, rows: Rows) -> Mask:
         """Return which rows of the global batch that begins at position `first` are valid."""
         positions = first + rows
         valid = positions < self.num_positions

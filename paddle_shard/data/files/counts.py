@@ -25,6 +25,7 @@ from paddle_shard.data.files.ahead import FileAhead
 from paddle_shard.data.files.host_cache import check_cache_dir, open_cached
 from paddle_shard.data.files.locks import file_lock
 from paddle_shard.data.files.shards import RECOUNT, ShardSource
+from paddle_shard.data.stages.stage import Samples
 from paddle_shard.plan.seeding import derive_key
 
 EVERY = 64
@@ -218,7 +219,7 @@ class FileReader:
     needs_begin: bool
     """True if a file is read at its beginning, too, wherever the samples begin."""
 
-    def ahead(self, name: str, skip: int, limit: int) -> Iterator[Any] | None:
+    def ahead(self, name: str, skip: int, limit: int) -> Samples | None:
         """Begin to open a remote file, and to read bytes of the samples after the first `skip`; None: it is local."""
         if not files.is_remote(name):
             return None
@@ -232,9 +233,7 @@ class FileReader:
         """Return the byte from which a file is read, and how many samples are then left to skip."""
         return (0, skip) if self.entries is None else self.entries[name].before(skip)
 
-    def __call__(
-        self, name: str, skip: int, ahead: FileAhead | None = None
-    ) -> Iterator[Any]:
+    def __call__(self, name: str, skip: int, ahead: FileAhead | None = None) -> Samples:
         """Yield the samples of a file after the first `skip`; `ahead` has begun to read it there."""
         entry = None if self.entries is None else self.entries[name]
         start, skip = self._start(name, skip)

@@ -81,7 +81,7 @@ class Opening:
             raise error
         return Unreadable(described(error))
 
-    def seeded(self, items: Iterator[Any], part: int, first: int = 0) -> Iterator[Any]:
+    def seeded(self, items: Samples, part: int, first: int = 0) -> Samples:
         """Yield the items of the user's code after the first `skip`; the generators are seeded before each but item 0.
 
         For item 0 they go on where the making of `items` has left them. An order may be drawn by a thread, as by that
@@ -125,7 +125,7 @@ class Stated(NamedTuple):
     state: Any
 
 
-def windows(items: Iterator[Any], size: int) -> Iterator[list[Any]]:
+def windows(items: Samples, size: int) -> Iterator[list[Any]]:
     """Yield lists of the next `size` items; the last one may be shorter."""
     while window := list(islice(items, size)):
         yield window
