@@ -69,7 +69,9 @@ class PackedRows:
 
     def __post_init__(self) -> None:
         check_count("ignore_index", self.ignore_index, _INT64.min, _INT64.max)
-        if not isinstance(self.labels, str | None):
+        if self.labels is not None and not (
+            self.labels and isinstance(self.labels, str)
+        ):
             raise ArgumentError(
                 f"labels must be the name of a field or None, got {self.labels!r}."
             )
