@@ -285,7 +285,9 @@ def test_source_of_a_mixture_that_comes_late_is_seeded():
             shard_dims="dp",
             num_batches=8,
         )
-        return [row for batch in loader for row in batch.numpy().tolist()]
+        return [
+            row for batch in loader for row in batch._local_value().numpy().tolist()
+        ]
 
     np.random.seed(1)
     first = rows()
